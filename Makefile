@@ -1,0 +1,30 @@
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TORCH := torch==2.13.0
+
+.PHONY: venv test demo lint clean
+
+venv: $(STAMP)
+
+# The exact pin of torch goes in first: it resolves to a CPU build, which the rest then keeps.
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || python3 -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -q "$(TORCH)"
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[test]"
+	touch $@
+
+test: venv
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+demo: venv
+	$(BIN)/python benchmarks/demo.py
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +

@@ -1,0 +1,191 @@
+"""Seconds that a collective takes over one or several mesh axes, by the alpha-beta model.
+
+Sending m bytes to a neighbour on an axis takes ``alpha + m / beta``, with alpha the axis' ``latency_s`` and beta its
+``bandwidth_bytes_per_s``; adding numbers up is free, as it overlaps with receiving. Algorithms and their costs are
+those of
+
+    R. Thakur, R. Rabenseifner, W. Gropp: Optimization of Collective Communication Operations in MPICH. International
+    Journal of High Performance Computing Applications 19(1), 2005, section 4 (below: TRG).
+
+A group over several axes is served axis by axis, so that the slow links carry only what the fast ones have left over:
+reduce-scatter from the fastest axis to the slowest, each on the share the axis before left; all-gather the other
+way round. Over n devices on equal links the bytes add up to (n - 1) / n of the tensor, as for one ring. Where a
+tree needs fewer steps than a ring and moves more bytes, the cheaper one counts.
+
+In every function ``size_bytes``, S below, counts the FULL tensor: what it would have if it were not sharded along
+``axes`` (but as it is sharded along all others). It may be a number or an array, and the seconds come back in the same
+form. No bytes, no axes, and axes of size 1 cost nothing. The order of ``axes`` does not matter. Every cost grows
+with S, and none is below what the links must carry at least. Each raises InputError for sizes that are negative or not
+numbers, and ClusterError for an axis that is named twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from galvatron_fx.errors import ClusterError, InputError
+from galvatron_fx.ir.cluster import Axis
+
+__all__ = [
+    "all_gather_s",
+    "all_reduce_s",
+    "all_to_all_s",
+    "broadcast_s",
+    "collective_s",
+    "reduce_scatter_s",
+    "send_recv_s",
+]
+
+Array = NDArray[np.float64]
+# A number in, a number out; an array in, an array of the same shape out.
+Amount = TypeVar("Amount", float, NDArray[Any])
+
+
+def all_reduce_s(size_bytes: Amount, axes: Sequence[Axis]) -> Amount:
+    """Return the seconds until each device, which holds a summand of S bytes, has the sum of S bytes.
+
+    Reduce-scatter on the k fastest axes, recursive doubling on the share that is left on each of the others
+    (log2 p (alpha + share / beta); TRG, all-reduce), all-gather back; with the k that is cheapest. All axes
+    scattered is Rabenseifner's algorithm, 2 (p - 1) / p S bytes on one axis; none is best for small tensors.
+    """
+    size, groups = _checked(size_bytes, axes)
+    seconds = 2 * _scatter(size, groups)
+    for k in range(len(groups)):
+        share = size / math.prod(a.size for a in groups[:k])
+        doubling = _summed(size, (_doubling_steps(a.size) * _send(share, a) for a in groups[k:]))
+        seconds = np.minimum(seconds, 2 * _scatter(size, groups[:k]) + doubling)
+    return _finish(seconds, size_bytes)
+
+
+def all_gather_s(size_bytes: Amount, axes: Sequence[Axis]) -> Amount:
+    """Return the seconds until each device, which holds S / n bytes, has all S bytes of the n devices.
+
+    One axis of p: ceil(log2 p) alpha + (p - 1) / p S / beta (Bruck; TRG, all-gather). A ring moves the same bytes in
+    p - 1 steps and so is never faster here.
+    """
+    size, groups = _checked(size_bytes, axes)
+    return _finish(_scatter(size, groups), size_bytes)
+
+
+def reduce_scatter_s(size_bytes: Amount, axes: Sequence[Axis]) -> Amount:
+    """Return the seconds until each device, which holds a summand of S bytes, has its S / n bytes of the sum.
+
+    The time of an all-gather, run backwards: every message becomes its reverse with an addition (Chan, Heimlich,
+    Purkayastha & van de Geijn 2007, Collective communication: theory, practice, and experience).
+    """
+    size, groups = _checked(size_bytes, axes)
+    return _finish(_scatter(size, groups), size_bytes)
+
+
+def all_to_all_s(size_bytes: Amount, axes: Sequence[Axis]) -> Amount:
+    """Return the seconds until each device, which holds S / n bytes, has swapped an equal part with each of the n.
+
+    S is the tensor that all n devices hold together, before as after. The cheaper of: pairwise exchange (TRG,
+    all-to-all), S / n**2 bytes to each other device, over the slowest axis on which the two differ; and one exchange
+    within each axis after the other, fewer messages of S / n / p bytes each.
+    """
+    size, groups = _checked(size_bytes, axes)
+    devices = math.prod(a.size for a in groups)
+    direct, staged = np.zeros_like(size), np.zeros_like(size)
+    reached = 1  # devices that differ only on faster axes, and oneself
+    for axis in groups:
+        direct = direct + (axis.size - 1) * reached * _send(size / devices**2, axis)
+        staged = staged + (axis.size - 1) * _send(size / devices / axis.size, axis)
+        reached *= axis.size
+    return _finish(np.minimum(direct, staged), size_bytes)
+
+
+def broadcast_s(size_bytes: Amount, axes: Sequence[Axis]) -> Amount:
+    """Return the seconds until all devices have the S bytes that one of them holds.
+
+    The cheaper of: a binomial tree on each axis, ceil(log2 p) (alpha + S / beta); and van de Geijn's scatter and
+    all-gather, each of ceil(log2 p) alpha + (p - 1) / p S / beta on one axis (TRG, broadcast).
+    """
+    size, groups = _checked(size_bytes, axes)
+    tree = _summed(size, (_log2_steps(a.size) * _send(size, a) for a in groups))
+    return _finish(np.minimum(tree, 2 * _scatter(size, groups)), size_bytes)
+
+
+def send_recv_s(size_bytes: Amount, axes: Sequence[Axis]) -> Amount:
+    """Return the seconds until S bytes are at a device that differs from the sender's position along ``axes``.
+
+    One message, alpha + S / beta, over the axis that is the slowest for it.
+    """
+    size, groups = _checked(size_bytes, axes)
+    slowest = np.zeros_like(size)
+    for axis in groups:
+        slowest = np.maximum(slowest, _send(size, axis))
+    return _finish(slowest, size_bytes)
+
+
+_KINDS = {
+    "all_reduce": all_reduce_s,
+    "all_gather": all_gather_s,
+    "reduce_scatter": reduce_scatter_s,
+    "all_to_all": all_to_all_s,
+}
+
+
+def collective_s(kind: str, size_bytes: Amount, axes: Sequence[Axis]) -> Amount:
+    """Return the seconds of "all_reduce", "all_gather", "reduce_scatter" or "all_to_all"; InputError for another kind.
+
+    ``size_bytes`` means what it means in the function of that name: the full tensor.
+    """
+    if kind not in _KINDS:
+        raise InputError(f"there is no price for the collective '{kind}'; use one of {', '.join(_KINDS)}")
+    return _KINDS[kind](size_bytes, axes)
+
+
+def _checked(size_bytes: float | Array, axes: Sequence[Axis]) -> tuple[Array, list[Axis]]:
+    """Return the sizes as an array, and the axes of more than one device, fastest first."""
+    size = np.asarray(size_bytes, dtype=np.float64)
+    if not np.all(size >= 0):
+        raise InputError(f"size_bytes holds {np.min(size)}; give sizes of at least 0 bytes")
+    names = [axis.name for axis in axes]
+    if len(set(names)) < len(names):
+        raise ClusterError(f"a collective over the axes {names}; name each axis once")
+    fastest_first = sorted(axes, key=lambda a: (-a.bandwidth_bytes_per_s, a.latency_s, a.size, a.name))
+    return size, [axis for axis in fastest_first if axis.size > 1]
+
+
+def _send(size: Array, axis: Axis) -> Array:
+    """One message to a neighbour; nothing is sent where there are no bytes."""
+    return cast(Array, np.where(size > 0, axis.latency_s + size / axis.bandwidth_bytes_per_s, 0.0))
+
+
+def _scatter(size: Array, groups: Sequence[Axis]) -> Array:
+    """Reduce-scatter, scatter, or (backwards) all-gather, fastest axis first, each on what the one before left."""
+    seconds = np.zeros_like(size)
+    for axis in groups:
+        sent = size * ((axis.size - 1) / axis.size)
+        extra_steps = (_log2_steps(axis.size) - 1) * axis.latency_s
+        seconds = seconds + np.where(size > 0, _send(sent, axis) + extra_steps, 0.0)
+        size = size / axis.size
+    return seconds
+
+
+def _summed(like: Array, terms: Iterable[Array]) -> Array:
+    """The sum of ``terms``, in the shape of ``like`` also where there are none."""
+    return sum(terms, start=np.zeros_like(like))
+
+
+def _log2_steps(devices: int) -> int:
+    """ceil(log2 devices), exactly."""
+    return (devices - 1).bit_length()
+
+
+def _doubling_steps(devices: int) -> int:
+    """Steps of recursive doubling: log2, and two more to fold in what exceeds a power of two (TRG, all-reduce)."""
+    whole = devices.bit_length() - 1
+    return whole if devices == 1 << whole else whole + 2
+
+
+def _finish(seconds: Array, like: Amount) -> Amount:
+    """Give numbers back for numbers, arrays for arrays."""
+    result: Any = seconds if isinstance(like, np.ndarray) else float(seconds)
+    return result  # type: ignore[no-any-return]

@@ -1,0 +1,59 @@
+"""Galvatron-FX: give it a PyTorch model and a device mesh, get the same model back as a distributed graph.
+
+The public names are loaded on first use, so that ``import galvatron_fx.ir`` from a pass is no circle and
+reading a plan does not import the compiler.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from galvatron_fx import errors as errors
+    from galvatron_fx.api import capture, compile, explain, plan
+    from galvatron_fx.ir.cluster import Cluster
+    from galvatron_fx.ir.plan import Plan
+    from galvatron_fx.ir.strategy import Strategy
+    from galvatron_fx.runtime.module import DistributedGraphModule
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Cluster",
+    "DistributedGraphModule",
+    "Plan",
+    "Strategy",
+    "capture",
+    "compile",
+    "errors",
+    "explain",
+    "plan",
+]
+
+_HOMES = {
+    "Cluster": "galvatron_fx.ir.cluster",
+    "DistributedGraphModule": "galvatron_fx.runtime.module",
+    "Plan": "galvatron_fx.ir.plan",
+    "Strategy": "galvatron_fx.ir.strategy",
+    "capture": "galvatron_fx.api",
+    "compile": "galvatron_fx.api",
+    "explain": "galvatron_fx.api",
+    "plan": "galvatron_fx.api",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Load the public name ``name`` from its home; raises AttributeError for any other name."""
+    if name == "errors":
+        return importlib.import_module("galvatron_fx.errors")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; the public names are {__all__}")
+    value: object = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names also before they are loaded."""
+    return sorted({*globals(), *__all__})

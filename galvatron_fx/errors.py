@@ -1,0 +1,64 @@
+"""The errors a user can cause; each names what was found, what was expected, and the remedy.
+
+All descend from ``ValueError``. Bugs of this project raise ``AssertionError`` instead, except for
+:class:`VerifierError`, which reports a broken graph together with the pass that left it so.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from galvatron_fx.ir.plan import Plan
+
+__all__ = [
+    "BudgetError",
+    "CaptureError",
+    "ClusterError",
+    "GalvatronError",
+    "InputError",
+    "PlanError",
+    "ShardingError",
+    "VerifierError",
+]
+
+
+class GalvatronError(ValueError):
+    """Raised, through a subclass, for everything that a user of Galvatron-FX can cause and mend."""
+
+
+class CaptureError(GalvatronError):
+    """Raised when a model cannot be traced into one joint graph of forward and backward."""
+
+
+class InputError(GalvatronError):
+    """Raised when inputs given to a compile or to a compiled model do not fit what was captured."""
+
+
+class PlanError(GalvatronError):
+    """Raised when a plan or a strategy is malformed, unreadable, or made for another model or mesh."""
+
+
+class ClusterError(GalvatronError):
+    """Raised when a description of devices, memory or links is malformed or does not fit the mesh."""
+
+
+class ShardingError(GalvatronError):
+    """Raised when a tensor or an operator cannot be sharded the way a strategy asks for."""
+
+
+class BudgetError(GalvatronError):
+    """Raised when no plan fits the memory budget.
+
+    ``least_bytes`` is the peak memory per rank, in bytes, of the leanest plan that was found, and
+    ``plan`` is that plan, or None where the search stopped before it could build one.
+    """
+
+    def __init__(self, message: str, *, least_bytes: int, plan: Plan | None = None) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
+        self.plan = plan
+
+
+class VerifierError(GalvatronError):
+    """Raised when a graph breaks a rule of the stage it claims to be in, after a pass has run."""

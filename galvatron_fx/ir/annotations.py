@@ -1,0 +1,152 @@
+"""What the compiler knows of a node: one frozen record under one key of ``node.meta``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import sympy
+import torch
+from torch import fx
+
+if TYPE_CHECKING:
+    from cost_models.ops import OpCost
+
+_KEY = "galvatron"
+
+Dim = int | sympy.Expr
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of one tensor; ``dims`` are the same sizes as expressions in batch ``b`` and sequence ``s``."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    dims: tuple[Dim, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of a dense tensor of this shape."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def symbolic(self) -> tuple[Dim, ...]:
+        """The symbolic shape where it is known, else the concrete one."""
+        return self.dims or self.shape
+
+    def dim_of(self, symbol: sympy.Symbol) -> int | None:
+        """The first dim whose size holds ``symbol``, or None."""
+        for dim, size in enumerate(self.dims):
+            if isinstance(size, sympy.Expr) and symbol in size.free_symbols:
+                return dim
+        return None
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """Facts of one node.
+
+    ``specs`` has one entry per output tensor (None where an output is absent); ``phase`` is "forward" or "backward";
+    ``block`` the index of the layer block, -1 before blocks are found; ``module`` the qualified module name, which
+    is for people and for pinning, never for decisions; ``cost`` what the node costs, None before it is annotated.
+    """
+
+    specs: tuple[TensorSpec | None, ...]
+    phase: str = "forward"
+    block: int = -1
+    module: str = ""
+    multi_output: bool = False
+    cost: OpCost | None = None
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The spec of a node with one output tensor."""
+        first = self.specs[0]
+        if first is None or self.multi_output:
+            raise AssertionError("this node does not have exactly one output tensor")
+        return first
+
+    def having(self, **changes: Any) -> NodeFacts:
+        """Return a copy with some fields changed."""
+        return replace(self, **changes)
+
+
+def facts(node: fx.Node) -> NodeFacts:
+    """Return the record of ``node``; every node but the output has one once captured."""
+    record = node.meta.get(_KEY)
+    if not isinstance(record, NodeFacts):
+        raise AssertionError(f"node '{node.name}' ({node.target}) has no facts: was a pass run before capture?")
+    return record
+
+
+def has_facts(node: fx.Node) -> bool:
+    """Tell whether ``node`` carries a record."""
+    return isinstance(node.meta.get(_KEY), NodeFacts)
+
+
+def set_facts(node: fx.Node, record: NodeFacts) -> None:
+    """Attach ``record`` to ``node``."""
+    node.meta[_KEY] = record
+
+
+@dataclass(frozen=True)
+class Port:
+    """One input or output of the joint graph.
+
+    ``kind``: for inputs "param", "buffer", "input", "constant", "seed" or "tangent"; for outputs "output", "buffer" (an updated
+    buffer) or "grad". ``name``: the qualified name of the parameter or buffer, else the position as text.
+    """
+
+    kind: str
+    name: str
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The inputs and outputs of a joint graph, in the order of its placeholders and of its output tuple."""
+
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    input_names: tuple[str, ...]
+    loss: int | None
+    input_spec: Any = None
+    output_spec: Any = None
+    input_specs: tuple[TensorSpec, ...] = ()
+
+    def having(self, **changes: Any) -> Signature:
+        """Return a copy with some fields changed."""
+        return replace(self, **changes)
+
+
+def signature(graph: fx.GraphModule) -> Signature:
+    """Return the signature that capture left on the graph."""
+    found = graph.meta.get(_KEY)
+    if not isinstance(found, Signature):
+        raise AssertionError("this GraphModule has no signature: capture it with passes.capture first")
+    return found
+
+
+def set_signature(graph: fx.GraphModule, value: Signature) -> None:
+    """Attach a signature to the graph."""
+    graph.meta[_KEY] = value
+
+
+def ports(graph: fx.GraphModule) -> list[tuple[Port, fx.Node]]:
+    """Pair every placeholder with its port."""
+    nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    return list(zip(signature(graph).inputs, nodes, strict=True))
+
+
+def output_ports(graph: fx.GraphModule) -> list[tuple[Port, fx.Node | None]]:
+    """Pair every output with the node that makes it (None for an absent gradient)."""
+    return list(zip(signature(graph).outputs, graph.graph.output_node().args[0], strict=True))  # type: ignore[arg-type]

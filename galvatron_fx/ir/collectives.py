@@ -1,0 +1,85 @@
+"""Collectives as they stand in a lowered graph: rank-agnostic nodes over a mesh axis.
+
+A lowered graph is the same on every rank. These functions are its collective nodes; code generation binds them to
+process groups and to the rank's coordinate (:mod:`passes.codegen`), and the simulator runs them for all ranks at
+once (:mod:`galvatron_fx.runtime.simulator`). ``axis`` is the index of a mesh axis of the lowering.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _unbound(name: str) -> RuntimeError:
+    return RuntimeError(f"{name} stands in a graph that is not bound to ranks: run passes.codegen on it, or simulate it")
+
+
+def all_reduce(x: Tensor, op: str, axis: int) -> Tensor:
+    """Combine the terms of all ranks: Partial -> Replicate."""
+    raise _unbound("all_reduce")
+
+
+def all_gather(x: Tensor, dim: int, outer: int, axis: int) -> Tensor:
+    """Concatenate the shards of all ranks: Shard(dim, outer) -> Replicate."""
+    raise _unbound("all_gather")
+
+
+def reduce_scatter(x: Tensor, op: str, dim: int, outer: int, axis: int) -> Tensor:
+    """Combine terms and keep one shard: Partial -> Shard(dim, outer)."""
+    raise _unbound("reduce_scatter")
+
+
+def all_to_all(x: Tensor, from_dim: int, from_outer: int, to_dim: int, to_outer: int, axis: int) -> Tensor:
+    """Change the sharded dim: Shard(from_dim, from_outer) -> Shard(to_dim, to_outer)."""
+    raise _unbound("all_to_all")
+
+
+def shard(x: Tensor, dim: int, outer: int, axis: int) -> Tensor:
+    """Keep this rank's slice: Replicate -> Shard(dim, outer). No communication."""
+    raise _unbound("shard")
+
+
+def local_index(index: Tensor, size: int, axis: int) -> Tensor:
+    """Shift global indices so that this rank's run of ``size`` begins at zero."""
+    raise _unbound("local_index")
+
+
+COLLECTIVES: tuple[Callable[..., Any], ...] = (all_reduce, all_gather, reduce_scatter, all_to_all)
+RANK_LOCAL: tuple[Callable[..., Any], ...] = (shard, local_index)
+
+
+# The local halves of the collectives: pure tensor functions, shared by the simulator and the generated code.
+
+
+def split_runs(x: Tensor, dim: int, outer: int, parts: int) -> list[Tensor]:
+    """Cut ``x`` into what each of ``parts`` ranks holds under Shard(dim, outer); contiguous copies."""
+    shape = list(x.shape)
+    inner = shape[dim] // (outer * parts)
+    runs = x.reshape(*shape[:dim], outer, parts, inner, *shape[dim + 1 :])
+    local = [*shape[:dim], outer * inner, *shape[dim + 1 :]]
+    return [runs.select(dim + 1, part).reshape(local).contiguous() for part in range(parts)]
+
+
+def take_run(x: Tensor, dim: int, outer: int, parts: int, part: int) -> Tensor:
+    """What rank ``part`` of ``parts`` holds of ``x`` under Shard(dim, outer); a contiguous copy."""
+    shape = list(x.shape)
+    inner = shape[dim] // (outer * parts)
+    if outer == 1:
+        return x.narrow(dim, part * inner, inner).clone(memory_format=torch.contiguous_format)
+    runs = x.reshape(*shape[:dim], outer, parts, inner, *shape[dim + 1 :])
+    local = [*shape[:dim], outer * inner, *shape[dim + 1 :]]
+    return runs.select(dim + 1, part).reshape(local).clone(memory_format=torch.contiguous_format)
+
+
+def join_runs(shards: list[Tensor], dim: int, outer: int) -> Tensor:
+    """Put the shards of Shard(dim, outer) together again: the inverse of :func:`split_runs`."""
+    if outer == 1:
+        return torch.cat(shards, dim=dim)
+    shape = list(shards[0].shape)
+    runs = [s.reshape(*shape[:dim], outer, 1, shape[dim] // outer, *shape[dim + 1 :]) for s in shards]
+    full = [*shape[:dim], shape[dim] * len(shards), *shape[dim + 1 :]]
+    return torch.cat(runs, dim=dim + 1).reshape(full)

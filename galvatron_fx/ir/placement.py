@@ -1,0 +1,133 @@
+"""How one tensor lies on one mesh axis.
+
+The vocabulary is DTensor's, with one addition: ``Shard(dim, outer)`` splits a dim that is ``outer`` runs of equal length
+inside each run (DTensor's ``_StridedShard``). ``[batch, sequence, hidden]`` split along the sequence and viewed as
+``[batch * sequence, hidden]`` is ``Shard(0, outer=batch)``: without it, views would hide the sequence from every
+matrix multiplication.
+
+A placement speaks of the tensor as it is after all earlier axes have been lowered, so that axes compose by
+lowering one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from torch.distributed import tensor as dtensor
+
+
+@dataclass(frozen=True, order=True)
+class Replicate:
+    """Every rank of the axis holds the whole tensor."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True, order=True)
+class Shard:
+    """Every rank holds an equal slice of ``dim``, taken inside each of ``outer`` equal runs."""
+
+    dim: int
+    outer: int = 1
+
+    def __str__(self) -> str:
+        return f"S({self.dim})" if self.outer == 1 else f"S({self.dim},{self.outer})"
+
+
+@dataclass(frozen=True, order=True)
+class Partial:
+    """Every rank holds a term; the tensor is their ``op`` ("sum", "avg", "max" or "min")."""
+
+    op: str = "sum"
+
+    def __str__(self) -> str:
+        return f"P({self.op})"
+
+
+Placement = Replicate | Shard | Partial
+
+REPLICATE = Replicate()
+PARTIAL = Partial()
+
+
+def fits(placement: Placement, shape: Sequence[int], degree: int) -> bool:
+    """Tell whether a tensor of ``shape`` can be placed so over ``degree`` ranks: shards must divide evenly."""
+    if not isinstance(placement, Shard):
+        return True
+    if placement.dim >= len(shape):
+        return False
+    size = shape[placement.dim]
+    return size > 0 and size % (placement.outer * degree) == 0
+
+
+def local_shape(placement: Placement, shape: Sequence[int], degree: int) -> tuple[int, ...]:
+    """Shape of what one rank holds."""
+    sizes = list(shape)
+    if isinstance(placement, Shard):
+        sizes[placement.dim] //= degree
+    return tuple(sizes)
+
+
+def to_dtensor(placement: Placement) -> dtensor.Placement:
+    """The same placement in DTensor's words; only unstrided shards and replicas occur on parameters."""
+    if isinstance(placement, Replicate):
+        return dtensor.Replicate()
+    if isinstance(placement, Shard) and placement.outer == 1:
+        return dtensor.Shard(placement.dim)
+    raise AssertionError(f"{placement} has no place in a DTensor that users see")
+
+
+@lru_cache(maxsize=65536)
+def through_view(placement: Shard, source: tuple[int, ...], target: tuple[int, ...], degree: int) -> Shard | None:
+    """Follow a shard through a reshape of ``source`` into ``target``; None where no single dim holds it afterwards.
+
+    Both shapes are cut into the shortest groups of dims with equal products; inside a group, the shard is the digit
+    ``(runs before, degree, length after)`` of the flattened index, and the target dim that holds the whole digit
+    carries it on.
+    """
+    for source_dims, target_dims in _groups(source, target):
+        if placement.dim not in source_dims:
+            continue
+        before = prod(source[d] for d in source_dims if d < placement.dim) * placement.outer
+        passed = 1
+        for dim in target_dims:
+            size = target[dim]
+            if before < passed * size and before % passed == 0:
+                outer = before // passed
+                return Shard(dim, outer) if size % (outer * degree) == 0 else None
+            passed *= size
+    return None
+
+
+@lru_cache(maxsize=65536)
+def _groups(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[tuple[list[int], list[int]], ...]:
+    """Split two shapes of equal numel into the shortest runs of dims whose products agree."""
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(source) or j < len(target):
+        left: list[int] = []
+        right: list[int] = []
+        left_size = right_size = 1
+        while not left or left_size != right_size:
+            if i < len(source) and (left_size <= right_size or j >= len(target)):
+                left_size *= source[i]
+                left.append(i)
+                i += 1
+            elif j < len(target):
+                right_size *= target[j]
+                right.append(j)
+                j += 1
+            else:
+                break
+        while left_size == right_size and i < len(source) and source[i] == 1:
+            left.append(i)
+            i += 1
+        while left_size == right_size and j < len(target) and target[j] == 1:
+            right.append(j)
+            j += 1
+        groups.append((left, right))
+    return tuple(groups)

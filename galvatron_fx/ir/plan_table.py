@@ -1,0 +1,121 @@
+"""A plan as a table of plain text, for people: equal neighbouring blocks share one row."""
+
+from __future__ import annotations
+
+from io import StringIO
+from itertools import groupby
+from math import prod
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from galvatron_fx.ir.strategy import Strategy
+from galvatron_fx.ir.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from galvatron_fx.ir.plan import BlockPlan, Plan
+
+__all__ = ["describe_keeps", "describe_roles", "render"]
+
+_WIDTH = 100
+_UNPRICED = "-"
+
+
+def render(plan: Plan) -> str:
+    """Return ``plan`` as a table of at most 100 columns, followed by its totals, without colour codes.
+
+    Times and memory of a row are the sums over its blocks. Numbers that were not predicted show as "-".
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("blocks", overflow="fold")
+    table.add_column("roles, outermost axis first", overflow="fold")
+    table.add_column("keeps for backward")
+    table.add_column("time", justify="right")
+    table.add_column("memory/rank", justify="right")
+    for first, blocks in _rows(plan):
+        strategy = blocks[0].strategy
+        cells = (
+            "all" if plan.is_wildcard else _label(first, blocks),
+            describe_roles(strategy, plan.axis_sizes),
+            describe_keeps(strategy),
+            _seconds(sum(block.time_s for block in blocks)),
+            _bytes(sum(block.memory_bytes for block in blocks)),
+        )
+        table.add_row(*map(Text, cells))
+    lines = [
+        _title(plan.axis_sizes),
+        "",
+        *_plain(table),
+        "",
+        *_totals(plan),
+    ]
+    return "\n".join(lines)
+
+
+def describe_roles(strategy: Strategy, axis_sizes: tuple[int, ...]) -> str:
+    """Return the roles and their degrees, outermost first, neighbouring axes of one role together.
+
+    ``axis_sizes`` has the ranks along each mesh axis: ``data×4 · tensor×2``.
+    """
+    runs = groupby(zip(strategy.roles, axis_sizes, strict=True), key=lambda pair: pair[0])
+    return " · ".join(f"{role}×{prod(size for _, size in run)}" for role, run in runs) or "one device"
+
+
+def describe_keeps(strategy: Strategy) -> str:
+    """Return what a block keeps for backward, and with ``zero`` axes whether gathered parameters too."""
+    keeps = "recompute" if strategy.recompute else "all"
+    if "zero" not in strategy.roles:
+        return keeps
+    return f"{keeps}, gathered kept" if strategy.keep_gathered else f"{keeps}, gathered again"
+
+
+def _rows(plan: Plan) -> list[tuple[int, list[BlockPlan]]]:
+    """Return the first index and the blocks of every run of blocks with equal fingerprint and strategy."""
+    runs = groupby(enumerate(plan.blocks), key=lambda item: (item[1].fingerprint, item[1].strategy))
+    rows = [list(run) for _, run in runs]
+    return [(row[0][0], [block for _, block in row]) for row in rows]
+
+
+def _label(first: int, blocks: list[BlockPlan]) -> str:
+    if len(blocks) == 1:
+        return f"{first} {blocks[0].name}"
+    return f"{first}-{first + len(blocks) - 1} ({len(blocks)}x)"
+
+
+def _title(axis_sizes: tuple[int, ...]) -> str:
+    if not axis_sizes:
+        return "Plan for one device"
+    return f"Plan for {prod(axis_sizes)} ranks on a mesh of {'×'.join(map(str, axis_sizes))}"
+
+
+def _totals(plan: Plan) -> list[str]:
+    budget = "none" if plan.memory_budget_bytes is None else f"{format_bytes(plan.memory_budget_bytes)} per rank"
+    peak = f"{_bytes(plan.peak_memory_bytes)} per rank" if plan.peak_memory_bytes else _UNPRICED
+    totals = [
+        f"predicted step time  {_seconds(plan.step_time_s)}",
+        f"predicted peak       {peak}",
+        f"memory budget        {budget}",
+        f"optimizer            {plan.optimizer}",
+    ]
+    return totals + [f"note                 {note}" for note in plan.notes]
+
+
+def _seconds(value: float) -> str:
+    return format_seconds(value) if value else _UNPRICED
+
+
+def _bytes(value: int) -> str:
+    return format_bytes(value) if value else _UNPRICED
+
+
+def _plain(table: Table) -> list[str]:
+    """Render a table the same way whatever terminal and environment there is."""
+    stream = StringIO()
+    console = Console(
+        file=stream, width=_WIDTH, color_system=None, force_terminal=False, force_jupyter=False, legacy_windows=False
+    )
+    console.print(table)
+    return [line.rstrip() for line in stream.getvalue().rstrip().splitlines()]

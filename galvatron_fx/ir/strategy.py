@@ -1,0 +1,115 @@
+"""What one block does with every axis of the mesh, and what it keeps for backward.
+
+``ROLES`` lists what a mesh axis can do for a block:
+
+=================== =============================================================================
+role                what the ranks along the axis do
+=================== =============================================================================
+``data``            split the batch; parameters are replicated, gradients all-reduced
+``zero``            split the batch; parameters, gradients and optimizer states are sharded, and
+                    the parameters gathered for use
+``tensor``          split the parameters, as the solver inside the block chooses; what crosses a
+                    block boundary is replicated
+``tensor_sequence`` as ``tensor``, but what crosses a block boundary is split along the sequence
+                    (Megatron sequence parallelism)
+``sequence``        split the activations along the sequence; parameters are replicated (Ulysses)
+=================== =============================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from galvatron_fx.errors import PlanError
+
+__all__ = ["LOWERING_ORDER", "ROLES", "RoleGroup", "Strategy"]
+
+ROLES: tuple[str, ...] = ("data", "zero", "tensor", "tensor_sequence", "sequence")
+
+LOWERING_ORDER: tuple[str, ...] = ("zero", "data", "sequence", "tensor_sequence", "tensor")
+"""The order in which lowering takes the roles, and in which :meth:`Strategy.groups` lists them."""
+
+
+@dataclass(frozen=True, order=True)
+class RoleGroup:
+    """All the mesh axes that have one role: ``degree`` is the product of the sizes of ``axes`` (ascending)."""
+
+    role: str
+    axes: tuple[int, ...]
+    degree: int
+
+
+@dataclass(frozen=True, order=True)
+class Strategy:
+    """Say what one block does with every mesh axis, and what it keeps for backward.
+
+    ``roles`` has one role of :data:`ROLES` per mesh axis, outermost first. ``recompute`` keeps only the
+    inputs of the block and computes the rest again in backward. ``keep_gathered`` keeps the parameters
+    that ``zero`` axes gathered in forward until backward (ZeRO-2-like); without it they are gathered
+    again (ZeRO-3-like).
+
+    Raises PlanError for an unknown role and for values of a wrong type.
+    """
+
+    roles: tuple[str, ...]
+    recompute: bool = False
+    keep_gathered: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.roles, tuple):
+            raise PlanError(
+                f"roles is {self.roles!r}, a {type(self.roles).__name__}, where a tuple with one role per mesh axis "
+                f"was expected; write for example ('data', 'tensor')"
+            )
+        for axis, role in enumerate(self.roles):
+            if role not in ROLES:
+                raise PlanError(f"unknown role {role!r} for mesh axis {axis}; use one of {', '.join(ROLES)}")
+        for name, value in (("recompute", self.recompute), ("keep_gathered", self.keep_gathered)):
+            if not isinstance(value, bool):
+                raise PlanError(f"{name} is {value!r}, where a bool was expected; give True or False")
+
+    def groups(self, axis_sizes: Sequence[int]) -> tuple[RoleGroup, ...]:
+        """Gather the mesh axes by role, in :data:`LOWERING_ORDER`, without axes of size 1.
+
+        ``axis_sizes`` has the number of ranks along each mesh axis, outermost first. Raises PlanError
+        when there are not as many of them as there are roles.
+        """
+        if len(axis_sizes) != len(self.roles):
+            raise PlanError(
+                f"strategy '{self}' has {len(self.roles)} roles for a mesh of {len(axis_sizes)} axes with sizes "
+                f"{tuple(axis_sizes)}; give one role per mesh axis"
+            )
+        groups = []
+        for role in LOWERING_ORDER:
+            axes = tuple(axis for axis, own in enumerate(self.roles) if own == role and axis_sizes[axis] > 1)
+            if axes:
+                groups.append(RoleGroup(role, axes, prod(axis_sizes[axis] for axis in axes)))
+        return tuple(groups)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the strategy as plain JSON values."""
+        return {"roles": list(self.roles), "recompute": self.recompute, "keep_gathered": self.keep_gathered}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, object]) -> Strategy:
+        """Build a strategy from what :meth:`to_dict` returned; absent flags are False.
+
+        Raises PlanError for unknown keys, missing roles and values of a wrong type.
+        """
+        unknown = sorted(set(fields) - {"roles", "recompute", "keep_gathered"}, key=str)
+        if unknown:
+            raise PlanError(
+                f"unknown keys {unknown} in a strategy; the keys are roles, recompute and keep_gathered: remove others"
+            )
+        roles = fields.get("roles")
+        if not isinstance(roles, (list, tuple)):
+            raise PlanError(f"roles of a strategy is {roles!r}; give a list with one role per mesh axis")
+        # __post_init__ checks the types of the flags.
+        return cls(tuple(roles), fields.get("recompute", False), fields.get("keep_gathered", False))  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        """Return the roles, outermost axis first, and the flags that are set: ``data zero tensor +recompute``."""
+        flags = [f"+{name}" for name in ("recompute", "keep_gathered") if getattr(self, name)]
+        return " ".join([*(self.roles or ("one device",)), *flags])

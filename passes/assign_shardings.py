@@ -1,0 +1,384 @@
+"""Decide one mesh axis: a sharding rule for every operator, block by block, each distinct block once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from galvatron_fx.ir.annotations import TensorSpec, facts, output_ports, ports
+from galvatron_fx.ir.placement import REPLICATE, Partial, Placement, Shard, fits
+from passes.insert_collectives import AxisSharding
+from passes.search.intra_block import Choice, Item, Problem, solve
+from passes.sharding import own_rules  # noqa: F401  (registers the rules)
+from passes.sharding.op_call import OpCall, input_nodes, is_getitem, op_call
+from passes.sharding.own_rules import VIEWS, view_rules
+from passes.sharding.prices import Prices
+from passes.sharding.roles import RoleRules
+from passes.sharding.rules import OpRule, op_rules, strided
+
+# Per choice: a rule for an operator, a placement for an input, None for a sink.
+Decision = OpRule | Placement | None
+
+
+@dataclass(frozen=True)
+class AssignShardings:
+    """Choose the rules of one mesh axis for a whole graph.
+
+    ``axis``: its index in the lowering; ``roles``: what the axis does in each block; ``prices``: times of operators and
+    redistributions. Blocks that are equal, and enter and leave equally, are solved once (``cache``).
+    """
+
+    axis: int
+    roles: Sequence[RoleRules]
+    prices: Prices
+    cache: dict[Any, tuple[Decision, ...]] = field(default_factory=dict)
+
+    def run(self, graph: fx.GraphModule) -> AxisSharding:
+        """Return the decision for ``graph``, whose shapes are those left by the axes lowered before."""
+        return _Assignment(self, graph).solve()
+
+
+class _Assignment:
+    def __init__(self, options: AssignShardings, graph: fx.GraphModule) -> None:
+        self.options = options
+        self.graph = graph
+        self.degree = options.prices.degree
+        self.inputs: dict[fx.Node, Placement] = {}
+        self.rules: dict[fx.Node, OpRule] = {}
+        self.exits: dict[fx.Node, Placement] = {}
+        self.gradient_of = _gradient_parameters(graph)
+        self.owner = _parameter_owners(graph)
+        self.port_of = {node: port for port, node in ports(graph)}
+        self.outputs: list[tuple[Any, fx.Node | None]] = output_ports(graph)
+
+    def solve(self) -> AxisSharding:
+        for port, node in ports(self.graph):
+            if port.kind != "param" or node not in self.owner:
+                self.inputs[node] = self._input_placement(port.kind, node)
+        for node in self.graph.graph.nodes:
+            if node.op == "get_attr":
+                self.inputs[node] = REPLICATE
+        for index, nodes in sorted(_block_nodes(self.graph).items()):
+            _Block(self, index, nodes).decide()
+        return AxisSharding(
+            axis=self.options.axis,
+            degree=self.degree,
+            rules=self.rules,
+            inputs=self.inputs,
+            outputs=tuple(self._output_placement(port, node) for port, node in self.outputs),
+            boundaries=self.exits,
+        )
+
+    def role(self, block: int) -> RoleRules:
+        return self.options.roles[max(block, 0)]
+
+    def _input_placement(self, kind: str, node: fx.Node) -> Placement:
+        return REPLICATE
+
+    def produced(self, node: fx.Node) -> Placement:
+        if node in self.inputs:
+            return self.inputs[node]
+        if is_getitem(node):
+            source, position = node.args
+            return self.rules[source].outputs[position]  # type: ignore[index]
+        return self.rules[node].outputs[0]
+
+    def exit_placement(self, node: fx.Node) -> Placement:
+        """How a value made in a block crosses to other blocks: by its maker's role, or as the parameter it is a gradient of."""
+        if node not in self.exits:
+            record = facts(node)
+            parameter = self.gradient_of.get(node)
+            if parameter is not None and parameter in self.inputs:
+                self.exits[node] = self.inputs[parameter]
+            elif parameter is not None and self.role(facts_block(parameter, self.owner)).role == "zero":
+                choices = self.role(facts_block(parameter, self.owner)).parameter_choices(facts(parameter).spec)
+                self.exits[node] = choices[0]
+            else:
+                self.exits[node] = self.role(record.block).boundary(record.spec)
+        return self.exits[node]
+
+    def _output_placement(self, port: Any, node: fx.Node | None) -> Placement | None:
+        if node is None:
+            return None
+        if port.kind == "grad":
+            parameter = self.gradient_of.get(node)
+            named = [n for p, n in ports(self.graph) if p.kind == "param" and p.name == port.name]
+            return self.inputs[named[0]] if named else REPLICATE
+        if port.kind == "output":
+            return _free_output(self.exits.get(node, self.produced(node)))
+        return REPLICATE
+
+
+def _free_output(placement: Placement) -> Placement:
+    """Outputs stay as they are made, as long as a DTensor can say how they lie."""
+    return placement if isinstance(placement, Shard) and placement.outer == 1 else REPLICATE
+
+
+def facts_block(parameter: fx.Node, owner: Mapping[fx.Node, int]) -> int:
+    """The block that owns a parameter."""
+    return owner.get(parameter, 0)
+
+
+def _block_nodes(graph: fx.GraphModule) -> dict[int, list[fx.Node]]:
+    blocks: dict[int, list[fx.Node]] = {}
+    for node in graph.graph.nodes:
+        if node.op == "call_function":
+            blocks.setdefault(max(facts(node).block, 0), []).append(node)
+    return blocks
+
+
+def _parameter_owners(graph: fx.GraphModule) -> dict[fx.Node, int]:
+    """The block of each parameter: that of its first use."""
+    order = {node: i for i, node in enumerate(graph.graph.nodes)}
+    owners = {}
+    for port, node in ports(graph):
+        users = [user for user in node.users if user.op == "call_function"]
+        if port.kind == "param" and users:
+            owners[node] = max(facts(min(users, key=order.__getitem__)).block, 0)
+    return owners
+
+
+def _gradient_parameters(graph: fx.GraphModule) -> dict[fx.Node, fx.Node]:
+    """Map every node that only adds up to a parameter's gradient to that parameter."""
+    by_name = {port.name: node for port, node in ports(graph) if port.kind == "param"}
+    found: dict[fx.Node, fx.Node] = {}
+    for port, node in output_ports(graph):
+        if port.kind != "grad" or node is None or port.name not in by_name:
+            continue
+        pending = [node]
+        while pending:
+            current = pending.pop()
+            if current.op != "call_function" or facts(current).multi_output or current in found:
+                continue
+            if facts(current).spec.shape != facts(by_name[port.name]).spec.shape:
+                continue
+            found[current] = by_name[port.name]
+            if str(current.target).startswith("aten.add"):
+                pending += [n for n in input_nodes(current) if len(n.users) == 1]
+    return found
+
+
+@dataclass
+class _Value:
+    """A value of the block's problem: its index, spec and the placements it may come in."""
+
+    index: int
+    spec: TensorSpec
+    candidates: dict[Placement, None]
+
+
+class _Block:
+    """One block's problem: built from its nodes, solved or recalled, and written back."""
+
+    def __init__(self, whole: _Assignment, index: int, nodes: list[fx.Node]) -> None:
+        self.whole = whole
+        self.index = index
+        self.nodes = nodes
+        self.role = whole.role(index)
+        self.degree = whole.degree
+        self.prices = whole.options.prices
+        self.inside = set(nodes)
+        self.values: dict[fx.Node, _Value] = {}
+        self.items: list[Item] = []
+        self.decisions: list[list[Decision]] = []
+        self.targets: list[fx.Node | None] = []
+        self.problem = Problem()
+
+    def decide(self) -> None:
+        entries = self._entries()
+        key = self._key(entries)
+        cache = self.whole.options.cache
+        if key not in cache:
+            self._build(entries)
+            chosen = solve(self.problem).choices
+            picked = {t: self.decisions[i][chosen[i]] for i, t in enumerate(self.targets) if t is not None}
+            cache[key] = tuple(picked.get(node) for node in [*entries, *self.nodes])
+        for node, decision in zip([*entries, *self.nodes], cache[key], strict=True):
+            if isinstance(decision, OpRule):
+                self.whole.rules[node] = decision
+            elif decision is not None and node in self.whole.owner:
+                self.whole.inputs.setdefault(node, decision)
+
+    # ---- what crosses ----
+
+    def _entries(self) -> list[fx.Node]:
+        """Values from outside, in order of first use."""
+        seen: dict[fx.Node, None] = {}
+        for node in self.nodes:
+            for source in input_nodes(node):
+                if source not in self.inside:
+                    seen[source] = None
+        return list(seen)
+
+    def _entry_choices(self, node: fx.Node) -> list[Placement]:
+        whole = self.whole
+        if node in whole.owner and node not in whole.inputs:
+            return self.role.parameter_choices(facts(node).spec)
+        if node in whole.inputs:
+            return [whole.inputs[node]]
+        return [whole.exit_placement(node)]
+
+    def _exit_choice(self, node: fx.Node) -> Placement | None:
+        """The placement in which a value leaves the block, or None where no other block takes it."""
+        source_block = max(facts(node).block, 0)
+        crosses = any(u.op == "call_function" and max(facts(u).block, 0) != source_block for u in node.users)
+        return self.whole.exit_placement(node) if crosses else None
+
+    def _key(self, entries: list[fx.Node]) -> Any:
+        """Everything the solution depends on: calls, wiring, entry and exit placements, role."""
+        number = {node: i for i, node in enumerate([*entries, *self.nodes])}
+        wires = tuple(tuple(number[n] for n in input_nodes(node)) for node in self.nodes)
+        calls = tuple(_call_key(node) for node in self.nodes)
+        enter = tuple((facts(n).specs, tuple(self._entry_choices(n)), n in self.whole.owner) for n in entries)
+        leave = tuple((self._leave_key(n), self._graph_outputs(n, number)) for n in self.nodes)
+        return (self.role, self.degree, wires, calls, enter, leave)
+
+    def _leave_key(self, node: fx.Node) -> Any:
+        return None if facts(node).multi_output else self._exit_choice(node)
+
+    def _graph_outputs(self, node: fx.Node, number: dict[fx.Node, int]) -> tuple[Any, ...]:
+        """How the graph's outputs take a node: as whose gradient (by number in the block), or freely."""
+        taken: list[Any] = []
+        if not any(user.op == "output" for user in node.users):
+            return ()
+        for port, out in self.whole.outputs:
+            if out is node:
+                parameter = self.whole.gradient_of.get(node)
+                taken.append((port.kind, number.get(parameter) if parameter is not None else None))
+        return tuple(taken)
+
+    # ---- the problem ----
+
+    def _build(self, entries: list[fx.Node]) -> None:
+        for node in entries:
+            self._add_entry(node)
+        for node in self.nodes:
+            if is_getitem(node):
+                continue
+            self._add_operator(node)
+        for node in self.nodes:
+            if not facts(node).multi_output:
+                self._add_sinks(node)
+        self.problem.items = self.items
+        wanted: dict[int, dict[Placement, None]] = {}
+        for item in self.items:
+            for position, value in enumerate(item.inputs):
+                for choice in item.choices:
+                    wanted.setdefault(value, {})[choice.inputs[position]] = None
+        for node, value in self.values.items():
+            self.problem.change_s[value.index] = self._changes(node, value, list(wanted.get(value.index, ())))
+
+    def _changes(
+        self, node: fx.Node, value: _Value, wanted: list[Placement]
+    ) -> dict[tuple[Placement, Placement], float]:
+        pairs = {}
+        weight = node in self.whole.owner and len(value.spec.shape) >= 2
+        for have in value.candidates:
+            for want in wanted:
+                if weight and isinstance(have, Shard) and not self.role.gathers_parameters():
+                    continue
+                time_s = self.prices.redistribute_s(value.spec, have, want)
+                if time_s is not None:
+                    pairs[have, want] = time_s
+        return pairs
+
+    def _new_value(self, node: fx.Node, spec: TensorSpec, candidates: Sequence[Placement]) -> _Value:
+        value = _Value(len(self.values), spec, dict.fromkeys(candidates))
+        self.values[node] = value
+        return value
+
+    def _item(
+        self, node: fx.Node | None, name: str, ins: list[int], outs: list[int], choices: list[Choice], what: list[Decision]
+    ) -> None:
+        self.items.append(Item(name, tuple(ins), tuple(outs), tuple(choices)))
+        self.decisions.append(what)
+        self.targets.append(node)
+
+    def _add_entry(self, node: fx.Node) -> None:
+        choices = self._entry_choices(node)
+        value = self._new_value(node, facts(node).spec, choices)
+        parameter = node in self.whole.owner and node not in self.whole.inputs
+        spec = facts(node).spec
+        costs = [self.prices.update_s(spec, p) if parameter else 0.0 for p in choices]
+        made = [Choice((), (p,), cost) for p, cost in zip(choices, costs, strict=True)]
+        self._item(node, node.name, [], [value.index], made, list(choices))
+
+    def _add_operator(self, node: fx.Node) -> None:
+        call = op_call(node)
+        sources = [self.values[n] for n in input_nodes(node)]
+        rules = self._rules(call, sources)
+        picks = {int(u.args[1]): u for u in node.users if is_getitem(u)} if facts(node).multi_output else {0: node}  # type: ignore[arg-type]
+        outs = []
+        positions = []
+        for position, spec in enumerate(call.outputs):
+            if position in picks and spec is not None:
+                candidates = [rule.outputs[position] for rule in rules]
+                outs.append(self._new_value(picks[position], spec, candidates).index)
+                positions.append(position)
+        choices = [
+            Choice(rule.inputs, tuple(rule.outputs[p] for p in positions), self.prices.operator_s(call, rule))
+            for rule in rules
+        ]
+        self._item(node, node.name, [s.index for s in sources], outs, choices, list(rules))
+
+    def _rules(self, call: OpCall, sources: list[_Value]) -> list[OpRule]:
+        base = list(op_rules(call, self.degree))
+        offered = [p for source in sources for p in source.candidates]
+        if call.target in VIEWS:
+            base += view_rules(call, offered, self.degree)
+        else:
+            base += [instance for rule in base for instance in strided(rule, call, offered, self.degree)]
+        allowed = [rule for rule in dict.fromkeys(base) if self._allowed(rule, call)]
+        splitting = [rule for rule in allowed if self._splits(rule, call)]
+        return splitting if any(rule.splits_work for rule in splitting) else allowed
+
+    def _allowed(self, rule: OpRule, call: OpCall) -> bool:
+        pairs = [*zip(rule.outputs, call.outputs, strict=True), *zip(rule.inputs, call.inputs, strict=True)]
+        return all(
+            spec is None or (fits(p, spec.shape, self.degree) and self.role.allows(spec, p)) for p, spec in pairs
+        )
+
+    def _splits(self, rule: OpRule, call: OpCall) -> bool:
+        """Whether the rule splits what the role is there to split, as far as an output holds it."""
+        return all(
+            spec is None or p != REPLICATE or not self.role.must_split(spec)
+            for p, spec in zip(rule.outputs, call.outputs, strict=True)
+        )
+
+    def _add_sinks(self, node: fx.Node) -> None:
+        value = self.values.get(node)
+        if value is None:
+            return
+        leave = self._exit_choice(node)
+        if leave is not None:
+            self._item(None, f"exit of {node.name}", [value.index], [], [Choice((leave,), (), 0.0)], [None])
+        for port, out in self.whole.outputs:
+            if out is node:
+                self._add_output_sink(port.kind, node, value)
+
+    def _add_output_sink(self, kind: str, node: fx.Node, value: _Value) -> None:
+        parameter = self.whole.gradient_of.get(node)
+        if kind == "grad" and parameter is not None:
+            placed = self.values.get(parameter)
+            if placed is not None and parameter not in self.whole.inputs:
+                choices = [Choice((p, p), (), 0.0) for p in placed.candidates]
+                self._item(None, f"gradient {node.name}", [value.index, placed.index], [], choices, [None] * len(choices))
+                return
+            only = self.whole.inputs.get(parameter, self.whole.exit_placement(node))
+            self._item(None, f"gradient {node.name}", [value.index], [], [Choice((only,), (), 0.0)], [None])
+            return
+        free = [REPLICATE]
+        if kind == "output":
+            free += [p for p in value.candidates if isinstance(p, Shard) and p.outer == 1]
+        self._item(None, f"output {node.name}", [value.index], [], [Choice((p,), (), 0.0) for p in free], [None] * len(free))
+
+
+def _call_key(node: fx.Node) -> Any:
+    return op_call(node) if not is_getitem(node) else node.args[1]
+
+
+Pricer = Callable[[OpCall, OpRule], float]
+_ = Partial

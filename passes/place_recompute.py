@@ -1,0 +1,105 @@
+"""Compute again in backward what forward does not keep: recomputed blocks and gathered parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from galvatron_fx.ir.annotations import facts, ports, set_facts
+from galvatron_fx.ir.collectives import all_gather
+from galvatron_fx.ir.strategy import Strategy
+from passes.clean_graph import eliminate_dead_code
+from passes.sharding.op_call import input_nodes
+
+
+@dataclass(frozen=True)
+class PlaceRecompute:
+    """Copy forward operators into backward where a block's strategy says so.
+
+    Rewrite: ``h = gelu(x); ...; dx = gelu_backward(dy, x2(h))`` -> backward uses a copy ``h_again`` made right before its
+    first use there. A block with ``recompute`` keeps only what enters it and what other blocks take from it; parameters
+    that were gathered for forward are gathered again unless ``keep_gathered``. Random masks are functions of a seed
+    (:mod:`passes.functional_random`), so the copy draws the same ones.
+
+    ``strategies``: one per block.
+    """
+
+    strategies: Sequence[Strategy]
+
+    def run(self, graph: fx.GraphModule) -> fx.GraphModule:
+        """Rewrite ``graph`` in place and return it."""
+        dropped = self._dropped(graph)
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in list(graph.graph.nodes):
+            if node.op != "call_function" or facts(node).phase != "backward":
+                continue
+            for source in input_nodes(node):
+                if source in dropped:
+                    node.replace_input_with(source, _copy(graph.graph, source, node, dropped, copies))
+        eliminate_dead_code(graph)
+        return graph
+
+    def _dropped(self, graph: fx.GraphModule) -> set[fx.Node]:
+        """Forward nodes whose values are not kept for backward."""
+        from_parameters = _parameter_side(graph)
+        dropped: set[fx.Node] = set()
+        for node in graph.graph.nodes:
+            if node.op != "call_function" or facts(node).phase != "forward":
+                continue
+            strategy = self.strategies[max(facts(node).block, 0)]
+            if (strategy.recompute and not _leaves_block(node)) or (
+                node in from_parameters and not strategy.keep_gathered
+            ):
+                dropped.add(node)
+        return dropped
+
+
+def _leaves_block(node: fx.Node) -> bool:
+    block = facts(node).block
+    if facts(node).multi_output:
+        return any(_leaves_block(user) for user in node.users)
+    return any(
+        user.op == "output" or (facts(user).phase == "forward" and facts(user).block != block) for user in node.users
+    )
+
+
+def _parameter_side(graph: fx.GraphModule) -> set[fx.Node]:
+    """Forward nodes made from parameters alone, behind a gather: whole parameters and views of them."""
+    parameters = {node for port, node in ports(graph) if port.kind == "param"}
+    alone: set[fx.Node] = set(parameters)
+    gathered: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or facts(node).phase != "forward":
+            continue
+        sources = input_nodes(node)
+        if sources and all(source in alone for source in sources):
+            alone.add(node)
+            if node.target is all_gather or any(source in gathered for source in sources):
+                gathered.add(node)
+    return gathered
+
+
+def _copy(
+    graph: fx.Graph, source: fx.Node, before: fx.Node, dropped: set[fx.Node], copies: dict[fx.Node, fx.Node]
+) -> fx.Node:
+    """Copy ``source`` and what it needs of ``dropped`` in front of ``before``, each once."""
+    pending = [source]
+    while pending:
+        node = pending[-1]
+        missing = [n for n in input_nodes(node) if n in dropped and n not in copies]
+        if missing and node not in copies:
+            pending += missing
+            continue
+        pending.pop()
+        if node in copies:
+            continue
+        with graph.inserting_before(before):
+            copy = graph.node_copy(node, lambda n: copies.get(n, n))
+        copy.meta = dict(node.meta)
+        set_facts(copy, facts(node).having(phase="backward"))
+        copies[node] = copy
+    return copies[source]
+
+

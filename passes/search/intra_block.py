@@ -1,0 +1,177 @@
+"""The exact search inside a block: one rule per operator on one mesh axis, at the least total time.
+
+An integer linear program, solved by HiGHS through scipy. For every operator ``v`` and rule ``r`` a binary ``x[v,r]``; for
+every value ``u`` and placement ``p`` that somebody takes it in, ``y[u,p]`` says that it is made available so, and
+``f[u,q,p]`` that it got there from ``q``, in which it was produced:
+
+    minimise    sum work[v,r] x[v,r]  +  sum redistribute[u,q,p] f[u,q,p]
+    subject to  sum_r x[v,r] = 1                                        one rule each
+                sum_{r takes input i as p} x[v,r] <= y[u_i,p]           what is taken is made available
+                sum_q f[u,q,p] = y[u,p]                                 from where it was produced,
+                f[u,q,p] <= sum_{r makes u as q} x[u,r]                 which must be so
+
+A redistribution is paid once, however many consumers share it. Changes without meaning have no ``f``.
+(Zheng et al. 2022, Alpa, section 4, and PyTorch's AutoParallel solve programs of this kind over whole graphs.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_matrix
+
+from galvatron_fx.errors import ShardingError
+from galvatron_fx.ir.placement import Placement
+
+Value = int  # index into Problem.values
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One rule of one item: the placements it takes and makes, and its own time in seconds."""
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    time_s: float
+
+
+@dataclass(frozen=True)
+class Item:
+    """An operator, an input (no ``inputs``) or a sink (no ``outputs``) with its choices."""
+
+    name: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    choices: tuple[Choice, ...]
+
+
+@dataclass
+class Problem:
+    """Items in order, and for every value the time of each change of placement (absent: impossible)."""
+
+    items: list[Item] = field(default_factory=list)
+    change_s: dict[Value, dict[tuple[Placement, Placement], float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The index of the choice of every item, and the least time in seconds."""
+
+    choices: tuple[int, ...]
+    time_s: float
+
+
+class _Program:
+    """Rows and columns of the integer program under construction."""
+
+    def __init__(self) -> None:
+        self.costs: list[float] = []
+        self.integral: list[int] = []
+        self.rows: list[int] = []
+        self.columns: list[int] = []
+        self.entries: list[float] = []
+        self.lower: list[float] = []
+        self.upper: list[float] = []
+
+    def variable(self, cost: float, integral: bool) -> int:
+        self.costs.append(cost)
+        self.integral.append(int(integral))
+        return len(self.costs) - 1
+
+    def constrain(self, terms: Sequence[tuple[int, float]], lower: float, upper: float) -> None:
+        row = len(self.lower)
+        for column, entry in terms:
+            self.rows.append(row)
+            self.columns.append(column)
+            self.entries.append(entry)
+        self.lower.append(lower)
+        self.upper.append(upper)
+
+
+def solve(problem: Problem) -> Solution:
+    """Solve to optimality. Raises ShardingError naming the block's items where no assignment exists."""
+    program = _Program()
+    scale = _scale(problem)
+    picks = [[program.variable(c.time_s * scale, True) for c in item.choices] for item in problem.items]
+    for row in picks:
+        program.constrain([(column, 1.0) for column in row], 1.0, 1.0)
+    made = _producers(problem, picks)
+    available = _consumers(program, problem, picks)
+    for (value, wanted), column in available.items():
+        _connect(program, problem.change_s.get(value, {}), made[value], wanted, column, scale)
+    solution = _run(program, problem)
+    chosen = tuple(int(np.argmax(solution[row])) for row in picks)
+    return Solution(chosen, float(np.dot(program.costs, solution)) / scale)
+
+
+def _scale(problem: Problem) -> float:
+    """Bring times near one: HiGHS' tolerances are absolute."""
+    times = [c.time_s for item in problem.items for c in item.choices if c.time_s > 0]
+    times += [t for table in problem.change_s.values() for t in table.values() if t > 0]
+    return 1.0 / float(np.median(times)) if times else 1.0
+
+
+def _producers(problem: Problem, picks: list[list[int]]) -> dict[Value, dict[Placement, list[int]]]:
+    """For every value and placement, the variables whose choice makes it so."""
+    made: dict[Value, dict[Placement, list[int]]] = {}
+    for item, columns in zip(problem.items, picks, strict=True):
+        for position, value in enumerate(item.outputs):
+            table = made.setdefault(value, {})
+            for choice, column in zip(item.choices, columns, strict=True):
+                table.setdefault(choice.outputs[position], []).append(column)
+    return made
+
+
+def _consumers(program: _Program, problem: Problem, picks: list[list[int]]) -> dict[tuple[Value, Placement], int]:
+    """Make ``y`` for every value and placement somebody may take, and bind the takers to it."""
+    available: dict[tuple[Value, Placement], int] = {}
+    for item, columns in zip(problem.items, picks, strict=True):
+        for position, value in enumerate(item.inputs):
+            takers: dict[Placement, list[int]] = {}
+            for choice, column in zip(item.choices, columns, strict=True):
+                takers.setdefault(choice.inputs[position], []).append(column)
+            for placement, using in takers.items():
+                key = (value, placement)
+                if key not in available:
+                    available[key] = program.variable(0.0, False)
+                program.constrain([*((column, 1.0) for column in using), (available[key], -1.0)], -np.inf, 0.0)
+    return available
+
+
+def _connect(
+    program: _Program,
+    changes: dict[tuple[Placement, Placement], float],
+    made: dict[Placement, list[int]],
+    wanted: Placement,
+    column: int,
+    scale: float,
+) -> None:
+    """Make ``f`` from every placement a value may be produced in to the one that is wanted."""
+    flows = []
+    for produced, makers in made.items():
+        cost = 0.0 if produced == wanted else changes.get((produced, wanted))
+        if cost is None:
+            continue
+        flow = program.variable(cost * scale, False)
+        flows.append((flow, 1.0))
+        program.constrain([(flow, 1.0), *((maker, -1.0) for maker in makers)], -np.inf, 0.0)
+    program.constrain([*flows, (column, -1.0)], 0.0, 0.0)
+
+
+def _run(program: _Program, problem: Problem) -> np.ndarray:
+    count = len(program.costs)
+    matrix = coo_matrix((program.entries, (program.rows, program.columns)), shape=(len(program.lower), count)).tocsr()
+    result = milp(
+        np.array(program.costs),
+        integrality=np.array(program.integral),
+        bounds=Bounds(0, 1),
+        constraints=LinearConstraint(matrix, np.array(program.lower), np.array(program.upper)),
+        options={"mip_rel_gap": 1e-6},
+    )
+    if result.x is None:
+        names = ", ".join(item.name for item in problem.items[:8])
+        raise ShardingError(f"no assignment of sharding rules fits the block of {names}, ...: {result.message}")
+    return np.asarray(result.x)

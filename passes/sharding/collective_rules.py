@@ -1,0 +1,55 @@
+"""Rules for the collectives of axes that are lowered already: to a later axis they are ordinary operators."""
+
+from __future__ import annotations
+
+from galvatron_fx.ir import collectives as c
+from galvatron_fx.ir.placement import Partial, Shard
+from passes.sharding.op_call import OpCall
+from passes.sharding.rules import OpRule, register_rule
+
+
+def _same(dims: list[int], op: str | None) -> list[OpRule]:
+    """Placements that pass through unchanged: shards of ``dims``, and terms of the same linear reduction."""
+    rules = [OpRule((Shard(dim),), (Shard(dim),)) for dim in dims]
+    if op is not None:
+        rules.append(OpRule((Partial(op),), (Partial(op),)))
+    return rules
+
+
+def _other_dims(call: OpCall, *taken: int) -> list[int]:
+    return [dim for dim in range(len(call.output.shape)) if dim not in taken]
+
+
+def _linear(op: str) -> str | None:
+    """Sums and averages commute with each other; maxima only with maxima."""
+    return "sum" if op in ("sum", "avg") else op
+
+
+@register_rule(c.all_reduce)
+def _all_reduce(call: OpCall, degree: int) -> list[OpRule]:
+    return _same(_other_dims(call), _linear(call.args[1]))
+
+
+@register_rule(c.all_gather)
+def _all_gather(call: OpCall, degree: int) -> list[OpRule]:
+    return _same(_other_dims(call, call.args[1]), "sum")
+
+
+@register_rule(c.reduce_scatter)
+def _reduce_scatter(call: OpCall, degree: int) -> list[OpRule]:
+    return _same(_other_dims(call, call.args[2]), _linear(call.args[1]))
+
+
+@register_rule(c.all_to_all)
+def _all_to_all(call: OpCall, degree: int) -> list[OpRule]:
+    return _same(_other_dims(call, call.args[1], call.args[3]), "sum")
+
+
+@register_rule(c.shard)
+def _shard(call: OpCall, degree: int) -> list[OpRule]:
+    return _same(_other_dims(call, call.args[1]), "sum")
+
+
+@register_rule(c.local_index)
+def _local_index(call: OpCall, degree: int) -> list[OpRule]:
+    return _same(_other_dims(call), None)

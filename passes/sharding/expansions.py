@@ -1,0 +1,227 @@
+"""Local programs for operators whose sharded form is not the operator itself: vocabulary-parallel lookups and losses.
+
+Each builder writes nodes into the new graph with an :class:`Emitter` and returns the nodes of the outputs. Source of the
+vocabulary-parallel loss: Shoeybi et al. 2019 (Megatron-LM), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from galvatron_fx.ir.annotations import NodeFacts, TensorSpec, facts, set_facts
+from galvatron_fx.ir.collectives import all_reduce, local_index
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Emitter:
+    """Writes nodes with facts like those of the node being expanded."""
+
+    graph: fx.Graph
+    like: NodeFacts
+    axis: int
+
+    def emit(self, target: Any, args: tuple[Any, ...], spec: TensorSpec | None, **kwargs: Any) -> fx.Node:
+        """Append a call whose one output is ``spec``."""
+        node = self.graph.call_function(target, args, kwargs)
+        set_facts(node, self.like.having(specs=(spec,), multi_output=False))
+        return node
+
+    def emit_multi(self, target: Any, args: tuple[Any, ...], specs: Sequence[TensorSpec | None]) -> fx.Node:
+        """Append a call with several outputs."""
+        node = self.graph.call_function(target, args, {})
+        set_facts(node, self.like.having(specs=tuple(specs), multi_output=True))
+        return node
+
+    def reduced(self, node: fx.Node, op: str = "sum") -> fx.Node:
+        """Append the all-reduce of ``node`` over the axis."""
+        return self.emit(all_reduce, (node, op, self.axis), facts(node).spec)
+
+
+Outputs = list[fx.Node]
+Builder = Callable[[Emitter, fx.Node, list[fx.Node], tuple[TensorSpec | None, ...]], Outputs]
+
+
+def _like(node: fx.Node, dtype: torch.dtype | None = None) -> TensorSpec:
+    spec = facts(node).spec
+    return TensorSpec(spec.shape, dtype or spec.dtype)
+
+
+def _owned_rows(e: Emitter, index: fx.Node, size: int) -> tuple[fx.Node, fx.Node]:
+    """Local row numbers clamped into [0, size), and whether each index lies on this rank."""
+    shifted = e.emit(local_index, (index, size, e.axis), _like(index))
+    above = e.emit(aten.ge.Scalar, (shifted, 0), _like(index, torch.bool))
+    below = e.emit(aten.lt.Scalar, (shifted, size), _like(index, torch.bool))
+    owned = e.emit(aten.logical_and.default, (above, below), _like(index, torch.bool))
+    return e.emit(aten.clamp.default, (shifted, 0, size - 1), _like(index)), owned
+
+
+def _unsqueezed(e: Emitter, node: fx.Node, dim: int) -> fx.Node:
+    spec = facts(node).spec
+    shape = list(spec.shape)
+    shape.insert(dim if dim >= 0 else len(shape), 1)
+    return e.emit(aten.unsqueeze.default, (node, dim), TensorSpec(tuple(shape), spec.dtype))
+
+
+def vocabulary_embedding(
+    e: Emitter, node: fx.Node, inputs: list[fx.Node], outputs: tuple[TensorSpec | None, ...]
+) -> Outputs:
+    """Look up the rows that lie on this rank, zero for the others: a Partial(sum)."""
+    weight, index = inputs
+    rows, owned = _owned_rows(e, index, facts(weight).spec.shape[0])
+    found = e.emit(aten.embedding.default, (weight, rows), outputs[0])
+    kept = e.emit(aten._to_copy.default, (_unsqueezed(e, owned, -1),), None, dtype=facts(weight).spec.dtype)
+    set_facts(kept, e.like.having(specs=(TensorSpec((*facts(index).spec.shape, 1), facts(weight).spec.dtype),)))
+    return [e.emit(aten.mul.Tensor, (found, kept), outputs[0])]
+
+
+def vocabulary_embedding_backward(
+    e: Emitter, node: fx.Node, inputs: list[fx.Node], outputs: tuple[TensorSpec | None, ...]
+) -> Outputs:
+    """Gradient of this rank's rows: indices of other ranks, and the padding index, go to one extra row cut off again."""
+    gradient, index = inputs
+    out = outputs[0]
+    assert out is not None
+    size, hidden = out.shape
+    shifted = e.emit(local_index, (index, size, e.axis), _like(index))
+    above = e.emit(aten.ge.Scalar, (shifted, 0), _like(index, torch.bool))
+    below = e.emit(aten.lt.Scalar, (shifted, size), _like(index, torch.bool))
+    owned = e.emit(aten.logical_and.default, (above, below), _like(index, torch.bool))
+    padding = node.args[3]
+    if isinstance(padding, int) and padding >= 0:
+        counted = e.emit(aten.ne.Scalar, (index, padding), _like(index, torch.bool))
+        owned = e.emit(aten.logical_and.default, (owned, counted), _like(index, torch.bool))
+    spill = e.emit(aten.full_like.default, (shifted, size), _like(index))
+    rows = e.emit(aten.where.self, (owned, shifted, spill), _like(index))
+    padded = TensorSpec((size + 1, hidden), out.dtype)
+    full = e.emit(aten.embedding_dense_backward.default, (gradient, rows, size + 1, -1, node.args[4]), padded)
+    return [e.emit(aten.slice.Tensor, (full, 0, 0, size), out)]
+
+
+def vocabulary_log_softmax(
+    e: Emitter, node: fx.Node, inputs: list[fx.Node], outputs: tuple[TensorSpec | None, ...]
+) -> Outputs:
+    """log_softmax over a sharded dim: the maximum and the sum of exponentials are all-reduced, the scores never move."""
+    (scores,) = inputs
+    out = outputs[0]
+    assert out is not None
+    dim = node.args[1]
+    one = _reduced_spec(out, dim)
+    largest = e.reduced(e.emit(aten.amax.default, (scores, [dim], True), one), "max")
+    centred = e.emit(aten.sub.Tensor, (scores, largest), out)
+    exponentials = e.emit(aten.exp.default, (centred,), out)
+    total = e.reduced(e.emit(aten.sum.dim_IntList, (exponentials, [dim], True), one))
+    return [e.emit(aten.sub.Tensor, (centred, e.emit(aten.log.default, (total,), one)), out)]
+
+
+def vocabulary_log_softmax_backward(
+    e: Emitter, node: fx.Node, inputs: list[fx.Node], outputs: tuple[TensorSpec | None, ...]
+) -> Outputs:
+    """gradient - exp(log-probabilities) * sum(gradient), the sum all-reduced."""
+    gradient, scores = inputs
+    out = outputs[0]
+    assert out is not None
+    dim = node.args[2]
+    one = _reduced_spec(out, dim)
+    total = e.reduced(e.emit(aten.sum.dim_IntList, (gradient, [dim], True), one))
+    probabilities = e.emit(aten.exp.default, (scores,), out)
+    shares = e.emit(aten.mul.Tensor, (probabilities, total), out)
+    return [e.emit(aten.sub.Tensor, (gradient, shares), out)]
+
+
+def _reduced_spec(spec: TensorSpec, dim: Any) -> TensorSpec:
+    shape = list(spec.shape)
+    shape[int(dim)] = 1
+    return TensorSpec(tuple(shape), spec.dtype)
+
+
+def _counted(e: Emitter, node: fx.Node, targets: fx.Node) -> tuple[fx.Node, int]:
+    ignore = int(node.args[4])  # type: ignore[arg-type]
+    return e.emit(aten.ne.Scalar, (targets, ignore), _like(targets, torch.bool)), ignore
+
+
+def _count(e: Emitter, counted: fx.Node, dtype: torch.dtype) -> fx.Node:
+    cast = e.emit(aten._to_copy.default, (counted,), _like(counted, dtype), dtype=dtype)
+    return e.emit(aten.sum.default, (cast,), TensorSpec((), dtype))
+
+
+def row_nll_loss(e: Emitter, node: fx.Node, inputs: list[fx.Node], outputs: tuple[TensorSpec | None, ...]) -> Outputs:
+    """Rows are sharded: sum the local losses, divide by the global count of targets that are not ignored."""
+    scores, targets = inputs
+    dtype = facts(scores).spec.dtype
+    scalar = TensorSpec((), dtype)
+    counted, ignore = _counted(e, node, targets)
+    total = e.reduced(_count(e, counted, dtype))
+    summed = e.emit_multi(aten.nll_loss_forward.default, (scores, targets, None, 2, ignore), (scalar, scalar))
+    import operator
+
+    loss = e.emit(operator.getitem, (summed, 0), scalar)
+    if node.args[3] == 1:
+        loss = e.emit(aten.div.Tensor, (loss, total), scalar)
+    return [loss, total]
+
+
+def vocabulary_nll_loss(
+    e: Emitter, node: fx.Node, inputs: list[fx.Node], outputs: tuple[TensorSpec | None, ...]
+) -> Outputs:
+    """Classes are sharded: each rank picks the targets that it owns; a Partial(sum) of the loss."""
+    scores, targets = inputs
+    spec = facts(scores).spec
+    rows, size = spec.shape
+    counted, _ = _counted(e, node, targets)
+    total = _count(e, counted, spec.dtype)
+    index, owned = _owned_rows(e, targets, size)
+    mine = e.emit(aten.logical_and.default, (owned, counted), _like(targets, torch.bool))
+    column = TensorSpec((rows, 1), spec.dtype)
+    picked = e.emit(aten.gather.default, (scores, 1, _unsqueezed(e, index, -1)), column)
+    flat = e.emit(aten.squeeze.dim, (picked, 1), TensorSpec((rows,), spec.dtype))
+    weight = e.emit(aten._to_copy.default, (mine,), TensorSpec((rows,), spec.dtype), dtype=spec.dtype)
+    losses = e.emit(aten.neg.default, (e.emit(aten.mul.Tensor, (flat, weight), TensorSpec((rows,), spec.dtype)),), None)
+    set_facts(losses, e.like.having(specs=(TensorSpec((rows,), spec.dtype),), multi_output=False))
+    if node.args[3] == 0:
+        return [losses, total]
+    loss = e.emit(aten.sum.default, (losses,), TensorSpec((), spec.dtype))
+    if node.args[3] == 1:
+        loss = e.emit(aten.div.Tensor, (loss, total), TensorSpec((), spec.dtype))
+    return [loss, total]
+
+
+def vocabulary_nll_loss_backward(
+    e: Emitter, node: fx.Node, inputs: list[fx.Node], outputs: tuple[TensorSpec | None, ...]
+) -> Outputs:
+    """-gradient at the target's class where this rank owns it, zero elsewhere."""
+    gradient, scores, targets, total = inputs
+    spec = facts(scores).spec
+    rows, size = spec.shape
+    counted = e.emit(aten.ne.Scalar, (targets, node.args[5]), _like(targets, torch.bool))
+    index, owned = _owned_rows(e, targets, size)
+    mine = e.emit(aten.logical_and.default, (owned, counted), _like(targets, torch.bool))
+    weight = e.emit(aten._to_copy.default, (mine,), TensorSpec((rows,), spec.dtype), dtype=spec.dtype)
+    scale = gradient
+    if node.args[4] == 1:
+        scale = e.emit(aten.div.Tensor, (gradient, total), _like(gradient))
+    row = TensorSpec((rows,), spec.dtype)
+    negative = e.emit(aten.neg.default, (e.emit(aten.mul.Tensor, (weight, scale), row),), row)
+    zeros = e.emit(aten.zeros_like.default, (scores,), spec)
+    column = _unsqueezed(e, negative, -1)
+    return [e.emit(aten.scatter.src, (zeros, 1, _unsqueezed(e, index, -1), column), outputs[0])]
+
+
+EXPANSIONS: dict[str, Builder] = {
+    builder.__name__: builder
+    for builder in (
+        vocabulary_embedding,
+        vocabulary_embedding_backward,
+        vocabulary_log_softmax,
+        vocabulary_log_softmax_backward,
+        row_nll_loss,
+        vocabulary_nll_loss,
+        vocabulary_nll_loss_backward,
+    )
+}

@@ -1,0 +1,76 @@
+"""Arguments that spell out sizes: what they become when tensors are local."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from galvatron_fx.ir.annotations import TensorSpec
+
+aten = torch.ops.aten
+
+# Operators whose argument at this position is the shape of their (first) output.
+_OUTPUT_SHAPE_AT: dict[Any, int] = {
+    aten.view.default: 1,
+    aten._unsafe_view.default: 1,
+    aten.reshape.default: 1,
+    aten.expand.default: 1,
+    aten.full.default: 0,
+    aten.zeros.default: 0,
+    aten.ones.default: 0,
+    aten.empty.memory_format: 0,
+    aten.new_zeros.default: 1,
+    aten.new_ones.default: 1,
+    aten.new_full.default: 1,
+    aten.new_empty.default: 1,
+    aten.slice_backward.default: 1,
+    aten.select_backward.default: 1,
+    aten.unfold_backward.default: 1,
+    aten.index_select_backward.default: 1,
+    aten.diagonal_backward.default: 1,
+    aten._adaptive_avg_pool2d.default: -1,
+}
+
+
+def localize_args(
+    target: Any, args: tuple[Any, ...], outputs: tuple[TensorSpec | None, ...], inputs: list[TensorSpec]
+) -> tuple[Any, ...]:
+    """Return ``args`` with global sizes replaced by those of the local ``outputs`` and ``inputs``."""
+    args = tuple(args)
+    position = _OUTPUT_SHAPE_AT.get(target, -1)
+    out = outputs[0]
+    if position >= 0 and out is not None:
+        args = _replaced(args, position, list(out.shape))
+    if target is aten.embedding_dense_backward.default and out is not None:
+        args = _replaced(args, 2, out.shape[0])
+    if target is aten.slice.Tensor:
+        args = _whole_slice(args, out, inputs[0])
+    if target in (aten.native_group_norm.default, aten.native_group_norm_backward.default):
+        at = 3 if target is aten.native_group_norm.default else 5
+        args = _replaced(args, at, inputs[0].shape[0])
+    return args
+
+
+def _replaced(args: tuple[Any, ...], position: int, value: Any) -> tuple[Any, ...]:
+    return (*args[:position], value, *args[position + 1 :])
+
+
+def _whole_slice(args: tuple[Any, ...], out: TensorSpec | None, source: TensorSpec) -> tuple[Any, ...]:
+    """A slice over a whole dim must still end behind the last element when the dim is local."""
+    dim = int(args[1]) if len(args) > 1 else 0
+    if out is not None and out.shape[dim] == source.shape[dim] and len(args) > 3 and args[3] is not None:
+        return _replaced(args, 3, torch.iinfo(torch.int64).max)
+    return args
+
+
+def lowered_target(target: Any) -> Any:
+    """``view`` needs strides that a local tensor may not have; ``reshape`` is the same without that need."""
+    return aten.reshape.default if target in (aten.view.default, aten._unsafe_view.default) else target
+
+
+def map_inputs(value: Any, replacements: list[fx.Node]) -> Any:
+    """Rebuild an argument tree, taking the next of ``replacements`` for every node in order."""
+    rest = iter(replacements)
+    return fx.map_arg(value, lambda _: next(rest))

@@ -1,0 +1,207 @@
+"""Sharding rules of our own: views that keep strided shards, factories, attention, vocabulary-parallel operators."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+
+from galvatron_fx.ir.placement import PARTIAL, REPLICATE, Placement, Shard, through_view
+from passes.sharding.op_call import OpCall
+from passes.sharding.rules import OpRule, register_rule
+
+aten = torch.ops.aten
+
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+FACTORIES = (
+    aten.full.default,
+    aten.zeros.default,
+    aten.ones.default,
+    aten.empty.memory_format,
+    aten.scalar_tensor.default,
+    aten.arange.default,
+    aten.arange.start,
+    aten.arange.start_step,
+    aten.linspace.default,
+    aten.eye.default,
+    aten.randperm.default,
+)
+_UNIFORM_FACTORIES = (aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format)
+FILLS = (
+    aten.full_like.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.empty_like.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.new_empty.default,
+)
+
+
+def view_rules(call: OpCall, candidates: list[Placement], degree: int) -> list[OpRule]:
+    """Rules of a reshape for the shards its input may come in and those its plain output shards need."""
+    source, target = call.inputs[0].shape, call.output.shape
+    rules = [OpRule((PARTIAL,), (PARTIAL,))]
+    shards = [p for p in candidates if isinstance(p, Shard)]
+    for shard in shards:
+        after = through_view(shard, source, target, degree)
+        if after is not None:
+            rules.append(OpRule((after,), (shard,)))
+    for dim in range(len(target)):
+        if target[dim] % degree == 0:
+            before = through_view(Shard(dim), target, source, degree)
+            if before is not None:
+                rules.append(OpRule((Shard(dim),), (before,)))
+    return rules
+
+
+@register_rule(*VIEWS)
+def _view(call: OpCall, degree: int) -> list[OpRule]:
+    source = call.inputs[0].shape
+    plain: list[Placement] = [Shard(dim) for dim in range(len(source)) if source[dim] % degree == 0]
+    return view_rules(call, plain, degree)
+
+
+@register_rule(aten.expand.default)
+def _expand(call: OpCall, degree: int) -> list[OpRule]:
+    source, target = call.inputs[0].shape, call.output.shape
+    lead = len(target) - len(source)
+    rules = [OpRule((PARTIAL,), (PARTIAL,))]
+    for dim, size in enumerate(target):
+        grown = dim < lead or source[dim - lead] != size
+        rules.append(OpRule((Shard(dim),), (REPLICATE if grown else Shard(dim - lead),)))
+    return rules
+
+
+@register_rule(*FACTORIES)
+def _factory(call: OpCall, degree: int) -> list[OpRule]:
+    if call.target not in _UNIFORM_FACTORIES:
+        return []
+    return [OpRule((Shard(dim),), ()) for dim in range(len(call.output.shape))]
+
+
+@register_rule(*FILLS)
+def _fill(call: OpCall, degree: int) -> list[OpRule]:
+    """The result does not depend on the input's values, so the input may come in any way that gives the right sizes."""
+    same = call.inputs[0].shape == call.output.shape
+    rules = []
+    for dim in range(len(call.output.shape)):
+        rules.append(OpRule((Shard(dim),), (Shard(dim) if same else REPLICATE,)))
+    return [*rules, OpRule((REPLICATE,), (PARTIAL,))]
+
+
+@register_rule(operator.getitem)
+def _getitem(call: OpCall, degree: int) -> list[OpRule]:
+    raise AssertionError("getitem takes the placement of the output that it picks")
+
+
+@register_rule(aten._scaled_dot_product_flash_attention_for_cpu.default)
+def _attention(call: OpCall, degree: int) -> list[OpRule]:
+    """Attention [batch, heads, sequence, head_dim]: split by batch, by heads, or (not causal) by query position."""
+    causal = _argument(call, 4, "is_causal", False)
+    mask = call.inputs[3].shape if len(call.inputs) > 3 else None
+    rules = []
+    for dim in (0, 1) if causal else (0, 1, 2):
+        q, kv = Shard(dim), (Shard(dim) if dim < 2 else REPLICATE)
+        inputs: list[Placement] = [q, kv, kv]
+        if mask is not None:
+            inputs.append(_mask_shard(mask, len(call.inputs[0].shape), dim))
+        rules.append(OpRule((q, q), tuple(inputs)))
+    return rules
+
+
+@register_rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+def _attention_backward(call: OpCall, degree: int) -> list[OpRule]:
+    """As forward; splitting the query leaves terms of the gradients of key and value on every rank."""
+    causal = _argument(call, 7, "is_causal", False)
+    mask = call.inputs[6].shape if len(call.inputs) > 6 else None
+    rules = []
+    for dim in (0, 1) if causal else (0, 1, 2):
+        q, kv = Shard(dim), (Shard(dim) if dim < 2 else REPLICATE)
+        inputs: list[Placement] = [q, q, kv, kv, q, q]
+        if mask is not None:
+            inputs.append(_mask_shard(mask, len(call.inputs[1].shape), dim))
+        rules.append(OpRule((q, kv if dim < 2 else PARTIAL, kv if dim < 2 else PARTIAL), tuple(inputs)))
+    return rules
+
+
+def _argument(call: OpCall, position: int, name: str, default: object) -> object:
+    if len(call.args) > position:
+        return call.args[position]
+    return dict(call.kwargs).get(name, default)
+
+
+def _mask_shard(mask: tuple[int, ...], ndim: int, dim: int) -> Placement:
+    at = dim - (ndim - len(mask))
+    return Shard(at) if at >= 0 and mask[at] != 1 else REPLICATE
+
+
+@register_rule(aten.embedding.default)
+def _embedding(call: OpCall, degree: int) -> list[OpRule]:
+    """weight [vocabulary, hidden], ids [...]: split ids, hidden, or the vocabulary (each rank looks up its own rows)."""
+    ids = call.inputs[1].shape
+    rules = [OpRule((Shard(dim),), (REPLICATE, Shard(dim))) for dim in range(len(ids))]
+    rules.append(OpRule((Shard(len(ids)),), (Shard(1), REPLICATE)))
+    return [*rules, OpRule((PARTIAL,), (Shard(0), REPLICATE), "vocabulary_embedding")]
+
+
+@register_rule(aten.embedding_dense_backward.default)
+def _embedding_backward(call: OpCall, degree: int) -> list[OpRule]:
+    """gradient [..., hidden], ids [...] -> [vocabulary, hidden]."""
+    ids = call.inputs[1].shape
+    rules = [OpRule((PARTIAL,), (Shard(dim), Shard(dim))) for dim in range(len(ids))]
+    rules.append(OpRule((Shard(1),), (Shard(len(ids)), REPLICATE)))
+    rules.append(OpRule((PARTIAL,), (PARTIAL, REPLICATE)))
+    return [*rules, OpRule((Shard(0),), (REPLICATE, REPLICATE), "vocabulary_embedding_backward")]
+
+
+@register_rule(aten._log_softmax.default, aten._softmax.default)
+def _softmax(call: OpCall, degree: int) -> list[OpRule]:
+    ndim = len(call.output.shape)
+    axis = int(call.args[1]) % ndim if ndim else 0
+    rules = [OpRule((Shard(dim),), (Shard(dim),)) for dim in range(ndim) if dim != axis]
+    if call.target is aten._log_softmax.default:
+        rules.append(OpRule((Shard(axis),), (Shard(axis),), "vocabulary_log_softmax"))
+    return rules
+
+
+@register_rule(aten._log_softmax_backward_data.default, aten._softmax_backward_data.default)
+def _softmax_backward(call: OpCall, degree: int) -> list[OpRule]:
+    ndim = len(call.output.shape)
+    axis = int(call.args[2]) % ndim if ndim else 0
+    rules = [OpRule((Shard(dim),), (Shard(dim),) * 2) for dim in range(ndim) if dim != axis]
+    if call.target is aten._log_softmax_backward_data.default:
+        rules.append(OpRule((Shard(axis),), (Shard(axis),) * 2, "vocabulary_log_softmax_backward"))
+    return rules
+
+
+@register_rule(aten.nll_loss_forward.default)
+def _nll_loss(call: OpCall, degree: int) -> list[OpRule]:
+    """log-probabilities [rows, classes], targets [rows]: split rows or classes (unweighted losses)."""
+    weighted = len(call.inputs) > 2
+    scores = call.inputs[0].shape
+    if weighted or len(scores) != 2:
+        return []
+    reduction = call.args[3]
+    if reduction == 0:
+        return [
+            OpRule((Shard(0), REPLICATE), (Shard(0), Shard(0))),
+            OpRule((PARTIAL, REPLICATE), (Shard(1), REPLICATE), "vocabulary_nll_loss"),
+        ]
+    return [
+        OpRule((PARTIAL, REPLICATE), (Shard(0), Shard(0)), "row_nll_loss"),
+        OpRule((PARTIAL, REPLICATE), (Shard(1), REPLICATE), "vocabulary_nll_loss"),
+    ]
+
+
+@register_rule(aten.nll_loss_backward.default)
+def _nll_loss_backward(call: OpCall, degree: int) -> list[OpRule]:
+    """gradient, log-probabilities [rows, classes], targets, (weight), total weight -> [rows, classes]."""
+    if len(call.inputs) != 4 or len(call.inputs[1].shape) != 2:
+        return []
+    gradient: Placement = Shard(0) if call.inputs[0].shape else REPLICATE
+    return [
+        OpRule((Shard(0),), (gradient, Shard(0), Shard(0), REPLICATE)),
+        OpRule((Shard(1),), (REPLICATE, Shard(1), REPLICATE, REPLICATE), "vocabulary_nll_loss_backward"),
+    ]

@@ -1,0 +1,117 @@
+"""Times that the intra-block search minimises: of an operator under a rule, and of a change of placement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from cost_models.collectives import collective_s
+from cost_models.ops import OpCost, TensorFacts, op_cost, op_time_s
+from galvatron_fx.ir.annotations import TensorSpec
+from galvatron_fx.ir.cluster import Axis, Device
+from galvatron_fx.ir.placement import Partial, Placement, Replicate, Shard
+from passes.sharding.op_call import OpCall
+from passes.sharding.rules import OpRule
+
+# A sharded copy is preferred to a whole one of equal price, as it takes less memory: a thousandth of its traffic.
+_HOLDING = 1e-3
+# Adam reads the parameter, its gradient and two moments and writes three of them (Kingma & Ba 2015, algorithm 1).
+_UPDATE_PASSES = 7
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Prices on one (merged) mesh axis of ``device`` s; ``axes`` are the prime axes that it is made of."""
+
+    device: Device
+    axes: tuple[Axis, ...]
+
+    @property
+    def degree(self) -> int:
+        """Ranks on the axis."""
+        count = 1
+        for axis in self.axes:
+            count *= axis.size
+        return count
+
+    def operator_s(self, call: OpCall, rule: OpRule) -> float:
+        """Seconds of an operator on one rank under ``rule``."""
+        cost = operator_cost(call)
+        share = 1.0 / self.degree if rule.splits_work else 1.0
+        moved = self._bytes(call.inputs, rule.inputs) + self._bytes(call.outputs, rule.outputs)
+        if not cost.flops and not cost.read_bytes and not cost.written_bytes:
+            return self._traffic_s(_HOLDING * self._bytes(call.outputs, rule.outputs))
+        local = OpCost(cost.flops * share, moved, 0)
+        time_s = float(op_time_s(local, dtype_name(call), self.device, is_matmul(call)))
+        return time_s + self._traffic_s(_HOLDING * self._bytes(call.outputs, rule.outputs))
+
+    def redistribute_s(self, spec: TensorSpec, have: Placement, want: Placement) -> float | None:
+        """Seconds to bring a tensor from ``have`` to ``want``; None where that has no meaning."""
+        if have == want:
+            return 0.0
+        size = float(spec.size_bytes)
+        if isinstance(want, Partial):
+            return None
+        if isinstance(have, Partial):
+            kind = "all_reduce" if isinstance(want, Replicate) else "reduce_scatter"
+        elif isinstance(have, Replicate):
+            return self._traffic_s(2 * size / self.degree) + self.device.launch_overhead_s
+        else:
+            exchange = isinstance(want, Shard) and isinstance(have, Shard) and have.dim != want.dim
+            kind = "all_to_all" if exchange else "all_gather"
+        return float(collective_s(kind, size, self.axes)) + self._copy_s(size, have, want)
+
+    def update_s(self, spec: TensorSpec, placement: Placement) -> float:
+        """Seconds of the optimizer's update of a parameter."""
+        return self._traffic_s(_UPDATE_PASSES * self._bytes((spec,), (placement,)))
+
+    def _copy_s(self, size: float, have: Placement, want: Placement) -> float:
+        """Collectives move dim 0; other dims are copied before or after."""
+        strided = any(isinstance(p, Shard) and (p.dim or p.outer > 1) for p in (have, want))
+        return self._traffic_s(2 * size) if strided else 0.0
+
+    def _traffic_s(self, size_bytes: float) -> float:
+        return size_bytes / (self.device.memory_bandwidth_bytes_per_s * self.device.memory_efficiency)
+
+    def _bytes(self, specs: Sequence[TensorSpec | None], placements: Sequence[Placement]) -> float:
+        total = 0.0
+        for spec, placement in zip(specs, placements, strict=True):
+            if spec is not None:
+                total += spec.size_bytes / (self.degree if isinstance(placement, Shard) else 1)
+        return total
+
+
+def dtype_name(call: OpCall) -> str:
+    """Name of the dtype that an operator computes in."""
+    spec = next((s for s in (*call.outputs, *call.inputs) if s is not None), None)
+    return str(spec.dtype).removeprefix("torch.") if spec is not None else "float32"
+
+
+_MATMULS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "attention")
+
+
+def is_matmul(call: OpCall) -> bool:
+    """Whether an operator runs on the matrix units."""
+    name = str(call.target)
+    return any(part in name for part in _MATMULS)
+
+
+@lru_cache(maxsize=None)
+def operator_cost(call: OpCall) -> OpCost:
+    """The whole operator's cost at its concrete sizes."""
+
+    def convert(value: object) -> object:
+        if isinstance(value, TensorSpec):
+            return TensorFacts(value.shape, value.dtype)
+        if isinstance(value, tuple):
+            return [convert(item) for item in value]
+        return value
+
+    return op_cost(
+        call.target,
+        tuple(convert(arg) for arg in call.args),
+        {key: convert(value) for key, value in call.kwargs},
+        [TensorFacts(s.shape, s.dtype) for s in call.inputs],
+        [TensorFacts(s.shape, s.dtype) for s in call.outputs if s is not None],
+    )

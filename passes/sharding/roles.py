@@ -1,0 +1,79 @@
+"""What a role allows on its axis: which shards, where parameters lie, how values cross block boundaries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from galvatron_fx.ir.annotations import TensorSpec
+from galvatron_fx.ir.placement import REPLICATE, Placement, Shard, fits
+from galvatron_fx.ir.symbols import BATCH, SEQUENCE
+
+BATCH_ROLES = ("data", "zero")
+
+
+@dataclass(frozen=True)
+class RoleRules:
+    """The limits that ``role`` puts on an axis of ``degree`` ranks; ``batch`` is the batch size left on each rank."""
+
+    role: str
+    degree: int
+    batch: int
+
+    def splits_batch(self, spec: TensorSpec, placement: Shard) -> bool:
+        """Whether the shard cuts the batch: the batch is outermost in the dim that holds it."""
+        size = spec.symbolic[placement.dim]
+        holds = BATCH in getattr(size, "free_symbols", ())
+        return holds and placement.outer < max(self.batch, 1)
+
+    def allows(self, spec: TensorSpec, placement: Placement) -> bool:
+        """Whether a value inside a block may be placed so."""
+        if not isinstance(placement, Shard):
+            return True
+        return self.splits_batch(spec, placement) == (self.role in BATCH_ROLES)
+
+    def must_split(self, spec: TensorSpec) -> bool:
+        """Whether a value holds what the axis is there to split: the batch, or the sequence."""
+        if self.role in BATCH_ROLES:
+            return spec.dim_of(BATCH) is not None
+        return self.role == "sequence" and spec.dim_of(SEQUENCE) is not None
+
+    def parameter_choices(self, spec: TensorSpec) -> list[Placement]:
+        """Where a parameter of the block may lie, given its local shape."""
+        shards: list[Placement] = [
+            Shard(dim) for dim in range(len(spec.shape)) if fits(Shard(dim), spec.shape, self.degree)
+        ]
+        if self.role == "zero":
+            return shards[:1] or [REPLICATE]
+        if self.role in ("tensor", "tensor_sequence"):
+            if len(spec.shape) >= 2:
+                return shards or [REPLICATE]
+            return [REPLICATE, *shards]
+        return [REPLICATE]
+
+    def gathers_parameters(self) -> bool:
+        """Whether a sharded parameter is made whole for use."""
+        return self.role == "zero"
+
+    def boundary(self, spec: TensorSpec) -> Placement:
+        """The placement in which an activation or its gradient enters and leaves a block."""
+        if self.role in BATCH_ROLES:
+            shard = self._shard_of(spec, BATCH)
+            return shard if shard is not None else REPLICATE
+        if self.role in ("sequence", "tensor_sequence"):
+            shard = self._shard_of(spec, SEQUENCE)
+            return shard if shard is not None else REPLICATE
+        return REPLICATE
+
+    def _shard_of(self, spec: TensorSpec, symbol: object) -> Shard | None:
+        """The one dim that holds ``symbol``, where it divides; ambiguous (attention masks) or mixed dims stay whole."""
+        dims = [d for d, size in enumerate(spec.dims) if symbol in getattr(size, "free_symbols", ())]
+        if symbol is BATCH:
+            dims = dims[:1]
+        if len(dims) != 1:
+            return None
+        size = spec.dims[dims[0]]
+        if symbol is SEQUENCE and BATCH in getattr(size, "free_symbols", ()):
+            shard = Shard(dims[0], max(self.batch, 1))
+        else:
+            shard = Shard(dims[0])
+        return shard if fits(shard, spec.shape, self.degree) else None

@@ -1,0 +1,266 @@
+"""Sharding rules: in which ways an operator can run on one mesh axis.
+
+Rules come from torch's registered DTensor strategies; ``own_rules`` adds those that torch lacks and those where our
+strided shards or special local programs matter. An operator without any rule is replicated, and the caller is told.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from galvatron_fx.ir.annotations import TensorSpec
+from galvatron_fx.ir.placement import REPLICATE, Partial, Placement, Replicate, Shard, fits
+from galvatron_fx.ir.torch_compat import (
+    DTensorSpec,
+    OpSchema,
+    OpSpec,
+    OpStrategy,
+    TensorMeta,
+    TupleStrategy,
+    multi_axis_rule,
+    single_axis_rule,
+)
+from galvatron_fx.ir import torch_compat as compat
+from passes.sharding.op_call import OpCall
+
+
+@dataclass(frozen=True)
+class OpRule:
+    """One way to run an operator on one axis.
+
+    ``outputs``: placement of every output (REPLICATE for an absent one); ``inputs``: of every tensor input;
+    ``expansion``: the name of the local program in :mod:`passes.sharding.expansions` where it is not the operator itself.
+    """
+
+    outputs: tuple[Placement, ...]
+    inputs: tuple[Placement, ...]
+    expansion: str = ""
+
+    def __str__(self) -> str:
+        arrow = f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"
+        return f"{arrow} [{self.expansion}]" if self.expansion else arrow
+
+    @property
+    def splits_work(self) -> bool:
+        """Whether each rank does only its share: some tensor is sharded."""
+        return any(isinstance(p, Shard) for p in (*self.inputs, *self.outputs))
+
+
+RuleMaker = Callable[[OpCall, int], list[OpRule]]
+_OWN: dict[Any, RuleMaker] = {}
+
+
+def register_rule(*targets: Any) -> Callable[[RuleMaker], RuleMaker]:
+    """Register the maker of rules for operators; it takes the call and the axis' degree, and wins over torch's rule."""
+
+    def register(maker: RuleMaker) -> RuleMaker:
+        for target in targets:
+            _OWN[target] = maker
+        return maker
+
+    return register
+
+
+def replicate_rule(call: OpCall) -> OpRule:
+    """The rule that every operator has: all ranks do everything."""
+    return OpRule((REPLICATE,) * len(call.outputs), (REPLICATE,) * len(call.inputs))
+
+
+def has_rule(target: Any) -> bool:
+    """Tell whether anything but replication is known of an operator."""
+    return target in _OWN or single_axis_rule(target) is not None or multi_axis_rule(target) is not None
+
+
+@lru_cache(maxsize=None)
+def op_rules(call: OpCall, degree: int) -> tuple[OpRule, ...]:
+    """List the ways to run ``call`` on an axis of ``degree`` ranks with unstrided shards, the replicated one first."""
+    if call.target in _OWN:
+        found = _OWN[call.target](call, degree)
+    else:
+        found = _single_axis(call) or _multi_axis(call, degree)
+    rules = dict.fromkeys([replicate_rule(call), *found])
+    return tuple(rule for rule in rules if _valid(rule, call, degree))
+
+
+def strided(rule: OpRule, call: OpCall, candidates: Iterable[Placement], degree: int) -> list[OpRule]:
+    """Instances of ``rule`` with the runs ("outer") of the ``candidates`` in place of its unstrided shards.
+
+    A rule that lets a dim be sharded holds for any equal subset of its indices, as long as all tensors of the rule
+    are split in the same way. A local program (expansion) counts indices and needs whole runs.
+    """
+    if rule.expansion or not rule.splits_work:
+        return []
+    outers = {p.outer for p in candidates if isinstance(p, Shard)} - {1}
+
+    def stride(placement: Placement, outer: int) -> Placement:
+        return Shard(placement.dim, outer) if isinstance(placement, Shard) else placement
+
+    made = [
+        OpRule(
+            tuple(stride(p, outer) for p in rule.outputs),
+            tuple(stride(p, outer) for p in rule.inputs),
+        )
+        for outer in sorted(outers)
+    ]
+    return [instance for instance in made if _valid(instance, call, degree)]
+
+
+def _valid(rule: OpRule, call: OpCall, degree: int) -> bool:
+    pairs = [*zip(rule.outputs, call.outputs, strict=True), *zip(rule.inputs, call.inputs, strict=True)]
+    return all(spec is None or fits(placement, spec.shape, degree) for placement, spec in pairs)
+
+
+# ---- torch's rules -------------------------------------------------------------------------------------------------
+
+
+def _tensor_meta(spec: TensorSpec) -> TensorMeta:
+    return TensorMeta(torch.Size(spec.shape), _contiguous_stride(spec.shape), spec.dtype)
+
+
+def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _thaw(value: Any, leaf: Callable[[TensorSpec], Any]) -> Any:
+    """Frozen arguments back as torch's rules expect them: lists for tuples, ``leaf(spec)`` for tensors."""
+    if isinstance(value, TensorSpec):
+        return leaf(value)
+    if isinstance(value, tuple):
+        return [_thaw(item, leaf) for item in value]
+    return value
+
+
+def _single_axis(call: OpCall) -> list[OpRule]:
+    """Rules from torch's strategies of one axis: lists of ``[outputs..., inputs...]``."""
+    function = single_axis_rule(call.target)
+    if function is None:
+        return []
+    args = tuple(_thaw(arg, _tensor_meta) for arg in call.args)
+    kwargs = {key: _thaw(value, _tensor_meta) for key, value in call.kwargs}
+    try:
+        rows = function(call.target, args, kwargs)
+    except (NotImplementedError, AssertionError, RuntimeError, ValueError, IndexError, TypeError) as error:
+        warnings.warn(f"torch's rule for {call.target} refused {call.inputs}: {error}", stacklevel=2)
+        return []
+    rules = []
+    for row in rows:
+        placements = [_from_torch(item) for item in row if item is not None]
+        outputs, inputs = _split_row(placements, call)
+        if outputs is not None and inputs is not None:
+            rules.append(OpRule(outputs, inputs))
+    return rules
+
+
+def _split_row(row: list[Placement | None], call: OpCall) -> tuple[Any, Any]:
+    """Cut a row into outputs and inputs; (None, None) where it speaks of kinds of placement that we do not lower."""
+    if any(item is None for item in row):
+        return None, None
+    present = [spec is not None for spec in call.outputs]
+    count = len(row) - len(call.inputs)
+    if count == len(call.outputs):
+        return tuple(row[:count]), tuple(row[count:])
+    if count == sum(present):
+        rest = iter(row[:count])
+        return tuple(next(rest) if here else REPLICATE for here in present), tuple(row[count:])
+    return None, None
+
+
+def _from_torch(item: Any) -> Placement | None:
+    """Our placement for one of torch's (or for its placeholder of a shard); None for special subclasses."""
+    kind = type(item)
+    if kind is compat.Replicate:
+        return REPLICATE
+    if kind is compat.Partial and item.reduce_op in ("sum", "avg", "max", "min"):
+        return Partial(item.reduce_op)
+    if kind is compat.Shard or kind.__name__ == "_ShardingPlaceholder":
+        return Shard(item.dim)
+    return None
+
+
+@lru_cache(maxsize=None)
+def _planning_mesh(degree: int) -> DeviceMesh:
+    """A mesh that only describes: no process group behind it."""
+    return DeviceMesh("cpu", list(range(degree)), _init_backend=False, _rank=0)
+
+
+def _multi_axis(call: OpCall, degree: int) -> list[OpRule]:
+    """Rules from torch's older strategies, asked once for every placement that the inputs could come in."""
+    function = multi_axis_rule(call.target)
+    if function is None:
+        return []
+    mesh = _planning_mesh(degree)
+    ndim = max((len(spec.shape) for spec in call.inputs), default=0)
+    offers: list[Placement] = [REPLICATE, Partial(), *(Shard(dim) for dim in range(ndim))]
+    rules: dict[OpRule, None] = {}
+    for offer in offers:
+        try:
+            answer = function(_schema(call, offer, mesh, degree))
+        except (NotImplementedError, AssertionError, RuntimeError, ValueError, IndexError, TypeError, KeyError):
+            continue  # torch's rule has no answer to this offer: other offers may have one
+        for rule in _read_answer(answer, call):
+            rules[rule] = None
+    return list(rules)
+
+
+def _schema(call: OpCall, offer: Placement, mesh: DeviceMesh, degree: int) -> OpSchema:
+    def leaf(spec: TensorSpec) -> OpStrategy:
+        placement = offer if fits(offer, spec.shape, degree) else REPLICATE
+        dspec = DTensorSpec(mesh, (_to_torch(placement),), tensor_meta=_tensor_meta(spec))
+        return OpStrategy([OpSpec(dspec)])
+
+    def wrap(value: Any) -> Any:
+        if isinstance(value, TensorSpec):
+            return leaf(value)
+        if isinstance(value, tuple) and value and all(isinstance(item, TensorSpec) for item in value):
+            return TupleStrategy([leaf(item) for item in value])
+        return _thaw(value, leaf)
+
+    kwargs = {key: wrap(value) for key, value in call.kwargs}
+    return OpSchema(call.target, tuple(wrap(arg) for arg in call.args), kwargs)
+
+
+def _to_torch(placement: Placement) -> Any:
+    if isinstance(placement, Replicate):
+        return compat.Replicate()
+    return compat.Shard(placement.dim) if isinstance(placement, Shard) else compat.Partial(placement.op)
+
+
+def _read_answer(answer: Any, call: OpCall) -> list[OpRule]:
+    """Rules in an ``OpStrategy``; a ``TupleStrategy`` (several outputs) is read output by output."""
+    if isinstance(answer, TupleStrategy):
+        children = [_read_strategy(child, call) for child in answer.children]
+        merged = []
+        for rows in zip(*children, strict=True):
+            outputs = tuple(row[0][0] for row in rows)
+            merged.append((outputs, rows[0][1]))
+        return [OpRule(o, i) for o, i in merged if None not in (*o, *i) and _counts_match(o, i, call)]
+    return [OpRule(o, i) for o, i in _read_strategy(answer, call) if None not in (*o, *i) and _counts_match(o, i, call)]
+
+
+def _counts_match(outputs: tuple[Any, ...], inputs: tuple[Any, ...], call: OpCall) -> bool:
+    return len(outputs) == len(call.outputs) and len(inputs) == len(call.inputs)
+
+
+def _read_strategy(strategy: OpStrategy, call: OpCall) -> list[tuple[tuple[Any, ...], tuple[Any, ...]]]:
+    rows = []
+    for spec in strategy.strategies:
+        outs = spec.output_specs if isinstance(spec.output_specs, (tuple, list)) else (spec.output_specs,)
+        outputs = tuple(REPLICATE if out is None else _from_torch(out.placements[0]) for out in outs)
+        if len(outputs) == 1 and len(call.outputs) > 1:
+            outputs = outputs * len(call.outputs)
+        ins = spec.input_specs if spec.input_specs is not None else (spec.output_specs,) * len(call.inputs)
+        inputs = tuple(_from_torch(item.placements[0]) for item in ins if item is not None)
+        rows.append((outputs, inputs))
+    return rows

@@ -1,0 +1,125 @@
+"""Whole-model exactness: a plan's loss, gradients and buffers against the plain model on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from galvatron_fx.ir.annotations import ports
+from galvatron_fx.ir.cluster import Axis, Cluster
+from galvatron_fx.ir.collectives import join_runs, split_runs
+from galvatron_fx.ir.placement import Placement, Shard
+from galvatron_fx.ir.strategy import Strategy
+from galvatron_fx.runtime.simulator import Simulator
+from passes.capture import Capture, FlatInputs
+from passes.find_blocks import FindBlocks, num_blocks
+from passes.partition import Partition
+from passes.place_recompute import PlaceRecompute
+from passes.shard_graph import ShardGraph, layout
+
+DEVICE = Cluster.preset("8xA100-80GB").device
+
+
+def axes(sizes: Sequence[int]) -> tuple[Axis, ...]:
+    """Mesh axes of the given sizes with NVLink-like links."""
+    return tuple(Axis(f"a{i}", size, 1e-5, 1e11) for i, size in enumerate(sizes))
+
+
+def captured(model: nn.Module, inputs: Any) -> fx.GraphModule:
+    """Capture and find blocks."""
+    return FindBlocks().run(Capture().run(model, inputs))
+
+
+def distribute(whole: torch.Tensor, placements: Sequence[Placement], shape: Sequence[int]) -> list[torch.Tensor]:
+    """What every rank holds of a tensor."""
+    held = [whole]
+    for placement, degree in zip(placements, shape, strict=True):
+        if isinstance(placement, Shard):
+            held = [part for x in held for part in split_runs(x, placement.dim, placement.outer, degree)]
+        else:
+            held = [x for x in held for _ in range(degree)]
+    return held
+
+
+def collect(held: Sequence[torch.Tensor], placements: Sequence[Placement], shape: Sequence[int]) -> torch.Tensor:
+    """Put together what the ranks hold, checking that replicas agree."""
+    held = list(held)
+    for placement, degree in reversed(list(zip(placements, shape, strict=True))):
+        groups = [held[i : i + degree] for i in range(0, len(held), degree)]
+        if isinstance(placement, Shard):
+            held = [join_runs(group, placement.dim, placement.outer) for group in groups]
+        else:
+            for group in groups:
+                for other in group[1:]:
+                    torch.testing.assert_close(other, group[0], rtol=0, atol=0, equal_nan=True)
+            held = [group[0] for group in groups]
+    return held[0]
+
+
+def simulate(
+    graph: fx.GraphModule, model: nn.Module, inputs: Any, sizes: Sequence[int], strategies: Sequence[Strategy], cache: Any
+) -> dict[str, torch.Tensor]:
+    """Lower ``graph`` by a plan, run one step on all ranks, and return outputs, buffers and gradients by name."""
+    sharded = ShardGraph(strategies, axes(sizes), DEVICE, cache).run(graph)
+    how = layout(sharded)
+    joint = PlaceRecompute(strategies).run(sharded)
+    halves = Partition().run(joint)
+    simulator = Simulator(how.shape)
+    flat = FlatInputs.of(inputs)
+    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    fed = []
+    for (port, _), placements in zip(ports(joint), how.inputs, strict=True):
+        if port.kind == "tangent":
+            continue
+        value = flat.tensors[int(port.name)] if port.kind == "input" else tensors[port.name].detach()
+        fed.append(distribute(value, placements, how.shape))
+    out = simulator.run(halves.forward, fed)
+    count = len(halves.result_ports)
+    results, saved = out[:count], out[count:]
+    tangents = [[torch.ones_like(results[_position(halves.result_ports, p.name)][0])] * len(simulator.coordinates) for p in halves.tangent_ports]
+    gradients = simulator.run(halves.backward, [*saved, *tangents])
+    named: dict[str, torch.Tensor] = {}
+    pairs = [*zip(halves.result_ports, results, strict=True), *zip(halves.gradient_ports, gradients, strict=True)]
+    placed = dict(zip(((p.kind, p.name) for p in joint.meta["galvatron"].outputs), how.outputs, strict=True))
+    for port, values in pairs:
+        if values[0] is not None:
+            named[f"{port.kind} {port.name}"] = collect(values, placed[port.kind, port.name], how.shape)
+    return named
+
+
+def _position(result_ports: Sequence[Any], name: str) -> int:
+    return next(i for i, p in enumerate(result_ports) if p.kind == "output" and p.name == name)
+
+
+def one_device(model: nn.Module, inputs: Any) -> dict[str, torch.Tensor]:
+    """The same names from plain eager training."""
+    flat = FlatInputs.of(inputs)
+    args, kwargs = flat.call(flat.tensors)
+    model.zero_grad()
+    result = model(*args, **kwargs)
+    leaves = [x for x in torch.utils._pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+    scalars = [x for x in leaves if x.dim() == 0 and x.requires_grad]
+    sum(scalars).backward() if scalars else sum(x.sum() for x in leaves if x.requires_grad).backward()
+    named = {f"output {i}": x.detach() for i, x in enumerate(leaves)}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            named[f"grad {name}"] = parameter.grad.clone()
+    return named
+
+
+def assert_exact(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], context: str = "") -> None:
+    """Every expected value is there and equal to 1e-10 relative to its largest element."""
+    for name, value in expected.items():
+        if name not in got:
+            raise AssertionError(f"{context}: no value for {name}; there are {sorted(got)[:5]} ...")
+        scale = float(value.abs().max()) or 1.0
+        error = float((got[name] - value).abs().max()) / scale
+        assert error < 1e-10, f"{context}: {name} differs by {error:.2e}"
+
+
+def uniform(graph: fx.GraphModule, *roles: str, **options: bool) -> list[Strategy]:
+    """One strategy for every block."""
+    return [Strategy(tuple(roles), **options)] * num_blocks(graph)
