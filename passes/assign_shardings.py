@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
-from galvatron_fx.ir.annotations import TensorSpec, facts, output_ports, ports
+from cost_models.ops import is_matmul
+from galvatron_fx.ir.annotations import TensorSpec, facts, output_ports, ports, signature
 from galvatron_fx.ir.placement import REPLICATE, Partial, Placement, Shard, fits
 from passes.insert_collectives import AxisSharding
 from passes.search.intra_block import Choice, Item, Problem, solve
@@ -28,13 +30,16 @@ class AssignShardings:
     """Choose the rules of one mesh axis for a whole graph.
 
     ``axis``: its index in the lowering; ``roles``: what the axis does in each block; ``prices``: times of operators and
-    redistributions. Blocks that are equal, and enter and leave equally, are solved once (``cache``).
+    redistributions; ``fixed``: parameters, by name, whose placement is decided already. Blocks that are equal, and enter
+    and leave equally, are solved once (``cache``). ``only``: just these blocks (for prices; such a decision cannot be lowered).
     """
 
     axis: int
     roles: Sequence[RoleRules]
     prices: Prices
     cache: dict[Any, tuple[Decision, ...]] = field(default_factory=dict)
+    fixed: Mapping[str, Placement] = field(default_factory=dict)
+    only: frozenset[int] | None = None
 
     def run(self, graph: fx.GraphModule) -> AxisSharding:
         """Return the decision for ``graph``, whose shapes are those left by the axes lowered before."""
@@ -53,16 +58,26 @@ class _Assignment:
         self.owner = _parameter_owners(graph)
         self.port_of = {node: port for port, node in ports(graph)}
         self.outputs: list[tuple[Any, fx.Node | None]] = output_ports(graph)
+        # Without a loss of its own, the model's caller computes one from whole outputs.
+        self.outputs_stay = signature(graph).loss is not None
+        dtypes = [facts(node).spec.dtype for port, node in ports(graph) if port.kind == "param"]
+        self.parameter_itemsize = max((d.itemsize for d in dtypes if d.is_floating_point), default=0)
 
     def solve(self) -> AxisSharding:
         for port, node in ports(self.graph):
-            if port.kind != "param" or node not in self.owner:
-                self.inputs[node] = self._input_placement(port.kind, node)
+            if port.kind == "param" and port.name in self.options.fixed:
+                self.inputs[node] = self.options.fixed[port.name]
+            elif port.kind != "param" or node not in self.owner:
+                self.inputs[node] = REPLICATE
         for node in self.graph.graph.nodes:
             if node.op == "get_attr":
                 self.inputs[node] = REPLICATE
+        only = self.options.only
         for index, nodes in sorted(_block_nodes(self.graph).items()):
-            _Block(self, index, nodes).decide()
+            if only is None or index in only:
+                _Block(self, index, nodes).decide()
+        if only is not None:
+            return AxisSharding(self.options.axis, self.degree, self.rules, self.inputs, (), self.exits)
         return AxisSharding(
             axis=self.options.axis,
             degree=self.degree,
@@ -74,9 +89,6 @@ class _Assignment:
 
     def role(self, block: int) -> RoleRules:
         return self.options.roles[max(block, 0)]
-
-    def _input_placement(self, kind: str, node: fx.Node) -> Placement:
-        return REPLICATE
 
     def produced(self, node: fx.Node) -> Placement:
         if node in self.inputs:
@@ -107,7 +119,7 @@ class _Assignment:
             parameter = self.gradient_of.get(node)
             named = [n for p, n in ports(self.graph) if p.kind == "param" and p.name == port.name]
             return self.inputs[named[0]] if named else REPLICATE
-        if port.kind == "output":
+        if port.kind == "output" and self.outputs_stay:
             return _free_output(self.exits.get(node, self.produced(node)))
         return REPLICATE
 
@@ -280,6 +292,8 @@ class _Block:
             for want in wanted:
                 if weight and isinstance(have, Shard) and not self.role.gathers_parameters():
                     continue
+                if not self.role.may_change(value.spec, have, want):
+                    continue
                 time_s = self.prices.redistribute_s(value.spec, have, want)
                 if time_s is not None:
                     pairs[have, want] = time_s
@@ -337,8 +351,31 @@ class _Block:
 
     def _allowed(self, rule: OpRule, call: OpCall) -> bool:
         pairs = [*zip(rule.outputs, call.outputs, strict=True), *zip(rule.inputs, call.inputs, strict=True)]
-        return all(
+        fitting = all(
             spec is None or (fits(p, spec.shape, self.degree) and self.role.allows(spec, p)) for p, spec in pairs
+        )
+        return fitting and not self._sums_features(rule, call) and not self._rounds_otherwise(rule, call)
+
+    def _rounds_otherwise(self, rule: OpRule, call: OpCall) -> bool:
+        """Whether the rule adds up terms in a narrower dtype than the parameters have, or casts terms to a narrower one.
+
+        Splitting a sum changes its last bits. In the dtype of the parameters that is the precision of training; in a
+        narrower one (float32 statistics and losses of a float64 model) it would be visible in the result.
+        """
+        out = call.output.dtype
+        if not out.is_floating_point or not (rule.expansion or isinstance(rule.outputs[0], Partial)):
+            return False
+        casts = call.target is torch.ops.aten._to_copy.default and out.itemsize < call.inputs[0].dtype.itemsize
+        return casts or out.itemsize < self.whole.parameter_itemsize
+
+    def _sums_features(self, rule: OpRule, call: OpCall) -> bool:
+        """Whether a mere reduction would leave terms of a feature dim: it costs more messages than the split saves work,
+        and in models that compute statistics in a lower precision it would change their rounding."""
+        if rule.expansion or is_matmul(call.target) or not isinstance(rule.outputs[0], Partial):
+            return False
+        return any(
+            isinstance(p, Shard) and not getattr(spec.symbolic[p.dim], "free_symbols", ())
+            for p, spec in zip(rule.inputs, call.inputs, strict=True)
         )
 
     def _splits(self, rule: OpRule, call: OpCall) -> bool:
@@ -371,7 +408,7 @@ class _Block:
             self._item(None, f"gradient {node.name}", [value.index], [], [Choice((only,), (), 0.0)], [None])
             return
         free = [REPLICATE]
-        if kind == "output":
+        if kind == "output" and self.whole.outputs_stay:
             free += [p for p in value.candidates if isinstance(p, Shard) and p.outer == 1]
         self._item(None, f"output {node.name}", [value.index], [], [Choice((p,), (), 0.0) for p in free], [None] * len(free))
 
@@ -379,6 +416,3 @@ class _Block:
 def _call_key(node: fx.Node) -> Any:
     return op_call(node) if not is_getitem(node) else node.args[1]
 
-
-Pricer = Callable[[OpCall, OpRule], float]
-_ = Partial

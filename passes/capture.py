@@ -26,7 +26,7 @@ from galvatron_fx.ir.torch_compat import (
 )
 from passes.clean_graph import CleanGraph
 
-ExampleInputs = Mapping[str, Any] | Sequence[Any] | torch.Tensor
+ExampleInputs = "Mapping[str, Any] | Sequence[Any] | torch.Tensor | FlatInputs"
 _ROOT = "module"
 
 
@@ -71,17 +71,22 @@ class FlatInputs:
     @classmethod
     def of(cls, example_inputs: ExampleInputs) -> FlatInputs:
         """Flatten a dict of keyword arguments, a tuple of positional ones or a single tensor."""
+        if isinstance(example_inputs, FlatInputs):
+            return example_inputs
         if isinstance(example_inputs, torch.Tensor):
             example_inputs = (example_inputs,)
         if isinstance(example_inputs, Mapping):
-            call: tuple[tuple[Any, ...], dict[str, Any]] = ((), dict(example_inputs))
-        elif isinstance(example_inputs, Sequence) and not isinstance(example_inputs, str):
-            call = (tuple(example_inputs), {})
-        else:
-            raise InputError(
-                f"example_inputs is a {type(example_inputs).__name__}: pass a dict of keyword arguments or a tuple"
-            )
-        paths, tree = pytree.tree_flatten_with_path(call)
+            return cls.of_call((), dict(example_inputs))
+        if isinstance(example_inputs, Sequence) and not isinstance(example_inputs, str):
+            return cls.of_call(tuple(example_inputs), {})
+        raise InputError(
+            f"example_inputs is a {type(example_inputs).__name__}: pass a dict of keyword arguments or a tuple"
+        )
+
+    @classmethod
+    def of_call(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatInputs:
+        """Flatten the arguments of a call. Raises InputError where there is no tensor among them."""
+        paths, tree = pytree.tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
         names = tuple(pytree.keystr(path[1:]) for path, _ in paths)
         leaves = tuple(leaf for _, leaf in paths)
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
@@ -133,11 +138,17 @@ class _Flat(nn.Module):
         args, kwargs = self._inputs.call(tensors)
         leaves, self.output_spec = pytree.tree_flatten(self.module(*args, **kwargs))
         outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self.output_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self.output_leaves = [_plain(leaf) for leaf in leaves]
         self.loss = next((i for i, out in enumerate(outputs) if out.dim() == 0 and out.requires_grad), None)
         if self.loss is None:
             return tuple(outputs)
         return tuple(out if out.dim() == 0 else out.detach() for out in outputs)
+
+
+def _plain(leaf: Any) -> tuple[bool, Any]:
+    """(is a tensor, its value if it is a plain constant): objects that may hold traced tensors (caches) are dropped."""
+    keep = leaf is None or isinstance(leaf, (bool, int, float, str))
+    return isinstance(leaf, torch.Tensor), leaf if keep else None
 
 
 def _trace(model: nn.Module, inputs: FlatInputs, shapes: Sequence[tuple[int, ...]]) -> fx.GraphModule:

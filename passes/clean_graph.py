@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,14 +27,18 @@ _ALIASES = {
 class CleanGraph:
     """Remove no-ops, so that costs, blocks and rules see computation only.
 
-    Rewrite: ``y = detach(x); z = mul(y, 2)`` -> ``z = mul(x, 2)``.
+    Rewrite: ``y = detach(x); z = mul(y, 2)`` -> ``z = mul(x, 2)``;
+    ``y = cat([empty, x], -2); z = mul(y, 2)`` -> ``z = mul(x, 2)`` where ``empty``, a new key-value cache, is of shape (0,).
     """
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Clean ``graph`` in place and return it."""
         for node in list(graph.graph.nodes):
+            if node.target is aten.cat.default:
+                _drop_empty(node)
             if node.op == "call_function" and _is_noop(node):
-                node.replace_all_uses_with(node.args[0])
+                source = node.args[0]
+                node.replace_all_uses_with(source[0] if isinstance(source, (list, tuple)) else source)
         eliminate_dead_code(graph)
         graph.recompile()
         return graph
@@ -46,9 +51,33 @@ def eliminate_dead_code(graph: fx.GraphModule) -> None:
             graph.graph.erase_node(node)
 
 
+def replace_outputs(graph: fx.GraphModule, node: fx.Node, outputs: Sequence[fx.Node | None]) -> None:
+    """Put ``outputs`` in place of ``node`` (of what picks its outputs, if there are several), and erase it."""
+    takers = [(node, outputs[0])]
+    if facts(node).multi_output:
+        takers = [(user, outputs[user.args[1]]) for user in node.users]  # type: ignore[index]
+    for old, new in takers:
+        if new is None:
+            raise AssertionError(f"'{old.name}' takes an output of '{node.name}' that nothing replaces")
+        old.replace_all_uses_with(new)
+        graph.graph.erase_node(old)
+    if facts(node).multi_output:
+        graph.graph.erase_node(node)
+
+
+def _drop_empty(node: fx.Node) -> None:
+    """Take operands of shape (0,), which ``cat`` skips whatever its dim, from one whose dtype does not need them."""
+    operands, *dim = node.args
+    kept = [source for source in operands if facts(source).spec.shape != (0,)]  # type: ignore[union-attr, arg-type]
+    if any(facts(source).spec.dtype == facts(node).spec.dtype for source in kept):  # type: ignore[arg-type]
+        node.args = (kept, *dim)
+
+
 def _is_noop(node: fx.Node) -> bool:
     if node.target in _ALIASES:
         return True
+    if node.target is aten.cat.default:
+        return len(node.args[0]) == 1  # type: ignore[arg-type]
     if not node.args or not isinstance(node.args[0], fx.Node):
         return False
     if node.target is aten._to_copy.default:

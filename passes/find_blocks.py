@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import networkx as nx
@@ -12,6 +13,7 @@ import numpy as np
 from torch import fx
 
 from galvatron_fx.ir.annotations import TensorSpec, facts, ports, set_facts
+from galvatron_fx.ir.random_ops import comparable_args
 from passes.sharding.op_call import input_nodes, is_getitem
 
 _LEAST_PERIOD = 6  # operators: shorter repeats are parts of a layer
@@ -75,10 +77,15 @@ def _fingerprint(nodes: Sequence[fx.Node]) -> str:
             number.setdefault(source, len(number))
         wires = tuple(number[source] for source in input_nodes(node))
         number.setdefault(node, len(number))
-        constants = fx.map_arg((node.args, node.kwargs), lambda n: _spec_key(facts(n).specs))
-        text = repr((str(node.target), constants, wires, _spec_key(facts(node).specs), facts(node).phase))
+        constants = fx.map_arg((comparable_args(node), node.kwargs), lambda n: _spec_key(facts(n).specs))
+        text = repr((_name(node.target), constants, wires, _spec_key(facts(node).specs), facts(node).phase))
         digest.update(text.encode())
     return digest.hexdigest()[:16]
+
+
+def _name(target: Any) -> str:
+    """A name that is the same in every process: that of a function holds its address."""
+    return target.__qualname__ if isinstance(target, FunctionType) else str(target)
 
 
 def _spec_key(specs: tuple[TensorSpec | None, ...]) -> Any:

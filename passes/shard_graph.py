@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -66,7 +66,8 @@ class ShardGraph:
     """Make a graph local to one rank of a mesh: assign shardings and insert collectives, axis by axis.
 
     ``strategies``: one per block; ``axes``: the prime axes, outermost first; ``device``: whose speeds the choice of
-    rules is priced with; ``cache``: solutions of blocks, shared between runs. Batch roles are lowered first, then sequence, then
+    rules is priced with; ``cache``: solutions of blocks, shared between runs;
+    ``fixed``: placements of parameters, one a column, that are decided already (a second graph of the same model). Batch roles are lowered first, then sequence, then
     tensor, so that inner choices see the sizes that are left.
     """
 
@@ -74,6 +75,7 @@ class ShardGraph:
     axes: tuple[Axis, ...]
     device: Device
     cache: dict[Any, Any] = field(default_factory=dict)
+    fixed: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Return the sharded graph; ``graph`` stays as it is."""
@@ -85,7 +87,8 @@ class ShardGraph:
         for index, column in enumerate(columns):
             roles = [RoleRules(role, column.degree, batch) for role, batch in zip(column.roles, batches, strict=True)]
             prices = Prices(self.device, tuple(self.axes[i] for i in column.axes))
-            sharding = AssignShardings(index, roles, prices, self.cache).run(graph)
+            fixed = {name: placements[index] for name, placements in self.fixed.items()}
+            sharding = AssignShardings(index, roles, prices, self.cache, fixed).run(graph)
             inputs = [(*p, sharding.inputs[node]) for p, (_, node) in zip(inputs, ports(graph), strict=True)]
             outputs = [(*p, out) for p, out in zip(outputs, sharding.outputs, strict=True)]
             graph = InsertCollectives(sharding).run(graph)

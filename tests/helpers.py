@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from galvatron_fx.ir.annotations import ports
+from galvatron_fx.ir.annotations import facts, ports
 from galvatron_fx.ir.cluster import Axis, Cluster
 from galvatron_fx.ir.collectives import join_runs, split_runs
 from galvatron_fx.ir.placement import Placement, Shard
@@ -16,11 +16,13 @@ from galvatron_fx.ir.strategy import Strategy
 from galvatron_fx.runtime.simulator import Simulator
 from passes.capture import Capture, FlatInputs
 from passes.find_blocks import FindBlocks, num_blocks
+from passes.merge_duplicates import MergeDuplicates
 from passes.partition import Partition
 from passes.place_recompute import PlaceRecompute
 from passes.shard_graph import ShardGraph, layout
 
 DEVICE = Cluster.preset("8xA100-80GB").device
+SEED = 20
 
 
 def axes(sizes: Sequence[int]) -> tuple[Axis, ...]:
@@ -30,7 +32,7 @@ def axes(sizes: Sequence[int]) -> tuple[Axis, ...]:
 
 def captured(model: nn.Module, inputs: Any) -> fx.GraphModule:
     """Capture and find blocks."""
-    return FindBlocks().run(Capture().run(model, inputs))
+    return MergeDuplicates().run(FindBlocks().run(Capture().run(model, inputs)))
 
 
 def distribute(whole: torch.Tensor, placements: Sequence[Placement], shape: Sequence[int]) -> list[torch.Tensor]:
@@ -74,7 +76,10 @@ def simulate(
     for (port, _), placements in zip(ports(joint), how.inputs, strict=True):
         if port.kind == "tangent":
             continue
-        value = flat.tensors[int(port.name)] if port.kind == "input" else tensors[port.name].detach()
+        if port.kind == "seed":
+            value = torch.tensor(SEED)
+        else:
+            value = flat.tensors[int(port.name)] if port.kind == "input" else tensors[port.name].detach()
         fed.append(distribute(value, placements, how.shape))
     out = simulator.run(halves.forward, fed)
     count = len(halves.result_ports)

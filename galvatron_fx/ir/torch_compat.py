@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._decomp import decomposition_table
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -16,6 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, TupleStrategy
 from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.graph import _BoxedCodeGen
 from torch.utils import _pytree as pytree
 
 __all__ = [
@@ -32,13 +35,16 @@ __all__ = [
     "TensorMeta",
     "TupleStrategy",
     "annotate_module",
+    "box_arguments",
     "compiling",
+    "decomposition",
     "export_joint",
     "module_of",
     "multi_axis_rule",
     "new_fake_mode",
     "pytree",
     "single_axis_rule",
+    "trace_decomposed",
 ]
 
 
@@ -72,6 +78,22 @@ def export_joint(module: nn.Module, args: Sequence[torch.Tensor], mode: FakeTens
         return graph_module
 
 
+def decomposition(op: Any) -> Callable[..., Any] | None:
+    """Return torch's own decomposition of an operator into simpler ones, or None."""
+    return decomposition_table.get(op)
+
+
+def trace_decomposed(
+    function: Callable[..., Any],
+    shapes: Sequence[tuple[tuple[int, ...], torch.dtype]],
+    table: Mapping[Any, Callable[..., Any]],
+) -> fx.GraphModule:
+    """Trace ``function`` on fake CPU tensors of the given shapes and dtypes, replacing the operators in ``table``."""
+    with new_fake_mode(), torch.no_grad():
+        tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
+        return make_fx(function, decomposition_table=dict(table))(*tensors)
+
+
 def annotate_module(name: str) -> contextlib.AbstractContextManager[Any]:
     """Tag every node traced inside with the qualified module name (backward nodes inherit it)."""
     return fx_traceback.annotate({"galvatron_module": name})
@@ -97,3 +119,11 @@ def multi_axis_rule(op: torch._ops.OpOverload) -> Callable[[OpSchema], Any] | No
     """Return DTensor's older rule for ``op``, which takes an ``OpSchema`` of ``OpStrategy``, or None."""
     rule: Callable[[OpSchema], Any] | None = _propagator().op_strategy_funcs.get(op)
     return rule
+
+
+def box_arguments(graph: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    """Generate code for ``graph`` that takes its arguments in one list and empties it, so that they can be freed early."""
+    graph.graph.set_codegen(_BoxedCodeGen())
+    graph.recompile()
+    forward: Callable[[list[Any]], Sequence[Any]] = graph.forward
+    return forward

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from cost_models.collectives import collective_s
-from cost_models.ops import OpCost, TensorFacts, op_cost, op_time_s
+from cost_models.ops import OpCost, TensorFacts, is_matmul, op_cost, op_time_s
 from galvatron_fx.ir.annotations import TensorSpec
 from galvatron_fx.ir.cluster import Axis, Device
 from galvatron_fx.ir.placement import Partial, Placement, Replicate, Shard
@@ -40,10 +40,10 @@ class Prices:
         cost = operator_cost(call)
         share = 1.0 / self.degree if rule.splits_work else 1.0
         moved = self._bytes(call.inputs, rule.inputs) + self._bytes(call.outputs, rule.outputs)
-        if not cost.flops and not cost.read_bytes and not cost.written_bytes:
+        if is_free(call):
             return self._traffic_s(_HOLDING * self._bytes(call.outputs, rule.outputs))
         local = OpCost(cost.flops * share, moved, 0)
-        time_s = float(op_time_s(local, dtype_name(call), self.device, is_matmul(call)))
+        time_s = float(op_time_s(local, dtype_name(call), self.device, is_matmul(call.target)))
         return time_s + self._traffic_s(_HOLDING * self._bytes(call.outputs, rule.outputs))
 
     def redistribute_s(self, spec: TensorSpec, have: Placement, want: Placement) -> float | None:
@@ -88,13 +88,10 @@ def dtype_name(call: OpCall) -> str:
     return str(spec.dtype).removeprefix("torch.") if spec is not None else "float32"
 
 
-_MATMULS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "attention")
-
-
-def is_matmul(call: OpCall) -> bool:
-    """Whether an operator runs on the matrix units."""
-    name = str(call.target)
-    return any(part in name for part in _MATMULS)
+def is_free(call: OpCall) -> bool:
+    """Whether an operator costs nothing: views."""
+    cost = operator_cost(call)
+    return not cost.flops and not cost.read_bytes and not cost.written_bytes
 
 
 @lru_cache(maxsize=None)

@@ -29,13 +29,37 @@ class RoleRules:
         """Whether a value inside a block may be placed so."""
         if not isinstance(placement, Shard):
             return True
+        symbols = getattr(spec.symbolic[placement.dim], "free_symbols", ())
+        if placement.outer > 1 and not symbols:
+            return False
+        if self.role == "tensor" and SEQUENCE in symbols and not self._splits_features(spec, placement):
+            return False
         return self.splits_batch(spec, placement) == (self.role in BATCH_ROLES)
+
+    def _splits_features(self, spec: TensorSpec, placement: Shard) -> bool:
+        """Whether the shard lies behind the batch and the sequence of a flattened dim (heads, say)."""
+        size = spec.symbolic[placement.dim]
+        rest = spec.shape[placement.dim] // placement.outer
+        factor = int(size.as_coeff_Mul()[0]) if hasattr(size, "as_coeff_Mul") else 1
+        return rest <= factor
 
     def must_split(self, spec: TensorSpec) -> bool:
         """Whether a value holds what the axis is there to split: the batch, or the sequence."""
         if self.role in BATCH_ROLES:
             return spec.dim_of(BATCH) is not None
-        return self.role == "sequence" and spec.dim_of(SEQUENCE) is not None
+        return self.role in ("sequence", "tensor_sequence") and spec.dim_of(SEQUENCE) is not None
+
+    def may_change(self, spec: TensorSpec, have: Placement, want: Placement) -> bool:
+        """Whether a redistribution suits the role.
+
+        Tensor roles split the features of activations only where a split parameter does: cutting whole activations
+        along features merely to share elementwise work multiplies the messages.
+        """
+        if self.role not in ("tensor", "tensor_sequence") or isinstance(have, Shard) or not isinstance(want, Shard):
+            return True
+        size = spec.symbolic[want.dim]
+        activation = spec.dim_of(BATCH) is not None or spec.dim_of(SEQUENCE) is not None
+        return not activation or (SEQUENCE in getattr(size, "free_symbols", ()) and self.role == "tensor_sequence")
 
     def parameter_choices(self, spec: TensorSpec) -> list[Placement]:
         """Where a parameter of the block may lie, given its local shape."""
@@ -59,7 +83,7 @@ class RoleRules:
         if self.role in BATCH_ROLES:
             shard = self._shard_of(spec, BATCH)
             return shard if shard is not None else REPLICATE
-        if self.role in ("sequence", "tensor_sequence"):
+        if self.role in ("sequence", "tensor_sequence") and spec.dim_of(BATCH) is not None:
             shard = self._shard_of(spec, SEQUENCE)
             return shard if shard is not None else REPLICATE
         return REPLICATE

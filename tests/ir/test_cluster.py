@@ -171,7 +171,7 @@ def test_rates_fall_back_to_wider_dtypes() -> None:
 
 @pytest.mark.parametrize("size", [0, -2, 4, 6, 2.0, "2", 10**4000])
 def test_an_axis_of_no_prime_size_is_refused(size) -> None:
-    with pytest.raises(ClusterError, match="axis 'a0' has size .*; split it into axes of prime size"):
+    with pytest.raises(ClusterError, match=r"axis 'a0' has size .*; split it into axes of prime size"):
         Axis(**{**AXIS, "size": size})
 
 

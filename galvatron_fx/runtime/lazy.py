@@ -1,0 +1,60 @@
+"""A module that is compiled at its first call, when the shapes of the batch are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from galvatron_fx.errors import InputError
+from galvatron_fx.runtime.module import DistributedGraphModule
+from passes.capture import FlatInputs
+
+
+class LazyDistributedGraphModule(DistributedGraphModule):
+    """Stands for a :class:`DistributedGraphModule` until the first call compiles it.
+
+    Asking for parameters before then raises InputError: they are not placed yet.
+    """
+
+    def __init__(self, compiler: Callable[[FlatInputs], DistributedGraphModule]) -> None:
+        nn.Module.__init__(self)
+        self.__dict__["_compile_now"] = compiler
+
+    def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        compile_now = self.__dict__.pop("_compile_now", None)
+        if compile_now is not None:
+            self.__dict__.update(compile_now(FlatInputs.of_call(args, kwargs)).__dict__)
+
+    def _refuse(self) -> None:
+        if "_compile_now" in self.__dict__:
+            raise InputError(
+                "the parameters are not placed before the model is traced: pass example_inputs to "
+                "galvatron_fx.compile, or run one batch first"
+            )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compile at the first call, then run; see :meth:`DistributedGraphModule.forward`."""
+        self._ready(args, kwargs)
+        return super().forward(*args, **kwargs)
+
+    def forward_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compile at the first call, then run; see :meth:`DistributedGraphModule.forward_backward`."""
+        self._ready(args, kwargs)
+        return super().forward_backward(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As in any module, once compiled; InputError before."""
+        self._refuse()
+        return super().named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As in any module, once compiled; InputError before."""
+        self._refuse()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As in any module, once compiled; InputError before."""
+        self._refuse()
+        return super().load_state_dict(*args, **kwargs)

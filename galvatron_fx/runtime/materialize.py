@@ -1,0 +1,114 @@
+"""Parameters and buffers of one rank: shards of the weights a model holds, or of those its own initialisation makes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from galvatron_fx.errors import InputError
+from galvatron_fx.ir.collectives import take_run
+from galvatron_fx.ir.placement import REPLICATE, Placement, Shard, to_dtensor
+
+
+def materialize(
+    model: nn.Module, mesh: DeviceMesh, placements: Mapping[str, tuple[Placement, ...]], seed: int
+) -> dict[str, Tensor | None]:
+    """Return this rank's tensors by name: parameters as DTensors, buffers whole.
+
+    Tied parameters are one tensor under several names. A model on the meta device is initialised module by module with
+    its own ``reset_parameters`` or ``_init_weights``, each module from a seed of its own, so that every mesh, one
+    device included, gets the same weights, and no rank ever holds more than one whole module. Raises InputError naming the
+    module that has parameters on the meta device but no initialisation.
+    """
+    by_identity: dict[int, Tensor] = {}
+    names = list(model.named_parameters(remove_duplicate=False))
+    canonical = {id(parameter): name for name, parameter in model.named_parameters()}
+    made: dict[str, Tensor | None] = {}
+    fresh = _Initialiser(model, seed)
+    for name, parameter in names:
+        key = id(parameter)
+        if key not in by_identity:
+            placed = placements.get(canonical[key]) or placements.get(name) or ()
+            by_identity[key] = _shard_parameter(fresh.value(canonical[key], parameter), parameter, mesh, placed)
+        made[name] = by_identity[key]
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        made[name] = fresh.value(name, buffer).to(mesh.device_type, copy=True)
+    return made
+
+
+def _shard_parameter(
+    whole: Tensor, parameter: nn.Parameter, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> nn.Parameter:
+    local = whole.detach()
+    for dim, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            local = take_run(local, placement.dim, placement.outer, mesh.size(dim), mesh.get_local_rank(dim))
+    local = local.to(mesh.device_type, copy=True).contiguous()
+    shown = [to_dtensor(p) for p in placements or (REPLICATE,)]
+    whole_shape = torch.Size(parameter.shape)
+    stride = torch.empty(whole_shape, device="meta").stride()
+    tensor = DTensor.from_local(local, mesh, shown, run_check=False, shape=whole_shape, stride=stride)
+    return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+
+
+class _Initialiser:
+    """Values of tensors: the model's own, or made by the initialisation of the module that holds them."""
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self._model = model
+        self._seed = seed
+        self._module_name = ""
+        self._module: nn.Module | None = None
+        self._order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+
+    def value(self, name: str, tensor: Tensor) -> Tensor:
+        """The whole tensor called ``name``; at most one module is held at a time."""
+        if tensor.device.type != "meta":
+            return tensor.detach()
+        owner, _, leaf = name.rpartition(".")
+        if self._module is None or self._module_name != owner:
+            self._module = self._initialised(owner)
+            self._module_name = owner
+        found: Tensor = getattr(self._module, leaf)
+        return found.detach()
+
+    def _initialised(self, name: str) -> nn.Module:
+        """A copy of one module (without its children) on the CPU, initialised from its own seed."""
+        source = self._model.get_submodule(name)
+        copy = _shallow_copy(source)
+        for table in (copy._parameters, copy._buffers):
+            for leaf, tensor in table.items():
+                if tensor is not None:
+                    empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    table[leaf] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty  # type: ignore[assignment]
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(self._seed + self._order[name])
+            self._initialise(name, source, copy)
+        return copy
+
+    def _initialise(self, name: str, source: nn.Module, copy: nn.Module) -> None:
+        initialise = getattr(self._model, "_init_weights", None)
+        reset = getattr(copy, "reset_parameters", None)
+        if not callable(initialise) and not callable(reset):
+            raise InputError(
+                f"module '{name}' ({type(source).__name__}) is on the meta device and has no reset_parameters(): give "
+                f"it one, or build the model with its weights"
+            )
+        if callable(reset):
+            reset()
+        if callable(initialise):
+            initialise(copy)
+
+
+def _shallow_copy(module: nn.Module) -> nn.Module:
+    """A module of the same class and attributes with tables of its own and no children."""
+    copy = module.__class__.__new__(module.__class__)
+    copy.__dict__.update(module.__dict__)
+    copy._parameters = dict(module._parameters)
+    copy._buffers = dict(module._buffers)
+    copy._modules = dict(module._modules)
+    return copy

@@ -1,0 +1,321 @@
+"""Time and memory of one block under every strategy, from one solved sharding a role and degree.
+
+The intra-block solver runs once for every distinct block, role and degree. A strategy gives several axes to several roles; its price
+composes their solutions: an operator's work is divided by the degree of every role that splits it, and a
+redistribution moves what the other roles left of the tensor. All strategies of a block are priced at once, as arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import fx
+
+from cost_models.collectives import collective_s
+from cost_models.ops import OpCost, is_matmul, op_time_s
+from galvatron_fx.ir.annotations import facts, output_ports, ports
+from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.placement import REPLICATE, Partial, Placement, Shard
+from galvatron_fx.ir.strategy import RoleGroup, Strategy
+from passes.insert_collectives import AxisSharding
+from passes.sharding.op_call import input_nodes, is_getitem, op_call
+from passes.sharding.prices import Prices, dtype_name, is_free, operator_cost
+from passes.sharding.rules import OpRule
+
+# Adam keeps two moments beside each parameter and its gradient, all of the parameter's dtype.
+STATES_PER_PARAMETER = 4
+
+Solutions = Mapping[tuple[str, int], AxisSharding]
+
+
+@dataclass(frozen=True)
+class BlockPrice:
+    """A block under one strategy, on one rank.
+
+    ``time_s``: forward, backward and optimizer update; ``static_bytes``: parameters, gradients and optimizer states;
+    ``saved_bytes``: kept from forward to backward; ``transient_bytes``: the most that lives beside these while it runs.
+    """
+
+    time_s: float
+    static_bytes: int
+    saved_bytes: int
+    transient_bytes: int
+
+
+@dataclass
+class BlockPricer:
+    """Prices strategies of the block ``index`` of ``graph``; ``solutions``: a decision for every (role, degree)."""
+
+    graph: fx.GraphModule
+    index: int
+    cluster: Cluster
+    solutions: Solutions
+    _nodes: list[fx.Node] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._nodes = [
+            n for n in self.graph.graph.nodes if n.op == "call_function" and max(facts(n).block, 0) == self.index
+        ]
+        inside = set(self._nodes)
+        self._parameters = {node for port, node in ports(self.graph) if port.kind == "param"}
+        self._trained = {node for port, node in ports(self.graph) if port.kind == "param" and port.requires_grad}
+        self._owned = [n for n in self._parameters if _first_user_in(n, inside, self.graph)]
+        self._owned.sort(key=lambda n: n.name)
+        self._weights = _parameter_side(self._nodes, self._parameters)
+        self._operators = [_Operator.of(n) for n in self._nodes if not is_getitem(n)]
+
+    def price(self, strategy: Strategy) -> BlockPrice:
+        """The block's price; composed, not lowered: :mod:`passes.search.plan_search` lowers what it chooses."""
+        groups = strategy.groups(self.cluster.shape)
+        chosen = [(group, self.solutions[group.role, group.degree]) for group in groups]
+        view = _View(chosen)
+        forward, backward = self._compute(view)
+        moves = self._moves(view)
+        forward += moves["forward"]
+        backward += moves["backward"]
+        gathered_again = 0.0 if strategy.keep_gathered or strategy.recompute else moves["gather"]
+        again = forward if strategy.recompute else gathered_again
+        static, update = self._static(view)
+        saved, entries, gathered = self._saved(view)
+        kept = gathered if strategy.keep_gathered and not strategy.recompute else 0.0
+        held = entries if strategy.recompute else saved + kept
+        transient = self._transient(view) + gathered - kept + (saved - entries if strategy.recompute else 0.0)
+        time = forward + backward + again + update
+        return BlockPrice(time, int(static), int(held), int(max(transient, 0.0)))
+
+    # ---- time ----
+
+    def _compute(self, view: _View) -> tuple[float, float]:
+        """Seconds of the operators in forward and in backward."""
+        times = {"forward": 0.0, "backward": 0.0}
+        for operator in self._operators:
+            if operator.free:
+                continue
+            share, moved = 1.0, 0.0
+            for group, sharding in view.chosen:
+                share /= group.degree if sharding.rules[operator.node].splits_work else 1
+            for position, size in enumerate(operator.input_bytes):
+                moved += size * view.part(operator.node, "inputs", position)
+            for position, size in enumerate(operator.output_bytes):
+                moved += size * view.part(operator.node, "outputs", position)
+            cost = OpCost(operator.flops * share, moved, 0)
+            times[operator.phase] += float(op_time_s(cost, operator.dtype, self.cluster.device, operator.matmul))
+        return times["forward"], times["backward"]
+
+    def _moves(self, view: _View) -> dict[str, float]:
+        """Seconds of redistributions, by phase; "gather": of those in forward that make parameters whole."""
+        times = {"forward": 0.0, "backward": 0.0, "gather": 0.0}
+        for group, sharding in view.chosen:
+            axes = [self.cluster.axes[i] for i in group.axes]
+            for source, want, phase, have in self._redistributions(sharding):
+                kind = _kind(have, want)
+                if kind is None:
+                    continue
+                size = facts(source).spec.size_bytes * view.part_of(source, without=group)
+                time = float(collective_s(kind, size, axes))
+                times[phase] += time
+                if phase == "forward" and source in self._weights:
+                    times["gather"] += time
+        return times
+
+    def _redistributions(
+        self, sharding: AxisSharding
+    ) -> list[tuple[fx.Node, Placement, str, Placement]]:
+        """(value, wanted placement, phase, placement it has), each once, as the lowering makes them."""
+        made: dict[tuple[fx.Node, Placement], tuple[fx.Node, Placement, str, Placement]] = {}
+        for node in self._nodes:
+            if is_getitem(node):
+                continue
+            rule = sharding.rules[node]
+            for source, want in zip(input_nodes(node), rule.inputs, strict=True):
+                have = self._entering(sharding, source)
+                if have != want:
+                    made.setdefault((source, want), (source, want, facts(node).phase, have))
+        for node in self._nodes:
+            leave = sharding.boundaries.get(node)
+            if leave is not None and sharding.placement(node) != leave:
+                made.setdefault((node, leave), (node, leave, facts(node).phase, sharding.placement(node)))
+        for gradient, want in self._gradients(sharding):
+            if sharding.placement(gradient) != want:
+                key = (gradient, want)
+                made.setdefault(key, (gradient, want, "backward", sharding.placement(gradient)))
+        return list(made.values())
+
+    def _entering(self, sharding: AxisSharding, source: fx.Node) -> Placement:
+        if source.op != "call_function" or max(facts(source).block, 0) == self.index:
+            return sharding.placement(source)
+        return sharding.boundaries.get(source, REPLICATE)
+
+    def _gradients(self, sharding: AxisSharding) -> list[tuple[fx.Node, Placement]]:
+        """Gradients made in the block and the placement of the parameter that they belong to."""
+        inside = set(self._nodes)
+        named = {port.name: node for port, node in ports(self.graph) if port.kind == "param"}
+        return [
+            (node, sharding.inputs.get(named[port.name], REPLICATE))
+            for port, node in output_ports(self.graph)
+            if port.kind == "grad" and node in inside and port.name in named
+        ]
+
+    # ---- memory ----
+
+    def _static(self, view: _View) -> tuple[float, float]:
+        """Bytes of parameters with gradients and optimizer states, and seconds of the update."""
+        total = update = 0.0
+        prices = Prices(self.cluster.device, ())
+        for node in self._owned:
+            size = facts(node).spec.size_bytes * view.part_of(node)
+            trained = node in self._trained
+            total += size * (STATES_PER_PARAMETER if trained else 1)
+            update += prices.update_s(facts(node).spec, REPLICATE) * view.part_of(node) if trained else 0.0
+        return total, update
+
+    def _saved(self, view: _View) -> tuple[float, float, float]:
+        """(bytes kept from forward, of which values that enter the block, bytes of gathered parameters)."""
+        saved: dict[tuple[fx.Node, tuple[Placement, ...]], float] = {}
+        gathered: dict[fx.Node, float] = {}
+        for node in self._nodes:
+            if is_getitem(node):
+                continue
+            for position, source in enumerate(input_nodes(node)):
+                wants = tuple(sharding.rules[node].inputs[position] for _, sharding in view.chosen)
+                if source in self._weights or source in self._parameters:
+                    if facts(node).phase == "forward" and source in self._parameters:
+                        part = view.part_for(wants)
+                        if part > view.part_of(source):
+                            gathered[source] = facts(source).spec.size_bytes * part
+                elif facts(node).phase == "backward" and facts(source).phase == "forward":
+                    root = _root(source)
+                    saved[root, wants] = facts(root).spec.size_bytes * view.part_for(wants)
+        entries = {
+            key: size for key, size in saved.items() if key[0].op != "call_function" or max(facts(key[0]).block, 0) != self.index
+        }
+        return sum(saved.values()), sum(entries.values()), sum(gathered.values())
+
+    def _transient(self, view: _View) -> float:
+        """The most bytes of backward values (or of forward ones that are not saved) that live at once."""
+        most = 0.0
+        for phase in ("forward", "backward"):
+            nodes = [n for n in self._nodes if facts(n).phase == phase]
+            position = {node: i for i, node in enumerate(nodes)}
+            change = np.zeros(len(nodes) + 1)
+            for node, i in position.items():
+                if facts(node).multi_output or node in self._weights or _is_view(node):
+                    continue
+                ends = [position[user] for user in _users_through_views(node) if user in position]
+                size = facts(node).spec.size_bytes * view.part_of(node)
+                change[i] += size
+                change[max(ends, default=i) + 1] -= size
+            most = max(most, float(np.cumsum(change).max(initial=0.0)))
+        return most
+
+
+@dataclass(frozen=True)
+class _Operator:
+    node: fx.Node
+    phase: str
+    flops: float
+    input_bytes: tuple[int, ...]
+    output_bytes: tuple[int, ...]
+    dtype: str
+    matmul: bool
+    free: bool
+
+    @classmethod
+    def of(cls, node: fx.Node) -> _Operator:
+        call = op_call(node)
+        cost = operator_cost(call)
+        return cls(
+            node,
+            facts(node).phase,
+            float(cost.flops),
+            tuple(s.size_bytes for s in call.inputs),
+            tuple(s.size_bytes if s is not None else 0 for s in call.outputs),
+            dtype_name(call),
+            is_matmul(call.target),
+            is_free(call),
+        )
+
+
+@dataclass(frozen=True)
+class _View:
+    """The decisions of a strategy's role groups, asked together."""
+
+    chosen: Sequence[tuple[RoleGroup, AxisSharding]]
+
+    def part(self, node: fx.Node, side: str, position: int) -> float:
+        """The share of an operator's input or output that one rank holds."""
+        share = 1.0
+        for group, sharding in self.chosen:
+            rule: OpRule = sharding.rules[node]
+            if isinstance(getattr(rule, side)[position], Shard):
+                share /= group.degree
+        return share
+
+    def part_of(self, node: fx.Node, without: RoleGroup | None = None) -> float:
+        """The share of a value that one rank holds as it was produced."""
+        share = 1.0
+        for group, sharding in self.chosen:
+            if group is without:
+                continue
+            try:
+                placed = sharding.placement(node)
+            except KeyError:
+                placed = sharding.boundaries.get(node, REPLICATE)
+            share /= group.degree if isinstance(placed, Shard) else 1
+        return share
+
+    def part_for(self, wants: Sequence[Placement]) -> float:
+        """The share of a value that one rank holds in the placements ``wants``, one a role group."""
+        share = 1.0
+        for (group, _), want in zip(self.chosen, wants, strict=True):
+            share /= group.degree if isinstance(want, Shard) else 1
+        return share
+
+
+def _kind(have: Placement, want: Placement) -> str | None:
+    if isinstance(have, Partial):
+        return "all_reduce" if want == REPLICATE else "reduce_scatter"
+    if isinstance(have, Shard):
+        return "all_to_all" if isinstance(want, Shard) and want.dim != have.dim else "all_gather"
+    return None
+
+
+def _is_view(node: fx.Node) -> bool:
+    return not is_getitem(node) and not facts(node).multi_output and is_free(op_call(node))
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """The value whose memory a view shares."""
+    while node.op == "call_function" and _is_view(node) and input_nodes(node):
+        node = input_nodes(node)[0]
+    return node
+
+
+def _users_through_views(node: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    pending = list(node.users)
+    while pending:
+        user = pending.pop()
+        found.append(user)
+        if user.op == "call_function" and _is_view(user):
+            pending += list(user.users)
+    return found
+
+
+def _first_user_in(node: fx.Node, inside: set[fx.Node], graph: fx.GraphModule) -> bool:
+    """Whether the block has the first use of a parameter (its owner)."""
+    users = set(node.users)
+    first = next((n for n in graph.graph.nodes if n in users and n.op == "call_function"), None)
+    return first is not None and first in inside
+
+
+def _parameter_side(nodes: list[fx.Node], parameters: set[fx.Node]) -> set[fx.Node]:
+    """Parameters and what is made of them alone."""
+    alone = set(parameters)
+    for node in nodes:
+        sources = input_nodes(node)
+        if sources and facts(node).phase == "forward" and all(source in alone for source in sources):
+            alone.add(node)
+    return alone

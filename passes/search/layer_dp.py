@@ -1,0 +1,198 @@
+"""The exact search between blocks: a strategy for each block, the fastest chain that fits a memory budget.
+
+Dynamic programming whose state is, for every strategy of the current block, the set of Pareto-optimal (time, memory)
+pairs of the chains that end in it; memory is counted in bytes, not in bins. A label is dropped when it is dominated, when no
+completion fits the budget, or when its best completion cannot beat a known solution. The last bound is Lagrangian: with a
+price of ``price_s_per_byte`` on memory, every completion that fits takes at least
+
+    time + price * memory + to_go(price) - price * budget,
+
+where ``to_go`` is the cheapest completion at that price, which one backward pass gives (Handler & Zang 1980, for
+constrained shortest paths). So labels stay few and the answer stays exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from galvatron_fx.errors import BudgetError, InputError
+
+Floats = NDArray[np.float64]
+_PRICE_STEPS = 24
+_SLACK = 1e-12  # relative: labels that tie with the incumbent are of no use
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """Checked inputs: ``time[L,S]``, ``memory[L,S]``, ``transition[L-1,S,S]`` and the budget."""
+
+    time: Floats
+    memory: Floats
+    transition: Floats
+    budget: float
+
+    def to_go(self, price: float) -> Floats:
+        """``[L,S]``: the cheapest completion after block l in strategy s, at ``price`` seconds a byte."""
+        cost = self.time + price * self.memory
+        rest = np.zeros_like(cost)
+        for layer in range(len(cost) - 2, -1, -1):
+            rest[layer] = (self.transition[layer] + (cost[layer + 1] + rest[layer + 1])[None, :]).min(axis=1)
+        return rest
+
+    def cheapest(self, price: float) -> tuple[list[int], float, float]:
+        """The chain that is cheapest at ``price``: its strategies, time and memory."""
+        cost = self.time + price * self.memory
+        rest = self.to_go(price)
+        picks = [int(np.argmin(cost[0] + rest[0]))]
+        for layer in range(1, len(cost)):
+            picks.append(int(np.argmin(self.transition[layer - 1, picks[-1]] + cost[layer] + rest[layer])))
+        return picks, *self.measure(picks)
+
+    def measure(self, picks: list[int]) -> tuple[float, float]:
+        """Time and memory of a chain."""
+        layers = np.arange(len(picks))
+        time = float(self.time[layers, picks].sum())
+        time += float(sum(self.transition[i, picks[i], picks[i + 1]] for i in range(len(picks) - 1)))
+        return time, float(self.memory[layers, picks].sum())
+
+
+def solve_layers(
+    time_s: ArrayLike, memory_bytes: ArrayLike, transition_s: ArrayLike, budget_bytes: float
+) -> tuple[list[int], float, float]:
+    """Choose a strategy for every layer: the least total time whose total memory is within the budget.
+
+    ``time_s[L, S]`` and ``memory_bytes[L, S]``: of layer l in strategy s (``inf`` where it cannot be);
+    ``transition_s[L-1, S, S]``: of going from one strategy to the next layer's; ``budget_bytes``: for the sum of memory.
+    Returns (strategy per layer, total seconds, total bytes), the exact optimum.
+
+    Raises BudgetError with ``least_bytes`` where nothing fits, and InputError for arrays that do not match.
+    """
+    chain = _checked(time_s, memory_bytes, transition_s, budget_bytes)
+    _, _, least = _Chain(chain.memory, chain.memory, np.zeros_like(chain.transition), chain.budget).cheapest(0.0)
+    if not least <= chain.budget:
+        raise BudgetError(
+            f"no choice of strategies fits {chain.budget:.0f} bytes: the least is {least:.0f} bytes",
+            least_bytes=int(least) if np.isfinite(least) else 2**62,
+        )
+    incumbent, price = _incumbent(chain)
+    picks = _labels(chain, incumbent, price)
+    return picks, *chain.measure(picks)
+
+
+def _checked(time_s: ArrayLike, memory_bytes: ArrayLike, transition_s: ArrayLike, budget: float) -> _Chain:
+    time = np.asarray(time_s, dtype=np.float64)
+    memory = np.asarray(memory_bytes, dtype=np.float64)
+    if time.ndim != 2 or time.shape != memory.shape or 0 in time.shape:
+        raise InputError(f"time_s {time.shape} and memory_bytes {memory.shape} must be equal and [layers, strategies]")
+    layers, strategies = time.shape
+    transition = np.asarray(transition_s, dtype=np.float64).reshape(-1, strategies, strategies)
+    if len(transition) != layers - 1:
+        raise InputError(f"transition_s has {len(transition)} steps for {layers} layers: give [layers - 1, S, S]")
+    for name, values in (("time_s", time), ("memory_bytes", memory), ("transition_s", transition)):
+        if np.isnan(values).any() or (values < 0).any():
+            raise InputError(f"{name} holds negative numbers or NaN")
+    impossible = ~(np.isfinite(time) & np.isfinite(memory))
+    return _Chain(np.where(impossible, np.inf, time), np.where(impossible, np.inf, memory), transition, float(budget))
+
+
+def _incumbent(chain: _Chain) -> tuple[list[int], float]:
+    """A feasible chain and the price of memory that gives the strongest bound, by bisection on the price."""
+    best, time, memory = _fastest(chain)
+    if memory <= chain.budget:
+        return best, 0.0
+    low, high = 0.0, _first_feasible_price(chain)
+    found: tuple[float, list[int]] | None = None
+    for _ in range(_PRICE_STEPS):
+        picks, time, memory = _at_price(chain, high if found is None else (low + high) / 2)
+        if memory <= chain.budget:
+            high = high if found is None else (low + high) / 2
+            found = (time, picks) if found is None or time < found[0] else found
+        elif found is None:
+            high *= 4
+        else:
+            low = (low + high) / 2
+    if found is None:
+        picks = _least_memory(chain)
+        return picks, high
+    return found[1], high
+
+
+def _fastest(chain: _Chain) -> tuple[list[int], float, float]:
+    return _at_price(chain, 0.0)
+
+
+def _at_price(chain: _Chain, price: float) -> tuple[list[int], float, float]:
+    """The cheapest chain at a price, where infinite memory at price zero must not become NaN."""
+    if price == 0.0:
+        safe = _Chain(chain.time, np.where(np.isfinite(chain.memory), chain.memory, 0.0), chain.transition, chain.budget)
+        picks, _, _ = safe.cheapest(0.0)
+        return picks, *chain.measure(picks)
+    return chain.cheapest(price)
+
+
+def _first_feasible_price(chain: _Chain) -> float:
+    times = chain.time[np.isfinite(chain.time)]
+    memory = chain.memory[np.isfinite(chain.memory)]
+    return float(max(times.max(), 1e-12) / max(memory.max(), 1.0))
+
+
+def _least_memory(chain: _Chain) -> list[int]:
+    flat = _Chain(chain.memory, chain.memory, np.where(np.isfinite(chain.transition), 0.0, np.inf), chain.budget)
+    return flat.cheapest(0.0)[0]
+
+
+def _labels(chain: _Chain, incumbent: list[int], price: float) -> list[int]:
+    """Extend Pareto-optimal labels block by block; returns the picks of the best chain."""
+    best_time, _ = chain.measure(incumbent)
+    time_to_go = chain.to_go(0.0) if np.isfinite(chain.memory).all() else _Chain(
+        chain.time, np.zeros_like(chain.memory), chain.transition, chain.budget
+    ).to_go(0.0)
+    memory_to_go = _Chain(
+        chain.memory, chain.memory, np.where(np.isfinite(chain.transition), 0.0, np.inf), chain.budget
+    ).to_go(0.0)
+    priced_to_go = chain.to_go(price)
+    layers, strategies = chain.time.shape
+    history: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+    where = np.flatnonzero(np.isfinite(chain.time[0]))
+    time, memory, parent = chain.time[0][where], chain.memory[0][where], np.full(len(where), -1)
+    for layer in range(layers):
+        if layer:
+            step = chain.transition[layer - 1][where] + chain.time[layer][None, :]
+            time = (time[:, None] + step).ravel()
+            memory = (memory[:, None] + chain.memory[layer][None, :]).ravel()
+            parent = np.repeat(np.arange(len(where)), strategies)
+            where = np.tile(np.arange(strategies), len(where))
+        fits = memory + memory_to_go[layer][where] <= chain.budget
+        bound = np.maximum(
+            time + time_to_go[layer][where],
+            time + price * memory + priced_to_go[layer][where] - price * chain.budget,
+        )
+        keep = np.flatnonzero(fits & (bound < best_time * (1 - _SLACK)))
+        keep = keep[_pareto(where[keep], time[keep], memory[keep])]
+        if not len(keep):
+            return incumbent
+        where, time, memory, parent = where[keep], time[keep], memory[keep], parent[keep]
+        history.append((where, parent))
+    picks: list[int] = []
+    label = int(np.argmin(time))
+    for where, parent in reversed(history):
+        picks.append(int(where[label]))
+        label = int(parent[label])
+    return picks[::-1]
+
+
+def _pareto(where: NDArray[np.int64], time: Floats, memory: Floats) -> NDArray[np.int64]:
+    """Positions of the labels that no other label of the same strategy dominates, in a fixed order."""
+    order = np.lexsort((memory, time, where))
+    sorted_where, sorted_memory = where[order], memory[order]
+    starts = np.flatnonzero(np.concatenate(([True], sorted_where[1:] != sorted_where[:-1]))) if len(order) else []
+    keep = np.zeros(len(order), dtype=bool)
+    bounds = [*starts, len(order)]
+    for low, high in zip(bounds[:-1], bounds[1:], strict=True):
+        least = np.minimum.accumulate(sorted_memory[low:high])
+        keep[low] = True
+        keep[low + 1 : high] = sorted_memory[low + 1 : high] < least[:-1]
+    return order[keep]

@@ -1,0 +1,197 @@
+"""Operators without sharding rules become ones with rules; batch norm sees the whole batch on every mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.testing import FileCheck
+
+from galvatron_fx.ir.annotations import facts
+from galvatron_fx.ir.symbols import BATCH, SEQUENCE
+from passes.capture import Capture
+from passes.decompose import ALWAYS, Decompose
+from passes.find_blocks import FindBlocks
+from passes.shard_graph import ShardGraph
+from passes.sharding.op_call import is_getitem
+from passes.sharding.rules import has_rule
+from tests.helpers import DEVICE, assert_exact, axes, one_device, simulate, uniform
+
+aten = torch.ops.aten
+
+
+class Applied(nn.Module):
+    """A linear layer and a function of its output and a target."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 8)
+        self.function = function
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return self.function(self.linear(x), target)
+
+
+class Images(nn.Module):
+    """Convolution, a norm, an activation, and a linear layer; the channels are as many as the images.
+
+    The convolution has no bias: behind a batch norm its gradient is zero, and what comes out is rounding.
+    """
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, 3, padding=1, bias=False)
+        self.norm = norm
+        self.linear = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x = F.hardtanh(self.norm(self.convolution(x)))
+        return F.mse_loss(self.linear(x.mean((2, 3))), target)
+
+
+def decomposed(model: nn.Module, inputs: tuple[Tensor, ...]) -> fx.GraphModule:
+    return Decompose().run(Capture().run(model, inputs))
+
+
+def assert_all_have_rules(graph: fx.GraphModule) -> None:
+    calls = [node for node in graph.graph.nodes if node.op == "call_function" and not is_getitem(node)]
+    missing = {str(node.target) for node in calls if not has_rule(node.target) or node.target in ALWAYS}
+    assert not missing
+
+
+def pair() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(4, 10, 6, dtype=torch.float64), torch.rand(4, 10, 8, dtype=torch.float64)
+
+
+class TestGraph(expecttest.TestCase):
+    def test_mse_loss(self) -> None:
+        graph = decomposed(Applied(F.mse_loss).double(), pair())
+        start = next(i for i, node in enumerate(graph.graph.nodes) if node.target is aten.sub.Tensor)
+        nodes = [node for node in list(graph.graph.nodes)[start : start + 7] if node.target is not aten.view.default]
+        lines = [f"{n.target.__name__}{n.args}: {facts(n).spec.dims} {facts(n).phase}" for n in nodes]
+        self.assertExpectedInline(
+            "\n".join(lines),
+            """\
+sub.Tensor(view_1, primals_4): (b, s, 8) forward
+pow.Tensor_Scalar(sub, 2): (b, s, 8) forward
+mean.default(pow_1,): () forward
+sub.Tensor(view_1, primals_4): (b, s, 8) backward
+mul.Tensor(sub_1, 0.00625): (b, s, 8) backward
+mul.Tensor(mul, tangents_1): (b, s, 8) backward""",
+        )
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mse": F.mse_loss,
+    "mse, summed": lambda x, t: F.mse_loss(x, t, reduction="sum"),
+    "smooth l1": F.smooth_l1_loss,
+    "huber": F.huber_loss,
+    "l1": F.l1_loss,
+    "binary cross entropy": lambda x, t: F.binary_cross_entropy(torch.sigmoid(x), t),
+    "binary cross entropy with logits": F.binary_cross_entropy_with_logits,
+    "soft margin": F.soft_margin_loss,
+    "elu": lambda x, t: (F.elu(x) * t).sum(),
+    "leaky relu": lambda x, t: (F.leaky_relu(x) * t).sum(),
+    "hardswish": lambda x, t: (F.hardswish(x) * t).sum(),
+    "softplus": lambda x, t: (F.softplus(x) * t).sum(),
+    "glu": lambda x, t: F.glu(x * t).sum(),
+    "hardtanh": lambda x, t: (F.hardtanh(x) * t).sum(),
+    "log sigmoid": lambda x, t: (F.logsigmoid(x) * t).sum(),
+    "floor division": lambda x, t: (x * (t // 0.25)).sum(),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_and_activations_stay_exact(name: str) -> None:
+    model, inputs = Applied(LOSSES[name]).double(), pair()
+    graph = decomposed(model, inputs)
+    assert_all_have_rules(graph)
+    graph = FindBlocks().run(graph)
+    expected = one_device(model, inputs)
+    for role in ("data", "tensor", "sequence"):
+        assert_exact(simulate(graph, model, inputs, (2,), uniform(graph, role), {}), expected, f"{name} {role}")
+
+
+def images(size: int = 6) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(4, 3, size, size, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.BatchNorm2d(4),
+        nn.BatchNorm2d(4, momentum=0.3, eps=1e-3),
+        nn.BatchNorm2d(4, affine=False),
+        nn.BatchNorm2d(4, track_running_stats=False),
+        nn.BatchNorm2d(4).eval(),
+    ],
+    ids=["training", "options", "not affine", "no running statistics", "evaluation"],
+)
+@pytest.mark.parametrize(("sizes", "roles"), [((2,), ("data",)), ((2,), ("zero",)), ((2, 2), ("data", "zero"))])
+def test_batch_norm_equals_one_device(norm: nn.Module, sizes: tuple[int, ...], roles: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    model, inputs = Images(norm).double(), images()
+    graph = FindBlocks().run(decomposed(model, inputs))
+    assert_all_have_rules(graph)
+    got = simulate(graph, model, inputs, sizes, uniform(graph, *roles), {})
+    expected = one_device(model, inputs)  # this one moves the running statistics
+    named = {f"buffer {name}": buffer.double() for name, buffer in model.named_buffers()} if norm.training else {}
+    assert_exact(got, {**expected, **named}, str(roles))
+
+
+def test_group_norm_equals_one_device() -> None:
+    torch.manual_seed(0)
+    model, inputs = Images(nn.GroupNorm(2, 4)).double(), images()
+    graph = FindBlocks().run(decomposed(model, inputs))
+    assert_all_have_rules(graph)
+    assert_exact(simulate(graph, model, inputs, (), uniform(graph), {}), one_device(model, inputs))
+
+
+def test_batch_norm_keeps_activations_split() -> None:
+    """Only statistics of the size of the channels are combined; no activation is gathered."""
+    model = Images(nn.BatchNorm2d(4)).double()
+    graph = FindBlocks().run(decomposed(model, images(size=256)))
+    local = ShardGraph(uniform(graph, "data"), axes((2,)), DEVICE).run(graph)
+    FileCheck().check("all_reduce").check_not("all_gather").run(local.code)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.GroupNorm(2, 4)])
+def test_batch_is_told_from_channels_of_the_same_size(norm: nn.Module) -> None:
+    graph = decomposed(Images(norm).double(), images())
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and not facts(node).multi_output:
+            spec = facts(node).spec
+            if len(spec.shape) == 4 and spec.shape[2:] == (6, 6):
+                assert spec.dims[0] == BATCH and spec.dims[1:2] != (BATCH,), node.format_node()
+            if spec.shape == (1, 4, 1, 1):
+                assert spec.dim_of(BATCH) is None, node.format_node()
+
+
+def test_new_nodes_carry_the_facts_of_the_old() -> None:
+    graph = Capture().run(Applied(F.huber_loss).double(), pair())
+    old = {facts(n).phase: n.meta.get("seq_nr") for n in graph.graph.nodes if "huber" in str(n.target)}
+    for node in Decompose().run(graph).graph.nodes:
+        if node.target is aten.abs.default:
+            assert (facts(node).phase, node.meta.get("seq_nr")) == ("forward", old["forward"])
+            assert facts(node).spec.dims == (BATCH, SEQUENCE, 8)
+
+
+def test_operators_without_a_usable_decomposition_stay() -> None:
+    def distances(x: Tensor, target: Tensor) -> Tensor:
+        return torch.cdist(x, target).sum()
+
+    graph = decomposed(Applied(distances).double(), pair())
+    assert any(node.target is aten._cdist_forward.default for node in graph.graph.nodes)
+
+
+def test_a_graph_with_rules_for_all_stays() -> None:
+    graph = Capture().run(Applied(lambda x, t: (x * t).sum()).double(), pair())
+    before: Any = str(graph.graph)
+    assert str(Decompose().run(graph).graph) == before
