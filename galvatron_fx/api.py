@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -189,13 +190,22 @@ class _Builder:
         self, mesh: DeviceMesh, placements: Mapping[str, tuple[Placement, ...]]
     ) -> Callable[[FlatInputs, bool], Program]:
         """A function that compiles the model for other inputs, or for evaluation, on the parameters as they lie."""
-        skeleton = copy.deepcopy(self.model).to("meta")
+        skeleton = _skeleton(self.model)
 
         def compile_inputs(inputs: FlatInputs, training: bool) -> Program:
             graph = Frontend(self.options.on_pass).run(skeleton.train(training), inputs)
             return bind(self.lower(graph, placements), mesh)
 
         return compile_inputs
+
+
+def _skeleton(model: nn.Module) -> nn.Module:
+    """A copy of the model without weight memory, tied parameters still tied."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        empty = torch.empty_like(parameter, device="meta")
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    return copy.deepcopy(model, memo)
 
 
 def expand(plan: Plan, count: int) -> list[Strategy]:

@@ -14,7 +14,18 @@ import torch.nn.modules.module as module_hooks
 from torch import fx, nn
 
 from galvatron_fx.errors import CaptureError, InputError
-from galvatron_fx.ir.annotations import NodeFacts, Port, Signature, TensorSpec, set_facts, set_signature
+from galvatron_fx.ir.annotations import (
+    NodeFacts,
+    Port,
+    Signature,
+    TensorSpec,
+    facts,
+    output_ports,
+    ports,
+    set_facts,
+    set_signature,
+    signature,
+)
 from galvatron_fx.ir.symbols import fit_symbols
 from galvatron_fx.ir.torch_compat import (
     FakeTensorMode,
@@ -165,6 +176,7 @@ def _trace(model: nn.Module, inputs: FlatInputs, shapes: Sequence[tuple[int, ...
         except Exception as error:
             raise _explain(error, model) from error
     _record(graph, flat, inputs)
+    _merge_tied(graph, model)
     return graph
 
 
@@ -256,12 +268,13 @@ def _module_names(root: nn.Module) -> Iterator[None]:
 def _record(graph: fx.GraphModule, flat: _Flat, inputs: FlatInputs) -> None:
     """Attach facts to every node and a signature to the graph."""
     input_ports: list[Port] = []
+    trained = {name for name, parameter in flat.named_parameters(remove_duplicate=False) if parameter.requires_grad}
     for node in graph.graph.nodes:
         if node.op == "output":
             continue
         set_facts(node, _node_facts(node))
         if node.op == "placeholder":
-            input_ports.append(_input_port(node))
+            input_ports.append(_input_port(node, trained))
     output = graph.graph.output_node()
     outputs = _flatten_outputs(output)
     descriptors = output.meta["desc"]
@@ -284,6 +297,45 @@ def _flatten_outputs(output: fx.Node) -> list[fx.Node | None]:
     return list(pytree.arg_tree_leaves(*output.args))
 
 
+def _merge_tied(graph: fx.GraphModule, model: nn.Module) -> None:
+    """Make a parameter that is reached under several names one input, and its gradients one sum."""
+    identity = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    found = signature(graph)
+    output = graph.graph.output_node()
+    nodes = {port.name: node for port, node in ports(graph) if port.kind == "param"}
+    gradients = {port.name: node for port, node in output_ports(graph) if port.kind == "grad" and node is not None}
+    first: dict[int, str] = {}
+    dropped: set[str] = set()
+    for name, node in nodes.items():
+        keeper = first.setdefault(identity[name], name)
+        if keeper == name:
+            continue
+        dropped.add(name)
+        node.replace_all_uses_with(nodes[keeper])
+        graph.graph.erase_node(node)
+        gradients[keeper] = _added(graph, output, gradients.get(keeper), gradients.pop(name, None), nodes[keeper])
+    values = [
+        gradients.get(port.name) if port.kind == "grad" and port.name in identity else value
+        for port, value in zip(found.outputs, output.args[0], strict=True)  # type: ignore[arg-type]
+    ]
+    kept = [not (port.kind == "grad" and port.name in dropped) for port in found.outputs]
+    output.args = (tuple(value for value, keep in zip(values, kept, strict=True) if keep),)
+    inputs = tuple(port for port in found.inputs if not (port.kind == "param" and port.name in dropped))
+    outputs = tuple(port for port, keep in zip(found.outputs, kept, strict=True) if keep)
+    set_signature(graph, found.having(inputs=inputs, outputs=outputs))
+
+
+def _added(
+    graph: fx.GraphModule, output: fx.Node, first: fx.Node | None, second: fx.Node | None, parameter: fx.Node
+) -> fx.Node | None:
+    if first is None or second is None:
+        return first if second is None else second
+    with graph.graph.inserting_before(output):
+        total = graph.graph.call_function(torch.ops.aten.add.Tensor, (first, second))
+    set_facts(total, facts(parameter).having(phase="backward", module=""))
+    return total
+
+
 def _node_facts(node: fx.Node) -> NodeFacts:
     value = node.meta.get("val")
     multi = isinstance(value, (tuple, list))
@@ -293,12 +345,12 @@ def _node_facts(node: fx.Node) -> NodeFacts:
     return NodeFacts(specs=specs, phase=phase, module=module_of(node), multi_output=multi)
 
 
-def _input_port(node: fx.Node) -> Port:
+def _input_port(node: fx.Node, trained: set[str]) -> Port:
     descriptor = node.meta["desc"]
     kind = type(descriptor).__name__
     if kind in ("ParamAOTInput", "BufferAOTInput"):
         name = descriptor.target.removeprefix(f"{_ROOT}.")
-        grad = kind == "ParamAOTInput" and bool(node.meta["val"].requires_grad)
+        grad = descriptor.target in trained
         return Port("param" if kind == "ParamAOTInput" else "buffer", name, grad)
     if kind == "PlainAOTInput":
         return Port("input", str(descriptor.idx), bool(node.meta["val"].requires_grad))

@@ -28,7 +28,7 @@ class CleanGraph:
     """Remove no-ops, so that costs, blocks and rules see computation only.
 
     Rewrite: ``y = detach(x); z = mul(y, 2)`` -> ``z = mul(x, 2)``;
-    ``y = cat([empty, x], -2); z = mul(y, 2)`` -> ``z = mul(x, 2)`` where ``empty``, a new key-value cache, is of shape (0,).
+    ``y = cat([empty, x], -2); z = mul(y, 2)`` -> ``z = mul(x, 2)`` (``empty``: a new cache, of shape (0,)).
     """
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:

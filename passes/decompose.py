@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,10 +10,11 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from galvatron_fx.ir import torch_compat
 from galvatron_fx.ir.annotations import Dim, NodeFacts, TensorSpec, facts, set_facts
 from galvatron_fx.ir.symbols import BATCH, SEQUENCE, Sizes
 from galvatron_fx.ir.symbols import _annotate as label_dims
-from galvatron_fx.ir.torch_compat import decomposition, trace_decomposed
+from galvatron_fx.ir.torch_compat import trace_decomposed
 from passes.clean_graph import CleanGraph, replace_outputs
 from passes.sharding import own_rules, random_rules  # noqa: F401  (register rules)
 from passes.sharding.op_call import input_nodes, op_call
@@ -28,6 +29,15 @@ ALWAYS: dict[Any, str] = {
     aten._native_batch_norm_legit.no_stats: _STATISTICS,
     aten.native_batch_norm_backward.default: _STATISTICS,
 }
+
+
+def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """What stands in ``target`` once ``source`` has been copied into it."""
+    return source.to(target.dtype).expand(target.shape)
+
+
+# Decompositions that torch lacks.
+_OWN: dict[Any, Callable[..., Any]] = {aten.copy.default: _copy}
 
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, NotImplementedError)
 
@@ -65,9 +75,14 @@ def _wanted(node: fx.Node) -> bool:
     """Whether a node is an operator that should be, and can be, broken up."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
-    if torch.Tag.nondeterministic_seeded in node.target.tags or decomposition(node.target) is None:
+    if torch.Tag.nondeterministic_seeded in node.target.tags or _decomposition(node.target) is None:
         return False
     return node.target in ALWAYS or not has_rule(node.target)
+
+
+def _decomposition(target: Any) -> Callable[..., Any] | None:
+    """Our decomposition of an operator, or torch's."""
+    return _OWN.get(target) or torch_compat.decomposition(target)
 
 
 # ---- the decomposition of one call ---------------------------------------------------------------------------------
@@ -76,13 +91,13 @@ def _wanted(node: fx.Node) -> bool:
 def _expansion(node: fx.Node, sizes: Sizes | None) -> fx.GraphModule | None:
     """The call at ``node`` as a graph of operators with rules, with facts; None where there is none."""
     specs = [facts(source).spec for source in input_nodes(node)]
-    table = {node.target: decomposition(node.target)}
+    table = {node.target: _decomposition(node.target)}
     if node.target in ALWAYS:
         table[aten.var_mean.correction] = _two_pass_var_mean
     shapes = [spec.shape for spec in specs]
     traced = _traced(node, (node.args, node.kwargs), shapes, table)
     while traced is not None and (missing := _without_rules(traced)):
-        more = {op: decomposition(op) for op in missing if op not in table}
+        more = {op: _decomposition(op) for op in missing if op not in table}
         if len(more) < len(missing) or None in more.values():
             return None
         table |= more

@@ -4,7 +4,7 @@ Element ``i`` of a random tensor is a hash of its global position, as in the cou
 2011 (Parallel random numbers: as easy as 1, 2, 3). A rank that holds a shard draws the shard of what one device draws,
 replicas agree without communication, and a recomputed block draws again what it drew in forward.
 
-The hash is SplitMix64 (Steele, Lea & Flood 2014, Fast splittable pseudorandom number generators, section 5), which
+The hash is SplitMix64 (Steele, Lea & Flood 2014, Fast splittable pseudorandom number generators), which
 needs only sums, products and shifts of 64-bit integers that wrap around.
 """
 

@@ -27,13 +27,14 @@ def materialize(
     by_identity: dict[int, Tensor] = {}
     names = list(model.named_parameters(remove_duplicate=False))
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
+    placed = {id(parameter): placements[name] for name, parameter in names if name in placements}
     made: dict[str, Tensor | None] = {}
     fresh = _Initialiser(model, seed)
     for name, parameter in names:
         key = id(parameter)
         if key not in by_identity:
-            placed = placements.get(canonical[key]) or placements.get(name) or ()
-            by_identity[key] = _shard_parameter(fresh.value(canonical[key], parameter), parameter, mesh, placed)
+            whole = fresh.value(canonical[key], parameter)
+            by_identity[key] = _shard_parameter(whole, parameter, mesh, placed.get(key, ()))
         made[name] = by_identity[key]
     for name, buffer in model.named_buffers(remove_duplicate=False):
         made[name] = fresh.value(name, buffer).to(mesh.device_type, copy=True)

@@ -274,8 +274,9 @@ def test_equal_layers_have_equal_fingerprints(stack: Traced) -> None:
 
 def on_one_device(graph: fx.GraphModule) -> fx.GraphModule:
     """A copy in which views are reshapes, as they are once a graph is lowered."""
-    copied = fx.GraphModule(graph, fx.Graph())
-    copied.graph.output(copied.graph.graph_copy(graph.graph, {}))
+    inner = fx.Graph()
+    inner.output(inner.graph_copy(graph.graph, {}))
+    copied = fx.GraphModule(graph, inner)
     copied.meta.update(graph.meta)
     for node in copied.graph.nodes:
         node.target = lowered_target(node.target)
