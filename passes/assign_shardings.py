@@ -14,12 +14,15 @@ from galvatron_fx.ir.annotations import TensorSpec, facts, output_ports, ports, 
 from galvatron_fx.ir.placement import REPLICATE, Partial, Placement, Shard, fits
 from passes.insert_collectives import AxisSharding
 from passes.search.intra_block import Choice, Item, Problem, solve
-from passes.sharding import own_rules  # noqa: F401  (registers the rules)
+from passes.sharding import collective_rules, own_rules, random_rules  # noqa: F401  (register rules)
 from passes.sharding.op_call import OpCall, input_nodes, is_getitem, op_call
 from passes.sharding.own_rules import VIEWS, view_rules
 from passes.sharding.prices import Prices
 from passes.sharding.roles import RoleRules
 from passes.sharding.rules import OpRule, op_rules, strided
+
+# Price of what a role should not do, but must where an operator has no rule that suits it.
+_UNWANTED_S = 1.0
 
 # Per choice: a rule for an operator, a placement for an input, None for a sink.
 Decision = OpRule | Placement | None
@@ -65,7 +68,7 @@ class _Assignment:
 
     def solve(self) -> AxisSharding:
         for port, node in ports(self.graph):
-            if port.kind == "param" and port.name in self.options.fixed:
+            if port.kind == "param" and port.name in self.options.fixed and not self.leaves_terms(node):
                 self.inputs[node] = self.options.fixed[port.name]
             elif port.kind != "param" or node not in self.owner:
                 self.inputs[node] = REPLICATE
@@ -105,20 +108,22 @@ class _Assignment:
             parameter = self.gradient_of.get(node)
             if parameter is not None and parameter in self.inputs:
                 self.exits[node] = self.inputs[parameter]
-            elif parameter is not None and self.role(facts_block(parameter, self.owner)).role == "zero":
-                choices = self.role(facts_block(parameter, self.owner)).parameter_choices(facts(parameter).spec)
-                self.exits[node] = choices[0]
             else:
                 self.exits[node] = self.role(record.block).boundary(record.spec)
         return self.exits[node]
+
+    def leaves_terms(self, parameter: fx.Node) -> bool:
+        """Whether the gradient of ``parameter`` may leave the graph as terms: its owner's role reduces it later."""
+        return parameter in self.owner and self.role(self.owner[parameter]).leaves_terms()
 
     def _output_placement(self, port: Any, node: fx.Node | None) -> Placement | None:
         if node is None:
             return None
         if port.kind == "grad":
             parameter = self.gradient_of.get(node)
-            named = [n for p, n in ports(self.graph) if p.kind == "param" and p.name == port.name]
-            return self.inputs[named[0]] if named else REPLICATE
+            if parameter is not None and self.leaves_terms(parameter) and isinstance(self.produced(node), Partial):
+                return self.produced(node)
+            return self.inputs[parameter] if parameter is not None else REPLICATE
         if port.kind == "output" and self.outputs_stay:
             return _free_output(self.exits.get(node, self.produced(node)))
         return REPLICATE
@@ -127,11 +132,6 @@ class _Assignment:
 def _free_output(placement: Placement) -> Placement:
     """Outputs stay as they are made, as long as a DTensor can say how they lie."""
     return placement if isinstance(placement, Shard) and placement.outer == 1 else REPLICATE
-
-
-def facts_block(parameter: fx.Node, owner: Mapping[fx.Node, int]) -> int:
-    """The block that owns a parameter."""
-    return owner.get(parameter, 0)
 
 
 def _block_nodes(graph: fx.GraphModule) -> dict[int, list[fx.Node]]:
@@ -290,13 +290,11 @@ class _Block:
         weight = node in self.whole.owner and len(value.spec.shape) >= 2
         for have in value.candidates:
             for want in wanted:
-                if weight and isinstance(have, Shard) and not self.role.gathers_parameters():
-                    continue
-                if not self.role.may_change(value.spec, have, want):
-                    continue
                 time_s = self.prices.redistribute_s(value.spec, have, want)
-                if time_s is not None:
-                    pairs[have, want] = time_s
+                if time_s is None:
+                    continue
+                unwanted = (weight and isinstance(have, Shard)) or not self.role.may_change(value.spec, have, want)
+                pairs[have, want] = time_s + (_UNWANTED_S if unwanted and have != want else 0.0)
         return pairs
 
     def _new_value(self, node: fx.Node, spec: TensorSpec, candidates: Sequence[Placement]) -> _Value:
@@ -317,6 +315,8 @@ class _Block:
         parameter = node in self.whole.owner and node not in self.whole.inputs
         spec = facts(node).spec
         costs = [self.prices.update_s(spec, p) if parameter else 0.0 for p in choices]
+        if parameter and self.role.splits_parameters(spec):
+            costs = [cost + (0.0 if isinstance(p, Shard) else _UNWANTED_S) for p, cost in zip(choices, costs, strict=True)]
         made = [Choice((), (p,), cost) for p, cost in zip(choices, costs, strict=True)]
         self._item(node, node.name, [], [value.index], made, list(choices))
 
@@ -362,7 +362,7 @@ class _Block:
         Splitting a sum changes its last bits. In the dtype of the parameters that is the precision of training; in a
         narrower one (float32 statistics and losses of a float64 model) it would be visible in the result.
         """
-        out = call.output.dtype
+        out = next((spec.dtype for spec in call.outputs if spec is not None), torch.int64)
         if not out.is_floating_point or not (rule.expansion or isinstance(rule.outputs[0], Partial)):
             return False
         casts = call.target is torch.ops.aten._to_copy.default and out.itemsize < call.inputs[0].dtype.itemsize
@@ -402,15 +402,30 @@ class _Block:
             placed = self.values.get(parameter)
             if placed is not None and parameter not in self.whole.inputs:
                 choices = [Choice((p, p), (), 0.0) for p in placed.candidates]
+                if self.whole.leaves_terms(parameter):
+                    only = next(iter(placed.candidates))
+                    choices = self._gradient_choices(parameter, value, only)
+                    self._item(None, f"gradient {node.name}", [value.index], [], choices, [None] * len(choices))
+                    return
                 self._item(None, f"gradient {node.name}", [value.index, placed.index], [], choices, [None] * len(choices))
                 return
             only = self.whole.inputs.get(parameter, self.whole.exit_placement(node))
-            self._item(None, f"gradient {node.name}", [value.index], [], [Choice((only,), (), 0.0)], [None])
+            self._item(None, f"gradient {node.name}", [value.index], [], self._gradient_choices(parameter, value, only), [None] * 2)
             return
         free = [REPLICATE]
         if kind == "output" and self.whole.outputs_stay:
             free += [p for p in value.candidates if isinstance(p, Shard) and p.outer == 1]
         self._item(None, f"output {node.name}", [value.index], [], [Choice((p,), (), 0.0) for p in free], [None] * len(free))
+
+
+    def _gradient_choices(self, parameter: fx.Node, value: _Value, placed: Placement) -> list[Choice]:
+        """Reduced to the parameter's placement, or left as terms at the price of reducing them later."""
+        choices = [Choice((placed,), (), 0.0)]
+        if self.whole.leaves_terms(parameter):
+            terms = [p for p in value.candidates if isinstance(p, Partial)]
+            reduce_s = self.prices.reduce_s(value.spec)
+            choices += [Choice((p,), (), reduce_s) for p in terms]
+        return choices
 
 
 def _call_key(node: fx.Node) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from galvatron_fx.ir import torch_compat
 from galvatron_fx.ir.annotations import Dim, NodeFacts, TensorSpec, facts, set_facts
 from galvatron_fx.ir.symbols import BATCH, SEQUENCE, Sizes
-from galvatron_fx.ir.symbols import _annotate as label_dims
+from galvatron_fx.ir.symbols import annotate as label_dims
 from galvatron_fx.ir.torch_compat import trace_decomposed
 from passes.clean_graph import CleanGraph, replace_outputs
 from passes.sharding import own_rules, random_rules  # noqa: F401  (register rules)

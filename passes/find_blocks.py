@@ -40,7 +40,9 @@ class FindBlocks:
         cuts = _cuts(forward, _crossing_bytes(graph, forward))
         blocks = np.searchsorted(np.array(cuts), np.arange(len(forward)), side="right") if cuts else [0] * len(forward)
         for node, block in zip(forward, blocks, strict=True):
-            set_facts(node, facts(node).having(block=int(block)))
+            source = node.args[0] if is_getitem(node) else node
+            own = facts(source).block if is_getitem(node) else int(block)  # type: ignore[arg-type]
+            set_facts(node, facts(node).having(block=own))
         _place_backward(graph)
         return graph
 

@@ -9,7 +9,10 @@ from typing import Protocol
 from torch import fx, nn
 
 from passes.capture import Capture, ExampleInputs
+from passes.decompose import Decompose
 from passes.find_blocks import FindBlocks
+from passes.fold_causal_masks import FoldCausalMasks
+from passes.functional_random import FunctionalRandom
 from passes.merge_duplicates import MergeDuplicates
 
 
@@ -21,7 +24,7 @@ class GraphPass(Protocol):
         ...
 
 
-PASSES: tuple[GraphPass, ...] = (FindBlocks(), MergeDuplicates())
+PASSES: tuple[GraphPass, ...] = (FunctionalRandom(), FoldCausalMasks(), Decompose(), FindBlocks(), MergeDuplicates())
 
 
 @dataclass(frozen=True)

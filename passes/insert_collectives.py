@@ -123,8 +123,7 @@ class _Lowering:
             made = EXPANSIONS[rule.expansion](emitter, node, inputs, outputs)
             self._new[node] = made if record.multi_output else made[0]  # type: ignore[assignment]
             return
-        specs = [facts(n).spec for n in input_nodes(node)]
-        local = localize_args(node.target, node.args, outputs, specs)
+        local = localize_args(node.target, node.args, outputs)
         args, kwargs = map_inputs((local, node.kwargs), inputs)
         new = self.graph.create_node("call_function", lowered_target(node.target), args, kwargs, node.name)
         self._copy_facts(node, new, outputs)

@@ -13,7 +13,8 @@ from galvatron_fx.ir.placement import Placement
 from galvatron_fx.ir.strategy import Strategy
 from passes.partition import Halves, Partition
 from passes.place_recompute import PlaceRecompute
-from passes.shard_graph import Layout, ShardGraph, layout
+from galvatron_fx.ir.layout import Layout, layout
+from passes.shard_graph import ShardGraph
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -12,54 +11,15 @@ from torch import fx
 
 from galvatron_fx.ir.annotations import ports, signature
 from galvatron_fx.ir.cluster import Axis, Device
-from galvatron_fx.ir.placement import Placement
+from galvatron_fx.ir.placement import REPLICATE, Placement
 from galvatron_fx.ir.strategy import LOWERING_ORDER, Strategy
 from passes.assign_shardings import AssignShardings
+from galvatron_fx.ir.layout import Column, Layout, set_layout
 from passes.insert_collectives import InsertCollectives
 from passes.sharding.prices import Prices
+from passes.shard_parameters import ShardParameters
+from passes.sharding.local_args import lowered_target
 from passes.sharding.roles import BATCH_ROLES, RoleRules
-
-_KEY = "layout"
-
-
-@dataclass(frozen=True)
-class Column:
-    """Mesh axes that play the same role as each other in every block, and are lowered as one.
-
-    ``axes``: indices of the prime axes; ``roles``: the role in each block; ``degree``: ranks.
-    """
-
-    axes: tuple[int, ...]
-    roles: tuple[str, ...]
-    degree: int
-
-    @property
-    def main_role(self) -> str:
-        """The role it plays in most blocks."""
-        return Counter(self.roles).most_common(1)[0][0]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The lowering mesh and how every input and output of the graph lies on it, one placement a column."""
-
-    columns: tuple[Column, ...] = ()
-    inputs: tuple[tuple[Placement, ...], ...] = ()
-    outputs: tuple[tuple[Placement | None, ...], ...] = ()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Ranks along each column."""
-        return tuple(column.degree for column in self.columns)
-
-
-def layout(graph: fx.GraphModule) -> Layout:
-    """Return the layout that :class:`ShardGraph` left on a graph."""
-    found = graph.meta.get(_KEY)
-    if not isinstance(found, Layout):
-        raise AssertionError("this graph has not been sharded: run passes.shard_graph first")
-    return found
-
 
 @dataclass(frozen=True)
 class ShardGraph:
@@ -81,20 +41,40 @@ class ShardGraph:
         """Return the sharded graph; ``graph`` stays as it is."""
         symbols = graph.meta.get("symbols")
         batches = [symbols.batch if symbols else 1] * len(self.strategies)
-        inputs: list[tuple[Placement, ...]] = [()] * len(ports(graph))
-        outputs: list[tuple[Placement | None, ...]] = [()] * len(signature(graph).outputs)
+        graph = _copied(graph)
         columns = merge_axes(self.strategies, self.axes)
-        for index, column in enumerate(columns):
+        inputs: list[list[Placement]] = [[REPLICATE] * len(columns) for _ in ports(graph)]
+        outputs: list[list[Placement | None]] = [[None] * len(columns) for _ in signature(graph).outputs]
+        for column in sorted(columns, key=_lowering_rank):
+            index = columns.index(column)
             roles = [RoleRules(role, column.degree, batch) for role, batch in zip(column.roles, batches, strict=True)]
             prices = Prices(self.device, tuple(self.axes[i] for i in column.axes))
             fixed = {name: placements[index] for name, placements in self.fixed.items()}
             sharding = AssignShardings(index, roles, prices, self.cache, fixed).run(graph)
-            inputs = [(*p, sharding.inputs[node]) for p, (_, node) in zip(inputs, ports(graph), strict=True)]
-            outputs = [(*p, out) for p, out in zip(outputs, sharding.outputs, strict=True)]
+            for placed, (_, node) in zip(inputs, ports(graph), strict=True):
+                placed[index] = sharding.inputs[node]
+            for taken, out in zip(outputs, sharding.outputs, strict=True):
+                taken[index] = out
             graph = InsertCollectives(sharding).run(graph)
             batches = [_left(batch, role) for batch, role in zip(batches, roles, strict=True)]
-        graph.meta[_KEY] = Layout(columns, tuple(inputs), tuple(outputs))
+        shard = ShardParameters(columns, inputs, outputs, self.fixed)
+        graph = shard.run(graph)
+        set_layout(graph, Layout(columns, tuple(map(tuple, inputs)), tuple(map(tuple, outputs))))
         return graph
+
+
+def _copied(graph: fx.GraphModule) -> fx.GraphModule:
+    """A copy with ``reshape`` for ``view``: local tensors may lie in memory otherwise than the traced ones did."""
+    new = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    output = new.graph_copy(graph.graph, copies)
+    new.output(output)
+    new.output_node().meta = dict(graph.graph.output_node().meta)
+    for node in new.nodes:
+        node.target = lowered_target(node.target)
+    result = fx.GraphModule(graph, new)
+    result.meta.update(graph.meta)
+    return result
 
 
 def _left(batch: int, role: RoleRules) -> int:
@@ -103,7 +83,11 @@ def _left(batch: int, role: RoleRules) -> int:
 
 
 def merge_axes(strategies: Sequence[Strategy], axes: Sequence[Axis]) -> tuple[Column, ...]:
-    """Group the axes whose roles agree in every block, in the order in which they are lowered."""
+    """Group the axes whose roles agree in every block, in the order of the lowering mesh.
+
+    Batch axes come last in it: a parameter is split by tensor axes first, and each part among the ranks of zero axes. They are
+    lowered first, though, as the choices of the others depend on the batch that is left.
+    """
     groups: dict[tuple[str, ...], list[int]] = {}
     for i, axis in enumerate(axes):
         if axis.size > 1:
@@ -111,4 +95,8 @@ def merge_axes(strategies: Sequence[Strategy], axes: Sequence[Axis]) -> tuple[Co
     columns = [
         Column(tuple(members), roles, prod(axes[i].size for i in members)) for roles, members in groups.items()
     ]
-    return tuple(sorted(columns, key=lambda c: (LOWERING_ORDER.index(c.main_role), c.axes)))
+    return tuple(sorted(columns, key=lambda c: (c.main_role in BATCH_ROLES, *_lowering_rank(c))))
+
+
+def _lowering_rank(column: Column) -> tuple[int, tuple[int, ...]]:
+    return LOWERING_ORDER.index(column.main_role), column.axes

@@ -14,12 +14,13 @@ from galvatron_fx.ir.collectives import join_runs, split_runs
 from galvatron_fx.ir.placement import Placement, Shard
 from galvatron_fx.ir.strategy import Strategy
 from galvatron_fx.runtime.simulator import Simulator
-from passes.capture import Capture, FlatInputs
-from passes.find_blocks import FindBlocks, num_blocks
-from passes.merge_duplicates import MergeDuplicates
+from passes.capture import FlatInputs
+from passes.find_blocks import num_blocks
+from passes.frontend import Frontend
 from passes.partition import Partition
 from passes.place_recompute import PlaceRecompute
-from passes.shard_graph import ShardGraph, layout
+from galvatron_fx.ir.layout import layout
+from passes.shard_graph import ShardGraph
 
 DEVICE = Cluster.preset("8xA100-80GB").device
 SEED = 20
@@ -32,7 +33,7 @@ def axes(sizes: Sequence[int]) -> tuple[Axis, ...]:
 
 def captured(model: nn.Module, inputs: Any) -> fx.GraphModule:
     """Capture and find blocks."""
-    return MergeDuplicates().run(FindBlocks().run(Capture().run(model, inputs)))
+    return Frontend().run(model, inputs)
 
 
 def distribute(whole: torch.Tensor, placements: Sequence[Placement], shape: Sequence[int]) -> list[torch.Tensor]:
@@ -116,11 +117,16 @@ def one_device(model: nn.Module, inputs: Any) -> dict[str, torch.Tensor]:
 
 
 def assert_exact(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], context: str = "") -> None:
-    """Every expected value is there and equal to 1e-10 relative to its largest element."""
+    """Every expected value is there and equal to 1e-10 relative to its largest element.
+
+    Some gradients are zero but for rounding (an attention key's bias moves no softmax), so a value counts as at least a
+    millionth of the largest gradient.
+    """
+    largest = max((float(v.abs().max()) for n, v in expected.items() if n.startswith("grad")), default=1.0)
     for name, value in expected.items():
         if name not in got:
             raise AssertionError(f"{context}: no value for {name}; there are {sorted(got)[:5]} ...")
-        scale = float(value.abs().max()) or 1.0
+        scale = max(float(value.abs().max()), 1e-6 * largest) or 1.0
         error = float((got[name] - value).abs().max()) / scale
         assert error < 1e-10, f"{context}: {name} differs by {error:.2e}"
 

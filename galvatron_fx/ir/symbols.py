@@ -58,7 +58,7 @@ def fit_symbols(
         except GalvatronError:
             continue
         base = Sizes(batch, sequence if other.sequence else 0)
-        if _annotate(graph, second, base, other):
+        if annotate(graph, second, base, other):
             graph.meta["symbols"] = base
             return
 
@@ -101,7 +101,7 @@ def _resized(shapes: Shapes, dtypes: Sequence[torch.dtype], base: tuple[int, int
     return resized
 
 
-def _annotate(graph: fx.GraphModule, second: fx.GraphModule, base: Sizes, other: Sizes) -> bool:
+def annotate(graph: fx.GraphModule, second: fx.GraphModule, base: Sizes, other: Sizes) -> bool:
     """Match the two traces node by node; False where they are not the same program."""
     pairs = list(zip(graph.graph.nodes, second.graph.nodes, strict=False))
     if len(graph.graph.nodes) != len(second.graph.nodes):

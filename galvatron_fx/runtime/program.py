@@ -14,7 +14,7 @@ from galvatron_fx.ir.annotations import Port, Signature
 from galvatron_fx.ir.placement import Placement
 from galvatron_fx.ir.torch_compat import box_arguments
 from passes.partition import Halves
-from passes.shard_graph import Layout
+from galvatron_fx.ir.layout import Layout
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 

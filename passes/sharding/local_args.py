@@ -35,9 +35,9 @@ _OUTPUT_SHAPE_AT: dict[Any, int] = {
 
 
 def localize_args(
-    target: Any, args: tuple[Any, ...], outputs: tuple[TensorSpec | None, ...], inputs: list[TensorSpec]
+    target: Any, args: tuple[Any, ...], outputs: tuple[TensorSpec | None, ...]
 ) -> tuple[Any, ...]:
-    """Return ``args`` with global sizes replaced by those of the local ``outputs`` and ``inputs``."""
+    """Return ``args`` with global sizes replaced by those of the local ``outputs``."""
     args = tuple(args)
     position = _OUTPUT_SHAPE_AT.get(target, -1)
     out = outputs[0]
@@ -45,24 +45,15 @@ def localize_args(
         args = _replaced(args, position, list(out.shape))
     if target is aten.embedding_dense_backward.default and out is not None:
         args = _replaced(args, 2, out.shape[0])
-    if target is aten.slice.Tensor:
-        args = _whole_slice(args, out, inputs[0])
-    if target in (aten.native_group_norm.default, aten.native_group_norm_backward.default):
-        at = 3 if target is aten.native_group_norm.default else 5
-        args = _replaced(args, at, inputs[0].shape[0])
+    if target is aten.native_group_norm.default and out is not None:
+        args = _replaced(args, 3, out.shape[0])
+    if target is aten.native_group_norm_backward.default and out is not None:
+        args = _replaced(args, 5, out.shape[0])
     return args
 
 
 def _replaced(args: tuple[Any, ...], position: int, value: Any) -> tuple[Any, ...]:
     return (*args[:position], value, *args[position + 1 :])
-
-
-def _whole_slice(args: tuple[Any, ...], out: TensorSpec | None, source: TensorSpec) -> tuple[Any, ...]:
-    """A slice over a whole dim must still end behind the last element when the dim is local."""
-    dim = int(args[1]) if len(args) > 1 else 0
-    if out is not None and out.shape[dim] == source.shape[dim] and len(args) > 3 and args[3] is not None:
-        return _replaced(args, 3, torch.iinfo(torch.int64).max)
-    return args
 
 
 def lowered_target(target: Any) -> Any:

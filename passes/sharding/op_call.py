@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from galvatron_fx.ir.annotations import TensorSpec, facts
+from galvatron_fx.ir.random_ops import comparable_args
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def op_call(node: fx.Node, spec_of: Callable[[fx.Node], TensorSpec] | None = Non
 
     return OpCall(
         target=node.target,
-        args=freeze(node.args),
+        args=freeze(comparable_args(node)),
         kwargs=tuple(sorted((key, freeze(value)) for key, value in node.kwargs.items())),
         inputs=tuple(lookup(n) for n in input_nodes(node)),
         outputs=facts(node).specs,

@@ -205,3 +205,27 @@ def _nll_loss_backward(call: OpCall, degree: int) -> list[OpRule]:
         OpRule((Shard(0),), (gradient, Shard(0), Shard(0), REPLICATE)),
         OpRule((Shard(1),), (REPLICATE, Shard(1), REPLICATE, REPLICATE), "vocabulary_nll_loss_backward"),
     ]
+
+
+@register_rule(aten.convolution.default)
+def _convolution(call: OpCall, degree: int) -> list[OpRule]:
+    """input [batch, in, ...], weight [out, in, ...], (bias [out]): split the batch, or, ungrouped, either kind of channels."""
+    transposed, groups = bool(call.args[6]), call.args[8]
+    bias: tuple[Placement, ...] = (REPLICATE,) if len(call.inputs) > 2 else ()
+    rules = [OpRule((Shard(0),), (Shard(0), REPLICATE, *bias))]
+    if groups == 1 and not transposed:
+        rules.append(OpRule((Shard(1),), (REPLICATE, Shard(0), *(Shard(0) for _ in bias))))
+        if not bias:
+            rules.append(OpRule((PARTIAL,), (Shard(1), Shard(1))))
+    return rules
+
+
+@register_rule(aten.convolution_backward.default)
+def _convolution_backward(call: OpCall, degree: int) -> list[OpRule]:
+    """gradient [batch, out, ...], input, weight -> gradients of input, weight and bias."""
+    transposed, groups = bool(call.args[7]), call.args[9]
+    rules = [OpRule((Shard(0), PARTIAL, PARTIAL), (Shard(0), Shard(0), REPLICATE))]
+    if groups == 1 and not transposed:
+        rules.append(OpRule((PARTIAL, Shard(0), Shard(0)), (Shard(1), REPLICATE, Shard(0))))
+        rules.append(OpRule((Shard(1), Shard(1), REPLICATE), (REPLICATE, Shard(1), Shard(1))))
+    return rules

@@ -62,6 +62,10 @@ class Prices:
             kind = "all_to_all" if exchange else "all_gather"
         return float(collective_s(kind, size, self.axes)) + self._copy_s(size, have, want)
 
+    def reduce_s(self, spec: TensorSpec) -> float:
+        """Seconds to add up the terms of a gradient, each rank keeping a share."""
+        return float(collective_s("reduce_scatter", float(spec.size_bytes), self.axes))
+
     def update_s(self, spec: TensorSpec, placement: Placement) -> float:
         """Seconds of the optimizer's update of a parameter."""
         return self._traffic_s(_UPDATE_PASSES * self._bytes((spec,), (placement,)))

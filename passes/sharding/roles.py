@@ -62,20 +62,20 @@ class RoleRules:
         return not activation or (SEQUENCE in getattr(size, "free_symbols", ()) and self.role == "tensor_sequence")
 
     def parameter_choices(self, spec: TensorSpec) -> list[Placement]:
-        """Where a parameter of the block may lie, given its local shape."""
+        """Where a parameter of the block may lie, given its local shape, while its block runs."""
+        if self.role not in ("tensor", "tensor_sequence"):
+            return [REPLICATE]
         shards: list[Placement] = [
             Shard(dim) for dim in range(len(spec.shape)) if fits(Shard(dim), spec.shape, self.degree)
         ]
-        if self.role == "zero":
-            return shards[:1] or [REPLICATE]
-        if self.role in ("tensor", "tensor_sequence"):
-            if len(spec.shape) >= 2:
-                return shards or [REPLICATE]
-            return [REPLICATE, *shards]
-        return [REPLICATE]
+        return [REPLICATE, *shards]
 
-    def gathers_parameters(self) -> bool:
-        """Whether a sharded parameter is made whole for use."""
+    def splits_parameters(self, spec: TensorSpec) -> bool:
+        """Whether a parameter is of the kind that the role is there to split (weights, not scales and biases)."""
+        return self.role in ("tensor", "tensor_sequence") and len(spec.shape) >= 2
+
+    def leaves_terms(self) -> bool:
+        """Whether gradients leave the axis as terms of a sum, for :mod:`passes.shard_parameters` to reduce and scatter."""
         return self.role == "zero"
 
     def boundary(self, spec: TensorSpec) -> Placement:

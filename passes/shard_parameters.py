@@ -1,0 +1,133 @@
+"""ZeRO: keep a share of each parameter, gather it for use, reduce and scatter its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from galvatron_fx.ir.annotations import NodeFacts, Port, TensorSpec, facts, output_ports, ports, set_facts
+from galvatron_fx.ir.collectives import all_gather, all_reduce, reduce_scatter, shard
+from galvatron_fx.ir.layout import Column
+from galvatron_fx.ir.placement import REPLICATE, Partial, Placement, Shard, fits, local_shape
+
+
+@dataclass(frozen=True)
+class ShardParameters:
+    """Split the parameters of blocks whose columns play ``zero`` (Rajbhandari et al. 2020, ZeRO stage 3).
+
+    Runs after all columns are lowered, so that a parameter which tensor axes have split is split further inside its part.
+    A parameter none of whose dims divides stays whole, and its gradient is all-reduced.
+
+    Rewrite: ``t(w)`` ... ``grad: P`` -> ``t(all_gather(w_local))`` ... ``reduce_scatter(grad)``.
+
+    ``inputs`` and ``outputs``: placements by column of every placeholder and output; changed in place.
+    ``fixed``: placements that parameters already have.
+    """
+
+    columns: Sequence[Column]
+    inputs: list[list[Placement]]
+    outputs: list[list[Placement | None]]
+    fixed: Mapping[str, tuple[Placement, ...]]
+
+    def run(self, graph: fx.GraphModule) -> fx.GraphModule:
+        """Rewrite ``graph`` in place and return it."""
+        owners = _owners(graph)
+        for index, column in enumerate(self.columns):
+            if "zero" not in column.roles:
+                continue
+            for position, (port, node) in enumerate(ports(graph)):
+                if port.kind == "param" and node in owners and column.roles[owners[node]] == "zero":
+                    placement = self._placement(port, node, index, column.degree)
+                    self.inputs[position][index] = placement
+                    self._split(graph, port, node, placement, index, column.degree)
+        graph.recompile()
+        return graph
+
+    def _placement(self, port: Port, node: fx.Node, index: int, degree: int) -> Placement:
+        if port.name in self.fixed:
+            return self.fixed[port.name][index]
+        shape = facts(node).spec.shape
+        return next((Shard(dim) for dim in range(len(shape)) if fits(Shard(dim), shape, degree)), REPLICATE)
+
+    def _split(
+        self, graph: fx.GraphModule, port: Port, node: fx.Node, placement: Placement, index: int, degree: int
+    ) -> None:
+        whole = facts(node)
+        if isinstance(placement, Shard):
+            users = list(node.users)
+            set_facts(node, whole.having(specs=(_local(whole.spec, placement, degree),)))
+            for block in sorted({facts(user).block for user in users if user.op == "call_function"}):
+                members = [u for u in users if u.op == "call_function" and facts(u).block == block]
+                gathered = self._gather(graph, node, whole, placement, index, members)
+                for user in members:
+                    user.replace_input_with(node, gathered)
+        for position, (out_port, gradient) in enumerate(output_ports(graph)):
+            if out_port.kind == "grad" and out_port.name == port.name and gradient is not None:
+                have = self.outputs[position][index]
+                reduced = self._reduce(graph, gradient, have, placement, index, degree)
+                _set_output(graph, position, reduced)
+                self.outputs[position][index] = placement
+
+    def _gather(
+        self, graph: fx.GraphModule, node: fx.Node, whole: NodeFacts, placement: Shard, index: int, users: list[fx.Node]
+    ) -> fx.Node:
+        """One gather a block, in front of its first use."""
+        first = min(users, key={n: i for i, n in enumerate(graph.graph.nodes)}.__getitem__)
+        with graph.graph.inserting_before(first):
+            gathered = graph.graph.call_function(all_gather, (node, placement.dim, placement.outer, index))
+        record = facts(first)
+        set_facts(gathered, record.having(specs=whole.specs, multi_output=False))
+        return gathered
+
+    def _reduce(
+        self,
+        graph: fx.GraphModule,
+        gradient: fx.Node,
+        have: Placement | None,
+        placement: Placement,
+        index: int,
+        degree: int,
+    ) -> fx.Node:
+        if have == placement:
+            return gradient
+        spec = facts(gradient).spec
+        output = graph.graph.output_node()
+        after = gradient.next if gradient.op == "call_function" else output
+        with graph.graph.inserting_before(after):
+            if isinstance(have, Partial) and isinstance(placement, Shard):
+                args = (gradient, have.op, placement.dim, placement.outer, index)
+                node = graph.graph.call_function(reduce_scatter, args)
+            elif isinstance(have, Partial):
+                node = graph.graph.call_function(all_reduce, (gradient, have.op, index))
+            elif isinstance(placement, Shard):
+                node = graph.graph.call_function(shard, (gradient, placement.dim, placement.outer, index))
+            else:
+                raise AssertionError(f"gradient '{gradient.name}' is placed {have}, its parameter {placement}")
+        made = _local(spec, placement, degree) if isinstance(placement, Shard) else spec
+        set_facts(node, facts(gradient).having(specs=(made,), phase="backward"))
+        return node
+
+
+def _local(spec: TensorSpec, placement: Shard, degree: int) -> TensorSpec:
+    return TensorSpec(local_shape(placement, spec.shape, degree), spec.dtype)
+
+
+def _owners(graph: fx.GraphModule) -> dict[fx.Node, int]:
+    """The block of every parameter's first use."""
+    owners: dict[fx.Node, int] = {}
+    parameters = {node for port, node in ports(graph) if port.kind == "param"}
+    for node in graph.graph.nodes:
+        if node.op == "call_function":
+            for source in node.all_input_nodes:
+                if source in parameters:
+                    owners.setdefault(source, max(facts(node).block, 0))
+    return owners
+
+
+def _set_output(graph: fx.GraphModule, position: int, node: fx.Node) -> None:
+    output = graph.graph.output_node()
+    values = list(output.args[0])  # type: ignore[arg-type]
+    values[position] = node
+    output.args = (tuple(values),)
