@@ -17,7 +17,7 @@ from passes.search.intra_block import Choice, Item, Problem, solve
 from passes.sharding import collective_rules, own_rules, random_rules  # noqa: F401  (register rules)
 from passes.sharding.op_call import OpCall, input_nodes, is_getitem, op_call
 from passes.sharding.own_rules import VIEWS, view_rules
-from passes.sharding.prices import Prices
+from passes.sharding.prices import Prices, is_free
 from passes.sharding.roles import RoleRules
 from passes.sharding.rules import OpRule, op_rules, strided
 
@@ -61,6 +61,7 @@ class _Assignment:
         self.owner = _parameter_owners(graph)
         self.port_of = {node: port for port, node in ports(graph)}
         self.outputs: list[tuple[Any, fx.Node | None]] = output_ports(graph)
+        self.parameters = {node for port, node in ports(graph) if port.kind == "param"}
         # Without a loss of its own, the model's caller computes one from whole outputs.
         self.outputs_stay = signature(graph).loss is not None
         dtypes = [facts(node).spec.dtype for port, node in ports(graph) if port.kind == "param"]
@@ -193,6 +194,7 @@ class _Block:
         self.degree = whole.degree
         self.prices = whole.options.prices
         self.inside = set(nodes)
+        self.parameter_side = _made_of_parameters(nodes, whole.parameters)
         self.values: dict[fx.Node, _Value] = {}
         self.items: list[Item] = []
         self.decisions: list[list[Decision]] = []
@@ -287,14 +289,15 @@ class _Block:
         self, node: fx.Node, value: _Value, wanted: list[Placement]
     ) -> dict[tuple[Placement, Placement], float]:
         pairs = {}
-        weight = node in self.whole.owner and len(value.spec.shape) >= 2
+        parameter = node in self.parameter_side
         for have in value.candidates:
             for want in wanted:
                 time_s = self.prices.redistribute_s(value.spec, have, want)
                 if time_s is None:
                     continue
-                unwanted = (weight and isinstance(have, Shard)) or not self.role.may_change(value.spec, have, want)
-                pairs[have, want] = time_s + (_UNWANTED_S if unwanted and have != want else 0.0)
+                may_change = self.role.may_change_parameter if parameter else self.role.may_change
+                wanted_so = have == want or may_change(value.spec, have, want)
+                pairs[have, want] = time_s + (0.0 if wanted_so else _UNWANTED_S)
         return pairs
 
     def _new_value(self, node: fx.Node, spec: TensorSpec, candidates: Sequence[Placement]) -> _Value:
@@ -379,8 +382,8 @@ class _Block:
         )
 
     def _splits(self, rule: OpRule, call: OpCall) -> bool:
-        """Whether the rule splits what the role is there to split, as far as an output holds it."""
-        return all(
+        """Whether the rule splits what the role is there to split, as far as an output holds it (views are free)."""
+        return is_free(call) or all(
             spec is None or p != REPLICATE or not self.role.must_split(spec)
             for p, spec in zip(rule.outputs, call.outputs, strict=True)
         )
@@ -426,6 +429,16 @@ class _Block:
             reduce_s = self.prices.reduce_s(value.spec)
             choices += [Choice((p,), (), reduce_s) for p in terms]
         return choices
+
+
+def _made_of_parameters(nodes: Sequence[fx.Node], parameters: set[fx.Node]) -> set[fx.Node]:
+    """The parameters, and the nodes that depend on nothing else."""
+    made = set(parameters)
+    for node in nodes:
+        sources = input_nodes(node)
+        if sources and all(source in made for source in sources):
+            made.add(node)
+    return made
 
 
 def _call_key(node: fx.Node) -> Any:

@@ -47,7 +47,8 @@ class RoleRules:
         """Whether a value holds what the axis is there to split: the batch, or the sequence."""
         if self.role in BATCH_ROLES:
             return spec.dim_of(BATCH) is not None
-        return self.role in ("sequence", "tensor_sequence") and spec.dim_of(SEQUENCE) is not None
+        activation = spec.dim_of(BATCH) is not None and spec.dim_of(SEQUENCE) is not None
+        return activation and self.role in ("sequence", "tensor_sequence")
 
     def may_change(self, spec: TensorSpec, have: Placement, want: Placement) -> bool:
         """Whether a redistribution suits the role.
@@ -73,6 +74,16 @@ class RoleRules:
     def splits_parameters(self, spec: TensorSpec) -> bool:
         """Whether a parameter is of the kind that the role is there to split (weights, not scales and biases)."""
         return self.role in ("tensor", "tensor_sequence") and len(spec.shape) >= 2
+
+    def may_change_parameter(self, spec: TensorSpec, have: Placement, want: Placement) -> bool:
+        """Whether a parameter, or what is made of parameters alone, may be redistributed so while its block runs.
+
+        Tensor roles compute with the parts of weights as they lie (gathering them is what ``zero`` does); the sequence role
+        computes with whole parameters.
+        """
+        if self.role == "sequence":
+            return not isinstance(want, Shard)
+        return not (isinstance(have, Shard) and len(spec.shape) >= 2)
 
     def leaves_terms(self) -> bool:
         """Whether gradients leave the axis as terms of a sum, for :mod:`passes.shard_parameters` to reduce and scatter."""
