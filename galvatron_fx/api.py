@@ -1,4 +1,6 @@
-"""The compiler from end to end: what :func:`compile`, :func:`plan`, :func:`explain` and :func:`capture` do, in order."""
+"""The compiler from end to end: what :func:`compile`, :func:`plan`, :func:`explain` and :func:`capture` do, in
+order.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ from galvatron_fx.ir.annotations import signature
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.placement import Placement
 from galvatron_fx.ir.plan import Plan
+from galvatron_fx.ir.printer import readable
 from galvatron_fx.ir.strategy import ROLES, Strategy
 from galvatron_fx.ir.units import parse_bytes
 from galvatron_fx.runtime.materialize import materialize
@@ -28,7 +31,7 @@ from passes.codegen import BoundAxis, Codegen
 from passes.find_blocks import fingerprints, graph_fingerprint, num_blocks
 from passes.frontend import Frontend
 from passes.lower import Lower, Lowered
-from passes.search.plan_search import SearchOptions, search_plan
+from passes.search.plan_search import SearchOptions, batch_ranks, search_plan
 
 OnPass = Callable[[str, fx.GraphModule], None]
 Constraints = Mapping[str, Strategy | Sequence[str]]
@@ -37,8 +40,8 @@ Constraints = Mapping[str, Strategy | Sequence[str]]
 def capture(model: nn.Module, example_inputs: ExampleInputs, *, on_pass: OnPass | None = None) -> fx.GraphModule:
     """Trace ``model`` into one blocked joint graph of forward and backward, without weight memory.
 
-    ``example_inputs``: the global batch, a dict of keyword arguments or a tuple, real or meta tensors. Raises CaptureError
-    for control flow that depends on values, InputError for inputs that do not fit.
+    ``example_inputs``: the global batch, a dict of keyword arguments or a tuple, real or meta tensors. Raises
+    CaptureError for control flow that depends on values, InputError for inputs that do not fit.
     """
     return Frontend(on_pass).run(model, example_inputs)
 
@@ -103,8 +106,8 @@ def compile(
 
     ``mesh``: a DeviceMesh of any shape over all ranks; ``example_inputs``: the global batch, the same on every rank;
     without it the model is traced at its first call. ``cluster`` describes the machine for prices (default:
-    :meth:`Cluster.from_mesh`); the other options are those of :func:`plan`. ``seed``: of dropout, and of the initial weights of
-    a model on the meta device. ``backend``: "eager" runs the graphs as they are.
+    :meth:`Cluster.from_mesh`); the other options are those of :func:`plan`. ``seed``: of dropout, and of the initial
+    weights of a model on the meta device. ``backend``: "eager" runs the graphs as they are.
 
     Every rank calls it alike; they compare their plans before anything runs. Raises what :func:`plan` raises, PlanError
     where the plan does not fit model or mesh or differs between ranks.
@@ -112,7 +115,15 @@ def compile(
     if backend != "eager":
         raise InputError(f"backend is {backend!r}: the one backend is 'eager'")
     options = _CompileOptions(
-        mesh, cluster or Cluster.from_mesh(mesh), memory_budget, tuple(roles), recompute, constraints, plan, seed, on_pass
+        mesh,
+        cluster or Cluster.from_mesh(mesh),
+        memory_budget,
+        tuple(roles),
+        recompute,
+        constraints,
+        plan,
+        seed,
+        on_pass,
     )
     if example_inputs is None:
         from galvatron_fx.runtime.lazy import LazyDistributedGraphModule
@@ -138,7 +149,7 @@ def _compile(model: nn.Module, inputs: FlatInputs, options: _CompileOptions) -> 
     cluster = options.cluster
     if cluster.num_devices != options.mesh.size():
         raise PlanError(
-            f"the cluster has {cluster.num_devices} devices, the mesh {options.mesh.size()}: describe the mesh's machine"
+            f"the cluster has {cluster.num_devices} devices, the mesh {options.mesh.size()}: describe its machine"
         )
     graph = Frontend(options.on_pass).run(model, inputs)
     chosen = options.plan
@@ -150,6 +161,7 @@ def _compile(model: nn.Module, inputs: FlatInputs, options: _CompileOptions) -> 
         )
     chosen.check(graph_fingerprint(graph), fingerprints(graph), cluster.shape)
     _compare_ranks(chosen)
+    check_batch(chosen, graph)
     builder = _Builder(model, options, chosen)
     lowered = builder.lower(graph)
     mesh = lowering_mesh(options.mesh, cluster, lowered)
@@ -158,6 +170,20 @@ def _compile(model: nn.Module, inputs: FlatInputs, options: _CompileOptions) -> 
     module.adopt_tensors(materialize(model, mesh, placements, options.seed), _persistence(model))
     module.adopt(inputs, bind(lowered, mesh))
     return module.train(model.training)
+
+
+def check_batch(plan: Plan, graph: fx.GraphModule) -> None:
+    """Refuse a plan that gives a rank no sample. Raises PlanError naming the block."""
+    symbols = graph.meta.get("symbols")
+    if symbols is None:
+        return
+    for index, strategy in enumerate(expand(plan, num_blocks(graph))):
+        ranks = batch_ranks(strategy, plan.axis_sizes)
+        if ranks > symbols.batch:
+            raise PlanError(
+                f"block {index} ({strategy}) splits a batch of {symbols.batch} over {ranks} ranks, so some have no "
+                f"sample: give a batch of at least {ranks}, or let some axes be tensor or sequence"
+            )
 
 
 def _compare_ranks(plan: Plan) -> None:
@@ -169,7 +195,7 @@ def _compare_ranks(plan: Plan) -> None:
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
         raise PlanError(
-            f"ranks {others} hold another plan than rank 0: give every rank the same model, inputs, options and plan file"
+            f"ranks {others} hold another plan than rank 0: give all the same model, inputs, options and plan file"
         )
 
 
@@ -209,7 +235,9 @@ def _skeleton(model: nn.Module) -> nn.Module:
 
 
 def expand(plan: Plan, count: int) -> list[Strategy]:
-    """A strategy for each of ``count`` blocks; another number of blocks than planned (evaluation) is met by position."""
+    """A strategy for each of ``count`` blocks; another number of blocks than planned (evaluation) is met by
+    position.
+    """
     planned = 1 if plan.is_wildcard else len(plan.blocks)
     if plan.is_wildcard or planned == count:
         return [plan.strategy_of(i, count) for i in range(count)]
@@ -269,13 +297,13 @@ def explain(
     """Return the graph as readable Python after each pass, from capture to the lowered program.
 
     ``after``: only that pass; ``folder``: also write one file a pass there; ``plan``: lower by it instead of searching;
-    ``options``: those of :func:`plan`. Raises InputError naming the passes where ``after`` is none of them. If a pass fails, the
-    graphs until then are written before the error is raised.
+    ``options``: those of :func:`plan`. Raises InputError naming the passes where ``after`` is none of them. If a
+    pass fails, the graphs until then are written before the error is raised.
     """
     stages: dict[str, str] = {}
 
     def note(name: str, graph: fx.GraphModule) -> None:
-        stages[name] = graph.print_readable(print_output=False)
+        stages[name] = readable(graph)
 
     try:
         graph = capture(model, example_inputs, on_pass=note)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ from passes.sharding.op_call import OpCall, input_nodes, is_getitem, op_call
 from passes.sharding.own_rules import VIEWS, view_rules
 from passes.sharding.prices import Prices, is_free
 from passes.sharding.roles import RoleRules
-from passes.sharding.rules import OpRule, op_rules, strided
+from passes.sharding.rules import OpRule, has_rule, op_rules, strided
 
 # Price of what a role should not do, but must where an operator has no rule that suits it.
 _UNWANTED_S = 1.0
@@ -33,8 +34,10 @@ class AssignShardings:
     """Choose the rules of one mesh axis for a whole graph.
 
     ``axis``: its index in the lowering; ``roles``: what the axis does in each block; ``prices``: times of operators and
-    redistributions; ``fixed``: parameters, by name, whose placement is decided already. Blocks that are equal, and enter
-    and leave equally, are solved once (``cache``). ``only``: just these blocks (for prices; such a decision cannot be lowered).
+    redistributions; ``fixed``: parameters, by name, whose placement is decided already. Blocks that are equal, and
+    enter
+    and leave equally, are solved once (``cache``). ``only``: just these blocks (for prices; such a decision cannot
+    be lowered).
     """
 
     axis: int
@@ -103,7 +106,9 @@ class _Assignment:
         return self.rules[node].outputs[0]
 
     def exit_placement(self, node: fx.Node) -> Placement:
-        """How a value made in a block crosses to other blocks: by its maker's role, or as the parameter it is a gradient of."""
+        """How a value made in a block crosses to other blocks: by its maker's role, or as the parameter it is a
+        gradient of.
+        """
         if node not in self.exits:
             record = facts(node)
             parameter = self.gradient_of.get(node)
@@ -282,8 +287,8 @@ class _Block:
             for position, value in enumerate(item.inputs):
                 for choice in item.choices:
                     wanted.setdefault(value, {})[choice.inputs[position]] = None
-        for node, value in self.values.items():
-            self.problem.change_s[value.index] = self._changes(node, value, list(wanted.get(value.index, ())))
+        for node, made in self.values.items():
+            self.problem.change_s[made.index] = self._changes(node, made, list(wanted.get(made.index, ())))
 
     def _changes(
         self, node: fx.Node, value: _Value, wanted: list[Placement]
@@ -306,7 +311,13 @@ class _Block:
         return value
 
     def _item(
-        self, node: fx.Node | None, name: str, ins: list[int], outs: list[int], choices: list[Choice], what: list[Decision]
+        self,
+        node: fx.Node | None,
+        name: str,
+        ins: list[int],
+        outs: list[int],
+        choices: list[Choice],
+        what: list[Decision],
     ) -> None:
         self.items.append(Item(name, tuple(ins), tuple(outs), tuple(choices)))
         self.decisions.append(what)
@@ -319,12 +330,21 @@ class _Block:
         spec = facts(node).spec
         costs = [self.prices.update_s(spec, p) if parameter else 0.0 for p in choices]
         if parameter and self.role.splits_parameters(spec):
-            costs = [cost + (0.0 if isinstance(p, Shard) else _UNWANTED_S) for p, cost in zip(choices, costs, strict=True)]
+            costs = [
+                cost + (0.0 if isinstance(p, Shard) else _UNWANTED_S) for p, cost in zip(choices, costs, strict=True)
+            ]
         made = [Choice((), (p,), cost) for p, cost in zip(choices, costs, strict=True)]
         self._item(node, node.name, [], [value.index], made, list(choices))
 
     def _add_operator(self, node: fx.Node) -> None:
         call = op_call(node)
+        if not has_rule(node.target):
+            warnings.warn(
+                f"operator {node.target} has no sharding rule, so every rank computes all of it (node '{node.name}', "
+                f"module "
+                f"'{facts(node).module}'): register one, see docs/adding-an-op-rule.md",
+                stacklevel=2,
+            )
         sources = [self.values[n] for n in input_nodes(node)]
         rules = self._rules(call, sources)
         picks = {int(u.args[1]): u for u in node.users if is_getitem(u)} if facts(node).multi_output else {0: node}  # type: ignore[arg-type]
@@ -360,7 +380,8 @@ class _Block:
         return fitting and not self._sums_features(rule, call) and not self._rounds_otherwise(rule, call)
 
     def _rounds_otherwise(self, rule: OpRule, call: OpCall) -> bool:
-        """Whether the rule adds up terms in a narrower dtype than the parameters have, or casts terms to a narrower one.
+        """Whether the rule adds up terms in a narrower dtype than the parameters have, or casts terms to a narrower
+        one.
 
         Splitting a sum changes its last bits. In the dtype of the parameters that is the precision of training; in a
         narrower one (float32 statistics and losses of a float64 model) it would be visible in the result.
@@ -372,8 +393,8 @@ class _Block:
         return casts or out.itemsize < self.whole.parameter_itemsize
 
     def _sums_features(self, rule: OpRule, call: OpCall) -> bool:
-        """Whether a mere reduction would leave terms of a feature dim: it costs more messages than the split saves work,
-        and in models that compute statistics in a lower precision it would change their rounding."""
+        """Whether a mere reduction would leave terms of a feature dim: it costs more messages than the split saves
+        work, and in models that compute statistics in a lower precision it would change their rounding."""
         if rule.expansion or is_matmul(call.target) or not isinstance(rule.outputs[0], Partial):
             return False
         return any(
@@ -410,16 +431,26 @@ class _Block:
                     choices = self._gradient_choices(parameter, value, only)
                     self._item(None, f"gradient {node.name}", [value.index], [], choices, [None] * len(choices))
                     return
-                self._item(None, f"gradient {node.name}", [value.index, placed.index], [], choices, [None] * len(choices))
+                self._item(
+                    None, f"gradient {node.name}", [value.index, placed.index], [], choices, [None] * len(choices)
+                )
                 return
             only = self.whole.inputs.get(parameter, self.whole.exit_placement(node))
-            self._item(None, f"gradient {node.name}", [value.index], [], self._gradient_choices(parameter, value, only), [None] * 2)
+            self._item(
+                None,
+                f"gradient {node.name}",
+                [value.index],
+                [],
+                self._gradient_choices(parameter, value, only),
+                [None] * 2,
+            )
             return
-        free = [REPLICATE]
+        free: list[Placement] = [REPLICATE]
         if kind == "output" and self.whole.outputs_stay:
             free += [p for p in value.candidates if isinstance(p, Shard) and p.outer == 1]
-        self._item(None, f"output {node.name}", [value.index], [], [Choice((p,), (), 0.0) for p in free], [None] * len(free))
-
+        self._item(
+            None, f"output {node.name}", [value.index], [], [Choice((p,), (), 0.0) for p in free], [None] * len(free)
+        )
 
     def _gradient_choices(self, parameter: fx.Node, value: _Value, placed: Placement) -> list[Choice]:
         """Reduced to the parameter's placement, or left as terms at the price of reducing them later."""
@@ -443,4 +474,3 @@ def _made_of_parameters(nodes: Sequence[fx.Node], parameters: set[fx.Node]) -> s
 
 def _call_key(node: fx.Node) -> Any:
     return op_call(node) if not is_getitem(node) else node.args[1]
-

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.modules.module as module_hooks
@@ -37,7 +37,7 @@ from galvatron_fx.ir.torch_compat import (
 )
 from passes.clean_graph import CleanGraph
 
-ExampleInputs = "Mapping[str, Any] | Sequence[Any] | torch.Tensor | FlatInputs"
+ExampleInputs: TypeAlias = "Mapping[str, Any] | Sequence[Any] | torch.Tensor | FlatInputs"
 _ROOT = "module"
 
 
@@ -59,7 +59,8 @@ class Capture:
     symbolic: bool = True
 
     def run(self, model: nn.Module, example_inputs: ExampleInputs) -> fx.GraphModule:
-        """Capture ``model`` on ``example_inputs`` (a dict of keyword arguments, a tuple or one tensor; the global batch).
+        """Capture ``model`` on ``example_inputs`` (a dict of keyword arguments, a tuple or one tensor; the global
+        batch).
 
         Raises CaptureError where the model's control flow depends on tensor values, naming the user's line, and
         InputError where the inputs do not fit the model's forward.
@@ -112,9 +113,7 @@ class FlatInputs:
     @property
     def tensor_names(self) -> tuple[str, ...]:
         """How a person would write the place of every tensor leaf."""
-        return tuple(
-            name for name, leaf in zip(self.names, self.leaves, strict=True) if isinstance(leaf, torch.Tensor)
-        )
+        return tuple(name for name, leaf in zip(self.names, self.leaves, strict=True) if isinstance(leaf, torch.Tensor))
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -313,7 +312,9 @@ def _merge_tied(graph: fx.GraphModule, model: nn.Module) -> None:
         dropped.add(name)
         node.replace_all_uses_with(nodes[keeper])
         graph.graph.erase_node(node)
-        gradients[keeper] = _added(graph, output, gradients.get(keeper), gradients.pop(name, None), nodes[keeper])
+        total = _added(graph, output, gradients.get(keeper), gradients.pop(name, None), nodes[keeper])
+        if total is not None:
+            gradients[keeper] = total
     values = [
         gradients.get(port.name) if port.kind == "grad" and port.name in identity else value
         for port, value in zip(found.outputs, output.args[0], strict=True)  # type: ignore[arg-type]

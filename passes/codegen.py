@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -143,5 +142,3 @@ _BINDERS: dict[Any, Callable[[Codegen, _Writer, fx.Node], fx.Node]] = {
     c.shard: _bind_shard,
     c.local_index: _bind_local_index,
 }
-
-

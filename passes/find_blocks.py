@@ -41,7 +41,7 @@ class FindBlocks:
         blocks = np.searchsorted(np.array(cuts), np.arange(len(forward)), side="right") if cuts else [0] * len(forward)
         for node, block in zip(forward, blocks, strict=True):
             source = node.args[0] if is_getitem(node) else node
-            own = facts(source).block if is_getitem(node) else int(block)  # type: ignore[arg-type]
+            own = facts(source).block if is_getitem(node) else int(block)
             set_facts(node, facts(node).having(block=own))
         _place_backward(graph)
         return graph
@@ -214,9 +214,7 @@ def _align(crossing: np.ndarray, start: int, end: int, period: int) -> tuple[int
     return best[2], best[3]
 
 
-def _irregular_cuts(
-    forward: list[fx.Node], crossing: np.ndarray, start: int, end: int, least_length: int
-) -> list[int]:
+def _irregular_cuts(forward: list[fx.Node], crossing: np.ndarray, start: int, end: int, least_length: int) -> list[int]:
     """Cut a part that does not repeat where a narrow cut exists, into pieces about as long as a layer."""
     cuts: list[int] = []
     edge = start
@@ -242,7 +240,7 @@ def _place_backward(graph: fx.GraphModule) -> None:
         sources = [facts(n).block for n in input_nodes(node) if n.op == "call_function"]
         accumulates = str(node.target).startswith("aten.add.Tensor") and not facts(node).module
         if is_getitem(node):
-            block = facts(node.args[0]).block  # type: ignore[arg-type]
+            block = facts(node.args[0]).block
         elif number in block_of and not accumulates:
             block = block_of[number]
         else:

@@ -8,6 +8,8 @@ from typing import Protocol
 
 from torch import fx, nn
 
+from galvatron_fx.ir.verifier import verify
+from passes.annotate_costs import AnnotateCosts
 from passes.capture import Capture, ExampleInputs
 from passes.decompose import Decompose
 from passes.find_blocks import FindBlocks
@@ -24,7 +26,15 @@ class GraphPass(Protocol):
         ...
 
 
-PASSES: tuple[GraphPass, ...] = (FunctionalRandom(), FoldCausalMasks(), Decompose(), FindBlocks(), MergeDuplicates())
+# Each pass with the stage that the graph is in after it.
+PASSES: tuple[tuple[GraphPass, str], ...] = (
+    (FunctionalRandom(), "captured"),
+    (FoldCausalMasks(), "captured"),
+    (Decompose(), "captured"),
+    (FindBlocks(), "blocked"),
+    (MergeDuplicates(), "blocked"),
+    (AnnotateCosts(), "annotated"),
+)
 
 
 @dataclass(frozen=True)
@@ -32,17 +42,18 @@ class Frontend:
     """Capture a model and prepare its graph for pricing and sharding; ``on_pass(name, graph)`` sees every stage."""
 
     on_pass: Callable[[str, fx.GraphModule], None] | None = None
-    passes: tuple[GraphPass, ...] = PASSES
+    passes: tuple[tuple[GraphPass, str], ...] = PASSES
 
     def run(self, model: nn.Module, example_inputs: ExampleInputs) -> fx.GraphModule:
         """Return the blocked joint graph. Raises what :class:`passes.capture.Capture` raises."""
         graph = Capture().run(model, example_inputs)
-        self._show("capture", graph)
-        for step in self.passes:
+        self._done("Capture", "captured", graph)
+        for step, stage in self.passes:
             graph = step.run(graph)
-            self._show(type(step).__name__, graph)
+            self._done(type(step).__name__, stage, graph)
         return graph
 
-    def _show(self, name: str, graph: fx.GraphModule) -> None:
+    def _done(self, name: str, stage: str, graph: fx.GraphModule) -> None:
+        verify(graph, stage, name)
         if self.on_pass is not None:
             self.on_pass(name, graph)

@@ -103,7 +103,7 @@ class _Lowering:
         source, index = node.args
         new_source = self._new[source]  # type: ignore[index]
         if isinstance(new_source, list):
-            self._new[node] = new_source[index]
+            self._new[node] = new_source[int(index)]  # type: ignore[arg-type]
             return
         new = self.graph.node_copy(node, lambda n: self._new[n])
         self._copy_facts(node, new, (facts(new_source).specs[index],))  # type: ignore[index]
@@ -133,7 +133,9 @@ class _Lowering:
         wanted = self.sharding.outputs
         values = []
         for value, want in zip(node.args[0], wanted, strict=True):  # type: ignore[arg-type]
-            values.append(self._redistributed(value, want, facts(value)) if isinstance(value, fx.Node) else None)
+            values.append(
+                self._redistributed(value, want, facts(value)) if isinstance(value, fx.Node) and want else None
+            )
         new = self.graph.output(tuple(values))
         new.meta = dict(node.meta)
 
@@ -178,9 +180,7 @@ class _Lowering:
 def _localized(spec: TensorSpec | None, placement: Placement, degree: int) -> TensorSpec | None:
     if spec is None:
         return None
-    return TensorSpec(
-        local_shape(placement, spec.shape, degree), spec.dtype, _scaled(spec, placement, 1, degree)
-    )
+    return TensorSpec(local_shape(placement, spec.shape, degree), spec.dtype, _scaled(spec, placement, 1, degree))
 
 
 def _whole(spec: TensorSpec, placement: Shard, degree: int) -> TensorSpec:

@@ -9,11 +9,12 @@ from typing import Any
 from torch import fx
 
 from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.layout import Layout, layout
 from galvatron_fx.ir.placement import Placement
 from galvatron_fx.ir.strategy import Strategy
+from galvatron_fx.ir.verifier import verify
 from passes.partition import Halves, Partition
 from passes.place_recompute import PlaceRecompute
-from galvatron_fx.ir.layout import Layout, layout
 from passes.shard_graph import ShardGraph
 
 
@@ -30,7 +31,8 @@ class Lowered:
 class Lower:
     """Apply a strategy per block: shard, insert collectives, place recomputation, split forward from backward.
 
-    ``fixed``: placements of parameters that exist already; ``cache``: solutions of blocks; ``on_pass`` sees every stage.
+    ``fixed``: placements of parameters that exist already; ``cache``: solutions of blocks; ``on_pass`` sees every
+    stage.
     """
 
     strategies: Sequence[Strategy]
@@ -43,11 +45,12 @@ class Lower:
         """Return the lowered program; ``graph`` stays as it is."""
         sharding = ShardGraph(self.strategies, self.cluster.axes, self.cluster.device, self.cache, self.fixed)
         sharded = sharding.run(graph)
-        self._show("ShardGraph", sharded)
+        self._done("ShardGraph", sharded)
         joint = PlaceRecompute(self.strategies).run(sharded)
-        self._show("PlaceRecompute", joint)
+        self._done("PlaceRecompute", joint)
         return Lowered(joint, Partition().run(joint), layout(sharded))
 
-    def _show(self, name: str, graph: fx.GraphModule) -> None:
+    def _done(self, name: str, graph: fx.GraphModule) -> None:
+        verify(graph, "lowered", name)
         if self.on_pass is not None:
             self.on_pass(name, graph)

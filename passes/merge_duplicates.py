@@ -16,7 +16,8 @@ from passes.clean_graph import eliminate_dead_code
 class MergeDuplicates:
     """Merge operators with equal arguments in one block and phase.
 
-    Three projections of one tensor each flatten it first; with one flattened tensor, a redistribution of it is needed once
+    Three projections of one tensor each flatten it first; with one flattened tensor, a redistribution of it is
+    needed once
     and shared. Merging across blocks would make equal blocks unlike, and across phases would keep values alive.
 
     Rewrite: ``a = view(x, s); b = view(x, s)`` -> ``a = view(x, s)`` for both.

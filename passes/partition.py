@@ -58,9 +58,7 @@ class Partition:
         )
 
 
-def _saved(
-    backward: list[fx.Node], gradients: list[fx.Node | None], tangents: list[fx.Node]
-) -> list[fx.Node]:
+def _saved(backward: list[fx.Node], gradients: list[fx.Node | None], tangents: list[fx.Node]) -> list[fx.Node]:
     """Forward values that backward takes, in order of first use."""
     inside = {*backward, *tangents}
     saved: dict[fx.Node, None] = {}

@@ -18,7 +18,8 @@ from passes.sharding.op_call import input_nodes
 class PlaceRecompute:
     """Copy forward operators into backward where a block's strategy says so.
 
-    Rewrite: ``h = gelu(x); ...; dx = gelu_backward(dy, x2(h))`` -> backward uses a copy ``h_again`` made right before its
+    Rewrite: ``h = gelu(x); ...; dx = gelu_backward(dy, x2(h))`` -> backward uses a copy ``h_again`` made right
+    before its
     first use there. A block with ``recompute`` keeps only what enters it and what other blocks take from it; parameters
     that were gathered for forward are gathered again unless ``keep_gathered``. Random masks are functions of a seed
     (:mod:`passes.functional_random`), so the copy draws the same ones.
@@ -101,5 +102,3 @@ def _copy(
         set_facts(copy, facts(node).having(phase="backward"))
         copies[node] = copy
     return copies[source]
-
-

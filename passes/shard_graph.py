@@ -11,15 +11,16 @@ from torch import fx
 
 from galvatron_fx.ir.annotations import ports, signature
 from galvatron_fx.ir.cluster import Axis, Device
+from galvatron_fx.ir.layout import Column, Layout, set_layout
 from galvatron_fx.ir.placement import REPLICATE, Placement
 from galvatron_fx.ir.strategy import LOWERING_ORDER, Strategy
 from passes.assign_shardings import AssignShardings
-from galvatron_fx.ir.layout import Column, Layout, set_layout
 from passes.insert_collectives import InsertCollectives
-from passes.sharding.prices import Prices
 from passes.shard_parameters import ShardParameters
 from passes.sharding.local_args import lowered_target
+from passes.sharding.prices import Prices
 from passes.sharding.roles import BATCH_ROLES, RoleRules
+
 
 @dataclass(frozen=True)
 class ShardGraph:
@@ -27,8 +28,8 @@ class ShardGraph:
 
     ``strategies``: one per block; ``axes``: the prime axes, outermost first; ``device``: whose speeds the choice of
     rules is priced with; ``cache``: solutions of blocks, shared between runs;
-    ``fixed``: placements of parameters, one a column, that are decided already (a second graph of the same model). Batch roles are lowered first, then sequence, then
-    tensor, so that inner choices see the sizes that are left.
+    ``fixed``: placements of parameters, one a column, that are decided already (a second graph of the same model).
+    Batch roles are lowered first, then sequence, then tensor, so that inner choices see the sizes that are left.
     """
 
     strategies: Sequence[Strategy]
@@ -85,16 +86,14 @@ def _left(batch: int, role: RoleRules) -> int:
 def merge_axes(strategies: Sequence[Strategy], axes: Sequence[Axis]) -> tuple[Column, ...]:
     """Group the axes whose roles agree in every block, in the order of the lowering mesh.
 
-    Batch axes come last in it: a parameter is split by tensor axes first, and each part among the ranks of zero axes. They are
-    lowered first, though, as the choices of the others depend on the batch that is left.
+    Batch axes come last in it: a parameter is split by tensor axes first, and each part among the ranks of zero
+    axes. They are lowered first, though, as the choices of the others depend on the batch that is left.
     """
     groups: dict[tuple[str, ...], list[int]] = {}
     for i, axis in enumerate(axes):
         if axis.size > 1:
             groups.setdefault(tuple(strategy.roles[i] for strategy in strategies), []).append(i)
-    columns = [
-        Column(tuple(members), roles, prod(axes[i].size for i in members)) for roles, members in groups.items()
-    ]
+    columns = [Column(tuple(members), roles, prod(axes[i].size for i in members)) for roles, members in groups.items()]
     return tuple(sorted(columns, key=lambda c: (c.main_role in BATCH_ROLES, *_lowering_rank(c))))
 
 

@@ -17,8 +17,8 @@ from galvatron_fx.ir.placement import REPLICATE, Partial, Placement, Shard, fits
 class ShardParameters:
     """Split the parameters of blocks whose columns play ``zero`` (Rajbhandari et al. 2020, ZeRO stage 3).
 
-    Runs after all columns are lowered, so that a parameter which tensor axes have split is split further inside its part.
-    A parameter none of whose dims divides stays whole, and its gradient is all-reduced.
+    Runs after all columns are lowered, so that a parameter which tensor axes have split is split further inside its
+    part. A parameter none of whose dims divides stays whole, and its gradient is all-reduced.
 
     Rewrite: ``t(w)`` ... ``grad: P`` -> ``t(all_gather(w_local))`` ... ``reduce_scatter(grad)``.
 

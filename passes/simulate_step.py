@@ -1,7 +1,7 @@
 """Predict a lowered program: time from its operators and collectives, memory from the life of every tensor.
 
-Memory is found by running the graphs on fake tensors, which have shapes, strides and storages but no data: views share storage as
-they do in a real run, so nothing is estimated but what operators allocate inside.
+Memory is found by running the graphs on fake tensors, which have shapes, strides and storages but no data: views
+share storage as they do in a real run, so nothing is estimated but what operators allocate inside.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class SimulateStep:
             cost = operator_cost(call)
             device = self.cluster.device
             free = node.target in c.RANK_LOCAL or is_free(call)
-            self._times[call] = 0.0 if free else float(op_time_s(cost, dtype_name(call), device, is_matmul(call.target)))
+            self._times[call] = (
+                0.0 if free else float(op_time_s(cost, dtype_name(call), device, is_matmul(call.target)))
+            )
         return self._times[call]
 
     def _collective_s(self, node: fx.Node, axes: Sequence[Axis]) -> float:
@@ -128,7 +130,9 @@ class _Memory:
             count = len(halves.result_ports)
             saved = list(out[count:])
             positions = {i for i, source in enumerate(halves.saved_inputs) if source is not None}
-            tangents = [torch.empty((), dtype=facts(n).spec.dtype) for n in _placeholders(halves.backward)[len(saved) :]]
+            tangents = [
+                torch.empty((), dtype=facts(n).spec.dtype) for n in _placeholders(halves.backward)[len(saved) :]
+            ]
             self._run(halves.backward, [*saved, *tangents], owned=set(range(len(saved))) - positions)
         return self._peak
 
@@ -186,13 +190,15 @@ class _Memory:
             return torch.empty_like(getattr(graph, str(node.target)), device="cpu")
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
         if node.target in c.COLLECTIVES or node.target in c.RANK_LOCAL:
-            return self._communicate(node, args[0])
+            return self._communicate(node, args[0])  # type: ignore[arg-type]
         value = node.target(*args, **kwargs)  # type: ignore[operator]
         _check(node, value)
         return value
 
     def _communicate(self, node: fx.Node, source: Tensor) -> Tensor:
-        """What a collective returns; where it moves another dim than the first, its buffer is alive for a moment too."""
+        """What a collective returns; where it moves another dim than the first, its buffer is alive for a moment
+        too.
+        """
         result = torch.empty(facts(node).spec.shape, dtype=source.dtype)
         strided = node.target in (c.all_gather, c.reduce_scatter, c.all_to_all) and node.args[1:3] != (0, 1)
         if strided:
@@ -211,7 +217,8 @@ def _check(node: fx.Node, value: Any) -> None:
     for position, (have, want) in enumerate(zip(found, said, strict=False)):
         if want is not None and have is not None and have != want:
             raise VerifierError(
-                f"node '{node.name}' ({node.target}) makes shape {have} as output {position}, its facts say {want}: the rule "
+                f"node '{node.name}' ({node.target}) makes shape {have} as output {position}, its facts say {want}: "
+                f"the rule "
                 f"that placed it, or its sizes in passes/sharding/local_args.py, is wrong"
             )
 
@@ -235,5 +242,3 @@ def _last_uses(graph: fx.GraphModule) -> dict[fx.Node, fx.Node]:
         for used in node.all_input_nodes:
             last[used] = node
     return last
-
-

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from galvatron_fx.ir.annotations import facts, ports
+from galvatron_fx.ir.annotations import ports
 from galvatron_fx.ir.cluster import Axis, Cluster
 from galvatron_fx.ir.collectives import join_runs, split_runs
+from galvatron_fx.ir.layout import layout
 from galvatron_fx.ir.placement import Placement, Shard
 from galvatron_fx.ir.strategy import Strategy
 from galvatron_fx.runtime.simulator import Simulator
@@ -19,7 +20,6 @@ from passes.find_blocks import num_blocks
 from passes.frontend import Frontend
 from passes.partition import Partition
 from passes.place_recompute import PlaceRecompute
-from galvatron_fx.ir.layout import layout
 from passes.shard_graph import ShardGraph
 
 DEVICE = Cluster.preset("8xA100-80GB").device
@@ -63,7 +63,12 @@ def collect(held: Sequence[torch.Tensor], placements: Sequence[Placement], shape
 
 
 def simulate(
-    graph: fx.GraphModule, model: nn.Module, inputs: Any, sizes: Sequence[int], strategies: Sequence[Strategy], cache: Any
+    graph: fx.GraphModule,
+    model: nn.Module,
+    inputs: Any,
+    sizes: Sequence[int],
+    strategies: Sequence[Strategy],
+    cache: Any,
 ) -> dict[str, torch.Tensor]:
     """Lower ``graph`` by a plan, run one step on all ranks, and return outputs, buffers and gradients by name."""
     sharded = ShardGraph(strategies, axes(sizes), DEVICE, cache).run(graph)
@@ -72,7 +77,10 @@ def simulate(
     halves = Partition().run(joint)
     simulator = Simulator(how.shape)
     flat = FlatInputs.of(inputs)
-    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    tensors = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
     fed = []
     for (port, _), placements in zip(ports(joint), how.inputs, strict=True):
         if port.kind == "tangent":
@@ -85,7 +93,10 @@ def simulate(
     out = simulator.run(halves.forward, fed)
     count = len(halves.result_ports)
     results, saved = out[:count], out[count:]
-    tangents = [[torch.ones_like(results[_position(halves.result_ports, p.name)][0])] * len(simulator.coordinates) for p in halves.tangent_ports]
+    tangents = [
+        [torch.ones_like(results[_position(halves.result_ports, p.name)][0])] * len(simulator.coordinates)
+        for p in halves.tangent_ports
+    ]
     gradients = simulator.run(halves.backward, [*saved, *tangents])
     named: dict[str, torch.Tensor] = {}
     pairs = [*zip(halves.result_ports, results, strict=True), *zip(halves.gradient_ports, gradients, strict=True)]

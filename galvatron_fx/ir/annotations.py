@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import sympy
 import torch
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _KEY = "galvatron"
 
-Dim = int | sympy.Expr
+Dim: TypeAlias = int | sympy.Expr
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ def set_facts(node: fx.Node, record: NodeFacts) -> None:
 class Port:
     """One input or output of the joint graph.
 
-    ``kind``: for inputs "param", "buffer", "input", "constant", "seed" or "tangent"; for outputs "output", "buffer" (an updated
-    buffer) or "grad". ``name``: the qualified name of the parameter or buffer, else the position as text.
+    ``kind``: for inputs "param", "buffer", "input", "constant", "seed" or "tangent"; for outputs "output", "buffer"
+    (an updated buffer) or "grad". ``name``: the qualified name of the parameter or buffer, else the position as text.
     """
 
     kind: str

@@ -15,7 +15,9 @@ from torch import Tensor
 
 
 def _unbound(name: str) -> RuntimeError:
-    return RuntimeError(f"{name} stands in a graph that is not bound to ranks: run passes.codegen on it, or simulate it")
+    return RuntimeError(
+        f"{name} stands in a graph that is not bound to ranks: run passes.codegen on it, or simulate it"
+    )
 
 
 def all_reduce(x: Tensor, op: str, axis: int) -> Tensor:

@@ -1,6 +1,7 @@
 """How one tensor lies on one mesh axis.
 
-The vocabulary is DTensor's, with one addition: ``Shard(dim, outer)`` splits a dim that is ``outer`` runs of equal length
+The vocabulary is DTensor's, with one addition: ``Shard(dim, outer)`` splits a dim that is ``outer`` runs of equal
+length
 inside each run (DTensor's ``_StridedShard``). ``[batch, sequence, hidden]`` split along the sequence and viewed as
 ``[batch * sequence, hidden]`` is ``Shard(0, outer=batch)``: without it, views would hide the sequence from every
 matrix multiplication.

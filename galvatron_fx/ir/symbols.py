@@ -66,9 +66,7 @@ def fit_symbols(
 def _input_sizes(shapes: Shapes, dtypes: Sequence[torch.dtype]) -> tuple[int, int]:
     """The commonest first size, and the commonest second size of inputs that may have a sequence dim."""
     firsts = Counter(shape[0] for shape in shapes if shape)
-    seconds = Counter(
-        shape[1] for shape, dtype in zip(shapes, dtypes, strict=True) if _may_have_sequence(shape, dtype)
-    )
+    seconds = Counter(shape[1] for shape, dtype in zip(shapes, dtypes, strict=True) if _may_have_sequence(shape, dtype))
     batch = firsts.most_common(1)[0][0] if firsts else 0
     return batch, (seconds.most_common(1)[0][0] if seconds else 0)
 

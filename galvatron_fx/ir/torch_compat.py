@@ -122,7 +122,9 @@ def multi_axis_rule(op: torch._ops.OpOverload) -> Callable[[OpSchema], Any] | No
 
 
 def box_arguments(graph: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
-    """Generate code for ``graph`` that takes its arguments in one list and empties it, so that they can be freed early."""
+    """Generate code for ``graph`` that takes its arguments in one list and empties it, so that they can be freed
+    early.
+    """
     graph.graph.set_codegen(_BoxedCodeGen())
     graph.recompile()
     forward: Callable[[list[Any]], Sequence[Any]] = graph.forward

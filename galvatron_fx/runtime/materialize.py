@@ -21,8 +21,8 @@ def materialize(
 
     Tied parameters are one tensor under several names. A model on the meta device is initialised module by module with
     its own ``reset_parameters`` or ``_init_weights``, each module from a seed of its own, so that every mesh, one
-    device included, gets the same weights, and no rank ever holds more than one whole module. Raises InputError naming the
-    module that has parameters on the meta device but no initialisation.
+    device included, gets the same weights, and no rank ever holds more than one whole module. Raises InputError
+    naming the module that has parameters on the meta device but no initialisation.
     """
     by_identity: dict[int, Tensor] = {}
     names = list(model.named_parameters(remove_duplicate=False))

@@ -14,6 +14,7 @@ from galvatron_fx.errors import InputError
 from galvatron_fx.ir.annotations import Port
 from galvatron_fx.ir.placement import Placement, Shard, to_dtensor
 from galvatron_fx.ir.plan import Plan
+from galvatron_fx.ir.printer import readable
 from galvatron_fx.ir.torch_compat import pytree
 from galvatron_fx.runtime.program import Program
 from passes.capture import FlatInputs
@@ -91,9 +92,7 @@ class DistributedGraphModule(nn.Module):
 
     def print_readable(self, print_output: bool = True) -> str:
         """Return (and print) the lowered program as Python."""
-        text = "\n".join(
-            graph.print_readable(print_output=False) for graph in (self.forward_graph, self.backward_graph)
-        )
+        text = "\n".join(readable(graph) for graph in (self.forward_graph, self.backward_graph))
         if print_output:
             print(text)
         return text
@@ -192,14 +191,16 @@ class DistributedGraphModule(nn.Module):
     def _shown(self, value: Tensor, placements: tuple[Placement | None, ...]) -> Tensor:
         if not any(isinstance(p, Shard) for p in placements):
             return value
-        return DTensor.from_local(value, self.mesh, [to_dtensor(p) for p in placements if p is not None], run_check=False)
+        return DTensor.from_local(
+            value, self.mesh, [to_dtensor(p) for p in placements if p is not None], run_check=False
+        )
 
 
 class _Step(torch.autograd.Function):
     """Forward and backward graph as one autograd node, for callers of ``loss.backward()``."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, module: DistributedGraphModule, program: Program, flat: FlatInputs, *parameters: Tensor
     ) -> tuple[Any, ...]:
         results, ctx.saved = module._run_forward(program, flat)
@@ -218,7 +219,7 @@ class _Step(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, *tangents: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *tangents: Tensor) -> tuple[Any, ...]:
         if ctx.saved is None:
             raise InputError("backward() ran twice on one forward: run forward again")
         program: Program = ctx.program

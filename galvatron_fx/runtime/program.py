@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, fx
 
 from galvatron_fx.ir.annotations import Port, Signature
+from galvatron_fx.ir.layout import Layout
 from galvatron_fx.ir.placement import Placement
 from galvatron_fx.ir.torch_compat import box_arguments
 from passes.partition import Halves
-from galvatron_fx.ir.layout import Layout
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
@@ -49,7 +49,8 @@ class Program:
         copies: dict[fx.Node, fx.Node] = {}
         graph.graph_copy(self.halves.forward.graph, copies)
         output = self.halves.forward.graph.output_node()
-        kept = [copies[n] if isinstance(n, fx.Node) else n for n in output.args[0][:count]]  # type: ignore[index]
+        results: list[Any] = list(output.args[0])[:count]  # type: ignore[arg-type]
+        kept = [copies[n] if isinstance(n, fx.Node) else n for n in results]
         graph.output(tuple(kept))
         module = fx.GraphModule(self.halves.forward, graph, class_name="Inference")
         module.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
@@ -65,7 +66,9 @@ class Program:
         return self.layout.outputs[self.signature.outputs.index(port)]
 
     def tangents(self, results: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients of the loss with respect to the differentiable outputs: one for the loss, zero for other scalars."""
+        """Gradients of the loss with respect to the differentiable outputs: one for the loss, zero for other
+        scalars.
+        """
         outputs = {p.name: i for i, p in enumerate(self.halves.result_ports) if p.kind == "output"}
         made = []
         for port in self.halves.tangent_ports:

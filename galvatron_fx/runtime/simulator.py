@@ -25,8 +25,8 @@ _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 class Simulator:
     """Executes one graph on ``shape`` ranks: every value is a list with one tensor a rank (row-major ranks).
 
-    It is the reference for what the collectives mean: the tests compare generated code with it, and whole models with one
-    device. It runs no process and no communication library.
+    It is the reference for what the collectives mean: the tests compare generated code with it, and whole models
+    with one device. It runs no process and no communication library.
     """
 
     shape: tuple[int, ...]
@@ -81,19 +81,19 @@ class Simulator:
 
     def _group_result(self, node: fx.Node, local: list[Tensor]) -> list[Tensor]:
         parts = len(local)
-        rest = node.args[1:-1]
+        rest: Any = node.args[1:-1]
         if node.target is c.all_reduce:
             return [_reduced(local, str(rest[0]))] * parts
         if node.target is c.all_gather:
-            return [c.join_runs(local, *rest)] * parts  # type: ignore[arg-type]
+            return [c.join_runs(local, *rest)] * parts
         if node.target is c.reduce_scatter:
-            return c.split_runs(_reduced(local, str(rest[0])), *rest[1:], parts)  # type: ignore[arg-type]
+            return c.split_runs(_reduced(local, str(rest[0])), *rest[1:], parts)
         if node.target is c.all_to_all:
-            whole = c.join_runs(local, *rest[:2])  # type: ignore[arg-type]
-            return c.split_runs(whole, *rest[2:], parts)  # type: ignore[arg-type]
+            whole = c.join_runs(local, *rest[:2])
+            return c.split_runs(whole, *rest[2:], parts)
         if node.target is c.shard:
-            return [c.take_run(x, *rest, parts, part) for part, x in enumerate(local)]  # type: ignore[arg-type]
-        return [x - part * rest[0] for part, x in enumerate(local)]  # type: ignore[operator]
+            return [c.take_run(x, *rest, parts, part) for part, x in enumerate(local)]
+        return [x - part * rest[0] for part, x in enumerate(local)]
 
 
 def _reduced(terms: list[Tensor], op: str) -> Tensor:

@@ -1,6 +1,7 @@
 """Time and memory of one block under every strategy, from one solved sharding a role and degree.
 
-The intra-block solver runs once for every distinct block, role and degree. A strategy gives several axes to several roles; its price
+The intra-block solver runs once for every distinct block, role and degree. A strategy gives several axes to several
+roles; its price
 composes their solutions: an operator's work is divided by the degree of every role that splits it, and a
 redistribution moves what the other roles left of the tensor. All strategies of a block are priced at once, as arrays.
 """
@@ -120,9 +121,7 @@ class BlockPricer:
                     times["gather"] += time
         return times
 
-    def _redistributions(
-        self, sharding: AxisSharding
-    ) -> list[tuple[fx.Node, Placement, str, Placement]]:
+    def _redistributions(self, sharding: AxisSharding) -> list[tuple[fx.Node, Placement, str, Placement]]:
         """(value, wanted placement, phase, placement it has), each once, as the lowering makes them."""
         made: dict[tuple[fx.Node, Placement], tuple[fx.Node, Placement, str, Placement]] = {}
         for node in self._nodes:
@@ -189,7 +188,9 @@ class BlockPricer:
                     root = _root(source)
                     saved[root, wants] = facts(root).spec.size_bytes * view.part_for(wants)
         entries = {
-            key: size for key, size in saved.items() if key[0].op != "call_function" or max(facts(key[0]).block, 0) != self.index
+            key: size
+            for key, size in saved.items()
+            if key[0].op != "call_function" or max(facts(key[0]).block, 0) != self.index
         }
         return sum(saved.values()), sum(entries.values()), sum(gathered.values())
 

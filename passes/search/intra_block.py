@@ -1,7 +1,9 @@
 """The exact search inside a block: one rule per operator on one mesh axis, at the least total time.
 
-An integer linear program, solved by HiGHS through scipy. For every operator ``v`` and rule ``r`` a binary ``x[v,r]``; for
-every use ``e`` of a value ``u`` by an operator ``v``, ``g[e,q,p]`` says that ``u`` is produced in placement ``q`` and taken in
+An integer linear program, solved by HiGHS through scipy. For every operator ``v`` and rule ``r`` a binary
+``x[v,r]``; for
+every use ``e`` of a value ``u`` by an operator ``v``, ``g[e,q,p]`` says that ``u`` is produced in placement ``q``
+and taken in
 ``p``; and ``f[u,q,p]`` that the change from ``q`` to ``p`` is made at all:
 
     minimise    sum work[v,r] x[v,r]  +  sum redistribute[u,q,p] f[u,q,p]
@@ -10,8 +12,8 @@ every use ``e`` of a value ``u`` by an operator ``v``, ``g[e,q,p]`` says that ``
                 sum_q g[e,q,p] = sum_{r takes e as p} x[v,r]       and gets the one that is taken
                 g[e,q,p] <= f[u,q,p]                               a change is paid once, however many uses share it
 
-Changes without meaning have no ``g``. Tying every use to both of its ends keeps the linear relaxation close to the integers:
-with ``f`` alone, one block of Swin took 35 s instead of 0.2 s.
+Changes without meaning have no ``g``. Tying every use to both of its ends keeps the linear relaxation close to the
+integers: with ``f`` alone, one block of Swin took 35 s instead of 0.2 s.
 (Zheng et al. 2022, Alpa, section 4, and PyTorch's AutoParallel solve programs of this kind over whole graphs.)
 """
 

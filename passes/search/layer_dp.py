@@ -1,9 +1,10 @@
 """The exact search between blocks: a strategy for each block, the fastest chain that fits a memory budget.
 
 Dynamic programming whose state is, for every strategy of the current block, the set of Pareto-optimal (time, memory)
-pairs of the chains that end in it; memory is counted in bytes, not in bins. A label is dropped when it is dominated, when no
-completion fits the budget, or when its best completion cannot beat a known solution. The last bound is Lagrangian: with a
-price of ``price_s_per_byte`` on memory, every completion that fits takes at least
+pairs of the chains that end in it; memory is counted in bytes, not in bins. A label is dropped when it is dominated,
+when no
+completion fits the budget, or when its best completion cannot beat a known solution. The last bound is Lagrangian:
+with a price of ``price_s_per_byte`` on memory, every completion that fits takes at least
 
     time + price * memory + to_go(price) - price * budget,
 
@@ -14,6 +15,7 @@ constrained shortest paths). So labels stay few and the answer stays exact.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -65,8 +67,8 @@ def solve_layers(
     """Choose a strategy for every layer: the least total time whose total memory is within the budget.
 
     ``time_s[L, S]`` and ``memory_bytes[L, S]``: of layer l in strategy s (``inf`` where it cannot be);
-    ``transition_s[L-1, S, S]``: of going from one strategy to the next layer's; ``budget_bytes``: for the sum of memory.
-    Returns (strategy per layer, total seconds, total bytes), the exact optimum.
+    ``transition_s[L-1, S, S]``: of going from one strategy to the next layer's; ``budget_bytes``: for the sum of
+    memory. Returns (strategy per layer, total seconds, total bytes), the exact optimum.
 
     Raises BudgetError with ``least_bytes`` where nothing fits, and InputError for arrays that do not match.
     """
@@ -127,7 +129,9 @@ def _fastest(chain: _Chain) -> tuple[list[int], float, float]:
 def _at_price(chain: _Chain, price: float) -> tuple[list[int], float, float]:
     """The cheapest chain at a price, where infinite memory at price zero must not become NaN."""
     if price == 0.0:
-        safe = _Chain(chain.time, np.where(np.isfinite(chain.memory), chain.memory, 0.0), chain.transition, chain.budget)
+        safe = _Chain(
+            chain.time, np.where(np.isfinite(chain.memory), chain.memory, 0.0), chain.transition, chain.budget
+        )
         picks, _, _ = safe.cheapest(0.0)
         return picks, *chain.measure(picks)
     return chain.cheapest(price)
@@ -147,9 +151,11 @@ def _least_memory(chain: _Chain) -> list[int]:
 def _labels(chain: _Chain, incumbent: list[int], price: float) -> list[int]:
     """Extend Pareto-optimal labels block by block; returns the picks of the best chain."""
     best_time, _ = chain.measure(incumbent)
-    time_to_go = chain.to_go(0.0) if np.isfinite(chain.memory).all() else _Chain(
-        chain.time, np.zeros_like(chain.memory), chain.transition, chain.budget
-    ).to_go(0.0)
+    time_to_go = (
+        chain.to_go(0.0)
+        if np.isfinite(chain.memory).all()
+        else _Chain(chain.time, np.zeros_like(chain.memory), chain.transition, chain.budget).to_go(0.0)
+    )
     memory_to_go = _Chain(
         chain.memory, chain.memory, np.where(np.isfinite(chain.transition), 0.0, np.inf), chain.budget
     ).to_go(0.0)
@@ -188,10 +194,10 @@ def _pareto(where: NDArray[np.int64], time: Floats, memory: Floats) -> NDArray[n
     """Positions of the labels that no other label of the same strategy dominates, in a fixed order."""
     order = np.lexsort((memory, time, where))
     sorted_where, sorted_memory = where[order], memory[order]
-    starts = np.flatnonzero(np.concatenate(([True], sorted_where[1:] != sorted_where[:-1]))) if len(order) else []
+    changes = np.flatnonzero(sorted_where[1:] != sorted_where[:-1]) + 1
     keep = np.zeros(len(order), dtype=bool)
-    bounds = [*starts, len(order)]
-    for low, high in zip(bounds[:-1], bounds[1:], strict=True):
+    bounds = [0, *changes, len(order)] if len(order) else []
+    for low, high in pairwise(bounds):
         least = np.minimum.accumulate(sorted_memory[low:high])
         keep[low] = True
         keep[low + 1 : high] = sorted_memory[low + 1 : high] < least[:-1]

@@ -25,7 +25,7 @@ from passes.lower import Lower
 from passes.search.block_prices import BlockPrice, BlockPricer
 from passes.search.layer_dp import solve_layers
 from passes.sharding.prices import Prices
-from passes.sharding.roles import RoleRules
+from passes.sharding.roles import BATCH_ROLES, RoleRules
 from passes.simulate_step import SimulateStep, StepReport
 
 Floats = NDArray[np.float64]
@@ -82,7 +82,13 @@ def search_plan(graph: fx.GraphModule, cluster: Cluster, options: SearchOptions)
 def _priced(graph: fx.GraphModule, cluster: Cluster, options: SearchOptions) -> _Chain:
     marks = fingerprints(graph)
     first = {mark: marks.index(mark) for mark in marks}
-    strategies = candidates(cluster, options)
+    batch = _batch(graph)
+    strategies = tuple(s for s in candidates(cluster, options) if batch_ranks(s, cluster.shape) <= batch)
+    if not strategies:
+        raise PlanError(
+            f"roles {', '.join(options.roles)} can only split the batch, and a batch of {batch} is too small for "
+            f"{cluster.num_devices} devices: give a larger batch, or allow tensor or sequence roles"
+        )
     solutions = _solutions(graph, cluster, strategies, frozenset(first.values()))
     prices: dict[str, list[BlockPrice]] = {}
     for mark, index in first.items():
@@ -110,12 +116,7 @@ def candidates(cluster: Cluster, options: SearchOptions) -> tuple[Strategy, ...]
     sizes = len(cluster.axes) if axes else 0
     tables = []
     for roles in product(range(len(options.roles)), repeat=sizes):
-        twins = (
-            (i, j)
-            for i in range(sizes)
-            for j in range(i + 1, sizes)
-            if _speed(cluster, i) == _speed(cluster, j)
-        )
+        twins = ((i, j) for i in range(sizes) for j in range(i + 1, sizes) if _speed(cluster, i) == _speed(cluster, j))
         if all(roles[i] <= roles[j] for i, j in twins):
             tables.append(tuple(options.roles[r] for r in roles))
     if not axes:
@@ -130,6 +131,17 @@ def candidates(cluster: Cluster, options: SearchOptions) -> tuple[Strategy, ...]
     return tuple(found)
 
 
+def _batch(graph: fx.GraphModule) -> int:
+    symbols = graph.meta.get("symbols")
+    return symbols.batch if symbols else 1
+
+
+def batch_ranks(strategy: Strategy, axis_sizes: Sequence[int]) -> int:
+    """Ranks among which a strategy splits the batch."""
+    sizes = [size for size in axis_sizes if size > 1] if len(strategy.roles) != len(axis_sizes) else axis_sizes
+    return prod(size for role, size in zip(strategy.roles, sizes, strict=True) if role in BATCH_ROLES)
+
+
 def _speed(cluster: Cluster, index: int) -> tuple[int, float, float]:
     axis = cluster.axes[index]
     return axis.size, axis.latency_s, axis.bandwidth_bytes_per_s
@@ -140,8 +152,7 @@ def _solutions(
 ) -> dict[tuple[str, int], Any]:
     """The intra-block solution of every role and degree that a strategy uses, for the distinct blocks."""
     found: dict[tuple[str, int], Any] = {}
-    symbols = graph.meta.get("symbols")
-    batch = symbols.batch if symbols else 1
+    batch = _batch(graph)
     count = 1 + max(facts(n).block for n in graph.graph.nodes if n.op == "call_function")
     for strategy in strategies:
         for group in strategy.groups(cluster.shape):
@@ -172,7 +183,9 @@ _SPLIT = {"data": "batch", "zero": "batch", "tensor": "", "tensor_sequence": "se
 
 
 def _transition(strategies: Sequence[Strategy], cluster: Cluster) -> Any:
-    """A function from boundary bytes to the [S, S] seconds of passing them on, forward and (backwards) their gradient."""
+    """A function from boundary bytes to the [S, S] seconds of passing them on, forward and (backwards) their
+    gradient.
+    """
 
     def change_s(have: Strategy, want: Strategy, size: float) -> float:
         total = 0.0
@@ -190,9 +203,7 @@ def _transition(strategies: Sequence[Strategy], cluster: Cluster) -> Any:
 
     def matrix(size: int) -> Floats:
         there = {(a, b): change_s(Strategy(a), Strategy(b), float(size)) for a, b in pairs}
-        return np.array(
-            [[there[a.roles, b.roles] + there[b.roles, a.roles] for b in strategies] for a in strategies]
-        )
+        return np.array([[there[a.roles, b.roles] + there[b.roles, a.roles] for b in strategies] for a in strategies])
 
     known: dict[int, Floats] = {}
 
@@ -219,7 +230,9 @@ def _allowed(
             raise PlanError(f"constraint on module {name!r}: the model has no such module that computes anything")
         fits = np.array([_matches(s, wanted) for s in strategies])
         if not fits.any():
-            raise PlanError(f"constraint {wanted} on module {name!r}: no searched strategy is like it; check roles and axes")
+            raise PlanError(
+                f"constraint {wanted} on module {name!r}: no searched strategy is like it; check roles and axes"
+            )
         for block in members:
             allowed[block] &= fits
             if not allowed[block].any():
@@ -344,5 +357,3 @@ class _Finisher:
             least_bytes=report.peak_memory_bytes,
             plan=plan,
         )
-
-

@@ -1,7 +1,7 @@
 """Local programs for operators whose sharded form is not the operator itself: vocabulary-parallel lookups and losses.
 
-Each builder writes nodes into the new graph with an :class:`Emitter` and returns the nodes of the outputs. Source of the
-vocabulary-parallel loss: Shoeybi et al. 2019 (Megatron-LM), section 3.
+Each builder writes nodes into the new graph with an :class:`Emitter` and returns the nodes of the outputs. Source of
+the vocabulary-parallel loss: Shoeybi et al. 2019 (Megatron-LM), section 3.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def vocabulary_embedding(
 def vocabulary_embedding_backward(
     e: Emitter, node: fx.Node, inputs: list[fx.Node], outputs: tuple[TensorSpec | None, ...]
 ) -> Outputs:
-    """Gradient of this rank's rows: indices of other ranks, and the padding index, go to one extra row cut off again."""
+    """Gradient of this rank's rows: indices of other ranks, and the padding index, go to one extra row cut off
+    again.
+    """
     gradient, index = inputs
     out = outputs[0]
     assert out is not None
@@ -107,7 +109,9 @@ def vocabulary_embedding_backward(
 def vocabulary_log_softmax(
     e: Emitter, node: fx.Node, inputs: list[fx.Node], outputs: tuple[TensorSpec | None, ...]
 ) -> Outputs:
-    """log_softmax over a sharded dim: the maximum and the sum of exponentials are all-reduced, the scores never move."""
+    """log_softmax over a sharded dim: the maximum and the sum of exponentials are all-reduced, the scores never
+    move.
+    """
     (scores,) = inputs
     out = outputs[0]
     assert out is not None

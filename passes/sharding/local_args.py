@@ -34,9 +34,7 @@ _OUTPUT_SHAPE_AT: dict[Any, int] = {
 }
 
 
-def localize_args(
-    target: Any, args: tuple[Any, ...], outputs: tuple[TensorSpec | None, ...]
-) -> tuple[Any, ...]:
+def localize_args(target: Any, args: tuple[Any, ...], outputs: tuple[TensorSpec | None, ...]) -> tuple[Any, ...]:
     """Return ``args`` with global sizes replaced by those of the local ``outputs``."""
     args = tuple(args)
     position = _OUTPUT_SHAPE_AT.get(target, -1)

@@ -139,7 +139,9 @@ def _mask_shard(mask: tuple[int, ...], ndim: int, dim: int) -> Placement:
 
 @register_rule(aten.embedding.default)
 def _embedding(call: OpCall, degree: int) -> list[OpRule]:
-    """weight [vocabulary, hidden], ids [...]: split ids, hidden, or the vocabulary (each rank looks up its own rows)."""
+    """weight [vocabulary, hidden], ids [...]: split ids, hidden, or the vocabulary (each rank looks up its own
+    rows).
+    """
     ids = call.inputs[1].shape
     rules = [OpRule((Shard(dim),), (REPLICATE, Shard(dim))) for dim in range(len(ids))]
     rules.append(OpRule((Shard(len(ids)),), (Shard(1), REPLICATE)))
@@ -209,7 +211,9 @@ def _nll_loss_backward(call: OpCall, degree: int) -> list[OpRule]:
 
 @register_rule(aten.convolution.default)
 def _convolution(call: OpCall, degree: int) -> list[OpRule]:
-    """input [batch, in, ...], weight [out, in, ...], (bias [out]): split the batch, or, ungrouped, either kind of channels."""
+    """input [batch, in, ...], weight [out, in, ...], (bias [out]): split the batch, or, ungrouped, either kind of
+    channels.
+    """
     transposed, groups = bool(call.args[6]), call.args[8]
     bias: tuple[Placement, ...] = (REPLICATE,) if len(call.inputs) > 2 else ()
     rules = [OpRule((Shard(0),), (Shard(0), REPLICATE, *bias))]

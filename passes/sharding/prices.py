@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 from cost_models.collectives import collective_s
 from cost_models.ops import OpCost, TensorFacts, is_matmul, op_cost, op_time_s
@@ -98,7 +98,7 @@ def is_free(call: OpCall) -> bool:
     return not cost.flops and not cost.read_bytes and not cost.written_bytes
 
 
-@lru_cache(maxsize=None)
+@cache
 def operator_cost(call: OpCall) -> OpCost:
     """The whole operator's cost at its concrete sizes."""
 

@@ -78,15 +78,17 @@ class RoleRules:
     def may_change_parameter(self, spec: TensorSpec, have: Placement, want: Placement) -> bool:
         """Whether a parameter, or what is made of parameters alone, may be redistributed so while its block runs.
 
-        Tensor roles compute with the parts of weights as they lie (gathering them is what ``zero`` does); the sequence role
-        computes with whole parameters.
+        Tensor roles compute with the parts of weights as they lie (gathering them is what ``zero`` does); the
+        sequence role computes with whole parameters.
         """
         if self.role == "sequence":
             return not isinstance(want, Shard)
         return not (isinstance(have, Shard) and len(spec.shape) >= 2)
 
     def leaves_terms(self) -> bool:
-        """Whether gradients leave the axis as terms of a sum, for :mod:`passes.shard_parameters` to reduce and scatter."""
+        """Whether gradients leave the axis as terms of a sum, for :mod:`passes.shard_parameters` to reduce and
+        scatter.
+        """
         return self.role == "zero"
 
     def boundary(self, spec: TensorSpec) -> Placement:

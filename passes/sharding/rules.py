@@ -9,12 +9,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from galvatron_fx.ir import torch_compat as compat
 from galvatron_fx.ir.annotations import TensorSpec
 from galvatron_fx.ir.placement import REPLICATE, Partial, Placement, Replicate, Shard, fits
 from galvatron_fx.ir.torch_compat import (
@@ -27,7 +28,6 @@ from galvatron_fx.ir.torch_compat import (
     multi_axis_rule,
     single_axis_rule,
 )
-from galvatron_fx.ir import torch_compat as compat
 from passes.sharding.op_call import OpCall
 
 
@@ -36,7 +36,8 @@ class OpRule:
     """One way to run an operator on one axis.
 
     ``outputs``: placement of every output (REPLICATE for an absent one); ``inputs``: of every tensor input;
-    ``expansion``: the name of the local program in :mod:`passes.sharding.expansions` where it is not the operator itself.
+    ``expansion``: the name of the local program in :mod:`passes.sharding.expansions` where it is not the operator
+    itself.
     """
 
     outputs: tuple[Placement, ...]
@@ -78,13 +79,11 @@ def has_rule(target: Any) -> bool:
     return target in _OWN or single_axis_rule(target) is not None or multi_axis_rule(target) is not None
 
 
-@lru_cache(maxsize=None)
+@cache
 def op_rules(call: OpCall, degree: int) -> tuple[OpRule, ...]:
     """List the ways to run ``call`` on an axis of ``degree`` ranks with unstrided shards, the replicated one first."""
-    if call.target in _OWN:
-        found = _OWN[call.target](call, degree)
-    else:
-        found = _single_axis(call) or _multi_axis(call, degree)
+    own = _OWN.get(call.target)
+    found = own(call, degree) if own else _single_axis(call) or _multi_axis(call, degree)
     rules = dict.fromkeys([replicate_rule(call), *found])
     return tuple(rule for rule in rules if _valid(rule, call, degree))
 
@@ -189,7 +188,7 @@ def _from_torch(item: Any) -> Placement | None:
     return None
 
 
-@lru_cache(maxsize=None)
+@cache
 def _planning_mesh(degree: int) -> DeviceMesh:
     """A mesh that only describes: no process group behind it."""
     return DeviceMesh("cpu", list(range(degree)), _init_backend=False, _rank=0)
@@ -240,7 +239,7 @@ def _to_torch(placement: Placement) -> Any:
 def _read_answer(answer: Any, call: OpCall) -> list[OpRule]:
     """Rules in an ``OpStrategy``; a ``TupleStrategy`` (several outputs) is read output by output."""
     if isinstance(answer, TupleStrategy):
-        children = [_read_strategy(child, call) for child in answer.children]
+        children = [_read_strategy(child, call) for child in answer.children]  # type: ignore[arg-type]
         merged = []
         for rows in zip(*children, strict=True):
             outputs = tuple(row[0][0] for row in rows)
@@ -261,6 +260,6 @@ def _read_strategy(strategy: OpStrategy, call: OpCall) -> list[tuple[tuple[Any, 
         if len(outputs) == 1 and len(call.outputs) > 1:
             outputs = outputs * len(call.outputs)
         ins = spec.input_specs if spec.input_specs is not None else (spec.output_specs,) * len(call.inputs)
-        inputs = tuple(_from_torch(item.placements[0]) for item in ins if item is not None)
+        inputs = tuple(_from_torch(item.placements[0]) for item in ins if isinstance(item, DTensorSpec))
         rows.append((outputs, inputs))
     return rows
