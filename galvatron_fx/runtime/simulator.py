@@ -81,18 +81,18 @@ class Simulator:
 
     def _group_result(self, node: fx.Node, local: list[Tensor]) -> list[Tensor]:
         parts = len(local)
-        rest: Any = node.args[1:-1]
+        rest: list[Any] = list(node.args[1:-1])
         if node.target is c.all_reduce:
             return [_reduced(local, str(rest[0]))] * parts
         if node.target is c.all_gather:
             return [c.join_runs(local, *rest)] * parts
         if node.target is c.reduce_scatter:
-            return c.split_runs(_reduced(local, str(rest[0])), *rest[1:], parts)
+            return c.split_runs(_reduced(local, str(rest[0])), rest[1], rest[2], parts)
         if node.target is c.all_to_all:
             whole = c.join_runs(local, *rest[:2])
-            return c.split_runs(whole, *rest[2:], parts)
+            return c.split_runs(whole, rest[2], rest[3], parts)
         if node.target is c.shard:
-            return [c.take_run(x, *rest, parts, part) for part, x in enumerate(local)]
+            return [c.take_run(x, rest[0], rest[1], parts, part) for part, x in enumerate(local)]
         return [x - part * rest[0] for part, x in enumerate(local)]
 
 

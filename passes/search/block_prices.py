@@ -66,6 +66,7 @@ class BlockPricer:
         self._owned.sort(key=lambda n: n.name)
         self._weights = _parameter_side(self._nodes, self._parameters)
         self._operators = [_Operator.of(n) for n in self._nodes if not is_getitem(n)]
+        self._lives = [self._life_spans(phase) for phase in ("forward", "backward")]
 
     def price(self, strategy: Strategy) -> BlockPrice:
         """The block's price; composed, not lowered: :mod:`passes.search.plan_search` lowers what it chooses."""
@@ -197,19 +198,26 @@ class BlockPricer:
     def _transient(self, view: _View) -> float:
         """The most bytes of backward values (or of forward ones that are not saved) that live at once."""
         most = 0.0
-        for phase in ("forward", "backward"):
-            nodes = [n for n in self._nodes if facts(n).phase == phase]
-            position = {node: i for i, node in enumerate(nodes)}
-            change = np.zeros(len(nodes) + 1)
-            for node, i in position.items():
-                if facts(node).multi_output or node in self._weights or _is_view(node):
-                    continue
-                ends = [position[user] for user in _users_through_views(node) if user in position]
+        for lives in self._lives:
+            change = np.zeros(2 + max((end for _, _, end in lives), default=0))
+            for node, start, end in lives:
                 size = facts(node).spec.size_bytes * view.part_of(node)
-                change[i] += size
-                change[max(ends, default=i) + 1] -= size
+                change[start] += size
+                change[end + 1] -= size
             most = max(most, float(np.cumsum(change).max(initial=0.0)))
         return most
+
+    def _life_spans(self, phase: str) -> list[tuple[fx.Node, int, int]]:
+        """(value, where it is made, where it is last used, itself or through a view) of one phase."""
+        nodes = [n for n in self._nodes if facts(n).phase == phase]
+        position = {node: i for i, node in enumerate(nodes)}
+        spans = []
+        for node, start in position.items():
+            if facts(node).multi_output or node in self._weights or _is_view(node):
+                continue
+            ends = [position[user] for user in _users_through_views(node) if user in position]
+            spans.append((node, start, max(ends, default=start)))
+        return spans
 
 
 @dataclass(frozen=True)
