@@ -114,7 +114,9 @@ def _crossing_bytes(graph: fx.GraphModule, forward: list[fx.Node]) -> np.ndarray
             size = facts(node).spec.size_bytes
             delta[i + 1] += size
             delta[max(uses) + 1] -= size
-    return np.cumsum(delta)[: len(forward)]
+    crossing: np.ndarray = np.cumsum(delta)[: len(forward)]
+    crossing[[is_getitem(node) for node in forward]] = np.inf  # an operator and its outputs stay together
+    return crossing
 
 
 def _reachable(graph: fx.GraphModule, kind: str) -> set[fx.Node]:

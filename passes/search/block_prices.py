@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import numpy as np
 from torch import fx
@@ -45,6 +46,21 @@ class BlockPrice:
     transient_bytes: int
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """The terms of a block's price for one role table, in seconds and bytes."""
+
+    forward_s: float
+    backward_s: float
+    gather_s: float
+    update_s: float
+    static_bytes: float
+    saved_bytes: float
+    entry_bytes: float
+    gathered_bytes: float
+    transient_bytes: float
+
+
 @dataclass
 class BlockPricer:
     """Prices strategies of the block ``index`` of ``graph``; ``solutions``: a decision for every (role, degree)."""
@@ -54,6 +70,7 @@ class BlockPricer:
     cluster: Cluster
     solutions: Solutions
     _nodes: list[fx.Node] = field(init=False)
+    _known: dict[tuple[RoleGroup, ...], _Parts] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._nodes = [
@@ -65,27 +82,46 @@ class BlockPricer:
         self._owned = [n for n in self._parameters if _first_user_in(n, inside, self.graph)]
         self._owned.sort(key=lambda n: n.name)
         self._weights = _parameter_side(self._nodes, self._parameters)
+        self._used = [n for n in self._parameters if any(user in inside for user in n.users)]
+        self._used.sort(key=lambda n: n.name)
+        gradients = {node for port, node in output_ports(self.graph) if port.kind == "grad" and node is not None}
+        self._final_gradients = gradients & inside
         self._operators = [_Operator.of(n) for n in self._nodes if not is_getitem(n)]
         self._lives = [self._life_spans(phase) for phase in ("forward", "backward")]
 
     def price(self, strategy: Strategy) -> BlockPrice:
         """The block's price; composed, not lowered: :mod:`passes.search.plan_search` lowers what it chooses."""
-        groups = strategy.groups(self.cluster.shape)
-        chosen = [(group, self.solutions[group.role, group.degree]) for group in groups]
-        view = _View(chosen)
-        forward, backward = self._compute(view)
-        moves = self._moves(view)
-        forward += moves["forward"]
-        backward += moves["backward"]
-        gathered_again = 0.0 if strategy.keep_gathered or strategy.recompute else moves["gather"]
-        again = forward if strategy.recompute else gathered_again
-        static, update = self._static(view)
-        saved, entries, gathered = self._saved(view)
-        kept = gathered if strategy.keep_gathered and not strategy.recompute else 0.0
-        held = entries if strategy.recompute else saved + kept
-        transient = self._transient(view) + gathered - kept + (saved - entries if strategy.recompute else 0.0)
-        time = forward + backward + again + update
-        return BlockPrice(time, int(static), int(held), int(max(transient, 0.0)))
+        parts = self._parts(strategy.groups(self.cluster.shape))
+        gathered_again = 0.0 if strategy.keep_gathered or strategy.recompute else parts.gather_s
+        again = parts.forward_s if strategy.recompute else gathered_again
+        kept = parts.gathered_bytes if strategy.keep_gathered and not strategy.recompute else 0.0
+        held = parts.entry_bytes if strategy.recompute else parts.saved_bytes + kept
+        rebuilt = parts.saved_bytes - parts.entry_bytes if strategy.recompute else 0.0
+        transient = parts.transient_bytes + parts.gathered_bytes - kept + rebuilt
+        time = parts.forward_s + parts.backward_s + parts.update_s + again
+        return BlockPrice(time, int(parts.static_bytes), int(held), int(max(transient, 0.0)))
+
+    def _parts(self, groups: tuple[RoleGroup, ...]) -> _Parts:
+        """What recomputation and keeping do not change, once a role table."""
+        if groups not in self._known:
+            view = _View([(group, self.solutions[group.role, group.degree]) for group in groups])
+            forward, backward = self._compute(view)
+            moves = self._moves(view)
+            static, update = self._static(view)
+            saved, entries = self._saved(view)
+            gather, gathered = self._gathers(view)
+            self._known[groups] = _Parts(
+                forward_s=forward + moves["forward"] + gather,
+                backward_s=backward + moves["backward"],
+                gather_s=gather,
+                update_s=update,
+                static_bytes=static,
+                saved_bytes=saved,
+                entry_bytes=entries,
+                gathered_bytes=gathered,
+                transient_bytes=self._transient(view),
+            )
+        return self._known[groups]
 
     # ---- time ----
 
@@ -107,19 +143,19 @@ class BlockPricer:
         return times["forward"], times["backward"]
 
     def _moves(self, view: _View) -> dict[str, float]:
-        """Seconds of redistributions, by phase; "gather": of those in forward that make parameters whole."""
-        times = {"forward": 0.0, "backward": 0.0, "gather": 0.0}
+        """Seconds of redistributions, by phase."""
+        times = {"forward": 0.0, "backward": 0.0}
         for group, sharding in view.chosen:
             axes = [self.cluster.axes[i] for i in group.axes]
             for source, want, phase, have in self._redistributions(sharding):
                 kind = _kind(have, want)
                 if kind is None:
                     continue
+                if group.role == "zero" and source in self._final_gradients:
+                    kind = "reduce_scatter"
                 size = facts(source).spec.size_bytes * view.part_of(source, without=group)
                 time = float(collective_s(kind, size, axes))
                 times[phase] += time
-                if phase == "forward" and source in self._weights:
-                    times["gather"] += time
         return times
 
     def _redistributions(self, sharding: AxisSharding) -> list[tuple[fx.Node, Placement, str, Placement]]:
@@ -165,27 +201,44 @@ class BlockPricer:
         total = update = 0.0
         prices = Prices(self.cluster.device, ())
         for node in self._owned:
-            size = facts(node).spec.size_bytes * view.part_of(node)
+            part = view.part_of(node) / self._zero_degree(node, view)
             trained = node in self._trained
-            total += size * (STATES_PER_PARAMETER if trained else 1)
-            update += prices.update_s(facts(node).spec, REPLICATE) * view.part_of(node) if trained else 0.0
+            total += facts(node).spec.size_bytes * part * (STATES_PER_PARAMETER if trained else 1)
+            update += prices.update_s(facts(node).spec, REPLICATE) * part if trained else 0.0
         return total, update
 
-    def _saved(self, view: _View) -> tuple[float, float, float]:
-        """(bytes kept from forward, of which values that enter the block, bytes of gathered parameters)."""
+    def _zero_degree(self, node: fx.Node, view: _View) -> int:
+        """Ranks among which ``zero`` splits a parameter, 1 where none of its dims divides."""
+        degree = prod(group.degree for group, _ in view.chosen if group.role == "zero")
+        whole = prod(group.degree for group, sharding in view.chosen if isinstance(sharding.placement(node), Shard))
+        divides = any(size % (degree * whole) == 0 for size in facts(node).spec.shape)
+        return degree if divides else 1
+
+    def _gathers(self, view: _View) -> tuple[float, float]:
+        """(seconds, bytes) of making the block's parameters whole over the ``zero`` axes once."""
+        time = size = 0.0
+        for group, _ in view.chosen:
+            if group.role != "zero":
+                continue
+            axes = [self.cluster.axes[i] for i in group.axes]
+            for node in self._used:
+                if self._zero_degree(node, view) > 1:
+                    whole = facts(node).spec.size_bytes * view.part_of(node)
+                    size += whole
+                    time += float(collective_s("all_gather", whole, axes))
+        return time, size
+
+    def _saved(self, view: _View) -> tuple[float, float]:
+        """(bytes kept from forward, of which values that enter the block)."""
         saved: dict[tuple[fx.Node, tuple[Placement, ...]], float] = {}
-        gathered: dict[fx.Node, float] = {}
         for node in self._nodes:
             if is_getitem(node):
                 continue
             for position, source in enumerate(input_nodes(node)):
-                wants = tuple(sharding.rules[node].inputs[position] for _, sharding in view.chosen)
-                if source in self._weights or source in self._parameters:
-                    if facts(node).phase == "forward" and source in self._parameters:
-                        part = view.part_for(wants)
-                        if part > view.part_of(source):
-                            gathered[source] = facts(source).spec.size_bytes * part
-                elif facts(node).phase == "backward" and facts(source).phase == "forward":
+                if source in self._weights:
+                    continue
+                if facts(node).phase == "backward" and facts(source).phase == "forward":
+                    wants = tuple(sharding.rules[node].inputs[position] for _, sharding in view.chosen)
                     root = _root(source)
                     saved[root, wants] = facts(root).spec.size_bytes * view.part_for(wants)
         entries = {
@@ -193,7 +246,7 @@ class BlockPricer:
             for key, size in saved.items()
             if key[0].op != "call_function" or max(facts(key[0]).block, 0) != self.index
         }
-        return sum(saved.values()), sum(entries.values()), sum(gathered.values())
+        return sum(saved.values()), sum(entries.values())
 
     def _transient(self, view: _View) -> float:
         """The most bytes of backward values (or of forward ones that are not saved) that live at once."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 from math import prod
 from typing import Any
@@ -31,6 +32,7 @@ from passes.simulate_step import SimulateStep, StepReport
 Floats = NDArray[np.float64]
 _TIGHTEN = 0.97  # of the budget, where the lowered program takes more than the search thought
 _TRIES = 24
+_FREE_AXES = 3  # up to so many mesh axes, every assignment of roles to axes is a candidate
 _TRANSIENTS = 12  # bounds on transient memory that are tried
 
 
@@ -110,15 +112,17 @@ def _priced(graph: fx.GraphModule, cluster: Cluster, options: SearchOptions) -> 
 def candidates(cluster: Cluster, options: SearchOptions) -> tuple[Strategy, ...]:
     """All strategies of a block: role tables up to exchanging equal axes, with and without recomputation.
 
-    Two axes of equal size and speed are interchangeable, so only tables whose roles ascend along them are kept.
+    Two axes of equal size and speed are interchangeable, so only tables whose roles ascend along them are kept. On
+    meshes of many axes, tensor and sequence roles take the inner, faster axes, as they talk in every layer.
     """
     axes = [axis for axis in cluster.axes if axis.size > 1]
     sizes = len(cluster.axes) if axes else 0
     tables = []
     for roles in product(range(len(options.roles)), repeat=sizes):
         twins = ((i, j) for i in range(sizes) for j in range(i + 1, sizes) if _speed(cluster, i) == _speed(cluster, j))
-        if all(roles[i] <= roles[j] for i, j in twins):
-            tables.append(tuple(options.roles[r] for r in roles))
+        table = tuple(options.roles[r] for r in roles)
+        if all(roles[i] <= roles[j] for i, j in twins) and (sizes <= _FREE_AXES or _model_roles_inside(table)):
+            tables.append(table)
     if not axes:
         tables = [("data",) * len(cluster.axes)] if cluster.axes else [()]
     again = (False, True) if options.recompute == "auto" else (bool(options.recompute),)
@@ -129,6 +133,11 @@ def candidates(cluster: Cluster, options: SearchOptions) -> tuple[Strategy, ...]
             if "zero" in table and not recompute:
                 found.append(Strategy(table, recompute, keep_gathered=True))
     return tuple(found)
+
+
+def _model_roles_inside(table: Sequence[str]) -> bool:
+    batch = [role in BATCH_ROLES for role in table]
+    return batch == sorted(batch, reverse=True)
 
 
 def _batch(graph: fx.GraphModule) -> int:
@@ -182,37 +191,32 @@ def _boundary_bytes(graph: fx.GraphModule, blocks: int) -> list[int]:
 _SPLIT = {"data": "batch", "zero": "batch", "tensor": "", "tensor_sequence": "sequence", "sequence": "sequence"}
 
 
-def _transition(strategies: Sequence[Strategy], cluster: Cluster) -> Any:
-    """A function from boundary bytes to the [S, S] seconds of passing them on, forward and (backwards) their
-    gradient.
+def _transition(strategies: Sequence[Strategy], cluster: Cluster) -> Callable[[int], Floats]:
+    """A function from boundary bytes to the [S, S] seconds of passing them on, forward and (backwards) their gradient.
+
+    It depends only on what each axis splits at the boundary, so the few distinct kinds of boundary are priced.
     """
+    kinds = [tuple(_SPLIT[role] for role in strategy.roles) for strategy in strategies]
+    distinct = sorted(set(kinds))
+    index = np.array([distinct.index(kind) for kind in kinds])
 
-    def change_s(have: Strategy, want: Strategy, size: float) -> float:
-        total = 0.0
-        splits = [(_SPLIT[a], _SPLIT[b]) for a, b in zip(have.roles, want.roles, strict=True)]
-        for i, (a, b) in enumerate(splits):
-            if a == b:
-                continue
-            rest = prod(axis.size for j, axis in enumerate(cluster.axes) if j != i and splits[j][0])
-            kind = "all_to_all" if a and b else "all_gather"
-            if a:
-                total += float(collective_s(kind, size / rest, [cluster.axes[i]]))
-        return total
-
-    pairs = {(a.roles, b.roles) for a in strategies for b in strategies}
-
+    @cache
     def matrix(size: int) -> Floats:
-        there = {(a, b): change_s(Strategy(a), Strategy(b), float(size)) for a, b in pairs}
-        return np.array([[there[a.roles, b.roles] + there[b.roles, a.roles] for b in strategies] for a in strategies])
+        there = np.array([[_change_s(a, b, float(size), cluster) for b in distinct] for a in distinct])
+        both: Floats = (there + there.T)[np.ix_(index, index)]
+        return both
 
-    known: dict[int, Floats] = {}
+    return matrix
 
-    def cached(size: int) -> Floats:
-        if size not in known:
-            known[size] = matrix(size)
-        return known[size]
 
-    return cached
+def _change_s(have: tuple[str, ...], want: tuple[str, ...], size: float, cluster: Cluster) -> float:
+    """Seconds to bring ``size`` bytes from one kind of boundary to another, axis by axis."""
+    total = 0.0
+    for i, (a, b) in enumerate(zip(have, want, strict=True)):
+        if a and a != b:
+            rest = prod(axis.size for j, axis in enumerate(cluster.axes) if j != i and have[j])
+            total += float(collective_s("all_to_all" if b else "all_gather", size / rest, [cluster.axes[i]]))
+    return total
 
 
 def _allowed(

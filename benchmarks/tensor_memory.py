@@ -1,0 +1,62 @@
+"""Measure the most tensor bytes alive at once, on any device, by watching every operator's results."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class TensorMemory(TorchDispatchMode):
+    """Count the bytes of storages that are alive inside the ``with`` block; ``peak_bytes`` is the most of it.
+
+    ``existing``: tensors that were made before (parameters, optimizer states) and count too. Of a DTensor the local
+    part counts. Views share their storage, so they cost nothing; what a kernel allocates inside and frees again before it
+    returns is not seen.
+    """
+
+    def __init__(self, existing: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.bytes = 0
+        self.peak_bytes = 0
+        for tensor in existing:
+            self._hold(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor runs the operator on local tensors, which come by here again
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
+                self._hold(leaf)
+        return result
+
+    def _hold(self, tensor: Tensor) -> None:
+        if tensor.device.type == "meta":
+            return
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._alive and self._alive[key][0]() is storage:
+            return
+        size = storage.nbytes()
+        self._alive[key] = weakref.ref(storage, lambda dead: self._drop(key, dead)), size
+        self.bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+
+    def _drop(self, key: int, dead: weakref.ref[Any]) -> None:
+        if key in self._alive and self._alive[key][0] is dead:
+            self.bytes -= self._alive.pop(key)[1]
+
+
+def held_tensors(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Parameters, buffers, gradients and optimizer states, as ``TensorMemory`` wants them to start from."""
+    states = [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)]
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    return [*module.parameters(), *module.buffers(), *gradients, *states]
