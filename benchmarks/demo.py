@@ -65,14 +65,16 @@ def summary(report: dict[str, Any], alone: list[float], alone_s: float) -> Table
     for heading in ("", "predicted", "measured"):
         table.add_column(heading, justify="left" if not heading else "right")
     table.add_row(
-        "peak memory a rank", format_bytes(report["predicted_bytes"]), f"{format_bytes(max(peaks))} (most of {len(peaks)})"
+        "peak memory a rank",
+        format_bytes(report["predicted_bytes"]),
+        f"{format_bytes(max(peaks))} (most of {len(peaks)})",
     )
     table.add_row("memory budget a rank", "", format_bytes(report["budget_bytes"]))
     table.add_row("data parallelism alone", format_bytes(report["data_bytes"]), "")
     table.add_row("step time", format_seconds(report["predicted_s"]), format_seconds(report["measured_s"]))
     table.add_row("step time, one process", "", format_seconds(alone_s))
     table.add_row("loss, first step", "", f"{losses[0]:.4f}")
-    table.add_row(f"loss, mean of last {TAIL}", "", f"{fmean(losses[-TAIL:]):.4f}")
+    table.add_row(f"loss, mean of last {len(losses[-TAIL:])}", "", f"{fmean(losses[-TAIL:]):.4f}")
     table.add_row("the same, one process", "", f"{fmean(alone[-TAIL:]):.4f}")
     table.add_row("largest difference of losses", "", f"{gaps[worst]:.1e} (step {worst + 1} of {len(gaps)})")
     return table
@@ -81,7 +83,7 @@ def summary(report: dict[str, Any], alone: list[float], alone_s: float) -> Table
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200, help="training steps (default: 200)")
+    parser.add_argument("--steps", type=int, default=150, help="training steps (default: 150)")
     parser.add_argument("--ranks", type=int, default=4, help="processes (default: 4)")
     options = parser.parse_args()
     if options.steps < 1 or options.ranks < 2:
@@ -91,13 +93,12 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Run the demo."""
-    options, console = arguments(), Console()
-    console.print(f"{machine.describe()}\n", highlight=False)
+    options, console = arguments(), Console(soft_wrap=True, highlight=False)
+    console.print(f"{machine.describe()}\n")
     parameters = sum(p.numel() for p in build_model().parameters())
     console.print(
         f"LLaMA-architecture byte model, {parameters / 1e6:.1f} M parameters, batch {BATCH} x {SEQUENCE} bytes, "
-        f"float32, {options.ranks} gloo processes\n",
-        highlight=False,
+        f"float32, {options.ranks} gloo processes\n"
     )
     report = run_ranks(options.ranks, options.steps)
     alone, alone_s = run_alone(options.steps, console)

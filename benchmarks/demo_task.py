@@ -23,7 +23,7 @@ def build_model() -> nn.Module:
         vocab_size=256,
         hidden_size=256,
         intermediate_size=704,
-        num_hidden_layers=6,
+        num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=8,
         max_position_embeddings=SEQUENCE,

@@ -46,8 +46,7 @@ class ShardGraph:
         columns = merge_axes(self.strategies, self.axes)
         inputs: list[list[Placement]] = [[REPLICATE] * len(columns) for _ in ports(graph)]
         outputs: list[list[Placement | None]] = [[None] * len(columns) for _ in signature(graph).outputs]
-        for column in sorted(columns, key=_lowering_rank):
-            index = columns.index(column)
+        for index, column in enumerate(columns):
             roles = [RoleRules(role, column.degree, batch) for role, batch in zip(column.roles, batches, strict=True)]
             prices = Prices(self.device, tuple(self.axes[i] for i in column.axes))
             fixed = {name: placements[index] for name, placements in self.fixed.items()}
@@ -84,17 +83,13 @@ def _left(batch: int, role: RoleRules) -> int:
 
 
 def merge_axes(strategies: Sequence[Strategy], axes: Sequence[Axis]) -> tuple[Column, ...]:
-    """Group the axes whose roles agree in every block, in the order of the lowering mesh.
-
-    Batch axes come last in it: a parameter is split by tensor axes first, and each part among the ranks of zero
-    axes. They are lowered first, though, as the choices of the others depend on the batch that is left.
-    """
+    """Group the axes whose roles agree in every block, in the order of lowering, which is that of the lowering mesh."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for i, axis in enumerate(axes):
         if axis.size > 1:
             groups.setdefault(tuple(strategy.roles[i] for strategy in strategies), []).append(i)
     columns = [Column(tuple(members), roles, prod(axes[i].size for i in members)) for roles, members in groups.items()]
-    return tuple(sorted(columns, key=lambda c: (c.main_role in BATCH_ROLES, *_lowering_rank(c))))
+    return tuple(sorted(columns, key=_lowering_rank))
 
 
 def _lowering_rank(column: Column) -> tuple[int, tuple[int, ...]]:

@@ -39,17 +39,20 @@ class ShardParameters:
                 continue
             for position, (port, node) in enumerate(ports(graph)):
                 if port.kind == "param" and node in owners and column.roles[owners[node]] == "zero":
-                    placement = self._placement(port, node, index, column.degree)
+                    placement = self._placement(port, node, position, index, column.degree)
                     self.inputs[position][index] = placement
                     self._split(graph, port, node, placement, index, column.degree)
         graph.recompile()
         return graph
 
-    def _placement(self, port: Port, node: fx.Node, index: int, degree: int) -> Placement:
+    def _placement(self, port: Port, node: fx.Node, position: int, index: int, degree: int) -> Placement:
+        """The first dim that divides and that no later column splits: shards nest in the order of the mesh."""
         if port.name in self.fixed:
             return self.fixed[port.name][index]
         shape = facts(node).spec.shape
-        return next((Shard(dim) for dim in range(len(shape)) if fits(Shard(dim), shape, degree)), REPLICATE)
+        later = {p.dim for p in self.inputs[position][index + 1 :] if isinstance(p, Shard)}
+        free = [dim for dim in range(len(shape)) if dim not in later]
+        return next((Shard(dim) for dim in free if fits(Shard(dim), shape, degree)), REPLICATE)
 
     def _split(
         self, graph: fx.GraphModule, port: Port, node: fx.Node, placement: Placement, index: int, degree: int

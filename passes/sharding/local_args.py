@@ -43,6 +43,8 @@ def localize_args(target: Any, args: tuple[Any, ...], outputs: tuple[TensorSpec 
         args = _replaced(args, position, list(out.shape))
     if target is aten.embedding_dense_backward.default and out is not None:
         args = _replaced(args, 2, out.shape[0])
+    if target is aten.convolution_backward.default and outputs[2] is not None:
+        args = _replaced(args, 3, list(outputs[2].shape))
     if target is aten.native_group_norm.default and out is not None:
         args = _replaced(args, 3, out.shape[0])
     if target is aten.native_group_norm_backward.default and out is not None:

@@ -1,0 +1,60 @@
+"""Claim: on one device the compiled module takes no longer than the model it was made of.
+
+Prints the median step (forward and backward) of both, taken in turns in one run, and their ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from statistics import median
+
+import machine
+import torch.distributed as dist
+from demo_task import BATCH, SEQUENCE, Text, build_model
+from rich.console import Console
+from torch.distributed.device_mesh import init_device_mesh
+
+import galvatron_fx as gfx
+from galvatron_fx.ir.units import format_seconds
+
+WARM_UP = 3  # turns that are not counted
+
+
+def seconds(step: Callable[[], object]) -> float:
+    """Time one call."""
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=20, help="steps of each that are counted (default: 20)")
+    turns = parser.parse_args().turns
+    console = Console(soft_wrap=True, highlight=False)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    batch = Text.of_standard_library().batch(0)
+    eager = build_model()
+    compiled = gfx.compile(build_model(), init_device_mesh("cpu", (1,)), example_inputs=batch, recompute=False)
+
+    def eager_step() -> None:
+        eager.zero_grad()
+        eager(**batch).loss.backward()
+
+    def compiled_step() -> None:
+        compiled.zero_grad()
+        compiled.forward_backward(**batch)
+
+    pairs = [(seconds(eager_step), seconds(compiled_step)) for _ in range(WARM_UP + turns)][WARM_UP:]
+    plain, ours = (median(times) for times in zip(*pairs, strict=True))
+    console.print(f"{machine.describe()}\n")
+    console.print(f"LLaMA architecture, batch {BATCH} x {SEQUENCE}, float32, medians of {turns} alternating steps\n")
+    console.print(f"eager     {format_seconds(plain)}\ncompiled  {format_seconds(ours)}\nratio     {ours / plain:.3f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
