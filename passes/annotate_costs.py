@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any
 
 import sympy
 from torch import fx
 
-from cost_models.ops import FREE, OpCost, TensorFacts, op_cost
-from galvatron_fx.ir.annotations import TensorSpec, facts, set_facts
-from passes.sharding.op_call import OpCall, op_call
+from cost_models.ops import FREE, OpCost
+from galvatron_fx.ir.annotations import facts, set_facts
+from passes.sharding.op_call import call_cost, op_call
 
 
 @dataclass(frozen=True)
@@ -23,37 +22,14 @@ class AnnotateCosts:
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Annotate ``graph`` in place and return it; equal calls are priced once."""
-        known: dict[OpCall, OpCost] = {}
         for node in graph.graph.nodes:
             if node.op != "call_function":
                 continue
             if node.target is operator.getitem:
                 set_facts(node, facts(node).having(cost=FREE))
                 continue
-            call = op_call(node)
-            if call not in known:
-                known[call] = symbolic_cost(call)
-            set_facts(node, facts(node).having(cost=known[call]))
+            set_facts(node, facts(node).having(cost=call_cost(op_call(node), symbolic=True)))
         return graph
-
-
-def symbolic_cost(call: OpCall) -> OpCost:
-    """The cost of a call in terms of the symbolic sizes of its tensors."""
-
-    def convert(value: Any) -> Any:
-        if isinstance(value, TensorSpec):
-            return TensorFacts(value.symbolic, value.dtype)
-        if isinstance(value, tuple):
-            return [convert(item) for item in value]
-        return value
-
-    return op_cost(
-        call.target,
-        tuple(convert(arg) for arg in call.args),
-        {key: convert(value) for key, value in call.kwargs},
-        [TensorFacts(s.symbolic, s.dtype) for s in call.inputs],
-        [TensorFacts(s.symbolic, s.dtype) for s in call.outputs if s is not None],
-    )
 
 
 def total_cost(graph: fx.GraphModule) -> OpCost:

@@ -23,8 +23,8 @@ from galvatron_fx.ir.annotations import facts, has_facts
 from galvatron_fx.ir.cluster import Axis, Cluster
 from galvatron_fx.ir.torch_compat import new_fake_mode
 from passes.lower import Lowered
-from passes.sharding.op_call import op_call
-from passes.sharding.prices import dtype_name, is_free, operator_cost
+from passes.sharding.op_call import call_cost, op_call
+from passes.sharding.prices import dtype_name, is_free
 
 _MOMENTS = 2  # Adam's, each as large as the parameter
 
@@ -77,7 +77,7 @@ class SimulateStep:
     def _operator_s(self, node: fx.Node) -> float:
         call = op_call(node)
         if call not in self._times:
-            cost = operator_cost(call)
+            cost = call_cost(call)
             device = self.cluster.device
             free = node.target in c.RANK_LOCAL or is_free(call)
             self._times[call] = (

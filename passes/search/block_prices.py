@@ -22,8 +22,8 @@ from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.placement import REPLICATE, Partial, Placement, Shard
 from galvatron_fx.ir.strategy import RoleGroup, Strategy
 from passes.insert_collectives import AxisSharding
-from passes.sharding.op_call import input_nodes, is_getitem, op_call
-from passes.sharding.prices import Prices, dtype_name, is_free, operator_cost
+from passes.sharding.op_call import call_cost, input_nodes, is_getitem, op_call
+from passes.sharding.prices import Prices, dtype_name, is_free
 from passes.sharding.rules import OpRule
 
 # Adam keeps two moments beside each parameter and its gradient, all of the parameter's dtype.
@@ -287,7 +287,7 @@ class _Operator:
     @classmethod
     def of(cls, node: fx.Node) -> _Operator:
         call = op_call(node)
-        cost = operator_cost(call)
+        cost = call_cost(call)
         return cls(
             node,
             facts(node).phase,

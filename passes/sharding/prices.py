@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property, lru_cache
+from math import prod
 
 from cost_models.collectives import collective_s
-from cost_models.ops import OpCost, TensorFacts, is_matmul, op_cost, op_time_s
+from cost_models.ops import OpCost, is_matmul, op_time_s
 from galvatron_fx.ir.annotations import TensorSpec
 from galvatron_fx.ir.cluster import Axis, Device
 from galvatron_fx.ir.placement import Partial, Placement, Replicate, Shard
-from passes.sharding.op_call import OpCall
+from passes.sharding.op_call import OpCall, call_cost
 from passes.sharding.rules import OpRule
 
 # A sharded copy is preferred to a whole one of equal price, as it takes less memory: a thousandth of its traffic.
@@ -27,17 +28,14 @@ class Prices:
     device: Device
     axes: tuple[Axis, ...]
 
-    @property
+    @cached_property
     def degree(self) -> int:
         """Ranks on the axis."""
-        count = 1
-        for axis in self.axes:
-            count *= axis.size
-        return count
+        return prod(axis.size for axis in self.axes)
 
     def operator_s(self, call: OpCall, rule: OpRule) -> float:
         """Seconds of an operator on one rank under ``rule``."""
-        cost = operator_cost(call)
+        cost = call_cost(call)
         share = 1.0 / self.degree if rule.splits_work else 1.0
         moved = self._bytes(call.inputs, rule.inputs) + self._bytes(call.outputs, rule.outputs)
         if is_free(call):
@@ -60,11 +58,11 @@ class Prices:
         else:
             exchange = isinstance(want, Shard) and isinstance(have, Shard) and have.dim != want.dim
             kind = "all_to_all" if exchange else "all_gather"
-        return float(collective_s(kind, size, self.axes)) + self._copy_s(size, have, want)
+        return _collective_s(kind, size, self.axes) + self._copy_s(size, have, want)
 
     def reduce_s(self, spec: TensorSpec) -> float:
         """Seconds to add up the terms of a gradient, each rank keeping a share."""
-        return float(collective_s("reduce_scatter", float(spec.size_bytes), self.axes))
+        return _collective_s("reduce_scatter", float(spec.size_bytes), self.axes)
 
     def update_s(self, spec: TensorSpec, placement: Placement) -> float:
         """Seconds of the optimizer's update of a parameter."""
@@ -86,6 +84,12 @@ class Prices:
         return total
 
 
+@lru_cache(maxsize=65536)
+def _collective_s(kind: str, size_bytes: float, axes: tuple[Axis, ...]) -> float:
+    """The same few sizes are priced many times over."""
+    return float(collective_s(kind, size_bytes, axes))
+
+
 def dtype_name(call: OpCall) -> str:
     """Name of the dtype that an operator computes in."""
     spec = next((s for s in (*call.outputs, *call.inputs) if s is not None), None)
@@ -94,25 +98,5 @@ def dtype_name(call: OpCall) -> str:
 
 def is_free(call: OpCall) -> bool:
     """Whether an operator costs nothing: views."""
-    cost = operator_cost(call)
+    cost = call_cost(call)
     return not cost.flops and not cost.read_bytes and not cost.written_bytes
-
-
-@cache
-def operator_cost(call: OpCall) -> OpCost:
-    """The whole operator's cost at its concrete sizes."""
-
-    def convert(value: object) -> object:
-        if isinstance(value, TensorSpec):
-            return TensorFacts(value.shape, value.dtype)
-        if isinstance(value, tuple):
-            return [convert(item) for item in value]
-        return value
-
-    return op_cost(
-        call.target,
-        tuple(convert(arg) for arg in call.args),
-        {key: convert(value) for key, value in call.kwargs},
-        [TensorFacts(s.shape, s.dtype) for s in call.inputs],
-        [TensorFacts(s.shape, s.dtype) for s in call.outputs if s is not None],
-    )
