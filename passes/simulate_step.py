@@ -130,9 +130,7 @@ class _Memory:
             count = len(halves.result_ports)
             saved = list(out[count:])
             positions = {i for i, source in enumerate(halves.saved_inputs) if source is not None}
-            tangents = [
-                torch.empty((), dtype=facts(n).spec.dtype) for n in _placeholders(halves.backward)[len(saved) :]
-            ]
+            tangents = [_fake(node) for node in _placeholders(halves.backward)[len(saved) :]]
             self._run(halves.backward, [*saved, *tangents], owned=set(range(len(saved))) - positions)
         return self._peak
 

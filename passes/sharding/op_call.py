@@ -72,7 +72,7 @@ def op_call(node: fx.Node, spec_of: Callable[[fx.Node], TensorSpec] | None = Non
 
 @cache
 def call_cost(call: OpCall, symbolic: bool = False) -> OpCost:
-    """The cost of a whole call: at its concrete sizes, or as formulas in batch and sequence. Equal calls are priced once."""
+    """The cost of a whole call at its concrete sizes, or as formulas; equal calls are priced once."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, TensorSpec):
