@@ -29,7 +29,7 @@ _SLACK = 1e-12  # relative: labels that tie with the incumbent are of no use
 
 @dataclass(frozen=True)
 class _Chain:
-    """Checked inputs: ``time[L,S]``, ``memory[L,S]``, ``transition[L-1,S,S]`` and the budget."""
+    """Checked inputs; an impossible strategy has infinite time and no memory, so that no product is undefined."""
 
     time: Floats
     memory: Floats
@@ -53,6 +53,11 @@ class _Chain:
             picks.append(int(np.argmin(self.transition[layer - 1, picks[-1]] + cost[layer] + rest[layer])))
         return picks, *self.measure(picks)
 
+    def by_memory(self) -> _Chain:
+        """The chain with memory for time: its cheapest is the one that takes least."""
+        memory = np.where(np.isfinite(self.time), self.memory, np.inf)
+        return _Chain(memory, self.memory, np.where(np.isfinite(self.transition), 0.0, np.inf), self.budget)
+
     def measure(self, picks: list[int]) -> tuple[float, float]:
         """Time and memory of a chain."""
         layers = np.arange(len(picks))
@@ -73,7 +78,8 @@ def solve_layers(
     Raises BudgetError with ``least_bytes`` where nothing fits, and InputError for arrays that do not match.
     """
     chain = _checked(time_s, memory_bytes, transition_s, budget_bytes)
-    _, _, least = _Chain(chain.memory, chain.memory, np.zeros_like(chain.transition), chain.budget).cheapest(0.0)
+    lightest = chain.by_memory()
+    least, _ = lightest.measure(lightest.cheapest(0.0)[0])
     if not least <= chain.budget:
         raise BudgetError(
             f"no choice of strategies fits {chain.budget:.0f} bytes: the least is {least:.0f} bytes",
@@ -97,68 +103,44 @@ def _checked(time_s: ArrayLike, memory_bytes: ArrayLike, transition_s: ArrayLike
         if np.isnan(values).any() or (values < 0).any():
             raise InputError(f"{name} holds negative numbers or NaN")
     impossible = ~(np.isfinite(time) & np.isfinite(memory))
-    return _Chain(np.where(impossible, np.inf, time), np.where(impossible, np.inf, memory), transition, float(budget))
+    return _Chain(np.where(impossible, np.inf, time), np.where(impossible, 0.0, memory), transition, float(budget))
 
 
 def _incumbent(chain: _Chain) -> tuple[list[int], float]:
     """A feasible chain and the price of memory that gives the strongest bound, by bisection on the price."""
-    best, time, memory = _fastest(chain)
+    best, _, memory = chain.cheapest(0.0)
     if memory <= chain.budget:
         return best, 0.0
-    low, high = 0.0, _first_feasible_price(chain)
-    found: tuple[float, list[int]] | None = None
+    best = chain.by_memory().cheapest(0.0)[0]
+    best_time, _ = chain.measure(best)
+    low, high = 0.0, _high_price(chain)
     for _ in range(_PRICE_STEPS):
-        picks, time, memory = _at_price(chain, high if found is None else (low + high) / 2)
-        if memory <= chain.budget:
-            high = high if found is None else (low + high) / 2
-            found = (time, picks) if found is None or time < found[0] else found
-        elif found is None:
-            high *= 4
-        else:
-            low = (low + high) / 2
-    if found is None:
-        picks = _least_memory(chain)
-        return picks, high
-    return found[1], high
+        price = (low + high) / 2
+        picks, time, memory = chain.cheapest(price)
+        if memory > chain.budget:
+            low = price
+            continue
+        high = price
+        if time < best_time:
+            best, best_time = picks, time
+    return best, high
 
 
-def _fastest(chain: _Chain) -> tuple[list[int], float, float]:
-    return _at_price(chain, 0.0)
-
-
-def _at_price(chain: _Chain, price: float) -> tuple[list[int], float, float]:
-    """The cheapest chain at a price, where infinite memory at price zero must not become NaN."""
-    if price == 0.0:
-        safe = _Chain(
-            chain.time, np.where(np.isfinite(chain.memory), chain.memory, 0.0), chain.transition, chain.budget
-        )
-        picks, _, _ = safe.cheapest(0.0)
-        return picks, *chain.measure(picks)
-    return chain.cheapest(price)
-
-
-def _first_feasible_price(chain: _Chain) -> float:
-    times = chain.time[np.isfinite(chain.time)]
-    memory = chain.memory[np.isfinite(chain.memory)]
-    return float(max(times.max(), 1e-12) / max(memory.max(), 1.0))
-
-
-def _least_memory(chain: _Chain) -> list[int]:
-    flat = _Chain(chain.memory, chain.memory, np.where(np.isfinite(chain.transition), 0.0, np.inf), chain.budget)
-    return flat.cheapest(0.0)[0]
+def _high_price(chain: _Chain) -> float:
+    """A price of memory at which the cheapest chain fits, found by multiplying; if none does, the last one tried."""
+    price = float(chain.time[np.isfinite(chain.time)].max() or 1.0) / max(float(chain.memory.max()), 1.0)
+    for _ in range(_PRICE_STEPS):
+        if chain.cheapest(price)[2] <= chain.budget:
+            break
+        price *= 4
+    return price
 
 
 def _labels(chain: _Chain, incumbent: list[int], price: float) -> list[int]:
     """Extend Pareto-optimal labels block by block; returns the picks of the best chain."""
     best_time, _ = chain.measure(incumbent)
-    time_to_go = (
-        chain.to_go(0.0)
-        if np.isfinite(chain.memory).all()
-        else _Chain(chain.time, np.zeros_like(chain.memory), chain.transition, chain.budget).to_go(0.0)
-    )
-    memory_to_go = _Chain(
-        chain.memory, chain.memory, np.where(np.isfinite(chain.transition), 0.0, np.inf), chain.budget
-    ).to_go(0.0)
+    time_to_go = chain.to_go(0.0)
+    memory_to_go = chain.by_memory().to_go(0.0)
     priced_to_go = chain.to_go(price)
     layers, strategies = chain.time.shape
     history: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
