@@ -17,6 +17,7 @@ from statistics import fmean, median
 from typing import Any
 
 import machine
+import torch
 from demo_task import BATCH, SEQUENCE, Text, build_model, new_optimizer, update
 from rich.console import Console
 from rich.progress import track
@@ -27,6 +28,7 @@ from galvatron_fx.ir.units import format_bytes, format_seconds
 HERE = Path(__file__).parent
 WARM_UP = 3  # steps that are not timed
 TAIL = 10  # steps averaged at the end of a loss curve
+EARLY = 30  # steps whose loss curves are compared before rounding has grown
 
 
 def run_ranks(ranks: int, steps: int) -> dict[str, Any]:
@@ -40,51 +42,69 @@ def run_ranks(ranks: int, steps: int) -> dict[str, Any]:
     return report
 
 
-def run_alone(steps: int, console: Console) -> tuple[list[float], float]:
-    """Train the same model on the same batches in this process, in plain PyTorch: losses, and median seconds a step."""
+def run_alone(steps: int, parts: int, console: Console) -> tuple[list[float], float]:
+    """Train the same model on the same batches in this process, in plain PyTorch: losses, and median seconds a step.
+
+    The batch is passed in ``parts`` equal parts whose gradients add up, which changes nothing but rounding.
+    """
+    torch.set_num_threads(1)  # as every rank has
     text, model = Text.of_standard_library(), build_model()
     optimizer = new_optimizer(model)
     losses, times = [], []
-    for step in track(range(steps), "one process, plain PyTorch", console=console):
+    for step in track(range(steps), "one process" if parts == 1 else f"one process, batch in {parts}", console=console):
         batch = text.batch(step)
         start = time.perf_counter()
-        loss = model(**batch).loss
-        loss.backward()
+        shares = [{name: tensor.chunk(parts)[part] for name, tensor in batch.items()} for part in range(parts)]
+        losses.append(0.0)
+        for share in shares:
+            loss = model(**share).loss / parts
+            loss.backward()
+            losses[-1] += loss.item()
         update(model, optimizer)
         times.append(time.perf_counter() - start)
-        losses.append(loss.item())
     return losses, median(times[WARM_UP:] or times)
+
+
+def add_differences(table: Table, what: str, losses: list[float], others: list[float]) -> None:
+    """Add the largest difference of two loss curves, early and overall: training amplifies what rounding begins."""
+    gaps = [abs(a - b) for a, b in zip(losses, others, strict=True)]
+    table.add_row(f"{what}, first {len(gaps[:EARLY])} steps", "", f"{max(gaps[:EARLY]):.1e}")
+    table.add_row(f"{what}, all steps", "", f"{max(gaps):.1e}")
 
 
 def summary(report: dict[str, Any], alone: list[float], alone_s: float) -> Table:
     """The comparison as a table."""
     losses, peaks = report["losses"], report["measured_bytes"]
-    gaps = [abs(a - b) for a, b in zip(losses, alone, strict=True)]
-    worst = max(range(len(gaps)), key=gaps.__getitem__)
     table = Table(title="Summary", title_justify="left")
     for heading in ("", "predicted", "measured"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    table.add_row(
-        "peak memory a rank",
-        format_bytes(report["predicted_bytes"]),
-        f"{format_bytes(max(peaks))} (most of {len(peaks)})",
+        table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
+    tail = len(losses[-TAIL:])
+    rows = (
+        ("data parallelism alone, peak", format_bytes(report["data_bytes"]), ""),
+        ("memory budget", format_bytes(report["budget_bytes"]), ""),
+        ("peak memory, largest rank", format_bytes(report["predicted_bytes"]), format_bytes(max(peaks))),
+        (f"step time, {len(peaks)} ranks", format_seconds(report["predicted_s"]), format_seconds(report["measured_s"])),
+        ("step time, one process", "", format_seconds(alone_s)),
+        ("loss, first step", "", f"{losses[0]:.4f}"),
+        (f"loss, mean of last {tail}", "", f"{fmean(losses[-tail:]):.4f}"),
+        ("the same, one process", "", f"{fmean(alone[-tail:]):.4f}"),
     )
-    table.add_row("memory budget a rank", "", format_bytes(report["budget_bytes"]))
-    table.add_row("data parallelism alone", format_bytes(report["data_bytes"]), "")
-    table.add_row("step time", format_seconds(report["predicted_s"]), format_seconds(report["measured_s"]))
-    table.add_row("step time, one process", "", format_seconds(alone_s))
-    table.add_row("loss, first step", "", f"{losses[0]:.4f}")
-    table.add_row(f"loss, mean of last {len(losses[-TAIL:])}", "", f"{fmean(losses[-TAIL:]):.4f}")
-    table.add_row("the same, one process", "", f"{fmean(alone[-TAIL:]):.4f}")
-    table.add_row("largest difference of losses", "", f"{gaps[worst]:.1e} (step {worst + 1} of {len(gaps)})")
+    for row in rows:
+        table.add_row(*row)
+    add_differences(table, "difference of losses", losses, alone)
     return table
 
 
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150, help="training steps (default: 150)")
+    parser.add_argument("--steps", type=int, default=120, help="training steps (default: 120)")
     parser.add_argument("--ranks", type=int, default=4, help="processes (default: 4)")
+    parser.add_argument(
+        "--control",
+        action="store_true",
+        help="train in one process once more with halved batches: what rounding alone does",
+    )
     options = parser.parse_args()
     if options.steps < 1 or options.ranks < 2:
         parser.error("give at least 1 step and 2 ranks")
@@ -101,9 +121,13 @@ def main() -> None:
         f"float32, {options.ranks} gloo processes\n"
     )
     report = run_ranks(options.ranks, options.steps)
-    alone, alone_s = run_alone(options.steps, console)
+    alone, alone_s = run_alone(options.steps, 1, console)
+    table = summary(report, alone, alone_s)
+    if options.control:
+        halves, _ = run_alone(options.steps, 2, console)
+        add_differences(table, "control, one process", halves, alone)
     console.print()
-    console.print(summary(report, alone, alone_s))
+    console.print(table)
 
 
 if __name__ == "__main__":

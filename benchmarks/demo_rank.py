@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-import torch
 import torch.distributed as dist
 from demo_task import Text, build_model, new_optimizer, update
 from rich.console import Console
@@ -43,12 +42,11 @@ class Report:
 
 def choose_budget(cluster: gfx.Cluster, batch: Batch, console: Console) -> tuple[int, int]:
     """(bytes that plain data parallelism needs, a budget clearly below); shows that it does not fit there."""
-    alone = {"roles": ("data",), "recompute": False}
-    needed = gfx.plan(build_model(), cluster, batch, **alone).peak_memory_bytes
+    needed = gfx.plan(build_model(), cluster, batch, roles=("data",), recompute=False).peak_memory_bytes
     budget = int(BUDGET_SHARE * needed)
     console.print(f"data parallelism alone needs {format_bytes(needed)} a rank; the budget is {format_bytes(budget)}")
     try:
-        gfx.plan(build_model(), cluster, batch, memory_budget=budget, **alone)
+        gfx.plan(build_model(), cluster, batch, memory_budget=budget, roles=("data",), recompute=False)
     except gfx.errors.BudgetError as error:
         least = format_bytes(error.least_bytes)
         console.print(f"searching data parallelism alone within it raises BudgetError: it needs {least} at least\n")

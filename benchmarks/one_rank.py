@@ -14,6 +14,7 @@ import machine
 import torch.distributed as dist
 from demo_task import BATCH, SEQUENCE, Text, build_model
 from rich.console import Console
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 
 import galvatron_fx as gfx
@@ -35,7 +36,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=20, help="steps of each that are counted (default: 20)")
     turns = parser.parse_args().turns
     console = Console(soft_wrap=True, highlight=False)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     batch = Text.of_standard_library().batch(0)
     eager = build_model()
     compiled = gfx.compile(build_model(), init_device_mesh("cpu", (1,)), example_inputs=batch, recompute=False)

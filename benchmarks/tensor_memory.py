@@ -17,8 +17,8 @@ class TensorMemory(TorchDispatchMode):
     """Count the bytes of storages that are alive inside the ``with`` block; ``peak_bytes`` is the most of it.
 
     ``existing``: tensors that were made before (parameters, optimizer states) and count too. Of a DTensor the local
-    part counts. Views share their storage, so they cost nothing; what a kernel allocates inside and frees again before it
-    returns is not seen.
+    part counts. Views share their storage, so they cost nothing; what a kernel allocates inside and frees again before
+    it returns is not seen.
     """
 
     def __init__(self, existing: Iterable[Tensor] = ()) -> None:

@@ -12,14 +12,14 @@ from torch import fx
 
 from cost_models.ops import is_matmul
 from galvatron_fx.ir.annotations import TensorSpec, facts, output_ports, ports, signature
-from galvatron_fx.ir.placement import REPLICATE, Partial, Placement, Shard, fits
+from galvatron_fx.ir.placement import PARTIAL, REPLICATE, Partial, Placement, Shard, fits
 from passes.insert_collectives import AxisSharding
 from passes.search.intra_block import Choice, Item, Problem, solve
 from passes.sharding import collective_rules, own_rules, random_rules  # noqa: F401  (register rules)
 from passes.sharding.op_call import OpCall, input_nodes, is_getitem, op_call
 from passes.sharding.own_rules import VIEWS, view_rules
 from passes.sharding.prices import Prices, is_free
-from passes.sharding.roles import RoleRules
+from passes.sharding.roles import BATCH_ROLES, RoleRules
 from passes.sharding.rules import OpRule, has_rule, op_rules, strided
 
 # Price of what a role should not do, but must where an operator has no rule that suits it.
@@ -368,7 +368,7 @@ class _Block:
             base += view_rules(call, offered, self.degree)
         else:
             base += [instance for rule in base for instance in strided(rule, call, offered, self.degree)]
-        allowed = [rule for rule in dict.fromkeys(base) if self._allowed(rule, call)]
+        allowed = [rule for rule in dict.fromkeys(base) if self._allowed(rule, call) and _has_terms(rule, sources)]
         splitting = [rule for rule in allowed if self._splits(rule, call)]
         return splitting if any(rule.splits_work for rule in splitting) else allowed
 
@@ -404,7 +404,7 @@ class _Block:
 
     def _splits(self, rule: OpRule, call: OpCall) -> bool:
         """Whether the rule splits what the role is there to split, as far as an output holds it (views are free)."""
-        return is_free(call) or all(
+        return (is_free(call) and self.role.role not in BATCH_ROLES) or all(
             spec is None or p != REPLICATE or not self.role.must_split(spec)
             for p, spec in zip(rule.outputs, call.outputs, strict=True)
         )
@@ -460,6 +460,16 @@ class _Block:
             reduce_s = self.prices.reduce_s(value.spec)
             choices += [Choice((p,), (), reduce_s) for p in terms]
         return choices
+
+
+def _has_terms(rule: OpRule, sources: Sequence[_Value]) -> bool:
+    """Whether every Partial that the rule takes can be had: sums of terms from anything whole, others where they are
+    made.
+    """
+    return all(
+        not isinstance(p, Partial) or p in source.candidates or (p == PARTIAL and REPLICATE in source.candidates)
+        for p, source in zip(rule.inputs, sources, strict=True)
+    )
 
 
 def _made_of_parameters(nodes: Sequence[fx.Node], parameters: set[fx.Node]) -> set[fx.Node]:

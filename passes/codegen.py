@@ -134,6 +134,13 @@ def _bind_local_index(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Nod
     return write(aten.sub.Tensor, x, axis.coordinate * int(size))  # type: ignore[arg-type]
 
 
+def _bind_only_first(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Node:
+    x = node.args[0]
+    if codegen.axis_of(node).coordinate == 0 and isinstance(x, fx.Node):
+        return x
+    return write(aten.zeros_like.default, x)
+
+
 _BINDERS: dict[Any, Callable[[Codegen, _Writer, fx.Node], fx.Node]] = {
     c.all_reduce: _bind_all_reduce,
     c.all_gather: _bind_all_gather,
@@ -141,4 +148,5 @@ _BINDERS: dict[Any, Callable[[Codegen, _Writer, fx.Node], fx.Node]] = {
     c.all_to_all: _bind_all_to_all,
     c.shard: _bind_shard,
     c.local_index: _bind_local_index,
+    c.only_first: _bind_only_first,
 }

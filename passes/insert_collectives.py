@@ -10,8 +10,8 @@ from torch import fx
 
 from galvatron_fx.errors import ShardingError
 from galvatron_fx.ir.annotations import NodeFacts, TensorSpec, facts, set_facts
-from galvatron_fx.ir.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, shard
-from galvatron_fx.ir.placement import REPLICATE, Partial, Placement, Replicate, Shard, local_shape
+from galvatron_fx.ir.collectives import all_gather, all_reduce, all_to_all, only_first, reduce_scatter, shard
+from galvatron_fx.ir.placement import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard, local_shape
 from passes.sharding.expansions import EXPANSIONS, Emitter
 from passes.sharding.local_args import localize_args, lowered_target, map_inputs
 from passes.sharding.op_call import input_nodes, is_getitem
@@ -51,7 +51,7 @@ class InsertCollectives:
 
     Rewrite: ``y = mm(x, w)`` with ``x: S(1)``, ``w: S(0)`` and a consumer that takes ``y`` replicated ->
     ``y = mm(x_local, w_local); y_1 = all_reduce(y, "sum", axis)``.
-    Raises ShardingError for a change of placement that has no meaning (Replicate to Partial).
+    Raises ShardingError for a change of placement that has no meaning (Shard to Partial).
     """
 
     sharding: AxisSharding
@@ -174,6 +174,8 @@ class _Lowering:
             return emitter.emit(all_to_all, args, out)
         if isinstance(have, Replicate) and isinstance(want, Shard):
             return emitter.emit(shard, (new, want.dim, want.outer, axis), _localized(spec, want, degree))
+        if isinstance(have, Replicate) and want == PARTIAL:
+            return emitter.emit(only_first, (new, axis), spec)
         raise ShardingError(f"'{new.name}' is placed {have} and cannot become {want}: give its consumer another rule")
 
 

@@ -50,8 +50,16 @@ def local_index(index: Tensor, size: int, axis: int) -> Tensor:
     raise _unbound("local_index")
 
 
+def only_first(x: Tensor, axis: int) -> Tensor:
+    """Keep a value on the axis' first rank and zeros elsewhere: Replicate -> Partial(sum). No communication.
+
+    A bias added before the terms of a split matrix product are summed must be added once.
+    """
+    raise _unbound("only_first")
+
+
 COLLECTIVES: tuple[Callable[..., Any], ...] = (all_reduce, all_gather, reduce_scatter, all_to_all)
-RANK_LOCAL: tuple[Callable[..., Any], ...] = (shard, local_index)
+RANK_LOCAL: tuple[Callable[..., Any], ...] = (shard, local_index, only_first)
 
 
 # The local halves of the collectives: pure tensor functions, shared by the simulator and the generated code.

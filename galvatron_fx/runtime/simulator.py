@@ -93,6 +93,8 @@ class Simulator:
             return c.split_runs(whole, rest[2], rest[3], parts)
         if node.target is c.shard:
             return [c.take_run(x, rest[0], rest[1], parts, part) for part, x in enumerate(local)]
+        if node.target is c.only_first:
+            return [x if part == 0 else torch.zeros_like(x) for part, x in enumerate(local)]
         return [x - part * rest[0] for part, x in enumerate(local)]
 
 

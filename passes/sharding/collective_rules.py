@@ -50,6 +50,11 @@ def _shard(call: OpCall, degree: int) -> list[OpRule]:
     return _same(_other_dims(call, call.args[1]), "sum")
 
 
+@register_rule(c.only_first)
+def _only_first(call: OpCall, degree: int) -> list[OpRule]:
+    return _same(_other_dims(call), "sum")
+
+
 @register_rule(c.local_index)
 def _local_index(call: OpCall, degree: int) -> list[OpRule]:
     return _same(_other_dims(call), None)

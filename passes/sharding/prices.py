@@ -11,7 +11,7 @@ from cost_models.collectives import collective_s
 from cost_models.ops import OpCost, is_matmul, op_time_s
 from galvatron_fx.ir.annotations import TensorSpec
 from galvatron_fx.ir.cluster import Axis, Device
-from galvatron_fx.ir.placement import Partial, Placement, Replicate, Shard
+from galvatron_fx.ir.placement import PARTIAL, Partial, Placement, Replicate, Shard
 from passes.sharding.op_call import OpCall, call_cost
 from passes.sharding.rules import OpRule
 
@@ -50,7 +50,8 @@ class Prices:
             return 0.0
         size = float(spec.size_bytes)
         if isinstance(want, Partial):
-            return None
+            single = isinstance(have, Replicate) and want == PARTIAL
+            return self._traffic_s(size) + self.device.launch_overhead_s if single else None
         if isinstance(have, Partial):
             kind = "all_reduce" if isinstance(want, Replicate) else "reduce_scatter"
         elif isinstance(have, Replicate):

@@ -54,9 +54,11 @@ class RoleRules:
         """Whether a redistribution suits the role.
 
         Tensor roles split the features of activations only where a split parameter does: cutting whole activations
-        along features merely to share elementwise work multiplies the messages.
+        along features merely to share elementwise work multiplies the messages. Batch roles gather no activations.
         """
-        if self.role not in ("tensor", "tensor_sequence") or isinstance(have, Shard) or not isinstance(want, Shard):
+        if self.role in BATCH_ROLES:
+            return not (isinstance(have, Shard) and want == REPLICATE)
+        if self.role == "sequence" or isinstance(have, Shard) or not isinstance(want, Shard):
             return True
         size = spec.symbolic[want.dim]
         activation = spec.dim_of(BATCH) is not None or spec.dim_of(SEQUENCE) is not None

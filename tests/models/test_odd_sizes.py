@@ -93,7 +93,8 @@ class LogitsOnly(nn.Module):
         return self.layers(ids)
 
 
-def _untidy() -> zoo.Case:
+def untidy() -> zoo.Case:
+    """The untidy model and a batch."""
     ids = torch.arange(24).reshape(4, 6) % 16
     return zoo.build(Untidy), {"ids": ids, "extra": _noise(4, 6, 6), "targets": (ids * 3 + 1) % 16}
 
@@ -130,7 +131,7 @@ CASES: dict[str, Callable[[], zoo.Case]] = {
     "llama: 1 key head": lambda: zoo.llama(layers=2, num_key_value_heads=1, tie_word_embeddings=True),
     "llama: frozen": _frozen_llama,
     "bert: 5 sequences of 13": lambda: _odd_batch(zoo.bert, 5, 13, vocab_size=61),
-    "untidy": _untidy,
+    "untidy": untidy,
     "convolutions": _convolutions,
     "regression": lambda: (zoo.build(Regression), {"x": _noise(12, 6), "y": _noise(12, 3)}),
     "regression over a batch of 5": lambda: (zoo.build(Regression), {"x": _noise(5, 6), "y": _noise(5, 3)}),

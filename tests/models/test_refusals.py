@@ -1,0 +1,238 @@
+"""What cannot be done is refused before anything runs, with a message that names the cause and the remedy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import galvatron_fx
+from galvatron_fx import Cluster, Plan, Strategy
+from galvatron_fx.errors import BudgetError, CaptureError, InputError, PlanError
+from tests.models import zoo
+from tests.models.test_odd_sizes import Convolutions, Regression
+
+CLUSTER = Cluster.preset("2xA100-80GB")
+REGRESSION = {"x": torch.randn(4, 6), "y": torch.randn(4, 3)}
+
+
+class Branches(nn.Module):
+    """Decides by the value of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:  # the line that the error must name
+            return self.layer(x).sum()
+        return self.layer(-x).sum()
+
+
+class Counts(nn.Module):
+    """Makes a tensor whose shape depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x[x[:, 0] > 0]).sum()
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
+    """A mesh of one rank: this process."""
+    store = dist.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_plan_of_another_mesh(mesh: DeviceMesh) -> None:
+    plan = Plan.uniform((2, 2), ("data", "tensor"))
+    with pytest.raises(PlanError, match=r"\(2, 2\).*this mesh has \(\).*search a plan"):
+        galvatron_fx.compile(Regression(), mesh, REGRESSION, plan=plan)
+
+
+def test_plan_of_another_model() -> None:
+    plan = galvatron_fx.plan(Regression(), CLUSTER, REGRESSION)
+    model, inputs = zoo.gpt2(layers=1)
+    with pytest.raises(PlanError, match="search"):
+        galvatron_fx.explain(model, CLUSTER, inputs, plan=plan)
+
+
+def test_plan_with_another_number_of_blocks() -> None:
+    plan = Plan.uniform((2,), ("data",), num_blocks=9)
+    with pytest.raises(PlanError, match="the plan has 9 blocks and the model 1"):
+        galvatron_fx.explain(Regression(), CLUSTER, REGRESSION, plan=plan)
+
+
+def test_plan_after_the_inputs_changed() -> None:
+    plan = galvatron_fx.plan(Regression(), CLUSTER, REGRESSION)
+    other = {"x": torch.randn(8, 6), "y": torch.randn(8, 3)}
+    with pytest.raises(PlanError, match="the model or its inputs changed"):
+        galvatron_fx.explain(Regression(), CLUSTER, other, plan=plan)
+
+
+def test_cluster_of_another_size(mesh: DeviceMesh) -> None:
+    with pytest.raises(PlanError, match="the cluster has 2 devices, the mesh 1"):
+        galvatron_fx.compile(Regression(), mesh, REGRESSION, cluster=CLUSTER)
+
+
+def test_unknown_backend(mesh: DeviceMesh) -> None:
+    with pytest.raises(InputError, match="warp"):
+        galvatron_fx.compile(Regression(), mesh, REGRESSION, backend="warp")
+
+
+@pytest.mark.parametrize("roles", [("data", "magic"), ()])
+def test_unknown_or_no_roles(roles: tuple[str, ...]) -> None:
+    with pytest.raises(PlanError, match="unknown role"):
+        galvatron_fx.plan(Regression(), CLUSTER, REGRESSION, roles=roles)
+
+
+def test_unknown_recompute() -> None:
+    with pytest.raises(InputError, match="sometimes"):
+        galvatron_fx.plan(Regression(), CLUSTER, REGRESSION, recompute="sometimes")
+
+
+def test_constraint_on_no_module() -> None:
+    with pytest.raises(PlanError, match="'layers.17'.*no such module"):
+        galvatron_fx.plan(Regression(), CLUSTER, REGRESSION, constraints={"layers.17": ("data",)})
+
+
+@pytest.mark.parametrize("wanted", [("data", "data"), ("magic",), Strategy(("tensor", "data"))])
+def test_constraint_that_nothing_meets(wanted: Strategy | tuple[str, ...]) -> None:
+    with pytest.raises(PlanError, match=r"layers\.0"):
+        galvatron_fx.plan(Regression(), CLUSTER, REGRESSION, constraints={"layers.0": wanted})
+
+
+def test_constraints_that_contradict() -> None:
+    with pytest.raises(PlanError, match="contradict"):
+        galvatron_fx.plan(
+            Regression(), CLUSTER, REGRESSION, constraints={"layers.0": ("data",), "layers.2": ("tensor",)}
+        )
+
+
+def test_constraint_is_met() -> None:
+    plan = galvatron_fx.plan(Regression(), CLUSTER, REGRESSION, constraints={"layers.0": ("zero",)})
+    assert {block.strategy.roles for block in plan.blocks} == {("zero",)}
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"x": torch.randn(4, 7), "y": torch.randn(4, 3)},
+        {"x": torch.randn(4, 6)},
+        {"x": torch.randn(4, 6), "z": torch.randn(4, 3)},
+        (torch.randn(4, 6),),
+        {"x": 3.0, "y": 4.0},
+        "a batch",
+        {},
+    ],
+)
+def test_inputs_that_do_not_fit(inputs: object) -> None:
+    with pytest.raises(InputError):
+        galvatron_fx.plan(Regression(), CLUSTER, inputs)
+
+
+def test_inputs_that_do_not_fit_name_the_cause() -> None:
+    with pytest.raises(InputError, match="Regression") as caught:
+        galvatron_fx.plan(Regression(), CLUSTER, {"x": torch.randn(4, 7), "y": torch.randn(4, 3)})
+    assert Path(__file__).parent.joinpath("test_odd_sizes.py").name in str(caught.value)
+
+
+def _line_of(text: str) -> int:
+    lines = Path(__file__).read_text().splitlines()
+    return next(i for i, line in enumerate(lines, 1) if text in line)
+
+
+@pytest.mark.parametrize(("model", "line"), [(Branches, "if x.sum() > 0:"), (Counts, "x[x[:, 0] > 0]")])
+def test_control_flow_by_values_names_the_line(model: type[nn.Module], line: str) -> None:
+    with pytest.raises(CaptureError) as caught:
+        galvatron_fx.capture(model(), {"x": torch.randn(4, 6)})
+    message = str(caught.value)
+    assert model.__name__ in message
+    assert Path(__file__).name in message
+    assert f"line {_line_of(line)}" in message
+
+
+def test_budget_that_nothing_fits() -> None:
+    """The error has the least budget and its plan; with that budget the search succeeds."""
+    model, inputs = zoo.gpt2(layers=2)
+    with pytest.raises(BudgetError, match="no plan fits") as caught:
+        galvatron_fx.plan(model, CLUSTER, inputs, memory_budget=1000)
+    error = caught.value
+    assert error.plan is not None
+    assert error.least_bytes == error.plan.peak_memory_bytes > 1000
+    assert str(error.least_bytes) in str(error)
+    plan = galvatron_fx.plan(model, CLUSTER, inputs, memory_budget=error.least_bytes)
+    assert plan.peak_memory_bytes <= error.least_bytes
+    with pytest.raises(BudgetError):
+        galvatron_fx.plan(model, CLUSTER, inputs, memory_budget=error.least_bytes - 1)
+
+
+@pytest.mark.parametrize("budget", ["12 elephants", "-3GiB", ""])
+def test_budget_that_cannot_be_read(budget: str) -> None:
+    with pytest.raises(InputError):
+        galvatron_fx.plan(Regression(), CLUSTER, REGRESSION, memory_budget=budget)
+
+
+def test_malformed_plan(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    Plan.uniform((2,), ("data",)).save(path)
+    document = json.loads(path.read_text())
+    document["blocks"][0]["strategy"]["roles"] = ["__import__('os')"]
+    path.write_text(json.dumps(document))
+    with pytest.raises(PlanError, match=r"plan\.json"):
+        Plan.load(path)
+
+
+def test_explain_of_no_pass() -> None:
+    with pytest.raises(InputError, match="nosuch.*ShardGraph"):
+        galvatron_fx.explain(Regression(), CLUSTER, REGRESSION, after="nosuch")
+
+
+def test_forward_backward_without_a_loss(mesh: DeviceMesh) -> None:
+    plan = Plan.uniform((1,), ("data",))
+    compiled = galvatron_fx.compile(nn.Linear(6, 3), mesh, (torch.randn(4, 6),), plan=plan)
+    with pytest.raises(InputError, match="no scalar loss"):
+        compiled.forward_backward(torch.randn(4, 6))
+
+
+def test_backward_twice(mesh: DeviceMesh) -> None:
+    compiled = galvatron_fx.compile(Regression(), mesh, REGRESSION, plan=Plan.uniform((1,), ("data",)))
+    loss = compiled(**REGRESSION)
+    loss.backward(retain_graph=True)
+    with pytest.raises(InputError, match="twice"):
+        loss.backward()
+
+
+def test_meta_module_without_initialisation(mesh: DeviceMesh) -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(6, device="meta"))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.weight).sum()
+
+    model = nn.Sequential(Bare())
+    with pytest.raises(InputError, match=r"module '0' \(Bare\).*reset_parameters"):
+        galvatron_fx.compile(model, mesh, (torch.randn(4, 6),), plan=Plan.uniform((1,), ("data",)))
+
+
+def test_a_wrong_batch_leaves_the_model_as_it_was() -> None:
+    """Capture puts fake tensors in place of the weights, and takes them out again when it fails."""
+    model = Convolutions()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(InputError):
+        galvatron_fx.capture(model, {"image": torch.randn(4, 2, 8, 8), "label": torch.zeros(4, dtype=torch.long)})
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)

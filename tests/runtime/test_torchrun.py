@@ -1,0 +1,85 @@
+"""Training on four real processes, started by torchrun once for all checks of train_ranks.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import galvatron_fx
+from galvatron_fx import Plan
+from tests.models import zoo
+from tests.runtime.train_ranks import CHECKS, full
+
+ROOT = Path(__file__).resolve().parents[2]
+RANKS = 4
+TIMEOUT_S = 400
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder and the output of the one launch."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    log = folder / "log.txt"
+    with open(log, "w") as file:
+        done = subprocess.Popen(
+            [*command, str(ROOT / "tests/runtime/train_ranks.py"), str(folder)],
+            cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            done.wait(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            done.terminate()  # torchrun passes it on to its ranks
+            done.wait(timeout=60)
+    return folder, log.read_text()
+
+
+@pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
+def test_on_four_processes(launched: tuple[Path, str], check: str) -> None:
+    _, output = launched
+    if f"ok {check}\n" not in output:
+        start = output.find(f"FAILED {check}\n")
+        raise AssertionError(output[start : start + 4000] if start >= 0 else f"{check} never ended:\n{output[-4000:]}")
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_meta_device_gives_the_weights_of_one_rank(launched: tuple[Path, str], one_rank: None) -> None:
+    folder, _ = launched
+    found = torch.load(folder / "meta_weights.pt", weights_only=True)
+    inputs = zoo.llama(layers=2)[1]
+    with torch.device("meta"):
+        model, _ = zoo.llama(layers=2)
+    mesh = init_device_mesh("cpu", (1,))
+    compiled = galvatron_fx.compile(model, mesh, inputs, plan=Plan.uniform((1,), ("data",)), seed=5)
+    for name, value in compiled.named_parameters():
+        torch.testing.assert_close(found[name], full(value).detach(), rtol=0, atol=0, msg=name)
+    torch.testing.assert_close(compiled.forward_backward(**inputs).loss, found["loss"], rtol=1e-10, atol=0)
+
+
+def test_one_rank_is_the_plain_model(one_rank: None) -> None:
+    """The search on one device finds a plan, and the result is the model itself."""
+    model, inputs = zoo.gpt2(layers=2)
+    expected = model(**inputs).loss
+    expected.backward()
+    compiled = galvatron_fx.compile(model, init_device_mesh("cpu", (1,)), inputs, memory_budget="1GiB")
+    torch.testing.assert_close(compiled.forward_backward(**inputs).loss, expected.detach(), rtol=1e-10, atol=0)
+    for name, parameter in model.named_parameters():
+        gradient = full(compiled.get_parameter(name).grad)
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-9, atol=1e-12, msg=name)

@@ -1,0 +1,287 @@
+"""Run by torchrun from test_torchrun.py: real processes, gloo, a compiled model beside the plain one.
+
+Prints ``ok <check>`` once for each check that holds on every rank, ``FAILED <check>`` and the errors otherwise.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import galvatron_fx
+from galvatron_fx import Plan, Strategy
+from galvatron_fx.errors import InputError, PlanError
+from tests.models import zoo
+from tests.models.test_odd_sizes import Convolutions, untidy
+
+FOLDER = Path(sys.argv[1] if __name__ == "__main__" else ".")
+MESH = (2, 2)
+
+
+def full(value: Tensor) -> Tensor:
+    """The whole tensor of a DTensor."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def same(got: Tensor, expected: Tensor, what: str) -> None:
+    """Equal to 1e-10 relative to the largest element."""
+    scale = float(expected.abs().max()) or 1.0
+    error = float((full(got).detach() - expected.detach()).abs().max()) / scale
+    assert error < 1e-10, f"{what} differs by {error:.2e}"
+
+
+def same_parameters(compiled: nn.Module, plain: nn.Module, what: str) -> None:
+    """All parameters, under the same names."""
+    ours, theirs = dict(compiled.named_parameters()), dict(plain.named_parameters())
+    assert ours.keys() == theirs.keys(), f"{what}: names differ: {ours.keys() ^ theirs.keys()}"
+    for name, value in theirs.items():
+        # Adam divides by the root of a second moment, which magnifies rounding where a gradient is nearly zero.
+        torch.testing.assert_close(full(ours[name]), value, rtol=1e-8, atol=1e-9, msg=lambda m, n=name: f"{what} {n}: {m}")
+
+
+def train(compiled: nn.Module, plain: nn.Module, inputs: dict[str, Any], *, steps: int = 3, direct: bool = True) -> None:
+    """AdamW, clipped gradients and a schedule, on both, compared at every step."""
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (compiled, plain)]
+    schedules = [torch.optim.lr_scheduler.StepLR(o, step_size=1, gamma=0.5) for o in optimizers]
+    for step in range(steps):
+        if direct:
+            loss = compiled.forward_backward(**inputs)["loss"]
+        else:
+            loss = compiled(**inputs)["loss"]
+            loss.backward()
+        expected = plain(**inputs)["loss"]
+        expected.backward()
+        same(loss, expected, f"loss of step {step}")
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (compiled, plain)]
+        same(norms[0], norms[1], f"gradient norm of step {step}")
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        same_parameters(compiled, plain, f"step {step}")
+
+
+def compiled_by(model: nn.Module, mesh: DeviceMesh, inputs: Any, roles: tuple[str, ...], **options: bool) -> Any:
+    """Compile a copy of a model by one strategy for all blocks."""
+    return galvatron_fx.compile(copy.deepcopy(model), mesh, inputs, plan=Plan.uniform(MESH, roles, **options))
+
+
+def uniform_plans(mesh: DeviceMesh) -> None:
+    model, inputs = zoo.llama(layers=2)
+    for roles, options in [
+        (("data", "tensor"), {"recompute": True}),
+        (("zero", "tensor_sequence"), {}),
+        (("sequence", "zero"), {"keep_gathered": True}),
+    ]:
+        train(compiled_by(model, mesh, inputs, roles, **options), copy.deepcopy(model), inputs)
+
+
+def loss_backward(mesh: DeviceMesh) -> None:
+    model, inputs = zoo.gpt2(layers=2)
+    train(compiled_by(model, mesh, inputs, ("zero", "tensor")), copy.deepcopy(model), inputs, direct=False)
+
+
+def unlike_neighbours(mesh: DeviceMesh) -> None:
+    model, inputs = zoo.gpt2(layers=2)
+    graph = galvatron_fx.capture(model, inputs)
+    from passes.find_blocks import num_blocks
+
+    tables = [("zero", "tensor"), ("tensor", "data"), ("data", "sequence")]
+    strategies = [Strategy(tables[i % 3], recompute=i % 2 == 0) for i in range(num_blocks(graph))]
+    plan = Plan.from_roles(MESH, strategies)
+    train(galvatron_fx.compile(copy.deepcopy(model), mesh, inputs, plan=plan), copy.deepcopy(model), inputs)
+
+
+def searched_plan(mesh: DeviceMesh) -> None:
+    model, inputs = zoo.bert(layers=2)
+    compiled = galvatron_fx.compile(copy.deepcopy(model), mesh, inputs, memory_budget="1GiB")
+    assert compiled.plan.memory_budget_bytes == 2**30
+    assert 0 < compiled.plan.peak_memory_bytes <= 2**30
+    train(compiled, copy.deepcopy(model), inputs)
+
+
+def flat_mesh(mesh: DeviceMesh) -> None:
+    model, inputs = untidy()
+    compiled = compiled_by(model, init_device_mesh("cpu", (4,)), inputs, ("zero", "tensor"))
+    train(compiled, copy.deepcopy(model), inputs, steps=1)
+
+
+def gradients_accumulate(mesh: DeviceMesh) -> None:
+    model, inputs = untidy()
+    compiled, plain = compiled_by(model, mesh, inputs, ("zero", "tensor")), copy.deepcopy(model)
+    for _ in range(2):
+        compiled.forward_backward(**inputs)
+        compiled(**inputs)["loss"].backward()
+        plain(**inputs)["loss"].backward()
+        plain(**inputs)["loss"].backward()
+    for name, parameter in plain.named_parameters():
+        found = compiled.get_parameter(name).grad
+        assert (found is None) == (parameter.grad is None), f"gradient of {name}"
+        if found is not None:
+            same(found, parameter.grad, f"gradient of {name}")
+
+
+def evaluation(mesh: DeviceMesh) -> None:
+    model, inputs = zoo.gpt2(layers=2, resid_pdrop=0.3, embd_pdrop=0.3)
+    compiled = compiled_by(model.train(), mesh, inputs, ("data", "tensor"))
+    plain = copy.deepcopy(model).eval()
+    with torch.no_grad():
+        first = compiled(**inputs)["loss"]
+        out = compiled.eval()(**inputs)
+        expected = plain(**inputs)
+    assert not torch.equal(first, out.loss), "dropout did nothing in training mode"
+    assert not out.loss.requires_grad
+    same(out.loss, expected.loss, "loss")
+    same(out.logits, expected.logits, "logits")
+
+
+def buffers_update(mesh: DeviceMesh) -> None:
+    model = zoo.build(Convolutions)
+    inputs = {"image": zoo.images()["pixel_values"], "label": torch.tensor([0, 4, 2, 1])}
+    compiled, plain = compiled_by(model, mesh, inputs, ("data", "zero")), copy.deepcopy(model)
+    for _ in range(2):
+        compiled.forward_backward(**inputs)
+        plain(**inputs)[0].backward()
+    for name, buffer in plain.named_buffers():
+        same(compiled.get_buffer(name).double(), buffer.double(), name)
+    compiled.eval(), plain.eval()
+    with torch.no_grad():
+        same(compiled(**inputs)[1], plain(**inputs)[1], "logits in eval")
+
+
+def other_batch_shapes(mesh: DeviceMesh) -> None:
+    model, inputs = zoo.llama(layers=2)
+    compiled, plain = compiled_by(model, mesh, inputs, ("zero", "tensor")), copy.deepcopy(model)
+    for batch, sequence in ((4, 10), (3, 7), (4, 10)):
+        train(compiled, plain, zoo.tokens(batch, sequence), steps=1)
+
+
+def state_dicts(mesh: DeviceMesh) -> None:
+    model, inputs = untidy()
+    first = compiled_by(model, mesh, inputs, ("zero", "tensor"))
+    assert list(first.state_dict()) == list(model.state_dict())
+    train(first, copy.deepcopy(model), inputs, steps=1)
+    second = compiled_by(model, mesh, inputs, ("zero", "tensor"))
+    missing = second.load_state_dict(first.state_dict())
+    assert not missing.missing_keys and not missing.unexpected_keys
+    for name, parameter in first.named_parameters():
+        same(second.get_parameter(name), full(parameter), name)
+
+
+def checkpoint_to_another_plan(mesh: DeviceMesh) -> None:
+    model, inputs = zoo.gpt2(layers=1)
+    first, plain = compiled_by(model, mesh, inputs, ("zero", "tensor")), copy.deepcopy(model)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (first, plain)]
+    _step(first, plain, inputs, optimizers)
+    saved = {"model": first.state_dict(), "optimizer": get_optimizer_state_dict(first, optimizers[0])}
+    dcp.save(saved, checkpoint_id=FOLDER / "checkpoint")
+
+    second = compiled_by(zoo.gpt2(layers=1)[0], mesh, inputs, ("tensor", "data"))
+    optimizer = torch.optim.AdamW(second.parameters(), lr=1e-2)
+    loaded = {"model": second.state_dict(), "optimizer": get_optimizer_state_dict(second, optimizer)}
+    dcp.load(loaded, checkpoint_id=FOLDER / "checkpoint")
+    second.load_state_dict(loaded["model"])
+    set_optimizer_state_dict(second, optimizer, loaded["optimizer"])
+    same_parameters(second, plain, "after loading")
+    _step(second, plain, inputs, [optimizer, optimizers[1]])
+    same_parameters(second, plain, "a step after loading")
+
+
+def _step(compiled: nn.Module, plain: nn.Module, inputs: dict[str, Any], optimizers: list[Any]) -> None:
+    same(compiled.forward_backward(**inputs)["loss"], plain(**inputs)["loss"], "loss")
+    plain(**inputs)["loss"].backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def meta_device(mesh: DeviceMesh) -> None:
+    """The weights are saved for test_torchrun.py to compare with those of one rank."""
+    with torch.device("meta"):
+        model, _ = zoo.llama(layers=2)
+    inputs = zoo.tokens()
+    weights = []
+    for roles in (("data", "data"), ("zero", "tensor")):
+        compiled = galvatron_fx.compile(model, mesh, inputs, plan=Plan.uniform(MESH, roles), seed=5)
+        weights.append({name: full(value).detach() for name, value in compiled.named_parameters()})
+        loss = compiled.forward_backward(**inputs)["loss"]
+        assert torch.isfinite(loss)
+        weights[-1]["loss"] = loss
+    for name, value in weights[0].items():
+        same(weights[1][name], value, name)
+    assert float(weights[0]["model.layers.1.mlp.up_proj.weight"].std()) > 1e-3
+    if dist.get_rank() == 0:
+        torch.save(weights[1], FOLDER / "meta_weights.pt")
+
+
+def lazy(mesh: DeviceMesh) -> None:
+    model, inputs = untidy()
+    compiled = galvatron_fx.compile(copy.deepcopy(model), mesh, plan=Plan.uniform(MESH, ("zero", "tensor")))
+    for ask in (lambda: list(compiled.parameters()), compiled.state_dict, lambda: torch.optim.AdamW(compiled.parameters())):
+        try:
+            ask()
+        except InputError as error:
+            assert "example_inputs" in str(error)
+        else:
+            raise AssertionError("parameters came out of a model that is not compiled")
+    plain = copy.deepcopy(model)
+    same(compiled.forward_backward(**inputs)["loss"], plain(**inputs)["loss"], "first loss")
+    for parameter in compiled.parameters():
+        parameter.grad = None
+    train(compiled, plain, inputs, steps=2)
+
+
+def plan_mismatch(mesh: DeviceMesh) -> None:
+    model, inputs = untidy()
+    roles = ("zero", "tensor") if dist.get_rank() == 2 else ("data", "tensor")
+    try:
+        compiled_by(model, mesh, inputs, roles)
+    except PlanError as error:
+        assert "2" in str(error) and "rank" in str(error)
+    else:
+        raise AssertionError("started with unlike plans")
+
+
+CHECKS: tuple[Callable[[DeviceMesh], None], ...] = (
+    uniform_plans, loss_backward, unlike_neighbours, searched_plan, flat_mesh, gradients_accumulate, evaluation,
+    buffers_update, other_batch_shapes, state_dicts, checkpoint_to_another_plan, meta_device, lazy, plan_mismatch,
+)  # fmt: skip
+
+
+def main() -> None:
+    """Run all checks, or those named after the folder; all ranks learn of a failure on any."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    mesh = init_device_mesh("cpu", MESH)
+    for check in CHECKS:
+        if len(sys.argv) > 2 and check.__name__ not in sys.argv[2:]:
+            continue
+        error = ""
+        try:
+            check(mesh)
+        except (Exception, CheckpointException):
+            error = f"rank {dist.get_rank()}: {traceback.format_exc()}"
+        errors: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error)
+        if dist.get_rank() == 0:
+            failed = [e for e in errors if e]
+            print(f"FAILED {check.__name__}\n{failed[0]}" if failed else f"ok {check.__name__}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
