@@ -41,14 +41,7 @@ def _is_lowered(node: fx.Node) -> str | None:
         return "has no facts"
     if node.op == "call_function" and not isinstance(node.target, OpOverload) and node.target not in _LOWERED_TARGETS:
         return f"calls {node.target}, which is neither an ATen operator nor a collective"
-    if any(size <= 0 for spec in facts(node).specs if spec is not None for size in spec.shape) and _makes_empty(node):
-        return "makes an empty tensor out of tensors that are not empty"
     return None
-
-
-def _makes_empty(node: fx.Node) -> bool:
-    sources = [facts(n) for n in node.all_input_nodes]
-    return bool(sources) and all(s is None or s.numel > 0 for record in sources for s in record.specs)
 
 
 def _is_forward_first(node: fx.Node) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 from math import prod
@@ -340,7 +340,13 @@ class _Finisher:
         chain = self.chain
         marks = fingerprints(self.graph)
         blocks = tuple(
-            BlockPlan(f"block {i}", chain.strategies[p], marks[i], float(chain.time[i, p]), int(chain.memory[i, p]))
+            BlockPlan(
+                f"block {i}",
+                self._planned(chain.strategies[p]),
+                marks[i],
+                float(chain.time[i, p]),
+                int(chain.memory[i, p]),
+            )
             for i, p in enumerate(picks)
         )
         return Plan(
@@ -351,6 +357,11 @@ class _Finisher:
             peak_memory_bytes=report.peak_memory_bytes,
             memory_budget_bytes=self.options.memory_budget_bytes,
         )
+
+    def _planned(self, strategy: Strategy) -> Strategy:
+        """The strategy as a plan holds it: without axes of one rank."""
+        roles = tuple(role for role, size in zip(strategy.roles, self.cluster.shape, strict=True) if size > 1)
+        return replace(strategy, roles=roles)
 
     def least(self) -> Plan:
         """The plan that takes the least memory, if it fits after all; else BudgetError."""

@@ -90,9 +90,7 @@ ARCHITECTURES: dict[str, Make] = {
     "phi3": _made("Phi3ForCausalLM", {**_GROUPED, "resid_pdrop": 0.0}, zoo.tokens),
     "gpt_neox": _made("GPTNeoXForCausalLM", _DECODER, zoo.tokens),
     "gptj": _made("GPTJForCausalLM", {**_GPT_OLD, "rotary_dim": 4}, zoo.tokens),
-    "opt": _made(
-        "OPTForCausalLM", {**_DECODER, "ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0}, zoo.tokens
-    ),
+    "opt": _made("OPTForCausalLM", {**_DECODER, "ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0}, zoo.tokens),
     "bloom": _made("BloomForCausalLM", {**_DECODER, "n_layer": 2, "n_head": 4}, zoo.tokens),
     "falcon": _made("FalconForCausalLM", {**_DECODER, "alibi": False}, zoo.tokens),
     "olmo2": _made("Olmo2ForCausalLM", _GROUPED, zoo.tokens),
@@ -108,10 +106,18 @@ ARCHITECTURES: dict[str, Make] = {
     "albert": _made("AlbertForMaskedLM", {**_ENCODER, "embedding_size": 16}, zoo.masked_tokens),
     "distilbert": _made(
         "DistilBertForMaskedLM",
-        {"vocab_size": 64, "dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 32,
-         "dropout": 0.0, "attention_dropout": 0.0},
+        {
+            "vocab_size": 64,
+            "dim": 32,
+            "hidden_dim": 64,
+            "n_layers": 2,
+            "n_heads": 4,
+            "max_position_embeddings": 32,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
         zoo.masked_tokens,
-    ),  # fmt: skip
+    ),
     "deberta-v2": _made(
         "DebertaV2ForMaskedLM",
         {**_ENCODER, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8},
@@ -133,4 +139,4 @@ ARCHITECTURES: dict[str, Make] = {
     ),
     "swin": zoo.swin,
     "clip": _clip,
-}  # fmt: skip
+}

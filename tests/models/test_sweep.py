@@ -27,7 +27,11 @@ def test_architecture(name: str) -> None:
         plan = search_plan(graph, CLUSTER, SearchOptions(CLUSTER.device.memory_bytes, ("data", "zero", "tensor")))
         searched = simulate(graph, model, inputs, CLUSTER.shape, expand(plan, num_blocks(graph)), {})
         written = simulate(graph, model, inputs, (2, 2), uniform(graph, "zero", "tensor_sequence"), {})
-    print(name, "has no rule for:", sorted({str(w.message).split()[1] for w in caught if "no sharding rule" in str(w.message)}))
+    print(
+        name,
+        "has no rule for:",
+        sorted({str(w.message).split()[1] for w in caught if "no sharding rule" in str(w.message)}),
+    )
     assert plan.step_time_s > 0
     assert_exact(searched, expected, f"{name}, searched plan")
     assert_exact(written, expected, f"{name}, zero x tensor_sequence")

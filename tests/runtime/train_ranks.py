@@ -50,10 +50,14 @@ def same_parameters(compiled: nn.Module, plain: nn.Module, what: str) -> None:
     assert ours.keys() == theirs.keys(), f"{what}: names differ: {ours.keys() ^ theirs.keys()}"
     for name, value in theirs.items():
         # Adam divides by the root of a second moment, which magnifies rounding where a gradient is nearly zero.
-        torch.testing.assert_close(full(ours[name]), value, rtol=1e-8, atol=1e-9, msg=lambda m, n=name: f"{what} {n}: {m}")
+        torch.testing.assert_close(
+            full(ours[name]), value, rtol=1e-8, atol=1e-9, msg=lambda m, n=name: f"{what} {n}: {m}"
+        )
 
 
-def train(compiled: nn.Module, plain: nn.Module, inputs: dict[str, Any], *, steps: int = 3, direct: bool = True) -> None:
+def train(
+    compiled: nn.Module, plain: nn.Module, inputs: dict[str, Any], *, steps: int = 3, direct: bool = True
+) -> None:
     """AdamW, clipped gradients and a schedule, on both, compared at every step."""
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (compiled, plain)]
     schedules = [torch.optim.lr_scheduler.StepLR(o, step_size=1, gamma=0.5) for o in optimizers]
@@ -231,7 +235,11 @@ def meta_device(mesh: DeviceMesh) -> None:
 def lazy(mesh: DeviceMesh) -> None:
     model, inputs = untidy()
     compiled = galvatron_fx.compile(copy.deepcopy(model), mesh, plan=Plan.uniform(MESH, ("zero", "tensor")))
-    for ask in (lambda: list(compiled.parameters()), compiled.state_dict, lambda: torch.optim.AdamW(compiled.parameters())):
+    for ask in (
+        lambda: list(compiled.parameters()),
+        compiled.state_dict,
+        lambda: torch.optim.AdamW(compiled.parameters()),
+    ):
         try:
             ask()
         except InputError as error:
