@@ -11,6 +11,7 @@ from collections.abc import Callable
 from statistics import median
 
 import machine
+import torch
 import torch.distributed as dist
 from demo_task import BATCH, SEQUENCE, Text, build_model
 from rich.console import Console
@@ -34,7 +35,10 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=20, help="steps of each that are counted (default: 20)")
-    turns = parser.parse_args().turns
+    parser.add_argument("--threads", type=int, default=1, help="threads an operator may use (default: 1)")
+    options = parser.parse_args()
+    turns = options.turns
+    torch.set_num_threads(options.threads)
     console = Console(soft_wrap=True, highlight=False)
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     batch = Text.of_standard_library().batch(0)

@@ -127,8 +127,10 @@ def one_device(model: nn.Module, inputs: Any) -> dict[str, torch.Tensor]:
     return named
 
 
-def assert_exact(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], context: str = "") -> None:
-    """Every expected value is there and equal to 1e-10 relative to its largest element.
+def assert_exact(
+    got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], context: str = "", tolerance: float = 1e-10
+) -> None:
+    """Every expected value is there and equal to ``tolerance`` relative to its largest element.
 
     Some gradients are zero but for rounding (an attention key's bias moves no softmax), so a value counts as at least a
     millionth of the largest gradient.
@@ -139,7 +141,7 @@ def assert_exact(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
             raise AssertionError(f"{context}: no value for {name}; there are {sorted(got)[:5]} ...")
         scale = max(float(value.abs().max()), 1e-6 * largest) or 1.0
         error = float((got[name] - value).abs().max()) / scale
-        assert error < 1e-10, f"{context}: {name} differs by {error:.2e}"
+        assert error < tolerance, f"{context}: {name} differs by {error:.2e}"
 
 
 def uniform(graph: fx.GraphModule, *roles: str, **options: bool) -> list[Strategy]:

@@ -103,7 +103,7 @@ def test_unknown_recompute() -> None:
 
 
 def test_constraint_on_no_module() -> None:
-    with pytest.raises(PlanError, match="'layers.17'.*no such module"):
+    with pytest.raises(PlanError, match=r"'layers\.17'.*no such module"):
         galvatron_fx.plan(Regression(), CLUSTER, REGRESSION, constraints={"layers.17": ("data",)})
 
 
@@ -195,7 +195,7 @@ def test_malformed_plan(tmp_path: Path) -> None:
 
 
 def test_explain_of_no_pass() -> None:
-    with pytest.raises(InputError, match="nosuch.*ShardGraph"):
+    with pytest.raises(InputError, match=r"nosuch.*ShardGraph"):
         galvatron_fx.explain(Regression(), CLUSTER, REGRESSION, after="nosuch")
 
 

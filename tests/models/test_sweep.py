@@ -16,6 +16,10 @@ from tests.models.architectures import ARCHITECTURES
 
 CLUSTER = Cluster.preset("4xA100-80GB")
 
+# These compute parts of themselves in float32 whatever dtype their weights have, gradients of weights among them, and a
+# sum in float32 depends in its last bits on how it is split.
+TOLERANCE = {"gemma": 1e-5, "gemma2": 1e-5, "gptj": 1e-6}
+
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_architecture(name: str) -> None:
@@ -27,11 +31,9 @@ def test_architecture(name: str) -> None:
         plan = search_plan(graph, CLUSTER, SearchOptions(CLUSTER.device.memory_bytes, ("data", "zero", "tensor")))
         searched = simulate(graph, model, inputs, CLUSTER.shape, expand(plan, num_blocks(graph)), {})
         written = simulate(graph, model, inputs, (2, 2), uniform(graph, "zero", "tensor_sequence"), {})
-    print(
-        name,
-        "has no rule for:",
-        sorted({str(w.message).split()[1] for w in caught if "no sharding rule" in str(w.message)}),
-    )
+    without_rule = sorted({str(w.message).split()[1] for w in caught if "no sharding rule" in str(w.message)})
+    print(f"{name}: operators without a rule: {', '.join(without_rule) or 'none'}")
     assert plan.step_time_s > 0
-    assert_exact(searched, expected, f"{name}, searched plan")
-    assert_exact(written, expected, f"{name}, zero x tensor_sequence")
+    tolerance = TOLERANCE.get(name, 1e-10)
+    assert_exact(searched, expected, f"{name}, searched plan", tolerance)
+    assert_exact(written, expected, f"{name}, zero x tensor_sequence", tolerance)
