@@ -77,11 +77,15 @@ def search_plan(graph: fx.GraphModule, cluster: Cluster, options: SearchOptions)
     limit = float(options.memory_budget_bytes)
     budget, fits, over = limit, 0.0, np.inf
     found: tuple[float, list[int], StepReport] | None = None
+    last: list[int] = []
     for _ in range(_TRIES):
         picks = _best(chain, budget)
         if picks is None:
             over = limit
             break
+        if picks == last:
+            break  # another budget, the same choice: nothing more to learn
+        last = picks
         report = finish.simulate(picks)
         room = limit - report.peak_memory_bytes
         if room >= 0:
