@@ -211,8 +211,7 @@ def test_dropout_is_the_same_on_any_mesh(name: str) -> None:
     without_dropout = one_device(model.eval(), inputs)
     model.train()
     assert not torch.equal(alone["output 0"], without_dropout["output 0"])
-    for sizes, roles, options in PLANS.values():
-        for recompute in (False, True):
-            plan = uniform(graph, *roles, **{**options, "recompute": recompute})
-            got = simulate(graph, model, inputs, sizes, plan, {})
-            assert_exact(got, alone, f"{name}, {roles}, recompute={recompute}")
+    for setting in ("data", "tensor x3", "sequence", "zero, tensor_sequence"):
+        sizes, roles, options = PLANS[setting]
+        got = simulate(graph, model, inputs, sizes, uniform(graph, *roles, **options), {})
+        assert_exact(got, alone, f"{name}, {setting}")
