@@ -15,8 +15,7 @@ $(STAMP): pyproject.toml
 	touch $@
 
 test: venv
-	$(BIN)/python -m pytest tests/search tests/models/test_known_plans.py
-	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/search --ignore tests/models/test_known_plans.py
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 demo: venv
 	$(BIN)/python benchmarks/demo.py

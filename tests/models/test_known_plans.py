@@ -24,7 +24,6 @@ VOCABULARY = 32000
 @pytest.fixture(scope="module")
 def graph() -> fx.GraphModule:
     """Two layers of the shape of LLaMA-7B's."""
-    torch.set_default_dtype(torch.float32)  # other tests of the process may have set another
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, use_cache=False)).to(torch.bfloat16)
     ids = torch.zeros(8, 2048, dtype=torch.long)

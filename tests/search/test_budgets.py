@@ -27,7 +27,6 @@ def small_llama() -> tuple[LlamaForCausalLM, dict[str, torch.Tensor]]:
         num_key_value_heads=4,
         use_cache=False,
     )
-    torch.set_default_dtype(torch.float32)  # other tests of the process may have set another
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     ids = torch.zeros(16, 64, dtype=torch.long)
