@@ -13,6 +13,8 @@ from torch import fx
 from cost_models.ops import is_matmul
 from galvatron_fx.ir.annotations import TensorSpec, facts, output_ports, ports, signature
 from galvatron_fx.ir.placement import PARTIAL, REPLICATE, Partial, Placement, Shard, fits
+from galvatron_fx.ir.strategy import original_name
+from galvatron_fx.ir.symbols import BATCH
 from passes.insert_collectives import AxisSharding
 from passes.search.intra_block import Choice, Item, Problem, solve
 from passes.sharding import collective_rules, own_rules, random_rules  # noqa: F401  (register rules)
@@ -35,9 +37,8 @@ class AssignShardings:
 
     ``axis``: its index in the lowering; ``roles``: what the axis does in each block; ``prices``: times of operators and
     redistributions; ``fixed``: parameters, by name, whose placement is decided already. Blocks that are equal, and
-    enter
-    and leave equally, are solved once (``cache``). ``only``: just these blocks (for prices; such a decision cannot
-    be lowered).
+    enter and leave equally, are solved once (``cache``). ``only``: just these blocks (for prices; such a decision
+    cannot be lowered). ``outputs_as_terms``: outputs of the model may leave as terms of a sum.
     """
 
     axis: int
@@ -46,6 +47,7 @@ class AssignShardings:
     cache: dict[Any, tuple[Decision, ...]] = field(default_factory=dict)
     fixed: Mapping[str, Placement] = field(default_factory=dict)
     only: frozenset[int] | None = None
+    outputs_as_terms: bool = False
 
     def run(self, graph: fx.GraphModule) -> AxisSharding:
         """Return the decision for ``graph``, whose shapes are those left by the axes lowered before."""
@@ -65,10 +67,12 @@ class _Assignment:
         self.port_of = {node: port for port, node in ports(graph)}
         self.outputs: list[tuple[Any, fx.Node | None]] = output_ports(graph)
         self.parameters = {node for port, node in ports(graph) if port.kind == "param"}
+        self.originals = _originals(graph)
         # Without a loss of its own, the model's caller computes one from whole outputs.
         self.outputs_stay = signature(graph).loss is not None
         dtypes = [facts(node).spec.dtype for port, node in ports(graph) if port.kind == "param"]
         self.parameter_itemsize = max((d.itemsize for d in dtypes if d.is_floating_point), default=0)
+        self.sums = _sums_over_batch(graph) if options.outputs_as_terms else set()
 
     def solve(self) -> AxisSharding:
         for port, node in ports(self.graph):
@@ -112,7 +116,9 @@ class _Assignment:
         if node not in self.exits:
             record = facts(node)
             parameter = self.gradient_of.get(node)
-            if parameter is not None and parameter in self.inputs:
+            if node in self.sums:
+                self.exits[node] = PARTIAL
+            elif parameter is not None and parameter in self.inputs:
                 self.exits[node] = self.inputs[parameter]
             else:
                 self.exits[node] = self.role(record.block).boundary(record.spec)
@@ -130,6 +136,8 @@ class _Assignment:
             if parameter is not None and self.leaves_terms(parameter) and isinstance(self.produced(node), Partial):
                 return self.produced(node)
             return self.inputs[parameter] if parameter is not None else REPLICATE
+        if port.kind == "output" and self.options.outputs_as_terms and isinstance(self.produced(node), Partial):
+            return self.produced(node)
         if port.kind == "output" and self.outputs_stay:
             return _free_output(self.exits.get(node, self.produced(node)))
         return REPLICATE
@@ -148,15 +156,52 @@ def _block_nodes(graph: fx.GraphModule) -> dict[int, list[fx.Node]]:
     return blocks
 
 
+def _sums_over_batch(graph: fx.GraphModule) -> set[fx.Node]:
+    """Backward values without a batch that are made of values with one: what each part of a batch adds to a sum."""
+    free = input_only(graph)
+    varies: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node not in free:
+            carries = any(spec is not None and spec.dim_of(BATCH) is not None for spec in facts(node).specs)
+            if carries or any(source in varies for source in input_nodes(node)):
+                varies.add(node)
+    return {
+        node
+        for node in varies
+        if facts(node).phase == "backward" and not facts(node).multi_output and _is_batchless_float(facts(node).spec)
+    }
+
+
+def _is_batchless_float(spec: TensorSpec) -> bool:
+    return spec.dim_of(BATCH) is None and spec.dtype.is_floating_point
+
+
+def input_only(graph: fx.GraphModule) -> set[fx.Node]:
+    """Nodes that follow from inputs and constants, not from parameters or gradients."""
+    free = {node for port, node in ports(graph) if port.kind not in ("param", "tangent")}
+    for node in graph.graph.nodes:
+        if node.op == "get_attr" or (node.op == "call_function" and all(n in free for n in input_nodes(node))):
+            free.add(node)
+    return free
+
+
 def _parameter_owners(graph: fx.GraphModule) -> dict[fx.Node, int]:
-    """The block of each parameter: that of its first use."""
+    """The block of each parameter: that of its first use; copies of it in other stages belong there too."""
     order = {node: i for i, node in enumerate(graph.graph.nodes)}
     owners = {}
+    by_name: dict[str, int] = {}
     for port, node in ports(graph):
         users = [user for user in node.users if user.op == "call_function"]
         if port.kind == "param" and users:
-            owners[node] = max(facts(min(users, key=order.__getitem__)).block, 0)
+            first = max(facts(min(users, key=order.__getitem__)).block, 0)
+            owners[node] = by_name.setdefault(original_name(port.name), first)
     return owners
+
+
+def _originals(graph: fx.GraphModule) -> dict[fx.Node, fx.Node]:
+    """Copies of parameters that later pipeline stages hold, each with the parameter: they lie alike."""
+    by_name = {port.name: node for port, node in ports(graph) if port.kind == "param"}
+    return {node: by_name[original_name(name)] for name, node in by_name.items() if original_name(name) != name}
 
 
 def _gradient_parameters(graph: fx.GraphModule) -> dict[fx.Node, fx.Node]:
@@ -234,6 +279,9 @@ class _Block:
 
     def _entry_choices(self, node: fx.Node) -> list[Placement]:
         whole = self.whole
+        original = whole.originals.get(node)
+        if original in whole.inputs:
+            return [whole.inputs[original]]
         if node in whole.owner and node not in whole.inputs:
             return self.role.parameter_choices(facts(node).spec)
         if node in whole.inputs:
@@ -387,6 +435,9 @@ class _Block:
         narrower one (float32 statistics and losses of a float64 model) it would be visible in the result.
         """
         out = next((spec.dtype for spec in call.outputs if spec is not None), torch.int64)
+        gathers = bool(rule.expansion) and rule.outputs[0] == REPLICATE
+        if gathers:
+            return out.itemsize >= self.whole.parameter_itemsize  # terms are cheaper, where they are allowed
         if not out.is_floating_point or not (rule.expansion or isinstance(rule.outputs[0], Partial)):
             return False
         casts = call.target is torch.ops.aten._to_copy.default and out.itemsize < call.inputs[0].dtype.itemsize
@@ -448,6 +499,8 @@ class _Block:
         free: list[Placement] = [REPLICATE]
         if kind == "output" and self.whole.outputs_stay:
             free += [p for p in value.candidates if isinstance(p, Shard) and p.outer == 1]
+        if kind == "output" and self.whole.options.outputs_as_terms:
+            free += [p for p in value.candidates if isinstance(p, Partial)]
         self._item(
             None, f"output {node.name}", [value.index], [], [Choice((p,), (), 0.0) for p in free], [None] * len(free)
         )
@@ -457,7 +510,7 @@ class _Block:
         choices = [Choice((placed,), (), 0.0)]
         if self.whole.leaves_terms(parameter):
             terms = [p for p in value.candidates if isinstance(p, Partial)]
-            reduce_s = self.prices.reduce_s(value.spec)
+            reduce_s = 0.0 if self.whole.options.outputs_as_terms else self.prices.reduce_s(value.spec)
             choices += [Choice((p,), (), reduce_s) for p in terms]
         return choices
 

@@ -44,6 +44,17 @@ class CleanGraph:
         return graph
 
 
+def copied(graph: fx.GraphModule) -> fx.GraphModule:
+    """A copy whose nodes can be changed; their facts are shared, as they never change."""
+    new = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    new.output(new.graph_copy(graph.graph, copies))
+    new.output_node().meta = dict(graph.graph.output_node().meta)
+    result = fx.GraphModule(graph, new)
+    result.meta.update(graph.meta)
+    return result
+
+
 def eliminate_dead_code(graph: fx.GraphModule) -> None:
     """Erase nodes that nothing uses (random ones too: nothing can see them)."""
     for node in reversed(list(graph.graph.nodes)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -56,6 +57,7 @@ class Decompose:
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Rewrite ``graph`` in place and return it."""
+        _plain_views(graph)
         expansions: dict[Any, fx.GraphModule | None] = {}
         changed = False
         for node in list(graph.graph.nodes):
@@ -78,6 +80,31 @@ def _wanted(node: fx.Node) -> bool:
     if torch.Tag.nondeterministic_seeded in node.target.tags or _decomposition(node.target) is None:
         return False
     return node.target in ALWAYS or not has_rule(node.target)
+
+
+def _plain_views(graph: fx.GraphModule) -> None:
+    """Write windows onto memory that show all of a dense tensor in its order as the views that they are.
+
+    Rewrite: ``as_strided(x, size, contiguous)`` -> ``view(x, size)``;
+    ``as_strided_scatter(x, y, size, contiguous)``, which covers all of x -> ``view(y, x's shape)``.
+    """
+    for node in graph.graph.nodes:
+        if node.target is aten.as_strided.default and _covers(node, node.args[1:]):
+            node.target, node.args = aten.view.default, node.args[:2]
+        elif node.target is aten.as_strided_scatter.default and _covers(node, node.args[2:]):
+            node.target, node.args = aten.view.default, (node.args[1], list(facts(node).spec.shape))
+
+
+def _covers(node: fx.Node, window: Sequence[Any]) -> bool:
+    size, stride, offset = window[0], window[1], window[2] if len(window) > 2 else None
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    value = source.meta.get("val")
+    if not isinstance(value, Tensor) or not value.is_contiguous():
+        return False
+    dense = torch.empty(tuple(size), device="meta").stride()
+    in_order = all(n == 1 or have == want for n, have, want in zip(size, stride, dense, strict=True))
+    return in_order and not offset and math.prod(size) == value.numel()
 
 
 def _decomposition(target: Any) -> Callable[..., Any] | None:

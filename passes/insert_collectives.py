@@ -119,7 +119,7 @@ class _Lowering:
         degree = self.sharding.degree
         outputs = tuple(_localized(s, p, degree) for s, p in zip(record.specs, rule.outputs, strict=True))
         if rule.expansion:
-            emitter = Emitter(self.graph, record, self.sharding.axis)
+            emitter = Emitter(self.graph, record, self.sharding.axis, degree)
             made = EXPANSIONS[rule.expansion](emitter, node, inputs, outputs)
             self._new[node] = made if record.multi_output else made[0]  # type: ignore[assignment]
             return
@@ -158,7 +158,7 @@ class _Lowering:
     def _emit_change(self, new: fx.Node, have: Placement, want: Placement, consumer: NodeFacts) -> fx.Node:
         axis, degree = self.sharding.axis, self.sharding.degree
         spec = facts(new).spec
-        emitter = Emitter(self.graph, consumer, axis)
+        emitter = Emitter(self.graph, consumer, axis, degree)
         if isinstance(have, Partial) and isinstance(want, Replicate):
             return emitter.emit(all_reduce, (new, have.op, axis), spec)
         if isinstance(have, Partial) and isinstance(want, Shard):

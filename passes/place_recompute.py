@@ -68,18 +68,25 @@ def _leaves_block(node: fx.Node) -> bool:
 
 def _parameter_side(graph: fx.GraphModule) -> set[fx.Node]:
     """Forward nodes made from parameters alone, behind a gather: whole parameters and views of them."""
-    parameters = {node for port, node in ports(graph) if port.kind == "param"}
-    alone: set[fx.Node] = set(parameters)
+    alone = made_of_parameters(graph)
     gathered: set[fx.Node] = set()
     for node in graph.graph.nodes:
-        if node.op != "call_function" or facts(node).phase != "forward":
-            continue
-        sources = input_nodes(node)
-        if sources and all(source in alone for source in sources):
-            alone.add(node)
-            if node.target is all_gather or any(source in gathered for source in sources):
-                gathered.add(node)
+        behind = node.target is all_gather or any(source in gathered for source in input_nodes(node))
+        if node in alone and behind:
+            gathered.add(node)
     return gathered
+
+
+def made_of_parameters(graph: fx.GraphModule) -> set[fx.Node]:
+    """Forward operators that depend on parameters and on nothing else."""
+    parameters = {node for port, node in ports(graph) if port.kind == "param"}
+    alone: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and facts(node).phase == "forward":
+            sources = input_nodes(node)
+            if sources and all(source in parameters or source in alone for source in sources):
+                alone.add(node)
+    return alone
 
 
 def _copy(

@@ -13,8 +13,9 @@ from galvatron_fx.ir.annotations import ports, signature
 from galvatron_fx.ir.cluster import Axis, Device
 from galvatron_fx.ir.layout import Column, Layout, set_layout
 from galvatron_fx.ir.placement import REPLICATE, Placement
-from galvatron_fx.ir.strategy import LOWERING_ORDER, Strategy
+from galvatron_fx.ir.strategy import LOWERING_ORDER, PIPELINE, Strategy
 from passes.assign_shardings import AssignShardings
+from passes.clean_graph import copied
 from passes.insert_collectives import InsertCollectives
 from passes.shard_parameters import ShardParameters
 from passes.sharding.local_args import lowered_target
@@ -42,7 +43,7 @@ class ShardGraph:
         """Return the sharded graph; ``graph`` stays as it is."""
         symbols = graph.meta.get("symbols")
         batches = [symbols.batch if symbols else 1] * len(self.strategies)
-        graph = _copied(graph)
+        graph = _reshaping(graph)
         columns = merge_axes(self.strategies, self.axes)
         inputs: list[list[Placement]] = [[REPLICATE] * len(columns) for _ in ports(graph)]
         outputs: list[list[Placement | None]] = [[None] * len(columns) for _ in signature(graph).outputs]
@@ -63,17 +64,11 @@ class ShardGraph:
         return graph
 
 
-def _copied(graph: fx.GraphModule) -> fx.GraphModule:
+def _reshaping(graph: fx.GraphModule) -> fx.GraphModule:
     """A copy with ``reshape`` for ``view``: local tensors may lie in memory otherwise than the traced ones did."""
-    new = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    output = new.graph_copy(graph.graph, copies)
-    new.output(output)
-    new.output_node().meta = dict(graph.graph.output_node().meta)
-    for node in new.nodes:
+    result = copied(graph)
+    for node in result.graph.nodes:
         node.target = lowered_target(node.target)
-    result = fx.GraphModule(graph, new)
-    result.meta.update(graph.meta)
     return result
 
 
@@ -86,7 +81,7 @@ def merge_axes(strategies: Sequence[Strategy], axes: Sequence[Axis]) -> tuple[Co
     """Group the axes whose roles agree in every block, in the order of lowering, which is that of the lowering mesh."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for i, axis in enumerate(axes):
-        if axis.size > 1:
+        if axis.size > 1 and strategies[0].roles[i] != PIPELINE:
             groups.setdefault(tuple(strategy.roles[i] for strategy in strategies), []).append(i)
     columns = [Column(tuple(members), roles, prod(axes[i].size for i in members)) for roles, members in groups.items()]
     return tuple(sorted(columns, key=_lowering_rank))

@@ -11,6 +11,7 @@ from galvatron_fx.ir.annotations import NodeFacts, Port, TensorSpec, facts, outp
 from galvatron_fx.ir.collectives import all_gather, all_reduce, reduce_scatter, shard
 from galvatron_fx.ir.layout import Column
 from galvatron_fx.ir.placement import REPLICATE, Partial, Placement, Shard, fits, local_shape
+from galvatron_fx.ir.strategy import original_name
 
 
 @dataclass(frozen=True)
@@ -118,15 +119,15 @@ def _local(spec: TensorSpec, placement: Shard, degree: int) -> TensorSpec:
 
 
 def _owners(graph: fx.GraphModule) -> dict[fx.Node, int]:
-    """The block of every parameter's first use."""
-    owners: dict[fx.Node, int] = {}
-    parameters = {node for port, node in ports(graph) if port.kind == "param"}
+    """The block of every parameter's first use; copies of it in other stages belong there too."""
+    owners: dict[str, int] = {}
+    names = {node: original_name(port.name) for port, node in ports(graph) if port.kind == "param"}
     for node in graph.graph.nodes:
         if node.op == "call_function":
             for source in node.all_input_nodes:
-                if source in parameters:
-                    owners.setdefault(source, max(facts(node).block, 0))
-    return owners
+                if source in names:
+                    owners.setdefault(names[source], max(facts(node).block, 0))
+    return {node: owners[name] for node, name in names.items() if node.users and name in owners}
 
 
 def _set_output(graph: fx.GraphModule, position: int, node: fx.Node) -> None:

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from galvatron_fx.ir.annotations import ports
+from galvatron_fx.ir.annotations import Port, facts, ports, signature
 from galvatron_fx.ir.cluster import Axis, Cluster
 from galvatron_fx.ir.collectives import join_runs, split_runs
 from galvatron_fx.ir.layout import layout
 from galvatron_fx.ir.placement import Placement, Shard
-from galvatron_fx.ir.strategy import Strategy
+from galvatron_fx.ir.schedule import Action, Schedule
+from galvatron_fx.ir.strategy import Strategy, original_name
+from galvatron_fx.runtime.microbatches import hoisted_values, merge_outputs
 from galvatron_fx.runtime.simulator import Simulator
+from galvatron_fx.runtime.stage_runner import Machine, StageRunner
 from passes.capture import FlatInputs
 from passes.find_blocks import num_blocks
 from passes.frontend import Frontend
+from passes.lower_stages import LoweredStages, LowerStages
 from passes.partition import Partition
 from passes.place_recompute import PlaceRecompute
 from passes.shard_graph import ShardGraph
+from passes.split_stages import Stage
 
 DEVICE = Cluster.preset("8xA100-80GB").device
 SEED = 20
@@ -104,6 +110,114 @@ def simulate(
     for port, values in pairs:
         if values[0] is not None:
             named[f"{port.kind} {port.name}"] = collect(values, placed[port.kind, port.name], how.shape)
+    return named
+
+
+def simulate_stages(
+    graph: fx.GraphModule,
+    model: nn.Module,
+    inputs: Any,
+    sizes: Sequence[int],
+    strategies: Sequence[Strategy],
+    first_blocks: Sequence[int],
+    schedule: Schedule,
+) -> dict[str, torch.Tensor]:
+    """As :func:`simulate`, for a plan with stages and micro-batches, in the order of ``schedule``."""
+    cluster = Cluster(DEVICE, axes(sizes))
+    count = schedule.num_microbatches
+    lowered = LowerStages(strategies, first_blocks, count, cluster).run(graph)
+    shape = lowered.layout.shape
+    simulator = Simulator(shape)
+    flat = FlatInputs.of(inputs)
+    tensors = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+    def whole(port: Port) -> torch.Tensor:
+        if port.kind == "tangent":
+            return torch.ones((), dtype=torch.float64)
+        if port.kind == "seed":
+            return torch.tensor(SEED)
+        return flat.tensors[int(port.name)] if port.kind == "input" else tensors[original_name(port.name)].detach()
+
+    known = signature(lowered.joint).inputs
+    placed = dict(zip(known, lowered.layout.inputs, strict=True))
+    hoisted = hoisted_values(lowered.microbatched, whole)
+    dtypes = {port: facts(node).spec.dtype for port, node in ports(lowered.joint)}
+
+    def value(port: Port) -> list[torch.Tensor]:
+        given = whole(port)
+        return distribute(given.to(dtypes[port]) if port.kind == "tangent" else given, placed[port], shape)
+
+    def own(stage: Stage, index: int) -> dict[str, Any]:
+        ours = {name: port for name, port in stage.ports.items() if port.kind == "hoisted"}
+        return {n: distribute(hoisted[int(p.name)][index], placed[p], shape) for n, p in ours.items()}
+
+    machine = Machine(
+        run=lambda task, args: simulator.run(task.graph, args),
+        add=lambda total, term: [a + b for a, b in zip(total, term, strict=True)],
+    )
+    runners = []
+    for stage in lowered.stages:
+        shared = {name: value(port) for name, port in stage.ports.items() if port.kind != "hoisted"}
+        runners.append(StageRunner(stage, machine, shared, partial(own, stage)))
+    replay(schedule, runners)
+    return _gathered(lowered, runners)
+
+
+def replay(schedule: Schedule, runners: Sequence[StageRunner]) -> None:
+    """Run all actions in an order that respects the ranks' orders and what stages wait for."""
+    for runner in runners:
+        runner.start()
+    passed: dict[tuple[str, int, int], list[Any]] = {}
+    pending = [list(order) for order in schedule.orders]
+    last = len(runners) - 1
+    while any(pending):
+        before = sum(map(len, pending))
+        for order in pending:
+            while order and _is_ready(order[0], passed, last):
+                _act(order.pop(0), runners, passed, last)
+        assert sum(map(len, pending)) < before, f"deadlock before {[order[0] for order in pending if order]}"
+
+
+def _is_ready(action: Action, passed: dict[Any, Any], last: int) -> bool:
+    if action.kind == "F":
+        return action.stage == 0 or ("F", action.stage - 1, action.microbatch) in passed
+    if action.kind == "W":
+        return True
+    return action.stage == last or ("B", action.stage + 1, action.microbatch) in passed
+
+
+def _act(action: Action, runners: Sequence[StageRunner], passed: dict[Any, Any], last: int) -> None:
+    stage, index = action.stage, action.microbatch
+    runner = runners[stage]
+    if action.kind == "F":
+        passed["F", stage, index] = runner.forward(index, passed.pop(("F", stage - 1, index)) if stage else [])
+    elif action.kind == "W":
+        runner.weight_grad(index)
+    else:
+        received = passed.pop(("B", stage + 1, index)) if stage < last else []
+        passed["B", stage, index] = runner.backward(index, received, whole=action.kind == "B")
+
+
+def _gathered(lowered: LoweredStages, runners: Sequence[StageRunner]) -> dict[str, torch.Tensor]:
+    """Outputs and gradients of the whole step, copies of tied parameters added up."""
+    shape = lowered.layout.shape
+    out_placed = dict(zip(signature(lowered.joint).outputs, lowered.layout.outputs, strict=True))
+    named: dict[str, torch.Tensor] = {}
+    by_microbatch: list[dict[Port, torch.Tensor]] = [{} for _ in range(lowered.microbatched.num_microbatches)]
+    for runner in runners:
+        assert not runner._live
+        for index, results in runner.results.items():
+            by_microbatch[index] |= {port: collect(v, out_placed[port], shape) for port, v in results.items()}
+        for name, held in runner.finish().items():
+            port = next(g.port for g in runner.stage.gradients if g.port.name == name)
+            key = f"grad {original_name(name)}"
+            value = collect(held, out_placed[port], shape)
+            named[key] = named[key] + value if key in named else value
+    for port, value in merge_outputs(lowered.microbatched, by_microbatch).items():
+        named[f"{port.kind} {port.name}"] = value
     return named
 
 

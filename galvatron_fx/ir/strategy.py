@@ -13,6 +13,7 @@ role                what the ranks along the axis do
 ``tensor_sequence`` as ``tensor``, but what crosses a block boundary is split along the sequence
                     (Megatron sequence parallelism)
 ``sequence``        split the activations along the sequence; parameters are replicated (Ulysses)
+``pipeline``        hold different stages of the model: the same axes for all blocks
 =================== =============================================================================
 """
 
@@ -24,12 +25,14 @@ from math import prod
 
 from galvatron_fx.errors import PlanError
 
-__all__ = ["LOWERING_ORDER", "ROLES", "RoleGroup", "Strategy"]
+__all__ = ["LOWERING_ORDER", "PIPELINE", "ROLES", "RoleGroup", "Strategy", "copy_name", "original_name"]
 
-ROLES: tuple[str, ...] = ("data", "zero", "tensor", "tensor_sequence", "sequence")
+PIPELINE = "pipeline"
+
+ROLES: tuple[str, ...] = ("data", "zero", "tensor", "tensor_sequence", "sequence", PIPELINE)
 
 LOWERING_ORDER: tuple[str, ...] = ("zero", "data", "sequence", "tensor_sequence", "tensor")
-"""The order in which lowering takes the roles, and in which :meth:`Strategy.groups` lists them."""
+"""The order in which lowering takes the roles, and in which :meth:`Strategy.groups` lists them; stages are cut last."""
 
 
 @dataclass(frozen=True, order=True)
@@ -113,3 +116,13 @@ class Strategy:
         """Return the roles, outermost axis first, and the flags that are set: ``data zero tensor +recompute``."""
         flags = [f"+{name}" for name in ("recompute", "keep_gathered") if getattr(self, name)]
         return " ".join([*(self.roles or ("one device",)), *flags])
+
+
+def copy_name(name: str, stage: int) -> str:
+    """The name of the copy of a parameter that pipeline stage ``stage`` holds beside an earlier stage's."""
+    return f"{name}@{stage}"
+
+
+def original_name(name: str) -> str:
+    """The model's own name of a parameter or of one of its copies."""
+    return name.partition("@")[0]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import fx, nn
 from torch._decomp import decomposition_table
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, TupleStrategy
@@ -20,10 +21,12 @@ from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "DTensor",
     "DTensorSpec",
+    "FakeTensor",
     "FakeTensorMode",
     "OpSchema",
     "OpSpec",
@@ -33,18 +36,22 @@ __all__ = [
     "Replicate",
     "Shard",
     "TensorMeta",
+    "TorchDispatchMode",
     "TupleStrategy",
     "annotate_module",
     "box_arguments",
     "compiling",
     "decomposition",
     "export_joint",
+    "is_custom_backward",
     "module_of",
     "multi_axis_rule",
     "new_fake_mode",
+    "pipeline_orders",
     "pytree",
     "single_axis_rule",
     "trace_decomposed",
+    "unit_of",
 ]
 
 
@@ -94,15 +101,35 @@ def trace_decomposed(
         return make_fx(function, decomposition_table=dict(table))(*tensors)
 
 
-def annotate_module(name: str) -> contextlib.AbstractContextManager[Any]:
-    """Tag every node traced inside with the qualified module name (backward nodes inherit it)."""
-    return fx_traceback.annotate({"galvatron_module": name})
+def annotate_module(name: str, unit: tuple[int, int] | None = None) -> contextlib.AbstractContextManager[Any]:
+    """Tag every node traced inside with the qualified module name (backward nodes inherit it).
+
+    ``unit``: a second tag, which modules called inside do not change unless they have one of their own.
+    """
+    tags: dict[str, Any] = {"galvatron_module": name}
+    return fx_traceback.annotate(tags if unit is None else {**tags, "galvatron_unit": unit})
 
 
 def module_of(node: fx.Node) -> str:
     """Return the qualified name that ``annotate_module`` left on a node, or the empty string."""
     custom = node.meta.get("custom") or {}
     return str(custom.get("galvatron_module", ""))
+
+
+def unit_of(node: fx.Node) -> tuple[int, int] | None:
+    """Return the unit that ``annotate_module`` left on a node, or None."""
+    custom = node.meta.get("custom") or {}
+    unit: tuple[int, int] | None = custom.get("galvatron_unit")
+    return unit
+
+
+def is_custom_backward(function: Any) -> bool:
+    """Tell whether a ``grad_fn`` runs a user's ``autograd.Function``; those that torch writes for the operators of
+    a library depend on the operator's arguments alone, and do not count.
+    """
+    if not isinstance(function, torch.autograd.function.BackwardCFunction):
+        return False
+    return getattr(type(function), "_forward_cls", type(function)).__module__ != "torch._library.autograd"
 
 
 def _propagator() -> Any:
@@ -129,3 +156,56 @@ def box_arguments(graph: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]
     graph.recompile()
     forward: Callable[[list[Any]], Sequence[Any]] = graph.forward
     return forward
+
+
+def pipeline_orders(
+    name: str, num_ranks: int, num_stages: int, num_microbatches: int
+) -> list[list[tuple[int, str, int]]]:
+    """Return what torch's schedule lets each pipeline rank compute: stage, kind (F, B, I or W) and micro-batch.
+
+    No processes, process groups or stages are made: torch's methods get an object with the few numbers that they
+    read. ``name`` is one of ``galvatron_fx.ir.schedule.SCHEDULES``, whose limits the caller has checked.
+    ``Schedule1F1B._get_pipeline_order`` of torch 2.13 counts the forwards of the last rank from 1, so 1F1B comes from
+    the function that the interleaved schedules share.
+    """
+    from torch.distributed.pipelining import schedules  # slow to import, and only pipelines need it
+
+    rounds = max(1, num_microbatches // num_ranks)
+    known: Any = SimpleNamespace(
+        _n_microbatches=num_microbatches,
+        _num_stages=num_stages,
+        num_stages=num_stages,
+        pp_group_size=num_ranks,
+        n_local_stages=num_stages // num_ranks,
+        number_of_rounds=rounds,
+        microbatches_per_round=num_microbatches // rounds,
+    )
+    if name == "gpipe":
+        table: Any = schedules.ScheduleGPipe._get_pipeline_order(known)
+        return [_compute_actions(table[rank]) for rank in range(num_ranks)]
+    if name == "1f1b":
+        return [_compute_actions(_one_forward_one_backward(known, rank)) for rank in range(num_ranks)]
+    owner: Any = {
+        "interleaved_1f1b": schedules.ScheduleInterleaved1F1B,
+        "zb_h1": schedules.ScheduleInterleavedZeroBubble,
+        "zbv": schedules.ScheduleZBVZeroBubble,
+        "dualpipev": schedules.ScheduleDualPipeV,
+    }[name]
+    return [_compute_actions(owner._calculate_single_rank_operations(known, rank)) for rank in range(num_ranks)]
+
+
+def _one_forward_one_backward(known: Any, rank: int) -> list[Any]:
+    """Return torch's 1F1B order of ``rank`` with one stage a rank, bubbles included."""
+    from torch.distributed.pipelining import schedules
+
+    count, ranks = known._n_microbatches, known.pp_group_size
+    warmup = schedules._get_warmup_ops(rank, 1, known.microbatches_per_round, ranks, count, multiply_factor=1)
+    return list(
+        schedules._get_1f1b_rank_ops(1, ranks, warmup, count - warmup, warmup, rank, lambda _: rank, lambda _: rank)
+    )
+
+
+def _compute_actions(order: Iterable[Any]) -> list[tuple[int, str, int]]:
+    """Drop bubbles and gradient reductions from an order of torch, and take overlapped pairs apart."""
+    flat = (part for action in order if action is not None for part in (action.sub_actions or (action,)))
+    return [(a.stage_index, a.computation_type.value, a.microbatch_index) for a in flat if a.is_compute_op]

@@ -18,7 +18,7 @@ from galvatron_fx.errors import BudgetError, PlanError
 from galvatron_fx.ir.annotations import facts
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.plan import BlockPlan, Plan
-from galvatron_fx.ir.strategy import Strategy
+from galvatron_fx.ir.strategy import PIPELINE, Strategy
 from galvatron_fx.ir.units import format_bytes
 from passes.assign_shardings import AssignShardings
 from passes.find_blocks import fingerprints, graph_fingerprint
@@ -137,9 +137,10 @@ def candidates(cluster: Cluster, options: SearchOptions) -> tuple[Strategy, ...]
     axes = [axis for axis in cluster.axes if axis.size > 1]
     sizes = len(cluster.axes) if axes else 0
     tables = []
-    for roles in product(range(len(options.roles)), repeat=sizes):
+    inner = [role for role in options.roles if role != PIPELINE]
+    for roles in product(range(len(inner)), repeat=sizes):
         twins = ((i, j) for i in range(sizes) for j in range(i + 1, sizes) if _speed(cluster, i) == _speed(cluster, j))
-        table = tuple(options.roles[r] for r in roles)
+        table = tuple(inner[r] for r in roles)
         if all(roles[i] <= roles[j] for i, j in twins) and (sizes <= _FREE_AXES or _model_roles_inside(table)):
             tables.append(table)
     if not axes:

@@ -6,6 +6,7 @@ the vocabulary-parallel loss: Shoeybi et al. 2019 (Megatron-LM), section 3.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import fx
 
 from galvatron_fx.ir.annotations import NodeFacts, TensorSpec, facts, set_facts
-from galvatron_fx.ir.collectives import all_reduce, local_index
+from galvatron_fx.ir.collectives import all_gather, all_reduce, local_index
 
 aten = torch.ops.aten
 
@@ -26,6 +27,7 @@ class Emitter:
     graph: fx.Graph
     like: NodeFacts
     axis: int
+    degree: int
 
     def emit(self, target: Any, args: tuple[Any, ...], spec: TensorSpec | None, **kwargs: Any) -> fx.Node:
         """Append a call whose one output is ``spec``."""
@@ -163,12 +165,33 @@ def row_nll_loss(e: Emitter, node: fx.Node, inputs: list[fx.Node], outputs: tupl
     counted, ignore = _counted(e, node, targets)
     total = e.reduced(_count(e, counted, dtype))
     summed = e.emit_multi(aten.nll_loss_forward.default, (scores, targets, None, 2, ignore), (scalar, scalar))
-    import operator
-
     loss = e.emit(operator.getitem, (summed, 0), scalar)
     if node.args[3] == 1:
         loss = e.emit(aten.div.Tensor, (loss, total), scalar)
     return [loss, total]
+
+
+def gathered_nll_loss(
+    e: Emitter, node: fx.Node, inputs: list[fx.Node], outputs: tuple[TensorSpec | None, ...]
+) -> Outputs:
+    """Rows are sharded: gather each row's log-probability of its target and sum them in the order of one device.
+
+    For losses in a narrower dtype than the parameters', where summing terms would round visibly otherwise.
+    """
+    scores, targets = inputs
+    rows, dtype = facts(scores).spec.shape[0], facts(scores).spec.dtype
+    whole, ignore = rows * e.degree, node.args[4]
+    index = e.emit(aten.clamp.default, (targets, 0), _like(targets))
+    picked = e.emit(aten.gather.default, (scores, 1, _unsqueezed(e, index, -1)), TensorSpec((rows, 1), dtype))
+    left_out = e.emit(aten.eq.Scalar, (targets, ignore), _like(targets, torch.bool))
+    zero = e.emit(aten.zeros_like.default, (targets,), _like(targets))
+    marks = e.emit(aten.masked_fill.Scalar, (zero, left_out, ignore), _like(targets))
+    all_picked = e.emit(all_gather, (picked, 0, 1, e.axis), TensorSpec((whole, 1), dtype))
+    all_marks = e.emit(all_gather, (marks, 0, 1, e.axis), TensorSpec((whole,), facts(marks).spec.dtype))
+    counted = e.emit(aten.ne.Scalar, (all_marks, ignore), _like(all_marks, torch.bool))
+    pair = (TensorSpec((), dtype), TensorSpec((), dtype))
+    made = e.emit_multi(aten.nll_loss_forward.default, (all_picked, all_marks, None, node.args[3], ignore), pair)
+    return [e.emit(operator.getitem, (made, 0), pair[0]), _count(e, counted, dtype)]
 
 
 def vocabulary_nll_loss(
@@ -225,6 +248,7 @@ EXPANSIONS: dict[str, Builder] = {
         vocabulary_log_softmax,
         vocabulary_log_softmax_backward,
         row_nll_loss,
+        gathered_nll_loss,
         vocabulary_nll_loss,
         vocabulary_nll_loss_backward,
     )

@@ -78,7 +78,16 @@ def _expand(call: OpCall, degree: int) -> list[OpRule]:
 def _factory(call: OpCall, degree: int) -> list[OpRule]:
     if call.target not in _UNIFORM_FACTORIES:
         return []
-    return [OpRule((Shard(dim),), ()) for dim in range(len(call.output.shape))]
+    return [*_zero_terms(call), *(OpRule((Shard(dim),), ()) for dim in range(len(call.output.shape)))]
+
+
+def _zero_terms(call: OpCall) -> list[OpRule]:
+    """Zeros are terms of a sum as well."""
+    filled = aten.full.default, aten.full_like.default, aten.new_full.default
+    zeros = aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default
+    is_zero = call.target in zeros or (call.target in filled and call.args[1 if len(call.inputs) == 0 else -1] == 0)
+    sources: list[Placement] = [REPLICATE, PARTIAL] if call.inputs else [REPLICATE]
+    return [OpRule((PARTIAL,), (source,) * len(call.inputs)) for source in sources] if is_zero else []
 
 
 @register_rule(*FILLS)
@@ -88,7 +97,21 @@ def _fill(call: OpCall, degree: int) -> list[OpRule]:
     rules = []
     for dim in range(len(call.output.shape)):
         rules.append(OpRule((Shard(dim),), (Shard(dim) if same else REPLICATE,)))
-    return [*rules, OpRule((REPLICATE,), (PARTIAL,))]
+    return [*rules, OpRule((REPLICATE,), (PARTIAL,)), *_zero_terms(call)]
+
+
+@register_rule(aten.where.self)
+def _where(call: OpCall, degree: int) -> list[OpRule]:
+    """condition, chosen, other, broadcast against each other: split alike, or choose between terms of sums."""
+    target = call.output.shape
+    rules = [OpRule((PARTIAL,), (REPLICATE, PARTIAL, PARTIAL))]
+    for dim in range(len(target)):
+        places: list[Placement] = []
+        for spec in call.inputs:
+            own = dim - (len(target) - len(spec.shape))
+            places.append(Shard(own) if own >= 0 and spec.shape[own] == target[dim] else REPLICATE)
+        rules.append(OpRule((Shard(dim),), tuple(places)))
+    return rules
 
 
 @register_rule(operator.getitem)
@@ -193,6 +216,7 @@ def _nll_loss(call: OpCall, degree: int) -> list[OpRule]:
         ]
     return [
         OpRule((PARTIAL, REPLICATE), (Shard(0), Shard(0)), "row_nll_loss"),
+        OpRule((REPLICATE, REPLICATE), (Shard(0), Shard(0)), "gathered_nll_loss"),
         OpRule((PARTIAL, REPLICATE), (Shard(1), REPLICATE), "vocabulary_nll_loss"),
     ]
 

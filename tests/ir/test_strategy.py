@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from galvatron_fx.errors import GalvatronError, PlanError
-from galvatron_fx.ir.strategy import LOWERING_ORDER, ROLES, RoleGroup, Strategy
+from galvatron_fx.ir.strategy import LOWERING_ORDER, PIPELINE, ROLES, RoleGroup, Strategy
 
 STRATEGIES = st.builds(Strategy, st.lists(st.sampled_from(ROLES), max_size=5).map(tuple), st.booleans(), st.booleans())
 
@@ -27,7 +27,7 @@ def test_groups_drops_axes_of_size_one() -> None:
 
 
 def test_lowering_order_has_every_role_once() -> None:
-    assert sorted(LOWERING_ORDER) == sorted(ROLES)
+    assert sorted((*LOWERING_ORDER, PIPELINE)) == sorted(ROLES)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,56 @@
+"""What micro-batches take from the whole batch before a step, and how their outputs become the whole batch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from galvatron_fx.ir.annotations import Port
+from galvatron_fx.ir.collectives import join_runs
+from galvatron_fx.ir.placement import Partial, Placement, Shard
+from galvatron_fx.runtime.simulator import Simulator
+from passes.split_microbatches import Microbatched
+
+
+def hoisted_values(split: Microbatched, value_of: Callable[[Port], Any]) -> list[list[Tensor]]:
+    """Run the prologue on the whole batch; returns ``values[i][microbatch]`` of the "hoisted" port ``i``."""
+    count = split.num_microbatches
+    given = [[value_of(port)] * count for port in split.prologue_ports]
+    return Simulator((count,)).run(split.prologue, given)
+
+
+def merge_outputs(split: Microbatched, made: Sequence[Mapping[Port, Any]]) -> dict[Port, Any]:
+    """Outputs of the whole batch from those of each micro-batch (by port).
+
+    Terms of a sum are added, parts of a batch concatenated, updated buffers taken from the last; outputs that need all
+    samples are computed here, from the "piece" ports.
+    """
+    merged: dict[Port, Any] = {}
+    for port in made[0]:
+        values = [results[port] for results in made]
+        if port.kind == "output":
+            merged[port] = _merged(split.outputs[port.name], values)
+        elif port.kind == "buffer":
+            merged[port] = values[-1]
+    pieces = sorted((port for port in made[0] if port.kind == "piece"), key=lambda port: int(port.name))
+    if split.epilogue is not None and pieces:
+        out = Simulator((len(made),)).run(split.epilogue, [[results[port] for results in made] for port in pieces])
+        for port, values in zip(split.epilogue_ports, out, strict=True):
+            merged[port] = _merged(split.outputs[port.name], values)
+    return merged
+
+
+def _merged(placement: Placement, values: list[Tensor]) -> Tensor:
+    if isinstance(placement, Shard):
+        return join_runs(values, placement.dim, placement.outer)
+    if not isinstance(placement, Partial):
+        return values[-1]
+    stacked = torch.stack(values)
+    if placement.op == "sum":
+        return stacked.sum(dim=0)
+    if placement.op == "avg":
+        return stacked.mean(dim=0)
+    return stacked.amax(dim=0) if placement.op == "max" else stacked.amin(dim=0)

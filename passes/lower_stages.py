@@ -1,0 +1,67 @@
+"""From a planned graph to the graphs of every pipeline stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.layout import Layout, layout
+from galvatron_fx.ir.placement import Placement
+from galvatron_fx.ir.strategy import Strategy
+from galvatron_fx.ir.verifier import verify
+from passes.place_recompute import PlaceRecompute
+from passes.shard_graph import ShardGraph
+from passes.split_microbatches import Microbatched, SplitMicrobatches
+from passes.split_stages import SplitStages, Stage, stages_of_blocks
+from passes.untie_stages import UntieStages
+
+
+@dataclass(frozen=True)
+class LoweredStages:
+    """Rank-agnostic graphs of all stages, what surrounds the micro-batches, and the layout of inputs and outputs."""
+
+    joint: fx.GraphModule
+    stages: tuple[Stage, ...]
+    microbatched: Microbatched
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class LowerStages:
+    """Cut the batch into micro-batches, shard as the strategies say, and cut the model into stages.
+
+    ``strategies``: one a block, equal in where they play ``pipeline``; ``first_blocks``: of every stage;
+    ``fixed``, ``cache``, ``on_pass``: as of :class:`passes.lower.Lower`.
+    """
+
+    strategies: Sequence[Strategy]
+    first_blocks: Sequence[int]
+    num_microbatches: int
+    cluster: Cluster
+    cache: dict[Any, Any] = field(default_factory=dict)
+    fixed: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
+    on_pass: Callable[[str, fx.GraphModule], None] | None = None
+
+    def run(self, graph: fx.GraphModule) -> LoweredStages:
+        """Return the lowered stages; ``graph`` stays as it is."""
+        microbatched = SplitMicrobatches(self.num_microbatches, self.cluster.device).run(graph)
+        self._done("SplitMicrobatches", microbatched.graph)
+        stage_of = stages_of_blocks(self.first_blocks, len(self.strategies))
+        untied = UntieStages(stage_of).run(microbatched.graph)
+        self._done("UntieStages", untied)
+        sharding = ShardGraph(self.strategies, self.cluster.axes, self.cluster.device, self.cache, self.fixed)
+        sharded = sharding.run(untied)
+        self._done("ShardGraph", sharded)
+        joint = PlaceRecompute(self.strategies).run(sharded)
+        self._done("PlaceRecompute", joint)
+        stages = SplitStages(self.first_blocks, self.strategies).run(joint)
+        return LoweredStages(joint, stages, microbatched, layout(sharded))
+
+    def _done(self, name: str, graph: fx.GraphModule) -> None:
+        verify(graph, "lowered", name)
+        if self.on_pass is not None:
+            self.on_pass(name, graph)

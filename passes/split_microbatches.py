@@ -1,0 +1,191 @@
+"""Split the batch over time: the graph of one micro-batch, and what all of them need of the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from galvatron_fx.errors import PlanError
+from galvatron_fx.ir.annotations import Port, facts, output_ports, ports, set_facts, set_signature, signature
+from galvatron_fx.ir.cluster import Axis, Device
+from galvatron_fx.ir.collectives import COLLECTIVES, RANK_LOCAL
+from galvatron_fx.ir.placement import REPLICATE, Placement
+from galvatron_fx.ir.plan import prime_factors
+from passes.assign_shardings import AssignShardings, input_only
+from passes.clean_graph import copied, eliminate_dead_code
+from passes.find_blocks import num_blocks
+from passes.insert_collectives import AxisSharding, InsertCollectives
+from passes.sharding.op_call import input_nodes
+from passes.sharding.prices import Prices
+from passes.sharding.roles import RoleRules
+
+# Micro-batches cannot talk to each other: a message costs so much that the solver makes one only where it must.
+_NO_LINK = {"latency_s": 1.0, "bandwidth_bytes_per_s": 1e9}
+
+
+@dataclass(frozen=True)
+class Microbatched:
+    """A graph of one micro-batch.
+
+    ``graph``: takes, beside the ports of the whole graph, one "hoisted" port for every value of the micro-batch that
+    follows from the inputs alone (its slices of them, the count of labels in the *whole* batch); ``prologue``: makes
+    these, for all micro-batches in lockstep on an axis of ``num_microbatches`` (run it with
+    :class:`galvatron_fx.runtime.simulator.Simulator`), its inputs being those of ``prologue_ports``;
+    ``outputs``: how each of the model's outputs is made of the micro-batches', by name: summed, concatenated, or equal;
+    ``epilogue``: makes the outputs ``epilogue_ports`` that need all samples but no gradient needs (a loss that must
+    be summed in the order of one device), from the outputs of kind "piece" of all micro-batches, also in lockstep.
+    """
+
+    graph: fx.GraphModule
+    prologue: fx.GraphModule
+    prologue_ports: tuple[Port, ...]
+    outputs: dict[str, Placement]
+    epilogue: fx.GraphModule | None
+    epilogue_ports: tuple[Port, ...]
+    num_microbatches: int
+
+
+@dataclass(frozen=True)
+class SplitMicrobatches:
+    """Run the batch in ``num_microbatches`` equal parts, one after the other, with the result of the whole.
+
+    Time is treated as a mesh axis that splits the batch, so the rules that shard a batch over devices say what a
+    micro-batch computes. Gradients and losses stay terms of a sum; values that need the whole batch but follow from
+    the inputs alone (the number of counted labels) are computed before the first micro-batch.
+
+    Rewrite: ``loss = sum(l(x)) / count(labels)`` -> ``loss_i = sum(l(x_i)) / hoisted_count``.
+
+    Raises PlanError where micro-batches do not divide the batch, and where an operator couples samples (batch
+    statistics, contrastive losses), naming the node.
+    """
+
+    num_microbatches: int
+    device: Device
+
+    def run(self, graph: fx.GraphModule) -> Microbatched:
+        """Return the micro-batch's graph; ``graph`` stays as it is."""
+        count = self.num_microbatches
+        if count == 1:
+            return _one_microbatch(graph)
+        sizes = graph.meta.get("symbols")
+        if sizes is None or sizes.batch % count:
+            batch = sizes.batch if sizes else "unknown size"
+            raise PlanError(
+                f"{count} micro-batches do not divide a batch of {batch}: use a divisor of the batch, or another batch"
+            )
+        roles = [RoleRules("zero", count, sizes.batch)] * num_blocks(graph)
+        axes = tuple(Axis(f"time_{i}", prime, **_NO_LINK) for i, prime in enumerate(prime_factors(count)))
+        prices = Prices(self.device, axes)
+        sharding = AssignShardings(0, roles, prices, outputs_as_terms=True).run(graph)
+        made = InsertCollectives(sharding).run(graph)
+        merges = _merges(graph, sharding)
+        free = input_only(made)
+        late = self._epilogue_nodes(made, free)
+        epilogue, epilogue_ports = _cut_epilogue(made, late) if late else (None, ())
+        moves = [n for n in made.graph.nodes if _moves(n)]
+        prologue, prologue_ports = _prologue(made, moves)
+        _hoist(made, moves)
+        made.meta["symbols"] = replace(sizes, batch=sizes.batch // count)
+        return Microbatched(made, prologue, prologue_ports, merges, epilogue, epilogue_ports, count)
+
+    def _epilogue_nodes(self, graph: fx.GraphModule, free: set[fx.Node]) -> list[fx.Node]:
+        """Nodes that need all samples and follow from parameters, in order; refused where gradients need them."""
+        late: dict[fx.Node, fx.Node] = {}
+        for node in graph.graph.nodes:
+            if node.op != "call_function" or node in free:
+                continue
+            cause = node if _moves(node) else next((late[n] for n in input_nodes(node) if n in late), None)
+            if cause is not None:
+                late[node] = cause
+        wanted = [(port, node) for port, node in output_ports(graph) if node in late]
+        for port, node in wanted:
+            if port.kind != "output":
+                raise self._coupled(late[node])
+        return list(late)
+
+    def _coupled(self, node: fx.Node) -> PlanError:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        where = f"module '{facts(source).module}'" if facts(source).module else "the model"
+        return PlanError(
+            f"'{source.name}' ({source.target}) in {where} couples the samples of a batch, so the batch cannot be cut "
+            f"into {self.num_microbatches} micro-batches with the same result: use num_microbatches=1, or a model "
+            f"whose samples do not depend on each other"
+        )
+
+
+def _one_microbatch(graph: fx.GraphModule) -> Microbatched:
+    """The whole batch at once: nothing is hoisted or merged."""
+    copy = copied(graph)
+    prologue, _ = _prologue(copy, [])
+    outputs: dict[str, Placement] = {port.name: REPLICATE for port in signature(graph).outputs if port.kind == "output"}
+    return Microbatched(copy, prologue, (), outputs, None, (), 1)
+
+
+def _moves(node: fx.Node) -> bool:
+    return node.target in COLLECTIVES or node.target in RANK_LOCAL
+
+
+def _merges(graph: fx.GraphModule, sharding: AxisSharding) -> dict[str, Placement]:
+    placed = zip(signature(graph).outputs, sharding.outputs, strict=True)
+    return {port.name: place for port, place in placed if port.kind == "output" and place is not None}
+
+
+def _cut_epilogue(graph: fx.GraphModule, late: Sequence[fx.Node]) -> tuple[fx.GraphModule, tuple[Port, ...]]:
+    """Take ``late`` out of ``graph``, which returns what they need as outputs of kind "piece" instead."""
+    inside = set(late)
+    pieces = list(dict.fromkeys(n for node in late for n in input_nodes(node) if n not in inside))
+    new = fx.Graph()
+    copies = {node: new.placeholder(node.name) for node in pieces}
+    for node in late:
+        copies[node] = new.node_copy(node, lambda n: copies[n])
+    made = [(port, node) for port, node in output_ports(graph) if node in inside]
+    new.output(tuple(copies[node] for _, node in made if node is not None))
+    kept = [(port, node) for port, node in output_ports(graph) if node not in inside]
+    output = graph.graph.output_node()
+    output.args = ((*(node for _, node in kept), *pieces),)
+    outputs = (*(port for port, _ in kept), *(Port("piece", str(i)) for i in range(len(pieces))))
+    set_signature(graph, signature(graph).having(outputs=outputs))
+    for node in reversed(late):
+        graph.graph.erase_node(node)
+    return fx.GraphModule(graph, new, class_name="Epilogue"), tuple(port for port, _ in made)
+
+
+def _prologue(graph: fx.GraphModule, moves: Sequence[fx.Node]) -> tuple[fx.GraphModule, tuple[Port, ...]]:
+    """The part of ``graph`` that makes ``moves``, with the ports it takes."""
+    needed: set[fx.Node] = set()
+    pending: list[fx.Node] = list(moves)
+    while pending:
+        node = pending.pop()
+        if node not in needed:
+            needed.add(node)
+            pending += input_nodes(node)
+    new = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.graph.nodes:
+        if node in needed:
+            copies[node] = new.node_copy(node, lambda n: copies[n])
+    new.output(tuple(copies[node] for node in moves))
+    taken = tuple(port for port, node in ports(graph) if node in needed)
+    return fx.GraphModule(graph, new, class_name="Prologue"), taken
+
+
+def _hoist(graph: fx.GraphModule, moves: Sequence[fx.Node]) -> None:
+    """Put a placeholder in place of each of ``moves``, behind the last that is not a tangent."""
+    kept = [(port, node) for port, node in ports(graph) if port.kind != "tangent"]
+    tangents = signature(graph).inputs[len(kept) :]
+    added: list[Port] = []
+    after = kept[-1][1]
+    for index, node in enumerate(moves):
+        with graph.graph.inserting_after(after):
+            after = graph.graph.placeholder(f"hoisted_{index}")
+        set_facts(after, facts(node).having(block=-1))
+        node.replace_all_uses_with(after)
+        added.append(Port("hoisted", str(index)))
+    eliminate_dead_code(graph)
+    inputs = (*(port for port, _ in kept), *added, *tangents)
+    set_signature(graph, signature(graph).having(inputs=inputs))
+    graph.graph.lint()
+    graph.recompile()

@@ -1,0 +1,323 @@
+"""Cut a lowered joint graph into pipeline stages: small graphs, and the names of the values that pass between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from galvatron_fx.errors import PlanError
+from galvatron_fx.ir import collectives as c
+from galvatron_fx.ir.annotations import Port, TensorSpec, facts, output_ports, ports
+from galvatron_fx.ir.strategy import Strategy
+from passes.assign_shardings import input_only
+from passes.place_recompute import made_of_parameters
+from passes.sharding.op_call import input_nodes, is_getitem
+
+aten = torch.ops.aten
+
+# Operators that a sum passes through, so that gradients can be added up in front of them.
+_LINEAR = (aten.t.default, aten.permute.default, aten.transpose.int, aten.view.default, aten.reshape.default)
+_REDUCES = (c.all_reduce, c.reduce_scatter)
+
+TASKS = ("start", "forward", "backward", "input_grad", "weight_grad", "finish")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One graph of a stage: ``graph(*inputs)`` returns ``outputs``; both are names of values.
+
+    ``dies``: the inputs that no later task of the micro-batch takes.
+    """
+
+    graph: fx.GraphModule
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    dies: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A gradient of a stage: ``term`` is what a micro-batch adds to it, ``total`` what finishing makes of the sum."""
+
+    port: Port
+    term: str
+    total: str
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage.
+
+    ``tasks``: by name, one of TASKS: ``start`` runs once a step (parameters gathered for all micro-batches), ``finish``
+    once after the last (gradients reduced); ``backward`` is ``input_grad`` and ``weight_grad`` in one.
+    ``ports``: the inputs of the graph that the stage takes, by name of value; ``receives`` and ``sends``: activations
+    from the stage before and for the next; ``receives_back`` and ``sends_back``: gradients from the next and for the
+    one before; ``results``: outputs of the graph made here; ``specs``: local shapes of what passes.
+    """
+
+    index: int
+    tasks: dict[str, Task]
+    ports: dict[str, Port]
+    receives: tuple[str, ...]
+    sends: tuple[str, ...]
+    receives_back: tuple[str, ...]
+    sends_back: tuple[str, ...]
+    results: tuple[tuple[Port, str], ...]
+    gradients: tuple[Gradient, ...]
+    specs: dict[str, TensorSpec]
+
+
+@dataclass(frozen=True)
+class SplitStages:
+    """Make one set of graphs for every stage; all that crosses a cut is an explicit input or output.
+
+    A value needed further on is relayed by the stages between; what follows from the inputs alone (masks, positions)
+    is computed again where it is needed, as every rank has the inputs. Slicing is done before sending, gathering
+    after receiving.
+
+    Rewrite: one joint graph -> for each stage ``forward``, ``backward`` (whole and halved), ``start``, ``finish``.
+
+    ``first_blocks``: the first block of every stage; ``strategies``: one a block.
+    Raises PlanError where a value would have to travel backwards, naming it.
+    """
+
+    first_blocks: Sequence[int]
+    strategies: Sequence[Strategy]
+
+    def run(self, graph: fx.GraphModule) -> tuple[Stage, ...]:
+        """Return the stages in order; ``graph`` stays as it is."""
+        homes = _homes(graph, self.first_blocks)
+        cut = _Cut(graph, homes, len(self.first_blocks), self.strategies)
+        return tuple(cut.stage(index) for index in range(len(self.first_blocks)))
+
+
+def stages_of_blocks(first_blocks: Sequence[int], num_blocks: int) -> tuple[int, ...]:
+    """The stage of each block."""
+    return tuple(sum(first <= block for first in first_blocks) - 1 for block in range(num_blocks))
+
+
+def _homes(graph: fx.GraphModule, first_blocks: Sequence[int]) -> dict[fx.Node, int]:
+    """The stage of every operator: its block's, or for a slice of what another stage sends, the sender's."""
+    homes: dict[fx.Node, int] = {}
+    for node in graph.graph.nodes:
+        if node.op != "call_function":
+            continue
+        block = max(facts(node).block, 0)
+        homes[node] = sum(first <= block for first in first_blocks) - 1
+        if is_getitem(node) or node.target is c.shard:
+            homes[node] = homes.get(node.args[0], homes[node])
+    return homes
+
+
+@dataclass
+class _Flow:
+    """What one stage exchanges with its neighbours."""
+
+    receives: dict[fx.Node, None] = field(default_factory=dict)
+    sends: dict[fx.Node, None] = field(default_factory=dict)
+    receives_back: dict[fx.Node, None] = field(default_factory=dict)
+    sends_back: dict[fx.Node, None] = field(default_factory=dict)
+
+
+class _Cut:
+    def __init__(
+        self, graph: fx.GraphModule, homes: dict[fx.Node, int], count: int, strategies: Sequence[Strategy]
+    ) -> None:
+        self.graph = graph
+        self.strategies = strategies
+        self.portable = {n for n in input_only(graph) if n.op == "call_function" and facts(n).phase == "forward"}
+        self.home = {node: stage for node, stage in homes.items() if node not in self.portable}
+        self.flows = [_Flow() for _ in range(count)]
+        self.order = {node: i for i, node in enumerate(graph.graph.nodes)}
+        self._route()
+
+    # ---- what crosses ----
+
+    def _route(self) -> None:
+        for node, stage in self.home.items():
+            for source in input_nodes(node):
+                if source in self.home and self.home[source] != stage:
+                    self._cross(source, node, stage)
+
+    def _cross(self, source: fx.Node, taker: fx.Node, stage: int) -> None:
+        """Relay ``source`` from its stage to ``stage``, forward with forward or backward with backward."""
+        home = self.home[source]
+        ahead = home < stage
+        if ahead and facts(source).phase == "forward":
+            for hop in range(home, stage):
+                self.flows[hop].sends[source] = None
+                self.flows[hop + 1].receives[source] = None
+        elif not ahead and facts(taker).phase == "backward":
+            for hop in range(home, stage, -1):
+                self.flows[hop].sends_back[source] = None
+                self.flows[hop - 1].receives_back[source] = None
+        else:
+            raise PlanError(
+                f"'{source.name}' (block {facts(source).block}, stage {home}) is taken by '{taker.name}' (block "
+                f"{facts(taker).block}, stage {stage}), so it would have to travel against the pipeline: move the cut "
+                f"so that both are in one stage"
+            )
+
+    # ---- one stage ----
+
+    def stage(self, index: int) -> Stage:
+        flow = self.flows[index]
+        own = [node for node, stage in self.home.items() if stage == index]
+        forward = [n for n in own if facts(n).phase == "forward"]
+        backward = [n for n in own if facts(n).phase == "backward"]
+        results = [(p, n) for p, n in output_ports(self.graph) if p.kind != "grad" and self._made_at(n, index)]
+        gradients = [(p, n) for p, n in output_ports(self.graph) if p.kind == "grad" and self.home.get(n) == index]  # type: ignore[arg-type]
+        finish = self._finish([n for _, n in gradients if n is not None], backward)
+        start = self._start(forward)
+        lead = _ancestors([n for n in flow.sends_back if n in set(backward)], set(backward) - finish)
+        ways = {
+            "start": [n for n in forward if n in start],
+            "forward": [n for n in forward if n not in start],
+            "backward": [n for n in backward if n not in finish],
+            "input_grad": [n for n in backward if n in lead],
+            "weight_grad": [n for n in backward if n not in lead and n not in finish],
+            "finish": [n for n in backward if n in finish],
+        }
+        ways["forward"] = self._with_portable(ways["forward"], backward, [n for _, n in results if n is not None])
+        terms = self._terms([(p, n) for p, n in gradients if n is not None], finish)
+        tasks = self._tasks(ways, flow, [n for _, n in results if n is not None], terms)
+        ports_taken = self._ports(ways.values(), [n for _, n in results])
+        passing = [*flow.receives, *flow.sends, *flow.receives_back, *flow.sends_back]
+        return Stage(
+            index,
+            tasks,
+            ports_taken,
+            _names(flow.receives),
+            _names(flow.sends),
+            _names(flow.receives_back),
+            _names(flow.sends_back),
+            tuple((port, node.name) for port, node in results if node is not None),
+            tuple(Gradient(p, term.name, n.name) for p, n, term in terms),
+            {node.name: facts(node).spec for node in passing},
+        )
+
+    def _made_at(self, node: fx.Node | None, index: int) -> bool:
+        """Whether an output is made in a stage; what follows from the inputs alone is, in the last."""
+        if node is None:
+            return False
+        return self.home.get(node, len(self.flows) - 1) == index
+
+    def _start(self, forward: Sequence[fx.Node]) -> set[fx.Node]:
+        """Gathers of parameters that stay for all micro-batches, and what they need."""
+        alone = made_of_parameters(self.graph)
+        kept = [
+            n
+            for n in forward
+            if n in alone and n.target is c.all_gather and self.strategies[max(facts(n).block, 0)].keep_gathered
+        ]
+        return _ancestors(kept, {n for n in forward if n in alone})
+
+    def _finish(self, gradients: Sequence[fx.Node], backward: Sequence[fx.Node]) -> set[fx.Node]:
+        """Reductions of gradients that can wait for the last micro-batch, and the views behind them."""
+        ends = set(gradients)
+        late: set[fx.Node] = set()
+        for node in reversed(backward):
+            calls = [u for u in node.users if u.op == "call_function"]
+            only_ends = bool(calls or node in ends) and all(u in late for u in calls)
+            if only_ends and (self._waits(node) or node.target in _LINEAR):
+                late.add(node)
+        useful: set[fx.Node] = set()
+        for node in backward:
+            if node in late and (node.target in _REDUCES or any(n in useful for n in input_nodes(node))):
+                useful.add(node)
+        return useful
+
+    def _waits(self, node: fx.Node) -> bool:
+        """Whether a reduction is done once a step; ZeRO's that gathers for every micro-batch scatters for each, too."""
+        if node.target is c.reduce_scatter:
+            return self.strategies[max(facts(node).block, 0)].keep_gathered
+        return node.target is c.all_reduce and node.args[1] == "sum"
+
+    def _terms(
+        self, gradients: Sequence[tuple[Port, fx.Node]], finish: set[fx.Node]
+    ) -> list[tuple[Port, fx.Node, fx.Node]]:
+        """Each gradient with the value that a micro-batch adds to it."""
+        found = []
+        for port, node in gradients:
+            term = node
+            while term in finish:
+                term = input_nodes(term)[0]
+            found.append((port, node, term))
+        return found
+
+    def _with_portable(
+        self, forward: Sequence[fx.Node], backward: Sequence[fx.Node], results: Sequence[fx.Node]
+    ) -> list[fx.Node]:
+        """``forward`` with the operators on inputs alone that the stage needs."""
+        wanted = [n for node in (*forward, *backward) for n in input_nodes(node)] + list(results)
+        needed = _ancestors([n for n in wanted if n in self.portable], self.portable)
+        return sorted({*forward, *needed}, key=self.order.__getitem__)
+
+    def _tasks(
+        self,
+        ways: dict[str, list[fx.Node]],
+        flow: _Flow,
+        results: Sequence[fx.Node],
+        terms: Sequence[tuple[Port, fx.Node, fx.Node]],
+    ) -> dict[str, Task]:
+        leaving = {*flow.sends, *flow.sends_back, *results, *(term for _, _, term in terms)}
+        leaving |= {node for _, node, _ in terms}
+        drafts = {}
+        for name, nodes in ways.items():
+            inside = set(nodes)
+            taken = dict.fromkeys(n for node in nodes for n in input_nodes(node) if n not in inside)
+            takers = {n for other, more in ways.items() if other != name for m in more for n in input_nodes(m)}
+            given = [n for n in nodes if n in leaving or n in takers]
+            drafts[name] = _task(self.graph, nodes, [n for n in taken if n.op != "get_attr"], given)
+        return _with_deaths(drafts, {n.name for n in leaving})
+
+    def _ports(self, ways: Iterable[Sequence[fx.Node]], results: Sequence[fx.Node | None]) -> dict[str, Port]:
+        used = {n for nodes in ways for node in nodes for n in input_nodes(node)} | set(results)
+        return {node.name: port for port, node in ports(self.graph) if node in used}
+
+
+def _names(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    return tuple(node.name for node in nodes)
+
+
+def _ancestors(nodes: Sequence[fx.Node], within: set[fx.Node]) -> set[fx.Node]:
+    """``nodes`` and what they are made of, as far as it lies within ``within``."""
+    found: set[fx.Node] = set()
+    pending = [node for node in nodes if node in within]
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += [n for n in input_nodes(node) if n in within]
+    return found
+
+
+def _task(
+    graph: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
+) -> Task:
+    new = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = new.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    inside = set(nodes)
+    constants = {n for node in nodes for n in input_nodes(node) if n.op == "get_attr"}
+    for node in graph.graph.nodes:
+        if node in inside or node in constants:
+            copies[node] = new.node_copy(node, lambda n: copies[n])
+    new.output(tuple(copies[node] for node in outputs))
+    return Task(fx.GraphModule(graph, new), _names(inputs), _names(outputs))
+
+
+def _with_deaths(tasks: dict[str, Task], leaving: set[str]) -> dict[str, Task]:
+    """Say which inputs of each task no later one takes and nobody waits for."""
+    later_of = {"forward": ("input_grad", "weight_grad"), "input_grad": ("weight_grad",)}
+    made = dict(tasks)
+    for name in ("forward", "backward", "input_grad", "weight_grad"):
+        later = later_of.get(name, ())
+        still = leaving | {value for other in later for value in tasks[other].inputs}
+        made[name] = replace(tasks[name], dies=frozenset(tasks[name].inputs) - still)
+    return made
