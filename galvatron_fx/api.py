@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +16,23 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from galvatron_fx.errors import InputError, PlanError
-from galvatron_fx.ir.annotations import signature
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.placement import Placement
 from galvatron_fx.ir.plan import Plan
 from galvatron_fx.ir.printer import readable
-from galvatron_fx.ir.strategy import ROLES, Strategy
+from galvatron_fx.ir.strategy import ROLES, Strategy, original_name
 from galvatron_fx.ir.units import parse_bytes
+from galvatron_fx.runtime.binding import Binder, StageBinder
 from galvatron_fx.runtime.materialize import materialize
 from galvatron_fx.runtime.module import DistributedGraphModule
 from galvatron_fx.runtime.program import Program
+from galvatron_fx.runtime.staged_program import StagedProgram
 from passes.capture import ExampleInputs, FlatInputs
-from passes.codegen import BoundAxis, Codegen
 from passes.find_blocks import fingerprints, graph_fingerprint, num_blocks
 from passes.frontend import Frontend
 from passes.lower import Lower, Lowered
-from passes.search.plan_search import SearchOptions, batch_ranks, search_plan
+from passes.lower_stages import LoweredStages, LowerStages
+from passes.search.plan_search import Pins, SearchOptions, batch_ranks, search_plan
 
 OnPass = Callable[[str, fx.GraphModule], None]
 Constraints = Mapping[str, Strategy | Sequence[str]]
@@ -55,6 +56,9 @@ def plan(
     roles: Sequence[str] = ROLES,
     recompute: str | bool = "auto",
     constraints: Constraints | None = None,
+    num_stages: int | None = None,
+    num_microbatches: int | None = None,
+    schedule: str | None = None,
     on_pass: OnPass | None = None,
 ) -> Plan:
     """Search the fastest plan that fits: no processes, no devices, no weight memory.
@@ -62,13 +66,16 @@ def plan(
     ``cluster``: devices and links, possibly of a machine that is not here; ``example_inputs``: the global batch;
     ``memory_budget``: bytes per device, a number or a text like "12GiB" (default: the device's memory);
     ``roles``: what mesh axes may do; ``recompute``: "auto" (chosen per block), True or False for all blocks;
-    ``constraints``: module name -> :class:`Strategy` (or its roles) for the blocks that hold the module.
+    ``constraints``: module name -> :class:`Strategy` (or its roles) for the blocks that hold the module;
+    ``num_stages``, ``num_microbatches``, ``schedule`` (one of :data:`galvatron_fx.ir.schedule.SCHEDULES`): pinned, or
+    searched where None.
 
     Raises BudgetError, with the least feasible budget and its plan, where nothing fits, and PlanError for
     unknown roles or modules.
     """
     graph = capture(model, example_inputs, on_pass=on_pass)
-    return search_plan(graph, cluster, _options(cluster, memory_budget, roles, recompute, constraints))
+    pins = Pins(num_stages, num_microbatches, schedule)
+    return search_plan(graph, cluster, _options(cluster, memory_budget, roles, recompute, constraints, pins))
 
 
 def _options(
@@ -77,6 +84,7 @@ def _options(
     roles: Sequence[str],
     recompute: str | bool,
     constraints: Constraints | None,
+    pins: Pins,
 ) -> SearchOptions:
     budget = cluster.device.memory_bytes if memory_budget is None else parse_bytes(memory_budget)
     if recompute not in ("auto", True, False):
@@ -84,7 +92,7 @@ def _options(
     unknown = [role for role in roles if role not in ROLES]
     if unknown or not roles:
         raise PlanError(f"unknown role(s) {unknown or list(roles)}: use some of {', '.join(ROLES)}")
-    return SearchOptions(budget, tuple(roles), recompute, dict(constraints or {}))
+    return SearchOptions(budget, tuple(roles), recompute, dict(constraints or {}), pins)
 
 
 def compile(
@@ -98,6 +106,9 @@ def compile(
     roles: Sequence[str] = ROLES,
     recompute: str | bool = "auto",
     constraints: Constraints | None = None,
+    num_stages: int | None = None,
+    num_microbatches: int | None = None,
+    schedule: str | None = None,
     backend: str = "eager",
     seed: int = 0,
     on_pass: OnPass | None = None,
@@ -121,6 +132,7 @@ def compile(
         tuple(roles),
         recompute,
         constraints,
+        Pins(num_stages, num_microbatches, schedule),
         plan,
         seed,
         on_pass,
@@ -140,6 +152,7 @@ class _CompileOptions:
     roles: tuple[str, ...]
     recompute: str | bool
     constraints: Constraints | None
+    pins: Pins
     plan: Plan | None
     seed: int
     on_pass: OnPass | None
@@ -157,18 +170,22 @@ def _compile(model: nn.Module, inputs: FlatInputs, options: _CompileOptions) -> 
         chosen = search_plan(
             graph,
             cluster,
-            _options(cluster, options.memory_budget, options.roles, options.recompute, options.constraints),
+            _options(
+                cluster, options.memory_budget, options.roles, options.recompute, options.constraints, options.pins
+            ),
         )
     chosen.check(graph_fingerprint(graph), fingerprints(graph), cluster.shape)
     _compare_ranks(chosen)
     check_batch(chosen, graph)
     builder = _Builder(model, options, chosen)
-    lowered = builder.lower(graph)
-    mesh = lowering_mesh(options.mesh, cluster, lowered)
-    placements = parameter_placements(lowered)
-    module = DistributedGraphModule(mesh, chosen, builder.compiler(mesh, placements), options.seed)
-    module.adopt_tensors(materialize(model, mesh, placements, options.seed), _persistence(model))
-    module.adopt(inputs, bind(lowered, mesh))
+    binder = builder.binder(graph)
+    module = DistributedGraphModule(binder.mesh, chosen, builder.compiler(binder), options.seed)
+    placed = {original_name(name): placements for name, placements in binder.placements().items()}
+    tensors = materialize(model, binder.mesh, placed, options.seed, binder.elsewhere())
+    module.adopt_tensors(tensors, _persistence(model))
+    if isinstance(binder, StageBinder) and binder.pipeline.group is not None:
+        module.adopt_stages(binder.pipeline.group, binder.copies())
+    module.adopt(inputs, binder.bind(binder.lowered))
     return module.train(model.training)
 
 
@@ -208,21 +225,59 @@ class _Builder:
     plan: Plan
     cache: dict[Any, Any] = field(default_factory=dict)
 
-    def lower(self, graph: fx.GraphModule, fixed: Mapping[str, tuple[Placement, ...]] | None = None) -> Lowered:
-        strategies = expand(self.plan, num_blocks(graph))
-        return Lower(strategies, self.options.cluster, self.cache, fixed or {}, self.options.on_pass).run(graph)
+    def lower(
+        self, graph: fx.GraphModule, fixed: Mapping[str, tuple[Placement, ...]] | None = None, training: bool = True
+    ) -> Lowered | LoweredStages:
+        """The graphs of all ranks."""
+        return lower(graph, self.plan, self.options.cluster, self.cache, fixed or {}, self.options.on_pass, training)
 
-    def compiler(
-        self, mesh: DeviceMesh, placements: Mapping[str, tuple[Placement, ...]]
-    ) -> Callable[[FlatInputs, bool], Program]:
+    def binder(self, graph: fx.GraphModule) -> Binder | StageBinder:
+        """Lower ``graph`` and make what binds it, and further graphs of the model, to this rank."""
+        lowered = self.lower(graph)
+        if isinstance(lowered, LoweredStages):
+            return StageBinder.build(self.options.mesh, self.options.cluster, self.plan, lowered)
+        return Binder.build(self.options.mesh, self.options.cluster, lowered)
+
+    def compiler(self, binder: Binder | StageBinder) -> Callable[[FlatInputs, bool], Program | StagedProgram]:
         """A function that compiles the model for other inputs, or for evaluation, on the parameters as they lie."""
         skeleton = _skeleton(self.model)
+        placements = binder.placements()
 
-        def compile_inputs(inputs: FlatInputs, training: bool) -> Program:
+        def compile_inputs(inputs: FlatInputs, training: bool) -> Program | StagedProgram:
             graph = Frontend(self.options.on_pass).run(skeleton.train(training), inputs)
-            return bind(self.lower(graph, placements), mesh)
+            return binder.bind(self.lower(graph, placements, training))
 
         return compile_inputs
+
+
+def lower(
+    graph: fx.GraphModule,
+    plan: Plan,
+    cluster: Cluster,
+    cache: dict[Any, Any] | None = None,
+    fixed: Mapping[str, tuple[Placement, ...]] | None = None,
+    on_pass: OnPass | None = None,
+    training: bool = True,
+) -> Lowered | LoweredStages:
+    """Lower a captured graph by a plan: forward and backward, or the tasks of every stage."""
+    blocks = num_blocks(graph)
+    strategies = [_on_cluster(strategy, cluster) for strategy in expand(plan, blocks)]
+    held = {} if cache is None else cache
+    if plan.pipelining.is_trivial:
+        return Lower(strategies, cluster, held, fixed or {}, on_pass).run(graph)
+    planned = blocks if plan.is_wildcard else len(plan.blocks)
+    cuts = [first * blocks // planned for first in plan.pipelining.cuts(planned)]
+    count = plan.pipelining.num_microbatches
+    stages = LowerStages(strategies, cuts, count, cluster, held, fixed or {}, on_pass, keep_outputs=not training)
+    return stages.run(graph)
+
+
+def _on_cluster(strategy: Strategy, cluster: Cluster) -> Strategy:
+    """The strategy with a role for axes of one rank as well, which plans leave out."""
+    if len(strategy.roles) == len(cluster.axes):
+        return strategy
+    rest = iter(strategy.roles)
+    return replace(strategy, roles=tuple(next(rest) if axis.size > 1 else "data" for axis in cluster.axes))
 
 
 def _skeleton(model: nn.Module) -> nn.Module:
@@ -242,37 +297,6 @@ def expand(plan: Plan, count: int) -> list[Strategy]:
     if plan.is_wildcard or planned == count:
         return [plan.strategy_of(i, count) for i in range(count)]
     return [plan.strategy_of(i * planned // count, planned) for i in range(count)]
-
-
-def lowering_mesh(mesh: DeviceMesh, cluster: Cluster, lowered: Lowered) -> DeviceMesh:
-    """The mesh of the lowered graph: the ranks of ``mesh`` with one dim per column of the layout."""
-    columns = lowered.layout.columns
-    ranks = mesh.mesh.reshape([axis.size for axis in cluster.axes] or [1])
-    order = [axis for column in columns for axis in column.axes]
-    rest = [axis for axis in range(ranks.dim()) if axis not in order]
-    shape = [column.degree for column in columns] or [1]
-    names = tuple("_".join(f"a{axis}" for axis in column.axes) for column in columns) or ("one",)
-    return DeviceMesh(mesh.device_type, ranks.permute(*order, *rest).reshape(shape), mesh_dim_names=names)
-
-
-def parameter_placements(lowered: Lowered) -> dict[str, tuple[Placement, ...]]:
-    """How every parameter lies, by name."""
-    ports = signature(lowered.joint).inputs
-    return {
-        port.name: placed for port, placed in zip(ports, lowered.layout.inputs, strict=True) if port.kind == "param"
-    }
-
-
-def bind(lowered: Lowered, mesh: DeviceMesh) -> Program:
-    """Bind rank-agnostic graphs to this rank of the lowering mesh."""
-    axes = [
-        BoundAxis(mesh.get_group(dim).group_name, mesh.size(dim), mesh.get_local_rank(dim))
-        for dim in range(len(lowered.layout.columns))
-    ]
-    codegen = Codegen(axes, mesh.device_type)
-    codegen.run(lowered.halves.forward)
-    codegen.run(lowered.halves.backward)
-    return Program(lowered.halves, lowered.layout, signature(lowered.joint))
 
 
 def _persistence(model: nn.Module) -> dict[str, bool]:
@@ -309,9 +333,10 @@ def explain(
         graph = capture(model, example_inputs, on_pass=note)
         if plan is None:
             settings = {"memory_budget": None, "roles": ROLES, "recompute": "auto", "constraints": None, **options}
-            plan = search_plan(graph, cluster, _options(cluster, **settings))
+            pins = Pins(*(settings.pop(name, None) for name in ("num_stages", "num_microbatches", "schedule")))
+            plan = search_plan(graph, cluster, _options(cluster, **settings, pins=pins))
         plan.check(graph_fingerprint(graph), fingerprints(graph), cluster.shape)
-        Lower(expand(plan, num_blocks(graph)), cluster, on_pass=note).run(graph)
+        lower(graph, plan, cluster, on_pass=note)
     finally:
         if folder is not None:
             _write(stages, Path(folder))

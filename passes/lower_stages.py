@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from galvatron_fx.ir.annotations import Signature, signature
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.layout import Layout, layout
 from galvatron_fx.ir.placement import Placement
@@ -22,12 +23,16 @@ from passes.untie_stages import UntieStages
 
 @dataclass(frozen=True)
 class LoweredStages:
-    """Rank-agnostic graphs of all stages, what surrounds the micro-batches, and the layout of inputs and outputs."""
+    """Rank-agnostic graphs of all stages, what surrounds the micro-batches, and the layout of inputs and outputs.
+
+    ``joint``: the whole lowered graph of one micro-batch; ``signature``: of the whole batch's graph.
+    """
 
     joint: fx.GraphModule
     stages: tuple[Stage, ...]
     microbatched: Microbatched
     layout: Layout
+    signature: Signature
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,8 @@ class LowerStages:
     """Cut the batch into micro-batches, shard as the strategies say, and cut the model into stages.
 
     ``strategies``: one a block, equal in where they play ``pipeline``; ``first_blocks``: of every stage;
-    ``fixed``, ``cache``, ``on_pass``: as of :class:`passes.lower.Lower`.
+    ``fixed``, ``cache``, ``on_pass``: as of :class:`passes.lower.Lower`; ``keep_outputs``: outputs other than numbers,
+    too, which several micro-batches would have to keep to the end of the step.
     """
 
     strategies: Sequence[Strategy]
@@ -45,10 +51,11 @@ class LowerStages:
     cache: dict[Any, Any] = field(default_factory=dict)
     fixed: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
     on_pass: Callable[[str, fx.GraphModule], None] | None = None
+    keep_outputs: bool = True
 
     def run(self, graph: fx.GraphModule) -> LoweredStages:
         """Return the lowered stages; ``graph`` stays as it is."""
-        microbatched = SplitMicrobatches(self.num_microbatches, self.cluster.device).run(graph)
+        microbatched = SplitMicrobatches(self.num_microbatches, self.cluster.device, self.keep_outputs).run(graph)
         self._done("SplitMicrobatches", microbatched.graph)
         stage_of = stages_of_blocks(self.first_blocks, len(self.strategies))
         untied = UntieStages(stage_of).run(microbatched.graph)
@@ -59,7 +66,7 @@ class LowerStages:
         joint = PlaceRecompute(self.strategies).run(sharded)
         self._done("PlaceRecompute", joint)
         stages = SplitStages(self.first_blocks, self.strategies).run(joint)
-        return LoweredStages(joint, stages, microbatched, layout(sharded))
+        return LoweredStages(joint, stages, microbatched, layout(sharded), signature(graph))
 
     def _done(self, name: str, graph: fx.GraphModule) -> None:
         verify(graph, "lowered", name)

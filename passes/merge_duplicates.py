@@ -49,4 +49,4 @@ def _frozen(value: Any) -> Any:
         return tuple(_frozen(item) for item in value)
     if isinstance(value, dict):
         return tuple(sorted((key, _frozen(item)) for key, item in value.items()))
-    return (type(value).__name__, value)
+    return (type(value).__name__, repr(value) if isinstance(value, float) else value)  # 0.0 == -0.0

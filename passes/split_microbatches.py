@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
 from galvatron_fx.errors import PlanError
@@ -46,6 +47,15 @@ class Microbatched:
     epilogue_ports: tuple[Port, ...]
     num_microbatches: int
 
+    def late_scalars(self) -> dict[Port, torch.dtype]:
+        """Outputs of the epilogue that are numbers, with their dtypes."""
+        if self.epilogue is None:
+            return {}
+        nodes = self.epilogue.graph.output_node().args[0]
+        pairs = zip(self.epilogue_ports, nodes, strict=True)  # type: ignore[arg-type]
+        specs = {port: facts(node).spec for port, node in pairs}
+        return {port: spec.dtype for port, spec in specs.items() if not spec.shape}
+
 
 @dataclass(frozen=True)
 class SplitMicrobatches:
@@ -57,12 +67,15 @@ class SplitMicrobatches:
 
     Rewrite: ``loss = sum(l(x)) / count(labels)`` -> ``loss_i = sum(l(x_i)) / hoisted_count``.
 
+    ``keep_outputs``: also those of the model that are not numbers (with one micro-batch they always stay).
+
     Raises PlanError where micro-batches do not divide the batch, and where an operator couples samples (batch
     statistics, contrastive losses), naming the node.
     """
 
     num_microbatches: int
     device: Device
+    keep_outputs: bool = True
 
     def run(self, graph: fx.GraphModule) -> Microbatched:
         """Return the micro-batch's graph; ``graph`` stays as it is."""
@@ -75,6 +88,8 @@ class SplitMicrobatches:
             raise PlanError(
                 f"{count} micro-batches do not divide a batch of {batch}: use a divisor of the batch, or another batch"
             )
+        if not self.keep_outputs:
+            graph = _numbers_only(graph)
         roles = [RoleRules("zero", count, sizes.batch)] * num_blocks(graph)
         axes = tuple(Axis(f"time_{i}", prime, **_NO_LINK) for i, prime in enumerate(prime_factors(count)))
         prices = Prices(self.device, axes)
@@ -122,6 +137,20 @@ def _one_microbatch(graph: fx.GraphModule) -> Microbatched:
     prologue, _ = _prologue(copy, [])
     outputs: dict[str, Placement] = {port.name: REPLICATE for port in signature(graph).outputs if port.kind == "output"}
     return Microbatched(copy, prologue, (), outputs, None, (), 1)
+
+
+def _numbers_only(graph: fx.GraphModule) -> fx.GraphModule:
+    """A copy without the model's outputs that have dims."""
+    result = copied(graph)
+    kept = [
+        (port, node)
+        for port, node in output_ports(result)
+        if port.kind != "output" or node is None or not facts(node).spec.shape
+    ]
+    result.graph.output_node().args = (tuple(node for _, node in kept),)
+    set_signature(result, signature(result).having(outputs=tuple(port for port, _ in kept)))
+    eliminate_dead_code(result)
+    return result
 
 
 def _moves(node: fx.Node) -> bool:

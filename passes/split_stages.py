@@ -55,7 +55,7 @@ class Stage:
     once after the last (gradients reduced); ``backward`` is ``input_grad`` and ``weight_grad`` in one.
     ``ports``: the inputs of the graph that the stage takes, by name of value; ``receives`` and ``sends``: activations
     from the stage before and for the next; ``receives_back`` and ``sends_back``: gradients from the next and for the
-    one before; ``results``: outputs of the graph made here; ``specs``: local shapes of what passes.
+    one before; ``results``: outputs of the graph made here; ``specs``: local shapes of what passes and of results.
     """
 
     index: int
@@ -89,8 +89,7 @@ class SplitStages:
 
     def run(self, graph: fx.GraphModule) -> tuple[Stage, ...]:
         """Return the stages in order; ``graph`` stays as it is."""
-        homes = _homes(graph, self.first_blocks)
-        cut = _Cut(graph, homes, len(self.first_blocks), self.strategies)
+        cut = _Cut(graph, self.first_blocks, self.strategies)
         return tuple(cut.stage(index) for index in range(len(self.first_blocks)))
 
 
@@ -99,11 +98,11 @@ def stages_of_blocks(first_blocks: Sequence[int], num_blocks: int) -> tuple[int,
     return tuple(sum(first <= block for first in first_blocks) - 1 for block in range(num_blocks))
 
 
-def _homes(graph: fx.GraphModule, first_blocks: Sequence[int]) -> dict[fx.Node, int]:
-    """The stage of every operator: its block's, or for a slice of what another stage sends, the sender's."""
+def _homes(graph: fx.GraphModule, first_blocks: Sequence[int], portable: set[fx.Node]) -> dict[fx.Node, int]:
+    """The stage of every operator but the portable: its block's, or for a slice of what is sent, the sender's."""
     homes: dict[fx.Node, int] = {}
     for node in graph.graph.nodes:
-        if node.op != "call_function":
+        if node.op != "call_function" or node in portable:
             continue
         block = max(facts(node).block, 0)
         homes[node] = sum(first <= block for first in first_blocks) - 1
@@ -123,14 +122,12 @@ class _Flow:
 
 
 class _Cut:
-    def __init__(
-        self, graph: fx.GraphModule, homes: dict[fx.Node, int], count: int, strategies: Sequence[Strategy]
-    ) -> None:
+    def __init__(self, graph: fx.GraphModule, first_blocks: Sequence[int], strategies: Sequence[Strategy]) -> None:
         self.graph = graph
         self.strategies = strategies
         self.portable = {n for n in input_only(graph) if n.op == "call_function" and facts(n).phase == "forward"}
-        self.home = {node: stage for node, stage in homes.items() if node not in self.portable}
-        self.flows = [_Flow() for _ in range(count)]
+        self.home = _homes(graph, first_blocks, self.portable)
+        self.flows = [_Flow() for _ in first_blocks]
         self.order = {node: i for i, node in enumerate(graph.graph.nodes)}
         self._route()
 
@@ -186,6 +183,7 @@ class _Cut:
         tasks = self._tasks(ways, flow, [n for _, n in results if n is not None], terms)
         ports_taken = self._ports(ways.values(), [n for _, n in results])
         passing = [*flow.receives, *flow.sends, *flow.receives_back, *flow.sends_back]
+        passing += [node for _, node in results if node is not None]
         return Stage(
             index,
             tasks,

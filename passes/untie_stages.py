@@ -19,6 +19,8 @@ from galvatron_fx.ir.annotations import (
     signature,
 )
 from galvatron_fx.ir.strategy import copy_name
+from passes.clean_graph import eliminate_dead_code
+from passes.place_recompute import made_of_parameters
 from passes.sharding.op_call import input_nodes
 
 aten = torch.ops.aten
@@ -41,6 +43,7 @@ class UntieStages:
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Rewrite ``graph`` in place and return it."""
+        self._follow_users(graph)
         order = {node: i for i, node in enumerate(graph.graph.nodes)}
         gradients = {port.name: node for port, node in output_ports(graph) if port.kind == "grad"}
         for port, node in ports(graph):
@@ -50,8 +53,42 @@ class UntieStages:
             stages = sorted({self._stage(user) for user in users})
             if len(stages) > 1:
                 self._split(graph, port, node, users, stages, gradients.get(port.name))
+        self._keep_gradients(graph)
         graph.recompile()
         return graph
+
+    def _follow_users(self, graph: fx.GraphModule) -> None:
+        """Make what follows from parameters alone (transposes of weights) in the stages that use it."""
+        alone = made_of_parameters(graph)
+        for node in reversed([n for n in graph.graph.nodes if n in alone]):
+            users: dict[int, list[fx.Node]] = {}
+            for user in node.users:
+                if user.op == "call_function":
+                    users.setdefault(self._stage(user), []).append(user)
+            users.pop(self._stage(node), None)
+            for _, members in sorted(users.items()):
+                with graph.graph.inserting_after(node):
+                    copy = graph.graph.node_copy(node)
+                copy.meta = dict(node.meta)
+                set_facts(copy, facts(node).having(block=min(map(_block, members))))
+                for user in members:
+                    user.replace_input_with(node, copy)
+        eliminate_dead_code(graph)
+
+    def _keep_gradients(self, graph: fx.GraphModule) -> None:
+        """Finish each gradient in the stage of its parameter, also where the view it undoes has moved there."""
+        named = {port.name: node for port, node in ports(graph) if port.kind == "param"}
+        for port, gradient in output_ports(graph):
+            users = [u for u in named[port.name].users if u.op == "call_function"] if port.name in named else []
+            if port.kind != "grad" or gradient is None or not users:
+                continue
+            home = min(map(_block, users))
+            pending = [gradient]
+            while pending:
+                node = pending.pop()
+                if node.op == "call_function" and self._stage(node) < self.stage_of[max(home, 0)]:
+                    set_facts(node, facts(node).having(block=home))
+                    pending += [n for n in input_nodes(node) if len(n.users) == 1 and facts(n).phase == "backward"]
 
     def _stage(self, node: fx.Node) -> int:
         return self.stage_of[max(facts(node).block, 0)]

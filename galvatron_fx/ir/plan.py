@@ -10,11 +10,14 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from galvatron_fx.errors import PlanError
 from galvatron_fx.ir import plan_json, plan_table
-from galvatron_fx.ir.strategy import Strategy
+from galvatron_fx.ir.pipelining import BY_HAND, ONE_STAGE, Pipelining
+from galvatron_fx.ir.schedule import legal
+from galvatron_fx.ir.strategy import PIPELINE, Strategy
 
 __all__ = ["WILDCARD", "BlockPlan", "Plan", "prime_factors"]
 
@@ -50,7 +53,8 @@ class Plan:
     ``axis_sizes`` has the ranks along each mesh axis, outermost first, each a prime; it is () for one
     device. ``graph_fingerprint`` is that of the captured graph, or "" for a plan that fits any model.
     ``step_time_s`` is seconds, ``peak_memory_bytes`` and ``memory_budget_bytes`` are bytes per rank
-    (0 where not priced, None for no budget).
+    (0 where not priced, None for no budget). ``pipelining`` has the stages and micro-batches; the axes
+    whose role is ``pipeline``, the same in every block, hold the stages.
 
     Raises PlanError when the parts do not fit each other or ``plan_schema.json``.
     """
@@ -63,6 +67,7 @@ class Plan:
     memory_budget_bytes: int | None
     optimizer: str = "adam"
     notes: tuple[str, ...] = ()
+    pipelining: Pipelining = ONE_STAGE
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "step_time_s", _as_float(self.step_time_s))
@@ -77,6 +82,7 @@ class Plan:
                     f"{prime_factors(size)} and give each its role, or build the plan with Plan.from_roles"
                 )
         _check_blocks(self)
+        _check_stages(self)
 
     @classmethod
     def uniform(
@@ -87,6 +93,7 @@ class Plan:
         recompute: bool = False,
         keep_gathered: bool = False,
         num_blocks: int | None = None,
+        pipelining: Pipelining = ONE_STAGE,
     ) -> Plan:
         """Write a plan by hand that treats every block alike.
 
@@ -97,12 +104,16 @@ class Plan:
         """
         strategy = Strategy(tuple(roles), recompute, keep_gathered)
         if num_blocks is not None:
-            return cls.from_roles(axis_sizes, [strategy] * num_blocks)
-        plan = cls.from_roles(axis_sizes, [strategy])
-        return replace(plan, blocks=(replace(plan.blocks[0], name=WILDCARD),))
+            return cls.from_roles(axis_sizes, [strategy] * num_blocks, pipelining)
+        split = _split_roles(strategy, tuple(axis_sizes), [prime_factors(size) for size in axis_sizes])
+        primes = tuple(prime for size in axis_sizes for prime in prime_factors(size))
+        blocks = (BlockPlan(WILDCARD, split, "", 0.0, 0),)
+        return cls(primes, blocks, "", 0.0, 0, None, pipelining=pipelining)
 
     @classmethod
-    def from_roles(cls, axis_sizes: Sequence[int], strategies: Sequence[Strategy]) -> Plan:
+    def from_roles(
+        cls, axis_sizes: Sequence[int], strategies: Sequence[Strategy], pipelining: Pipelining = ONE_STAGE
+    ) -> Plan:
         """Write a plan by hand with one strategy per block, in the order of the blocks.
 
         The axes are split into primes as in :meth:`uniform`. Raises PlanError for no strategies, and
@@ -114,7 +125,18 @@ class Plan:
             BlockPlan(f"block_{index}", _split_roles(strategy, sizes, factors), "", 0.0, 0)
             for index, strategy in enumerate(strategies)
         )
-        return cls(tuple(prime for primes in factors for prime in primes), blocks, "", 0.0, 0, None)
+        primes = tuple(prime for primes in factors for prime in primes)
+        return cls(primes, blocks, "", 0.0, 0, None, pipelining=pipelining)
+
+    @property
+    def pipeline_axes(self) -> tuple[int, ...]:
+        """The mesh axes that hold the stages."""
+        return tuple(axis for axis, role in enumerate(self.blocks[0].strategy.roles) if role == PIPELINE)
+
+    @property
+    def num_pipeline_ranks(self) -> int:
+        """The product of the sizes of the pipeline axes."""
+        return prod(self.axis_sizes[axis] for axis in self.pipeline_axes)
 
     @property
     def is_wildcard(self) -> bool:
@@ -170,7 +192,8 @@ class Plan:
             for fields in document.pop("blocks")
         )
         axis_sizes, notes = tuple(document.pop("axis_sizes")), tuple(document.pop("notes"))
-        return cls(axis_sizes=axis_sizes, blocks=blocks, notes=notes, **document)
+        pipelining = Pipelining.from_dict(document.pop("pipelining"))
+        return cls(axis_sizes=axis_sizes, blocks=blocks, notes=notes, pipelining=pipelining, **document)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to ``path``, all at once or not at all; raises OSError."""
@@ -246,6 +269,26 @@ def _check_blocks(plan: Plan) -> None:
             )
 
 
+def _check_stages(plan: Plan) -> None:
+    """Raise PlanError for stages that the blocks, the axes or the schedule do not allow."""
+    for index, block in enumerate(plan.blocks):
+        own = tuple(axis for axis, role in enumerate(block.strategy.roles) if role == PIPELINE)
+        if own != plan.pipeline_axes:
+            raise PlanError(
+                f"block {index} ('{block.name}') gives the role {PIPELINE} to axes {own} and block 0 to axes "
+                f"{plan.pipeline_axes}; give it to the same axes in every block"
+            )
+    if not plan.is_wildcard:
+        plan.pipelining.cuts(len(plan.blocks))
+    ranks = plan.num_pipeline_ranks
+    if plan.pipelining.schedule == BY_HAND:
+        plan.pipelining.table(ranks)
+        return
+    reason = legal(plan.pipelining.schedule, ranks, plan.pipelining.num_stages, plan.pipelining.num_microbatches)
+    if reason is not None:
+        raise PlanError(f"{reason} (the plan has {ranks} pipeline ranks and {plan.pipelining.num_stages} stages)")
+
+
 def _to_document(plan: Plan) -> dict[str, Any]:
     """Return the plan as plain JSON values, unchecked."""
     return {
@@ -258,6 +301,7 @@ def _to_document(plan: Plan) -> dict[str, Any]:
         "memory_budget_bytes": plan.memory_budget_bytes,
         "optimizer": plan.optimizer,
         "notes": list(plan.notes),
+        "pipelining": plan.pipelining.to_dict(),
     }
 
 

@@ -23,7 +23,7 @@ from galvatron_fx.errors import PlanError
 
 __all__ = ["MAX_PLAN_BYTES", "PLAN_VERSION", "parse", "read", "serialize", "validate", "write"]
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 MAX_PLAN_BYTES = 16_000_000
 """The largest plan that is read, in bytes; a plan of a thousand blocks has about a fortieth of it."""
 

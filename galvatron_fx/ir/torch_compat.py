@@ -18,10 +18,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, TupleStrategy
 from torch.fx import traceback as fx_traceback
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
     "DTensor",
@@ -41,13 +42,16 @@ __all__ = [
     "annotate_module",
     "box_arguments",
     "compiling",
+    "constant_value",
     "decomposition",
     "export_joint",
     "is_custom_backward",
+    "lower_actions",
     "module_of",
     "multi_axis_rule",
     "new_fake_mode",
     "pipeline_orders",
+    "pipeline_runtime",
     "pytree",
     "single_axis_rule",
     "trace_decomposed",
@@ -72,8 +76,12 @@ def compiling() -> Iterator[None]:
 
 
 def export_joint(module: nn.Module, args: Sequence[torch.Tensor], mode: FakeTensorMode) -> fx.GraphModule:
-    """Trace forward and backward of ``module`` on fake ``args`` into one functional ATen graph."""
+    """Trace forward and backward of ``module`` on fake ``args`` into one functional ATen graph.
+
+    Its code is generated when it is first called or printed, and not after every pass that changes it.
+    """
     with ExitStack() as stack:
+        stack.enter_context(_use_lazy_graph_module(True))
         stack.enter_context(mode)
         stack.enter_context(compiling())
         stack.enter_context(fx_traceback.preserve_node_meta())
@@ -121,6 +129,15 @@ def unit_of(node: fx.Node) -> tuple[int, int] | None:
     custom = node.meta.get("custom") or {}
     unit: tuple[int, int] | None = custom.get("galvatron_unit")
     return unit
+
+
+def constant_value(tensor: torch.Tensor, most_elements: int) -> str | None:
+    """Return the elements of a small real tensor as text, also inside a fake mode; None for fake and for large ones."""
+    real = not isinstance(tensor, FakeTensor) and tensor.device.type == "cpu"
+    if not real or tensor.numel() > most_elements:
+        return None
+    with _disable_current_modes():
+        return repr(tensor.tolist())
 
 
 def is_custom_backward(function: Any) -> bool:
@@ -209,3 +226,26 @@ def _compute_actions(order: Iterable[Any]) -> list[tuple[int, str, int]]:
     """Drop bubbles and gradient reductions from an order of torch, and take overlapped pairs apart."""
     flat = (part for action in order if action is not None for part in (action.sub_actions or (action,)))
     return [(a.stage_index, a.computation_type.value, a.microbatch_index) for a in flat if a.is_compute_op]
+
+
+def pipeline_runtime() -> type:
+    """The class of torch's runtime for pipeline schedules."""
+    from torch.distributed.pipelining import schedules
+
+    return schedules._PipelineScheduleRuntime
+
+
+def lower_actions(
+    orders: Sequence[Sequence[tuple[int, str, int]]], rank_of_stage: Sequence[int]
+) -> dict[int, list[Any]]:
+    """Torch's actions, with sends and receives between them, for rows of (stage, kind, micro-batch); by rank."""
+    from torch.distributed.pipelining import schedules
+
+    kinds = {"F": schedules.FORWARD, "B": schedules.FULL_BACKWARD}
+    kinds |= {"I": schedules.BACKWARD_INPUT, "W": schedules.BACKWARD_WEIGHT}
+    actions = {
+        rank: [schedules._Action(stage, kinds[kind], microbatch) for stage, kind, microbatch in order]
+        for rank, order in enumerate(orders)
+    }
+    mapping = tuple(rank_of_stage)
+    return schedules._add_send_recv(actions, lambda stage: mapping[stage], len(mapping))

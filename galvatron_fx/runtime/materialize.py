@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,13 @@ from galvatron_fx.ir.placement import REPLICATE, Placement, Shard, to_dtensor
 
 
 def materialize(
-    model: nn.Module, mesh: DeviceMesh, placements: Mapping[str, tuple[Placement, ...]], seed: int
+    model: nn.Module,
+    mesh: DeviceMesh,
+    placements: Mapping[str, tuple[Placement, ...]],
+    seed: int,
+    elsewhere: Set[str] = frozenset(),
 ) -> dict[str, Tensor | None]:
-    """Return this rank's tensors by name: parameters as DTensors, buffers whole.
+    """Return this rank's tensors by name: parameters as DTensors, buffers whole, without those that are ``elsewhere``.
 
     Tied parameters are one tensor under several names. A model on the meta device is initialised module by module with
     its own ``reset_parameters`` or ``_init_weights``, each module from a seed of its own, so that every mesh, one
@@ -30,15 +34,23 @@ def materialize(
     placed = {id(parameter): placements[name] for name, parameter in names if name in placements}
     made: dict[str, Tensor | None] = {}
     fresh = _Initialiser(model, seed)
+    foreign = {id(tensor) for name, tensor in _named_tensors(model) if name in elsewhere}
     for name, parameter in names:
         key = id(parameter)
+        if key in foreign:
+            continue
         if key not in by_identity:
             whole = fresh.value(canonical[key], parameter)
             by_identity[key] = _shard_parameter(whole, parameter, mesh, placed.get(key, ()))
         made[name] = by_identity[key]
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        made[name] = fresh.value(name, buffer).to(mesh.device_type, copy=True)
+        if id(buffer) not in foreign:
+            made[name] = fresh.value(name, buffer).to(mesh.device_type, copy=True)
     return made
+
+
+def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
 def _shard_parameter(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -15,11 +16,15 @@ from galvatron_fx.ir.annotations import Port
 from galvatron_fx.ir.placement import Placement, Shard, to_dtensor
 from galvatron_fx.ir.plan import Plan
 from galvatron_fx.ir.printer import readable
+from galvatron_fx.ir.strategy import original_name
 from galvatron_fx.ir.torch_compat import pytree
+from galvatron_fx.runtime.dtensors import lie_like, local_part
 from galvatron_fx.runtime.program import Program
+from galvatron_fx.runtime.staged_program import StagedProgram
 from passes.capture import FlatInputs
 
-Compiler = Callable[[FlatInputs, bool], Program]
+AnyProgram = Program | StagedProgram
+Compiler = Callable[[FlatInputs, bool], AnyProgram]
 
 
 class DistributedGraphModule(nn.Module):
@@ -40,15 +45,19 @@ class DistributedGraphModule(nn.Module):
         self.mesh = mesh
         self.plan = plan
         self._compiler = compiler
-        self._programs: dict[Any, Program] = {}
-        self._main: Program | None = None
+        self._programs: dict[Any, AnyProgram] = {}
+        self._main: AnyProgram | None = None
         self._generator = torch.Generator().manual_seed(seed)
+        self._stage_group: dist.ProcessGroup | None = None
+        self._elsewhere: frozenset[str] = frozenset()
 
     # ---- training ----
 
     def forward_backward(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward on the global batch, add to ``.grad`` of the parameters and return the outputs.
 
+        Under a plan with stages, every rank gets the loss (and other outputs without dims); the rest is None but on the
+        ranks of the stage that makes it, and with several micro-batches everywhere.
         Raises InputError where the model returns no loss (a scalar that needs gradients): call the module and
         ``backward()`` on a loss of your own instead.
         """
@@ -59,45 +68,63 @@ class DistributedGraphModule(nn.Module):
                 "call the module and backward() on a loss computed from its outputs"
             )
         with torch.no_grad():
-            results, saved = self._run_forward(program, flat)
-            arguments = [*saved, *program.tangents(results)]
-            del saved
-            gradients = program.backward(arguments)
-            self._accumulate(program, gradients)
+            results, gradients = program.train(self._values(flat))
+            self._update_buffers(results)
+            self._accumulate(gradients)
         return self._outputs(program, results)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run forward on the global batch; under gradient mode the result can be differentiated with ``backward()``."""
+        """Run forward on the global batch; under gradient mode the result can be differentiated with ``backward()``.
+
+        A plan with stages or micro-batches only evaluates so; InputError under gradient mode says what to call.
+        """
         program, flat = self._program(args, kwargs)
         if torch.is_grad_enabled():
-            parameters = [self._tensor(port) for port in self._gradient_inputs(program)]
-            results = _Step.apply(self, program, flat, *parameters)
+            parameters = [self._tensor(port) for port in program.trained_ports]
+            results = program.differentiable(self._values(flat), self._update_buffers, *parameters)
             return self._outputs(program, results)
         with torch.no_grad():
-            results = list(program.inference(self._arguments(program, flat)))
-            self._update_buffers(program, results)
+            results = program.evaluate(self._values(flat))
+            self._update_buffers(results)
             return self._outputs(program, results)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their total norm is at most ``max_norm``; returns the norm before.
+
+        As ``torch.nn.utils.clip_grad_norm_``, but over the parameters of all stages, each counted once.
+        """
+        trained = [p for p in self.parameters() if p.grad is not None]
+        counted = [p.grad for name, p in self.named_parameters() if p.grad is not None and name not in self._elsewhere]
+        norm = torch.nn.utils.get_total_norm(counted, norm_type)
+        total = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if self._stage_group is not None:
+            total = _norm_over(total, norm_type, self._stage_group)
+        torch.nn.utils.clip_grads_with_norm_(trained, max_norm, total)
+        return total
 
     # ---- reading ----
 
     @property
     def forward_graph(self) -> fx.GraphModule:
-        """The lowered forward graph of this rank."""
-        return self._compiled().halves.forward
+        """The lowered forward graph of this rank (of its first stage)."""
+        return self._graph("forward")
 
     @property
     def backward_graph(self) -> fx.GraphModule:
-        """The lowered backward graph of this rank."""
-        return self._compiled().halves.backward
+        """The lowered backward graph of this rank (of its first stage)."""
+        return self._graph("backward")
+
+    def _graph(self, task: str) -> fx.GraphModule:
+        return next(graph for name, graph in self._compiled().graphs.items() if name.endswith(task))
 
     def print_readable(self, print_output: bool = True) -> str:
         """Return (and print) the lowered program as Python."""
-        text = "\n".join(readable(graph) for graph in (self.forward_graph, self.backward_graph))
+        text = "\n".join(f"# {name}\n{readable(graph)}" for name, graph in self._compiled().graphs.items())
         if print_output:
             print(text)
         return text
 
-    def _compiled(self) -> Program:
+    def _compiled(self) -> AnyProgram:
         if self._main is None:
             raise InputError("nothing is compiled yet: pass example_inputs to compile, or call the module once")
         return self._main
@@ -107,7 +134,7 @@ class DistributedGraphModule(nn.Module):
 
     # ---- inside ----
 
-    def adopt(self, inputs: FlatInputs, program: Program) -> None:
+    def adopt(self, inputs: FlatInputs, program: AnyProgram) -> None:
         """Take a program compiled for ``inputs`` as the module's main one."""
         self._programs[_key(inputs, True)] = program
         self._main = program
@@ -122,7 +149,12 @@ class DistributedGraphModule(nn.Module):
             else:
                 owner.register_buffer(leaf, tensor, persistent=persistent.get(name, True))
 
-    def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, FlatInputs]:
+    def adopt_stages(self, group: dist.ProcessGroup, elsewhere: frozenset[str]) -> None:
+        """Say that ``group`` holds the stages, and which parameters here are copies of an earlier stage's."""
+        self._stage_group = group
+        self._elsewhere = elsewhere
+
+    def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[AnyProgram, FlatInputs]:
         flat = FlatInputs.of_call(args, kwargs)
         key = _key(flat, self.training)
         if key not in self._programs:
@@ -130,62 +162,53 @@ class DistributedGraphModule(nn.Module):
         return self._programs[key], flat
 
     def _tensor(self, port: Port) -> Tensor:
-        owner, _, leaf = port.name.rpartition(".")
+        owner, _, leaf = original_name(port.name).rpartition(".")
         tensor: Tensor = getattr(self.get_submodule(owner), leaf)
         return tensor
 
-    def _arguments(self, program: Program, flat: FlatInputs) -> list[Any]:
-        """Arguments of the forward graph on this rank."""
-        inputs = flat.tensors
+    def _values(self, flat: FlatInputs) -> Callable[[Port], Any]:
+        """What every input of the graph is on this rank in this step."""
         device = self.mesh.device_type
-        made: list[Any] = []
-        for port in program.halves.input_ports:
-            if port.kind == "input":
-                tensor = inputs[int(port.name)].detach()
-                made.append(tensor if tensor.device.type == device else tensor.to(device))
-            elif port.kind == "seed":
-                made.append(torch.randint(2**62, (), generator=self._generator).to(device))
-            else:
-                tensor = self._tensor(port)
-                made.append(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
-        return made
+        seed = torch.randint(2**62, (), generator=self._generator).to(device)
 
-    def _run_forward(self, program: Program, flat: FlatInputs) -> tuple[list[Any], list[Any]]:
-        out = list(program.forward(self._arguments(program, flat)))
-        count = len(program.halves.result_ports)
-        results, saved = out[:count], out[count:]
-        self._update_buffers(program, results)
-        return results, saved
+        def value_of(port: Port) -> Any:
+            if port.kind == "seed":
+                return seed
+            if port.kind != "input":
+                return local_part(self._tensor(port))
+            tensor = flat.tensors[int(port.name)].detach()
+            return tensor if tensor.device.type == device else tensor.to(device)
 
-    def _update_buffers(self, program: Program, results: list[Any]) -> None:
-        for port, value in zip(program.halves.result_ports, results, strict=True):
+        return value_of
+
+    def _update_buffers(self, results: Mapping[Port, Any]) -> None:
+        for port, value in results.items():
             if port.kind == "buffer":
                 self._tensor(port).copy_(value)
 
-    def _gradient_inputs(self, program: Program) -> Iterator[Port]:
-        return (port for port in program.halves.input_ports if port.kind == "param" and port.requires_grad)
-
-    def _accumulate(self, program: Program, gradients: Any) -> None:
-        ports = program.halves.gradient_ports
-        for port, gradient in zip(ports, gradients, strict=True):
-            if gradient is None or port.name.startswith(("none ", "input ")):
+    def _accumulate(self, gradients: Iterable[tuple[Port, Any]]) -> None:
+        for port, gradient in gradients:
+            if port.name.startswith(("none ", "input ")):
                 continue
             parameter = self._tensor(port)
             if parameter.grad is None:
-                parameter.grad = _like(parameter, gradient)
+                parameter.grad = lie_like(parameter, gradient)
             else:
-                held = parameter.grad
-                (held.to_local() if isinstance(held, DTensor) else held).add_(gradient)
+                local_part(parameter.grad).add_(gradient)
 
-    def _outputs(self, program: Program, results: Any) -> Any:
-        """Nest the outputs as the model does, sharded ones as DTensors."""
-        made: dict[int, Any] = {}
-        for port, value in zip(program.halves.result_ports, results, strict=True):
-            if port.kind == "output":
-                made[int(port.name)] = self._shown(value, program.result_placements(port))
+    def _outputs(self, program: AnyProgram, results: Mapping[Port, Any]) -> Any:
+        """Nest the outputs as the model does, sharded ones as DTensors; those made elsewhere are None."""
+        made = {
+            int(port.name): self._shown(value, program.result_placements(port))
+            for port, value in results.items()
+            if port.kind == "output"
+        }
         spec, plain = program.signature.output_spec
-        tensors = iter(made[i] for i in sorted(made))
-        leaves = [next(tensors) if is_tensor else value for is_tensor, value in plain]
+        leaves: list[Any] = []
+        position = 0
+        for is_tensor, value in plain:
+            leaves.append(made.get(position) if is_tensor else value)
+            position += is_tensor
         return pytree.tree_unflatten(leaves, spec)
 
     def _shown(self, value: Tensor, placements: tuple[Placement | None, ...]) -> Tensor:
@@ -196,64 +219,20 @@ class DistributedGraphModule(nn.Module):
         )
 
 
-class _Step(torch.autograd.Function):
-    """Forward and backward graph as one autograd node, for callers of ``loss.backward()``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, module: DistributedGraphModule, program: Program, flat: FlatInputs, *parameters: Tensor
-    ) -> tuple[Any, ...]:
-        results, ctx.saved = module._run_forward(program, flat)
-        ctx.module, ctx.program, ctx.parameters = module, program, parameters
-        differentiable = {port.name for port in program.halves.tangent_ports}
-        ctx.positions = {
-            port.name: i for i, port in enumerate(program.halves.result_ports) if port.name in differentiable
-        }
-        ctx.mark_non_differentiable(
-            *(
-                value
-                for port, value in zip(program.halves.result_ports, results, strict=True)
-                if not (port.kind == "output" and port.name in differentiable)
-            )
-        )
-        return tuple(results)
-
-    @staticmethod
-    def backward(ctx: Any, *tangents: Tensor) -> tuple[Any, ...]:
-        if ctx.saved is None:
-            raise InputError("backward() ran twice on one forward: run forward again")
-        program: Program = ctx.program
-        arguments = [*ctx.saved, *(tangents[ctx.positions[p.name]] for p in program.halves.tangent_ports)]
-        ctx.saved = None
-        by_name = {
-            port.name: gradient
-            for port, gradient in zip(program.halves.gradient_ports, program.backward(arguments), strict=True)
-        }
-        wanted = ctx.module._gradient_inputs(program)
-        made = []
-        for port, parameter in zip(wanted, ctx.parameters, strict=True):
-            gradient = by_name.get(port.name)
-            made.append(None if gradient is None else _like(parameter, gradient))
-        return (None, None, None, *made)
+def _norm_over(norm: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor:
+    """The norm of all stages' gradients from each stage's."""
+    if norm_type == float("inf"):
+        dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
+        return norm
+    power = norm**norm_type
+    dist.all_reduce(power, group=group)
+    total: Tensor = power ** (1.0 / norm_type)
+    return total
 
 
 def _key(flat: FlatInputs, training: bool) -> Any:
     plain = tuple(None if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in flat.leaves)
     return (flat.names, plain, tuple(flat.shapes), tuple(flat.dtypes), training)
-
-
-def _like(parameter: Tensor, local: Tensor) -> Tensor:
-    """A local gradient as the parameter lies."""
-    if not isinstance(parameter, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 def _submodule(root: nn.Module, path: str) -> nn.Module:

@@ -10,13 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from galvatron_fx.errors import InputError
 from galvatron_fx.ir.annotations import Port, Signature
 from galvatron_fx.ir.layout import Layout
 from galvatron_fx.ir.placement import Placement
 from galvatron_fx.ir.torch_compat import box_arguments
+from galvatron_fx.runtime.dtensors import lie_like
 from passes.partition import Halves
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
+ValueOf = Callable[[Port], Any]
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,45 @@ class Program:
         module.recompile()
         return box_arguments(module)
 
+    @property
+    def graphs(self) -> dict[str, fx.GraphModule]:
+        """The graphs by name."""
+        return {"forward": self.halves.forward, "backward": self.halves.backward}
+
+    @property
+    def trained_ports(self) -> list[Port]:
+        """Parameters that are trained, in the order of the forward graph's inputs."""
+        return [port for port in self.halves.input_ports if port.kind == "param" and port.requires_grad]
+
+    def train(self, value_of: ValueOf) -> tuple[dict[Port, Any], list[tuple[Port, Any]]]:
+        """Run forward and backward; returns outputs by port and the gradients of parameters."""
+        results, saved = self.run_forward(value_of)
+        arguments = [*saved, *self.tangents(results)]
+        del saved
+        gradients = self.backward(arguments)
+        pairs = zip(self.halves.gradient_ports, gradients, strict=True)
+        return dict(zip(self.halves.result_ports, results, strict=True)), [p for p in pairs if p[1] is not None]
+
+    def evaluate(self, value_of: ValueOf) -> dict[Port, Any]:
+        """Run forward only; returns outputs by port."""
+        results = self.inference([value_of(port) for port in self.halves.input_ports])
+        return dict(zip(self.halves.result_ports, results, strict=True))
+
+    def run_forward(self, value_of: ValueOf) -> tuple[list[Any], list[Any]]:
+        """Run forward; returns its results and what is saved for backward."""
+        out = list(self.forward([value_of(port) for port in self.halves.input_ports]))
+        count = len(self.halves.result_ports)
+        return out[:count], out[count:]
+
+    def differentiable(self, value_of: ValueOf, update: Callable[[Any], None], *parameters: Tensor) -> dict[Port, Any]:
+        """Run forward so that its results can be differentiated with ``backward()``, outputs by port.
+
+        ``update``: takes the results by port before they leave (for buffers); ``parameters``: as the module holds them,
+        in the order of ``trained_ports``.
+        """
+        results = Step.apply(self, value_of, update, *parameters)
+        return dict(zip(self.halves.result_ports, results, strict=True))
+
     def placements(self, port: Port) -> tuple[Placement, ...]:
         """How an input lies on the lowering mesh, one placement a column."""
         return self.layout.inputs[self.signature.inputs.index(port)]
@@ -76,3 +118,36 @@ class Program:
             is_loss = int(port.name) == self.signature.loss
             made.append(torch.ones_like(like) if is_loss else torch.zeros_like(like))
         return made
+
+
+class Step(torch.autograd.Function):
+    """Forward and backward graph as one autograd node, for callers of ``loss.backward()``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, program: Program, value_of: ValueOf, update: Callable[[Any], None], *parameters: Tensor
+    ) -> tuple[Any, ...]:
+        results, ctx.saved = program.run_forward(value_of)
+        ports = program.halves.result_ports
+        update(dict(zip(ports, results, strict=True)))
+        ctx.program, ctx.parameters = program, parameters
+        differentiable = {port.name for port in program.halves.tangent_ports}
+        takes = [port.kind == "output" and port.name in differentiable for port in ports]
+        ctx.positions = {port.name: i for i, (port, wanted) in enumerate(zip(ports, takes, strict=True)) if wanted}
+        ctx.mark_non_differentiable(*(r for r, wanted in zip(results, takes, strict=True) if not wanted))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor) -> tuple[Any, ...]:
+        if ctx.saved is None:
+            raise InputError("backward() ran twice on one forward: run forward again")
+        program: Program = ctx.program
+        arguments = [*ctx.saved, *(tangents[ctx.positions[p.name]] for p in program.halves.tangent_ports)]
+        ctx.saved = None
+        made = program.backward(arguments)
+        by_name = {port.name: g for port, g in zip(program.halves.gradient_ports, made, strict=True)}
+        gradients = []
+        for port, parameter in zip(program.trained_ports, ctx.parameters, strict=True):
+            gradient = by_name.get(port.name)
+            gradients.append(None if gradient is None else lie_like(parameter, gradient))
+        return (None, None, None, *gradients)

@@ -37,6 +37,15 @@ _TRANSIENTS = 12  # bounds on transient memory that are tried
 
 
 @dataclass(frozen=True)
+class Pins:
+    """What of the pipeline is decided already; None is searched."""
+
+    num_stages: int | None = None
+    num_microbatches: int | None = None
+    schedule: str | None = None
+
+
+@dataclass(frozen=True)
 class SearchOptions:
     """What to search for; see :func:`galvatron_fx.plan`."""
 
@@ -44,6 +53,7 @@ class SearchOptions:
     roles: tuple[str, ...]
     recompute: str | bool = "auto"
     constraints: Mapping[str, Any] = field(default_factory=dict)
+    pins: Pins = field(default_factory=Pins)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from galvatron_fx.errors import PlanError
 from galvatron_fx.ir import plan_json
+from galvatron_fx.ir.pipelining import Pipelining
 from galvatron_fx.ir.plan import BlockPlan, Plan, prime_factors
-from galvatron_fx.ir.strategy import ROLES, Strategy
+from galvatron_fx.ir.schedule import SCHEDULES, legal, make_schedule
+from galvatron_fx.ir.strategy import PIPELINE, ROLES, Strategy
 
 ZERO = Strategy(("zero", "zero", "tensor"), recompute=True)
 DATA = Strategy(("data", "zero", "tensor"), keep_gathered=True)
@@ -37,7 +39,9 @@ def searched_plan() -> Plan:
 def plans(draw: st.DrawFn) -> Plan:
     axis_sizes = tuple(draw(st.lists(st.sampled_from(PRIMES), max_size=4)))
     count = len(axis_sizes)
-    roles = st.lists(st.sampled_from(ROLES), min_size=count, max_size=count).map(tuple)
+    roles = st.lists(st.sampled_from([role for role in ROLES if role != PIPELINE]), min_size=count, max_size=count).map(
+        tuple
+    )
     strategies = st.builds(Strategy, roles, st.booleans(), st.booleans())
     names, marks = LINES.filter(lambda name: name not in ("", "*")), st.from_regex(r"[0-9a-f]{0,8}", fullmatch=True)
     seconds, sizes = st.floats(0, 1e18), st.integers(0, 10**18)
@@ -53,6 +57,36 @@ def test_json_round_trip_is_byte_identical(plan: Plan) -> None:
     assert Plan.from_json(text).to_json() == text
     assert Plan.from_json(text).digest() == plan.digest()
     assert str(plan)
+
+
+@given(st.sampled_from(SCHEDULES), st.integers(1, 3), st.integers(1, 3), st.integers(1, 8), st.booleans())
+def test_stages_round_trip(name: str, ranks: int, per_rank: int, parts: int, by_hand: bool) -> None:
+    stages = ranks * per_rank
+    if legal(name, ranks, stages, parts) is not None:
+        return
+    pipelining = Pipelining(stages, parts, name, tuple(2 * stage for stage in range(stages)))
+    if by_hand:
+        pipelining = Pipelining.by_hand(make_schedule(name, ranks, stages, parts), pipelining.first_blocks)
+    strategies = [Strategy((PIPELINE, "zero") if ranks > 1 else ("data", "zero"))] * (2 * stages)
+    plan = Plan.from_roles((ranks, 2) if ranks > 1 else (2, 2), strategies, pipelining)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert plan.num_pipeline_ranks == ranks
+    assert str(plan)
+
+
+@pytest.mark.parametrize(
+    ("roles", "pipelining", "message"),
+    [
+        ([("pipeline", "data")] * 4, Pipelining(3), r"'1f1b' wants one stage a rank.*2 pipeline ranks and 3 stages"),
+        ([("pipeline", "data"), ("data", "pipeline")], Pipelining(2), "the same axes in every block"),
+        ([("pipeline", "pipeline")] * 2, Pipelining(4), "4 stages that begin with blocks .* model of 2 blocks"),
+        ([("pipeline", "data")] * 4, Pipelining(2, 1, "1f1b", (0, 4)), "4 blocks"),
+        ([("pipeline", "data")] * 4, Pipelining(2, 2, "2f2b"), "2f2b"),
+    ],
+)
+def test_stages_that_do_not_fit_are_refused(roles: list[tuple[str, ...]], pipelining: Pipelining, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Plan.from_roles((2, 2), [Strategy(own) for own in roles], pipelining)
 
 
 def test_json_text() -> None:
@@ -83,8 +117,16 @@ def test_json_text() -> None:
   "notes": [],
   "optimizer": "adam",
   "peak_memory_bytes": 0,
+  "pipelining": {
+    "first_blocks": [],
+    "num_microbatches": 1,
+    "num_stages": 1,
+    "orders": [],
+    "rank_of_stage": [],
+    "schedule": "1f1b"
+  },
   "step_time_s": 0.0,
-  "version": 1
+  "version": 2
 }
 """,
     )
@@ -337,7 +379,7 @@ def test_load_refuses_a_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("[" * 900 + "]" * 900, r"malformed plan at \$|nested too deeply"),
         ("9" * 10_000, "the plan is not JSON"),
         ("{}", r"malformed plan at \$: 'version' is a required property"),
-        ('{"version": 2}', "plan version 2, where 1 was expected"),
+        ('{"version": 3}', "plan version 3, where 2 was expected"),
         ('{"version": 1, "version": 1}', "key 'version' stands twice"),
         ('{"step_time_s": NaN}', "NaN in the plan, where a finite number"),
         ('{"step_time_s": -Infinity}', "-Infinity in the plan"),

@@ -93,6 +93,18 @@ class LogitsOnly(nn.Module):
         return self.layers(ids)
 
 
+class ByFrequency(nn.Module):
+    """An embedding whose gradient is divided by how often a word occurs in the global batch, and its weight beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8, scale_grad_by_freq=True)
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self.head(self.embed(ids)).square().mean(), self.head.weight
+
+
 def untidy() -> zoo.Case:
     """The untidy model and a batch."""
     ids = torch.arange(24).reshape(4, 6) % 16
@@ -136,6 +148,7 @@ CASES: dict[str, Callable[[], zoo.Case]] = {
     "regression": lambda: (zoo.build(Regression), {"x": _noise(12, 6), "y": _noise(12, 3)}),
     "regression over a batch of 5": lambda: (zoo.build(Regression), {"x": _noise(5, 6), "y": _noise(5, 3)}),
     "torch encoder": _classifier,
+    "by frequency": lambda: (zoo.build(ByFrequency), {"ids": torch.arange(24).square().reshape(4, 6) % 16}),
     "logits only": lambda: (zoo.build(LogitsOnly), {"ids": torch.arange(24).reshape(4, 6) % 16}),
 }
 

@@ -25,6 +25,8 @@ from torch.distributed.tensor import DTensor
 import galvatron_fx
 from galvatron_fx import Plan, Strategy
 from galvatron_fx.errors import InputError, PlanError
+from galvatron_fx.ir.pipelining import Pipelining
+from passes.find_blocks import num_blocks
 from tests.models import zoo
 from tests.models.test_odd_sizes import Convolutions, untidy
 
@@ -45,10 +47,14 @@ def same(got: Tensor, expected: Tensor, what: str) -> None:
 
 
 def same_parameters(compiled: nn.Module, plain: nn.Module, what: str) -> None:
-    """All parameters, under the same names."""
+    """All parameters that this rank holds, under the same names; together the ranks hold them all."""
     ours, theirs = dict(compiled.named_parameters()), dict(plain.named_parameters())
-    assert ours.keys() == theirs.keys(), f"{what}: names differ: {ours.keys() ^ theirs.keys()}"
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, set(ours))
+    assert set().union(*held) == theirs.keys(), f"{what}: names differ: {set().union(*held) ^ theirs.keys()}"
     for name, value in theirs.items():
+        if name not in ours:
+            continue
         # Adam divides by the root of a second moment, which magnifies rounding where a gradient is nearly zero.
         torch.testing.assert_close(
             full(ours[name]), value, rtol=1e-8, atol=1e-9, msg=lambda m, n=name: f"{what} {n}: {m}"
@@ -70,7 +76,7 @@ def train(
         expected = plain(**inputs)["loss"]
         expected.backward()
         same(loss, expected, f"loss of step {step}")
-        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (compiled, plain)]
+        norms = [compiled.clip_grad_norm_(0.5), nn.utils.clip_grad_norm_(plain.parameters(), 0.5)]
         same(norms[0], norms[1], f"gradient norm of step {step}")
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
             optimizer.step()
@@ -94,6 +100,44 @@ def uniform_plans(mesh: DeviceMesh) -> None:
         train(compiled_by(model, mesh, inputs, roles, **options), copy.deepcopy(model), inputs)
 
 
+def stages(mesh: DeviceMesh) -> None:
+    """Every schedule, uneven stages, unlike strategies, tied embeddings in the first and last stage."""
+    for name, first, second, schedule, count, parts in [
+        ("gpt2", "data", "tensor", "1f1b", 2, 4),
+        ("t5", "zero", "data", "zb_h1", 2, 2),
+        ("llama", "tensor_sequence", "zero", "zbv", 4, 4),
+        ("swin", "data", "zero", "dualpipev", 4, 4),
+        ("bert", "sequence", "data", "interleaved_1f1b", 4, 2),
+        ("vit", "zero", "tensor", "gpipe", 2, 4),
+    ]:
+        model, inputs = zoo.MODELS[name]()
+        blocks = num_blocks(galvatron_fx.capture(model, inputs))
+        half = blocks // 2
+        cuts = (0, half) if count == 2 else (0, 1, half, half + 1)
+        strategies = [Strategy(("pipeline", first), recompute=True)] * half
+        strategies += [Strategy(("pipeline", second), keep_gathered=second == "zero")] * (blocks - half)
+        plan = Plan.from_roles(MESH, strategies, Pipelining(count, parts, schedule, cuts))
+        train(galvatron_fx.compile(copy.deepcopy(model), mesh, inputs, plan=plan), copy.deepcopy(model), inputs)
+
+
+def stages_evaluate_and_refuse(mesh: DeviceMesh) -> None:
+    """Evaluation returns the loss on every rank; loss.backward() is refused with the remedy."""
+    model, inputs = zoo.gpt2(layers=3)
+    plan = Plan.uniform(MESH, ("pipeline", "data"), pipelining=Pipelining(2, 2))
+    compiled = galvatron_fx.compile(copy.deepcopy(model), mesh, inputs, plan=plan)
+    compiled.eval()
+    model.eval()
+    with torch.no_grad():
+        same(compiled(**inputs)["loss"], model(**inputs)["loss"], "loss of evaluation")
+    compiled.train()
+    try:
+        compiled(**inputs)
+    except InputError as error:
+        assert "forward_backward" in str(error)
+    else:
+        raise AssertionError("loss.backward() under a plan with stages was not refused")
+
+
 def loss_backward(mesh: DeviceMesh) -> None:
     model, inputs = zoo.gpt2(layers=2)
     train(compiled_by(model, mesh, inputs, ("zero", "tensor")), copy.deepcopy(model), inputs, direct=False)
@@ -102,8 +146,6 @@ def loss_backward(mesh: DeviceMesh) -> None:
 def unlike_neighbours(mesh: DeviceMesh) -> None:
     model, inputs = zoo.gpt2(layers=2)
     graph = galvatron_fx.capture(model, inputs)
-    from passes.find_blocks import num_blocks
-
     tables = [("zero", "tensor"), ("tensor", "data"), ("data", "sequence")]
     strategies = [Strategy(tables[i % 3], recompute=i % 2 == 0) for i in range(num_blocks(graph))]
     plan = Plan.from_roles(MESH, strategies)
@@ -265,7 +307,8 @@ def plan_mismatch(mesh: DeviceMesh) -> None:
 
 
 CHECKS: tuple[Callable[[DeviceMesh], None], ...] = (
-    uniform_plans, loss_backward, unlike_neighbours, searched_plan, flat_mesh, gradients_accumulate, evaluation,
+    uniform_plans, stages, stages_evaluate_and_refuse,
+    loss_backward, unlike_neighbours, searched_plan, flat_mesh, gradients_accumulate, evaluation,
     buffers_update, other_batch_shapes, state_dicts, checkpoint_to_another_plan, meta_device, lazy, plan_mismatch,
 )  # fmt: skip
 

@@ -1,0 +1,182 @@
+"""Bind rank-agnostic graphs to this rank: its process groups, its coordinates, its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from galvatron_fx.errors import PlanError
+from galvatron_fx.ir.annotations import Port, signature
+from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.layout import Layout
+from galvatron_fx.ir.placement import Placement
+from galvatron_fx.ir.plan import Plan
+from galvatron_fx.ir.schedule import Schedule
+from galvatron_fx.ir.strategy import original_name
+from galvatron_fx.runtime.program import Program
+from galvatron_fx.runtime.staged_program import PipelineGroup, StagedProgram
+from passes.codegen import BoundAxis, Codegen
+from passes.lower import Lowered
+from passes.lower_stages import LoweredStages
+from passes.split_stages import Stage
+
+_PIPELINE = "pipeline"
+
+Placements = dict[str, tuple[Placement, ...]]
+
+
+@dataclass(frozen=True)
+class Binder:
+    """Binds plans without stages; ``mesh``: the ranks with one dim per column of the layout."""
+
+    mesh: DeviceMesh
+    lowered: Lowered
+
+    @classmethod
+    def build(cls, mesh: DeviceMesh, cluster: Cluster, lowered: Lowered) -> Binder:
+        """Rearrange the ranks of ``mesh`` into the lowering mesh. Every rank calls it alike."""
+        return cls(_lowering_mesh(mesh, cluster, lowered.layout, ()), lowered)
+
+    def placements(self) -> Placements:
+        """How every parameter lies, by name."""
+        return _placements(signature(self.lowered.joint).inputs, self.lowered.layout)
+
+    def elsewhere(self) -> frozenset[str]:
+        """Parameters and buffers that this rank does not hold: none."""
+        return frozenset()
+
+    def bind(self, lowered: Lowered | LoweredStages) -> Program:
+        """The program of this rank."""
+        assert isinstance(lowered, Lowered), "a plan without stages is lowered without them"
+        codegen = Codegen(_axes(self.mesh, lowered.layout), self.mesh.device_type)
+        codegen.run(lowered.halves.forward)
+        codegen.run(lowered.halves.backward)
+        return Program(lowered.halves, lowered.layout, signature(lowered.joint))
+
+
+@dataclass(frozen=True)
+class StageBinder:
+    """Binds plans with stages or micro-batches; ``mesh``: the ranks of one stage."""
+
+    mesh: DeviceMesh
+    pipeline: PipelineGroup
+    schedule: Schedule
+    lowered: LoweredStages
+
+    @classmethod
+    def build(cls, mesh: DeviceMesh, cluster: Cluster, plan: Plan, lowered: LoweredStages) -> StageBinder:
+        """Rearrange the ranks of ``mesh``, outermost by stage, and make the groups. Every rank calls it alike."""
+        schedule = plan.pipelining.table(plan.num_pipeline_ranks)
+        sizes = [i for i, axis in enumerate(cluster.axes) if axis.size > 1]
+        pipeline_axes = tuple(sizes[axis] for axis in plan.pipeline_axes)
+        whole = _lowering_mesh(mesh, cluster, lowered.layout, pipeline_axes)
+        if not pipeline_axes:
+            return cls(whole, PipelineGroup(0, (dist.get_rank(),), None, {}), schedule, lowered)
+        names = whole.mesh_dim_names or ()
+        stage_mesh = whole[tuple(names[1:])]
+        group = whole.get_group(0)
+        shared = _copy_groups(whole, schedule, lowered.stages)
+        peers = tuple(dist.get_process_group_ranks(group))
+        return cls(stage_mesh, PipelineGroup(whole.get_local_rank(0), peers, group, shared), schedule, lowered)
+
+    def placements(self) -> Placements:
+        """How every parameter, or copy of one, lies on the mesh of its stage."""
+        return _placements(signature(self.lowered.joint).inputs, self.lowered.layout)
+
+    def elsewhere(self) -> frozenset[str]:
+        """Parameters and buffers that only other pipeline ranks hold; what no stage uses is held by the first."""
+        taken = {original_name(name) for stage in self.lowered.stages for name in _tensors(stage)}
+        known = {original_name(p.name) for p in self.lowered.signature.inputs if p.kind in ("param", "buffer")}
+        unused = known - taken
+        return frozenset(taken - self._held() | (unused if self._rank else set()))
+
+    def copies(self) -> frozenset[str]:
+        """Parameters held here that an earlier pipeline rank holds, too."""
+        holders = _holders(self.schedule, self.lowered.stages)
+        return frozenset(name for name in self._held() if min(holders.get(name, [self._rank])) < self._rank)
+
+    def _held(self) -> set[str]:
+        return {original_name(name) for index in self._own() for name in _tensors(self.lowered.stages[index])}
+
+    def bind(self, lowered: Lowered | LoweredStages) -> StagedProgram:
+        """The program of this rank. Raises PlanError where a stage would need parameters that lie elsewhere."""
+        assert isinstance(lowered, LoweredStages), "a plan with stages is lowered into them"
+        held = self._held()
+        for index in self._own():
+            missing = [n for n in _tensors(lowered.stages[index]) if original_name(n) not in held]
+            if missing:
+                raise PlanError(
+                    f"on these inputs stage {index} would need parameters of another stage ({', '.join(missing[:3])}): "
+                    f"compile for inputs like those that are run"
+                )
+        codegen = Codegen(_axes(self.mesh, lowered.layout), self.mesh.device_type)
+        for index in self._own():
+            for task in lowered.stages[index].tasks.values():
+                codegen.run(task.graph)
+        return StagedProgram(lowered, self.schedule, self.pipeline, lowered.signature, self.mesh.device_type)
+
+    @property
+    def _rank(self) -> int:
+        return self.pipeline.rank
+
+    def _own(self) -> tuple[int, ...]:
+        return self.schedule.stages_of(self._rank)
+
+
+def _lowering_mesh(mesh: DeviceMesh, cluster: Cluster, layout: Layout, outer: tuple[int, ...]) -> DeviceMesh:
+    """The ranks of ``mesh`` with one dim for the axes ``outer`` (if any) and one per column of the layout."""
+    ranks = mesh.mesh.reshape([axis.size for axis in cluster.axes] or [1])
+    order = [*outer, *(axis for column in layout.columns for axis in column.axes)]
+    rest = [axis for axis in range(ranks.dim()) if axis not in order]
+    shape = list(layout.shape) or [1]
+    names = ["_".join(f"a{axis}" for axis in column.axes) for column in layout.columns] or ["one"]
+    if outer:
+        shape = [-1, *shape]
+        names = [_PIPELINE, *names]
+    return DeviceMesh(mesh.device_type, ranks.permute(*order, *rest).reshape(shape), mesh_dim_names=tuple(names))
+
+
+def _axes(mesh: DeviceMesh, layout: Layout) -> list[BoundAxis]:
+    return [
+        BoundAxis(mesh.get_group(dim).group_name, mesh.size(dim), mesh.get_local_rank(dim))
+        for dim in range(len(layout.columns))
+    ]
+
+
+def _placements(ports: Sequence[Port], layout: Layout) -> Placements:
+    return {port.name: placed for port, placed in zip(ports, layout.inputs, strict=True) if port.kind == "param"}
+
+
+def _tensors(stage: Stage) -> list[str]:
+    return [port.name for port in stage.ports.values() if port.kind in ("param", "buffer")]
+
+
+def _holders(schedule: Schedule, stages: Sequence[Stage]) -> dict[str, list[int]]:
+    """For each parameter and buffer the pipeline ranks that hold it or a copy, ascending."""
+    holders: dict[str, set[int]] = {}
+    for stage in stages:
+        for name in _tensors(stage):
+            holders.setdefault(original_name(name), set()).add(schedule.rank_of_stage[stage.index])
+    return {name: sorted(ranks) for name, ranks in sorted(holders.items())}
+
+
+def _copy_groups(whole: DeviceMesh, schedule: Schedule, stages: Sequence[Stage]) -> dict[str, dist.ProcessGroup]:
+    """A group for every set of pipeline ranks that hold copies of a trained parameter; all ranks make all groups."""
+    trained = {original_name(g.port.name) for stage in stages for g in stage.gradients if g.port.kind == "grad"}
+    ranks_by_stage = whole.mesh.reshape(whole.mesh.shape[0], -1)
+    here = dist.get_rank()
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    shared: dict[str, dist.ProcessGroup] = {}
+    for name, holders in _holders(schedule, stages).items():
+        if len(holders) < 2 or name not in trained:
+            continue
+        for members in ranks_by_stage[holders].T.tolist():
+            key = tuple(members)
+            if key not in made:
+                made[key] = dist.new_group(members)
+            if here in members:
+                shared[name] = made[key]
+    return shared

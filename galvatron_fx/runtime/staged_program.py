@@ -1,0 +1,193 @@
+"""One compiled step of a plan with stages or micro-batches: this rank's stages, and what joins them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from galvatron_fx.errors import InputError
+from galvatron_fx.ir.annotations import Port, Signature, facts, ports, signature
+from galvatron_fx.ir.placement import Placement
+from galvatron_fx.ir.schedule import Schedule
+from galvatron_fx.ir.strategy import original_name
+from galvatron_fx.ir.torch_compat import box_arguments
+from galvatron_fx.runtime.microbatches import hoisted_values, merge_outputs
+from galvatron_fx.runtime.stage_runner import Machine, StageRunner
+from galvatron_fx.runtime.torch_pipeline import RunningStage, TorchPipeline
+from passes.lower_stages import LoweredStages
+from passes.split_stages import Stage, Task
+
+ValueOf = Callable[[Port], Any]
+
+
+@dataclass(frozen=True)
+class PipelineGroup:
+    """The ranks that hold the stages of one set of coordinates, as this rank sees them.
+
+    ``rank``: this one's place among them; ``peers``: their global ranks, in order; ``group``: their process group,
+    None for one rank; ``shared``: for each parameter that several of them hold a copy of, the group of these.
+    """
+
+    rank: int
+    peers: tuple[int, ...]
+    group: dist.ProcessGroup | None
+    shared: Mapping[str, dist.ProcessGroup]
+
+
+@dataclass(frozen=True)
+class StagedProgram:
+    """Stages, bound to this rank by code generation, with their schedule.
+
+    ``lowered``: all stages, of which this rank runs those that ``schedule`` gives to its pipeline rank; ``signature``:
+    names of the model's inputs and outputs and how they nest.
+    """
+
+    lowered: LoweredStages
+    schedule: Schedule
+    pipeline: PipelineGroup
+    signature: Signature
+    device: str
+
+    @property
+    def stages(self) -> list[Stage]:
+        """This rank's stages, in order."""
+        return [self.lowered.stages[index] for index in self.schedule.stages_of(self.pipeline.rank)]
+
+    @property
+    def graphs(self) -> dict[str, fx.GraphModule]:
+        """The graphs of this rank's stages by name, such as "stage 0 forward"."""
+        return {
+            f"stage {stage.index} {name}": task.graph
+            for stage in self.stages
+            for name, task in stage.tasks.items()
+            if task.outputs
+        }
+
+    @property
+    def trained_ports(self) -> list[Port]:
+        """Parameters that this rank holds and trains."""
+        held = {port.name: port for stage in self.stages for port in stage.ports.values() if port.kind == "param"}
+        return [port for port in held.values() if port.requires_grad]
+
+    def train(self, value_of: ValueOf) -> tuple[dict[Port, Any], list[tuple[Port, Any]]]:
+        """Run one step; returns outputs of the whole batch by port, and gradients of this rank's parameters."""
+        runners = self._run(value_of, forward_only=False)
+        gradients: dict[str, tuple[Port, Any]] = {}
+        for runner in runners:
+            ports_by_name = {gradient.port.name: gradient.port for gradient in runner.stage.gradients}
+            for name, value in runner.finish().items():
+                own = original_name(name)
+                known = gradients.get(own)
+                gradients[own] = (ports_by_name[name], value if known is None else known[1] + value)
+        self._add_copies(gradients, value_of)
+        return self._outputs(runners), list(gradients.values())
+
+    def evaluate(self, value_of: ValueOf) -> dict[Port, Any]:
+        """Run forward only; returns outputs of the whole batch by port."""
+        return self._outputs(self._run(value_of, forward_only=True))
+
+    def differentiable(self, *_: Any) -> Any:
+        """Refuse what only plans without stages and micro-batches can do."""
+        raise InputError(
+            "a plan with stages or micro-batches runs forward and backward together: call forward_backward(...) "
+            "instead of loss.backward(), or evaluate under torch.no_grad()"
+        )
+
+    def result_placements(self, port: Port) -> tuple[Placement | None, ...]:
+        """How an output lies on the mesh of a stage."""
+        placed = zip(signature(self.lowered.joint).outputs, self.lowered.layout.outputs, strict=True)
+        return dict(placed).get(port, ())
+
+    # ---- inside ----
+
+    def _run(self, value_of: ValueOf, forward_only: bool) -> list[StageRunner]:
+        hoisted = hoisted_values(self.lowered.microbatched, value_of)
+        runners = []
+        for stage in self.stages:
+            shared = {name: self._value(port, value_of) for name, port in stage.ports.items() if port.kind != "hoisted"}
+            own = {name: int(port.name) for name, port in stage.ports.items() if port.kind == "hoisted"}
+            runners.append(StageRunner(stage, self._machine, shared, partial(_of_microbatch, hoisted, own)))
+        peers = [self.pipeline.peers[rank] for rank in self.schedule.rank_of_stage]
+        running = [RunningStage(r, self.schedule, self.pipeline.rank, peers, self.device) for r in runners]
+        for runner in runners:
+            runner.start()
+        TorchPipeline(running, self.schedule, forward_only).run()
+        return runners
+
+    def _value(self, port: Port, value_of: ValueOf) -> Any:
+        if port.kind != "tangent":
+            return value_of(port)
+        like = self._dtypes[port]
+        is_loss = int(port.name) == self.signature.loss
+        return (torch.ones if is_loss else torch.zeros)((), dtype=like, device=self.device)
+
+    @cached_property
+    def _dtypes(self) -> dict[Port, torch.dtype]:
+        return {port: facts(node).spec.dtype for port, node in ports(self.lowered.joint)}
+
+    @cached_property
+    def _machine(self) -> Machine:
+        calls: dict[int, Callable[[list[Any]], Sequence[Any]]] = {}
+
+        def run(task: Task, arguments: list[Any]) -> Sequence[Any]:
+            if id(task) not in calls:
+                calls[id(task)] = box_arguments(task.graph)
+            return calls[id(task)](arguments)
+
+        return Machine(run=run, add=_add)
+
+    def _add_copies(self, gradients: dict[str, tuple[Port, Any]], value_of: ValueOf) -> None:
+        """Add up the gradients of a parameter over all ranks that hold a copy, in place."""
+        for name, group in self.pipeline.shared.items():
+            if name not in gradients:
+                port = Port("param", name, True)
+                gradients[name] = Port("grad", name), torch.zeros_like(value_of(port))
+            port, value = gradients[name]
+            total = value.contiguous().clone()
+            dist.all_reduce(total, group=group)
+            gradients[name] = port, total
+
+    def _outputs(self, runners: Sequence[StageRunner]) -> dict[Port, Any]:
+        """Outputs made on this rank; numbers (losses) are told to all stages."""
+        count = self.lowered.microbatched.num_microbatches
+        made: list[dict[Port, Any]] = [{} for _ in range(count)]
+        for runner in runners:
+            for index, results in runner.results.items():
+                made[index] |= results
+        merged = merge_outputs(self.lowered.microbatched, made)
+        if self.pipeline.group is not None:
+            for port, (rank, dtype) in self._scalars.items():
+                value = merged.get(port, torch.empty((), dtype=dtype, device=self.device)).contiguous()
+                dist.broadcast(value, src=self.pipeline.peers[rank], group=self.pipeline.group)
+                merged[port] = value
+        return merged
+
+    @cached_property
+    def _scalars(self) -> dict[Port, tuple[int, torch.dtype]]:
+        """Outputs without dims: the pipeline rank that makes each, and its dtype."""
+        split = self.lowered.microbatched
+        found: dict[Port, tuple[int, torch.dtype]] = {}
+        for stage in self.lowered.stages:
+            rank = self.schedule.rank_of_stage[stage.index]
+            for port, name in stage.results:
+                spec = stage.specs[name]
+                if port.kind == "output" and not spec.shape:
+                    found[port] = rank, spec.dtype
+                if port.kind == "piece":
+                    found |= {late: (rank, dtype) for late, dtype in split.late_scalars().items()}
+        return dict(sorted(found.items(), key=lambda item: item[0].name))
+
+
+def _of_microbatch(hoisted: list[list[Tensor]], own: Mapping[str, int], index: int) -> dict[str, Tensor]:
+    return {name: hoisted[position][index] for name, position in own.items()}
+
+
+def _add(total: Tensor, term: Tensor) -> Tensor:
+    """A new tensor: the first term may be a value that another gradient is made of as well."""
+    return total + term

@@ -1,0 +1,111 @@
+"""Stages on torch's pipelining runtime: it walks a schedule and moves tensors; the stages compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from galvatron_fx.ir.schedule import Schedule
+from galvatron_fx.ir.torch_compat import lower_actions, pipeline_runtime
+from galvatron_fx.runtime.stage_runner import StageRunner
+
+
+class RunningStage:
+    """One stage as torch's runtime calls it: it holds what was received until the computation that takes it.
+
+    ``peers``: the global rank of every stage on this rank's coordinates.
+    """
+
+    def __init__(self, runner: StageRunner, schedule: Schedule, rank: int, peers: Sequence[int], device: str) -> None:
+        self.runner = runner
+        self.stage_index = runner.stage.index
+        self.num_stages = schedule.num_stages
+        self.group_size = schedule.num_ranks
+        self.group_rank = rank
+        self.is_first = self.stage_index == 0
+        self.is_last = self.stage_index == self.num_stages - 1
+        self.has_backward = True
+        self.submod = None
+        self.stage_index_to_group_rank: dict[int, int] = {}
+        self._peers = peers
+        self._device = device
+        self._activations: dict[int, list[Any]] = {}
+        self._gradients: dict[int, list[Any]] = {}
+        self._outgoing: dict[int, list[Any]] = {}
+        self._outgoing_back: dict[int, list[Any]] = {}
+
+    # ---- what moves ----
+
+    def get_fwd_recv_ops(self, index: int) -> list[dist.P2POp]:
+        self._activations[index] = self._buffers(self.runner.stage.receives)
+        return self._ops(dist.irecv, self._activations[index], -1)
+
+    def get_fwd_send_ops(self, index: int) -> list[dist.P2POp]:
+        return self._ops(dist.isend, self._outgoing.pop(index), 1)
+
+    def get_bwd_recv_ops(self, index: int) -> list[dist.P2POp]:
+        self._gradients[index] = self._buffers(self.runner.stage.receives_back)
+        return self._ops(dist.irecv, self._gradients[index], 1)
+
+    def get_bwd_send_ops(self, index: int) -> list[dist.P2POp]:
+        return self._ops(dist.isend, self._outgoing_back.pop(index), -1)
+
+    def set_local_fwd_input(self, outputs: list[Any], index: int) -> None:
+        self._activations[index] = outputs
+
+    def set_local_bwd_input(self, outputs: list[Any], index: int) -> None:
+        self._gradients[index] = outputs
+
+    def get_local_bwd_output(self, index: int) -> list[Any]:
+        return self._outgoing_back.pop(index)
+
+    def _buffers(self, names: Sequence[str]) -> list[torch.Tensor]:
+        specs = [self.runner.stage.specs[name] for name in names]
+        return [torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs]
+
+    def _ops(self, operation: Any, tensors: Sequence[torch.Tensor], step: int) -> list[dist.P2POp]:
+        peer = self._peers[self.stage_index + step]
+        return [dist.P2POp(operation, tensor.contiguous(), peer) for tensor in tensors]
+
+    # ---- what is computed ----
+
+    def forward_one_chunk(self, index: int, *_: Any, **__: Any) -> list[Any]:
+        sends = self.runner.forward(index, self._activations.pop(index, []), keep=self.has_backward)
+        if not self.is_last:
+            self._outgoing[index] = sends
+        return sends
+
+    def backward_one_chunk(self, index: int, full_backward: bool = True, **_: Any) -> None:
+        received = self._gradients.pop(index, [])
+        self._outgoing_back[index] = self.runner.backward(index, received, whole=full_backward)
+
+    def backward_weight_one_chunk(self, index: int, **_: Any) -> None:
+        self.runner.weight_grad(index)
+
+    def perform_reduce_grad(self, _: float) -> None:
+        """Gradients are reduced by the stage's own ``finish`` task, after the schedule."""
+
+
+class TorchPipeline(pipeline_runtime()):  # type: ignore[misc]
+    """Torch's runtime over our stages and our schedule; it initialises nothing, as our graphs are ready."""
+
+    def __init__(self, stages: Sequence[RunningStage], schedule: Schedule, forward_only: bool = False) -> None:
+        super().__init__(list(stages), schedule.num_microbatches, backward_requires_autograd=False)
+        self.stage_index_to_group_rank = dict(enumerate(schedule.rank_of_stage))
+        orders = [
+            [(a.stage, a.kind, a.microbatch) for a in order if a.kind == "F" or not forward_only]
+            for order in schedule.orders
+        ]
+        self.pipeline_order_with_comms = lower_actions(orders, schedule.rank_of_stage)
+        for stage in stages:
+            stage.has_backward = not forward_only
+
+    def _initialize_stages(self, *_: Any, **__: Any) -> None:
+        return
+
+    def run(self) -> None:
+        """Walk this rank's part of the schedule once."""
+        self._step_microbatches(return_outputs=False)
