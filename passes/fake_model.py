@@ -1,0 +1,138 @@
+"""Run a model on fake tensors: weights without memory, nodes tagged with modules, repeated layers passed through."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.modules.module as module_hooks
+from torch import nn
+
+from galvatron_fx.ir.torch_compat import FakeTensorMode, annotate_module, pytree
+from passes.flat_inputs import FlatInputs
+
+ROOT = "module"
+
+
+class FlatModel(nn.Module):
+    """The model with flat tensors in and out; remembers how its outputs were nested."""
+
+    def __init__(self, model: nn.Module, inputs: FlatInputs) -> None:
+        super().__init__()
+        self.module = model
+        self._inputs = inputs
+        self.output_spec: Any = None
+        self.output_leaves: list[Any] = []
+        self.loss: int | None = None
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Call the model; see :class:`passes.capture.Capture` for which outputs stay differentiable."""
+        args, kwargs = self._inputs.call(tensors)
+        leaves, self.output_spec = pytree.tree_flatten(self.module(*args, **kwargs))
+        outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self.output_leaves = [_plain(leaf) for leaf in leaves]
+        self.loss = next((i for i, out in enumerate(outputs) if out.dim() == 0 and out.requires_grad), None)
+        if self.loss is None:
+            return tuple(outputs)
+        return tuple(out if out.dim() == 0 else out.detach() for out in outputs)
+
+    def fake_arguments(self, shapes: Sequence[tuple[int, ...]], mode: FakeTensorMode) -> list[torch.Tensor]:
+        """Inputs of the given shapes without memory."""
+        with mode:
+            return [
+                torch.empty(shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+                for shape, tensor in zip(shapes, self._inputs.tensors, strict=True)
+            ]
+
+
+def _plain(leaf: Any) -> tuple[bool, Any]:
+    """(is a tensor, its value if it is a plain constant): objects that may hold traced tensors (caches) are dropped."""
+    keep = leaf is None or isinstance(leaf, (bool, int, float, str))
+    return isinstance(leaf, torch.Tensor), leaf if keep else None
+
+
+@dataclass(frozen=True)
+class PassThrough:
+    """What a module returns in place of its layer: each leaf of its result is a leaf of its arguments or a constant.
+
+    ``leaves``: (position among the argument leaves or None, constant), one per leaf of the result.
+    """
+
+    leaves: tuple[tuple[int | None, Any], ...]
+    tree: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = pytree.tree_leaves((args, kwargs))
+        return pytree.tree_unflatten([c if at is None else given[at] for at, c in self.leaves], self.tree)
+
+
+@contextlib.contextmanager
+def passing_through(cut: Mapping[nn.Module, PassThrough]) -> Iterator[None]:
+    """Let modules return what they were given, without their own computation."""
+    own = {module: module.__dict__.get("forward") for module in cut}
+    try:
+        for module, forward in cut.items():
+            module.__dict__["forward"] = forward
+        yield
+    finally:
+        for module, before in own.items():
+            del module.__dict__["forward"]
+            if before is not None:
+                module.__dict__["forward"] = before
+
+
+@contextlib.contextmanager
+def fake_weights(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
+    """Put fake CPU tensors in place of the parameters and buffers, sharing what is shared, and put them back."""
+    fakes: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in fakes:
+            with mode:
+                empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            if isinstance(tensor, nn.Parameter):
+                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+            fakes[id(tensor)] = empty
+        return fakes[id(tensor)]
+
+    saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    try:
+        for module in model.modules():
+            for table in (module._parameters, module._buffers):
+                saved.append((table, dict(table)))
+                for name, tensor in table.items():
+                    if tensor is not None:
+                        table[name] = fake(tensor)  # type: ignore[assignment]
+        yield
+    finally:
+        for table, original in saved:
+            table.clear()
+            table.update(original)
+
+
+@contextlib.contextmanager
+def module_names(root: nn.Module, units: Mapping[nn.Module, tuple[int, int]]) -> Iterator[None]:
+    """Tag traced nodes with the qualified name of the module whose forward runs, and with its unit if it has one."""
+    names = {id(module): name.removeprefix(ROOT).removeprefix(".") for name, module in root.named_modules()}
+    open_scopes: list[contextlib.AbstractContextManager[Any]] = []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        scope = annotate_module(names.get(id(module), ""), units.get(module))
+        scope.__enter__()
+        open_scopes.append(scope)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        open_scopes.pop().__exit__(None, None, None)
+
+    handles = [
+        module_hooks.register_module_forward_pre_hook(enter),
+        module_hooks.register_module_forward_hook(leave, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,75 @@
+"""Example inputs as a flat list of tensors, and how to build the call from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from galvatron_fx.errors import InputError
+from galvatron_fx.ir.torch_compat import pytree
+
+ExampleInputs: TypeAlias = "Mapping[str, Any] | Sequence[Any] | torch.Tensor | FlatInputs"
+
+
+@dataclass(frozen=True)
+class FlatInputs:
+    """Example inputs as a flat list of tensors, and how to build the call from them."""
+
+    leaves: tuple[Any, ...]
+    tree: Any
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, example_inputs: ExampleInputs) -> FlatInputs:
+        """Flatten a dict of keyword arguments, a tuple of positional ones or a single tensor."""
+        if isinstance(example_inputs, FlatInputs):
+            return example_inputs
+        if isinstance(example_inputs, torch.Tensor):
+            example_inputs = (example_inputs,)
+        if isinstance(example_inputs, Mapping):
+            return cls.of_call((), dict(example_inputs))
+        if isinstance(example_inputs, Sequence) and not isinstance(example_inputs, str):
+            return cls.of_call(tuple(example_inputs), {})
+        raise InputError(
+            f"example_inputs is a {type(example_inputs).__name__}: pass a dict of keyword arguments or a tuple"
+        )
+
+    @classmethod
+    def of_call(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatInputs:
+        """Flatten the arguments of a call. Raises InputError where there is no tensor among them."""
+        paths, tree = pytree.tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
+        names = tuple(pytree.keystr(path[1:]) for path, _ in paths)
+        leaves = tuple(leaf for _, leaf in paths)
+        if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            raise InputError("example_inputs holds no tensor: pass the global batch that the model is trained on")
+        return cls(leaves, tree, names)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensor leaves, in order."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """How a person would write the place of every tensor leaf."""
+        return tuple(name for name, leaf in zip(self.names, self.leaves, strict=True) if isinstance(leaf, torch.Tensor))
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of the tensor leaves."""
+        return [tuple(tensor.shape) for tensor in self.tensors]
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """Dtypes of the tensor leaves."""
+        return [tensor.dtype for tensor in self.tensors]
+
+    def call(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Rebuild (args, kwargs) with ``tensors`` in place of the tensor leaves."""
+        rest = iter(tensors)
+        leaves = [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.tree)
+        return tuple(args), dict(kwargs)
