@@ -70,8 +70,9 @@ def train(model: gfx.DistributedGraphModule, text: Text, steps: int, console: Co
             times.append(time.perf_counter() - start)
             losses.append(float(loss))
             progress.update(bar, advance=1, description=f"training, loss {losses[-1]:.3f}")
-    with TensorMemory(held_tensors(model, optimizer)) as memory:
-        model.forward_backward(**text.batch(steps))
+    batch = text.batch(steps)  # made outside: slices of the text would count the whole text
+    with TensorMemory([*held_tensors(model, optimizer), *batch.values()]) as memory:
+        model.forward_backward(**batch)
         update(model, optimizer)
     peaks = [0] * dist.get_world_size()
     dist.all_gather_object(peaks, memory.peak_bytes)

@@ -32,7 +32,8 @@ from passes.find_blocks import fingerprints, graph_fingerprint, num_blocks
 from passes.frontend import Frontend
 from passes.lower import Lower, Lowered
 from passes.lower_stages import LoweredStages, LowerStages
-from passes.search.plan_search import Pins, SearchOptions, batch_ranks, search_plan
+from passes.search.candidates import batch_ranks
+from passes.search.plan_search import Pins, SearchOptions, search_plan
 
 OnPass = Callable[[str, fx.GraphModule], None]
 Constraints = Mapping[str, Strategy | Sequence[str]]

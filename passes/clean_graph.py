@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from galvatron_fx.ir.annotations import facts
+from galvatron_fx.ir.torch_compat import graph_module
 
 aten = torch.ops.aten
 
@@ -50,7 +51,7 @@ def copied(graph: fx.GraphModule) -> fx.GraphModule:
     copies: dict[fx.Node, fx.Node] = {}
     new.output(new.graph_copy(graph.graph, copies))
     new.output_node().meta = dict(graph.graph.output_node().meta)
-    result = fx.GraphModule(graph, new)
+    result = graph_module(graph, new)
     result.meta.update(graph.meta)
     return result
 

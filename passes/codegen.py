@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, fx
 
 from galvatron_fx.ir import collectives as c
-from galvatron_fx.ir.annotations import facts, has_facts, set_facts
+from galvatron_fx.ir.annotations import TensorSpec, facts, set_facts
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ def to_ranks(x: Tensor, dim: int, outer: int, parts: int) -> Tensor:
     """Lay the shards of Shard(dim, outer) one behind the other along dim 0."""
     if dim == 0 and outer == 1:
         return x.contiguous()
-    return torch.cat(c.split_runs(x, dim, outer, parts), dim=0)
+    return c.stack_runs(x, dim, outer, parts)
 
 
 def from_ranks(x: Tensor, dim: int, outer: int, parts: int) -> Tensor:
@@ -57,18 +59,22 @@ class Codegen:
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Rewrite ``graph`` in place and return it, recompiled."""
-        for node in list(graph.graph.nodes):
+        self.bind(graph.graph)
+        graph.recompile()
+        return graph
+
+    def bind(self, graph: fx.Graph) -> None:
+        """Rewrite the nodes of ``graph`` in place."""
+        for node in list(graph.nodes):
             if node.op != "call_function":
                 continue
             if node.target in _BINDERS:
-                with graph.graph.inserting_before(node):
-                    bound = _BINDERS[node.target](self, _Writer(graph.graph, node), node)
+                with graph.inserting_before(node):
+                    bound = _BINDERS[node.target](self, _Writer(graph, node), node)
                 node.replace_all_uses_with(bound)
-                graph.graph.erase_node(node)
+                graph.erase_node(node)
             elif "device" in node.kwargs and self.device != "cpu":
                 node.update_kwarg("device", torch.device(self.device))
-        graph.recompile()
-        return graph
 
     def axis_of(self, node: fx.Node) -> BoundAxis:
         """The bound axis that a collective node speaks of."""
@@ -77,68 +83,85 @@ class Codegen:
 
 @dataclass(frozen=True)
 class _Writer:
+    """Writes nodes with facts like those of the collective, but of the shape that they make."""
+
     graph: fx.Graph
     like: fx.Node
 
-    def __call__(self, target: Callable[..., Any], *args: Any) -> fx.Node:
+    @property
+    def shape(self) -> Shape:
+        """What the collective makes."""
+        return facts(self.like).spec.shape
+
+    def __call__(self, shape: Shape, target: Callable[..., Any], *args: Any) -> fx.Node:
         node = self.graph.call_function(target, args)
-        if has_facts(self.like):
-            set_facts(node, facts(self.like))
+        record = facts(self.like)
+        set_facts(node, record.having(specs=(TensorSpec(shape, record.spec.dtype),)))
         return node
 
-    def waited(self, target: Callable[..., Any], *args: Any) -> fx.Node:
-        return self(c10d.wait_tensor.default, self(target, *args))
+    def waited(self, shape: Shape, target: Callable[..., Any], *args: Any) -> fx.Node:
+        return self(shape, c10d.wait_tensor.default, self(shape, target, *args))
+
+
+def _scaled(shape: Shape, dim: Any, numerator: int, denominator: int = 1) -> Shape:
+    """``shape`` with one size changed."""
+    sizes = list(shape)
+    sizes[int(dim)] = sizes[int(dim)] * numerator // denominator
+    return tuple(sizes)
 
 
 def _bind_all_reduce(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Node:
     axis = codegen.axis_of(node)
     x, op = node.args[:2]
-    return write.waited(c10d.all_reduce.default, write(gather_ready, x), op, axis.group_name)
+    ready = write(write.shape, gather_ready, x)
+    return write.waited(write.shape, c10d.all_reduce.default, ready, op, axis.group_name)
 
 
 def _bind_all_gather(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Node:
     axis = codegen.axis_of(node)
     x, dim, outer = node.args[:3]
-    ranks = write.waited(c10d.all_gather_into_tensor.default, write(gather_ready, x), axis.size, axis.group_name)
-    return ranks if (dim, outer) == (0, 1) else write(from_ranks, ranks, dim, outer, axis.size)
+    local = _scaled(write.shape, dim, 1, axis.size)
+    ready = write(local, gather_ready, x)
+    stacked = _scaled(local, 0, axis.size)
+    ranks = write.waited(stacked, c10d.all_gather_into_tensor.default, ready, axis.size, axis.group_name)
+    return ranks if (dim, outer) == (0, 1) else write(write.shape, from_ranks, ranks, dim, outer, axis.size)
 
 
 def _bind_reduce_scatter(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Node:
     axis = codegen.axis_of(node)
     x, op, dim, outer = node.args[:4]
-    ranks = write(to_ranks, x, dim, outer, axis.size)
-    return write.waited(c10d.reduce_scatter_tensor.default, ranks, op, axis.size, axis.group_name)
+    ranks = write(_scaled(write.shape, 0, axis.size), to_ranks, x, dim, outer, axis.size)
+    return write.waited(write.shape, c10d.reduce_scatter_tensor.default, ranks, op, axis.size, axis.group_name)
 
 
 def _bind_all_to_all(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Node:
     axis = codegen.axis_of(node)
     x, from_dim, from_outer, to_dim, to_outer = node.args[:5]
-    ranks = write(to_ranks, x, to_dim, to_outer, axis.size)
-    spec = facts(node).spec.shape
-    local = list(spec)
-    local[int(from_dim)] //= axis.size  # type: ignore[arg-type]
+    local = _scaled(write.shape, from_dim, 1, axis.size)
+    stacked = _scaled(local, 0, axis.size)
+    ranks = write(stacked, to_ranks, x, to_dim, to_outer, axis.size)
     rows = [local[0]] * axis.size
-    moved = write.waited(c10d.all_to_all_single.default, ranks, rows, rows, axis.group_name)
-    return write(from_ranks, moved, from_dim, from_outer, axis.size)
+    moved = write.waited(stacked, c10d.all_to_all_single.default, ranks, rows, rows, axis.group_name)
+    return write(write.shape, from_ranks, moved, from_dim, from_outer, axis.size)
 
 
 def _bind_shard(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Node:
     axis = codegen.axis_of(node)
     x, dim, outer = node.args[:3]
-    return write(c.take_run, x, dim, outer, axis.size, axis.coordinate)
+    return write(write.shape, c.take_run, x, dim, outer, axis.size, axis.coordinate)
 
 
 def _bind_local_index(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Node:
     axis = codegen.axis_of(node)
     x, size = node.args[:2]
-    return write(aten.sub.Tensor, x, axis.coordinate * int(size))  # type: ignore[arg-type]
+    return write(write.shape, aten.sub.Tensor, x, axis.coordinate * int(size))  # type: ignore[arg-type]
 
 
 def _bind_only_first(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Node:
     x = node.args[0]
     if codegen.axis_of(node).coordinate == 0 and isinstance(x, fx.Node):
         return x
-    return write(aten.zeros_like.default, x)
+    return write(write.shape, aten.zeros_like.default, x)
 
 
 _BINDERS: dict[Any, Callable[[Codegen, _Writer, fx.Node], fx.Node]] = {

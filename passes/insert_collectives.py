@@ -12,6 +12,7 @@ from galvatron_fx.errors import ShardingError
 from galvatron_fx.ir.annotations import NodeFacts, TensorSpec, facts, set_facts
 from galvatron_fx.ir.collectives import all_gather, all_reduce, all_to_all, only_first, reduce_scatter, shard
 from galvatron_fx.ir.placement import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard, local_shape
+from galvatron_fx.ir.torch_compat import graph_module
 from passes.sharding.expansions import EXPANSIONS, Emitter
 from passes.sharding.local_args import localize_args, lowered_target, map_inputs
 from passes.sharding.op_call import input_nodes, is_getitem
@@ -61,7 +62,7 @@ class InsertCollectives:
         lowered = _Lowering(self.sharding, fx.Graph())
         for node in graph.graph.nodes:
             lowered.add(node)
-        result = fx.GraphModule(graph, lowered.graph)
+        result = graph_module(graph, lowered.graph)
         result.meta.update(graph.meta)
         result.graph.lint()
         return result

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from galvatron_fx.ir.annotations import Port, facts, output_ports, ports
+from galvatron_fx.ir.torch_compat import graph_module
 from passes.sharding.op_call import input_nodes
 
 
@@ -86,5 +87,5 @@ def _extract(graph: fx.GraphModule, inputs: list[fx.Node], outputs: list[fx.Node
     for node in list(new.nodes):
         if node.op == "get_attr" and not node.users:
             new.erase_node(node)
-    result = fx.GraphModule(graph, new, class_name=phase.capitalize())
+    result = graph_module(graph, new, class_name=phase.capitalize())
     return result

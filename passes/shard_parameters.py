@@ -60,19 +60,28 @@ class ShardParameters:
     ) -> None:
         whole = facts(node)
         if isinstance(placement, Shard):
-            users = list(node.users)
             set_facts(node, whole.having(specs=(_local(whole.spec, placement, degree),)))
-            for block in sorted({facts(user).block for user in users if user.op == "call_function"}):
-                members = [u for u in users if u.op == "call_function" and facts(u).block == block]
-                gathered = self._gather(graph, node, whole, placement, index, members)
-                for user in members:
-                    user.replace_input_with(node, gathered)
+            self._gather_for_users(graph, node, whole, placement, index)
         for position, (out_port, gradient) in enumerate(output_ports(graph)):
             if out_port.kind == "grad" and out_port.name == port.name and gradient is not None:
                 have = self.outputs[position][index]
                 reduced = self._reduce(graph, gradient, have, placement, index, degree)
                 _set_output(graph, position, reduced)
                 self.outputs[position][index] = placement
+
+    def _gather_for_users(
+        self, graph: fx.GraphModule, node: fx.Node, whole: NodeFacts, placement: Shard, index: int
+    ) -> None:
+        """Gather for every block that uses the parameter; an output of the graph takes what the first use takes."""
+        users = [user for user in node.users if user.op == "call_function"]
+        first = min(users, key={n: i for i, n in enumerate(graph.graph.nodes)}.__getitem__)
+        for block in sorted({facts(user).block for user in users}):
+            members = [user for user in users if facts(user).block == block]
+            gathered = self._gather(graph, node, whole, placement, index, members)
+            for user in members:
+                user.replace_input_with(node, gathered)
+            if first in members:
+                graph.graph.output_node().replace_input_with(node, gathered)
 
     def _gather(
         self, graph: fx.GraphModule, node: fx.Node, whole: NodeFacts, placement: Shard, index: int, users: list[fx.Node]

@@ -1,7 +1,8 @@
 """Predict a lowered program: time from its operators and collectives, memory from the life of every tensor.
 
-Memory is found by running the graphs on fake tensors, which have shapes, strides and storages but no data: views
-share storage as they do in a real run, so nothing is estimated but what operators allocate inside.
+Memory is found by running the graphs, bound to a rank as code generation binds them, on fake tensors, which have
+shapes, strides and storages but no data: views share storage and collectives copy as they do in a real run, so
+nothing is estimated but what operators allocate inside.
 """
 
 from __future__ import annotations
@@ -22,11 +23,16 @@ from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import facts, has_facts
 from galvatron_fx.ir.cluster import Axis, Cluster
 from galvatron_fx.ir.torch_compat import new_fake_mode
+from passes.codegen import BoundAxis, Codegen
 from passes.lower import Lowered
 from passes.sharding.op_call import call_cost, op_call
 from passes.sharding.prices import dtype_name, is_free
 
-_MOMENTS = 2  # Adam's, each as large as the parameter
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+MOMENTS = 2  # Adam's, each as large as the parameter
+# torch's AdamW updates one parameter after the other, with so many temporaries of its size (measured on torch 2.13 with
+# benchmarks/tensor_memory.py).
+UPDATE_COPIES = 3
 
 
 @dataclass(frozen=True)
@@ -57,10 +63,11 @@ class SimulateStep:
         axes = [[self.cluster.axes[i] for i in column.axes] for column in lowered.layout.columns]
         nodes = [*halves.forward.graph.nodes, *halves.backward.graph.nodes]
         compute, communication = self.times(nodes, axes)
-        parameters = _bytes(lowered, trained_only=False)
-        fixed = parameters + _MOMENTS * _bytes(lowered, trained_only=True)
-        peak = _Memory([prod(a.size for a in group) for group in axes]).peak(lowered)
-        return StepReport(compute, communication, fixed + peak, parameters)
+        trained = _parameter_bytes(lowered, trained_only=True)
+        meter = MemoryMeter([prod(a.size for a in group) for group in axes])
+        peak = meter.peak(lowered, UPDATE_COPIES * max(trained, default=0))
+        parameters = sum(_parameter_bytes(lowered, trained_only=False))
+        return StepReport(compute, communication, MOMENTS * sum(trained) + peak, parameters)
 
     def times(self, nodes: Sequence[fx.Node], axes: Sequence[Sequence[Axis]]) -> tuple[float, float]:
         """(seconds of operators, seconds of collectives)."""
@@ -96,114 +103,110 @@ class SimulateStep:
         return self._times[key]
 
 
-def _bytes(lowered: Lowered, trained_only: bool) -> int:
-    total = 0
-    for node, port in zip(_placeholders(lowered.halves.forward), lowered.halves.input_ports, strict=True):
-        if port.kind == "param" and (port.requires_grad or not trained_only):
-            total += facts(node).spec.size_bytes
-    return total
+def _parameter_bytes(lowered: Lowered, trained_only: bool) -> list[int]:
+    """Of each parameter (of each that is trained)."""
+    pairs = zip(_placeholders(lowered.halves.forward), lowered.halves.input_ports, strict=True)
+    return [
+        facts(node).spec.size_bytes
+        for node, port in pairs
+        if port.kind == "param" and (port.requires_grad or not trained_only)
+    ]
 
 
 def _placeholders(graph: fx.GraphModule) -> list[fx.Node]:
     return [node for node in graph.graph.nodes if node.op == "placeholder"]
 
 
-class _Memory:
+class MemoryMeter:
     """Runs the two graphs on fake tensors and counts the bytes of storages that are alive."""
 
     def __init__(self, degrees: Sequence[int]) -> None:
         self._degrees = degrees
         self._live: Counter[int] = Counter()
         self._sizes: dict[int, int] = {}
-        self._bytes = 0
-        self._peak = 0
+        self.bytes = 0
+        self.most_bytes = 0
 
-    def peak(self, lowered: Lowered) -> int:
-        """The most bytes alive beside parameters and optimizer states, gradients included."""
+    def peak(self, lowered: Lowered, update_bytes: int) -> int:
+        """The most bytes alive beside optimizer states: parameters, inputs, gradients and outputs included.
+
+        ``update_bytes``: what the optimizer takes while it updates, when the gradients are all that backward left.
+        """
         halves = lowered.halves
+        count = len(halves.result_ports)
         with new_fake_mode():
             inputs = [_fake(node) for node in _placeholders(halves.forward)]
-            counted = [i for i, port in enumerate(halves.input_ports) if port.kind not in ("param",)]
-            for i in counted:
-                self._hold(inputs[i])
-            out = self._run(halves.forward, list(inputs), owned=set())
-            count = len(halves.result_ports)
-            saved = list(out[count:])
-            positions = {i for i, source in enumerate(halves.saved_inputs) if source is not None}
+            self.hold(inputs)
+            results = self.run(halves.forward, inputs, owned=set())
+            saved, produced = results[count:], set(map(id, results[:count]))
             tangents = [_fake(node) for node in _placeholders(halves.backward)[len(saved) :]]
-            self._run(halves.backward, [*saved, *tangents], owned=set(range(len(saved))) - positions)
-        return self._peak
+            self.hold([*tangents, *(value for value in saved if id(value) in produced)])
+            borrowed = {i for i, source in enumerate(halves.saved_inputs) if source is not None}
+            self.run(halves.backward, [*saved, *tangents], set(range(len(saved) + len(tangents))) - borrowed)
+        return max(self.most_bytes, self.bytes + update_bytes)
 
-    def _hold(self, value: Any) -> None:
+    def hold(self, value: Any) -> None:
         for tensor in _tensors(value):
             key = tensor.untyped_storage()._cdata
             if not self._live[key]:
                 self._sizes[key] = tensor.untyped_storage().nbytes()
-                self._bytes += self._sizes[key]
-                self._peak = max(self._peak, self._bytes)
+                self.bytes += self._sizes[key]
+                self.most_bytes = max(self.most_bytes, self.bytes)
             self._live[key] += 1
 
-    def _drop(self, value: Any) -> None:
+    def drop(self, value: Any) -> None:
         for tensor in _tensors(value):
             key = tensor.untyped_storage()._cdata
             if key not in self._sizes:
                 continue
             self._live[key] -= 1
             if not self._live[key]:
-                self._bytes -= self._sizes.pop(key)
+                self.bytes -= self._sizes.pop(key)
                 del self._live[key]
 
-    def _run(self, graph: fx.GraphModule, inputs: list[Any], owned: set[int]) -> list[Any]:
+    def run(self, graph: fx.GraphModule, inputs: list[Any], owned: set[int]) -> list[Any]:
         """Run one graph; inputs in ``owned`` (already held) are dropped at their last use, outputs stay held."""
         values: dict[fx.Node, Any] = {}
-        last = _last_uses(graph)
+        bound = self._bound(graph)
+        last = _last_uses(bound)
         held: set[fx.Node] = set()
-        for i, node in enumerate(_placeholders(graph)):
+        for i, node in enumerate(bound.find_nodes(op="placeholder")):
             values[node] = inputs[i]
             if i in owned:
                 held.add(node)
                 if node not in last:
-                    self._drop(values[node])
-        for node in graph.graph.nodes:
+                    self.drop(values[node])
+        for node in bound.nodes:
             if node.op == "placeholder":
                 continue
             if node.op == "output":
                 outs = node.args[0]
-                result = [values[n] if isinstance(n, fx.Node) else None for n in outs]
-                for n in outs:
-                    if isinstance(n, fx.Node) and n.op == "placeholder":
-                        continue
-                return result
+                return [values[n] if isinstance(n, fx.Node) else None for n in outs]
             values[node] = self._evaluate(graph, node, values)
-            self._hold(values[node])
+            self.hold(values[node])
             held.add(node)
             for used in {*node.all_input_nodes, node}:
                 if used in held and last.get(used, node) is node:
-                    self._drop(values.pop(used))
+                    self.drop(values.pop(used))
                     held.discard(used)
         raise AssertionError("the graph has no output")
+
+    def _bound(self, graph: fx.GraphModule) -> fx.Graph:
+        """A copy as the last rank of every axis runs it: collectives copy what their buffers need."""
+        bound = fx.Graph()
+        bound.output(bound.graph_copy(graph.graph, {}))
+        Codegen([BoundAxis("", degree, degree - 1) for degree in self._degrees]).bind(bound)
+        return bound
 
     def _evaluate(self, graph: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         if node.op == "get_attr":
             return torch.empty_like(getattr(graph, str(node.target)), device="cpu")
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
-        if node.target in c.COLLECTIVES or node.target in c.RANK_LOCAL:
-            return self._communicate(node, args[0])  # type: ignore[arg-type]
+        if node.target is _WAIT:
+            return args[0]  # as it does; on fake tensors it would make another
         value = node.target(*args, **kwargs)  # type: ignore[operator]
         _check(node, value)
         return value
-
-    def _communicate(self, node: fx.Node, source: Tensor) -> Tensor:
-        """What a collective returns; where it moves another dim than the first, its buffer is alive for a moment
-        too.
-        """
-        result = torch.empty(facts(node).spec.shape, dtype=source.dtype)
-        strided = node.target in (c.all_gather, c.reduce_scatter, c.all_to_all) and node.args[1:3] != (0, 1)
-        if strided:
-            buffer = torch.empty_like(result if node.target is not c.reduce_scatter else source)
-            self._hold(buffer)
-            self._drop(buffer)
-        return result
 
 
 def _check(node: fx.Node, value: Any) -> None:
@@ -234,9 +237,9 @@ def _fake(node: fx.Node) -> Tensor:
     return torch.empty(spec.shape, dtype=spec.dtype)
 
 
-def _last_uses(graph: fx.GraphModule) -> dict[fx.Node, fx.Node]:
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     last: dict[fx.Node, fx.Node] = {}
-    for node in graph.graph.nodes:
+    for node in graph.nodes:
         for used in node.all_input_nodes:
             last[used] = node
     return last

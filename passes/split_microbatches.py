@@ -14,6 +14,7 @@ from galvatron_fx.ir.cluster import Axis, Device
 from galvatron_fx.ir.collectives import COLLECTIVES, RANK_LOCAL
 from galvatron_fx.ir.placement import REPLICATE, Placement
 from galvatron_fx.ir.plan import prime_factors
+from galvatron_fx.ir.torch_compat import graph_module
 from passes.assign_shardings import AssignShardings, input_only
 from passes.clean_graph import copied, eliminate_dead_code
 from passes.find_blocks import num_blocks
@@ -179,7 +180,7 @@ def _cut_epilogue(graph: fx.GraphModule, late: Sequence[fx.Node]) -> tuple[fx.Gr
     set_signature(graph, signature(graph).having(outputs=outputs))
     for node in reversed(late):
         graph.graph.erase_node(node)
-    return fx.GraphModule(graph, new, class_name="Epilogue"), tuple(port for port, _ in made)
+    return graph_module(graph, new, class_name="Epilogue"), tuple(port for port, _ in made)
 
 
 def _prologue(graph: fx.GraphModule, moves: Sequence[fx.Node]) -> tuple[fx.GraphModule, tuple[Port, ...]]:
@@ -198,7 +199,7 @@ def _prologue(graph: fx.GraphModule, moves: Sequence[fx.Node]) -> tuple[fx.Graph
             copies[node] = new.node_copy(node, lambda n: copies[n])
     new.output(tuple(copies[node] for node in moves))
     taken = tuple(port for port, node in ports(graph) if node in needed)
-    return fx.GraphModule(graph, new, class_name="Prologue"), taken
+    return graph_module(graph, new, class_name="Prologue"), taken
 
 
 def _hoist(graph: fx.GraphModule, moves: Sequence[fx.Node]) -> None:

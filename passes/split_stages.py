@@ -12,7 +12,9 @@ from galvatron_fx.errors import PlanError
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import Port, TensorSpec, facts, output_ports, ports
 from galvatron_fx.ir.strategy import Strategy
+from galvatron_fx.ir.torch_compat import graph_module
 from passes.assign_shardings import input_only
+from passes.clean_graph import copied, eliminate_dead_code
 from passes.place_recompute import made_of_parameters
 from passes.sharding.op_call import input_nodes, is_getitem
 
@@ -89,7 +91,7 @@ class SplitStages:
 
     def run(self, graph: fx.GraphModule) -> tuple[Stage, ...]:
         """Return the stages in order; ``graph`` stays as it is."""
-        cut = _Cut(graph, self.first_blocks, self.strategies)
+        cut = _Cut(_reuse_slices(graph, self.first_blocks), self.first_blocks, self.strategies)
         return tuple(cut.stage(index) for index in range(len(self.first_blocks)))
 
 
@@ -98,17 +100,61 @@ def stages_of_blocks(first_blocks: Sequence[int], num_blocks: int) -> tuple[int,
     return tuple(sum(first <= block for first in first_blocks) - 1 for block in range(num_blocks))
 
 
+def _stage(node: fx.Node, first_blocks: Sequence[int]) -> int:
+    """The stage of a node's block."""
+    block = max(facts(node).block, 0)
+    return sum(first <= block for first in first_blocks) - 1
+
+
 def _homes(graph: fx.GraphModule, first_blocks: Sequence[int], portable: set[fx.Node]) -> dict[fx.Node, int]:
-    """The stage of every operator but the portable: its block's, or for a slice of what is sent, the sender's."""
+    """The stage of every operator but the portable: its block's, or for a slice of what is sent, the sender's.
+
+    What backward slices of another stage's activation is sliced where backward is, as it could not travel there.
+    """
     homes: dict[fx.Node, int] = {}
     for node in graph.graph.nodes:
         if node.op != "call_function" or node in portable:
             continue
-        block = max(facts(node).block, 0)
-        homes[node] = sum(first <= block for first in first_blocks) - 1
+        own = homes[node] = _stage(node, first_blocks)
         if is_getitem(node) or node.target is c.shard:
-            homes[node] = homes.get(node.args[0], homes[node])
+            sender = homes.get(node.args[0], own)
+            if sender > own or facts(node).phase == "forward" or facts(node.args[0]).phase == "backward":
+                homes[node] = sender
     return homes
+
+
+def _reuse_slices(graph: fx.GraphModule, first_blocks: Sequence[int]) -> fx.GraphModule:
+    """Let recomputed blocks keep the slices that they received; slicing again would take the whole to the stage.
+
+    Rewrite: ``s = shard(x); ...; s_again = shard(x); again = f(s_again)`` -> ``again = f(s)``, ``x`` of a stage before.
+    """
+    received: dict[tuple[object, ...], fx.Node] = {}
+    twins: dict[fx.Node, fx.Node] = {}
+    for node in graph.graph.nodes:
+        if node.target is not c.shard or _stage(_sliced(node), first_blocks) >= _stage(node, first_blocks):
+            continue
+        key = (_stage(node, first_blocks), twins.get(node.args[0], node.args[0]), *node.args[1:])
+        if facts(node).phase == "forward":
+            received[key] = node
+        elif key in received:
+            twins[node] = received[key]
+    if not twins:
+        return graph
+    names = {node.name: twin.name for node, twin in twins.items()}
+    result = copied(graph)
+    nodes = {node.name: node for node in result.graph.nodes}
+    for name, twin in names.items():
+        nodes[name].replace_all_uses_with(nodes[twin])
+    eliminate_dead_code(result)
+    return result
+
+
+def _sliced(node: fx.Node) -> fx.Node:
+    """What a slice, or a slice of a slice, is taken of."""
+    while node.target is c.shard:
+        assert isinstance(node.args[0], fx.Node)
+        node = node.args[0]
+    return node
 
 
 @dataclass
@@ -307,7 +353,7 @@ def _task(
         if node in inside or node in constants:
             copies[node] = new.node_copy(node, lambda n: copies[n])
     new.output(tuple(copies[node] for node in outputs))
-    return Task(fx.GraphModule(graph, new), _names(inputs), _names(outputs))
+    return Task(graph_module(graph, new), _names(inputs), _names(outputs))
 
 
 def _with_deaths(tasks: dict[str, Task], leaving: set[str]) -> dict[str, Task]:

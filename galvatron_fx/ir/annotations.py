@@ -102,8 +102,9 @@ def set_facts(node: fx.Node, record: NodeFacts) -> None:
 class Port:
     """One input or output of the joint graph.
 
-    ``kind``: for inputs "param", "buffer", "input", "constant", "seed" or "tangent"; for outputs "output", "buffer"
-    (an updated buffer) or "grad". ``name``: the qualified name of the parameter or buffer, else the position as text.
+    ``kind``: for inputs "param", "buffer", "input", "hoisted" (what a micro-batch takes from the prologue), "seed" or
+    "tangent"; for outputs "output", "buffer" (an updated buffer), "grad" or "piece" (what a micro-batch gives to the
+    epilogue). ``name``: the qualified name of the parameter or buffer, else the position as text.
     """
 
     kind: str

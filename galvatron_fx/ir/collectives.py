@@ -74,6 +74,17 @@ def split_runs(x: Tensor, dim: int, outer: int, parts: int) -> list[Tensor]:
     return [runs.select(dim + 1, part).reshape(local).contiguous() for part in range(parts)]
 
 
+def stack_runs(x: Tensor, dim: int, outer: int, parts: int) -> Tensor:
+    """Lay what the ranks hold under Shard(dim, outer) one behind the other along dim 0: the local tensors of
+    :func:`split_runs`, in one copy.
+    """
+    shape = list(x.shape)
+    inner = shape[dim] // (outer * parts)
+    local = [*shape[:dim], outer * inner, *shape[dim + 1 :]]
+    runs = x.reshape(*shape[:dim], outer, parts, inner, *shape[dim + 1 :]).movedim(dim + 1, 0)
+    return runs.reshape(parts * local[0], *local[1:]).contiguous()
+
+
 def take_run(x: Tensor, dim: int, outer: int, parts: int, part: int) -> Tensor:
     """What rank ``part`` of ``parts`` holds of ``x`` under Shard(dim, outer); a contiguous copy."""
     shape = list(x.shape)
@@ -82,7 +93,7 @@ def take_run(x: Tensor, dim: int, outer: int, parts: int, part: int) -> Tensor:
         return x.narrow(dim, part * inner, inner).clone(memory_format=torch.contiguous_format)
     runs = x.reshape(*shape[:dim], outer, parts, inner, *shape[dim + 1 :])
     local = [*shape[:dim], outer * inner, *shape[dim + 1 :]]
-    return runs.select(dim + 1, part).reshape(local).clone(memory_format=torch.contiguous_format)
+    return runs.select(dim + 1, part).clone(memory_format=torch.contiguous_format).reshape(local)
 
 
 def join_runs(shards: list[Tensor], dim: int, outer: int) -> Tensor:

@@ -65,11 +65,15 @@ def describe_roles(strategy: Strategy, axis_sizes: tuple[int, ...]) -> str:
 
 
 def describe_keeps(strategy: Strategy) -> str:
-    """Return what a block keeps for backward, and with ``zero`` axes whether gathered parameters too."""
+    """Return what a block keeps for backward, and with ``zero`` axes whether gathered parameters too.
+
+    A block that is computed again gathers again, whatever ``keep_gathered`` says.
+    """
     keeps = "recompute" if strategy.recompute else "all"
     if "zero" not in strategy.roles:
         return keeps
-    return f"{keeps}, gathered kept" if strategy.keep_gathered else f"{keeps}, gathered again"
+    kept = strategy.keep_gathered and not strategy.recompute
+    return f"{keeps}, gathered kept" if kept else f"{keeps}, gathered again"
 
 
 def _rows(plan: Plan) -> list[tuple[int, list[BlockPlan]]]:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, TupleStrategy
 from torch.fx import traceback as fx_traceback
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils import _pytree as pytree
@@ -45,6 +45,7 @@ __all__ = [
     "constant_value",
     "decomposition",
     "export_joint",
+    "graph_module",
     "is_custom_backward",
     "lower_actions",
     "module_of",
@@ -226,6 +227,11 @@ def _compute_actions(order: Iterable[Any]) -> list[tuple[int, str, int]]:
     """Drop bubbles and gradient reductions from an order of torch, and take overlapped pairs apart."""
     flat = (part for action in order if action is not None for part in (action.sub_actions or (action,)))
     return [(a.stage_index, a.computation_type.value, a.microbatch_index) for a in flat if a.is_compute_op]
+
+
+def graph_module(root: nn.Module, graph: fx.Graph, class_name: str = "GraphModule") -> fx.GraphModule:
+    """A GraphModule that writes its Python code when it is first run or read, and not at every change."""
+    return _LazyGraphModule(root, graph, class_name)
 
 
 def pipeline_runtime() -> type:

@@ -19,6 +19,14 @@ _PYTHON_TARGETS = (operator.getitem, random_uniform)
 _LOWERED_TARGETS = (*_PYTHON_TARGETS, *collectives.COLLECTIVES, *collectives.RANK_LOCAL)
 
 
+_OPS = ("placeholder", "get_attr", "call_function")
+
+
+def _is_flat(node: fx.Node) -> str | None:
+    """Calls of methods and modules have no rule, cost or facts: capture leaves none, and a pass must not write any."""
+    return None if node.op in _OPS else f"is a {node.op} node, where only {', '.join(_OPS)} and output may stand"
+
+
 def _is_captured(node: fx.Node) -> str | None:
     if not has_facts(node):
         return "has no facts"
@@ -52,10 +60,10 @@ def _is_forward_first(node: fx.Node) -> str | None:
 
 
 STAGES: dict[str, tuple[Check, ...]] = {
-    "captured": (_is_captured, _is_forward_first),
-    "blocked": (_is_captured, _is_forward_first, _is_blocked),
-    "annotated": (_is_captured, _is_forward_first, _is_blocked, _is_annotated),
-    "lowered": (_is_lowered, _is_forward_first),
+    "captured": (_is_flat, _is_captured, _is_forward_first),
+    "blocked": (_is_flat, _is_captured, _is_forward_first, _is_blocked),
+    "annotated": (_is_flat, _is_captured, _is_forward_first, _is_blocked, _is_annotated),
+    "lowered": (_is_flat, _is_lowered, _is_forward_first),
 }
 
 

@@ -14,7 +14,7 @@ from galvatron_fx.errors import InputError
 from galvatron_fx.ir.annotations import Port, Signature
 from galvatron_fx.ir.layout import Layout
 from galvatron_fx.ir.placement import Placement
-from galvatron_fx.ir.torch_compat import box_arguments
+from galvatron_fx.ir.torch_compat import box_arguments, graph_module
 from galvatron_fx.runtime.dtensors import lie_like
 from passes.partition import Halves
 
@@ -55,7 +55,7 @@ class Program:
         results: list[Any] = list(output.args[0])[:count]  # type: ignore[arg-type]
         kept = [copies[n] if isinstance(n, fx.Node) else n for n in results]
         graph.output(tuple(kept))
-        module = fx.GraphModule(self.halves.forward, graph, class_name="Inference")
+        module = graph_module(self.halves.forward, graph, class_name="Inference")
         module.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
         module.recompile()
         return box_arguments(module)

@@ -41,6 +41,7 @@ class Simulator:
         ranks = len(self.coordinates)
         values: dict[fx.Node, list[Any]] = {}
         rest = iter(inputs)
+        dying = _last_uses(graph.graph)
         for node in graph.graph.nodes:
             if node.op == "placeholder":
                 values[node] = list(next(rest))
@@ -53,9 +54,8 @@ class Simulator:
                 values[node] = self._communicate(node, values)
             else:
                 values[node] = [self._compute(node, values, rank) for rank in range(ranks)]
-            for used in node.all_input_nodes:
-                if list(used.users)[-1] is node and used.op != "placeholder":
-                    del values[used]
+            for used in dying.get(node, ()):
+                del values[used]
         raise AssertionError("the graph has no output")
 
     def _compute(self, node: fx.Node, values: dict[fx.Node, list[Any]], rank: int) -> Any:
@@ -96,6 +96,15 @@ class Simulator:
         if node.target is c.only_first:
             return [x if part == 0 else torch.zeros_like(x) for part, x in enumerate(local)]
         return [x - part * rest[0] for part, x in enumerate(local)]
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For each node the values that no later one takes, in the order of the graph (not of its lists of users)."""
+    last = {used: node for node in graph.nodes for used in node.all_input_nodes}
+    dying: dict[fx.Node, list[fx.Node]] = {}
+    for used, node in last.items():
+        dying.setdefault(node, []).append(used)
+    return dying
 
 
 def _reduced(terms: list[Tensor], op: str) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
+from cost_models.schedule_time import ScheduleReport, Span
 from galvatron_fx.errors import InputError
 from galvatron_fx.ir.annotations import Port, Signature, facts, ports, signature
 from galvatron_fx.ir.placement import Placement
@@ -45,7 +47,8 @@ class StagedProgram:
     """Stages, bound to this rank by code generation, with their schedule.
 
     ``lowered``: all stages, of which this rank runs those that ``schedule`` gives to its pipeline rank; ``signature``:
-    names of the model's inputs and outputs and how they nest.
+    names of the model's inputs and outputs and how they nest; ``last_spans``: when this rank computed what in the last
+    step of training, in order, in seconds of ``time.perf_counter``.
     """
 
     lowered: LoweredStages
@@ -53,6 +56,7 @@ class StagedProgram:
     pipeline: PipelineGroup
     signature: Signature
     device: str
+    last_spans: list[Span] = field(default_factory=list, compare=False, repr=False)
 
     @property
     def stages(self) -> list[Stage]:
@@ -92,6 +96,28 @@ class StagedProgram:
         """Run forward only; returns outputs of the whole batch by port."""
         return self._outputs(self._run(value_of, forward_only=True))
 
+    def measured(self) -> ScheduleReport:
+        """Return when all ranks of the pipeline computed what in the last step; each of them calls it alike.
+
+        Their clocks are compared as they are. Raises InputError before the first step and where the ranks are on
+        several machines, whose clocks differ.
+        """
+        own = platform.node(), self.last_spans
+        gathered: list[Any] = [own]
+        if self.pipeline.group is not None:
+            gathered = [None] * len(self.pipeline.peers)
+            dist.all_gather_object(gathered, own, group=self.pipeline.group)
+        machines = sorted({machine for machine, _ in gathered})
+        if len(machines) > 1:
+            raise InputError(
+                f"the ranks of the pipeline are on machines {', '.join(machines)}, whose clocks cannot be compared: "
+                f"measure with all of them on one"
+            )
+        spans = [span for _, spans in gathered for span in spans]
+        if not spans:
+            raise InputError("no step was measured yet: call forward_backward(...) before")
+        return ScheduleReport.from_spans(self.schedule, spans)
+
     def differentiable(self, *_: Any) -> Any:
         """Refuse what only plans without stages and micro-batches can do."""
         raise InputError(
@@ -118,6 +144,9 @@ class StagedProgram:
         for runner in runners:
             runner.start()
         TorchPipeline(running, self.schedule, forward_only).run()
+        if not forward_only:
+            spans = (span for stage in running for span in stage.spans)
+            self.last_spans[:] = sorted(spans, key=lambda span: span.start_s)
         return runners
 
     def _value(self, port: Port, value_of: ValueOf) -> Any:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from galvatron_fx.ir.schedule import Schedule
+from cost_models.schedule_time import Span
+from galvatron_fx.ir.schedule import Action, Schedule
 from galvatron_fx.ir.torch_compat import lower_actions, pipeline_runtime
 from galvatron_fx.runtime.stage_runner import StageRunner
+
+T = TypeVar("T")
 
 
 class RunningStage:
     """One stage as torch's runtime calls it: it holds what was received until the computation that takes it.
 
-    ``peers``: the global rank of every stage on this rank's coordinates.
+    ``peers``: the global rank of every stage on this rank's coordinates. ``spans``: when it computed what, in seconds
+    of ``time.perf_counter``, without the wait for what it takes; of asynchronous kernels, when they were launched.
     """
 
     def __init__(self, runner: StageRunner, schedule: Schedule, rank: int, peers: Sequence[int], device: str) -> None:
@@ -30,6 +35,8 @@ class RunningStage:
         self.has_backward = True
         self.submod = None
         self.stage_index_to_group_rank: dict[int, int] = {}
+        self.spans: list[Span] = []
+        self._sends_ahead = not self.is_last and schedule.rank_of_stage[self.stage_index + 1] != rank
         self._peers = peers
         self._device = device
         self._activations: dict[int, list[Any]] = {}
@@ -73,17 +80,29 @@ class RunningStage:
     # ---- what is computed ----
 
     def forward_one_chunk(self, index: int, *_: Any, **__: Any) -> list[Any]:
-        sends = self.runner.forward(index, self._activations.pop(index, []), keep=self.has_backward)
-        if not self.is_last:
+        received = self._activations.pop(index, [])
+        sends = self._timed("F", index, lambda: self.runner.forward(index, received, keep=self.has_backward))
+        if self._sends_ahead:
             self._outgoing[index] = sends
         return sends
 
     def backward_one_chunk(self, index: int, full_backward: bool = True, **_: Any) -> None:
         received = self._gradients.pop(index, [])
-        self._outgoing_back[index] = self.runner.backward(index, received, whole=full_backward)
+        kind = "B" if full_backward else "I"
+        self._outgoing_back[index] = self._timed(
+            kind, index, lambda: self.runner.backward(index, received, whole=full_backward)
+        )
 
     def backward_weight_one_chunk(self, index: int, **_: Any) -> None:
-        self.runner.weight_grad(index)
+        self._timed("W", index, lambda: self.runner.weight_grad(index))
+
+    def _timed(self, kind: str, index: int, compute: Callable[[], T]) -> T:
+        """Compute, and note when."""
+        start_s = time.perf_counter()
+        result = compute()
+        end_s = time.perf_counter()
+        self.spans.append(Span(Action(kind, self.stage_index, index), self.group_rank, start_s, end_s))
+        return result
 
     def perform_reduce_grad(self, _: float) -> None:
         """Gradients are reduced by the stage's own ``finish`` task, after the schedule."""

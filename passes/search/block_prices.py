@@ -8,7 +8,7 @@ redistribution moves what the other roles left of the tensor. All strategies of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -17,10 +17,11 @@ from torch import fx
 
 from cost_models.collectives import collective_s
 from cost_models.ops import OpCost, is_matmul, op_time_s
-from galvatron_fx.ir.annotations import facts, output_ports, ports
+from galvatron_fx.ir.annotations import TensorSpec, facts, output_ports, ports
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.placement import REPLICATE, Partial, Placement, Shard
 from galvatron_fx.ir.strategy import RoleGroup, Strategy
+from galvatron_fx.ir.symbols import BATCH
 from passes.insert_collectives import AxisSharding
 from passes.sharding.op_call import call_cost, input_nodes, is_getitem, op_call
 from passes.sharding.prices import Prices, dtype_name, is_free
@@ -36,14 +37,23 @@ Solutions = Mapping[tuple[str, int], AxisSharding]
 class BlockPrice:
     """A block under one strategy, on one rank.
 
-    ``time_s``: forward, backward and optimizer update; ``static_bytes``: parameters, gradients and optimizer states;
-    ``saved_bytes``: kept from forward to backward; ``transient_bytes``: the most that lives beside these while it runs.
+    ``forward_s`` and ``backward_s``: of one micro-batch; ``once_s``: once a step, the optimizer's update and the
+    gathers and reductions that wait for all micro-batches; ``static_bytes``: parameters, gradients, optimizer states
+    and what is gathered for the whole step; ``saved_bytes``: kept from forward to backward of one micro-batch;
+    ``transient_bytes``: the most that lives beside these while it runs.
     """
 
-    time_s: float
+    forward_s: float
+    backward_s: float
+    once_s: float
     static_bytes: int
     saved_bytes: int
     transient_bytes: int
+
+    @property
+    def time_s(self) -> float:
+        """Seconds of a step with one micro-batch."""
+        return self.forward_s + self.backward_s + self.once_s
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,8 @@ class _Parts:
     forward_s: float
     backward_s: float
     gather_s: float
+    scatter_s: float
+    reduce_s: float
     update_s: float
     static_bytes: float
     saved_bytes: float
@@ -63,12 +75,16 @@ class _Parts:
 
 @dataclass
 class BlockPricer:
-    """Prices strategies of the block ``index`` of ``graph``; ``solutions``: a decision for every (role, degree)."""
+    """Prices strategies of the block ``index`` of ``graph``; ``solutions``: a decision for every (role, degree).
+
+    ``parts``: micro-batches in a step; whatever has a batch is a part of it.
+    """
 
     graph: fx.GraphModule
     index: int
     cluster: Cluster
     solutions: Solutions
+    parts: int = 1
     _nodes: list[fx.Node] = field(init=False)
     _known: dict[tuple[RoleGroup, ...], _Parts] = field(default_factory=dict)
 
@@ -86,20 +102,27 @@ class BlockPricer:
         self._used.sort(key=lambda n: n.name)
         gradients = {node for port, node in output_ports(self.graph) if port.kind == "grad" and node is not None}
         self._final_gradients = gradients & inside
-        self._operators = [_Operator.of(n) for n in self._nodes if not is_getitem(n)]
+        self._operators = [_Operator.of(n, self._size) for n in self._nodes if not is_getitem(n)]
         self._lives = [self._life_spans(phase) for phase in ("forward", "backward")]
 
     def price(self, strategy: Strategy) -> BlockPrice:
         """The block's price; composed, not lowered: :mod:`passes.search.plan_search` lowers what it chooses."""
         parts = self._parts(strategy.groups(self.cluster.shape))
-        gathered_again = 0.0 if strategy.keep_gathered or strategy.recompute else parts.gather_s
-        again = parts.forward_s if strategy.recompute else gathered_again
-        kept = parts.gathered_bytes if strategy.keep_gathered and not strategy.recompute else 0.0
-        held = parts.entry_bytes if strategy.recompute else parts.saved_bytes + kept
+        keeps = strategy.keep_gathered and not strategy.recompute
+        kept = parts.gathered_bytes if keeps else 0.0
+        # A gradient that is reduced at the end of several micro-batches grows whole beside its kept share.
+        whole_gradients = kept if self.parts > 1 else 0.0
+        again = parts.forward_s + parts.gather_s if strategy.recompute else parts.gather_s
+        held = parts.entry_bytes if strategy.recompute else parts.saved_bytes
         rebuilt = parts.saved_bytes - parts.entry_bytes if strategy.recompute else 0.0
-        transient = parts.transient_bytes + parts.gathered_bytes - kept + rebuilt
-        time = parts.forward_s + parts.backward_s + parts.update_s + again
-        return BlockPrice(time, int(parts.static_bytes), int(held), int(max(transient, 0.0)))
+        return BlockPrice(
+            forward_s=parts.forward_s + (0.0 if keeps else parts.gather_s),
+            backward_s=parts.backward_s + (0.0 if keeps else again + parts.scatter_s),
+            once_s=parts.update_s + parts.reduce_s + (parts.gather_s + parts.scatter_s if keeps else 0.0),
+            static_bytes=int(parts.static_bytes + kept + whole_gradients),
+            saved_bytes=int(held),
+            transient_bytes=int(max(parts.transient_bytes + parts.gathered_bytes - kept + rebuilt, 0.0)),
+        )
 
     def _parts(self, groups: tuple[RoleGroup, ...]) -> _Parts:
         """What recomputation and keeping do not change, once a role table."""
@@ -111,9 +134,11 @@ class BlockPricer:
             saved, entries = self._saved(view)
             gather, gathered = self._gathers(view)
             self._known[groups] = _Parts(
-                forward_s=forward + moves["forward"] + gather,
+                forward_s=forward + moves["forward"],
                 backward_s=backward + moves["backward"],
                 gather_s=gather,
+                scatter_s=moves["scatter"],
+                reduce_s=moves["reduce"],
                 update_s=update,
                 static_bytes=static,
                 saved_bytes=saved,
@@ -143,20 +168,25 @@ class BlockPricer:
         return times["forward"], times["backward"]
 
     def _moves(self, view: _View) -> dict[str, float]:
-        """Seconds of redistributions, by phase."""
-        times = {"forward": 0.0, "backward": 0.0}
+        """Seconds of redistributions: by phase, and of finished gradients that are scattered or all-reduced."""
+        times = {"forward": 0.0, "backward": 0.0, "scatter": 0.0, "reduce": 0.0}
         for group, sharding in view.chosen:
             axes = [self.cluster.axes[i] for i in group.axes]
             for source, want, phase, have in self._redistributions(sharding):
                 kind = _kind(have, want)
                 if kind is None:
                     continue
-                if group.role == "zero" and source in self._final_gradients:
+                final = source in self._final_gradients and isinstance(have, Partial)
+                if group.role == "zero" and final:
                     kind = "reduce_scatter"
-                size = facts(source).spec.size_bytes * view.part_of(source, without=group)
+                size = self._size(facts(source).spec) * view.part_of(source, without=group)
                 time = float(collective_s(kind, size, axes))
-                times[phase] += time
+                times[phase if not final else "reduce" if kind == "all_reduce" else "scatter"] += time
         return times
+
+    def _size(self, spec: TensorSpec) -> float:
+        """Bytes of a tensor of one micro-batch."""
+        return spec.size_bytes / (self.parts if spec.dim_of(BATCH) is not None else 1)
 
     def _redistributions(self, sharding: AxisSharding) -> list[tuple[fx.Node, Placement, str, Placement]]:
         """(value, wanted placement, phase, placement it has), each once, as the lowering makes them."""
@@ -240,7 +270,7 @@ class BlockPricer:
                 if facts(node).phase == "backward" and facts(source).phase == "forward":
                     wants = tuple(sharding.rules[node].inputs[position] for _, sharding in view.chosen)
                     root = _root(source)
-                    saved[root, wants] = facts(root).spec.size_bytes * view.part_for(wants)
+                    saved[root, wants] = self._size(facts(root).spec) * view.part_for(wants)
         entries = {
             key: size
             for key, size in saved.items()
@@ -254,7 +284,7 @@ class BlockPricer:
         for lives in self._lives:
             change = np.zeros(2 + max((end for _, _, end in lives), default=0))
             for node, start, end in lives:
-                size = facts(node).spec.size_bytes * view.part_of(node)
+                size = self._size(facts(node).spec) * view.part_of(node)
                 change[start] += size
                 change[end + 1] -= size
             most = max(most, float(np.cumsum(change).max(initial=0.0)))
@@ -278,22 +308,25 @@ class _Operator:
     node: fx.Node
     phase: str
     flops: float
-    input_bytes: tuple[int, ...]
-    output_bytes: tuple[int, ...]
+    input_bytes: tuple[float, ...]
+    output_bytes: tuple[float, ...]
     dtype: str
     matmul: bool
     free: bool
 
     @classmethod
-    def of(cls, node: fx.Node) -> _Operator:
+    def of(cls, node: fx.Node, size: Callable[[TensorSpec], float]) -> _Operator:
+        """``size``: bytes of a tensor in one micro-batch, of which the work is a like share."""
         call = op_call(node)
         cost = call_cost(call)
+        specs = [s for s in (*call.inputs, *call.outputs) if s is not None]
+        share = min((size(s) / s.size_bytes for s in specs if s.size_bytes), default=1.0)
         return cls(
             node,
             facts(node).phase,
-            float(cost.flops),
-            tuple(s.size_bytes for s in call.inputs),
-            tuple(s.size_bytes if s is not None else 0 for s in call.outputs),
+            float(cost.flops) * share,
+            tuple(size(s) for s in call.inputs),
+            tuple(size(s) if s is not None else 0.0 for s in call.outputs),
             dtype_name(call),
             is_matmul(call.target),
             is_free(call),

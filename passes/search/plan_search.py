@@ -1,39 +1,43 @@
-"""The whole search: strategies for all blocks under a memory budget, checked on the lowered program."""
+"""The whole search: stages, micro-batches and strategies for all blocks under a memory budget.
+
+Every way to use the outermost axes for stages, every schedule and number of micro-batches is a configuration; those
+that cannot beat the best one found are left out by a bound. What is chosen is lowered and simulated before it is
+returned, and the budget that the search works with is moved until the simulation comes close to the real one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
-from itertools import product
 from math import prod
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import fx
 
-from cost_models.collectives import collective_s
 from galvatron_fx.errors import BudgetError, PlanError
-from galvatron_fx.ir.annotations import facts
 from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.pipelining import ONE_STAGE, Pipelining
 from galvatron_fx.ir.plan import BlockPlan, Plan
+from galvatron_fx.ir.schedule import SCHEDULES, legal
 from galvatron_fx.ir.strategy import PIPELINE, Strategy
-from galvatron_fx.ir.units import format_bytes
-from passes.assign_shardings import AssignShardings
-from passes.find_blocks import fingerprints, graph_fingerprint
+from galvatron_fx.ir.units import format_bytes, format_seconds
+from passes.find_blocks import graph_fingerprint
 from passes.lower import Lower
-from passes.search.block_prices import BlockPrice, BlockPricer
-from passes.search.layer_dp import solve_layers
-from passes.sharding.prices import Prices
-from passes.sharding.roles import BATCH_ROLES, RoleRules
-from passes.simulate_step import SimulateStep, StepReport
+from passes.lower_stages import LowerStages
+from passes.search.candidates import candidates
+from passes.search.chain import Chain, Pricer
+from passes.search.stage_search import Configuration, StageChoice, StageSearch
+from passes.simulate_stages import SimulateStages
+from passes.simulate_step import SimulateStep
 
-Floats = NDArray[np.float64]
 _CLOSE = 0.01  # of the budget: how closely its estimate is brought to what the lowered program takes
 _TRIES = 8
-_FREE_AXES = 3  # up to so many mesh axes, every assignment of roles to axes is a candidate
-_TRANSIENTS = 12  # bounds on transient memory that are tried
+_MOST_SLACK = 1.5  # by how much estimates may be above what the lowered program takes
+_SEARCHED_SCHEDULES = ("1f1b", "zb_h1", "interleaved_1f1b", "zbv")
+_STAGES_A_RANK = {"interleaved_1f1b": 2, "zbv": 2, "dualpipev": 2}
+_MOST_STAGES = 64
+_MOST_MICROBATCHES = 8  # a pipeline rank: more of them fill the pipeline no better
 
 
 @dataclass(frozen=True)
@@ -57,320 +61,213 @@ class SearchOptions:
 
 
 @dataclass(frozen=True)
-class _Chain:
-    """Prices of all blocks: arrays over [block, strategy], and the strategies."""
+class _Found:
+    """A choice that was simulated: the strategy of every block, predicted seconds and bytes."""
 
-    strategies: tuple[Strategy, ...]
-    time: Floats
-    memory: Floats
-    transient: Floats
-    transition: Floats
-    allowed: NDArray[np.bool_]
+    configuration: Configuration
+    first_blocks: tuple[int, ...]
+    chain: Chain
+    picks: tuple[int, ...]
+    time_s: float
+    simulated_s: float
+    peak_bytes: int
 
-    def time_s(self, picks: Sequence[int]) -> float:
-        """Predicted seconds of a step: the sum that the search minimises."""
-        blocks = sum(float(self.time[i, p]) for i, p in enumerate(picks))
-        return blocks + sum(float(self.transition[i, picks[i], picks[i + 1]]) for i in range(len(picks) - 1))
+
+@dataclass(frozen=True)
+class _Trial:
+    """A configuration's choice under a budget of estimated bytes, and what is known of other budgets.
+
+    ``fits`` and ``over``: the largest budget whose choice kept to the real one when it was simulated, and the least
+    whose choice did not; ``tries``: simulations that are left.
+    """
+
+    search: StageSearch
+    choice: StageChoice
+    budget: float
+    fits: float = 0.0
+    over: float = np.inf
+    tries: int = _TRIES
+
+    @classmethod
+    def first(cls, search: StageSearch, limit: float) -> _Trial | None:
+        """The choice under the real budget; estimates are high, so where there is none, under larger ones."""
+        budget = limit
+        while budget <= _MOST_SLACK * limit:
+            choice = search.run(budget)
+            if choice is not None:
+                return cls(search, choice, budget)
+            budget *= 1 + 10 * _CLOSE
+        return None
+
+    def next(self, limit: float, peak_bytes: int) -> _Trial | None:
+        """The trial that follows from what this one's simulation took; None where nothing is left to learn."""
+        room = limit - peak_bytes
+        fits = max(self.fits, self.budget) if room >= 0 else self.fits
+        over = min(self.over, self.budget) if room < 0 else self.over
+        budget = self.budget + room if not np.isfinite(over) else max(self.budget + room, (fits + over) / 2)
+        closed = budget <= fits * (1 + _CLOSE) or budget >= over * (1 - _CLOSE) or abs(room) < _CLOSE * limit
+        if self.tries == 1 or (closed and room >= 0) or budget <= 0:
+            return None
+        choice = self.search.run(budget)
+        if choice is None or choice == self.choice:
+            return None
+        return _Trial(self.search, choice, budget, fits, over, self.tries - 1)
 
 
 def search_plan(graph: fx.GraphModule, cluster: Cluster, options: SearchOptions) -> Plan:
     """Return the fastest plan whose lowered program stays within the budget.
 
-    The search's own estimate of memory is a sum over blocks; the budget it works with is moved until the lowered
-    program of its choice, simulated, comes close to the real one from below.
-
     Raises BudgetError with the least feasible budget and its plan where none does, and PlanError for constraints on
-    modules that the model does not have.
+    modules that the model does not have and for pins that cannot be.
     """
-    chain = _priced(graph, cluster, options)
-    finish = _Finisher(graph, cluster, options, chain)
-    limit = float(options.memory_budget_bytes)
-    budget, fits, over = limit, 0.0, np.inf
-    found: tuple[float, list[int], StepReport] | None = None
-    last: list[int] = []
-    for _ in range(_TRIES):
-        picks = _best(chain, budget)
-        if picks is None:
-            over = limit
-            break
-        if picks == last:
-            break  # another budget, the same choice: nothing more to learn
-        last = picks
-        report = finish.simulate(picks)
-        room = limit - report.peak_memory_bytes
-        if room >= 0:
-            fits = budget
-            if found is None or chain.time_s(picks) < found[0]:
-                found = chain.time_s(picks), picks, report
-        else:
-            over = budget
-        budget = budget + room if not np.isfinite(over) else max(budget + room, (fits + over) / 2)
-        if budget <= fits * (1 + _CLOSE) or budget >= over * (1 - _CLOSE) or abs(room) < _CLOSE * limit:
-            break
-    return finish.plan(found[1], found[2]) if found is not None else finish.least()
+    return _Search(graph, cluster, options).run()
 
 
-def _priced(graph: fx.GraphModule, cluster: Cluster, options: SearchOptions) -> _Chain:
-    marks = fingerprints(graph)
-    first = {mark: marks.index(mark) for mark in marks}
-    batch = _batch(graph)
-    strategies = tuple(s for s in candidates(cluster, options) if batch_ranks(s, cluster.shape) <= batch)
-    if not strategies:
-        raise PlanError(
-            f"roles {', '.join(options.roles)} can only split the batch, and a batch of {batch} is too small for "
-            f"{cluster.num_devices} devices: give a larger batch, or allow tensor or sequence roles"
-        )
-    solutions = _solutions(graph, cluster, strategies, frozenset(first.values()))
-    prices: dict[str, list[BlockPrice]] = {}
-    for mark, index in first.items():
-        pricer = BlockPricer(graph, index, cluster, solutions)
-        prices[mark] = [pricer.price(strategy) for strategy in strategies]
-    table = [prices[mark] for mark in marks]
-    boundary = _boundary_bytes(graph, len(marks))
-    change = _transition(strategies, cluster)
-    return _Chain(
-        strategies,
-        np.array([[p.time_s for p in row] for row in table]),
-        np.array([[p.static_bytes + p.saved_bytes for p in row] for row in table], dtype=np.float64),
-        np.array([[p.transient_bytes for p in row] for row in table], dtype=np.float64),
-        np.array([change(size) for size in boundary[:-1]]).reshape(len(marks) - 1, len(strategies), len(strategies)),
-        _allowed(graph, strategies, options, len(marks)),
-    )
+class _Search:
+    def __init__(self, graph: fx.GraphModule, cluster: Cluster, options: SearchOptions) -> None:
+        self.graph = graph
+        self.cluster = cluster
+        self.options = options
+        self.limit = float(options.memory_budget_bytes)
+        self.pricer = Pricer(graph, cluster, options.constraints)
+        self.cache: dict[Any, Any] = {}
+        self._chains: dict[tuple[int, int], Chain | None] = {}
+        self._refusal: PlanError | None = None
 
+    def run(self) -> Plan:
+        """Take the choices in the order of their estimates, and simulate each until none left can be faster."""
+        configurations = self._configurations()
+        if not configurations:
+            raise self._refusal or PlanError(self._nothing())
+        found = self._fastest(configurations, self.limit)
+        return self._plan(found) if found is not None else self._least(configurations)
 
-def candidates(cluster: Cluster, options: SearchOptions) -> tuple[Strategy, ...]:
-    """All strategies of a block: role tables up to exchanging equal axes, with and without recomputation.
+    def _fastest(self, configurations: Sequence[StageSearch], limit: float) -> _Found | None:
+        """The fastest choice whose lowered program keeps to ``limit`` bytes, None if none is found."""
+        trials = [trial for search in configurations if (trial := _Trial.first(search, limit)) is not None]
+        found: _Found | None = None
+        while trials:
+            trials.sort(key=lambda trial: (trial.choice.time_s, trial.search.configuration))
+            trial = trials.pop(0)
+            if found is not None and trial.choice.time_s >= found.time_s:
+                break
+            simulated = self._simulate(trial.search, trial.choice)
+            if simulated.peak_bytes <= limit and (found is None or simulated.time_s < found.time_s):
+                found = simulated
+            following = trial.next(limit, simulated.peak_bytes)
+            if following is not None:
+                trials.append(following)
+        return found
 
-    Two axes of equal size and speed are interchangeable, so only tables whose roles ascend along them are kept. On
-    meshes of many axes, tensor and sequence roles take the inner, faster axes, as they talk in every layer.
-    """
-    axes = [axis for axis in cluster.axes if axis.size > 1]
-    sizes = len(cluster.axes) if axes else 0
-    tables = []
-    inner = [role for role in options.roles if role != PIPELINE]
-    for roles in product(range(len(inner)), repeat=sizes):
-        twins = ((i, j) for i in range(sizes) for j in range(i + 1, sizes) if _speed(cluster, i) == _speed(cluster, j))
-        table = tuple(inner[r] for r in roles)
-        if all(roles[i] <= roles[j] for i, j in twins) and (sizes <= _FREE_AXES or _model_roles_inside(table)):
-            tables.append(table)
-    if not axes:
-        tables = [("data",) * len(cluster.axes)] if cluster.axes else [()]
-    again = (False, True) if options.recompute == "auto" else (bool(options.recompute),)
-    found = []
-    for table in tables:
-        for recompute in again:
-            found.append(Strategy(table, recompute))
-            if "zero" in table and not recompute:
-                found.append(Strategy(table, recompute, keep_gathered=True))
-    return tuple(found)
+    # ---- configurations ----
 
+    def _configurations(self) -> list[StageSearch]:
+        """All pipeline degrees, schedules and micro-batches that the pins, the axes and the batch allow."""
+        pins, blocks = self.options.pins, len(self.pricer.marks)
+        found: list[StageSearch] = []
+        for axes in range(len(self.cluster.axes) + 1):
+            ranks = prod(axis.size for axis in self.cluster.axes[:axes])
+            if (axes and PIPELINE not in self.options.roles) or ranks > min(_MOST_STAGES, blocks):
+                continue
+            if axes and self.cluster.axes[axes - 1].size == 1:
+                continue
+            for schedule in self._schedules(ranks):
+                stages = ranks * _STAGES_A_RANK.get(schedule, 1) if ranks > 1 else 1
+                if stages > blocks or pins.num_stages not in (None, stages):
+                    continue
+                for parts in self._parts(ranks):
+                    if legal(schedule, ranks, stages, parts) is None:
+                        chain = self._chain(axes, parts)
+                        if chain is not None:
+                            setting = Configuration(axes, stages, schedule, parts)
+                            found.append(StageSearch(chain, setting, self.cluster))
+        return found
 
-def _model_roles_inside(table: Sequence[str]) -> bool:
-    batch = [role in BATCH_ROLES for role in table]
-    return batch == sorted(batch, reverse=True)
+    def _schedules(self, ranks: int) -> Sequence[str]:
+        wanted = self.options.pins.schedule
+        if wanted is not None and wanted not in SCHEDULES:
+            raise PlanError(f"unknown schedule {wanted!r}: use one of {', '.join(SCHEDULES)}")
+        if wanted is not None:
+            return [wanted] if ranks > 1 or wanted in ("1f1b", "gpipe") else []
+        return _SEARCHED_SCHEDULES if ranks > 1 else ("1f1b",)
 
+    def _parts(self, ranks: int) -> list[int]:
+        wanted, batch = self.options.pins.num_microbatches, self.pricer.batch
+        if wanted is not None:
+            if batch % wanted:
+                raise PlanError(f"{wanted} micro-batches do not divide a batch of {batch}: use a divisor of the batch")
+            return [wanted]
+        divisors = [parts for parts in range(1, batch + 1) if batch % parts == 0]
+        most = _MOST_MICROBATCHES * ranks
+        return [parts for parts in divisors if ranks <= parts <= most] if ranks > 1 else divisors[:4]
 
-def _batch(graph: fx.GraphModule) -> int:
-    symbols = graph.meta.get("symbols")
-    return symbols.batch if symbols else 1
+    def _chain(self, axes: int, parts: int) -> Chain | None:
+        if (axes, parts) not in self._chains:
+            strategies = candidates(self.cluster, self.options.roles, self.options.recompute, axes)
+            self._chains[axes, parts] = self._priced(strategies, axes, parts)
+        return self._chains[axes, parts]
 
-
-def batch_ranks(strategy: Strategy, axis_sizes: Sequence[int]) -> int:
-    """Ranks among which a strategy splits the batch."""
-    sizes = [size for size in axis_sizes if size > 1] if len(strategy.roles) != len(axis_sizes) else axis_sizes
-    return prod(size for role, size in zip(strategy.roles, sizes, strict=True) if role in BATCH_ROLES)
-
-
-def _speed(cluster: Cluster, index: int) -> tuple[int, float, float]:
-    axis = cluster.axes[index]
-    return axis.size, axis.latency_s, axis.bandwidth_bytes_per_s
-
-
-def _solutions(
-    graph: fx.GraphModule, cluster: Cluster, strategies: Sequence[Strategy], blocks: frozenset[int]
-) -> dict[tuple[str, int], Any]:
-    """The intra-block solution of every role and degree that a strategy uses, for the distinct blocks."""
-    found: dict[tuple[str, int], Any] = {}
-    batch = _batch(graph)
-    count = 1 + max(facts(n).block for n in graph.graph.nodes if n.op == "call_function")
-    for strategy in strategies:
-        for group in strategy.groups(cluster.shape):
-            if (group.role, group.degree) not in found:
-                roles = [RoleRules(group.role, group.degree, batch)] * count
-                prices = Prices(cluster.device, tuple(cluster.axes[i] for i in group.axes))
-                assign = AssignShardings(0, roles, prices, only=blocks)
-                found[group.role, group.degree] = assign.run(graph)
-    return found
-
-
-def _boundary_bytes(graph: fx.GraphModule, blocks: int) -> list[int]:
-    """Bytes of the activations that each block passes to the next."""
-    sizes = [0] * blocks
-    for node in graph.graph.nodes:
-        if node.op != "call_function" or facts(node).multi_output or facts(node).phase != "forward":
-            continue
-        block = facts(node).block
-        crosses = any(
-            u.op == "call_function" and facts(u).phase == "forward" and facts(u).block > block for u in node.users
-        )
-        if crosses and node.meta.get("seq_nr") is not None and facts(node).spec.dtype.is_floating_point:
-            sizes[block] += facts(node).spec.size_bytes
-    return sizes
-
-
-_SPLIT = {"data": "batch", "zero": "batch", "tensor": "", "tensor_sequence": "sequence", "sequence": "sequence"}
-
-
-def _transition(strategies: Sequence[Strategy], cluster: Cluster) -> Callable[[int], Floats]:
-    """A function from boundary bytes to the [S, S] seconds of passing them on, forward and (backwards) their gradient.
-
-    It depends only on what each axis splits at the boundary, so the few distinct kinds of boundary are priced.
-    """
-    kinds = [tuple(_SPLIT[role] for role in strategy.roles) for strategy in strategies]
-    distinct = sorted(set(kinds))
-    index = np.array([distinct.index(kind) for kind in kinds])
-
-    @cache
-    def matrix(size: int) -> Floats:
-        there = np.array([[_change_s(a, b, float(size), cluster) for b in distinct] for a in distinct])
-        both: Floats = (there + there.T)[np.ix_(index, index)]
-        return both
-
-    return matrix
-
-
-def _change_s(have: tuple[str, ...], want: tuple[str, ...], size: float, cluster: Cluster) -> float:
-    """Seconds to bring ``size`` bytes from one kind of boundary to another, axis by axis."""
-    total = 0.0
-    for i, (a, b) in enumerate(zip(have, want, strict=True)):
-        if a and a != b:
-            rest = prod(axis.size for j, axis in enumerate(cluster.axes) if j != i and have[j])
-            total += float(collective_s("all_to_all" if b else "all_gather", size / rest, [cluster.axes[i]]))
-    return total
-
-
-def _allowed(
-    graph: fx.GraphModule, strategies: Sequence[Strategy], options: SearchOptions, blocks: int
-) -> NDArray[np.bool_]:
-    """Which strategies each block may take, by the constraints on the modules in it."""
-    allowed = np.ones((blocks, len(strategies)), dtype=bool)
-    for name, wanted in options.constraints.items():
-        members = {
-            facts(n).block
-            for n in graph.graph.nodes
-            if n.op == "call_function" and (facts(n).module == name or facts(n).module.startswith(f"{name}."))
-        }
-        if not members:
-            raise PlanError(f"constraint on module {name!r}: the model has no such module that computes anything")
-        fits = np.array([_matches(s, wanted) for s in strategies])
-        if not fits.any():
-            raise PlanError(
-                f"constraint {wanted} on module {name!r}: no searched strategy is like it; check roles and axes"
-            )
-        for block in members:
-            allowed[block] &= fits
-            if not allowed[block].any():
-                raise PlanError(f"the constraints on block {block} (module {name!r}) contradict each other")
-    return allowed
-
-
-def _matches(strategy: Strategy, wanted: Any) -> bool:
-    if isinstance(wanted, Strategy):
-        return strategy == wanted
-    return sorted(strategy.roles) == sorted(wanted)
-
-
-def _best(chain: _Chain, budget: float) -> list[int] | None:
-    """The fastest choice whose sum of kept memory and largest transient is within ``budget``, None if there is none."""
-    best: tuple[float, list[int]] | None = None
-    usable = _useful(chain)
-    transient = chain.transient[:, usable]
-    for bound in _transient_bounds(transient):
-        forbidden = (transient > bound) | ~chain.allowed[:, usable]
-        time = np.where(forbidden, np.inf, chain.time[:, usable])
-        memory = np.where(forbidden, np.inf, chain.memory[:, usable])
-        if not np.isfinite(time).any(axis=1).all():
-            continue
+    def _priced(self, strategies: Sequence[Strategy], axes: int, parts: int) -> Chain | None:
+        """Prices, None where there are none; constraints that speak of all axes just leave no axis for stages."""
         try:
-            picks, total, _ = solve_layers(time, memory, chain.transition[:, usable][:, :, usable], budget - bound)
-        except BudgetError:
-            continue
-        if best is None or total < best[0] * (1 - 1e-12):
-            best = total, [int(usable[p]) for p in picks]
-    return best[1] if best is not None else None
+            return self.pricer.chain(strategies, parts) if strategies else None
+        except PlanError as error:
+            if axes == 0 and parts == 1:
+                self._refusal = error
+            return None
 
-
-def _useful(chain: _Chain) -> NDArray[np.int64]:
-    """Strategies that no other with equal boundaries beats everywhere, in time, memory and transient."""
-    boundary = [tuple(_SPLIT[r] for r in s.roles) for s in chain.strategies]
-    keep = []
-    for i in range(len(chain.strategies)):
-        beaten = any(
-            i != j
-            and boundary[i] == boundary[j]
-            and (chain.allowed[:, j] >= chain.allowed[:, i]).all()
-            and (chain.time[:, j] <= chain.time[:, i]).all()
-            and (chain.memory[:, j] <= chain.memory[:, i]).all()
-            and (chain.transient[:, j] <= chain.transient[:, i]).all()
-            and (j < i or not _equal(chain, i, j))
-            for j in range(len(chain.strategies))
+    def _nothing(self) -> str:
+        batch = self.pricer.batch
+        return (
+            f"no plan with roles {', '.join(self.options.roles)} fits {self.cluster.num_devices} devices, a batch of "
+            f"{batch}, {len(self.pricer.marks)} blocks and {self.options.pins}: a batch is too small where roles can "
+            f"only split the batch; give a larger batch, allow tensor or sequence roles, or pin less"
         )
-        if not beaten:
-            keep.append(i)
-    return np.array(keep, dtype=np.int64)
 
+    # ---- from a choice to a plan ----
 
-def _equal(chain: _Chain, i: int, j: int) -> bool:
-    return all(
-        bool((values[:, i] == values[:, j]).all())
-        for values in (chain.time, chain.memory, chain.transient, chain.allowed)
-    )
+    def _simulate(self, search: StageSearch, choice: StageChoice) -> _Found:
+        chain, setting = search.chain, search.configuration
+        strategies = [chain.strategies[p] for p in choice.picks]
+        if setting.is_trivial:
+            step = SimulateStep(self.cluster).run(Lower(strategies, self.cluster, self.cache).run(self.graph))
+            simulated_s, peak = step.step_time_s, step.peak_memory_bytes
+        else:
+            cuts, parts = choice.first_blocks, setting.num_microbatches
+            lower = LowerStages(strategies, cuts, parts, self.cluster, self.cache, keep_outputs=False)
+            axes = self.cluster.axes[: setting.pipeline_axes]
+            stages = SimulateStages(self.cluster, search.schedule, axes).run(lower.run(self.graph))
+            simulated_s, peak = stages.step_time_s, stages.peak_memory_bytes
+        return _Found(setting, choice.first_blocks, chain, choice.picks, choice.time_s, simulated_s, peak)
 
-
-def _transient_bounds(transient: Floats) -> list[float]:
-    values = np.unique(transient)
-    least = transient.min(axis=1).max()
-    values = values[values >= least]
-    if len(values) > _TRANSIENTS:
-        values = values[np.linspace(0, len(values) - 1, _TRANSIENTS).astype(int)]
-    return [float(v) for v in values]
-
-
-@dataclass
-class _Finisher:
-    """Lowers and simulates choices, and writes them down as plans."""
-
-    graph: fx.GraphModule
-    cluster: Cluster
-    options: SearchOptions
-    chain: _Chain
-    cache: dict[Any, Any] = field(default_factory=dict)
-
-    def simulate(self, picks: Sequence[int]) -> StepReport:
-        strategies = [self.chain.strategies[p] for p in picks]
-        lowered = Lower(strategies, self.cluster, self.cache).run(self.graph)
-        return SimulateStep(self.cluster).run(lowered)
-
-    def plan(self, picks: Sequence[int], report: StepReport) -> Plan:
-        chain = self.chain
-        marks = fingerprints(self.graph)
+    def _plan(self, found: _Found) -> Plan:
+        chain = found.chain
         blocks = tuple(
             BlockPlan(
                 f"block {i}",
                 self._planned(chain.strategies[p]),
-                marks[i],
-                float(chain.time[i, p]),
+                chain.marks[i],
+                float(chain.time[i, p]) * chain.parts,
                 int(chain.memory[i, p]),
             )
-            for i, p in enumerate(picks)
+            for i, p in enumerate(found.picks)
         )
+        setting = found.configuration
+        pipelining = (
+            ONE_STAGE
+            if setting.is_trivial
+            else Pipelining(setting.num_stages, setting.num_microbatches, setting.schedule, found.first_blocks)
+        )
+        note = f"simulated on the lowered graphs: {format_seconds(found.simulated_s)} without the optimizer's update"
         return Plan(
             axis_sizes=tuple(size for size in self.cluster.shape if size > 1),
             blocks=blocks,
             graph_fingerprint=graph_fingerprint(self.graph),
-            step_time_s=chain.time_s(picks),
-            peak_memory_bytes=report.peak_memory_bytes,
+            step_time_s=found.time_s,
+            peak_memory_bytes=found.peak_bytes,
             memory_budget_bytes=self.options.memory_budget_bytes,
+            notes=(note,),
+            pipelining=pipelining,
         )
 
     def _planned(self, strategy: Strategy) -> Strategy:
@@ -378,25 +275,24 @@ class _Finisher:
         roles = tuple(role for role, size in zip(strategy.roles, self.cluster.shape, strict=True) if size > 1)
         return replace(strategy, roles=roles)
 
-    def least(self) -> Plan:
+    def _least(self, searches: Sequence[StageSearch]) -> Plan:
         """The plan that takes the least memory, if it fits after all; else BudgetError."""
-        best: tuple[float, list[int]] | None = None
-        chain = self.chain
-        for bound in _transient_bounds(np.where(chain.allowed, chain.transient, np.inf)):
-            memory = np.where((chain.transient > bound) | ~chain.allowed, np.inf, chain.memory)
-            total = float(memory.min(axis=1).sum()) + bound
-            if np.isfinite(total) and (best is None or total < best[0]):
-                best = total, [int(p) for p in memory.argmin(axis=1)]
-        if best is None:
-            raise PlanError("the constraints leave no strategy for some block")
-        report = self.simulate(best[1])
-        plan = self.plan(best[1], report)
-        if report.peak_memory_bytes <= self.options.memory_budget_bytes:
+        lightest = min(searches, key=lambda search: (search.least_bytes(), search.configuration))
+        found: _Found | None = self._simulate(lightest, lightest.least())
+        least = found
+        # The estimate that picked it is no simulation: another choice may turn out to take less.
+        while found is not None and found.peak_bytes > self.limit:
+            least = found
+            found = self._fastest(searches, least.peak_bytes - 1)
+        least = found or least
+        assert least is not None
+        found, plan = least, self._plan(least)
+        if found.peak_bytes <= self.limit:
             return plan
         raise BudgetError(
             f"no plan fits {format_bytes(self.options.memory_budget_bytes)} per device: the least is "
-            f"{format_bytes(report.peak_memory_bytes)} ({report.peak_memory_bytes} bytes), reached by\n{plan}\n"
+            f"{format_bytes(found.peak_bytes)} ({found.peak_bytes} bytes), reached by\n{plan}\n"
             f"give more memory, more devices, or a smaller batch",
-            least_bytes=report.peak_memory_bytes,
+            least_bytes=found.peak_bytes,
             plan=plan,
         )

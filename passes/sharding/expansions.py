@@ -197,12 +197,14 @@ def gathered_nll_loss(
 def vocabulary_nll_loss(
     e: Emitter, node: fx.Node, inputs: list[fx.Node], outputs: tuple[TensorSpec | None, ...]
 ) -> Outputs:
-    """Classes are sharded: each rank picks the targets that it owns; a Partial(sum) of the loss."""
+    """Classes are sharded: each rank picks the targets that it owns; a Partial(sum) of the loss.
+
+    The total weight is the count of targets that are not ignored, and zero where the losses are not reduced.
+    """
     scores, targets = inputs
     spec = facts(scores).spec
     rows, size = spec.shape
     counted, _ = _counted(e, node, targets)
-    total = _count(e, counted, spec.dtype)
     index, owned = _owned_rows(e, targets, size)
     mine = e.emit(aten.logical_and.default, (owned, counted), _like(targets, torch.bool))
     column = TensorSpec((rows, 1), spec.dtype)
@@ -212,7 +214,9 @@ def vocabulary_nll_loss(
     losses = e.emit(aten.neg.default, (e.emit(aten.mul.Tensor, (flat, weight), TensorSpec((rows,), spec.dtype)),), None)
     set_facts(losses, e.like.having(specs=(TensorSpec((rows,), spec.dtype),), multi_output=False))
     if node.args[3] == 0:
-        return [losses, total]
+        options = {"dtype": spec.dtype, "device": torch.device("cpu")}
+        return [losses, e.emit(aten.zeros.default, ([],), TensorSpec((), spec.dtype), **options)]
+    total = _count(e, counted, spec.dtype)
     loss = e.emit(aten.sum.default, (losses,), TensorSpec((), spec.dtype))
     if node.args[3] == 1:
         loss = e.emit(aten.div.Tensor, (loss, total), TensorSpec((), spec.dtype))

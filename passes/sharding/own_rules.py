@@ -173,9 +173,12 @@ def _embedding(call: OpCall, degree: int) -> list[OpRule]:
 
 @register_rule(aten.embedding_dense_backward.default)
 def _embedding_backward(call: OpCall, degree: int) -> list[OpRule]:
-    """gradient [..., hidden], ids [...] -> [vocabulary, hidden]."""
-    ids = call.inputs[1].shape
-    rules = [OpRule((PARTIAL,), (Shard(dim), Shard(dim))) for dim in range(len(ids))]
+    """gradient [..., hidden], ids [...] -> [vocabulary, hidden].
+
+    Where the gradient is scaled by frequency every rank needs all ids: how often each occurs divides its gradient.
+    """
+    ids, by_frequency = call.inputs[1].shape, call.args[4]
+    rules = [] if by_frequency else [OpRule((PARTIAL,), (Shard(dim), Shard(dim))) for dim in range(len(ids))]
     rules.append(OpRule((Shard(1),), (Shard(len(ids)), REPLICATE)))
     rules.append(OpRule((PARTIAL,), (PARTIAL, REPLICATE)))
     return [*rules, OpRule((Shard(0),), (REPLICATE, REPLICATE), "vocabulary_embedding_backward")]

@@ -16,6 +16,7 @@ from galvatron_fx.errors import PlanError
 from galvatron_fx.ir import plan_json
 from galvatron_fx.ir.pipelining import Pipelining
 from galvatron_fx.ir.plan import BlockPlan, Plan, prime_factors
+from galvatron_fx.ir.plan_table import describe_keeps
 from galvatron_fx.ir.schedule import SCHEDULES, legal, make_schedule
 from galvatron_fx.ir.strategy import PIPELINE, ROLES, Strategy
 
@@ -176,6 +177,21 @@ predicted peak       -
 memory budget        none
 optimizer            adam""",
     )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "text"),
+    [
+        (Strategy(("zero",)), "all, gathered again"),
+        (Strategy(("zero",), keep_gathered=True), "all, gathered kept"),
+        (Strategy(("zero",), recompute=True), "recompute, gathered again"),
+        (Strategy(("zero",), recompute=True, keep_gathered=True), "recompute, gathered again"),
+        (Strategy(("data",), recompute=True, keep_gathered=True), "recompute"),
+        (Strategy(("data",), keep_gathered=True), "all"),
+    ],
+)
+def test_what_a_block_keeps(strategy: Strategy, text: str) -> None:
+    assert describe_keeps(strategy) == text
 
 
 def test_table_of_one_device() -> None:

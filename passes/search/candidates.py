@@ -1,0 +1,77 @@
+"""The strategies that a search tries: role tables of the mesh axes, with and without recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import prod
+
+from galvatron_fx.ir.cluster import Axis, Cluster
+from galvatron_fx.ir.strategy import PIPELINE, Strategy
+from passes.sharding.roles import BATCH_ROLES
+
+_FREE_AXES = 3  # up to so many mesh axes, every assignment of roles to axes is a candidate
+_MODEL_RANKS = 16  # on more axes, tensor and sequence roles split a block among at most so many ranks
+
+
+def candidates(
+    cluster: Cluster, roles: Sequence[str], recompute: str | bool, pipeline_axes: int = 0
+) -> tuple[Strategy, ...]:
+    """All strategies of a block whose outermost ``pipeline_axes`` axes hold stages.
+
+    Two axes of equal size and speed are interchangeable, so only tables whose roles ascend along them are kept. On
+    meshes of many axes, tensor and sequence roles (one of them a block) take the inner, faster axes, as they talk in
+    every layer, and ``zero`` takes axes inside those of ``data``.
+    """
+    inner = [role for role in roles if role != PIPELINE]
+    axes = cluster.axes[pipeline_axes:]
+    outer = (PIPELINE,) * pipeline_axes
+    if not any(axis.size > 1 for axis in axes):
+        tables = [("data",) * len(axes)]
+    elif len(axes) <= _FREE_AXES:
+        tables = list(_all_tables(axes, inner))
+    else:
+        tables = list(dict.fromkeys(_nested_tables(axes, inner)))
+    again = (False, True) if recompute == "auto" else (bool(recompute),)
+    found = []
+    for table in tables:
+        for repeat in again:
+            found.append(Strategy((*outer, *table), repeat))
+            if "zero" in table and not repeat:
+                found.append(Strategy((*outer, *table), repeat, keep_gathered=True))
+    return tuple(found)
+
+
+def batch_ranks(strategy: Strategy, axis_sizes: Sequence[int]) -> int:
+    """Ranks among which a strategy splits the batch."""
+    sizes = [size for size in axis_sizes if size > 1] if len(strategy.roles) != len(axis_sizes) else axis_sizes
+    return prod(size for role, size in zip(strategy.roles, sizes, strict=True) if role in BATCH_ROLES)
+
+
+def _all_tables(axes: Sequence[Axis], roles: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    twins = [(i, j) for j in range(len(axes)) for i in range(j) if _speed(axes[i]) == _speed(axes[j])]
+    for picks in product(range(len(roles)), repeat=len(axes)):
+        if all(picks[i] <= picks[j] for i, j in twins):
+            yield tuple(roles[pick] for pick in picks)
+
+
+def _nested_tables(axes: Sequence[Axis], roles: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """``data`` outside, ``zero`` inside it, one tensor or sequence role innermost."""
+    count = len(axes)
+    model = [role for role in roles if role not in BATCH_ROLES]
+    batch = [role for role in ("data", "zero") if role in roles]
+    for inside in range(count + 1):
+        too_many = bool(batch) and prod(axis.size for axis in axes[count - inside :]) > _MODEL_RANKS
+        if inside and (not model or too_many):
+            continue
+        if inside < count and not batch:
+            continue
+        for role in model if inside else [""]:
+            for zeros in range(count - inside + 1):
+                split = ("data",) * (count - inside - zeros) + ("zero",) * zeros
+                if set(split) <= set(batch):
+                    yield (*split, *(role,) * inside)
+
+
+def _speed(axis: Axis) -> tuple[int, float, float]:
+    return axis.size, axis.latency_s, axis.bandwidth_bytes_per_s
