@@ -1,0 +1,183 @@
+"""Every schedule on a pipeline of four real processes, and the refusals that must leave none of them waiting.
+
+This file is also what torchrun starts on the ranks. A rank prints ``ok <check>`` once for each check that holds on all,
+``FAILED <check>`` and the errors otherwise.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import galvatron_fx
+from galvatron_fx import Plan
+from galvatron_fx.errors import PlanError
+from galvatron_fx.ir.pipelining import Pipelining
+from galvatron_fx.ir.plan import prime_factors
+from tests.models import zoo
+from tests.models.random_plans import random_table
+from tests.runtime.train_ranks import train
+
+ROOT = Path(__file__).resolve().parents[2]
+RANKS = 4
+LAUNCH_S = 120
+REFUSAL_S = 10.0
+PRIMES = prime_factors(RANKS)
+ROLES = ("pipeline",) * len(PRIMES)
+
+Check = Callable[[DeviceMesh], None]
+
+# schedule: stages and micro-batches
+SCHEDULES = {
+    "1f1b": (4, 4),
+    "zb_h1": (4, 4),
+    "interleaved_1f1b": (8, 4),
+    "zbv": (8, 4),
+    "dualpipev": (8, 8),
+}
+
+
+def model_and_batch(layers: int) -> tuple[nn.Module, dict[str, Any]]:
+    """GPT-2 with tied embeddings, of two blocks more than layers, and a batch of eight."""
+    return zoo.gpt2(layers=layers)[0], zoo.tokens(8)
+
+
+def compiled_by(mesh: DeviceMesh, pipelining: Pipelining, layers: int) -> Any:
+    """Compile the model as a pipeline over all ranks."""
+    model, inputs = model_and_batch(layers)
+    plan = Plan.uniform(PRIMES, ROLES, pipelining=pipelining)
+    return galvatron_fx.compile(model, mesh, inputs, plan=plan)
+
+
+def trains(pipelining: Pipelining, mesh: DeviceMesh) -> None:
+    """Three steps of AdamW beside the plain model, and the measured schedule is the planned one."""
+    compiled = compiled_by(mesh, pipelining, layers=pipelining.num_stages - 2)
+    train(compiled, *model_and_batch(layers=pipelining.num_stages - 2))
+    program = compiled._compiled()
+    report = program.measured()
+    assert report.schedule == pipelining.table(RANKS)
+    assert tuple(span.action for span in program.last_spans) == report.schedule.orders[dist.get_rank()]
+
+
+def table_by_hand(mesh: DeviceMesh) -> None:
+    """A random table: stages lie on any rank, several in a row on one, backward is whole here and halved there."""
+    trains(Pipelining.by_hand(random_table(Random(1), RANKS, 6, 4)), mesh)
+
+
+def refused(act: Callable[[], object], match: str) -> None:
+    """``act`` raises PlanError on this rank, soon."""
+    start = time.monotonic()
+    try:
+        act()
+    except PlanError as error:
+        assert re.search(match, str(error)), f"refused with another reason: {error}"
+    else:
+        raise AssertionError(f"was not refused; expected {match!r}")
+    seconds = time.monotonic() - start
+    assert seconds < REFUSAL_S, f"was refused only after {seconds:.1f} s"
+
+
+def refuses_another_mesh(mesh: DeviceMesh) -> None:
+    model, inputs = model_and_batch(layers=2)
+    plan = Plan.uniform((2,), ("pipeline",), pipelining=Pipelining(2, 4))
+    refused(lambda: galvatron_fx.compile(model, mesh, inputs, plan=plan), r"for a mesh with axes \(2,\)")
+
+
+def refuses_more_stages_than_blocks(mesh: DeviceMesh) -> None:
+    refused(lambda: compiled_by(mesh, Pipelining(4, 4), layers=1), "4 stages .* do not fit a model of 1 blocks")
+
+
+def refuses_a_duplicate_action(mesh: DeviceMesh) -> None:
+    table = Pipelining(4, 4, "1f1b").table(RANKS)
+    orders = ((table.orders[0][0], *table.orders[0]), *table.orders[1:])
+    doubled = Pipelining.by_hand(type(table)("by hand", table.rank_of_stage, 4, orders))
+    refused(lambda: compiled_by(mesh, doubled, layers=2), "rank 0 has 0F0 twice")
+
+
+def refuses_a_table_of_other_ranks(mesh: DeviceMesh) -> None:
+    refused(lambda: compiled_by(mesh, Pipelining.by_hand(Pipelining(2, 4).table(2)), layers=2), "the table has 2 ranks")
+
+
+def refuses_unlike_plans(mesh: DeviceMesh) -> None:
+    """One rank has another schedule, which fits the model or does not."""
+    for other in (Pipelining(4, 4, "gpipe"), Pipelining(12, 4, "interleaved_1f1b")):
+        chosen = other if dist.get_rank() == 2 else Pipelining(4, 4)
+        refused(partial(compiled_by, mesh, chosen, layers=2), r"ranks \[2\] hold another plan than rank 0")
+
+
+def _checks() -> dict[str, Check]:
+    named: dict[str, Check] = {name: partial(trains, Pipelining(*of, name)) for name, of in SCHEDULES.items()}
+    others: tuple[Check, ...] = (
+        table_by_hand, refuses_another_mesh, refuses_more_stages_than_blocks, refuses_a_duplicate_action,
+        refuses_a_table_of_other_ranks, refuses_unlike_plans,
+    )  # fmt: skip
+    return named | {check.__name__: check for check in others}
+
+
+CHECKS = _checks()
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the one launch printed."""
+    log = tmp_path_factory.mktemp("ranks") / "log.txt"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with open(log, "w") as file:
+        ranks = subprocess.Popen([*launch, __file__], cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            ranks.wait(timeout=LAUNCH_S)
+        except subprocess.TimeoutExpired:
+            ranks.terminate()  # torchrun passes it on to its ranks
+            ranks.wait(timeout=60)
+    return log.read_text()
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_on_a_pipeline_of_four(output: str, check: str) -> None:
+    if f"ok {check}\n" not in output:
+        start = output.find(f"FAILED {check}\n")
+        raise AssertionError(output[start : start + 4000] if start >= 0 else f"{check} never ended:\n{output[-4000:]}")
+
+
+def main() -> None:
+    """Run all checks, or those named; all ranks learn of a failure on any."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for name, check in CHECKS.items():
+        if sys.argv[1:] and name not in sys.argv[1:]:
+            continue
+        start = time.monotonic()
+        error = ""
+        try:
+            check(mesh)
+        except Exception:
+            error = f"rank {dist.get_rank()}: {traceback.format_exc()}"
+        errors: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error)
+        if dist.get_rank() == 0:
+            failed = [e for e in errors if e]
+            print(f"{name} took {time.monotonic() - start:.1f} s")
+            print(f"FAILED {name}\n{failed[0]}" if failed else f"ok {name}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
