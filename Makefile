@@ -3,7 +3,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := torch==2.13.0
 
-.PHONY: venv test demo lint clean
+.PHONY: venv test demo demo-pipeline lint clean
 
 venv: $(STAMP)
 
@@ -19,6 +19,9 @@ test: venv
 
 demo: venv
 	$(BIN)/python benchmarks/demo.py
+
+demo-pipeline: venv
+	$(BIN)/python benchmarks/demo.py --stages 2 --microbatches 4 --steps 60
 
 lint: venv
 	$(BIN)/ruff check .

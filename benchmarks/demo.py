@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from galvatron_fx.ir.schedule import SCHEDULES
 from galvatron_fx.ir.units import format_bytes, format_seconds
 
 HERE = Path(__file__).parent
@@ -31,12 +32,12 @@ TAIL = 10  # steps averaged at the end of a loss curve
 EARLY = 30  # steps whose loss curves are compared before rounding has grown
 
 
-def run_ranks(ranks: int, steps: int) -> dict[str, Any]:
-    """Run ``demo_rank.py`` under torchrun and return its report."""
+def run_ranks(ranks: int, steps: int, pins: dict[str, Any]) -> dict[str, Any]:
+    """Run ``demo_rank.py`` under torchrun and return its report; ``pins``: stages, micro-batches, schedule."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "report.json")
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command = [*launch, str(HERE / "demo_rank.py"), str(path), str(steps)]
+        command = [*launch, str(HERE / "demo_rank.py"), str(path), str(steps), json.dumps(pins)]
         subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
         report: dict[str, Any] = json.loads(path.read_text())
     return report
@@ -105,6 +106,9 @@ def arguments() -> argparse.Namespace:
         action="store_true",
         help="train in one process once more with halved batches: what rounding alone does",
     )
+    parser.add_argument("--stages", type=int, help="pipeline stages (default: searched)")
+    parser.add_argument("--microbatches", type=int, help="equal parts of the batch (default: searched)")
+    parser.add_argument("--schedule", choices=SCHEDULES, help="order of the stages' work (default: searched)")
     options = parser.parse_args()
     if options.steps < 1 or options.ranks < 2:
         parser.error("give at least 1 step and 2 ranks")
@@ -120,7 +124,8 @@ def main() -> None:
         f"LLaMA-architecture byte model, {parameters / 1e6:.1f} M parameters, batch {BATCH} x {SEQUENCE} bytes, "
         f"float32, {options.ranks} gloo processes\n"
     )
-    report = run_ranks(options.ranks, options.steps)
+    pins = {"num_stages": options.stages, "num_microbatches": options.microbatches, "schedule": options.schedule}
+    report = run_ranks(options.ranks, options.steps, pins)
     alone, alone_s = run_alone(options.steps, 1, console)
     table = summary(report, alone, alone_s)
     if options.control:

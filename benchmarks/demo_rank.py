@@ -42,11 +42,12 @@ class Report:
 
 def choose_budget(cluster: gfx.Cluster, batch: Batch, console: Console) -> tuple[int, int]:
     """(bytes that plain data parallelism needs, a budget clearly below); shows that it does not fit there."""
-    needed = gfx.plan(build_model(), cluster, batch, roles=("data",), recompute=False).peak_memory_bytes
+    alone = {"roles": ("data",), "recompute": False, "num_microbatches": 1}
+    needed = gfx.plan(build_model(), cluster, batch, **alone).peak_memory_bytes
     budget = int(BUDGET_SHARE * needed)
     console.print(f"data parallelism alone needs {format_bytes(needed)} a rank; the budget is {format_bytes(budget)}")
     try:
-        gfx.plan(build_model(), cluster, batch, memory_budget=budget, roles=("data",), recompute=False)
+        gfx.plan(build_model(), cluster, batch, memory_budget=budget, **alone)
     except gfx.errors.BudgetError as error:
         least = format_bytes(error.least_bytes)
         console.print(f"searching data parallelism alone within it raises BudgetError: it needs {least} at least\n")
@@ -82,8 +83,8 @@ def train(model: gfx.DistributedGraphModule, text: Text, steps: int, console: Co
 
 
 def main() -> None:
-    """Run one rank; rank 0 leaves the report as JSON at the path in the first argument."""
-    path, steps = Path(sys.argv[1]), int(sys.argv[2])
+    """Run one rank: path of the report (JSON, by rank 0), number of steps, what is pinned of the plan (JSON)."""
+    path, steps, pins = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     console = Console(quiet=dist.get_rank() != 0, soft_wrap=True, highlight=False)
@@ -99,7 +100,7 @@ def main() -> None:
     needed, budget = decided[0]
 
     start = time.perf_counter()
-    model = gfx.compile(build_model(), mesh, example_inputs=batch, memory_budget=budget)
+    model = gfx.compile(build_model(), mesh, example_inputs=batch, memory_budget=budget, **pins)
     console.print(f"searched and lowered in {time.perf_counter() - start:.1f} s:\n\n{model.plan}\n")
 
     report = train(model, text, steps, console)

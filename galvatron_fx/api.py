@@ -160,24 +160,7 @@ class _CompileOptions:
 
 
 def _compile(model: nn.Module, inputs: FlatInputs, options: _CompileOptions) -> DistributedGraphModule:
-    cluster = options.cluster
-    if cluster.num_devices != options.mesh.size():
-        raise PlanError(
-            f"the cluster has {cluster.num_devices} devices, the mesh {options.mesh.size()}: describe its machine"
-        )
-    graph = Frontend(options.on_pass).run(model, inputs)
-    chosen = options.plan
-    if chosen is None:
-        chosen = search_plan(
-            graph,
-            cluster,
-            _options(
-                cluster, options.memory_budget, options.roles, options.recompute, options.constraints, options.pins
-            ),
-        )
-    chosen.check(graph_fingerprint(graph), fingerprints(graph), cluster.shape)
-    _compare_ranks(chosen)
-    check_batch(chosen, graph)
+    chosen, graph = _agreed(lambda: _chosen(model, inputs, options))
     builder = _Builder(model, options, chosen)
     binder = builder.binder(graph)
     module = DistributedGraphModule(binder.mesh, chosen, builder.compiler(binder), options.seed)
@@ -190,31 +173,66 @@ def _compile(model: nn.Module, inputs: FlatInputs, options: _CompileOptions) -> 
     return module.train(model.training)
 
 
+def _chosen(model: nn.Module, inputs: FlatInputs, options: _CompileOptions) -> tuple[Plan, fx.GraphModule]:
+    """The plan, given or searched, checked against model, mesh and batch; and the captured graph."""
+    cluster = options.cluster
+    if cluster.num_devices != options.mesh.size():
+        raise PlanError(
+            f"the cluster has {cluster.num_devices} devices, the mesh {options.mesh.size()}: describe its machine"
+        )
+    graph = Frontend(options.on_pass).run(model, inputs)
+    chosen = options.plan
+    if chosen is None:
+        limits = options.memory_budget, options.roles, options.recompute, options.constraints, options.pins
+        chosen = search_plan(graph, cluster, _options(cluster, *limits))
+    chosen.check(graph_fingerprint(graph), fingerprints(graph), cluster.shape)
+    check_batch(chosen, graph)
+    return chosen, graph
+
+
 def check_batch(plan: Plan, graph: fx.GraphModule) -> None:
-    """Refuse a plan that gives a rank no sample. Raises PlanError naming the block."""
+    """Refuse a plan that gives a rank no sample of a micro-batch. Raises PlanError naming the block."""
     symbols = graph.meta.get("symbols")
     if symbols is None:
         return
+    parts = plan.pipelining.num_microbatches
     for index, strategy in enumerate(expand(plan, num_blocks(graph))):
         ranks = batch_ranks(strategy, plan.axis_sizes)
-        if ranks > symbols.batch:
+        if ranks > symbols.batch // parts:
             raise PlanError(
-                f"block {index} ({strategy}) splits a batch of {symbols.batch} over {ranks} ranks, so some have no "
-                f"sample: give a batch of at least {ranks}, or let some axes be tensor or sequence"
+                f"block {index} ({strategy}) splits a batch of {symbols.batch} in {parts} micro-batches over {ranks} "
+                f"ranks, so some have no sample: give a batch of at least {ranks * parts}, use fewer micro-batches, or "
+                f"let some axes be tensor or sequence"
             )
 
 
-def _compare_ranks(plan: Plan) -> None:
-    """Refuse to start where ranks hold different plans. Raises PlanError naming them."""
+def _agreed(make: Callable[[], tuple[Plan, fx.GraphModule]]) -> tuple[Plan, fx.GraphModule]:
+    """What ``make`` returns, if every rank gets as far with an equal plan; so that none waits for one that failed.
+
+    Raises the rank's own error, or PlanError naming the ranks that failed or hold another plan.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, plan.digest())
-    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        return make()
+    error: Exception | None = None
+    try:
+        made = make()
+        told = made[0].digest()
+    except Exception as caught:
+        error, told = caught, f"{type(caught).__name__}: {caught}"
+    heard: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(heard, (error is not None, told))
+    if error is not None:
+        raise error
+    failed = [(rank, text) for rank, (bad, text) in enumerate(heard) if bad]
+    if failed:
+        rank, text = failed[0]
+        raise PlanError(f"rank {rank} could not compile, so no rank starts: {text}")
+    others = [rank for rank, (_, digest) in enumerate(heard) if digest != heard[0][1]]
     if others:
         raise PlanError(
             f"ranks {others} hold another plan than rank 0: give all the same model, inputs, options and plan file"
         )
+    return made
 
 
 @dataclass(frozen=True)

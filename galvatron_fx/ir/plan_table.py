@@ -99,12 +99,25 @@ def _totals(plan: Plan) -> list[str]:
     budget = "none" if plan.memory_budget_bytes is None else f"{format_bytes(plan.memory_budget_bytes)} per rank"
     peak = f"{_bytes(plan.peak_memory_bytes)} per rank" if plan.peak_memory_bytes else _UNPRICED
     totals = [
+        *_stages(plan),
         f"predicted step time  {_seconds(plan.step_time_s)}",
         f"predicted peak       {peak}",
         f"memory budget        {budget}",
         f"optimizer            {plan.optimizer}",
     ]
     return totals + [f"note                 {note}" for note in plan.notes]
+
+
+def _stages(plan: Plan) -> list[str]:
+    """Return what the stages and micro-batches are, nothing for one of each."""
+    own = plan.pipelining
+    if own.is_trivial:
+        return []
+    cuts = "cut evenly" if not own.first_blocks else f"from blocks {', '.join(map(str, own.first_blocks))}"
+    return [
+        f"stages               {own.num_stages} on {plan.num_pipeline_ranks} pipeline ranks, {cuts}",
+        f"micro-batches        {own.num_microbatches}, schedule {own.schedule}",
+    ]
 
 
 def _seconds(value: float) -> str:

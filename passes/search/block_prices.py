@@ -8,7 +8,7 @@ redistribution moves what the other roles left of the tensor. All strategies of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from math import prod
 
@@ -73,67 +73,102 @@ class _Parts:
     transient_bytes: float
 
 
+@dataclass(frozen=True)
+class GraphIndex:
+    """What the pricers of all blocks look up in one graph: its blocks' nodes, parameters and their gradients."""
+
+    blocks: Mapping[int, list[fx.Node]]
+    parameters: frozenset[fx.Node]
+    trained: frozenset[fx.Node]
+    first_user: Mapping[fx.Node, fx.Node]
+    gradients: tuple[tuple[fx.Node, fx.Node], ...]
+
+    @classmethod
+    def of(cls, graph: fx.GraphModule) -> GraphIndex:
+        """Index ``graph`` in one pass."""
+        named = {port.name: node for port, node in ports(graph) if port.kind == "param"}
+        parameters = frozenset(named.values())
+        blocks: dict[int, list[fx.Node]] = {}
+        first: dict[fx.Node, fx.Node] = {}
+        for node in graph.graph.nodes:
+            if node.op == "call_function":
+                blocks.setdefault(max(facts(node).block, 0), []).append(node)
+                for source in input_nodes(node):
+                    if source in parameters:
+                        first.setdefault(source, node)
+        gradients = tuple(
+            (named[port.name], node)
+            for port, node in output_ports(graph)
+            if port.kind == "grad" and node is not None and port.name in named
+        )
+        trained = frozenset(node for port, node in ports(graph) if port.kind == "param" and port.requires_grad)
+        return cls(blocks, parameters, trained, first, gradients)
+
+
 @dataclass
 class BlockPricer:
     """Prices strategies of the block ``index`` of ``graph``; ``solutions``: a decision for every (role, degree).
 
-    ``parts``: micro-batches in a step; whatever has a batch is a part of it.
+    What does not depend on a strategy is looked up once, so one pricer serves all meshes and numbers of micro-batches.
     """
 
-    graph: fx.GraphModule
+    graph: GraphIndex
     index: int
     cluster: Cluster
     solutions: Solutions
     parts: int = 1
     _nodes: list[fx.Node] = field(init=False)
-    _known: dict[tuple[RoleGroup, ...], _Parts] = field(default_factory=dict)
+    _known: dict[tuple[int, tuple[RoleGroup, ...]], _Parts] = field(default_factory=dict)
+    _found_moves: dict[int, list[tuple[fx.Node, Placement, str, Placement]]] = field(default_factory=dict)
+    _found_operators: dict[int, list[_Operator]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._nodes = [
-            n for n in self.graph.graph.nodes if n.op == "call_function" and max(facts(n).block, 0) == self.index
-        ]
+        self._nodes = self.graph.blocks.get(self.index, [])
         inside = set(self._nodes)
-        self._parameters = {node for port, node in ports(self.graph) if port.kind == "param"}
-        self._trained = {node for port, node in ports(self.graph) if port.kind == "param" and port.requires_grad}
-        self._owned = [n for n in self._parameters if _first_user_in(n, inside, self.graph)]
+        self._parameters = self.graph.parameters
+        self._trained = self.graph.trained
+        self._owned = [n for n in self._parameters if self.graph.first_user.get(n) in inside]
         self._owned.sort(key=lambda n: n.name)
         self._weights = _parameter_side(self._nodes, self._parameters)
         self._used = [n for n in self._parameters if any(user in inside for user in n.users)]
         self._used.sort(key=lambda n: n.name)
-        gradients = {node for port, node in output_ports(self.graph) if port.kind == "grad" and node is not None}
-        self._final_gradients = gradients & inside
-        self._operators = [_Operator.of(n, self._size) for n in self._nodes if not is_getitem(n)]
+        self._final_gradients = {node for _, node in self.graph.gradients if node in inside}
         self._lives = [self._life_spans(phase) for phase in ("forward", "backward")]
 
-    def price(self, strategy: Strategy) -> BlockPrice:
-        """The block's price; composed, not lowered: :mod:`passes.search.plan_search` lowers what it chooses."""
-        parts = self._parts(strategy.groups(self.cluster.shape))
+    def price(self, strategy: Strategy, parts: int = 1) -> BlockPrice:
+        """The block's price with ``parts`` micro-batches, of which whatever has a batch is a part.
+
+        It is composed, not lowered: :mod:`passes.search.plan_search` lowers what it chooses.
+        """
+        self.parts = parts
+        terms = self._terms(strategy.groups(self.cluster.shape))
         keeps = strategy.keep_gathered and not strategy.recompute
-        kept = parts.gathered_bytes if keeps else 0.0
+        kept = terms.gathered_bytes if keeps else 0.0
         # A gradient that is reduced at the end of several micro-batches grows whole beside its kept share.
-        whole_gradients = kept if self.parts > 1 else 0.0
-        again = parts.forward_s + parts.gather_s if strategy.recompute else parts.gather_s
-        held = parts.entry_bytes if strategy.recompute else parts.saved_bytes
-        rebuilt = parts.saved_bytes - parts.entry_bytes if strategy.recompute else 0.0
+        whole_gradients = kept if parts > 1 else 0.0
+        again = terms.forward_s + terms.gather_s if strategy.recompute else terms.gather_s
+        held = terms.entry_bytes if strategy.recompute else terms.saved_bytes
+        rebuilt = terms.saved_bytes - terms.entry_bytes if strategy.recompute else 0.0
         return BlockPrice(
-            forward_s=parts.forward_s + (0.0 if keeps else parts.gather_s),
-            backward_s=parts.backward_s + (0.0 if keeps else again + parts.scatter_s),
-            once_s=parts.update_s + parts.reduce_s + (parts.gather_s + parts.scatter_s if keeps else 0.0),
-            static_bytes=int(parts.static_bytes + kept + whole_gradients),
+            forward_s=terms.forward_s + (0.0 if keeps else terms.gather_s),
+            backward_s=terms.backward_s + (0.0 if keeps else again + terms.scatter_s),
+            once_s=terms.update_s + terms.reduce_s + (terms.gather_s + terms.scatter_s if keeps else 0.0),
+            static_bytes=int(terms.static_bytes + kept + whole_gradients),
             saved_bytes=int(held),
-            transient_bytes=int(max(parts.transient_bytes + parts.gathered_bytes - kept + rebuilt, 0.0)),
+            transient_bytes=int(max(terms.transient_bytes + terms.gathered_bytes - kept + rebuilt, 0.0)),
         )
 
-    def _parts(self, groups: tuple[RoleGroup, ...]) -> _Parts:
+    def _terms(self, groups: tuple[RoleGroup, ...]) -> _Parts:
         """What recomputation and keeping do not change, once a role table."""
-        if groups not in self._known:
+        key = self.parts, groups
+        if key not in self._known:
             view = _View([(group, self.solutions[group.role, group.degree]) for group in groups])
             forward, backward = self._compute(view)
             moves = self._moves(view)
             static, update = self._static(view)
             saved, entries = self._saved(view)
             gather, gathered = self._gathers(view)
-            self._known[groups] = _Parts(
+            self._known[key] = _Parts(
                 forward_s=forward + moves["forward"],
                 backward_s=backward + moves["backward"],
                 gather_s=gather,
@@ -146,14 +181,14 @@ class BlockPricer:
                 gathered_bytes=gathered,
                 transient_bytes=self._transient(view),
             )
-        return self._known[groups]
+        return self._known[key]
 
     # ---- time ----
 
     def _compute(self, view: _View) -> tuple[float, float]:
         """Seconds of the operators in forward and in backward."""
         times = {"forward": 0.0, "backward": 0.0}
-        for operator in self._operators:
+        for operator in self._operators():
             if operator.free:
                 continue
             share, moved = 1.0, 0.0
@@ -188,8 +223,18 @@ class BlockPricer:
         """Bytes of a tensor of one micro-batch."""
         return spec.size_bytes / (self.parts if spec.dim_of(BATCH) is not None else 1)
 
+    def _operators(self) -> list[_Operator]:
+        if self.parts not in self._found_operators:
+            self._found_operators[self.parts] = [_Operator.of(n, self._size) for n in self._nodes if not is_getitem(n)]
+        return self._found_operators[self.parts]
+
     def _redistributions(self, sharding: AxisSharding) -> list[tuple[fx.Node, Placement, str, Placement]]:
         """(value, wanted placement, phase, placement it has), each once, as the lowering makes them."""
+        if id(sharding) not in self._found_moves:
+            self._found_moves[id(sharding)] = self._find_moves(sharding)
+        return self._found_moves[id(sharding)]
+
+    def _find_moves(self, sharding: AxisSharding) -> list[tuple[fx.Node, Placement, str, Placement]]:
         made: dict[tuple[fx.Node, Placement], tuple[fx.Node, Placement, str, Placement]] = {}
         for node in self._nodes:
             if is_getitem(node):
@@ -216,12 +261,10 @@ class BlockPricer:
 
     def _gradients(self, sharding: AxisSharding) -> list[tuple[fx.Node, Placement]]:
         """Gradients made in the block and the placement of the parameter that they belong to."""
-        inside = set(self._nodes)
-        named = {port.name: node for port, node in ports(self.graph) if port.kind == "param"}
         return [
-            (node, sharding.inputs.get(named[port.name], REPLICATE))
-            for port, node in output_ports(self.graph)
-            if port.kind == "grad" and node in inside and port.name in named
+            (node, sharding.inputs.get(parameter, REPLICATE))
+            for parameter, node in self.graph.gradients
+            if node in self._final_gradients
         ]
 
     # ---- memory ----
@@ -399,14 +442,7 @@ def _users_through_views(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _first_user_in(node: fx.Node, inside: set[fx.Node], graph: fx.GraphModule) -> bool:
-    """Whether the block has the first use of a parameter (its owner)."""
-    users = set(node.users)
-    first = next((n for n in graph.graph.nodes if n in users and n.op == "call_function"), None)
-    return first is not None and first in inside
-
-
-def _parameter_side(nodes: list[fx.Node], parameters: set[fx.Node]) -> set[fx.Node]:
+def _parameter_side(nodes: list[fx.Node], parameters: Set[fx.Node]) -> set[fx.Node]:
     """Parameters and what is made of them alone."""
     alone = set(parameters)
     for node in nodes:

@@ -21,7 +21,7 @@ from galvatron_fx.ir.strategy import PIPELINE, Strategy
 from passes.assign_shardings import AssignShardings
 from passes.find_blocks import fingerprints
 from passes.insert_collectives import AxisSharding
-from passes.search.block_prices import BlockPrice, BlockPricer
+from passes.search.block_prices import BlockPrice, BlockPricer, GraphIndex
 from passes.search.candidates import batch_ranks
 from passes.search.layer_dp import solve_layers
 from passes.sharding.prices import Prices
@@ -30,6 +30,8 @@ from passes.sharding.roles import BATCH_ROLES, RoleRules
 Floats = NDArray[np.float64]
 
 _TRANSIENTS = 12  # bounds on transient memory that are tried
+_EXACT_BLOCKS = 16  # longer chains are solved to a proven gap, as the exact optimum of many equal blocks takes long
+_GAP = 2e-3
 _SPLIT = {"data": "batch", "zero": "batch", "tensor": "", "tensor_sequence": "sequence", "sequence": "sequence"}
 
 
@@ -86,6 +88,8 @@ class Pricer:
         symbols = self.graph.meta.get("symbols")
         self.batch = symbols.batch if symbols else 1
         self._crossing = _crossing_bytes(self.graph, len(self.marks))
+        self._index = GraphIndex.of(self.graph)
+        self._pricers: dict[str, BlockPricer] = {}
 
     def chain(self, strategies: Sequence[Strategy], parts: int = 1) -> Chain | None:
         """Prices with ``parts`` micro-batches; None where no strategy finds enough samples in one."""
@@ -98,8 +102,9 @@ class Pricer:
         self._solve(usable)
         table: dict[str, list[BlockPrice]] = {}
         for mark, index in self._first.items():
-            pricer = BlockPricer(self.graph, index, self.cluster, self._solutions, parts)
-            table[mark] = [pricer.price(strategy) for strategy in usable]
+            if mark not in self._pricers:
+                self._pricers[mark] = BlockPricer(self._index, index, self.cluster, self._solutions)
+            table[mark] = [self._pricers[mark].price(strategy, parts) for strategy in usable]
         rows = [table[mark] for mark in self.marks]
         change = _transition(usable, self.cluster)
         crossing = self._crossing / parts
@@ -254,7 +259,11 @@ def best_picks(chain: Chain, section: Section, budget: float) -> list[int] | Non
             continue
         try:
             picks, total, _ = solve_layers(
-                np.where(forbidden, np.inf, time), np.where(forbidden, np.inf, held), transition, budget - bound
+                np.where(forbidden, np.inf, time),
+                np.where(forbidden, np.inf, held),
+                transition,
+                budget - bound,
+                _GAP if len(chain.marks) > _EXACT_BLOCKS else 0.0,
             )
         except BudgetError:
             continue

@@ -67,13 +67,14 @@ class _Chain:
 
 
 def solve_layers(
-    time_s: ArrayLike, memory_bytes: ArrayLike, transition_s: ArrayLike, budget_bytes: float
+    time_s: ArrayLike, memory_bytes: ArrayLike, transition_s: ArrayLike, budget_bytes: float, gap: float = 0.0
 ) -> tuple[list[int], float, float]:
     """Choose a strategy for every layer: the least total time whose total memory is within the budget.
 
     ``time_s[L, S]`` and ``memory_bytes[L, S]``: of layer l in strategy s (``inf`` where it cannot be);
     ``transition_s[L-1, S, S]``: of going from one strategy to the next layer's; ``budget_bytes``: for the sum of
-    memory. Returns (strategy per layer, total seconds, total bytes), the exact optimum.
+    memory. Returns (strategy per layer, total seconds, total bytes), the exact optimum, or with ``gap`` above zero a
+    choice whose time is proven to be within that share of it, sooner.
 
     Raises BudgetError with ``least_bytes`` where nothing fits, and InputError for arrays that do not match.
     """
@@ -86,7 +87,7 @@ def solve_layers(
             least_bytes=int(least) if np.isfinite(least) else 2**62,
         )
     incumbent, price = _incumbent(chain)
-    picks = _labels(chain, incumbent, price)
+    picks = _labels(chain, incumbent, price, max(gap, _SLACK))
     return picks, *chain.measure(picks)
 
 
@@ -108,9 +109,9 @@ def _checked(time_s: ArrayLike, memory_bytes: ArrayLike, transition_s: ArrayLike
 
 def _incumbent(chain: _Chain) -> tuple[list[int], float]:
     """A feasible chain and the price of memory that gives the strongest bound, by bisection on the price."""
-    best, _, memory = chain.cheapest(0.0)
+    greedy, _, memory = chain.cheapest(0.0)
     if memory <= chain.budget:
-        return best, 0.0
+        return greedy, 0.0
     best = chain.by_memory().cheapest(0.0)[0]
     best_time, _ = chain.measure(best)
     low, high = 0.0, _high_price(chain)
@@ -118,12 +119,26 @@ def _incumbent(chain: _Chain) -> tuple[list[int], float]:
         price = (low + high) / 2
         picks, time, memory = chain.cheapest(price)
         if memory > chain.budget:
-            low = price
+            low, greedy = price, picks
             continue
         high = price
         if time < best_time:
             best, best_time = picks, time
-    return best, high
+    return _spliced(chain, greedy, best), high
+
+
+def _spliced(chain: _Chain, greedy: list[int], feasible: list[int]) -> list[int]:
+    """The fastest feasible chain that is ``greedy`` on one side of a block and ``feasible`` on the other.
+
+    Equal blocks all change their strategy at one price of memory; a mixture of the two sides lies between.
+    """
+    best, (best_time, _) = feasible, chain.measure(feasible)
+    for cut in range(1, len(greedy)):
+        for picks in (greedy[:cut] + feasible[cut:], feasible[:cut] + greedy[cut:]):
+            time, memory = chain.measure(picks)
+            if memory <= chain.budget and time < best_time:
+                best, best_time = picks, time
+    return best
 
 
 def _high_price(chain: _Chain) -> float:
@@ -136,7 +151,7 @@ def _high_price(chain: _Chain) -> float:
     return price
 
 
-def _labels(chain: _Chain, incumbent: list[int], price: float) -> list[int]:
+def _labels(chain: _Chain, incumbent: list[int], price: float, gap: float) -> list[int]:
     """Extend Pareto-optimal labels block by block; returns the picks of the best chain."""
     best_time, _ = chain.measure(incumbent)
     time_to_go = chain.to_go(0.0)
@@ -158,7 +173,7 @@ def _labels(chain: _Chain, incumbent: list[int], price: float) -> list[int]:
             time + time_to_go[layer][where],
             time + price * memory + priced_to_go[layer][where] - price * chain.budget,
         )
-        keep = np.flatnonzero(fits & (bound < best_time * (1 - _SLACK)))
+        keep = np.flatnonzero(fits & (bound < best_time * (1 - gap)))
         keep = keep[_pareto(where[keep], time[keep], memory[keep])]
         if not len(keep):
             return incumbent

@@ -144,13 +144,19 @@ class _Search:
 
     def _fastest(self, configurations: Sequence[StageSearch], limit: float) -> _Found | None:
         """The fastest choice whose lowered program keeps to ``limit`` bytes, None if none is found."""
-        trials = [trial for search in configurations if (trial := _Trial.first(search, limit)) is not None]
+        waiting = sorted(configurations, key=lambda search: (search.bound_s(), search.configuration), reverse=True)
+        trials: list[_Trial] = []
         found: _Found | None = None
-        while trials:
+        while waiting or trials:
             trials.sort(key=lambda trial: (trial.choice.time_s, trial.search.configuration))
-            trial = trials.pop(0)
-            if found is not None and trial.choice.time_s >= found.time_s:
+            best_s = min(trials[0].choice.time_s if trials else np.inf, found.time_s if found else np.inf)
+            if waiting and waiting[-1].bound_s() < best_s:
+                first = _Trial.first(waiting.pop(), limit)
+                trials += [first] if first is not None else []
+                continue
+            if not trials or (found is not None and trials[0].choice.time_s >= found.time_s):
                 break
+            trial = trials.pop(0)
             simulated = self._simulate(trial.search, trial.choice)
             if simulated.peak_bytes <= limit and (found is None or simulated.time_s < found.time_s):
                 found = simulated

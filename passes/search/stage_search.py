@@ -76,6 +76,10 @@ class StageSearch:
 
     def bound_s(self) -> float:
         """Seconds that no choice of this configuration beats: each block at its fastest, all ranks busy."""
+        return self._bound_s
+
+    @cached_property
+    def _bound_s(self) -> float:
         fastest = np.where(self.chain.allowed, self.chain.time, np.inf).min(axis=1)
         return float(fastest.sum()) * self.chain.parts / self.num_ranks
 
