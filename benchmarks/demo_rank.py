@@ -22,6 +22,7 @@ import galvatron_fx as gfx
 from galvatron_fx.ir.units import format_bytes
 
 BUDGET_SHARE = 0.6  # of what plain data parallelism needs
+STAGED_SHARE = 0.9  # the same where stages are asked for: the first of them holds more than its share
 WARM_UP = 3  # steps that are not timed
 
 Batch = dict[str, Tensor]
@@ -40,11 +41,11 @@ class Report:
     losses: list[float]
 
 
-def choose_budget(cluster: gfx.Cluster, batch: Batch, console: Console) -> tuple[int, int]:
+def choose_budget(cluster: gfx.Cluster, batch: Batch, share: float, console: Console) -> tuple[int, int]:
     """(bytes that plain data parallelism needs, a budget clearly below); shows that it does not fit there."""
     alone = {"roles": ("data",), "recompute": False, "num_microbatches": 1}
     needed = gfx.plan(build_model(), cluster, batch, **alone).peak_memory_bytes
-    budget = int(BUDGET_SHARE * needed)
+    budget = int(share * needed)
     console.print(f"data parallelism alone needs {format_bytes(needed)} a rank; the budget is {format_bytes(budget)}")
     try:
         gfx.plan(build_model(), cluster, batch, memory_budget=budget, **alone)
@@ -94,7 +95,8 @@ def main() -> None:
     batch = text.batch(0)
     decided: list[tuple[int, int] | None] = [None]
     if dist.get_rank() == 0:
-        decided = [choose_budget(gfx.Cluster.from_mesh(mesh), batch, console)]
+        share = STAGED_SHARE if pins["num_stages"] else BUDGET_SHARE
+        decided = [choose_budget(gfx.Cluster.from_mesh(mesh), batch, share, console)]
     dist.broadcast_object_list(decided)
     assert decided[0] is not None
     needed, budget = decided[0]

@@ -20,7 +20,7 @@ from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.placement import Placement
 from galvatron_fx.ir.plan import Plan
 from galvatron_fx.ir.printer import readable
-from galvatron_fx.ir.strategy import ROLES, Strategy, original_name
+from galvatron_fx.ir.strategy import ROLES, SEARCHED_ROLES, Strategy, original_name
 from galvatron_fx.ir.units import parse_bytes
 from galvatron_fx.runtime.binding import Binder, StageBinder
 from galvatron_fx.runtime.materialize import materialize
@@ -54,7 +54,7 @@ def plan(
     example_inputs: ExampleInputs,
     *,
     memory_budget: str | int | None = None,
-    roles: Sequence[str] = ROLES,
+    roles: Sequence[str] = SEARCHED_ROLES,
     recompute: str | bool = "auto",
     constraints: Constraints | None = None,
     num_stages: int | None = None,
@@ -66,7 +66,8 @@ def plan(
 
     ``cluster``: devices and links, possibly of a machine that is not here; ``example_inputs``: the global batch;
     ``memory_budget``: bytes per device, a number or a text like "12GiB" (default: the device's memory);
-    ``roles``: what mesh axes may do; ``recompute``: "auto" (chosen per block), True or False for all blocks;
+    ``roles``: what mesh axes may do (``pipeline`` only if named, or ``num_stages`` pinned: it takes longer);
+    ``recompute``: "auto" (chosen per block), True or False for all blocks;
     ``constraints``: module name -> :class:`Strategy` (or its roles) for the blocks that hold the module;
     ``num_stages``, ``num_microbatches``, ``schedule`` (one of :data:`galvatron_fx.ir.schedule.SCHEDULES`): pinned, or
     searched where None.
@@ -104,7 +105,7 @@ def compile(
     memory_budget: str | int | None = None,
     plan: Plan | None = None,
     cluster: Cluster | None = None,
-    roles: Sequence[str] = ROLES,
+    roles: Sequence[str] = SEARCHED_ROLES,
     recompute: str | bool = "auto",
     constraints: Constraints | None = None,
     num_stages: int | None = None,
@@ -351,7 +352,13 @@ def explain(
     try:
         graph = capture(model, example_inputs, on_pass=note)
         if plan is None:
-            settings = {"memory_budget": None, "roles": ROLES, "recompute": "auto", "constraints": None, **options}
+            settings = {
+                "memory_budget": None,
+                "roles": SEARCHED_ROLES,
+                "recompute": "auto",
+                "constraints": None,
+                **options,
+            }
             pins = Pins(*(settings.pop(name, None) for name in ("num_stages", "num_microbatches", "schedule")))
             plan = search_plan(graph, cluster, _options(cluster, **settings, pins=pins))
         plan.check(graph_fingerprint(graph), fingerprints(graph), cluster.shape)

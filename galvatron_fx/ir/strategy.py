@@ -25,11 +25,23 @@ from math import prod
 
 from galvatron_fx.errors import PlanError
 
-__all__ = ["LOWERING_ORDER", "PIPELINE", "ROLES", "RoleGroup", "Strategy", "copy_name", "original_name"]
+__all__ = [
+    "LOWERING_ORDER",
+    "PIPELINE",
+    "ROLES",
+    "SEARCHED_ROLES",
+    "RoleGroup",
+    "Strategy",
+    "copy_name",
+    "original_name",
+]
 
 PIPELINE = "pipeline"
 
 ROLES: tuple[str, ...] = ("data", "zero", "tensor", "tensor_sequence", "sequence", PIPELINE)
+
+SEARCHED_ROLES: tuple[str, ...] = tuple(role for role in ROLES if role != PIPELINE)
+"""What a search tries unless it is told: all but stages, with which it takes several times as long."""
 
 LOWERING_ORDER: tuple[str, ...] = ("zero", "data", "sequence", "tensor_sequence", "tensor")
 """The order in which lowering takes the roles, and in which :meth:`Strategy.groups` lists them; stages are cut last."""

@@ -109,6 +109,9 @@ class _Trial:
         if self.tries == 1 or (closed and room >= 0) or budget <= 0:
             return None
         choice = self.search.run(budget)
+        while room < 0 and choice == self.choice:  # it takes more than was estimated: ask for less
+            budget *= 1 - _CLOSE
+            choice = self.search.run(budget)
         if choice is None or choice == self.choice:
             return None
         return _Trial(self.search, choice, budget, fits, over, self.tries - 1)
@@ -173,7 +176,7 @@ class _Search:
         found: list[StageSearch] = []
         for axes in range(len(self.cluster.axes) + 1):
             ranks = prod(axis.size for axis in self.cluster.axes[:axes])
-            if (axes and PIPELINE not in self.options.roles) or ranks > min(_MOST_STAGES, blocks):
+            if (axes and not self._may_pipeline) or ranks > min(_MOST_STAGES, blocks):
                 continue
             if axes and self.cluster.axes[axes - 1].size == 1:
                 continue
@@ -189,6 +192,10 @@ class _Search:
                             found.append(StageSearch(chain, setting, self.cluster))
         return found
 
+    @property
+    def _may_pipeline(self) -> bool:
+        return PIPELINE in self.options.roles or (self.options.pins.num_stages or 1) > 1
+
     def _schedules(self, ranks: int) -> Sequence[str]:
         wanted = self.options.pins.schedule
         if wanted is not None and wanted not in SCHEDULES:
@@ -203,6 +210,8 @@ class _Search:
             if batch % wanted:
                 raise PlanError(f"{wanted} micro-batches do not divide a batch of {batch}: use a divisor of the batch")
             return [wanted]
+        if not self._may_pipeline:
+            return [1]
         divisors = [parts for parts in range(1, batch + 1) if batch % parts == 0]
         most = _MOST_MICROBATCHES * ranks
         return [parts for parts in divisors if ranks <= parts <= most] if ranks > 1 else divisors[:4]
