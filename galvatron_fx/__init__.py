@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from galvatron_fx import errors as errors
     from galvatron_fx.api import capture, compile, explain, plan
     from galvatron_fx.ir.cluster import Cluster
+    from galvatron_fx.ir.pipelining import Pipelining
     from galvatron_fx.ir.plan import Plan
     from galvatron_fx.ir.strategy import Strategy
     from galvatron_fx.runtime.module import DistributedGraphModule
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Cluster",
     "DistributedGraphModule",
+    "Pipelining",
     "Plan",
     "Strategy",
     "capture",
@@ -34,6 +36,7 @@ __all__ = [
 _HOMES = {
     "Cluster": "galvatron_fx.ir.cluster",
     "DistributedGraphModule": "galvatron_fx.runtime.module",
+    "Pipelining": "galvatron_fx.ir.pipelining",
     "Plan": "galvatron_fx.ir.plan",
     "Strategy": "galvatron_fx.ir.strategy",
     "capture": "galvatron_fx.api",
