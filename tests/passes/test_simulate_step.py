@@ -175,7 +175,9 @@ def test_the_memory_of_a_collective(case: Communication) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "args"), [(c.shard, (0, 1)), (c.only_first, ()), (c.local_index, (4,))], ids=lambda x: str(x)
+    ("target", "args"),
+    [(c.shard, (0, 1)), (c.only_first, ()), (c.local_index, (4,))],
+    ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_local_nodes_take_no_time(target: Any, args: tuple[Any, ...]) -> None:
     after = (2, 8) if target is c.shard else (4, 8)
