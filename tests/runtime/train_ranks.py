@@ -110,7 +110,8 @@ def stages(mesh: DeviceMesh) -> None:
         ("bert", "sequence", "data", "interleaved_1f1b", 4, 2),
         ("vit", "zero", "tensor", "gpipe", 2, 4),
     ]:
-        model, inputs = zoo.MODELS[name]()
+        model, once = zoo.MODELS[name]()
+        inputs = {key: torch.cat([value, value.flip(0)]) for key, value in once.items()}  # every rank has a sample
         blocks = num_blocks(galvatron_fx.capture(model, inputs))
         half = blocks // 2
         cuts = (0, half) if count == 2 else (0, 1, half, half + 1)
