@@ -10,7 +10,8 @@ from torch import fx
 
 from cost_models.ops import FREE, OpCost
 from galvatron_fx.ir.annotations import facts, set_facts
-from passes.sharding.op_call import call_cost, op_call
+from galvatron_fx.ir.op_call import op_call
+from passes.call_cost import call_cost
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -64,31 +65,36 @@ class Capture:
         InputError where the inputs do not fit the model's forward.
         """
         inputs = FlatInputs.of(example_inputs)
-        repeats = _repeats(model, inputs) if self.share_layers else ()
+        if not self.share_layers:
+            return self._captured(model, inputs, ())
+        try:
+            return self._with_shared_layers(model, inputs)
+        except Exception as error:
+            # Whatever it is. If the model is at fault, the whole trace raises too, and says so; if it does not, the
+            # fault is ours, and costs time alone.
+            graph = self._captured(model, inputs, ())
+            warnings.warn(
+                f"equal layers of {type(model).__name__} were traced one by one, which takes longer: tracing them once "
+                f"failed with {type(error).__name__}: {error}",
+                stacklevel=2,
+            )
+            return graph
+
+    def _with_shared_layers(self, model: nn.Module, inputs: FlatInputs) -> fx.GraphModule:
+        """Trace each stack of equal layers once; again with shorter stacks where the traced layers turn out unlike."""
+        repeats = find_repeats(model, inputs)
         while True:
             try:
                 return self._captured(model, inputs, repeats)
             except UnlikeUnits as unlike:
                 tried = ((r.shorter if r is unlike.repeat else r) for r in repeats)
                 repeats = tuple(repeat for repeat in tried if repeat is not None)
-            except Exception:
-                if not repeats:
-                    raise
-                repeats = ()  # whatever it is, the whole trace is right, or says what is wrong
 
     def _captured(self, model: nn.Module, inputs: FlatInputs, repeats: tuple[Repeat, ...]) -> fx.GraphModule:
         graph = _trace(model, inputs, inputs.shapes, repeats)
         if self.symbolic:
             fit_symbols(graph, inputs.shapes, inputs.dtypes, lambda shapes: _trace(model, inputs, shapes, repeats))
         return RepeatLayers(repeats).run(CleanGraph().run(graph))
-
-
-def _repeats(model: nn.Module, inputs: FlatInputs) -> tuple[Repeat, ...]:
-    """The stacks of equal layers; none where the model does not run, which the trace then explains."""
-    try:
-        return find_repeats(model, inputs)
-    except Exception:
-        return ()
 
 
 def _trace(

@@ -9,11 +9,11 @@ from typing import Any
 from torch import fx
 
 from galvatron_fx.ir.annotations import facts, ports
+from galvatron_fx.ir.op_call import input_nodes
 from galvatron_fx.ir.torch_compat import constant_value, unit_of
 from passes.describe_calls import relative, state_of
 from passes.find_repeats import Repeat
 from passes.record_calls import RecordedCall
-from passes.sharding.op_call import input_nodes
 
 _MOST_CONSTANTS = 64  # elements of a tensor written out in the model's code that are compared by value
 

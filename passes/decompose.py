@@ -13,23 +13,29 @@ from torch import Tensor, fx
 
 from galvatron_fx.ir import torch_compat
 from galvatron_fx.ir.annotations import Dim, NodeFacts, TensorSpec, facts, set_facts
+from galvatron_fx.ir.op_call import input_nodes, op_call
 from galvatron_fx.ir.symbols import BATCH, SEQUENCE, Sizes
 from galvatron_fx.ir.symbols import annotate as label_dims
 from galvatron_fx.ir.torch_compat import trace_decomposed
 from passes.clean_graph import CleanGraph, replace_outputs
 from passes.sharding import own_rules, random_rules  # noqa: F401  (register rules)
-from passes.sharding.op_call import input_nodes, op_call
 from passes.sharding.rules import has_rule
 
 aten = torch.ops.aten
 
 # Operators that are broken up although torch has a rule for them, and why.
 _STATISTICS = "torch's rule splits the channels only: a batch that is split would be gathered for the batch statistics"
+_COUNTS = "torch's rule averages the means of ranks whose numbers of labels that count differ"
 ALWAYS: dict[Any, str] = {
     aten._native_batch_norm_legit_functional.default: _STATISTICS,
     aten._native_batch_norm_legit.no_stats: _STATISTICS,
     aten.native_batch_norm_backward.default: _STATISTICS,
+    aten.nll_loss2d_forward.default: _COUNTS,
+    aten.nll_loss2d_backward.default: _COUNTS,
 }
+
+# Losses with rules for rows that count alike: broken up where a weight per class stands at this position.
+_WEIGHT_AT: dict[Any, int] = {aten.nll_loss_forward.default: 2, aten.nll_loss_backward.default: 3}
 
 
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -37,8 +43,16 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     return source.to(target.dtype).expand(target.shape)
 
 
+def _masked_write(target: Tensor, masks: Sequence[Tensor], value: Tensor, accumulate: bool = False) -> Tensor:
+    """``target[mask] = value`` for one mask over the leading dims and one value."""
+    (mask,) = masks
+    return torch.where(mask.reshape(*mask.shape, *[1] * (target.dim() - mask.dim())), value.reshape(()), target)
+
+
 # Decompositions that torch lacks.
-_OWN: dict[Any, Callable[..., Any]] = {aten.copy.default: _copy}
+_OWN: dict[Any, Callable[..., Any]] = {aten.copy.default: _copy, aten.index_put.default: _masked_write}
+
+_SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, NotImplementedError)
 
@@ -79,16 +93,33 @@ def _wanted(node: fx.Node) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded in node.target.tags or _decomposition(node.target) is None:
         return False
-    return node.target in ALWAYS or not has_rule(node.target)
+    return _always(node) or not has_rule(node.target)
+
+
+def _always(node: fx.Node) -> bool:
+    position = _WEIGHT_AT.get(node.target)
+    return node.target in ALWAYS or _writes_by_mask(node) or (position is not None and node.args[position] is not None)
+
+
+def _writes_by_mask(node: fx.Node) -> bool:
+    if node.target is not aten.index_put.default or (len(node.args) > 3 and node.args[3]):
+        return False
+    places, value = node.args[1], node.args[2]
+    specs = [facts(place).spec for place in places if isinstance(place, fx.Node)]  # type: ignore[union-attr]
+    masked = len(specs) == len(places) == 1 and specs[0].dtype is torch.bool  # type: ignore[arg-type]
+    return masked and facts(value).spec.numel == 1  # type: ignore[arg-type]
 
 
 def _plain_views(graph: fx.GraphModule) -> None:
-    """Write windows onto memory that show all of a dense tensor in its order as the views that they are.
+    """Write windows onto memory that show all of a dense tensor in its order as the views that they are, and squeezes,
+    which would also drop dims that become 1 on a rank, as views to their shape.
 
-    Rewrite: ``as_strided(x, size, contiguous)`` -> ``view(x, size)``;
+    Rewrite: ``as_strided(x, size, contiguous)`` -> ``view(x, size)``; ``squeeze(x)`` -> ``view(x, shape)``;
     ``as_strided_scatter(x, y, size, contiguous)``, which covers all of x -> ``view(y, x's shape)``.
     """
     for node in graph.graph.nodes:
+        if node.target in _SQUEEZES:
+            node.target, node.args = aten.view.default, (node.args[0], list(facts(node).spec.shape))
         if node.target is aten.as_strided.default and _covers(node, node.args[1:]):
             node.target, node.args = aten.view.default, node.args[:2]
         elif node.target is aten.as_strided_scatter.default and _covers(node, node.args[2:]):
@@ -150,7 +181,9 @@ def _traced(node: fx.Node, call: Any, shapes: Sequence[tuple[int, ...]], table: 
     except _FAILURES:
         return None
     for made in traced.graph.nodes:
-        if made.op == "get_attr":
+        # Some of torch's decompositions fill an empty tensor, which a graph of values cannot say.
+        writes = isinstance(made.target, torch._ops.OpOverload) and made.target._schema.is_mutable
+        if made.op == "get_attr" or writes:
             return None
         if made.op != "output":
             set_facts(made, _concrete_facts(made.meta["val"]))

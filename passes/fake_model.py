@@ -12,7 +12,7 @@ import torch.nn.modules.module as module_hooks
 from torch import nn
 
 from galvatron_fx.ir.torch_compat import FakeTensorMode, annotate_module, pytree
-from passes.flat_inputs import FlatInputs
+from passes.flat_inputs import FlatInputs, flatten
 
 ROOT = "module"
 
@@ -31,7 +31,7 @@ class FlatModel(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Call the model; see :class:`passes.capture.Capture` for which outputs stay differentiable."""
         args, kwargs = self._inputs.call(tensors)
-        leaves, self.output_spec = pytree.tree_flatten(self.module(*args, **kwargs))
+        leaves, self.output_spec = flatten(self.module(*args, **kwargs))
         outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self.output_leaves = [_plain(leaf) for leaf in leaves]
         self.loss = next((i for i, out in enumerate(outputs) if out.dim() == 0 and out.requires_grad), None)
@@ -65,7 +65,7 @@ class PassThrough:
     tree: Any
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = pytree.tree_leaves((args, kwargs))
+        given, _ = flatten((args, kwargs))
         return pytree.tree_unflatten([c if at is None else given[at] for at, c in self.leaves], self.tree)
 
 

@@ -13,8 +13,8 @@ import numpy as np
 from torch import fx
 
 from galvatron_fx.ir.annotations import TensorSpec, facts, ports, set_facts
+from galvatron_fx.ir.op_call import input_nodes, is_getitem
 from galvatron_fx.ir.random_ops import comparable_args
-from passes.sharding.op_call import input_nodes, is_getitem
 
 _LEAST_PERIOD = 6  # operators: shorter repeats are parts of a layer
 _LEAST_SHARE = 0.08  # of the forward operators: smaller repeats are parts of a layer (its equal projections)
@@ -29,10 +29,7 @@ class FindBlocks:
     split where a single activation crosses. Backward nodes join the block of the forward node they differentiate.
 
     Rewrite: facts with ``block=-1`` -> facts with ``block=0 .. n-1`` in forward order; the graph is unchanged.
-    ``max_blocks``: at most so many blocks are made of the parts that do not repeat.
     """
-
-    max_irregular: int = 64
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Annotate ``graph`` in place and return it."""

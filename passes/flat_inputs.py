@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -40,6 +40,7 @@ class FlatInputs:
     @classmethod
     def of_call(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatInputs:
         """Flatten the arguments of a call. Raises InputError where there is no tensor among them."""
+        flatten((args, kwargs))  # makes dataclasses among them known
         paths, tree = pytree.tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
         names = tuple(pytree.keystr(path[1:]) for path, _ in paths)
         leaves = tuple(leaf for _, leaf in paths)
@@ -73,3 +74,21 @@ class FlatInputs:
         leaves = [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)
         return tuple(args), dict(kwargs)
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """As torch's ``tree_flatten``, also through dataclasses that hold tensors: torch is told to take them apart."""
+    while True:
+        leaves, spec = pytree.tree_flatten(tree)
+        unknown = dict.fromkeys(type(leaf) for leaf in leaves if _holds_tensors(leaf))
+        if not unknown:
+            return leaves, spec
+        for kind in unknown:
+            pytree.register_dataclass(kind)
+
+
+def _holds_tensors(leaf: Any) -> bool:
+    if not is_dataclass(leaf) or isinstance(leaf, type):
+        return False
+    inside = pytree.tree_leaves([getattr(leaf, field.name) for field in fields(leaf) if field.init])
+    return any(isinstance(value, torch.Tensor) or _holds_tensors(value) for value in inside)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from galvatron_fx.ir.annotations import facts
+from galvatron_fx.ir.op_call import input_nodes
 from passes.clean_graph import eliminate_dead_code
-from passes.sharding.op_call import input_nodes
 
 aten = torch.ops.aten
 

@@ -15,6 +15,7 @@ from passes.decompose import Decompose
 from passes.find_blocks import FindBlocks
 from passes.fold_causal_masks import FoldCausalMasks
 from passes.functional_random import FunctionalRandom
+from passes.locate_batch import LocateBatch
 from passes.merge_duplicates import MergeDuplicates
 
 
@@ -31,6 +32,7 @@ PASSES: tuple[tuple[GraphPass, str], ...] = (
     (FunctionalRandom(), "captured"),
     (FoldCausalMasks(), "captured"),
     (Decompose(), "captured"),
+    (LocateBatch(), "captured"),
     (FindBlocks(), "blocked"),
     (MergeDuplicates(), "blocked"),
     (AnnotateCosts(), "annotated"),

@@ -9,13 +9,13 @@ import sympy
 from torch import fx
 
 from galvatron_fx.errors import ShardingError
-from galvatron_fx.ir.annotations import NodeFacts, TensorSpec, facts, set_facts
+from galvatron_fx.ir.annotations import Dim, NodeFacts, TensorSpec, facts, set_facts
 from galvatron_fx.ir.collectives import all_gather, all_reduce, all_to_all, only_first, reduce_scatter, shard
+from galvatron_fx.ir.op_call import input_nodes, is_getitem
 from galvatron_fx.ir.placement import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard, local_shape
 from galvatron_fx.ir.torch_compat import graph_module
 from passes.sharding.expansions import EXPANSIONS, Emitter
 from passes.sharding.local_args import localize_args, lowered_target, map_inputs
-from passes.sharding.op_call import input_nodes, is_getitem
 from passes.sharding.rules import OpRule
 
 
@@ -181,19 +181,29 @@ class _Lowering:
 
 
 def _localized(spec: TensorSpec | None, placement: Placement, degree: int) -> TensorSpec | None:
-    if spec is None:
-        return None
-    return TensorSpec(local_shape(placement, spec.shape, degree), spec.dtype, _scaled(spec, placement, 1, degree))
+    if spec is None or not isinstance(placement, Shard):
+        return spec
+    shape = local_shape(placement, spec.shape, degree)
+    return TensorSpec(shape, spec.dtype, _scaled(spec, placement, 1, degree), _runs(spec, placement, 1, degree))
 
 
 def _whole(spec: TensorSpec, placement: Shard, degree: int) -> TensorSpec:
     shape = list(spec.shape)
     shape[placement.dim] *= degree
-    return TensorSpec(tuple(shape), spec.dtype, _scaled(spec, placement, degree, 1))
+    dims, runs = _scaled(spec, placement, degree, 1), _runs(spec, placement, degree, 1)
+    return TensorSpec(tuple(shape), spec.dtype, dims, runs)
 
 
-def _scaled(spec: TensorSpec, placement: Placement, times: int, over: int) -> tuple:  # type: ignore[type-arg]
+def _scaled(spec: TensorSpec, placement: Shard, times: int, over: int) -> tuple[Dim, ...]:
     dims = list(spec.dims)
-    if dims and isinstance(placement, Shard):
+    if dims:
         dims[placement.dim] = sympy.Rational(times, over) * dims[placement.dim]
     return tuple(dims)
+
+
+def _runs(spec: TensorSpec, placement: Shard, times: int, over: int) -> tuple[int, ...]:
+    """Runs before the batch, fewer or more where the shard splits what lies outside of the batch."""
+    runs = list(spec.batch_runs)
+    if runs and placement.outer < runs[placement.dim]:
+        runs[placement.dim] = runs[placement.dim] * times // over
+    return tuple(runs)

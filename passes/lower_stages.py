@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
 
-from galvatron_fx.ir.annotations import Signature, signature
+from galvatron_fx.ir.annotations import Port, Signature, signature
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.layout import Layout, layout
 from galvatron_fx.ir.placement import Placement
-from galvatron_fx.ir.strategy import Strategy
+from galvatron_fx.ir.strategy import Strategy, stand_in_name
 from galvatron_fx.ir.verifier import verify
 from passes.place_recompute import PlaceRecompute
 from passes.shard_graph import ShardGraph
@@ -33,6 +34,15 @@ class LoweredStages:
     microbatched: Microbatched
     layout: Layout
     signature: Signature
+
+    def standing_for(self, stage_of: Sequence[int]) -> LoweredStages:
+        """The stages of a longer model, of which number i equals ``stages[stage_of[i]]`` with parameters of its own."""
+        uses: Counter[int] = Counter()
+        stages = []
+        for index, stand_in in enumerate(stage_of):
+            stages.append(_another(self.stages[stand_in], index, uses[stand_in]))
+            uses[stand_in] += 1
+        return replace(self, stages=tuple(stages))
 
 
 @dataclass(frozen=True)
@@ -72,3 +82,18 @@ class LowerStages:
         verify(graph, "lowered", name)
         if self.on_pass is not None:
             self.on_pass(name, graph)
+
+
+def _another(stage: Stage, index: int, number: int) -> Stage:
+    """A stage that does the same with other parameters."""
+
+    named = ("param", "buffer", "grad")
+
+    def renamed(port: Port) -> Port:
+        return replace(port, name=stand_in_name(port.name, number)) if port.kind in named else port
+
+    gradients = tuple(
+        replace(g, port=replace(g.port, name=stand_in_name(g.port.name, number))) for g in stage.gradients
+    )
+    ports = {name: renamed(port) for name, port in stage.ports.items()}
+    return replace(stage, index=index, ports=ports, gradients=gradients)

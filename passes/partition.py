@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from galvatron_fx.ir.annotations import Port, facts, output_ports, ports
+from galvatron_fx.ir.op_call import input_nodes
 from galvatron_fx.ir.torch_compat import graph_module
-from passes.sharding.op_call import input_nodes
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import torch
 import torch.nn.modules.module as module_hooks
 from torch import Tensor, nn
 
-from galvatron_fx.ir.torch_compat import FakeTensor, TorchDispatchMode, constant_value, is_custom_backward, pytree
+from galvatron_fx.ir.torch_compat import FakeTensor, TorchDispatchMode, constant_value, is_custom_backward
+from passes.flat_inputs import flatten
 
 _MOST_CONSTANTS = 64  # elements of a tensor written out in the model's code that are compared by value
 _HOLE = "tensor"
@@ -177,8 +178,8 @@ class CallRecorder(TorchDispatchMode):
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         call = self._open.pop()
         call.end = len(self.ops)
-        leaves, call.output_tree = pytree.tree_flatten(output)
-        call.args = tuple(self._leaf(leaf) for leaf in pytree.tree_leaves((args, kwargs)))
+        leaves, call.output_tree = flatten(output)
+        call.args = tuple(self._leaf(leaf) for leaf in flatten((args, kwargs))[0])
         call.outputs = tuple(self._leaf(leaf) for leaf in leaves)
 
     def _leaf(self, leaf: Any) -> Any:

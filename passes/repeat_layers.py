@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from galvatron_fx.ir.annotations import Port, facts, output_ports, ports, set_facts, set_signature, signature
+from galvatron_fx.ir.op_call import input_nodes
 from passes.compare_units import (
     BEFORE,
     BEHIND,
@@ -22,7 +23,6 @@ from passes.compare_units import (
     state_nodes,
 )
 from passes.find_repeats import Repeat
-from passes.sharding.op_call import input_nodes
 
 # By how many copies an argument lies away.
 _SHIFT = {OWN: 0, BEFORE: -1, BEHIND: 1}

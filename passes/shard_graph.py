@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+import torch
 from torch import fx
 
-from galvatron_fx.ir.annotations import ports, signature
+from galvatron_fx.ir.annotations import facts, ports, set_facts, signature
 from galvatron_fx.ir.cluster import Axis, Device
 from galvatron_fx.ir.layout import Column, Layout, set_layout
 from galvatron_fx.ir.placement import REPLICATE, Placement
@@ -18,7 +19,7 @@ from passes.assign_shardings import AssignShardings
 from passes.clean_graph import copied
 from passes.insert_collectives import InsertCollectives
 from passes.shard_parameters import ShardParameters
-from passes.sharding.local_args import lowered_target
+from passes.sharding.local_args import DENSE_ARGUMENTS, lowered_target
 from passes.sharding.prices import Prices
 from passes.sharding.roles import BATCH_ROLES, RoleRules
 
@@ -59,7 +60,7 @@ class ShardGraph:
             graph = InsertCollectives(sharding).run(graph)
             batches = [_left(batch, role) for batch, role in zip(batches, roles, strict=True)]
         shard = ShardParameters(columns, inputs, outputs, self.fixed)
-        graph = shard.run(graph)
+        graph = _with_dense_arguments(shard.run(graph))
         set_layout(graph, Layout(columns, tuple(map(tuple, inputs)), tuple(map(tuple, outputs))))
         return graph
 
@@ -70,6 +71,18 @@ def _reshaping(graph: fx.GraphModule) -> fx.GraphModule:
     for node in result.graph.nodes:
         node.target = lowered_target(node.target)
     return result
+
+
+def _with_dense_arguments(graph: fx.GraphModule) -> fx.GraphModule:
+    """Have kernels that read memory in order read it so: the traced copies that saw to it are gone (CleanGraph)."""
+    for node in list(graph.graph.nodes):
+        for position in DENSE_ARGUMENTS.get(node.target, ()):
+            source = node.args[position]
+            with graph.graph.inserting_before(node):
+                dense = graph.graph.call_function(torch.ops.aten.contiguous.default, (source,))
+            set_facts(dense, facts(node).having(specs=facts(source).specs, multi_output=False))
+            node.update_arg(position, dense)
+    return graph
 
 
 def _left(batch: int, role: RoleRules) -> int:

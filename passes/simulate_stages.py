@@ -9,10 +9,13 @@ from cost_models.schedule_time import ScheduleReport, simulate_schedule
 from galvatron_fx.ir.annotations import TensorSpec
 from galvatron_fx.ir.cluster import Axis, Cluster
 from galvatron_fx.ir.schedule import Schedule
+from galvatron_fx.ir.torch_compat import orders_with_transfers
+from passes.held_bytes import HeldBytes
 from passes.lower_stages import LoweredStages
-from passes.simulate_step import MOMENTS, UPDATE_COPIES, SimulateStep
+from passes.rank_memory import Ledger, RankReplay, StageReplay
+from passes.simulate_step import UPDATE_COPIES, SimulateStep
 from passes.split_stages import Stage
-from passes.task_memory import TaskMemory
+from passes.task_memory import StageMemory
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,18 @@ class StagesReport:
 
 
 @dataclass(frozen=True)
+class StageTimes:
+    """Seconds of one stage: of its tasks (``once``: start and finish), and of sending on and back what it makes."""
+
+    forward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+    once_s: float
+    send_s: float
+    send_back_s: float
+
+
+@dataclass(frozen=True)
 class SimulateStages:
     """Simulate ``schedule`` with the tasks of lowered stages; ``pipeline_axes``: the axes that hold the stages.
 
@@ -43,38 +58,60 @@ class SimulateStages:
 
     def run(self, lowered: LoweredStages) -> StagesReport:
         """Return the prediction. Raises VerifierError where a node's shape is not the one its facts say."""
+        return self.report(self.times(lowered), self.peaks(lowered))
+
+    def times(self, lowered: LoweredStages) -> list[StageTimes]:
+        """Seconds of every stage."""
         axes = [[self.cluster.axes[i] for i in column.axes] for column in lowered.layout.columns]
-        times = [self._times(stage, axes) for stage in lowered.stages]
-        sends = [self._send_s(stage.specs, stage.sends) for stage in lowered.stages[:-1]]
-        backs = [self._send_s(stage.specs, stage.sends_back) for stage in lowered.stages[1:]]
+        simulator = SimulateStep(self.cluster)
+        return [self._times(simulator, stage, axes) for stage in lowered.stages]
+
+    def report(self, times: Sequence[StageTimes], peaks: Sequence[int]) -> StagesReport:
+        """Put the stages' times and the ranks' peaks together."""
         report = simulate_schedule(
             self.schedule,
-            [t["forward"] for t in times],
-            [t["input_grad"] for t in times],
-            [t["weight_grad"] for t in times],
-            sends,
-            backs,
+            [t.forward_s for t in times],
+            [t.input_grad_s for t in times],
+            [t.weight_grad_s for t in times],
+            [t.send_s for t in times[:-1]],
+            [t.send_back_s for t in times[1:]],
         )
         once = [0.0] * self.schedule.num_ranks
-        for stage, time in zip(lowered.stages, times, strict=True):
-            once[self.schedule.rank_of_stage[stage.index]] += time["start"] + time["finish"]
-        parts = self.schedule.num_microbatches
-        degrees, splits = lowered.layout.shape, self.schedule.splits_backward
-        memory = [TaskMemory.of(stage, degrees, splits, parts) for stage in lowered.stages]
-        held = report.peak_bytes([m.saved_bytes for m in memory])
-        peaks = []
-        for rank in range(self.schedule.num_ranks):
-            own = [memory[index] for index in self.schedule.stages_of(rank)]
-            fixed = sum(m.fixed_bytes + MOMENTS * m.trained_bytes + m.gradient_bytes for m in own)
-            step = fixed + held[rank] + max(m.transient_bytes for m in own)
-            update = sum(m.fixed_bytes + (MOMENTS + 1) * m.trained_bytes for m in own)
-            update += UPDATE_COPIES * max(m.largest_bytes for m in own)
-            peaks.append(int(max(step, update)))
+        for rank, time in zip(self.schedule.rank_of_stage, times, strict=True):
+            once[rank] += time.once_s
         return StagesReport(report, report.step_s + max(once), tuple(peaks))
 
-    def _times(self, stage: Stage, axes: Sequence[Sequence[Axis]]) -> dict[str, float]:
-        simulator = SimulateStep(self.cluster)
-        return {name: sum(simulator.times(list(task.graph.graph.nodes), axes)) for name, task in stage.tasks.items()}
+    def peaks(self, lowered: LoweredStages) -> tuple[int, ...]:
+        """Bytes on every pipeline rank."""
+        kinds = {action.kind for order in self.schedule.orders for action in order}
+        stages = {id(stage.tasks): stage for stage in lowered.stages}
+        measured = {key: StageMemory.of(stage, lowered.layout.shape, kinds) for key, stage in stages.items()}
+        memory = [measured[id(stage.tasks)] for stage in lowered.stages]
+        rows = [[(a.stage, a.kind, a.microbatch) for a in order] for order in self.schedule.orders]
+        held = HeldBytes.of(lowered, self.schedule)
+        peaks = []
+        for rank, order in enumerate(orders_with_transfers(rows, self.schedule.rank_of_stage)):
+            ledger = Ledger()
+            own = {i: StageReplay(lowered.stages[i], memory[i], ledger) for i in self.schedule.stages_of(rank)}
+            replay = RankReplay(own, ledger)
+            replay.run(order)
+            replay.finish(held.shared)
+            always = held.always_bytes(rank)
+            step = always + held.hoisted_bytes(rank) + ledger.most_bytes
+            update = always + ledger.bytes + UPDATE_COPIES * held.largest_bytes(rank)
+            peaks.append(max(step, update))
+        return tuple(peaks)
+
+    def _times(self, simulator: SimulateStep, stage: Stage, axes: Sequence[Sequence[Axis]]) -> StageTimes:
+        tasks = {name: sum(simulator.times(list(t.graph.graph.nodes), axes)) for name, t in stage.tasks.items()}
+        return StageTimes(
+            tasks["forward"],
+            tasks["input_grad"],
+            tasks["weight_grad"],
+            tasks["start"] + tasks["finish"],
+            self._send_s(stage.specs, stage.sends),
+            self._send_s(stage.specs, stage.sends_back),
+        )
 
     def _send_s(self, specs: dict[str, TensorSpec], names: Sequence[str]) -> float:
         """Seconds to send values to a neighbouring stage."""

@@ -22,10 +22,11 @@ from galvatron_fx.errors import VerifierError
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import facts, has_facts
 from galvatron_fx.ir.cluster import Axis, Cluster
+from galvatron_fx.ir.op_call import op_call
 from galvatron_fx.ir.torch_compat import new_fake_mode
+from passes.call_cost import call_cost
 from passes.codegen import BoundAxis, Codegen
 from passes.lower import Lowered
-from passes.sharding.op_call import call_cost, op_call
 from passes.sharding.prices import dtype_name, is_free
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default

@@ -12,16 +12,17 @@ from galvatron_fx.errors import PlanError
 from galvatron_fx.ir.annotations import Port, facts, output_ports, ports, set_facts, set_signature, signature
 from galvatron_fx.ir.cluster import Axis, Device
 from galvatron_fx.ir.collectives import COLLECTIVES, RANK_LOCAL
+from galvatron_fx.ir.op_call import input_nodes
 from galvatron_fx.ir.placement import REPLICATE, Placement
 from galvatron_fx.ir.plan import prime_factors
 from galvatron_fx.ir.torch_compat import graph_module
-from passes.assign_shardings import AssignShardings, input_only
+from passes.assign_shardings import AssignShardings
 from passes.clean_graph import copied, eliminate_dead_code
 from passes.find_blocks import num_blocks
 from passes.insert_collectives import AxisSharding, InsertCollectives
-from passes.sharding.op_call import input_nodes
 from passes.sharding.prices import Prices
 from passes.sharding.roles import RoleRules
+from passes.sharding.value_origins import input_only
 
 # Micro-batches cannot talk to each other: a message costs so much that the solver makes one only where it must.
 _NO_LINK = {"latency_s": 1.0, "bandwidth_bytes_per_s": 1e9}

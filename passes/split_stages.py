@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -11,33 +11,18 @@ from torch import fx
 from galvatron_fx.errors import PlanError
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import Port, TensorSpec, facts, output_ports, ports
+from galvatron_fx.ir.op_call import input_nodes, is_getitem
 from galvatron_fx.ir.strategy import Strategy
-from galvatron_fx.ir.torch_compat import graph_module
-from passes.assign_shardings import input_only
 from passes.clean_graph import copied, eliminate_dead_code
 from passes.place_recompute import made_of_parameters
-from passes.sharding.op_call import input_nodes, is_getitem
+from passes.sharding.value_origins import input_only
+from passes.stage_tasks import Draft, Task, names_of, write_tasks
 
 aten = torch.ops.aten
 
 # Operators that a sum passes through, so that gradients can be added up in front of them.
 _LINEAR = (aten.t.default, aten.permute.default, aten.transpose.int, aten.view.default, aten.reshape.default)
 _REDUCES = (c.all_reduce, c.reduce_scatter)
-
-TASKS = ("start", "forward", "backward", "input_grad", "weight_grad", "finish")
-
-
-@dataclass(frozen=True)
-class Task:
-    """One graph of a stage: ``graph(*inputs)`` returns ``outputs``; both are names of values.
-
-    ``dies``: the inputs that no later task of the micro-batch takes.
-    """
-
-    graph: fx.GraphModule
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    dies: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -53,8 +38,8 @@ class Gradient:
 class Stage:
     """One pipeline stage.
 
-    ``tasks``: by name, one of TASKS: ``start`` runs once a step (parameters gathered for all micro-batches), ``finish``
-    once after the last (gradients reduced); ``backward`` is ``input_grad`` and ``weight_grad`` in one.
+    ``tasks``: by name: ``start`` runs once a step (parameters gathered for all micro-batches), ``finish`` once after
+    the last (gradients reduced); ``backward`` is ``input_grad`` and ``weight_grad`` in one.
     ``ports``: the inputs of the graph that the stage takes, by name of value; ``receives`` and ``sends``: activations
     from the stage before and for the next; ``receives_back`` and ``sends_back``: gradients from the next and for the
     one before; ``results``: outputs of the graph made here; ``specs``: local shapes of what passes and of results.
@@ -104,6 +89,13 @@ def _stage(node: fx.Node, first_blocks: Sequence[int]) -> int:
     """The stage of a node's block."""
     block = max(facts(node).block, 0)
     return sum(first <= block for first in first_blocks) - 1
+
+
+def _phase(node: fx.Node) -> str:
+    """Outputs are taken apart where they are made: whole, all of them would be kept for the one that is needed."""
+    source = node.args[0] if is_getitem(node) else node
+    assert isinstance(source, fx.Node)
+    return facts(source).phase
 
 
 def _homes(graph: fx.GraphModule, first_blocks: Sequence[int], portable: set[fx.Node]) -> dict[fx.Node, int]:
@@ -209,13 +201,14 @@ class _Cut:
     def stage(self, index: int) -> Stage:
         flow = self.flows[index]
         own = [node for node, stage in self.home.items() if stage == index]
-        forward = [n for n in own if facts(n).phase == "forward"]
-        backward = [n for n in own if facts(n).phase == "backward"]
+        forward = [n for n in own if _phase(n) == "forward"]
+        backward = [n for n in own if _phase(n) == "backward"]
         results = [(p, n) for p, n in output_ports(self.graph) if p.kind != "grad" and self._made_at(n, index)]
         gradients = [(p, n) for p, n in output_ports(self.graph) if p.kind == "grad" and self.home.get(n) == index]  # type: ignore[arg-type]
         finish = self._finish([n for _, n in gradients if n is not None], backward)
         start = self._start(forward)
         lead = _ancestors([n for n in flow.sends_back if n in set(backward)], set(backward) - finish)
+        lead |= {n for n in backward if is_getitem(n) and n.args[0] in lead}
         ways = {
             "start": [n for n in forward if n in start],
             "forward": [n for n in forward if n not in start],
@@ -226,18 +219,19 @@ class _Cut:
         }
         ways["forward"] = self._with_portable(ways["forward"], backward, [n for _, n in results if n is not None])
         terms = self._terms([(p, n) for p, n in gradients if n is not None], finish)
-        tasks = self._tasks(ways, flow, [n for _, n in results if n is not None], terms)
-        ports_taken = self._ports(ways.values(), [n for _, n in results])
+        ahead = {*flow.sends, *(n for _, n in results if n is not None)}
+        tasks = write_tasks(self.graph, _drafts(ways, ahead, set(flow.sends_back), terms))
+        ports_taken = self._ports(ways.values(), [*(n for _, n in results), *(term for _, _, term in terms)])
         passing = [*flow.receives, *flow.sends, *flow.receives_back, *flow.sends_back]
         passing += [node for _, node in results if node is not None]
         return Stage(
             index,
             tasks,
             ports_taken,
-            _names(flow.receives),
-            _names(flow.sends),
-            _names(flow.receives_back),
-            _names(flow.sends_back),
+            names_of(flow.receives),
+            names_of(flow.sends),
+            names_of(flow.receives_back),
+            names_of(flow.sends_back),
             tuple((port, node.name) for port, node in results if node is not None),
             tuple(Gradient(p, term.name, n.name) for p, n, term in terms),
             {node.name: facts(node).spec for node in passing},
@@ -300,31 +294,9 @@ class _Cut:
         needed = _ancestors([n for n in wanted if n in self.portable], self.portable)
         return sorted({*forward, *needed}, key=self.order.__getitem__)
 
-    def _tasks(
-        self,
-        ways: dict[str, list[fx.Node]],
-        flow: _Flow,
-        results: Sequence[fx.Node],
-        terms: Sequence[tuple[Port, fx.Node, fx.Node]],
-    ) -> dict[str, Task]:
-        leaving = {*flow.sends, *flow.sends_back, *results, *(term for _, _, term in terms)}
-        leaving |= {node for _, node, _ in terms}
-        drafts = {}
-        for name, nodes in ways.items():
-            inside = set(nodes)
-            taken = dict.fromkeys(n for node in nodes for n in input_nodes(node) if n not in inside)
-            takers = {n for other, more in ways.items() if other != name for m in more for n in input_nodes(m)}
-            given = [n for n in nodes if n in leaving or n in takers]
-            drafts[name] = _task(self.graph, nodes, [n for n in taken if n.op != "get_attr"], given)
-        return _with_deaths(drafts, {n.name for n in leaving})
-
-    def _ports(self, ways: Iterable[Sequence[fx.Node]], results: Sequence[fx.Node | None]) -> dict[str, Port]:
-        used = {n for nodes in ways for node in nodes for n in input_nodes(node)} | set(results)
+    def _ports(self, ways: Iterable[Sequence[fx.Node]], others: Sequence[fx.Node | None]) -> dict[str, Port]:
+        used = {n for nodes in ways for node in nodes for n in input_nodes(node)} | set(others)
         return {node.name: port for port, node in ports(self.graph) if node in used}
-
-
-def _names(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
-    return tuple(node.name for node in nodes)
 
 
 def _ancestors(nodes: Sequence[fx.Node], within: set[fx.Node]) -> set[fx.Node]:
@@ -339,29 +311,20 @@ def _ancestors(nodes: Sequence[fx.Node], within: set[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _task(
-    graph: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
-) -> Task:
-    new = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in inputs:
-        copies[node] = new.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
-    inside = set(nodes)
-    constants = {n for node in nodes for n in input_nodes(node) if n.op == "get_attr"}
-    for node in graph.graph.nodes:
-        if node in inside or node in constants:
-            copies[node] = new.node_copy(node, lambda n: copies[n])
-    new.output(tuple(copies[node] for node in outputs))
-    return Task(graph_module(graph, new), _names(inputs), _names(outputs))
-
-
-def _with_deaths(tasks: dict[str, Task], leaving: set[str]) -> dict[str, Task]:
-    """Say which inputs of each task no later one takes and nobody waits for."""
-    later_of = {"forward": ("input_grad", "weight_grad"), "input_grad": ("weight_grad",)}
-    made = dict(tasks)
-    for name in ("forward", "backward", "input_grad", "weight_grad"):
-        later = later_of.get(name, ())
-        still = leaving | {value for other in later for value in tasks[other].inputs}
-        made[name] = replace(tasks[name], dies=frozenset(tasks[name].inputs) - still)
-    return made
+def _drafts(
+    ways: dict[str, list[fx.Node]],
+    ahead: set[fx.Node],
+    back: set[fx.Node],
+    terms: Sequence[tuple[Port, fx.Node, fx.Node]],
+) -> dict[str, Draft]:
+    """What every task computes, adds up and gives away: ``ahead`` after forward, ``back`` after backward."""
+    added = dict.fromkeys(term for _, _, term in terms)
+    lead = set(ways["input_grad"])
+    return {
+        "start": Draft(ways["start"]),
+        "forward": Draft(ways["forward"], leaving=ahead),
+        "backward": Draft(ways["backward"], tuple(added), back),
+        "input_grad": Draft(ways["input_grad"], tuple(term for term in added if term in lead), back),
+        "weight_grad": Draft(ways["weight_grad"], tuple(term for term in added if term not in lead)),
+        "finish": Draft(ways["finish"], leaving={total for _, total, _ in terms}),
+    }

@@ -1,121 +1,157 @@
-"""Memory of one pipeline stage, found by running its tasks on fake tensors."""
+"""What the tasks of one pipeline stage do to memory, found by running each on fake tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import fx
 
 from galvatron_fx.ir.annotations import TensorSpec, facts
 from galvatron_fx.ir.torch_compat import new_fake_mode
 from passes.simulate_step import MemoryMeter
 from passes.split_stages import Stage
+from passes.stage_tasks import Task, plus
 
 
 @dataclass(frozen=True)
 class TaskMemory:
-    """Bytes on one rank of a stage.
+    """What one run of a task does.
 
-    ``fixed_bytes``: parameters, inputs and what is made once and kept for a step; ``trained_bytes``: of trained
-    parameters, ``largest_bytes``: of the largest; ``gradient_bytes``: sums that grow over micro-batches;
-    ``saved_bytes``: kept for each micro-batch in flight; ``transient_bytes``: the most beside these while a task runs.
+    ``peak_bytes``: the most beside what was alive before it; ``fresh_bytes``: of every storage that it makes and
+    that outlives it; ``outputs``: for each output, then each sum, its storage: one of the fresh by number, or that of
+    an input or sum by name; ``strided``: outputs that are not contiguous.
     """
 
-    fixed_bytes: int
-    trained_bytes: int
-    largest_bytes: int
-    gradient_bytes: int
-    saved_bytes: int
-    transient_bytes: int
+    peak_bytes: int
+    fresh_bytes: tuple[int, ...]
+    outputs: tuple[int | str, ...]
+    strided: frozenset[str]
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Memory of a stage on one rank.
+
+    ``port_bytes``: of the graph's inputs that it takes, by name of value; ``tasks``: by name, and by whether they add
+    to sums that are there: those of the first micro-batch do not.
+    """
+
+    port_bytes: Mapping[str, int]
+    tasks: Mapping[tuple[str, bool], TaskMemory]
 
     @classmethod
-    def of(cls, stage: Stage, degrees: Sequence[int], splits_backward: bool, parts: int) -> TaskMemory:
-        """Measure ``stage`` under schedules that split backward or do not; ``parts``: micro-batches;
-        ``degrees``: ranks along each column of the layout.
+    def of(cls, stage: Stage, degrees: Sequence[int], kinds: Collection[str]) -> StageMemory:
+        """Measure ``stage`` under schedules with actions of these kinds (F, B, I, W); ``degrees``: ranks along each
+        column of the layout.
 
         Raises VerifierError where a node's shape is not the one its facts say.
         """
-        return _Measurement(stage, degrees).run(splits_backward, parts)
+        return _Measurement(stage, _Meter(degrees)).run(kinds)
 
 
+class _Meter(MemoryMeter):
+    """Runs every operator of a task once, however often the task is measured: counting is what differs."""
+
+    def __init__(self, degrees: Sequence[int]) -> None:
+        super().__init__(degrees)
+        self._made: dict[tuple[int, str], Any] = {}
+
+    def branch(self) -> _Meter:
+        """A meter that counts on from here."""
+        other = copy.copy(self)
+        other._live, other._sizes = self._live.copy(), self._sizes.copy()
+        return other
+
+    def _evaluate(self, graph: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+        key = id(graph), node.name
+        if node.target is plus or key not in self._made:
+            self._made[key] = super()._evaluate(graph, node, values)
+        return self._made[key]
+
+
+@dataclass
 class _Measurement:
-    def __init__(self, stage: Stage, degrees: Sequence[int]) -> None:
-        self.stage = stage
-        self.meter = MemoryMeter(degrees)
-        self.values: dict[str, Any] = {}
-        self.specs = _input_specs(stage)
+    """The values of one micro-batch, and a meter that counts them."""
 
-    def run(self, splits_backward: bool, parts: int) -> TaskMemory:
-        stage = self.stage
-        kinds = {name: port for name, port in stage.ports.items() if name in self.specs}
-        trained = [
-            self.specs[name].size_bytes for name, port in kinds.items() if port.kind == "param" and port.requires_grad
-        ]
+    stage: Stage
+    meter: _Meter
+    values: dict[str, Any] = field(default_factory=dict)
+    sums: dict[str, Any] = field(default_factory=dict)
+    found: dict[tuple[str, bool], TaskMemory] = field(default_factory=dict)
+
+    def run(self, kinds: Collection[str]) -> StageMemory:
+        stage, specs = self.stage, _port_specs(self.stage)
         with new_fake_mode():
-            self.values = {name: _fake(self.specs[name]) for name in kinds}
-            self.meter.hold(list(self.values.values()))
-            self._task("start", frozenset())
-            fixed = self.meter.bytes
-            saved, peak = self._microbatch(splits_backward)
-            terms = {gradient.term for gradient in stage.gradients}
-            gradients = sum(_size(self.values[name]) for name in terms if name in self.values)
-        # The first micro-batch's gradients are the sums themselves.
-        sums = gradients if parts > 1 else 0
-        return TaskMemory(fixed, sum(trained), max(trained, default=0), sums, saved, max(peak - fixed - saved, 0))
+            self._receive(specs)
+            self._task("start")
+            self._receive({name: stage.specs[name] for name in stage.receives})
+            self._task("forward")
+            self._receive({name: stage.specs[name] for name in stage.receives_back})
+            ways = {"B": ("backward",), "I": ("input_grad", "weight_grad")}
+            for way in (tasks for kind, tasks in ways.items() if kind in kinds):
+                first = self._branch({}, way)
+                # Other tensors than the terms, which are evaluated once.
+                again = self._branch({name: torch.empty_like(value) for name, value in first.sums.items()}, way)
+            again._task("finish")
+        return StageMemory({name: spec.size_bytes for name, spec in specs.items()}, self.found)
 
-    def _microbatch(self, splits_backward: bool) -> tuple[int, int]:
-        """(bytes kept in flight, peak) of one micro-batch run through."""
-        stage = self.stage
-        before = self.meter.bytes
-        names = [*stage.receives, *stage.receives_back]
-        self.values |= {name: _fake(stage.specs[name]) for name in names}
-        self.meter.hold([self.values[name] for name in stage.receives])
-        wanted = frozenset(stage.tasks["backward"].inputs)
-        self._task("forward", wanted)
-        self._forget([name for name in stage.receives if name not in wanted])
-        saved = self.meter.bytes - before
-        self.meter.hold([self.values[name] for name in stage.receives_back])
-        if not splits_backward:
-            self._task("backward", frozenset(g.term for g in stage.gradients))
-            return saved, self.meter.most_bytes
-        terms = frozenset(g.term for g in stage.gradients)
-        self._task("input_grad", terms | frozenset(stage.tasks["weight_grad"].inputs))
-        saved = max(saved, self.meter.bytes - before)
-        self._task("weight_grad", terms)
-        return saved, self.meter.most_bytes
+    def _branch(self, sums: dict[str, Any], tasks: Sequence[str]) -> _Measurement:
+        """Run the tasks from here on, with sums that are there, and leave this moment as it is."""
+        other = _Measurement(self.stage, self.meter.branch(), dict(self.values), sums, self.found)
+        other.meter.hold(list(sums.values()))
+        for name in tasks:
+            other._task(name)
+        return other
 
-    def _task(self, name: str, keep: frozenset[str]) -> None:
-        """Run a task; its outputs that nobody keeps, and its inputs that die, are let go."""
+    def _receive(self, specs: Mapping[str, TensorSpec]) -> None:
+        made = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in specs.items()}
+        self.values |= made
+        self.meter.hold(list(made.values()))
+
+    def _task(self, name: str) -> None:
+        """Run a task as :class:`galvatron_fx.runtime.stage_runner.StageRunner` does."""
         task = self.stage.tasks[name]
-        if not task.outputs:
+        if task.is_empty:
             return
-        owned = {i for i, value in enumerate(task.inputs) if value in task.dies and value not in self.stage.ports}
-        made = self.meter.run(task.graph, [self.values[value] for value in task.inputs], owned)
-        self.values |= dict(zip(task.outputs, made, strict=True))
-        if name != "start":
-            self._forget([value for value in task.outputs if value not in keep])
+        values = self.sums if name == "finish" else self.values
+        named = {n: values[n] for n in task.inputs} | {f"sum {n}": self.sums.get(n) for n in task.sums}
+        owned = {i for i, n in enumerate(named) if n in task.dies or i >= len(task.inputs)}
+        added = any(term in self.sums for term in task.sums)
+        before = self.meter.most_bytes = self.meter.bytes
+        made = self.meter.run(task.graph, list(named.values()), owned)
+        self.found[name, added] = _effect(task, named, made, self.meter.most_bytes - before)
+        count = len(task.outputs)
+        for dead in task.dies:
+            del values[dead]
+        values |= dict(zip(task.outputs, made[:count], strict=True))
+        self.sums |= dict(zip(task.sums, made[count:], strict=True))
 
-    def _forget(self, names: Sequence[str]) -> None:
-        for name in names:
-            if name in self.values and name not in self.stage.ports:
-                self.meter.drop([self.values.pop(name)])
+
+def _effect(task: Task, named: Mapping[str, Any], made: Sequence[Any], peak_bytes: int) -> TaskMemory:
+    """What a run made, by storage."""
+    known = {_storage(value): name for name, value in named.items() if value is not None}
+    fresh: dict[int, int] = {}
+    outputs: list[int | str] = []
+    for value in made:
+        key = _storage(value)
+        if key in known:
+            outputs.append(known[key])
+        else:
+            outputs.append(list(fresh).index(key) if key in fresh else len(fresh))
+            fresh[key] = value.untyped_storage().nbytes()
+    strided = {name for name, value in zip(task.outputs, made, strict=False) if not value.is_contiguous()}
+    return TaskMemory(peak_bytes, tuple(fresh.values()), tuple(outputs), frozenset(strided))
 
 
-def _input_specs(stage: Stage) -> dict[str, TensorSpec]:
+def _storage(value: torch.Tensor) -> int:
+    return int(value.untyped_storage()._cdata)
+
+
+def _port_specs(stage: Stage) -> dict[str, TensorSpec]:
     """Local specs of the graph's inputs that the stage's tasks take."""
-    found: dict[str, TensorSpec] = {}
-    for task in stage.tasks.values():
-        for node in task.graph.graph.nodes:
-            if node.op == "placeholder" and node.name in stage.ports:
-                found[node.name] = facts(node).spec
-    return found
-
-
-def _fake(spec: TensorSpec) -> torch.Tensor:
-    return torch.empty(spec.shape, dtype=spec.dtype)
-
-
-def _size(value: Any) -> int:
-    return int(value.untyped_storage().nbytes())
+    nodes = [node for task in stage.tasks.values() for node in task.graph.graph.find_nodes(op="placeholder")]
+    return {node.name: facts(node).spec for node in nodes if node.name in stage.ports}

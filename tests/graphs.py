@@ -38,6 +38,11 @@ class Builder:
         self._ports.append(Port(kind, name, kind == "param"))
         return node
 
+    def begin_backward(self) -> fx.Node:
+        """The gradient of a scalar loss; the nodes that follow are of the backward phase."""
+        self.phase = "backward"
+        return self.input("tangent", (), "tangent")
+
     def constant(self, name: str, value: Tensor) -> fx.Node:
         self.root.register_buffer(name, value)
         node = self.graph.create_node("get_attr", name)

@@ -18,7 +18,7 @@ from galvatron_fx.ir.schedule import Action, Schedule
 from galvatron_fx.ir.strategy import Strategy, original_name
 from galvatron_fx.runtime.microbatches import hoisted_values, merge_outputs
 from galvatron_fx.runtime.simulator import Simulator
-from galvatron_fx.runtime.stage_runner import Machine, StageRunner
+from galvatron_fx.runtime.stage_runner import StageRunner
 from passes.capture import FlatInputs
 from passes.find_blocks import num_blocks
 from passes.frontend import Frontend
@@ -27,6 +27,7 @@ from passes.partition import Partition
 from passes.place_recompute import PlaceRecompute
 from passes.shard_graph import ShardGraph
 from passes.split_stages import Stage
+from passes.stage_tasks import Task
 
 DEVICE = Cluster.preset("8xA100-80GB").device
 SEED = 20
@@ -154,14 +155,14 @@ def simulate_stages(
         ours = {name: port for name, port in stage.ports.items() if port.kind == "hoisted"}
         return {n: distribute(hoisted[int(p.name)][index], placed[p], shape) for n, p in ours.items()}
 
-    machine = Machine(
-        run=lambda task, args: simulator.run(task.graph, args),
-        add=lambda total, term: [a + b for a, b in zip(total, term, strict=True)],
-    )
+    def run_task(task: Task, arguments: list[Any]) -> list[list[Any]]:
+        ranks = len(simulator.coordinates)
+        return simulator.run(task.graph, [[None] * ranks if value is None else value for value in arguments])
+
     runners = []
     for stage in lowered.stages:
         shared = {name: value(port) for name, port in stage.ports.items() if port.kind != "hoisted"}
-        runners.append(StageRunner(stage, machine, shared, partial(own, stage)))
+        runners.append(StageRunner(stage, run_task, shared, partial(own, stage)))
     replay(schedule, runners)
     return _gathered(lowered, runners)
 

@@ -19,11 +19,16 @@ Dim: TypeAlias = int | sympy.Expr
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of one tensor; ``dims`` are the same sizes as expressions in batch ``b`` and sequence ``s``."""
+    """Shape and dtype of one tensor; ``dims`` are the same sizes as expressions in batch ``b`` and sequence ``s``.
+
+    ``batch_runs``: for each dim, the number of equal runs inside which the batch is outermost: sequence x batch,
+    flattened, is as many runs as the sequence is long. Empty where that is 1 for all dims.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     dims: tuple[Dim, ...] = ()
+    batch_runs: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -42,6 +47,10 @@ class TensorSpec:
     def symbolic(self) -> tuple[Dim, ...]:
         """The symbolic shape where it is known, else the concrete one."""
         return self.dims or self.shape
+
+    def runs_before_batch(self, dim: int) -> int:
+        """The entry of ``batch_runs`` for ``dim``."""
+        return self.batch_runs[dim] if self.batch_runs else 1
 
     def dim_of(self, symbol: sympy.Symbol) -> int | None:
         """The first dim whose size holds ``symbol``, or None."""

@@ -34,6 +34,8 @@ __all__ = [
     "Strategy",
     "copy_name",
     "original_name",
+    "stand_in_name",
+    "stood_for_name",
 ]
 
 PIPELINE = "pipeline"
@@ -133,6 +135,17 @@ class Strategy:
 def copy_name(name: str, stage: int) -> str:
     """The name of the copy of a parameter that pipeline stage ``stage`` holds beside an earlier stage's."""
     return f"{name}@{stage}"
+
+
+def stand_in_name(name: str, number: int) -> str:
+    """The name of a parameter in the ``number``-th stage that an equal stage stands for."""
+    own, copy, stage = name.partition("@")
+    return f"{own}~{number}{copy}{stage}" if number else name
+
+
+def stood_for_name(name: str) -> str:
+    """The name that :func:`stand_in_name` was given, without the copy's stage."""
+    return original_name(name).partition("~")[0]
 
 
 def original_name(name: str) -> str:

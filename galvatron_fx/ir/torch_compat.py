@@ -21,6 +21,7 @@ from torch.fx import traceback as fx_traceback
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import _BoxedCodeGen
+from torch.nn.modules import transformer as torch_transformer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -67,13 +68,18 @@ def new_fake_mode() -> FakeTensorMode:
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Make ``torch.compiler.is_compiling()`` true, so that models skip checks that read tensor values."""
-    before = torch.compiler._is_compiling_flag
+    """Make ``torch.compiler.is_compiling()`` true, so that models skip checks that read tensor values.
+
+    ``nn.TransformerEncoder`` and its kin do not ask, and compare the mask they are given with a causal one to pick a
+    kernel: the mask says the same, and :mod:`passes.fold_causal_masks` picks the kernel.
+    """
+    before = torch.compiler._is_compiling_flag, torch_transformer._detect_is_causal_mask
     torch.compiler._is_compiling_flag = True
+    torch_transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
     try:
         yield
     finally:
-        torch.compiler._is_compiling_flag = before
+        torch.compiler._is_compiling_flag, torch_transformer._detect_is_causal_mask = before
 
 
 def export_joint(module: nn.Module, args: Sequence[torch.Tensor], mode: FakeTensorMode) -> fx.GraphModule:
@@ -255,3 +261,14 @@ def lower_actions(
     }
     mapping = tuple(rank_of_stage)
     return schedules._add_send_recv(actions, lambda stage: mapping[stage], len(mapping))
+
+
+def orders_with_transfers(
+    orders: Sequence[Sequence[tuple[int, str, int]]], rank_of_stage: Sequence[int]
+) -> list[list[tuple[int, str, int]]]:
+    """The rows of :func:`lower_actions` as (stage, kind, micro-batch), SEND_F, RECV_F, SEND_B and RECV_B among them."""
+    lowered = lower_actions(orders, rank_of_stage)
+    return [
+        [(a.stage_index, str(a.computation_type.value), int(a.microbatch_index)) for a in lowered[rank]]
+        for rank in sorted(lowered)
+    ]

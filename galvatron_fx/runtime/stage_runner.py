@@ -1,24 +1,17 @@
-"""Run the tasks of one pipeline stage and keep its values between them."""
+"""Run the tasks of one pipeline stage and keep its values between them, each until its last use."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from galvatron_fx.ir.annotations import Port
-from passes.split_stages import Stage, Task
+from passes.split_stages import Stage
+from passes.stage_tasks import Task
 
-
-@dataclass(frozen=True)
-class Machine:
-    """How values are made: on one rank, tensors; in the simulation of many, lists of tensors.
-
-    ``run(task, arguments)`` runs a task's graph; the list of arguments may be emptied. ``add(total, term)`` adds.
-    """
-
-    run: Callable[[Task, list[Any]], Sequence[Any]]
-    add: Callable[[Any, Any], Any]
+# Runs a task's graph on values, emptying the list: tensors on one rank, lists of tensors in the simulation of many.
+RunTask = Callable[[Task, list[Any]], Sequence[Any]]
 
 
 @dataclass
@@ -28,10 +21,12 @@ class StageRunner:
     ``step_values``: what all micro-batches share, by name (parameters, buffers, inputs); ``microbatch_values(i)``:
     what micro-batch ``i`` has of its own. ``sums`` holds gradients that still grow, ``results`` those outputs of the
     graph that are made here, by micro-batch.
+
+    Lists of values that are received are emptied, so that their tensors die at their last use.
     """
 
     stage: Stage
-    machine: Machine
+    run_task: RunTask
     step_values: dict[str, Any]
     microbatch_values: Callable[[int], Mapping[str, Any]]
     sums: dict[str, Any] = field(default_factory=dict)
@@ -42,53 +37,62 @@ class StageRunner:
         """Make what stays for the whole step."""
         self.step_values.update(self._run("start", {}))
 
-    def forward(self, index: int, received: Sequence[Any], keep: bool = True) -> list[Any]:
+    def forward(self, index: int, received: list[Any], keep: bool = True) -> list[Any]:
         """Run forward on micro-batch ``index``; returns what the next stage needs. ``keep`` values for backward."""
-        values = {**self.microbatch_values(index), **dict(zip(self.stage.receives, received, strict=True))}
+        values = {**self.microbatch_values(index), **_taken(self.stage.receives, received)}
         values.update(self._run("forward", values))
         sends = [values[name] for name in self.stage.sends]
         self.results[index] = {port: self._value(name, values) for port, name in self.stage.results}
         if keep:
-            wanted = {*self.stage.tasks["backward"].inputs}
-            self._live[index] = {name: value for name, value in values.items() if name in wanted}
+            self._live[index] = _only(values, self.stage.tasks["backward"].inputs)
         return sends
 
-    def backward(self, index: int, received: Sequence[Any], whole: bool = True) -> list[Any]:
+    def backward(self, index: int, received: list[Any], whole: bool = True) -> list[Any]:
         """Run backward on a micro-batch (all of it, or up to the gradients that the stage before waits for)."""
-        values = self._live[index]
-        values.update(zip(self.stage.receives_back, received, strict=True))
+        values = self._live.pop(index)
+        values.update(_taken(self.stage.receives_back, received))
         values.update(self._run("backward" if whole else "input_grad", values))
-        sends = [values[name] for name in self.stage.sends_back]
-        self._collect(values)
-        if whole:
-            del self._live[index]
-        return sends
+        if not whole:
+            self._live[index] = _only(values, self.stage.tasks["weight_grad"].inputs)
+        return [values[name] for name in self.stage.sends_back]
 
     def weight_grad(self, index: int) -> None:
         """Run what is left of the backward of a micro-batch."""
-        values = self._live.pop(index)
-        values.update(self._run("weight_grad", values))
-        self._collect(values)
+        self._run("weight_grad", self._live.pop(index))
+
+    def end(self) -> None:
+        """Let go of what all micro-batches shared."""
+        self.step_values.clear()
 
     def finish(self) -> dict[str, Any]:
         """Return the gradients of the step, by name of parameter."""
-        made = self._run("finish", self.sums)
-        return {g.port.name: made.get(g.total, self.sums.get(g.term)) for g in self.stage.gradients}
+        made = self._run("finish", self.sums) | self.sums
+        self.sums.clear()
+        return {gradient.port.name: made[gradient.total] for gradient in self.stage.gradients}
 
     def _run(self, name: str, values: dict[str, Any]) -> dict[str, Any]:
         task = self.stage.tasks[name]
-        if not task.outputs:
+        if task.is_empty:
             return {}
         arguments = [self._value(n, values) for n in task.inputs]
+        arguments += [self.sums.pop(term, None) for term in task.sums]
         for dead in task.dies:
-            values.pop(dead, None)
-        return dict(zip(task.outputs, self.machine.run(task, arguments), strict=True))
+            del values[dead]
+        made = list(self.run_task(task, arguments))
+        count = len(task.outputs)
+        self.sums.update(zip(task.sums, made[count:], strict=True))
+        return dict(zip(task.outputs, made[:count], strict=True))
 
     def _value(self, name: str, values: Mapping[str, Any]) -> Any:
         return values[name] if name in values else self.step_values[name]
 
-    def _collect(self, values: dict[str, Any]) -> None:
-        for name in {gradient.term for gradient in self.stage.gradients}:
-            if name in values:
-                term = values.pop(name)
-                self.sums[name] = self.machine.add(self.sums[name], term) if name in self.sums else term
+
+def _taken(names: Sequence[str], received: list[Any]) -> dict[str, Any]:
+    """What was received, by name, taken out of its list."""
+    values = dict(zip(names, received, strict=True))
+    received.clear()
+    return values
+
+
+def _only(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: values[name] for name in names if name in values}

@@ -20,10 +20,11 @@ from galvatron_fx.ir.schedule import Schedule
 from galvatron_fx.ir.strategy import original_name
 from galvatron_fx.ir.torch_compat import box_arguments
 from galvatron_fx.runtime.microbatches import hoisted_values, merge_outputs
-from galvatron_fx.runtime.stage_runner import Machine, StageRunner
+from galvatron_fx.runtime.stage_runner import RunTask, StageRunner
 from galvatron_fx.runtime.torch_pipeline import RunningStage, TorchPipeline
 from passes.lower_stages import LoweredStages
-from passes.split_stages import Stage, Task
+from passes.split_stages import Stage
+from passes.stage_tasks import Task
 
 ValueOf = Callable[[Port], Any]
 
@@ -70,7 +71,7 @@ class StagedProgram:
             f"stage {stage.index} {name}": task.graph
             for stage in self.stages
             for name, task in stage.tasks.items()
-            if task.outputs
+            if not task.is_empty
         }
 
     @property
@@ -133,17 +134,21 @@ class StagedProgram:
     # ---- inside ----
 
     def _run(self, value_of: ValueOf, forward_only: bool) -> list[StageRunner]:
-        hoisted = hoisted_values(self.lowered.microbatched, value_of)
+        taken = {int(port.name) for stage in self.stages for port in stage.ports.values() if port.kind == "hoisted"}
+        every = enumerate(hoisted_values(self.lowered.microbatched, value_of))
+        hoisted = {position: values for position, values in every if position in taken}
         runners = []
         for stage in self.stages:
             shared = {name: self._value(port, value_of) for name, port in stage.ports.items() if port.kind != "hoisted"}
             own = {name: int(port.name) for name, port in stage.ports.items() if port.kind == "hoisted"}
-            runners.append(StageRunner(stage, self._machine, shared, partial(_of_microbatch, hoisted, own)))
+            runners.append(StageRunner(stage, self._run_task, shared, partial(_of_microbatch, hoisted, own)))
         peers = [self.pipeline.peers[rank] for rank in self.schedule.rank_of_stage]
         running = [RunningStage(r, self.schedule, self.pipeline.rank, peers, self.device) for r in runners]
         for runner in runners:
             runner.start()
         TorchPipeline(running, self.schedule, forward_only).run()
+        for runner in runners:
+            runner.end()
         if not forward_only:
             spans = (span for stage in running for span in stage.spans)
             self.last_spans[:] = sorted(spans, key=lambda span: span.start_s)
@@ -161,7 +166,7 @@ class StagedProgram:
         return {port: facts(node).spec.dtype for port, node in ports(self.lowered.joint)}
 
     @cached_property
-    def _machine(self) -> Machine:
+    def _run_task(self) -> RunTask:
         calls: dict[int, Callable[[list[Any]], Sequence[Any]]] = {}
 
         def run(task: Task, arguments: list[Any]) -> Sequence[Any]:
@@ -169,7 +174,7 @@ class StagedProgram:
                 calls[id(task)] = box_arguments(task.graph)
             return calls[id(task)](arguments)
 
-        return Machine(run=run, add=_add)
+        return run
 
     def _add_copies(self, gradients: dict[str, tuple[Port, Any]], value_of: ValueOf) -> None:
         """Add up the gradients of a parameter over all ranks that hold a copy, in place."""
@@ -213,10 +218,5 @@ class StagedProgram:
         return dict(sorted(found.items(), key=lambda item: item[0].name))
 
 
-def _of_microbatch(hoisted: list[list[Tensor]], own: Mapping[str, int], index: int) -> dict[str, Tensor]:
+def _of_microbatch(hoisted: Mapping[int, list[Tensor]], own: Mapping[str, int], index: int) -> dict[str, Tensor]:
     return {name: hoisted[position][index] for name, position in own.items()}
-
-
-def _add(total: Tensor, term: Tensor) -> Tensor:
-    """A new tensor: the first term may be a value that another gradient is made of as well."""
-    return total + term

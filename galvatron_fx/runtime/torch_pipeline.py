@@ -17,6 +17,34 @@ from galvatron_fx.runtime.stage_runner import StageRunner
 T = TypeVar("T")
 
 
+class Sender:
+    """Sends values to one neighbouring stage, those of one micro-batch at a time.
+
+    Torch's runtime would wait for all sends at the end of the step, and hold their tensors until then. Waiting for the
+    one before cannot hang: ``lower_actions`` puts a receive into its rank's order together with its send, so that what
+    a rank does before receiving never waits for what the sender does after sending.
+    """
+
+    def __init__(self, peer: int) -> None:
+        self._peer = peer
+        self._under_way: list[tuple[dist.Work, torch.Tensor]] = []
+
+    def send(self, values: Sequence[torch.Tensor]) -> None:
+        """Start sending ``values``, once the ones before have arrived."""
+        self.settle()
+        for value in values:
+            tensor = value.contiguous()
+            work = dist.isend(tensor, self._peer)
+            assert work is not None, "both ranks are in the world"
+            self._under_way.append((work, tensor))
+
+    def settle(self) -> None:
+        """Wait for what is under way and let go of it."""
+        for work, _ in self._under_way:
+            work.wait()
+        self._under_way.clear()
+
+
 class RunningStage:
     """One stage as torch's runtime calls it: it holds what was received until the computation that takes it.
 
@@ -38,6 +66,8 @@ class RunningStage:
         self.spans: list[Span] = []
         self._sends_ahead = not self.is_last and schedule.rank_of_stage[self.stage_index + 1] != rank
         self._peers = peers
+        # Of the last stage the first of these has no use, and of the first stage the second.
+        self._ahead, self._back = (Sender(peers[(self.stage_index + step) % self.num_stages]) for step in (1, -1))
         self._device = device
         self._activations: dict[int, list[Any]] = {}
         self._gradients: dict[int, list[Any]] = {}
@@ -48,17 +78,26 @@ class RunningStage:
 
     def get_fwd_recv_ops(self, index: int) -> list[dist.P2POp]:
         self._activations[index] = self._buffers(self.runner.stage.receives)
-        return self._ops(dist.irecv, self._activations[index], -1)
-
-    def get_fwd_send_ops(self, index: int) -> list[dist.P2POp]:
-        return self._ops(dist.isend, self._outgoing.pop(index), 1)
+        return self._receives(self._activations[index], -1)
 
     def get_bwd_recv_ops(self, index: int) -> list[dist.P2POp]:
         self._gradients[index] = self._buffers(self.runner.stage.receives_back)
-        return self._ops(dist.irecv, self._gradients[index], 1)
+        return self._receives(self._gradients[index], 1)
+
+    def get_fwd_send_ops(self, index: int) -> list[dist.P2POp]:
+        """Send, and leave torch's runtime nothing to hold."""
+        self._ahead.send(self._outgoing.pop(index))
+        return []
 
     def get_bwd_send_ops(self, index: int) -> list[dist.P2POp]:
-        return self._ops(dist.isend, self._outgoing_back.pop(index), -1)
+        """Likewise."""
+        self._back.send(self._outgoing_back.pop(index))
+        return []
+
+    def settle(self) -> None:
+        """Wait for the last sends."""
+        self._ahead.settle()
+        self._back.settle()
 
     def set_local_fwd_input(self, outputs: list[Any], index: int) -> None:
         self._activations[index] = outputs
@@ -73,9 +112,9 @@ class RunningStage:
         specs = [self.runner.stage.specs[name] for name in names]
         return [torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs]
 
-    def _ops(self, operation: Any, tensors: Sequence[torch.Tensor], step: int) -> list[dist.P2POp]:
+    def _receives(self, tensors: Sequence[torch.Tensor], step: int) -> list[dist.P2POp]:
         peer = self._peers[self.stage_index + step]
-        return [dist.P2POp(operation, tensor.contiguous(), peer) for tensor in tensors]
+        return [dist.P2POp(dist.irecv, tensor, peer) for tensor in tensors]
 
     # ---- what is computed ----
 
@@ -128,3 +167,5 @@ class TorchPipeline(pipeline_runtime()):  # type: ignore[misc]
     def run(self) -> None:
         """Walk this rank's part of the schedule once."""
         self._step_microbatches(return_outputs=False)
+        for stage in self._stages:
+            stage.settle()

@@ -1,41 +1,38 @@
-"""Time and memory of one block under every strategy, from one solved sharding a role and degree.
+"""Time and memory of one block under many strategies at once, from one solved sharding a role and degree.
 
 The intra-block solver runs once for every distinct block, role and degree. A strategy gives several axes to several
-roles; its price
-composes their solutions: an operator's work is divided by the degree of every role that splits it, and a
-redistribution moves what the other roles left of the tensor. All strategies of a block are priced at once, as arrays.
+roles; its price composes their solutions: an operator's work is divided by the degree of every role that splits it,
+and a redistribution moves what the other roles left of the tensor (:mod:`passes.search.block_terms`). It is composed,
+not lowered: :mod:`passes.search.plan_search` lowers what it chooses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
-from math import prod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 
 import numpy as np
-from torch import fx
+from numpy.typing import NDArray
 
 from cost_models.collectives import collective_s
-from cost_models.ops import OpCost, is_matmul, op_time_s
-from galvatron_fx.ir.annotations import TensorSpec, facts, output_ports, ports
-from galvatron_fx.ir.cluster import Cluster
-from galvatron_fx.ir.placement import REPLICATE, Partial, Placement, Shard
+from cost_models.ops import OpCost, op_time_s
+from galvatron_fx.ir.cluster import Cluster, Device
 from galvatron_fx.ir.strategy import RoleGroup, Strategy
-from galvatron_fx.ir.symbols import BATCH
-from passes.insert_collectives import AxisSharding
-from passes.sharding.op_call import call_cost, input_nodes, is_getitem, op_call
-from passes.sharding.prices import Prices, dtype_name, is_free
-from passes.sharding.rules import OpRule
+from passes.search.block_terms import Amounts, BlockReader, BlockTerms, Bools, Composition, Floats
+from passes.search.candidates import batch_share
+from passes.search.solutions import Solutions
+from passes.sharding.prices import traffic_s, update_traffic_s
 
 # Adam keeps two moments beside each parameter and its gradient, all of the parameter's dtype.
 STATES_PER_PARAMETER = 4
+_ADDING_PASSES = 3  # a term is added to a sum: both are read, a new sum is written
 
-Solutions = Mapping[tuple[str, int], AxisSharding]
+Groups = tuple[RoleGroup, ...]
 
 
 @dataclass(frozen=True)
-class BlockPrice:
-    """A block under one strategy, on one rank.
+class BlockPrices:
+    """A block on one rank, an entry for every strategy that was asked for.
 
     ``forward_s`` and ``backward_s``: of one micro-batch; ``once_s``: once a step, the optimizer's update and the
     gathers and reductions that wait for all micro-batches; ``static_bytes``: parameters, gradients, optimizer states
@@ -43,410 +40,213 @@ class BlockPrice:
     ``transient_bytes``: the most that lives beside these while it runs.
     """
 
-    forward_s: float
-    backward_s: float
-    once_s: float
-    static_bytes: int
-    saved_bytes: int
-    transient_bytes: int
+    forward_s: Floats
+    backward_s: Floats
+    once_s: Floats
+    static_bytes: Floats
+    saved_bytes: Floats
+    transient_bytes: Floats
 
-    @property
-    def time_s(self) -> float:
-        """Seconds of a step with one micro-batch."""
-        return self.forward_s + self.backward_s + self.once_s
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """The terms of a block's price for one role table, in seconds and bytes."""
-
-    forward_s: float
-    backward_s: float
-    gather_s: float
-    scatter_s: float
-    reduce_s: float
-    update_s: float
-    static_bytes: float
-    saved_bytes: float
-    entry_bytes: float
-    gathered_bytes: float
-    transient_bytes: float
+    def __getitem__(self, entries: slice) -> BlockPrices:
+        """The prices of some of the entries."""
+        return BlockPrices(**{f.name: getattr(self, f.name)[entries] for f in fields(self)})
 
 
 @dataclass(frozen=True)
-class GraphIndex:
-    """What the pricers of all blocks look up in one graph: its blocks' nodes, parameters and their gradients."""
+class _Columns:
+    """The terms of a block for role tables and micro-batches: arrays over columns, in seconds and bytes."""
 
-    blocks: Mapping[int, list[fx.Node]]
-    parameters: frozenset[fx.Node]
-    trained: frozenset[fx.Node]
-    first_user: Mapping[fx.Node, fx.Node]
-    gradients: tuple[tuple[fx.Node, fx.Node], ...]
-
-    @classmethod
-    def of(cls, graph: fx.GraphModule) -> GraphIndex:
-        """Index ``graph`` in one pass."""
-        named = {port.name: node for port, node in ports(graph) if port.kind == "param"}
-        parameters = frozenset(named.values())
-        blocks: dict[int, list[fx.Node]] = {}
-        first: dict[fx.Node, fx.Node] = {}
-        for node in graph.graph.nodes:
-            if node.op == "call_function":
-                blocks.setdefault(max(facts(node).block, 0), []).append(node)
-                for source in input_nodes(node):
-                    if source in parameters:
-                        first.setdefault(source, node)
-        gradients = tuple(
-            (named[port.name], node)
-            for port, node in output_ports(graph)
-            if port.kind == "grad" and node is not None and port.name in named
-        )
-        trained = frozenset(node for port, node in ports(graph) if port.kind == "param" and port.requires_grad)
-        return cls(blocks, parameters, trained, first, gradients)
+    forward_s: Floats
+    backward_s: Floats
+    gather_s: Floats
+    scatter_s: Floats
+    reduce_s: Floats
+    update_s: Floats
+    static_bytes: Floats
+    saved_bytes: Floats
+    entering_bytes: Floats
+    gathered_bytes: Floats
+    transient_bytes: Floats
+    gradient_bytes: Floats
+    whole_gradient_bytes: Floats
+    largest_gradient_bytes: Floats
 
 
 @dataclass
 class BlockPricer:
-    """Prices strategies of the block ``index`` of ``graph``; ``solutions``: a decision for every (role, degree).
+    """Prices strategies of one block by the ``solutions`` for their roles."""
 
-    What does not depend on a strategy is looked up once, so one pricer serves all meshes and numbers of micro-batches.
-    """
-
-    graph: GraphIndex
-    index: int
+    reader: BlockReader
     cluster: Cluster
     solutions: Solutions
-    parts: int = 1
-    _nodes: list[fx.Node] = field(init=False)
-    _known: dict[tuple[int, tuple[RoleGroup, ...]], _Parts] = field(default_factory=dict)
-    _found_moves: dict[int, list[tuple[fx.Node, Placement, str, Placement]]] = field(default_factory=dict)
-    _found_operators: dict[int, list[_Operator]] = field(default_factory=dict)
+    _terms: dict[tuple[tuple[str, int], ...], BlockTerms] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self._nodes = self.graph.blocks.get(self.index, [])
-        inside = set(self._nodes)
-        self._parameters = self.graph.parameters
-        self._trained = self.graph.trained
-        self._owned = [n for n in self._parameters if self.graph.first_user.get(n) in inside]
-        self._owned.sort(key=lambda n: n.name)
-        self._weights = _parameter_side(self._nodes, self._parameters)
-        self._used = [n for n in self._parameters if any(user in inside for user in n.users)]
-        self._used.sort(key=lambda n: n.name)
-        self._final_gradients = {node for _, node in self.graph.gradients if node in inside}
-        self._lives = [self._life_spans(phase) for phase in ("forward", "backward")]
-
-    def price(self, strategy: Strategy, parts: int = 1) -> BlockPrice:
-        """The block's price with ``parts`` micro-batches, of which whatever has a batch is a part.
-
-        It is composed, not lowered: :mod:`passes.search.plan_search` lowers what it chooses.
-        """
-        self.parts = parts
-        terms = self._terms(strategy.groups(self.cluster.shape))
-        keeps = strategy.keep_gathered and not strategy.recompute
-        kept = terms.gathered_bytes if keeps else 0.0
-        # A gradient that is reduced at the end of several micro-batches grows whole beside its kept share.
-        whole_gradients = kept if parts > 1 else 0.0
-        again = terms.forward_s + terms.gather_s if strategy.recompute else terms.gather_s
-        held = terms.entry_bytes if strategy.recompute else terms.saved_bytes
-        rebuilt = terms.saved_bytes - terms.entry_bytes if strategy.recompute else 0.0
-        return BlockPrice(
-            forward_s=terms.forward_s + (0.0 if keeps else terms.gather_s),
-            backward_s=terms.backward_s + (0.0 if keeps else again + terms.scatter_s),
-            once_s=terms.update_s + terms.reduce_s + (terms.gather_s + terms.scatter_s if keeps else 0.0),
-            static_bytes=int(terms.static_bytes + kept + whole_gradients),
-            saved_bytes=int(held),
-            transient_bytes=int(max(terms.transient_bytes + terms.gathered_bytes - kept + rebuilt, 0.0)),
+    def prices(self, wanted: Sequence[tuple[Strategy, int]]) -> BlockPrices:
+        """The prices of (strategy, number of micro-batches) pairs, in order."""
+        groups = {strategy: strategy.groups(self.cluster.shape) for strategy, _ in wanted}
+        share = {(strategy, parts): batch_share(strategy, parts, self.cluster.shape) for strategy, parts in wanted}
+        distinct = {(groups[strategy], parts): share[strategy, parts] for strategy, parts in wanted}
+        columns = self._columns(list(distinct), list(distinct.values()))
+        position = {key: i for i, key in enumerate(distinct)}
+        rows = np.array([position[groups[strategy], parts] for strategy, parts in wanted], dtype=np.int64)
+        terms = _Columns(**{f.name: getattr(columns, f.name)[rows] for f in fields(columns)})
+        return _prices(
+            terms,
+            np.array([strategy.recompute for strategy, _ in wanted], dtype=np.bool_),
+            np.array([strategy.keep_gathered for strategy, _ in wanted], dtype=np.bool_),
+            np.array([parts > 1 for _, parts in wanted], dtype=np.bool_),
+            self.cluster.device,
         )
 
-    def _terms(self, groups: tuple[RoleGroup, ...]) -> _Parts:
-        """What recomputation and keeping do not change, once a role table."""
-        key = self.parts, groups
-        if key not in self._known:
-            view = _View([(group, self.solutions[group.role, group.degree]) for group in groups])
-            forward, backward = self._compute(view)
-            moves = self._moves(view)
-            static, update = self._static(view)
-            saved, entries = self._saved(view)
-            gather, gathered = self._gathers(view)
-            self._known[key] = _Parts(
-                forward_s=forward + moves["forward"],
-                backward_s=backward + moves["backward"],
-                gather_s=gather,
-                scatter_s=moves["scatter"],
-                reduce_s=moves["reduce"],
-                update_s=update,
-                static_bytes=static,
-                saved_bytes=saved,
-                entry_bytes=entries,
-                gathered_bytes=gathered,
-                transient_bytes=self._transient(view),
-            )
-        return self._known[key]
+    def _columns(self, wanted: Sequence[tuple[Groups, int]], shares: Sequence[float]) -> _Columns:
+        """Terms of (role groups, micro-batches) pairs; those of one composition are computed together."""
+        alike: dict[tuple[tuple[str, int], ...], list[int]] = {}
+        composed: dict[tuple[tuple[str, int], ...], Composition] = {}
+        for i, ((groups, _), share) in enumerate(zip(wanted, shares, strict=True)):
+            composition = tuple((group.role, self.solutions.at(group, share)) for group in groups)
+            key = tuple((role, id(sharding)) for role, sharding in composition)
+            composed[key] = composition
+            alike.setdefault(key, []).append(i)
+        result = _Columns(**{f.name: np.zeros(len(wanted)) for f in fields(_Columns)})
+        for key, rows in alike.items():
+            if key not in self._terms:
+                self._terms[key] = self.reader.read(composed[key])
+            found = _Evaluation(self._terms[key], self.cluster, [wanted[i] for i in rows]).columns()
+            for f in fields(_Columns):
+                getattr(result, f.name)[rows] = getattr(found, f.name)
+        return result
 
-    # ---- time ----
 
-    def _compute(self, view: _View) -> tuple[float, float]:
+def _prices(terms: _Columns, recompute: Bools, keep: Bools, several: Bools, device: Device) -> BlockPrices:
+    """What recomputation, keeping gathered parameters and several micro-batches make of a block's terms."""
+    keep = keep & ~recompute
+    again = np.where(recompute, terms.forward_s, 0.0) + terms.gather_s
+    rebuilt = np.where(recompute, terms.saved_bytes - terms.entering_bytes, 0.0)
+    kept = np.where(keep, terms.gathered_bytes, 0.0)
+    # Gradients that are reduced at the end grow whole, and what becomes of them takes the place of what was gathered.
+    sums = np.where(several, np.where(keep, terms.whole_gradient_bytes, terms.gradient_bytes), 0.0)
+    gradients = np.where(keep & several, 0.0, terms.gradient_bytes)
+    adding = np.where(several, _ADDING_PASSES * sums, 0.0)
+    transient = terms.transient_bytes + terms.gathered_bytes - kept + rebuilt
+    return BlockPrices(
+        forward_s=terms.forward_s + np.where(keep, 0.0, terms.gather_s),
+        backward_s=terms.backward_s + np.where(keep, 0.0, again + terms.scatter_s) + traffic_s(device, adding),
+        once_s=terms.update_s + terms.reduce_s + np.where(keep, terms.gather_s + terms.scatter_s, 0.0),
+        static_bytes=np.floor(terms.static_bytes - terms.gradient_bytes + kept + np.maximum(gradients, sums)),
+        saved_bytes=np.floor(np.where(recompute, terms.entering_bytes, terms.saved_bytes)),
+        transient_bytes=np.floor(np.maximum(transient, np.where(several, 2 * terms.largest_gradient_bytes, 0.0))),
+    )
+
+
+class _Evaluation:
+    """The terms of a block at the degrees, axes and micro-batches of some columns."""
+
+    def __init__(self, terms: BlockTerms, cluster: Cluster, wanted: Sequence[tuple[Groups, int]]) -> None:
+        self.terms = terms
+        self.cluster = cluster
+        count = len(wanted)
+        degrees = [[group.degree for group in groups] for groups, _ in wanted]
+        self.degrees = np.array(degrees, dtype=np.float64).reshape(count, len(terms.roles))
+        self.parts = np.array([parts for _, parts in wanted], dtype=np.float64)
+        # Columns by the axes that a role has in them: collectives over equal axes are priced together.
+        self.axes: list[dict[tuple[int, ...], NDArray[np.int64]]] = []
+        for role in range(len(terms.roles)):
+            rows: dict[tuple[int, ...], list[int]] = {}
+            for column, (groups, _) in enumerate(wanted):
+                rows.setdefault(groups[role].axes, []).append(column)
+            self.axes.append({axes: np.array(columns) for axes, columns in rows.items()})
+
+    def columns(self) -> _Columns:
+        forward, backward = self._compute()
+        moves = self._moves()
+        gather, gathered = self._gathers()
+        static, update = self._static()
+        gradients, whole, largest = self._gradients()
+        saved = self._on_rank(self.terms.saved)
+        lives = [(life.alive @ self._on_rank(life.values)).max(axis=0, initial=0.0) for life in self.terms.lives]
+        return _Columns(
+            forward_s=forward + moves["forward"],
+            backward_s=backward + moves["backward"],
+            gather_s=gather,
+            scatter_s=moves["scatter"],
+            reduce_s=moves["reduce"],
+            update_s=update,
+            static_bytes=static,
+            saved_bytes=saved.sum(axis=0),
+            entering_bytes=saved[self.terms.entering].sum(axis=0),
+            gathered_bytes=gathered,
+            transient_bytes=np.maximum(*lives),
+            gradient_bytes=gradients,
+            whole_gradient_bytes=whole,
+            largest_gradient_bytes=largest,
+        )
+
+    def _on_rank(self, amounts: Amounts) -> Floats:
+        return amounts.on_rank(self.degrees, self.parts)
+
+    def _compute(self) -> tuple[Floats, Floats]:
         """Seconds of the operators in forward and in backward."""
-        times = {"forward": 0.0, "backward": 0.0}
-        for operator in self._operators():
-            if operator.free:
-                continue
-            share, moved = 1.0, 0.0
-            for group, sharding in view.chosen:
-                share /= group.degree if sharding.rules[operator.node].splits_work else 1
-            for position, size in enumerate(operator.input_bytes):
-                moved += size * view.part(operator.node, "inputs", position)
-            for position, size in enumerate(operator.output_bytes):
-                moved += size * view.part(operator.node, "outputs", position)
-            cost = OpCost(operator.flops * share, moved, 0)
-            times[operator.phase] += float(op_time_s(cost, operator.dtype, self.cluster.device, operator.matmul))
-        return times["forward"], times["backward"]
+        operators = self.terms.operators
+        if not len(operators.starts):
+            return np.zeros(len(self.parts)), np.zeros(len(self.parts))
+        flops = self._on_rank(operators.flops)
+        moved = np.add.reduceat(self._on_rank(operators.tensors), operators.starts, axis=0)
+        seconds = np.zeros_like(flops)
+        for kind in dict.fromkeys(operators.kinds):
+            rows = np.flatnonzero([other == kind for other in operators.kinds])
+            seconds[rows] = op_time_s(OpCost(flops[rows], moved[rows], 0), kind[0], self.cluster.device, kind[1])
+        return seconds[~operators.backward].sum(axis=0), seconds[operators.backward].sum(axis=0)
 
-    def _moves(self, view: _View) -> dict[str, float]:
+    def _moves(self) -> dict[str, Floats]:
         """Seconds of redistributions: by phase, and of finished gradients that are scattered or all-reduced."""
-        times = {"forward": 0.0, "backward": 0.0, "scatter": 0.0, "reduce": 0.0}
-        for group, sharding in view.chosen:
-            axes = [self.cluster.axes[i] for i in group.axes]
-            for source, want, phase, have in self._redistributions(sharding):
-                kind = _kind(have, want)
-                if kind is None:
-                    continue
-                final = source in self._final_gradients and isinstance(have, Partial)
-                if group.role == "zero" and final:
-                    kind = "reduce_scatter"
-                size = self._size(facts(source).spec) * view.part_of(source, without=group)
-                time = float(collective_s(kind, size, axes))
-                times[phase if not final else "reduce" if kind == "all_reduce" else "scatter"] += time
+        times = {slot: np.zeros(len(self.parts)) for slot in ("forward", "backward", "scatter", "reduce")}
+        size = self._on_rank(self.terms.moved)
+        for move in dict.fromkeys(self.terms.moves):
+            rows = np.flatnonzero([other == move for other in self.terms.moves])
+            times[move.slot] += self._collective_s(move.kind, size[rows], move.role)
         return times
 
-    def _size(self, spec: TensorSpec) -> float:
-        """Bytes of a tensor of one micro-batch."""
-        return spec.size_bytes / (self.parts if spec.dim_of(BATCH) is not None else 1)
+    def _collective_s(self, kind: str, size: Floats, role: int) -> Floats:
+        """``[C]``: seconds of collectives of ``size[V, C]`` bytes over the axes of a role, added up."""
+        seconds = np.zeros(len(self.parts))
+        for axes, columns in self.axes[role].items():
+            found = collective_s(kind, size[:, columns], [self.cluster.axes[i] for i in axes])
+            seconds[columns] = found.sum(axis=0)
+        return seconds
 
-    def _operators(self) -> list[_Operator]:
-        if self.parts not in self._found_operators:
-            self._found_operators[self.parts] = [_Operator.of(n, self._size) for n in self._nodes if not is_getitem(n)]
-        return self._found_operators[self.parts]
+    def _zero_degrees(self) -> Floats:
+        """``[W, C]``: ranks among which ``zero`` splits a parameter, 1 where none of its dims divides."""
+        weights, roles = self.terms.weights, self.terms.roles
+        if "zero" not in roles:
+            return np.ones((len(weights.shapes), len(self.parts)))
+        degree = self.degrees[:, roles.index("zero")][None, :]
+        whole = np.where(weights.amounts.split[:, None, :], self.degrees[None, :, :], 1.0).prod(axis=2)
+        divides = np.zeros(whole.shape, dtype=np.bool_)
+        for row, shape in enumerate(weights.shapes):
+            for size in shape:
+                divides[row] |= size % (degree[0] * whole[row]) == 0
+        return np.where(divides, degree, 1.0)
 
-    def _redistributions(self, sharding: AxisSharding) -> list[tuple[fx.Node, Placement, str, Placement]]:
-        """(value, wanted placement, phase, placement it has), each once, as the lowering makes them."""
-        if id(sharding) not in self._found_moves:
-            self._found_moves[id(sharding)] = self._find_moves(sharding)
-        return self._found_moves[id(sharding)]
-
-    def _find_moves(self, sharding: AxisSharding) -> list[tuple[fx.Node, Placement, str, Placement]]:
-        made: dict[tuple[fx.Node, Placement], tuple[fx.Node, Placement, str, Placement]] = {}
-        for node in self._nodes:
-            if is_getitem(node):
-                continue
-            rule = sharding.rules[node]
-            for source, want in zip(input_nodes(node), rule.inputs, strict=True):
-                have = self._entering(sharding, source)
-                if have != want:
-                    made.setdefault((source, want), (source, want, facts(node).phase, have))
-        for node in self._nodes:
-            leave = sharding.boundaries.get(node)
-            if leave is not None and sharding.placement(node) != leave:
-                made.setdefault((node, leave), (node, leave, facts(node).phase, sharding.placement(node)))
-        for gradient, want in self._gradients(sharding):
-            if sharding.placement(gradient) != want:
-                key = (gradient, want)
-                made.setdefault(key, (gradient, want, "backward", sharding.placement(gradient)))
-        return list(made.values())
-
-    def _entering(self, sharding: AxisSharding, source: fx.Node) -> Placement:
-        if source.op != "call_function" or max(facts(source).block, 0) == self.index:
-            return sharding.placement(source)
-        return sharding.boundaries.get(source, REPLICATE)
-
-    def _gradients(self, sharding: AxisSharding) -> list[tuple[fx.Node, Placement]]:
-        """Gradients made in the block and the placement of the parameter that they belong to."""
-        return [
-            (node, sharding.inputs.get(parameter, REPLICATE))
-            for parameter, node in self.graph.gradients
-            if node in self._final_gradients
-        ]
-
-    # ---- memory ----
-
-    def _static(self, view: _View) -> tuple[float, float]:
-        """Bytes of parameters with gradients and optimizer states, and seconds of the update."""
-        total = update = 0.0
-        prices = Prices(self.cluster.device, ())
-        for node in self._owned:
-            part = view.part_of(node) / self._zero_degree(node, view)
-            trained = node in self._trained
-            total += facts(node).spec.size_bytes * part * (STATES_PER_PARAMETER if trained else 1)
-            update += prices.update_s(facts(node).spec, REPLICATE) * part if trained else 0.0
-        return total, update
-
-    def _zero_degree(self, node: fx.Node, view: _View) -> int:
-        """Ranks among which ``zero`` splits a parameter, 1 where none of its dims divides."""
-        degree = prod(group.degree for group, _ in view.chosen if group.role == "zero")
-        whole = prod(group.degree for group, sharding in view.chosen if isinstance(sharding.placement(node), Shard))
-        divides = any(size % (degree * whole) == 0 for size in facts(node).spec.shape)
-        return degree if divides else 1
-
-    def _gathers(self, view: _View) -> tuple[float, float]:
+    def _gathers(self) -> tuple[Floats, Floats]:
         """(seconds, bytes) of making the block's parameters whole over the ``zero`` axes once."""
-        time = size = 0.0
-        for group, _ in view.chosen:
-            if group.role != "zero":
-                continue
-            axes = [self.cluster.axes[i] for i in group.axes]
-            for node in self._used:
-                if self._zero_degree(node, view) > 1:
-                    whole = facts(node).spec.size_bytes * view.part_of(node)
-                    size += whole
-                    time += float(collective_s("all_gather", whole, axes))
-        return time, size
+        weights, roles = self.terms.weights, self.terms.roles
+        if "zero" not in roles:
+            return np.zeros(len(self.parts)), np.zeros(len(self.parts))
+        size = np.where(self._zero_degrees() > 1, self._on_rank(weights.amounts), 0.0)[weights.used]
+        return self._collective_s("all_gather", size, roles.index("zero")), size.sum(axis=0)
 
-    def _saved(self, view: _View) -> tuple[float, float]:
-        """(bytes kept from forward, of which values that enter the block)."""
-        saved: dict[tuple[fx.Node, tuple[Placement, ...]], float] = {}
-        for node in self._nodes:
-            if is_getitem(node):
-                continue
-            for position, source in enumerate(input_nodes(node)):
-                if source in self._weights:
-                    continue
-                if facts(node).phase == "backward" and facts(source).phase == "forward":
-                    wants = tuple(sharding.rules[node].inputs[position] for _, sharding in view.chosen)
-                    root = _root(source)
-                    saved[root, wants] = self._size(facts(root).spec) * view.part_for(wants)
-        entries = {
-            key: size
-            for key, size in saved.items()
-            if key[0].op != "call_function" or max(facts(key[0]).block, 0) != self.index
-        }
-        return sum(saved.values()), sum(entries.values())
+    def _static(self) -> tuple[Floats, Floats]:
+        """Bytes of parameters with gradients and optimizer states, and seconds of the update."""
+        weights = self.terms.weights
+        size = (self._on_rank(weights.amounts) / self._zero_degrees())[weights.owned]
+        trained = weights.trained[weights.owned][:, None]
+        states = (size * np.where(trained, STATES_PER_PARAMETER, 1)).sum(axis=0)
+        return states, update_traffic_s(self.cluster.device, np.where(trained, size, 0.0).sum(axis=0))
 
-    def _transient(self, view: _View) -> float:
-        """The most bytes of backward values (or of forward ones that are not saved) that live at once."""
-        most = 0.0
-        for lives in self._lives:
-            change = np.zeros(2 + max((end for _, _, end in lives), default=0))
-            for node, start, end in lives:
-                size = self._size(facts(node).spec) * view.part_of(node)
-                change[start] += size
-                change[end + 1] -= size
-            most = max(most, float(np.cumsum(change).max(initial=0.0)))
-        return most
-
-    def _life_spans(self, phase: str) -> list[tuple[fx.Node, int, int]]:
-        """(value, where it is made, where it is last used, itself or through a view) of one phase."""
-        nodes = [n for n in self._nodes if facts(n).phase == phase]
-        position = {node: i for i, node in enumerate(nodes)}
-        spans = []
-        for node, start in position.items():
-            if facts(node).multi_output or node in self._weights or _is_view(node):
-                continue
-            ends = [position[user] for user in _users_through_views(node) if user in position]
-            spans.append((node, start, max(ends, default=start)))
-        return spans
-
-
-@dataclass(frozen=True)
-class _Operator:
-    node: fx.Node
-    phase: str
-    flops: float
-    input_bytes: tuple[float, ...]
-    output_bytes: tuple[float, ...]
-    dtype: str
-    matmul: bool
-    free: bool
-
-    @classmethod
-    def of(cls, node: fx.Node, size: Callable[[TensorSpec], float]) -> _Operator:
-        """``size``: bytes of a tensor in one micro-batch, of which the work is a like share."""
-        call = op_call(node)
-        cost = call_cost(call)
-        specs = [s for s in (*call.inputs, *call.outputs) if s is not None]
-        share = min((size(s) / s.size_bytes for s in specs if s.size_bytes), default=1.0)
-        return cls(
-            node,
-            facts(node).phase,
-            float(cost.flops) * share,
-            tuple(size(s) for s in call.inputs),
-            tuple(size(s) if s is not None else 0.0 for s in call.outputs),
-            dtype_name(call),
-            is_matmul(call.target),
-            is_free(call),
-        )
-
-
-@dataclass(frozen=True)
-class _View:
-    """The decisions of a strategy's role groups, asked together."""
-
-    chosen: Sequence[tuple[RoleGroup, AxisSharding]]
-
-    def part(self, node: fx.Node, side: str, position: int) -> float:
-        """The share of an operator's input or output that one rank holds."""
-        share = 1.0
-        for group, sharding in self.chosen:
-            rule: OpRule = sharding.rules[node]
-            if isinstance(getattr(rule, side)[position], Shard):
-                share /= group.degree
-        return share
-
-    def part_of(self, node: fx.Node, without: RoleGroup | None = None) -> float:
-        """The share of a value that one rank holds as it was produced."""
-        share = 1.0
-        for group, sharding in self.chosen:
-            if group is without:
-                continue
-            try:
-                placed = sharding.placement(node)
-            except KeyError:
-                placed = sharding.boundaries.get(node, REPLICATE)
-            share /= group.degree if isinstance(placed, Shard) else 1
-        return share
-
-    def part_for(self, wants: Sequence[Placement]) -> float:
-        """The share of a value that one rank holds in the placements ``wants``, one a role group."""
-        share = 1.0
-        for (group, _), want in zip(self.chosen, wants, strict=True):
-            share /= group.degree if isinstance(want, Shard) else 1
-        return share
-
-
-def _kind(have: Placement, want: Placement) -> str | None:
-    if isinstance(have, Partial):
-        return "all_reduce" if want == REPLICATE else "reduce_scatter"
-    if isinstance(have, Shard):
-        return "all_to_all" if isinstance(want, Shard) and want.dim != have.dim else "all_gather"
-    return None
-
-
-def _is_view(node: fx.Node) -> bool:
-    return not is_getitem(node) and not facts(node).multi_output and is_free(op_call(node))
-
-
-def _root(node: fx.Node) -> fx.Node:
-    """The value whose memory a view shares."""
-    while node.op == "call_function" and _is_view(node) and input_nodes(node):
-        node = input_nodes(node)[0]
-    return node
-
-
-def _users_through_views(node: fx.Node) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    pending = list(node.users)
-    while pending:
-        user = pending.pop()
-        found.append(user)
-        if user.op == "call_function" and _is_view(user):
-            pending += list(user.users)
-    return found
-
-
-def _parameter_side(nodes: list[fx.Node], parameters: Set[fx.Node]) -> set[fx.Node]:
-    """Parameters and what is made of them alone."""
-    alone = set(parameters)
-    for node in nodes:
-        sources = input_nodes(node)
-        if sources and facts(node).phase == "forward" and all(source in alone for source in sources):
-            alone.add(node)
-    return alone
+    def _gradients(self) -> tuple[Floats, Floats, Floats]:
+        """Bytes of the gradients, of the same before ``zero`` axes scatter them, and of the largest of these."""
+        weights = self.terms.weights
+        rows = weights.owned & weights.trained
+        whole = self._on_rank(weights.amounts)[rows]
+        scattered = whole / self._zero_degrees()[rows]
+        return scattered.sum(axis=0), whole.sum(axis=0), whole.max(axis=0, initial=0.0)

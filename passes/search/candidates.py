@@ -48,6 +48,11 @@ def batch_ranks(strategy: Strategy, axis_sizes: Sequence[int]) -> int:
     return prod(size for role, size in zip(strategy.roles, sizes, strict=True) if role in BATCH_ROLES)
 
 
+def batch_share(strategy: Strategy, parts: int, axis_sizes: Sequence[int]) -> float:
+    """The share of the batch that a rank has of one of ``parts`` micro-batches."""
+    return 1.0 / (parts * batch_ranks(strategy, axis_sizes))
+
+
 def _all_tables(axes: Sequence[Axis], roles: Sequence[str]) -> Iterator[tuple[str, ...]]:
     twins = [(i, j) for j in range(len(axes)) for i in range(j) if _speed(axes[i]) == _speed(axes[j])]
     for picks in product(range(len(roles)), repeat=len(axes)):

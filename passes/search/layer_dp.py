@@ -23,7 +23,8 @@ from numpy.typing import ArrayLike, NDArray
 from galvatron_fx.errors import BudgetError, InputError
 
 Floats = NDArray[np.float64]
-_PRICE_STEPS = 24
+_PRICE_STEPS = 64  # breakpoints of the dual; a handful is usual
+_RELAXED_PRICES = 25
 _SLACK = 1e-12  # relative: labels that tie with the incumbent are of no use
 
 
@@ -91,6 +92,27 @@ def solve_layers(
     return picks, *chain.measure(picks)
 
 
+def cheapest_layers(time_s: Floats, transition_s: Floats) -> list[int]:
+    """The fastest strategies for all layers, whatever memory they take; arrays as of :func:`solve_layers`."""
+    return _Chain(time_s, np.zeros_like(time_s), transition_s, np.inf).cheapest(0.0)[0]
+
+
+def relaxed_s(time_s: Floats, memory_bytes: Floats, counts: NDArray[np.int64], budget_bytes: float) -> float:
+    """Seconds that no choice within the budget beats, without transitions; infinite where there is none.
+
+    ``time_s[D, S]`` and ``memory_bytes[D, S]`` of the distinct layers, infinite where a strategy cannot be, and how
+    many there are of each. The Lagrangian bound at the best of some prices of memory.
+    """
+    finite = np.isfinite(memory_bytes)
+    if not counts @ memory_bytes.min(axis=1) <= budget_bytes:
+        return float(np.inf)
+    time = np.where(finite, time_s, np.inf)
+    scale = (time_s[finite].max() - time.min()) * counts.sum() / max(float(budget_bytes), 1.0)
+    prices = np.concatenate([[0.0], scale * np.logspace(-3, 3, _RELAXED_PRICES)])
+    cost = time[None] + prices[:, None, None] * np.where(finite, memory_bytes, 0.0)[None]
+    return float((cost.min(axis=2) @ counts - prices * budget_bytes).max())
+
+
 def _checked(time_s: ArrayLike, memory_bytes: ArrayLike, transition_s: ArrayLike, budget: float) -> _Chain:
     time = np.asarray(time_s, dtype=np.float64)
     memory = np.asarray(memory_bytes, dtype=np.float64)
@@ -108,23 +130,29 @@ def _checked(time_s: ArrayLike, memory_bytes: ArrayLike, transition_s: ArrayLike
 
 
 def _incumbent(chain: _Chain) -> tuple[list[int], float]:
-    """A feasible chain and the price of memory that gives the strongest bound, by bisection on the price."""
-    greedy, _, memory = chain.cheapest(0.0)
-    if memory <= chain.budget:
+    """A feasible chain and the price of memory that gives the strongest bound.
+
+    The price moves from one breakpoint of the dual to the next: where the best chains known on both sides of the
+    budget cost the same.
+    """
+    greedy, greedy_time, greedy_memory = chain.cheapest(0.0)
+    if greedy_memory <= chain.budget:
         return greedy, 0.0
-    best = chain.by_memory().cheapest(0.0)[0]
-    best_time, _ = chain.measure(best)
-    low, high = 0.0, _high_price(chain)
+    feasible = chain.by_memory().cheapest(0.0)[0]
+    time, memory = chain.measure(feasible)
+    best, best_time, price = feasible, time, 0.0
     for _ in range(_PRICE_STEPS):
-        price = (low + high) / 2
-        picks, time, memory = chain.cheapest(price)
-        if memory > chain.budget:
-            low, greedy = price, picks
-            continue
-        high = price
+        price = (time - greedy_time) / (greedy_memory - memory)
+        picks, found_time, found_memory = chain.cheapest(price)
+        if found_time + price * found_memory >= (time + price * memory) * (1 - _SLACK):
+            break
+        if found_memory > chain.budget:
+            greedy, greedy_time, greedy_memory = picks, found_time, found_memory
+        else:
+            feasible, time, memory = picks, found_time, found_memory
         if time < best_time:
-            best, best_time = picks, time
-    return _spliced(chain, greedy, best), high
+            best, best_time = feasible, time
+    return _spliced(chain, greedy, best), price
 
 
 def _spliced(chain: _Chain, greedy: list[int], feasible: list[int]) -> list[int]:
@@ -139,16 +167,6 @@ def _spliced(chain: _Chain, greedy: list[int], feasible: list[int]) -> list[int]
             if memory <= chain.budget and time < best_time:
                 best, best_time = picks, time
     return best
-
-
-def _high_price(chain: _Chain) -> float:
-    """A price of memory at which the cheapest chain fits, found by multiplying; if none does, the last one tried."""
-    price = float(chain.time[np.isfinite(chain.time)].max() or 1.0) / max(float(chain.memory.max()), 1.0)
-    for _ in range(_PRICE_STEPS):
-        if chain.cheapest(price)[2] <= chain.budget:
-            break
-        price *= 4
-    return price
 
 
 def _labels(chain: _Chain, incumbent: list[int], price: float, gap: float) -> list[int]:

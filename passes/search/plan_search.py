@@ -7,8 +7,9 @@ returned, and the budget that the search works with is moved until the simulatio
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
 from math import prod
 from typing import Any
 
@@ -23,16 +24,14 @@ from galvatron_fx.ir.schedule import SCHEDULES, legal
 from galvatron_fx.ir.strategy import PIPELINE, Strategy
 from galvatron_fx.ir.units import format_bytes, format_seconds
 from passes.find_blocks import graph_fingerprint
-from passes.lower import Lower
-from passes.lower_stages import LowerStages
 from passes.search.candidates import candidates
-from passes.search.chain import Chain, Pricer
+from passes.search.chain import Chain, ChainRequest, Pricer
+from passes.search.simulate_choice import SimulateChoice
 from passes.search.stage_search import Configuration, StageChoice, StageSearch
-from passes.simulate_stages import SimulateStages
-from passes.simulate_step import SimulateStep
 
 _CLOSE = 0.01  # of the budget: how closely its estimate is brought to what the lowered program takes
 _TRIES = 8
+_ESTIMATE = 0.98  # of an estimate, below which no choice has been seen
 _MOST_SLACK = 1.5  # by how much estimates may be above what the lowered program takes
 _SEARCHED_SCHEDULES = ("1f1b", "zb_h1", "interleaved_1f1b", "zbv")
 _STAGES_A_RANK = {"interleaved_1f1b": 2, "zbv": 2, "dualpipev": 2}
@@ -117,6 +116,34 @@ class _Trial:
         return _Trial(self.search, choice, budget, fits, over, self.tries - 1)
 
 
+@dataclass(frozen=True, order=True)
+class _Waiting:
+    """A configuration with what it promises: a bound, an estimate or (with a trial) the time of a choice."""
+
+    time_s: float
+    configuration: Configuration
+    search: StageSearch = field(compare=False)
+    trial: _Trial | None = field(default=None, compare=False)
+    estimated: bool = field(default=False, compare=False)
+
+    @classmethod
+    def bound(cls, search: StageSearch, limit: float) -> _Waiting:
+        return cls(search.bound_s(_MOST_SLACK * limit), search.configuration, search)
+
+    @classmethod
+    def of(cls, trial: _Trial) -> _Waiting:
+        return cls(trial.choice.time_s, trial.search.configuration, trial.search, trial)
+
+    def closer(self, limit: float) -> list[_Waiting]:
+        """The same after a closer look, nothing where no choice fits."""
+        if not self.estimated:
+            estimates = [self.search.estimate_s(bytes_) for bytes_ in (limit, _MOST_SLACK * limit)]
+            estimate = _ESTIMATE * (estimates[0] if np.isfinite(estimates[0]) else estimates[1])
+            return [replace(self, time_s=max(self.time_s, estimate), estimated=True)] if np.isfinite(estimate) else []
+        trial = _Trial.first(self.search, limit)
+        return [_Waiting.of(trial)] if trial is not None else []
+
+
 def search_plan(graph: fx.GraphModule, cluster: Cluster, options: SearchOptions) -> Plan:
     """Return the fastest plan whose lowered program stays within the budget.
 
@@ -133,8 +160,7 @@ class _Search:
         self.options = options
         self.limit = float(options.memory_budget_bytes)
         self.pricer = Pricer(graph, cluster, options.constraints)
-        self.cache: dict[Any, Any] = {}
-        self._chains: dict[tuple[int, int], Chain | None] = {}
+        self.simulate = SimulateChoice(graph, cluster, self.pricer.marks)
         self._refusal: PlanError | None = None
 
     def run(self) -> Plan:
@@ -146,34 +172,51 @@ class _Search:
         return self._plan(found) if found is not None else self._least(configurations)
 
     def _fastest(self, configurations: Sequence[StageSearch], limit: float) -> _Found | None:
-        """The fastest choice whose lowered program keeps to ``limit`` bytes, None if none is found."""
-        waiting = sorted(configurations, key=lambda search: (search.bound_s(), search.configuration), reverse=True)
-        trials: list[_Trial] = []
+        """The fastest choice whose lowered program keeps to ``limit`` bytes, None if none is found.
+
+        Best first: a configuration stands for its bound, then for its estimate, then for the choice found in it, and
+        is looked at more closely when nothing else promises more.
+        """
+        waiting = [_Waiting.bound(search, limit) for search in configurations]
+        heapify(waiting)
         found: _Found | None = None
-        while waiting or trials:
-            trials.sort(key=lambda trial: (trial.choice.time_s, trial.search.configuration))
-            best_s = min(trials[0].choice.time_s if trials else np.inf, found.time_s if found else np.inf)
-            if waiting and waiting[-1].bound_s() < best_s:
-                first = _Trial.first(waiting.pop(), limit)
-                trials += [first] if first is not None else []
+        while waiting and (found is None or waiting[0].time_s < found.time_s):
+            first = heappop(waiting)
+            if first.trial is None:
+                for following in first.closer(limit):
+                    heappush(waiting, following)
                 continue
-            if not trials or (found is not None and trials[0].choice.time_s >= found.time_s):
-                break
-            trial = trials.pop(0)
-            simulated = self._simulate(trial.search, trial.choice)
+            simulated = self._simulate(first.search, first.trial.choice)
             if simulated.peak_bytes <= limit and (found is None or simulated.time_s < found.time_s):
                 found = simulated
-            following = trial.next(limit, simulated.peak_bytes)
-            if following is not None:
-                trials.append(following)
+            trial = first.trial.next(limit, simulated.peak_bytes)
+            if trial is not None:
+                heappush(waiting, _Waiting.of(trial))
         return found
 
     # ---- configurations ----
 
     def _configurations(self) -> list[StageSearch]:
         """All pipeline degrees, schedules and micro-batches that the pins, the axes and the batch allow."""
+        settings = list(self._settings())
+        keys = list(dict.fromkeys((setting.pipeline_axes, setting.num_microbatches) for setting in settings))
+        requests = [
+            ChainRequest(candidates(self.cluster, self.options.roles, self.options.recompute, axes), parts)
+            for axes, parts in keys
+        ]
+        chains = dict(zip(keys, self.pricer.chains(requests), strict=True))
+        # Constraints that speak of all axes just leave no axis for stages.
+        refusal = chains.get((0, 1))
+        self._refusal = refusal if isinstance(refusal, PlanError) else None
+        found = []
+        for setting in settings:
+            chain = chains[setting.pipeline_axes, setting.num_microbatches]
+            if not isinstance(chain, PlanError):
+                found.append(StageSearch(chain, setting, self.cluster))
+        return found
+
+    def _settings(self) -> Iterator[Configuration]:
         pins, blocks = self.options.pins, len(self.pricer.marks)
-        found: list[StageSearch] = []
         for axes in range(len(self.cluster.axes) + 1):
             ranks = prod(axis.size for axis in self.cluster.axes[:axes])
             if (axes and not self._may_pipeline) or ranks > min(_MOST_STAGES, blocks):
@@ -186,11 +229,7 @@ class _Search:
                     continue
                 for parts in self._parts(ranks):
                     if legal(schedule, ranks, stages, parts) is None:
-                        chain = self._chain(axes, parts)
-                        if chain is not None:
-                            setting = Configuration(axes, stages, schedule, parts)
-                            found.append(StageSearch(chain, setting, self.cluster))
-        return found
+                        yield Configuration(axes, stages, schedule, parts)
 
     @property
     def _may_pipeline(self) -> bool:
@@ -216,21 +255,6 @@ class _Search:
         most = _MOST_MICROBATCHES * ranks
         return [parts for parts in divisors if ranks <= parts <= most] if ranks > 1 else divisors[:4]
 
-    def _chain(self, axes: int, parts: int) -> Chain | None:
-        if (axes, parts) not in self._chains:
-            strategies = candidates(self.cluster, self.options.roles, self.options.recompute, axes)
-            self._chains[axes, parts] = self._priced(strategies, axes, parts)
-        return self._chains[axes, parts]
-
-    def _priced(self, strategies: Sequence[Strategy], axes: int, parts: int) -> Chain | None:
-        """Prices, None where there are none; constraints that speak of all axes just leave no axis for stages."""
-        try:
-            return self.pricer.chain(strategies, parts) if strategies else None
-        except PlanError as error:
-            if axes == 0 and parts == 1:
-                self._refusal = error
-            return None
-
     def _nothing(self) -> str:
         batch = self.pricer.batch
         return (
@@ -242,18 +266,10 @@ class _Search:
     # ---- from a choice to a plan ----
 
     def _simulate(self, search: StageSearch, choice: StageChoice) -> _Found:
-        chain, setting = search.chain, search.configuration
-        strategies = [chain.strategies[p] for p in choice.picks]
-        if setting.is_trivial:
-            step = SimulateStep(self.cluster).run(Lower(strategies, self.cluster, self.cache).run(self.graph))
-            simulated_s, peak = step.step_time_s, step.peak_memory_bytes
-        else:
-            cuts, parts = choice.first_blocks, setting.num_microbatches
-            lower = LowerStages(strategies, cuts, parts, self.cluster, self.cache, keep_outputs=False)
-            axes = self.cluster.axes[: setting.pipeline_axes]
-            stages = SimulateStages(self.cluster, search.schedule, axes).run(lower.run(self.graph))
-            simulated_s, peak = stages.step_time_s, stages.peak_memory_bytes
-        return _Found(setting, choice.first_blocks, chain, choice.picks, choice.time_s, simulated_s, peak)
+        simulated_s, peak = self.simulate.run(search, choice)
+        return _Found(
+            search.configuration, choice.first_blocks, search.chain, choice.picks, choice.time_s, simulated_s, peak
+        )
 
     def _plan(self, found: _Found) -> Plan:
         chain = found.chain

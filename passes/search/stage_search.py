@@ -2,32 +2,34 @@
 
 What is minimised is the time of the simulated schedule, with each stage's forward, backward and share of what is done
 once a step. A stage's strategies are the fastest that fit its rank's memory with as many micro-batches in flight
-as the schedule has there (:func:`passes.search.chain.best_picks`). Few cuts are all tried; of many, the search starts
-from those that balance time and those that balance memory, and moves cuts by a block while that helps (the
-bi-objective of Galvatron-BMW, Wang et al. 2023).
+as the schedule has there (:func:`passes.search.sections.best_picks`). Few cuts are all tried; of many, the search
+starts from those that balance time and those that balance memory (the bi-objective of Galvatron-BMW, Wang et al.
+2023), and moves all cuts by a block at once while that helps (:mod:`passes.search.cuts`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import combinations, pairwise
 from math import comb, prod
 
 import numpy as np
 
-from cost_models.schedule_time import simulate_schedule
+from cost_models.schedule_time import in_flight_counts, simulate_schedule
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.pipelining import even_cuts
 from galvatron_fx.ir.schedule import Schedule, make_schedule
 from galvatron_fx.ir.strategy import PIPELINE, Strategy
-from passes.search.chain import Chain, Floats, Section, best_picks, least_picks
+from passes.search.chain import Chain
+from passes.search.cuts import Cuts, balanced, moved_together
+from passes.search.layer_dp import relaxed_s
+from passes.search.sections import Section, best_picks, distinct_rows, least_picks
 
 _ALL_CUTS = 300  # so many ways to cut are all tried
-_MOVES = 64  # at most so many moves of a cut by one block
-
-Cuts = tuple[int, ...]
+_ROUNDS = 16  # at most so many moves of all cuts
+_FULL = 2  # micro-batches a pipeline rank that fill every schedule: more only lengthen its steady part
 
 
 @dataclass(frozen=True, order=True)
@@ -63,34 +65,56 @@ class StageSearch:
     cluster: Cluster
     _sections: dict[tuple[Section, float], list[int] | None] = field(default_factory=dict)
 
-    @cached_property
+    @property
     def schedule(self) -> Schedule:
         """The order of work, as a table."""
-        setting = self.configuration
-        return make_schedule(setting.schedule, self.num_ranks, setting.num_stages, setting.num_microbatches)
+        return self._schedule_of(self.configuration.num_microbatches)
+
+    def _schedule_of(self, parts: int) -> Schedule:
+        return _made(self.configuration.schedule, self.num_ranks, self.configuration.num_stages, parts)
 
     @property
+    def filled(self) -> Schedule:
+        """The schedule, or one of fewer micro-batches that holds as many of them at once."""
+        return self._schedule_of(min(self.configuration.num_microbatches, _FULL * self.num_ranks))
+
+    @cached_property
     def num_ranks(self) -> int:
         """Pipeline ranks."""
         return prod(axis.size for axis in self.cluster.axes[: self.configuration.pipeline_axes])
 
-    def bound_s(self) -> float:
-        """Seconds that no choice of this configuration beats: each block at its fastest, all ranks busy."""
-        return self._bound_s
+    def bound_s(self, limit: float) -> float:
+        """Seconds that no choice within ``limit`` bytes a rank beats: all ranks busy, one micro-batch in flight."""
+        return self._relaxed_s(limit, 1.0) * self.chain.parts / self.num_ranks
 
-    @cached_property
-    def _bound_s(self) -> float:
-        fastest = np.where(self.chain.allowed, self.chain.time, np.inf).min(axis=1)
-        return float(fastest.sum()) * self.chain.parts / self.num_ranks
+    def estimate_s(self, limit: float) -> float:
+        """About the seconds of the best choice: blocks shared as evenly among equal ranks as whole blocks can be."""
+        filled = self.filled
+        in_flight = float(np.mean(in_flight_counts(filled)))
+        share_s = self._relaxed_s(limit, in_flight) / self.num_ranks
+        slowest_s = self._slowest_s(balanced(self.chain.fastest, self.num_ranks), range(self.num_ranks))
+        return share_s * _bubble(filled) + max(share_s, slowest_s) * self.chain.parts
+
+    def _relaxed_s(self, limit: float, in_flight: float) -> float:
+        """The bound on a micro-batch through all blocks, the memory of all ranks taken together."""
+        chain = self.chain
+        every = Section(tuple(range(len(chain.marks))), (0,) * len(chain.marks))
+        rows, counts = distinct_rows(chain, every)
+        allowed = chain.allowed[rows]
+        held = np.where(allowed, chain.static[rows] + chain.saved[rows] * in_flight, np.inf)
+        time = np.where(allowed, chain.time[rows], np.inf)
+        return relaxed_s(time, held, counts, limit * self.num_ranks)
 
     def run(self, budget: float) -> StageChoice | None:
         """The fastest choice whose estimated memory is within ``budget`` bytes on every rank, or None."""
         best: StageChoice | None = None
-        for cuts in self._starts(budget):
+        for cuts in self._cuts(budget):
+            if best is not None and self._cuts_bound_s(cuts) >= best.time_s:
+                continue
             choice = self._choice(cuts, budget)
             if choice is not None and (best is None or choice.time_s < best.time_s):
                 best = choice
-        return self._improved(best, budget) if best is not None and not self._tries_all else best
+        return best
 
     def least(self) -> StageChoice:
         """The choice that takes the least memory, cut evenly by number of blocks."""
@@ -104,33 +128,57 @@ class StageSearch:
     def least_bytes(self) -> float:
         """Estimated bytes of :meth:`least` on its fullest rank."""
         choice = self.least()
-        return max(self._section_bytes(s, choice.picks) for s in self._rank_sections(choice.first_blocks))
+        sections = self._rank_sections(choice.first_blocks)
+        return max(s.bytes(self.chain, [choice.picks[b] for b in s.blocks]) for s in sections)
 
     # ---- cuts ----
 
-    @property
-    def _tries_all(self) -> bool:
-        return comb(len(self.chain.marks) - 1, self.configuration.num_stages - 1) <= _ALL_CUTS
-
-    def _starts(self, budget: float) -> Iterator[Cuts]:
+    def _cuts(self, budget: float) -> Iterator[Cuts]:
+        """Ways to cut that are worth a look: all where they are few."""
         blocks, stages = len(self.chain.marks), self.configuration.num_stages
-        if self._tries_all:
-            for inner in combinations(range(1, blocks), stages - 1):
-                yield (0, *inner)
+        if comb(blocks - 1, stages - 1) <= _ALL_CUTS:
+            every = [(0, *inner) for inner in combinations(range(1, blocks), stages - 1)]
+            yield from sorted(every, key=lambda cuts: (self._cuts_bound_s(cuts), cuts))
             return
-        time = np.where(self.chain.allowed, self.chain.time, np.inf).min(axis=1)
         memory = np.where(self.chain.allowed, self.chain.memory, np.inf).min(axis=1)
-        yield from dict.fromkeys([balanced(time, stages), balanced(memory, stages), even_cuts(blocks, stages)])
+        starts = [balanced(self.chain.fastest, stages), balanced(memory, stages), even_cuts(blocks, stages)]
+        yield from dict.fromkeys(cuts for start in starts for cuts in (start, self._moved(start, budget)))
 
-    def _improved(self, best: StageChoice, budget: float) -> StageChoice:
-        """Move one cut by a block, as long as that helps."""
-        for _ in range(_MOVES):
-            neighbours = [self._choice(cuts, budget) for cuts in _moved(best.first_blocks, len(self.chain.marks))]
-            better = [n for n in neighbours if n is not None and n.time_s < best.time_s * (1 - 1e-9)]
-            if not better:
+    def _moved(self, cuts: Cuts, budget: float) -> Cuts:
+        """The cuts moved, as long as that shortens the steady part of the schedule with its filling and draining."""
+        most = self.chain.parts * self.configuration.num_stages // self.num_ranks
+        for _ in range(_ROUNDS):
+            moved = moved_together(
+                cuts, len(self.chain.marks), lambda stage, a, b: self._stage_s(stage, a, b, budget), most
+            )
+            if moved is None or moved == cuts:
                 break
-            best = min(better, key=lambda choice: (choice.time_s, choice.first_blocks))
-        return best
+            cuts = moved
+        return cuts
+
+    def _cuts_bound_s(self, cuts: Cuts) -> float:
+        """Seconds that no strategies beat: the slowest rank at its fastest."""
+        return self._slowest_s(cuts, self.filled.rank_of_stage) * self.chain.parts * (1 - 1e-9)
+
+    def _slowest_s(self, cuts: Cuts, rank_of_stage: Sequence[int]) -> float:
+        """Seconds of a micro-batch on the rank that has most to do, each block at its fastest."""
+        busy = np.zeros(self.num_ranks)
+        np.add.at(busy, list(rank_of_stage), np.add.reduceat(self.chain.fastest, list(cuts)))
+        return float(busy.max())
+
+    def _stage_s(self, stage: int, first: int, end: int, budget: float) -> float:
+        """Seconds of a micro-batch on one stage, which has its share of its rank's memory; infinite if it is short."""
+        section = Section(tuple(range(first, end)), (self._in_flight[stage],) * (end - first))
+        share = self.configuration.num_stages // self.num_ranks
+        picks = self._section_picks(section, budget / share)
+        if picks is None:
+            return float(np.inf)
+        moves = sum(self.chain.change_s(b, p, q) for b, (p, q) in enumerate(pairwise(picks), first))
+        return float(self.chain.time[list(section.blocks), picks].sum()) + moves
+
+    @cached_property
+    def _in_flight(self) -> tuple[int, ...]:
+        return in_flight_counts(self.filled)
 
     # ---- one way to cut ----
 
@@ -149,8 +197,8 @@ class StageSearch:
         ends = (*cuts[1:], len(self.chain.marks))
         sections = []
         for rank in range(self.num_ranks):
-            own = self.schedule.stages_of(rank)
-            held = np.array(self.schedule.holdings[rank]).max(axis=0)
+            own = self.filled.stages_of(rank)
+            held = np.array(self.filled.holdings[rank]).max(axis=0)
             blocks = [b for stage in own for b in range(cuts[stage], ends[stage])]
             counts = [int(n) for n, stage in zip(held, own, strict=True) for _ in range(cuts[stage], ends[stage])]
             sections.append(Section(tuple(blocks), tuple(counts)))
@@ -158,28 +206,40 @@ class StageSearch:
 
     def _section_picks(self, section: Section, budget: float) -> list[int] | None:
         """Solved once for all sections of equal blocks with equally many in flight."""
-        key = self._like(section), budget
+        like = self._like(section)
+        key = like, budget
         if key not in self._sections:
-            self._sections[key] = best_picks(self.chain, section, budget)
+            fewer = self._fewer.get((self._blocks_alike(section), budget))
+            if fewer is not None and self._is_optimal_too(fewer[0], fewer[1], like, budget):
+                self._sections[key] = fewer[1]
+            else:
+                self._sections[key] = best_picks(self.chain, like, budget)
+            self._fewer[self._blocks_alike(section), budget] = like, self._sections[key]
         return self._sections[key]
+
+    def _is_optimal_too(self, fewer: Section, picks: list[int] | None, more: Section, budget: float) -> bool:
+        """Whether what is best with fewer micro-batches in flight still fits with more: then nothing is better."""
+        if any(a > b for a, b in zip(fewer.in_flight, more.in_flight, strict=True)):
+            return False
+        return picks is None or more.bytes(self.chain, picks) <= budget
 
     def _like(self, section: Section) -> Section:
         """The first section that this one equals: it differs by which of equal blocks it holds."""
-        marks = self.chain.marks
-        size = [self.chain.crossing[b] for b in section.blocks]
+        return self._known.setdefault((self._blocks_alike(section), section.in_flight), section)
+
+    def _blocks_alike(self, section: Section) -> tuple[object, ...]:
+        sizes = [float(self.chain.crossing[b]) for b in section.blocks[1:]]
         gaps = [b - a for a, b in pairwise(section.blocks)]
-        rows = tuple(map(tuple, self.chain.allowed[list(section.blocks)].tolist()))
-        key = (tuple(marks[b] for b in section.blocks), tuple(size[1:]), tuple(gaps), section.in_flight, hash(rows))
-        return self._known.setdefault(key, section)
+        return tuple(self.chain.like(b) for b in section.blocks), tuple(sizes), tuple(gaps)
 
     @cached_property
     def _known(self) -> dict[object, Section]:
         return {}
 
-    def _section_bytes(self, section: Section, picks: Sequence[int]) -> float:
-        rows, columns = list(section.blocks), [picks[b] for b in section.blocks]
-        held = self.chain.saved[rows, columns] * np.array(section.in_flight)
-        return float((self.chain.static[rows, columns] + held).sum() + self.chain.transient[rows, columns].max())
+    @cached_property
+    def _fewer(self) -> dict[object, tuple[Section, list[int] | None]]:
+        """The last solution by what it depends on beside the micro-batches in flight."""
+        return {}
 
     def _timed(self, cuts: Cuts, picks: Sequence[int]) -> StageChoice:
         chain = self.chain
@@ -187,51 +247,52 @@ class StageSearch:
         forward, backward, weight = [], [], []
         for first, end in zip(cuts, ends, strict=True):
             rows, columns = list(range(first, end)), list(picks[first:end])
-            moves = sum(float(chain.transition[b, picks[b], picks[b + 1]]) for b in range(first, end - 1)) / 2
+            moves = sum(chain.change_s(b, picks[b], picks[b + 1]) for b in range(first, end - 1)) / 2
             back = float(chain.backward[rows, columns].sum())
             forward.append(float(chain.forward[rows, columns].sum()) + moves)
             # Half of a backward is for weights; what is done once a step is shared among the micro-batches.
             backward.append(back / 2 + moves)
             weight.append(back / 2 + float(chain.once[rows, columns].sum()) / chain.parts)
         sends = [self._send_s(cut, picks[cut - 1], picks[cut]) for cut in cuts[1:]]
-        report = simulate_schedule(self.schedule, forward, backward, weight, sends, sends)
-        return StageChoice(cuts, tuple(picks), report.step_s)
+        return StageChoice(cuts, tuple(picks), self._step_s(forward, backward, weight, sends))
+
+    def _step_s(
+        self, forward: Sequence[float], backward: Sequence[float], weight: Sequence[float], sends: Sequence[float]
+    ) -> float:
+        """Seconds of the simulated schedule; once it is full, each further round of micro-batches takes equally long.
+
+        A schedule is built for few micro-batches, as the tables of long ones take longer to make than to simulate.
+        """
+        parts, full = self.configuration.num_microbatches, _FULL * self.num_ranks
+
+        def step_s(count: int) -> float:
+            return simulate_schedule(self._schedule_of(count), forward, backward, weight, sends, sends).step_s
+
+        if parts <= full + self.num_ranks:
+            return step_s(parts)
+        filled, longer = step_s(full), step_s(full + self.num_ranks)
+        return filled + (longer - filled) / self.num_ranks * (parts - full)
 
     def _send_s(self, cut: int, sender: int, receiver: int) -> float:
         """Seconds to pass a micro-batch's activations to the next stage, and to change how they lie."""
         axes = self.cluster.axes
         link = axes[0]
         size = self.chain.crossing[cut] / _shards(self.chain.strategies[sender], self.cluster)
-        change = float(self.chain.transition[cut - 1, sender, receiver]) / 2
+        change = self.chain.change_s(cut - 1, sender, receiver) / 2
         return float(link.latency_s + size / link.bandwidth_bytes_per_s) + change
 
 
-def balanced(weights: Floats, stages: int) -> Cuts:
-    """First blocks of stages whose largest sum of ``weights`` is least, by dynamic programming."""
-    blocks = len(weights)
-    total = np.concatenate(([0.0], np.cumsum(weights)))
-    least = np.full((stages + 1, blocks + 1), np.inf)
-    last = np.zeros((stages + 1, blocks + 1), dtype=np.int64)
-    least[0, 0] = 0.0
-    for stage in range(1, stages + 1):
-        for end in range(stage, blocks + 1):
-            starts = np.arange(stage - 1, end)
-            worst = np.maximum(least[stage - 1, starts], total[end] - total[starts])
-            pick = int(np.argmin(worst))
-            least[stage, end], last[stage, end] = worst[pick], starts[pick]
-    cuts, end = [], blocks
-    for stage in range(stages, 0, -1):
-        end = int(last[stage, end])
-        cuts.append(end)
-    return tuple(reversed(cuts))
+@cache
+def _made(name: str, ranks: int, stages: int, parts: int) -> Schedule:
+    return make_schedule(name, ranks, stages, parts)
 
 
-def _moved(cuts: Cuts, blocks: int) -> Iterator[Cuts]:
-    for i in range(1, len(cuts)):
-        for step in (-1, 1):
-            made = (*cuts[:i], cuts[i] + step, *cuts[i + 1 :])
-            if made[i - 1] < made[i] < (made[i + 1] if i + 1 < len(made) else blocks):
-                yield made
+@cache
+def _bubble(schedule: Schedule) -> float:
+    """Idle time of a schedule of equal stages, in the time of a micro-batch on a rank."""
+    unit = [schedule.num_ranks / schedule.num_stages / 3] * schedule.num_stages  # forward and two kinds of gradients
+    free = [0.0] * (schedule.num_stages - 1)
+    return simulate_schedule(schedule, unit, unit, unit, free, free).step_s - schedule.num_microbatches
 
 
 def _shards(strategy: Strategy, cluster: Cluster) -> int:

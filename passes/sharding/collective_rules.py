@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from galvatron_fx.ir import collectives as c
+from galvatron_fx.ir.op_call import OpCall
 from galvatron_fx.ir.placement import Partial, Shard
-from passes.sharding.op_call import OpCall
 from passes.sharding.rules import OpRule, register_rule
 
 

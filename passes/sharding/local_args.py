@@ -33,6 +33,12 @@ _OUTPUT_SHAPE_AT: dict[Any, int] = {
     aten._adaptive_avg_pool2d.default: -1,
 }
 
+# Operators whose kernels refuse tensors that do not lie in memory in order, and the positions of those arguments.
+DENSE_ARGUMENTS: dict[Any, tuple[int, ...]] = {
+    aten.native_group_norm.default: (0,),
+    aten.native_group_norm_backward.default: (0, 1),
+}
+
 
 def localize_args(target: Any, args: tuple[Any, ...], outputs: tuple[TensorSpec | None, ...]) -> tuple[Any, ...]:
     """Return ``args`` with global sizes replaced by those of the local ``outputs``."""

@@ -6,9 +6,9 @@ import operator
 
 import torch
 
+from galvatron_fx.ir.op_call import OpCall
 from galvatron_fx.ir.placement import PARTIAL, REPLICATE, Placement, Shard, through_view
-from passes.sharding.op_call import OpCall
-from passes.sharding.rules import OpRule, register_rule
+from passes.sharding.rules import OpRule, register_rule, torch_rules
 
 aten = torch.ops.aten
 
@@ -112,6 +112,13 @@ def _where(call: OpCall, degree: int) -> list[OpRule]:
             places.append(Shard(own) if own >= 0 and spec.shape[own] == target[dim] else REPLICATE)
         rules.append(OpRule((Shard(dim),), tuple(places)))
     return rules
+
+
+@register_rule(aten.polar.default, aten.complex.default)
+def _complex(call: OpCall, degree: int) -> list[OpRule]:
+    """Two tensors, element by element."""
+    same = call.inputs[0].shape == call.inputs[1].shape
+    return [OpRule((Shard(dim),), (Shard(dim),) * 2) for dim in range(len(call.output.shape))] if same else []
 
 
 @register_rule(operator.getitem)
@@ -260,3 +267,64 @@ def _convolution_backward(call: OpCall, degree: int) -> list[OpRule]:
         rules.append(OpRule((PARTIAL, Shard(0), Shard(0)), (Shard(1), REPLICATE, Shard(0))))
         rules.append(OpRule((Shard(1), Shard(1), REPLICATE), (REPLICATE, Shard(1), Shard(1))))
     return rules
+
+
+@register_rule(aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)
+def _average_pool_backward(call: OpCall, degree: int) -> list[OpRule]:
+    """gradient [(batch), channels, ...], input alike: split what is not pooled; linear in the gradient."""
+    pooled = 2 if call.target is aten.avg_pool2d_backward.default else 3
+    rules = [OpRule((Shard(dim),), (Shard(dim),) * 2) for dim in range(len(call.output.shape) - pooled)]
+    return [*rules, OpRule((PARTIAL,), (PARTIAL, REPLICATE))]
+
+
+@register_rule(aten._weight_norm_interface_backward.default)
+def _weight_norm_backward(call: OpCall, degree: int) -> list[OpRule]:
+    """gradient, direction, length, norms -> gradients of direction and length: split the dim that has a length each."""
+    dim = int(call.args[4])
+    return [
+        OpRule((Shard(dim),) * 2, (Shard(dim),) * 4),
+        OpRule((PARTIAL,) * 2, (PARTIAL, REPLICATE, REPLICATE, REPLICATE)),
+    ]
+
+
+@register_rule(aten.index_put.default)
+def _index_put(call: OpCall, degree: int) -> list[OpRule]:
+    """target, indices, values: as torch says; and where values are added up at places of the leading dims, each rank
+    may add its own. Masks, which stand for as many dims as they have, are taken apart before (see Decompose) or whole.
+    """
+    if any(spec.dtype is torch.bool for spec in call.args[1] if spec is not None):
+        return []
+    rules = torch_rules(call, degree)
+    places, accumulate = call.args[1], len(call.args) > 3 and call.args[3]
+    values = call.inputs[-1].shape
+    if not accumulate or None in places or any(spec.shape != places[0].shape for spec in places):
+        return rules
+    within = len(places[0].shape)
+    if values[:within] != places[0].shape or len(values) - within != len(call.output.shape) - len(places):
+        return rules
+    for dim in range(within):
+        rules.append(OpRule((PARTIAL,), (PARTIAL, *(Shard(dim),) * (len(places) + 1))))
+    return [*rules, OpRule((PARTIAL,), (PARTIAL, *(REPLICATE,) * len(places), PARTIAL))]
+
+
+# Mixtures of experts on machines without torch's own kernel: transformers registers these.
+@register_rule("transformers.grouped_mm_fallback.default")
+def _grouped_mm(call: OpCall, degree: int) -> list[OpRule]:
+    """rows [S, in] sorted by expert, weights [experts, in, out], ends of the experts' rows -> [S, out]: split either
+    features. Rows cannot be split: which expert takes them depends on how many are before them.
+    """
+    return [
+        OpRule((Shard(1),), (REPLICATE, Shard(2), REPLICATE)),
+        OpRule((PARTIAL,), (Shard(1), Shard(1), REPLICATE)),
+        OpRule((PARTIAL,), (PARTIAL, REPLICATE, REPLICATE)),
+    ]
+
+
+@register_rule("transformers.grouped_mm_fallback_backward.default")
+def _grouped_mm_backward(call: OpCall, degree: int) -> list[OpRule]:
+    """rows, weights, ends, gradient [S, out] -> gradients of rows and weights."""
+    return [
+        OpRule((PARTIAL, Shard(2)), (REPLICATE, Shard(2), REPLICATE, Shard(1))),
+        OpRule((Shard(1), Shard(1)), (Shard(1), Shard(1), REPLICATE, REPLICATE)),
+        OpRule((PARTIAL, PARTIAL), (REPLICATE, REPLICATE, REPLICATE, PARTIAL)),
+    ]

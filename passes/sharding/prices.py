@@ -6,27 +6,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cost_models.collectives import collective_s
 from cost_models.ops import OpCost, is_matmul, op_time_s
 from galvatron_fx.ir.annotations import TensorSpec
 from galvatron_fx.ir.cluster import Axis, Device
+from galvatron_fx.ir.op_call import OpCall
 from galvatron_fx.ir.placement import PARTIAL, Partial, Placement, Replicate, Shard
-from passes.sharding.op_call import OpCall, call_cost
+from galvatron_fx.ir.symbols import BATCH
+from passes.call_cost import call_cost
 from passes.sharding.rules import OpRule
 
 # A sharded copy is preferred to a whole one of equal price, as it takes less memory: a thousandth of its traffic.
 _HOLDING = 1e-3
 # Adam reads the parameter, its gradient and two moments and writes three of them (Kingma & Ba 2015, algorithm 1).
 _UPDATE_PASSES = 7
+# A number in, a number out; an array in, an array of the same shape out.
+Bytes = TypeVar("Bytes", float, NDArray[np.float64])
 
 
 @dataclass(frozen=True)
 class Prices:
-    """Prices on one (merged) mesh axis of ``device`` s; ``axes`` are the prime axes that it is made of."""
+    """Prices on one (merged) mesh axis of ``device`` s; ``axes`` are the prime axes that it is made of.
+
+    ``batch_share``: the part of the graph's batch that is priced: what micro-batches and other axes leave of it.
+    """
 
     device: Device
     axes: tuple[Axis, ...]
+    batch_share: float = 1.0
 
     @cached_property
     def degree(self) -> int:
@@ -37,6 +49,8 @@ class Prices:
         """Seconds of an operator on one rank under ``rule``."""
         cost = call_cost(call)
         share = 1.0 / self.degree if rule.splits_work else 1.0
+        if any(spec is not None and spec.dim_of(BATCH) is not None for spec in (*call.inputs, *call.outputs)):
+            share *= self.batch_share
         moved = self._bytes(call.inputs, rule.inputs) + self._bytes(call.outputs, rule.outputs)
         if is_free(call):
             return self._traffic_s(_HOLDING * self._bytes(call.outputs, rule.outputs))
@@ -48,7 +62,7 @@ class Prices:
         """Seconds to bring a tensor from ``have`` to ``want``; None where that has no meaning."""
         if have == want:
             return 0.0
-        size = float(spec.size_bytes)
+        size = self._size(spec)
         if isinstance(want, Partial):
             single = isinstance(have, Replicate) and want == PARTIAL
             return self._traffic_s(size) + self.device.launch_overhead_s if single else None
@@ -63,11 +77,11 @@ class Prices:
 
     def reduce_s(self, spec: TensorSpec) -> float:
         """Seconds to add up the terms of a gradient, each rank keeping a share."""
-        return _collective_s("reduce_scatter", float(spec.size_bytes), self.axes)
+        return _collective_s("reduce_scatter", self._size(spec), self.axes)
 
     def update_s(self, spec: TensorSpec, placement: Placement) -> float:
         """Seconds of the optimizer's update of a parameter."""
-        return self._traffic_s(_UPDATE_PASSES * self._bytes((spec,), (placement,)))
+        return update_traffic_s(self.device, self._bytes((spec,), (placement,)))
 
     def _copy_s(self, size: float, have: Placement, want: Placement) -> float:
         """Collectives move dim 0; other dims are copied before or after."""
@@ -75,14 +89,28 @@ class Prices:
         return self._traffic_s(2 * size) if strided else 0.0
 
     def _traffic_s(self, size_bytes: float) -> float:
-        return size_bytes / (self.device.memory_bandwidth_bytes_per_s * self.device.memory_efficiency)
+        return traffic_s(self.device, size_bytes)
 
     def _bytes(self, specs: Sequence[TensorSpec | None], placements: Sequence[Placement]) -> float:
         total = 0.0
         for spec, placement in zip(specs, placements, strict=True):
             if spec is not None:
-                total += spec.size_bytes / (self.degree if isinstance(placement, Shard) else 1)
+                total += self._size(spec) / (self.degree if isinstance(placement, Shard) else 1)
         return total
+
+    def _size(self, spec: TensorSpec) -> float:
+        """Bytes of a tensor, or of its share of the batch."""
+        return spec.size_bytes * (self.batch_share if spec.dim_of(BATCH) is not None else 1.0)
+
+
+def traffic_s(device: Device, size_bytes: Bytes) -> Bytes:
+    """Seconds of reading or writing so many bytes."""
+    return size_bytes / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
+
+
+def update_traffic_s(device: Device, size_bytes: Bytes) -> Bytes:
+    """Seconds of the optimizer's update of so many bytes of parameters."""
+    return traffic_s(device, _UPDATE_PASSES * size_bytes)
 
 
 @lru_cache(maxsize=65536)

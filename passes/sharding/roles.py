@@ -20,10 +20,11 @@ class RoleRules:
     batch: int
 
     def splits_batch(self, spec: TensorSpec, placement: Shard) -> bool:
-        """Whether the shard cuts the batch: the batch is outermost in the dim that holds it."""
+        """Whether the shard cuts the batch, and not what lies outside or inside of it in the same dim."""
         size = spec.symbolic[placement.dim]
         holds = BATCH in getattr(size, "free_symbols", ())
-        return holds and placement.outer < max(self.batch, 1)
+        runs = spec.runs_before_batch(placement.dim)
+        return holds and runs <= placement.outer < runs * max(self.batch, 1)
 
     def allows(self, spec: TensorSpec, placement: Placement) -> bool:
         """Whether a value inside a block may be placed so."""
@@ -110,9 +111,10 @@ class RoleRules:
             dims = dims[:1]
         if len(dims) != 1:
             return None
-        size = spec.dims[dims[0]]
-        if symbol is SEQUENCE and BATCH in getattr(size, "free_symbols", ()):
-            shard = Shard(dims[0], max(self.batch, 1))
+        mixed = symbol is SEQUENCE and BATCH in getattr(spec.dims[dims[0]], "free_symbols", ())
+        runs = spec.runs_before_batch(dims[0])
+        if symbol is BATCH:
+            shard = Shard(dims[0], runs)
         else:
-            shard = Shard(dims[0])
+            shard = Shard(dims[0], max(self.batch, 1) if mixed and runs == 1 else 1)
         return shard if fits(shard, spec.shape, self.degree) else None

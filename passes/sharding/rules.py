@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from galvatron_fx.ir import torch_compat as compat
 from galvatron_fx.ir.annotations import TensorSpec
+from galvatron_fx.ir.op_call import OpCall
 from galvatron_fx.ir.placement import REPLICATE, Partial, Placement, Replicate, Shard, fits
 from galvatron_fx.ir.torch_compat import (
     DTensorSpec,
@@ -28,7 +29,6 @@ from galvatron_fx.ir.torch_compat import (
     multi_axis_rule,
     single_axis_rule,
 )
-from passes.sharding.op_call import OpCall
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,10 @@ _OWN: dict[Any, RuleMaker] = {}
 
 
 def register_rule(*targets: Any) -> Callable[[RuleMaker], RuleMaker]:
-    """Register the maker of rules for operators; it takes the call and the axis' degree, and wins over torch's rule."""
+    """Register the maker of rules for operators; it takes the call and the axis' degree, and wins over torch's rule.
+
+    An operator of a library that need not be there is given by its name ("library.operator.overload").
+    """
 
     def register(maker: RuleMaker) -> RuleMaker:
         for target in targets:
@@ -76,14 +79,23 @@ def replicate_rule(call: OpCall) -> OpRule:
 
 def has_rule(target: Any) -> bool:
     """Tell whether anything but replication is known of an operator."""
-    return target in _OWN or single_axis_rule(target) is not None or multi_axis_rule(target) is not None
+    return _own_rule(target) is not None or single_axis_rule(target) is not None or multi_axis_rule(target) is not None
+
+
+def _own_rule(target: Any) -> RuleMaker | None:
+    return _OWN.get(target) or _OWN.get(str(target))
+
+
+def torch_rules(call: OpCall, degree: int) -> list[OpRule]:
+    """What torch's registered strategies say of ``call``."""
+    return _single_axis(call) or _multi_axis(call, degree)
 
 
 @cache
 def op_rules(call: OpCall, degree: int) -> tuple[OpRule, ...]:
     """List the ways to run ``call`` on an axis of ``degree`` ranks with unstrided shards, the replicated one first."""
-    own = _OWN.get(call.target)
-    found = own(call, degree) if own else _single_axis(call) or _multi_axis(call, degree)
+    own = _own_rule(call.target)
+    found = own(call, degree) if own else torch_rules(call, degree)
     rules = dict.fromkeys([replicate_rule(call), *found])
     return tuple(rule for rule in rules if _valid(rule, call, degree))
 

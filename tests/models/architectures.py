@@ -69,6 +69,14 @@ def _speech() -> dict[str, Any]:
     return {"input_features": features, "labels": zoo.tokens()["labels"]}
 
 
+def _experts() -> zoo.Case:
+    """Mixtral with kernels that know float64."""
+    settings = {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = zoo.build(lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**settings)))
+    model.set_experts_implementation("batched_mm")
+    return model, zoo.tokens()
+
+
 _WHISPER = {
     **_SEQ2SEQ, "num_mel_bins": 80, "max_source_positions": 16, "max_target_positions": 32, "encoder_layerdrop": 0.0,
 }  # fmt: skip
@@ -94,6 +102,13 @@ ARCHITECTURES: dict[str, Make] = {
     "olmo2": _made("Olmo2ForCausalLM", _GROUPED, zoo.tokens),
     "starcoder2": _made(
         "Starcoder2ForCausalLM", {**_GROUPED, "residual_dropout": 0.0, "embedding_dropout": 0.0}, zoo.tokens
+    ),
+    "mixtral": _experts,
+    "llama4": _made(
+        "Llama4ForCausalLM",
+        {**_GROUPED, "intermediate_size_mlp": 64, "num_local_experts": 4, "num_experts_per_tok": 1},
+        zoo.tokens,
+        "Llama4TextConfig",
     ),
     "mamba": _made("MambaForCausalLM", {**_DECODER, "state_size": 4, "time_step_rank": 4}, zoo.tokens),
     # encoders

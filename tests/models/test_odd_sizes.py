@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -82,6 +83,47 @@ class Classifier(nn.Module):
         return F.cross_entropy(self.head(self.encoder(x).mean(1)), label)
 
 
+class Translator(nn.Module):
+    """torch's own Transformer, causal by its mask alone, which keeps the sequence first inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer = nn.Transformer(16, 4, 1, 1, 32, dropout=0.0, batch_first=True)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], dtype=target.dtype)
+        return self.transformer(source, target, tgt_mask=mask).square().mean()
+
+
+@dataclass
+class Scores:
+    """What :class:`Dataclasses` returns."""
+
+    loss: Tensor
+    parts: list[Tensor]
+    name: str = "scores"
+
+
+@dataclass
+class Samples:
+    """What :class:`Dataclasses` takes."""
+
+    x: Tensor
+    y: Tensor
+
+
+class Dataclasses(nn.Module):
+    """Takes and returns dataclasses that torch has not heard of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 3))
+
+    def forward(self, samples: Samples) -> Scores:
+        out = self.layers(samples.x)
+        return Scores(F.mse_loss(out, samples.y), [out])
+
+
 class LogitsOnly(nn.Module):
     """A model that leaves the loss to its caller."""
 
@@ -148,6 +190,11 @@ CASES: dict[str, Callable[[], zoo.Case]] = {
     "regression": lambda: (zoo.build(Regression), {"x": _noise(12, 6), "y": _noise(12, 3)}),
     "regression over a batch of 5": lambda: (zoo.build(Regression), {"x": _noise(5, 6), "y": _noise(5, 3)}),
     "torch encoder": _classifier,
+    "torch transformer": lambda: (
+        zoo.build(Translator),
+        {"source": _noise(4, 6, 16), "target": _noise(4, 6, 16).flip(1)},
+    ),
+    "dataclasses": lambda: (zoo.build(Dataclasses), {"samples": Samples(_noise(12, 6), _noise(12, 3))}),
     "by frequency": lambda: (zoo.build(ByFrequency), {"ids": torch.arange(24).square().reshape(4, 6) % 16}),
     "logits only": lambda: (zoo.build(LogitsOnly), {"ids": torch.arange(24).reshape(4, 6) % 16}),
 }

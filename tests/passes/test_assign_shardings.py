@@ -14,11 +14,11 @@ from torch.testing import FileCheck
 
 from galvatron_fx.ir.annotations import facts, ports
 from galvatron_fx.ir.cluster import Axis
+from galvatron_fx.ir.op_call import input_nodes
 from galvatron_fx.ir.placement import PARTIAL, REPLICATE, Placement, Shard
 from passes.assign_shardings import AssignShardings
 from passes.find_blocks import num_blocks
 from passes.insert_collectives import AxisSharding, InsertCollectives
-from passes.sharding.op_call import input_nodes
 from passes.sharding.prices import Prices
 from passes.sharding.roles import RoleRules
 from tests.graphs import listing

@@ -346,3 +346,17 @@ def test_the_model_is_left_as_it_was() -> None:
     Capture().run(model, (x,))
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
     assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def test_a_fault_in_sharing_layers_is_said() -> None:
+    """The whole trace stands in, and the warning names the cause."""
+    model, x = Stack(*(Layer() for _ in range(8))), torch.randn(4, WIDTH)
+
+    def faulty(*_: Any) -> tuple[Repeat, ...]:
+        raise KeyError("a unit that is not there")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capture, "find_repeats", faulty)
+        with pytest.warns(UserWarning, match=r"one by one.*KeyError: 'a unit that is not there'"):
+            graph = Capture().run(model, (x,))
+    assert nodes(graph) == nodes(Capture(share_layers=False).run(model, (x,)))

@@ -13,12 +13,12 @@ from torch import Tensor, fx, nn
 from torch.testing import FileCheck
 
 from galvatron_fx.ir.annotations import facts
+from galvatron_fx.ir.op_call import is_getitem
 from galvatron_fx.ir.symbols import BATCH, SEQUENCE
 from passes.capture import Capture
 from passes.decompose import ALWAYS, Decompose
 from passes.find_blocks import FindBlocks
 from passes.shard_graph import ShardGraph
-from passes.sharding.op_call import is_getitem
 from passes.sharding.rules import has_rule
 from tests.helpers import DEVICE, assert_exact, axes, one_device, simulate, uniform
 
@@ -87,6 +87,14 @@ mul.Tensor(mul, tangents_1): (b, s, 8) backward""",
         )
 
 
+WEIGHTS = [0.5, 2.0, 1.0, 0.0, 1.5, 3.0, 1.0, 2.0, 0.25, 1.0]
+
+
+def pixels(x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores [batch, 10 classes, 4, 2] and labels [batch, 4, 2]."""
+    return (x * t).unflatten(-1, (4, 2)), (t[:, 0].unflatten(-1, (4, 2)) * 10).long()
+
+
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mse": F.mse_loss,
     "mse, summed": lambda x, t: F.mse_loss(x, t, reduction="sum"),
@@ -106,6 +114,13 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "filled in place": lambda x, t: (
         x * torch.zeros_like(t).index_fill_(1, torch.arange(3), 2.0).copy_(t[:, :1])
     ).sum(),
+    "labels of pixels": lambda x, t: F.cross_entropy(*pixels(x, t)),
+    "some labels of pixels": lambda x, t: F.cross_entropy(*pixels(x, t), ignore_index=0),
+    "weighted labels of pixels": lambda x, t: F.cross_entropy(*pixels(x, t), x.new_tensor(WEIGHTS), ignore_index=0),
+    "weighted labels": lambda x, t: F.cross_entropy(
+        x.flatten(0, 1), (t[..., 0].flatten() * 8).long(), x.new_tensor(WEIGHTS[:8]), ignore_index=3
+    ),
+    "written by a mask": lambda x, t: (x * t).index_put((t[..., 0] > 0.5,), x.new_tensor(2.0)).square().sum(),
     "floor division": lambda x, t: (x * (t // 0.25)).sum(),
 }
 
@@ -198,3 +213,39 @@ def test_a_graph_with_rules_for_all_stays() -> None:
     graph = Capture().run(Applied(lambda x, t: (x * t).sum()).double(), pair())
     before: Any = str(graph.graph)
     assert str(Decompose().run(graph).graph) == before
+
+
+def test_squeezes_keep_dims_that_are_one_on_a_rank() -> None:
+    """``squeeze()`` drops dims of size 1: two samples on two ranks are one each."""
+    model = Applied(lambda x, t: (x[:, :1].squeeze() * t[:, 0]).sum())
+    model, inputs = model.double(), tuple(value[:2] for value in pair())
+    graph = FindBlocks().run(decomposed(model, inputs))
+    assert not graph.graph.find_nodes(op="call_function", target=aten.squeeze.default)
+    assert_exact(simulate(graph, model, inputs, (2,), uniform(graph, "data"), {}), one_device(model, inputs), "squeeze")
+
+
+def test_decompositions_that_write_are_not_used() -> None:
+    """Some of torch's decompositions fill an empty tensor, which would stay empty."""
+    model, inputs = Applied(lambda x, t: (torch.index_copy(x, 1, torch.arange(3), t[:, :3]) * t).sum()), pair()
+    graph = FindBlocks().run(decomposed(model.double(), inputs))
+    writes = [n for n in graph.graph.nodes if n.op == "call_function" and getattr(n.target, "_schema", None)]
+    assert not any(node.target._schema.is_mutable for node in writes)
+    assert_exact(simulate(graph, model, inputs, (2,), uniform(graph, "data"), {}), one_device(model, inputs), "copy")
+
+
+class Transposed(nn.Module):
+    """A group norm of a tensor that lies in memory in another order than its dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 4), nn.GroupNorm(2, 4)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return (self.norm(self.linear(x).transpose(1, 2)).transpose(1, 2) * target[..., :4]).square().sum()
+
+
+def test_kernels_that_want_dense_tensors_get_them() -> None:
+    model, inputs = Transposed().double(), pair()
+    graph = FindBlocks().run(decomposed(model, inputs))
+    for role in ("data", "tensor"):
+        assert_exact(simulate(graph, model, inputs, (2,), uniform(graph, role), {}), one_device(model, inputs), role)

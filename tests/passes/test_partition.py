@@ -25,8 +25,7 @@ def layer() -> fx.GraphModule:
     e = build.call(aten.exp.default, build.call(aten.mul.Tensor, y, scale))
     loss = build.call(aten.sum.default, e)
     counted = build.call(aten.add.Tensor, count, 1)
-    build.phase = "backward"
-    tangent = build.input("tangent", (), "tangent")
+    tangent = build.begin_backward()
     g = build.call(aten.mul.Tensor, build.call(aten.mul.Tensor, e, tangent), scale)
     grad = build.call(aten.mm.default, build.call(aten.t.default, x), g)
     del unused

@@ -35,8 +35,7 @@ def two_blocks() -> fx.GraphModule:
     r = build.call(aten.relu.default, s)
     t = build.call(aten.tanh.default, r)
     loss = build.call(aten.sum.default, t)
-    build.phase = "backward"
-    tangent = build.input("tangent", (), "tangent")
+    tangent = build.begin_backward()
     g = build.call(aten.tanh_backward.default, build.call(aten.expand.default, tangent, [4]), t)
     g = build.call(aten.threshold_backward.default, g, r, 0)
     build.block = 0
@@ -52,8 +51,7 @@ def gathered() -> fx.GraphModule:
     whole = build.write(all_gather, w, 0, 1, 0, specs=[TensorSpec((2, 6), torch.float64)])
     y = build.call(aten.exp.default, build.call(aten.mm.default, x, build.call(aten.t.default, whole)))
     loss = build.call(aten.sum.default, y)
-    build.phase = "backward"
-    tangent = build.input("tangent", (), "tangent")
+    tangent = build.begin_backward()
     g = build.call(aten.mul.Tensor, y, tangent)
     return build.finish(("output", "0", loss), ("grad", "x", build.call(aten.mm.default, g, whole)), loss=0)
 
@@ -167,8 +165,7 @@ return [mm_1]""",
         both = build.call(aten.max.dim, x, 1)
         values, places = (build.call(operator.getitem, both, i) for i in range(2))
         loss = build.call(aten.sum.default, values)
-        build.phase = "backward"
-        tangent = build.input("tangent", (), "tangent")
+        tangent = build.begin_backward()
         grad = build.call(aten.mul.Tensor, places, tangent)
         graph = build.finish(("output", "0", loss), ("grad", "x", grad), loss=0)
         self.assertExpectedInline(
@@ -227,8 +224,7 @@ def test_masks_are_drawn_again_from_the_same_stream() -> None:
     rows = build.call(aten.arange.default, 4)
     mask = build.call(random_uniform, seed, 5, [4], [rows])
     loss = build.call(aten.sum.default, build.call(aten.mul.Tensor, x, mask))
-    build.phase = "backward"
-    tangent = build.input("tangent", (), "tangent")
+    tangent = build.begin_backward()
     grad = build.call(aten.mul.Tensor, mask, tangent)
     graph = build.finish(("output", "0", loss), ("grad", "x", grad), loss=0)
     halves = Partition().run(PlaceRecompute((AGAIN,)).run(graph))

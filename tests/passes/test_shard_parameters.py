@@ -35,8 +35,7 @@ def two_uses() -> fx.GraphModule:
     build.block = 1
     z = build.call(aten.mm.default, y, build.call(aten.t.default, w))
     loss = build.call(aten.sum.default, z)
-    build.phase = "backward"
-    tangent = build.input("tangent", (), "tangent")
+    tangent = build.begin_backward()
     g = build.call(aten.expand.default, tangent, [4, 3])
     gy = build.call(aten.mm.default, g, w)
     first = build.call(aten.mm.default, build.call(aten.t.default, g), y)

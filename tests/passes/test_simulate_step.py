@@ -44,8 +44,7 @@ def layer() -> fx.GraphModule:
     x, w = build.input("x", (4, 8)), build.input("w", (8, 2), "param")
     e = build.call(aten.exp.default, build.call(aten.mm.default, x, w))
     loss = build.call(aten.sum.default, e)
-    build.phase = "backward"
-    tangent = build.input("tangent", (), "tangent")
+    tangent = build.begin_backward()
     g = build.call(aten.mul.Tensor, e, tangent)
     grad = build.call(aten.mm.default, build.call(aten.t.default, x), g)
     return build.finish(("output", "0", loss), ("grad", "w", grad), loss=0)

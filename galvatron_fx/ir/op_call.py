@@ -5,12 +5,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from torch import fx
 
-from cost_models.ops import OpCost, TensorFacts, op_cost
 from galvatron_fx.ir.annotations import TensorSpec, facts
 from galvatron_fx.ir.random_ops import comparable_args
 
@@ -67,24 +65,4 @@ def op_call(node: fx.Node, spec_of: Callable[[fx.Node], TensorSpec] | None = Non
         kwargs=tuple(sorted((key, freeze(value)) for key, value in node.kwargs.items())),
         inputs=tuple(lookup(n) for n in input_nodes(node)),
         outputs=facts(node).specs,
-    )
-
-
-@cache
-def call_cost(call: OpCall, symbolic: bool = False) -> OpCost:
-    """The cost of a whole call at its concrete sizes, or as formulas; equal calls are priced once."""
-
-    def convert(value: Any) -> Any:
-        if isinstance(value, TensorSpec):
-            return TensorFacts(value.symbolic if symbolic else value.shape, value.dtype)
-        if isinstance(value, tuple):
-            return [convert(item) for item in value]
-        return value
-
-    return op_cost(
-        call.target,
-        tuple(convert(arg) for arg in call.args),
-        {key: convert(value) for key, value in call.kwargs},
-        [convert(spec) for spec in call.inputs],
-        [convert(spec) for spec in call.outputs if spec is not None],
     )

@@ -1,0 +1,87 @@
+"""Tiny models of every architecture in transformers, by what its configuration calls its sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from transformers import PretrainedConfig
+from transformers.models.auto import modeling_auto as auto
+
+from tests.models import zoo
+
+_SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim"), 64),
+    **dict.fromkeys(("ffn_hidden_size", "d_inner", "hidden_dim", "mlp_dim"), 64),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), 2),
+    **dict.fromkeys(("encoder_layers", "decoder_layers", "num_encoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 2),
+    **dict.fromkeys(("head_dim", "d_kv", "kv_channels", "global_head_dim", "linear_key_head_dim"), 8),
+    **dict.fromkeys(("linear_value_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "vocab_size"), 64),
+    **dict.fromkeys(("max_source_positions", "max_target_positions"), 64),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("n_shared_experts", "n_group", "topk_group", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_head_dim", "embedding_size", "num_mel_bins"), 16),
+    **dict.fromkeys(("sliding_window", "window_size", "attention_window", "position_buckets", "patch_size"), 8),
+    **dict.fromkeys(("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_chunk_size", "chunk_size"), 8),
+    **dict.fromkeys(("encoder_layerdrop", "decoder_layerdrop", "layerdrop"), 0.0),
+    **{"rotary_dim": 4, "state_size": 4, "time_step_rank": 4, "word_embed_proj_dim": 32, "lru_width": 32},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "image_size": 32, "num_labels": 8, "use_cache": False},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
+}
+_PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "attention_layers", "block_types")
+
+_TASKS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
+    "causal": ("MODEL_FOR_CAUSAL_LM_MAPPING", zoo.tokens),
+    "masked": ("MODEL_FOR_MASKED_LM_MAPPING", zoo.masked_tokens),
+    "seq2seq": ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", zoo.tokens),
+    "image": ("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", zoo.images),
+}
+
+
+def shrink(config: PretrainedConfig) -> PretrainedConfig:
+    """Set every size that a configuration knows, in the configurations inside it too, and switch dropout off."""
+    for key, value in list(vars(config).items()):
+        name = key.lstrip("_")
+        if isinstance(value, PretrainedConfig):
+            shrink(value)
+        elif "drop" in name and isinstance(value, float):
+            setattr(config, key, 0.0)
+        elif name in _SIZES and not isinstance(value, (list, tuple, dict)) and (value is not None or "pad" in name):
+            setattr(config, key, _SIZES[name])
+        elif name in _PER_LAYER and isinstance(value, (list, tuple)) and len(value) > 2:
+            kinds = list(dict.fromkeys(value))
+            setattr(config, key, (kinds * 2)[:2])
+    if hasattr(config, "kv_lora_rank") and hasattr(config, "num_key_value_heads"):
+        config.num_key_value_heads = 4  # latent attention: as many as there are heads
+    return config
+
+
+def _made(config_class: Any, model_class: Any, inputs: Callable[[], dict[str, Any]]) -> zoo.Case:
+    model = zoo.build(lambda: model_class(shrink(config_class())))
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("batched_mm")  # the other kernels know no float64
+    return model, inputs()
+
+
+def cases() -> dict[str, Callable[[], zoo.Case]]:
+    """One model for each configuration class, of the first task that has one."""
+    found: dict[str, Callable[[], zoo.Case]] = {}
+    seen: set[Any] = set()
+    for task, (table, inputs) in _TASKS.items():
+        mapping = getattr(auto, table)
+        for config_class in mapping:
+            model_class = mapping[config_class]
+            if config_class not in seen:
+                seen.add(config_class)
+                first = model_class[0] if isinstance(model_class, (list, tuple)) else model_class
+                name = config_class.__name__.removesuffix("Config")
+                found[f"{task} {name}"] = partial(_made, config_class, first, inputs)
+    return found

@@ -1,0 +1,111 @@
+"""Claim: the predicted peak memory of plans with stages is what every rank has alive, within 3 %, for every schedule.
+
+Trains small models on four processes by plans with stages, and compares the most tensor bytes alive on each process in
+one step, the optimizer's update included, with the prediction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import machine
+from rich.console import Console
+from rich.table import Table
+from stage_memory_rank import RANKS, Case, Peak
+
+from galvatron_fx.ir.units import format_bytes
+
+HERE = Path(__file__).parent
+TOLERANCE = 0.03
+ZERO, PIPELINE = ("pipeline", "zero"), ("pipeline", "pipeline")
+
+# schedule: stages on 2 pipeline ranks, micro-batches
+SCHEDULES = {
+    "gpipe": (2, 4),
+    "1f1b": (2, 4),
+    "zb_h1": (2, 4),
+    "interleaved_1f1b": (4, 4),
+    "zbv": (4, 4),
+    "dualpipev": (4, 8),
+}
+CASES = (
+    *(Case("llama", ZERO, name, *counts, keep_gathered=True) for name, counts in SCHEDULES.items()),
+    Case("llama", ZERO, "1f1b", 2, 4),
+    Case("llama", ("pipeline", "data"), "1f1b", 2, 4, recompute=True),
+    Case("llama", ("pipeline", "tensor"), "zb_h1", 2, 4),
+    Case("llama", PIPELINE, "1f1b", 4, 8),
+    Case("gpt2", PIPELINE, "zb_h1", 4, 8),
+    Case("gpt2", ("pipeline", "data"), "zbv", 4, 4),
+)
+
+
+def launch(cases: Sequence[Case]) -> list[list[Peak]]:
+    """Run ``stage_memory_rank.py`` under torchrun; returns for every case the peaks of all ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "peaks.json")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        command += [str(HERE / "stage_memory_rank.py"), str(path), json.dumps([asdict(case) for case in cases])]
+        subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+        found = json.loads(path.read_text())
+    return [[Peak(*pair) for pair in peaks] for peaks in found]
+
+
+def table_of(cases: Sequence[Case], found: Sequence[Sequence[Peak]]) -> Table:
+    """Predicted and measured, a row for the ranks of a case that have equal peaks."""
+    table = Table(title="Peak memory of a rank", title_justify="left")
+    for heading in (
+        "model",
+        "roles",
+        "keeps",
+        "schedule",
+        "stages",
+        "parts",
+        "ranks",
+        "predicted",
+        "measured",
+        "ratio",
+    ):
+        number = heading in ("stages", "parts", "predicted", "measured", "ratio")
+        table.add_column(heading, justify="right" if number else "left", no_wrap=True)
+    for case, peaks in zip(cases, found, strict=True):
+        keeps = "recompute" if case.recompute else "all, gathered" if case.keep_gathered else "all"
+        cells = [case.model, " · ".join(case.roles), keeps, case.schedule, str(case.stages), str(case.microbatches)]
+        distinct = list(dict.fromkeys(peaks))
+        for peak in distinct:
+            ranks = " ".join(str(rank) for rank, other in enumerate(peaks) if other == peak)
+            bytes_ = format_bytes(peak.predicted), format_bytes(peak.measured)
+            table.add_row(*cells, ranks, *bytes_, f"{peak.ratio:.4f}", end_section=peak is distinct[-1])
+            cells = [""] * len(cells)
+    return table
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES), help="only these")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure; exits with 1 where a prediction is further off than the claim."""
+    options, console = arguments(), Console(width=130, highlight=False)
+    console.print(f"{machine.describe()}\n")
+    cases = [case for case in CASES if case.schedule in options.schedules]
+    found = launch(cases)
+    console.print(table_of(cases, found))
+    worst = max(abs(peak.ratio - 1) for peaks in found for peak in peaks)
+    holds = worst <= TOLERANCE
+    console.print(f"{'holds' if holds else 'FAILS'}: predictions are within {worst:.1%}, claimed are {TOLERANCE:.0%}")
+    sys.exit(not holds)
+
+
+if __name__ == "__main__":
+    main()

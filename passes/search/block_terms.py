@@ -1,0 +1,312 @@
+"""One block under one combination of roles, as arrays: what it computes, moves, keeps and holds, for any degrees.
+
+The decisions of the intra-block solver say over which roles each value is split. How many ranks play a role and how
+many micro-batches there are only divide bytes and flops, so one look at the block serves all meshes: prices
+are arrays over columns, a column being degrees, axes and micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import fx
+
+from cost_models.ops import is_matmul
+from galvatron_fx.ir.annotations import TensorSpec, facts
+from galvatron_fx.ir.op_call import input_nodes, is_getitem, op_call
+from galvatron_fx.ir.placement import REPLICATE, Partial, Placement, Shard
+from galvatron_fx.ir.symbols import BATCH
+from passes.call_cost import call_cost
+from passes.insert_collectives import AxisSharding
+from passes.search.graph_index import GraphIndex, is_view, storage_root, users_through_views
+from passes.sharding.prices import dtype_name, is_free
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+Composition = tuple[tuple[str, AxisSharding], ...]
+"""Roles in lowering order, each with the solver's decision for it."""
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """``size[V]``, bytes (or flops) of the whole batch on one device; ``batch[V]``: whether a micro-batch has a share
+    of it; ``split[V, R]``: whether role r splits it."""
+
+    size: Floats
+    batch: Bools
+    split: Bools
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[float, bool, Sequence[bool]]], roles: int) -> Amounts:
+        """Gather (size, batch, split) triples."""
+        return cls(
+            np.array([size for size, _, _ in rows], dtype=np.float64),
+            np.array([batch for _, batch, _ in rows], dtype=np.bool_),
+            np.array([split for _, _, split in rows], dtype=np.bool_).reshape(len(rows), roles),
+        )
+
+    def on_rank(self, degrees: Floats, parts: Floats) -> Floats:
+        """``[V, C]``: what one rank has, for ``degrees[C, R]`` and ``parts[C]`` micro-batches."""
+        share = self.size[:, None] / np.where(self.batch[:, None], parts[None, :], 1.0)
+        for role in range(degrees.shape[1]):
+            share /= np.where(self.split[:, role, None], degrees[None, :, role], 1.0)
+        return share
+
+    def take(self, rows: NDArray[np.int64]) -> Amounts:
+        """The amounts at ``rows``."""
+        return Amounts(self.size[rows], self.batch[rows], self.split[rows])
+
+
+@dataclass(frozen=True)
+class Operators:
+    """Operators that compute: their flops, the bytes of their tensors, and where each operator's tensors start."""
+
+    flops: Amounts
+    tensors: Amounts
+    starts: NDArray[np.int64]
+    backward: Bools
+    kinds: tuple[tuple[str, bool], ...]
+
+
+@dataclass(frozen=True)
+class Move:
+    """A redistribution that role ``role`` makes: ``kind`` of collective; ``slot``: what it counts to."""
+
+    role: int
+    kind: str
+    slot: str
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Parameters: ``amounts``, ``shapes`` of each, and which of them are trained, owned or used by the block."""
+
+    amounts: Amounts
+    shapes: tuple[tuple[int, ...], ...]
+    trained: Bools
+    owned: Bools
+    used: Bools
+
+
+@dataclass(frozen=True)
+class Lives:
+    """Values of one phase that are not kept for another: ``alive[T, V]``, whether value v lives at step t."""
+
+    values: Amounts
+    alive: Floats
+
+
+@dataclass(frozen=True)
+class BlockTerms:
+    """All that a block's price is made of under one composition of roles."""
+
+    roles: tuple[str, ...]
+    operators: Operators
+    moves: tuple[Move, ...]
+    moved: Amounts
+    weights: Weights
+    saved: Amounts
+    entering: Bools
+    lives: tuple[Lives, Lives]
+
+
+@dataclass(frozen=True)
+class BlockReader:
+    """Reads the terms of the block ``index`` from a graph."""
+
+    graph: GraphIndex
+    index: int
+
+    def read(self, composition: Composition) -> BlockTerms:
+        """The block's terms under one composition."""
+        return _Reading(self.graph, self.index, self.graph.blocks.get(self.index, []), composition).terms()
+
+
+class _Reading:
+    def __init__(self, graph: GraphIndex, index: int, nodes: list[fx.Node], composition: Composition) -> None:
+        self.graph = graph
+        self.index = index
+        self.nodes = nodes
+        self.shardings = [sharding for _, sharding in composition]
+        self.roles = tuple(role for role, _ in composition)
+        self.weights_alone = _parameter_side(nodes, graph.parameters)
+        inside = set(nodes)
+        self.gradients = [(parameter, node) for parameter, node in graph.gradients if node in inside]
+
+    def terms(self) -> BlockTerms:
+        moves, moved = self._moves()
+        saved, entering = self._saved()
+        return BlockTerms(
+            self.roles,
+            self._operators(),
+            moves,
+            moved,
+            self._weights(),
+            saved,
+            entering,
+            (self._lives("forward"), self._lives("backward")),
+        )
+
+    def _amounts(self, rows: Iterable[tuple[TensorSpec, Sequence[bool]]]) -> Amounts:
+        listed = [(float(spec.size_bytes), spec.dim_of(BATCH) is not None, split) for spec, split in rows]
+        return Amounts.of(listed, len(self.roles))
+
+    def _split(self, node: fx.Node) -> list[bool]:
+        """Which roles split a value as it was produced (or as it came from another block)."""
+        return [isinstance(_produced(sharding, node), Shard) for sharding in self.shardings]
+
+    # ---- time ----
+
+    def _operators(self) -> Operators:
+        flops: list[tuple[float, bool, list[bool]]] = []
+        tensors: list[tuple[TensorSpec, list[bool]]] = []
+        starts, backward, kinds = [], [], []
+        for node in self.nodes:
+            if is_getitem(node):
+                continue
+            call = op_call(node)
+            if is_free(call):
+                continue
+            rules = [sharding.rules[node] for sharding in self.shardings]
+            starts.append(len(tensors))
+            for position, spec in enumerate(call.inputs):
+                tensors.append((spec, [isinstance(rule.inputs[position], Shard) for rule in rules]))
+            for position, made in enumerate(call.outputs):
+                if made is not None:
+                    tensors.append((made, [isinstance(rule.outputs[position], Shard) for rule in rules]))
+            batch = any(spec.dim_of(BATCH) is not None for spec, _ in tensors[starts[-1] :])
+            flops.append((float(call_cost(call).flops), batch, [rule.splits_work for rule in rules]))
+            backward.append(facts(node).phase == "backward")
+            kinds.append((dtype_name(call), is_matmul(call.target)))
+        return Operators(
+            Amounts.of(flops, len(self.roles)),
+            self._amounts(tensors),
+            np.array(starts, dtype=np.int64),
+            np.array(backward, dtype=np.bool_),
+            tuple(kinds),
+        )
+
+    def _moves(self) -> tuple[tuple[Move, ...], Amounts]:
+        """Redistributions, with the bytes that the other roles leave of each."""
+        final = {node for _, node in self.gradients}
+        moves, rows = [], []
+        for role, sharding in enumerate(self.shardings):
+            for source, want, phase, have in self._redistributions(sharding):
+                kind = _kind(have, want)
+                if kind is None:
+                    continue
+                finished = source in final and isinstance(have, Partial)
+                if self.roles[role] == "zero" and finished:
+                    kind = "reduce_scatter"
+                slot = phase if not finished else "reduce" if kind == "all_reduce" else "scatter"
+                moves.append(Move(role, kind, slot))
+                split = self._split(source)
+                split[role] = False
+                rows.append((facts(source).spec, split))
+        return tuple(moves), self._amounts(rows)
+
+    def _redistributions(self, sharding: AxisSharding) -> list[tuple[fx.Node, Placement, str, Placement]]:
+        """(value, wanted placement, phase, placement it has), each once, as the lowering makes them."""
+        made: dict[tuple[fx.Node, Placement], tuple[fx.Node, Placement, str, Placement]] = {}
+
+        def move(source: fx.Node, want: Placement, phase: str, have: Placement) -> None:
+            if have != want:
+                made.setdefault((source, want), (source, want, phase, have))
+
+        for node in self.nodes:
+            if is_getitem(node):
+                continue
+            for source, want in zip(input_nodes(node), sharding.rules[node].inputs, strict=True):
+                move(source, want, facts(node).phase, self._entering(sharding, source))
+        for node in self.nodes:
+            if node in sharding.boundaries:
+                move(node, sharding.boundaries[node], facts(node).phase, sharding.placement(node))
+        for parameter, gradient in self.gradients:
+            want = sharding.inputs.get(parameter, REPLICATE)
+            move(gradient, want, "backward", sharding.placement(gradient))
+        return list(made.values())
+
+    def _entering(self, sharding: AxisSharding, source: fx.Node) -> Placement:
+        if source.op != "call_function" or max(facts(source).block, 0) == self.index:
+            return sharding.placement(source)
+        return sharding.boundaries.get(source, REPLICATE)
+
+    # ---- memory ----
+
+    def _weights(self) -> Weights:
+        inside = set(self.nodes)
+        owned = {node for node in self.graph.parameters if self.graph.first_user.get(node) in inside}
+        used = {node for node in self.graph.parameters if any(user in inside for user in node.users)}
+        nodes = sorted(owned | used, key=lambda node: node.name)
+        return Weights(
+            self._amounts((facts(node).spec, self._split(node)) for node in nodes),
+            tuple(tuple(int(size) for size in facts(node).spec.shape) for node in nodes),
+            _flags(nodes, self.graph.trained.__contains__),
+            _flags(nodes, owned.__contains__),
+            _flags(nodes, used.__contains__),
+        )
+
+    def _saved(self) -> tuple[Amounts, Bools]:
+        """What backward keeps of forward, and which of it enters the block."""
+        kept: dict[tuple[fx.Node, tuple[Placement, ...]], None] = {}
+        for node in self.nodes:
+            if is_getitem(node) or facts(node).phase != "backward":
+                continue
+            for position, source in enumerate(input_nodes(node)):
+                if source not in self.weights_alone and facts(source).phase == "forward":
+                    wants = tuple(sharding.rules[node].inputs[position] for sharding in self.shardings)
+                    kept[storage_root(source), wants] = None
+        rows = [(facts(root).spec, [isinstance(want, Shard) for want in wants]) for root, wants in kept]
+        entering = _flags(
+            [root for root, _ in kept],
+            lambda node: node.op != "call_function" or max(facts(node).block, 0) != self.index,
+        )
+        return self._amounts(rows), entering
+
+    def _lives(self, phase: str) -> Lives:
+        """Values that one phase makes, from where each is made to its last use, itself or through a view."""
+        nodes = [node for node in self.nodes if facts(node).phase == phase]
+        position = {node: i for i, node in enumerate(nodes)}
+        rows, alive = [], []
+        for node, start in position.items():
+            if facts(node).multi_output or node in self.weights_alone or is_view(node):
+                continue
+            end = max((position[user] for user in users_through_views(node) if user in position), default=start)
+            span = np.zeros(len(nodes))
+            span[start : end + 1] = 1.0
+            alive.append(span)
+            rows.append((facts(node).spec, self._split(node)))
+        return Lives(self._amounts(rows), np.array(alive).reshape(len(rows), len(nodes)).T)
+
+
+def _flags(nodes: Sequence[fx.Node], true: Callable[[fx.Node], bool]) -> Bools:
+    return np.array([true(node) for node in nodes], dtype=np.bool_)
+
+
+def _produced(sharding: AxisSharding, node: fx.Node) -> Placement:
+    try:
+        return sharding.placement(node)
+    except KeyError:  # another block made it, and this decision is about some blocks only
+        return sharding.boundaries.get(node, REPLICATE)
+
+
+def _kind(have: Placement, want: Placement) -> str | None:
+    if isinstance(have, Partial):
+        return "all_reduce" if want == REPLICATE else "reduce_scatter"
+    if isinstance(have, Shard):
+        return "all_to_all" if isinstance(want, Shard) and want.dim != have.dim else "all_gather"
+    return None
+
+
+def _parameter_side(nodes: list[fx.Node], parameters: frozenset[fx.Node]) -> set[fx.Node]:
+    """Parameters and what is made of them alone."""
+    alone = set(parameters)
+    for node in nodes:
+        sources = input_nodes(node)
+        if sources and facts(node).phase == "forward" and all(source in alone for source in sources):
+            alone.add(node)
+    return alone

@@ -1,0 +1,78 @@
+"""Where to cut a chain of blocks into stages: balanced by a weight, or moved from cuts that are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+
+import numpy as np
+
+from passes.search.block_terms import Floats
+
+Cuts = tuple[int, ...]
+"""The first block of every stage."""
+
+_Edges = list[dict[tuple[int, int], float]]
+
+
+def balanced(weights: Floats, stages: int) -> Cuts:
+    """First blocks of stages whose largest sum of ``weights`` is least, by dynamic programming."""
+    blocks = len(weights)
+    total = np.concatenate(([0.0], np.cumsum(weights)))
+    least = np.full((stages + 1, blocks + 1), np.inf)
+    last = np.zeros((stages + 1, blocks + 1), dtype=np.int64)
+    least[0, 0] = 0.0
+    for stage in range(1, stages + 1):
+        for end in range(stage, blocks + 1):
+            starts = np.arange(stage - 1, end)
+            worst = np.maximum(least[stage - 1, starts], total[end] - total[starts])
+            pick = int(np.argmin(worst))
+            least[stage, end], last[stage, end] = worst[pick], starts[pick]
+    cuts, end = [], blocks
+    for stage in range(stages, 0, -1):
+        end = int(last[stage, end])
+        cuts.append(end)
+    return tuple(reversed(cuts))
+
+
+def moved_together(
+    cuts: Cuts, blocks: int, stage_s: Callable[[int, int, int], float], microbatches: int
+) -> Cuts | None:
+    """The best cuts of which each lies within a block of the given one; None where no stages fit.
+
+    ``stage_s(stage, first, end)``: seconds of a micro-batch on a stage of the blocks ``first`` to ``end``.
+    Least is ``sum + (microbatches - 1) * largest`` of the stages' seconds: the first micro-batch passes all stages, and
+    the others follow as the slowest stage lets them, as in GPipe and 1F1B. It is exact: for every bound on the largest,
+    in order, dynamic programming finds the least sum, until the bound alone is too much.
+    """
+    places = [[0], *([c for c in (cut - 1, cut, cut + 1) if 0 < c < blocks] for cut in cuts[1:]), [blocks]]
+    edges: _Edges = [
+        {(a, b): stage_s(stage, a, b) for a in places[stage] for b in places[stage + 1] if a < b}
+        for stage in reversed(range(len(cuts)))  # last stages hold fewest micro-batches: what fits there may fit before
+    ][::-1]
+    bounds = sorted({seconds for stage in edges for seconds in stage.values() if seconds < inf})
+    shortest = _least_sum(edges, inf)
+    if shortest is None:
+        return None
+    best, best_s = None, inf
+    for bound in bounds:
+        if (microbatches - 1) * bound + shortest[0] >= best_s:
+            break
+        found = _least_sum(edges, bound)
+        if found is not None and (total := found[0] + (microbatches - 1) * bound) < best_s:
+            best, best_s = found[1], total
+    return best
+
+
+def _least_sum(edges: _Edges, bound: float) -> tuple[float, Cuts] | None:
+    """The stages, each within ``bound``, whose sum is least."""
+    reached: dict[int, tuple[float, Cuts]] = {0: (0.0, ())}
+    for stage in edges:
+        there: dict[int, tuple[float, Cuts]] = {}
+        for (a, b), seconds in stage.items():
+            if a in reached and seconds <= bound and seconds < inf:
+                total = reached[a][0] + seconds
+                if b not in there or total < there[b][0]:
+                    there[b] = total, (*reached[a][1], a)
+        reached = there
+    return next(iter(reached.values()), None)

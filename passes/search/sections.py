@@ -1,0 +1,155 @@
+"""The blocks that share one device's memory: the fastest, and the lightest, strategies for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from galvatron_fx.errors import BudgetError, PlanError
+from passes.search.block_terms import Bools, Floats
+from passes.search.chain import Chain, useful
+from passes.search.layer_dp import cheapest_layers, relaxed_s, solve_layers
+
+_TRANSIENTS = 12  # bounds on transient memory that are tried
+_EXACT_BLOCKS = 16  # longer chains are solved to a proven gap, as the exact optimum of many equal blocks takes long
+_GAP = 2e-3
+
+
+@dataclass(frozen=True)
+class Section:
+    """Blocks that share one device's memory, with the micro-batches that each has in flight."""
+
+    blocks: tuple[int, ...]
+    in_flight: tuple[int, ...]
+
+    def held(self, chain: Chain) -> Floats:
+        """``[block, strategy]``: bytes of what is kept, with all that is in flight."""
+        rows = list(self.blocks)
+        counts = np.array(self.in_flight, dtype=np.float64)
+        held: Floats = chain.static[rows] + chain.saved[rows] * counts[:, None]
+        return held
+
+    def bytes(self, chain: Chain, picks: Sequence[int]) -> float:
+        """What a strategy for each of the blocks keeps, with the largest transient."""
+        rows, columns = list(self.blocks), list(picks)
+        held = chain.static[rows, columns] + chain.saved[rows, columns] * np.array(self.in_flight)
+        return float(held.sum() + chain.transient[rows, columns].max())
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """A section's prices under the strategies that can be of use, ``columns`` of the chain's.
+
+    ``distinct``: the first of each kind of equal rows, ``counts``: how many there are of each.
+    """
+
+    columns: NDArray[np.int64]
+    time: Floats
+    held: Floats
+    transient: Floats
+    change: Floats
+    distinct: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, chain: Chain, section: Section) -> _Problem:
+        rows = list(section.blocks)
+        distinct, counts = distinct_rows(chain, section)
+        grid = np.ix_(np.array(rows), chain.useful)
+        forbidden = ~chain.allowed[grid]
+        time = np.where(forbidden, np.inf, chain.time[grid])
+        held = np.where(forbidden, np.inf, section.held(chain)[:, chain.useful])
+        transient = np.where(forbidden, np.inf, chain.transient[grid])
+        columns = useful(chain.kind[chain.useful], [time[distinct], held[distinct], transient[distinct]])
+        time, held, transient = time[:, columns], held[:, columns], transient[:, columns]
+        columns = chain.useful[columns]
+        kinds = chain.kind[columns]
+        nothing = np.zeros((len(columns), len(columns)))
+        steps = [chain.change[a][np.ix_(kinds, kinds)] if b == a + 1 else nothing for a, b in pairwise(rows)]
+        change = np.array(steps).reshape(-1, len(columns), len(columns))
+        return cls(columns, time, held, transient, change, distinct, counts)
+
+    def picks(self, found: Sequence[int]) -> list[int]:
+        """The chain's strategies for the columns ``found``."""
+        return [int(self.columns[p]) for p in found]
+
+    def bytes(self, found: Sequence[int]) -> float:
+        """What is kept and the largest transient."""
+        rows = np.arange(len(found))
+        return float(self.held[rows, found].sum() + self.transient[rows, found].max())
+
+
+def best_picks(chain: Chain, section: Section, budget: float) -> list[int] | None:
+    """The fastest strategies of a section whose kept memory and largest transient are within ``budget``, or None.
+
+    Blocks that follow each other in the model are joined by the chain's changes of boundary, others by nothing.
+    """
+    problem = _Problem.of(chain, section)
+    free = cheapest_layers(problem.time, problem.change)
+    if problem.bytes(free) <= budget:
+        return problem.picks(free)
+    gap = _GAP if len(chain.marks) > _EXACT_BLOCKS else 0.0
+    best, best_s = None, np.inf
+    bounds = _transient_bounds(problem.transient)
+    relaxed = [_relaxed_s(problem, bound, budget) for bound in bounds]
+    for bound, at_least_s in sorted(zip(bounds, relaxed, strict=True), key=lambda pair: pair[1]):
+        if at_least_s >= best_s * (1 - gap):
+            break
+        over = problem.transient > bound
+        time, held = np.where(over, np.inf, problem.time), np.where(over, np.inf, problem.held)
+        try:
+            found, total, _ = solve_layers(time, held, problem.change, budget - bound, gap)
+        except BudgetError:
+            continue
+        if total < best_s * (1 - 1e-12):
+            best, best_s = problem.picks(found), total
+    return best
+
+
+def _relaxed_s(problem: _Problem, bound: float, budget: float) -> float:
+    """Seconds that no choice of transients up to ``bound`` beats; infinite where there is none."""
+    over = problem.transient > bound
+    rows = problem.distinct
+    time, held = np.where(over, np.inf, problem.time)[rows], np.where(over, np.inf, problem.held)[rows]
+    return relaxed_s(time, held, problem.counts, budget - bound)
+
+
+def least_picks(chain: Chain, section: Section) -> list[int]:
+    """The strategies that take the least memory. Raises PlanError where the constraints leave none."""
+    rows = list(section.blocks)
+    held = section.held(chain)
+    transient = np.where(chain.allowed[rows], chain.transient[rows], np.inf)
+    best: tuple[float, list[int]] | None = None
+    for bound in _transient_bounds(transient):
+        memory = np.where((transient > bound) | ~chain.allowed[rows], np.inf, held)
+        total = float(memory.min(axis=1).sum()) + bound
+        if np.isfinite(total) and (best is None or total < best[0]):
+            best = total, [int(p) for p in memory.argmin(axis=1)]
+    if best is None:
+        raise PlanError("the constraints leave no strategy for some block")
+    return best[1]
+
+
+def distinct_rows(chain: Chain, section: Section) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Positions of the blocks that differ from those before them, and how many are equal to each."""
+    first: dict[object, int] = {}
+    counts: dict[object, int] = {}
+    for i, (block, held) in enumerate(zip(section.blocks, section.in_flight, strict=True)):
+        key = chain.like(block), held
+        first.setdefault(key, i)
+        counts[key] = counts.get(key, 0) + 1
+    return np.array(list(first.values())), np.array(list(counts.values()))
+
+
+def _transient_bounds(transient: Floats) -> list[float]:
+    finite: Bools = np.isfinite(transient)
+    values = np.unique(transient[finite])
+    least = transient.min(axis=1).max() if len(transient) else 0.0
+    values = values[values >= least]
+    if len(values) > _TRANSIENTS:
+        values = values[np.linspace(0, len(values) - 1, _TRANSIENTS).astype(int)]
+    return [float(v) for v in values]

@@ -1,0 +1,141 @@
+"""Simulate a plan on a model with fewer layers: equal blocks with equal strategies cost the same each.
+
+Lowering and simulating take as long as the graph is; what a plan costs follows from few of its blocks. In every stage
+a segment (blocks that are equal in structure and strategy) is cut to its first and last block, and of consecutive
+stages that differ in the lengths of their segments only, three are kept. The model is simulated so, and once more for
+each kind of segment with one block more: seconds and bytes grow evenly with every block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import numpy as np
+
+from galvatron_fx.ir.strategy import Strategy
+from passes.search.block_terms import Floats
+
+_KEPT = 2  # blocks of a segment: what is between two equal ones is like what is between all others
+
+Label = tuple[str, Strategy]
+"""What blocks of one segment have in common: fingerprint and strategy."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive blocks of one stage with one label; ``kept`` of them stand for all."""
+
+    label: Label
+    first: int
+    length: int
+    kept: int
+
+    @property
+    def left_out(self) -> int:
+        """How many blocks the kept ones stand for beside themselves."""
+        return self.length - self.kept
+
+
+@dataclass(frozen=True)
+class ShortModel:
+    """The segments of the kept stages, and for every stage of the whole model its own segments and its stand-in."""
+
+    kept: tuple[tuple[Segment, ...], ...]
+    whole: tuple[tuple[Segment, ...], ...]
+    stage_of: tuple[int, ...]
+
+    @classmethod
+    def of(cls, marks: Sequence[str], strategies: Sequence[Strategy], first_blocks: Sequence[int]) -> ShortModel:
+        """Shorten as far as can be."""
+        labels = list(zip(marks, strategies, strict=True))
+        ends = (*first_blocks[1:], len(labels))
+        whole = tuple(_segments(labels, first, end) for first, end in zip(first_blocks, ends, strict=True))
+        chosen, stage_of = _stand_ins(whole)
+        return cls(tuple(whole[stage] for stage in chosen), whole, stage_of)
+
+    @property
+    def keep(self) -> list[int]:
+        """The kept blocks: of each segment the first ones and the last, which hands gradients on to them."""
+        return [block for stage in self.kept for segment in stage for block in _kept_blocks(segment)]
+
+    @property
+    def first_blocks(self) -> tuple[int, ...]:
+        """The first block of every kept stage, as the short model numbers them."""
+        lengths = [sum(segment.kept for segment in stage) for stage in self.kept]
+        return tuple(int(n) for n in np.cumsum([0, *lengths[:-1]]))
+
+    @property
+    def labels(self) -> list[Label]:
+        """Labels of segments that were cut, each once."""
+        return list(dict.fromkeys(s.label for stage in self.kept for s in stage if s.left_out))
+
+    def longer(self, label: Label) -> ShortModel:
+        """One block more in each segment of ``label`` that was cut."""
+        stages = tuple(
+            tuple(replace(s, kept=s.kept + 1) if s.label == label and s.left_out else s for s in stage)
+            for stage in self.kept
+        )
+        return replace(self, kept=stages)
+
+    def extrapolate(
+        self, base: Floats, longer: Mapping[Label, Floats], rows: Sequence[Sequence[int]] | None = None
+    ) -> Floats:
+        """``[row, amount]`` of the whole model, from those measured on this one and on each that is longer.
+
+        ``rows``: the stages of the whole model that each row is about; one row a stage by default.
+        """
+        about = rows if rows is not None else [[stage] for stage in range(len(self.whole))]
+        total = base.copy()
+        for label, measured in longer.items():
+            more = self.longer(label)
+            grown = [_blocks(b, label) - _blocks(a, label) for a, b in zip(self.kept, more.kept, strict=True)]
+            added = np.array([sum(grown[self.stage_of[stage]] for stage in stages) for stages in about])
+            missing = np.array([sum(self._missing(stage, label) for stage in stages) for stages in about])
+            each = (measured - base) / np.maximum(added, 1)[:, None]
+            # A row none of whose segments could grow goes by the others.
+            each[added == 0] = each[added > 0].mean(axis=0) if added.any() else 0.0
+            total += each * missing[:, None]
+        return total
+
+    def _missing(self, stage: int, label: Label) -> int:
+        """Blocks of ``label`` that the stand-in of a stage has fewer (or more) of."""
+        return _blocks(self.whole[stage], label, whole=True) - _blocks(self.kept[self.stage_of[stage]], label)
+
+
+def _segments(labels: Sequence[Label], first: int, end: int) -> tuple[Segment, ...]:
+    made = []
+    start = first
+    for label, group in groupby(labels[first:end]):
+        length = len(list(group))
+        made.append(Segment(label, start, length, min(length, _KEPT)))
+        start += length
+    return tuple(made)
+
+
+def _stand_ins(whole: Sequence[tuple[Segment, ...]]) -> tuple[list[int], tuple[int, ...]]:
+    """The stages to keep, and for every stage the position of its stand-in among them."""
+    chosen: list[int] = []
+    stage_of: list[int] = []
+    for _, group in groupby(range(len(whole)), key=lambda stage: [segment.label for segment in whole[stage]]):
+        alike = list(group)
+        # The first has another stage before it and the last another behind; those between stand between equals.
+        picked = alike if len(alike) <= 3 else [alike[0], max(alike[1:-1], key=lambda s: _size(whole[s])), alike[-1]]
+        places = [0, *[1] * (len(alike) - 2), 2] if len(alike) > 3 else list(range(len(alike)))
+        stage_of += [len(chosen) + place for place in places]
+        chosen += picked
+    return chosen, tuple(stage_of)
+
+
+def _kept_blocks(segment: Segment) -> list[int]:
+    first = range(segment.first, segment.first + segment.kept - 1)
+    return [*first, segment.first + segment.length - 1]
+
+
+def _size(stage: Sequence[Segment]) -> int:
+    return sum(segment.length for segment in stage)
+
+
+def _blocks(stage: Sequence[Segment], label: Label, whole: bool = False) -> int:
+    return sum(segment.length if whole else segment.kept for segment in stage if segment.label == label)

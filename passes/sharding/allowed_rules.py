@@ -1,0 +1,96 @@
+"""Which rules of an operator suit the role of a mesh axis and the placements that its inputs may come in."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cost_models.ops import is_matmul
+from galvatron_fx.ir.op_call import OpCall
+from galvatron_fx.ir.placement import PARTIAL, REPLICATE, Partial, Placement, Shard, fits
+from passes.sharding import collective_rules, own_rules, random_rules  # noqa: F401  (register rules)
+from passes.sharding.own_rules import VIEWS, view_rules
+from passes.sharding.prices import is_free
+from passes.sharding.roles import BATCH_ROLES, RoleRules
+from passes.sharding.rules import OpRule, op_rules, strided
+
+# The placements that a value may come in.
+Offers = Collection[Placement]
+
+
+@dataclass(frozen=True)
+class AllowedRules:
+    """The rules that ``role`` allows on an axis of ``degree`` ranks.
+
+    ``parameter_itemsize``: bytes of an element of the widest floating parameters, 0 if there are none.
+    """
+
+    role: RoleRules
+    degree: int
+    parameter_itemsize: int
+
+    def of(self, call: OpCall, offers: Sequence[Offers]) -> list[OpRule]:
+        """List the rules of ``call``, whose inputs may come in as ``offers`` say; those that split what the role is
+        there to split, where there are such.
+        """
+        base = list(op_rules(call, self.degree))
+        offered = [placement for offer in offers for placement in offer]
+        if call.target in VIEWS:
+            base += view_rules(call, offered, self.degree)
+        else:
+            base += [instance for rule in base for instance in strided(rule, call, offered, self.degree)]
+        allowed = [rule for rule in dict.fromkeys(base) if self._allowed(rule, call) and _has_terms(rule, offers)]
+        splitting = [rule for rule in allowed if self._splits(rule, call)]
+        return splitting if any(rule.splits_work for rule in splitting) else allowed
+
+    def _allowed(self, rule: OpRule, call: OpCall) -> bool:
+        pairs = [*zip(rule.outputs, call.outputs, strict=True), *zip(rule.inputs, call.inputs, strict=True)]
+        fitting = all(
+            spec is None or (fits(p, spec.shape, self.degree) and self.role.allows(spec, p)) for p, spec in pairs
+        )
+        return fitting and not self._sums_features(rule, call) and not self._rounds_otherwise(rule, call)
+
+    def _rounds_otherwise(self, rule: OpRule, call: OpCall) -> bool:
+        """Whether the rule adds up terms in a narrower dtype than the parameters have, or casts terms to a narrower
+        one.
+
+        Splitting a sum changes its last bits. In the dtype of the parameters that is the precision of training; in a
+        narrower one (float32 statistics and losses of a float64 model) it would be visible in the result.
+        """
+        out = next((spec.dtype for spec in call.outputs if spec is not None), torch.int64)
+        gathers = bool(rule.expansion) and rule.outputs[0] == REPLICATE
+        if gathers:
+            return out.itemsize >= self.parameter_itemsize  # terms are cheaper, where they are allowed
+        if not out.is_floating_point or not (rule.expansion or isinstance(rule.outputs[0], Partial)):
+            return False
+        casts = call.target is torch.ops.aten._to_copy.default and out.itemsize < call.inputs[0].dtype.itemsize
+        return casts or out.itemsize < self.parameter_itemsize
+
+    def _sums_features(self, rule: OpRule, call: OpCall) -> bool:
+        """Whether a mere reduction would leave terms of a feature dim: it costs more messages than the split saves
+        work, and in models that compute statistics in a lower precision it would change their rounding."""
+        if rule.expansion or is_matmul(call.target) or not isinstance(rule.outputs[0], Partial):
+            return False
+        return any(
+            isinstance(p, Shard) and not getattr(spec.symbolic[p.dim], "free_symbols", ())
+            for p, spec in zip(rule.inputs, call.inputs, strict=True)
+        )
+
+    def _splits(self, rule: OpRule, call: OpCall) -> bool:
+        """Whether the rule splits what the role is there to split, as far as an output holds it (views are free)."""
+        return (is_free(call) and self.role.role not in BATCH_ROLES) or all(
+            spec is None or p != REPLICATE or not self.role.must_split(spec)
+            for p, spec in zip(rule.outputs, call.outputs, strict=True)
+        )
+
+
+def _has_terms(rule: OpRule, offers: Sequence[Offers]) -> bool:
+    """Whether every Partial that the rule takes can be had: sums of terms from anything whole, others where they are
+    made.
+    """
+    return all(
+        not isinstance(p, Partial) or p in offer or (p == PARTIAL and REPLICATE in offer)
+        for p, offer in zip(rule.inputs, offers, strict=True)
+    )
