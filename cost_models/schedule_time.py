@@ -24,7 +24,10 @@ from typing import NamedTuple
 from galvatron_fx.errors import InputError
 from galvatron_fx.ir.schedule import Action, Schedule
 
-__all__ = ["ScheduleReport", "Span", "in_flight_counts", "peak_bytes", "simulate_schedule"]
+__all__ = ["ScheduleReport", "Span", "Waiting", "in_flight_counts", "peak_bytes", "simulate_schedule", "waiting_counts"]
+
+Waiting = tuple[tuple[int, int], ...]
+"""Numbers of micro-batches that wait for input gradients and, after these, for weight gradients, at some moments."""
 
 
 class Span(NamedTuple):
@@ -148,6 +151,34 @@ def in_flight_counts(schedule: Schedule) -> tuple[int, ...]:
         for stage, held in zip(schedule.stages_of(rank), zip(*moments, strict=True), strict=True):
             counts[stage] = max(held)
     return tuple(counts)
+
+
+def waiting_counts(schedule: Schedule) -> tuple[Waiting, ...]:
+    """Return for each stage how many micro-batches wait at once: those moments that no other exceeds in both numbers.
+
+    From its F a micro-batch waits for its B or I, which needs all that was saved; where backward is split, it then
+    waits for its W, which needs less. Times play no part.
+    """
+    found: list[set[tuple[int, int]]] = [set() for _ in schedule.rank_of_stage]
+    now = [(0, 0)] * schedule.num_stages
+    for action in (action for order in schedule.orders for action in order):
+        whole, half = now[action.stage]
+        if action.kind == "F":
+            now[action.stage] = whole + 1, half
+        elif action.kind == "W":
+            now[action.stage] = whole, half - 1
+        else:
+            now[action.stage] = whole - 1, half + (action.kind == "I")
+        found[action.stage].add(now[action.stage])
+    return tuple(_exceeded_by_none(moments) for moments in found)
+
+
+def _exceeded_by_none(moments: set[tuple[int, int]]) -> Waiting:
+    kept: list[tuple[int, int]] = []
+    for whole, half in sorted(moments, reverse=True):
+        if not kept or half > kept[-1][1]:
+            kept.append((whole, half))
+    return tuple(kept)
 
 
 def peak_bytes(schedule: Schedule, saved_bytes: Sequence[float]) -> tuple[float, ...]:

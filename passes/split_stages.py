@@ -21,7 +21,14 @@ from passes.stage_tasks import Draft, Task, names_of, write_tasks
 aten = torch.ops.aten
 
 # Operators that a sum passes through, so that gradients can be added up in front of them.
-_LINEAR = (aten.t.default, aten.permute.default, aten.transpose.int, aten.view.default, aten.reshape.default)
+_LINEAR = (
+    aten.t.default,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.view.default,
+    aten.reshape.default,
+    c.shard,
+)
 _REDUCES = (c.all_reduce, c.reduce_scatter)
 
 

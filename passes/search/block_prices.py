@@ -34,17 +34,22 @@ Groups = tuple[RoleGroup, ...]
 class BlockPrices:
     """A block on one rank, an entry for every strategy that was asked for.
 
-    ``forward_s`` and ``backward_s``: of one micro-batch; ``once_s``: once a step, the optimizer's update and the
+    ``forward_s`` and ``backward_s``: of one micro-batch; ``weight_s``: the part of backward that makes gradients of
+    weights, which nothing waits for; ``once_s``: once a step, the optimizer's update and the
     gathers and reductions that wait for all micro-batches; ``static_bytes``: parameters, gradients, optimizer states
     and what is gathered for the whole step; ``saved_bytes``: kept from forward to backward of one micro-batch;
-    ``transient_bytes``: the most that lives beside these while it runs.
+    ``deferred_bytes``: what
+    the gradients of weights need when they come later; ``transient_bytes``: the most that lives beside these while it
+    runs.
     """
 
     forward_s: Floats
     backward_s: Floats
+    weight_s: Floats
     once_s: Floats
     static_bytes: Floats
     saved_bytes: Floats
+    deferred_bytes: Floats
     transient_bytes: Floats
 
     def __getitem__(self, entries: slice) -> BlockPrices:
@@ -58,6 +63,8 @@ class _Columns:
 
     forward_s: Floats
     backward_s: Floats
+    weight_s: Floats
+    again_s: Floats
     gather_s: Floats
     scatter_s: Floats
     reduce_s: Floats
@@ -65,6 +72,7 @@ class _Columns:
     static_bytes: Floats
     saved_bytes: Floats
     entering_bytes: Floats
+    deferred_bytes: Floats
     gathered_bytes: Floats
     transient_bytes: Floats
     gradient_bytes: Floats
@@ -120,20 +128,23 @@ class BlockPricer:
 def _prices(terms: _Columns, recompute: Bools, keep: Bools, several: Bools, device: Device) -> BlockPrices:
     """What recomputation, keeping gathered parameters and several micro-batches make of a block's terms."""
     keep = keep & ~recompute
-    again = np.where(recompute, terms.forward_s, 0.0) + terms.gather_s
+    again = np.where(recompute, terms.again_s, 0.0) + terms.gather_s
     rebuilt = np.where(recompute, terms.saved_bytes - terms.entering_bytes, 0.0)
     kept = np.where(keep, terms.gathered_bytes, 0.0)
     # Gradients that are reduced at the end grow whole, and what becomes of them takes the place of what was gathered.
     sums = np.where(several, np.where(keep, terms.whole_gradient_bytes, terms.gradient_bytes), 0.0)
     gradients = np.where(keep & several, 0.0, terms.gradient_bytes)
     adding = np.where(several, _ADDING_PASSES * sums, 0.0)
+    weights_s = terms.weight_s + np.where(keep, 0.0, terms.scatter_s) + traffic_s(device, adding)
     transient = terms.transient_bytes + terms.gathered_bytes - kept + rebuilt
     return BlockPrices(
         forward_s=terms.forward_s + np.where(keep, 0.0, terms.gather_s),
-        backward_s=terms.backward_s + np.where(keep, 0.0, again + terms.scatter_s) + traffic_s(device, adding),
+        backward_s=terms.backward_s + np.where(keep, 0.0, again) + weights_s - terms.weight_s,
+        weight_s=weights_s,
         once_s=terms.update_s + terms.reduce_s + np.where(keep, terms.gather_s + terms.scatter_s, 0.0),
         static_bytes=np.floor(terms.static_bytes - terms.gradient_bytes + kept + np.maximum(gradients, sums)),
         saved_bytes=np.floor(np.where(recompute, terms.entering_bytes, terms.saved_bytes)),
+        deferred_bytes=np.floor(terms.deferred_bytes),
         transient_bytes=np.floor(np.maximum(transient, np.where(several, 2 * terms.largest_gradient_bytes, 0.0))),
     )
 
@@ -157,7 +168,7 @@ class _Evaluation:
             self.axes.append({axes: np.array(columns) for axes, columns in rows.items()})
 
     def columns(self) -> _Columns:
-        forward, backward = self._compute()
+        forward, backward, weight, again = self._compute()
         moves = self._moves()
         gather, gathered = self._gathers()
         static, update = self._static()
@@ -167,6 +178,8 @@ class _Evaluation:
         return _Columns(
             forward_s=forward + moves["forward"],
             backward_s=backward + moves["backward"],
+            weight_s=weight,
+            again_s=again + moves["again"],
             gather_s=gather,
             scatter_s=moves["scatter"],
             reduce_s=moves["reduce"],
@@ -174,6 +187,7 @@ class _Evaluation:
             static_bytes=static,
             saved_bytes=saved.sum(axis=0),
             entering_bytes=saved[self.terms.entering].sum(axis=0),
+            deferred_bytes=self._on_rank(self.terms.deferred).sum(axis=0),
             gathered_bytes=gathered,
             transient_bytes=np.maximum(*lives),
             gradient_bytes=gradients,
@@ -184,26 +198,30 @@ class _Evaluation:
     def _on_rank(self, amounts: Amounts) -> Floats:
         return amounts.on_rank(self.degrees, self.parts)
 
-    def _compute(self) -> tuple[Floats, Floats]:
-        """Seconds of the operators in forward and in backward."""
+    def _compute(self) -> list[Floats]:
+        """Seconds of the operators in forward, in backward, of those that are for weights alone, and recomputed."""
         operators = self.terms.operators
+        picked = (~operators.backward, operators.backward, operators.for_weights, operators.rebuilt)
         if not len(operators.starts):
-            return np.zeros(len(self.parts)), np.zeros(len(self.parts))
+            return [np.zeros(len(self.parts)) for _ in picked]
         flops = self._on_rank(operators.flops)
         moved = np.add.reduceat(self._on_rank(operators.tensors), operators.starts, axis=0)
         seconds = np.zeros_like(flops)
         for kind in dict.fromkeys(operators.kinds):
             rows = np.flatnonzero([other == kind for other in operators.kinds])
             seconds[rows] = op_time_s(OpCost(flops[rows], moved[rows], 0), kind[0], self.cluster.device, kind[1])
-        return seconds[~operators.backward].sum(axis=0), seconds[operators.backward].sum(axis=0)
+        return [seconds[rows].sum(axis=0) for rows in picked]
 
     def _moves(self) -> dict[str, Floats]:
         """Seconds of redistributions: by phase, and of finished gradients that are scattered or all-reduced."""
-        times = {slot: np.zeros(len(self.parts)) for slot in ("forward", "backward", "scatter", "reduce")}
+        times = {slot: np.zeros(len(self.parts)) for slot in ("forward", "backward", "scatter", "reduce", "again")}
         size = self._on_rank(self.terms.moved)
         for move in dict.fromkeys(self.terms.moves):
             rows = np.flatnonzero([other == move for other in self.terms.moves])
-            times[move.slot] += self._collective_s(move.kind, size[rows], move.role)
+            seconds = self._collective_s(move.kind, size[rows], move.role)
+            times[move.slot] += seconds
+            if move.rebuilt:
+                times["again"] += seconds
         return times
 
     def _collective_s(self, kind: str, size: Floats, role: int) -> Floats:

@@ -63,22 +63,32 @@ class Amounts:
 
 @dataclass(frozen=True)
 class Operators:
-    """Operators that compute: their flops, the bytes of their tensors, and where each operator's tensors start."""
+    """Operators that compute: their flops, the bytes of their tensors, and where each operator's tensors start.
+
+    ``for_weights``: those of backward that no other block waits for; ``rebuilt``: those of forward that recomputation
+    runs again.
+    """
 
     flops: Amounts
     tensors: Amounts
     starts: NDArray[np.int64]
     backward: Bools
+    for_weights: Bools
+    rebuilt: Bools
     kinds: tuple[tuple[str, bool], ...]
 
 
 @dataclass(frozen=True)
 class Move:
-    """A redistribution that role ``role`` makes: ``kind`` of collective; ``slot``: what it counts to."""
+    """A redistribution that role ``role`` makes.
+
+    ``kind`` of collective; ``slot``: what it counts to; ``rebuilt``: recomputation makes it again.
+    """
 
     role: int
     kind: str
     slot: str
+    rebuilt: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,6 +121,7 @@ class BlockTerms:
     weights: Weights
     saved: Amounts
     entering: Bools
+    deferred: Amounts
     lives: tuple[Lives, Lives]
 
 
@@ -136,6 +147,8 @@ class _Reading:
         self.weights_alone = _parameter_side(nodes, graph.parameters)
         inside = set(nodes)
         self.gradients = [(parameter, node) for parameter, node in graph.gradients if node in inside]
+        self.for_weights = self._for_weights(inside)
+        self.rebuilt = self._rebuilt()
 
     def terms(self) -> BlockTerms:
         moves, moved = self._moves()
@@ -148,6 +161,7 @@ class _Reading:
             self._weights(),
             saved,
             entering,
+            self._deferred(),
             (self._lives("forward"), self._lives("backward")),
         )
 
@@ -164,7 +178,7 @@ class _Reading:
     def _operators(self) -> Operators:
         flops: list[tuple[float, bool, list[bool]]] = []
         tensors: list[tuple[TensorSpec, list[bool]]] = []
-        starts, backward, kinds = [], [], []
+        starts, backward, for_weights, rebuilt, kinds = [], [], [], [], []
         for node in self.nodes:
             if is_getitem(node):
                 continue
@@ -181,21 +195,25 @@ class _Reading:
             batch = any(spec.dim_of(BATCH) is not None for spec, _ in tensors[starts[-1] :])
             flops.append((float(call_cost(call).flops), batch, [rule.splits_work for rule in rules]))
             backward.append(facts(node).phase == "backward")
+            for_weights.append(node in self.for_weights)
+            rebuilt.append(node in self.rebuilt)
             kinds.append((dtype_name(call), is_matmul(call.target)))
         return Operators(
             Amounts.of(flops, len(self.roles)),
             self._amounts(tensors),
             np.array(starts, dtype=np.int64),
             np.array(backward, dtype=np.bool_),
+            np.array(for_weights, dtype=np.bool_),
+            np.array(rebuilt, dtype=np.bool_),
             tuple(kinds),
         )
 
     def _moves(self) -> tuple[tuple[Move, ...], Amounts]:
         """Redistributions, with the bytes that the other roles leave of each."""
-        final = {node for _, node in self.gradients}
+        final = {value for _, node in self.gradients for value in _through_views(node)}
         moves, rows = [], []
         for role, sharding in enumerate(self.shardings):
-            for source, want, phase, have in self._redistributions(sharding):
+            for source, want, phase, have, again in self._redistributions(sharding):
                 kind = _kind(have, want)
                 if kind is None:
                     continue
@@ -203,25 +221,27 @@ class _Reading:
                 if self.roles[role] == "zero" and finished:
                     kind = "reduce_scatter"
                 slot = phase if not finished else "reduce" if kind == "all_reduce" else "scatter"
-                moves.append(Move(role, kind, slot))
+                moves.append(Move(role, kind, slot, again))
                 split = self._split(source)
                 split[role] = False
                 rows.append((facts(source).spec, split))
         return tuple(moves), self._amounts(rows)
 
-    def _redistributions(self, sharding: AxisSharding) -> list[tuple[fx.Node, Placement, str, Placement]]:
-        """(value, wanted placement, phase, placement it has), each once, as the lowering makes them."""
-        made: dict[tuple[fx.Node, Placement], tuple[fx.Node, Placement, str, Placement]] = {}
+    def _redistributions(self, sharding: AxisSharding) -> list[tuple[fx.Node, Placement, str, Placement, bool]]:
+        """(value, wanted placement, phase, placement it has, made again by recomputation), each once, as the lowering
+        makes them."""
+        made: dict[tuple[fx.Node, Placement], tuple[fx.Node, Placement, str, Placement, bool]] = {}
 
-        def move(source: fx.Node, want: Placement, phase: str, have: Placement) -> None:
+        def move(source: fx.Node, want: Placement, phase: str, have: Placement, again: bool = False) -> None:
             if have != want:
-                made.setdefault((source, want), (source, want, phase, have))
+                known = made.setdefault((source, want), (source, want, phase, have, again))
+                made[source, want] = (*known[:4], known[4] or again)
 
         for node in self.nodes:
             if is_getitem(node):
                 continue
             for source, want in zip(input_nodes(node), sharding.rules[node].inputs, strict=True):
-                move(source, want, facts(node).phase, self._entering(sharding, source))
+                move(source, want, facts(node).phase, self._entering(sharding, source), node in self.rebuilt)
         for node in self.nodes:
             if node in sharding.boundaries:
                 move(node, sharding.boundaries[node], facts(node).phase, sharding.placement(node))
@@ -267,6 +287,36 @@ class _Reading:
         )
         return self._amounts(rows), entering
 
+    def _for_weights(self, inside: set[fx.Node]) -> set[fx.Node]:
+        """The backward operators that the gradients passed on to other blocks do not need."""
+        backward = [node for node in self.nodes if facts(node).phase == "backward"]
+        outside = {n for n in backward if any(user.op != "output" and user not in inside for user in n.users)}
+        passed = outside - self.graph.terms
+        for node in reversed(backward):
+            if node in passed:
+                passed.update(source for source in input_nodes(node) if source in inside)
+        return set(backward) - passed
+
+    def _rebuilt(self) -> set[fx.Node]:
+        """The forward operators that backward needs something of."""
+        needed: set[fx.Node] = set()
+        for node in reversed(self.nodes):
+            if node in needed or facts(node).phase == "backward":
+                needed.update(source for source in input_nodes(node) if source.op == "call_function")
+        return {n for n in self.nodes if n in needed and facts(n).phase == "forward" and n not in self.weights_alone}
+
+    def _deferred(self) -> Amounts:
+        """What the weight gradients take, of forward and of the rest of backward."""
+        kept: dict[tuple[fx.Node, tuple[Placement, ...]], None] = {}
+        for node in self.nodes:
+            if is_getitem(node) or node not in self.for_weights:
+                continue
+            for position, source in enumerate(input_nodes(node)):
+                root = storage_root(source)
+                if root not in self.for_weights and root not in self.weights_alone and root.op == "call_function":
+                    kept[root, tuple(sharding.rules[node].inputs[position] for sharding in self.shardings)] = None
+        return self._amounts((facts(root).spec, [isinstance(w, Shard) for w in wants]) for root, wants in kept)
+
     def _lives(self, phase: str) -> Lives:
         """Values that one phase makes, from where each is made to its last use, itself or through a view."""
         nodes = [node for node in self.nodes if facts(node).phase == phase]
@@ -281,6 +331,15 @@ class _Reading:
             alive.append(span)
             rows.append((facts(node).spec, self._split(node)))
         return Lives(self._amounts(rows), np.array(alive).reshape(len(rows), len(nodes)).T)
+
+
+def _through_views(node: fx.Node) -> list[fx.Node]:
+    """A gradient and what it is only another view of: terms are added up in front of views as well as behind."""
+    found = [node]
+    while is_view(node) and input_nodes(node):
+        node = input_nodes(node)[0]
+        found.append(node)
+    return found
 
 
 def _flags(nodes: Sequence[fx.Node], true: Callable[[fx.Node], bool]) -> Bools:

@@ -10,8 +10,18 @@ from galvatron_fx.ir.cluster import Axis, Cluster
 from galvatron_fx.ir.strategy import PIPELINE, Strategy
 from passes.sharding.roles import BATCH_ROLES
 
-_FREE_AXES = 3  # up to so many mesh axes, every assignment of roles to axes is a candidate
+FREE_AXES = 3  # up to so many mesh axes, every assignment of roles to axes is a candidate
 _MODEL_RANKS = 16  # on more axes, tensor and sequence roles split a block among at most so many ranks
+
+_SPLIT = {"data": "batch", "zero": "batch", "tensor": "", "tensor_sequence": "sequence", "sequence": "sequence"}
+
+Boundary = tuple[str, ...]
+"""What each axis splits of what passes from one block to the next: "batch", "sequence" or nothing."""
+
+
+def boundary(strategy: Strategy) -> Boundary:
+    """The boundary of blocks under a strategy; axes that hold stages are left out."""
+    return tuple(_SPLIT[role] for role in strategy.roles if role != PIPELINE)
 
 
 def candidates(
@@ -28,7 +38,7 @@ def candidates(
     outer = (PIPELINE,) * pipeline_axes
     if not any(axis.size > 1 for axis in axes):
         tables = [("data",) * len(axes)]
-    elif len(axes) <= _FREE_AXES:
+    elif len(axes) <= FREE_AXES:
         tables = list(_all_tables(axes, inner))
     else:
         tables = list(dict.fromkeys(_nested_tables(axes, inner)))

@@ -16,24 +16,21 @@ from cost_models.collectives import collective_s
 from galvatron_fx.errors import PlanError
 from galvatron_fx.ir.annotations import facts
 from galvatron_fx.ir.cluster import Axis, Cluster
-from galvatron_fx.ir.strategy import PIPELINE, Strategy
+from galvatron_fx.ir.strategy import Strategy
 from passes.find_blocks import fingerprints
 from passes.search.block_prices import BlockPricer, BlockPrices
 from passes.search.block_terms import BlockReader, Bools, Floats
-from passes.search.candidates import batch_ranks, batch_share
+from passes.search.candidates import Boundary, batch_ranks, batch_share, boundary
 from passes.search.graph_index import GraphIndex
 from passes.search.solutions import Solutions
-
-_SPLIT = {"data": "batch", "zero": "batch", "tensor": "", "tensor_sequence": "sequence", "sequence": "sequence"}
-
-Boundary = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Chain:
     """Prices of all blocks: arrays over [block, strategy], of one micro-batch where a batch matters.
 
-    ``forward``, ``backward``, ``once`` in seconds; ``static``, ``saved``, ``transient`` in bytes;
+    ``forward``, ``backward``, ``weight`` (of backward), ``once`` in seconds; ``static``, ``saved``, ``deferred``,
+    ``transient`` in bytes, as :class:`passes.search.block_prices.BlockPrices` says;
     ``kind[strategy]``: which boundary a strategy has, of those that ``change`` tells apart; ``change[block, kind,
     kind]``: seconds from a block to the next, forward and back; ``crossing``: bytes of activations that pass in front
     of each block; ``allowed``: by the constraints; ``marks``: fingerprints of the blocks.
@@ -43,9 +40,11 @@ class Chain:
     parts: int
     forward: Floats
     backward: Floats
+    weight: Floats
     once: Floats
     static: Floats
     saved: Floats
+    deferred: Floats
     transient: Floats
     kind: NDArray[np.int64]
     change: Floats
@@ -74,7 +73,7 @@ class Chain:
         """The strategies that some section may take, whatever it has in flight."""
         first = {like: block for block, like in reversed(list(enumerate(self._alike)))}
         rows = sorted(first.values())
-        amounts = (self.time, self.static, self.saved, self.transient)
+        amounts = (self.time, self.static, self.saved, self.deferred, self.transient)
         return useful(self.kind, [np.where(self.allowed, amount, np.inf)[rows] for amount in amounts])
 
     @cached_property
@@ -154,7 +153,7 @@ class Pricer:
         def rows(name: str) -> Floats:
             return np.array([getattr(price, name) for price in prices])[self._row]
 
-        boundaries = [_boundary(strategy) for strategy in usable]
+        boundaries = [boundary(strategy) for strategy in usable]
         kinds = sorted(set(boundaries))
         crossing = self._crossing / request.parts
         return Chain(
@@ -162,11 +161,13 @@ class Pricer:
             request.parts,
             rows("forward_s"),
             rows("backward_s"),
+            rows("weight_s"),
             rows("once_s"),
             rows("static_bytes"),
             rows("saved_bytes"),
+            rows("deferred_bytes"),
             rows("transient_bytes"),
-            np.array([kinds.index(boundary) for boundary in boundaries], dtype=np.int64),
+            np.array([kinds.index(kind) for kind in boundaries], dtype=np.int64),
             _changes(kinds, crossing[1:], self.cluster.axes),
             crossing,
             _allowed(usable, self._constrained, len(self.marks)),
@@ -202,11 +203,6 @@ def _crossing_bytes(graph: fx.GraphModule, blocks: int) -> Floats:
             change[block + 1] += facts(node).spec.size_bytes
             change[last + 1] -= facts(node).spec.size_bytes
     return np.cumsum(change)[:blocks]
-
-
-def _boundary(strategy: Strategy) -> Boundary:
-    """What each axis splits at a block's boundary."""
-    return tuple(_SPLIT[role] for role in strategy.roles if role != PIPELINE)
 
 
 def _changes(kinds: Sequence[Boundary], crossing: Floats, axes: Sequence[Axis]) -> Floats:

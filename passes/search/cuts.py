@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from math import inf
 
 import numpy as np
@@ -17,6 +18,11 @@ _Edges = list[dict[tuple[int, int], float]]
 
 def balanced(weights: Floats, stages: int) -> Cuts:
     """First blocks of stages whose largest sum of ``weights`` is least, by dynamic programming."""
+    return _balanced(tuple(weights.tolist()), stages)
+
+
+@lru_cache(maxsize=1024)
+def _balanced(weights: tuple[float, ...], stages: int) -> Cuts:
     blocks = len(weights)
     total = np.concatenate(([0.0], np.cumsum(weights)))
     least = np.full((stages + 1, blocks + 1), np.inf)

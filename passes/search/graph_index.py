@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from galvatron_fx.ir.annotations import facts, output_ports, ports
@@ -16,7 +17,7 @@ from passes.sharding.prices import is_free
 class GraphIndex:
     """The nodes of every block, parameters with their first users, and (parameter, gradient) pairs.
 
-    ``trained``: the parameters that require gradients.
+    ``trained``: the parameters that require gradients; ``terms``: values that are only added up to gradients.
     """
 
     blocks: Mapping[int, list[fx.Node]]
@@ -24,6 +25,7 @@ class GraphIndex:
     trained: frozenset[fx.Node]
     first_user: Mapping[fx.Node, fx.Node]
     gradients: tuple[tuple[fx.Node, fx.Node], ...]
+    terms: frozenset[fx.Node]
 
     @classmethod
     def of(cls, graph: fx.GraphModule) -> GraphIndex:
@@ -44,7 +46,18 @@ class GraphIndex:
             if port.kind == "grad" and node is not None and port.name in named
         )
         trained = frozenset(node for port, node in ports(graph) if port.kind == "param" and port.requires_grad)
-        return cls(blocks, parameters, trained, first, gradients)
+        return cls(blocks, parameters, trained, first, gradients, _terms(graph))
+
+
+def _terms(graph: fx.GraphModule) -> frozenset[fx.Node]:
+    found: set[fx.Node] = set()
+    for node in reversed(graph.graph.nodes):
+        users = list(node.users)
+        if node.op == "call_function" and facts(node).phase == "backward":
+            sums = (u for u in users if u.op != "output")
+            if users and all(u in found and u.target is torch.ops.aten.add.Tensor for u in sums):
+                found.add(node)
+    return frozenset(found)
 
 
 def is_view(node: fx.Node) -> bool:

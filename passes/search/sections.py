@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cost_models.schedule_time import Waiting
 from galvatron_fx.errors import BudgetError, PlanError
 from passes.search.block_terms import Bools, Floats
 from passes.search.chain import Chain, useful
@@ -21,23 +22,31 @@ _GAP = 2e-3
 
 @dataclass(frozen=True)
 class Section:
-    """Blocks that share one device's memory, with the micro-batches that each has in flight."""
+    """Blocks that share one device's memory, with the micro-batches of each that wait for backward at once."""
 
     blocks: tuple[int, ...]
-    in_flight: tuple[int, ...]
+    waiting: tuple[Waiting, ...]
 
     def held(self, chain: Chain) -> Floats:
         """``[block, strategy]``: bytes of what is kept, with all that is in flight."""
-        rows = list(self.blocks)
-        counts = np.array(self.in_flight, dtype=np.float64)
-        held: Floats = chain.static[rows] + chain.saved[rows] * counts[:, None]
-        return held
+        return chain.static[list(self.blocks)] + waiting_bytes(chain, self.blocks, self.waiting)
 
     def bytes(self, chain: Chain, picks: Sequence[int]) -> float:
         """What a strategy for each of the blocks keeps, with the largest transient."""
         rows, columns = list(self.blocks), list(picks)
-        held = chain.static[rows, columns] + chain.saved[rows, columns] * np.array(self.in_flight)
+        held = self.held(chain)[np.arange(len(rows)), columns]
         return float(held.sum() + chain.transient[rows, columns].max())
+
+
+def waiting_bytes(chain: Chain, blocks: Sequence[int], waiting: Sequence[Waiting]) -> Floats:
+    """``[block, strategy]``: the most bytes that waiting micro-batches keep."""
+    most = np.zeros((len(blocks), len(chain.strategies)))
+    for kind in dict.fromkeys(waiting):
+        own = np.flatnonzero([other == kind for other in waiting])
+        rows = np.array(blocks)[own]
+        for whole, half in kind:
+            most[own] = np.maximum(most[own], whole * chain.saved[rows] + half * chain.deferred[rows])
+    return most
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,8 @@ class _Problem:
     change: Floats
     distinct: NDArray[np.int64]
     counts: NDArray[np.int64]
+    alike: tuple[object, ...]
+    kinds: NDArray[np.int64]
 
     @classmethod
     def of(cls, chain: Chain, section: Section) -> _Problem:
@@ -71,16 +82,29 @@ class _Problem:
         nothing = np.zeros((len(columns), len(columns)))
         steps = [chain.change[a][np.ix_(kinds, kinds)] if b == a + 1 else nothing for a, b in pairwise(rows)]
         change = np.array(steps).reshape(-1, len(columns), len(columns))
-        return cls(columns, time, held, transient, change, distinct, counts)
+        return cls(columns, time, held, transient, change, distinct, counts, _neighbours(chain, section), kinds)
 
     def picks(self, found: Sequence[int]) -> list[int]:
-        """The chain's strategies for the columns ``found``."""
-        return [int(self.columns[p]) for p in found]
+        """The chain's strategies for the columns ``found``, like ones side by side.
+
+        Neighbours that are equal blocks with equal boundaries may change places at no cost.
+        """
+        picked = [int(self.columns[p]) for p in found]
+        same = list(zip(self.alike, self.kinds[np.array(found)].tolist(), strict=True))
+        return [
+            pick for _, run in groupby(zip(same, picked, strict=True), lambda pair: pair[0]) for _, pick in sorted(run)
+        ]
 
     def bytes(self, found: Sequence[int]) -> float:
         """What is kept and the largest transient."""
         rows = np.arange(len(found))
         return float(self.held[rows, found].sum() + self.transient[rows, found].max())
+
+
+def _neighbours(chain: Chain, section: Section) -> tuple[object, ...]:
+    """A key for each block, equal for equal blocks that follow each other."""
+    gaps = np.cumsum([0, *(b != a + 1 for a, b in pairwise(section.blocks))]).tolist()
+    return tuple(zip(map(chain.like, section.blocks), section.waiting, gaps, strict=True))
 
 
 def best_picks(chain: Chain, section: Section, budget: float) -> list[int] | None:
@@ -138,7 +162,7 @@ def distinct_rows(chain: Chain, section: Section) -> tuple[NDArray[np.int64], ND
     """Positions of the blocks that differ from those before them, and how many are equal to each."""
     first: dict[object, int] = {}
     counts: dict[object, int] = {}
-    for i, (block, held) in enumerate(zip(section.blocks, section.in_flight, strict=True)):
+    for i, (block, held) in enumerate(zip(section.blocks, section.waiting, strict=True)):
         key = chain.like(block), held
         first.setdefault(key, i)
         counts[key] = counts.get(key, 0) + 1

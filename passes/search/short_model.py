@@ -1,8 +1,8 @@
 """Simulate a plan on a model with fewer layers: equal blocks with equal strategies cost the same each.
 
 Lowering and simulating take as long as the graph is; what a plan costs follows from few of its blocks. In every stage
-a segment (blocks that are equal in structure and strategy) is cut to its first and last block, and of consecutive
-stages that differ in the lengths of their segments only, three are kept. The model is simulated so, and once more for
+a segment (blocks that are equal in structure and strategy) is cut to its first and last block, and stages that differ
+in the lengths of their segments only have one stand-in. The model is simulated so, and once more for
 each kind of segment with one block more: seconds and bytes grow evenly with every block.
 """
 
@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 
 from galvatron_fx.ir.strategy import Strategy
 from passes.search.block_terms import Floats
+from passes.search.candidates import Boundary, boundary
 
 _KEPT = 2  # blocks of a segment: what is between two equal ones is like what is between all others
 
@@ -115,17 +116,30 @@ def _segments(labels: Sequence[Label], first: int, end: int) -> tuple[Segment, .
 
 
 def _stand_ins(whole: Sequence[tuple[Segment, ...]]) -> tuple[list[int], tuple[int, ...]]:
-    """The stages to keep, and for every stage the position of its stand-in among them."""
-    chosen: list[int] = []
-    stage_of: list[int] = []
-    for _, group in groupby(range(len(whole)), key=lambda stage: [segment.label for segment in whole[stage]]):
-        alike = list(group)
-        # The first has another stage before it and the last another behind; those between stand between equals.
-        picked = alike if len(alike) <= 3 else [alike[0], max(alike[1:-1], key=lambda s: _size(whole[s])), alike[-1]]
-        places = [0, *[1] * (len(alike) - 2), 2] if len(alike) > 3 else list(range(len(alike)))
-        stage_of += [len(chosen) + place for place in places]
-        chosen += picked
-    return chosen, tuple(stage_of)
+    """The stages to keep, and for every stage the position of its stand-in among them.
+
+    A stage stands for those of the same labels that enter and leave alike. Kept are the largest of each kind, and the
+    first and last stage of each kind of block, between which all others of it lie.
+    """
+    enters = [_boundary(whole[i - 1][-1]) if i else None for i in range(len(whole))]
+    leaves = [_boundary(whole[i + 1][0]) if i + 1 < len(whole) else None for i in range(len(whole))]
+    kinds = [(tuple(segment.label for segment in stage), enters[i], leaves[i]) for i, stage in enumerate(whole)]
+    largest = {
+        kind: max((i for i, k in enumerate(kinds) if k == kind), key=lambda i: _size(whole[i])) for kind in kinds
+    }
+    holders: dict[str, list[int]] = {}
+    for i, stage in enumerate(whole):
+        for segment in stage:
+            holders.setdefault(segment.label[0], []).append(i)
+    chosen = sorted({*largest.values(), *(i for own in holders.values() for i in (own[0], own[-1]))})
+    between = list(pairwise(chosen))
+    if any(enters[b] != _boundary(whole[a][-1]) or leaves[a] != _boundary(whole[b][0]) for a, b in between):
+        chosen = list(range(len(whole)))  # a stage would follow one that it does not follow in the whole model
+    return chosen, tuple(chosen.index(i if i in chosen else largest[kind]) for i, kind in enumerate(kinds))
+
+
+def _boundary(segment: Segment) -> Boundary:
+    return boundary(segment.label[1])
 
 
 def _kept_blocks(segment: Segment) -> list[int]:

@@ -10,25 +10,27 @@ starts from those that balance time and those that balance memory (the bi-object
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import combinations, pairwise
 from math import comb, prod
 
 import numpy as np
 
-from cost_models.schedule_time import in_flight_counts, simulate_schedule
+from cost_models.schedule_time import Waiting, simulate_schedule, waiting_counts
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.pipelining import even_cuts
 from galvatron_fx.ir.schedule import Schedule, make_schedule
 from galvatron_fx.ir.strategy import PIPELINE, Strategy
+from passes.search.candidates import FREE_AXES
 from passes.search.chain import Chain
 from passes.search.cuts import Cuts, balanced, moved_together
 from passes.search.layer_dp import relaxed_s
-from passes.search.sections import Section, best_picks, distinct_rows, least_picks
+from passes.search.sections import Section, best_picks, distinct_rows, least_picks, waiting_bytes
 
 _ALL_CUTS = 300  # so many ways to cut are all tried
 _ROUNDS = 16  # at most so many moves of all cuts
+_LITTLE = 1.01  # how much slower a choice of fewer kinds of axes may be
 _FULL = 2  # micro-batches a pipeline rank that fill every schedule: more only lengthen its steady part
 
 
@@ -85,28 +87,61 @@ class StageSearch:
 
     def bound_s(self, limit: float) -> float:
         """Seconds that no choice within ``limit`` bytes a rank beats: all ranks busy, one micro-batch in flight."""
-        return self._relaxed_s(limit, 1.0) * self.chain.parts / self.num_ranks
+        return self._relaxed_s(limit, [((1, 0),)]) * self.chain.parts / self.num_ranks
 
     def estimate_s(self, limit: float) -> float:
         """About the seconds of the best choice: blocks shared as evenly among equal ranks as whole blocks can be."""
         filled = self.filled
-        in_flight = float(np.mean(in_flight_counts(filled)))
-        share_s = self._relaxed_s(limit, in_flight) / self.num_ranks
+        share_s = self._relaxed_s(limit, self._waiting) / self.num_ranks
         slowest_s = self._slowest_s(balanced(self.chain.fastest, self.num_ranks), range(self.num_ranks))
-        return share_s * _bubble(filled) + max(share_s, slowest_s) * self.chain.parts
-
-    def _relaxed_s(self, limit: float, in_flight: float) -> float:
-        """The bound on a micro-batch through all blocks, the memory of all ranks taken together."""
         chain = self.chain
-        every = Section(tuple(range(len(chain.marks))), (0,) * len(chain.marks))
+        quickest = np.where(chain.allowed, chain.time, np.inf).argmin(axis=1)
+        once_s = float(chain.once[np.arange(len(quickest)), quickest].sum()) / chain.parts
+        repeated = 1 - once_s / float(chain.fastest.sum())  # what is done once a step leaves no gaps in the schedule
+        return share_s * repeated * _bubble(filled) + max(share_s, slowest_s) * chain.parts
+
+    def _relaxed_s(self, limit: float, waiting: Sequence[Waiting]) -> float:
+        """The bound on a micro-batch through all blocks, which wait as in the mean of stages; all memory as one."""
+        chain = self.chain
+        every = Section(tuple(range(len(chain.marks))), ((),) * len(chain.marks))
         rows, counts = distinct_rows(chain, every)
         allowed = chain.allowed[rows]
-        held = np.where(allowed, chain.static[rows] + chain.saved[rows] * in_flight, np.inf)
+        distinct = dict.fromkeys(waiting)
+        kept = sum(waiting.count(kind) * waiting_bytes(chain, rows.tolist(), [kind] * len(rows)) for kind in distinct)
+        held = np.where(allowed, chain.static[rows] + kept / len(waiting), np.inf)
         time = np.where(allowed, chain.time[rows], np.inf)
         return relaxed_s(time, held, counts, limit * self.num_ranks)
 
     def run(self, budget: float) -> StageChoice | None:
-        """The fastest choice whose estimated memory is within ``budget`` bytes on every rank, or None."""
+        """The fastest choice whose estimated memory is within ``budget`` bytes on every rank, or None.
+
+        On meshes of many axes, where the strategies are picked by a rule of thumb anyway, it is close to the fastest:
+        axes among which any block tells apart are served one by one, so a small block must not part those that a large
+        one takes together.
+        """
+        choice = self._fastest(budget)
+        if choice is None or len(self.cluster.axes) <= FREE_AXES:
+            return choice
+        alike = self._with_few_columns(choice)._fastest(budget)
+        return alike if alike is not None and alike.time_s <= choice.time_s * _LITTLE else choice
+
+    def _with_few_columns(self, choice: StageChoice) -> StageSearch:
+        """The search among strategies that tell no axes apart but those that the main one does."""
+        chain = self.chain
+        spent = np.zeros(len(chain.strategies))
+        for block, pick in enumerate(choice.picks):
+            spent[pick] += chain.time[block, pick]
+        main = chain.strategies[int(spent.argmax())].roles
+        parted = [a != b for a, b in pairwise(main)]
+        fits = np.array(
+            [
+                all(apart or a == b for apart, (a, b) in zip(parted, pairwise(strategy.roles), strict=True))
+                for strategy in chain.strategies
+            ]
+        )
+        return StageSearch(replace(chain, allowed=chain.allowed & fits[None, :]), self.configuration, self.cluster)
+
+    def _fastest(self, budget: float) -> StageChoice | None:
         best: StageChoice | None = None
         for cuts in self._cuts(budget):
             if best is not None and self._cuts_bound_s(cuts) >= best.time_s:
@@ -168,7 +203,7 @@ class StageSearch:
 
     def _stage_s(self, stage: int, first: int, end: int, budget: float) -> float:
         """Seconds of a micro-batch on one stage, which has its share of its rank's memory; infinite if it is short."""
-        section = Section(tuple(range(first, end)), (self._in_flight[stage],) * (end - first))
+        section = Section(tuple(range(first, end)), (self._waiting[stage],) * (end - first))
         share = self.configuration.num_stages // self.num_ranks
         picks = self._section_picks(section, budget / share)
         if picks is None:
@@ -177,8 +212,10 @@ class StageSearch:
         return float(self.chain.time[list(section.blocks), picks].sum()) + moves
 
     @cached_property
-    def _in_flight(self) -> tuple[int, ...]:
-        return in_flight_counts(self.filled)
+    def _waiting(self) -> tuple[Waiting, ...]:
+        """What waits on each stage; the first passes no gradient on, so all of its backward is for weights."""
+        first, *others = waiting_counts(self.filled)
+        return ((max(whole + half for whole, half in first), 0),), *others
 
     # ---- one way to cut ----
 
@@ -198,10 +235,9 @@ class StageSearch:
         sections = []
         for rank in range(self.num_ranks):
             own = self.filled.stages_of(rank)
-            held = np.array(self.filled.holdings[rank]).max(axis=0)
             blocks = [b for stage in own for b in range(cuts[stage], ends[stage])]
-            counts = [int(n) for n, stage in zip(held, own, strict=True) for _ in range(cuts[stage], ends[stage])]
-            sections.append(Section(tuple(blocks), tuple(counts)))
+            waiting = [self._waiting[stage] for stage in own for _ in range(cuts[stage], ends[stage])]
+            sections.append(Section(tuple(blocks), tuple(waiting)))
         return sections
 
     def _section_picks(self, section: Section, budget: float) -> list[int] | None:
@@ -219,13 +255,14 @@ class StageSearch:
 
     def _is_optimal_too(self, fewer: Section, picks: list[int] | None, more: Section, budget: float) -> bool:
         """Whether what is best with fewer micro-batches in flight still fits with more: then nothing is better."""
-        if any(a > b for a, b in zip(fewer.in_flight, more.in_flight, strict=True)):
+        held = fewer.held(self.chain)
+        if (held > more.held(self.chain)).any():
             return False
         return picks is None or more.bytes(self.chain, picks) <= budget
 
     def _like(self, section: Section) -> Section:
         """The first section that this one equals: it differs by which of equal blocks it holds."""
-        return self._known.setdefault((self._blocks_alike(section), section.in_flight), section)
+        return self._known.setdefault((self._blocks_alike(section), section.waiting), section)
 
     def _blocks_alike(self, section: Section) -> tuple[object, ...]:
         sizes = [float(self.chain.crossing[b]) for b in section.blocks[1:]]
@@ -245,16 +282,18 @@ class StageSearch:
         chain = self.chain
         ends = (*cuts[1:], len(chain.marks))
         forward, backward, weight = [], [], []
-        for first, end in zip(cuts, ends, strict=True):
+        once = [0.0] * self.num_ranks
+        for rank, first, end in zip(self.filled.rank_of_stage, cuts, ends, strict=True):
             rows, columns = list(range(first, end)), list(picks[first:end])
             moves = sum(chain.change_s(b, picks[b], picks[b + 1]) for b in range(first, end - 1)) / 2
-            back = float(chain.backward[rows, columns].sum())
+            back, late = (float(part[rows, columns].sum()) for part in (chain.backward, chain.weight))
+            late = back if first == 0 else late
             forward.append(float(chain.forward[rows, columns].sum()) + moves)
-            # Half of a backward is for weights; what is done once a step is shared among the micro-batches.
-            backward.append(back / 2 + moves)
-            weight.append(back / 2 + float(chain.once[rows, columns].sum()) / chain.parts)
+            backward.append(back - late + moves)
+            weight.append(late)
+            once[rank] += float(chain.once[rows, columns].sum())
         sends = [self._send_s(cut, picks[cut - 1], picks[cut]) for cut in cuts[1:]]
-        return StageChoice(cuts, tuple(picks), self._step_s(forward, backward, weight, sends))
+        return StageChoice(cuts, tuple(picks), self._step_s(forward, backward, weight, sends) + max(once))
 
     def _step_s(
         self, forward: Sequence[float], backward: Sequence[float], weight: Sequence[float], sends: Sequence[float]
