@@ -127,7 +127,6 @@ def measure(task: Task, name: str) -> list[ScheduleReport]:
     sizes = (*prime_factors(task.ranks), *prime_factors(task.inner))
     plan = gfx.Plan.uniform(sizes, roles, pipelining=pipelining)
     model = gfx.compile(Blocks(task.blocks, task.hidden), mesh, batch, plan=plan)
-    program: Any = model._compiled()
     sleeper, reports = Sleeper(), []
     for step in range(WARM_UP + task.steps):
         dist.barrier()
@@ -138,7 +137,7 @@ def measure(task: Task, name: str) -> list[ScheduleReport]:
                 sleeper.scale(task.forward_s * task.ranks / task.schedules[name])
         else:
             model.forward_backward(*batch)
-        reports.append(program.measured())
+        reports.append(model.measured_schedule())
     return reports[WARM_UP:]
 
 

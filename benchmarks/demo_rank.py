@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import galvatron_fx as gfx
 from galvatron_fx.ir.units import format_bytes
+from galvatron_fx.report.progress import SearchProgress
 
 BUDGET_SHARE = 0.6  # of what plain data parallelism needs
 STAGED_SHARE = 0.9  # the same where stages are asked for: the first of them holds more than its share
@@ -102,8 +103,11 @@ def main() -> None:
     needed, budget = decided[0]
 
     start = time.perf_counter()
-    model = gfx.compile(build_model(), mesh, example_inputs=batch, memory_budget=budget, **pins)
+    with SearchProgress(console) as progress:
+        search = {"memory_budget": budget, "progress": progress, **pins}
+        model = gfx.compile(build_model(), mesh, example_inputs=batch, **search)
     console.print(f"searched and lowered in {time.perf_counter() - start:.1f} s:\n\n{model.plan}\n")
+    console.print(f"{model.plan.report}\n")
 
     report = train(model, text, steps, console)
     if dist.get_rank() == 0:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from galvatron_fx import errors as errors
-    from galvatron_fx.api import capture, compile, explain, plan
+    from galvatron_fx.api import capture, compile, plan
+    from galvatron_fx.explaining import explain
     from galvatron_fx.ir.cluster import Cluster
     from galvatron_fx.ir.pipelining import Pipelining
     from galvatron_fx.ir.plan import Plan
@@ -41,7 +42,7 @@ _HOMES = {
     "Strategy": "galvatron_fx.ir.strategy",
     "capture": "galvatron_fx.api",
     "compile": "galvatron_fx.api",
-    "explain": "galvatron_fx.api",
+    "explain": "galvatron_fx.explaining",
     "plan": "galvatron_fx.api",
 }
 

@@ -1,17 +1,13 @@
-"""The compiler from end to end: what :func:`compile`, :func:`plan`, :func:`explain` and :func:`capture` do, in
-order.
-"""
+"""The compiler from end to end: what :func:`compile`, :func:`plan` and :func:`capture` do, in order."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,9 +15,10 @@ from galvatron_fx.errors import InputError, PlanError
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.placement import Placement
 from galvatron_fx.ir.plan import Plan
-from galvatron_fx.ir.printer import readable
+from galvatron_fx.ir.progress import CAPTURE, Observer
 from galvatron_fx.ir.strategy import ROLES, SEARCHED_ROLES, Strategy, original_name
 from galvatron_fx.ir.units import parse_bytes
+from galvatron_fx.runtime.agreement import agreed
 from galvatron_fx.runtime.binding import Binder, StageBinder
 from galvatron_fx.runtime.materialize import materialize
 from galvatron_fx.runtime.module import DistributedGraphModule
@@ -33,7 +30,9 @@ from passes.frontend import Frontend
 from passes.lower import Lower, Lowered
 from passes.lower_stages import LoweredStages, LowerStages
 from passes.search.candidates import batch_ranks
-from passes.search.plan_search import Pins, SearchOptions, search_plan
+from passes.search.configurations import Pins
+from passes.search.plan_search import SearchOptions, search_plan
+from passes.search.record import Watch
 
 OnPass = Callable[[str, fx.GraphModule], None]
 Constraints = Mapping[str, Strategy | Sequence[str]]
@@ -60,6 +59,8 @@ def plan(
     num_stages: int | None = None,
     num_microbatches: int | None = None,
     schedule: str | None = None,
+    search_seconds: float | None = None,
+    progress: Observer | None = None,
     on_pass: OnPass | None = None,
 ) -> Plan:
     """Search the fastest plan that fits: no processes, no devices, no weight memory.
@@ -70,31 +71,54 @@ def plan(
     ``recompute``: "auto" (chosen per block), True or False for all blocks;
     ``constraints``: module name -> :class:`Strategy` (or its roles) for the blocks that hold the module;
     ``num_stages``, ``num_microbatches``, ``schedule`` (one of :data:`galvatron_fx.ir.schedule.SCHEDULES`): pinned, or
-    searched where None.
+    searched where None;
+    ``search_seconds``: when to take the best plan found so far, at the next configuration (its ``notes`` say so);
+    ``progress``: called with every :class:`galvatron_fx.ir.progress.Progress`.
 
-    Raises BudgetError, with the least feasible budget and its plan, where nothing fits, and PlanError for
-    unknown roles or modules.
+    The plan's ``report`` says why it was chosen. Raises BudgetError, with the least feasible budget and its plan, where
+    nothing fits, PlanError for unknown roles or modules and for pins that cannot be, and TimeLimitError where
+    ``search_seconds`` were too few for any plan.
     """
-    graph = capture(model, example_inputs, on_pass=on_pass)
-    pins = Pins(num_stages, num_microbatches, schedule)
-    return search_plan(graph, cluster, _options(cluster, memory_budget, roles, recompute, constraints, pins))
+    watch = Watch(progress)
+    with watch.phase(CAPTURE):
+        graph = capture(model, example_inputs, on_pass=on_pass)
+    options = search_options(
+        cluster,
+        memory_budget=memory_budget,
+        roles=roles,
+        recompute=recompute,
+        constraints=constraints,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        search_seconds=search_seconds,
+    )
+    return search_plan(graph, cluster, options, watch)
 
 
-def _options(
+def search_options(
     cluster: Cluster,
-    memory_budget: str | int | None,
-    roles: Sequence[str],
-    recompute: str | bool,
-    constraints: Constraints | None,
-    pins: Pins,
+    *,
+    memory_budget: str | int | None = None,
+    roles: Sequence[str] = SEARCHED_ROLES,
+    recompute: str | bool = "auto",
+    constraints: Constraints | None = None,
+    num_stages: int | None = None,
+    num_microbatches: int | None = None,
+    schedule: str | None = None,
+    search_seconds: float | None = None,
 ) -> SearchOptions:
+    """Check the options of :func:`plan`; raises InputError and PlanError."""
     budget = cluster.device.memory_bytes if memory_budget is None else parse_bytes(memory_budget)
     if recompute not in ("auto", True, False):
         raise InputError(f"recompute is {recompute!r}: use 'auto', True or False")
     unknown = [role for role in roles if role not in ROLES]
     if unknown or not roles:
         raise PlanError(f"unknown role(s) {unknown or list(roles)}: use some of {', '.join(ROLES)}")
-    return SearchOptions(budget, tuple(roles), recompute, dict(constraints or {}), pins)
+    if search_seconds is not None and not search_seconds > 0:
+        raise InputError(f"search_seconds is {search_seconds!r}: give seconds above 0, or None for no limit")
+    pins = Pins(num_stages, num_microbatches, schedule)
+    return SearchOptions(budget, tuple(roles), recompute, dict(constraints or {}), pins, search_seconds)
 
 
 def compile(
@@ -111,15 +135,18 @@ def compile(
     num_stages: int | None = None,
     num_microbatches: int | None = None,
     schedule: str | None = None,
+    search_seconds: float | None = None,
     backend: str = "eager",
     seed: int = 0,
+    progress: Observer | None = None,
     on_pass: OnPass | None = None,
 ) -> DistributedGraphModule:
     """Compile ``model`` for ``mesh``: search a plan (or take ``plan``) and lower it to this rank's graphs.
 
     ``mesh``: a DeviceMesh of any shape over all ranks; ``example_inputs``: the global batch, the same on every rank;
     without it the model is traced at its first call. ``cluster`` describes the machine for prices (default:
-    :meth:`Cluster.from_mesh`); the other options are those of :func:`plan`. ``seed``: of dropout, and of the initial
+    :meth:`Cluster.from_mesh`); the other options are those of :func:`plan`; with ``search_seconds`` rank 0 searches for
+    all. ``seed``: of dropout, and of the initial
     weights of a model on the meta device. ``backend``: "eager" runs the graphs as they are.
 
     Every rank calls it alike; they compare their plans before anything runs. Raises what :func:`plan` raises, PlanError
@@ -127,18 +154,17 @@ def compile(
     """
     if backend != "eager":
         raise InputError(f"backend is {backend!r}: the one backend is 'eager'")
-    options = _CompileOptions(
-        mesh,
-        cluster or Cluster.from_mesh(mesh),
-        memory_budget,
-        tuple(roles),
-        recompute,
-        constraints,
-        Pins(num_stages, num_microbatches, schedule),
-        plan,
-        seed,
-        on_pass,
-    )
+    search = {
+        "memory_budget": memory_budget,
+        "roles": tuple(roles),
+        "recompute": recompute,
+        "constraints": constraints,
+        "num_stages": num_stages,
+        "num_microbatches": num_microbatches,
+        "schedule": schedule,
+        "search_seconds": search_seconds,
+    }
+    options = _CompileOptions(mesh, cluster or Cluster.from_mesh(mesh), search, plan, seed, progress, on_pass)
     if example_inputs is None:
         from galvatron_fx.runtime.lazy import LazyDistributedGraphModule
 
@@ -148,20 +174,19 @@ def compile(
 
 @dataclass(frozen=True)
 class _CompileOptions:
+    """``search``: the options of :func:`search_options`, checked where a plan is searched."""
+
     mesh: DeviceMesh
     cluster: Cluster
-    memory_budget: str | int | None
-    roles: tuple[str, ...]
-    recompute: str | bool
-    constraints: Constraints | None
-    pins: Pins
+    search: Mapping[str, Any]
     plan: Plan | None
     seed: int
+    progress: Observer | None
     on_pass: OnPass | None
 
 
 def _compile(model: nn.Module, inputs: FlatInputs, options: _CompileOptions) -> DistributedGraphModule:
-    chosen, graph = _agreed(lambda: _chosen(model, inputs, options))
+    chosen, graph = _chosen(model, inputs, options)
     builder = _Builder(model, options, chosen)
     binder = builder.binder(graph)
     module = DistributedGraphModule(binder.mesh, chosen, builder.compiler(binder), options.seed)
@@ -177,18 +202,25 @@ def _compile(model: nn.Module, inputs: FlatInputs, options: _CompileOptions) -> 
 def _chosen(model: nn.Module, inputs: FlatInputs, options: _CompileOptions) -> tuple[Plan, fx.GraphModule]:
     """The plan, given or searched, checked against model, mesh and batch; and the captured graph."""
     cluster = options.cluster
-    if cluster.num_devices != options.mesh.size():
-        raise PlanError(
-            f"the cluster has {cluster.num_devices} devices, the mesh {options.mesh.size()}: describe its machine"
-        )
-    graph = Frontend(options.on_pass).run(model, inputs)
-    chosen = options.plan
-    if chosen is None:
-        limits = options.memory_budget, options.roles, options.recompute, options.constraints, options.pins
-        chosen = search_plan(graph, cluster, _options(cluster, *limits))
-    chosen.check(graph_fingerprint(graph), fingerprints(graph), cluster.shape)
-    check_batch(chosen, graph)
-    return chosen, graph
+    watch = Watch(options.progress)
+
+    def prepare() -> fx.GraphModule:
+        if cluster.num_devices != options.mesh.size():
+            raise PlanError(
+                f"the cluster has {cluster.num_devices} devices, the mesh {options.mesh.size()}: describe its machine"
+            )
+        with watch.phase(CAPTURE):
+            return Frontend(options.on_pass).run(model, inputs)
+
+    def choose(graph: fx.GraphModule) -> Plan:
+        return options.plan or search_plan(graph, cluster, search_options(cluster, **options.search), watch)
+
+    def check(graph: fx.GraphModule, chosen: Plan) -> None:
+        chosen.check(graph_fingerprint(graph), fingerprints(graph), cluster.shape)
+        check_batch(chosen, graph)
+
+    is_timed = options.plan is None and options.search["search_seconds"] is not None
+    return agreed(prepare, choose, check, first_decides=is_timed)
 
 
 def check_batch(plan: Plan, graph: fx.GraphModule) -> None:
@@ -205,35 +237,6 @@ def check_batch(plan: Plan, graph: fx.GraphModule) -> None:
                 f"ranks, so some have no sample: give a batch of at least {ranks * parts}, use fewer micro-batches, or "
                 f"let some axes be tensor or sequence"
             )
-
-
-def _agreed(make: Callable[[], tuple[Plan, fx.GraphModule]]) -> tuple[Plan, fx.GraphModule]:
-    """What ``make`` returns, if every rank gets as far with an equal plan; so that none waits for one that failed.
-
-    Raises the rank's own error, or PlanError naming the ranks that failed or hold another plan.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return make()
-    error: Exception | None = None
-    try:
-        made = make()
-        told = made[0].digest()
-    except Exception as caught:
-        error, told = caught, f"{type(caught).__name__}: {caught}"
-    heard: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(heard, (error is not None, told))
-    if error is not None:
-        raise error
-    failed = [(rank, text) for rank, (bad, text) in enumerate(heard) if bad]
-    if failed:
-        rank, text = failed[0]
-        raise PlanError(f"rank {rank} could not compile, so no rank starts: {text}")
-    others = [rank for rank, (_, digest) in enumerate(heard) if digest != heard[0][1]]
-    if others:
-        raise PlanError(
-            f"ranks {others} hold another plan than rank 0: give all the same model, inputs, options and plan file"
-        )
-    return made
 
 
 @dataclass(frozen=True)
@@ -328,54 +331,4 @@ def _persistence(model: nn.Module) -> dict[str, bool]:
     }
 
 
-def explain(
-    model: nn.Module,
-    cluster: Cluster,
-    example_inputs: ExampleInputs,
-    *,
-    plan: Plan | None = None,
-    after: str | None = None,
-    folder: str | Path | None = None,
-    **options: Any,
-) -> str:
-    """Return the graph as readable Python after each pass, from capture to the lowered program.
-
-    ``after``: only that pass; ``folder``: also write one file a pass there; ``plan``: lower by it instead of searching;
-    ``options``: those of :func:`plan`. Raises InputError naming the passes where ``after`` is none of them. If a
-    pass fails, the graphs until then are written before the error is raised.
-    """
-    stages: dict[str, str] = {}
-
-    def note(name: str, graph: fx.GraphModule) -> None:
-        stages[name] = readable(graph)
-
-    try:
-        graph = capture(model, example_inputs, on_pass=note)
-        if plan is None:
-            settings = {
-                "memory_budget": None,
-                "roles": SEARCHED_ROLES,
-                "recompute": "auto",
-                "constraints": None,
-                **options,
-            }
-            pins = Pins(*(settings.pop(name, None) for name in ("num_stages", "num_microbatches", "schedule")))
-            plan = search_plan(graph, cluster, _options(cluster, **settings, pins=pins))
-        plan.check(graph_fingerprint(graph), fingerprints(graph), cluster.shape)
-        lower(graph, plan, cluster, on_pass=note)
-    finally:
-        if folder is not None:
-            _write(stages, Path(folder))
-    if after is not None and after not in stages:
-        raise InputError(f"no pass is called {after!r}: the passes are {', '.join(stages)}")
-    wanted = {after: stages[after]} if after is not None else stages
-    return "\n".join(f"# ---- after {name} ----\n{text}" for name, text in wanted.items())
-
-
-def _write(stages: Mapping[str, str], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for index, (name, text) in enumerate(stages.items()):
-        (folder / f"{index:02d}_{name}.py").write_text(text)
-
-
-__all__ = ["capture", "compile", "explain", "plan"]
+__all__ = ["capture", "compile", "plan"]

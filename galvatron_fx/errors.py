@@ -14,11 +14,13 @@ if TYPE_CHECKING:
 __all__ = [
     "BudgetError",
     "CaptureError",
+    "CheckpointError",
     "ClusterError",
     "GalvatronError",
     "InputError",
     "PlanError",
     "ShardingError",
+    "TimeLimitError",
     "VerifierError",
 ]
 
@@ -58,6 +60,14 @@ class BudgetError(GalvatronError):
         super().__init__(message)
         self.least_bytes = least_bytes
         self.plan = plan
+
+
+class CheckpointError(GalvatronError):
+    """Raised when a checkpoint or a folder of weights is torn, altered, or does not fit what it is loaded into."""
+
+
+class TimeLimitError(GalvatronError):
+    """Raised when a search has to end before it has found any plan."""
 
 
 class VerifierError(GalvatronError):

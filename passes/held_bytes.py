@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import Port, facts, ports
+from galvatron_fx.ir.predicted import BATCH, PARAMETERS, STATES
 from galvatron_fx.ir.schedule import Schedule
 from galvatron_fx.ir.strategy import original_name, stood_for_name
 from passes.lower_stages import LoweredStages
@@ -48,9 +49,10 @@ class HeldBytes:
         batch = sum(facts(n).spec.size_bytes for p, n in ports(lowered.microbatched.graph) if p.kind == "input")
         return cls(tensors, trained, shared, batch, hoisted)
 
-    def always_bytes(self, rank: int) -> int:
-        """Held through the whole step: parameters, buffers, optimizer states and the batch."""
-        return sum(self.tensors[rank].values()) + MOMENTS * sum(self._trained(rank)) + self.batch_bytes
+    def always(self, rank: int) -> dict[str, int]:
+        """Bytes held through the whole step, by kind: parameters, buffers, optimizer states and the batch."""
+        states = MOMENTS * sum(self._trained(rank))
+        return {PARAMETERS: sum(self.tensors[rank].values()), STATES: states, BATCH: self.batch_bytes}
 
     def largest_bytes(self, rank: int) -> int:
         """Of the largest trained parameter."""

@@ -106,6 +106,6 @@ def _copy(
         with graph.inserting_before(before):
             copy = graph.node_copy(node, lambda n: copies.get(n, n))
         copy.meta = dict(node.meta)
-        set_facts(copy, facts(node).having(phase="backward"))
+        set_facts(copy, facts(node).having(phase="backward", again=True))
         copies[node] = copy
     return copies[source]

@@ -6,19 +6,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from galvatron_fx.ir.predicted import ACTIVATIONS, GRADIENTS, MEMORY_KINDS, TRANSIENTS, Storage
 from galvatron_fx.ir.strategy import original_name
 from passes.split_stages import Stage
 from passes.task_memory import StageMemory
 
 # What a rank does: stage, kind (F, B, I, W and their transfers) and micro-batch.
 Row = tuple[int, str, int]
-
-
-@dataclass(eq=False)
-class Storage:
-    """Memory that one or several values share."""
-
-    size_bytes: int
 
 
 # Parameters, inputs and whatever else stays alive beside the schedule: counted by whoever asks.
@@ -29,31 +23,40 @@ Values = dict[str, Storage]
 
 @dataclass
 class Ledger:
-    """Counts the bytes of storages as long as anyone holds them."""
+    """Counts the bytes of storages as long as anyone holds them: by kind, now and when they were most."""
 
-    bytes: int = 0
-    most_bytes: int = 0
+    now: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MEMORY_KINDS, 0))
+    most: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MEMORY_KINDS, 0))
+    _bytes: int = 0
+    _most_bytes: int = 0
     _holders: Counter[Storage] = field(default_factory=Counter)
 
     def hold(self, storages: Iterable[Storage]) -> None:
         """Count one holder more of each."""
         for storage in storages:
             if not self._holders[storage]:
-                self.bytes += storage.size_bytes
+                self._count(storage, storage.size_bytes)
             self._holders[storage] += 1
-        self.passing(0)
+        self.passing({})
 
     def drop(self, storages: Iterable[Storage]) -> None:
         """Count one holder less of each."""
         for storage in storages:
             self._holders[storage] -= 1
             if not self._holders[storage]:
-                self.bytes -= storage.size_bytes
+                self._count(storage, -storage.size_bytes)
                 del self._holders[storage]
 
-    def passing(self, size_bytes: int) -> None:
-        """Note that so much is alive for a moment beside what is held."""
-        self.most_bytes = max(self.most_bytes, self.bytes + size_bytes)
+    def passing(self, more: Mapping[str, int]) -> None:
+        """Note that so much more (or less) of each kind is alive for a moment than what is held."""
+        total = self._bytes + sum(more.values())
+        if total > self._most_bytes:
+            self._most_bytes = total
+            self.most = {kind: size + more.get(kind, 0) for kind, size in self.now.items()}
+
+    def _count(self, storage: Storage, size_bytes: int) -> None:
+        self._bytes += size_bytes
+        self.now[storage.kind] += size_bytes
 
 
 @dataclass
@@ -124,8 +127,8 @@ class StageReplay:
         if task.is_empty:
             return {}
         effect = self.memory.tasks[name, any(term in self.sums for term in task.sums)]
-        self.ledger.passing(effect.peak_bytes)
-        fresh = [Storage(size) for size in effect.fresh_bytes]
+        self.ledger.passing(effect.peak)
+        fresh = [Storage(size, kind) for size, kind in effect.fresh]
         named = {**self.step_values, **values, **{f"sum {term}": total for term, total in self.sums.items()}}
         made = [fresh[key] if isinstance(key, int) else named.get(key, OUTSIDE) for key in effect.outputs]
         # What dies has died before the last output is there: the peak says what both came to.
@@ -185,7 +188,7 @@ class RankReplay:
 
     def _replaced(self, *old: Storage) -> Storage:
         """A new storage of the size, made of the old ones, which are dropped."""
-        new = Storage(old[0].size_bytes)
+        new = Storage(old[0].size_bytes, GRADIENTS)
         self.ledger.hold([new])
         self.ledger.drop(old)
         return new
@@ -195,7 +198,8 @@ class RankReplay:
         if kind.startswith("RECV"):
             ahead = kind.endswith("F")
             names = stage.stage.receives if ahead else stage.stage.receives_back
-            buffers = [Storage(stage.stage.specs[name].size_bytes) for name in names]
+            what = ACTIVATIONS if ahead else TRANSIENTS
+            buffers = [Storage(stage.stage.specs[name].size_bytes, what) for name in names]
             self.ledger.hold(buffers)
             (self._activations if ahead else self._gradients)[index, part] = buffers
         elif kind.startswith("SEND"):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from cost_models.schedule_time import ScheduleReport, simulate_schedule
 from galvatron_fx.ir.annotations import TensorSpec
 from galvatron_fx.ir.cluster import Axis, Cluster
+from galvatron_fx.ir.predicted import BATCH, IDLE, TRANSFER, TRANSIENTS, UPDATE, Cause, MemoryUse, RankUse
 from galvatron_fx.ir.schedule import Schedule
 from galvatron_fx.ir.torch_compat import orders_with_transfers
 from passes.held_bytes import HeldBytes
@@ -17,31 +19,79 @@ from passes.simulate_step import UPDATE_COPIES, SimulateStep
 from passes.split_stages import Stage
 from passes.task_memory import StageMemory
 
+StageTimes = Mapping[tuple[str, Cause], float]
+"""Seconds of one stage by task and cause; the tasks "send" and "send_back" pass on what forward and backward made."""
+
+_ROUNDING = 1e-12  # of a step
+_PER_MICROBATCH = ("forward", "input_grad", "weight_grad")
+_ONCE = ("start", "finish")
+
 
 @dataclass(frozen=True)
 class StagesReport:
-    """One training step of all stages: what the schedule makes of it, and bytes on each pipeline rank."""
+    """One training step of all stages: when everything runs, and by pipeline rank what takes time and memory."""
 
-    schedule: ScheduleReport
-    step_time_s: float
-    peak_bytes: tuple[int, ...]
+    schedule: Schedule
+    times: tuple[StageTimes, ...]
+    updates_s: tuple[float, ...]
+    memory: tuple[MemoryUse, ...]
+
+    @cached_property
+    def spans(self) -> ScheduleReport:
+        """When every action of the schedule runs."""
+        return self._simulated(sends=1.0)
+
+    @property
+    def step_time_s(self) -> float:
+        """Seconds of the schedule, and of what the slowest rank does once a step, the optimizer's update included."""
+        return self.spans.step_s + self._once_s
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """The most bytes on each rank."""
+        return tuple(use.peak_bytes for use in self.memory)
 
     @property
     def peak_memory_bytes(self) -> int:
         """The most bytes on any rank."""
         return max(self.peak_bytes)
 
+    def ranks(self) -> tuple[RankUse, ...]:
+        """The step by pipeline rank. What a rank waits for counts as transfer as far as faster links would spare it."""
+        transfer_s = max(0.0, self.spans.step_s - self._simulated(sends=0.0).step_s)
+        found = []
+        for rank, use in enumerate(self.memory):
+            seconds = self._seconds(rank)
+            waits_s = self.step_time_s - sum(seconds.values())
+            waits_s = waits_s if waits_s > _ROUNDING * self.step_time_s else 0.0
+            seconds[Cause(TRANSFER)] = min(transfer_s, waits_s)
+            seconds[Cause(IDLE)] = waits_s - seconds[Cause(TRANSFER)]
+            found.append(RankUse(self.schedule.stages_of(rank), seconds, use.at_peak))
+        return tuple(found)
 
-@dataclass(frozen=True)
-class StageTimes:
-    """Seconds of one stage: of its tasks (``once``: start and finish), and of sending on and back what it makes."""
+    def _seconds(self, rank: int) -> dict[Cause, float]:
+        """What a rank does in a step."""
+        seconds = {Cause(UPDATE): self.updates_s[rank]}
+        for stage in self.schedule.stages_of(rank):
+            for (task, cause), spent in self.times[stage].items():
+                runs = self.schedule.num_microbatches if task in _PER_MICROBATCH else int(task in _ONCE)
+                if runs:
+                    seconds[cause] = seconds.get(cause, 0.0) + runs * spent
+        return seconds
 
-    forward_s: float
-    input_grad_s: float
-    weight_grad_s: float
-    once_s: float
-    send_s: float
-    send_back_s: float
+    @property
+    def _once_s(self) -> float:
+        once = list(self.updates_s)
+        for rank, times in zip(self.schedule.rank_of_stage, self.times, strict=True):
+            once[rank] += sum(_task_s(times, task) for task in _ONCE)
+        return max(once)
+
+    def _simulated(self, sends: float) -> ScheduleReport:
+        """The schedule, with the times of transfers multiplied by ``sends``."""
+        forward, input_grad, weight_grad = ([_task_s(times, task) for times in self.times] for task in _PER_MICROBATCH)
+        ahead = [sends * _task_s(times, "send") for times in self.times[:-1]]
+        back = [sends * _task_s(times, "send_back") for times in self.times[1:]]
+        return simulate_schedule(self.schedule, forward, input_grad, weight_grad, ahead, back)
 
 
 @dataclass(frozen=True)
@@ -55,63 +105,54 @@ class SimulateStages:
     cluster: Cluster
     schedule: Schedule
     pipeline_axes: Sequence[Axis]
+    _simulator: SimulateStep = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_simulator", SimulateStep(self.cluster))
 
     def run(self, lowered: LoweredStages) -> StagesReport:
         """Return the prediction. Raises VerifierError where a node's shape is not the one its facts say."""
-        return self.report(self.times(lowered), self.peaks(lowered))
+        return self.report(self.times(lowered), self.memory(lowered))
 
     def times(self, lowered: LoweredStages) -> list[StageTimes]:
         """Seconds of every stage."""
-        axes = [[self.cluster.axes[i] for i in column.axes] for column in lowered.layout.columns]
-        simulator = SimulateStep(self.cluster)
-        return [self._times(simulator, stage, axes) for stage in lowered.stages]
+        columns = [column.axes for column in lowered.layout.columns]
+        found = {id(stage.tasks): self._times(stage, columns) for stage in distinct_stages(lowered)}
+        return [found[id(stage.tasks)] for stage in lowered.stages]
 
-    def report(self, times: Sequence[StageTimes], peaks: Sequence[int]) -> StagesReport:
-        """Put the stages' times and the ranks' peaks together."""
-        report = simulate_schedule(
-            self.schedule,
-            [t.forward_s for t in times],
-            [t.input_grad_s for t in times],
-            [t.weight_grad_s for t in times],
-            [t.send_s for t in times[:-1]],
-            [t.send_back_s for t in times[1:]],
-        )
-        once = [0.0] * self.schedule.num_ranks
-        for rank, time in zip(self.schedule.rank_of_stage, times, strict=True):
-            once[rank] += time.once_s
-        return StagesReport(report, report.step_s + max(once), tuple(peaks))
+    def report(self, times: Sequence[StageTimes], memory: Sequence[MemoryUse]) -> StagesReport:
+        """Put the stages' times and the ranks' memory together."""
+        updates = tuple(self._simulator.update_s(use) for use in memory)
+        return StagesReport(self.schedule, tuple(times), updates, tuple(memory))
 
-    def peaks(self, lowered: LoweredStages) -> tuple[int, ...]:
+    def memory(self, lowered: LoweredStages) -> list[MemoryUse]:
         """Bytes on every pipeline rank."""
         kinds = {action.kind for order in self.schedule.orders for action in order}
-        stages = {id(stage.tasks): stage for stage in lowered.stages}
-        measured = {key: StageMemory.of(stage, lowered.layout.shape, kinds) for key, stage in stages.items()}
+        measured = {
+            id(stage.tasks): StageMemory.of(stage, lowered.layout.shape, kinds) for stage in distinct_stages(lowered)
+        }
         memory = [measured[id(stage.tasks)] for stage in lowered.stages]
         rows = [[(a.stage, a.kind, a.microbatch) for a in order] for order in self.schedule.orders]
         held = HeldBytes.of(lowered, self.schedule)
-        peaks = []
+        found = []
         for rank, order in enumerate(orders_with_transfers(rows, self.schedule.rank_of_stage)):
             ledger = Ledger()
             own = {i: StageReplay(lowered.stages[i], memory[i], ledger) for i in self.schedule.stages_of(rank)}
             replay = RankReplay(own, ledger)
             replay.run(order)
             replay.finish(held.shared)
-            always = held.always_bytes(rank)
-            step = always + held.hoisted_bytes(rank) + ledger.most_bytes
-            update = always + ledger.bytes + UPDATE_COPIES * held.largest_bytes(rank)
-            peaks.append(max(step, update))
-        return tuple(peaks)
+            always, hoisted = held.always(rank), {BATCH: held.hoisted_bytes(rank)}
+            update = {TRANSIENTS: UPDATE_COPIES * held.largest_bytes(rank)}
+            found.append(MemoryUse(_added(ledger.most, always, hoisted), _added(ledger.now, always, update)))
+        return found
 
-    def _times(self, simulator: SimulateStep, stage: Stage, axes: Sequence[Sequence[Axis]]) -> StageTimes:
-        tasks = {name: sum(simulator.times(list(t.graph.graph.nodes), axes)) for name, t in stage.tasks.items()}
-        return StageTimes(
-            tasks["forward"],
-            tasks["input_grad"],
-            tasks["weight_grad"],
-            tasks["start"] + tasks["finish"],
-            self._send_s(stage.specs, stage.sends),
-            self._send_s(stage.specs, stage.sends_back),
-        )
+    def _times(self, stage: Stage, columns: Sequence[tuple[int, ...]]) -> StageTimes:
+        found = {("send", Cause(TRANSFER)): self._send_s(stage.specs, stage.sends)}
+        found["send_back", Cause(TRANSFER)] = self._send_s(stage.specs, stage.sends_back)
+        for name in (*_PER_MICROBATCH, *_ONCE):
+            seconds = self._simulator.times(list(stage.tasks[name].graph.graph.nodes), columns)
+            found |= {(name, cause): spent for cause, spent in seconds.items()}
+        return found
 
     def _send_s(self, specs: dict[str, TensorSpec], names: Sequence[str]) -> float:
         """Seconds to send values to a neighbouring stage."""
@@ -120,3 +161,16 @@ class SimulateStages:
         link = self.pipeline_axes[0]
         size = sum(specs[name].size_bytes for name in names)
         return len(names) * link.latency_s + size / link.bandwidth_bytes_per_s
+
+
+def _task_s(times: StageTimes, task: str) -> float:
+    return sum(spent for (name, _), spent in times.items() if name == task)
+
+
+def _added(held: Mapping[str, int], *more: Mapping[str, int]) -> dict[str, int]:
+    return {kind: size + sum(other.get(kind, 0) for other in more) for kind, size in held.items()}
+
+
+def distinct_stages(lowered: LoweredStages) -> list[Stage]:
+    """The stages that were lowered, without those that another stands for."""
+    return list({id(stage.tasks): stage for stage in lowered.stages}.values())

@@ -11,8 +11,9 @@ import torch
 from torch import fx
 
 from galvatron_fx.ir.annotations import TensorSpec, facts
+from galvatron_fx.ir.predicted import ACTIVATIONS, GATHERED, GRADIENTS, MEMORY_KINDS, TRANSIENTS, Storage, by_kind
 from galvatron_fx.ir.torch_compat import new_fake_mode
-from passes.simulate_step import MemoryMeter
+from passes.memory_meter import MemoryMeter, kind_of_port
 from passes.split_stages import Stage
 from passes.stage_tasks import Task, plus
 
@@ -21,13 +22,13 @@ from passes.stage_tasks import Task, plus
 class TaskMemory:
     """What one run of a task does.
 
-    ``peak_bytes``: the most beside what was alive before it; ``fresh_bytes``: of every storage that it makes and
-    that outlives it; ``outputs``: for each output, then each sum, its storage: one of the fresh by number, or that of
-    an input or sum by name; ``strided``: outputs that are not contiguous.
+    ``peak``: by kind, the most beside what was alive before it, less what dies until then; ``fresh``: bytes and kind of
+    every storage that it makes and that outlives it; ``outputs``: for each output, then each sum, its storage: one of
+    the fresh by number, or that of an input or sum by name; ``strided``: outputs that are not contiguous.
     """
 
-    peak_bytes: int
-    fresh_bytes: tuple[int, ...]
+    peak: Mapping[str, int]
+    fresh: tuple[tuple[int, str], ...]
     outputs: tuple[int | str, ...]
     strided: frozenset[str]
 
@@ -53,6 +54,10 @@ class StageMemory:
         return _Measurement(stage, _Meter(degrees)).run(kinds)
 
 
+# What the values are that outlive a task.
+_MADE_BY = {"start": GATHERED, "forward": ACTIVATIONS, "finish": GRADIENTS}
+
+
 class _Meter(MemoryMeter):
     """Runs every operator of a task once, however often the task is measured: counting is what differs."""
 
@@ -63,7 +68,7 @@ class _Meter(MemoryMeter):
     def branch(self) -> _Meter:
         """A meter that counts on from here."""
         other = copy.copy(self)
-        other._live, other._sizes = self._live.copy(), self._sizes.copy()
+        other._live, other._held = self._live.copy(), self._held.copy()
         return other
 
     def _evaluate(self, graph: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
@@ -86,11 +91,12 @@ class _Measurement:
     def run(self, kinds: Collection[str]) -> StageMemory:
         stage, specs = self.stage, _port_specs(self.stage)
         with new_fake_mode():
-            self._receive(specs)
+            for name, spec in specs.items():
+                self._receive({name: spec}, kind_of_port(stage.ports[name].kind))
             self._task("start")
-            self._receive({name: stage.specs[name] for name in stage.receives})
+            self._receive({name: stage.specs[name] for name in stage.receives}, ACTIVATIONS)
             self._task("forward")
-            self._receive({name: stage.specs[name] for name in stage.receives_back})
+            self._receive({name: stage.specs[name] for name in stage.receives_back}, TRANSIENTS)
             ways = {"B": ("backward",), "I": ("input_grad", "weight_grad")}
             for way in (tasks for kind, tasks in ways.items() if kind in kinds):
                 first = self._branch({}, way)
@@ -102,15 +108,15 @@ class _Measurement:
     def _branch(self, sums: dict[str, Any], tasks: Sequence[str]) -> _Measurement:
         """Run the tasks from here on, with sums that are there, and leave this moment as it is."""
         other = _Measurement(self.stage, self.meter.branch(), dict(self.values), sums, self.found)
-        other.meter.hold(list(sums.values()))
+        other.meter.hold(list(sums.values()), GRADIENTS)
         for name in tasks:
             other._task(name)
         return other
 
-    def _receive(self, specs: Mapping[str, TensorSpec]) -> None:
+    def _receive(self, specs: Mapping[str, TensorSpec], kind: str) -> None:
         made = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in specs.items()}
         self.values |= made
-        self.meter.hold(list(made.values()))
+        self.meter.hold(list(made.values()), kind)
 
     def _task(self, name: str) -> None:
         """Run a task as :class:`galvatron_fx.runtime.stage_runner.StageRunner` does."""
@@ -121,30 +127,35 @@ class _Measurement:
         named = {n: values[n] for n in task.inputs} | {f"sum {n}": self.sums.get(n) for n in task.sums}
         owned = {i for i, n in enumerate(named) if n in task.dies or i >= len(task.inputs)}
         added = any(term in self.sums for term in task.sums)
-        before = self.meter.most_bytes = self.meter.bytes
-        made = self.meter.run(task.graph, list(named.values()), owned)
-        self.found[name, added] = _effect(task, named, made, self.meter.most_bytes - before)
         count = len(task.outputs)
+        before = self.meter.begin()
+        made = self.meter.run(task.graph, list(named.values()), owned)
+        self.meter.label(made[:count], _MADE_BY.get(name, TRANSIENTS))
+        self.meter.label(made[count:], GRADIENTS)
+        self.found[name, added] = self._effect(task, named, made, before)
         for dead in task.dies:
             del values[dead]
         values |= dict(zip(task.outputs, made[:count], strict=True))
         self.sums |= dict(zip(task.sums, made[count:], strict=True))
 
-
-def _effect(task: Task, named: Mapping[str, Any], made: Sequence[Any], peak_bytes: int) -> TaskMemory:
-    """What a run made, by storage."""
-    known = {_storage(value): name for name, value in named.items() if value is not None}
-    fresh: dict[int, int] = {}
-    outputs: list[int | str] = []
-    for value in made:
-        key = _storage(value)
-        if key in known:
-            outputs.append(known[key])
-        else:
-            outputs.append(list(fresh).index(key) if key in fresh else len(fresh))
-            fresh[key] = value.untyped_storage().nbytes()
-    strided = {name for name, value in zip(task.outputs, made, strict=False) if not value.is_contiguous()}
-    return TaskMemory(peak_bytes, tuple(fresh.values()), tuple(outputs), frozenset(strided))
+    def _effect(
+        self, task: Task, named: Mapping[str, Any], made: Sequence[Any], before: Sequence[Storage]
+    ) -> TaskMemory:
+        """What a run made, by storage."""
+        known = {_storage(value): name for name, value in named.items() if value is not None}
+        fresh: dict[int, tuple[int, str]] = {}
+        outputs: list[int | str] = []
+        for value in made:
+            key = _storage(value)
+            if key in known:
+                outputs.append(known[key])
+            else:
+                outputs.append(list(fresh).index(key) if key in fresh else len(fresh))
+                fresh[key] = value.untyped_storage().nbytes(), self.meter.kind_of(value)
+        strided = {name for name, value in zip(task.outputs, made, strict=False) if not value.is_contiguous()}
+        most, less = by_kind(self.meter.at_most), by_kind(before)
+        peak = {kind: most[kind] - less[kind] for kind in MEMORY_KINDS}
+        return TaskMemory(peak, tuple(fresh.values()), tuple(outputs), frozenset(strided))
 
 
 def _storage(value: torch.Tensor) -> int:

@@ -66,7 +66,8 @@ class NodeFacts:
 
     ``specs`` has one entry per output tensor (None where an output is absent); ``phase`` is "forward" or "backward";
     ``block`` the index of the layer block, -1 before blocks are found; ``module`` the qualified module name, which
-    is for people and for pinning, never for decisions; ``cost`` what the node costs, None before it is annotated.
+    is for people and for pinning, never for decisions; ``cost`` what the node costs, None before it is annotated;
+    ``again``: whether backward repeats here what forward did and did not keep.
     """
 
     specs: tuple[TensorSpec | None, ...]
@@ -75,6 +76,7 @@ class NodeFacts:
     module: str = ""
     multi_output: bool = False
     cost: OpCost | None = None
+    again: bool = False
 
     @property
     def spec(self) -> TensorSpec:

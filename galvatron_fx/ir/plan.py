@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 from galvatron_fx.errors import PlanError
 from galvatron_fx.ir import plan_json, plan_table
 from galvatron_fx.ir.pipelining import BY_HAND, ONE_STAGE, Pipelining
+from galvatron_fx.ir.plan_report import SearchReport
 from galvatron_fx.ir.schedule import legal
 from galvatron_fx.ir.strategy import PIPELINE, Strategy
 
@@ -54,7 +55,8 @@ class Plan:
     device. ``graph_fingerprint`` is that of the captured graph, or "" for a plan that fits any model.
     ``step_time_s`` is seconds, ``peak_memory_bytes`` and ``memory_budget_bytes`` are bytes per rank
     (0 where not priced, None for no budget). ``pipelining`` has the stages and micro-batches; the axes
-    whose role is ``pipeline``, the same in every block, hold the stages.
+    whose role is ``pipeline``, the same in every block, hold the stages. ``report`` says why a search chose the plan;
+    it is no part of the plan itself: plans that were read, written by hand or changed have None.
 
     Raises PlanError when the parts do not fit each other or ``plan_schema.json``.
     """
@@ -68,6 +70,7 @@ class Plan:
     optimizer: str = "adam"
     notes: tuple[str, ...] = ()
     pipelining: Pipelining = ONE_STAGE
+    report: SearchReport | None = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "step_time_s", _as_float(self.step_time_s))
@@ -207,6 +210,12 @@ class Plan:
             return cls.from_json(text)
         except PlanError as error:
             raise PlanError(f"{os.fspath(path)}: {error}") from error
+
+    def with_report(self, report: SearchReport) -> Plan:
+        """Return the plan with the report of the search that chose it."""
+        told = replace(self)
+        object.__setattr__(told, "report", report)
+        return told
 
     def digest(self) -> str:
         """Return the SHA-256 of the JSON text, in hexadecimal, for ranks to compare."""

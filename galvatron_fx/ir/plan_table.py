@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from io import StringIO
 from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
+from galvatron_fx.ir import text_table
 from galvatron_fx.ir.strategy import Strategy
 from galvatron_fx.ir.units import format_bytes, format_seconds
 
@@ -20,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["describe_keeps", "describe_roles", "render"]
 
-_WIDTH = 100
+_HEADINGS = ("blocks", "roles, outermost axis first", "keeps for backward", "time", "memory/rank")
 _UNPRICED = "-"
 
 
@@ -29,26 +24,20 @@ def render(plan: Plan) -> str:
 
     Times and memory of a row are the sums over its blocks. Numbers that were not predicted show as "-".
     """
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("blocks", overflow="fold")
-    table.add_column("roles, outermost axis first", overflow="fold")
-    table.add_column("keeps for backward")
-    table.add_column("time", justify="right")
-    table.add_column("memory/rank", justify="right")
-    for first, blocks in _rows(plan):
-        strategy = blocks[0].strategy
-        cells = (
+    rows = [
+        (
             "all" if plan.is_wildcard else _label(first, blocks),
-            describe_roles(strategy, plan.axis_sizes),
-            describe_keeps(strategy),
+            describe_roles(blocks[0].strategy, plan.axis_sizes),
+            describe_keeps(blocks[0].strategy),
             _seconds(sum(block.time_s for block in blocks)),
             _bytes(sum(block.memory_bytes for block in blocks)),
         )
-        table.add_row(*map(Text, cells))
+        for first, blocks in _rows(plan)
+    ]
     lines = [
         _title(plan.axis_sizes),
         "",
-        *_plain(table),
+        *text_table.render(_HEADINGS, rows, numbers_from=3),
         "",
         *_totals(plan),
     ]
@@ -126,13 +115,3 @@ def _seconds(value: float) -> str:
 
 def _bytes(value: int) -> str:
     return format_bytes(value) if value else _UNPRICED
-
-
-def _plain(table: Table) -> list[str]:
-    """Render a table the same way whatever terminal and environment there is."""
-    stream = StringIO()
-    console = Console(
-        file=stream, width=_WIDTH, color_system=None, force_terminal=False, force_jupyter=False, legacy_windows=False
-    )
-    console.print(table)
-    return [line.rstrip() for line in stream.getvalue().rstrip().splitlines()]

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from cost_models.schedule_time import ScheduleReport
 from galvatron_fx.errors import InputError
 from galvatron_fx.ir.annotations import Port
 from galvatron_fx.ir.placement import Placement, Shard, to_dtensor
@@ -39,6 +40,7 @@ class DistributedGraphModule(nn.Module):
     """
 
     plan: Plan
+    _trained: AnyProgram | None = None
 
     def __init__(self, mesh: DeviceMesh, plan: Plan, compiler: Compiler, seed: int) -> None:
         super().__init__()
@@ -67,6 +69,7 @@ class DistributedGraphModule(nn.Module):
                 "the model returns no scalar loss, so forward_backward has nothing to differentiate: pass labels, or "
                 "call the module and backward() on a loss computed from its outputs"
             )
+        self._trained = program
         with torch.no_grad():
             results, gradients = program.train(self._values(flat))
             self._update_buffers(results)
@@ -104,6 +107,17 @@ class DistributedGraphModule(nn.Module):
 
     # ---- reading ----
 
+    def measured_schedule(self) -> ScheduleReport:
+        """Return when the pipeline's ranks computed what in the last :meth:`forward_backward`; each of them calls it.
+
+        What :func:`galvatron_fx.report.timeline.draw_timeline` and ``write_trace`` take. Raises InputError before the
+        first step, for plans without stages and micro-batches, and where ranks are on several machines, whose clocks
+        differ.
+        """
+        if self._trained is None:
+            raise InputError("no step was measured yet: call forward_backward(...) before")
+        return self._trained.measured()
+
     @property
     def forward_graph(self) -> fx.GraphModule:
         """The lowered forward graph of this rank (of its first stage)."""
@@ -113,6 +127,17 @@ class DistributedGraphModule(nn.Module):
     def backward_graph(self) -> fx.GraphModule:
         """The lowered backward graph of this rank (of its first stage)."""
         return self._graph("backward")
+
+    @property
+    def stage_copies(self) -> frozenset[str]:
+        """Names of parameters and buffers here that the ranks of an earlier stage hold, too: who holds them first saves
+        and counts them."""
+        return self._elsewhere
+
+    @property
+    def dropout_generator(self) -> torch.Generator:
+        """What every step's seed of dropout is drawn from; its state is the same on every rank."""
+        return self._generator
 
     def _graph(self, task: str) -> fx.GraphModule:
         return next(graph for name, graph in self._compiled().graphs.items() if name.endswith(task))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
@@ -89,6 +89,12 @@ class Program:
         out = list(self.forward([value_of(port) for port in self.halves.input_ports]))
         count = len(self.halves.result_ports)
         return out[:count], out[count:]
+
+    def measured(self) -> NoReturn:
+        """Refuse what only plans with stages or micro-batches can do."""
+        raise InputError(
+            "the plan has no stages and no micro-batches, so nothing is scheduled: give num_stages or num_microbatches"
+        )
 
     def differentiable(self, value_of: ValueOf, update: Callable[[Any], None], *parameters: Tensor) -> dict[Port, Any]:
         """Run forward so that its results can be differentiated with ``backward()``, outputs by port.

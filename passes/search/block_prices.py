@@ -18,7 +18,8 @@ from cost_models.collectives import collective_s
 from cost_models.ops import OpCost, op_time_s
 from galvatron_fx.ir.cluster import Cluster, Device
 from galvatron_fx.ir.strategy import RoleGroup, Strategy
-from passes.search.block_terms import Amounts, BlockReader, BlockTerms, Bools, Composition, Floats
+from passes.search.block_facts import BlockFacts
+from passes.search.block_terms import Amounts, BlockTerms, Bools, Composition, Floats, read_terms
 from passes.search.candidates import batch_share
 from passes.search.solutions import Solutions
 from passes.sharding.prices import traffic_s, update_traffic_s
@@ -84,7 +85,7 @@ class _Columns:
 class BlockPricer:
     """Prices strategies of one block by the ``solutions`` for their roles."""
 
-    reader: BlockReader
+    block: BlockFacts
     cluster: Cluster
     solutions: Solutions
     _terms: dict[tuple[tuple[str, int], ...], BlockTerms] = field(default_factory=dict)
@@ -118,7 +119,7 @@ class BlockPricer:
         result = _Columns(**{f.name: np.zeros(len(wanted)) for f in fields(_Columns)})
         for key, rows in alike.items():
             if key not in self._terms:
-                self._terms[key] = self.reader.read(composed[key])
+                self._terms[key] = read_terms(self.block, composed[key])
             found = _Evaluation(self._terms[key], self.cluster, [wanted[i] for i in rows]).columns()
             for f in fields(_Columns):
                 getattr(result, f.name)[rows] = getattr(found, f.name)

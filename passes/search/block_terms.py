@@ -14,15 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
-from cost_models.ops import is_matmul
 from galvatron_fx.ir.annotations import TensorSpec, facts
-from galvatron_fx.ir.op_call import input_nodes, is_getitem, op_call
+from galvatron_fx.ir.op_call import input_nodes, is_getitem
 from galvatron_fx.ir.placement import REPLICATE, Partial, Placement, Shard
 from galvatron_fx.ir.symbols import BATCH
-from passes.call_cost import call_cost
 from passes.insert_collectives import AxisSharding
-from passes.search.graph_index import GraphIndex, is_view, storage_root, users_through_views
-from passes.sharding.prices import dtype_name, is_free
+from passes.search.block_facts import BlockFacts
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -125,30 +122,18 @@ class BlockTerms:
     lives: tuple[Lives, Lives]
 
 
-@dataclass(frozen=True)
-class BlockReader:
-    """Reads the terms of the block ``index`` from a graph."""
-
-    graph: GraphIndex
-    index: int
-
-    def read(self, composition: Composition) -> BlockTerms:
-        """The block's terms under one composition."""
-        return _Reading(self.graph, self.index, self.graph.blocks.get(self.index, []), composition).terms()
+def read_terms(block: BlockFacts, composition: Composition) -> BlockTerms:
+    """The terms of a block under one composition."""
+    return _Reading(block, composition).terms()
 
 
 class _Reading:
-    def __init__(self, graph: GraphIndex, index: int, nodes: list[fx.Node], composition: Composition) -> None:
-        self.graph = graph
-        self.index = index
-        self.nodes = nodes
+    def __init__(self, block: BlockFacts, composition: Composition) -> None:
+        self.block = block
+        self.graph = block.graph
+        self.nodes = block.nodes
         self.shardings = [sharding for _, sharding in composition]
         self.roles = tuple(role for role, _ in composition)
-        self.weights_alone = _parameter_side(nodes, graph.parameters)
-        inside = set(nodes)
-        self.gradients = [(parameter, node) for parameter, node in graph.gradients if node in inside]
-        self.for_weights = self._for_weights(inside)
-        self.rebuilt = self._rebuilt()
 
     def terms(self) -> BlockTerms:
         moves, moved = self._moves()
@@ -161,7 +146,7 @@ class _Reading:
             self._weights(),
             saved,
             entering,
-            self._deferred(),
+            self._kept_amounts(self._distinct(self.block.deferred)),
             (self._lives("forward"), self._lives("backward")),
         )
 
@@ -178,46 +163,38 @@ class _Reading:
     def _operators(self) -> Operators:
         flops: list[tuple[float, bool, list[bool]]] = []
         tensors: list[tuple[TensorSpec, list[bool]]] = []
-        starts, backward, for_weights, rebuilt, kinds = [], [], [], [], []
-        for node in self.nodes:
-            if is_getitem(node):
-                continue
-            call = op_call(node)
-            if is_free(call):
-                continue
-            rules = [sharding.rules[node] for sharding in self.shardings]
+        starts = []
+        calls = self.block.calls
+        for found in calls:
+            rules = [sharding.rules[found.node] for sharding in self.shardings]
             starts.append(len(tensors))
-            for position, spec in enumerate(call.inputs):
+            for position, spec in enumerate(found.call.inputs):
                 tensors.append((spec, [isinstance(rule.inputs[position], Shard) for rule in rules]))
-            for position, made in enumerate(call.outputs):
+            for position, made in enumerate(found.call.outputs):
                 if made is not None:
                     tensors.append((made, [isinstance(rule.outputs[position], Shard) for rule in rules]))
             batch = any(spec.dim_of(BATCH) is not None for spec, _ in tensors[starts[-1] :])
-            flops.append((float(call_cost(call).flops), batch, [rule.splits_work for rule in rules]))
-            backward.append(facts(node).phase == "backward")
-            for_weights.append(node in self.for_weights)
-            rebuilt.append(node in self.rebuilt)
-            kinds.append((dtype_name(call), is_matmul(call.target)))
+            flops.append((found.flops, batch, [rule.splits_work for rule in rules]))
+        nodes = [found.node for found in calls]
         return Operators(
             Amounts.of(flops, len(self.roles)),
             self._amounts(tensors),
             np.array(starts, dtype=np.int64),
-            np.array(backward, dtype=np.bool_),
-            np.array(for_weights, dtype=np.bool_),
-            np.array(rebuilt, dtype=np.bool_),
-            tuple(kinds),
+            _flags(nodes, lambda node: facts(node).phase == "backward"),
+            _flags(nodes, self.block.for_weights.__contains__),
+            _flags(nodes, self.block.rebuilt.__contains__),
+            tuple(found.kind for found in calls),
         )
 
     def _moves(self) -> tuple[tuple[Move, ...], Amounts]:
         """Redistributions, with the bytes that the other roles leave of each."""
-        final = {value for _, node in self.gradients for value in _through_views(node)}
         moves, rows = [], []
         for role, sharding in enumerate(self.shardings):
             for source, want, phase, have, again in self._redistributions(sharding):
                 kind = _kind(have, want)
                 if kind is None:
                     continue
-                finished = source in final and isinstance(have, Partial)
+                finished = source in self.block.final and isinstance(have, Partial)
                 if self.roles[role] == "zero" and finished:
                     kind = "reduce_scatter"
                 slot = phase if not finished else "reduce" if kind == "all_reduce" else "scatter"
@@ -241,24 +218,24 @@ class _Reading:
             if is_getitem(node):
                 continue
             for source, want in zip(input_nodes(node), sharding.rules[node].inputs, strict=True):
-                move(source, want, facts(node).phase, self._entering(sharding, source), node in self.rebuilt)
+                move(source, want, facts(node).phase, self._entering(sharding, source), node in self.block.rebuilt)
         for node in self.nodes:
             if node in sharding.boundaries:
                 move(node, sharding.boundaries[node], facts(node).phase, sharding.placement(node))
-        for parameter, gradient in self.gradients:
+        for parameter, gradient in self.block.gradients:
             want = sharding.inputs.get(parameter, REPLICATE)
             move(gradient, want, "backward", sharding.placement(gradient))
         return list(made.values())
 
     def _entering(self, sharding: AxisSharding, source: fx.Node) -> Placement:
-        if source.op != "call_function" or max(facts(source).block, 0) == self.index:
+        if source.op != "call_function" or max(facts(source).block, 0) == self.block.index:
             return sharding.placement(source)
         return sharding.boundaries.get(source, REPLICATE)
 
     # ---- memory ----
 
     def _weights(self) -> Weights:
-        inside = set(self.nodes)
+        inside = self.block.inside
         owned = {node for node in self.graph.parameters if self.graph.first_user.get(node) in inside}
         used = {node for node in self.graph.parameters if any(user in inside for user in node.users)}
         nodes = sorted(owned | used, key=lambda node: node.name)
@@ -272,74 +249,26 @@ class _Reading:
 
     def _saved(self) -> tuple[Amounts, Bools]:
         """What backward keeps of forward, and which of it enters the block."""
-        kept: dict[tuple[fx.Node, tuple[Placement, ...]], None] = {}
-        for node in self.nodes:
-            if is_getitem(node) or facts(node).phase != "backward":
-                continue
-            for position, source in enumerate(input_nodes(node)):
-                if source not in self.weights_alone and facts(source).phase == "forward":
-                    wants = tuple(sharding.rules[node].inputs[position] for sharding in self.shardings)
-                    kept[storage_root(source), wants] = None
-        rows = [(facts(root).spec, [isinstance(want, Shard) for want in wants]) for root, wants in kept]
+        kept = self._distinct(self.block.kept)
         entering = _flags(
             [root for root, _ in kept],
-            lambda node: node.op != "call_function" or max(facts(node).block, 0) != self.index,
+            lambda node: node.op != "call_function" or max(facts(node).block, 0) != self.block.index,
         )
-        return self._amounts(rows), entering
+        return self._kept_amounts(kept), entering
 
-    def _for_weights(self, inside: set[fx.Node]) -> set[fx.Node]:
-        """The backward operators that the gradients passed on to other blocks do not need."""
-        backward = [node for node in self.nodes if facts(node).phase == "backward"]
-        outside = {n for n in backward if any(user.op != "output" and user not in inside for user in n.users)}
-        passed = outside - self.graph.terms
-        for node in reversed(backward):
-            if node in passed:
-                passed.update(source for source in input_nodes(node) if source in inside)
-        return set(backward) - passed
+    def _distinct(self, uses: Iterable[tuple[fx.Node, fx.Node, int]]) -> list[tuple[fx.Node, tuple[Placement, ...]]]:
+        """Storages with the placements that they are wanted in."""
+        rules = [sharding.rules for sharding in self.shardings]
+        return list(
+            dict.fromkeys((root, tuple(r[node].inputs[position] for r in rules)) for root, node, position in uses)
+        )
 
-    def _rebuilt(self) -> set[fx.Node]:
-        """The forward operators that backward needs something of."""
-        needed: set[fx.Node] = set()
-        for node in reversed(self.nodes):
-            if node in needed or facts(node).phase == "backward":
-                needed.update(source for source in input_nodes(node) if source.op == "call_function")
-        return {n for n in self.nodes if n in needed and facts(n).phase == "forward" and n not in self.weights_alone}
-
-    def _deferred(self) -> Amounts:
-        """What the weight gradients take, of forward and of the rest of backward."""
-        kept: dict[tuple[fx.Node, tuple[Placement, ...]], None] = {}
-        for node in self.nodes:
-            if is_getitem(node) or node not in self.for_weights:
-                continue
-            for position, source in enumerate(input_nodes(node)):
-                root = storage_root(source)
-                if root not in self.for_weights and root not in self.weights_alone and root.op == "call_function":
-                    kept[root, tuple(sharding.rules[node].inputs[position] for sharding in self.shardings)] = None
-        return self._amounts((facts(root).spec, [isinstance(w, Shard) for w in wants]) for root, wants in kept)
+    def _kept_amounts(self, kept: Iterable[tuple[fx.Node, tuple[Placement, ...]]]) -> Amounts:
+        return self._amounts((facts(root).spec, [isinstance(want, Shard) for want in wants]) for root, wants in kept)
 
     def _lives(self, phase: str) -> Lives:
-        """Values that one phase makes, from where each is made to its last use, itself or through a view."""
-        nodes = [node for node in self.nodes if facts(node).phase == phase]
-        position = {node: i for i, node in enumerate(nodes)}
-        rows, alive = [], []
-        for node, start in position.items():
-            if facts(node).multi_output or node in self.weights_alone or is_view(node):
-                continue
-            end = max((position[user] for user in users_through_views(node) if user in position), default=start)
-            span = np.zeros(len(nodes))
-            span[start : end + 1] = 1.0
-            alive.append(span)
-            rows.append((facts(node).spec, self._split(node)))
-        return Lives(self._amounts(rows), np.array(alive).reshape(len(rows), len(nodes)).T)
-
-
-def _through_views(node: fx.Node) -> list[fx.Node]:
-    """A gradient and what it is only another view of: terms are added up in front of views as well as behind."""
-    found = [node]
-    while is_view(node) and input_nodes(node):
-        node = input_nodes(node)[0]
-        found.append(node)
-    return found
+        made, alive = self.block.lives(phase)
+        return Lives(self._amounts((facts(node).spec, self._split(node)) for node in made), alive)
 
 
 def _flags(nodes: Sequence[fx.Node], true: Callable[[fx.Node], bool]) -> Bools:
@@ -359,13 +288,3 @@ def _kind(have: Placement, want: Placement) -> str | None:
     if isinstance(have, Shard):
         return "all_to_all" if isinstance(want, Shard) and want.dim != have.dim else "all_gather"
     return None
-
-
-def _parameter_side(nodes: list[fx.Node], parameters: frozenset[fx.Node]) -> set[fx.Node]:
-    """Parameters and what is made of them alone."""
-    alone = set(parameters)
-    for node in nodes:
-        sources = input_nodes(node)
-        if sources and facts(node).phase == "forward" and all(source in alone for source in sources):
-            alone.add(node)
-    return alone

@@ -18,8 +18,9 @@ from galvatron_fx.ir.annotations import facts
 from galvatron_fx.ir.cluster import Axis, Cluster
 from galvatron_fx.ir.strategy import Strategy
 from passes.find_blocks import fingerprints
+from passes.search.block_facts import BlockFacts
 from passes.search.block_prices import BlockPricer, BlockPrices
-from passes.search.block_terms import BlockReader, Bools, Floats
+from passes.search.block_terms import Bools, Floats
 from passes.search.candidates import Boundary, batch_ranks, batch_share, boundary
 from passes.search.graph_index import GraphIndex
 from passes.search.solutions import Solutions
@@ -126,7 +127,7 @@ class Pricer:
             for group in strategy.groups(self.cluster.shape)
         )
         index = GraphIndex.of(self.graph)
-        pricers = [BlockPricer(BlockReader(index, i), self.cluster, self._solutions) for i in self._first.values()]
+        pricers = [BlockPricer(BlockFacts(index, i), self.cluster, self._solutions) for i in self._first.values()]
         prices = [pricer.prices(wanted) for pricer in pricers] if wanted else []
         chains: list[Chain | PlanError] = []
         start = 0

@@ -7,45 +7,36 @@ returned, and the budget that the search works with is moved until the simulatio
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
-from math import prod
+from math import inf
 from typing import Any
 
-import numpy as np
 from torch import fx
 
-from galvatron_fx.errors import BudgetError, PlanError
+from galvatron_fx.errors import BudgetError, PlanError, TimeLimitError
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.pipelining import ONE_STAGE, Pipelining
 from galvatron_fx.ir.plan import BlockPlan, Plan
-from galvatron_fx.ir.schedule import SCHEDULES, legal
-from galvatron_fx.ir.strategy import PIPELINE, Strategy
+from galvatron_fx.ir.plan_report import SearchReport
+from galvatron_fx.ir.progress import PRICING, REPORT, SEARCH, SIMULATION
+from galvatron_fx.ir.strategy import Strategy
 from galvatron_fx.ir.units import format_bytes, format_seconds
 from passes.find_blocks import graph_fingerprint
 from passes.search.candidates import candidates
-from passes.search.chain import Chain, ChainRequest, Pricer
+from passes.search.chain import ChainRequest, Pricer
+from passes.search.configurations import Configurations, Pins
+from passes.search.record import Record, Watch
 from passes.search.simulate_choice import SimulateChoice
-from passes.search.stage_search import Configuration, StageChoice, StageSearch
+from passes.search.stage_search import StageChoice, StageSearch
+from passes.search.trials import Trial, Waiting
+from passes.simulate_stages import StagesReport
+from passes.simulate_step import StepReport
 
-_CLOSE = 0.01  # of the budget: how closely its estimate is brought to what the lowered program takes
-_TRIES = 8
-_ESTIMATE = 0.98  # of an estimate, below which no choice has been seen
-_MOST_SLACK = 1.5  # by how much estimates may be above what the lowered program takes
-_SEARCHED_SCHEDULES = ("1f1b", "zb_h1", "interleaved_1f1b", "zbv")
-_STAGES_A_RANK = {"interleaved_1f1b": 2, "zbv": 2, "dualpipev": 2}
-_MOST_STAGES = 64
-_MOST_MICROBATCHES = 8  # a pipeline rank: more of them fill the pipeline no better
-
-
-@dataclass(frozen=True)
-class Pins:
-    """What of the pipeline is decided already; None is searched."""
-
-    num_stages: int | None = None
-    num_microbatches: int | None = None
-    schedule: str | None = None
+_MORE_MEMORY = (1.1, inf)  # times the budget: what the report tells of
+_CLOSE_TO_BOUND = 1e-3
 
 
 @dataclass(frozen=True)
@@ -57,203 +48,129 @@ class SearchOptions:
     recompute: str | bool = "auto"
     constraints: Mapping[str, Any] = field(default_factory=dict)
     pins: Pins = field(default_factory=Pins)
+    search_seconds: float | None = None
 
 
 @dataclass(frozen=True)
 class _Found:
-    """A choice that was simulated: the strategy of every block, predicted seconds and bytes."""
-
-    configuration: Configuration
-    first_blocks: tuple[int, ...]
-    chain: Chain
-    picks: tuple[int, ...]
-    time_s: float
-    simulated_s: float
-    peak_bytes: int
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """A configuration's choice under a budget of estimated bytes, and what is known of other budgets.
-
-    ``fits`` and ``over``: the largest budget whose choice kept to the real one when it was simulated, and the least
-    whose choice did not; ``tries``: simulations that are left.
-    """
+    """A choice that was simulated; ``budget``: the estimated bytes that it was searched under."""
 
     search: StageSearch
     choice: StageChoice
     budget: float
-    fits: float = 0.0
-    over: float = np.inf
-    tries: int = _TRIES
+    simulated: StepReport | StagesReport
 
-    @classmethod
-    def first(cls, search: StageSearch, limit: float) -> _Trial | None:
-        """The choice under the real budget; estimates are high, so where there is none, under larger ones."""
-        budget = limit
-        while budget <= _MOST_SLACK * limit:
-            choice = search.run(budget)
-            if choice is not None:
-                return cls(search, choice, budget)
-            budget *= 1 + 10 * _CLOSE
-        return None
+    @property
+    def time_s(self) -> float:
+        return self.choice.time_s
 
-    def next(self, limit: float, peak_bytes: int) -> _Trial | None:
-        """The trial that follows from what this one's simulation took; None where nothing is left to learn."""
-        room = limit - peak_bytes
-        fits = max(self.fits, self.budget) if room >= 0 else self.fits
-        over = min(self.over, self.budget) if room < 0 else self.over
-        budget = self.budget + room if not np.isfinite(over) else max(self.budget + room, (fits + over) / 2)
-        closed = budget <= fits * (1 + _CLOSE) or budget >= over * (1 - _CLOSE) or abs(room) < _CLOSE * limit
-        if self.tries == 1 or (closed and room >= 0) or budget <= 0:
-            return None
-        choice = self.search.run(budget)
-        while room < 0 and choice == self.choice:  # it takes more than was estimated: ask for less
-            budget *= 1 - _CLOSE
-            choice = self.search.run(budget)
-        if choice is None or choice == self.choice:
-            return None
-        return _Trial(self.search, choice, budget, fits, over, self.tries - 1)
+    @property
+    def peak_bytes(self) -> int:
+        return self.simulated.peak_memory_bytes
 
 
-@dataclass(frozen=True, order=True)
-class _Waiting:
-    """A configuration with what it promises: a bound, an estimate or (with a trial) the time of a choice."""
+def search_plan(graph: fx.GraphModule, cluster: Cluster, options: SearchOptions, watch: Watch | None = None) -> Plan:
+    """Return the fastest plan whose lowered program stays within the budget, with a report of the search.
 
-    time_s: float
-    configuration: Configuration
-    search: StageSearch = field(compare=False)
-    trial: _Trial | None = field(default=None, compare=False)
-    estimated: bool = field(default=False, compare=False)
-
-    @classmethod
-    def bound(cls, search: StageSearch, limit: float) -> _Waiting:
-        return cls(search.bound_s(_MOST_SLACK * limit), search.configuration, search)
-
-    @classmethod
-    def of(cls, trial: _Trial) -> _Waiting:
-        return cls(trial.choice.time_s, trial.search.configuration, trial.search, trial)
-
-    def closer(self, limit: float) -> list[_Waiting]:
-        """The same after a closer look, nothing where no choice fits."""
-        if not self.estimated:
-            estimates = [self.search.estimate_s(bytes_) for bytes_ in (limit, _MOST_SLACK * limit)]
-            estimate = _ESTIMATE * (estimates[0] if np.isfinite(estimates[0]) else estimates[1])
-            return [replace(self, time_s=max(self.time_s, estimate), estimated=True)] if np.isfinite(estimate) else []
-        trial = _Trial.first(self.search, limit)
-        return [_Waiting.of(trial)] if trial is not None else []
-
-
-def search_plan(graph: fx.GraphModule, cluster: Cluster, options: SearchOptions) -> Plan:
-    """Return the fastest plan whose lowered program stays within the budget.
-
-    Raises BudgetError with the least feasible budget and its plan where none does, and PlanError for constraints on
-    modules that the model does not have and for pins that cannot be.
+    Raises BudgetError with the least feasible budget and its plan where none does, PlanError for constraints on
+    modules that the model does not have and for pins that cannot be, and TimeLimitError where the options' time is
+    over before there is any plan.
     """
-    return _Search(graph, cluster, options).run()
+    return _Search(graph, cluster, options, watch or Watch()).run()
 
 
 class _Search:
-    def __init__(self, graph: fx.GraphModule, cluster: Cluster, options: SearchOptions) -> None:
+    def __init__(self, graph: fx.GraphModule, cluster: Cluster, options: SearchOptions, watch: Watch) -> None:
         self.graph = graph
         self.cluster = cluster
         self.options = options
+        self.watch = watch
         self.limit = float(options.memory_budget_bytes)
+        self.deadline = time.monotonic() + (inf if options.search_seconds is None else options.search_seconds)
+        self.is_cut_short = False
+        self.record = Record()
         self.pricer = Pricer(graph, cluster, options.constraints)
         self.simulate = SimulateChoice(graph, cluster, self.pricer.marks)
-        self._refusal: PlanError | None = None
 
     def run(self) -> Plan:
         """Take the choices in the order of their estimates, and simulate each until none left can be faster."""
-        configurations = self._configurations()
-        if not configurations:
-            raise self._refusal or PlanError(self._nothing())
-        found = self._fastest(configurations, self.limit)
-        return self._plan(found) if found is not None else self._least(configurations)
+        with self.watch.phase(PRICING):
+            searches = self._searches()
+        self.watch.tell(configurations=len(searches))
+        found = self._fastest(searches, self.limit)
+        if found is None and not self.is_cut_short:
+            found = self._least(searches)
+        if found is None:
+            raise TimeLimitError(self._too_late())
+        return self._plan(found).with_report(self._report(found))
 
-    def _fastest(self, configurations: Sequence[StageSearch], limit: float) -> _Found | None:
+    def _fastest(self, searches: Sequence[StageSearch], limit: float) -> _Found | None:
         """The fastest choice whose lowered program keeps to ``limit`` bytes, None if none is found.
 
         Best first: a configuration stands for its bound, then for its estimate, then for the choice found in it, and
         is looked at more closely when nothing else promises more.
         """
-        waiting = [_Waiting.bound(search, limit) for search in configurations]
+        with self.watch.phase(SEARCH):
+            waiting = [Waiting.bound(search, limit) for search in searches]
+        self.record.begin(waiting)
         heapify(waiting)
         found: _Found | None = None
         while waiting and (found is None or waiting[0].time_s < found.time_s):
+            if time.monotonic() >= self.deadline:
+                self.is_cut_short = True
+                break
             first = heappop(waiting)
             if first.trial is None:
-                for following in first.closer(limit):
-                    heappush(waiting, following)
-                continue
-            simulated = self._simulate(first.search, first.trial.choice)
-            if simulated.peak_bytes <= limit and (found is None or simulated.time_s < found.time_s):
-                found = simulated
-            trial = first.trial.next(limit, simulated.peak_bytes)
-            if trial is not None:
-                heappush(waiting, _Waiting.of(trial))
+                following = self._closer(first, limit)
+            else:
+                simulated = self._simulate(first.search, first.trial.choice, first.trial.budget, limit)
+                if simulated.peak_bytes <= limit and (found is None or simulated.time_s < found.time_s):
+                    found = simulated
+                    self.watch.tell(best_s=found.time_s)
+                following = self._next(first.trial, limit, simulated.peak_bytes)
+            for entry in following:
+                heappush(waiting, entry)
         return found
 
-    # ---- configurations ----
+    def _closer(self, first: Waiting, limit: float) -> list[Waiting]:
+        with self.watch.phase(SEARCH):
+            following = first.closer(limit)
+        self.record.look(first, following)
+        self.watch.tell(searched=self.record.searched)
+        return following
 
-    def _configurations(self) -> list[StageSearch]:
-        """All pipeline degrees, schedules and micro-batches that the pins, the axes and the batch allow."""
-        settings = list(self._settings())
+    def _next(self, trial: Trial, limit: float, peak_bytes: int) -> list[Waiting]:
+        with self.watch.phase(SEARCH):
+            following = trial.next(limit, peak_bytes)
+        return [Waiting.of(following)] if following is not None else []
+
+    def _simulate(self, search: StageSearch, choice: StageChoice, budget: float, limit: float) -> _Found:
+        with self.watch.phase(SIMULATION):
+            found = _Found(search, choice, budget, self.simulate.run(search, choice))
+        self.record.simulated(search, choice.time_s, found.peak_bytes, found.peak_bytes <= limit)
+        self.watch.tell(simulated=self.record.simulations)
+        return found
+
+    def _searches(self) -> list[StageSearch]:
+        """A search for every pipeline degree, schedule and number of micro-batches that pins, axes and batch allow."""
+        batch, blocks = self.pricer.batch, len(self.pricer.marks)
+        settings = Configurations(self.cluster, self.options.roles, self.options.pins, batch, blocks).all()
         keys = list(dict.fromkeys((setting.pipeline_axes, setting.num_microbatches) for setting in settings))
         requests = [
             ChainRequest(candidates(self.cluster, self.options.roles, self.options.recompute, axes), parts)
             for axes, parts in keys
         ]
         chains = dict(zip(keys, self.pricer.chains(requests), strict=True))
-        # Constraints that speak of all axes just leave no axis for stages.
-        refusal = chains.get((0, 1))
-        self._refusal = refusal if isinstance(refusal, PlanError) else None
-        found = []
+        searches = []
         for setting in settings:
             chain = chains[setting.pipeline_axes, setting.num_microbatches]
             if not isinstance(chain, PlanError):
-                found.append(StageSearch(chain, setting, self.cluster))
-        return found
-
-    def _settings(self) -> Iterator[Configuration]:
-        pins, blocks = self.options.pins, len(self.pricer.marks)
-        for axes in range(len(self.cluster.axes) + 1):
-            ranks = prod(axis.size for axis in self.cluster.axes[:axes])
-            if (axes and not self._may_pipeline) or ranks > min(_MOST_STAGES, blocks):
-                continue
-            if axes and self.cluster.axes[axes - 1].size == 1:
-                continue
-            for schedule in self._schedules(ranks):
-                stages = ranks * _STAGES_A_RANK.get(schedule, 1) if ranks > 1 else 1
-                if stages > blocks or pins.num_stages not in (None, stages):
-                    continue
-                for parts in self._parts(ranks):
-                    if legal(schedule, ranks, stages, parts) is None:
-                        yield Configuration(axes, stages, schedule, parts)
-
-    @property
-    def _may_pipeline(self) -> bool:
-        return PIPELINE in self.options.roles or (self.options.pins.num_stages or 1) > 1
-
-    def _schedules(self, ranks: int) -> Sequence[str]:
-        wanted = self.options.pins.schedule
-        if wanted is not None and wanted not in SCHEDULES:
-            raise PlanError(f"unknown schedule {wanted!r}: use one of {', '.join(SCHEDULES)}")
-        if wanted is not None:
-            return [wanted] if ranks > 1 or wanted in ("1f1b", "gpipe") else []
-        return _SEARCHED_SCHEDULES if ranks > 1 else ("1f1b",)
-
-    def _parts(self, ranks: int) -> list[int]:
-        wanted, batch = self.options.pins.num_microbatches, self.pricer.batch
-        if wanted is not None:
-            if batch % wanted:
-                raise PlanError(f"{wanted} micro-batches do not divide a batch of {batch}: use a divisor of the batch")
-            return [wanted]
-        if not self._may_pipeline:
-            return [1]
-        divisors = [parts for parts in range(1, batch + 1) if batch % parts == 0]
-        most = _MOST_MICROBATCHES * ranks
-        return [parts for parts in divisors if ranks <= parts <= most] if ranks > 1 else divisors[:4]
+                searches.append(StageSearch(chain, setting, self.cluster))
+        if not searches:
+            # Constraints that speak of all axes just leave no axis for stages.
+            refusal = chains.get((0, 1))
+            raise refusal if isinstance(refusal, PlanError) else PlanError(self._nothing())
+        return searches
 
     def _nothing(self) -> str:
         batch = self.pricer.batch
@@ -263,16 +180,18 @@ class _Search:
             f"only split the batch; give a larger batch, allow tensor or sequence roles, or pin less"
         )
 
-    # ---- from a choice to a plan ----
-
-    def _simulate(self, search: StageSearch, choice: StageChoice) -> _Found:
-        simulated_s, peak = self.simulate.run(search, choice)
-        return _Found(
-            search.configuration, choice.first_blocks, search.chain, choice.picks, choice.time_s, simulated_s, peak
+    def _too_late(self) -> str:
+        counts = self.record.counts()
+        return (
+            f"the search had to end after {format_seconds(self.options.search_seconds or 0.0)} and had no plan yet "
+            f"({counts['configurations']} configurations priced, {counts['simulations']} choices simulated, none that "
+            f"fits): give more search_seconds, or pin num_stages, num_microbatches or schedule"
         )
 
+    # ---- from a choice to a plan ----
+
     def _plan(self, found: _Found) -> Plan:
-        chain = found.chain
+        chain = found.search.chain
         blocks = tuple(
             BlockPlan(
                 f"block {i}",
@@ -281,15 +200,14 @@ class _Search:
                 float(chain.time[i, p]) * chain.parts,
                 int(chain.memory[i, p]),
             )
-            for i, p in enumerate(found.picks)
+            for i, p in enumerate(found.choice.picks)
         )
-        setting = found.configuration
+        setting = found.search.configuration
         pipelining = (
             ONE_STAGE
             if setting.is_trivial
-            else Pipelining(setting.num_stages, setting.num_microbatches, setting.schedule, found.first_blocks)
+            else Pipelining(setting.num_stages, setting.num_microbatches, setting.schedule, found.choice.first_blocks)
         )
-        note = f"simulated on the lowered graphs: {format_seconds(found.simulated_s)} without the optimizer's update"
         return Plan(
             axis_sizes=tuple(size for size in self.cluster.shape if size > 1),
             blocks=blocks,
@@ -297,33 +215,67 @@ class _Search:
             step_time_s=found.time_s,
             peak_memory_bytes=found.peak_bytes,
             memory_budget_bytes=self.options.memory_budget_bytes,
-            notes=(note,),
+            notes=self._notes(found),
             pipelining=pipelining,
         )
+
+    def _notes(self, found: _Found) -> tuple[str, ...]:
+        notes = [f"simulated on the lowered graphs: {format_seconds(found.simulated.step_time_s)}"]
+        if self.is_cut_short:
+            share = self.record.bound_s / found.time_s
+            notes.append(f"the search was cut short: the best plan takes at least {share:.0%} of this one's time")
+        return tuple(notes)
 
     def _planned(self, strategy: Strategy) -> Strategy:
         """The strategy as a plan holds it: without axes of one rank."""
         roles = tuple(role for role, size in zip(strategy.roles, self.cluster.shape, strict=True) if size > 1)
         return replace(strategy, roles=roles)
 
-    def _least(self, searches: Sequence[StageSearch]) -> Plan:
-        """The plan that takes the least memory, if it fits after all; else BudgetError."""
+    def _report(self, found: _Found) -> SearchReport:
+        with self.watch.phase(REPORT):
+            configuration = found.search.configuration
+            ranks, more = found.simulated.ranks(), self._with_more_memory(found)
+        return SearchReport(
+            chosen=self.record.of(found.search, found.time_s, found.peak_bytes),
+            simulated_s=found.simulated.step_time_s,
+            ranks=ranks,
+            runners_up=self.record.runners_up(configuration),
+            bound_s=min(self.record.bound_s, found.time_s),
+            budget_bytes=self.options.memory_budget_bytes,
+            with_more_memory=more,
+            counts=self.record.counts(),
+            seconds=dict(self.watch.seconds),
+            is_cut_short=self.is_cut_short,
+        )
+
+    def _with_more_memory(self, found: _Found) -> dict[float, float]:
+        """Seconds of the best choice of the same configuration by factor of the budget, most memory first."""
+        seconds: dict[float, float] = {}
+        for factor in sorted(_MORE_MEMORY, reverse=True):
+            if seconds and min(seconds.values()) > found.time_s * (1 - _CLOSE_TO_BOUND):
+                seconds[factor] = found.time_s  # not even more memory than that would help
+                continue
+            choice = found.search.run(factor * found.budget)
+            seconds[factor] = min(found.time_s, choice.time_s) if choice is not None else found.time_s
+        return seconds
+
+    def _least(self, searches: Sequence[StageSearch]) -> _Found | None:
+        """The choice that takes the least memory, if it fits after all, None if time is over; else BudgetError."""
         lightest = min(searches, key=lambda search: (search.least_bytes(), search.configuration))
-        found: _Found | None = self._simulate(lightest, lightest.least())
+        found: _Found | None = self._simulate(lightest, lightest.least(), inf, self.limit)
         least = found
         # The estimate that picked it is no simulation: another choice may turn out to take less.
         while found is not None and found.peak_bytes > self.limit:
             least = found
             found = self._fastest(searches, least.peak_bytes - 1)
-        least = found or least
+        if found is not None or self.is_cut_short:
+            return found
         assert least is not None
-        found, plan = least, self._plan(least)
-        if found.peak_bytes <= self.limit:
-            return plan
+        plan = self._plan(least)
         raise BudgetError(
             f"no plan fits {format_bytes(self.options.memory_budget_bytes)} per device: the least is "
-            f"{format_bytes(found.peak_bytes)} ({found.peak_bytes} bytes), reached by\n{plan}\n"
+            f"{format_bytes(least.peak_bytes)} ({least.peak_bytes} bytes), reached by\n{plan}\n"
             f"give more memory, more devices, or a smaller batch",
-            least_bytes=found.peak_bytes,
+            least_bytes=least.peak_bytes,
             plan=plan,
         )

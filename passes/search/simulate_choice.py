@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from torch import fx
 
 from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.predicted import MemoryUse
 from galvatron_fx.ir.strategy import Strategy
 from passes.drop_blocks import DropBlocks
 from passes.lower import Lower
 from passes.lower_stages import LowerStages
 from passes.search.block_terms import Floats
-from passes.search.short_model import ShortModel
+from passes.search.short_model import Label, ShortModel
 from passes.search.stage_search import StageChoice, StageSearch
-from passes.simulate_stages import SimulateStages, StageTimes
-from passes.simulate_step import SimulateStep
+from passes.simulate_stages import SimulateStages, StagesReport
+from passes.simulate_step import SimulateStep, StepReport
+
+Row = Mapping[Any, float]
+"""Seconds or bytes of a stage or rank, by what they are of."""
+
+Measured = tuple[Sequence[Row], Sequence[Row]]
+"""Seconds of every stage, and bytes of every rank."""
+
+_PARAMETER_BYTES = "parameter bytes"
 
 
 @dataclass
@@ -34,44 +43,77 @@ class SimulateChoice:
     def __post_init__(self) -> None:
         self._simulator = SimulateStep(self.cluster)
 
-    def run(self, search: StageSearch, choice: StageChoice) -> tuple[float, int]:
-        """(seconds of a step without the optimizer's update, peak bytes of a rank)."""
+    def run(self, search: StageSearch, choice: StageChoice) -> StepReport | StagesReport:
+        """Return the prediction of a step."""
         strategies = [search.chain.strategies[pick] for pick in choice.picks]
         short = ShortModel.of(self.marks, strategies, choice.first_blocks)
         if search.configuration.is_trivial:
             return self._one_stage(short, strategies)
         return self._stages(short, strategies, search)
 
-    def _one_stage(self, short: ShortModel, strategies: Sequence[Strategy]) -> tuple[float, int]:
-        def measure(model: ShortModel) -> Floats:
+    def _one_stage(self, short: ShortModel, strategies: Sequence[Strategy]) -> StepReport:
+        def measure(model: ShortModel) -> Measured:
             lowered = Lower([strategies[b] for b in model.keep], self.cluster, self._cache).run(self._graph(model))
             step = self._simulator.run(lowered)
-            return np.array([[step.step_time_s, step.peak_memory_bytes]])
+            return [{**step.seconds, _PARAMETER_BYTES: step.parameter_bytes}], [_row(step.memory)]
 
-        longer = {label: measure(short.longer(label)) for label in short.labels}
-        (time_s, peak), *_ = short.extrapolate(measure(short), longer)
-        return float(time_s), round(peak)
+        (times,), (memory,) = _whole(short, measure)
+        parameter_bytes = round(times.pop(_PARAMETER_BYTES))
+        return StepReport(times, _memory(memory), parameter_bytes)
 
-    def _stages(self, short: ShortModel, strategies: Sequence[Strategy], search: StageSearch) -> tuple[float, int]:
+    def _stages(self, short: ShortModel, strategies: Sequence[Strategy], search: StageSearch) -> StagesReport:
         setting = search.configuration
         simulate = SimulateStages(self.cluster, search.schedule, self.cluster.axes[: setting.pipeline_axes])
         filled = SimulateStages(self.cluster, search.filled, self.cluster.axes[: setting.pipeline_axes])
 
-        def measure(model: ShortModel) -> tuple[Floats, Floats]:
+        def measure(model: ShortModel) -> Measured:
             kept = [strategies[b] for b in model.keep]
             parts = setting.num_microbatches
             lower = LowerStages(kept, model.first_blocks, parts, self.cluster, self._cache, keep_outputs=False)
             lowered = lower.run(self._graph(model)).standing_for(model.stage_of)
-            times = np.array([astuple(time) for time in simulate.times(lowered)])
-            return times, np.array(filled.peaks(lowered), dtype=np.float64)[:, None]
+            return simulate.times(lowered), [_row(use) for use in filled.memory(lowered)]
 
-        base_times, base_peaks = measure(short)
-        longer = {label: measure(short.longer(label)) for label in short.labels}
-        times = short.extrapolate(base_times, {label: found for label, (found, _) in longer.items()})
         ranks = [search.schedule.stages_of(rank) for rank in range(search.num_ranks)]
-        peaks = short.extrapolate(base_peaks, {label: found for label, (_, found) in longer.items()}, ranks)
-        report = simulate.report([StageTimes(*row) for row in times.tolist()], [round(peak) for peak in peaks[:, 0]])
-        return report.step_time_s, report.peak_memory_bytes
+        times, memory = _whole(short, measure, ranks)
+        return simulate.report(times, [_memory(row) for row in memory])
 
     def _graph(self, model: ShortModel) -> fx.GraphModule:
         return DropBlocks(model.keep, self.marks).run(self.graph)
+
+
+def _whole(
+    short: ShortModel, measure: Callable[[ShortModel], Measured], ranks: Sequence[Sequence[int]] | None = None
+) -> tuple[list[dict[Any, float]], list[dict[Any, float]]]:
+    """What ``measure`` would find on the whole model; ``ranks``: the stages of each."""
+    base = measure(short)
+    longer = {label: measure(short.longer(label)) for label in short.labels}
+    times = _extrapolated(short, base[0], {label: found[0] for label, found in longer.items()})
+    return times, _extrapolated(short, base[1], {label: found[1] for label, found in longer.items()}, ranks)
+
+
+def _extrapolated(
+    short: ShortModel,
+    base: Sequence[Row],
+    longer: Mapping[Label, Sequence[Row]],
+    rows: Sequence[Sequence[int]] | None = None,
+) -> list[dict[Any, float]]:
+    """The amounts of the whole model; see :meth:`ShortModel.extrapolate`."""
+    keys = list(dict.fromkeys(key for found in (base, *longer.values()) for row in found for key in row))
+
+    def table(found: Sequence[Row]) -> Floats:
+        return np.array([[row.get(key, 0.0) for key in keys] for row in found], dtype=np.float64)
+
+    total = short.extrapolate(table(base), {label: table(found) for label, found in longer.items()}, rows)
+    return [dict(zip(keys, row, strict=True)) for row in total.tolist()]
+
+
+def _row(memory: MemoryUse) -> Row:
+    moments = {"step": memory.step, "update": memory.update}
+    return {(moment, kind): size for moment, held in moments.items() for kind, size in held.items()}
+
+
+def _memory(row: Row) -> MemoryUse:
+    held: dict[str, dict[str, int]] = {"step": {}, "update": {}}
+    for (moment, kind), size in row.items():
+        held[moment][kind] = round(size)
+    return MemoryUse(held["step"], held["update"])

@@ -14,7 +14,7 @@ from passes.insert_collectives import AxisSharding
 from passes.sharding.prices import Prices
 from passes.sharding.roles import BATCH_ROLES, RoleRules
 
-_CLOSE_SHARES = 4.0  # shares of the batch that differ by no more are taken to have one of their two decisions
+_CLOSE_SHARES = 16.0  # shares of the batch that differ by no more are taken to have one of their two decisions
 
 
 @dataclass

@@ -20,12 +20,28 @@ from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import TensorSpec, facts, set_facts, signature
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.layout import Column, Layout
+from galvatron_fx.ir.predicted import (
+    ACTIVATIONS,
+    BATCH,
+    COMPUTE,
+    GATHERED,
+    GRADIENTS,
+    MEMORY_KINDS,
+    PARAMETERS,
+    RECOMPUTE,
+    STATES,
+    TRANSIENTS,
+    UPDATE,
+    Cause,
+    MemoryUse,
+)
 from galvatron_fx.ir.strategy import Strategy
 from galvatron_fx.runtime.program import Program
 from passes.codegen import BoundAxis, Codegen
 from passes.lower import Lower, Lowered
+from passes.memory_meter import MemoryMeter
 from passes.partition import Partition
-from passes.simulate_step import MemoryMeter, SimulateStep, StepReport
+from passes.simulate_step import SimulateStep, StepReport
 from tests.graphs import Builder, Shape
 from tests.helpers import captured, uniform
 
@@ -72,6 +88,16 @@ def test_memory_of_the_update() -> None:
     parameter, x, loss = 8 * 2 * 8, 4 * 8 * 8, 8
     moments, gradient, temporaries = 2 * parameter, parameter, 3 * parameter
     assert simulated(layer()).peak_memory_bytes == parameter + moments + x + loss + gradient + temporaries
+
+
+def test_memory_by_kind() -> None:
+    parameter, x, e, loss = 8 * 2 * 8, 4 * 8 * 8, 4 * 2 * 8, 8
+    memory = simulated(layer()).memory
+    update = {PARAMETERS: parameter, STATES: 2 * parameter, GRADIENTS: parameter, TRANSIENTS: 3 * parameter}
+    assert memory.at_peak == dict.fromkeys(MEMORY_KINDS, 0) | update | {ACTIVATIONS: loss, BATCH: x}
+    # The last product: g is on the way to the gradient.
+    step = {PARAMETERS: parameter, STATES: 2 * parameter, GRADIENTS: parameter, TRANSIENTS: e}
+    assert memory.step == dict.fromkeys(MEMORY_KINDS, 0) | step | {ACTIVATIONS: loss, BATCH: x}
 
 
 def test_views_of_parameters_are_no_memory() -> None:
@@ -199,8 +225,10 @@ def test_the_time_of_operators() -> None:
 
 
 def test_the_step_is_the_sum() -> None:
-    report = StepReport(2.0, 3.0, 10, 5)
+    seconds = {Cause(COMPUTE): 1.5, Cause(RECOMPUTE): 0.5, Cause("all_gather", (0, 1)): 2.5, Cause(UPDATE): 0.5}
+    report = StepReport(seconds, MemoryUse({}, {}), 5)
     assert report.step_time_s == 5.0
+    assert (report.compute_s, report.communication_s) == (2.0, 2.5)
 
 
 def test_a_shape_that_is_not_what_its_facts_say() -> None:
@@ -240,6 +268,19 @@ def test_recomputation_takes_time_and_saves_memory(stack: fx.GraphModule) -> Non
     assert again.peak_memory_bytes < kept.peak_memory_bytes
     assert again.compute_s > kept.compute_s
     assert again.parameter_bytes == kept.parameter_bytes
+
+
+def test_causes_of_time_and_memory(stack: fx.GraphModule) -> None:
+    """Recomputation and its share of the gathers; what is gathered is there as long as it is kept."""
+    plain, again = report_of(stack, "zero"), report_of(stack, "zero", recompute=True)
+    assert Cause(RECOMPUTE) not in plain.seconds
+    assert 0 < again.seconds[Cause(RECOMPUTE)] < again.seconds[Cause(COMPUTE)]
+    assert again.seconds[Cause(COMPUTE)] == pytest.approx(plain.seconds[Cause(COMPUTE)])
+    assert {cause.kind for cause in plain.seconds if cause.axes == (0,)} == {"all_gather", "reduce_scatter"}
+    assert again.memory.step[ACTIVATIONS] < plain.memory.step[ACTIVATIONS]
+    kept = report_of(stack, "zero", keep_gathered=True)
+    assert kept.memory.step[GATHERED] > plain.memory.step[GATHERED] > 0
+    assert report_of(stack, "data").memory.step[GATHERED] == 0
 
 
 def test_zero_halves_the_parameters(stack: fx.GraphModule) -> None:
@@ -292,7 +333,7 @@ def test_what_is_measured(
     cluster = Cluster.preset("4xA100-80GB")
     lowered = Lower(uniform(stack, *roles, **options), cluster).run(stack)
     degrees = [column.degree for column in lowered.layout.columns]
-    predicted = MemoryMeter(degrees).peak(lowered, update_bytes=0)
+    predicted = MemoryMeter(degrees).use(lowered, update_bytes=0).peak_bytes
     ports = lowered.halves.input_ports
     nodes = lowered.halves.forward.graph.find_nodes(op="placeholder")
     inputs = {port: torch.ones(facts(n).spec.shape) for port, n in zip(ports, nodes, strict=True)}

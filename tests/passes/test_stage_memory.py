@@ -8,12 +8,13 @@ from torch import fx
 
 from galvatron_fx.ir.annotations import facts
 from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.predicted import ACTIVATIONS, GRADIENTS, TRANSIENTS, Storage
 from galvatron_fx.ir.schedule import Schedule, make_schedule
 from galvatron_fx.ir.strategy import Strategy
 from galvatron_fx.ir.torch_compat import orders_with_transfers
 from passes.held_bytes import HeldBytes
 from passes.lower_stages import LoweredStages, LowerStages
-from passes.rank_memory import Ledger, RankReplay, StageReplay, Storage
+from passes.rank_memory import Ledger, RankReplay, StageReplay
 from passes.split_stages import SplitStages, Stage
 from passes.stage_tasks import plus
 from passes.task_memory import StageMemory
@@ -79,12 +80,12 @@ def test_memory_of_tasks(stages: tuple[Stage, ...]) -> None:
     memory = StageMemory.of(stages[0], (), "FB")
     assert memory.port_bytes == {"x": X, "v": V}
     forward = memory.tasks["forward", False]
-    assert (forward.peak_bytes, forward.fresh_bytes, forward.outputs) == (2 * E, (E,), (0,))
+    assert (sum(forward.peak.values()), forward.fresh, forward.outputs) == (2 * E, ((E, ACTIVATIONS),), (0,))
     # The gradient of v comes when those of e are gone; added up, it is there with both sums.
     before, before_more = 2 * E, 2 * E + V
-    assert memory.tasks["backward", False].peak_bytes == max(3 * E, E + V) - before
-    assert memory.tasks["backward", True].peak_bytes == 3 * V - before_more
-    assert memory.tasks["backward", True].fresh_bytes == (V,)
+    assert sum(memory.tasks["backward", False].peak.values()) == max(3 * E, E + V) - before
+    assert sum(memory.tasks["backward", True].peak.values()) == 3 * V - before_more
+    assert memory.tasks["backward", True].fresh == ((V, GRADIENTS),)
 
 
 def peaks(stages: tuple[Stage, ...], schedule: Schedule) -> list[tuple[int, int]]:
@@ -100,7 +101,7 @@ def peaks(stages: tuple[Stage, ...], schedule: Schedule) -> list[tuple[int, int]
         replay = RankReplay(own, ledger)
         replay.run(order)
         replay.finish(frozenset())
-        found.append((ledger.most_bytes, ledger.bytes))
+        found.append((sum(ledger.most.values()), sum(ledger.now.values())))
     return found
 
 
@@ -130,13 +131,18 @@ def test_a_zero_bubble_schedule_keeps_what_weight_gradients_need(stages: tuple[S
 
 
 def test_values_that_share_memory_count_once() -> None:
-    ledger, storage = Ledger(), Storage(10)
+    ledger, storage = Ledger(), Storage(10, ACTIVATIONS)
+
+    def counted() -> tuple[int, int, int, int]:
+        now, most = ledger.now, ledger.most
+        return now[ACTIVATIONS], now[TRANSIENTS], most[ACTIVATIONS], most[TRANSIENTS]
+
     ledger.hold([storage, storage, Storage(5)])
     ledger.drop([storage])
-    assert (ledger.bytes, ledger.most_bytes) == (15, 15)
-    ledger.passing(3)
+    assert counted() == (10, 5, 10, 5)
+    ledger.passing({TRANSIENTS: 3})
     ledger.drop([storage])
-    assert (ledger.bytes, ledger.most_bytes) == (5, 18)
+    assert counted() == (0, 5, 10, 8)
 
 
 # ---- whole models ----------------------------------------------------------------------------------------------------
@@ -167,4 +173,4 @@ def test_what_is_held_beside_the_tasks() -> None:
     assert held.hoisted_bytes(0) == inputs["input_ids"].nbytes
     assert 0 < held.hoisted_bytes(1) <= batch
     trained = sum(p.numel() * 8 for p in model.parameters()) + model.get_parameter(tied).numel() * 8
-    assert sum(held.always_bytes(rank) for rank in (0, 1)) >= 3 * trained / 2 + 2 * batch
+    assert sum(sum(held.always(rank).values()) for rank in (0, 1)) >= 3 * trained / 2 + 2 * batch

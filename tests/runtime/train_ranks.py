@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 import galvatron_fx
 from galvatron_fx import Plan, Strategy
-from galvatron_fx.errors import InputError, PlanError
+from galvatron_fx.errors import InputError, PlanError, TimeLimitError
 from galvatron_fx.ir.pipelining import Pipelining
 from passes.find_blocks import num_blocks
 from tests.models import zoo
@@ -307,10 +307,28 @@ def plan_mismatch(mesh: DeviceMesh) -> None:
         raise AssertionError("started with unlike plans")
 
 
+def rank_0_searches_for_all(mesh: DeviceMesh) -> None:
+    """What ends by the clock ends differently on each rank, so all take the plan of the first, or none starts."""
+    model, inputs = untidy()
+    options = {"roles": ("data", "zero"), "memory_budget": "1GiB"}
+    compiled = galvatron_fx.compile(copy.deepcopy(model), mesh, inputs, search_seconds=60.0, **options)
+    assert (compiled.plan.report is not None) == (dist.get_rank() == 0)
+    train(compiled, copy.deepcopy(model), inputs, steps=1)
+    try:
+        galvatron_fx.compile(copy.deepcopy(model), mesh, inputs, search_seconds=1e-9, **options)
+    except TimeLimitError as error:
+        assert dist.get_rank() == 0 and "search_seconds" in str(error)
+    except PlanError as error:
+        assert dist.get_rank() > 0 and "rank 0" in str(error)
+    else:
+        raise AssertionError("found a plan in no time")
+
+
 CHECKS: tuple[Callable[[DeviceMesh], None], ...] = (
     uniform_plans, stages, stages_evaluate_and_refuse,
     loss_backward, unlike_neighbours, searched_plan, flat_mesh, gradients_accumulate, evaluation,
     buffers_update, other_batch_shapes, state_dicts, checkpoint_to_another_plan, meta_device, lazy, plan_mismatch,
+    rank_0_searches_for_all,
 )  # fmt: skip
 
 

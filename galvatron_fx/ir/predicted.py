@@ -1,0 +1,98 @@
+"""What a step is predicted to take on a rank, by cause: the words that simulation, search and reports share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = [
+    "ACCUMULATE",
+    "ACTIVATIONS",
+    "BATCH",
+    "COMPUTE",
+    "GATHERED",
+    "GRADIENTS",
+    "IDLE",
+    "LOCAL_CAUSES",
+    "MEMORY_KINDS",
+    "PARAMETERS",
+    "RECOMPUTE",
+    "STATES",
+    "TRANSFER",
+    "TRANSIENTS",
+    "UPDATE",
+    "Cause",
+    "MemoryUse",
+    "RankUse",
+    "Storage",
+    "by_kind",
+]
+
+COMPUTE, RECOMPUTE, ACCUMULATE = "compute", "recompute", "gradient sums"
+UPDATE, TRANSFER, IDLE = "optimizer update", "transfers between stages", "idle"
+
+LOCAL_CAUSES = (COMPUTE, RECOMPUTE, ACCUMULATE, UPDATE)
+"""Causes of time that a rank needs no other for."""
+
+PARAMETERS, GRADIENTS, STATES, GATHERED = "parameters", "gradients", "optimizer states", "gathered parameters"
+ACTIVATIONS, TRANSIENTS, BATCH = "activations", "transients", "batch"
+
+MEMORY_KINDS = (PARAMETERS, GRADIENTS, STATES, GATHERED, ACTIVATIONS, TRANSIENTS, BATCH)
+"""Buffers count as parameters, and so do outputs as activations. Transients: what operators and the optimizer make on
+the way, gradients of activations included. Gathered: made of parameters alone, also in another dtype."""
+
+
+class Cause(NamedTuple):
+    """Why a rank takes time: one of the words above, or a collective's name with the mesh ``axes`` that it is over."""
+
+    kind: str
+    axes: tuple[int, ...] = ()
+
+
+@dataclass(eq=False)
+class Storage:
+    """Memory that one or several values share; ``kind``: one of :data:`MEMORY_KINDS`."""
+
+    size_bytes: int
+    kind: str = TRANSIENTS
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes on one rank, by kind: when most is alive in the step, and while the optimizer updates behind it."""
+
+    step: Mapping[str, int]
+    update: Mapping[str, int]
+
+    @property
+    def at_peak(self) -> Mapping[str, int]:
+        """Whichever is more."""
+        return max(self.step, self.update, key=lambda held: sum(held.values()))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes alive."""
+        return sum(self.at_peak.values())
+
+
+@dataclass(frozen=True)
+class RankUse:
+    """A step on one pipeline rank: its ``stages``, seconds by cause (their sum is the step), bytes at the peak."""
+
+    stages: tuple[int, ...]
+    seconds: Mapping[Cause, float]
+    memory: Mapping[str, int]
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that the rank does not wait for other stages."""
+        return sum(seconds for cause, seconds in self.seconds.items() if cause.kind not in (IDLE, TRANSFER))
+
+
+def by_kind(storages: Iterable[Storage]) -> dict[str, int]:
+    """Bytes of storages by kind, every kind in its place."""
+    total = dict.fromkeys(MEMORY_KINDS, 0)
+    for storage in storages:
+        total[storage.kind] += storage.size_bytes
+    return total

@@ -1,0 +1,36 @@
+"""What a search tells while it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["CAPTURE", "PHASES", "PRICING", "REPORT", "SEARCH", "SIMULATION", "Observer", "Progress"]
+
+CAPTURE, PRICING, SEARCH, SIMULATION, REPORT = "capture", "pricing", "search", "simulation", "report"
+
+PHASES = (CAPTURE, PRICING, SEARCH, SIMULATION, REPORT)
+"""In the order of their beginnings; search and simulation take turns."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A moment of a search.
+
+    ``phase``: what runs now, one of :data:`PHASES`; ``configurations``: that are priced, ``searched``: in how many of
+    these a choice was searched for; ``simulated``: choices that were; ``best_s``: predicted seconds of a step of the
+    best plan so far, None before there is one.
+    """
+
+    phase: str
+    configurations: int = 0
+    searched: int = 0
+    simulated: int = 0
+    best_s: float | None = None
+
+
+class Observer(Protocol):
+    """Anything that is called with every :class:`Progress`; an error that it raises ends the search."""
+
+    def __call__(self, progress: Progress, /) -> None:
+        """Take note."""

@@ -1,0 +1,91 @@
+"""Ranks agree on a plan before anything runs, so that none waits for one that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from galvatron_fx.errors import PlanError
+from galvatron_fx.ir.plan import Plan
+
+__all__ = ["agreed"]
+
+T = TypeVar("T")
+
+
+def agreed(
+    prepare: Callable[[], T], choose: Callable[[T], Plan], check: Callable[[T, Plan], None], first_decides: bool
+) -> tuple[Plan, T]:
+    """What ``prepare`` returns, and the plan that ``choose`` makes of it and ``check`` accepts, if every rank gets as
+    far with an equal plan.
+
+    ``first_decides``: whether rank 0 alone chooses and tells the others: what ends by the clock ends differently on
+    each. Raises the rank's own error, or PlanError naming the ranks that failed or hold another plan.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        prepared = prepare()
+        plan = choose(prepared)
+        check(prepared, plan)
+        return plan, prepared
+    error: Exception | None = None
+    made: tuple[Plan, T] | None = None
+    own: list[T] = []
+    try:
+        own.append(prepare())
+    except Exception as caught:
+        error = caught
+    if first_decides:
+        choose = _told_by_first(choose, own)
+    if error is None:
+        try:
+            plan = choose(own[0])
+            check(own[0], plan)
+            made = plan, own[0]
+        except Exception as caught:
+            error = caught
+    _compare(made, error)
+    assert made is not None
+    return made
+
+
+def _told_by_first(choose: Callable[[T], Plan], own: list[T]) -> Callable[[T], Plan]:
+    """What ``choose`` did on rank 0, told to all; every rank takes part, also one that failed (``own`` is empty)."""
+    told: list[str | None] = [None]
+    failed: list[Exception] = []
+    plans: list[Plan] = []
+    if dist.get_rank() == 0 and own:
+        try:
+            plans.append(choose(own[0]))
+            told = [plans[0].to_json()]
+        except Exception as caught:
+            failed.append(caught)
+    dist.broadcast_object_list(told)
+
+    def taken(_: T) -> Plan:
+        if failed:
+            raise failed[0]
+        if told[0] is None:
+            raise PlanError("rank 0, which searches for all, has found no plan: see its error")
+        return plans[0] if plans else Plan.from_json(told[0])
+
+    return taken
+
+
+def _compare(made: tuple[Plan, Any] | None, error: Exception | None) -> None:
+    """Raise unless every rank has made an equal plan."""
+    told = made[0].digest() if made is not None else f"{type(error).__name__}: {error}"
+    heard: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(heard, (made is None, told))
+    if error is not None:
+        raise error
+    failed = [(rank, text) for rank, (bad, text) in enumerate(heard) if bad]
+    if failed:
+        rank, text = failed[0]
+        raise PlanError(f"rank {rank} could not compile, so no rank starts: {text}")
+    others = [rank for rank, (_, digest) in enumerate(heard) if digest != heard[0][1]]
+    if others:
+        raise PlanError(
+            f"ranks {others} hold another plan than rank 0: give all the same model, inputs, options and plan file"
+        )

@@ -1,0 +1,170 @@
+"""The ways to use the outermost axes for stages that a search tries, and what is wrong with pins that allow none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from galvatron_fx.errors import PlanError
+from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.schedule import SCHEDULES, legal
+from galvatron_fx.ir.strategy import PIPELINE
+from passes.search.stage_search import Configuration
+
+_SEARCHED_SCHEDULES = ("1f1b", "zb_h1", "interleaved_1f1b", "zbv")
+_STAGES_A_RANK = {"interleaved_1f1b": 2, "zbv": 2, "dualpipev": 2}
+_ON_ONE_RANK = ("1f1b", "gpipe")
+_MOST_STAGES = 64
+_MOST_MICROBATCHES = 8  # a pipeline rank: more of them fill the pipeline no better
+_SHOWN = 3  # reasons
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What of the pipeline is decided already; None is searched."""
+
+    num_stages: int | None = None
+    num_microbatches: int | None = None
+    schedule: str | None = None
+
+    def __str__(self) -> str:
+        """Return what is pinned, as the options are written."""
+        return ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if value is not None) or "no pins"
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Stages on the ranks of some outermost axes."""
+
+    axes: int
+    ranks: int
+    schedule: str
+    stages: int
+
+
+@dataclass(frozen=True)
+class Configurations:
+    """All that pins, axes and batch allow for a model of ``blocks`` blocks and a batch of ``batch`` samples."""
+
+    cluster: Cluster
+    roles: Sequence[str]
+    pins: Pins
+    batch: int
+    blocks: int
+
+    def all(self) -> list[Configuration]:
+        """Return them. Raises PlanError, with the remedy, for pins that leave none."""
+        self._check_values()
+        shapes = [shape for shape in self._shapes() if self.pins.num_stages in (None, shape.stages)]
+        if not shapes:
+            raise PlanError(self._no_shape())
+        tried = [(shape, parts) for shape in shapes for parts in self._parts(shape.ranks)]
+        reasons = [legal(shape.schedule, shape.ranks, shape.stages, parts) for shape, parts in tried]
+        found = [
+            Configuration(shape.axes, shape.stages, shape.schedule, parts)
+            for (shape, parts), reason in zip(tried, reasons, strict=True)
+            if reason is None
+        ]
+        if not found:
+            raise PlanError(self._nothing_legal(shapes, [reason for reason in reasons if reason is not None]))
+        return found
+
+    # ---- what can be ----
+
+    def _shapes(self) -> Iterator[_Shape]:
+        for axes in range(len(self.cluster.axes) + 1):
+            ranks = prod(axis.size for axis in self.cluster.axes[:axes])
+            if (axes and not self._may_pipeline) or ranks > _MOST_STAGES:
+                continue
+            if axes and self.cluster.axes[axes - 1].size == 1:
+                continue
+            for schedule in self._schedules(ranks):
+                stages = ranks * _STAGES_A_RANK.get(schedule, 1) if ranks > 1 else 1
+                if stages <= self.blocks:
+                    yield _Shape(axes, ranks, schedule, stages)
+
+    @property
+    def _may_pipeline(self) -> bool:
+        return PIPELINE in self.roles or (self.pins.num_stages or 1) > 1
+
+    def _schedules(self, ranks: int) -> Sequence[str]:
+        wanted = self.pins.schedule
+        if wanted is not None:
+            return [wanted] if ranks > 1 or wanted in _ON_ONE_RANK else []
+        return _SEARCHED_SCHEDULES if ranks > 1 else ("1f1b",)
+
+    def _parts(self, ranks: int) -> list[int]:
+        if self.pins.num_microbatches is not None:
+            return [self.pins.num_microbatches]
+        if not self._may_pipeline:
+            return [1]
+        divisors = _divisors(self.batch)
+        most = _MOST_MICROBATCHES * ranks
+        return [parts for parts in divisors if ranks <= parts <= most] if ranks > 1 else divisors[:4]
+
+    # ---- what cannot be ----
+
+    def _check_values(self) -> None:
+        """Raise PlanError for pins that no mesh would allow."""
+        pins = self.pins
+        for name in ("num_stages", "num_microbatches"):
+            value = getattr(pins, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise PlanError(f"{name} is {value!r}; give an int from 1, or None to search it")
+        if pins.schedule is not None and pins.schedule not in SCHEDULES:
+            raise PlanError(f"unknown schedule {pins.schedule!r}: use one of {', '.join(SCHEDULES)}")
+        parts = pins.num_microbatches
+        if parts is not None and self.batch % parts:
+            divisors = _divisors(self.batch)
+            near = [d for d in divisors if d < parts][-1:] + [d for d in divisors if d > parts][:1]
+            raise PlanError(
+                f"{parts} micro-batches do not divide a batch of {self.batch}: use a divisor of the batch, such as "
+                f"{' or '.join(map(str, near))}"
+            )
+
+    def _no_shape(self) -> str:
+        """Why there is no way to use the axes."""
+        pins = self.pins
+        possible = sorted({shape.stages for shape in self._shapes()})
+        if pins.num_stages is not None and pins.num_stages > self.blocks:
+            most = f"at most {possible[-1]}" if possible else "fewer"
+            return (
+                f"num_stages={pins.num_stages} for a model of {self.blocks} blocks, and every stage needs a block: use "
+                f"{most} (what the outermost axes of {self._mesh} can hold), or a model of more blocks"
+            )
+        if not self._may_pipeline:
+            return f"schedule {pins.schedule!r} needs stages: add '{PIPELINE}' to the roles, or give num_stages"
+        under = f" under schedule {pins.schedule!r}" if pins.schedule is not None else ""
+        if not possible:
+            return (
+                f"no number of stages{under} fits {self._mesh} and a model of {self.blocks} blocks: use another "
+                f"schedule, a mesh with a smaller outermost axis, or a model of more blocks"
+            )
+        return (
+            f"num_stages={pins.num_stages} cannot be formed from the outermost axes of {self._mesh}{under}; possible: "
+            f"{_listed(possible)}"
+        )
+
+    def _nothing_legal(self, shapes: Sequence[_Shape], reasons: Sequence[str]) -> str:
+        """Why none of the possible numbers of stages has a schedule."""
+        if reasons:
+            return f"{self.pins} cannot run on {self._mesh}: {'; or '.join(list(dict.fromkeys(reasons))[:_SHOWN])}"
+        ranks = min(shape.ranks for shape in shapes)
+        return (
+            f"{self.pins} takes {ranks} pipeline ranks, and a batch of {self.batch} has no divisor from {ranks} to "
+            f"{_MOST_MICROBATCHES * ranks} for micro-batches that keep them busy: give num_microbatches (of "
+            f"{_listed(_divisors(self.batch))}), another batch, or fewer stages"
+        )
+
+    @property
+    def _mesh(self) -> str:
+        return f"a mesh of {'×'.join(map(str, self.cluster.shape))}"
+
+
+def _divisors(number: int) -> list[int]:
+    return [parts for parts in range(1, number + 1) if number % parts == 0]
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
