@@ -12,16 +12,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from galvatron_fx import errors as errors
     from galvatron_fx.api import capture, compile, plan
+    from galvatron_fx.checkpoint import Checkpointer
     from galvatron_fx.explaining import explain
     from galvatron_fx.ir.cluster import Cluster
     from galvatron_fx.ir.pipelining import Pipelining
     from galvatron_fx.ir.plan import Plan
     from galvatron_fx.ir.strategy import Strategy
     from galvatron_fx.runtime.module import DistributedGraphModule
+    from galvatron_fx.weights import load_weights, save_weights
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Checkpointer",
     "Cluster",
     "DistributedGraphModule",
     "Pipelining",
@@ -31,10 +34,13 @@ __all__ = [
     "compile",
     "errors",
     "explain",
+    "load_weights",
     "plan",
+    "save_weights",
 ]
 
 _HOMES = {
+    "Checkpointer": "galvatron_fx.checkpoint",
     "Cluster": "galvatron_fx.ir.cluster",
     "DistributedGraphModule": "galvatron_fx.runtime.module",
     "Pipelining": "galvatron_fx.ir.pipelining",
@@ -43,7 +49,9 @@ _HOMES = {
     "capture": "galvatron_fx.api",
     "compile": "galvatron_fx.api",
     "explain": "galvatron_fx.explaining",
+    "load_weights": "galvatron_fx.weights",
     "plan": "galvatron_fx.api",
+    "save_weights": "galvatron_fx.weights",
 }
 
 
