@@ -1,4 +1,4 @@
-"""Claim: models of any size are planned on any machine, without weights, in seconds, and search grows little with depth.
+"""Claim: models of any size are planned on any machine, without weights, in seconds, whatever their depth.
 
 Prints for each case the seconds of capture and search (processor time beside it, as machines are shared), the most
 memory that the process ever held, and how far the search's estimate and the simulation lie apart; then the search of
