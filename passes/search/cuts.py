@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
-from math import inf
+from itertools import combinations
+from math import comb, inf
 
 import numpy as np
 
@@ -13,7 +14,18 @@ from passes.search.block_terms import Floats
 Cuts = tuple[int, ...]
 """The first block of every stage."""
 
+_ALL_CUTS = 300  # so many ways to cut are all tried
 _Edges = list[dict[tuple[int, int], float]]
+
+
+def every_cuts(blocks: int, stages: int) -> Iterator[Cuts]:
+    """All ways to cut ``blocks`` blocks into ``stages`` stages."""
+    return ((0, *inner) for inner in combinations(range(1, blocks), stages - 1))
+
+
+def may_try(blocks: int, stages: int) -> bool:
+    """Whether there are few enough ways to cut to look at each."""
+    return comb(blocks - 1, stages - 1) <= _ALL_CUTS
 
 
 def balanced(weights: Floats, stages: int) -> Cuts:

@@ -15,8 +15,9 @@ from passes.search.block_terms import Bools, Floats
 from passes.search.chain import Chain, useful
 from passes.search.layer_dp import cheapest_layers, relaxed_s, solve_layers
 
-_TRANSIENTS = 12  # bounds on transient memory that are tried
-_EXACT_BLOCKS = 16  # longer chains are solved to a proven gap, as the exact optimum of many equal blocks takes long
+SMALL = 6  # blocks of a model up to which the search is exact
+_TRANSIENTS = 12  # bounds on transient memory that are tried for others
+EXACT_BLOCKS = 16  # longer chains are solved to a proven gap, as the exact optimum of many equal blocks takes long
 _GAP = 2e-3
 
 
@@ -63,8 +64,6 @@ class _Problem:
     change: Floats
     distinct: NDArray[np.int64]
     counts: NDArray[np.int64]
-    alike: tuple[object, ...]
-    kinds: NDArray[np.int64]
 
     @classmethod
     def of(cls, chain: Chain, section: Section) -> _Problem:
@@ -82,18 +81,7 @@ class _Problem:
         nothing = np.zeros((len(columns), len(columns)))
         steps = [chain.change[a][np.ix_(kinds, kinds)] if b == a + 1 else nothing for a, b in pairwise(rows)]
         change = np.array(steps).reshape(-1, len(columns), len(columns))
-        return cls(columns, time, held, transient, change, distinct, counts, _neighbours(chain, section), kinds)
-
-    def picks(self, found: Sequence[int]) -> list[int]:
-        """The chain's strategies for the columns ``found``, like ones side by side.
-
-        Neighbours that are equal blocks with equal boundaries may change places at no cost.
-        """
-        picked = [int(self.columns[p]) for p in found]
-        same = list(zip(self.alike, self.kinds[np.array(found)].tolist(), strict=True))
-        return [
-            pick for _, run in groupby(zip(same, picked, strict=True), lambda pair: pair[0]) for _, pick in sorted(run)
-        ]
+        return cls(columns, time, held, transient, change, distinct, counts)
 
     def bytes(self, found: Sequence[int]) -> float:
         """What is kept and the largest transient."""
@@ -101,10 +89,13 @@ class _Problem:
         return float(self.held[rows, found].sum() + self.transient[rows, found].max())
 
 
-def _neighbours(chain: Chain, section: Section) -> tuple[object, ...]:
-    """A key for each block, equal for equal blocks that follow each other."""
+def side_by_side(chain: Chain, section: Section, picks: Sequence[int]) -> list[int]:
+    """The picks, like ones side by side: neighbours that are equal blocks with equal boundaries may change places."""
     gaps = np.cumsum([0, *(b != a + 1 for a, b in pairwise(section.blocks))]).tolist()
-    return tuple(zip(map(chain.like, section.blocks), section.waiting, gaps, strict=True))
+    kinds = chain.kind[list(picks)].tolist()
+    same = zip(map(chain.like, section.blocks), section.waiting, gaps, kinds, strict=True)
+    runs = groupby(zip(same, picks, strict=True), lambda pair: pair[0])
+    return [int(pick) for _, run in runs for _, pick in sorted(run)]
 
 
 def best_picks(chain: Chain, section: Section, budget: float) -> list[int] | None:
@@ -113,12 +104,16 @@ def best_picks(chain: Chain, section: Section, budget: float) -> list[int] | Non
     Blocks that follow each other in the model are joined by the chain's changes of boundary, others by nothing.
     """
     problem = _Problem.of(chain, section)
+
+    def picks(found: Sequence[int]) -> list[int]:
+        return side_by_side(chain, section, [int(problem.columns[p]) for p in found])
+
     free = cheapest_layers(problem.time, problem.change)
     if problem.bytes(free) <= budget:
-        return problem.picks(free)
-    gap = _GAP if len(chain.marks) > _EXACT_BLOCKS else 0.0
+        return picks(free)
+    gap = _GAP if len(chain.marks) > EXACT_BLOCKS else 0.0
     best, best_s = None, np.inf
-    bounds = _transient_bounds(problem.transient)
+    bounds = _transient_bounds(problem.transient, None if len(chain.marks) <= SMALL else _TRANSIENTS)
     relaxed = [_relaxed_s(problem, bound, budget) for bound in bounds]
     for bound, at_least_s in sorted(zip(bounds, relaxed, strict=True), key=lambda pair: pair[1]):
         if at_least_s >= best_s * (1 - gap):
@@ -130,7 +125,7 @@ def best_picks(chain: Chain, section: Section, budget: float) -> list[int] | Non
         except BudgetError:
             continue
         if total < best_s * (1 - 1e-12):
-            best, best_s = problem.picks(found), total
+            best, best_s = picks(found), total
     return best
 
 
@@ -148,7 +143,7 @@ def least_picks(chain: Chain, section: Section) -> list[int]:
     held = section.held(chain)
     transient = np.where(chain.allowed[rows], chain.transient[rows], np.inf)
     best: tuple[float, list[int]] | None = None
-    for bound in _transient_bounds(transient):
+    for bound in _transient_bounds(transient, _TRANSIENTS):
         memory = np.where((transient > bound) | ~chain.allowed[rows], np.inf, held)
         total = float(memory.min(axis=1).sum()) + bound
         if np.isfinite(total) and (best is None or total < best[0]):
@@ -169,11 +164,12 @@ def distinct_rows(chain: Chain, section: Section) -> tuple[NDArray[np.int64], ND
     return np.array(list(first.values())), np.array(list(counts.values()))
 
 
-def _transient_bounds(transient: Floats) -> list[float]:
+def _transient_bounds(transient: Floats, most: int | None) -> list[float]:
+    """Bounds on transient memory that are worth a look, of many only ``most`` that lie evenly among them."""
     finite: Bools = np.isfinite(transient)
     values = np.unique(transient[finite])
     least = transient.min(axis=1).max() if len(transient) else 0.0
     values = values[values >= least]
-    if len(values) > _TRANSIENTS:
-        values = values[np.linspace(0, len(values) - 1, _TRANSIENTS).astype(int)]
+    if most is not None and len(values) > most:
+        values = values[np.linspace(0, len(values) - 1, most).astype(int)]
     return [float(v) for v in values]

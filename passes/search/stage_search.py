@@ -2,36 +2,44 @@
 
 What is minimised is the time of the simulated schedule, with each stage's forward, backward and share of what is done
 once a step. A stage's strategies are the fastest that fit its rank's memory with as many micro-batches in flight
-as the schedule has there (:func:`passes.search.sections.best_picks`). Few cuts are all tried; of many, the search
+as the schedule has there (:func:`passes.search.sections.best_picks`): the least sum of its own times, which is not
+always best for the schedule. So where blocks are few, the strategies of all stages are searched together from there,
+and the choice is proven to be the best (:mod:`passes.search.exact_picks`). Few cuts are all tried; of many, the search
 starts from those that balance time and those that balance memory (the bi-objective of Galvatron-BMW, Wang et al.
 2023), and moves all cuts by a block at once while that helps (:mod:`passes.search.cuts`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
-from itertools import combinations, pairwise
-from math import comb, prod
+from functools import cached_property
+from itertools import pairwise
+from math import prod
 
 import numpy as np
 
-from cost_models.schedule_time import Waiting, simulate_schedule, waiting_counts
+from cost_models.schedule_time import Waiting, waiting_counts
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.pipelining import even_cuts
-from galvatron_fx.ir.schedule import Schedule, make_schedule
-from galvatron_fx.ir.strategy import PIPELINE, Strategy
+from galvatron_fx.ir.schedule import Schedule
 from passes.search.candidates import FREE_AXES
 from passes.search.chain import Chain
-from passes.search.cuts import Cuts, balanced, moved_together
-from passes.search.layer_dp import relaxed_s
-from passes.search.sections import Section, best_picks, distinct_rows, least_picks, waiting_bytes
+from passes.search.cuts import Cuts, balanced, every_cuts, may_try, moved_together
+from passes.search.exact_picks import ExactPicks
+from passes.search.sections import (
+    SMALL,
+    Section,
+    best_picks,
+    least_picks,
+    side_by_side,
+)
+from passes.search.stage_bounds import StageBounds, slowest_s
+from passes.search.step_times import StepTimes
 
-_ALL_CUTS = 300  # so many ways to cut are all tried
 _ROUNDS = 16  # at most so many moves of all cuts
 _LITTLE = 1.01  # how much slower a choice of fewer kinds of axes may be
-_FULL = 2  # micro-batches a pipeline rank that fill every schedule: more only lengthen its steady part
+_SAME = 1e-9  # share of a time that is rounding
 
 
 @dataclass(frozen=True, order=True)
@@ -70,15 +78,20 @@ class StageSearch:
     @property
     def schedule(self) -> Schedule:
         """The order of work, as a table."""
-        return self._schedule_of(self.configuration.num_microbatches)
-
-    def _schedule_of(self, parts: int) -> Schedule:
-        return _made(self.configuration.schedule, self.num_ranks, self.configuration.num_stages, parts)
+        return self.times.schedule
 
     @property
     def filled(self) -> Schedule:
         """The schedule, or one of fewer micro-batches that holds as many of them at once."""
-        return self._schedule_of(min(self.configuration.num_microbatches, _FULL * self.num_ranks))
+        return self.times.filled
+
+    @cached_property
+    def times(self) -> StepTimes:
+        """What times the choices."""
+        setting = self.configuration
+        return StepTimes(
+            self.chain, self.cluster, setting.schedule, self.num_ranks, setting.num_stages, setting.num_microbatches
+        )
 
     @cached_property
     def num_ranks(self) -> int:
@@ -86,31 +99,16 @@ class StageSearch:
         return prod(axis.size for axis in self.cluster.axes[: self.configuration.pipeline_axes])
 
     def bound_s(self, limit: float) -> float:
-        """Seconds that no choice within ``limit`` bytes a rank beats: all ranks busy, one micro-batch in flight."""
-        return self._relaxed_s(limit, [((1, 0),)]) * self.chain.parts / self.num_ranks
+        """Seconds that no choice within ``limit`` bytes a rank beats; see :meth:`StageBounds.bound_s`."""
+        return self._bounds.bound_s(limit)
 
     def estimate_s(self, limit: float) -> float:
-        """About the seconds of the best choice: blocks shared as evenly among equal ranks as whole blocks can be."""
-        filled = self.filled
-        share_s = self._relaxed_s(limit, self._waiting) / self.num_ranks
-        slowest_s = self._slowest_s(balanced(self.chain.fastest, self.num_ranks), range(self.num_ranks))
-        chain = self.chain
-        quickest = np.where(chain.allowed, chain.time, np.inf).argmin(axis=1)
-        once_s = float(chain.once[np.arange(len(quickest)), quickest].sum()) / chain.parts
-        repeated = 1 - once_s / float(chain.fastest.sum())  # what is done once a step leaves no gaps in the schedule
-        return share_s * repeated * _bubble(filled) + max(share_s, slowest_s) * chain.parts
+        """About the seconds of the best choice; see :meth:`StageBounds.estimate_s`."""
+        return self._bounds.estimate_s(limit)
 
-    def _relaxed_s(self, limit: float, waiting: Sequence[Waiting]) -> float:
-        """The bound on a micro-batch through all blocks, which wait as in the mean of stages; all memory as one."""
-        chain = self.chain
-        every = Section(tuple(range(len(chain.marks))), ((),) * len(chain.marks))
-        rows, counts = distinct_rows(chain, every)
-        allowed = chain.allowed[rows]
-        distinct = dict.fromkeys(waiting)
-        kept = sum(waiting.count(kind) * waiting_bytes(chain, rows.tolist(), [kind] * len(rows)) for kind in distinct)
-        held = np.where(allowed, chain.static[rows] + kept / len(waiting), np.inf)
-        time = np.where(allowed, chain.time[rows], np.inf)
-        return relaxed_s(time, held, counts, limit * self.num_ranks)
+    @cached_property
+    def _bounds(self) -> StageBounds:
+        return StageBounds(self.times, self._waiting)
 
     def run(self, budget: float) -> StageChoice | None:
         """The fastest choice whose estimated memory is within ``budget`` bytes on every rank, or None.
@@ -141,15 +139,46 @@ class StageSearch:
         )
         return StageSearch(replace(chain, allowed=chain.allowed & fits[None, :]), self.configuration, self.cluster)
 
+    def run_at(self, cuts: Cuts, budget: float) -> StageChoice | None:
+        """The fastest choice of one way to cut, or None; as :meth:`run` on meshes of few axes."""
+        return self._together([cuts], budget, self._choice(cuts, budget))
+
     def _fastest(self, budget: float) -> StageChoice | None:
+        ways = list(self._cuts(budget))
         best: StageChoice | None = None
-        for cuts in self._cuts(budget):
+        for cuts in ways:
             if best is not None and self._cuts_bound_s(cuts) >= best.time_s:
                 continue
             choice = self._choice(cuts, budget)
             if choice is not None and (best is None or choice.time_s < best.time_s):
                 best = choice
+        return self._together(ways, budget, best)
+
+    def _together(self, ways: Iterable[Cuts], budget: float, best: StageChoice | None) -> StageChoice | None:
+        """Of small instances the best choice of all, where one is better than ``best`` by more than rounding."""
+        for cuts in ways if self.is_small else ():
+            below_s = best.time_s * (1 - _SAME) if best is not None else np.inf
+            found = ExactPicks(self.times, cuts, self._waiting, budget).run(below_s)
+            if found is not None:
+                best = self._timed(cuts, self._stages_side_by_side(cuts, found))
         return best
+
+    def _stages_side_by_side(self, cuts: Cuts, picks: Sequence[int]) -> list[int]:
+        """The picks, like ones of each stage next to each other."""
+        ordered: list[int] = []
+        for waiting, first, end in zip(self._waiting, cuts, (*cuts[1:], len(self.chain.marks)), strict=True):
+            section = Section(tuple(range(first, end)), (waiting,) * (end - first))
+            ordered += side_by_side(self.chain, section, picks[first:end])
+        return ordered
+
+    @cached_property
+    def is_small(self) -> bool:
+        """Whether strategies are searched for all stages together, and not for each on its own.
+
+        That is exact unless a way to cut leaves more tuples than :mod:`passes.search.exact_picks` takes. One stage
+        alone is exact anyway.
+        """
+        return self.configuration.num_stages > 1 and len(self.chain.marks) <= SMALL and self.times.is_whole
 
     def least(self) -> StageChoice:
         """The choice that takes the least memory, cut evenly by number of blocks."""
@@ -171,9 +200,8 @@ class StageSearch:
     def _cuts(self, budget: float) -> Iterator[Cuts]:
         """Ways to cut that are worth a look: all where they are few."""
         blocks, stages = len(self.chain.marks), self.configuration.num_stages
-        if comb(blocks - 1, stages - 1) <= _ALL_CUTS:
-            every = [(0, *inner) for inner in combinations(range(1, blocks), stages - 1)]
-            yield from sorted(every, key=lambda cuts: (self._cuts_bound_s(cuts), cuts))
+        if may_try(blocks, stages):
+            yield from sorted(every_cuts(blocks, stages), key=lambda cuts: (self._cuts_bound_s(cuts), cuts))
             return
         memory = np.where(self.chain.allowed, self.chain.memory, np.inf).min(axis=1)
         starts = [balanced(self.chain.fastest, stages), balanced(memory, stages), even_cuts(blocks, stages)]
@@ -193,13 +221,7 @@ class StageSearch:
 
     def _cuts_bound_s(self, cuts: Cuts) -> float:
         """Seconds that no strategies beat: the slowest rank at its fastest."""
-        return self._slowest_s(cuts, self.filled.rank_of_stage) * self.chain.parts * (1 - 1e-9)
-
-    def _slowest_s(self, cuts: Cuts, rank_of_stage: Sequence[int]) -> float:
-        """Seconds of a micro-batch on the rank that has most to do, each block at its fastest."""
-        busy = np.zeros(self.num_ranks)
-        np.add.at(busy, list(rank_of_stage), np.add.reduceat(self.chain.fastest, list(cuts)))
-        return float(busy.max())
+        return slowest_s(self.chain, cuts, self.filled.rank_of_stage) * self.chain.parts * (1 - 1e-9)
 
     def _stage_s(self, stage: int, first: int, end: int, budget: float) -> float:
         """Seconds of a micro-batch on one stage, which has its share of its rank's memory; infinite if it is short."""
@@ -279,62 +301,4 @@ class StageSearch:
         return {}
 
     def _timed(self, cuts: Cuts, picks: Sequence[int]) -> StageChoice:
-        chain = self.chain
-        ends = (*cuts[1:], len(chain.marks))
-        forward, backward, weight = [], [], []
-        once = [0.0] * self.num_ranks
-        for rank, first, end in zip(self.filled.rank_of_stage, cuts, ends, strict=True):
-            rows, columns = list(range(first, end)), list(picks[first:end])
-            moves = sum(chain.change_s(b, picks[b], picks[b + 1]) for b in range(first, end - 1)) / 2
-            back, late = (float(part[rows, columns].sum()) for part in (chain.backward, chain.weight))
-            late = back if first == 0 else late
-            forward.append(float(chain.forward[rows, columns].sum()) + moves)
-            backward.append(back - late + moves)
-            weight.append(late)
-            once[rank] += float(chain.once[rows, columns].sum())
-        sends = [self._send_s(cut, picks[cut - 1], picks[cut]) for cut in cuts[1:]]
-        return StageChoice(cuts, tuple(picks), self._step_s(forward, backward, weight, sends) + max(once))
-
-    def _step_s(
-        self, forward: Sequence[float], backward: Sequence[float], weight: Sequence[float], sends: Sequence[float]
-    ) -> float:
-        """Seconds of the simulated schedule; once it is full, each further round of micro-batches takes equally long.
-
-        A schedule is built for few micro-batches, as the tables of long ones take longer to make than to simulate.
-        """
-        parts, full = self.configuration.num_microbatches, _FULL * self.num_ranks
-
-        def step_s(count: int) -> float:
-            return simulate_schedule(self._schedule_of(count), forward, backward, weight, sends, sends).step_s
-
-        if parts <= full + self.num_ranks:
-            return step_s(parts)
-        filled, longer = step_s(full), step_s(full + self.num_ranks)
-        return filled + (longer - filled) / self.num_ranks * (parts - full)
-
-    def _send_s(self, cut: int, sender: int, receiver: int) -> float:
-        """Seconds to pass a micro-batch's activations to the next stage, and to change how they lie."""
-        axes = self.cluster.axes
-        link = axes[0]
-        size = self.chain.crossing[cut] / _shards(self.chain.strategies[sender], self.cluster)
-        change = self.chain.change_s(cut - 1, sender, receiver) / 2
-        return float(link.latency_s + size / link.bandwidth_bytes_per_s) + change
-
-
-@cache
-def _made(name: str, ranks: int, stages: int, parts: int) -> Schedule:
-    return make_schedule(name, ranks, stages, parts)
-
-
-@cache
-def _bubble(schedule: Schedule) -> float:
-    """Idle time of a schedule of equal stages, in the time of a micro-batch on a rank."""
-    unit = [schedule.num_ranks / schedule.num_stages / 3] * schedule.num_stages  # forward and two kinds of gradients
-    free = [0.0] * (schedule.num_stages - 1)
-    return simulate_schedule(schedule, unit, unit, unit, free, free).step_s - schedule.num_microbatches
-
-
-def _shards(strategy: Strategy, cluster: Cluster) -> int:
-    """Among how many ranks a boundary is split."""
-    splits = ("tensor", PIPELINE)
-    return prod(axis.size for role, axis in zip(strategy.roles, cluster.axes, strict=True) if role not in splits)
+        return StageChoice(cuts, tuple(picks), self.times.timed(cuts, picks))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galvatron_fx.errors import BudgetError, InputError
-from passes.search.layer_dp import solve_layers
+from passes.search.layer_dp import cheapest_layers, relaxed_s, solve_layers
 
 
 @st.composite
@@ -57,6 +57,36 @@ def test_more_budget_is_never_slower(chain: tuple[np.ndarray, np.ndarray, np.nda
         return
     _, loose, _ = solve_layers(*chain, budget + more)
     assert loose <= tight + 1e-9
+
+
+@given(chains())
+def test_cheapest_layers_are_the_fastest_of_any_memory(chain: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+    time, _, change = chain
+    picks = cheapest_layers(time, change)
+    moves = sum(change[i, picks[i], picks[i + 1]] for i in range(len(picks) - 1))
+    assert time[np.arange(len(picks)), picks].sum() + moves == brute_force(time, np.zeros_like(time), change, 0)
+
+
+@settings(max_examples=200)
+@given(chains(), st.integers(0, 80), st.data())
+def test_relaxed_is_a_bound(chain: tuple[np.ndarray, np.ndarray, np.ndarray], budget: int, data: st.DataObject) -> None:
+    """On the best time of as many layers of each kind as are counted, and infinite just where nothing fits."""
+    time, memory, _ = chain
+    forbidden = np.array(data.draw(st.lists(st.booleans(), min_size=time.size, max_size=time.size))).reshape(time.shape)
+    forbidden[:, 0] = False
+    time, memory = np.where(forbidden, np.inf, time), np.where(forbidden, np.inf, memory)
+    counts = np.array([data.draw(st.integers(1, 2)) for _ in time], dtype=np.int64)
+    layers = np.repeat(np.arange(len(time)), counts)[:6]
+    counts = np.bincount(layers, minlength=len(time))
+    free = np.zeros((len(layers) - 1, time.shape[1], time.shape[1]))
+    expected = brute_force(time[layers], memory[layers], free, budget)
+    bound = relaxed_s(time, memory, counts, budget)
+    if expected is None:
+        assert bound == np.inf
+    else:
+        assert bound <= expected * (1 + 1e-9)
+    roomy = relaxed_s(time, memory, counts, 1000)
+    assert roomy == pytest.approx(time.min(axis=1) @ counts)  # memory that does not bind costs nothing
 
 
 def test_impossible_strategies_are_not_chosen() -> None:

@@ -1,0 +1,96 @@
+"""A choice simulated on a short model takes what it takes on the whole one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import fx
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.strategy import PIPELINE, Strategy
+from passes.find_blocks import fingerprints
+from passes.search import simulate_choice
+from passes.search.short_model import ShortModel
+from passes.search.simulate_choice import SimulateChoice
+from passes.search.stage_search import Configuration, StageChoice, StageSearch
+from tests.helpers import captured
+from tests.search.small_chains import chain_of
+
+CLUSTER = Cluster.preset("4xA100-80GB")
+LAYERS = 8
+
+
+class WholeModel(ShortModel):
+    """Nothing is left out."""
+
+    @classmethod
+    def of(cls, *args: object) -> ShortModel:
+        stages = tuple(tuple(replace(s, kept=s.length) for s in stage) for stage in ShortModel.of(*args).whole)  # type: ignore[arg-type]
+        return cls(stages, stages, tuple(range(len(stages))))
+
+
+@pytest.fixture(scope="module")
+def graphs() -> dict[str, fx.GraphModule]:
+    torch.set_default_dtype(torch.float32)  # other tests of the process may have set another
+    gpt2 = GPT2Config(n_layer=LAYERS, n_embd=64, n_head=4, vocab_size=128, n_positions=32, use_cache=False)
+    llama = LlamaConfig(
+        num_hidden_layers=LAYERS,
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=4,
+        vocab_size=128,
+        use_cache=False,
+    )
+    ids = torch.zeros(16, 32, dtype=torch.long, device="meta")
+    with torch.device("meta"):
+        models = {"gpt2": GPT2LMHeadModel(gpt2), "llama": LlamaForCausalLM(llama)}
+    return {name: captured(model, {"input_ids": ids, "labels": ids}) for name, model in models.items()}
+
+
+def roles(text: str) -> Strategy:
+    """Roles, and whether to compute again: ``pipeline zero again``."""
+    words = text.split()
+    return Strategy(tuple(w for w in words if w != "again"), recompute="again" in words)
+
+
+DATA, ZERO, TENSOR, AGAIN = (roles(f"{PIPELINE} {rest}") for rest in ("data", "zero", "tensor", "data again"))
+ALONE, SPLIT = roles("data zero"), roles("tensor data again")
+ONLY = roles(f"{PIPELINE} {PIPELINE}")
+
+# model, configuration, first blocks, strategies of the ten blocks
+CASES = {
+    "one stage": ("gpt2", Configuration(0, 1, "1f1b", 1), (0,), [ALONE] * 4 + [SPLIT] * 5 + [ALONE]),
+    "1f1b mixed": ("llama", Configuration(1, 2, "1f1b", 4), (0, 6), [AGAIN] * 3 + [ZERO] * 4 + [TENSOR] * 3),
+    "four ranks": ("gpt2", Configuration(2, 4, "1f1b", 4), (0, 3, 6, 8), [ONLY] * 10),
+    "zbv": ("llama", Configuration(1, 4, "zbv", 4), (0, 3, 5, 8), [AGAIN] * 3 + [DATA] * 2 + [ZERO] * 3 + [DATA] * 2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_the_whole_model(name: str, graphs: dict[str, fx.GraphModule], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, configuration, first_blocks, strategies = CASES[name]
+    graph = graphs[model]
+    marks = fingerprints(graph)
+    assert len(marks) == LAYERS + 2
+    distinct = tuple(dict.fromkeys(strategies))
+    prices = np.zeros((7, len(marks), len(distinct)))
+    change = np.zeros((len(marks), len(distinct), len(distinct)))
+    chain = replace(chain_of(prices, [0.0] * len(marks), change), strategies=distinct)
+    search = StageSearch(chain, configuration, CLUSTER)
+    choice = StageChoice(first_blocks, tuple(map(distinct.index, strategies)), 0.0)
+
+    short = ShortModel.of(marks, strategies, first_blocks)
+    assert len(short.keep) < len(marks)
+    simulate = SimulateChoice(graph, CLUSTER, marks)
+    found = simulate.run(search, choice)
+    monkeypatch.setattr(simulate_choice, "ShortModel", WholeModel)
+    expected = simulate.run(search, choice)
+    assert found.step_time_s == pytest.approx(expected.step_time_s, rel=1e-9)
+    assert found.peak_memory_bytes == pytest.approx(expected.peak_memory_bytes, rel=1e-9)
+    for mine, theirs in zip(found.ranks(), expected.ranks(), strict=True):
+        assert sum(mine.memory.values()) == pytest.approx(sum(theirs.memory.values()), rel=1e-9)
+        assert mine.busy_s == pytest.approx(theirs.busy_s, rel=1e-9)
