@@ -18,11 +18,12 @@ class TensorMemory(TorchDispatchMode):
 
     ``existing``: tensors that were made before (parameters, optimizer states) and count too. Of a DTensor the local
     part counts. Views share their storage, so they cost nothing; what a kernel allocates inside and frees again before
-    it returns is not seen.
+    it returns is not seen. ``resizing``: also look for storages that are given another size, which takes long.
     """
 
-    def __init__(self, existing: Iterable[Tensor] = ()) -> None:
+    def __init__(self, existing: Iterable[Tensor] = (), *, resizing: bool = False) -> None:
         super().__init__()
+        self._resizing = resizing
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
         self.bytes = 0
         self.peak_bytes = 0
@@ -32,6 +33,8 @@ class TensorMemory(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor runs the operator on local tensors, which come by here again
+        if self._resizing:
+            self._resize()
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
@@ -48,6 +51,14 @@ class TensorMemory(TorchDispatchMode):
         size = storage.nbytes()
         self._alive[key] = weakref.ref(storage, lambda dead: self._drop(key, dead)), size
         self.bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+
+    def _resize(self) -> None:
+        for key, (storage, size) in list(self._alive.items()):
+            found = storage()
+            if found is not None and found.nbytes() != size:
+                self._alive[key] = storage, found.nbytes()
+                self.bytes += found.nbytes() - size
         self.peak_bytes = max(self.peak_bytes, self.bytes)
 
     def _drop(self, key: int, dead: weakref.ref[Any]) -> None:

@@ -46,11 +46,18 @@ def from_ranks(x: Tensor, dim: int, outer: int, parts: int) -> Tensor:
     return c.join_runs(list(x.chunk(parts, dim=0)), dim, outer)
 
 
+def finished(result: Tensor, *read: Tensor) -> Tensor:
+    """Wait for a collective, which holds what it reads until then."""
+    return c10d.wait_tensor.default(result)  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True)
 class Codegen:
     """Replace rank-agnostic collectives by ``torch.ops._c10d_functional`` calls with explicit waits.
 
-    Rewrite: ``y = all_reduce(x, "sum", 0)`` -> ``y = all_reduce(x, "sum", "group"); y = wait_tensor(y)``.
+    Rewrite: ``y = all_reduce(x, "sum", 0)`` -> ``y = all_reduce(x, "sum", "group"); y = finished(y)``.
+    A collective is waited for where its result is first used, so that it runs beside what comes in between; one that
+    holds its input at the next of its kind at the latest, so that no more than two hold theirs.
     ``axes``: one per mesh axis of the lowering; ``device``: where tensors that the graph makes are put.
     """
 
@@ -75,6 +82,7 @@ class Codegen:
                 graph.erase_node(node)
             elif "device" in node.kwargs and self.device != "cpu":
                 node.update_kwarg("device", torch.device(self.device))
+        _wait_late(graph)
 
     def axis_of(self, node: fx.Node) -> BoundAxis:
         """The bound axis that a collective node speaks of."""
@@ -100,7 +108,8 @@ class _Writer:
         return node
 
     def waited(self, shape: Shape, target: Callable[..., Any], *args: Any) -> fx.Node:
-        return self(shape, c10d.wait_tensor.default, self(shape, target, *args))
+        held = () if target in _OWN_BUFFER else args[:1]
+        return self(shape, finished, self(shape, target, *args), *held)
 
 
 def _scaled(shape: Shape, dim: Any, numerator: int, denominator: int = 1) -> Shape:
@@ -110,9 +119,33 @@ def _scaled(shape: Shape, dim: Any, numerator: int, denominator: int = 1) -> Sha
     return tuple(sizes)
 
 
+# They reduce in a buffer that is their result.
+_OWN_BUFFER = (c10d.all_reduce.default, c10d.all_reduce_.default)
+
+
+def _wait_late(graph: fx.Graph) -> None:
+    """Move every wait behind what does not need it."""
+    place: dict[fx.Node, float] = {node: i for i, node in enumerate(graph.nodes)}
+    following: dict[Any, fx.Node] = {}  # by kind, the collective that comes next
+    for node in reversed(list(graph.nodes)):
+        if node.target not in (finished, from_ranks):
+            following[node.target] = node
+            continue
+        source, *held = node.args
+        until = [*node.users] or [node.next]
+        if held and node.target is finished:
+            until += [other for other in (following.get(source.target),) if other is not None]  # type: ignore[union-attr]
+        later = min(until, key=place.__getitem__)
+        if node.next is not later:
+            later.prepend(node)
+            place[node] = place[later] - 0.5
+
+
 def _bind_all_reduce(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Node:
     axis = codegen.axis_of(node)
     x, op = node.args[:2]
+    if isinstance(x, fx.Node) and x.target is aten.cat.default and len(x.users) == 1:  # packed for this alone
+        return write.waited(write.shape, c10d.all_reduce_.default, x, op, axis.group_name)
     ready = write(write.shape, gather_ready, x)
     return write.waited(write.shape, c10d.all_reduce.default, ready, op, axis.group_name)
 

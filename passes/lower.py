@@ -13,6 +13,7 @@ from galvatron_fx.ir.layout import Layout, layout
 from galvatron_fx.ir.placement import Placement
 from galvatron_fx.ir.strategy import Strategy
 from galvatron_fx.ir.verifier import verify
+from passes.bundle_collectives import BundleCollectives
 from passes.partition import Halves, Partition
 from passes.place_recompute import PlaceRecompute
 from passes.shard_graph import ShardGraph
@@ -48,7 +49,13 @@ class Lower:
         self._done("ShardGraph", sharded)
         joint = PlaceRecompute(self.strategies).run(sharded)
         self._done("PlaceRecompute", joint)
-        return Lowered(joint, Partition().run(joint), layout(sharded))
+        halves = Partition().run(joint)
+        bundle = BundleCollectives.over(layout(sharded), self.cluster)
+        for phase, half in {"forward": halves.forward, "backward": halves.backward}.items():
+            bundle.run(half)
+            if self.on_pass is not None:
+                self.on_pass(f"BundleCollectives of {phase}", half)
+        return Lowered(joint, halves, layout(sharded))
 
     def _done(self, name: str, graph: fx.GraphModule) -> None:
         verify(graph, "lowered", name)

@@ -28,10 +28,9 @@ from galvatron_fx.ir.predicted import (
     by_kind,
 )
 from galvatron_fx.ir.torch_compat import new_fake_mode
-from passes.codegen import BoundAxis, Codegen
+from passes.codegen import BoundAxis, Codegen, finished
 from passes.lower import Lowered
 
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 _WEIGHTS = {PARAMETERS, GATHERED}
 
 
@@ -156,7 +155,7 @@ class MemoryMeter:
         if node.op == "get_attr":
             return torch.empty_like(getattr(graph, str(node.target)), device="cpu")
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
-        if node.target is _WAIT:
+        if node.target is finished:
             return args[0]  # as it does; on fake tensors it would make another
         value = node.target(*args, **kwargs)  # type: ignore[operator]
         _check(node, value)

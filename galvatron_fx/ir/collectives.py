@@ -7,7 +7,7 @@ once (:mod:`galvatron_fx.runtime.simulator`). ``axis`` is the index of a mesh ax
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -104,3 +104,10 @@ def join_runs(shards: list[Tensor], dim: int, outer: int) -> Tensor:
     runs = [s.reshape(*shape[:dim], outer, 1, shape[dim] // outer, *shape[dim + 1 :]) for s in shards]
     full = [*shape[:dim], shape[dim] * len(shards), *shape[dim + 1 :]]
     return torch.cat(runs, dim=dim + 1).reshape(full)
+
+
+def join_rows(rows: Tensor, shape: Sequence[int], dim: int, outer: int) -> Tensor:
+    """Put shards of ``shape`` under Shard(dim, outer), one flattened in each row, together again: in one copy."""
+    parts, shape = rows.shape[0], list(shape)
+    runs = rows.reshape(parts, *shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :])
+    return runs.movedim(0, dim + 1).reshape(*shape[:dim], parts * shape[dim], *shape[dim + 1 :])

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 from numpy.typing import NDArray
 
+from cost_models.bundles import bundled_s
 from cost_models.collectives import collective_s
 from cost_models.ops import OpCost, op_time_s
 from galvatron_fx.ir.cluster import Cluster, Device
@@ -219,18 +220,18 @@ class _Evaluation:
         size = self._on_rank(self.terms.moved)
         for move in dict.fromkeys(self.terms.moves):
             rows = np.flatnonzero([other == move for other in self.terms.moves])
-            seconds = self._collective_s(move.kind, size[rows], move.role)
+            seconds = self._collective_s(move.kind, size[rows], move.role, bundled=move.slot in ("scatter", "reduce"))
             times[move.slot] += seconds
             if move.rebuilt:
                 times["again"] += seconds
         return times
 
-    def _collective_s(self, kind: str, size: Floats, role: int) -> Floats:
+    def _collective_s(self, kind: str, size: Floats, role: int, bundled: bool) -> Floats:
         """``[C]``: seconds of collectives of ``size[V, C]`` bytes over the axes of a role, added up."""
         seconds = np.zeros(len(self.parts))
-        for axes, columns in self.axes[role].items():
-            found = collective_s(kind, size[:, columns], [self.cluster.axes[i] for i in axes])
-            seconds[columns] = found.sum(axis=0)
+        for group, columns in self.axes[role].items():
+            axes, own = [self.cluster.axes[i] for i in group], size[:, columns]
+            seconds[columns] = bundled_s(kind, own, axes) if bundled else collective_s(kind, own, axes).sum(axis=0)
         return seconds
 
     def _zero_degrees(self) -> Floats:
@@ -252,7 +253,7 @@ class _Evaluation:
         if "zero" not in roles:
             return np.zeros(len(self.parts)), np.zeros(len(self.parts))
         size = np.where(self._zero_degrees() > 1, self._on_rank(weights.amounts), 0.0)[weights.used]
-        return self._collective_s("all_gather", size, roles.index("zero")), size.sum(axis=0)
+        return self._collective_s("all_gather", size, roles.index("zero"), bundled=True), size.sum(axis=0)
 
     def _static(self) -> tuple[Floats, Floats]:
         """Bytes of parameters with gradients and optimizer states, and seconds of the update."""

@@ -145,8 +145,8 @@ class TestPrograms(expecttest.TestCase):
 x: [4, 6]
 gather_ready = gather_ready(x): [4, 6]
 all_reduce_default = all_reduce(gather_ready, avg, columns): [4, 6]
-wait_tensor_default = wait_tensor(all_reduce_default): [4, 6]
-return [wait_tensor_default]""",
+finished = finished(all_reduce_default): [4, 6]
+return [finished]""",
         )
 
     def test_all_gather_of_rows(self) -> None:
@@ -156,8 +156,8 @@ return [wait_tensor_default]""",
 x: [4, 6]
 gather_ready = gather_ready(x): [4, 6]
 all_gather_into_tensor_default = all_gather_into_tensor(gather_ready, 2, rows): [8, 6]
-wait_tensor_default = wait_tensor(all_gather_into_tensor_default): [8, 6]
-return [wait_tensor_default]""",
+finished = finished(all_gather_into_tensor_default, gather_ready): [8, 6]
+return [finished]""",
         )
 
     def test_all_gather_of_columns(self) -> None:
@@ -167,8 +167,8 @@ return [wait_tensor_default]""",
 x: [4, 6]
 gather_ready = gather_ready(x): [4, 6]
 all_gather_into_tensor_default = all_gather_into_tensor(gather_ready, 2, rows): [8, 6]
-wait_tensor_default = wait_tensor(all_gather_into_tensor_default): [8, 6]
-from_ranks = from_ranks(wait_tensor_default, 1, 2, 2): [4, 12]
+finished = finished(all_gather_into_tensor_default, gather_ready): [8, 6]
+from_ranks = from_ranks(finished, 1, 2, 2): [4, 12]
 return [from_ranks]""",
         )
 
@@ -179,8 +179,8 @@ return [from_ranks]""",
 x: [4, 6]
 to_ranks = to_ranks(x, 1, 2, 3): [12, 2]
 reduce_scatter_tensor_default = reduce_scatter_tensor(to_ranks, sum, 3, columns): [4, 2]
-wait_tensor_default = wait_tensor(reduce_scatter_tensor_default): [4, 2]
-return [wait_tensor_default]""",
+finished = finished(reduce_scatter_tensor_default, to_ranks): [4, 2]
+return [finished]""",
         )
 
     def test_all_to_all(self) -> None:
@@ -190,9 +190,37 @@ return [wait_tensor_default]""",
 x: [6, 2]
 to_ranks = to_ranks(x, 0, 1, 3): [6, 2]
 all_to_all_single_default = all_to_all_single(to_ranks, [2, 2, 2], [2, 2, 2], columns): [6, 2]
-wait_tensor_default = wait_tensor(all_to_all_single_default): [6, 2]
-from_ranks = from_ranks(wait_tensor_default, 1, 1, 3): [2, 6]
+finished = finished(all_to_all_single_default, to_ranks): [6, 2]
+from_ranks = from_ranks(finished, 1, 1, 3): [2, 6]
 return [from_ranks]""",
+        )
+
+    def test_waits_come_late(self) -> None:
+        """At the first use; what holds its input is waited for before the next of its kind starts."""
+        build = Builder()
+        x, y, z = (build.input(name, (4, 6)) for name in "xyz")
+        part = [TensorSpec((2, 6), torch.float64)]
+        shares = [build.write(c.reduce_scatter, node, "sum", 0, 1, 0, specs=part) for node in (x, y)]
+        build.call(aten.exp.default, z)
+        used = build.call(aten.neg.default, shares[1])
+        last = build.call(aten.neg.default, used)
+        graph = build.finish(("output", "0", shares[0]), ("output", "1", last))
+        self.assertExpectedInline(
+            self.bound(graph),
+            """\
+x: [4, 6]
+y: [4, 6]
+z: [4, 6]
+to_ranks = to_ranks(x, 0, 1, 2): [4, 6]
+reduce_scatter_tensor_default = reduce_scatter_tensor(to_ranks, sum, 2, rows): [2, 6]
+to_ranks_1 = to_ranks(y, 0, 1, 2): [4, 6]
+finished = finished(reduce_scatter_tensor_default, to_ranks): [2, 6]
+reduce_scatter_tensor_default_1 = reduce_scatter_tensor(to_ranks_1, sum, 2, rows): [2, 6]
+exp = exp(z): [4, 6]
+finished_1 = finished(reduce_scatter_tensor_default_1, to_ranks_1): [2, 6]
+neg = neg(finished_1): [2, 6]
+neg_1 = neg(neg): [2, 6]
+return [finished, neg_1]""",
         )
 
     def test_local_nodes(self) -> None:

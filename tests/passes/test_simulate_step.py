@@ -275,7 +275,8 @@ def test_causes_of_time_and_memory(stack: fx.GraphModule) -> None:
     plain, again = report_of(stack, "zero"), report_of(stack, "zero", recompute=True)
     assert Cause(RECOMPUTE) not in plain.seconds
     assert 0 < again.seconds[Cause(RECOMPUTE)] < again.seconds[Cause(COMPUTE)]
-    assert again.seconds[Cause(COMPUTE)] == pytest.approx(plain.seconds[Cause(COMPUTE)])
+    # Bundles are packed alike but not the same.
+    assert again.seconds[Cause(COMPUTE)] == pytest.approx(plain.seconds[Cause(COMPUTE)], rel=0.05)
     assert {cause.kind for cause in plain.seconds if cause.axes == (0,)} == {"all_gather", "reduce_scatter"}
     assert again.memory.step[ACTIVATIONS] < plain.memory.step[ACTIVATIONS]
     kept = report_of(stack, "zero", keep_gathered=True)

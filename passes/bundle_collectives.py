@@ -1,0 +1,167 @@
+"""Send small tensors together: gathers of parameters and reductions of gradients that nothing in between waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from math import prod
+from typing import Any
+
+from torch import fx
+
+from cost_models.bundles import bundle_bytes
+from galvatron_fx.ir import collectives as c
+from galvatron_fx.ir.annotations import facts
+from galvatron_fx.ir.cluster import Axis, Cluster
+from galvatron_fx.ir.layout import Layout
+from galvatron_fx.ir.op_call import input_nodes
+from passes.write_bundle import WriteBundle
+
+_REDUCTIONS = (c.all_reduce, c.reduce_scatter)
+
+
+@dataclass(frozen=True)
+class BundleCollectives:
+    """Make one collective of several small ones over the same ranks.
+
+    Starting a collective takes as long as sending many bytes; tensors far smaller than that are sent with others.
+    What a graph can gather before it computes (parameters, values saved in shards) is gathered with more of its block
+    where the first of them is needed. Gradients are reduced together where the last of them is there; those that are
+    scattered only with others of their block, lest whole gradients pile up.
+
+    Rewrite: ``a1 = all_reduce(a, "sum", 0); b1 = all_reduce(b, "sum", 0); return a1, b1`` ->
+    ``both = all_reduce(cat([a.reshape(-1), b.reshape(-1)]), "sum", 0); return both[:n].reshape(...), ...``.
+
+    ``columns``: the mesh axes that the last argument of a collective stands for.
+    """
+
+    columns: Sequence[Sequence[Axis]]
+
+    @classmethod
+    def over(cls, layout: Layout, cluster: Cluster) -> BundleCollectives:
+        """The pass for graphs that lie on ``cluster`` as ``layout`` says."""
+        return cls([[cluster.axes[i] for i in column.axes] for column in layout.columns])
+
+    def run(self, graph: fx.GraphModule) -> fx.GraphModule:
+        """Rewrite ``graph`` in place and return it, recompiled."""
+        for level in count():
+            found = _early_gathers(graph.graph)
+            for bundle in self._bundles(node for node, chain in found.items() if _gathers_of(chain) == level):
+                self._gather(graph.graph, bundle, found)
+            if all(_gathers_of(chain) <= level for chain in found.values()):
+                break
+        late = _late_reductions(graph.graph)
+        for level in sorted({_collectives_of(after) for after in late.values()}, reverse=True):
+            late = _late_reductions(graph.graph)
+            for bundle in self._bundles(node for node, after in late.items() if _collectives_of(after) == level):
+                self._reduce(graph.graph, bundle, late)
+        graph.graph.lint()
+        graph.recompile()
+        return graph
+
+    def _bundles(self, nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
+        """Collectives that go together, in order, until their bytes are worth one of their own."""
+        filling: dict[tuple[Any, ...], list[fx.Node]] = {}
+        full: list[list[fx.Node]] = []
+        for node in nodes:
+            axes = tuple(self.columns[_column(node)])
+            enough = bundle_bytes(node.target.__name__, axes)  # type: ignore[union-attr]
+            if _whole_bytes(node) >= enough:
+                continue
+            key = _key(node)
+            bundle = filling.setdefault(key, [])
+            bundle.append(node)
+            if sum(map(_whole_bytes, bundle)) >= enough:
+                full.append(filling.pop(key))
+        return [bundle for bundle in (*full, *filling.values()) if len(bundle) > 1]
+
+    def _gather(self, graph: fx.Graph, bundle: list[fx.Node], chains: dict[fx.Node, list[fx.Node]]) -> None:
+        """Bundle gathers where the first is; what the others gather is made there, too."""
+        first = bundle[0]
+        for node in bundle[1:]:
+            for link in chains[node]:
+                if first < link:
+                    first.prepend(link)
+        WriteBundle(graph, self._degree(first)).gather(bundle)
+
+    def _reduce(self, graph: fx.Graph, bundle: list[fx.Node], late: dict[fx.Node, list[fx.Node]]) -> None:
+        """Bundle reductions where the last is; what follows from the others is done after it."""
+        last = bundle[-1]
+        after = last
+        for node in bundle[:-1]:
+            for link in late[node]:
+                if link < last:
+                    after.append(link)
+                    after = link
+        WriteBundle(graph, self._degree(last)).reduce(bundle)
+
+    def _degree(self, node: fx.Node) -> int:
+        return prod(axis.size for axis in self.columns[_column(node)])
+
+
+def _early_gathers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Gathers of what is there before the graph computes, each with the operators that lead to it, in order."""
+    chains: dict[fx.Node, list[fx.Node]] = {}
+    found = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            chains[node] = []
+        sources = input_nodes(node)
+        if node.op != "call_function" or len(sources) != 1 or sources[0] not in chains:
+            continue
+        is_gather = node.target is c.all_gather
+        if facts(node).multi_output or (node.target in c.COLLECTIVES and not is_gather):
+            continue
+        if is_gather:
+            found[node] = chains[sources[0]]
+        chains[node] = [*chains[sources[0]], node]
+    return found
+
+
+def _late_reductions(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Reductions that only the graph's results wait for, each with the operators that follow from it, in order."""
+    after: dict[fx.Node, list[fx.Node] | None] = {}
+    for node in reversed(graph.nodes):
+        after[node] = _what_follows(node, after)
+    return {node: after[node] or [] for node in graph.nodes if node.target in _REDUCTIONS and after[node] is not None}
+
+
+def _what_follows(node: fx.Node, after: dict[fx.Node, list[fx.Node] | None]) -> list[fx.Node] | None:
+    """Operators that need ``node``, if they need nothing else that the graph computes; None where they do."""
+    follows: dict[fx.Node, None] = {}
+    for user in node.users:
+        if user.op == "output":
+            continue
+        others = [source for source in input_nodes(user) if source is not node]
+        later = after[user]
+        if later is None or any(source.op != "placeholder" for source in others):
+            return None
+        follows |= dict.fromkeys([user, *later])
+    return sorted(follows)
+
+
+def _gathers_of(chain: Sequence[fx.Node]) -> int:
+    return sum(node.target is c.all_gather for node in chain)
+
+
+def _collectives_of(nodes: Sequence[fx.Node]) -> int:
+    return sum(node.target in c.COLLECTIVES for node in nodes)
+
+
+def _column(node: fx.Node) -> int:
+    return int(node.args[-1])  # type: ignore[arg-type]
+
+
+def _key(node: fx.Node) -> tuple[Any, ...]:
+    """What collectives of one bundle have in common."""
+    record = facts(node)
+    block = None if node.target is c.all_reduce else record.block
+    op = None if node.target is c.all_gather else node.args[1]
+    return node.target, op, _column(node), record.spec.dtype, block
+
+
+def _whole_bytes(node: fx.Node) -> int:
+    """Of the full tensor: what a gather makes, what a reduction takes."""
+    whole = node if node.target is c.all_gather else input_nodes(node)[0]
+    return facts(whole).spec.size_bytes

@@ -1,0 +1,101 @@
+"""Write one collective in the place of several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import fx
+
+from galvatron_fx.ir import collectives as c
+from galvatron_fx.ir.annotations import TensorSpec, facts, set_facts
+from galvatron_fx.ir.op_call import input_nodes
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class WriteBundle:
+    """Packs tensors side by side into rows, one row for each rank that a part goes to or comes from.
+
+    ``degree``: ranks that take part. All tensors of a bundle have one dtype.
+    """
+
+    graph: fx.Graph
+    degree: int
+
+    def gather(self, gathers: Sequence[fx.Node]) -> None:
+        """One all-gather before the first of ``gathers``; each tensor is taken out where it was gathered."""
+        first, column = gathers[0], gathers[0].args[-1]
+        sources = [input_nodes(node)[0] for node in gathers]
+        with self.graph.inserting_before(first):
+            packed = self._packed(first, sources, 1)
+            size = facts(packed).spec.shape[1]
+            whole = self._emit(first, c.all_gather, (packed, 0, 1, column), (self.degree, size))
+        for node, source, start, end in _spans(gathers, sources, 1):
+            with self.graph.inserting_before(node):
+                piece = self._emit(node, aten.slice.Tensor, (whole, 1, start, end), (self.degree, end - start))
+                shape = facts(source).spec.shape
+                made = self._emit(node, c.join_rows, (piece, shape, *node.args[1:3]), facts(node).spec.shape)
+            _replace(node, made)
+
+    def reduce(self, reductions: Sequence[fx.Node]) -> None:
+        """One all-reduce or reduce-scatter after the last of ``reductions``, all of one kind."""
+        last, column = reductions[-1], reductions[-1].args[-1]
+        op, sources = last.args[1], [input_nodes(node)[0] for node in reductions]
+        scatters = last.target is c.reduce_scatter
+        rows = self.degree if scatters else 1
+        with self.graph.inserting_before(last):
+            if scatters:
+                pairs = zip(reductions, sources, strict=True)
+                packed = self._packed(last, [self._ranks_first(node, source) for node, source in pairs], rows)
+                size = facts(packed).spec.shape[1]
+                made = self._emit(last, c.reduce_scatter, (packed, op, 0, 1, column), (1, size))
+            else:
+                packed = self._packed(last, sources, rows)
+                made = self._emit(last, c.all_reduce, (packed, op, column), facts(packed).spec.shape)
+            for node, _, start, end in _spans(reductions, sources, rows):
+                piece = self._emit(node, aten.slice.Tensor, (made, 1, start, end), (1, end - start))
+                shape = facts(node).spec.shape
+                _replace(node, self._emit(node, aten.reshape.default, (piece, list(shape)), shape))
+
+    def _packed(self, like: fx.Node, tensors: Sequence[fx.Node], rows: int) -> fx.Node:
+        """The tensors side by side in ``rows`` rows."""
+        flat = []
+        for tensor in tensors:
+            columns = facts(tensor).spec.numel // rows
+            flat.append(self._emit(like, aten.reshape.default, (tensor, [rows, columns]), (rows, columns)))
+        size = sum(facts(node).spec.shape[1] for node in flat)
+        return self._emit(like, aten.cat.default, (flat, 1), (rows, size))
+
+    def _ranks_first(self, node: fx.Node, source: fx.Node) -> fx.Node:
+        """What goes to each rank, one behind the other."""
+        dim, outer = node.args[2:4]
+        if (dim, outer) == (0, 1):
+            return source
+        local = facts(node).spec.shape
+        shape = (self.degree * local[0], *local[1:])
+        return self._emit(node, c.stack_runs, (source, dim, outer, self.degree), shape)
+
+    def _emit(self, like: fx.Node, target: Any, args: tuple[Any, ...], shape: Sequence[int]) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        record = facts(like)
+        spec = record.spec if tuple(shape) == record.spec.shape else TensorSpec(tuple(shape), record.spec.dtype)
+        # Packing is no recomputation, also where what is packed is gathered again.
+        again = record.again and target in c.COLLECTIVES
+        set_facts(node, record.having(specs=(spec,), multi_output=False, again=again))
+        return node
+
+
+def _spans(nodes: Sequence[fx.Node], tensors: Sequence[fx.Node], rows: int) -> list[tuple[fx.Node, fx.Node, int, int]]:
+    """Each node with its tensor and the columns that it has in the packed rows."""
+    ends = list(accumulate(facts(tensor).spec.numel // rows for tensor in tensors))
+    return list(zip(nodes, tensors, [0, *ends[:-1]], ends, strict=True))
+
+
+def _replace(node: fx.Node, made: fx.Node) -> None:
+    node.replace_all_uses_with(made)
+    node.graph.erase_node(node)
