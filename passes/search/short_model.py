@@ -94,10 +94,7 @@ class ShortModel:
             grown = [_blocks(b, label) - _blocks(a, label) for a, b in zip(self.kept, more.kept, strict=True)]
             added = np.array([sum(grown[self.stage_of[stage]] for stage in stages) for stages in about])
             missing = np.array([sum(self._missing(stage, label) for stage in stages) for stages in about])
-            each = (measured - base) / np.maximum(added, 1)[:, None]
-            # A row none of whose segments could grow goes by the others.
-            each[added == 0] = each[added > 0].mean(axis=0) if added.any() else 0.0
-            total += each * missing[:, None]
+            total += (measured - base) * (missing / np.maximum(added, 1))[:, None]
         return total
 
     def _missing(self, stage: int, label: Label) -> int:
@@ -118,12 +115,13 @@ def _segments(labels: Sequence[Label], first: int, end: int) -> tuple[Segment, .
 def _stand_ins(whole: Sequence[tuple[Segment, ...]]) -> tuple[list[int], tuple[int, ...]]:
     """The stages to keep, and for every stage the position of its stand-in among them.
 
-    A stage stands for those of the same labels that enter and leave alike. Kept are the largest of each kind, and the
-    first and last stage of each kind of block, between which all others of it lie.
+    A stage stands for those of the same labels that enter and leave alike, and whose segments are cut where its own
+    are. Kept are the largest of each kind, and the first and last stage of each kind of block, between which all others
+    of it lie.
     """
     enters = [_boundary(whole[i - 1][-1]) if i else None for i in range(len(whole))]
     leaves = [_boundary(whole[i + 1][0]) if i + 1 < len(whole) else None for i in range(len(whole))]
-    kinds = [(tuple(segment.label for segment in stage), enters[i], leaves[i]) for i, stage in enumerate(whole)]
+    kinds = [(_shape(stage), enters[i], leaves[i]) for i, stage in enumerate(whole)]
     largest = {
         kind: max((i for i, k in enumerate(kinds) if k == kind), key=lambda i: _size(whole[i])) for kind in kinds
     }
@@ -136,6 +134,11 @@ def _stand_ins(whole: Sequence[tuple[Segment, ...]]) -> tuple[list[int], tuple[i
     if any(enters[b] != _boundary(whole[a][-1]) or leaves[a] != _boundary(whole[b][0]) for a, b in between):
         chosen = list(range(len(whole)))  # a stage would follow one that it does not follow in the whole model
     return chosen, tuple(chosen.index(i if i in chosen else largest[kind]) for i, kind in enumerate(kinds))
+
+
+def _shape(stage: Sequence[Segment]) -> tuple[tuple[Label, int], ...]:
+    """Labels and lengths of the segments; those that are cut are all the same."""
+    return tuple((segment.label, min(segment.length, _KEPT + 1)) for segment in stage)
 
 
 def _boundary(segment: Segment) -> Boundary:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import comb
@@ -25,10 +25,10 @@ _ROUNDING = 1e-9  # share of a time
 
 @dataclass(frozen=True)
 class StageBounds:
-    """Bounds of one configuration; ``waiting``: what waits on each stage."""
+    """Bounds of one configuration; ``waiting``: what waits on each stage, which long schedules take a while to tell."""
 
     times: StepTimes
-    waiting: Sequence[Waiting]
+    waiting: Callable[[], Sequence[Waiting]]
 
     def bound_s(self, limit: float) -> float:
         """Seconds that no choice within ``limit`` bytes a rank beats: all ranks busy, one micro-batch in flight."""
@@ -43,7 +43,7 @@ class StageBounds:
         if self._may_try_cuts:
             return max(self.bound_s(limit), self._quickest_s)
         chain = self.times.chain
-        share_s = self._relaxed_s(limit, self.waiting) / self.times.num_ranks
+        share_s = self._relaxed_s(limit, self.waiting()) / self.times.num_ranks
         if not np.isfinite(share_s):
             return float(np.inf)
         most_s = slowest_s(chain, balanced(chain.fastest, self.times.num_ranks), range(self.times.num_ranks))

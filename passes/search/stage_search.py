@@ -108,7 +108,7 @@ class StageSearch:
 
     @cached_property
     def _bounds(self) -> StageBounds:
-        return StageBounds(self.times, self._waiting)
+        return StageBounds(self.times, lambda: self._waiting)
 
     def run(self, budget: float) -> StageChoice | None:
         """The fastest choice whose estimated memory is within ``budget`` bytes on every rank, or None.
