@@ -44,6 +44,9 @@ CASES = (
     Case("llama", PIPELINE, "1f1b", 4, 8),
     Case("gpt2", PIPELINE, "zb_h1", 4, 8),
     Case("gpt2", ("pipeline", "data"), "zbv", 4, 4),
+    Case("llama", ZERO, "1f1b", 2, 4, keep_gathered=True, mixed=True),
+    Case("llama", ("pipeline", "data"), "1f1b", 2, 4, recompute=True, mixed=True),
+    Case("gpt2", ("pipeline", "tensor"), "zb_h1", 2, 4, mixed=True),
 )
 
 
@@ -77,6 +80,7 @@ def table_of(cases: Sequence[Case], found: Sequence[Sequence[Peak]]) -> Table:
         table.add_column(heading, justify="right" if number else "left", no_wrap=True)
     for case, peaks in zip(cases, found, strict=True):
         keeps = "recompute" if case.recompute else "all, gathered" if case.keep_gathered else "all"
+        keeps += ", mixed" if case.mixed else ""
         cells = [case.model, " · ".join(case.roles), keeps, case.schedule, str(case.stages), str(case.microbatches)]
         distinct = list(dict.fromkeys(peaks))
         for peak in distinct:

@@ -15,6 +15,7 @@ from demo_task import update
 from tensor_memory import TensorMemory, held_tensors
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import galvatron_fx as gfx
 from galvatron_fx.api import capture, lower
@@ -30,7 +31,7 @@ BATCH, SEQUENCE, VOCABULARY, HIDDEN, LAYERS, HEADS = 16, 64, 512, 128, 6, 4
 @dataclass(frozen=True)
 class Case:
     """A plan to measure: ``roles`` of the two mesh axes of all blocks, outermost first, what the blocks keep, and the
-    schedule.
+    schedule. ``mixed``: computes in bfloat16 and reduces gradients in float32.
     """
 
     model: str
@@ -40,12 +41,17 @@ class Case:
     microbatches: int
     recompute: bool = False
     keep_gathered: bool = False
+    mixed: bool = False
 
     def plan(self) -> gfx.Plan:
         """The plan for every block alike."""
         pipelining = Pipelining(self.stages, self.microbatches, self.schedule)
         kept = {"recompute": self.recompute, "keep_gathered": self.keep_gathered}
         return gfx.Plan.uniform((2, 2), self.roles, pipelining=pipelining, **kept)
+
+    def policy(self) -> MixedPrecisionPolicy | None:
+        """The policy of mixed precision."""
+        return MixedPrecisionPolicy(torch.bfloat16, torch.float32) if self.mixed else None
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,7 @@ def new_batch() -> dict[str, torch.Tensor]:
 def measure(case: Case, mesh: DeviceMesh) -> Peak:
     """Predict this rank's peak, and measure it on the third step, when the optimizer has its states."""
     model, batch, plan = MODELS[case.model](), new_batch(), case.plan()
-    compiled = gfx.compile(model, mesh, batch, plan=plan)
+    compiled = gfx.compile(model, mesh, batch, plan=plan, mixed_precision=case.policy())
     optimizer = torch.optim.AdamW(compiled.parameters())
     for _ in range(2):
         compiled.forward_backward(**batch)
@@ -115,13 +121,20 @@ def measure(case: Case, mesh: DeviceMesh) -> Peak:
         update(compiled, optimizer)
     program: Any = compiled._compiled()
     assert isinstance(program, StagedProgram)
-    return Peak(predict(model, batch, plan, mesh)[program.pipeline.rank], memory.peak_bytes)
+    predicted = predict(model, batch, plan, mesh, case.policy())
+    return Peak(predicted[program.pipeline.rank], memory.peak_bytes)
 
 
-def predict(model: nn.Module, batch: dict[str, torch.Tensor], plan: gfx.Plan, mesh: DeviceMesh) -> tuple[int, ...]:
+def predict(
+    model: nn.Module,
+    batch: dict[str, torch.Tensor],
+    plan: gfx.Plan,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy | None,
+) -> tuple[int, ...]:
     """The predicted peak of every pipeline rank, bytes."""
     cluster = gfx.Cluster.from_mesh(mesh)
-    lowered = lower(capture(model, batch), plan, cluster)
+    lowered = lower(capture(model, batch, mixed_precision=policy), plan, cluster)
     assert isinstance(lowered, LoweredStages)
     pipeline = plan.num_pipeline_ranks
     axes = [cluster.axes[axis] for axis in plan.pipeline_axes]

@@ -28,8 +28,10 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from cost_models.curve_time import collective_curve_s
 from galvatron_fx.errors import ClusterError, InputError
 from galvatron_fx.ir.cluster import Axis
+from galvatron_fx.ir.curves import CollectiveCurve
 
 __all__ = [
     "all_gather_s",
@@ -128,17 +130,55 @@ _KINDS = {
     "all_gather": all_gather_s,
     "reduce_scatter": reduce_scatter_s,
     "all_to_all": all_to_all_s,
+    "send_recv": send_recv_s,
 }
 
 
 def collective_s(kind: str, size_bytes: Amount, axes: Sequence[Axis]) -> Amount:
-    """Return the seconds of "all_reduce", "all_gather", "reduce_scatter" or "all_to_all"; InputError for another kind.
+    """Return the seconds of a collective of :data:`galvatron_fx.ir.curves.COLLECTIVE_KINDS`, as measured if it was.
 
-    ``size_bytes`` means what it means in the function of that name: the full tensor.
+    ``size_bytes`` means what it means in the function of that name: the full tensor. InputError for another kind.
     """
     if kind not in _KINDS:
         raise InputError(f"there is no price for the collective '{kind}'; use one of {', '.join(_KINDS)}")
-    return _KINDS[kind](size_bytes, axes)
+    if not any(axis.curves for axis in axes):
+        return _KINDS[kind](size_bytes, axes)
+    size, groups = _checked(size_bytes, axes)
+    seconds = _measured(kind, size, groups)
+    return _KINDS[kind](size_bytes, axes) if seconds is None else _finish(seconds, size_bytes)
+
+
+def _measured(kind: str, size: Array, groups: Sequence[Axis]) -> Array | None:
+    """What curves say: one over all axes, or one an axis, each on what the faster ones leave; None without."""
+    if not groups:
+        return np.zeros_like(size)
+    whole = _curve(kind, groups)
+    if whole is not None:
+        return collective_curve_s(whole, size)
+    curves = [_curve(kind, [axis]) for axis in groups]
+    seconds = np.zeros_like(size)
+    for axis, curve in zip(groups, curves, strict=True):
+        if curve is None:
+            return None
+        if kind == "send_recv":
+            seconds = np.maximum(seconds, collective_curve_s(curve, size))
+        elif kind == "all_to_all":
+            others = math.prod(other.size for other in groups) / axis.size
+            seconds = seconds + collective_curve_s(curve, size / others)
+        else:
+            seconds = seconds + collective_curve_s(curve, size)
+            size = size / axis.size
+    return seconds
+
+
+def _curve(kind: str, axes: Sequence[Axis]) -> CollectiveCurve | None:
+    """The curve of ``kind`` over exactly these axes."""
+    names = tuple(sorted(axis.name for axis in axes))
+    for axis in axes:
+        for curve in axis.curves:
+            if curve.kind == kind and curve.axes == names:
+                return curve
+    return None
 
 
 def _checked(size_bytes: float | Array, axes: Sequence[Axis]) -> tuple[Array, list[Axis]]:

@@ -24,10 +24,12 @@ import torch
 from numpy.typing import NDArray
 from torch._ops import OpOverload
 
+from cost_models.curve_time import operator_curve_s
 from galvatron_fx.errors import InputError
 from galvatron_fx.ir.cluster import Device
+from galvatron_fx.ir.curves import OperatorCurve
 
-__all__ = ["FREE", "Dim", "OpCost", "TensorFacts", "is_matmul", "op_cost", "op_time_s"]
+__all__ = ["FREE", "Dim", "OpCost", "TensorFacts", "is_matmul", "kind_of", "op_cost", "op_time_s", "price_class"]
 
 Dim: TypeAlias = int | sympy.Expr
 Array = NDArray[np.float64]
@@ -100,11 +102,42 @@ def is_matmul(target: Callable[..., Any]) -> bool:
     return name in _LEFT_MATRIX or name in _GROUPED or name in _CONVOLUTIONS or name == "einsum" or _is_attention(name)
 
 
-def op_time_s(cost: OpCost, dtype: torch.dtype | str, device: Device, is_matmul: bool) -> float | Array:
-    """Return the seconds of an operator on ``device``: the roofline, plus the overhead of a launch.
+def kind_of(target: Callable[..., Any]) -> str:
+    """Name the kind of operator that has a price of its own, where prices are measured.
 
-    max(flops / attainable flops a second, bytes / attainable bytes a second): Williams, Waterman & Patterson 2009,
-    Roofline: an insightful visual performance model. ``dtype`` is what is computed in. Matrix products reach
+    "matmul" for products of matrices, "attention" and "attention_backward" for its fused kernels, else the operator's
+    name without namespace and overload, in-place or not.
+    """
+    name = _name(target)
+    if name in _LEFT_MATRIX or name in _GROUPED or name == "einsum":
+        return "matmul"
+    if _is_attention(name):
+        return "attention_backward" if name.endswith("_backward") else "attention"
+    return name.removesuffix("_") if not name.startswith("_") else name
+
+
+_MATMUL_KINDS = {"matmul", "attention", "attention_backward"}
+
+
+def price_class(device: Device, dtype: str, kind: str) -> str:
+    """Return the kind that operators of ``kind`` are priced as on ``device``; equal ones can be priced together.
+
+    A kind that was measured is its own class. Kinds of matrix products that were not are "matmul", and all others
+    "copy" or "pointwise", whether they only move data or also compute.
+    """
+    if _curve(device, kind, dtype) is not None:
+        return kind
+    if kind in _MATMUL_KINDS or kind in _CONVOLUTIONS:
+        return "matmul"
+    return "copy" if kind in _MOVES else "pointwise"
+
+
+def op_time_s(cost: OpCost, dtype: torch.dtype | str, device: Device, kind: str) -> float | Array:
+    """Return the seconds of an operator on ``device``: as measured, else the roofline plus the overhead of a launch.
+
+    ``kind``: as :func:`kind_of` or :func:`price_class` says; ``dtype``: what is computed in. Without a
+    curve measured for it, max(flops / attainable flops a second, bytes / attainable bytes a second): Williams,
+    Waterman & Patterson 2009, Roofline: an insightful visual performance model. Matrix products reach
     ``matmul_efficiency`` of the peak of their dtype; others at most the rate of float32, as tensor cores do not serve
     them. ``cost`` holds numbers, or arrays of one shape, and so do the seconds. What costs nothing takes no time.
 
@@ -119,15 +152,28 @@ def op_time_s(cost: OpCost, dtype: torch.dtype | str, device: Device, is_matmul:
         raise InputError(
             f"{cost} holds symbols; evaluate it at sizes (sympy.lambdify) before asking its time"
         ) from None
-    rate = device.flops_per_s(str(dtype))
-    if is_matmul:
+    name = str(dtype).removeprefix("torch.")
+    asked = price_class(device, name, kind)
+    curve = _curve(device, asked, name)
+    seconds = operator_curve_s(curve, flops, moved) if curve else _roofline_s(flops, moved, name, device, asked)
+    return seconds if seconds.ndim else float(seconds)
+
+
+def _curve(device: Device, kind: str, dtype: str) -> OperatorCurve | None:
+    """The curve of a kind: of its own dtype, or, as only products of matrices depend on more than bytes, of any."""
+    found = device.curve(kind, dtype)
+    return found if found or kind in _MATMUL_KINDS or kind in _CONVOLUTIONS else device.curve(kind)
+
+
+def _roofline_s(flops: Array, moved: Array, dtype: str, device: Device, kind: str) -> Array:
+    rate = device.flops_per_s(dtype)
+    if kind == "matmul":
         rate *= device.matmul_efficiency
     else:
         rate = min(rate, dict(device.peak_flops).get("float32", rate))
     compute_s = flops / rate
     memory_s = moved / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
-    seconds = np.where(flops + moved > 0, np.maximum(compute_s, memory_s) + device.launch_overhead_s, 0.0)
-    return seconds if seconds.ndim else float(seconds)
+    return np.where(flops + moved > 0, np.maximum(compute_s, memory_s) + device.launch_overhead_s, 0.0)
 
 
 def _product(sizes: Iterable[Dim]) -> Dim:

@@ -24,7 +24,16 @@ from typing import NamedTuple
 from galvatron_fx.errors import InputError
 from galvatron_fx.ir.schedule import Action, Schedule
 
-__all__ = ["ScheduleReport", "Span", "Waiting", "in_flight_counts", "peak_bytes", "simulate_schedule", "waiting_counts"]
+__all__ = [
+    "ScheduleReport",
+    "Span",
+    "Waiting",
+    "action_times",
+    "in_flight_counts",
+    "peak_bytes",
+    "simulate_schedule",
+    "waiting_counts",
+]
 
 Waiting = tuple[tuple[int, int], ...]
 """Numbers of micro-batches that wait for input gradients and, after these, for weight gradients, at some moments."""
@@ -125,6 +134,22 @@ def simulate_schedule(
 
     Raises InputError for too many, too few, negative or infinite times, and PlanError for a schedule that cannot run.
     """
+    amounts = forward_s, input_grad_s, weight_grad_s, send_forward_s, send_backward_s
+    return _run(schedule, *action_times(schedule, *amounts))
+
+
+def action_times(
+    schedule: Schedule,
+    forward_s: Sequence[float],
+    input_grad_s: Sequence[float],
+    weight_grad_s: Sequence[float],
+    send_forward_s: Sequence[float],
+    send_backward_s: Sequence[float],
+) -> tuple[list[float], list[float]]:
+    """Return by ``Step.slot`` the seconds of each action, and of the transfer before it.
+
+    Takes and raises what :func:`simulate_schedule` does.
+    """
     stages = schedule.num_stages
     compute = {"forward_s": forward_s, "input_grad_s": input_grad_s, "weight_grad_s": weight_grad_s}
     transfer = {"send_forward_s": send_forward_s, "send_backward_s": send_backward_s}
@@ -138,7 +163,7 @@ def simulate_schedule(
         for forward, inputs, weights in zip(forward_s, input_grad_s, weight_grad_s, strict=True)
         for seconds in (forward, inputs + weights, inputs, weights)
     ]
-    return _run(schedule, time, delay)
+    return time, delay
 
 
 def in_flight_counts(schedule: Schedule) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
@@ -13,12 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from galvatron_fx.errors import InputError, PlanError
 from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.pass_dump import OnPass, dumping
 from galvatron_fx.ir.placement import Placement
 from galvatron_fx.ir.plan import Plan
+from galvatron_fx.ir.precision import checked_policy, policy_of
 from galvatron_fx.ir.progress import CAPTURE, Observer
 from galvatron_fx.ir.strategy import ROLES, SEARCHED_ROLES, Strategy, original_name
 from galvatron_fx.ir.units import parse_bytes
+from galvatron_fx.profiling.machine import warn_if_stale
 from galvatron_fx.runtime.agreement import agreed
+from galvatron_fx.runtime.backends import Backend, new_backend
 from galvatron_fx.runtime.binding import Binder, StageBinder
 from galvatron_fx.runtime.materialize import materialize
 from galvatron_fx.runtime.module import DistributedGraphModule
@@ -34,17 +38,27 @@ from passes.search.configurations import Pins
 from passes.search.plan_search import SearchOptions, search_plan
 from passes.search.record import Watch
 
-OnPass = Callable[[str, fx.GraphModule], None]
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
 Constraints = Mapping[str, Strategy | Sequence[str]]
 
 
-def capture(model: nn.Module, example_inputs: ExampleInputs, *, on_pass: OnPass | None = None) -> fx.GraphModule:
+def capture(
+    model: nn.Module,
+    example_inputs: ExampleInputs,
+    *,
+    mixed_precision: MixedPrecisionPolicy | None = None,
+    on_pass: OnPass | None = None,
+) -> fx.GraphModule:
     """Trace ``model`` into one blocked joint graph of forward and backward, without weight memory.
 
-    ``example_inputs``: the global batch, a dict of keyword arguments or a tuple, real or meta tensors. Raises
-    CaptureError for control flow that depends on values, InputError for inputs that do not fit.
+    ``example_inputs``: the global batch, a dict of keyword arguments or a tuple, real or meta tensors;
+    ``mixed_precision``: see :func:`plan`. Raises CaptureError for control flow that depends on values, InputError for
+    inputs that do not fit and for a policy with other dtypes than floating-point ones.
     """
-    return Frontend(on_pass).run(model, example_inputs)
+    policy = checked_policy(mixed_precision)
+    return Frontend(dumping(on_pass), policy=policy).run(model, example_inputs)
 
 
 def plan(
@@ -60,6 +74,7 @@ def plan(
     num_microbatches: int | None = None,
     schedule: str | None = None,
     search_seconds: float | None = None,
+    mixed_precision: MixedPrecisionPolicy | None = None,
     progress: Observer | None = None,
     on_pass: OnPass | None = None,
 ) -> Plan:
@@ -73,6 +88,7 @@ def plan(
     ``num_stages``, ``num_microbatches``, ``schedule`` (one of :data:`galvatron_fx.ir.schedule.SCHEDULES`): pinned, or
     searched where None;
     ``search_seconds``: when to take the best plan found so far, at the next configuration (its ``notes`` say so);
+    ``mixed_precision``: a ``torch.distributed.fsdp.MixedPrecisionPolicy``, the dtypes to compute and to reduce in;
     ``progress``: called with every :class:`galvatron_fx.ir.progress.Progress`.
 
     The plan's ``report`` says why it was chosen. Raises BudgetError, with the least feasible budget and its plan, where
@@ -81,7 +97,7 @@ def plan(
     """
     watch = Watch(progress)
     with watch.phase(CAPTURE):
-        graph = capture(model, example_inputs, on_pass=on_pass)
+        graph = capture(model, example_inputs, mixed_precision=mixed_precision, on_pass=on_pass)
     options = search_options(
         cluster,
         memory_budget=memory_budget,
@@ -136,6 +152,7 @@ def compile(
     num_microbatches: int | None = None,
     schedule: str | None = None,
     search_seconds: float | None = None,
+    mixed_precision: MixedPrecisionPolicy | None = None,
     backend: str = "eager",
     seed: int = 0,
     progress: Observer | None = None,
@@ -147,13 +164,13 @@ def compile(
     without it the model is traced at its first call. ``cluster`` describes the machine for prices (default:
     :meth:`Cluster.from_mesh`); the other options are those of :func:`plan`; with ``search_seconds`` rank 0 searches for
     all. ``seed``: of dropout, and of the initial
-    weights of a model on the meta device. ``backend``: "eager" runs the graphs as they are.
+    weights of a model on the meta device. ``backend``: "eager" runs the graphs as they are, "inductor" compiles what
+    each distinct layer block does, once, at the first step (see docs/backends.md).
 
     Every rank calls it alike; they compare their plans before anything runs. Raises what :func:`plan` raises, PlanError
     where the plan does not fit model or mesh or differs between ranks.
     """
-    if backend != "eager":
-        raise InputError(f"backend is {backend!r}: the one backend is 'eager'")
+    runs = new_backend(backend, mesh.device_type)
     search = {
         "memory_budget": memory_budget,
         "roles": tuple(roles),
@@ -164,7 +181,11 @@ def compile(
         "schedule": schedule,
         "search_seconds": search_seconds,
     }
-    options = _CompileOptions(mesh, cluster or Cluster.from_mesh(mesh), search, plan, seed, progress, on_pass)
+    if cluster is not None:
+        warn_if_stale(cluster, mesh)
+    machine = cluster or Cluster.from_mesh(mesh)
+    policy = checked_policy(mixed_precision)
+    options = _CompileOptions(mesh, machine, search, plan, policy, runs, seed, progress, on_pass)
     if example_inputs is None:
         from galvatron_fx.runtime.lazy import LazyDistributedGraphModule
 
@@ -180,6 +201,8 @@ class _CompileOptions:
     cluster: Cluster
     search: Mapping[str, Any]
     plan: Plan | None
+    mixed_precision: MixedPrecisionPolicy | None
+    backend: Backend
     seed: int
     progress: Observer | None
     on_pass: OnPass | None
@@ -210,17 +233,24 @@ def _chosen(model: nn.Module, inputs: FlatInputs, options: _CompileOptions) -> t
                 f"the cluster has {cluster.num_devices} devices, the mesh {options.mesh.size()}: describe its machine"
             )
         with watch.phase(CAPTURE):
-            return Frontend(options.on_pass).run(model, inputs)
+            return capture(model, inputs, mixed_precision=options.mixed_precision, on_pass=options.on_pass)
 
     def choose(graph: fx.GraphModule) -> Plan:
-        return options.plan or search_plan(graph, cluster, search_options(cluster, **options.search), watch)
+        if options.plan is not None:
+            return options.plan.with_precision(options.mixed_precision)
+        return search_plan(graph, cluster, search_options(cluster, **options.search), watch)
 
     def check(graph: fx.GraphModule, chosen: Plan) -> None:
-        chosen.check(graph_fingerprint(graph), fingerprints(graph), cluster.shape)
-        check_batch(chosen, graph)
+        check_plan(chosen, graph, cluster)
 
     is_timed = options.plan is None and options.search["search_seconds"] is not None
     return agreed(prepare, choose, check, first_decides=is_timed)
+
+
+def check_plan(plan: Plan, graph: fx.GraphModule, cluster: Cluster) -> None:
+    """Refuse a plan for another model, mesh, batch or precision. Raises PlanError naming what differs."""
+    plan.check(graph_fingerprint(graph), fingerprints(graph), cluster.shape, policy_of(graph))
+    check_batch(plan, graph)
 
 
 def check_batch(plan: Plan, graph: fx.GraphModule) -> None:
@@ -258,8 +288,8 @@ class _Builder:
         """Lower ``graph`` and make what binds it, and further graphs of the model, to this rank."""
         lowered = self.lower(graph)
         if isinstance(lowered, LoweredStages):
-            return StageBinder.build(self.options.mesh, self.options.cluster, self.plan, lowered)
-        return Binder.build(self.options.mesh, self.options.cluster, lowered)
+            return StageBinder.build(self.options.mesh, self.options.cluster, self.plan, lowered, self.options.backend)
+        return Binder.build(self.options.mesh, self.options.cluster, lowered, self.options.backend)
 
     def compiler(self, binder: Binder | StageBinder) -> Callable[[FlatInputs, bool], Program | StagedProgram]:
         """A function that compiles the model for other inputs, or for evaluation, on the parameters as they lie."""
@@ -267,7 +297,8 @@ class _Builder:
         placements = binder.placements()
 
         def compile_inputs(inputs: FlatInputs, training: bool) -> Program | StagedProgram:
-            graph = Frontend(self.options.on_pass).run(skeleton.train(training), inputs)
+            policy, on_pass = self.options.mixed_precision, self.options.on_pass
+            graph = capture(skeleton.train(training), inputs, mixed_precision=policy, on_pass=on_pass)
             return binder.bind(self.lower(graph, placements, training))
 
         return compile_inputs
@@ -284,8 +315,9 @@ def lower(
 ) -> Lowered | LoweredStages:
     """Lower a captured graph by a plan: forward and backward, or the tasks of every stage."""
     blocks = num_blocks(graph)
-    strategies = [_on_cluster(strategy, cluster) for strategy in expand(plan, blocks)]
+    strategies = strategies_on(plan, cluster, blocks)
     held = {} if cache is None else cache
+    on_pass = dumping(on_pass)
     if plan.pipelining.is_trivial:
         return Lower(strategies, cluster, held, fixed or {}, on_pass).run(graph)
     planned = blocks if plan.is_wildcard else len(plan.blocks)
@@ -293,6 +325,11 @@ def lower(
     count = plan.pipelining.num_microbatches
     stages = LowerStages(strategies, cuts, count, cluster, held, fixed or {}, on_pass, keep_outputs=not training)
     return stages.run(graph)
+
+
+def strategies_on(plan: Plan, cluster: Cluster, count: int) -> list[Strategy]:
+    """A strategy for each of ``count`` blocks, with a role for every axis of the cluster."""
+    return [_on_cluster(strategy, cluster) for strategy in expand(plan, count)]
 
 
 def _on_cluster(strategy: Strategy, cluster: Cluster) -> Strategy:

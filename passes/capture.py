@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
@@ -24,6 +24,7 @@ from galvatron_fx.ir.annotations import (
     set_signature,
     signature,
 )
+from galvatron_fx.ir.precision import Precision, set_precision
 from galvatron_fx.ir.symbols import fit_symbols
 from galvatron_fx.ir.torch_compat import export_joint, module_of, new_fake_mode, pytree
 from passes.clean_graph import CleanGraph
@@ -33,6 +34,9 @@ from passes.find_repeats import Repeat, find_repeats
 from passes.flat_inputs import ExampleInputs, FlatInputs
 from passes.repeat_layers import RepeatLayers
 from passes.trace_errors import explained
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 __all__ = ["Capture", "ExampleInputs", "FlatInputs"]
 
@@ -48,6 +52,8 @@ class Capture:
     in ``b`` and ``s`` (see :mod:`galvatron_fx.ir.symbols`).
     ``share_layers``: trace a few of a stack of equal layers and copy them, which gives the graph of the whole trace
     in a fraction of its time (see :mod:`passes.find_repeats` and :mod:`passes.repeat_layers`).
+    ``policy``: the model sees parameters and inputs in the dtype that it is to compute in, as if they had been cast
+    before its forward; :class:`passes.mixed_precision.MixedPrecision` writes the casts of parameters down.
 
     If the model returns a scalar that needs gradients (its loss), that scalar alone is differentiable, and the
     other outputs (logits, hidden states) are returned detached; a model without such a scalar keeps every floating
@@ -56,6 +62,7 @@ class Capture:
 
     symbolic: bool = True
     share_layers: bool = True
+    policy: MixedPrecisionPolicy | None = None
 
     def run(self, model: nn.Module, example_inputs: ExampleInputs) -> fx.GraphModule:
         """Capture ``model`` on ``example_inputs`` (a dict of keyword arguments, a tuple or one tensor; the global
@@ -82,7 +89,7 @@ class Capture:
 
     def _with_shared_layers(self, model: nn.Module, inputs: FlatInputs) -> fx.GraphModule:
         """Trace each stack of equal layers once; again with shorter stacks where the traced layers turn out unlike."""
-        repeats = find_repeats(model, inputs)
+        repeats = find_repeats(model, inputs, self.policy)
         while True:
             try:
                 return self._captured(model, inputs, repeats)
@@ -91,17 +98,28 @@ class Capture:
                 repeats = tuple(repeat for repeat in tried if repeat is not None)
 
     def _captured(self, model: nn.Module, inputs: FlatInputs, repeats: tuple[Repeat, ...]) -> fx.GraphModule:
-        graph = _trace(model, inputs, inputs.shapes, repeats)
+        def trace(shapes: Sequence[tuple[int, ...]]) -> fx.GraphModule:
+            return _trace(model, inputs, shapes, repeats, self.policy)
+
+        graph = trace(inputs.shapes)
         if self.symbolic:
-            fit_symbols(graph, inputs.shapes, inputs.dtypes, lambda shapes: _trace(model, inputs, shapes, repeats))
+            fit_symbols(graph, inputs.shapes, inputs.dtypes, trace)
+        if self.policy is not None:
+            own = dict(model.named_parameters(remove_duplicate=False))
+            dtypes = {name: p.dtype for name, p in own.items() if p.is_floating_point()}
+            set_precision(graph, Precision(self.policy, dtypes))
         return RepeatLayers(repeats).run(CleanGraph().run(graph))
 
 
 def _trace(
-    model: nn.Module, inputs: FlatInputs, shapes: Sequence[tuple[int, ...]], repeats: tuple[Repeat, ...]
+    model: nn.Module,
+    inputs: FlatInputs,
+    shapes: Sequence[tuple[int, ...]],
+    repeats: tuple[Repeat, ...],
+    policy: MixedPrecisionPolicy | None,
 ) -> fx.GraphModule:
     mode = new_fake_mode()
-    flat = FlatModel(model, inputs)
+    flat = FlatModel(model, inputs, policy)
     args = flat.fake_arguments(shapes, mode)
     cut = {module: forward for repeat in repeats for module, forward in repeat.cut.items()}
     units = {
@@ -110,7 +128,7 @@ def _trace(
         for at, unit in enumerate(repeat.kept)
         for call in unit
     }
-    with fake_weights(model, mode), module_names(flat, units), passing_through(cut):
+    with fake_weights(model, mode, policy), module_names(flat, units), passing_through(cut):
         try:
             graph = export_joint(flat, args, mode)
         except Exception as error:

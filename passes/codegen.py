@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import TensorSpec, facts, set_facts
+from galvatron_fx.ir.precision import cast_gradient, cast_parameter
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -101,8 +102,8 @@ class _Writer:
         """What the collective makes."""
         return facts(self.like).spec.shape
 
-    def __call__(self, shape: Shape, target: Callable[..., Any], *args: Any) -> fx.Node:
-        node = self.graph.call_function(target, args)
+    def __call__(self, shape: Shape, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
         record = facts(self.like)
         set_facts(node, record.having(specs=(TensorSpec(shape, record.spec.dtype),)))
         return node
@@ -134,7 +135,7 @@ def _wait_late(graph: fx.Graph) -> None:
         source, *held = node.args
         until = [*node.users] or [node.next]
         if held and node.target is finished:
-            until += [other for other in (following.get(source.target),) if other is not None]  # type: ignore[union-attr]
+            until += [other for other in (following.get(source.target),) if other is not None]
         later = min(until, key=place.__getitem__)
         if node.next is not later:
             later.prepend(node)
@@ -197,6 +198,11 @@ def _bind_only_first(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Node
     return write(write.shape, aten.zeros_like.default, x)
 
 
+def _bind_cast(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Node:
+    x, dtype = node.args
+    return write(write.shape, aten._to_copy.default, x, dtype=dtype)
+
+
 _BINDERS: dict[Any, Callable[[Codegen, _Writer, fx.Node], fx.Node]] = {
     c.all_reduce: _bind_all_reduce,
     c.all_gather: _bind_all_gather,
@@ -205,4 +211,6 @@ _BINDERS: dict[Any, Callable[[Codegen, _Writer, fx.Node], fx.Node]] = {
     c.shard: _bind_shard,
     c.local_index: _bind_local_index,
     c.only_first: _bind_only_first,
+    cast_parameter: _bind_cast,
+    cast_gradient: _bind_cast,
 }

@@ -5,33 +5,40 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.modules.module as module_hooks
 from torch import nn
 
+from galvatron_fx.ir.precision import computed_in
 from galvatron_fx.ir.torch_compat import FakeTensorMode, annotate_module, pytree
 from passes.flat_inputs import FlatInputs, flatten
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 ROOT = "module"
 
 
 class FlatModel(nn.Module):
-    """The model with flat tensors in and out; remembers how its outputs were nested."""
+    """The model with flat tensors in and out, cast as ``policy`` says; remembers how its outputs were nested."""
 
-    def __init__(self, model: nn.Module, inputs: FlatInputs) -> None:
+    def __init__(self, model: nn.Module, inputs: FlatInputs, policy: MixedPrecisionPolicy | None = None) -> None:
         super().__init__()
         self.module = model
         self._inputs = inputs
+        self._inputs_as = policy.param_dtype if policy is not None and policy.cast_forward_inputs else None
+        self._outputs_as = policy.output_dtype if policy is not None else None
         self.output_spec: Any = None
         self.output_leaves: list[Any] = []
         self.loss: int | None = None
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Call the model; see :class:`passes.capture.Capture` for which outputs stay differentiable."""
-        args, kwargs = self._inputs.call(tensors)
+        args, kwargs = self._inputs.call([_cast(tensor, self._inputs_as) for tensor in tensors])
         leaves, self.output_spec = flatten(self.module(*args, **kwargs))
+        leaves = [_cast(leaf, self._outputs_as) for leaf in leaves]
         outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self.output_leaves = [_plain(leaf) for leaf in leaves]
         self.loss = next((i for i, out in enumerate(outputs) if out.dim() == 0 and out.requires_grad), None)
@@ -46,6 +53,12 @@ class FlatModel(nn.Module):
                 torch.empty(shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
                 for shape, tensor in zip(shapes, self._inputs.tensors, strict=True)
             ]
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    """``value`` in ``dtype`` if it is a tensor of floating-point numbers."""
+    floats = dtype is not None and isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(dtype) if floats else value
 
 
 def _plain(leaf: Any) -> tuple[bool, Any]:
@@ -85,15 +98,20 @@ def passing_through(cut: Mapping[nn.Module, PassThrough]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def fake_weights(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
-    """Put fake CPU tensors in place of the parameters and buffers, sharing what is shared, and put them back."""
+def fake_weights(model: nn.Module, mode: FakeTensorMode, policy: MixedPrecisionPolicy | None = None) -> Iterator[None]:
+    """Put fake CPU tensors in place of the parameters and buffers, sharing what is shared, and put them back.
+
+    Parameters have the dtype that ``policy`` computes in; buffers stay as they are.
+    """
     fakes: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in fakes:
+            is_parameter = isinstance(tensor, nn.Parameter)
+            dtype = computed_in(policy, tensor.dtype) if is_parameter else tensor.dtype
             with mode:
-                empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-            if isinstance(tensor, nn.Parameter):
+                empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
+            if is_parameter:
                 empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
             fakes[id(tensor)] = empty
         return fakes[id(tensor)]

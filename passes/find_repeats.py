@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -14,6 +14,9 @@ from passes.describe_calls import Description, calls_of, describe, program, stat
 from passes.fake_model import FlatModel, PassThrough, fake_weights, passing_through
 from passes.flat_inputs import FlatInputs
 from passes.record_calls import CallRecorder, Leaf, RecordedCall
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 _KEPT = 3  # the first, the last but one and the last: see passes.repeat_layers
 _LEAST_CUT = 2  # units: fewer do not pay for finding them
@@ -50,7 +53,9 @@ class Repeat:
         return self.units[1:-2]
 
 
-def find_repeats(model: nn.Module, inputs: FlatInputs) -> tuple[Repeat, ...]:
+def find_repeats(
+    model: nn.Module, inputs: FlatInputs, policy: MixedPrecisionPolicy | None = None
+) -> tuple[Repeat, ...]:
     """Find stacks of equal layers: a chain of calls of different modules that do the same with parameters of their own.
 
     Two forward runs on fake tensors: of the model, and of the model with the repeated layers left out, which must do
@@ -58,7 +63,7 @@ def find_repeats(model: nn.Module, inputs: FlatInputs) -> tuple[Repeat, ...]:
     parameter, a value that is used elsewhere) shows in the operators, in their wiring or in who uses what they make.
     """
     mode = new_fake_mode()
-    flat = FlatModel(model, inputs)
+    flat = FlatModel(model, inputs, policy)
     args = flat.fake_arguments(inputs.shapes, mode)
 
     keys: dict[Any, int] = {}
@@ -69,7 +74,7 @@ def find_repeats(model: nn.Module, inputs: FlatInputs) -> tuple[Repeat, ...]:
             flat(*args)
         return recorder
 
-    with fake_weights(model, mode):
+    with fake_weights(model, mode, policy):
         whole = recorded({})
         if whole.has_custom_backward:
             return ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import fx, nn
 
@@ -17,6 +17,10 @@ from passes.fold_causal_masks import FoldCausalMasks
 from passes.functional_random import FunctionalRandom
 from passes.locate_batch import LocateBatch
 from passes.merge_duplicates import MergeDuplicates
+from passes.mixed_precision import MixedPrecision
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 class GraphPass(Protocol):
@@ -34,6 +38,7 @@ PASSES: tuple[tuple[GraphPass, str], ...] = (
     (Decompose(), "captured"),
     (LocateBatch(), "captured"),
     (FindBlocks(), "blocked"),
+    (MixedPrecision(), "blocked"),
     (MergeDuplicates(), "blocked"),
     (AnnotateCosts(), "annotated"),
 )
@@ -41,14 +46,18 @@ PASSES: tuple[tuple[GraphPass, str], ...] = (
 
 @dataclass(frozen=True)
 class Frontend:
-    """Capture a model and prepare its graph for pricing and sharding; ``on_pass(name, graph)`` sees every stage."""
+    """Capture a model and prepare its graph for pricing and sharding; ``on_pass(name, graph)`` sees every stage.
+
+    ``policy``: of mixed precision; None computes in the dtypes of the parameters.
+    """
 
     on_pass: Callable[[str, fx.GraphModule], None] | None = None
     passes: tuple[tuple[GraphPass, str], ...] = PASSES
+    policy: MixedPrecisionPolicy | None = None
 
     def run(self, model: nn.Module, example_inputs: ExampleInputs) -> fx.GraphModule:
         """Return the blocked joint graph. Raises what :class:`passes.capture.Capture` raises."""
-        graph = Capture().run(model, example_inputs)
+        graph = Capture(policy=self.policy).run(model, example_inputs)
         self._done("Capture", "captured", graph)
         for step, stage in self.passes:
             graph = step.run(graph)

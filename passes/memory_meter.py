@@ -84,9 +84,7 @@ class MemoryMeter:
             key = _key(tensor)
             if not self._live[key]:
                 self._held[key] = Storage(tensor.untyped_storage().nbytes(), kind)
-                self.bytes += self._held[key].size_bytes
-                if self.bytes > self._most_bytes:
-                    self.begin()
+                self._came(self._held[key])
             self._live[key] += 1
 
     def drop(self, value: Any) -> None:
@@ -97,8 +95,16 @@ class MemoryMeter:
                 continue
             self._live[key] -= 1
             if not self._live[key]:
-                self.bytes -= self._held.pop(key).size_bytes
+                self._went(self._held.pop(key))
                 del self._live[key]
+
+    def _came(self, storage: Storage) -> None:
+        self.bytes += storage.size_bytes
+        if self.bytes > self._most_bytes:
+            self.begin()
+
+    def _went(self, storage: Storage) -> None:
+        self.bytes -= storage.size_bytes
 
     def label(self, value: Any, kind: str) -> None:
         """Say what new storages turned out to be: what outlives a graph is no transient."""

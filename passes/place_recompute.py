@@ -10,6 +10,7 @@ from torch import fx
 from galvatron_fx.ir.annotations import facts, ports, set_facts
 from galvatron_fx.ir.collectives import all_gather
 from galvatron_fx.ir.op_call import input_nodes
+from galvatron_fx.ir.precision import cast_parameter
 from galvatron_fx.ir.strategy import Strategy
 from passes.clean_graph import eliminate_dead_code
 
@@ -21,8 +22,8 @@ class PlaceRecompute:
     Rewrite: ``h = gelu(x); ...; dx = gelu_backward(dy, x2(h))`` -> backward uses a copy ``h_again`` made right
     before its
     first use there. A block with ``recompute`` keeps only what enters it and what other blocks take from it; parameters
-    that were gathered for forward are gathered again unless ``keep_gathered``. Random masks are functions of a seed
-    (:mod:`passes.functional_random`), so the copy draws the same ones.
+    that were gathered (or cast) for forward are gathered again unless ``keep_gathered``. Random masks are functions of
+    a seed (:mod:`passes.functional_random`), so the copy draws the same ones.
 
     ``strategies``: one per block.
     """
@@ -67,11 +68,11 @@ def _leaves_block(node: fx.Node) -> bool:
 
 
 def _parameter_side(graph: fx.GraphModule) -> set[fx.Node]:
-    """Forward nodes made from parameters alone, behind a gather: whole parameters and views of them."""
+    """Forward nodes made from parameters alone, behind a gather or a cast: what is used of them, and views of it."""
     alone = made_of_parameters(graph)
     gathered: set[fx.Node] = set()
     for node in graph.graph.nodes:
-        behind = node.target is all_gather or any(source in gathered for source in input_nodes(node))
+        behind = node.target in (all_gather, cast_parameter) or any(source in gathered for source in input_nodes(node))
         if node in alone and behind:
             gathered.add(node)
     return gathered

@@ -31,6 +31,10 @@ class Ledger:
     _most_bytes: int = 0
     _holders: Counter[Storage] = field(default_factory=Counter)
 
+    def begin(self) -> None:
+        """Look for the most that is from here on."""
+        self.most, self._most_bytes = dict(self.now), self._bytes
+
     def hold(self, storages: Iterable[Storage]) -> None:
         """Count one holder more of each."""
         for storage in storages:

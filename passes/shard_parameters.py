@@ -11,6 +11,7 @@ from galvatron_fx.ir.annotations import NodeFacts, Port, TensorSpec, facts, outp
 from galvatron_fx.ir.collectives import all_gather, all_reduce, reduce_scatter, shard
 from galvatron_fx.ir.layout import Column
 from galvatron_fx.ir.placement import REPLICATE, Partial, Placement, Shard, fits, local_shape
+from galvatron_fx.ir.precision import cast_parameter
 from galvatron_fx.ir.strategy import original_name
 
 
@@ -72,16 +73,25 @@ class ShardParameters:
     def _gather_for_users(
         self, graph: fx.GraphModule, node: fx.Node, whole: NodeFacts, placement: Shard, index: int
     ) -> None:
-        """Gather for every block that uses the parameter; an output of the graph takes what the first use takes."""
+        """Gather for every block that uses the parameter; an output of the graph takes what the first use takes.
+
+        A block that casts it to a narrower dtype casts its share, and gathers that.
+        """
         users = [user for user in node.users if user.op == "call_function"]
         first = min(users, key={n: i for i, n in enumerate(graph.graph.nodes)}.__getitem__)
         for block in sorted({facts(user).block for user in users}):
             members = [user for user in users if facts(user).block == block]
-            gathered = self._gather(graph, node, whole, placement, index, members)
+            is_first, shard_of, record = first in members, node, whole
+            if all(_narrows(user) for user in members):
+                (shard_of,) = members
+                record, local = facts(shard_of), facts(node).spec
+                set_facts(shard_of, record.having(specs=(TensorSpec(local.shape, record.spec.dtype),)))
+                members = [user for user in shard_of.users if user.op == "call_function"]
+            gathered = self._gather(graph, shard_of, record, placement, index, members)
             for user in members:
-                user.replace_input_with(node, gathered)
-            if first in members:
-                graph.graph.output_node().replace_input_with(node, gathered)
+                user.replace_input_with(shard_of, gathered)
+            if is_first:
+                graph.graph.output_node().replace_input_with(shard_of, gathered)
 
     def _gather(
         self, graph: fx.GraphModule, node: fx.Node, whole: NodeFacts, placement: Shard, index: int, users: list[fx.Node]
@@ -125,6 +135,13 @@ class ShardParameters:
 
 def _local(spec: TensorSpec, placement: Shard, degree: int) -> TensorSpec:
     return TensorSpec(local_shape(placement, spec.shape, degree), spec.dtype)
+
+
+def _narrows(node: fx.Node) -> bool:
+    """Whether a node casts a parameter to fewer bytes."""
+    if node.target is not cast_parameter:
+        return False
+    return facts(node).spec.dtype.itemsize < facts(node.args[0]).spec.dtype.itemsize  # type: ignore[arg-type]
 
 
 def _owners(graph: fx.GraphModule) -> dict[fx.Node, int]:

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
 
+from cost_models.collectives import collective_s
 from cost_models.schedule_time import ScheduleReport, simulate_schedule
-from galvatron_fx.ir.annotations import TensorSpec
+from cost_models.shared_cores import simulate_sharing, slowdown_of
+from galvatron_fx.ir.annotations import TensorSpec, facts, ports
 from galvatron_fx.ir.cluster import Axis, Cluster
+from galvatron_fx.ir.layout import Layout
 from galvatron_fx.ir.predicted import BATCH, IDLE, TRANSFER, TRANSIENTS, UPDATE, Cause, MemoryUse, RankUse
 from galvatron_fx.ir.schedule import Schedule
+from galvatron_fx.ir.strategy import stood_for_name
 from galvatron_fx.ir.torch_compat import orders_with_transfers
 from passes.held_bytes import HeldBytes
 from passes.lower_stages import LoweredStages
@@ -22,19 +27,26 @@ from passes.task_memory import StageMemory
 StageTimes = Mapping[tuple[str, Cause], float]
 """Seconds of one stage by task and cause; the tasks "send" and "send_back" pass on what forward and backward made."""
 
+Replay = TypeVar("Replay", bound=RankReplay)
+
 _ROUNDING = 1e-12  # of a step
 _PER_MICROBATCH = ("forward", "input_grad", "weight_grad")
 _ONCE = ("start", "finish")
+_UPDATE = "update"  # the optimizer's, behind the schedule
 
 
 @dataclass(frozen=True)
 class StagesReport:
-    """One training step of all stages: when everything runs, and by pipeline rank what takes time and memory."""
+    """One training step of all stages: when everything runs, and by pipeline rank what takes time and memory.
+
+    ``sharing``: the device's, where ranks share cores and are faster while others wait.
+    """
 
     schedule: Schedule
     times: tuple[StageTimes, ...]
     updates_s: tuple[float, ...]
     memory: tuple[MemoryUse, ...]
+    sharing: tuple[tuple[int, float], ...] = ()
 
     @cached_property
     def spans(self) -> ScheduleReport:
@@ -72,26 +84,36 @@ class StagesReport:
     def _seconds(self, rank: int) -> dict[Cause, float]:
         """What a rank does in a step."""
         seconds = {Cause(UPDATE): self.updates_s[rank]}
-        for stage in self.schedule.stages_of(rank):
+        stages, count = self.schedule.stages_of(rank), self.schedule.num_microbatches
+        among_all_s = count * sum(_task_s(self.times[stage], task) for stage in stages for task in _PER_MICROBATCH)
+        faster = self.spans.busy_s[rank] / among_all_s if self.sharing and among_all_s else 1.0
+        for stage in stages:
             for (task, cause), spent in self.times[stage].items():
-                runs = self.schedule.num_microbatches if task in _PER_MICROBATCH else int(task in _ONCE)
+                runs = count * faster if task in _PER_MICROBATCH else float(task in _ONCE)
                 if runs:
                     seconds[cause] = seconds.get(cause, 0.0) + runs * spent
         return seconds
 
+    def once_s(self, rank: int, task: str) -> float:
+        """Seconds that a rank takes once a step for "start", "finish" or "update"."""
+        if task == "update":
+            return self.updates_s[rank]
+        return sum(_task_s(self.times[stage], task) for stage in self.schedule.stages_of(rank))
+
     @property
     def _once_s(self) -> float:
-        once = list(self.updates_s)
-        for rank, times in zip(self.schedule.rank_of_stage, self.times, strict=True):
-            once[rank] += sum(_task_s(times, task) for task in _ONCE)
-        return max(once)
+        ranks = range(self.schedule.num_ranks)
+        return max(sum(self.once_s(rank, task) for task in (*_ONCE, "update")) for rank in ranks)
 
     def _simulated(self, sends: float) -> ScheduleReport:
         """The schedule, with the times of transfers multiplied by ``sends``."""
         forward, input_grad, weight_grad = ([_task_s(times, task) for times in self.times] for task in _PER_MICROBATCH)
         ahead = [sends * _task_s(times, "send") for times in self.times[:-1]]
         back = [sends * _task_s(times, "send_back") for times in self.times[1:]]
-        return simulate_schedule(self.schedule, forward, input_grad, weight_grad, ahead, back)
+        amounts = forward, input_grad, weight_grad, ahead, back
+        if not self.sharing:
+            return simulate_schedule(self.schedule, *amounts)
+        return simulate_sharing(self.schedule, *amounts, slowdown_of(self.sharing, self.schedule.num_ranks))
 
 
 @dataclass(frozen=True)
@@ -116,41 +138,58 @@ class SimulateStages:
 
     def times(self, lowered: LoweredStages) -> list[StageTimes]:
         """Seconds of every stage."""
-        columns = [column.axes for column in lowered.layout.columns]
-        found = {id(stage.tasks): self._times(stage, columns) for stage in distinct_stages(lowered)}
+        sizes = {p.name: facts(node).spec.size_bytes for p, node in ports(lowered.joint) if p.kind == "param"}
+        found = {id(stage.tasks): self._times(stage, lowered.layout, sizes) for stage in distinct_stages(lowered)}
         return [found[id(stage.tasks)] for stage in lowered.stages]
 
     def report(self, times: Sequence[StageTimes], memory: Sequence[MemoryUse]) -> StagesReport:
         """Put the stages' times and the ranks' memory together."""
-        updates = tuple(self._simulator.update_s(use) for use in memory)
-        return StagesReport(self.schedule, tuple(times), updates, tuple(memory))
+        updates = tuple(
+            sum(_task_s(times[stage], _UPDATE) for stage in self.schedule.stages_of(rank))
+            for rank in range(len(memory))
+        )
+        return StagesReport(
+            self.schedule, tuple(times), updates, tuple(memory), tuple(dict(self.cluster.device.sharing).items())
+        )
 
     def memory(self, lowered: LoweredStages) -> list[MemoryUse]:
         """Bytes on every pipeline rank."""
+        held = HeldBytes.of(lowered, self.schedule)
+        found = []
+        for rank, replay in enumerate(self.replays(lowered, held, RankReplay)):
+            ledger, always, hoisted = replay.ledger, held.always(rank), {BATCH: held.hoisted_bytes(rank)}
+            update = {TRANSIENTS: UPDATE_COPIES * held.largest_bytes(rank)}
+            found.append(MemoryUse(_added(ledger.most, always, hoisted), _added(ledger.now, always, update)))
+        return found
+
+    def replays(self, lowered: LoweredStages, held: HeldBytes, kind: type[Replay]) -> list[Replay]:
+        """The step of every pipeline rank as its ledger saw it, from the first task to the gradients."""
         kinds = {action.kind for order in self.schedule.orders for action in order}
         measured = {
             id(stage.tasks): StageMemory.of(stage, lowered.layout.shape, kinds) for stage in distinct_stages(lowered)
         }
         memory = [measured[id(stage.tasks)] for stage in lowered.stages]
         rows = [[(a.stage, a.kind, a.microbatch) for a in order] for order in self.schedule.orders]
-        held = HeldBytes.of(lowered, self.schedule)
         found = []
         for rank, order in enumerate(orders_with_transfers(rows, self.schedule.rank_of_stage)):
             ledger = Ledger()
             own = {i: StageReplay(lowered.stages[i], memory[i], ledger) for i in self.schedule.stages_of(rank)}
-            replay = RankReplay(own, ledger)
+            replay = kind(own, ledger)
             replay.run(order)
             replay.finish(held.shared)
-            always, hoisted = held.always(rank), {BATCH: held.hoisted_bytes(rank)}
-            update = {TRANSIENTS: UPDATE_COPIES * held.largest_bytes(rank)}
-            found.append(MemoryUse(_added(ledger.most, always, hoisted), _added(ledger.now, always, update)))
+            found.append(replay)
         return found
 
-    def _times(self, stage: Stage, columns: Sequence[tuple[int, ...]]) -> StageTimes:
+    def _times(self, stage: Stage, layout: Layout, sizes: Mapping[str, int]) -> StageTimes:
         found = {("send", Cause(TRANSFER)): self._send_s(stage.specs, stage.sends)}
         found["send_back", Cause(TRANSFER)] = self._send_s(stage.specs, stage.sends_back)
+        params = [port for port in stage.ports.values() if port.kind == "param" and port.requires_grad]
+        trained = [sizes[stood_for_name(port.name)] for port in params]
+        found[_UPDATE, Cause(UPDATE)] = self._simulator.update_s(trained)
         for name in (*_PER_MICROBATCH, *_ONCE):
-            seconds = self._simulator.times(list(stage.tasks[name].graph.graph.nodes), columns)
+            graph = stage.tasks[name].graph
+            seconds = self._simulator.times(list(graph.graph.nodes), [column.axes for column in layout.columns])
+            self._simulator.add_copies(seconds, graph, layout.shape)
             found |= {(name, cause): spent for cause, spent in seconds.items()}
         return found
 
@@ -159,8 +198,7 @@ class SimulateStages:
         if not names or not self.pipeline_axes:
             return 0.0
         link = self.pipeline_axes[0]
-        size = sum(specs[name].size_bytes for name in names)
-        return len(names) * link.latency_s + size / link.bandwidth_bytes_per_s
+        return sum(float(collective_s("send_recv", float(specs[name].size_bytes), [link])) for name in names)
 
 
 def _task_s(times: StageTimes, task: str) -> float:

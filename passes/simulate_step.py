@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+import numpy as np
 from torch import fx
 
 from cost_models.collectives import collective_s
-from cost_models.ops import is_matmul, op_time_s
+from cost_models.ops import OpCost, kind_of, op_time_s
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import facts, has_facts
 from galvatron_fx.ir.cluster import Axis, Cluster
-from galvatron_fx.ir.op_call import op_call
+from galvatron_fx.ir.op_call import OpCall, call_key, op_call
 from galvatron_fx.ir.predicted import (
     ACCUMULATE,
     COMPUTE,
@@ -29,6 +30,7 @@ from galvatron_fx.ir.predicted import (
 from passes.call_cost import call_cost
 from passes.lower import Lowered
 from passes.memory_meter import MemoryMeter
+from passes.real_copies import real_copies
 from passes.sharding.prices import dtype_name, is_free, update_traffic_s
 from passes.stage_tasks import plus
 
@@ -88,7 +90,9 @@ class SimulateStep:
         memory = MemoryMeter(lowered.layout.shape).use(lowered, UPDATE_COPIES * max(trained, default=0))
         memory = MemoryUse(*({**held, STATES: MOMENTS * sum(trained)} for held in (memory.step, memory.update)))
         seconds = self.times(nodes, [column.axes for column in lowered.layout.columns])
-        seconds |= {Cause(UPDATE): self.update_s(memory)}
+        for half in (halves.forward, halves.backward):
+            self.add_copies(seconds, half, lowered.layout.shape)
+        seconds |= {Cause(UPDATE): self.update_s(trained)}
         return StepReport(seconds, memory, sum(_parameter_bytes(lowered, trained_only=False)))
 
     def times(self, nodes: Sequence[fx.Node], columns: Sequence[tuple[int, ...]]) -> Seconds:
@@ -109,20 +113,34 @@ class SimulateStep:
                 seconds[cause] = seconds.get(cause, 0.0) + spent
         return seconds
 
-    def update_s(self, memory: MemoryUse) -> float:
-        """Seconds of the optimizer's update, which reads and writes all of its states."""
-        return float(update_traffic_s(self.cluster.device, memory.update[STATES] / MOMENTS))
+    def add_copies(self, seconds: Seconds, graph: fx.GraphModule, degrees: Sequence[int]) -> None:
+        """Add what copies take that are no operators of their own; only measured prices are worth the run on fakes."""
+        device = self.cluster.device
+        if not device.curves:
+            return
+        for record, size in real_copies(graph, degrees):
+            cause = Cause(RECOMPUTE if record.again else COMPUTE)
+            spent = float(op_time_s(OpCost(0, size, size), record.spec.dtype, device, "contiguous"))
+            seconds[cause] = seconds.get(cause, 0.0) + spent
+
+    def update_s(self, parameter_bytes: Sequence[int]) -> float:
+        """Seconds of the optimizer's update of parameters, one after the other."""
+        return float(update_traffic_s(self.cluster.device, np.array(parameter_bytes, dtype=np.float64)).sum())
 
     def _operator_s(self, node: fx.Node) -> float:
         call = op_call(node)
         if call not in self._known:
-            cost = call_cost(call)
-            device = self.cluster.device
-            free = node.target in c.RANK_LOCAL or is_free(call)
-            self._known[call] = (
-                0.0 if free else float(op_time_s(cost, dtype_name(call), device, is_matmul(call.target)))
-            )
+            self._known[call] = self._call_s(call)
         return self._known[call]
+
+    def _call_s(self, call: OpCall) -> float:
+        device = self.cluster.device
+        if call.target in c.RANK_LOCAL or is_free(call):
+            return device.view_s
+        measured = device.measured_calls.get(call_key(call)) if device.calls else None
+        if measured is not None:
+            return measured
+        return float(op_time_s(call_cost(call), dtype_name(call), device, kind_of(call.target)))
 
     def _collective_s(self, node: fx.Node, axes: Sequence[Axis]) -> float:
         name = node.target.__name__  # type: ignore[union-attr]

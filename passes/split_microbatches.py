@@ -25,7 +25,7 @@ from passes.sharding.roles import RoleRules
 from passes.sharding.value_origins import input_only
 
 # Micro-batches cannot talk to each other: a message costs so much that the solver makes one only where it must.
-_NO_LINK = {"latency_s": 1.0, "bandwidth_bytes_per_s": 1e9}
+_NO_LINK = (1.0, 1e9)  # seconds, bytes a second
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class SplitMicrobatches:
         if not self.keep_outputs:
             graph = _numbers_only(graph)
         roles = [RoleRules("zero", count, sizes.batch)] * num_blocks(graph)
-        axes = tuple(Axis(f"time_{i}", prime, **_NO_LINK) for i, prime in enumerate(prime_factors(count)))
+        axes = tuple(Axis(f"time_{i}", prime, *_NO_LINK) for i, prime in enumerate(prime_factors(count)))
         prices = Prices(self.device, axes)
         sharding = AssignShardings(0, roles, prices, outputs_as_terms=True).run(graph)
         made = InsertCollectives(sharding).run(graph)

@@ -12,6 +12,7 @@ from galvatron_fx.errors import PlanError
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import Port, TensorSpec, facts, output_ports, ports
 from galvatron_fx.ir.op_call import input_nodes, is_getitem
+from galvatron_fx.ir.precision import cast_gradient, cast_parameter
 from galvatron_fx.ir.strategy import Strategy
 from passes.clean_graph import copied, eliminate_dead_code
 from passes.place_recompute import made_of_parameters
@@ -28,8 +29,10 @@ _LINEAR = (
     aten.view.default,
     aten.reshape.default,
     c.shard,
+    cast_gradient,
 )
 _REDUCES = (c.all_reduce, c.reduce_scatter)
+_MAKES_USABLE = (c.all_gather, cast_parameter)
 
 
 @dataclass(frozen=True)
@@ -251,12 +254,12 @@ class _Cut:
         return self.home.get(node, len(self.flows) - 1) == index
 
     def _start(self, forward: Sequence[fx.Node]) -> set[fx.Node]:
-        """Gathers of parameters that stay for all micro-batches, and what they need."""
+        """Gathers and casts of parameters that stay for all micro-batches, and what they need."""
         alone = made_of_parameters(self.graph)
         kept = [
             n
             for n in forward
-            if n in alone and n.target is c.all_gather and self.strategies[max(facts(n).block, 0)].keep_gathered
+            if n in alone and n.target in _MAKES_USABLE and self.strategies[max(facts(n).block, 0)].keep_gathered
         ]
         return _ancestors(kept, {n for n in forward if n in alone})
 

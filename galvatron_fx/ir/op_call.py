@@ -36,6 +36,21 @@ class OpCall:
         return first
 
 
+def call_key(call: OpCall) -> str:
+    """Name a call, so that its time can be looked up: operator, arguments, and shapes and dtypes of tensors."""
+    named = [_argument_key(value) for value in call.args]
+    named += [f"{name}={_argument_key(value)}" for name, value in call.kwargs]
+    return f"{getattr(call.target, '__name__', call.target)}({', '.join(named)})"
+
+
+def _argument_key(value: Any) -> str:
+    if isinstance(value, TensorSpec):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_argument_key, value))}]"
+    return str(value)
+
+
 def is_getitem(node: fx.Node) -> bool:
     """Tell whether ``node`` picks one output of a node with several."""
     return node.op == "call_function" and node.target is operator.getitem

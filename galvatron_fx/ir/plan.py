@@ -11,14 +11,18 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from galvatron_fx.errors import PlanError
 from galvatron_fx.ir import plan_json, plan_table
 from galvatron_fx.ir.pipelining import BY_HAND, ONE_STAGE, Pipelining
 from galvatron_fx.ir.plan_report import SearchReport
+from galvatron_fx.ir.precision_policy import describe_policy, policy_from_dict, policy_to_dict
 from galvatron_fx.ir.schedule import legal
 from galvatron_fx.ir.strategy import PIPELINE, Strategy
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 __all__ = ["WILDCARD", "BlockPlan", "Plan", "prime_factors"]
 
@@ -55,7 +59,8 @@ class Plan:
     device. ``graph_fingerprint`` is that of the captured graph, or "" for a plan that fits any model.
     ``step_time_s`` is seconds, ``peak_memory_bytes`` and ``memory_budget_bytes`` are bytes per rank
     (0 where not priced, None for no budget). ``pipelining`` has the stages and micro-batches; the axes
-    whose role is ``pipeline``, the same in every block, hold the stages. ``report`` says why a search chose the plan;
+    whose role is ``pipeline``, the same in every block, hold the stages. ``mixed_precision`` is the policy that the
+    plan was priced with. ``report`` says why a search chose the plan;
     it is no part of the plan itself: plans that were read, written by hand or changed have None.
 
     Raises PlanError when the parts do not fit each other or ``plan_schema.json``.
@@ -70,6 +75,7 @@ class Plan:
     optimizer: str = "adam"
     notes: tuple[str, ...] = ()
     pipelining: Pipelining = ONE_STAGE
+    mixed_precision: MixedPrecisionPolicy | None = None
     report: SearchReport | None = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -156,12 +162,25 @@ class Plan:
             raise PlanError(f"block {block_index} of a model with {num_blocks} blocks; give 0 to {num_blocks - 1}")
         return self.blocks[0 if self.is_wildcard else block_index].strategy
 
-    def check(self, graph_fingerprint: str, block_fingerprints: Sequence[str], axis_sizes: Sequence[int]) -> None:
-        """Raise PlanError, naming what differs and the remedy, unless the plan fits this model and mesh.
+    def check(
+        self,
+        graph_fingerprint: str,
+        block_fingerprints: Sequence[str],
+        axis_sizes: Sequence[int],
+        mixed_precision: MixedPrecisionPolicy | None = None,
+    ) -> None:
+        """Raise PlanError, naming what differs and the remedy, unless the plan fits this model, mesh and precision.
 
         ``block_fingerprints`` has one entry per block; ``axis_sizes`` is compared prime by prime, so
-        that a mesh of (8,) fits a plan for (2, 2, 2). A fingerprint of "" in the plan fits any.
+        that a mesh of (8,) fits a plan for (2, 2, 2). A fingerprint of "" in the plan fits any; a plan with no
+        fingerprints and no policy of its own fits any precision.
         """
+        if self.with_precision(mixed_precision).mixed_precision != mixed_precision:
+            raise PlanError(
+                f"the plan was made for mixed precision '{describe_policy(self.mixed_precision)}' and this is "
+                f"'{describe_policy(mixed_precision)}'; pass mixed_precision=plan.mixed_precision, or search the plan "
+                f"again"
+            )
         primes = tuple(prime for size in axis_sizes for prime in prime_factors(size))
         if primes != self.axis_sizes:
             raise PlanError(
@@ -181,6 +200,13 @@ class Plan:
                 f"the blocks agree: the model or its inputs changed since; search the plan again"
             )
 
+    def with_precision(self, policy: MixedPrecisionPolicy | None) -> Plan:
+        """Return a plan that is tied to no model, and says nothing of precision, with ``policy``; others unchanged."""
+        is_tied = self.graph_fingerprint or any(block.fingerprint for block in self.blocks)
+        if is_tied or self.mixed_precision is not None or policy is None:
+            return self
+        return replace(self, mixed_precision=policy)
+
     def to_json(self) -> str:
         """Return the plan as JSON text, byte-identical for equal plans."""
         return plan_json.serialize(_to_document(self))
@@ -196,7 +222,15 @@ class Plan:
         )
         axis_sizes, notes = tuple(document.pop("axis_sizes")), tuple(document.pop("notes"))
         pipelining = Pipelining.from_dict(document.pop("pipelining"))
-        return cls(axis_sizes=axis_sizes, blocks=blocks, notes=notes, pipelining=pipelining, **document)
+        policy = policy_from_dict(document.pop("mixed_precision", None))
+        return cls(
+            axis_sizes=axis_sizes,
+            blocks=blocks,
+            notes=notes,
+            pipelining=pipelining,
+            mixed_precision=policy,
+            **document,
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to ``path``, all at once or not at all; raises OSError."""
@@ -299,7 +333,8 @@ def _check_stages(plan: Plan) -> None:
 
 
 def _to_document(plan: Plan) -> dict[str, Any]:
-    """Return the plan as plain JSON values, unchecked."""
+    """Return the plan as plain JSON values, unchecked; without a policy there is no word of mixed precision."""
+    policy = policy_to_dict(plan.mixed_precision)
     return {
         "version": plan_json.PLAN_VERSION,
         "axis_sizes": list(plan.axis_sizes),
@@ -311,6 +346,7 @@ def _to_document(plan: Plan) -> dict[str, Any]:
         "optimizer": plan.optimizer,
         "notes": list(plan.notes),
         "pipelining": plan.pipelining.to_dict(),
+        **({} if policy is None else {"mixed_precision": policy}),
     }
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 
 from galvatron_fx.ir.plan_report_table import render
-from galvatron_fx.ir.predicted import RankUse
+from galvatron_fx.ir.predicted import RankUse, busiest
 
 __all__ = ["BOUND", "ESTIMATE", "SEARCHED", "SIMULATED", "Contender", "SearchReport"]
 
@@ -69,7 +69,7 @@ class SearchReport:
     @property
     def bottleneck(self) -> int:
         """The pipeline rank that is busy longest; the others wait for it."""
-        return max(range(len(self.ranks)), key=lambda rank: (self.ranks[rank].busy_s, -rank))
+        return busiest(self.ranks)
 
     @property
     def is_memory_bound(self) -> bool:

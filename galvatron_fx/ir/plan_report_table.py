@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from statistics import fmean
 from textwrap import wrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from galvatron_fx.ir import text_table
 from galvatron_fx.ir.predicted import (
@@ -25,7 +25,7 @@ from galvatron_fx.ir.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from galvatron_fx.ir.plan_report import Contender, SearchReport
 
-__all__ = ["render"]
+__all__ = ["Simulated", "cause_name", "cause_order", "render", "render_use"]
 
 _ORDER = (COMPUTE, RECOMPUTE, ACCUMULATE, UPDATE)  # then collectives, then what is waited for
 _LAST = (TRANSFER, IDLE)
@@ -35,17 +35,27 @@ _MOST_COLUMNS = 6  # pipeline ranks that are shown
 _MARKS = {"bound": ("≥ ", "bound"), "estimate": ("~ ", "estimate"), "searched": ("", "searched")}
 
 
+class Simulated(Protocol):
+    """A simulated step: its seconds, what takes them and the memory on every pipeline rank, and the busiest of them."""
+
+    @property
+    def simulated_s(self) -> float: ...
+
+    @property
+    def ranks(self) -> tuple[RankUse, ...]: ...
+
+    @property
+    def bottleneck(self) -> int: ...
+
+
 def render(report: SearchReport) -> str:
     """Return what stands in a report in at most 100 columns; of many pipeline ranks some are shown."""
-    shown = _shown(report)
     lines = [
         "Why this plan",
         "",
         *_summary(report),
         "",
-        *text_table.render(_headings("time of a step", report, shown, "share"), _time_rows(report, shown), 1),
-        "",
-        *text_table.render(_headings("memory at the peak", report, shown), _memory_rows(report, shown), 1),
+        *render_use(report),
         "",
         *text_table.render(
             ("ranks", "stages", "schedule", "micro-batches", "step time", "slower by", "peak", "known by"),
@@ -56,6 +66,16 @@ def render(report: SearchReport) -> str:
         *_effort(report),
     ]
     return "\n".join(lines)
+
+
+def render_use(simulated: Simulated) -> list[str]:
+    """Return the tables of time by cause and of memory by kind."""
+    shown = _shown(simulated)
+    return [
+        *text_table.render(_headings("time of a step", simulated, shown, "share"), _time_rows(simulated, shown), 1),
+        "",
+        *text_table.render(_headings("memory at the peak", simulated, shown), _memory_rows(simulated, shown), 1),
+    ]
 
 
 # ---- in words ----
@@ -113,36 +133,36 @@ def _effort(report: SearchReport) -> list[str]:
 # ---- tables ----
 
 
-def _shown(report: SearchReport) -> list[int]:
+def _shown(simulated: Simulated) -> list[int]:
     """Pipeline ranks to show: all, or of many the busiest and others as far apart as can be."""
-    count = len(report.ranks)
+    count = len(simulated.ranks)
     if count <= _MOST_COLUMNS:
         return list(range(count))
     others = [round(i * (count - 1) / (_MOST_COLUMNS - 2)) for i in range(_MOST_COLUMNS - 1)]
-    return sorted({*others, report.bottleneck})
+    return sorted({*others, simulated.bottleneck})
 
 
-def _headings(what: str, report: SearchReport, shown: Sequence[int], *more: str) -> list[str]:
-    if len(report.ranks) == 1:
+def _headings(what: str, simulated: Simulated, shown: Sequence[int], *more: str) -> list[str]:
+    if len(simulated.ranks) == 1:
         return [what, "every rank", *more]
     return [what, *(f"rank {rank}" for rank in shown), *more]
 
 
-def _time_rows(report: SearchReport, shown: Sequence[int]) -> list[list[str]]:
+def _time_rows(simulated: Simulated, shown: Sequence[int]) -> list[list[str]]:
     """A row a cause; the share is that of all ranks together."""
-    every = {cause for use in report.ranks for cause, seconds in use.seconds.items() if seconds}
+    every = {cause for use in simulated.ranks for cause, seconds in use.seconds.items() if seconds}
     rows = []
-    for cause in sorted(every, key=_order):
-        total = fmean(use.seconds.get(cause, 0.0) for use in report.ranks)
-        cells = [_seconds(report.ranks[rank].seconds.get(cause, 0.0)) for rank in shown]
-        rows.append([_cause_name(cause), *cells, f"{total / report.simulated_s:.1%}"])
-    sums = [_seconds(sum(report.ranks[rank].seconds.values())) for rank in shown]
+    for cause in sorted(every, key=cause_order):
+        total = fmean(use.seconds.get(cause, 0.0) for use in simulated.ranks)
+        cells = [_seconds(simulated.ranks[rank].seconds.get(cause, 0.0)) for rank in shown]
+        rows.append([cause_name(cause), *cells, f"{total / simulated.simulated_s:.1%}"])
+    sums = [_seconds(sum(simulated.ranks[rank].seconds.values())) for rank in shown]
     return [*rows, ["step", *sums, ""]]
 
 
-def _memory_rows(report: SearchReport, shown: Sequence[int]) -> list[list[str]]:
-    uses: list[RankUse] = [report.ranks[rank] for rank in shown]
-    kinds = [kind for kind in MEMORY_KINDS if any(use.memory[kind] for use in report.ranks)]
+def _memory_rows(simulated: Simulated, shown: Sequence[int]) -> list[list[str]]:
+    uses: list[RankUse] = [simulated.ranks[rank] for rank in shown]
+    kinds = [kind for kind in MEMORY_KINDS if any(use.memory[kind] for use in simulated.ranks)]
     rows = [[kind, *(_bytes(use.memory, kind) for use in uses)] for kind in kinds]
     return [*rows, ["peak", *(format_bytes(sum(use.memory.values())) for use in uses)]]
 
@@ -162,13 +182,15 @@ def _contender_row(contender: Contender, chosen: Contender | None) -> list[str]:
     ]
 
 
-def _order(cause: Cause) -> tuple[int, Cause]:
+def cause_order(cause: Cause) -> tuple[int, Cause]:
+    """Sort causes by this: what a rank computes, then collectives, then what it waits for."""
     if cause.kind in _ORDER:
         return _ORDER.index(cause.kind), cause
     return len(_ORDER) + (1 + _LAST.index(cause.kind) if cause.kind in _LAST else 0), cause
 
 
-def _cause_name(cause: Cause) -> str:
+def cause_name(cause: Cause) -> str:
+    """The cause in words: "all_gather, axes 1, 2"."""
     if not cause.axes:
         return cause.kind
     return f"{cause.kind}, {'axes' if len(cause.axes) > 1 else 'axis'} {', '.join(map(str, cause.axes))}"

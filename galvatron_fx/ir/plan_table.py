@@ -7,6 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from galvatron_fx.ir import text_table
+from galvatron_fx.ir.precision_policy import describe_policy
 from galvatron_fx.ir.strategy import Strategy
 from galvatron_fx.ir.units import format_bytes, format_seconds
 
@@ -24,11 +25,12 @@ def render(plan: Plan) -> str:
 
     Times and memory of a row are the sums over its blocks. Numbers that were not predicted show as "-".
     """
+    casts = plan.mixed_precision is not None and plan.mixed_precision.param_dtype is not None
     rows = [
         (
             "all" if plan.is_wildcard else _label(first, blocks),
             describe_roles(blocks[0].strategy, plan.axis_sizes),
-            describe_keeps(blocks[0].strategy),
+            describe_keeps(blocks[0].strategy, casts),
             _seconds(sum(block.time_s for block in blocks)),
             _bytes(sum(block.memory_bytes for block in blocks)),
         )
@@ -53,15 +55,16 @@ def describe_roles(strategy: Strategy, axis_sizes: tuple[int, ...]) -> str:
     return " · ".join(f"{role}×{prod(size for _, size in run)}" for role, run in runs) or "one device"
 
 
-def describe_keeps(strategy: Strategy) -> str:
-    """Return what a block keeps for backward, and with ``zero`` axes whether gathered parameters too.
+def describe_keeps(strategy: Strategy, casts: bool = False) -> str:
+    """Return what a block keeps for backward, and whether parameters too that ``zero`` axes gathered or, without such
+    axes, that mixed precision cast (``casts``).
 
     A block that is computed again gathers again, whatever ``keep_gathered`` says.
     """
     keeps = "recompute" if strategy.recompute else "all"
-    if "zero" not in strategy.roles:
-        return keeps
     kept = strategy.keep_gathered and not strategy.recompute
+    if "zero" not in strategy.roles:
+        return f"{keeps}, casts {'kept' if kept else 'again'}" if casts else keeps
     return f"{keeps}, gathered kept" if kept else f"{keeps}, gathered again"
 
 
@@ -94,6 +97,8 @@ def _totals(plan: Plan) -> list[str]:
         f"memory budget        {budget}",
         f"optimizer            {plan.optimizer}",
     ]
+    if plan.mixed_precision is not None:
+        totals.append(f"mixed precision      {describe_policy(plan.mixed_precision)}")
     return totals + [f"note                 {note}" for note in plan.notes]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ __all__ = [
     "MemoryUse",
     "RankUse",
     "Storage",
+    "busiest",
     "by_kind",
 ]
 
@@ -88,6 +89,11 @@ class RankUse:
     def busy_s(self) -> float:
         """Seconds that the rank does not wait for other stages."""
         return sum(seconds for cause, seconds in self.seconds.items() if cause.kind not in (IDLE, TRANSFER))
+
+
+def busiest(ranks: Sequence[RankUse]) -> int:
+    """The pipeline rank that is busy longest, the first of several."""
+    return max(range(len(ranks)), key=lambda rank: (ranks[rank].busy_s, -rank))
 
 
 def by_kind(storages: Iterable[Storage]) -> dict[str, int]:

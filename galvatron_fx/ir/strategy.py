@@ -64,8 +64,9 @@ class Strategy:
 
     ``roles`` has one role of :data:`ROLES` per mesh axis, outermost first. ``recompute`` keeps only the
     inputs of the block and computes the rest again in backward. ``keep_gathered`` keeps the parameters
-    that ``zero`` axes gathered in forward until backward (ZeRO-2-like); without it they are gathered
-    again (ZeRO-3-like). With both, ``recompute`` wins: the gathers are computed again as all else is.
+    that ``zero`` axes gathered, or mixed precision cast, in forward until backward (ZeRO-2-like);
+    without it they are gathered again (ZeRO-3-like). With both, ``recompute`` wins: the gathers are
+    computed again as all else is.
 
     Raises PlanError for an unknown role and for values of a wrong type.
     """

@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch._decomp import decomposition_table
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
+from torch._logging import _internal as torch_logging
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -42,13 +43,16 @@ __all__ = [
     "TupleStrategy",
     "annotate_module",
     "box_arguments",
+    "compile_functional",
     "compiling",
     "constant_value",
     "decomposition",
     "export_joint",
     "graph_module",
     "is_custom_backward",
+    "is_tracing",
     "lower_actions",
+    "missing_compiler",
     "module_of",
     "multi_axis_rule",
     "new_fake_mode",
@@ -56,6 +60,7 @@ __all__ = [
     "pipeline_runtime",
     "pytree",
     "single_axis_rule",
+    "trace_artifact",
     "trace_decomposed",
     "unit_of",
 ]
@@ -182,6 +187,43 @@ def box_arguments(graph: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]
     return forward
 
 
+def compile_functional(
+    function: Callable[..., Sequence[Any]], arguments: Sequence[torch.Tensor]
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """Compile ``function``, without autograd, with inductor for tensors like ``arguments``.
+
+    What comes back takes its arguments in one list, which it empties. Python functions on tensors are traced through,
+    writes inside become values, and operators that inductor has no kernel for are decomposed as it wants them.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner  # slow to import, and only compiled backends need it
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
+
+    mode = new_fake_mode()
+    fakes = [mode.from_tensor(argument) for argument in arguments]
+    with mode, torch.no_grad():
+        functional = torch.func.functionalize(function, remove="mutations")
+        traced = make_fx(functional, decomposition_table=select_decomp_table())(*fakes)
+    with tracing(TracingContext(mode)), V.set_fake_mode(mode), torch.no_grad():
+        return compile_fx_inner(traced, fakes, is_inference=True)
+
+
+def missing_compiler(device_type: str) -> str | None:
+    """Return what inductor needs for kernels of ``device_type`` and does not find, or None."""
+    if device_type != "cpu":
+        from torch.utils._triton import has_triton
+
+        return None if has_triton() else "triton"
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "a C++ compiler"
+    return None
+
+
 def pipeline_orders(
     name: str, num_ranks: int, num_stages: int, num_microbatches: int
 ) -> list[list[tuple[int, str, int]]]:
@@ -272,3 +314,23 @@ def orders_with_transfers(
         [(a.stage_index, str(a.computation_type.value), int(a.microbatch_index)) for a in lowered[rank]]
         for rank in sorted(lowered)
     ]
+
+
+def is_tracing() -> bool:
+    """Whether ``TORCH_TRACE`` names a folder for structured artifacts.
+
+    Torch's handler is there in any case, and without a folder removes itself at the first artifact. Others do not
+    count: pytest adds some to every logger that does not propagate.
+    """
+    handlers = torch_logging.trace_log.handlers
+    return any(isinstance(h, torch_logging.LazyTraceHandler) and h.root_dir is not None for h in handlers)
+
+
+def trace_artifact(name: str, text: str) -> None:
+    """Write ``text`` to the structured trace as an artifact that tlparse shows as a file, if one is kept."""
+    torch_logging.trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=lambda: text,
+        expect_trace_id=False,
+    )

@@ -11,11 +11,12 @@ from torch._ops import OpOverload
 from galvatron_fx.errors import VerifierError
 from galvatron_fx.ir import collectives
 from galvatron_fx.ir.annotations import facts, has_facts, output_ports, ports
+from galvatron_fx.ir.precision import CASTS
 from galvatron_fx.ir.random_ops import random_uniform
 
 Check = Callable[[fx.Node], str | None]
 
-_PYTHON_TARGETS = (operator.getitem, random_uniform)
+_PYTHON_TARGETS = (operator.getitem, random_uniform, *CASTS)
 _LOWERED_TARGETS = (*_PYTHON_TARGETS, *collectives.COLLECTIVES, *collectives.RANK_LOCAL)
 
 

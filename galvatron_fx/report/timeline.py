@@ -50,14 +50,14 @@ def draw_timeline(rows: Rows, path: str | os.PathLike[str]) -> None:
     if suffix not in _SUFFIXES:
         raise InputError(f"a timeline is drawn as {' or '.join(_SUFFIXES)}, and {os.fspath(path)} has neither suffix")
     reports = _titled(rows)
-    figure = _new_figure(reports)
+    figure = new_figure(_WIDTH_INCH, 0.9 + sum(_heights(reports)) * _ROW_INCH, "constrained")
     step_s = max(report.step_s for report in reports.values())
     axes = figure.subplots(len(reports), 1, squeeze=False, sharex=True, height_ratios=_heights(reports))
     for (title, report), row in zip(reports.items(), axes[:, 0], strict=True):
         _draw_report(row, title, report, step_s)
     axes[-1, 0].set_xlabel("time in ms", fontsize=_FONT_POINTS + 2)
     _draw_legend(figure, reports)
-    _save(figure, path, suffix)
+    save_figure(figure, path, suffix)
 
 
 def write_trace(rows: Rows, path: str | os.PathLike[str]) -> None:
@@ -104,14 +104,13 @@ def _event(process: int, span: Span) -> dict[str, object]:
     }
 
 
-def _new_figure(reports: Mapping[str, ScheduleReport]) -> Figure:
-    """Make a figure with a fixed height per rank, apart from what other code draws; raises InputError."""
+def new_figure(width_inch: float, height_inch: float, layout: str | None = None) -> Figure:
+    """Make a figure apart from what other code draws; raises InputError where matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise InputError(f"a timeline is drawn with matplotlib, and there is none here: {error}; install it") from error
-    height = 0.9 + sum(_heights(reports)) * _ROW_INCH
-    return Figure(figsize=(_WIDTH_INCH, height), layout="constrained")
+        raise InputError(f"a picture is drawn with matplotlib, and there is none here: {error}; install it") from error
+    return Figure(figsize=(width_inch, height_inch), layout=layout)  # type: ignore[arg-type]
 
 
 def _heights(reports: Mapping[str, ScheduleReport]) -> list[float]:
@@ -203,7 +202,7 @@ def _draw_legend(figure: Figure, reports: Mapping[str, ScheduleReport]) -> None:
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=8)
 
 
-def _save(figure: Figure, path: str | os.PathLike[str], suffix: str) -> None:
+def save_figure(figure: Figure, path: str | os.PathLike[str], suffix: str) -> None:
     """Save without dates and random identifiers."""
     from matplotlib import rc_context
 

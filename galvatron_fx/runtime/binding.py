@@ -16,6 +16,7 @@ from galvatron_fx.ir.placement import Placement
 from galvatron_fx.ir.plan import Plan
 from galvatron_fx.ir.schedule import Schedule
 from galvatron_fx.ir.strategy import original_name
+from galvatron_fx.runtime.backends import Backend
 from galvatron_fx.runtime.program import Program
 from galvatron_fx.runtime.staged_program import PipelineGroup, StagedProgram
 from passes.codegen import BoundAxis, Codegen
@@ -34,11 +35,12 @@ class Binder:
 
     mesh: DeviceMesh
     lowered: Lowered
+    backend: Backend
 
     @classmethod
-    def build(cls, mesh: DeviceMesh, cluster: Cluster, lowered: Lowered) -> Binder:
+    def build(cls, mesh: DeviceMesh, cluster: Cluster, lowered: Lowered, backend: Backend) -> Binder:
         """Rearrange the ranks of ``mesh`` into the lowering mesh. Every rank calls it alike."""
-        return cls(_lowering_mesh(mesh, cluster, lowered.layout, ()), lowered)
+        return cls(_lowering_mesh(mesh, cluster, lowered.layout, ()), lowered, backend)
 
     def placements(self) -> Placements:
         """How every parameter lies, by name."""
@@ -54,7 +56,7 @@ class Binder:
         codegen = Codegen(_axes(self.mesh, lowered.layout), self.mesh.device_type)
         codegen.run(lowered.halves.forward)
         codegen.run(lowered.halves.backward)
-        return Program(lowered.halves, lowered.layout, signature(lowered.joint))
+        return Program(lowered.halves, lowered.layout, signature(lowered.joint), self.backend)
 
 
 @dataclass(frozen=True)
@@ -65,22 +67,26 @@ class StageBinder:
     pipeline: PipelineGroup
     schedule: Schedule
     lowered: LoweredStages
+    backend: Backend
 
     @classmethod
-    def build(cls, mesh: DeviceMesh, cluster: Cluster, plan: Plan, lowered: LoweredStages) -> StageBinder:
+    def build(
+        cls, mesh: DeviceMesh, cluster: Cluster, plan: Plan, lowered: LoweredStages, backend: Backend
+    ) -> StageBinder:
         """Rearrange the ranks of ``mesh``, outermost by stage, and make the groups. Every rank calls it alike."""
         schedule = plan.pipelining.table(plan.num_pipeline_ranks)
         sizes = [i for i, axis in enumerate(cluster.axes) if axis.size > 1]
         pipeline_axes = tuple(sizes[axis] for axis in plan.pipeline_axes)
         whole = _lowering_mesh(mesh, cluster, lowered.layout, pipeline_axes)
         if not pipeline_axes:
-            return cls(whole, PipelineGroup(0, (dist.get_rank(),), None, {}), schedule, lowered)
+            return cls(whole, PipelineGroup(0, (dist.get_rank(),), None, {}), schedule, lowered, backend)
         names = whole.mesh_dim_names or ()
         stage_mesh = whole[tuple(names[1:])]
         group = whole.get_group(0)
         shared = _copy_groups(whole, schedule, lowered.stages)
         peers = tuple(dist.get_process_group_ranks(group))
-        return cls(stage_mesh, PipelineGroup(whole.get_local_rank(0), peers, group, shared), schedule, lowered)
+        pipeline = PipelineGroup(whole.get_local_rank(0), peers, group, shared)
+        return cls(stage_mesh, pipeline, schedule, lowered, backend)
 
     def placements(self) -> Placements:
         """How every parameter, or copy of one, lies on the mesh of its stage."""
@@ -116,7 +122,8 @@ class StageBinder:
         for index in self._own():
             for task in lowered.stages[index].tasks.values():
                 codegen.run(task.graph)
-        return StagedProgram(lowered, self.schedule, self.pipeline, lowered.signature, self.mesh.device_type)
+        device = self.mesh.device_type
+        return StagedProgram(lowered, self.schedule, self.pipeline, lowered.signature, device, self.backend)
 
     @property
     def _rank(self) -> int:

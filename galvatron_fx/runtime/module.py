@@ -202,7 +202,8 @@ class DistributedGraphModule(nn.Module):
             if port.kind != "input":
                 return local_part(self._tensor(port))
             tensor = flat.tensors[int(port.name)].detach()
-            return tensor if tensor.device.type == device else tensor.to(device)
+            # Dense, as it was traced: compiled graphs rely on strides.
+            return (tensor if tensor.device.type == device else tensor.to(device)).contiguous()
 
         return value_of
 

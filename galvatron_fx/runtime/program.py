@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -14,11 +14,11 @@ from galvatron_fx.errors import InputError
 from galvatron_fx.ir.annotations import Port, Signature
 from galvatron_fx.ir.layout import Layout
 from galvatron_fx.ir.placement import Placement
-from galvatron_fx.ir.torch_compat import box_arguments, graph_module
+from galvatron_fx.ir.torch_compat import graph_module
+from galvatron_fx.runtime.backends import Backend, Boxed, Eager, compile_graph
 from galvatron_fx.runtime.dtensors import lie_like
 from passes.partition import Halves
 
-Boxed = Callable[[list[Any]], Sequence[Any]]
 ValueOf = Callable[[Port], Any]
 
 
@@ -27,22 +27,23 @@ class Program:
     """Forward and backward graphs of one input signature on this rank.
 
     ``halves``: the graphs, bound by code generation; ``layout``: how inputs and outputs lie on the lowering mesh;
-    ``signature``: names of inputs and outputs and how they nest.
+    ``signature``: names of inputs and outputs and how they nest; ``backend``: makes the graphs callable.
     """
 
     halves: Halves
     layout: Layout
     signature: Signature
+    backend: Backend = field(default_factory=Eager)
 
     @cached_property
     def forward(self) -> Boxed:
         """The forward graph taking one list, which it empties, so that every tensor dies at its last use."""
-        return box_arguments(self.halves.forward)
+        return compile_graph(self.halves.forward, self.backend)
 
     @cached_property
     def backward(self) -> Boxed:
         """The backward graph, likewise."""
-        return box_arguments(self.halves.backward)
+        return compile_graph(self.halves.backward, self.backend)
 
     @cached_property
     def inference(self) -> Boxed:
@@ -58,7 +59,7 @@ class Program:
         module = graph_module(self.halves.forward, graph, class_name="Inference")
         module.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
         module.recompile()
-        return box_arguments(module)
+        return compile_graph(module, self.backend)
 
     @property
     def graphs(self) -> dict[str, fx.GraphModule]:

@@ -18,7 +18,7 @@ from galvatron_fx.ir.annotations import Port, Signature, facts, ports, signature
 from galvatron_fx.ir.placement import Placement
 from galvatron_fx.ir.schedule import Schedule
 from galvatron_fx.ir.strategy import original_name
-from galvatron_fx.ir.torch_compat import box_arguments
+from galvatron_fx.runtime.backends import Backend, Boxed, Eager, compile_graph
 from galvatron_fx.runtime.microbatches import hoisted_values, merge_outputs
 from galvatron_fx.runtime.stage_runner import RunTask, StageRunner
 from galvatron_fx.runtime.torch_pipeline import RunningStage, TorchPipeline
@@ -48,8 +48,8 @@ class StagedProgram:
     """Stages, bound to this rank by code generation, with their schedule.
 
     ``lowered``: all stages, of which this rank runs those that ``schedule`` gives to its pipeline rank; ``signature``:
-    names of the model's inputs and outputs and how they nest; ``last_spans``: when this rank computed what in the last
-    step of training, in order, in seconds of ``time.perf_counter``.
+    names of the model's inputs and outputs and how they nest; ``backend``: makes the graphs callable; ``last_spans``:
+    when this rank computed what in the last step of training, in order, in seconds of ``time.perf_counter``.
     """
 
     lowered: LoweredStages
@@ -57,6 +57,7 @@ class StagedProgram:
     pipeline: PipelineGroup
     signature: Signature
     device: str
+    backend: Backend = field(default_factory=Eager)
     last_spans: list[Span] = field(default_factory=list, compare=False, repr=False)
 
     @property
@@ -167,11 +168,11 @@ class StagedProgram:
 
     @cached_property
     def _run_task(self) -> RunTask:
-        calls: dict[int, Callable[[list[Any]], Sequence[Any]]] = {}
+        calls: dict[int, Boxed] = {}
 
         def run(task: Task, arguments: list[Any]) -> Sequence[Any]:
             if id(task) not in calls:
-                calls[id(task)] = box_arguments(task.graph)
+                calls[id(task)] = compile_graph(task.graph, self.backend)
             return calls[id(task)](arguments)
 
         return run

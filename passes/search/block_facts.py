@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
-from cost_models.ops import is_matmul
+from cost_models.ops import kind_of
 from galvatron_fx.ir.annotations import facts
 from galvatron_fx.ir.op_call import OpCall, input_nodes, is_getitem, op_call
+from galvatron_fx.ir.precision import cast_parameter
 from passes.call_cost import call_cost
 from passes.search.graph_index import GraphIndex, is_view, storage_root, users_through_views
 from passes.sharding.prices import dtype_name, is_free
@@ -21,12 +22,12 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ComputeCall:
-    """An operator that computes, with what its price is made of."""
+    """An operator that computes, with what its price is made of; ``kind``: dtype, and kind of operator."""
 
     node: fx.Node
     call: OpCall
     flops: float
-    kind: tuple[str, bool]
+    kind: tuple[str, str]
 
 
 @dataclass
@@ -83,13 +84,13 @@ class BlockFacts:
 
     @cached_property
     def calls(self) -> list[ComputeCall]:
-        """The operators that cost something."""
+        """The operators that cost something; casts of parameters are priced with the gathers."""
         found = []
         for node in self.nodes:
-            if not is_getitem(node):
+            if not is_getitem(node) and node.target is not cast_parameter:
                 call = op_call(node)
                 if not is_free(call):
-                    kind = dtype_name(call), is_matmul(call.target)
+                    kind = dtype_name(call), kind_of(call.target)
                     found.append(ComputeCall(node, call, float(call_cost(call).flops), kind))
         return found
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from cost_models.bundles import bundled_s
 from cost_models.collectives import collective_s
-from cost_models.ops import OpCost, op_time_s
+from cost_models.ops import OpCost, op_time_s, price_class
 from galvatron_fx.ir.cluster import Cluster, Device
 from galvatron_fx.ir.strategy import RoleGroup, Strategy
 from passes.search.block_facts import BlockFacts
@@ -25,7 +25,7 @@ from passes.search.candidates import batch_share
 from passes.search.solutions import Solutions
 from passes.sharding.prices import traffic_s, update_traffic_s
 
-# Adam keeps two moments beside each parameter and its gradient, all of the parameter's dtype.
+# Adam keeps two moments beside each parameter and its gradient, all of the parameter's own dtype.
 STATES_PER_PARAMETER = 4
 _ADDING_PASSES = 3  # a term is added to a sum: both are read, a new sum is written
 
@@ -209,9 +209,12 @@ class _Evaluation:
         flops = self._on_rank(operators.flops)
         moved = np.add.reduceat(self._on_rank(operators.tensors), operators.starts, axis=0)
         seconds = np.zeros_like(flops)
-        for kind in dict.fromkeys(operators.kinds):
-            rows = np.flatnonzero([other == kind for other in operators.kinds])
-            seconds[rows] = op_time_s(OpCost(flops[rows], moved[rows], 0), kind[0], self.cluster.device, kind[1])
+        device = self.cluster.device
+        named = {kind: (kind[0], price_class(device, *kind)) for kind in dict.fromkeys(operators.kinds)}
+        classes = [named[kind] for kind in operators.kinds]
+        for dtype, kind in dict.fromkeys(classes):
+            rows = np.flatnonzero([other == (dtype, kind) for other in classes])
+            seconds[rows] = op_time_s(OpCost(flops[rows], moved[rows], 0), dtype, device, kind)
         return [seconds[rows].sum(axis=0) for rows in picked]
 
     def _moves(self) -> dict[str, Floats]:
@@ -248,12 +251,18 @@ class _Evaluation:
         return np.where(divides, degree, 1.0)
 
     def _gathers(self) -> tuple[Floats, Floats]:
-        """(seconds, bytes) of making the block's parameters whole over the ``zero`` axes once."""
+        """(seconds, bytes) of making the block's parameters whole over the ``zero`` axes, in the dtype that the block
+        computes in, once. Where that is narrower, shards are cast and then gathered."""
         weights, roles = self.terms.weights, self.terms.roles
-        if "zero" not in roles:
-            return np.zeros(len(self.parts)), np.zeros(len(self.parts))
-        size = np.where(self._zero_degrees() > 1, self._on_rank(weights.amounts), 0.0)[weights.used]
-        return self._collective_s("all_gather", size, roles.index("zero"), bundled=True), size.sum(axis=0)
+        degrees = self._zero_degrees()[weights.used]
+        own = self._on_rank(weights.amounts)[weights.used]
+        computed, cast = weights.computed[weights.used, None], weights.cast[weights.used, None]
+        read = np.where(cast, own * (1 + computed) / np.where(computed < 1, degrees, 1.0), 0.0)
+        seconds = traffic_s(self.cluster.device, read.sum(axis=0))
+        if "zero" in roles:
+            moved = np.where(degrees > 1, own * np.minimum(computed, 1.0), 0.0)
+            seconds = seconds + self._collective_s("all_gather", moved, roles.index("zero"), bundled=True)
+        return seconds, np.where(cast | (degrees > 1), own * computed, 0.0).sum(axis=0)
 
     def _static(self) -> tuple[Floats, Floats]:
         """Bytes of parameters with gradients and optimizer states, and seconds of the update."""
@@ -261,12 +270,13 @@ class _Evaluation:
         size = (self._on_rank(weights.amounts) / self._zero_degrees())[weights.owned]
         trained = weights.trained[weights.owned][:, None]
         states = (size * np.where(trained, STATES_PER_PARAMETER, 1)).sum(axis=0)
-        return states, update_traffic_s(self.cluster.device, np.where(trained, size, 0.0).sum(axis=0))
+        return states, update_traffic_s(self.cluster.device, np.where(trained, size, 0.0)).sum(axis=0)
 
     def _gradients(self) -> tuple[Floats, Floats, Floats]:
         """Bytes of the gradients, of the same before ``zero`` axes scatter them, and of the largest of these."""
         weights = self.terms.weights
         rows = weights.owned & weights.trained
-        whole = self._on_rank(weights.amounts)[rows]
-        scattered = whole / self._zero_degrees()[rows]
+        own = self._on_rank(weights.amounts)[rows]
+        whole = own * weights.reduced[rows, None]
+        scattered = own / self._zero_degrees()[rows]
         return scattered.sum(axis=0), whole.sum(axis=0), whole.max(axis=0, initial=0.0)

@@ -7,7 +7,7 @@ are arrays over columns, a column being degrees, axes and micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import fx
 from galvatron_fx.ir.annotations import TensorSpec, facts
 from galvatron_fx.ir.op_call import input_nodes, is_getitem
 from galvatron_fx.ir.placement import REPLICATE, Partial, Placement, Shard
+from galvatron_fx.ir.precision import cast_parameter
 from galvatron_fx.ir.symbols import BATCH
 from passes.insert_collectives import AxisSharding
 from passes.search.block_facts import BlockFacts
@@ -72,7 +73,7 @@ class Operators:
     backward: Bools
     for_weights: Bools
     rebuilt: Bools
-    kinds: tuple[tuple[str, bool], ...]
+    kinds: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -90,13 +91,20 @@ class Move:
 
 @dataclass(frozen=True)
 class Weights:
-    """Parameters: ``amounts``, ``shapes`` of each, and which of them are trained, owned or used by the block."""
+    """Parameters: ``amounts``, ``shapes`` of each, and which of them are trained, owned or used by the block.
+
+    ``computed`` and ``reduced``: bytes of what the block computes with and of a gradient before it is reduced, each
+    over those of the parameter; ``cast``: whether the two dtypes of the parameter differ.
+    """
 
     amounts: Amounts
     shapes: tuple[tuple[int, ...], ...]
     trained: Bools
     owned: Bools
     used: Bools
+    computed: Floats
+    reduced: Floats
+    cast: Bools
 
 
 @dataclass(frozen=True)
@@ -239,12 +247,17 @@ class _Reading:
         owned = {node for node in self.graph.parameters if self.graph.first_user.get(node) in inside}
         used = {node for node in self.graph.parameters if any(user in inside for user in node.users)}
         nodes = sorted(owned | used, key=lambda node: node.name)
+        casts = {node: user for node in nodes for user in node.users if user.target is cast_parameter}
+        gradients = dict(self.graph.gradients)
         return Weights(
             self._amounts((facts(node).spec, self._split(node)) for node in nodes),
             tuple(tuple(int(size) for size in facts(node).spec.shape) for node in nodes),
             _flags(nodes, self.graph.trained.__contains__),
             _flags(nodes, owned.__contains__),
             _flags(nodes, used.__contains__),
+            _ratios(nodes, casts),
+            _ratios(nodes, gradients),
+            _flags(nodes, casts.__contains__),
         )
 
     def _saved(self) -> tuple[Amounts, Bools]:
@@ -269,6 +282,12 @@ class _Reading:
     def _lives(self, phase: str) -> Lives:
         made, alive = self.block.lives(phase)
         return Lives(self._amounts((facts(node).spec, self._split(node)) for node in made), alive)
+
+
+def _ratios(nodes: Sequence[fx.Node], others: Mapping[fx.Node, fx.Node]) -> Floats:
+    """Bytes of an element of each node's partner over those of the node itself; 1 where it has none."""
+    sizes = [(facts(others.get(node, node)).spec.dtype.itemsize, facts(node).spec.dtype.itemsize) for node in nodes]
+    return np.array([partner / own for partner, own in sizes], dtype=np.float64)
 
 
 def _flags(nodes: Sequence[fx.Node], true: Callable[[fx.Node], bool]) -> Bools:

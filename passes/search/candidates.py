@@ -25,9 +25,11 @@ def boundary(strategy: Strategy) -> Boundary:
 
 
 def candidates(
-    cluster: Cluster, roles: Sequence[str], recompute: str | bool, pipeline_axes: int = 0
+    cluster: Cluster, roles: Sequence[str], recompute: str | bool, pipeline_axes: int = 0, casts: bool = False
 ) -> tuple[Strategy, ...]:
     """All strategies of a block whose outermost ``pipeline_axes`` axes hold stages.
+
+    ``casts``: whether blocks cast their parameters, so that there are copies to be kept also where none are gathered.
 
     Two axes of equal size and speed are interchangeable, so only tables whose roles ascend along them are kept. On
     meshes of many axes, tensor and sequence roles (one of them a block) take the inner, faster axes, as they talk in
@@ -47,7 +49,7 @@ def candidates(
     for table in tables:
         for repeat in again:
             found.append(Strategy((*outer, *table), repeat))
-            if "zero" in table and not repeat:
+            if ("zero" in table or casts) and not repeat:
                 found.append(Strategy((*outer, *table), repeat, keep_gathered=True))
     return tuple(found)
 

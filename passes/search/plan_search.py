@@ -21,6 +21,7 @@ from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.pipelining import ONE_STAGE, Pipelining
 from galvatron_fx.ir.plan import BlockPlan, Plan
 from galvatron_fx.ir.plan_report import SearchReport
+from galvatron_fx.ir.precision import cast_parameter, policy_of
 from galvatron_fx.ir.progress import PRICING, REPORT, SEARCH, SIMULATION
 from galvatron_fx.ir.strategy import Strategy
 from galvatron_fx.ir.units import format_bytes, format_seconds
@@ -95,6 +96,7 @@ class _Search:
     def run(self) -> Plan:
         """Take the choices in the order of their estimates, and simulate each until none left can be faster."""
         with self.watch.phase(PRICING):
+            self.watch.tell(blocks=len(self.pricer.marks))
             searches = self._searches()
         self.watch.tell(configurations=len(searches))
         found = self._fastest(searches, self.limit)
@@ -130,6 +132,7 @@ class _Search:
                 following = self._next(first.trial, limit, simulated.peak_bytes)
             for entry in following:
                 heappush(waiting, entry)
+            self.watch.tell(left=sum(found is None or entry.time_s < found.time_s for entry in waiting))
         return found
 
     def _closer(self, first: Waiting, limit: float) -> list[Waiting]:
@@ -156,8 +159,9 @@ class _Search:
         batch, blocks = self.pricer.batch, len(self.pricer.marks)
         settings = Configurations(self.cluster, self.options.roles, self.options.pins, batch, blocks).all()
         keys = list(dict.fromkeys((setting.pipeline_axes, setting.num_microbatches) for setting in settings))
+        casts = any(node.target is cast_parameter for node in self.graph.graph.nodes)
         requests = [
-            ChainRequest(candidates(self.cluster, self.options.roles, self.options.recompute, axes), parts)
+            ChainRequest(candidates(self.cluster, self.options.roles, self.options.recompute, axes, casts), parts)
             for axes, parts in keys
         ]
         chains = dict(zip(keys, self.pricer.chains(requests), strict=True))
@@ -217,6 +221,7 @@ class _Search:
             memory_budget_bytes=self.options.memory_budget_bytes,
             notes=self._notes(found),
             pipelining=pipelining,
+            mixed_precision=policy_of(self.graph),
         )
 
     def _notes(self, found: _Found) -> tuple[str, ...]:

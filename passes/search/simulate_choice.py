@@ -1,4 +1,4 @@
-"""Predict what a choice of the search really takes: lowered and simulated, on a short model."""
+"""Predict what strategies for all blocks really take: lowered and simulated, on a short model."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.cluster import Axis, Cluster
 from galvatron_fx.ir.predicted import MemoryUse
+from galvatron_fx.ir.schedule import Schedule
 from galvatron_fx.ir.strategy import Strategy
 from passes.drop_blocks import DropBlocks
 from passes.lower import Lower
@@ -30,9 +31,27 @@ Measured = tuple[Sequence[Row], Sequence[Row]]
 _PARAMETER_BYTES = "parameter bytes"
 
 
+@dataclass(frozen=True)
+class Staging:
+    """How stages run: the ``schedule``, one that holds as many micro-batches at once (``filled``, which may have fewer
+    of them), and the mesh axes that hold the stages.
+    """
+
+    schedule: Schedule
+    filled: Schedule
+    axes: Sequence[Axis]
+
+    @classmethod
+    def of(cls, search: StageSearch) -> Staging | None:
+        """That of a configuration; None for one stage and one micro-batch."""
+        setting = search.configuration
+        axes = search.cluster.axes[: setting.pipeline_axes]
+        return None if setting.is_trivial else cls(search.schedule, search.filled, axes)
+
+
 @dataclass
 class SimulateChoice:
-    """Simulates choices of one graph; block solutions are shared among them."""
+    """Simulates choices of one graph; block solutions are shared among them. ``marks``: fingerprints of the blocks."""
 
     graph: fx.GraphModule
     cluster: Cluster
@@ -46,10 +65,14 @@ class SimulateChoice:
     def run(self, search: StageSearch, choice: StageChoice) -> StepReport | StagesReport:
         """Return the prediction of a step."""
         strategies = [search.chain.strategies[pick] for pick in choice.picks]
-        short = ShortModel.of(self.marks, strategies, choice.first_blocks)
-        if search.configuration.is_trivial:
-            return self._one_stage(short, strategies)
-        return self._stages(short, strategies, search)
+        return self.of(strategies, choice.first_blocks, Staging.of(search))
+
+    def of(
+        self, strategies: Sequence[Strategy], first_blocks: Sequence[int], staging: Staging | None
+    ) -> StepReport | StagesReport:
+        """The same for a strategy a block and the first block of every stage."""
+        short = ShortModel.of(self.marks, strategies, first_blocks)
+        return self._one_stage(short, strategies) if staging is None else self._stages(short, strategies, staging)
 
     def _one_stage(self, short: ShortModel, strategies: Sequence[Strategy]) -> StepReport:
         def measure(model: ShortModel) -> Measured:
@@ -61,19 +84,19 @@ class SimulateChoice:
         parameter_bytes = round(times.pop(_PARAMETER_BYTES))
         return StepReport(times, _memory(memory), parameter_bytes)
 
-    def _stages(self, short: ShortModel, strategies: Sequence[Strategy], search: StageSearch) -> StagesReport:
-        setting = search.configuration
-        simulate = SimulateStages(self.cluster, search.schedule, self.cluster.axes[: setting.pipeline_axes])
-        filled = SimulateStages(self.cluster, search.filled, self.cluster.axes[: setting.pipeline_axes])
+    def _stages(self, short: ShortModel, strategies: Sequence[Strategy], staging: Staging) -> StagesReport:
+        schedule = staging.schedule
+        simulate = SimulateStages(self.cluster, schedule, staging.axes)
+        filled = SimulateStages(self.cluster, staging.filled, staging.axes)
 
         def measure(model: ShortModel) -> Measured:
             kept = [strategies[b] for b in model.keep]
-            parts = setting.num_microbatches
+            parts = schedule.num_microbatches
             lower = LowerStages(kept, model.first_blocks, parts, self.cluster, self._cache, keep_outputs=False)
             lowered = lower.run(self._graph(model)).standing_for(model.stage_of)
             return simulate.times(lowered), [_row(use) for use in filled.memory(lowered)]
 
-        ranks = [search.schedule.stages_of(rank) for rank in range(search.num_ranks)]
+        ranks = [schedule.stages_of(rank) for rank in range(schedule.num_ranks)]
         times, memory = _whole(short, measure, ranks)
         return simulate.report(times, [_memory(row) for row in memory])
 

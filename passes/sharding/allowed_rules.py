@@ -10,6 +10,7 @@ import torch
 from cost_models.ops import is_matmul
 from galvatron_fx.ir.op_call import OpCall
 from galvatron_fx.ir.placement import PARTIAL, REPLICATE, Partial, Placement, Shard, fits
+from galvatron_fx.ir.precision import cast_gradient
 from passes.sharding import collective_rules, own_rules, random_rules  # noqa: F401  (register rules)
 from passes.sharding.own_rules import VIEWS, view_rules
 from passes.sharding.prices import is_free
@@ -24,7 +25,8 @@ Offers = Collection[Placement]
 class AllowedRules:
     """The rules that ``role`` allows on an axis of ``degree`` ranks.
 
-    ``parameter_itemsize``: bytes of an element of the widest floating parameters, 0 if there are none.
+    ``parameter_itemsize``: bytes of an element of the widest floating parameters as they are computed with, 0 if there
+    are none.
     """
 
     role: RoleRules
@@ -57,13 +59,15 @@ class AllowedRules:
         one.
 
         Splitting a sum changes its last bits. In the dtype of the parameters that is the precision of training; in a
-        narrower one (float32 statistics and losses of a float64 model) it would be visible in the result.
+        narrower one (float32 statistics and losses of a float64 model) it would be visible in the result. A gradient
+        is reduced in the dtype that the user's policy asks for.
         """
         out = next((spec.dtype for spec in call.outputs if spec is not None), torch.int64)
         gathers = bool(rule.expansion) and rule.outputs[0] == REPLICATE
         if gathers:
             return out.itemsize >= self.parameter_itemsize  # terms are cheaper, where they are allowed
-        if not out.is_floating_point or not (rule.expansion or isinstance(rule.outputs[0], Partial)):
+        sums = rule.expansion or isinstance(rule.outputs[0], Partial)
+        if not out.is_floating_point or not sums or call.target is cast_gradient:
             return False
         casts = call.target is torch.ops.aten._to_copy.default and out.itemsize < call.inputs[0].dtype.itemsize
         return casts or out.itemsize < self.parameter_itemsize

@@ -10,10 +10,17 @@ from torch import fx
 from galvatron_fx.ir.annotations import facts, output_ports, ports, signature
 from galvatron_fx.ir.op_call import is_getitem
 from galvatron_fx.ir.placement import PARTIAL, Placement
+from galvatron_fx.ir.precision import computed_in, policy_of
 from passes.sharding.prices import Prices
 from passes.sharding.roles import RoleRules
 from passes.sharding.rules import OpRule
-from passes.sharding.value_origins import gradient_parameters, original_parameters, parameter_owners, sums_over_batch
+from passes.sharding.value_origins import (
+    before_cast,
+    gradient_parameters,
+    original_parameters,
+    parameter_owners,
+    sums_over_batch,
+)
 
 
 class AxisDecisions:
@@ -21,7 +28,7 @@ class AxisDecisions:
 
     ``inputs``: placements of placeholders and constants; ``rules``: of operators; ``exits``: placements in which values
     cross between blocks. ``roles``: what the axis does in each block; ``outputs_as_terms``: outputs of the model may
-    leave as terms of a sum.
+    leave as terms of a sum. ``unreduced``: values whose terms are to be added up further on.
     """
 
     def __init__(
@@ -41,8 +48,10 @@ class AxisDecisions:
         self.originals = original_parameters(graph)
         # Without a loss of its own, the model's caller computes one from whole outputs.
         self.outputs_stay = signature(graph).loss is not None
-        dtypes = [facts(node).spec.dtype for node in self.parameters]
+        policy = policy_of(graph)
+        dtypes = [computed_in(policy, facts(node).spec.dtype) for node in self.parameters]
         self.parameter_itemsize = max((d.itemsize for d in dtypes if d.is_floating_point), default=0)
+        self.unreduced = before_cast(graph)
         self._sums = sums_over_batch(graph) if outputs_as_terms else set()
 
     def role(self, block: int) -> RoleRules:

@@ -101,7 +101,8 @@ class BlockProblem:
         wires = tuple(tuple(number[n] for n in input_nodes(node)) for node in self.nodes)
         calls = tuple(_call_key(node) for node in self.nodes)
         enter = tuple((facts(n).specs, tuple(self._entry_choices(n)), n in self.decided.owner) for n in entries)
-        leave = tuple((self._leave_key(n), self._graph_outputs(n, number)) for n in self.nodes)
+        late = self.decided.unreduced
+        leave = tuple((self._leave_key(n), self._graph_outputs(n, number), n in late) for n in self.nodes)
         return (self.role, self.degree, wires, calls, enter, leave)
 
     def _leave_key(self, node: fx.Node) -> Any:
@@ -143,14 +144,15 @@ class BlockProblem:
         self, node: fx.Node, value: _Value, wanted: list[Placement]
     ) -> dict[tuple[Placement, Placement], float]:
         pairs = {}
-        parameter = node in self.parameter_side
+        parameter, late = node in self.parameter_side, node in self.decided.unreduced
         for have in value.candidates:
             for want in wanted:
                 time_s = self.prices.redistribute_s(value.spec, have, want)
                 if time_s is None:
                     continue
                 may_change = self.role.may_change_parameter if parameter else self.role.may_change
-                wanted_so = have == want or may_change(value.spec, have, want)
+                too_early = late and isinstance(have, Partial)
+                wanted_so = have == want or (may_change(value.spec, have, want) and not too_early)
                 pairs[have, want] = time_s + (0.0 if wanted_so else _UNWANTED_S)
         return pairs
 

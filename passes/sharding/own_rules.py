@@ -7,7 +7,8 @@ import operator
 import torch
 
 from galvatron_fx.ir.op_call import OpCall
-from galvatron_fx.ir.placement import PARTIAL, REPLICATE, Placement, Shard, through_view
+from galvatron_fx.ir.placement import PARTIAL, REPLICATE, Partial, Placement, Shard, through_view
+from galvatron_fx.ir.precision import cast_gradient, cast_parameter
 from passes.sharding.rules import OpRule, register_rule, torch_rules
 
 aten = torch.ops.aten
@@ -61,6 +62,14 @@ def _view(call: OpCall, degree: int) -> list[OpRule]:
     source = call.inputs[0].shape
     plain: list[Placement] = [Shard(dim) for dim in range(len(source)) if source[dim] % degree == 0]
     return view_rules(call, plain, degree)
+
+
+@register_rule(cast_parameter, cast_gradient)
+def _cast(call: OpCall, degree: int) -> list[OpRule]:
+    """As it comes; terms of a sum too, which are then summed in the dtype that they are cast to."""
+    shards = (Shard(dim) for dim in range(len(call.output.shape)))
+    placements: list[Placement] = [*shards, PARTIAL, Partial("avg")]
+    return [OpRule((placement,), (placement,)) for placement in placements]
 
 
 @register_rule(aten.expand.default)

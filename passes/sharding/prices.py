@@ -12,9 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cost_models.collectives import collective_s
-from cost_models.ops import OpCost, is_matmul, op_time_s
+from cost_models.curve_time import operator_curve_s
+from cost_models.ops import OpCost, kind_of, op_time_s
 from galvatron_fx.ir.annotations import TensorSpec
 from galvatron_fx.ir.cluster import Axis, Device
+from galvatron_fx.ir.device import UPDATE
 from galvatron_fx.ir.op_call import OpCall
 from galvatron_fx.ir.placement import PARTIAL, Partial, Placement, Replicate, Shard
 from galvatron_fx.ir.symbols import BATCH
@@ -55,7 +57,7 @@ class Prices:
         if is_free(call):
             return self._traffic_s(_HOLDING * self._bytes(call.outputs, rule.outputs))
         local = OpCost(cost.flops * share, moved, 0)
-        time_s = float(op_time_s(local, dtype_name(call), self.device, is_matmul(call.target)))
+        time_s = float(op_time_s(local, dtype_name(call), self.device, kind_of(call.target)))
         return time_s + self._traffic_s(_HOLDING * self._bytes(call.outputs, rule.outputs))
 
     def redistribute_s(self, spec: TensorSpec, have: Placement, want: Placement) -> float | None:
@@ -109,8 +111,12 @@ def traffic_s(device: Device, size_bytes: Bytes) -> Bytes:
 
 
 def update_traffic_s(device: Device, size_bytes: Bytes) -> Bytes:
-    """Seconds of the optimizer's update of so many bytes of parameters."""
-    return traffic_s(device, _UPDATE_PASSES * size_bytes)
+    """Seconds of the optimizer's update of a parameter of so many bytes, or of each of several."""
+    curve = device.curve(UPDATE, "float32")
+    if curve is None:
+        return traffic_s(device, _UPDATE_PASSES * size_bytes)
+    seconds = operator_curve_s(curve, np.zeros(1), np.asarray(size_bytes, dtype=np.float64))
+    return seconds if isinstance(size_bytes, np.ndarray) else float(seconds[0])
 
 
 @lru_cache(maxsize=65536)

@@ -6,6 +6,7 @@ from torch import fx
 
 from galvatron_fx.ir.annotations import TensorSpec, facts, output_ports, ports
 from galvatron_fx.ir.op_call import input_nodes
+from galvatron_fx.ir.precision import cast_gradient
 from galvatron_fx.ir.strategy import original_name
 from galvatron_fx.ir.symbols import BATCH
 
@@ -33,6 +34,17 @@ def sums_over_batch(graph: fx.GraphModule) -> set[fx.Node]:
         for node in varies
         if facts(node).phase == "backward" and not facts(node).multi_output and _is_batchless_float(facts(node).spec)
     }
+
+
+def before_cast(graph: fx.GraphModule) -> set[fx.Node]:
+    """Values of backward that serve gradients alone, in front of their cast to the dtype that they are reduced in."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.graph.nodes):
+        if node.op != "call_function" or facts(node).phase != "backward" or node.target is cast_gradient:
+            continue
+        if node.users and all(user in found or user.target is cast_gradient for user in node.users):
+            found.add(node)
+    return found
 
 
 def _is_batchless_float(spec: TensorSpec) -> bool:

@@ -244,33 +244,35 @@ def test_arithmetic_on_sizes_is_free(target) -> None:
 
 def test_time_is_a_roofline_with_an_overhead() -> None:
     device = Device("d", 10**9, {"float32": 1e9, "bfloat16": 1e10}, 1e8, 0.5, 0.25, 1e-3)
-    assert op_time_s(OpCost(10**9, 0, 8), torch.bfloat16, device, True) == pytest.approx(0.2 + 1e-3)
-    assert op_time_s(OpCost(10**9, 0, 8), torch.bfloat16, device, False) == pytest.approx(1.0 + 1e-3)
-    assert op_time_s(OpCost(1, 10**8, 10**8), "float32", device, True) == pytest.approx(8.0 + 1e-3)
-    assert op_time_s(FREE, "bfloat16", device, True) == 0.0
+    assert op_time_s(OpCost(10**9, 0, 8), torch.bfloat16, device, "matmul") == pytest.approx(0.2 + 1e-3)
+    assert op_time_s(OpCost(10**9, 0, 8), torch.bfloat16, device, "pointwise") == pytest.approx(1.0 + 1e-3)
+    assert op_time_s(OpCost(1, 10**8, 10**8), "float32", device, "matmul") == pytest.approx(8.0 + 1e-3)
+    assert op_time_s(FREE, "bfloat16", device, "matmul") == 0.0
 
 
 def test_times_of_many_sizes_come_at_once() -> None:
     flops, moved = np.array([0.0, 1e9, 1e15]), np.array([0.0, 1e6, 1e6])
-    seconds = op_time_s(OpCost(flops, moved, moved), torch.bfloat16, A100, True)
-    one_by_one = [op_time_s(OpCost(f, m, m), torch.bfloat16, A100, True) for f, m in zip(flops, moved, strict=True)]
+    seconds = op_time_s(OpCost(flops, moved, moved), torch.bfloat16, A100, "matmul")
+    one_by_one = [op_time_s(OpCost(f, m, m), torch.bfloat16, A100, "matmul") for f, m in zip(flops, moved, strict=True)]
     assert isinstance(seconds, np.ndarray)
     assert seconds.tolist() == one_by_one
 
 
-@given(st.integers(0, 10**15), st.integers(0, 10**12), st.integers(0, 10**12), st.booleans())
-def test_more_work_never_takes_less_time(flops, read, written, product) -> None:
-    less = op_time_s(OpCost(flops, read, written), "float16", A100, product)
+@given(
+    st.integers(0, 10**15), st.integers(0, 10**12), st.integers(0, 10**12), st.sampled_from(["matmul", "add", "clone"])
+)
+def test_more_work_never_takes_less_time(flops, read, written, kind) -> None:
+    less = op_time_s(OpCost(flops, read, written), "float16", A100, kind)
     for more in (OpCost(2 * flops, read, written), OpCost(flops, 2 * read, written), OpCost(flops, read, written + 1)):
-        assert op_time_s(more, "float16", A100, product) >= less
+        assert op_time_s(more, "float16", A100, kind) >= less
 
 
 def test_a_cost_with_symbols_has_no_time() -> None:
     with pytest.raises(InputError, match="holds symbols; evaluate it"):
-        op_time_s(OpCost(2 * b, 1, 1), torch.float32, A100, False)
+        op_time_s(OpCost(2 * b, 1, 1), torch.float32, A100, "pointwise")
 
 
 def test_a_dtype_without_a_rate_has_no_time() -> None:
     device = Device("d", 10**9, {"bfloat16": 1e10}, 1e8, 0.5, 0.25, 1e-3)
     with pytest.raises(ClusterError, match="no rate for float32 or wider"):
-        op_time_s(OpCost(1, 1, 1), torch.float32, device, False)
+        op_time_s(OpCost(1, 1, 1), torch.float32, device, "pointwise")

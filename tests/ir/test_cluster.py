@@ -34,6 +34,9 @@ DEVICE: dict[str, Any] = {
 }
 AXIS: dict[str, Any] = {"name": "a0", "size": 2, "latency_s": 0.0, "bandwidth_bytes_per_s": 1e9}
 
+UNMEASURED: dict[str, Any] = {"curves": [], "calls": {}, "view_s": 0, "sharing": {}}
+LINK: dict[str, Any] = {"curves": [], "contention": 1}
+
 
 @contextmanager
 def world(ranks: int) -> Iterator[None]:
@@ -201,6 +204,8 @@ def test_a_number_that_is_none_is_refused(make, known, field, value) -> None:
         ({"peak_flops": {"int8": 1e12}}, r"peak_flops of 'd' has keys \['int8'\]"),
         ({"peak_flops": {"float32": 0.0}}, r"peak_flops\['float32'\] of 'd' is 0.0; give a finite number above 0"),
         ({"matmul_efficiency": 1.5}, "an efficiency of 'd' is above 1"),
+        ({"view_s": -1.0}, "view_s of 'd' is -1.0; give a finite number of at least 0"),
+        ({"calls": {"mm()": 0.0}}, r"calls\['mm\(\)'\] of 'd' is 0.0; give a finite number above 0"),
     ],
 )
 def test_a_device_that_cannot_be_is_refused(change, message) -> None:
@@ -217,14 +222,20 @@ def test_axes_are_some_and_have_names_of_their_own() -> None:
 
 
 def document(**changes: Any) -> str:
-    """The JSON of a small cluster with some members changed; None removes one."""
-    members = {"version": 1, "device": DEVICE, "axes": [AXIS], **changes}
-    return json.dumps({name: value for name, value in members.items() if value is not None})
+    """The JSON of a small cluster that was not measured, with some members changed; None removes one."""
+    members = {
+        "version": 2,
+        "device": DEVICE | UNMEASURED,
+        "axes": [AXIS | LINK],
+        "overlap": {"compute": 1.0, "communication": 1.0},
+        **changes,
+    }
+    return json.dumps({name: value for name, value in members.items() if value is not None} | {"origin": None})
 
 
 def test_equal_clusters_have_equal_json() -> None:
     first = Cluster.from_json(document())
-    second = Cluster.from_json(document(axes=[{**AXIS, "latency_s": 0, "bandwidth_bytes_per_s": 10**9}]))
+    second = Cluster.from_json(document(axes=[{**AXIS, **LINK, "latency_s": 0, "bandwidth_bytes_per_s": 10**9}]))
     assert first == second
     assert first.to_json() == second.to_json() == Cluster.from_json(first.to_json()).to_json()
 
@@ -235,21 +246,24 @@ def test_equal_clusters_have_equal_json() -> None:
         ("", "the cluster is not JSON"),
         ("[" * 100_000, "the cluster is not JSON"),
         ("1" * 5000, "the cluster is not JSON"),
-        (" " * 1_000_001, "JSON text of at most 1000000 characters"),
+        (" " * 20_000_001, "JSON text of at most 20000000 characters"),
         (b"{}", "JSON text of at most"),
         ("[]", r"bad cluster at \$: \[\] is not of type 'object'"),
         ('{"version": 1, "version": 1}', "repeats a key"),
         ('{"version": NaN}', "the cluster holds NaN; give a finite number"),
-        (document(version=2), "cluster of version 2; this release reads 1"),
+        (document(version=1), "cluster of version 1; this release reads 2: measure the machine again"),
         (document(device=None), "'device' is a required property"),
         (document(extra=1), "'extra' was unexpected"),
-        (document(axes=[{**AXIS, "size": "2"}]), r"bad cluster at \$\.axes\[0\]\.size: '2' is not of type 'integer'"),
-        (document(axes=[{**AXIS, "size": True}]), "True is not of type 'integer'"),
-        (document(axes=[{**AXIS, "size": 2.0}]), "axis 'a0' has size 2.0"),
-        (document(axes=[{**AXIS, "size": 4}]), "split it into axes of prime size"),
-        (document(axes=[{**AXIS, "latency_s": 1e308}]).replace("1e+308", "1e999"), "latency_s of 'a0' is inf"),
+        (
+            document(axes=[{**AXIS, **LINK, "size": "2"}]),
+            r"bad cluster at \$\.axes\[0\]\.size: '2' is not of type 'integer'",
+        ),
+        (document(axes=[{**AXIS, **LINK, "size": True}]), "True is not of type 'integer'"),
+        (document(axes=[{**AXIS, **LINK, "size": 2.0}]), "axis 'a0' has size 2.0"),
+        (document(axes=[{**AXIS, **LINK, "size": 4}]), "split it into axes of prime size"),
+        (document(axes=[{**AXIS, **LINK, "latency_s": 1e308}]).replace("1e+308", "1e999"), "latency_s of 'a0' is inf"),
         (document(axes=[]), "give it some"),
-        (document(device={**DEVICE, "peak_flops": {"__import__('os')": 1}}), "give some of"),
+        (document(device={**DEVICE, **UNMEASURED, "peak_flops": {"__import__('os')": 1}}), "give some of"),
     ],
 )
 def test_text_that_is_no_cluster_is_refused(text, message) -> None:

@@ -39,9 +39,11 @@ def capture_both(model: nn.Module, inputs: Any, symbolic: bool = True) -> int:
     traced: list[int] = []
     original = capture._trace
 
-    def counted(model: nn.Module, flat: FlatInputs, shapes: Any, repeats: tuple[Repeat, ...]) -> fx.GraphModule:
+    def counted(
+        model: nn.Module, flat: FlatInputs, shapes: Any, repeats: tuple[Repeat, ...], policy: Any
+    ) -> fx.GraphModule:
         traced.append(sum(len(repeat.cut) for repeat in repeats))
-        return original(model, flat, shapes, repeats)
+        return original(model, flat, shapes, repeats, policy)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(capture, "_trace", counted)

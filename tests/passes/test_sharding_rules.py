@@ -16,6 +16,7 @@ from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import TensorSpec, facts
 from galvatron_fx.ir.op_call import op_call
 from galvatron_fx.ir.placement import PARTIAL, REPLICATE, Partial, Placement, Shard
+from galvatron_fx.ir.precision import cast_gradient, cast_parameter
 from galvatron_fx.ir.random_ops import random_uniform
 from galvatron_fx.runtime.simulator import Simulator
 from passes import assign_shardings  # noqa: F401  (register rules)
@@ -181,6 +182,8 @@ CALLS: list[Call] = [
     *convolutions(bias=False),
     *convolutions(bias=True, groups=4),
     *convolutions(bias=False, transposed=True),
+    (cast_parameter, (whole(9, 4, 8), f64), {}),
+    (cast_gradient, (whole(9, 4, 8), f64), {}),
     (random_uniform, (In(torch.tensor(7)), 3, [4, 8], [In(torch.arange(4)[:, None]), In(torch.arange(8)[None])]), {}),
 ]
 # Operators with torch's own rules, as models use them.

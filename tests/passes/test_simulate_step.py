@@ -213,11 +213,11 @@ def test_the_time_of_operators() -> None:
     """Forward and backward, each at its roofline; the transpose is free."""
     device = CLUSTER.device
     parts = [
-        op_time_s(OpCost(2 * 4 * 8 * 2, 256 + 128, 64), "float64", device, is_matmul=True),
-        op_time_s(OpCost(8, 64, 64), "float64", device, is_matmul=False),
-        op_time_s(OpCost(8, 64, 8), "float64", device, is_matmul=False),
-        op_time_s(OpCost(8, 64 + 8, 64), "float64", device, is_matmul=False),
-        op_time_s(OpCost(2 * 8 * 4 * 2, 256 + 64, 128), "float64", device, is_matmul=True),
+        op_time_s(OpCost(2 * 4 * 8 * 2, 256 + 128, 64), "float64", device, "matmul"),
+        op_time_s(OpCost(8, 64, 64), "float64", device, "pointwise"),
+        op_time_s(OpCost(8, 64, 8), "float64", device, "pointwise"),
+        op_time_s(OpCost(8, 64 + 8, 64), "float64", device, "pointwise"),
+        op_time_s(OpCost(2 * 8 * 4 * 2, 256 + 64, 128), "float64", device, "matmul"),
     ]
     report = simulated(layer())
     assert report.compute_s == pytest.approx(sum(float(part) for part in parts), rel=1e-12)

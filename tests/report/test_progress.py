@@ -17,8 +17,8 @@ from galvatron_fx.report.progress import SearchProgress, describe
         (Progress("capture"), "capture"),
         (Progress("pricing", configurations=52), "pricing: 52 configurations"),
         (
-            Progress("search", configurations=52, searched=9, simulated=2, best_s=3.957),
-            "search: 52 configurations, 9 searched, 2 simulated, best 3.96 s",
+            Progress("search", 34, configurations=52, left=31, searched=9, simulated=2, best_s=3.957),
+            "search, best 3.96 s: 34 blocks, 21 pruned, 31 left, 9 searched, 2 simulated",
         ),
     ],
 )

@@ -20,6 +20,7 @@ TOLERANCE = 0.03
 CASES: dict[str, dict[str, Any]] = {
     "1f1b": {"model": "llama", "roles": ("pipeline", "zero"), "stages": 2, "microbatches": 4, "keep_gathered": True},
     "zb_h1": {"model": "llama", "roles": ("pipeline", "tensor"), "stages": 2, "microbatches": 4},
+    "gpipe": {"model": "gpt2", "roles": ("pipeline", "zero"), "stages": 2, "microbatches": 2, "mixed": True},
     "zbv": {"model": "gpt2", "roles": ("pipeline", "data"), "stages": 4, "microbatches": 4},
 }
 

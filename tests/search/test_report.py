@@ -164,9 +164,9 @@ def test_the_best_plan_until_time_is_up(stack: fx.GraphModule, monkeypatch: pyte
     def watch(progress: Progress) -> None:
         clock[0] = 10.0 if progress.best_s is not None else 0.0
 
-    pins = Pins(num_stages=2)
+    pins = Pins(num_stages=4)
     most = searched(stack, pins=pins).peak_memory_bytes
-    limits = [int(share * most) for share in (0.95, 0.9, 0.85)]
+    limits = [int(share * most) for share in (0.99, 0.98, 0.97, 0.96, 0.95)]
     plans = [searched(stack, limit, watch=Watch(watch), search_seconds=5.0, pins=pins) for limit in limits]
     plan = next(plan for plan in plans if report_of(plan).is_cut_short)
     report = report_of(plan)

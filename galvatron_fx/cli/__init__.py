@@ -1,0 +1,1 @@
+"""The command ``galvatron-fx``: one module a subcommand, and what they share; torch is imported when work begins."""

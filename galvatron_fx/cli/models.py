@@ -1,0 +1,142 @@
+"""The model that a command line names, and its batch."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from galvatron_fx.cli.exits import ModelError, UsageError
+from galvatron_fx.cli.model_config import ModelConfig, config_from_file, config_from_name
+from galvatron_fx.cli.model_tasks import Batch, example_inputs, find_task
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["DTYPES", "Subject", "load"]
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+_BATCH, _SEQUENCE = 64, 2048  # samples, tokens: where the command line and the configuration say nothing
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is planned for: a model and its global batch; ``name``: what the command line called it."""
+
+    name: str
+    model: nn.Module
+    inputs: Any
+
+    def __str__(self) -> str:
+        """Return two lines that say what it is."""
+        return (
+            f"model    {self._described()}\nbatch    {', '.join(f'{name} {shape}' for name, shape in self._shapes())}"
+        )
+
+    def document(self) -> dict[str, Any]:
+        """Return the same as plain JSON values."""
+        return {
+            "name": self.name,
+            "class": type(self.model).__name__,
+            "parameters": self._parameters(),
+            "dtypes": self._dtypes(),
+            "batch": dict(self._shapes()),
+        }
+
+    def _described(self) -> str:
+        count = self._parameters()
+        size = f"{count / 1e9:.2f} B" if count >= 1e8 else f"{count / 1e6:.2f} M" if count >= 1e5 else str(count)
+        return f"{self.name} ({type(self.model).__name__}), {size} parameters in {' and '.join(self._dtypes())}"
+
+    def _parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def _dtypes(self) -> list[str]:
+        return sorted({str(parameter.dtype).removeprefix("torch.") for parameter in self.model.parameters()})
+
+    def _shapes(self) -> list[tuple[str, str]]:
+        from passes.capture import FlatInputs
+
+        flat = FlatInputs.of(self.inputs)
+        sizes = ["×".join(map(str, tensor.shape)) for tensor in flat.tensors]
+        return [(name.strip("[]'"), size) for name, size in zip(flat.tensor_names, sizes, strict=True)]
+
+
+def load(options: argparse.Namespace) -> Subject:
+    """Build the model that ``options`` names, on the meta device where it is one of transformers.
+
+    Raises InputError for a configuration that cannot be read, UsageError for options that do not go together and
+    ModelError where the model cannot be built.
+    """
+    text = str(options.model)
+    path = Path(text)
+    if path.is_dir() or path.is_file() or text.endswith(".json"):
+        return _of_config(options, config_from_file(path, options.set))
+    if ":" in text:
+        return _of_function(options)
+    return _of_config(options, config_from_name(text, options.set))
+
+
+def _of_config(options: argparse.Namespace, found: ModelConfig) -> Subject:
+    import torch
+
+    config = found.config
+    task, kind = find_task(config, found.architectures, options.task)
+    dtype = getattr(torch, options.dtype or _dtype(options, found))
+    try:
+        with torch.device("meta"):
+            model = kind(config).to(dtype)
+    except Exception as error:  # whatever some hundred models raise for settings that do not go together
+        raise ModelError(f"{kind.__name__} cannot be built: {type(error).__name__}: {error}") from error
+    batch = _batch(options, config)
+    return Subject(options.model, model.train(), example_inputs(model, task, batch, dtype))
+
+
+def _dtype(options: argparse.Namespace, found: ModelConfig) -> str:
+    """What parameters are kept in where nothing is said."""
+    if getattr(options, "mixed_precision", None):
+        return "float32"
+    return found.dtype if found.dtype in DTYPES else DTYPES[0]
+
+
+def _batch(options: argparse.Namespace, config: Any) -> Batch:
+    text = config.get_text_config()
+    most = getattr(text, "max_position_embeddings", None)
+    most = most if isinstance(most, int) and most > 0 else None
+    sequence = options.sequence_length or min(_SEQUENCE, most or _SEQUENCE)
+    if most is not None and sequence > most:
+        warnings.warn(
+            f"the batch has {sequence} tokens a sample and the model {most} positions: --set "
+            f"max_position_embeddings={sequence} if it should have as many",
+            stacklevel=2,
+        )
+    return Batch(options.batch_size or _BATCH, sequence)
+
+
+def _of_function(options: argparse.Namespace) -> Subject:
+    given = ("set", "task", "dtype", "batch_size", "sequence_length")
+    extra = [f"--{name.replace('_', '-')}" for name in given if getattr(options, name)]
+    if extra:
+        raise UsageError(f"{', '.join(extra)}: {options.model} makes the model and its batch itself")
+    module_name, _, function_name = options.model.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+        made = function()
+    except Exception as error:  # the user's own code
+        raise ModelError(f"{options.model} failed with {type(error).__name__}: {error}") from error
+    return _checked(options.model, made)
+
+
+def _checked(name: str, made: Any) -> Subject:
+    from torch import nn
+
+    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
+        raise ModelError(f"{name} returned {type(made).__name__}: return a pair of a model and its example inputs")
+    return Subject(name, made[0], made[1])

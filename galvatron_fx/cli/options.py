@@ -1,0 +1,194 @@
+"""The flags that several subcommands share, and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from galvatron_fx.cli import files
+from galvatron_fx.cli.model_config import parse_override
+from galvatron_fx.cli.model_tasks import TASKS
+from galvatron_fx.cli.models import DTYPES
+from galvatron_fx.errors import GalvatronError
+from galvatron_fx.ir.schedule import SCHEDULES
+from galvatron_fx.ir.strategy import PIPELINE, ROLES
+from galvatron_fx.ir.units import parse_bytes
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from galvatron_fx.ir.cluster import Cluster
+
+__all__ = ["add_cluster", "add_model", "add_search", "cluster_of", "positive", "search_of", "typed"]
+
+_RECOMPUTE: dict[str, str | bool] = {"auto": "auto", "always": True, "never": False}
+
+Parsed = TypeVar("Parsed")
+
+
+def typed(parse: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
+    """Make a type for argparse of a function that raises one of our errors or ValueError."""
+
+    def convert(text: str) -> Parsed:
+        try:
+            return parse(text)
+        except (GalvatronError, ValueError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+def positive(kind: Callable[[str], Any], what: str) -> Callable[[str], Any]:
+    """A type for argparse: a number above 0, "seconds" for ``what``."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not 0 < value < float("inf"):
+            raise ValueError(f"{text[:80]!r} is no number of {what}: give one above 0")
+        return value
+
+    return typed(parse)
+
+
+def add_model(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    """Add the flags that name a model and its batch."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model",
+        required=required,
+        metavar="MODEL",
+        help="a config.json of transformers or a folder with one; a model type (llama) or configuration class "
+        "(LlamaConfig) of transformers; or module:function, which returns (model, example_inputs)",
+    )
+    group.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        type=typed(parse_override),
+        metavar="KEY=VALUE",
+        help="change the configuration; VALUE is JSON, or text; KEY may be a.b (repeatable)",
+    )
+    group.add_argument("--task", choices=TASKS, help="what to train for (default: as the configuration says)")
+    group.add_argument("--dtype", choices=DTYPES, help="of the parameters (default: the configuration's, or bfloat16)")
+    group.add_argument(
+        "--batch-size", type=positive(int, "samples"), metavar="N", help="global samples a step (default: 64)"
+    )
+    group.add_argument(
+        "--sequence-length",
+        type=positive(int, "tokens"),
+        metavar="N",
+        help="tokens a sample (default: 2048, or what the model has positions for)",
+    )
+
+
+def add_cluster(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    """Add the flag that names a cluster."""
+    parser.add_argument_group("cluster").add_argument(
+        "--cluster",
+        required=required,
+        metavar="CLUSTER",
+        help="a count and a device, such as 64xA100-80GB, which need not be here; or a profile.json",
+    )
+
+
+def add_search(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a search."""
+    group = parser.add_argument_group("search")
+    group.add_argument(
+        "--memory-budget",
+        type=typed(_budget),
+        metavar="SIZE",
+        help="per device, such as 40GiB (default: the device's memory)",
+    )
+    group.add_argument(
+        "--roles", type=typed(_roles), metavar="A,B", help=f"what mesh axes may do (default: {','.join(ROLES)})"
+    )
+    group.add_argument(
+        "--pipeline",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="whether pipeline is among the roles (default: yes, or as --roles says)",
+    )
+    group.add_argument(
+        "--recompute", choices=_RECOMPUTE, default="auto", help="activations again in backward (default: per block)"
+    )
+    group.add_argument("--num-stages", type=positive(int, "stages"), metavar="N", help="default: searched")
+    group.add_argument("--num-microbatches", type=positive(int, "micro-batches"), metavar="N", help="default: searched")
+    group.add_argument("--schedule", choices=SCHEDULES, help="default: searched")
+    group.add_argument(
+        "--mixed-precision",
+        type=typed(_precision),
+        metavar="DTYPE[,DTYPE]",
+        help="compute in the first, reduce gradients in the second (default: the first); parameters are then float32 "
+        "where --dtype says nothing",
+    )
+    group.add_argument(
+        "--search-seconds",
+        type=positive(float, "seconds"),
+        metavar="S",
+        help="take the best plan found by then, counted from the end of capture",
+    )
+
+
+def search_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of :func:`galvatron_fx.plan` that the flags of :func:`add_search` stand for."""
+    roles = options.roles or ROLES
+    if options.pipeline is not None:
+        roles = tuple(role for role in roles if role != PIPELINE) + (PIPELINE,) * options.pipeline
+    return {
+        "memory_budget": options.memory_budget,
+        "roles": roles,
+        "recompute": _RECOMPUTE[options.recompute],
+        "num_stages": options.num_stages,
+        "num_microbatches": options.num_microbatches,
+        "schedule": options.schedule,
+        "search_seconds": options.search_seconds,
+        "mixed_precision": _policy(options.mixed_precision),
+    }
+
+
+def cluster_of(options: argparse.Namespace) -> Cluster:
+    """The cluster that ``--cluster`` names, a file or a preset; raises ClusterError and InputError."""
+    from galvatron_fx.ir.cluster import Cluster
+
+    text = options.cluster
+    if text.endswith(".json") or Path(text).is_file():
+        return files.read_cluster(text)
+    return Cluster.preset(text)
+
+
+def _budget(text: str) -> int:
+    size = parse_bytes(text)
+    if size == 0:
+        raise ValueError("a budget of 0 bytes: give a size such as 40GiB")
+    return size
+
+
+def _precision(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if len(names) > 2 or not set(names) <= set(DTYPES):
+        raise ValueError(f"{text[:80]!r} is not one or two of {', '.join(DTYPES)}")
+    return names
+
+
+def _policy(names: tuple[str, ...] | None) -> MixedPrecisionPolicy | None:
+    if names is None:
+        return None
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    dtypes = [getattr(torch, name) for name in names]
+    return MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[-1])
+
+
+def _roles(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    unknown = [name for name in names if name not in ROLES]
+    if unknown:
+        raise ValueError(f"unknown role {unknown[0]!r}: use some of {', '.join(ROLES)}")
+    return names

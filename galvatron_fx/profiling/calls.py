@@ -1,0 +1,86 @@
+"""Single calls of a model, timed at their own shapes: where a model is known, no curve is needed for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from galvatron_fx.ir import collectives as c
+from galvatron_fx.ir.annotations import TensorSpec, has_facts
+from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.op_call import OpCall, call_key, is_getitem, op_call
+from galvatron_fx.profiling.kernels import Kernel
+from galvatron_fx.profiling.ranks import Ranks
+from galvatron_fx.profiling.tensors import Pool
+from galvatron_fx.profiling.timing import Rounds
+from passes.sharding.prices import is_free
+
+__all__ = ["measure_calls"]
+
+# Operators whose time is so little that a curve will do: half of a launch's usual work.
+_LEAST_BYTES = 2**14
+
+
+def measure_calls(
+    cluster: Cluster,
+    mesh: DeviceMesh,
+    graphs: Iterable[fx.GraphModule],
+    *,
+    seconds: float = 20.0,
+    progress: Callable[[float], None] | None = None,
+) -> Cluster:
+    """Return ``cluster`` with the seconds of every distinct operator call of ``graphs`` at its shapes and dtypes.
+
+    ``graphs``: captured or, better, lowered ones (of a plan that is considered; the calls are those of one rank); every
+    rank of ``mesh`` gives the same and times them at once. About ``seconds``, one round of all calls at least;
+    ``progress`` is told the share that is over. Calls that cannot be made from shapes alone keep the price of their
+    curve, and so do views and very small ones.
+    """
+    ranks, pool = Ranks(mesh), Pool(mesh.device_type)
+    asked = _distinct(graphs)
+    with torch.no_grad():
+        kernels = {key: made for key, call in asked.items() if (made := _runnable(pool, call)) is not None}
+        tasks = [made.prepared for made in kernels.values()]
+        times = Rounds(ranks, tasks).run(seconds, 1, progress or (lambda share: None)) if tasks else []
+    calls = dict(cluster.device.calls) | dict(zip(kernels, times, strict=True))
+    return replace(cluster, device=replace(cluster.device, calls=calls))
+
+
+def _distinct(graphs: Iterable[fx.GraphModule]) -> dict[str, OpCall]:
+    nodes = (node for graph in graphs for node in graph.graph.nodes)
+    calls = (op_call(node) for node in nodes if node.op == "call_function" and has_facts(node) and not is_getitem(node))
+    kept = (call for call in calls if call.target not in (*c.COLLECTIVES, *c.RANK_LOCAL) and not is_free(call))
+    return dict(sorted((call_key(call), call) for call in kept if _bytes(call) >= _LEAST_BYTES))
+
+
+def _bytes(call: OpCall) -> int:
+    return sum(spec.size_bytes for spec in (*call.inputs, *call.outputs) if spec is not None)
+
+
+def _runnable(pool: Pool, call: OpCall) -> Kernel | None:
+    """A kernel that makes this call, or None where it does not take made-up tensors."""
+    sizes = [size for spec in call.inputs[:1] for size in spec.shape]
+    most = max(1, min(sizes, default=1))
+
+    def make(variant: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        places = iter(range(variant * 8, variant * 8 + 64))
+
+        def real(value: Any) -> Any:
+            if isinstance(value, TensorSpec):
+                return pool.tensor(value.shape, value.dtype, next(places), most)
+            return [real(item) for item in value] if isinstance(value, tuple) else value
+
+        return tuple(real(arg) for arg in call.args), {name: real(value) for name, value in call.kwargs}
+
+    made = Kernel(call.target, make, call_key(call), "")
+    args, kwargs = make(0)
+    try:
+        call.target(*args, **kwargs)
+    except (RuntimeError, TypeError, IndexError, ValueError):
+        return None
+    return made

@@ -1,0 +1,85 @@
+"""Single operators to be timed: what is called, on which tensors, and what it is taken to cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cost_models.ops import OpCost, TensorFacts, kind_of, op_cost
+from galvatron_fx.ir.torch_compat import pytree
+
+__all__ = ["VIEW", "Kernel", "kernel"]
+
+VIEW = "view"
+# Repetitions take inputs from different places and leave results standing for a while: in a step, too, operators
+# find little of what they take, and of where they write, in a cache.
+_VARIANTS = 8
+_STANDING_BYTES = 48 * 2**20
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One operator at one size.
+
+    ``make(variant)``: its arguments, for one of several places in memory; ``kind`` and ``dtype``: the curve that it
+    gives a point to, by default those of its operator and of what it makes.
+    """
+
+    target: Callable[..., Any]
+    make: Callable[[int], Arguments]
+    kind: str
+    dtype: str
+
+    def prepared(self) -> Callable[[int], None]:
+        """Arguments are made now; the result runs the operator so many times."""
+        variants = [self.make(variant) for variant in range(_VARIANTS)]
+        target = self.target
+        args, kwargs = variants[0]
+        size_bytes = sum(tensor.nbytes for tensor in _tensors(target(*args, **kwargs)))
+        places = min(_VARIANTS, max(1, _STANDING_BYTES // max(1, size_bytes)))
+        standing = [target(*args, **kwargs) for _ in range(places)]
+
+        def run(times: int) -> None:
+            for i in range(times):
+                args, kwargs = variants[i % _VARIANTS]
+                standing[i % places] = target(*args, **kwargs)
+
+        return run
+
+    def cost(self) -> OpCost:
+        """Flops and bytes, as :func:`cost_models.ops.op_cost` counts them for a node of a graph."""
+        args, kwargs = self.make(0)
+        outputs = _tensors(self.target(*args, **kwargs))
+        inputs = _tensors((args, kwargs))
+        given, named = _with_facts(args), _with_facts(kwargs)
+        return op_cost(self.target, given, named, list(map(_facts, inputs)), list(map(_facts, outputs)))
+
+
+def kernel(
+    target: Callable[..., Any], make: Callable[[int], Iterable[Any]], dtype: torch.dtype, kind: str = ""
+) -> Kernel:
+    """A kernel whose ``make`` gives positional arguments only."""
+    return Kernel(target, lambda variant: (tuple(make(variant)), {}), kind or kind_of(target), _name(dtype))
+
+
+def _with_facts(value: Any) -> Any:
+    """Arguments with TensorFacts for tensors."""
+    return pytree.tree_map(lambda leaf: _facts(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _tensors(value: Any) -> Sequence[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _facts(tensor: Tensor) -> TensorFacts:
+    return TensorFacts(tuple(tensor.shape), tensor.dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,109 @@
+"""Measure the machine at hand: operators, memory, collectives, and what all of them do to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from galvatron_fx.errors import ClusterError
+from galvatron_fx.ir.cluster import Axis, Cluster, Overlap
+from galvatron_fx.ir.curves import OperatorCurve
+from galvatron_fx.ir.device import Device
+from galvatron_fx.profiling.collectives import groups_of, measure_collectives
+from galvatron_fx.profiling.machine import origin_of
+from galvatron_fx.profiling.operators import all_kernels, measure_operators
+from galvatron_fx.profiling.overlap import measure_overlap, measure_sharing
+from galvatron_fx.profiling.ranks import Ranks
+from galvatron_fx.profiling.tensors import Pool
+from galvatron_fx.profiling.updates import measure_updates
+
+__all__ = ["PHASES", "ProfileProgress", "measure_cluster"]
+
+OPERATORS, UPDATES, COLLECTIVES, MUTUAL = "operators", "optimizer update", "collectives", "mutual slowdown"
+PHASES = (OPERATORS, UPDATES, COLLECTIVES, MUTUAL)
+# Shares of the time; what is mutual takes as long as it takes, about a second.
+_OPERATORS_SHARE, _UPDATES_SHARE, _COLLECTIVES_SHARE = 0.55, 0.05, 0.4
+# Above the size at which glibc hands out memory page by page, below the 32 MiB from which it always does.
+_PRIME_BYTES = 31 * 2**20
+
+
+@dataclass(frozen=True)
+class ProfileProgress:
+    """A moment of a measurement: what is measured, one of :data:`PHASES`, and the share of it that is over."""
+
+    phase: str
+    share: float
+
+
+def measure_cluster(
+    mesh: DeviceMesh,
+    *,
+    seconds: float = 60.0,
+    dtypes: Sequence[torch.dtype] = (torch.float32,),
+    progress: Callable[[ProfileProgress], None] | None = None,
+) -> Cluster:
+    """Measure the devices and links of ``mesh``; every rank calls it, and gets the same cluster.
+
+    All ranks measure at once, with the number of threads that they have now, since that is how they train: on a CPU
+    with fewer cores than ranks each gets its share. ``seconds``: about how long it may take, one round of all
+    measurements at least; ``dtypes``: what products of matrices are measured in (the rest in the first of them);
+    ``progress``: called with every :class:`ProfileProgress`.
+
+    Raises ClusterError for other device types than "cpu" and "cuda", and for seconds that are not above 0.
+    """
+    if not seconds > 0:
+        raise ClusterError(f"seconds is {seconds!r}; give seconds above 0 to measure in")
+    described = Cluster.from_mesh(mesh)
+    ranks = Ranks(mesh)
+
+    def telling(phase: str) -> Callable[[float], None]:
+        return lambda share: progress(ProfileProgress(phase, share)) if progress else None
+
+    with torch.no_grad():
+        device = _measured_device(ranks, described.device, dtypes, seconds, telling)
+        axes: tuple[Axis, ...] = described.axes
+        overlap = Overlap()
+        if ranks.count > 1:
+            groups = groups_of(ranks, described)
+            told = telling(COLLECTIVES)
+            axes = measure_collectives(ranks, described, groups, _COLLECTIVES_SHARE * seconds, told)
+            telling(MUTUAL)(0.0)
+            overlap = measure_overlap(ranks, groups)
+            device = replace(device, sharing=measure_sharing(ranks))
+        telling(MUTUAL)(1.0)
+    return Cluster(device, axes, overlap, origin_of(mesh))
+
+
+def _measured_device(
+    ranks: Ranks,
+    described: Device,
+    dtypes: Sequence[torch.dtype],
+    seconds: float,
+    telling: Callable[[str], Callable[[float], None]],
+) -> Device:
+    torch.empty(_PRIME_BYTES, dtype=torch.uint8, device=ranks.device_type).zero_()
+    kernels = all_kernels(Pool(ranks.device_type), dtypes)
+    found = measure_operators(ranks, kernels, _OPERATORS_SHARE * seconds, telling(OPERATORS))
+    curves = [*found.curves, measure_updates(ranks, _UPDATES_SHARE * seconds, telling(UPDATES))]
+    by_kind = {(curve.kind, curve.dtype): curve for curve in curves}
+    first = str(dtypes[0]).removeprefix("torch.")
+    copies = by_kind["copy", first]
+    return replace(
+        described,
+        peak_flops=dict(described.peak_flops) | found.flops_per_s,
+        memory_bandwidth_bytes_per_s=_last_rate(copies),
+        matmul_efficiency=1.0,
+        memory_efficiency=1.0,
+        launch_overhead_s=by_kind["pointwise", first].points[0][1],
+        curves=tuple(curves),
+        view_s=found.view_s,
+    )
+
+
+def _last_rate(curve: OperatorCurve) -> float:
+    """Bytes a second of the largest operators of a curve over bytes."""
+    work_s, seconds = curve.points[-1]
+    return work_s / curve.byte_s / seconds

@@ -1,0 +1,64 @@
+"""Curves of all operators, measured by all ranks at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from galvatron_fx.ir.curves import OperatorCurve
+from galvatron_fx.profiling.elementwise import elementwise_kernels
+from galvatron_fx.profiling.fit import fit_operator
+from galvatron_fx.profiling.kernels import VIEW, Kernel
+from galvatron_fx.profiling.products import attention_kernels, product_kernels
+from galvatron_fx.profiling.ranks import Ranks
+from galvatron_fx.profiling.tensors import Pool
+from galvatron_fx.profiling.timing import Rounds
+
+__all__ = ["Operators", "all_kernels", "measure_operators"]
+
+
+def all_kernels(pool: Pool, dtypes: Sequence[torch.dtype]) -> list[Kernel]:
+    """Products in each of ``dtypes``, and all else in the first of them."""
+    found = [made for dtype in dtypes for made in product_kernels(pool, dtype)]
+    return [*found, *attention_kernels(pool, dtypes[0]), *elementwise_kernels(pool, dtypes[0])]
+
+
+@dataclass(frozen=True)
+class Operators:
+    """What was measured: ``curves``; the seconds of a view; by dtype the most flops a second of any product."""
+
+    curves: list[OperatorCurve]
+    view_s: float
+    flops_per_s: dict[str, float]
+
+
+def measure_operators(
+    ranks: Ranks, kernels: Sequence[Kernel], seconds: float, done: Callable[[float], None]
+) -> Operators:
+    """Measure all ``kernels`` and fit curves by kind and dtype."""
+    with torch.no_grad():
+        costs = [made.cost() for made in kernels]
+        times = Rounds(ranks, [made.prepared for made in kernels]).run(seconds, 1, done)
+    groups: dict[tuple[str, str], list[int]] = {}
+    for i, made in enumerate(kernels):
+        groups.setdefault((made.kind, made.dtype), []).append(i)
+    view_s = 0.0
+    curves = []
+    for (kind, dtype), rows in groups.items():
+        if kind == VIEW:
+            view_s = times[rows[0]]
+            continue
+        flops = [float(costs[i].flops) for i in rows]
+        moved = [float(costs[i].read_bytes + costs[i].written_bytes) for i in rows]
+        # Only products of matrices have flops that bytes do not tell.
+        depends = kind.startswith(("matmul", "attention"))
+        curves.append(
+            fit_operator(kind, dtype, flops if depends else [0.0] * len(rows), moved, [times[i] for i in rows])
+        )
+    rates: dict[str, float] = {}
+    for made, cost, spent in zip(kernels, costs, times, strict=True):
+        if made.kind == "matmul":
+            rates[made.dtype] = max(rates.get(made.dtype, 0.0), float(cost.flops) / spent)
+    return Operators(curves, view_s, rates)

@@ -1,0 +1,113 @@
+"""How much computing and communicating slow each other down, and ranks that share cores each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+
+from galvatron_fx.ir.cluster import Overlap
+from galvatron_fx.profiling.collectives import Group
+from galvatron_fx.profiling.ranks import Ranks
+
+__all__ = ["measure_overlap", "measure_sharing"]
+
+_ROUNDS = 5
+_WIDTH = 384  # of square products: 0.1 GFLOP each
+_PRODUCTS = 20
+_COLLECTIVE_BYTES = 4 * 2**20
+_COLLECTIVES = 4
+
+c10d = torch.ops._c10d_functional
+
+
+def measure_sharing(ranks: Ranks) -> dict[int, float]:
+    """Seconds of computing by the number of ranks that do it at once, relative to all of them; {} for one rank.
+
+    1.0 throughout where every rank has a device of its own. Counts are the divisors of the number of ranks: those of
+    the stages of a pipeline that compute while the others wait.
+    """
+    if ranks.count == 1:
+        return {}
+    compute = _products(ranks.device_type)
+    counts = [count for count in range(1, ranks.count + 1) if ranks.count % count == 0]
+    rounds = [[_busy_s(ranks, compute, count) for count in counts] for _ in range(_ROUNDS)]
+    times = [median(column) for column in zip(*rounds, strict=True)]
+    # More ranks at once are never taken to be faster: what one finds so is noise.
+    for i in range(len(times) - 2, -1, -1):
+        times[i] = min(times[i], times[i + 1])
+    return {count: spent / times[-1] for count, spent in zip(counts, times, strict=True)}
+
+
+def _busy_s(ranks: Ranks, compute: Callable[[], None], count: int) -> float:
+    """Mean seconds of ``compute`` on ``count`` ranks, spread over the mesh, while the others wait."""
+    busy = ranks.index % (ranks.count // count) == 0
+    ranks.together()
+    start_s = ranks.clock_s()
+    if busy:
+        compute()
+    spent_s = ranks.clock_s() - start_s if busy else 0.0
+    return ranks.sum([spent_s])[0] / count
+
+
+def measure_overlap(ranks: Ranks, groups: Sequence[Group]) -> Overlap:
+    """Run products and all-reduces alone and at once; 1.0 each for one rank."""
+    if not groups:
+        return Overlap()
+    compute = _products(ranks.device_type)
+    issue = _all_reduces(ranks.device_type, groups[-1])
+    slower = [_slowdowns(ranks, compute, issue) for _ in range(_ROUNDS)]
+    compute_s, communication_s = (max(1.0, median(column)) for column in zip(*slower, strict=True))
+    return Overlap(*ranks.mean([compute_s, communication_s]))
+
+
+def _slowdowns(
+    ranks: Ranks, compute: Callable[[], None], issue: Callable[[], list[torch.Tensor]]
+) -> tuple[float, float]:
+    """(computing, communicating): each beside the other, relative to alone, by the part of the time that both run.
+
+    Both begin together. Whoever ends last has run alone for the rest: that is taken off.
+    """
+    compute_alone_s = _timed(ranks, compute)
+    communicate_alone_s = _timed(ranks, lambda: _wait(issue()))
+    ranks.together()
+    start_s = ranks.clock_s()
+    pending = issue()
+    compute()
+    computed_s = ranks.clock_s() - start_s
+    _wait(pending)
+    communicated_s = ranks.clock_s() - start_s
+    if communicated_s <= computed_s * 1.02:  # the collectives ended within the computation
+        return computed_s / max(compute_alone_s, 1e-9), computed_s / max(communicate_alone_s, 1e-9)
+    rest = (communicated_s - computed_s) / communicate_alone_s
+    done_beside = max(0.05, 1.0 - rest)
+    return computed_s / compute_alone_s, computed_s / (communicate_alone_s * done_beside)
+
+
+def _timed(ranks: Ranks, act: Callable[[], None]) -> float:
+    ranks.together()
+    start_s = ranks.clock_s()
+    act()
+    return ranks.clock_s() - start_s
+
+
+def _products(device: str) -> Callable[[], None]:
+    left, right = (torch.ones(_WIDTH, _WIDTH, device=device) for _ in range(2))
+
+    def run() -> None:
+        for _ in range(_PRODUCTS):
+            left @ right
+
+    run()
+    return run
+
+
+def _all_reduces(device: str, group: Group) -> Callable[[], list[torch.Tensor]]:
+    tensors = [torch.ones(_COLLECTIVE_BYTES // 4, device=device) for _ in range(_COLLECTIVES)]
+    return lambda: [c10d.all_reduce(tensor, "sum", group.handle.group_name) for tensor in tensors]
+
+
+def _wait(pending: Sequence[torch.Tensor]) -> None:
+    for tensor in pending:
+        c10d.wait_tensor(tensor)

@@ -1,0 +1,67 @@
+"""What profiling asks of the ranks: to begin together, and to agree on numbers."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Ranks"]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of ``mesh``, which all measure at once; one rank needs no process group."""
+
+    mesh: DeviceMesh
+
+    @property
+    def device_type(self) -> str:
+        """ "cpu" or "cuda"."""
+        return str(self.mesh.device_type)
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return int(self.mesh.size())
+
+    @property
+    def index(self) -> int:
+        """Which of them this one is, in the order of the mesh."""
+        return self.members.index(dist.get_rank()) if self.count > 1 else 0
+
+    @property
+    def members(self) -> list[int]:
+        """Their ranks in the world, in the order of the mesh."""
+        found: list[int] = self.mesh.mesh.flatten().tolist()
+        return found
+
+    def clock_s(self) -> float:
+        """Seconds of this rank's clock, when the device has done what it was given."""
+        if self.device_type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def together(self) -> None:
+        """Wait for all ranks, with nothing left to do on the device."""
+        self.sum([0.0])
+        self.clock_s()
+
+    def sum(self, values: list[float]) -> list[float]:
+        """The sums over all ranks, on every rank."""
+        if self.count == 1:
+            return values
+        total = torch.tensor(values, dtype=torch.float64, device=self.device_type)
+        dist.all_reduce(total)
+        return [float(value) for value in total.tolist()]
+
+    def mean(self, values: list[float]) -> list[float]:
+        """The means over all ranks."""
+        return [value / self.count for value in self.sum(values)]
+
+    def first(self, value: float) -> float:
+        """The value of the first rank."""
+        return self.sum([value if self.index == 0 else 0.0])[0]

@@ -1,0 +1,53 @@
+"""Kernels of what follows a step: the optimizer's update of one parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from galvatron_fx.ir.curves import OperatorCurve
+from galvatron_fx.ir.device import UPDATE
+from galvatron_fx.profiling.fit import fit_operator
+from galvatron_fx.profiling.ranks import Ranks
+from galvatron_fx.profiling.timing import Rounds, Task
+
+__all__ = ["UPDATE", "measure_updates"]
+
+_ELEMENTS = (64, 4096, 65536, 2**19, 2**22)  # of a parameter
+_PARAMETERS = 4
+
+
+def measure_updates(ranks: Ranks, seconds: float, done: Callable[[float], None]) -> OperatorCurve:
+    """Seconds of AdamW's step by the bytes of a parameter, float32, parameters being as a compiled model has them."""
+    times = Rounds(ranks, [_task(ranks, elements) for elements in _ELEMENTS]).run(seconds, 1, done)
+    moved = [4.0 * elements for elements in _ELEMENTS]
+    each = [spent / _PARAMETERS for spent in times]
+    return fit_operator(UPDATE, "float32", [0.0] * len(moved), moved, each)
+
+
+def _task(ranks: Ranks, elements: int) -> Task:
+    def prepare() -> Callable[[int], None]:
+        parameters = [nn.Parameter(_laid_out(ranks, torch.ones(elements))) for _ in range(_PARAMETERS)]
+        for parameter in parameters:
+            parameter.grad = _laid_out(ranks, torch.full((elements,), 1e-3))
+        optimizer = torch.optim.AdamW(parameters)
+
+        def run(times: int) -> None:
+            for _ in range(times):
+                optimizer.step()
+
+        return run
+
+    return prepare
+
+
+def _laid_out(ranks: Ranks, tensor: Tensor) -> Tensor:
+    """A DTensor, as the parameters of a compiled model are; plain where there are no process groups."""
+    local = tensor.to(ranks.device_type)
+    if not dist.is_initialized():
+        return local
+    return DTensor.from_local(local, ranks.mesh, [Replicate()] * ranks.mesh.ndim, run_check=False)

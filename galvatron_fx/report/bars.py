@@ -1,0 +1,183 @@
+"""Pictures of what a plan decides and what it takes: roles of blocks, time by cause, memory by kind, alternatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+from galvatron_fx.ir.plan import Plan
+from galvatron_fx.ir.plan_report_table import cause_name, cause_order
+from galvatron_fx.ir.predicted import MEMORY_KINDS, RankUse
+from galvatron_fx.ir.units import format_bytes, format_seconds
+from galvatron_fx.report.alternatives import Alternative
+from galvatron_fx.report.drawing import WIDTH, Line, Picture, Rect, Text, text_width
+
+__all__ = ["FAR", "alternatives_picture", "memory_picture", "roles_picture", "shown_ranks", "time_picture"]
+
+_ROW = 24.0
+_BAR = 17.0
+_LABELS = 132.0
+_SUMS = 84.0
+_MOST_ROWS = 16
+
+FAR = 3.0
+"""A budget of more than so many times what is used is told of and not drawn, or nothing else could be seen."""
+
+
+def shown_ranks(ranks: Sequence[RankUse], most: int = _MOST_ROWS) -> list[int]:
+    """All pipeline ranks, or of many the busiest, the fullest, and others as far apart as can be."""
+    count = len(ranks)
+    if count <= most:
+        return list(range(count))
+    busiest = max(range(count), key=lambda rank: ranks[rank].busy_s)
+    fullest = max(range(count), key=lambda rank: sum(ranks[rank].memory.values()))
+    spread = [round(i * (count - 1) / (most - 3)) for i in range(most - 2)]
+    return sorted({*spread, busiest, fullest})
+
+
+def roles_picture(plan: Plan) -> Picture:
+    """Every block as a column, every mesh axis as a row, outermost first; below, stages and what is computed again."""
+    count, axes = len(plan.blocks), plan.axis_sizes
+    picture = Picture(f"The role of each of {len(axes)} mesh axes in each of {count} blocks")
+    left, width = _LABELS, (WIDTH - _LABELS) / count
+    names: list[Text] = []
+    for axis, size in enumerate(axes):
+        picture.add(Text(left - 10, picture.height + _ROW / 2, f"axis {axis}, {size} ranks", "end"))
+        for role, first, end in _runs([block.strategy.roles[axis] for block in plan.blocks]):
+            where = f"axis {axis}, {_blocks(first, end)}: {role}"
+            picture.add(Rect(left + first * width, picture.height, (end - first) * width, _ROW - 2, role, where))
+            if text_width(role, 11) < (end - first) * width:
+                middle = left + (first + end) / 2 * width
+                names.append(Text(middle, picture.height + _ROW / 2 - 1, role, "middle", "on colour", 11))
+        picture.height += _ROW
+    for first in range(1, count):
+        if width >= 16:
+            picture.add(Line(left + first * width, 0, left + first * width, picture.height - 2, "paper", 0.6))
+    picture.add(*names)
+    _strip(picture, "computed again", ["recompute" if b.strategy.recompute else "" for b in plan.blocks], width)
+    if plan.pipelining.num_stages > 1:
+        cuts = [] if plan.is_wildcard else plan.pipelining.cuts(count)
+        _strip(picture, "stages", [f"{sum(c <= b for c in cuts) - 1}" for b in range(count)], width)
+    _block_numbers(picture, count, width)
+    picture.legend(dict.fromkeys(role for block in plan.blocks for role in block.strategy.roles), _LABELS)
+    return picture
+
+
+def time_picture(ranks: Sequence[RankUse]) -> Picture:
+    """Seconds of a step by cause, a bar for each pipeline rank."""
+    shown = shown_ranks(ranks)
+    causes = sorted({c for rank in shown for c, s in ranks[rank].seconds.items() if s}, key=cause_order)
+    picture = Picture("Seconds of a step by cause, for each pipeline rank")
+    rows = [
+        (
+            _rank_label(ranks, rank),
+            [(c.kind, cause_name(c), ranks[rank].seconds.get(c, 0.0)) for c in causes],
+        )
+        for rank in shown
+    ]
+    _bars(picture, rows, format_seconds, "time of a step")
+    picture.legend(dict.fromkeys(cause.kind for cause in causes), _LABELS)
+    return picture
+
+
+def memory_picture(ranks: Sequence[RankUse], budget_bytes: int | None) -> Picture:
+    """Bytes at the peak by kind, a bar for each pipeline rank, against the budget."""
+    shown = shown_ranks(ranks)
+    kinds = [kind for kind in MEMORY_KINDS if any(ranks[rank].memory[kind] for rank in shown)]
+    picture = Picture("Bytes at the peak by kind, for each pipeline rank")
+    rows = [(_rank_label(ranks, rank), [(k, k, float(ranks[rank].memory[k])) for k in kinds]) for rank in shown]
+    _bars(picture, rows, format_bytes, "memory of a rank when it is fullest", budget_bytes)
+    picture.legend(kinds, _LABELS)
+    return picture
+
+
+def alternatives_picture(alternatives: Sequence[Alternative]) -> Picture:
+    """Seconds of a step of the chosen plan and of what lost to it."""
+    picture = Picture("Seconds of a step of the chosen plan and of the alternatives")
+    known = [a for a in alternatives if a.time_s is not None]
+    labels = max(text_width(a.name, 12) for a in known) + 12
+    rows = [(a.name, [(a.colour, f"{a.name}: {a.verdict}", a.time_s or 0.0)]) for a in known]
+    _bars(
+        picture, rows, format_seconds, "time of a step", labels=min(labels, WIDTH / 2), sums=[a.verdict for a in known]
+    )
+    return picture
+
+
+def _bars(
+    picture: Picture,
+    rows: Sequence[tuple[str, Sequence[tuple[str, str, float]]]],
+    write: Callable[[float], str],
+    what: str,
+    limit: float | None = None,
+    labels: float = _LABELS,
+    sums: Sequence[str] = (),
+) -> None:
+    """Stacked bars: of each row its label and its parts (colour, name, amount); at the right what they come to."""
+    totals = [sum(amount for _, _, amount in parts) for _, parts in rows]
+    said = sums or [write(total) for total in totals]
+    room = max(_SUMS, max(text_width(text, 12) for text in said) + 10)
+    picture.height += 18 if limit is not None else 0  # for the limit's name
+    top = picture.height
+    picture.height += len(rows) * _ROW
+    is_near = limit is not None and limit <= FAR * max(totals)
+    most = max([*totals, limit if is_near and limit is not None else 0.0]) * 1.02
+    place = picture.scale(labels, WIDTH - room, top, most, write, what)
+    for row, ((label, parts), text) in enumerate(zip(rows, said, strict=True)):
+        y, amount_before = top + row * _ROW, 0.0
+        picture.add(Text(labels - 10, y + _BAR / 2 + 2, label, "end"))
+        for colour, name, amount in parts:
+            x, end = place(amount_before), place(amount_before + amount)
+            if end - x > 0.05:
+                picture.add(
+                    Rect(x, y + 2, end - x, _BAR, colour, f"{label}, {name}: {write(amount)}" if not sums else name)
+                )
+            amount_before += amount
+        picture.add(Text(place(amount_before) + 6, y + _BAR / 2 + 2, text))
+    if limit is not None and is_near:
+        x = place(limit)
+        picture.add(Line(x, top - 4, x, top + len(rows) * _ROW + 4, "limit", 2, True))
+        picture.add(Text(x, top - 12, f"budget {write(limit)}", "middle", "limit", 11, True))
+    elif limit is not None:
+        picture.add(
+            Text(WIDTH - room, top - 12, f"budget {write(limit)}, far to the right →", "end", "limit", 11, True)
+        )
+
+
+def _runs(values: Sequence[str]) -> list[tuple[str, int, int]]:
+    """Each value with where it begins and before where it ends."""
+    found, first = [], 0
+    for value, group in groupby(values):
+        end = first + len(list(group))
+        found.append((value, first, end))
+        first = end
+    return found
+
+
+def _strip(picture: Picture, label: str, values: Sequence[str], width: float) -> None:
+    """A thin row below the axes, a box for each run of equal values; nothing where all are empty."""
+    if not any(values):
+        return
+    picture.add(Text(_LABELS - 10, picture.height + 8, label, "end", "muted", 11))
+    for place, (value, first, end) in enumerate(run for run in _runs(values) if run[0]):
+        x, wide = _LABELS + first * width, (end - first) * width
+        fill = "recompute" if value == "recompute" else ("idle", "rule")[place % 2]
+        picture.add(Rect(x, picture.height, wide, 15, fill, f"{label}: {value}, {_blocks(first, end)}"))
+        if value != "recompute" and text_width(value, 10) < wide:
+            picture.add(Text(x + wide / 2, picture.height + 8, value, "middle", "ink", 10))
+    picture.height += 18
+
+
+def _block_numbers(picture: Picture, count: int, width: float) -> None:
+    every = next(step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, count) if step * width > 26)
+    for block in range(0, count, every):
+        picture.add(Text(_LABELS + (block + 0.5) * width, picture.height + 8, str(block), "middle", "muted", 11))
+    picture.add(Text(_LABELS - 10, picture.height + 8, "block", "end", "muted", 11))
+    picture.height += 16
+
+
+def _blocks(first: int, end: int) -> str:
+    return f"block {first}" if end == first + 1 else f"blocks {first} to {end - 1}"
+
+
+def _rank_label(ranks: Sequence[RankUse], rank: int) -> str:
+    return "every rank" if len(ranks) == 1 else f"pipeline rank {rank}"

@@ -1,0 +1,146 @@
+"""Every collective of a plan's step as rows of a table: what it moves, how often, and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+
+from torch import fx
+
+from galvatron_fx.ir import collectives as c
+from galvatron_fx.ir.annotations import facts
+from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.layout import Column
+from galvatron_fx.ir.predicted import TRANSFER, Cause
+from galvatron_fx.report.reasons import Reasons
+from passes.lower import Lowered
+from passes.search.short_model import Label
+from passes.search.short_program import ShortProgram
+from passes.simulate_stages import StagesReport
+from passes.simulate_step import SimulateStep
+
+__all__ = ["CollectiveRow", "collective_rows", "task_graphs"]
+
+_ONCE = ("start", "finish")
+_NUMBER = re.compile(r"(?<=\.)\d+(?![\w])")  # of a layer, in the name of a module
+
+
+@dataclass(frozen=True)
+class CollectiveRow:
+    """Equal collectives of equal blocks.
+
+    ``label``: of the blocks, None for transfers between stages; ``task``: when it runs; ``kind``: the operation;
+    ``axes``: mesh axes that it is over, outermost is 0; ``shape``, ``dtype``: of the larger of what goes in and what
+    comes out on a rank; ``size_bytes``: of the whole tensor, as if it were not sharded along ``axes``; ``sent_bytes``:
+    by each rank, in a ring; ``count``: how often it runs in a step, in all blocks and micro-batches; ``each_s``: once.
+    """
+
+    label: Label | None
+    task: str
+    kind: str
+    axes: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    size_bytes: int
+    sent_bytes: float
+    count: int
+    each_s: float
+    why: str
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all of them together."""
+        return self.count * self.each_s
+
+
+def task_graphs(program: ShortProgram, kinds: frozenset[str]) -> Iterator[tuple[int, str, fx.GraphModule]]:
+    """The graphs that run: the stage's position among the kept ones, the task's name and the graph.
+
+    ``kinds``: of the schedule's actions: F, B, I, W.
+    """
+    if isinstance(program.lowered, Lowered):
+        yield 0, "forward", program.lowered.halves.forward
+        yield 0, "backward", program.lowered.halves.backward
+        return
+    names = ("start", "forward", *(("backward",) if "B" in kinds else ()))
+    names += (*(("input_grad", "weight_grad") if "I" in kinds else ()), "finish")
+    for position, stage in enumerate(program.lowered.stages):
+        for name in names:
+            if not stage.tasks[name].is_empty:
+                yield position, name, stage.tasks[name].graph
+
+
+def collective_rows(
+    program: ShortProgram, cluster: Cluster, kinds: frozenset[str], num_microbatches: int
+) -> list[CollectiveRow]:
+    """Return the rows in the order of the blocks and of their first run."""
+    reasons = Reasons(program.lowered.joint)
+    joint = {node.name: node for node in program.lowered.joint.graph.nodes}
+    columns = program.lowered.layout.columns
+    blocks, simulator = program.blocks, SimulateStep(cluster)
+    found: dict[tuple[object, ...], CollectiveRow] = {}
+    for position, task, graph in task_graphs(program, kinds):
+        own = set(program.blocks_of(position))
+        for node in graph.graph.nodes:
+            if node.target not in c.COLLECTIVES:
+                continue
+            block = max(facts(node).block, 0)
+            times = blocks[block].stands_for if block in own else program.short.stage_of.count(position)
+            runs = times * (1 if task in _ONCE else num_microbatches)
+            why = reasons.of(joint.get(node.name, node))
+            row = _row(node, columns, simulator, blocks[block].label, task, runs, why)
+            key = (*vars(replace(row, count=0, why="")).values(), _NUMBER.sub("#", why))
+            known = found.setdefault(key, replace(row, count=0))
+            found[key] = replace(known, count=known.count + runs)
+    order = {label: i for i, label in enumerate(dict.fromkeys(block.label for block in blocks))}
+    return sorted((row for row in found.values() if row.count), key=lambda row: order[row.label])  # type: ignore[index]
+
+
+def transfer_rows(program: ShortProgram, step: StagesReport, pipeline_axes: tuple[int, ...]) -> list[CollectiveRow]:
+    """Return what passes between stages on different pipeline ranks, equal ones together."""
+    assert not isinstance(program.lowered, Lowered)
+    ranks = step.schedule.rank_of_stage
+    found: dict[tuple[object, ...], CollectiveRow] = {}
+    for index, times in enumerate(step.times):
+        stage = program.lowered.stages[program.short.stage_of[index]]
+        for task, names, to in (("send", stage.sends, index + 1), ("send_back", stage.sends_back, index - 1)):
+            seconds = times.get((task, Cause(TRANSFER)), 0.0)
+            if not 0 <= to < len(ranks) or ranks[to] == ranks[index] or not names:
+                continue
+            size = sum(stage.specs[name].size_bytes for name in names)
+            spec = max((stage.specs[name] for name in names), key=lambda spec: spec.size_bytes)
+            ahead = task == "send"
+            what = "activations" if ahead else "gradients of activations"
+            why = f"{what} ({len(names)} values) for the stage {'behind' if ahead else 'before'} on another rank"
+            row = CollectiveRow(
+                None, "forward" if ahead else "backward", "send", pipeline_axes, spec.shape, _dtype(spec.dtype),
+                size, float(size), step.schedule.num_microbatches, seconds, why,
+            )  # fmt: skip
+            key = (task, size, spec.shape, seconds)
+            known = found.get(key)
+            found[key] = replace(row, count=row.count + (known.count if known else 0))
+    return list(found.values())
+
+
+def _row(
+    node: fx.Node, columns: tuple[Column, ...], simulator: SimulateStep, label: Label, task: str, runs: int, why: str
+) -> CollectiveRow:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    kind = node.target.__name__  # type: ignore[union-attr]
+    axes = columns[int(node.args[-1])].axes  # type: ignore[arg-type]
+    degree = prod(simulator.cluster.axes[axis].size for axis in axes)
+    specs = facts(source).spec, facts(node).spec
+    spec = max(specs, key=lambda spec: spec.size_bytes)
+    size = specs[0].size_bytes * (degree if kind in ("all_gather", "all_to_all") else 1)
+    share = {"all_reduce": 2.0, "all_to_all": 1 / degree}.get(kind, 1.0) * (degree - 1) / degree
+    seconds = sum(simulator.times([node], [column.axes for column in columns]).values())
+    return CollectiveRow(
+        label, task, kind, axes, spec.shape, _dtype(spec.dtype), size, share * size, runs, seconds, why
+    )
+
+
+def _dtype(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")

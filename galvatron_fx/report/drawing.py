@@ -1,0 +1,157 @@
+"""Pictures as lists of shapes, which a page shows as inline SVG and :mod:`galvatron_fx.report.pictures` draws.
+
+Lengths are in CSS pixels, y goes down, colours are names of :data:`galvatron_fx.report.palette.COLOURS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from math import floor, log10
+from typing import TypeAlias
+
+__all__ = ["WIDTH", "Band", "Boxes", "Line", "Picture", "Rect", "Shape", "Text", "text_width", "ticks"]
+
+WIDTH = 1080.0
+_LETTER = 0.6  # of the size: how wide a letter of a sans-serif font is, with room to spare
+
+
+@dataclass(frozen=True)
+class Rect:
+    """A box; ``title`` is what a pointer on it shows."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    fill: str
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """Many boxes of one colour and height, each with its left end and its width."""
+
+    y: float
+    height: float
+    spans: tuple[tuple[float, float], ...]
+    fill: str
+
+
+@dataclass(frozen=True)
+class Band:
+    """What lies between two stepped lines: from ``xs[i]`` to ``xs[i + 1]`` it reaches from ``lower[i]`` up to
+    ``upper[i]``.
+    """
+
+    xs: tuple[float, ...]
+    lower: tuple[float, ...]
+    upper: tuple[float, ...]
+    fill: str
+    title: str = ""
+
+    @property
+    def corners(self) -> list[tuple[float, float]]:
+        """The outline."""
+        top = [(x, y) for i, y in enumerate(self.upper) for x in (self.xs[i], self.xs[i + 1])]
+        bottom = [(x, y) for i, y in enumerate(self.lower) for x in (self.xs[i], self.xs[i + 1])]
+        return top + bottom[::-1]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A straight line."""
+
+    x1: float
+    y1: float
+    x2: float
+    y2: float
+    colour: str = "rule"
+    width: float = 1.0
+    is_dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Text:
+    """A line of text; ``y`` is its middle, ``anchor`` "start", "middle" or "end" says what ``x`` is."""
+
+    x: float
+    y: float
+    text: str
+    anchor: str = "start"
+    colour: str = "ink"
+    size: float = 12.0
+    is_bold: bool = False
+
+
+Shape: TypeAlias = Rect | Boxes | Band | Line | Text
+
+
+@dataclass
+class Picture:
+    """Shapes, later ones over earlier ones; ``title`` says in a sentence what is to be seen."""
+
+    title: str
+    height: float = 0.0
+    width: float = WIDTH
+    shapes: list[Shape] = field(default_factory=list)
+
+    def add(self, *shapes: Shape) -> None:
+        """Draw over what is there."""
+        self.shapes += shapes
+
+    def legend(self, colours: Iterable[str], x: float = 0.0) -> None:
+        """Explain colours by their names, in as many lines as it takes, below what is there."""
+        left = x
+        self.height += 10
+        for colour in colours:
+            needed = 18 + text_width(colour, 12) + 18
+            if left + needed > self.width and left > x:
+                left, self.height = x, self.height + 20
+            self.add(Rect(left, self.height + 3, 12, 12, colour), Text(left + 18, self.height + 9, colour))
+            left += needed
+        self.height += 22
+
+    def scale(
+        self, left: float, right: float, top: float, most: float, write: Callable[[float], str], what: str
+    ) -> Callable[[float], float]:
+        """Rule an axis from 0 to ``most`` below what is there, with lines up to ``top``; returns where amounts lie."""
+
+        def place(amount: float) -> float:
+            return left + (right - left) * amount / most if most else left
+
+        bottom = self.height
+        lines: list[Shape] = []
+        for tick in ticks(most):
+            lines.append(Line(place(tick), top, place(tick), bottom + 4))
+            self.add(Text(place(tick), bottom + 14, write(tick), "middle", "muted", 11))
+        self.add(Text(right, bottom + 32, what, "end", "muted", 11))
+        self.shapes[:0] = lines
+        self.height += 42
+        return place
+
+
+def ticks(most: float, count: int = 6) -> list[float]:
+    """About ``count`` round numbers from 0 to ``most``."""
+    if not most > 0:
+        return [0.0]
+    rough = most / count
+    power = 10.0 ** floor(log10(rough))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
+    return [step * i for i in range(floor(most / step * (1 + 1e-9)) + 1)]
+
+
+def text_width(text: str, size: float) -> float:
+    """How wide a text is at most, about."""
+    return _LETTER * size * len(text)
+
+
+def merged(spans: Sequence[tuple[float, float]], gap: float) -> tuple[tuple[float, float], ...]:
+    """Spans (start, end), ascending, as (start, width), those less than ``gap`` apart in one."""
+    found: list[list[float]] = []
+    for start, end in spans:
+        if found and start - found[-1][1] < gap:
+            found[-1][1] = max(end, found[-1][1])
+        else:
+            found.append([start, end])
+    return tuple((start, end - start) for start, end in found)

@@ -1,0 +1,147 @@
+"""All that is to be told of a plan: its step simulated, its memory over time, its collectives, its code, what lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from cost_models.schedule_time import ScheduleReport
+from galvatron_fx.api import check_batch, strategies_on
+from galvatron_fx.estimating import staging_of
+from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.layout import Column
+from galvatron_fx.ir.plan import BlockPlan, Plan
+from galvatron_fx.ir.predicted import RankUse
+from galvatron_fx.report.alternatives import CHOSEN, Alternative, other_pipelines, uniform_plans
+from galvatron_fx.report.block_code import BlockCode, block_codes
+from galvatron_fx.report.collective_rows import CollectiveRow, collective_rows, transfer_rows
+from passes.find_blocks import fingerprints
+from passes.search.memory_timeline import MemoryTimeline, OperatorSpan, StepTimeline
+from passes.search.short_model import Label
+from passes.search.short_program import ShortProgram
+from passes.search.simulate_choice import SimulateChoice
+from passes.search.stage_timelines import StageTimelines
+from passes.simulate_stages import StagesReport
+from passes.simulate_step import SimulateStep, StepReport
+
+__all__ = ["Explained", "explained"]
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A plan and what its step consists of.
+
+    ``plan``: with a strategy for every block; ``labels``: of every block its fingerprint and its strategy
+    on all axes of the cluster; ``batch``, ``sequence``: sizes of
+    the captured step, 0 where unknown; ``ranks``: of each pipeline rank what takes time and memory; ``memory``: the
+    same over time; ``schedule``: when its actions run, None for one stage and one micro-batch, which has
+    ``operators`` instead.
+    """
+
+    plan: Plan
+    cluster: Cluster
+    labels: tuple[Label, ...]
+    batch: int
+    sequence: int
+    step_s: float
+    ranks: tuple[RankUse, ...]
+    memory: tuple[MemoryTimeline, ...]
+    schedule: ScheduleReport | None
+    operators: tuple[OperatorSpan, ...]
+    collectives: tuple[CollectiveRow, ...]
+    codes: tuple[BlockCode, ...]
+    columns: tuple[Column, ...]
+    pipelines: tuple[Alternative, ...]
+    uniform: tuple[Alternative, ...]
+
+    @property
+    def chosen(self) -> Alternative:
+        """The plan among its alternatives, as simulated."""
+        return Alternative("chosen", self.step_s, self.peak_bytes, "simulated", "chosen", CHOSEN)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes alive on any rank."""
+        return max(sum(use.memory.values()) for use in self.ranks)
+
+
+def explained(graph: fx.GraphModule, plan: Plan, cluster: Cluster) -> Explained:
+    """Simulate the step of ``plan`` on the captured ``graph`` and look into it; the plan must fit both.
+
+    Models with many equal blocks are simulated as the few that they are. Raises what lowering raises.
+    """
+    return _Explaining(graph, plan, cluster).run()
+
+
+class _Explaining:
+    def __init__(self, graph: fx.GraphModule, plan: Plan, cluster: Cluster) -> None:
+        self.graph = graph
+        self.cluster = cluster
+        self.marks = fingerprints(graph)
+        self.plan = _with_blocks(plan, self.marks)
+        self.cuts = plan.pipelining.cuts(len(self.marks))
+        self.staging = staging_of(plan, cluster)
+        self.simulate = SimulateChoice(graph, cluster, self.marks)
+
+    def run(self) -> Explained:
+        step = self._step(self.plan)
+        parts = None if self.staging is None else self.staging.schedule.num_microbatches
+        strategies = strategies_on(self.plan, self.cluster, len(self.marks))
+        program = ShortProgram.of(self.graph, self.cluster, self.marks, strategies, self.cuts, parts)
+        memory, operators = self._timelines(program, step)
+        kinds = self._kinds()
+        collectives = collective_rows(program, self.cluster, kinds, parts or 1)
+        if isinstance(step, StagesReport):
+            collectives += transfer_rows(program, step, self.plan.pipeline_axes)
+        sizes = self.graph.meta.get("symbols")
+        return Explained(
+            plan=self.plan,
+            cluster=self.cluster,
+            labels=tuple(zip(self.marks, strategies, strict=True)),
+            batch=sizes.batch if sizes else 0,
+            sequence=sizes.sequence if sizes else 0,
+            step_s=step.step_time_s,
+            ranks=step.ranks(),
+            memory=memory,
+            schedule=step.spans if isinstance(step, StagesReport) else None,
+            operators=operators,
+            collectives=tuple(collectives),
+            codes=tuple(block_codes(program, kinds)),
+            columns=program.lowered.layout.columns,
+            pipelines=tuple(other_pipelines(self.plan)),
+            uniform=tuple(uniform_plans(self.plan, self.cluster, step.step_time_s, self._simulated)),
+        )
+
+    def _step(self, plan: Plan) -> StepReport | StagesReport:
+        strategies = strategies_on(plan, self.cluster, len(self.marks))
+        return self.simulate.of(strategies, self.cuts, self.staging)
+
+    def _simulated(self, plan: Plan) -> tuple[float, int]:
+        check_batch(plan, self.graph)
+        step = self._step(plan)
+        return step.step_time_s, step.peak_memory_bytes
+
+    def _timelines(
+        self, program: ShortProgram, step: StepReport | StagesReport
+    ) -> tuple[tuple[MemoryTimeline, ...], tuple[OperatorSpan, ...]]:
+        if isinstance(step, StepReport):
+            timeline = StepTimeline.of(program, SimulateStep(self.cluster), step)
+            return (timeline.memory,), timeline.spans
+        assert self.staging is not None
+        strategies = strategies_on(self.plan, self.cluster, len(self.marks))
+        replay = StageTimelines(self.graph, self.cluster, self.marks)
+        return replay.run(strategies, self.cuts, self.staging, step), ()
+
+    def _kinds(self) -> frozenset[str]:
+        if self.staging is None:
+            return frozenset("FB")
+        return frozenset(action.kind for order in self.staging.schedule.orders for action in order)
+
+
+def _with_blocks(plan: Plan, marks: tuple[str, ...]) -> Plan:
+    """The plan with an entry for each block where it has one for all."""
+    if not plan.is_wildcard:
+        return plan
+    strategy = plan.blocks[0].strategy
+    return replace(plan, blocks=tuple(BlockPlan(f"block {i}", strategy, mark, 0.0, 0) for i, mark in enumerate(marks)))

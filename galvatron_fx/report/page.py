@@ -1,0 +1,58 @@
+"""A plan explained in one HTML file that needs nothing else: :func:`write_page`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from galvatron_fx.api import capture, check_plan, search_options
+from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.plan import Plan
+from galvatron_fx.ir.plan_json import write
+from galvatron_fx.ir.progress import CAPTURE, LOWERING, Observer
+from galvatron_fx.report.explained import explained
+from galvatron_fx.report.html import render
+from passes.capture import ExampleInputs
+from passes.search.plan_search import search_plan
+from passes.search.record import Watch
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+__all__ = ["write_page"]
+
+
+def write_page(
+    path: str | Path,
+    model: nn.Module,
+    cluster: Cluster,
+    example_inputs: ExampleInputs,
+    *,
+    plan: Plan | None = None,
+    mixed_precision: MixedPrecisionPolicy | None = None,
+    progress: Observer | None = None,
+    **options: Any,
+) -> Plan:
+    """Write a page that explains a plan to ``path``, all at once or not at all, and return the plan.
+
+    The page is one HTML file for any browser, without a network: what every axis does for every block, where time and
+    memory go, what lost, every collective with its bytes and its reason, and the lowered code. Nothing runs and no
+    device is needed; ``model`` may be on the meta device. ``plan``: explain it instead of searching one, which then
+    has no alternatives that a search saw; ``mixed_precision`` (default: the given plan's), ``progress`` and
+    ``options``: those of :func:`galvatron_fx.plan`.
+
+    Raises what :func:`galvatron_fx.plan` raises, PlanError where ``plan`` does not fit model, batch or mesh, and
+    OSError.
+    """
+    watch = Watch(progress)
+    policy = mixed_precision if plan is None or mixed_precision is not None else plan.mixed_precision
+    with watch.phase(CAPTURE):
+        graph = capture(model, example_inputs, mixed_precision=policy)
+    chosen = plan or search_plan(graph, cluster, search_options(cluster, **options), watch)
+    check_plan(chosen, graph, cluster)
+    with watch.phase(LOWERING):
+        text = render(explained(graph, chosen, cluster), type(model).__name__)
+    write(path, text)
+    return chosen

@@ -1,0 +1,91 @@
+"""Why a collective stands in a lowered graph: the value that changes its placement, and what takes it so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from galvatron_fx.ir import collectives as c
+from galvatron_fx.ir.annotations import facts, output_ports, ports
+from galvatron_fx.ir.op_call import input_nodes, is_getitem
+
+__all__ = ["Reasons"]
+
+aten = torch.ops.aten
+
+# What only passes a value on: the reader wants to know of what lies behind it.
+_PASSES_ON = {
+    aten.t.default,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.view.default,
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.expand.default,
+    aten.contiguous.default,
+    aten._to_copy.default,
+    *c.COLLECTIVES,
+    c.shard,
+}
+_COMBINED = {"sum": "sum", "avg": "mean", "max": "maximum", "min": "minimum"}
+_PORTS = {"param": "parameter", "buffer": "buffer", "grad": "gradient of", "output": "output", "input": "input"}
+
+
+class Reasons:
+    """Tells the reasons of the collectives of one joint graph."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        self._inputs = {node: _named(port.kind, port.name) for port, node in ports(graph)}
+        self._outputs = {node: _named(port.kind, port.name) for port, node in output_ports(graph) if node is not None}
+
+    def of(self, node: fx.Node) -> str:
+        """Say in a sentence which value changes, from what to what, and for which consumer."""
+        value, (taker, takes) = self._value(node.args[0]), self._taker(node)
+        if node.target is c.all_gather:
+            return f"{value} is sharded along dim {node.args[1]}; {taker} {takes} whole"
+        if node.target is c.all_to_all:
+            return f"{value} is sharded along dim {node.args[1]}; {taker} {takes} sharded along dim {node.args[3]}"
+        combined = _COMBINED.get(str(node.args[1]), str(node.args[1]))
+        shard = f", sharded along dim {node.args[2]}" if node.target is c.reduce_scatter else ""
+        return f"{value} is a term on each rank; {taker} {takes.removesuffix(' it')} the {combined}{shard}"
+
+    def _value(self, node: object) -> str:
+        """What the value is: an input of the graph, or what an operator makes."""
+        assert isinstance(node, fx.Node)
+        while node not in self._inputs and (node.target in _PASSES_ON or is_getitem(node)) and input_nodes(node):
+            node = input_nodes(node)[0]
+        return self._inputs.get(node) or _operator(node)
+
+    def _taker(self, node: fx.Node) -> tuple[str, str]:
+        """What uses the value first, which takes it, or the output of the graph that it becomes."""
+        for user in _users(node):
+            if user in self._outputs:
+                return self._outputs[user], "is"
+            if user.op == "call_function" and user.target not in _PASSES_ON and not is_getitem(user):
+                return _operator(user), "takes it"
+        return "what follows", "takes it"
+
+
+def _users(node: fx.Node) -> Iterator[fx.Node]:
+    """The node and what uses it, through what only passes it on, nearest first."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        current = waiting.pop(0)
+        yield current
+        if current is node or current.target in _PASSES_ON or is_getitem(current):
+            following = [user for user in current.users if user not in seen]
+            seen.update(following)
+            waiting += following
+
+
+def _named(kind: str, name: str) -> str:
+    return f"{_PORTS.get(kind, kind)} {name}"
+
+
+def _operator(node: fx.Node) -> str:
+    """An operator and the module that it comes from: "mm of layers.0.up"."""
+    name = str(getattr(node.target, "_opname", None) or getattr(node.target, "__name__", node.target))
+    module = facts(node).module
+    return f"{name} of {module}" if module else name

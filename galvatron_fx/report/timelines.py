@@ -1,0 +1,188 @@
+"""Pictures of a step over time: memory against the budget, the pipeline's schedule, the operators of one stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cost_models.schedule_time import ScheduleReport
+from galvatron_fx.ir.predicted import LOCAL_CAUSES, MEMORY_KINDS
+from galvatron_fx.ir.schedule import Action
+from galvatron_fx.ir.units import format_bytes, format_seconds
+from galvatron_fx.report.bars import FAR
+from galvatron_fx.report.drawing import WIDTH, Band, Boxes, Line, Picture, Rect, Shape, Text, merged, text_width, ticks
+from passes.search.memory_timeline import MemoryTimeline, OperatorSpan
+
+__all__ = ["memory_timeline_picture", "operators_picture", "schedule_picture"]
+
+Floats = NDArray[np.float64]
+
+_LABELS = 132.0
+_COLUMNS = 320
+_LANE = 24.0
+_THIN = 0.5  # pixels: what strays from a block among the operators of another
+_NAMES = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
+
+
+def memory_timeline_picture(
+    timelines: Sequence[MemoryTimeline], shown: Sequence[int], budget_bytes: int | None
+) -> Picture:
+    """Bytes alive by kind over the step, an area for each pipeline rank that is shown, against the budget."""
+    picture = Picture("Bytes alive by kind over the step, against the budget")
+    height = 220.0 if len(shown) == 1 else 110.0
+    peak = max(timelines[rank].peak_bytes for rank in shown)
+    is_near = budget_bytes is not None and budget_bytes <= FAR * peak
+    most = (max(peak, budget_bytes) if is_near and budget_bytes is not None else peak) * 1.05
+    if budget_bytes is not None and not is_near:
+        said = f"budget {format_bytes(budget_bytes)}, far above ↑"
+        picture.add(Text(WIDTH - 30, 6, said, "end", "limit", 11, True))
+        picture.height += 18
+    end_s = max(timelines[rank].end_s for rank in shown)
+    used = np.zeros(len(MEMORY_KINDS), dtype=np.bool_)
+    for rank in shown:
+        timeline = timelines[rank]
+        used |= timeline.size_bytes.any(axis=0)
+        _area(picture, timeline, "every rank" if len(timelines) == 1 else f"rank {rank}", height, most, end_s)
+        if budget_bytes is not None and is_near:
+            y = picture.height - height * budget_bytes / most
+            picture.add(Line(_LABELS, y, WIDTH - 30, y, "limit", 1.5, True))
+            picture.add(
+                Text(
+                    WIDTH - 34,
+                    y - 7 if y > picture.height - height + 12 else y + 9,
+                    f"budget {format_bytes(budget_bytes)}",
+                    "end",
+                    "limit",
+                    11,
+                    True,
+                )
+            )
+        picture.height += 14
+    picture.height -= 14
+    picture.scale(_LABELS, WIDTH - 30, picture.height, end_s, format_seconds, "time in the step")
+    picture.legend((kind for kind, there in zip(MEMORY_KINDS, used, strict=True) if there), _LABELS)
+    return picture
+
+
+def schedule_picture(report: ScheduleReport) -> Picture:
+    """What every pipeline rank does when; the number in a box is its micro-batch, light boxes are later stages."""
+    picture = Picture(f"When each pipeline rank works on which micro-batch, schedule {report.schedule.name}")
+    ranks, right = report.schedule.num_ranks, WIDTH - 84
+    place = _axis(picture, ranks * _LANE, right, report.step_s)
+    scale = (right - _LABELS) / report.step_s if report.step_s else 0.0
+    used = []
+    for rank, idle_s in enumerate(report.idle_s):
+        y = rank * _LANE
+        picture.add(Text(_LABELS - 10, y + 11, f"pipeline rank {rank}", "end"))
+        picture.add(Rect(_LABELS, y + 2, right - _LABELS, _LANE - 5, "idle"))
+        spans = [span for span in report.spans if span.rank == rank]
+        for colour in dict.fromkeys(_action_colour(report, span.action) for span in spans):
+            own = [s for s in spans if _action_colour(report, s.action) == colour]
+            boxes = [(place(s.start_s), place(s.end_s) - _hairline(s.end_s - s.start_s, scale)) for s in own]
+            picture.add(Boxes(y + 2, _LANE - 5, merged(boxes, 0.0), colour))
+            used.append(colour)
+        for span in spans:
+            text, width = str(span.action.microbatch), (span.end_s - span.start_s) * scale
+            if text_width(text, 10) + 2 < width:
+                light = "on light" if "later" in _action_colour(report, span.action) else "on colour"
+                picture.add(Text((place(span.start_s) + place(span.end_s)) / 2, y + 12, text, "middle", light, 10))
+        share = idle_s / report.step_s if report.step_s else 0.0
+        picture.add(Text(right + 8, y + 11, f"{share:.1%} idle", "start", "muted", 11))
+    picture.legend([*sorted(dict.fromkeys(used), key=lambda name: ("later" in name, name)), "idle"], _LABELS)
+    return picture
+
+
+def operators_picture(spans: Sequence[OperatorSpan], step_s: float) -> Picture:
+    """Which block runs when, and what it does: operators in one lane, each kind of collective in one of its own."""
+    picture = Picture("When each block runs, and when its operators and collectives do")
+    kinds = [kind for kind in dict.fromkeys(s.cause.kind for s in spans) if kind not in LOCAL_CAUSES]
+    place = _axis(picture, _LANE * (2 + len(kinds)), WIDTH - 84, step_s)
+    picture.add(Text(_LABELS - 10, 11, "blocks", "end"), *_block_boxes(spans, place))
+    lanes = ["operators", *kinds]
+    for row, lane in enumerate(lanes, 1):
+        y = row * _LANE
+        own = [s for s in spans if (lane if s.cause.kind == lane else "operators") == lane]
+        own = [s for s in own if lane != "operators" or s.cause.kind in LOCAL_CAUSES]
+        picture.add(
+            Text(_LABELS - 10, y + 11, lane, "end"), Rect(_LABELS, y + 2, WIDTH - 84 - _LABELS, _LANE - 5, "idle")
+        )
+        for kind in dict.fromkeys(s.cause.kind for s in own):
+            boxes = [(place(s.start_s), place(s.end_s)) for s in own if s.cause.kind == kind]
+            picture.add(Boxes(y + 2, _LANE - 5, merged(boxes, 0.4), kind))
+        share = sum(s.end_s - s.start_s for s in own) / step_s if step_s else 0.0
+        picture.add(Text(WIDTH - 84 + 8, y + 11, f"{share:.1%}", "start", "muted", 11))
+    local = [kind for kind in LOCAL_CAUSES if any(s.cause.kind == kind for s in spans)]
+    picture.legend(["forward", "backward", *local, *kinds], _LABELS)
+    return picture
+
+
+def _axis(picture: Picture, height: float, right: float, end_s: float) -> Callable[[float], float]:
+    """Room for lanes of so much height, over an axis of time."""
+    picture.height = height
+    return picture.scale(_LABELS, right, 0.0, end_s, format_seconds, "time in the step")
+
+
+def _area(picture: Picture, timeline: MemoryTimeline, label: str, height: float, most: float, end_s: float) -> None:
+    """Kinds of memory over one another, with a scale of bytes at the left."""
+    top, bottom = picture.height, picture.height + height
+    right = WIDTH - 30
+    for tick in ticks(most, 4 if height > 150 else 2):
+        y = bottom - height * tick / most
+        picture.add(Line(_LABELS, y, right, y), Text(_LABELS - 10, y, format_bytes(tick), "end", "muted", 11))
+    picture.add(Text(0, top + 8, label))
+    starts_s, sizes = _thinned(timeline)
+    xs = tuple(float(_LABELS + (right - _LABELS) * s / end_s) for s in (*starts_s, timeline.end_s))
+    tops = bottom - height * np.cumsum(sizes, axis=1) / most
+    lower = np.full(len(sizes), bottom)
+    for column, kind in enumerate(MEMORY_KINDS):
+        if sizes[:, column].any():
+            title = f"{kind}: at most {format_bytes(timeline.size_bytes[:, column].max())} on {label}"
+            picture.add(Band(xs, tuple(lower.tolist()), tuple(tops[:, column].tolist()), kind, title))
+        lower = tops[:, column]
+    picture.height = bottom
+
+
+def _thinned(timeline: MemoryTimeline) -> tuple[Floats, Floats]:
+    """At most so many moments as can be told apart: of those that fall together, the one with most alive."""
+    bins = np.minimum((timeline.starts_s / timeline.end_s * _COLUMNS).astype(np.int64), _COLUMNS - 1)
+    order = np.lexsort((timeline.size_bytes.sum(axis=1), bins))
+    fullest = order[np.flatnonzero(np.append(np.diff(bins[order]) > 0, True))]
+    return bins[fullest] / _COLUMNS * timeline.end_s, timeline.size_bytes[fullest]
+
+
+def _action_colour(report: ScheduleReport, action: Action) -> str:
+    stages = report.schedule.stages_of(report.schedule.rank_of_stage[action.stage])
+    later = ", later stage" if action.stage != stages[0] else ""
+    return _NAMES[action.kind] + later
+
+
+def _hairline(seconds: float, scale: float) -> float:
+    """A gap behind a box, where it is wide enough to have one."""
+    return 0.8 if seconds * scale > 3 else 0.0
+
+
+def _block_boxes(spans: Sequence[OperatorSpan], place: Callable[[float], float]) -> list[Shape]:
+    """A box for every run of operators of one block in one direction, with the block's number."""
+    runs: list[tuple[int, str, float, float]] = []
+    for (block, phase), group in groupby(spans, lambda span: (span.block, span.phase)):
+        own = list(group)
+        if place(own[-1].end_s) - place(own[0].start_s) < _THIN:
+            continue
+        if runs and runs[-1][:2] == (block, phase):
+            runs[-1] = block, phase, runs[-1][2], own[-1].end_s
+        else:
+            runs.append((block, phase, own[0].start_s, own[-1].end_s))
+    shapes: list[Shape] = []
+    for place_in_row, (block, phase, start_s, end_s) in enumerate(runs):
+        x, end = place(start_s), place(end_s)
+        colour = phase if place_in_row % 2 else f"{phase}, later stage"
+        title = f"block {block}, {phase}: {format_seconds(end_s - start_s)}"
+        shapes.append(Rect(x, 2, end - x, _LANE - 5, colour, title))
+        text = str(block)
+        if text_width(text, 10) + 2 < end - x:
+            ink = "on colour" if place_in_row % 2 else "on light"
+            shapes.append(Text((x + end) / 2, 12, text, "middle", ink, 10))
+    return shapes

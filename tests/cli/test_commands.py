@@ -1,0 +1,235 @@
+"""What the subcommands print, write and exit with, on small models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from galvatron_fx import Cluster, Pipelining, Plan, Strategy
+from galvatron_fx.cli.main import main
+from tests.cli.tiny import ARGUMENTS, CLUSTER
+
+Run = Callable[..., tuple[int, str, str]]
+OWN = ["--model", "tests.cli.tiny:build", *CLUSTER]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command line: exit code, stdout, stderr."""
+
+    def call(*arguments: str | Path) -> tuple[int, str, str]:
+        code = main([str(argument) for argument in arguments])
+        found = capsys.readouterr()
+        return code, found.out, found.err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A plan of the small LLaMA with stages allowed, in a file, and what ``plan --json`` said."""
+    folder = tmp_path_factory.mktemp("plans")
+    path = folder / "plan.json"
+    with pytest.MonkeyPatch.context() as patch:
+        told: list[str] = []
+        patch.setattr("builtins.print", lambda text, **_: told.append(text))
+        assert main(["plan", *ARGUMENTS, *CLUSTER, "--num-microbatches", "2", "--json", "--out", str(path)]) == 0
+    return path, json.loads(told[-1])
+
+
+def test_plan_as_json(planned: tuple[Path, dict[str, Any]]) -> None:
+    path, found = planned
+    assert json.loads(Plan.load(path).to_json()) == found["plan"]
+    assert found["model"]["class"] == "LlamaForCausalLM"
+    assert found["model"]["batch"] == {"input_ids": "8×32", "labels": "8×32"}
+    assert found["report"]["chosen"]["time_s"] == found["plan"]["step_time_s"]
+    assert found["plan"]["pipelining"]["num_microbatches"] == 2
+
+
+def test_plan_in_words(run: Run, tmp_path: Path) -> None:
+    out, cluster = tmp_path / "plan.json", tmp_path / "cluster.json"
+    cluster.write_text(Cluster.preset("4xH100-80GB").to_json())
+    options = ("--no-pipeline", "--roles", "data,zero", "--recompute", "never", "--out", out)
+    code, text, errors = run("plan", *OWN[:2], "--cluster", cluster, *options)
+    assert (code, errors) == (0, "")
+    assert "tests.cli.tiny:build (Perceptron), 4192 parameters in float32" in text
+    assert "Plan for 4 ranks on a mesh of 2×2" in text and "Why this plan" in text
+    assert str(Plan.load(out)) in text
+
+
+def test_estimate_finds_what_the_search_simulated(run: Run, planned: tuple[Path, dict[str, Any]]) -> None:
+    path, found = planned
+    code, text, _ = run("estimate", path, *ARGUMENTS, *CLUSTER, "--json")
+    estimated = json.loads(text)
+    assert code == 0 and estimated["fits"]
+    assert estimated["step_time_s"] == pytest.approx(found["report"]["simulated_s"], rel=1e-12)
+    assert estimated["peak_memory_bytes"] == found["plan"]["peak_memory_bytes"]
+    assert sum(estimated["ranks"][0]["memory_bytes"].values()) <= estimated["peak_memory_bytes"]
+
+
+def test_estimate_of_a_pipeline_by_hand(run: Run, tmp_path: Path) -> None:
+    plan = Plan.uniform((2, 2), ["pipeline", "zero"], pipelining=Pipelining(2, 4, "zb_h1"))
+    plan.save(tmp_path / "hand.json")
+    code, text, _ = run("estimate", tmp_path / "hand.json", *ARGUMENTS, *CLUSTER, "--json")
+    assert code == 0
+    found = json.loads(text)
+    assert [rank["stages"] for rank in found["ranks"]] == [[0], [1]]
+    for rank in found["ranks"]:
+        assert sum(cause["seconds"] for cause in rank["seconds"]) == pytest.approx(found["step_time_s"])
+
+
+def test_estimate_says_what_does_not_fit(run: Run, tmp_path: Path) -> None:
+    Plan.uniform((4,), ["zero"]).save(tmp_path / "hand.json")
+    code, text, _ = run("estimate", tmp_path / "hand.json", *OWN, "--memory-budget", "10kB")
+    assert code == 4
+    assert "does not fit a budget of 10 kB per device" in text and "time of a step" in text
+
+
+def test_a_plan_of_another_model_is_refused(run: Run, planned: tuple[Path, dict[str, Any]]) -> None:
+    code, text, errors = run("estimate", planned[0], *OWN)
+    assert (code, text) == (3, "")
+    assert errors.startswith(f"galvatron-fx: {planned[0]}: the plan has ")
+    assert errors.count("\n") == 1
+
+
+def test_nothing_fits(run: Run) -> None:
+    code, text, _ = run("plan", *OWN, "--no-pipeline", "--memory-budget", "20kB", "--json")
+    error = json.loads(text)["error"]
+    assert code == error["exit_code"] == 4
+    assert error["kind"] == "BudgetError" and error["least_bytes"] > 20_000
+    assert error["plan"]["peak_memory_bytes"] == error["least_bytes"]
+
+
+def test_too_little_time(run: Run) -> None:
+    code, _, errors = run("plan", *OWN, "--search-seconds", "1e-9")
+    assert code == 6 and "give more search_seconds" in errors
+
+
+def test_pins_that_cannot_be(run: Run) -> None:
+    code, _, errors = run("plan", *OWN, "--num-stages", "3")
+    assert code == 3 and "num_stages" in errors
+
+
+def test_explain_writes_a_file_a_pass(run: Run, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    Plan.uniform((2, 2), ["zero", "tensor"]).save(plan)
+    folder = tmp_path / "graphs"
+    code, text, _ = run("explain", *OWN, "--plan", plan, "--folder", folder)
+    assert code == 0
+    names = sorted(path.name for path in folder.iterdir())
+    assert names[0] == "00_Capture.py" and names[-1].endswith("_PlaceRecompute.py")
+    assert all(name in text for name in names)
+    assert "all_reduce" in (folder / names[-1]).read_text()
+
+
+def test_explain_prints_one_pass(run: Run, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    Plan.uniform((2, 2), ["data", "data"]).save(plan)
+    code, text, _ = run("explain", *OWN, "--plan", plan, "--after", "Capture")
+    assert code == 0 and text.startswith("# ---- after Capture ----") and "aten.relu" in text
+    code, _, errors = run("explain", *OWN, "--plan", plan, "--after", "Captur")
+    assert code == 3 and "no pass is called 'Captur': the passes are Capture, " in errors
+
+
+def test_explain_takes_one_output(run: Run) -> None:
+    code, _, errors = run("explain", *OWN, "--html", "page.html", "--after", "Capture")
+    assert code == 2 and "ask for one of them" in errors
+
+
+def test_validate(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "hand.json"
+    Plan.uniform((4,), ["zero"]).save(path)
+    assert run("validate", path)[0] == 0
+    assert "is a sound plan for tests.cli.tiny:build on 4xA100-80GB" in run("validate", path, *OWN)[1]
+    code, _, errors = run("validate", path, "--cluster", "8xA100-80GB")
+    assert code == 3 and "the plan is for a mesh with axes (2, 2) and this mesh has (2, 2, 2)" in errors
+    assert run("validate", path, "--model", "tests.cli.tiny:build")[0] == 2
+    cluster = tmp_path / "cluster.json"
+    cluster.write_text(Cluster.preset("8xH100-80GB").to_json())
+    code, text, _ = run("validate", cluster)
+    assert code == 0 and "is a sound cluster" in text
+    assert run("validate", cluster, *CLUSTER)[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d["blocks"][0]["strategy"]["roles"].append("tensor"), r"has strategy .* with 3 roles for a mesh"),
+        (lambda d: d["blocks"][0].pop("time_s"), r"malformed plan at \$\.blocks\[0\]: 'time_s' is a required property"),
+        (lambda d: d.update(version=1), "plan version 1, where 2 was expected"),
+        (lambda d: d.update(extra=1), r"malformed plan at \$: Additional properties are not allowed"),
+        (lambda d: d["blocks"][0]["strategy"].update(roles=["dat", "zero"]), "unknown role 'dat' for mesh axis 0"),
+    ],
+)
+def test_validate_names_the_place(run: Run, tmp_path: Path, change: Callable[[Any], Any], message: str) -> None:
+    document = json.loads(Plan.uniform((2, 2), ["data", "zero"]).to_json())
+    change(document)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(document))
+    code, text, errors = run("validate", path)
+    assert (code, text) == (3, "")
+    assert errors.startswith(f"galvatron-fx: {path}: ")
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(errors)
+
+
+def test_diff(run: Run, tmp_path: Path) -> None:
+    data, zero = Strategy(("data", "data")), Strategy(("zero", "data"), recompute=True)
+    a, b, c = (tmp_path / f"{name}.json" for name in "abc")
+    Plan.from_roles((2, 2), [data] * 5).save(a)
+    Plan.from_roles((2, 2), [data, zero, zero, data, data]).save(b)
+    Plan.from_roles((2, 2), [data] * 7).save(c)
+    assert run("diff", a, a, "--exit-code")[:2] == (0, "the plans are equal\n")
+    assert run("diff", a, b)[0] == 0
+    code, text, _ = run("diff", a, b, "--exit-code", "--json")
+    found = json.loads(text)
+    assert code == 7 and not found["equal"] and found["totals"] == []
+    (block,) = found["blocks"]
+    assert block["first"]["blocks"] == block["second"]["blocks"] == [1, 2]
+    assert block["second"]["strategy"] == zero.to_dict()
+    more = json.loads(run("diff", a, c, "--json")[1])["blocks"]
+    assert more[0]["first"] is None and more[0]["second"]["blocks"] == [5, 6]
+    assert "1-2 (2x)   B   zero×2 · data×2   recompute, gathered again" in run("diff", a, b)[1]
+
+
+@pytest.mark.parametrize("kind", ["plan", "cluster"])
+def test_schema(run: Run, kind: str) -> None:
+    from jsonschema import Draft202012Validator
+
+    code, text, _ = run("schema", kind)
+    assert code == 0
+    Draft202012Validator.check_schema(json.loads(text))
+    valid = {"plan": Plan.uniform((2,), ["zero"]), "cluster": Cluster.preset("8xA100-80GB")}[kind]
+    assert not list(Draft202012Validator(json.loads(text)).iter_errors(json.loads(valid.to_json())))
+
+
+def test_explain_as_a_page(run: Run, tmp_path: Path) -> None:
+    page, plan = tmp_path / "page.html", tmp_path / "plan.json"
+    Plan.uniform((2, 2), ["zero", "tensor"]).save(plan)
+    assert run("explain", *OWN, "--plan", plan, "--html", page)[:2] == (0, f"written to {page}\n")
+    assert "<html" in page.read_text() and "Perceptron" in page.read_text()
+
+
+def test_profile(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from galvatron_fx import profiling
+
+    def measure(
+        mesh: DeviceMesh, *, seconds: float, dtypes: list[torch.dtype], progress: Callable[..., None]
+    ) -> Cluster:
+        progress(profiling.ProfileProgress("collectives", 0.5))
+        assert (mesh.size(), seconds, dtypes) == (1, 7.0, [torch.float64])
+        return Cluster.from_mesh(mesh)
+
+    monkeypatch.setattr(profiling, "measure_cluster", measure)
+    out = tmp_path / "profile.json"
+    code, text, _ = run("profile", "--out", out, "--device", "cpu", "--seconds", "7", "--dtype", "float64", "--json")
+    assert code == 0 and json.loads(text)["cluster"] == json.loads(out.read_text())
+    assert run("validate", out)[0] == 0
+    assert not torch.distributed.is_initialized()

@@ -1,0 +1,104 @@
+"""Run by test_measure.py: two ranks measure a few kernels, and everything else, together; prints what must hold."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import galvatron_fx as gfx
+from galvatron_fx.ir.plan import Plan
+from galvatron_fx.profiling import collectives, measure, measure_calls, stale, warn_if_stale
+from galvatron_fx.profiling.kernels import Kernel
+from galvatron_fx.profiling.operators import all_kernels
+from galvatron_fx.profiling.table import describe_profile
+from passes.simulate_step import SimulateStep
+from tests.checkpoint.forked import run_ranks
+
+RANKS = 2
+
+
+class Model(nn.Module):
+    """Two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x))).square().mean()
+
+
+def few_kernels(*arguments: object) -> list[Kernel]:
+    """Of each kind the two smallest that there are: the whole list takes half a minute."""
+    seen: dict[str, int] = {}
+    kept = []
+    for kernel in all_kernels(*arguments):  # type: ignore[arg-type]
+        seen[kernel.kind] = seen.get(kernel.kind, 0) + 1
+        if seen[kernel.kind] <= 2 and (kernel.kind in ("matmul", "tanh", "pointwise", "copy", "view")):
+            kept.append(kernel)
+    return kept
+
+
+def work() -> None:
+    """Measure, and compare what the ranks have."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    seen: list[measure.ProfileProgress] = []
+    cluster = gfx.Cluster.measure(mesh, seconds=0.1, progress=seen.append)
+    texts: list[str] = [""] * RANKS
+    dist.all_gather_object(texts, cluster.to_json())
+    assert texts[0] == texts[1], "the ranks have different clusters"
+    assert gfx.Cluster.from_json(texts[0]) == cluster
+    assert {moment.phase for moment in seen} == set(measure.PHASES)
+    assert {curve.kind for curve in cluster.device.curves} == {
+        "copy",
+        "matmul",
+        "optimizer_update",
+        "pointwise",
+        "tanh",
+    }
+    assert [curve.kind for curve in cluster.axes[0].curves] == list(sorted(gfx.ir.curves.COLLECTIVE_KINDS))  # type: ignore[attr-defined]
+    assert cluster.device.sharing[-1] == (RANKS, 1.0)
+    assert min(cluster.overlap.compute, cluster.overlap.communication) >= 1.0
+
+    shown = describe_profile(cluster)
+    assert all(f"{curve.kind} {curve.dtype}" in shown for curve in cluster.device.curves), shown
+    assert "all_to_all over a0" in shown and "computing at once: 1 ranks x" in shown, shown
+
+    assert stale(cluster, mesh) == []
+    torch.set_num_threads(2)
+    assert stale(cluster, mesh) == ["threads a process 1, now 2"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_if_stale(cluster, mesh)
+        warn_if_stale(cluster, mesh)
+    assert len(caught) == 1 and "is stale: threads a process 1, now 2. Measure again" in str(caught[0].message)
+    torch.set_num_threads(1)
+
+    inputs = (torch.ones(32, 64),)
+    graph = gfx.capture(Model(), inputs)
+    plan = Plan.uniform((RANKS,), ["data"])
+    lowered = gfx.api.lower(graph, plan, cluster)  # type: ignore[attr-defined]
+    by_curves = SimulateStep(cluster).run(lowered)
+    known = measure_calls(cluster, mesh, [lowered.halves.forward, lowered.halves.backward], seconds=0.01)
+    assert any(key.startswith("tanh.default(float32[16, 256])") for key, _ in known.device.calls), known.device.calls
+    by_calls = SimulateStep(known).run(lowered)
+    assert by_calls.compute_s != by_curves.compute_s and by_calls.communication_s == by_curves.communication_s
+    model = gfx.compile(Model(), mesh, inputs, cluster=known)
+    assert model.plan.step_time_s > 0
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    measure.all_kernels = few_kernels  # type: ignore[attr-defined]
+    collectives._SIZES = collectives._SIZES[:3]  # type: ignore[misc]
+    import galvatron_fx.api
+    import galvatron_fx.ir.curves
+
+    codes = run_ranks(RANKS, work)
+    print("ok" if codes == [0] * RANKS else f"failed: {codes}")
+    sys.exit(max(map(abs, codes)))

@@ -1,0 +1,38 @@
+"""Fits find the rates that made the numbers, and curves that never fall whatever the numbers are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_models.curve_time import collective_curve_s, operator_curve_s
+from galvatron_fx.profiling.fit import fit_collective, fit_operator
+
+FLOPS = [2.0 * n**3 for n in (8, 32, 128, 512, 1024)] + [2.0 * 64 * n * n for n in (64, 256, 1024)]
+MOVED = [12.0 * n**2 for n in (8, 32, 128, 512, 1024)] + [4.0 * (128 * n + n * n) for n in (64, 256, 1024)]
+
+
+def test_two_rates_and_a_launch_are_found_again() -> None:
+    seconds = [2e-6 + f / 1e11 + b / 5e10 for f, b in zip(FLOPS, MOVED, strict=True)]
+    curve = fit_operator("matmul", "float32", FLOPS, MOVED, seconds)
+    assert (curve.flop_s, curve.byte_s) == pytest.approx((1e-11, 2e-11), rel=0.05)
+    assert curve.error < 0.01
+    assert operator_curve_s(curve, np.array(FLOPS), np.array(MOVED)) == pytest.approx(np.array(seconds), rel=0.05)
+    assert operator_curve_s(curve, np.array(1.0), np.array(1.0)) == pytest.approx(2e-6, rel=0.1)
+
+
+def test_latency_and_bandwidth_are_found_again() -> None:
+    sizes = [4**n for n in range(4, 13)]
+    curve = fit_collective("all_reduce", ("a",), sizes, [1e-4 + size / 2e9 for size in sizes])
+    assert (curve.latency_s, curve.bandwidth_bytes_per_s) == pytest.approx((1e-4, 2e9), rel=1e-3)
+    assert curve.error < 1e-6
+    assert collective_curve_s(curve, np.array([4.0**8])) == pytest.approx([1e-4 + 4**8 / 2e9])
+
+
+@given(st.lists(st.floats(1e-7, 1.0), min_size=8, max_size=8))
+def test_any_measurements_give_a_curve(seconds) -> None:
+    fit_operator("matmul", "float32", FLOPS, MOVED, seconds)
+    fit_operator("tanh", "float32", [0.0] * 8, MOVED, seconds)
+    fit_collective("all_gather", ("a",), [4**n for n in range(8)], seconds)

@@ -1,0 +1,81 @@
+"""A whole measurement on real processes, and on one without a process group."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from galvatron_fx.errors import ClusterError
+from galvatron_fx.ir.origin import Origin
+from galvatron_fx.profiling import measure_cluster
+from galvatron_fx.profiling.ranks import Ranks
+from galvatron_fx.profiling.timing import Rounds
+from tests.ir.test_cluster import world
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 240
+HERE = Origin("2026-03-31", "EPYC", "cpu", "2.13.0", 1, 4)
+
+
+def test_two_ranks_measure_the_same_cluster() -> None:
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/profiling/measuring_ranks.py")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        timeout=TIMEOUT_S,
+    )  # fmt: skip
+    assert done.stdout.endswith("ok\n"), done.stdout[-5000:]
+
+
+def alone() -> DeviceMesh:
+    """A mesh of this process alone."""
+    with world(1):
+        return DeviceMesh("cpu", torch.arange(1), _init_backend=False)
+
+
+def test_rounds_take_the_median_of_what_every_round_finds() -> None:
+    counted: list[int] = []
+
+    def task():
+        return counted.append
+
+    times = Rounds(Ranks(alone()), [task, task]).run(0.01, 3, lambda share: None)
+    assert len(times) == 2
+    assert min(times) > 0
+    repeats = [count for count in counted if count > 2]
+    assert len(repeats) >= 6, "three rounds of two tasks, each as often as fits a window"
+
+
+def test_seconds_to_measure_in_are_some() -> None:
+    with pytest.raises(ClusterError, match="seconds is 0; give seconds above 0"):
+        measure_cluster(alone(), seconds=0)
+
+
+XEON = Origin("2026-03-31", "Xeon", "cpu", "2.11.0", 1, 4)
+GPUS = Origin("2026-03-31", "EPYC", "cuda", "2.13.0", 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("measured", "differences"),
+    [
+        (HERE, []),
+        (replace(HERE, measured="2026-03-02"), []),
+        (replace(HERE, measured="2026-02-01"), ["measured 58 days ago"]),
+        (XEON, ["device Xeon, now EPYC", "torch version 2.11.0, now 2.13.0"]),
+        (GPUS, ["device type cuda, now cpu", "threads a process 2, now 1", "number of ranks 8, now 4"]),
+    ],
+)
+def test_what_makes_a_profile_stale(measured, differences) -> None:
+    assert measured.differences(HERE) == differences
+
+
+def test_a_day_that_is_none_is_refused() -> None:
+    with pytest.raises(ClusterError, match="measured is 'yesterday'; give a day such as 2026-11-21"):
+        Origin("yesterday", "EPYC", "cpu", "2.13.0", 1, 4)

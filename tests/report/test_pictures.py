@@ -1,0 +1,75 @@
+"""The page's pictures as files, and the trace of a step without stages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from galvatron_fx.api import capture
+from galvatron_fx.errors import InputError
+from galvatron_fx.ir.predicted import MEMORY_KINDS
+from galvatron_fx.report import pictures
+from galvatron_fx.report.drawing import Picture, Rect, ticks
+from galvatron_fx.report.explained import Explained, explained
+from galvatron_fx.report.step_trace import write_step_trace
+from tests.report.explained_models import CLUSTER, Stack, inputs, one_stage
+from tests.report.test_timeline import svg_texts
+
+
+@pytest.fixture(scope="module")
+def told() -> Explained:
+    torch.set_default_dtype(torch.float32)  # other tests of the process may have set another
+    return explained(capture(Stack(layers=2), inputs()), one_stage(), CLUSTER)
+
+
+def test_pictures_are_drawn_as_files(told: Explained, tmp_path: Path) -> None:
+    drawn = {
+        "roles": lambda path: pictures.draw_roles(told.plan, path),
+        "time": lambda path: pictures.draw_time(told.ranks, path),
+        "memory": lambda path: pictures.draw_memory(told.ranks, told.peak_bytes, path),
+        "over_time": lambda path: pictures.draw_memory_timeline(told.memory, told.peak_bytes, path),
+        "operators": lambda path: pictures.draw_operators(told.operators, told.step_s, path),
+        "alternatives": lambda path: pictures.draw_alternatives((told.chosen, *told.uniform), path),
+    }
+    for name, draw in drawn.items():
+        first, second = tmp_path / f"{name}.svg", tmp_path / f"{name}_again.svg"
+        draw(first)
+        draw(second)
+        assert first.read_bytes() == second.read_bytes()
+    texts = {name: set(svg_texts(tmp_path / f"{name}.svg")) for name in drawn}
+    assert {"axis 0, 2 ranks", "zero", "tensor"} <= texts["roles"]
+    assert {"every rank", "compute", "all_gather", "reduce_scatter"} <= texts["time"]
+    assert {"parameters", "activations"} <= texts["memory"] & texts["over_time"]
+    assert any(text.startswith("budget ") for text in texts["memory"] & texts["over_time"])
+    assert {"operators", "all_gather"} <= texts["operators"] and "chosen" in texts["alternatives"]
+
+
+def test_a_png_and_no_other_suffix(tmp_path: Path) -> None:
+    picture = Picture("a box", 20, 40, [Rect(0, 0, 40, 20, "data")])
+    pictures.draw(picture, tmp_path / "box.png")
+    assert (tmp_path / "box.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(InputError, match=r"drawn as \.png or \.svg, and .*box\.pdf has neither suffix"):
+        pictures.draw(picture, tmp_path / "box.pdf")
+
+
+def test_ticks_are_round_and_end_within() -> None:
+    assert ticks(0.0) == [0.0]
+    assert ticks(10.0) == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+    assert ticks(80e9)[-1] == 80e9 and len(ticks(0.0137)) in range(5, 9)
+
+
+def test_a_trace_has_every_operator_and_the_memory(told: Explained, tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    write_step_trace(told.operators, told.memory[0], path)
+    events = json.loads(path.read_text())["traceEvents"]
+    operators = [event for event in events if event["ph"] == "X"]
+    assert len(operators) == len(told.operators)
+    assert {event["args"]["direction"] for event in operators} == {"forward", "backward"}
+    lanes = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert lanes >= {"operators", "all_gather, axis 0", "reduce_scatter, axis 0"}
+    counters = [event["args"] for event in events if event["ph"] == "C"]
+    assert all(tuple(counter) == MEMORY_KINDS for counter in counters)
+    assert max(sum(counter.values()) for counter in counters) == told.peak_bytes
