@@ -19,7 +19,7 @@ from passes.search.short_program import ShortProgram
 __all__ = ["BlockCode", "block_codes"]
 
 _FREED = re.compile(r";(\s+\w+ =)+ None(  # |$)")
-_CALL = re.compile(r"galvatron_fx_ir_collectives_(\w+)\(")
+_CALL = re.compile(r"(?:galvatron_fx_ir_collectives|passes_stage_tasks|galvatron_fx_ir_precision)_(\w+)\(")
 _ASSIGNED = re.compile(r"^\s*(\w+)\s*[:=]")
 
 
@@ -51,7 +51,7 @@ def block_codes(program: ShortProgram, kinds: frozenset[str]) -> list[BlockCode]
             own = excerpt(task, chosen)
             if own is not None:
                 tasks.append((task, tuple(_lines(own, program, reasons))))
-        found.append(BlockCode(label, blocks[number].index, tuple(tasks)))
+        found.append(BlockCode(label, program.short.keep[number], tuple(tasks)))
     return found
 
 

@@ -10,6 +10,7 @@ from torch import fx
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import facts, output_ports, ports
 from galvatron_fx.ir.op_call import input_nodes, is_getitem
+from galvatron_fx.ir.precision import cast_gradient, cast_parameter
 
 __all__ = ["Reasons"]
 
@@ -26,6 +27,8 @@ _PASSES_ON = {
     aten.expand.default,
     aten.contiguous.default,
     aten._to_copy.default,
+    cast_gradient,
+    cast_parameter,
     *c.COLLECTIVES,
     c.shard,
 }

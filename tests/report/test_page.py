@@ -18,7 +18,7 @@ from galvatron_fx.ir.plan import Plan
 from galvatron_fx.report.page import write_page
 from tests.report.explained_models import CLUSTER, HOSTILE, Stack, inputs, one_stage, two_stages
 
-_VOID = {"meta", "img", "br", "link"}
+_VOID = {"meta", "img", "br", "link", "wbr"}
 SECTIONS = ("glance", "blocks", "time", "memory", "memory-timeline", "timeline", "alternatives", "collectives", "code")
 
 
