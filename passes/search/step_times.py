@@ -20,7 +20,9 @@ from passes.search.cuts import Cuts
 
 Kinds = NDArray[np.int64] | np.int64
 
-_FULL = 2  # micro-batches a pipeline rank that fill every schedule: more only lengthen its steady part
+_FULL = 2  # micro-batches a pipeline rank that fill a schedule: more only lengthen its steady part
+_SUMMED = 3  # the same, until the sums of all gradients are there beside a full schedule
+_NEVER_FULL = ("gpipe",)  # holds all micro-batches at once
 _WHOLE = 512  # micro-batches times stages up to which a schedule is simulated whole
 
 
@@ -43,7 +45,9 @@ class StepTimes:
     @property
     def filled(self) -> Schedule:
         """The schedule, or one of fewer micro-batches that holds as many of them at once."""
-        return self._schedule_of(min(self.parts, _FULL * self.num_ranks))
+        if self.schedule_name in _NEVER_FULL:
+            return self.schedule
+        return self._schedule_of(min(self.parts, _SUMMED * self.num_ranks))
 
     def _schedule_of(self, parts: int) -> Schedule:
         return _made(self.schedule_name, self.num_ranks, self.num_stages, parts)
@@ -83,7 +87,7 @@ class StepTimes:
         def step_s(count: int) -> float:
             return simulate_schedule(self._schedule_of(count), forward, backward, weight, sends, sends).step_s
 
-        if self.is_whole:
+        if self.is_whole or self.schedule_name in _NEVER_FULL:
             return step_s(self.parts)
         full = _FULL * self.num_ranks
         filled, longer = step_s(full), step_s(full + self.num_ranks)
