@@ -25,10 +25,9 @@ _REDUCTIONS = (c.all_reduce, c.reduce_scatter)
 class BundleCollectives:
     """Make one collective of several small ones over the same ranks.
 
-    Starting a collective takes as long as sending many bytes; tensors far smaller than that are sent with others.
-    What a graph can gather before it computes (parameters, values saved in shards) is gathered with more of its block
-    where the first of them is needed. Gradients are reduced together where the last of them is there; those that are
-    scattered only with others of their block, lest whole gradients pile up.
+    Starting a collective takes as long as sending many bytes; tensors far smaller than that are sent with others of
+    their block. What a graph can gather before it computes (parameters, values saved in shards) is gathered where the
+    first of them is needed; gradients are reduced where the last of them is there.
 
     Rewrite: ``a1 = all_reduce(a, "sum", 0); b1 = all_reduce(b, "sum", 0); return a1, b1`` ->
     ``both = all_reduce(cat([a.reshape(-1), b.reshape(-1)]), "sum", 0); return both[:n].reshape(...), ...``.
@@ -156,9 +155,8 @@ def _column(node: fx.Node) -> int:
 def _key(node: fx.Node) -> tuple[Any, ...]:
     """What collectives of one bundle have in common."""
     record = facts(node)
-    block = None if node.target is c.all_reduce else record.block
     op = None if node.target is c.all_gather else node.args[1]
-    return node.target, op, _column(node), record.spec.dtype, block
+    return node.target, op, _column(node), record.spec.dtype, record.block
 
 
 def _whole_bytes(node: fx.Node) -> int:

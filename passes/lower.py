@@ -54,7 +54,7 @@ class Lower:
         for phase, half in {"forward": halves.forward, "backward": halves.backward}.items():
             bundle.run(half)
             if self.on_pass is not None:
-                self.on_pass(f"BundleCollectives of {phase}", half)
+                self.on_pass(f"BundleCollectives.{phase}", half)
         return Lowered(joint, halves, layout(sharded))
 
     def _done(self, name: str, graph: fx.GraphModule) -> None:

@@ -34,7 +34,7 @@ class WriteBundle:
         with self.graph.inserting_before(first):
             packed = self._packed(first, sources, 1)
             size = facts(packed).spec.shape[1]
-            whole = self._emit(first, c.all_gather, (packed, 0, 1, column), (self.degree, size))
+            whole = self._emit(first, c.all_gather, (packed, 0, 1, column), (self.degree, size), gathers)
         for node, source, start, end in _spans(gathers, sources, 1):
             with self.graph.inserting_before(node):
                 piece = self._emit(node, aten.slice.Tensor, (whole, 1, start, end), (self.degree, end - start))
@@ -53,10 +53,10 @@ class WriteBundle:
                 pairs = zip(reductions, sources, strict=True)
                 packed = self._packed(last, [self._ranks_first(node, source) for node, source in pairs], rows)
                 size = facts(packed).spec.shape[1]
-                made = self._emit(last, c.reduce_scatter, (packed, op, 0, 1, column), (1, size))
+                made = self._emit(last, c.reduce_scatter, (packed, op, 0, 1, column), (1, size), reductions)
             else:
                 packed = self._packed(last, sources, rows)
-                made = self._emit(last, c.all_reduce, (packed, op, column), facts(packed).spec.shape)
+                made = self._emit(last, c.all_reduce, (packed, op, column), facts(packed).spec.shape, reductions)
             for node, _, start, end in _spans(reductions, sources, rows):
                 piece = self._emit(node, aten.slice.Tensor, (made, 1, start, end), (1, end - start))
                 shape = facts(node).spec.shape
@@ -80,13 +80,21 @@ class WriteBundle:
         shape = (self.degree * local[0], *local[1:])
         return self._emit(node, c.stack_runs, (source, dim, outer, self.degree), shape)
 
-    def _emit(self, like: fx.Node, target: Any, args: tuple[Any, ...], shape: Sequence[int]) -> fx.Node:
+    def _emit(
+        self,
+        like: fx.Node,
+        target: Any,
+        args: tuple[Any, ...],
+        shape: Sequence[int],
+        bundled: Sequence[fx.Node] = (),
+    ) -> fx.Node:
         node = self.graph.call_function(target, args)
         record = facts(like)
         spec = record.spec if tuple(shape) == record.spec.shape else TensorSpec(tuple(shape), record.spec.dtype)
         # Packing is no recomputation, also where what is packed is gathered again.
-        again = record.again and target in c.COLLECTIVES
-        set_facts(node, record.having(specs=(spec,), multi_output=False, again=again))
+        names = tuple(other.name for other in bundled)
+        made = record.having(specs=(spec,), multi_output=False, again=record.again and bool(names), bundles=names)
+        set_facts(node, made)
         return node
 
 

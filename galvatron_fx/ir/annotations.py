@@ -67,7 +67,8 @@ class NodeFacts:
     ``specs`` has one entry per output tensor (None where an output is absent); ``phase`` is "forward" or "backward";
     ``block`` the index of the layer block, -1 before blocks are found; ``module`` the qualified module name, which
     is for people and for pinning, never for decisions; ``cost`` what the node costs, None before it is annotated;
-    ``again``: whether backward repeats here what forward did and did not keep.
+    ``again``: whether backward repeats here what forward did and did not keep; ``bundles``: names of the collectives
+    that this one takes the place of.
     """
 
     specs: tuple[TensorSpec | None, ...]
@@ -77,6 +78,7 @@ class NodeFacts:
     multi_output: bool = False
     cost: OpCost | None = None
     again: bool = False
+    bundles: tuple[str, ...] = ()
 
     @property
     def spec(self) -> TensorSpec:

@@ -50,7 +50,7 @@ def block_codes(program: ShortProgram, kinds: frozenset[str]) -> list[BlockCode]
             chosen = [node for node in graph.graph.nodes if _block(node) == number]
             own = excerpt(task, chosen)
             if own is not None:
-                tasks.append((task, tuple(_lines(own, program, reasons))))
+                tasks.append((task, tuple(_lines(own, reasons))))
         found.append(BlockCode(label, program.short.keep[number], tuple(tasks)))
     return found
 
@@ -79,8 +79,8 @@ def _block(node: fx.Node) -> int:
     return max(facts(node).block, 0) if node.op == "call_function" else -1
 
 
-def _lines(graph: fx.GraphModule, program: ShortProgram, reasons: Reasons) -> Iterator[tuple[str, str]]:
-    joint = {node.name: node for node in program.lowered.joint.graph.nodes}
+def _lines(graph: fx.GraphModule, reasons: Reasons) -> Iterator[tuple[str, str]]:
+    nodes = {node.name: node for node in graph.graph.nodes}
     for line in readable(graph).splitlines():
         if not line.strip() or line.strip().startswith("#") or line.startswith("class "):
             continue
@@ -88,6 +88,6 @@ def _lines(graph: fx.GraphModule, program: ShortProgram, reasons: Reasons) -> It
         text = text.replace("def forward(self, ", f"def {graph.__class__.__name__}(", 1)
         called = _CALL.search(text)
         name = _ASSIGNED.match(text)
-        node = joint.get(name[1]) if called and name else None
+        node = nodes.get(name[1]) if called and name else None
         is_known = node is not None and node.target in c.COLLECTIVES
         yield _CALL.sub(r"\1(", text), reasons.of(node) if is_known and node is not None else ""

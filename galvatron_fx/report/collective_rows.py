@@ -77,7 +77,6 @@ def collective_rows(
 ) -> list[CollectiveRow]:
     """Return the rows in the order of the blocks and of their first run."""
     reasons = Reasons(program.lowered.joint)
-    joint = {node.name: node for node in program.lowered.joint.graph.nodes}
     columns = program.lowered.layout.columns
     blocks, simulator = program.blocks, SimulateStep(cluster)
     found: dict[tuple[object, ...], CollectiveRow] = {}
@@ -89,7 +88,7 @@ def collective_rows(
             block = max(facts(node).block, 0)
             times = blocks[block].stands_for if block in own else program.short.stage_of.count(position)
             runs = times * (1 if task in _ONCE else num_microbatches)
-            why = reasons.of(joint.get(node.name, node))
+            why = reasons.of(node)
             row = _row(node, columns, simulator, blocks[block].label, task, runs, why)
             key = (*vars(replace(row, count=0, why="")).values(), _NUMBER.sub("#", why))
             known = found.setdefault(key, replace(row, count=0))

@@ -42,9 +42,19 @@ class Reasons:
     def __init__(self, graph: fx.GraphModule) -> None:
         self._inputs = {node: _named(port.kind, port.name) for port, node in ports(graph)}
         self._outputs = {node: _named(port.kind, port.name) for port, node in output_ports(graph) if node is not None}
+        self._nodes = {node.name: node for node in graph.graph.nodes}
 
     def of(self, node: fx.Node) -> str:
-        """Say in a sentence which value changes, from what to what, and for which consumer."""
+        """Say in a sentence which value changes, from what to what, and for which consumer.
+
+        ``node``: of a graph made of the joint one, where it has the same name; of a bundle, all that it holds.
+        """
+        bundled = facts(node).bundles
+        if not bundled:
+            return self._of(self._nodes.get(node.name, node))
+        return f"{len(bundled)} in one: " + "; ".join(dict.fromkeys(self._of(self._nodes[name]) for name in bundled))
+
+    def _of(self, node: fx.Node) -> str:
         value, (taker, takes) = self._value(node.args[0]), self._taker(node)
         if node.target is c.all_gather:
             return f"{value} is sharded along dim {node.args[1]}; {taker} {takes} whole"

@@ -193,5 +193,5 @@ def test_every_stage_of_a_model_passes(model: nn.Module) -> None:
     seen: list[str] = []
     graph = Frontend(lambda name, _: seen.append(name)).run(model, inputs)
     Lower(uniform(graph, "data"), Cluster.preset("2xA100-80GB"), on_pass=lambda name, _: seen.append(name)).run(graph)
-    lowering = ["ShardGraph", "PlaceRecompute", *(f"BundleCollectives of {phase}" for phase in ("forward", "backward"))]
+    lowering = ["ShardGraph", "PlaceRecompute", *(f"BundleCollectives.{phase}" for phase in ("forward", "backward"))]
     assert seen == ["Capture", *(type(step).__name__ for step, _ in PASSES), *lowering]

@@ -90,11 +90,10 @@ div = div.Tensor(reshape_default_4, 2): [4, 8]
 return [mm_1, div, reshape_default_5]""",
         )
 
-    def test_all_reduces_of_several_blocks(self) -> None:
+    def test_all_reduces(self) -> None:
         build = Builder()
         x, y = build.input("x", (2, 3)), build.input("y", (2,))
         first = build.write(c.all_reduce, build.call(aten.exp.default, x), "avg", 1, specs=spec(2, 3))
-        build.block = 1
         second = build.write(c.all_reduce, build.call(aten.exp.default, y), "avg", 1, specs=spec(2))
         graph = build.finish(("grad", "x", first), ("grad", "y", second))
         self.assertExpectedInline(
@@ -120,7 +119,7 @@ def names(graph: fx.GraphModule) -> list[str]:
     return [node.target.__name__ for node in graph.graph.nodes if node.target in c.COLLECTIVES]
 
 
-def test_only_blocks_are_gathered_and_scattered_together() -> None:
+def test_blocks_stay_apart() -> None:
     graph = BundleCollectives(columns(2)).run(zero_step(block_of_down=1))
     assert names(graph) == names(zero_step())
 
