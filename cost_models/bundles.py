@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from cost_models.collectives import collective_s
 from galvatron_fx.ir.cluster import Axis
 
-__all__ = ["bundle_bytes", "bundled_s"]
+__all__ = ["Bundled", "bundle_bytes", "bundled_s"]
 
 Floats = NDArray[np.float64]
 
@@ -33,11 +34,20 @@ def bundle_bytes(kind: str, axes: tuple[Axis, ...]) -> float:
     return float(size) if start_s else 0.0
 
 
-def bundled_s(kind: str, size_bytes: Floats, axes: Sequence[Axis]) -> Floats:
-    """Return ``[C]``: the seconds of tensors of ``size_bytes[V, C]``, those too small to be sent alone in bundles."""
+class Bundled(NamedTuple):
+    """``[C]`` each: seconds of sending, without packing; how many tensors are packed, and their bytes."""
+
+    seconds: Floats
+    packed: Floats
+    packed_bytes: Floats
+
+
+def bundled_s(kind: str, size_bytes: Floats, axes: Sequence[Axis]) -> Bundled:
+    """Return what tensors of ``size_bytes[V, C]`` take, those too small to be sent alone in bundles."""
     enough = bundle_bytes(kind, tuple(axes))
-    small = np.where(size_bytes < enough, size_bytes, 0.0).sum(axis=0)
-    bundles = np.maximum(1.0, np.floor(small / max(enough, 1.0)))
-    alone = collective_s(kind, np.where(size_bytes < enough, 0.0, size_bytes), axes).sum(axis=0)
-    total: Floats = alone + bundles * collective_s(kind, small / bundles, axes)
-    return total
+    small = np.where(size_bytes < enough, size_bytes, 0.0)
+    total, count = small.sum(axis=0), (small > 0).sum(axis=0)
+    bundles = np.maximum(1.0, np.floor(total / max(enough, 1.0)))
+    alone: Floats = collective_s(kind, size_bytes - small, axes).sum(axis=0)
+    seconds = alone + bundles * collective_s(kind, total / bundles, axes)
+    return Bundled(seconds, np.where(count > 1, count, 0.0), np.where(count > 1, total, 0.0))

@@ -27,6 +27,7 @@ from passes.sharding.prices import traffic_s, update_traffic_s
 
 # Adam keeps two moments beside each parameter and its gradient, all of the parameter's own dtype.
 STATES_PER_PARAMETER = 4
+_PACKING_PASSES = 2  # what is packed, or taken out, is read and written
 _ADDING_PASSES = 3  # a term is added to a sum: both are read, a new sum is written
 
 Groups = tuple[RoleGroup, ...]
@@ -234,7 +235,12 @@ class _Evaluation:
         seconds = np.zeros(len(self.parts))
         for group, columns in self.axes[role].items():
             axes, own = [self.cluster.axes[i] for i in group], size[:, columns]
-            seconds[columns] = bundled_s(kind, own, axes) if bundled else collective_s(kind, own, axes).sum(axis=0)
+            if not bundled:
+                seconds[columns] = collective_s(kind, own, axes).sum(axis=0)
+                continue
+            device, found = self.cluster.device, bundled_s(kind, own, axes)
+            packing = traffic_s(device, _PACKING_PASSES * found.packed_bytes) + device.launch_overhead_s * found.packed
+            seconds[columns] = found.seconds + packing
         return seconds
 
     def _zero_degrees(self) -> Floats:

@@ -1,0 +1,38 @@
+"""Bundles cost what one collective of their bytes costs, and never more than their tensors one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_models.bundles import bundle_bytes, bundled_s
+from cost_models.collectives import collective_s
+from galvatron_fx.ir.cluster import Axis
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+AXES = [Axis("a", 3, 1e-5, 1e10)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_from_then_on_starting_is_a_tenth(kind: str) -> None:
+    enough = bundle_bytes(kind, tuple(AXES))
+    start = collective_s(kind, 1.0, AXES)
+    assert collective_s(kind, enough / 2, AXES) < 10 * start <= collective_s(kind, enough, AXES)
+
+
+def test_nobody_to_talk_to() -> None:
+    alone = (Axis("a", 1, 1e-5, 1e10),)
+    assert bundle_bytes("all_reduce", alone) == 0
+    assert bundled_s("all_reduce", np.array([[8.0], [8.0]]), alone) == (0, 0, 0)
+
+
+@given(kind=st.sampled_from(KINDS), sizes=st.lists(st.integers(0, 2**24), min_size=1, max_size=6))
+def test_no_more_than_alone_and_no_less_than_as_one(kind: str, sizes: list[int]) -> None:
+    column = np.array([[float(size)] for size in sizes])
+    seconds, count, packed = bundled_s(kind, column, AXES)
+    assert seconds <= collective_s(kind, column, AXES).sum() * (1 + 1e-9)
+    assert seconds >= collective_s(kind, float(sum(sizes)), AXES) * (1 - 1e-9)
+    small = [size for size in sizes if 0 < size < bundle_bytes(kind, tuple(AXES))]
+    assert (count, packed) == ((len(small), sum(small)) if len(small) > 1 else (0, 0))
