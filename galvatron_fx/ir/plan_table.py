@@ -111,6 +111,7 @@ def _stages(plan: Plan) -> list[str]:
     return [
         f"stages               {own.num_stages} on {plan.num_pipeline_ranks} pipeline ranks, {cuts}",
         f"micro-batches        {own.num_microbatches}, schedule {own.schedule}",
+        *(["rows                 sums over blocks that lie on several ranks"] if plan.num_pipeline_ranks > 1 else []),
     ]
 
 
