@@ -1,5 +1,6 @@
 """Train a causal language model of transformers on text files, on as many processes as torchrun starts.
 
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else restarted ranks read the addresses of those before them
     torchrun --nproc-per-node 4 --max-restarts 3 examples/train.py --model llama --set hidden_size=256 \\
         --set intermediate_size=704 --set num_hidden_layers=4 --set num_attention_heads=8 --set vocab_size=256 \\
         --batch-size 16 --sequence-length 128 --text FOLDER --steps 200 --memory-budget 60MB --checkpoints runs/1
@@ -11,6 +12,7 @@ type; without a tokenizer, tokens are bytes. Started again, it goes on from the 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import copy
@@ -77,6 +79,8 @@ def evaluate(model: galvatron_fx.DistributedGraphModule, text: PackedText, batch
 def main(given: Sequence[str] | None = None) -> None:
     """Train."""
     options = arguments(given)
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
+        raise SystemExit("--max-restarts of torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment")
     dist.init_process_group(timeout=timedelta(seconds=options.timeout))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = init_device_mesh(device, (dist.get_world_size(),))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 240
+TIMEOUT_S = 120
 MODEL = [
     "--model", "llama", "--set", "hidden_size=32", "--set", "intermediate_size=64", "--set", "num_hidden_layers=1",
     "--set", "num_attention_heads=2", "--set", "num_key_value_heads=2", "--set", "vocab_size=256",
@@ -35,6 +35,7 @@ class Launch:
         places = ["--checkpoints", str(folder / "checkpoints"), "--tensorboard", str(folder / "board")]
         paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         with open(folder / "log", "wb") as log:
             process = subprocess.Popen(
                 [*command, *arguments, *places], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
