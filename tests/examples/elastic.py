@@ -70,6 +70,15 @@ class Launch:
         os.kill(self.ranks()[rank], signal.SIGKILL)
         return self.committed()
 
+    def restarted(self, times: int = 1) -> int:
+        """Wait until the job goes on for the ``times``-th time; returns the step after which it does."""
+        said = "going on after step "
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while len(found := self.log.split(said)) <= times or "\n" not in found[times]:
+            assert self.process.poll() is None and time.monotonic() < deadline_s, self.log[-6000:]
+            time.sleep(0.02)
+        return int(found[times].split()[0])
+
     def ranks(self) -> list[int]:
         """Process ids of the ranks that run now, in the order of their start."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
