@@ -55,7 +55,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     group.add_argument("--backend", default="eager", help="eager or inductor")
     group.add_argument("--seed", type=int, default=0)
     group.add_argument("--timeout", type=float, default=600, help="seconds to wait for another rank")
-    group.add_argument("--checkpoints", type=Path, help="a folder to save in and to go on from")
+    group.add_argument("--checkpoints", type=Path, required=True, help="a folder to save in and to go on from")
     group.add_argument("--save-every", type=int, default=50, help="steps")
     group.add_argument("--evaluate-every", type=int, default=50, help="steps")
     group.add_argument("--evaluate-batches", type=int, default=4)
@@ -88,6 +88,8 @@ def main(given: Sequence[str] | None = None) -> None:
     # The model is on the meta device: no process ever holds it whole.
     folder = Path(options.model)
     subject = models.load(options)
+    if not {"input_ids", "labels"} <= subject.inputs.keys():
+        raise SystemExit(f"{options.model} takes {', '.join(subject.inputs)}: give a causal language model")
     flops = count_flops(subject.model, subject.inputs)
     model = galvatron_fx.compile(
         subject.model, mesh, subject.inputs, backend=options.backend, seed=options.seed, **flags.search_of(options)
@@ -97,6 +99,8 @@ def main(given: Sequence[str] | None = None) -> None:
 
     # Every rank reads the same batches; the compiled module takes its share of each.
     tokens = Tokens.of(folder)
+    if tokens.count > (vocabulary := subject.model.config.get_text_config().vocab_size):
+        raise SystemExit(f"the text has {tokens.count} kinds of tokens and the model {vocabulary}: --set vocab_size=")
     batch_size, length = subject.inputs["input_ids"].shape
     training, held_out = split(options.text, options.pattern)
     loader = StatefulDataLoader(PackedText(training, tokens, length, options.seed), batch_size)
@@ -113,10 +117,11 @@ def main(given: Sequence[str] | None = None) -> None:
     restored = checkpoints.load(**state)
     start = restored.step if restored else 0
 
+    computed, *_ = options.mixed_precision or [options.dtype]
     metrics = Metrics(
         options.tensorboard, device,
         tokens=options.accumulate * batch_size * length, flops=options.accumulate * flops, start=start,
-        peak_flops=mesh.size() * galvatron_fx.Cluster.from_mesh(mesh).device.flops_per_s(options.dtype),
+        peak_flops=mesh.size() * galvatron_fx.Cluster.from_mesh(mesh).device.flops_per_s(computed),
     )  # fmt: skip
     metrics.say(f"{subject}\n\n{model.plan}\n")
     if restored:
@@ -140,12 +145,12 @@ def main(given: Sequence[str] | None = None) -> None:
                 trace.step()
             if step % options.log_every == 0 or step == options.steps:
                 metrics.report(step, float(loss), scheduler.get_last_lr()[0], float(norm))
-            if step % options.save_every == 0 or step == options.steps:
-                checkpoints.save(step, **state)
             if step % options.evaluate_every == 0 or step == options.steps:
                 found = evaluate(model, evaluation, batch_size, options.evaluate_batches)
                 metrics.write(step, {"held out/loss": found})
                 metrics.say(f"step {step}  held-out loss {found:.4f}")
+            if step % options.save_every == 0 or step == options.steps:
+                checkpoints.save(step, **state)
 
     checkpoints.wait()
     if options.save_weights:

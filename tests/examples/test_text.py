@@ -56,3 +56,15 @@ def test_some_files_are_held_out_and_none_is_in_both(tmp_path: Path, files: list
     assert len(held_out) + len(training) == 3, "the empty file is left out"
     with pytest.raises(SystemExit, match="names 1 files with text"):
         split([files[0]])
+
+
+def test_the_tokenizer_of_a_pretrained_folder_is_taken(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({"<eos>": 0, "one": 1, "two": 2, "<unk>": 3}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(tmp_path)
+    tokens = Tokens.of(tmp_path)
+    assert (tokens.encode(b"two one three\n"), tokens.end, tokens.count) == ([2, 1, 3], 0, 4)
+    assert Tokens.of(tmp_path / "none").encode(b"ab") == [97, 98]
