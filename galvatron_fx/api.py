@@ -17,6 +17,7 @@ from galvatron_fx.ir.pass_dump import OnPass, dumping
 from galvatron_fx.ir.placement import Placement
 from galvatron_fx.ir.plan import Plan
 from galvatron_fx.ir.precision import checked_policy, policy_of
+from galvatron_fx.ir.precision_policy import describe_policy
 from galvatron_fx.ir.progress import CAPTURE, Observer
 from galvatron_fx.ir.strategy import ROLES, SEARCHED_ROLES, Strategy, original_name
 from galvatron_fx.ir.units import parse_bytes
@@ -244,9 +245,11 @@ def _chosen(model: nn.Module, inputs: FlatInputs, options: _CompileOptions) -> t
         check_plan(chosen, graph, cluster)
 
     def describe(graph: fx.GraphModule) -> dict[str, str]:
-        shapes = zip(inputs.tensor_names, inputs.shapes, inputs.dtypes, strict=True)
+        names = (name.strip("[]'") for name in inputs.tensor_names)
+        shapes = zip(names, inputs.shapes, inputs.dtypes, strict=True)
         return {
-            "batch": ", ".join(f"{name} {tuple(shape)} {dtype}" for name, shape, dtype in shapes),
+            "batch": ", ".join(f"{name} {shape} {dtype}" for name, shape, dtype in shapes),
+            "mixed precision": describe_policy(options.mixed_precision),
             "model": graph_fingerprint(graph),
         }
 

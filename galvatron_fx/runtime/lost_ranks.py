@@ -66,7 +66,7 @@ class StepWatch:
         record = _keep_record()
         kept = f"; the flight recorder's dump is in {record}" if record else ""
         try:
-            silent = _silent(store, ANSWER_AFTER_CLOSING_S if "closed" in str(error) else ANSWER_S)
+            silent = _silent(store, ANSWER_AFTER_CLOSING_S if "by peer" in str(error) else ANSWER_S)
             began = {rank: _began(store, rank) for rank in range(dist.get_world_size())}
         except RuntimeError as failure:  # the process that holds the store is gone, or stopped
             silent, found = (), f"and the store of the process group does not answer ({failure})"
