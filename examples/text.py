@@ -98,5 +98,4 @@ def split(paths: Sequence[Path], pattern: str = "*") -> tuple[list[Path], list[P
     files = [file for file in files if file.is_file() and file.stat().st_size]
     if len(files) < 2:
         raise SystemExit(f"--text names {len(files)} files with text in them: give two at least, one is held out")
-    held_out = files[:: max(HELD_OUT, 1)]
-    return [file for file in files if file not in set(held_out)], held_out
+    return [file for number, file in enumerate(files) if number % HELD_OUT], files[::HELD_OUT]
