@@ -17,6 +17,7 @@ from galvatron_fx.ir.pass_dump import OnPass, dumping
 from galvatron_fx.ir.placement import Placement
 from galvatron_fx.ir.plan import Plan
 from galvatron_fx.ir.precision import checked_policy, policy_of
+from galvatron_fx.ir.precision_policy import describe_policy
 from galvatron_fx.ir.progress import CAPTURE, Observer
 from galvatron_fx.ir.strategy import ROLES, SEARCHED_ROLES, Strategy, original_name
 from galvatron_fx.ir.units import parse_bytes
@@ -167,8 +168,8 @@ def compile(
     weights of a model on the meta device. ``backend``: "eager" runs the graphs as they are, "inductor" compiles what
     each distinct layer block does, once, at the first step (see docs/backends.md).
 
-    Every rank calls it alike; they compare their plans before anything runs. Raises what :func:`plan` raises, PlanError
-    where the plan does not fit model or mesh or differs between ranks.
+    Every rank calls it alike; they compare their libraries, batches, models and plans before anything runs. Raises what
+    :func:`plan` raises, PlanError where the plan does not fit model or mesh, or ranks differ (which, and in what).
     """
     runs = new_backend(backend, mesh.device_type)
     search = {
@@ -243,8 +244,17 @@ def _chosen(model: nn.Module, inputs: FlatInputs, options: _CompileOptions) -> t
     def check(graph: fx.GraphModule, chosen: Plan) -> None:
         check_plan(chosen, graph, cluster)
 
+    def describe(graph: fx.GraphModule) -> dict[str, str]:
+        names = (name.strip("[]'") for name in inputs.tensor_names)
+        shapes = zip(names, inputs.shapes, inputs.dtypes, strict=True)
+        return {
+            "batch": ", ".join(f"{name} {shape} {dtype}" for name, shape, dtype in shapes),
+            "mixed precision": describe_policy(options.mixed_precision),
+            "model": graph_fingerprint(graph),
+        }
+
     is_timed = options.plan is None and options.search["search_seconds"] is not None
-    return agreed(prepare, choose, check, first_decides=is_timed)
+    return agreed(prepare, choose, check, describe, first_decides=is_timed)
 
 
 def check_plan(plan: Plan, graph: fx.GraphModule, cluster: Cluster) -> None:

@@ -18,6 +18,7 @@ __all__ = [
     "ClusterError",
     "GalvatronError",
     "InputError",
+    "LostRankError",
     "PlanError",
     "ShardingError",
     "TimeLimitError",
@@ -64,6 +65,19 @@ class BudgetError(GalvatronError):
 
 class CheckpointError(GalvatronError):
     """Raised when a checkpoint or a folder of weights is torn, altered, or does not fit what it is loaded into."""
+
+
+class LostRankError(GalvatronError, RuntimeError):
+    """Raised when a collective fails or runs into its timeout, because of what other ranks do.
+
+    ``ranks``: those that do not answer, of which one at least has stopped, ended, or does something else; ``step``: the
+    step of training that this rank was in. A RuntimeError, too, as what torch raises.
+    """
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...], step: int) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+        self.step = step
 
 
 class TimeLimitError(GalvatronError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -10,11 +11,13 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._C import _distributed_c10d as c10d
 from torch._decomp import decomposition_table
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._logging import _internal as torch_logging
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, TupleStrategy
@@ -47,7 +50,9 @@ __all__ = [
     "compiling",
     "constant_value",
     "decomposition",
+    "default_store",
     "export_joint",
+    "flight_record",
     "graph_module",
     "is_custom_backward",
     "is_tracing",
@@ -334,3 +339,16 @@ def trace_artifact(name: str, text: str) -> None:
         payload_fn=lambda: text,
         expect_trace_id=False,
     )
+
+
+def default_store() -> c10d.Store:
+    """The store through which the ranks of the default process group found each other."""
+    return _get_default_store()
+
+
+def flight_record() -> str | None:
+    """The last collectives of this rank as JSON; None where ``TORCH_FR_BUFFER_SIZE`` does not turn the recorder on."""
+    if os.environ.get("TORCH_FR_BUFFER_SIZE", "0") == "0":
+        return None
+    record = c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
+    return record.decode() if isinstance(record, bytes) else str(record)

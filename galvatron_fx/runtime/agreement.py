@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
+import galvatron_fx
 from galvatron_fx.errors import PlanError
 from galvatron_fx.ir.plan import Plan
 
@@ -16,13 +18,18 @@ T = TypeVar("T")
 
 
 def agreed(
-    prepare: Callable[[], T], choose: Callable[[T], Plan], check: Callable[[T, Plan], None], first_decides: bool
+    prepare: Callable[[], T],
+    choose: Callable[[T], Plan],
+    check: Callable[[T, Plan], None],
+    describe: Callable[[T], Mapping[str, str]],
+    first_decides: bool,
 ) -> tuple[Plan, T]:
     """What ``prepare`` returns, and the plan that ``choose`` makes of it and ``check`` accepts, if every rank gets as
     far with an equal plan.
 
-    ``first_decides``: whether rank 0 alone chooses and tells the others: what ends by the clock ends differently on
-    each. Raises the rank's own error, or PlanError naming the ranks that failed or hold another plan.
+    ``describe``: what else has to be equal on all ranks, by what it is called; ``first_decides``: whether rank 0 alone
+    chooses and tells the others: what ends by the clock ends differently on each. Raises the rank's own error, or
+    PlanError naming the ranks that failed, or that have something else than rank 0, and what.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         prepared = prepare()
@@ -31,6 +38,7 @@ def agreed(
         return plan, prepared
     error: Exception | None = None
     made: tuple[Plan, T] | None = None
+    facts: dict[str, str] = {}
     own: list[T] = []
     try:
         own.append(prepare())
@@ -42,10 +50,11 @@ def agreed(
         try:
             plan = choose(own[0])
             check(own[0], plan)
+            facts = {**_versions(), **describe(own[0]), "plan": plan.digest()}
             made = plan, own[0]
         except Exception as caught:
             error = caught
-    _compare(made, error)
+    _compare(facts, error)
     assert made is not None
     return made
 
@@ -73,19 +82,24 @@ def _told_by_first(choose: Callable[[T], Plan], own: list[T]) -> Callable[[T], P
     return taken
 
 
-def _compare(made: tuple[Plan, Any] | None, error: Exception | None) -> None:
-    """Raise unless every rank has made an equal plan."""
-    told = made[0].digest() if made is not None else f"{type(error).__name__}: {error}"
+def _versions() -> dict[str, str]:
+    return {"version of torch": torch.__version__, "version of galvatron_fx": galvatron_fx.__version__}
+
+
+def _compare(facts: Mapping[str, str], error: Exception | None) -> None:
+    """Raise unless every rank has come as far with equal facts; ``error``: why this rank has not."""
     heard: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(heard, (made is None, told))
+    dist.all_gather_object(heard, facts if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
-    failed = [(rank, text) for rank, (bad, text) in enumerate(heard) if bad]
-    if failed:
-        rank, text = failed[0]
-        raise PlanError(f"rank {rank} could not compile, so no rank starts: {text}")
-    others = [rank for rank, (_, digest) in enumerate(heard) if digest != heard[0][1]]
-    if others:
-        raise PlanError(
-            f"ranks {others} hold another plan than rank 0: give all the same model, inputs, options and plan file"
-        )
+    for rank, told in enumerate(heard):
+        if isinstance(told, str):
+            raise PlanError(f"rank {rank} could not compile, so no rank starts: {told}")
+    for what, value in heard[0].items():
+        others = [rank for rank, told in enumerate(heard) if told[what] != value]
+        if others:
+            found = heard[others[0]][what]
+            raise PlanError(
+                f"ranks {others} hold another {what} than rank 0 ({found}, and {value}): give all ranks the same "
+                f"libraries, model, inputs, options and plan file"
+            )

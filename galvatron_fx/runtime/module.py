@@ -20,6 +20,7 @@ from galvatron_fx.ir.printer import readable
 from galvatron_fx.ir.strategy import original_name
 from galvatron_fx.ir.torch_compat import pytree
 from galvatron_fx.runtime.dtensors import lie_like, local_part
+from galvatron_fx.runtime.lost_ranks import StepWatch
 from galvatron_fx.runtime.program import Program
 from galvatron_fx.runtime.staged_program import StagedProgram
 from passes.capture import FlatInputs
@@ -50,6 +51,7 @@ class DistributedGraphModule(nn.Module):
         self._programs: dict[Any, AnyProgram] = {}
         self._main: AnyProgram | None = None
         self._generator = torch.Generator().manual_seed(seed)
+        self._watch = StepWatch()
         self._stage_group: dist.ProcessGroup | None = None
         self._elsewhere: frozenset[str] = frozenset()
 
@@ -60,7 +62,8 @@ class DistributedGraphModule(nn.Module):
 
         Under a plan with stages, every rank gets the loss (and other outputs without dims); the rest is None but on the
         ranks of the stage that makes it, and with several micro-batches everywhere.
-        Raises InputError where the model returns no loss (a scalar that needs gradients): call the module and
+        Raises LostRankError where other ranks are gone, or do not come within the timeout of the process group; and
+        InputError where the model returns no loss (a scalar that needs gradients): call the module and
         ``backward()`` on a loss of your own instead.
         """
         program, flat = self._program(args, kwargs)
@@ -70,7 +73,7 @@ class DistributedGraphModule(nn.Module):
                 "call the module and backward() on a loss computed from its outputs"
             )
         self._trained = program
-        with torch.no_grad():
+        with torch.no_grad(), self._watch.step():
             results, gradients = program.train(self._values(flat))
             self._update_buffers(results)
             self._accumulate(gradients)
@@ -84,9 +87,10 @@ class DistributedGraphModule(nn.Module):
         program, flat = self._program(args, kwargs)
         if torch.is_grad_enabled():
             parameters = [self._tensor(port) for port in program.trained_ports]
-            results = program.differentiable(self._values(flat), self._update_buffers, *parameters)
+            with self._watch.step():
+                results = program.differentiable(self._values(flat), self._update_buffers, *parameters)
             return self._outputs(program, results)
-        with torch.no_grad():
+        with torch.no_grad(), self._watch.step():
             results = program.evaluate(self._values(flat))
             self._update_buffers(results)
             return self._outputs(program, results)
@@ -98,11 +102,12 @@ class DistributedGraphModule(nn.Module):
         """
         trained = [p for p in self.parameters() if p.grad is not None]
         counted = [p.grad for name, p in self.named_parameters() if p.grad is not None and name not in self._elsewhere]
-        norm = torch.nn.utils.get_total_norm(counted, norm_type)
-        total = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if self._stage_group is not None:
-            total = _norm_over(total, norm_type, self._stage_group)
-        torch.nn.utils.clip_grads_with_norm_(trained, max_norm, total)
+        with self._watch.collectives():
+            norm = torch.nn.utils.get_total_norm(counted, norm_type)
+            total = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            if self._stage_group is not None:
+                total = _norm_over(total, norm_type, self._stage_group)
+            torch.nn.utils.clip_grads_with_norm_(trained, max_norm, total)
         return total
 
     # ---- reading ----

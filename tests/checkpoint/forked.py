@@ -18,15 +18,18 @@ Work = Callable[[], None]
 _FAILED = 1
 
 
-def run_ranks(size: int, work: Work, timeout_s: float = 120) -> list[int]:
+def run_ranks(size: int, work: Work, timeout_s: float = 120, collective_s: float = 60) -> list[int]:
     """Run ``work`` on ``size`` ranks over gloo and return their exit codes: 0, 1 after an error, -9 where killed.
 
     Call it from a process that has started no threads, process group or backward pass. Ranks that do not end within
-    ``timeout_s`` are killed; raises TimeoutError then.
+    ``timeout_s`` are killed; raises TimeoutError then. ``collective_s``: the
+    timeout of the process group.
     """
     with tempfile.TemporaryDirectory() as folder:
         fork = multiprocessing.get_context("fork")
-        ranks = [fork.Process(target=_rank, args=(rank, size, Path(folder), work)) for rank in range(size)]
+        ranks = [
+            fork.Process(target=_rank, args=(rank, size, Path(folder), work, collective_s)) for rank in range(size)
+        ]
         for process in ranks:
             process.start()
         deadline = time.monotonic() + timeout_s
@@ -41,11 +44,11 @@ def run_ranks(size: int, work: Work, timeout_s: float = 120) -> list[int]:
     return [process.exitcode or 0 for process in ranks]
 
 
-def _rank(rank: int, size: int, folder: Path, work: Work) -> None:
+def _rank(rank: int, size: int, folder: Path, work: Work, collective_s: float) -> None:
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)
     store = dist.FileStore(str(folder / "store"), size)
-    limit = datetime.timedelta(seconds=60)
+    limit = datetime.timedelta(seconds=collective_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     try:
         work()

@@ -1,0 +1,98 @@
+"""What a training run reports, to the terminal and TensorBoard."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from operator import getitem
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.tensorboard import SummaryWriter
+
+import galvatron_fx
+from cost_models.ops import is_matmul
+from galvatron_fx.ir.op_call import op_call
+from galvatron_fx.ir.units import format_bytes
+from passes.call_cost import call_cost
+
+
+def count_flops(model: nn.Module, batch: Mapping[str, Any]) -> int:
+    """Floating-point operations of the matrix products of one forward and backward, from the captured graph.
+
+    What a plan computes again in backward does not count: it is no progress of the model's.
+    """
+    graph = galvatron_fx.capture(model, batch)
+    calls = [node for node in graph.graph.nodes if node.op == "call_function" and node.target is not getitem]
+    return sum(int(call_cost(op_call(node)).flops) for node in calls if is_matmul(node.target))
+
+
+def peak_bytes(device: str) -> int:
+    """The most memory that this process has used: of its GPU, or resident on the machine."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
+
+
+class Metrics:
+    """Reports of rank 0; on other ranks nothing comes out.
+
+    ``tokens``, ``flops``: of a whole step; ``peak_flops``: a second, of all devices together; ``start``: steps already
+    done, so that TensorBoard drops what an interrupted run wrote beyond its last checkpoint.
+    """
+
+    def __init__(
+        self, folder: Path | None, device: str, *, tokens: int, flops: int, peak_flops: float, start: int
+    ) -> None:
+        self.device, self.tokens, self.flops, self.peak_flops = device, tokens, flops, peak_flops
+        self.is_first = dist.get_rank() == 0
+        self.writer = SummaryWriter(folder, purge_step=start + 1) if self.is_first and folder else None
+        self.steps, self.spent_s = 0, 0.0
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """A step of training, for the speed of the next report."""
+        begin_s = time.perf_counter()
+        yield
+        self.steps, self.spent_s = self.steps + 1, self.spent_s + time.perf_counter() - begin_s
+
+    def report(self, step: int, loss: float, learning_rate: float, norm: float) -> None:
+        """Tell of step ``step``, and of the mean speed of the steps since the last report."""
+        steps_a_second = self.steps / self.spent_s
+        self.steps, self.spent_s = 0, 0.0
+        values = {
+            "loss": loss,
+            "learning rate": learning_rate,
+            "gradient norm": norm,
+            "tokens per second": self.tokens * steps_a_second,
+            "model flops utilisation": self.flops * steps_a_second / self.peak_flops,
+            "peak memory bytes": peak_bytes(self.device),
+        }
+        self.write(step, {f"train/{name}": value for name, value in values.items()})
+        self.say(
+            f"step {step}  loss {loss:.4f}  lr {learning_rate:.2e}  norm {norm:.2f}  "
+            f"{values['tokens per second']:,.0f} tokens/s  mfu {values['model flops utilisation']:.1%}  "
+            f"peak {format_bytes(values['peak memory bytes'])}"
+        )
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Numbers for TensorBoard, at once in its file."""
+        if self.writer is not None:
+            for name, value in values.items():
+                self.writer.add_scalar(name, value, step)
+            self.writer.flush()
+
+    def say(self, text: object) -> None:
+        """A line for the terminal."""
+        if self.is_first:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        """Close TensorBoard's file."""
+        if self.writer is not None:
+            self.writer.close()
