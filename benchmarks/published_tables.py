@@ -20,7 +20,7 @@ from rich.console import Console
 from torch import fx
 
 import galvatron_fx as gfx
-from galvatron_fx.errors import BudgetError
+from galvatron_fx.errors import BudgetError, TimeLimitError
 from galvatron_fx.ir.plan import Plan
 from galvatron_fx.ir.strategy import ROLES
 from passes.search.chain import Pricer
@@ -43,6 +43,9 @@ SPACES: dict[str, dict[str, Any]] = {
 }
 _RISES = 1.01  # by less than this a batch is no better than the one before it
 _PATIENCE = 2  # batches that are no better than the best before them
+
+
+_SEARCH_S = 60.0  # of a cell and batch
 
 
 @dataclass
@@ -94,7 +97,8 @@ def cells_of(model: Published, spaces: Sequence[str], batches: Sequence[int]) ->
             for budget, plan in plans:
                 cells[space, budget].take(batch, plan)
         spent = time.process_time() - start
-        print(f"batch {batch}: {spent:.0f} s of processor time", file=sys.stderr, flush=True)
+        found = "; ".join(f"{space}: {', '.join(str(cells[space, b]) for b in BUDGETS_GB)}" for space in spaces)
+        print(f"batch {batch}: {spent:.0f} s of processor time; {found}", file=sys.stderr, flush=True)
     return cells
 
 
@@ -108,15 +112,16 @@ def _plans(
         if cell.is_finished:
             continue
         if fits and (plan is None or plan.peak_memory_bytes > budget * 10**9):
-            plan = _plan(graph, pricer, SearchOptions(budget * 10**9, **space))
+            plan = _plan(graph, pricer, SearchOptions(budget * 10**9, search_seconds=_SEARCH_S, **space))
             fits = plan is not None
         yield budget, plan if fits else None
 
 
 def _plan(graph: fx.GraphModule, pricer: Pricer, options: SearchOptions) -> Plan | None:
+    """The best plan, None where none fits or none was found in time: proving that none fits can take minutes."""
     try:
         return search_plan(graph, CLUSTER, options, pricer=pricer)
-    except BudgetError:
+    except (BudgetError, TimeLimitError):
         return None
 
 

@@ -28,7 +28,7 @@ SPACES = (
     ROLES,
 )
 BUDGETS = (2**40, 24 * 10**6, 16 * 10**6)
-# A configuration is not looked into if its estimate is 2 % above the best: passes/search/trials.py.
+# Estimates may be too high, and what has a high one is not looked into: passes/search/trials.py.
 MARGIN = 1.02
 
 
