@@ -45,7 +45,7 @@ _RISES = 1.01  # by less than this a batch is no better than the one before it
 _PATIENCE = 2  # batches that are no better than the best before them
 
 
-_SEARCH_S = 60.0  # of a cell and batch
+_SEARCH_S = 30.0  # of a cell and batch
 
 
 @dataclass
