@@ -44,6 +44,7 @@ def plan_batch(
     ``progress``: called with every :class:`galvatron_fx.ir.progress.Progress`, which says its batch;
     ``options``: those of :func:`galvatron_fx.plan`; ``search_seconds`` are those of each batch.
 
+    Micro-batches, with which larger batches fit, are searched only where ``pipeline`` is among the roles.
     Batches that are too small or cannot be divided for the roles and pins are left out. Raises InputError for batches
     that are no positive numbers and for inputs of another batch than asked for, BudgetError (of the smallest batch)
     where none fits, and what :func:`galvatron_fx.plan` raises; PlanError if it refuses every batch.
