@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from galvatron_fx import errors as errors
     from galvatron_fx.api import capture, compile, plan
+    from galvatron_fx.batch_search import plan_batch
     from galvatron_fx.checkpoint import Checkpointer
     from galvatron_fx.explaining import explain
     from galvatron_fx.ir.cluster import Cluster
@@ -36,6 +37,7 @@ __all__ = [
     "explain",
     "load_weights",
     "plan",
+    "plan_batch",
     "save_weights",
 ]
 
@@ -51,6 +53,7 @@ _HOMES = {
     "explain": "galvatron_fx.explaining",
     "load_weights": "galvatron_fx.weights",
     "plan": "galvatron_fx.api",
+    "plan_batch": "galvatron_fx.batch_search",
     "save_weights": "galvatron_fx.weights",
 }
 

@@ -21,7 +21,7 @@ class Progress:
     ``phase``: what runs now, one of :data:`PHASES`; ``blocks``: found in the model; ``configurations``: that are
     priced, ``left``: those of them that may still beat the best, None before the first look; ``searched``: in how many
     a choice was searched for; ``simulated``: choices that were; ``best_s``: predicted seconds of a step of the best
-    plan so far, None before there is one.
+    plan so far, None before there is one; ``batch``: the global batch that :func:`galvatron_fx.plan_batch` is at.
     """
 
     phase: str
@@ -31,6 +31,7 @@ class Progress:
     searched: int = 0
     simulated: int = 0
     best_s: float | None = None
+    batch: int | None = None
 
 
 class Observer(Protocol):

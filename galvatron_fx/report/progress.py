@@ -52,5 +52,7 @@ def describe(progress: Progress) -> str:
         known = [(progress.configurations - progress.left, "pruned"), (progress.left, "left")]
     counts = [(progress.blocks, "blocks"), *known, (progress.searched, "searched"), (progress.simulated, "simulated")]
     phase = progress.phase if progress.best_s is None else f"{progress.phase}, best {format_seconds(progress.best_s)}"
+    if progress.batch is not None:
+        phase = f"batch {progress.batch}, {phase}"
     parts = [f"{count} {what}" for count, what in counts if count]
     return f"{phase}: {', '.join(parts)}" if parts else phase

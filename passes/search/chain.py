@@ -100,7 +100,7 @@ class ChainRequest:
 
 @dataclass
 class Pricer:
-    """Prices chains of one graph and cluster; solutions of blocks are found once for all of them."""
+    """Prices chains of one graph and cluster; solutions of blocks, and chains, are found once for all searches."""
 
     graph: fx.GraphModule
     cluster: Cluster
@@ -116,9 +116,15 @@ class Pricer:
         only = frozenset(self._first.values())
         self._solutions = Solutions(self.graph, self.cluster, len(self.marks), self.batch, only)
         self._constrained = _constrained_blocks(self.graph, self.constraints)
+        self._known: dict[ChainRequest, Chain | PlanError] = {}
 
     def chains(self, requests: Sequence[ChainRequest]) -> list[Chain | PlanError]:
         """Price all requests together; PlanError in place of a chain that the batch or the constraints rule out."""
+        new = [request for request in dict.fromkeys(requests) if request not in self._known]
+        self._known.update(zip(new, self._priced(new), strict=True))
+        return [self._known[request] for request in requests]
+
+    def _priced(self, requests: Sequence[ChainRequest]) -> list[Chain | PlanError]:
         made = [self._usable(request) for request in requests]
         wanted = [(s, r.parts) for r, usable in zip(requests, made, strict=True) for s in usable]
         self._solutions.solve(

@@ -70,18 +70,29 @@ class _Found:
         return self.simulated.peak_memory_bytes
 
 
-def search_plan(graph: fx.GraphModule, cluster: Cluster, options: SearchOptions, watch: Watch | None = None) -> Plan:
+def search_plan(
+    graph: fx.GraphModule,
+    cluster: Cluster,
+    options: SearchOptions,
+    watch: Watch | None = None,
+    pricer: Pricer | None = None,
+) -> Plan:
     """Return the fastest plan whose lowered program stays within the budget, with a report of the search.
+
+    ``pricer``: of the same graph, cluster and constraints, where several searches share one.
 
     Raises BudgetError with the least feasible budget and its plan where none does, PlanError for constraints on
     modules that the model does not have and for pins that cannot be, and TimeLimitError where the options' time is
     over before there is any plan.
     """
-    return _Search(graph, cluster, options, watch or Watch()).run()
+    priced = pricer or Pricer(graph, cluster, options.constraints)
+    return _Search(graph, cluster, options, watch or Watch(), priced).run()
 
 
 class _Search:
-    def __init__(self, graph: fx.GraphModule, cluster: Cluster, options: SearchOptions, watch: Watch) -> None:
+    def __init__(
+        self, graph: fx.GraphModule, cluster: Cluster, options: SearchOptions, watch: Watch, pricer: Pricer
+    ) -> None:
         self.graph = graph
         self.cluster = cluster
         self.options = options
@@ -90,7 +101,7 @@ class _Search:
         self.deadline = time.monotonic() + (inf if options.search_seconds is None else options.search_seconds)
         self.is_cut_short = False
         self.record = Record()
-        self.pricer = Pricer(graph, cluster, options.constraints)
+        self.pricer = pricer
         self.simulate = SimulateChoice(graph, cluster, self.pricer.marks)
 
     def run(self) -> Plan:

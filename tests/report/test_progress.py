@@ -16,6 +16,7 @@ from galvatron_fx.report.progress import SearchProgress, describe
     [
         (Progress("capture"), "capture"),
         (Progress("pricing", configurations=52), "pricing: 52 configurations"),
+        (Progress("pricing", blocks=3, batch=16), "batch 16, pricing: 3 blocks"),
         (
             Progress("search", 34, configurations=52, left=31, searched=9, simulated=2, best_s=3.957),
             "search, best 3.96 s: 34 blocks, 21 pruned, 31 left, 9 searched, 2 simulated",
