@@ -12,7 +12,7 @@ import torch.nn.modules.module as module_hooks
 from torch import nn
 
 from galvatron_fx.ir.precision import computed_in
-from galvatron_fx.ir.torch_compat import FakeTensorMode, annotate_module, pytree
+from galvatron_fx.ir.torch_compat import FakeTensorMode, annotate_module, leave_modules, pytree
 from passes.flat_inputs import FlatInputs, flatten
 
 if TYPE_CHECKING:
@@ -154,3 +154,4 @@ def module_names(root: nn.Module, units: Mapping[nn.Module, tuple[int, int]]) ->
     finally:
         for handle in handles:
             handle.remove()
+        leave_modules(open_scopes)

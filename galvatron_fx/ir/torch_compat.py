@@ -135,6 +135,16 @@ def annotate_module(name: str, unit: tuple[int, int] | None = None) -> contextli
     return fx_traceback.annotate(tags if unit is None else {**tags, "galvatron_unit": unit})
 
 
+def leave_modules(scopes: list[contextlib.AbstractContextManager[Any]]) -> None:
+    """Leave scopes of :func:`annotate_module` that an error has left open, innermost last in ``scopes``.
+
+    Left to the garbage collector, they would write their tags into a later trace.
+    """
+    while scopes:
+        with contextlib.suppress(KeyError):  # the tracer has put the tags back that were there before it
+            scopes.pop().__exit__(None, None, None)
+
+
 def module_of(node: fx.Node) -> str:
     """Return the qualified name that ``annotate_module`` left on a node, or the empty string."""
     custom = node.meta.get("custom") or {}

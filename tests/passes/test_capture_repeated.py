@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.fx import traceback as fx_traceback
 
 from galvatron_fx.ir.annotations import facts, signature
+from galvatron_fx.ir.torch_compat import compiling
 from galvatron_fx.ir.verifier import verify
 from passes import capture
 from passes.capture import Capture
+from passes.fake_model import module_names
 from passes.find_blocks import fingerprints, graph_fingerprint
 from passes.find_repeats import Repeat, find_repeats
 from passes.flat_inputs import FlatInputs
@@ -362,3 +365,19 @@ def test_a_fault_in_sharing_layers_is_said() -> None:
         with pytest.warns(UserWarning, match=r"one by one.*KeyError: 'a unit that is not there'"):
             graph = Capture().run(model, (x,))
     assert nodes(graph) == nodes(Capture(share_layers=False).run(model, (x,)))
+
+
+class Fails(nn.Module):
+    """Raises, inside a module inside another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+
+def test_an_error_leaves_no_tags_behind() -> None:
+    """Scopes that are left open would be closed by the garbage collector, in any order, and tag later traces."""
+    model = nn.Sequential(nn.Sequential(Fails()))
+    assert "custom" not in fx_traceback.current_meta
+    with compiling(), pytest.raises(ZeroDivisionError) as raised, module_names(model, {}):
+        model(torch.ones(2))
+    assert "custom" not in fx_traceback.current_meta, f"tags are left while {raised} is held"
