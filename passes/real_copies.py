@@ -11,10 +11,9 @@ from torch import Tensor, fx
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import NodeFacts, facts, has_facts
 from galvatron_fx.ir.torch_compat import new_fake_mode, pytree
-from passes.codegen import BoundAxis, Codegen, from_ranks, gather_ready, to_ranks
+from passes.codegen import BoundAxis, Codegen, finished, from_ranks, gather_ready, to_ranks
 
 _MAY_COPY = {torch.ops.aten.reshape.default, gather_ready, to_ranks, from_ranks, c.take_run}
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def real_copies(graph: fx.GraphModule, degrees: Sequence[int]) -> Iterator[tuple[NodeFacts, int]]:
@@ -43,7 +42,7 @@ def _value(graph: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> 
     if node.op == "get_attr":
         return torch.empty_like(getattr(graph, str(node.target)), device="cpu")
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: values[source])
-    return args[0] if node.target is _WAIT else node.target(*args, **kwargs)  # type: ignore[operator]
+    return args[0] if node.target is finished else node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _is_new(made: Tensor, node: fx.Node, values: dict[fx.Node, Any]) -> bool:

@@ -76,4 +76,4 @@ def test_more_memory_is_never_slower(steps: dict[tuple[tuple[str, ...], int], fl
 def test_the_cases_can_tell(steps: dict[tuple[tuple[str, ...], int], float]) -> None:
     """Some fit and some do not, and spaces differ."""
     assert steps[("data",), BUDGETS[0]] < float("inf") == steps[("data",), BUDGETS[-1]]
-    assert len({steps[space, BUDGETS[0]] for space in SPACES}) > len(SPACES) // 2
+    assert len({steps[space, BUDGETS[0]] for space in SPACES}) >= len(SPACES) // 2
