@@ -12,7 +12,6 @@ from torch import fx, nn
 from galvatron_fx.ir.annotations import Port, facts, ports, signature
 from galvatron_fx.ir.cluster import Axis, Cluster
 from galvatron_fx.ir.collectives import join_runs, split_runs
-from galvatron_fx.ir.layout import layout
 from galvatron_fx.ir.placement import Placement, Shard
 from galvatron_fx.ir.schedule import Action, Schedule
 from galvatron_fx.ir.strategy import Strategy, original_name
@@ -22,10 +21,8 @@ from galvatron_fx.runtime.stage_runner import StageRunner
 from passes.capture import FlatInputs
 from passes.find_blocks import num_blocks
 from passes.frontend import Frontend
+from passes.lower import Lower
 from passes.lower_stages import LoweredStages, LowerStages
-from passes.partition import Partition
-from passes.place_recompute import PlaceRecompute
-from passes.shard_graph import ShardGraph
 from passes.split_stages import Stage
 from passes.stage_tasks import Task
 
@@ -78,10 +75,8 @@ def simulate(
     cache: Any,
 ) -> dict[str, torch.Tensor]:
     """Lower ``graph`` by a plan, run one step on all ranks, and return outputs, buffers and gradients by name."""
-    sharded = ShardGraph(strategies, axes(sizes), DEVICE, cache).run(graph)
-    how = layout(sharded)
-    joint = PlaceRecompute(strategies).run(sharded)
-    halves = Partition().run(joint)
+    lowered = Lower(strategies, Cluster(DEVICE, axes(sizes)), cache).run(graph)
+    joint, halves, how = lowered.joint, lowered.halves, lowered.layout
     simulator = Simulator(how.shape)
     flat = FlatInputs.of(inputs)
     tensors = {
