@@ -267,7 +267,7 @@ def test_dropout_is_the_same_on_any_mesh(name: str) -> None:
     """With one seed, N ranks draw the masks that one rank draws, also when they compute them again."""
     model, inputs = DROPOUT[name]()
     graph = captured(model.train(), inputs)
-    alone = simulate(graph, model, inputs, (), uniform(graph), {})
+    alone = simulate(graph, model, inputs, (1,), uniform(graph, "data"), {})
     without_dropout = one_device(model.eval(), inputs)
     model.train()
     assert not torch.equal(alone["output 0"], without_dropout["output 0"])

@@ -169,7 +169,7 @@ def test_group_norm_equals_one_device() -> None:
     model, inputs = Images(nn.GroupNorm(2, 4)).double(), images()
     graph = FindBlocks().run(decomposed(model, inputs))
     assert_all_have_rules(graph)
-    assert_exact(simulate(graph, model, inputs, (), uniform(graph), {}), one_device(model, inputs))
+    assert_exact(simulate(graph, model, inputs, (1,), uniform(graph, "data"), {}), one_device(model, inputs))
 
 
 def test_batch_norm_keeps_activations_split() -> None:

@@ -20,7 +20,6 @@ from passes.capture import Capture
 from passes.find_blocks import FindBlocks, fingerprints
 from passes.functional_random import FunctionalRandom
 from passes.shard_graph import ShardGraph
-from passes.sharding.local_args import lowered_target
 from tests.helpers import DEVICE, axes, simulate, uniform
 
 
@@ -272,17 +271,6 @@ def test_equal_layers_have_equal_fingerprints(stack: Traced) -> None:
     assert max(found.count(print_) for print_ in found) >= 2
 
 
-def on_one_device(graph: fx.GraphModule) -> fx.GraphModule:
-    """A copy in which views are reshapes, as they are once a graph is lowered."""
-    inner = fx.Graph()
-    inner.output(inner.graph_copy(graph.graph, {}))
-    copied = fx.GraphModule(graph, inner)
-    copied.meta.update(graph.meta)
-    for node in copied.graph.nodes:
-        node.target = lowered_target(node.target)
-    return copied
-
-
 @pytest.mark.parametrize(
     ("sizes", "roles", "recompute"),
     [
@@ -299,7 +287,7 @@ def test_shards_draw_what_one_device_draws(
     stack: Traced, sizes: tuple[int, ...], roles: tuple[str, ...], recompute: bool
 ) -> None:
     model, inputs, graph = stack
-    expected = simulate(on_one_device(graph), model, inputs, (), uniform(graph), {})
+    expected = simulate(graph, model, inputs, (1,), uniform(graph, "data"), {})
     got = simulate(graph, model, inputs, sizes, uniform(graph, *roles, recompute=recompute), {})
     assert got.keys() == expected.keys()
     for name, value in expected.items():

@@ -301,7 +301,7 @@ def test_dropout_draws_what_one_rank_draws() -> None:
             module.p = 0.2
     graph = captured(model.train(), given, NARROW)
     blocks = num_blocks(graph)
-    alone = simulate(graph, model, given, (), [Strategy(())] * blocks, {})
+    alone = simulate(graph, model, given, (1,), [Strategy(("data",))] * blocks, {})
     for roles in (("zero",), ("tensor_sequence",)):
         same(simulate(graph, model, given, (2,), [Strategy(roles, True)] * blocks, {}), alone, 1e-6, 1e-4)
     assert float(alone["output 0"]) != pytest.approx(float(prepared("gpt2", False)[3]["output 0"]), rel=1e-4)
