@@ -27,8 +27,10 @@ _BATCH, _SEQUENCE = 64, 2048  # samples, tokens: where the command line and the 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is planned for: a model and its global batch; ``name``: what the command line called it; ``inputs_of``: makes
-    the inputs of a batch of so many samples."""
+    """What is planned for: a model and its global batch.
+
+    ``name``: what the command line called it; ``inputs_of``: makes the inputs of a batch of so many samples.
+    """
 
     name: str
     model: nn.Module
