@@ -65,7 +65,8 @@ class SplitMicrobatches:
 
     Time is treated as a mesh axis that splits the batch, so the rules that shard a batch over devices say what a
     micro-batch computes. Gradients and losses stay terms of a sum; values that need the whole batch but follow from
-    the inputs alone (the number of counted labels) are computed before the first micro-batch.
+    the inputs alone (the number of counted labels) are computed before the first micro-batch. Gradients that do not
+    depend on the batch (of a penalty on weights) are shared out evenly.
 
     Rewrite: ``loss = sum(l(x)) / count(labels)`` -> ``loss_i = sum(l(x_i)) / hoisted_count``.
 
@@ -97,6 +98,7 @@ class SplitMicrobatches:
         prices = Prices(self.device, axes)
         sharding = AssignShardings(0, roles, prices, outputs_as_terms=True).run(graph)
         made = InsertCollectives(sharding).run(graph)
+        _share_equal_gradients(made, sharding, count)
         merges = _merges(graph, sharding)
         free = input_only(made)
         late = self._epilogue_nodes(made, free)
@@ -162,6 +164,20 @@ def _moves(node: fx.Node) -> bool:
 def _merges(graph: fx.GraphModule, sharding: AxisSharding) -> dict[str, Placement]:
     placed = zip(signature(graph).outputs, sharding.outputs, strict=True)
     return {port.name: place for port, place in placed if port.kind == "output" and place is not None}
+
+
+def _share_equal_gradients(graph: fx.GraphModule, sharding: AxisSharding, count: int) -> None:
+    """Divide by ``count`` the gradients that do not depend on the batch: every micro-batch makes and adds all of it."""
+    output = graph.graph.output_node()
+    results: list[fx.Node | None] = []
+    for (port, node), placement in zip(output_ports(graph), sharding.outputs, strict=True):
+        if port.kind == "grad" and node is not None and placement == REPLICATE:
+            record = facts(node).having(specs=(facts(node).spec,), phase="backward", multi_output=False)
+            with graph.graph.inserting_before(output):
+                node = graph.graph.call_function(torch.ops.aten.div.Scalar, (node, count))
+            set_facts(node, record)
+        results.append(node)
+    output.args = (tuple(results),)
 
 
 def _cut_epilogue(graph: fx.GraphModule, late: Sequence[fx.Node]) -> tuple[fx.GraphModule, tuple[Port, ...]]:
