@@ -100,7 +100,7 @@ def _overlap(a: Range, b: Range) -> bool:
 
 
 def _clone(graph: fx.GraphModule, node: fx.Node) -> fx.Node:
-    dense = {"memory_format": torch.contiguous_format}
+    dense: dict[str, Any] = {"memory_format": torch.contiguous_format}
     with graph.graph.inserting_before(graph.graph.output_node()):
         made = graph.graph.call_function(torch.ops.aten.clone.default, (node,), dense)
     set_facts(made, facts(node).having(specs=(facts(node).spec,), phase="backward", multi_output=False))
