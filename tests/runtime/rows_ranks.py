@@ -36,7 +36,7 @@ PLANS: dict[int, dict[str, tuple[str, tuple[int, ...], tuple[str, ...], int, int
     4: {
         "zero_and_tensor": ("bert", (2, 2), ("zero", "tensor"), 1, 4),
         "data_and_zero_in_parts": ("llama", (2, 2), ("data", "zero"), 2, 2),
-        "pipeline_and_data": ("bert", (2, 2), ("pipeline", "data"), 4, 4),
+        "pipeline_and_data": ("llama", (2, 2), ("pipeline", "data"), 4, 4),
     },
 }
 MODELS = {"llama": zoo.llama, "bert": zoo.bert}

@@ -28,7 +28,7 @@ def output(ranks: int) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("ranks, check", [(ranks, check) for ranks in PLANS for check in PLANS[ranks] | OTHERS])
+@pytest.mark.parametrize("ranks, check", [(ranks, check) for ranks in PLANS for check in PLANS[ranks] | OTHERS[ranks]])
 def test_on_processes(ranks: int, check: str) -> None:
     said = output(ranks)
     if f"ok {check}\n" not in said:
