@@ -1,27 +1,24 @@
-"""Run by torchrun from test_batch_rows.py: ranks that are given their own rows of the batch, beside the plain model.
-
-Prints ``ok <check>`` once for each check that holds on every rank, ``FAILED <check>`` and the errors otherwise.
-"""
+"""Run by torchrun from test_batch_rows.py: ranks that are given their own rows of the batch, beside the plain model."""
 
 from __future__ import annotations
 
 import copy
 import datetime
-import traceback
-from collections.abc import Callable
+import sys
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import galvatron_fx
 from galvatron_fx import Pipelining, Plan, Strategy, own_rows
 from galvatron_fx.errors import InputError
 from passes.find_blocks import num_blocks
 from tests.models import zoo
+from tests.runtime.launch import Check, run_checks
 from tests.runtime.train_ranks import same, same_parameters
 
 BATCH = 8
@@ -86,14 +83,14 @@ def trains_alike(model: nn.Module, inputs: dict[str, Tensor], plan: Plan, rows: 
         same(compiled(**own_rows(local)).loss, plain(**whole).loss, "loss of evaluation")
 
 
-def planned(model: str, mesh: tuple[int, ...], roles: tuple[str, ...], parts: int, rows: int) -> None:
+def planned(model: str, mesh: tuple[int, ...], roles: tuple[str, ...], parts: int, rows: int, _: DeviceMesh) -> None:
     """One of PLANS."""
     stages = mesh[0] if "pipeline" in roles else 1
     pipelining = Pipelining(stages, parts, "zb_h1" if parts == 4 else "1f1b") if parts > 1 else Pipelining()
     trains_alike(*MODELS[model](layers=1), Plan.uniform(mesh, roles, pipelining=pipelining), rows)
 
 
-def unlike_blocks(first: str, second: str) -> None:
+def unlike_blocks(first: str, second: str, _: DeviceMesh) -> None:
     """Where the first block does not split the batch, its inputs are fetched; where the last does not, labels are."""
     model, inputs = zoo.llama(layers=1)
     size = dist.get_world_size()
@@ -102,11 +99,10 @@ def unlike_blocks(first: str, second: str) -> None:
     trains_alike(model, inputs, Plan.from_roles((size,), strategies), BATCH // size)
 
 
-def refusals() -> None:
+def refusals(mesh: DeviceMesh) -> None:
     """What are not the own rows of an example input is refused before anything is sent."""
     model, inputs = zoo.llama(layers=1)
-    size = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (size,))
+    size = mesh.size()
     compiled = galvatron_fx.compile(model, mesh, batch(inputs, 0), plan=Plan.uniform((size,), ("data",)))
     whole = batch(inputs, 0)
     local = {name: value[: BATCH // size] for name, value in whole.items()}
@@ -130,33 +126,25 @@ def refusals() -> None:
             raise AssertionError("rows were taken before there is a plan")
 
 
-OTHERS: dict[int, dict[str, Callable[[], None]]] = {
-    2: {
-        "the_first_block_is_whole": partial(unlike_blocks, "tensor", "data"),
-        "the_last_blocks_are_whole": partial(unlike_blocks, "zero", "tensor"),
-        "refusals": refusals,
-    },
-    4: {},
+OTHERS: dict[str, Check] = {
+    "the_first_block_is_whole": partial(unlike_blocks, "tensor", "data"),
+    "the_last_blocks_are_whole": partial(unlike_blocks, "zero", "tensor"),
+    "refusals": refusals,
 }
 
 
+def checks_of(ranks: int) -> dict[str, Check]:
+    """The checks of so many ranks, by name."""
+    plans: dict[str, Check] = {name: partial(planned, *given) for name, given in PLANS[ranks].items()}
+    return plans | (OTHERS if ranks == 2 else {})
+
+
 def main() -> None:
-    """Run the checks of this number of ranks; all ranks learn of a failure on any."""
+    """Run the checks of this number of ranks, or those named."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     size = dist.get_world_size()
-    checks = {name: partial(planned, *given) for name, given in PLANS[size].items()} | OTHERS[size]
-    for name, check in checks.items():
-        error = ""
-        try:
-            check()
-        except Exception:
-            error = f"rank {dist.get_rank()}: {traceback.format_exc()}"
-        errors: list[Any] = [None] * size
-        dist.all_gather_object(errors, error)
-        if dist.get_rank() == 0:
-            failed = [e for e in errors if e]
-            print(f"FAILED {name}\n{failed[0]}" if failed else f"ok {name}", flush=True)
+    run_checks(checks_of(size), init_device_mesh("cpu", (size,)), sys.argv[1:])
     dist.destroy_process_group()
 
 

@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from functools import lru_cache
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.runtime.rows_ranks import OTHERS, PLANS
+from tests.runtime.launch import assert_held, launched
+from tests.runtime.rows_ranks import PLANS, checks_of
 
-ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 300
 
-
-@lru_cache
-def output(ranks: int) -> str:
-    """What the one launch of ``ranks`` processes printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, str(ROOT / "tests/runtime/rows_ranks.py")],
-        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S,
-    )  # fmt: skip
-    return done.stdout
+Output = Callable[[int], str]
 
 
-@pytest.mark.parametrize("ranks, check", [(ranks, check) for ranks in PLANS for check in PLANS[ranks] | OTHERS[ranks]])
-def test_on_processes(ranks: int, check: str) -> None:
-    said = output(ranks)
-    if f"ok {check}\n" not in said:
-        start = said.find(f"FAILED {check}\n")
-        raise AssertionError(said[start : start + 4000] if start >= 0 else f"{check} never ended:\n{said[-4000:]}")
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Output:
+    """What the one launch of so many processes printed."""
+    folder = tmp_path_factory.mktemp("ranks")
+
+    @cache
+    def printed(ranks: int) -> str:
+        script = Path(__file__).with_name("rows_ranks.py")
+        return launched(script, ranks, folder / f"{ranks}.txt", timeout_s=TIMEOUT_S)
+
+    return printed
+
+
+@pytest.mark.parametrize("ranks, check", [(ranks, check) for ranks in PLANS for check in checks_of(ranks)])
+def test_on_processes(output: Output, ranks: int, check: str) -> None:
+    assert_held(output(ranks), check)
