@@ -27,6 +27,7 @@ class FlatModel(nn.Module):
     def __init__(self, model: nn.Module, inputs: FlatInputs, policy: MixedPrecisionPolicy | None = None) -> None:
         super().__init__()
         self.module = model
+        self._aliases = _aliases(model)
         self._inputs = inputs
         self._inputs_as = policy.param_dtype if policy is not None and policy.cast_forward_inputs else None
         self._outputs_as = policy.output_dtype if policy is not None else None
@@ -37,7 +38,8 @@ class FlatModel(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Call the model; see :class:`passes.capture.Capture` for which outputs stay differentiable."""
         args, kwargs = self._inputs.call([_cast(tensor, self._inputs_as) for tensor in tensors])
-        leaves, self.output_spec = flatten(self.module(*args, **kwargs))
+        with _tied(self._aliases):
+            leaves, self.output_spec = flatten(self.module(*args, **kwargs))
         leaves = [_cast(leaf, self._outputs_as) for leaf in leaves]
         outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self.output_leaves = [_plain(leaf) for leaf in leaves]
@@ -53,6 +55,36 @@ class FlatModel(nn.Module):
                 torch.empty(shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
                 for shape, tensor in zip(shapes, self._inputs.tensors, strict=True)
             ]
+
+
+# Where a parameter is, and where else it is.
+_Place = tuple[nn.Module, str]
+
+
+def _aliases(model: nn.Module) -> list[tuple[_Place, _Place]]:
+    first: dict[int, _Place] = {}
+    found = []
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and first.setdefault(id(parameter), (module, name)) != (module, name):
+                found.append((first[id(parameter)], (module, name)))
+    return found
+
+
+@contextlib.contextmanager
+def _tied(aliases: Sequence[tuple[_Place, _Place]]) -> Iterator[None]:
+    """Let a parameter of several names be one tensor, as it is without tracing: ``parameters()`` counts it once.
+
+    Tracing puts a tensor of its own in every place.
+    """
+    own = [module._parameters[name] for _, (module, name) in aliases]
+    for (source, its_name), (module, name) in aliases:
+        module._parameters[name] = source._parameters[its_name]
+    try:
+        yield
+    finally:
+        for (_, (module, name)), parameter in zip(aliases, own, strict=True):
+            module._parameters[name] = parameter
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:

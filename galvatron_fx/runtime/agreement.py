@@ -12,7 +12,7 @@ import galvatron_fx
 from galvatron_fx.errors import PlanError
 from galvatron_fx.ir.plan import Plan
 
-__all__ = ["agreed"]
+__all__ = ["agreed", "together"]
 
 T = TypeVar("T")
 
@@ -57,6 +57,23 @@ def agreed(
     _compare(facts, error)
     assert made is not None
     return made
+
+
+def together(make: Callable[[], T]) -> T:
+    """What ``make`` returns, if it returns on every rank: what only some ranks refuse would let the others wait.
+
+    Raises the rank's own error, or PlanError naming one that failed.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return make()
+    made: list[T] = []
+    error: Exception | None = None
+    try:
+        made.append(make())
+    except Exception as caught:
+        error = caught
+    _compare({}, error)
+    return made[0]
 
 
 def _told_by_first(choose: Callable[[T], Plan], own: list[T]) -> Callable[[T], Plan]:

@@ -19,6 +19,7 @@ from galvatron_fx.ir.plan import Plan
 from galvatron_fx.ir.printer import readable
 from galvatron_fx.ir.strategy import original_name
 from galvatron_fx.ir.torch_compat import pytree
+from galvatron_fx.runtime.agreement import together
 from galvatron_fx.runtime.batch_rows import BatchRows, unmarked
 from galvatron_fx.runtime.dtensors import lie_like, local_part
 from galvatron_fx.runtime.lost_ranks import StepWatch
@@ -206,7 +207,7 @@ class DistributedGraphModule(nn.Module):
         flat, own = self._rows.spread(flat, marked)
         key = _key(flat, self.training)
         if key not in self._programs:
-            self._programs[key] = self._compiler(flat, self.training)
+            self._programs[key] = together(lambda: self._compiler(flat, self.training))
         return self._programs[key], flat, own
 
     def _tensor(self, port: Port) -> Tensor:

@@ -108,3 +108,30 @@ def test_accumulation_and_clipping(one_rank: None, microbatches: int, whole_step
         for name, parameter in plain.named_parameters():
             gradient = compiled.get_parameter(name).grad.full_tensor()
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-11, atol=1e-14, msg=name)
+
+
+class Penalised(nn.Module):
+    """Tied weights, and a penalty on all parameters, each counted once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the loss."""
+        penalty = sum(parameter.square().sum() for parameter in self.parameters())
+        return self.head(self.embed(x)).logsumexp(-1).mean() + 0.1 * penalty
+
+
+def test_tied_parameters_are_one_tensor_to_the_model(one_rank: None) -> None:
+    torch.manual_seed(0)
+    plain, x = Penalised().double(), torch.arange(8).reshape(2, 4)
+    plan = Plan.uniform((1,), ("data",))
+    compiled = galvatron_fx.compile(copy.deepcopy(plain), init_device_mesh("cpu", (1,)), (x,), plan=plan)
+    loss = plain(x)
+    loss.backward()
+    torch.testing.assert_close(compiled.forward_backward(x), loss.detach(), rtol=1e-12, atol=0)
+    for name, parameter in plain.named_parameters():
+        gradient = compiled.get_parameter(name).grad.full_tensor()
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-11, atol=1e-14, msg=name)

@@ -137,6 +137,21 @@ def stages_evaluate_and_refuse(mesh: DeviceMesh) -> None:
         raise AssertionError("loss.backward() under a plan with stages was not refused")
 
 
+def later_batches_fail_together(mesh: DeviceMesh) -> None:
+    """A batch that only one rank cannot compile for is refused on all; none waits for the others."""
+    model, inputs = zoo.gpt2(layers=1)
+    compiled = compiled_by(model, mesh, inputs, ("data", "tensor"))
+    other = zoo.tokens(2, 6)
+    if dist.get_rank() == 3:
+        other["labels"] = other["labels"][:, :3]
+    try:
+        compiled.forward_backward(**other)
+    except Exception as error:
+        assert dist.get_rank() == 3 or "rank 3 could not compile" in str(error), f"refused otherwise: {error}"
+    else:
+        raise AssertionError("a batch of unlike shapes was taken")
+
+
 def loss_backward(mesh: DeviceMesh) -> None:
     model, inputs = zoo.gpt2(layers=2)
     train(compiled_by(model, mesh, inputs, ("zero", "tensor")), copy.deepcopy(model), inputs, direct=False)
@@ -323,7 +338,7 @@ def rank_0_searches_for_all(mesh: DeviceMesh) -> None:
 
 
 CHECKS: tuple[Check, ...] = (
-    uniform_plans, stages, stages_evaluate_and_refuse,
+    uniform_plans, stages, stages_evaluate_and_refuse, later_batches_fail_together,
     loss_backward, unlike_neighbours, searched_plan, flat_mesh, gradients_accumulate, evaluation,
     buffers_update, other_batch_shapes, state_dicts, checkpoint_to_another_plan, meta_device, lazy, plan_mismatch,
     rank_0_searches_for_all,
