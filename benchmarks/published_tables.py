@@ -43,9 +43,7 @@ SPACES: dict[str, dict[str, Any]] = {
 }
 _RISES = 1.01  # by less than this a batch is no better than the one before it
 _PATIENCE = 2  # batches that are no better than the best before them
-
-
-_SEARCH_S = 30.0  # of a cell and batch
+_SEARCH_S = 30.0  # of a cell and batch, unless told
 
 
 @dataclass
@@ -82,8 +80,8 @@ class Cell:
 Cells = dict[tuple[str, int], Cell]
 
 
-def cells_of(model: Published, spaces: Sequence[str], batches: Sequence[int]) -> Cells:
-    """Search all cells of a model, one batch after the other."""
+def cells_of(model: Published, spaces: Sequence[str], batches: Sequence[int], search_s: float = _SEARCH_S) -> Cells:
+    """Search all cells of a model, one batch after the other, each search for ``search_s`` at most."""
     cells: Cells = {(space, budget): Cell() for space in spaces for budget in BUDGETS_GB}
     built = model.model()
     for batch in batches:
@@ -93,7 +91,7 @@ def cells_of(model: Published, spaces: Sequence[str], batches: Sequence[int]) ->
         graph = gfx.capture(built, model.inputs_of(batch))
         pricer = Pricer(graph, CLUSTER, {})
         for space in spaces:
-            plans = _plans(graph, pricer, SPACES[space], {b: cells[space, b] for b in BUDGETS_GB})
+            plans = _plans(graph, pricer, {**SPACES[space], "search_seconds": search_s}, {b: cells[space, b] for b in BUDGETS_GB})
             for budget, plan in plans:
                 cells[space, budget].take(batch, plan)
         spent = time.process_time() - start
@@ -112,7 +110,7 @@ def _plans(
         if cell.is_finished:
             continue
         if fits and (plan is None or plan.peak_memory_bytes > budget * 10**9):
-            plan = _plan(graph, pricer, SearchOptions(budget * 10**9, search_seconds=_SEARCH_S, **space))
+            plan = _plan(graph, pricer, SearchOptions(budget * 10**9, **space))
             fits = plan is not None
         yield budget, plan if fits else None
 
@@ -141,13 +139,14 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=["bert-huge-32"])
     parser.add_argument("--spaces", nargs="*", choices=list(SPACES), default=list(SPACES))
     parser.add_argument("--batches", nargs="*", type=int, default=BATCHES)
+    parser.add_argument("--search-seconds", type=float, default=_SEARCH_S, help="of a cell and batch (default: 30)")
     parser.add_argument("--plans", action="store_true", help="print every cell's plan, reasons and batches tried")
     options = parser.parse_args()
     console = Console(soft_wrap=True, highlight=False, markup=False, width=120)
     console.print(f"{machine.describe()}\n")
     for name in options.models:
         start = time.process_time()
-        cells = cells_of(MODELS[name], options.spaces, sorted(options.batches))
+        cells = cells_of(MODELS[name], options.spaces, sorted(options.batches), options.search_seconds)
         print_table(console, name, cells, options.spaces)
         console.print(f"{name}: {time.process_time() - start:.0f} s of processor time\n")
         if options.plans:
