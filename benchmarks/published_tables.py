@@ -91,7 +91,9 @@ def cells_of(model: Published, spaces: Sequence[str], batches: Sequence[int], se
         graph = gfx.capture(built, model.inputs_of(batch))
         pricer = Pricer(graph, CLUSTER, {})
         for space in spaces:
-            plans = _plans(graph, pricer, {**SPACES[space], "search_seconds": search_s}, {b: cells[space, b] for b in BUDGETS_GB})
+            plans = _plans(
+                graph, pricer, {**SPACES[space], "search_seconds": search_s}, {b: cells[space, b] for b in BUDGETS_GB}
+            )
             for budget, plan in plans:
                 cells[space, budget].take(batch, plan)
         spent = time.process_time() - start
