@@ -216,7 +216,7 @@ def _compile(model: nn.Module, inputs: FlatInputs, options: _CompileOptions) -> 
 
 
 def compile_captured(
-    model: nn.Module, graph: fx.GraphModule, mesh: DeviceMesh, plan: Plan, cluster: Cluster
+    model: nn.Module, graph: fx.GraphModule, mesh: DeviceMesh, plan: Plan, cluster: Cluster, backend: str = "eager"
 ) -> DistributedGraphModule:
     """What :func:`compile` makes of ``plan``, from a ``graph`` of :func:`capture`: many plans of one trace.
 
@@ -224,7 +224,7 @@ def compile_captured(
     model, the batch or ``cluster``, which describes ``mesh``.
     """
     check_plan(plan, graph, cluster)
-    runs = new_backend("eager", mesh.device_type)
+    runs = new_backend(backend, mesh.device_type)
     options = _CompileOptions(mesh, cluster, {}, plan, plan.mixed_precision, runs, 0, None, None)
     return _assembled(model, signature(graph).input_spec, graph, plan, options)
 
