@@ -175,6 +175,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, nargs="+", help="lengths (default: 1024 4096 8192)")
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
     parser.add_argument("--steps", type=int, default=10, help="steps that are timed (default: 10)")
+    parser.add_argument("--profile", type=Path, help="a profile that was saved before (default: measure the GPU)")
     parser.add_argument("--profile-seconds", type=float, default=60.0, help="to measure the GPU in (default: 60)")
     parser.add_argument("--folder", type=Path, help="where profile, predictions and measurements are written")
     options = parser.parse_args()
@@ -197,7 +198,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        cluster = gfx.Cluster.measure(mesh, seconds=options.profile_seconds)
+        if options.profile is None:
+            cluster = gfx.Cluster.measure(mesh, seconds=options.profile_seconds)
+        else:
+            cluster = gfx.Cluster.load(options.profile)
         cluster.save(folder / "profile.json")
         console.print(describe_profile(cluster) + "\n")
         model = scale.model()

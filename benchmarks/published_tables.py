@@ -2,7 +2,8 @@
 
 Prints for each model of Galvatron's published setting (8 RTX TITAN over PCIe, float32) the samples a second of the
 best plan, and its global batch, for each space and budget. Batches are those of --batches from the smallest up, until
-nothing fits or throughput no longer rises. Every search of one batch shares its capture and its prices.
+nothing fits or throughput no longer rises. Every search of one batch shares its capture and its prices. A star says
+that a search of the cell ended at --search-seconds: what stands there is the best that was found.
 """
 
 from __future__ import annotations
@@ -55,14 +56,19 @@ class Cell:
     is_finished: bool = False
     idle: int = 0  # batches since the best
     tried: dict[int, float] = field(default_factory=dict)
+    is_cut: bool = False  # whether a search ended before it was done
 
     @property
     def samples_a_second(self) -> float:
         """Of the best plan, 0 where nothing fits."""
         return self.batch / self.plan.step_time_s if self.plan is not None else 0.0
 
-    def take(self, batch: int, plan: Plan | None) -> None:
+    def take(self, batch: int, plan: Plan | TimeLimitError | None) -> None:
         """Note what a batch comes to; a batch that does not fit ends the search, as larger ones do not either."""
+        if isinstance(plan, TimeLimitError) or (plan is not None and plan.notes):
+            self.is_cut = True
+        if isinstance(plan, TimeLimitError):
+            return
         if plan is None:
             self.is_finished = True
             return
@@ -74,7 +80,8 @@ class Cell:
 
     def __str__(self) -> str:
         """As the table shows it."""
-        return f"{self.samples_a_second:.1f} ({self.batch})" if self.plan is not None else "-"
+        found = f"{self.samples_a_second:.1f} ({self.batch})" if self.plan is not None else "-"
+        return f"{found}*" if self.is_cut else found
 
 
 Cells = dict[tuple[str, int], Cell]
@@ -104,24 +111,26 @@ def cells_of(model: Published, spaces: Sequence[str], batches: Sequence[int], se
 
 def _plans(
     graph: fx.GraphModule, pricer: Pricer, space: dict[str, Any], cells: dict[int, Cell]
-) -> Iterator[tuple[int, Plan | None]]:
+) -> Iterator[tuple[int, Plan | TimeLimitError | None]]:
     """A plan for each budget that is not finished, most memory first; one that keeps to less is best there, too."""
-    plan: Plan | None = None
+    plan: Plan | TimeLimitError | None = None
     fits = True
     for budget, cell in cells.items():
         if cell.is_finished:
             continue
-        if fits and (plan is None or plan.peak_memory_bytes > budget * 10**9):
+        if fits and (not isinstance(plan, Plan) or plan.peak_memory_bytes > budget * 10**9):
             plan = _plan(graph, pricer, SearchOptions(budget * 10**9, **space))
             fits = plan is not None
         yield budget, plan if fits else None
 
 
-def _plan(graph: fx.GraphModule, pricer: Pricer, options: SearchOptions) -> Plan | None:
-    """The best plan, None where none fits or none was found in time: proving that none fits can take minutes."""
+def _plan(graph: fx.GraphModule, pricer: Pricer, options: SearchOptions) -> Plan | TimeLimitError | None:
+    """The best plan, None where none fits; or why none was found in time: proving that none fits can take minutes."""
     try:
         return search_plan(graph, CLUSTER, options, pricer=pricer)
-    except (BudgetError, TimeLimitError):
+    except TimeLimitError as error:
+        return error
+    except BudgetError:
         return None
 
 

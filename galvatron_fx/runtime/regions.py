@@ -52,6 +52,7 @@ def _calls(graph: fx.GraphModule) -> list[fx.Node]:
     """
     owner: dict[Any, fx.Node] = {}
     behind: dict[fx.Node, list[fx.Node]] = {}
+    node: Any
     for node in graph.graph.nodes:
         if node.op == "call_function":
             owner[node] = owner.get(node.args[0], node) if is_getitem(node) else node
