@@ -65,13 +65,13 @@ class Cell:
 
     def take(self, batch: int, plan: Plan | TimeLimitError | None) -> None:
         """Note what a batch comes to; a batch that does not fit ends the search, as larger ones do not either."""
-        if isinstance(plan, TimeLimitError) or (plan is not None and plan.notes):
-            self.is_cut = True
         if isinstance(plan, TimeLimitError):
+            self.is_cut = True
             return
         if plan is None:
             self.is_finished = True
             return
+        self.is_cut |= any("cut short" in note for note in plan.notes)
         rate = self.tried[batch] = batch / plan.step_time_s
         self.idle = 0 if rate > self.samples_a_second * _RISES else self.idle + 1
         if rate > self.samples_a_second:

@@ -36,10 +36,10 @@ class Region:
 def split_regions(graph: fx.GraphModule) -> list[Region]:
     """Return the regions of a bound graph, in order; the graph stays as it is."""
     calls = _calls(graph)
-    blocks: dict[fx.Node, int] = {}
+    blocks: dict[Any, int] = {}
     for before, node in zip([None, *calls], calls, strict=False):
         if node.args and is_getitem(node) and node.args[0] in blocks:
-            blocks[node] = blocks[node.args[0]]  # type: ignore[index]
+            blocks[node] = blocks[node.args[0]]
         else:
             blocks[node] = facts(node).block if has_facts(node) else blocks.get(before, 0)
     runs = (list(run) for _, run in groupby(calls, key=blocks.__getitem__))
@@ -52,7 +52,6 @@ def _calls(graph: fx.GraphModule) -> list[fx.Node]:
     """
     owner: dict[Any, fx.Node] = {}
     behind: dict[fx.Node, list[fx.Node]] = {}
-    node: Any
     for node in graph.graph.nodes:
         if node.op == "call_function":
             owner[node] = owner.get(node.args[0], node) if is_getitem(node) else node
