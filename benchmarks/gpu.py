@@ -155,6 +155,8 @@ def new_table() -> Table:
 
 def start(device: str) -> DeviceMesh:
     """A mesh of this process alone."""
+    if device == "cuda":
+        torch.cuda.set_device(0)
     dist.init_process_group("nccl" if device == "cuda" else "gloo", store=HashStore(), rank=0, world_size=1)
     return init_device_mesh(device, (1,))
 
