@@ -32,6 +32,12 @@ class Region:
         """Operators in the region."""
         return sum(node.op == "call_function" for node in self.graph.graph.nodes)
 
+    @property
+    def has_tuples(self) -> bool:
+        """Whether all outputs of an operator go in or out in one piece, as forward saves them for backward."""
+        passed = (node for node in (*self.inputs, *self.outputs) if has_facts(node) and not is_getitem(node))
+        return any(facts(node).multi_output for node in passed)
+
 
 def split_regions(graph: fx.GraphModule) -> list[Region]:
     """Return the regions of a bound graph, in order; the graph stays as it is."""
