@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import machine
 import numpy as np
+from on_ranks import on_ranks
 from prediction_pairs import PAIRS, Pair, first_pairs
 from rich.console import Console
 from rich.table import Table
 
 from galvatron_fx.ir.units import format_seconds
 
-HERE = Path(__file__).parent
 GOALS = ((50, 0.08), (90, 0.20))  # (percentile, relative error)
 
 
@@ -35,9 +32,7 @@ def launch(folder: Path, ranks: int, pairs: list[Pair], options: argparse.Namesp
         "calls_s": options.calls_seconds,
         "steps": options.steps,
     }
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [*start, str(HERE / "prediction_rank.py"), str(folder), json.dumps(task)]
-    subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+    on_ranks("prediction_rank.py", ranks, str(folder), json.dumps(task))
 
 
 def results(folder: Path, pairs: list[Pair]) -> list[tuple[Pair, float, float]]:

@@ -2,78 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from small_models import Size, Sized, bert, gpt2, llama
 
 from galvatron_fx.ir.pipelining import Pipelining
 from galvatron_fx.ir.plan import Plan
 
-SEED = 0
-Batch = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Size:
-    """Width, layers, heads, words, samples and words a sample."""
-
-    width: int
-    layers: int
-    heads: int
-    words: int
-    batch: int
-    sequence: int
-
-
-def gpt2(size: Size) -> nn.Module:
-    """GPT-2 (Radford et al. 2019), without dropout."""
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=size.words, n_embd=size.width, n_head=size.heads, n_layer=size.layers, n_positions=size.sequence,
-            use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, loss_type="ForCausalLMLoss",
-        )
-    )  # fmt: skip
-
-
-def llama(size: Size) -> nn.Module:
-    """LLaMA (Touvron et al. 2023)."""
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=size.words, hidden_size=size.width, intermediate_size=11 * size.width // 4,
-            num_hidden_layers=size.layers, num_attention_heads=size.heads, num_key_value_heads=size.heads,
-            max_position_embeddings=size.sequence, use_cache=False,
-        )
-    )  # fmt: skip
-
-
-def bert(size: Size) -> nn.Module:
-    """BERT (Devlin et al. 2019), with its dropout."""
-    return BertForMaskedLM(
-        BertConfig(
-            vocab_size=size.words, hidden_size=size.width, num_hidden_layers=size.layers,
-            num_attention_heads=size.heads, intermediate_size=4 * size.width, max_position_embeddings=size.sequence,
-        )
-    )  # fmt: skip
-
-
-MODELS: dict[str, tuple[Callable[[Size], nn.Module], Size]] = {
+MODELS: dict[str, Sized] = {
     "gpt2": (gpt2, Size(256, 4, 4, 4096, 8, 128)),
     "gpt2 wide": (gpt2, Size(512, 2, 8, 2048, 8, 64)),
     "llama": (llama, Size(256, 4, 8, 256, 16, 128)),
     "llama long": (llama, Size(128, 4, 4, 1024, 8, 256)),
     "bert": (bert, Size(256, 4, 4, 4096, 8, 128)),
 }
-
-
-def build(name: str) -> tuple[nn.Module, Batch]:
-    """A model with fresh weights and a batch, the same in every process."""
-    torch.manual_seed(SEED)
-    make, size = MODELS[name]
-    ids = torch.randint(size.words, (size.batch, size.sequence))
-    return make(size), {"input_ids": ids, "labels": ids.clone()}
 
 
 @dataclass(frozen=True)

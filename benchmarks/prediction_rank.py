@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from prediction_pairs import PAIRS, Pair, build
+from contender import WARM_UP, Contender
+from prediction_pairs import MODELS, PAIRS, Pair
+from small_models import Batch, build
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -25,8 +25,6 @@ from passes.lower import Lowered
 from passes.lower_stages import LoweredStages
 from passes.simulate_stages import SimulateStages
 from passes.simulate_step import SimulateStep
-
-WARM_UP = 3
 
 
 def graphs_of(lowered: Lowered | LoweredStages) -> list[fx.GraphModule]:
@@ -45,19 +43,12 @@ def predicted_s(lowered: Lowered | LoweredStages, pair: Pair, cluster: gfx.Clust
     return SimulateStages(cluster, plan.pipelining.table(plan.num_pipeline_ranks), axes).run(lowered).step_time_s
 
 
-def measured_s(model: gfx.DistributedGraphModule, batch: dict[str, torch.Tensor], steps: int) -> float:
+def measured_s(model: gfx.DistributedGraphModule, batch: Batch, steps: int) -> float:
     """The median of ``steps`` after some to warm up; a step is as long as its slowest rank."""
-    optimizer = torch.optim.AdamW(model.parameters())
-    times = []
+    contender = Contender(lambda: model.forward_backward(**batch), torch.optim.AdamW(model.parameters()))
     for _ in range(WARM_UP + steps):
-        dist.barrier()
-        start_s = time.perf_counter()
-        model.forward_backward(**batch)
-        optimizer.step()
-        optimizer.zero_grad()
-        dist.barrier()
-        times.append(time.perf_counter() - start_s)
-    return median(times[WARM_UP:])
+        contender.timed()
+    return contender.step_s
 
 
 def predict(pairs: list[Pair], mesh: DeviceMesh, cluster: gfx.Cluster, calls_s: float) -> dict[str, float]:
@@ -66,7 +57,7 @@ def predict(pairs: list[Pair], mesh: DeviceMesh, cluster: gfx.Cluster, calls_s: 
     graphs: dict[str, fx.GraphModule] = {}
     for pair in pairs:
         if pair.model not in graphs:
-            graphs[pair.model] = gfx.capture(*build(pair.model))
+            graphs[pair.model] = gfx.capture(*build(MODELS[pair.model]))
         lowered[pair.name] = lower(graphs[pair.model], pair.plan(), cluster)
     if calls_s:
         every = [graph for low in lowered.values() for graph in graphs_of(low)]
@@ -88,7 +79,7 @@ def main() -> None:
     dist.barrier()
     measured: dict[str, float] = {}
     for pair in pairs:
-        model, batch = build(pair.model)
+        model, batch = build(MODELS[pair.model])
         compiled = gfx.compile(model, mesh, example_inputs=batch, plan=pair.plan(), cluster=cluster)
         measured[pair.name] = measured_s(compiled, batch, task["steps"])
     if dist.get_rank() == 0:

@@ -2,7 +2,8 @@
 
 Prints for each model of Galvatron's published setting (8 RTX TITAN over PCIe, float32) the samples a second of the
 best plan, and its global batch, for each space and budget. Batches are those of --batches from the smallest up, until
-nothing fits or throughput no longer rises. Every search of one batch shares its capture and its prices.
+nothing fits or throughput no longer rises. Every search of one batch shares its capture and its prices. A star says
+that a search of the cell ended at --search-seconds: what stands there is the best that was found.
 """
 
 from __future__ import annotations
@@ -43,9 +44,7 @@ SPACES: dict[str, dict[str, Any]] = {
 }
 _RISES = 1.01  # by less than this a batch is no better than the one before it
 _PATIENCE = 2  # batches that are no better than the best before them
-
-
-_SEARCH_S = 30.0  # of a cell and batch
+_SEARCH_S = 30.0  # of a cell and batch, unless told
 
 
 @dataclass
@@ -57,17 +56,22 @@ class Cell:
     is_finished: bool = False
     idle: int = 0  # batches since the best
     tried: dict[int, float] = field(default_factory=dict)
+    is_cut: bool = False  # whether a search ended before it was done
 
     @property
     def samples_a_second(self) -> float:
         """Of the best plan, 0 where nothing fits."""
         return self.batch / self.plan.step_time_s if self.plan is not None else 0.0
 
-    def take(self, batch: int, plan: Plan | None) -> None:
+    def take(self, batch: int, plan: Plan | TimeLimitError | None) -> None:
         """Note what a batch comes to; a batch that does not fit ends the search, as larger ones do not either."""
+        if isinstance(plan, TimeLimitError):
+            self.is_cut = True
+            return
         if plan is None:
             self.is_finished = True
             return
+        self.is_cut |= any("cut short" in note for note in plan.notes)
         rate = self.tried[batch] = batch / plan.step_time_s
         self.idle = 0 if rate > self.samples_a_second * _RISES else self.idle + 1
         if rate > self.samples_a_second:
@@ -76,14 +80,15 @@ class Cell:
 
     def __str__(self) -> str:
         """As the table shows it."""
-        return f"{self.samples_a_second:.1f} ({self.batch})" if self.plan is not None else "-"
+        found = f"{self.samples_a_second:.1f} ({self.batch})" if self.plan is not None else "-"
+        return f"{found}*" if self.is_cut else found
 
 
 Cells = dict[tuple[str, int], Cell]
 
 
-def cells_of(model: Published, spaces: Sequence[str], batches: Sequence[int]) -> Cells:
-    """Search all cells of a model, one batch after the other."""
+def cells_of(model: Published, spaces: Sequence[str], batches: Sequence[int], search_s: float = _SEARCH_S) -> Cells:
+    """Search all cells of a model, one batch after the other, each search for ``search_s`` at most."""
     cells: Cells = {(space, budget): Cell() for space in spaces for budget in BUDGETS_GB}
     built = model.model()
     for batch in batches:
@@ -93,7 +98,9 @@ def cells_of(model: Published, spaces: Sequence[str], batches: Sequence[int]) ->
         graph = gfx.capture(built, model.inputs_of(batch))
         pricer = Pricer(graph, CLUSTER, {})
         for space in spaces:
-            plans = _plans(graph, pricer, SPACES[space], {b: cells[space, b] for b in BUDGETS_GB})
+            plans = _plans(
+                graph, pricer, {**SPACES[space], "search_seconds": search_s}, {b: cells[space, b] for b in BUDGETS_GB}
+            )
             for budget, plan in plans:
                 cells[space, budget].take(batch, plan)
         spent = time.process_time() - start
@@ -104,24 +111,26 @@ def cells_of(model: Published, spaces: Sequence[str], batches: Sequence[int]) ->
 
 def _plans(
     graph: fx.GraphModule, pricer: Pricer, space: dict[str, Any], cells: dict[int, Cell]
-) -> Iterator[tuple[int, Plan | None]]:
+) -> Iterator[tuple[int, Plan | TimeLimitError | None]]:
     """A plan for each budget that is not finished, most memory first; one that keeps to less is best there, too."""
-    plan: Plan | None = None
+    plan: Plan | TimeLimitError | None = None
     fits = True
     for budget, cell in cells.items():
         if cell.is_finished:
             continue
-        if fits and (plan is None or plan.peak_memory_bytes > budget * 10**9):
-            plan = _plan(graph, pricer, SearchOptions(budget * 10**9, search_seconds=_SEARCH_S, **space))
+        if fits and (not isinstance(plan, Plan) or plan.peak_memory_bytes > budget * 10**9):
+            plan = _plan(graph, pricer, SearchOptions(budget * 10**9, **space))
             fits = plan is not None
         yield budget, plan if fits else None
 
 
-def _plan(graph: fx.GraphModule, pricer: Pricer, options: SearchOptions) -> Plan | None:
-    """The best plan, None where none fits or none was found in time: proving that none fits can take minutes."""
+def _plan(graph: fx.GraphModule, pricer: Pricer, options: SearchOptions) -> Plan | TimeLimitError | None:
+    """The best plan, None where none fits; or why none was found in time: proving that none fits can take minutes."""
     try:
         return search_plan(graph, CLUSTER, options, pricer=pricer)
-    except (BudgetError, TimeLimitError):
+    except TimeLimitError as error:
+        return error
+    except BudgetError:
         return None
 
 
@@ -141,13 +150,14 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=["bert-huge-32"])
     parser.add_argument("--spaces", nargs="*", choices=list(SPACES), default=list(SPACES))
     parser.add_argument("--batches", nargs="*", type=int, default=BATCHES)
+    parser.add_argument("--search-seconds", type=float, default=_SEARCH_S, help="of a cell and batch (default: 30)")
     parser.add_argument("--plans", action="store_true", help="print every cell's plan, reasons and batches tried")
     options = parser.parse_args()
     console = Console(soft_wrap=True, highlight=False, markup=False, width=120)
     console.print(f"{machine.describe()}\n")
     for name in options.models:
         start = time.process_time()
-        cells = cells_of(MODELS[name], options.spaces, sorted(options.batches))
+        cells = cells_of(MODELS[name], options.spaces, sorted(options.batches), options.search_seconds)
         print_table(console, name, cells, options.spaces)
         console.print(f"{name}: {time.process_time() - start:.0f} s of processor time\n")
         if options.plans:

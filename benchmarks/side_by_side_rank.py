@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import side_by_side_model as hand
 import torch
 import torch.distributed as dist
+from contender import WARM_UP, Contender
 from side_by_side_model import ByHand, Size, Step
 from tensor_memory import TensorMemory, held_tensors
 from torch import nn
@@ -22,8 +21,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import galvatron_fx as gfx
 from galvatron_fx.ir.pipelining import Pipelining
-
-WARM_UP = 3
 
 
 @dataclass(frozen=True)
@@ -57,27 +54,12 @@ CASES = {
 }
 
 
-class Contender:
-    """Steps of one module, timed, and its memory."""
+class Trained(Contender):
+    """Steps of one module, and its memory."""
 
     def __init__(self, module: nn.Module, forward_backward: Step) -> None:
-        self.module, self.forward_backward = module, forward_backward
-        self.optimizer = torch.optim.AdamW(module.parameters(), foreach=True)
-        self.times: list[float] = []
-
-    def step(self) -> None:
-        """One training step."""
-        self.forward_backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def timed(self) -> None:
-        """One step, from when all ranks begin to when all have ended."""
-        dist.barrier()
-        start = time.perf_counter()
-        self.step()
-        dist.barrier()
-        self.times.append(time.perf_counter() - start)
+        super().__init__(forward_backward, torch.optim.AdamW(module.parameters(), foreach=True))
+        self.module = module
 
     def peak_bytes(self) -> int:
         """The most tensor bytes of a step on any rank."""
@@ -90,22 +72,22 @@ class Contender:
 
     def result(self) -> tuple[float, int]:
         """(median seconds, peak bytes)."""
-        return median(self.times[WARM_UP:]), self.peak_bytes()
+        return self.step_s, self.peak_bytes()
 
 
-def contenders(case: Case, size: Size, free: bool, variants: list[str]) -> dict[str, Contender]:
+def contenders(case: Case, size: Size, free: bool, variants: list[str]) -> dict[str, Trained]:
     """What takes part: the strategy by hand, eager or compiled by torch, our plan of it, and our own choice."""
     batch = hand.new_batch(size)
     ranks = dist.get_world_size()
-    made: dict[str, Contender] = {}
+    made: dict[str, Trained] = {}
     for variant in variants:
         parallel = case.by_hand(size, ranks, variant == "torch.compile")
-        made[variant] = Contender(parallel.module, parallel.forward_backward)
+        made[variant] = Trained(parallel.module, parallel.forward_backward)
     mesh = init_device_mesh("cpu", case.mesh)
 
-    def ours(**options: Any) -> Contender:
+    def ours(**options: Any) -> Trained:
         model = gfx.compile(hand.new_model(size), mesh, batch, **options)
-        return Contender(model, lambda: model.forward_backward(**batch))
+        return Trained(model, lambda: model.forward_backward(**batch))
 
     made["ours"] = ours(plan=case.plan())
     if free:

@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from galvatron_fx.errors import InputError, PlanError
+from galvatron_fx.ir.annotations import signature
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.pass_dump import OnPass, dumping
 from galvatron_fx.ir.placement import Placement
@@ -211,6 +212,26 @@ class _CompileOptions:
 
 def _compile(model: nn.Module, inputs: FlatInputs, options: _CompileOptions) -> DistributedGraphModule:
     chosen, graph = _chosen(model, inputs, options)
+    return _assembled(model, inputs, graph, chosen, options)
+
+
+def compile_captured(
+    model: nn.Module, graph: fx.GraphModule, mesh: DeviceMesh, plan: Plan, cluster: Cluster, backend: str = "eager"
+) -> DistributedGraphModule:
+    """What :func:`compile` makes of ``plan``, from a ``graph`` of :func:`capture`: many plans of one trace.
+
+    Every rank calls it with equal arguments: nothing is compared. Raises PlanError where the plan does not fit the
+    model, the batch or ``cluster``, which describes ``mesh``.
+    """
+    check_plan(plan, graph, cluster)
+    runs = new_backend(backend, mesh.device_type)
+    options = _CompileOptions(mesh, cluster, {}, plan, plan.mixed_precision, runs, 0, None, None)
+    return _assembled(model, signature(graph).input_spec, graph, plan, options)
+
+
+def _assembled(
+    model: nn.Module, inputs: FlatInputs, graph: fx.GraphModule, chosen: Plan, options: _CompileOptions
+) -> DistributedGraphModule:
     builder = _Builder(model, options, chosen)
     binder = builder.binder(graph)
     module = DistributedGraphModule(binder.mesh, chosen, builder.compiler(binder), options.seed)

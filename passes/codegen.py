@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import TensorSpec, facts, set_facts
+from galvatron_fx.ir.attention import on_device
 from galvatron_fx.ir.graph_copy import write_call
 from galvatron_fx.ir.precision import cast_gradient, cast_parameter
 
@@ -60,7 +61,8 @@ class Codegen:
     Rewrite: ``y = all_reduce(x, "sum", 0)`` -> ``y = all_reduce(x, "sum", "group"); y = finished(y)``.
     A collective is waited for where its result is first used, so that it runs beside what comes in between; one that
     holds its input at the next of its kind at the latest, so that no more than two hold theirs.
-    ``axes``: one per mesh axis of the lowering; ``device``: where tensors that the graph makes are put.
+    ``axes``: one per mesh axis of the lowering; ``device``: type of the devices that it runs on. Graphs are traced for
+    CPUs; tensors that they make or hold are put on the device, and attention becomes what the device has for it.
     """
 
     axes: Sequence[BoundAxis]
@@ -69,6 +71,9 @@ class Codegen:
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Rewrite ``graph`` in place and return it, recompiled."""
         self.bind(graph.graph)
+        if self.device != "cpu":
+            for name in {str(node.target) for node in graph.graph.find_nodes(op="get_attr")}:
+                setattr(graph, name, aten._to_copy.default(getattr(graph, name), device=torch.device(self.device)))
         graph.recompile()
         return graph
 
@@ -82,8 +87,10 @@ class Codegen:
                     bound = _BINDERS[node.target](self, _Writer(graph, node), node)
                 node.replace_all_uses_with(bound)
                 graph.erase_node(node)
-            elif "device" in node.kwargs and self.device != "cpu":
-                node.update_kwarg("device", torch.device(self.device))
+            elif self.device != "cpu":
+                node.target = on_device(node.target, self.device)
+                if "device" in node.kwargs:
+                    node.update_kwarg("device", torch.device(self.device))
         _wait_late(graph)
 
     def axis_of(self, node: fx.Node) -> BoundAxis:

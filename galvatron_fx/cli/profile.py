@@ -30,13 +30,12 @@ examples:
 """
 
 CPU, CUDA = "cpu", "cuda"
-_DTYPES = {CPU: ("float32",), CUDA: ("bfloat16", "float32")}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("--out", required=True, metavar="PROFILE.json", help="write the profile there")
-    parser.add_argument("--device", choices=_DTYPES, help="what to measure (default: cuda where there is one)")
+    parser.add_argument("--device", choices=(CPU, CUDA), help="what to measure (default: cuda where there is one)")
     parser.add_argument(
         "--dtype",
         action="append",
@@ -61,7 +60,7 @@ def run(given: argparse.Namespace) -> Result:
     from galvatron_fx.profiling import ProfileProgress, measure_cluster
 
     device = given.device or (CUDA if torch.cuda.is_available() else CPU)
-    dtypes = [getattr(torch, name) for name in given.dtype or _DTYPES[device]]
+    dtypes = [getattr(torch, name) for name in given.dtype] if given.dtype else None
     with _mesh(device) as mesh, ExitStack() as shown:
         is_first = mesh.get_rank() == 0
         line = shown.enter_context(output.progress()) if is_first else None

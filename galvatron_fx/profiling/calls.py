@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import TensorSpec, has_facts
+from galvatron_fx.ir.attention import on_device
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.op_call import OpCall, call_key, is_getitem, op_call
 from galvatron_fx.profiling.kernels import Kernel
@@ -80,7 +81,7 @@ def _runnable(pool: Pool, call: OpCall) -> Kernel | None:
     made = Kernel(call.target, make, call_key(call), "")
     args, kwargs = make(0)
     try:
-        call.target(*args, **kwargs)
+        on_device(call.target, pool.device)(*args, **kwargs)
     except (RuntimeError, TypeError, IndexError, ValueError):
         return None
     return made

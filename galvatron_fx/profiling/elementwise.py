@@ -17,6 +17,7 @@ __all__ = ["elementwise_kernels"]
 aten = torch.ops.aten
 
 _SHAPES = ((4, 64), (64, 256), (512, 512), (1024, 1024), (4096, 1024))
+_LARGE_SHAPES = ((8192, 4096), (8192, 8192))  # GPUs have caches of 50 MB
 _TABLE_ROWS = 4096  # of embeddings
 
 Make = Callable[[Callable[..., Tensor], tuple[int, int]], list[Any]]
@@ -47,7 +48,10 @@ def _layer_norm(new: Callable[..., Tensor], shape: tuple[int, int]) -> list[Any]
 
 def _layer_norm_backward(new: Callable[..., Tensor], shape: tuple[int, int]) -> list[Any]:
     width, rows = (shape[1],), (shape[0], 1)
-    return [new(shape), new(shape), width, new(rows), new(rows), new(width), new(width), [True, True, True]]
+    like = new(())
+    statistics = torch.float32 if like.is_cuda and like.dtype.itemsize == 2 else like.dtype
+    means = new(rows, statistics), new(rows, statistics)
+    return [new(shape), new(shape), width, *means, new(width), new(width), [True, True, True]]
 
 
 def _cross_entropy(new: Callable[..., Tensor], shape: tuple[int, int]) -> list[Any]:
@@ -142,7 +146,8 @@ _OPERATORS: tuple[tuple[Any, Make, str], ...] = (
 
 def elementwise_kernels(pool: Pool, dtype: torch.dtype) -> list[Kernel]:
     """Every operator at every size, and a view."""
-    made = [_kernel(pool, dtype, entry, shape) for entry in _OPERATORS for shape in _SHAPES]
+    shapes = _SHAPES + (_LARGE_SHAPES if pool.device == "cuda" else ())
+    made = [_kernel(pool, dtype, entry, shape) for entry in _OPERATORS for shape in shapes]
     view = kernel(aten.transpose.int, lambda variant: [pool.tensor((64, 64), dtype, variant), 0, 1], dtype, VIEW)
     return [*made, view]
 

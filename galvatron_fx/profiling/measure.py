@@ -26,6 +26,7 @@ OPERATORS, UPDATES, COLLECTIVES, MUTUAL = "operators", "optimizer update", "coll
 PHASES = (OPERATORS, UPDATES, COLLECTIVES, MUTUAL)
 # Shares of the time; what is mutual takes as long as it takes, about a second.
 _OPERATORS_SHARE, _UPDATES_SHARE, _COLLECTIVES_SHARE = 0.55, 0.05, 0.4
+_DTYPES = {"cpu": (torch.float32,), "cuda": (torch.bfloat16, torch.float32)}
 # Above the size at which glibc hands out memory page by page, below the 32 MiB from which it always does.
 _PRIME_BYTES = 31 * 2**20
 
@@ -42,15 +43,15 @@ def measure_cluster(
     mesh: DeviceMesh,
     *,
     seconds: float = 60.0,
-    dtypes: Sequence[torch.dtype] = (torch.float32,),
+    dtypes: Sequence[torch.dtype] | None = None,
     progress: Callable[[ProfileProgress], None] | None = None,
 ) -> Cluster:
     """Measure the devices and links of ``mesh``; every rank calls it, and gets the same cluster.
 
     All ranks measure at once, with the number of threads that they have now, since that is how they train: on a CPU
     with fewer cores than ranks each gets its share. ``seconds``: about how long it may take, one round of all
-    measurements at least; ``dtypes``: what products of matrices are measured in (the rest in the first of them);
-    ``progress``: called with every :class:`ProfileProgress`.
+    measurements at least; ``dtypes``: what products of matrices are measured in (the rest in the first of them;
+    default: float32, and on "cuda" bfloat16 before it); ``progress``: called with every :class:`ProfileProgress`.
 
     Raises ClusterError for other device types than "cpu" and "cuda", and for seconds that are not above 0.
     """
@@ -58,6 +59,7 @@ def measure_cluster(
         raise ClusterError(f"seconds is {seconds!r}; give seconds above 0 to measure in")
     described = Cluster.from_mesh(mesh)
     ranks = Ranks(mesh)
+    dtypes = dtypes or _DTYPES[ranks.device_type]
 
     def telling(phase: str) -> Callable[[float], None]:
         return lambda share: progress(ProfileProgress(phase, share)) if progress else None

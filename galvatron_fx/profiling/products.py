@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from galvatron_fx.ir.attention import on_device
 from galvatron_fx.profiling.kernels import Kernel, kernel
 from galvatron_fx.profiling.tensors import Pool
 
@@ -23,6 +24,7 @@ _SHAPES = (
 _LARGE_SHAPES = ((1, 2048, 2048, 2048), (1, 4096, 4096, 4096), (1, 8192, 4096, 4096), (64, 1024, 64, 1024))
 # (batch, heads, sequence, width of a head)
 _ATTENTIONS = ((1, 1, 16, 16), (2, 4, 64, 32), (8, 4, 128, 32), (4, 4, 128, 64), (4, 4, 256, 64), (2, 4, 512, 64))
+_LARGE_ATTENTIONS = ((8, 16, 1024, 64), (8, 16, 1024, 128), (2, 16, 4096, 64), (2, 16, 4096, 128), (1, 16, 8192, 128))
 
 
 def product_kernels(pool: Pool, dtype: torch.dtype) -> list[Kernel]:
@@ -46,13 +48,12 @@ def _product(pool: Pool, dtype: torch.dtype, shape: tuple[int, int, int, int], i
 
 
 def attention_kernels(pool: Pool, dtype: torch.dtype) -> list[Kernel]:
-    """The kernels that causal attention is lowered to on a CPU; a GPU's have other arguments and go by products.
+    """The kernels that causal attention is lowered to.
 
     Without causality these kernels take less than twice as long, since of short sequences they skip nothing.
     """
-    if pool.device != "cpu":
-        return []
-    return [made for shape in _ATTENTIONS for made in _attention(pool, dtype, shape)]
+    shapes = _ATTENTIONS + (_LARGE_ATTENTIONS if pool.device == "cuda" else ())
+    return [made for shape in shapes for made in _attention(pool, dtype, shape)]
 
 
 def _attention(pool: Pool, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> list[Kernel]:
@@ -66,7 +67,7 @@ def _attention(pool: Pool, dtype: torch.dtype, shape: tuple[int, int, int, int])
 
     def again(variant: int) -> list[object]:
         query, key, value = inputs(variant)
-        out, sums = forward(query, key, value, 0.0, True)
+        out, sums = on_device(forward, pool.device)(query, key, value, 0.0, True)
         grad = pool.tensor((batch, sequence, heads, width), dtype, variant).transpose(1, 2)
         return [grad, query, key, value, out, sums, 0.0, True]
 

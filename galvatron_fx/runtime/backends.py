@@ -126,7 +126,8 @@ class _Regions:
 
 
 def _boxed(region: Region, compiled: dict[Any, Boxed]) -> Boxed:
-    return box_arguments(region.graph) if region.num_operators < _LEAST_OPERATORS else _Lazy(region, compiled)
+    short = region.num_operators < _LEAST_OPERATORS
+    return box_arguments(region.graph) if short or region.has_tuples else _Lazy(region, compiled)
 
 
 class _Lazy:

@@ -33,19 +33,37 @@ class Region:
         """Operators in the region."""
         return sum(node.op == "call_function" for node in self.graph.graph.nodes)
 
+    @property
+    def has_tuples(self) -> bool:
+        """Whether all outputs of an operator go in or out in one piece, as forward saves them for backward."""
+        passed = (node for node in (*self.inputs, *self.outputs) if has_facts(node) and not is_getitem(node))
+        return any(facts(node).multi_output for node in passed)
+
 
 def split_regions(graph: fx.GraphModule) -> list[Region]:
     """Return the regions of a bound graph, in order; the graph stays as it is."""
-    calls = [node for node in graph.graph.nodes if node.op == "call_function"]
-    blocks: dict[fx.Node, int] = {}
+    calls = _calls(graph)
+    blocks: dict[Any, int] = {}
     for before, node in zip([None, *calls], calls, strict=False):
-        source = node.args[0] if is_getitem(node) else None
-        if isinstance(source, fx.Node):
-            blocks[node] = blocks[source]  # stays with the operator that it picks an output of
+        if node.args and is_getitem(node) and node.args[0] in blocks:
+            blocks[node] = blocks[node.args[0]]
         else:
             blocks[node] = facts(node).block if has_facts(node) else blocks.get(before, 0)
     runs = (list(run) for _, run in groupby(calls, key=blocks.__getitem__))
     return [_region(graph, run) for run in runs]
+
+
+def _calls(graph: fx.GraphModule) -> list[fx.Node]:
+    """The calls in order, but what picks one of several outputs right behind the call that has them: a region can
+    return tensors only.
+    """
+    owner: dict[Any, fx.Node] = {}
+    behind: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.graph.nodes:
+        if node.op == "call_function":
+            owner[node] = owner.get(node.args[0], node) if is_getitem(node) else node
+            behind.setdefault(owner[node], []).append(node)
+    return [node for group in behind.values() for node in group]
 
 
 def _region(graph: fx.GraphModule, nodes: Sequence[fx.Node]) -> Region:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import galvatron_fx
 from galvatron_fx import Plan
 from galvatron_fx.errors import InputError
+from galvatron_fx.ir.annotations import NodeFacts, TensorSpec, set_facts
 from galvatron_fx.ir.pipelining import Pipelining
 from galvatron_fx.ir.torch_compat import missing_compiler
 from galvatron_fx.runtime import backends
@@ -112,3 +114,17 @@ def test_a_compiler_is_looked_for() -> None:
     assert missing_compiler("cpu") is None
     with inductor_config.patch("cpp.cxx", ("no-such-compiler",)):
         assert missing_compiler("cpu") == "a C++ compiler"
+
+
+def test_what_an_operator_has_is_picked_in_its_region() -> None:
+    """Also where operators of another block stand between: a compiled region returns tensors, and no tuples of them."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    both = graph.call_function(torch.ops.aten.max.dim, (x, 0))
+    other = graph.call_function(torch.ops.aten.neg.default, (x,))
+    picked = graph.call_function(operator.getitem, (both, 0))
+    graph.output((picked, other))
+    for node, block in ((both, 0), (other, 1), (picked, 0)):
+        set_facts(node, NodeFacts((TensorSpec((3,), torch.float32),), block=block))
+    regions = split_regions(fx.GraphModule({}, graph))
+    assert [region.outputs for region in regions] == [(picked,), (other,)]

@@ -1,0 +1,74 @@
+"""Attention of other devices says what the CPU's kernel says, and picks kernels that exist."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from galvatron_fx.ir import attention as a
+from galvatron_fx.ir.torch_compat import new_fake_mode
+
+aten = torch.ops.aten
+FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
+BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def tensors(queries: int = 16, keys: int = 16) -> list[Tensor]:
+    """Query, key, value and a gradient of the output, [batch, heads, sequence, width], sequence before heads in
+    memory.
+    """
+    generator = torch.Generator().manual_seed(0)
+    lengths = (queries, keys, keys, queries)
+    return [torch.randn(2, n, 3, 8, generator=generator, dtype=torch.float64).transpose(1, 2) for n in lengths]
+
+
+@pytest.mark.parametrize(
+    "is_causal, mask, scale",
+    [(False, None, None), (True, None, 0.3), (False, torch.full((2, 1, 16, 16), -1e9).triu(1).double(), None)],
+)
+def test_plain_products_are_the_kernel_of_the_cpu(is_causal: bool, mask: Tensor | None, scale: float | None) -> None:
+    query, key, value, grad = tensors()
+    more: dict[str, Any] = {"attn_mask": mask, "scale": scale}
+    out, sums = FORWARD(query, key, value, 0.0, is_causal, **more)
+    expected = BACKWARD(grad, query, key, value, out, sums, 0.0, is_causal, **more)
+    found = a.attention(query, key, value, 0.0, is_causal, **more)
+    torch.testing.assert_close(found, (out, sums))
+    gradients = a.attention_backward(grad, query, key, value, *found, 0.0, is_causal, **more)
+    torch.testing.assert_close(gradients, tuple(expected))
+
+
+@pytest.mark.parametrize(
+    "dtype, masked, queries, kernel",
+    [
+        (torch.bfloat16, False, 40, a.FLASH),
+        (torch.bfloat16, False, 24, a.EFFICIENT),  # causal, and not square
+        (torch.bfloat16, True, 40, a.EFFICIENT),
+        (torch.float32, True, 40, a.EFFICIENT),
+        (torch.float32, False, 40, a.EFFICIENT),
+        (torch.float64, False, 40, a.PLAIN),
+    ],
+)
+def test_gpu_kernels_make_the_shapes_of_the_cpu(dtype: torch.dtype, masked: bool, queries: int, kernel: str) -> None:
+    """On fake tensors: which kernel runs, and that what it takes and gives has the right shape, dtype and device."""
+    with new_fake_mode(), torch.no_grad():
+        query = torch.empty(2, queries, 4, 32, dtype=dtype, device="cuda").transpose(1, 2)
+        key, value = (torch.empty(2, 40, 4, 32, dtype=dtype, device="cuda").transpose(1, 2) for _ in range(2))
+        mask = torch.empty(2, 1, queries, 40, dtype=dtype, device="cuda") if masked else None
+        assert a.kernel_of(query, key, value, not masked, mask) == kernel
+        out, sums = a.attention(query, key, value, 0.0, not masked, attn_mask=mask)
+        gradients = a.attention_backward(
+            torch.empty_like(out), query, key, value, out, sums, 0.0, not masked, attn_mask=mask
+        )
+    assert out.shape == query.shape and sums.shape == (2, 4, queries)
+    assert [g.shape for g in gradients] == [query.shape, key.shape, value.shape]
+    assert {t.device.type for t in (out, sums, *gradients)} == {"cuda"}
+    assert {t.dtype for t in (out, *gradients)} == {dtype}
+
+
+def test_only_attention_is_another_operator_on_gpus() -> None:
+    assert a.on_device(FORWARD, "cpu") is FORWARD
+    assert a.on_device(FORWARD, "cuda") is a.attention
+    assert a.on_device(aten.mm.default, "cuda") is aten.mm.default

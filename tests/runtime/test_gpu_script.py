@@ -1,0 +1,39 @@
+"""``benchmarks/gpu.py`` runs from end to end without a GPU, on a tiny model, and says so where it cannot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from galvatron_fx.ir.cluster import Axis, Cluster
+from galvatron_fx.ir.presets import CPU_PRESET
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True)
+
+
+def test_a_tiny_model_on_a_cpu(tmp_path: Path) -> None:
+    profile, folder = tmp_path / "profile.json", tmp_path / "found"
+    Cluster(CPU_PRESET.device, (Axis("alone", 1, 1e-4, 1e9),)).save(profile)
+    options = ["--sequences", "32", "--backends", "eager", "--steps", "1"]
+    done = run("--device", "cpu", "--profile", str(profile), "--folder", str(folder), *options)
+    assert done.returncode == 0, done.stderr
+    predicted, measured = (json.loads((folder / f"{what}.json").read_text()) for what in ("predicted", "measured"))
+    assert [row["recompute"] for row in measured] == ["off", "on", "auto"]
+    for found, said in zip(measured, predicted, strict=True):
+        assert 0 <= found["peak_bytes"] - said["peak_bytes"] < 256  # a float for each parameter: AdamW counts steps
+    assert measured[2]["peak_bytes"] <= predicted[2]["budget_bytes"] < measured[0]["peak_bytes"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_what_it_needs() -> None:
+    done = run()
+    assert done.returncode == 2 and "no CUDA GPU is here" in done.stderr
