@@ -188,14 +188,13 @@ def useful(kind: NDArray[np.int64], amounts: Sequence[Floats]) -> NDArray[np.int
     An infinite amount says that a block may not take a strategy; what none may take is of no use either.
     """
     rows = np.concatenate(amounts)
-    keep = np.ones(len(kind), dtype=np.bool_)
-    for i in range(len(kind)):
-        twins = np.flatnonzero((kind == kind[i]) & keep)
-        twins = twins[twins != i]
-        better = (rows[:, twins] <= rows[:, [i]]).all(axis=0)
-        equal = (rows[:, twins] == rows[:, [i]]).all(axis=0)
-        keep[i] = not (better & ~(equal & (twins > i))).any()
-    return np.flatnonzero(keep & np.isfinite(amounts[0]).any(axis=0))
+    keep = np.isfinite(amounts[0]).any(axis=0)
+    for boundary in np.unique(kind):
+        own = np.flatnonzero(kind == boundary)
+        at_most = (rows[:, own, None] <= rows[:, None, own]).all(axis=0)
+        later = np.triu(at_most & at_most.T).T  # of equal ones the first is kept
+        keep[own[(at_most & ~later).any(axis=0)]] = False
+    return np.flatnonzero(keep)
 
 
 def _crossing_bytes(graph: fx.GraphModule, blocks: int) -> Floats:
