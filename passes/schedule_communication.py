@@ -12,6 +12,7 @@ from galvatron_fx.ir.layout import Layout
 from passes.bundle_collectives import BundleCollectives
 from passes.finish_reductions_late import FinishReductionsLate
 from passes.prefetch_gathers import PrefetchGathers
+from passes.start_reductions_early import StartReductionsEarly
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class ScheduleCommunication:
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Rewrite ``graph`` in place and return it, recompiled."""
+        self._done(StartReductionsEarly().run(graph), "StartReductionsEarly")
         self._done(BundleCollectives.over(self.layout, self.cluster).run(graph), "BundleCollectives")
         self._done(FinishReductionsLate().run(graph), "FinishReductionsLate")
         if self.cluster.overlap.gains:

@@ -1,4 +1,4 @@
-"""What follows from a reduction of a gradient does not wait for it."""
+"""A gradient is reduced as soon as it is there, and what follows from that does not wait for it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import TensorSpec
 from passes.finish_reductions_late import FinishReductionsLate
+from passes.start_reductions_early import StartReductionsEarly
 from tests.graphs import Builder, listing
 
 aten = torch.ops.aten
@@ -92,4 +93,27 @@ exp = exp(x): [2, 8]
 mul = mul.Tensor(neg, exp): [2, 8]
 neg_1 = neg(reduce_scatter): [2, 8]
 return [mul, neg_1]""",
+        )
+
+    def test_reductions_start_where_their_gradient_is(self) -> None:
+        build = Builder()
+        x, w = build.input("x", (4, 8)), build.input("w", (2, 8))
+        y = build.call(aten.exp.default, x)
+        z = build.call(aten.exp.default, y)
+        share = build.write(c.reduce_scatter, y, "sum", 0, 1, 0, specs=spec(2, 8))
+        share = build.call(aten.div.Tensor, build.write(c.all_reduce, share, "sum", 1, specs=spec(2, 8)), 2)
+        own = build.write(c.all_reduce, w, "sum", 1, specs=spec(2, 8))
+        graph = build.finish(("output", "0", z), ("grad", "x", share), ("grad", "w", own))
+        self.assertExpectedInline(
+            listing(StartReductionsEarly().run(graph)),
+            """\
+x: [4, 8]
+w: [2, 8]
+exp = exp(x): [4, 8]
+reduce_scatter = reduce_scatter(exp, sum, 0, 1, 0): [2, 8]
+all_reduce = all_reduce(reduce_scatter, sum, 1): [2, 8]
+div = div.Tensor(all_reduce, 2): [2, 8]
+exp_1 = exp(exp): [4, 8]
+all_reduce_1 = all_reduce(w, sum, 1): [2, 8]
+return [exp_1, div, all_reduce_1]""",
         )
