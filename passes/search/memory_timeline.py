@@ -105,10 +105,11 @@ def _run(graph: fx.Graph, layout: Layout, simulator: SimulateStep) -> _Run:
         count += len(events)
         if node.op != "call_function":
             continue
-        cause, begin, end = Cause(COMPUTE), run.begins_s[count], run.begins_s[count]
+        cause, begin = Cause(COMPUTE), run.begins_s[count]
+        start, end = begin, begin
         if events and not isinstance(events[-1], Wait):
             cause, begin = events[-1].cause, run.begins_s[count - 1]
-        start, end = run.spans_s.get(count - 1, (begin, end))
+            start, end = run.spans_s.get(count - 1, (begin, run.begins_s[count]))
         nodes.append(node)
         causes.append(cause)
         times.append((begin, start - begin, end - start))
@@ -163,7 +164,7 @@ def _spans(
     found = []
     for index, further, (begin,) in _unrolled(blocks, program.repeats, begins[:, None]):
         record = facts(nodes[index])
-        number = numbers[max(record.block, 0)] + further
+        number = numbers[blocks[index]] + max(record.block, 0) - blocks[index] + further
         start = float(begin + delays[index])
         found.append(OperatorSpan(number, record.phase, causes[index], start, start + float(lengths[index])))
     return tuple(found)
