@@ -99,14 +99,26 @@ def node_events(graph: fx.Graph, price: Price) -> Iterable[tuple[fx.Node, list[E
 
 
 def blocks_by_place(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The block whose computing every operator stands in: its own, or for gathers ahead of time that of the next."""
+    """The block whose computing every operator stands in, or its own where that is no neighbour.
+
+    Gathers ahead of time stand in that of the block in front of which they are, what is left for later of a gradient in
+    that of the next block; what is left for the end of the graph is there with its own block.
+    """
     gathering = _gathering(graph)
-    found: dict[fx.Node, int] = {}
+    operators = [node for node in graph.nodes if node.op == "call_function"]
+    computing: dict[fx.Node, int] = {}
     block = None
-    for node in reversed(graph.nodes):
-        if node.op == "call_function":
-            block = _block(node) if node not in gathering or block is None else block
-            found[node] = block
+    for node in reversed(operators):
+        block = _block(node) if node not in gathering or block is None else block
+        computing[node] = block
+    blocks, begun, now, ends = set(computing.values()), set[int](), -1, False
+    found: dict[fx.Node, int] = {}
+    for node in operators:
+        if (block := computing[node]) not in begun:
+            now = block
+            begun.add(block)
+        ends |= begun == blocks and abs(block - now) > 1
+        found[node] = block if ends or abs(block - now) > 1 else now
     return found
 
 

@@ -14,6 +14,7 @@ from cost_models.streams import StreamRun, Wait
 from galvatron_fx.ir.annotations import facts
 from galvatron_fx.ir.layout import Layout
 from galvatron_fx.ir.predicted import COMPUTE, MEMORY_KINDS, PARAMETERS, STATES, UPDATE, Cause, Storage
+from passes.codegen import finished
 from passes.lower import Lowered
 from passes.memory_meter import MemoryMeter
 from passes.search.block_terms import Floats
@@ -135,8 +136,9 @@ class _Recorder(MemoryMeter):
         self.events.append((storage, -storage.size_bytes))
 
     def _evaluate(self, graph: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-        self.names.append((graph.graph, node.name))
-        self.first_events.append(len(self.events))
+        if node.target is not finished:  # waits make nothing; what they let go counts for what came before
+            self.names.append((graph.graph, node.name))
+            self.first_events.append(len(self.events))
         return super()._evaluate(graph, node, values)
 
     def levels(self) -> Floats:
