@@ -95,6 +95,11 @@ class RankUse:
     hidden: Mapping[Cause, float] = field(default_factory=dict)
 
     @property
+    def hidden_s(self) -> float:
+        """Seconds of collectives while the rank computes."""
+        return sum(self.hidden.values())
+
+    @property
     def busy_s(self) -> float:
         """Seconds that the rank does not wait for other stages."""
         return sum(seconds for cause, seconds in self.seconds.items() if cause.kind not in (IDLE, TRANSFER))
