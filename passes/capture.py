@@ -24,6 +24,7 @@ from galvatron_fx.ir.annotations import (
     set_signature,
     signature,
 )
+from galvatron_fx.ir.graph_copy import write_call
 from galvatron_fx.ir.precision import Precision, set_precision
 from galvatron_fx.ir.symbols import fit_symbols
 from galvatron_fx.ir.torch_compat import export_joint, module_of, new_fake_mode, pytree
@@ -207,7 +208,7 @@ def _added(
     if first is None or second is None:
         return first if second is None else second
     with graph.graph.inserting_before(output):
-        total = graph.graph.call_function(torch.ops.aten.add.Tensor, (first, second))
+        total = write_call(graph.graph, torch.ops.aten.add.Tensor, (first, second))
     set_facts(total, facts(parameter).having(phase="backward", module=""))
     return total
 

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from galvatron_fx.ir.annotations import facts
+from galvatron_fx.ir.graph_copy import copy_graph
 from galvatron_fx.ir.torch_compat import graph_module
 
 aten = torch.ops.aten
@@ -47,11 +48,7 @@ class CleanGraph:
 
 def copied(graph: fx.GraphModule) -> fx.GraphModule:
     """A copy whose nodes can be changed; their facts are shared, as they never change."""
-    new = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    new.output(new.graph_copy(graph.graph, copies))
-    new.output_node().meta = dict(graph.graph.output_node().meta)
-    result = graph_module(graph, new)
+    result = graph_module(graph, copy_graph(graph.graph))
     result.meta.update(graph.meta)
     return result
 

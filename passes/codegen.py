@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import TensorSpec, facts, set_facts
+from galvatron_fx.ir.graph_copy import write_call
 from galvatron_fx.ir.precision import cast_gradient, cast_parameter
 from passes.communication_moments import waited_before
 
@@ -112,7 +113,7 @@ class _Writer:
         return facts(self.like).spec.shape
 
     def __call__(self, shape: Shape, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        node = self.graph.call_function(target, args, kwargs)
+        node = write_call(self.graph, target, args, kwargs)
         record = facts(self.like)
         set_facts(node, record.having(specs=(TensorSpec(shape, record.spec.dtype),)))
         return node

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from galvatron_fx.ir import torch_compat
 from galvatron_fx.ir.annotations import Dim, NodeFacts, TensorSpec, facts, set_facts
+from galvatron_fx.ir.graph_copy import copy_node
 from galvatron_fx.ir.op_call import input_nodes, op_call
 from galvatron_fx.ir.symbols import BATCH, SEQUENCE, Sizes
 from galvatron_fx.ir.symbols import annotate as label_dims
@@ -287,7 +288,7 @@ def _splice(graph: fx.GraphModule, node: fx.Node, expansion: fx.GraphModule) -> 
     with graph.graph.inserting_before(node):
         for made in expansion.graph.nodes:
             if made.op == "call_function":
-                copy = copies[made] = graph.graph.node_copy(made, copies.__getitem__)
+                copy = copies[made] = copy_node(graph.graph, made, copies.__getitem__)
                 copy.meta = dict(marks)
                 own = facts(made)
                 set_facts(copy, facts(node).having(specs=own.specs, multi_output=own.multi_output))

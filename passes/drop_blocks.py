@@ -10,6 +10,7 @@ from torch import fx
 
 from galvatron_fx.errors import InputError
 from galvatron_fx.ir.annotations import facts, ports, set_facts, set_signature, signature
+from galvatron_fx.ir.graph_copy import copy_node
 from galvatron_fx.ir.torch_compat import graph_module
 from passes.find_blocks import fingerprints
 
@@ -70,10 +71,10 @@ class _Shortening:
                 outputs = [port for port, value in zip(signature(self.graph).outputs, values, strict=True) if value]
                 short.output(tuple(value[0] for value in values if value)).meta = dict(node.meta)
             elif node.op == "call_function" and _block(node) in self.number:
-                self.new[node] = short.node_copy(node, lambda n: self.new[self._twin(n)])
+                self.new[node] = copy_node(short, node, lambda n: self.new[self._twin(n)])
                 set_facts(self.new[node], facts(node).having(block=self.number[_block(node)]))
             elif (node.op == "placeholder" and node in used) or node.op == "get_attr":
-                self.new[node] = short.node_copy(node)
+                self.new[node] = copy_node(short, node)
         inputs = [port for port, node in ports(self.graph) if node in used]
         result = graph_module(self.graph, short)
         result.meta.update(self.graph.meta)

@@ -13,6 +13,7 @@ from torch.fx.graph import CodeGen
 
 from galvatron_fx.errors import CaptureError
 from galvatron_fx.ir.annotations import NodeFacts, Port, TensorSpec, facts, ports, set_facts, set_signature, signature
+from galvatron_fx.ir.graph_copy import write_call
 from galvatron_fx.ir.random_ops import random_uniform
 from passes.clean_graph import eliminate_dead_code, replace_outputs
 from passes.sharding import random_rules  # noqa: F401  (registers the rule of random_uniform)
@@ -161,7 +162,7 @@ class _Draw:
     def _call(
         self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], spec: TensorSpec
     ) -> fx.Node:
-        node = self._graph.call_function(target, args, kwargs)
+        node = write_call(self._graph, target, args, kwargs)
         node.meta = {key: value for key, value in self._like.meta.items() if key not in ("val", "tensor_meta")}
         set_facts(node, facts(self._like).having(specs=(spec,), multi_output=False))
         return node

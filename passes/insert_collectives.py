@@ -11,6 +11,7 @@ from torch import fx
 from galvatron_fx.errors import ShardingError
 from galvatron_fx.ir.annotations import Dim, NodeFacts, TensorSpec, facts, set_facts
 from galvatron_fx.ir.collectives import all_gather, all_reduce, all_to_all, only_first, reduce_scatter, shard
+from galvatron_fx.ir.graph_copy import copy_node, write_call
 from galvatron_fx.ir.op_call import input_nodes, is_getitem
 from galvatron_fx.ir.placement import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard, local_shape
 from galvatron_fx.ir.torch_compat import graph_module
@@ -92,7 +93,7 @@ class _Lowering:
         set_facts(new, facts(node).having(specs=specs))
 
     def _add_input(self, node: fx.Node) -> None:
-        new = self.graph.node_copy(node)
+        new = copy_node(self.graph, node)
         placement = self.sharding.inputs[node]
         spec = _localized(facts(node).specs[0], placement, self.sharding.degree)
         if node.op == "get_attr" and placement != REPLICATE:
@@ -106,7 +107,7 @@ class _Lowering:
         if isinstance(new_source, list):
             self._new[node] = new_source[int(index)]  # type: ignore[arg-type]
             return
-        new = self.graph.node_copy(node, lambda n: self._new[n])
+        new = copy_node(self.graph, node, lambda n: self._new[n])
         self._copy_facts(node, new, (facts(new_source).specs[index],))  # type: ignore[index]
         self._new[node] = new
 
@@ -126,7 +127,7 @@ class _Lowering:
             return
         local = localize_args(node.target, node.args, outputs)
         args, kwargs = map_inputs((local, node.kwargs), inputs)
-        new = self.graph.create_node("call_function", lowered_target(node.target), args, kwargs, node.name)
+        new = write_call(self.graph, lowered_target(node.target), args, kwargs, node.name)
         self._copy_facts(node, new, outputs)
         self._new[node] = new
 

@@ -1,8 +1,8 @@
-"""Count the bytes alive while a lowered program runs, by running it on fake tensors.
+"""Count the bytes alive while a lowered program runs, by running it on tensors without data.
 
-The graphs are bound to a rank as code generation binds them. Fake tensors have shapes, strides and storages but no
-data: views share storage and collectives copy as they do in a real run, so nothing is estimated but what operators
-allocate inside.
+The graphs are bound to a rank as code generation binds them. What stands for tensors has shapes, strides and buffers:
+views share theirs and collectives copy as they do in a real run, so nothing is estimated but what operators allocate
+inside.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
 from galvatron_fx.errors import VerifierError
 from galvatron_fx.ir.annotations import facts, has_facts
+from galvatron_fx.ir.graph_copy import copy_graph
 from galvatron_fx.ir.predicted import (
     ACTIVATIONS,
     BATCH,
@@ -27,9 +27,9 @@ from galvatron_fx.ir.predicted import (
     Storage,
     by_kind,
 )
-from galvatron_fx.ir.torch_compat import new_fake_mode
 from passes.codegen import BoundAxis, Codegen, finished
 from passes.lower import Lowered
+from passes.memory_layout import Buffer, LaidTensor, evaluate
 
 _WEIGHTS = {PARAMETERS, GATHERED}
 
@@ -40,12 +40,12 @@ def kind_of_port(kind: str) -> str:
 
 
 class MemoryMeter:
-    """Runs the two graphs on fake tensors and counts the bytes of storages that are alive."""
+    """Runs the two graphs on tensors without data and counts the bytes of buffers that are alive."""
 
     def __init__(self, degrees: Sequence[int]) -> None:
         self._degrees = degrees
-        self._live: Counter[int] = Counter()
-        self._held: dict[int, Storage] = {}
+        self._live: Counter[Buffer] = Counter()
+        self._held: dict[Buffer, Storage] = {}
         self.bytes = 0
         self._most_bytes = 0
         self.at_most: list[Storage] = []
@@ -57,18 +57,17 @@ class MemoryMeter:
         """
         halves = lowered.halves
         count = len(halves.result_ports)
-        with new_fake_mode():
-            inputs = [_fake(node) for node in _placeholders(halves.forward)]
-            for value, port in zip(inputs, halves.input_ports, strict=True):
-                self.hold(value, kind_of_port(port.kind))
-            results = self.run(halves.forward, inputs, owned=set())
-            self.label(results, ACTIVATIONS)
-            saved, produced = results[count:], set(map(id, results[:count]))
-            tangents = [_fake(node) for node in _placeholders(halves.backward)[len(saved) :]]
-            self.hold([*tangents, *(value for value in saved if id(value) in produced)])
-            borrowed = {i for i, source in enumerate(halves.saved_inputs) if source is not None}
-            owned = set(range(len(saved) + len(tangents))) - borrowed
-            self.label(self.run(halves.backward, [*saved, *tangents], owned), GRADIENTS)
+        inputs = [LaidTensor.empty(facts(node).spec) for node in _placeholders(halves.forward)]
+        for value, port in zip(inputs, halves.input_ports, strict=True):
+            self.hold(value, kind_of_port(port.kind))
+        results = self.run(halves.forward, inputs, owned=set())
+        self.label(results, ACTIVATIONS)
+        saved, produced = results[count:], set(map(id, results[:count]))
+        tangents = [LaidTensor.empty(facts(node).spec) for node in _placeholders(halves.backward)[len(saved) :]]
+        self.hold([*tangents, *(value for value in saved if id(value) in produced)])
+        borrowed = {i for i, source in enumerate(halves.saved_inputs) if source is not None}
+        owned = set(range(len(saved) + len(tangents))) - borrowed
+        self.label(self.run(halves.backward, [*saved, *tangents], owned), GRADIENTS)
         update = by_kind(self._held.values())
         update[TRANSIENTS] += update_bytes
         return MemoryUse(by_kind(self.at_most), update)
@@ -81,16 +80,16 @@ class MemoryMeter:
     def hold(self, value: Any, kind: str = TRANSIENTS) -> None:
         """Count one holder more of each tensor's storage, which is of ``kind`` if it is new."""
         for tensor in _tensors(value):
-            key = _key(tensor)
+            key = tensor.buffer
             if not self._live[key]:
-                self._held[key] = Storage(tensor.untyped_storage().nbytes(), kind)
+                self._held[key] = Storage(key.size_bytes, kind)
                 self._came(self._held[key])
             self._live[key] += 1
 
     def drop(self, value: Any) -> None:
         """Count one holder less of each tensor's storage."""
         for tensor in _tensors(value):
-            key = _key(tensor)
+            key = tensor.buffer
             if key not in self._held:
                 continue
             self._live[key] -= 1
@@ -109,13 +108,13 @@ class MemoryMeter:
     def label(self, value: Any, kind: str) -> None:
         """Say what new storages turned out to be: what outlives a graph is no transient."""
         for tensor in _tensors(value):
-            storage = self._held.get(_key(tensor))
+            storage = self._held.get(tensor.buffer)
             if storage is not None and storage.kind == TRANSIENTS:
                 storage.kind = kind
 
-    def kind_of(self, tensor: Tensor) -> str:
+    def kind_of(self, tensor: LaidTensor) -> str:
         """The kind of a storage that is held."""
-        return self._held[_key(tensor)].kind
+        return self._held[tensor.buffer].kind
 
     def run(self, graph: fx.GraphModule, inputs: list[Any], owned: set[int]) -> list[Any]:
         """Run one graph; inputs in ``owned`` (already held) are dropped at their last use, outputs stay held."""
@@ -146,24 +145,23 @@ class MemoryMeter:
 
     def _new_kind(self, node: fx.Node, values: dict[fx.Node, Any]) -> str:
         """Gathered, if it is made of parameters alone."""
-        keys = [_key(tensor) for used in node.all_input_nodes for tensor in _tensors(values[used])]
+        keys = [tensor.buffer for used in node.all_input_nodes for tensor in _tensors(values[used])]
         from_weights = [key in self._held and self._held[key].kind in _WEIGHTS for key in keys]
         return GATHERED if from_weights and all(from_weights) else TRANSIENTS
 
     def _bound(self, graph: fx.GraphModule) -> fx.Graph:
         """A copy as the last rank of every axis runs it: collectives copy what their buffers need."""
-        bound = fx.Graph()
-        bound.output(bound.graph_copy(graph.graph, {}))
+        bound = copy_graph(graph.graph)
         Codegen([BoundAxis("", degree, degree - 1) for degree in self._degrees]).bind(bound)
         return bound
 
     def _evaluate(self, graph: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         if node.op == "get_attr":
-            return torch.empty_like(getattr(graph, str(node.target)), device="cpu")
+            return LaidTensor.like(getattr(graph, str(node.target)))
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
         if node.target is finished:
-            return args[0]  # as it does; on fake tensors it would make another
-        value = node.target(*args, **kwargs)  # type: ignore[operator]
+            return args[0]  # as it does; traced, it would make another
+        value = evaluate(node.target, args, kwargs)
         _check(node, value)
         return value
 
@@ -172,7 +170,7 @@ def _check(node: fx.Node, value: Any) -> None:
     """Thunder's habit: recompute every shape after a transformation and compare."""
     if not has_facts(node):
         return
-    found = [tuple(v.shape) if isinstance(v, Tensor) else None for v in _outputs(value)]
+    found = [v.shape if isinstance(v, LaidTensor) else None for v in _outputs(value)]
     said = [spec.shape if spec is not None else None for spec in facts(node).specs]
     for position, (have, want) in enumerate(zip(found, said, strict=False)):
         if want is not None and have is not None and have != want:
@@ -187,21 +185,12 @@ def _outputs(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (tuple, list)) else [value]
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [v for v in _outputs(value) if isinstance(v, Tensor)]
-
-
-def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+def _tensors(value: Any) -> list[LaidTensor]:
+    return [v for v in _outputs(value) if isinstance(v, LaidTensor)]
 
 
 def _placeholders(graph: fx.GraphModule) -> list[fx.Node]:
     return [node for node in graph.graph.nodes if node.op == "placeholder"]
-
-
-def _fake(node: fx.Node) -> Tensor:
-    spec = facts(node).spec
-    return torch.empty(spec.shape, dtype=spec.dtype)
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from galvatron_fx.ir.annotations import TensorSpec, facts, output_ports, ports, set_facts
+from galvatron_fx.ir.graph_copy import write_call
 from galvatron_fx.ir.op_call import input_nodes
 from galvatron_fx.ir.precision import cast_gradient, cast_parameter, precision
 
@@ -80,7 +81,7 @@ def _cast_for_blocks(graph: fx.GraphModule, node: fx.Node, own: torch.dtype) -> 
     for block, members in users.items():
         first = members[0]
         with graph.graph.inserting_before(first):
-            cast = graph.graph.call_function(cast_parameter, (node, shown.dtype))
+            cast = write_call(graph.graph, cast_parameter, (node, shown.dtype))
         like = facts(first if first.op == "call_function" else node)
         set_facts(cast, like.having(specs=(shown,), block=block, multi_output=False, cost=None))
         for user in members:
@@ -117,7 +118,7 @@ def _is_sum(node: fx.Node) -> bool:
 def _cast_behind(graph: fx.GraphModule, node: fx.Node, dtype: torch.dtype) -> fx.Node:
     output = graph.graph.output_node()
     with graph.graph.inserting_before(node.next if node.op == "call_function" else output):
-        cast = graph.graph.call_function(cast_gradient, (node, dtype))
+        cast = write_call(graph.graph, cast_gradient, (node, dtype))
     spec = _with_dtype(facts(node).spec, dtype)
     set_facts(cast, facts(node).having(specs=(spec,), phase="backward", multi_output=False, cost=None))
     return cast

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from galvatron_fx.ir.annotations import Port, facts, output_ports, ports
+from galvatron_fx.ir.graph_copy import copy_node
 from galvatron_fx.ir.op_call import input_nodes
 from galvatron_fx.ir.torch_compat import graph_module
 
@@ -82,7 +83,7 @@ def _extract(graph: fx.GraphModule, inputs: list[fx.Node], outputs: list[fx.Node
     for node in graph.graph.nodes:
         wanted = node.op == "get_attr" or (node.op == "call_function" and facts(node).phase == phase)
         if wanted and node not in copies:
-            copies[node] = new.node_copy(node, lambda n: copies[n])
+            copies[node] = copy_node(new, node, lambda n: copies[n])
     new.output(tuple(copies[node] if node is not None else None for node in outputs))
     for node in list(new.nodes):
         if node.op == "get_attr" and not node.users:

@@ -9,6 +9,7 @@ from torch import fx
 
 from galvatron_fx.ir.annotations import facts, ports, set_facts
 from galvatron_fx.ir.collectives import all_gather
+from galvatron_fx.ir.graph_copy import copy_node
 from galvatron_fx.ir.op_call import input_nodes
 from galvatron_fx.ir.precision import cast_parameter
 from galvatron_fx.ir.strategy import Strategy
@@ -105,7 +106,7 @@ def _copy(
         if node in copies:
             continue
         with graph.inserting_before(before):
-            copy = graph.node_copy(node, lambda n: copies.get(n, n))
+            copy = copy_node(graph, node, lambda n: copies.get(n, n))
         copy.meta = dict(node.meta)
         set_facts(copy, facts(node).having(phase="backward", again=True))
         copies[node] = copy

@@ -6,12 +6,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import NodeFacts, facts, has_facts
-from galvatron_fx.ir.torch_compat import new_fake_mode, pytree
+from galvatron_fx.ir.graph_copy import copy_graph
+from galvatron_fx.ir.torch_compat import pytree
 from passes.codegen import BoundAxis, Codegen, finished, from_ranks, gather_ready, to_ranks
+from passes.memory_layout import LaidTensor, evaluate
 
 _MAY_COPY = {torch.ops.aten.reshape.default, gather_ready, to_ranks, from_ranks, c.take_run}
 
@@ -19,34 +21,31 @@ _MAY_COPY = {torch.ops.aten.reshape.default, gather_ready, to_ranks, from_ranks,
 def real_copies(graph: fx.GraphModule, degrees: Sequence[int]) -> Iterator[tuple[NodeFacts, int]]:
     """Yield (facts of the node, bytes written) for every reshape, slice and buffer of a collective that is a copy.
 
-    The graph is bound to the last rank of every axis and run on fake tensors, whose strides are those of a real run;
-    what enters it is taken to be dense. ``degrees``: ranks along each column of the lowering mesh.
+    The graph is bound to the last rank of every axis and run on tensors without data, whose strides are those of a real
+    run; what enters it is taken to be dense. ``degrees``: ranks along each column of the lowering mesh.
     """
-    bound = fx.Graph()
-    bound.output(bound.graph_copy(graph.graph, {}))
+    bound = copy_graph(graph.graph)
     Codegen([BoundAxis("", degree, degree - 1) for degree in degrees]).bind(bound)
     values: dict[fx.Node, Any] = {}
-    with new_fake_mode():
-        for node in bound.nodes:
-            if node.op == "output":
-                return
-            values[node] = _value(graph, node, values)
-            if node.target in _MAY_COPY and has_facts(node) and _is_new(values[node], node, values):
-                yield facts(node), values[node].nbytes
+    for node in bound.nodes:
+        if node.op == "output":
+            return
+        values[node] = _value(graph, node, values)
+        if node.target in _MAY_COPY and has_facts(node) and _is_new(values[node], node, values):
+            yield facts(node), values[node].size_bytes
 
 
 def _value(graph: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     if node.op == "placeholder":
-        made = [None if spec is None else torch.empty(spec.shape, dtype=spec.dtype) for spec in facts(node).specs]
+        made = [None if spec is None else LaidTensor.empty(spec) for spec in facts(node).specs]
         return made if facts(node).multi_output else made[0]
     if node.op == "get_attr":
-        return torch.empty_like(getattr(graph, str(node.target)), device="cpu")
+        return LaidTensor.like(getattr(graph, str(node.target)))
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: values[source])
-    return args[0] if node.target is finished else node.target(*args, **kwargs)  # type: ignore[operator]
+    return args[0] if node.target is finished else evaluate(node.target, args, kwargs)
 
 
-def _is_new(made: Tensor, node: fx.Node, values: dict[fx.Node, Any]) -> bool:
+def _is_new(made: LaidTensor, node: fx.Node, values: dict[fx.Node, Any]) -> bool:
     """Whether a value lies in memory of its own."""
-    leaves = (leaf for source in node.all_input_nodes for leaf in pytree.tree_leaves(values[source]))
-    given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return all(made.untyped_storage()._cdata != tensor.untyped_storage()._cdata for tensor in given)
+    given = (leaf for source in node.all_input_nodes for leaf in pytree.tree_leaves(values[source]))
+    return all(leaf is None or made.buffer is not leaf.buffer for leaf in given)

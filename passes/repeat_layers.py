@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from galvatron_fx.ir.annotations import Port, facts, output_ports, ports, set_facts, set_signature, signature
+from galvatron_fx.ir.graph_copy import copy_node
 from galvatron_fx.ir.op_call import input_nodes
 from passes.compare_units import (
     BEFORE,
@@ -93,7 +94,7 @@ class _Writer:
 
     def _copy(self, node: fx.Node, copy: int) -> None:
         arguments = iter([self._from(kind, source, copy) for kind, source in self._plan.sources[node]])
-        new = self._graph.graph.node_copy(node, lambda _: next(arguments))
+        new = copy_node(self._graph.graph, node, lambda _: next(arguments))
         record = facts(node)
         position, name = place_of(record.module, self._plan.repeat.kept[0])
         unit = self._plan.repeat.left_out[copy - 1]

@@ -12,6 +12,7 @@ from torch import fx
 
 from galvatron_fx.ir.annotations import facts, ports, set_facts, signature
 from galvatron_fx.ir.cluster import Axis, Device
+from galvatron_fx.ir.graph_copy import write_call
 from galvatron_fx.ir.layout import Column, Layout, set_layout
 from galvatron_fx.ir.placement import REPLICATE, Placement
 from galvatron_fx.ir.strategy import LOWERING_ORDER, PIPELINE, Strategy
@@ -80,7 +81,7 @@ def _with_dense_arguments(graph: fx.GraphModule) -> fx.GraphModule:
         for position in DENSE_ARGUMENTS.get(node.target, ()):
             source = node.args[position]
             with graph.graph.inserting_before(node):
-                dense = graph.graph.call_function(torch.ops.aten.contiguous.default, (source,))
+                dense = write_call(graph.graph, torch.ops.aten.contiguous.default, (source,))
             set_facts(dense, facts(node).having(specs=facts(source).specs, multi_output=False))
             node.update_arg(position, dense)
     return graph

@@ -9,6 +9,7 @@ from torch import fx
 
 from galvatron_fx.ir.annotations import NodeFacts, Port, TensorSpec, facts, output_ports, ports, set_facts
 from galvatron_fx.ir.collectives import all_gather, all_reduce, reduce_scatter, shard
+from galvatron_fx.ir.graph_copy import write_call
 from galvatron_fx.ir.layout import Column
 from galvatron_fx.ir.placement import REPLICATE, Partial, Placement, Shard, fits, local_shape
 from galvatron_fx.ir.precision import cast_parameter
@@ -99,7 +100,7 @@ class ShardParameters:
         """One gather a block, in front of its first use."""
         first = min(users, key={n: i for i, n in enumerate(graph.graph.nodes)}.__getitem__)
         with graph.graph.inserting_before(first):
-            gathered = graph.graph.call_function(all_gather, (node, placement.dim, placement.outer, index))
+            gathered = write_call(graph.graph, all_gather, (node, placement.dim, placement.outer, index))
         record = facts(first)
         set_facts(gathered, record.having(specs=whole.specs, multi_output=False))
         return gathered
@@ -121,11 +122,11 @@ class ShardParameters:
         with graph.graph.inserting_before(after):
             if isinstance(have, Partial) and isinstance(placement, Shard):
                 args = (gradient, have.op, placement.dim, placement.outer, index)
-                node = graph.graph.call_function(reduce_scatter, args)
+                node = write_call(graph.graph, reduce_scatter, args)
             elif isinstance(have, Partial):
-                node = graph.graph.call_function(all_reduce, (gradient, have.op, index))
+                node = write_call(graph.graph, all_reduce, (gradient, have.op, index))
             elif isinstance(placement, Shard):
-                node = graph.graph.call_function(shard, (gradient, placement.dim, placement.outer, index))
+                node = write_call(graph.graph, shard, (gradient, placement.dim, placement.outer, index))
             else:
                 raise AssertionError(f"gradient '{gradient.name}' is placed {have}, its parameter {placement}")
         made = _local(spec, placement, degree) if isinstance(placement, Shard) else spec

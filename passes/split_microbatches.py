@@ -12,6 +12,7 @@ from galvatron_fx.errors import PlanError
 from galvatron_fx.ir.annotations import Port, facts, output_ports, ports, set_facts, set_signature, signature
 from galvatron_fx.ir.cluster import Axis, Device
 from galvatron_fx.ir.collectives import COLLECTIVES, RANK_LOCAL
+from galvatron_fx.ir.graph_copy import copy_node
 from galvatron_fx.ir.op_call import input_nodes
 from galvatron_fx.ir.placement import REPLICATE, Placement
 from galvatron_fx.ir.plan import prime_factors
@@ -171,7 +172,7 @@ def _cut_epilogue(graph: fx.GraphModule, late: Sequence[fx.Node]) -> tuple[fx.Gr
     new = fx.Graph()
     copies = {node: new.placeholder(node.name) for node in pieces}
     for node in late:
-        copies[node] = new.node_copy(node, lambda n: copies[n])
+        copies[node] = copy_node(new, node, lambda n: copies[n])
     made = [(port, node) for port, node in output_ports(graph) if node in inside]
     new.output(tuple(copies[node] for _, node in made if node is not None))
     kept = [(port, node) for port, node in output_ports(graph) if node not in inside]
@@ -197,7 +198,7 @@ def _prologue(graph: fx.GraphModule, moves: Sequence[fx.Node]) -> tuple[fx.Graph
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
         if node in needed:
-            copies[node] = new.node_copy(node, lambda n: copies[n])
+            copies[node] = copy_node(new, node, lambda n: copies[n])
     new.output(tuple(copies[node] for node in moves))
     taken = tuple(port for port, node in ports(graph) if node in needed)
     return graph_module(graph, new, class_name="Prologue"), taken

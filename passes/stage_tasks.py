@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor, fx
 
+from galvatron_fx.ir.graph_copy import copy_node, write_call
 from galvatron_fx.ir.op_call import input_nodes
 from galvatron_fx.ir.torch_compat import graph_module
 
@@ -100,7 +101,7 @@ class _Writer:
         constants = {n for n in (*used, *self.draft.terms) if n.op == "get_attr"}
         for node in self.joint.graph.nodes:
             if node in inside or node in constants:
-                self._copies[node] = self._graph.node_copy(node, lambda n: self._copies[n])
+                self._copies[node] = copy_node(self._graph, node, lambda n: self._copies[n])
                 if node in self._sums:
                     self._add(node)
         results = [self._copies[node] for node in outputs] + list(self._sums.values())
@@ -115,7 +116,7 @@ class _Writer:
 
     def _add(self, term: fx.Node) -> None:
         """As soon as the term is there, so that it need not live to the end of the task."""
-        total = self._graph.call_function(plus, (self._sums[term], self._copies[term]))
+        total = write_call(self._graph, plus, (self._sums[term], self._copies[term]))
         total.meta = dict(term.meta)
         self._sums[term] = total
 

@@ -1,4 +1,4 @@
-"""What the tasks of one pipeline stage do to memory, found by running each on fake tensors."""
+"""What the tasks of one pipeline stage do to memory, found by running each on tensors without data."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 
 from galvatron_fx.ir.annotations import TensorSpec, facts
 from galvatron_fx.ir.predicted import ACTIVATIONS, GATHERED, GRADIENTS, MEMORY_KINDS, TRANSIENTS, Storage, by_kind
-from galvatron_fx.ir.torch_compat import new_fake_mode
+from passes.memory_layout import Buffer, LaidTensor
 from passes.memory_meter import MemoryMeter, kind_of_port
 from passes.split_stages import Stage
 from passes.stage_tasks import Task, plus
@@ -90,19 +89,24 @@ class _Measurement:
 
     def run(self, kinds: Collection[str]) -> StageMemory:
         stage, specs = self.stage, _port_specs(self.stage)
-        with new_fake_mode():
-            for name, spec in specs.items():
-                self._receive({name: spec}, kind_of_port(stage.ports[name].kind))
-            self._task("start")
-            self._receive({name: stage.specs[name] for name in stage.receives}, ACTIVATIONS)
-            self._task("forward")
-            self._receive({name: stage.specs[name] for name in stage.receives_back}, TRANSIENTS)
-            ways = {"B": ("backward",), "I": ("input_grad", "weight_grad")}
-            for way in (tasks for kind, tasks in ways.items() if kind in kinds):
-                first = self._branch({}, way)
-                # Other tensors than the terms, which are evaluated once.
-                again = self._branch({name: torch.empty_like(value) for name, value in first.sums.items()}, way)
-            again._task("finish")
+        for name, spec in specs.items():
+            self._receive({name: spec}, kind_of_port(stage.ports[name].kind))
+        self._task("start")
+        self._receive({name: stage.specs[name] for name in stage.receives}, ACTIVATIONS)
+        self._task("forward")
+        self._receive({name: stage.specs[name] for name in stage.receives_back}, TRANSIENTS)
+        ways = {"B": ("backward",), "I": ("input_grad", "weight_grad")}
+        for way in (tasks for kind, tasks in ways.items() if kind in kinds):
+            first = self._branch({}, way)
+            # Other tensors than the terms, which are evaluated once.
+            again = self._branch(
+                {
+                    name: LaidTensor(value.strided, Buffer(value.buffer.size_bytes))
+                    for name, value in first.sums.items()
+                },
+                way,
+            )
+        again._task("finish")
         return StageMemory({name: spec.size_bytes for name, spec in specs.items()}, self.found)
 
     def _branch(self, sums: dict[str, Any], tasks: Sequence[str]) -> _Measurement:
@@ -114,7 +118,7 @@ class _Measurement:
         return other
 
     def _receive(self, specs: Mapping[str, TensorSpec], kind: str) -> None:
-        made = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in specs.items()}
+        made = {name: LaidTensor.empty(spec) for name, spec in specs.items()}
         self.values |= made
         self.meter.hold(list(made.values()), kind)
 
@@ -142,24 +146,20 @@ class _Measurement:
         self, task: Task, named: Mapping[str, Any], made: Sequence[Any], before: Sequence[Storage]
     ) -> TaskMemory:
         """What a run made, by storage."""
-        known = {_storage(value): name for name, value in named.items() if value is not None}
-        fresh: dict[int, tuple[int, str]] = {}
+        known = {value.buffer: name for name, value in named.items() if value is not None}
+        fresh: dict[Buffer, tuple[int, str]] = {}
         outputs: list[int | str] = []
         for value in made:
-            key = _storage(value)
+            key = value.buffer
             if key in known:
                 outputs.append(known[key])
             else:
                 outputs.append(list(fresh).index(key) if key in fresh else len(fresh))
-                fresh[key] = value.untyped_storage().nbytes(), self.meter.kind_of(value)
-        strided = {name for name, value in zip(task.outputs, made, strict=False) if not value.is_contiguous()}
+                fresh[key] = key.size_bytes, self.meter.kind_of(value)
+        strided = {name for name, value in zip(task.outputs, made, strict=False) if not value.is_contiguous}
         most, less = by_kind(self.meter.at_most), by_kind(before)
         peak = {kind: most[kind] - less[kind] for kind in MEMORY_KINDS}
         return TaskMemory(peak, tuple(fresh.values()), tuple(outputs), frozenset(strided))
-
-
-def _storage(value: torch.Tensor) -> int:
-    return int(value.untyped_storage()._cdata)
 
 
 def _port_specs(stage: Stage) -> dict[str, TensorSpec]:

@@ -18,6 +18,7 @@ from galvatron_fx.ir.annotations import (
     set_signature,
     signature,
 )
+from galvatron_fx.ir.graph_copy import copy_node, write_call
 from galvatron_fx.ir.op_call import input_nodes
 from galvatron_fx.ir.strategy import copy_name
 from passes.clean_graph import eliminate_dead_code
@@ -68,7 +69,7 @@ class UntieStages:
             users.pop(self._stage(node), None)
             for _, members in sorted(users.items()):
                 with graph.graph.inserting_after(node):
-                    copy = graph.graph.node_copy(node)
+                    copy = copy_node(graph.graph, node)
                 copy.meta = dict(node.meta)
                 set_facts(copy, facts(node).having(block=min(map(_block, members))))
                 for user in members:
@@ -139,7 +140,7 @@ def _sum(graph: fx.GraphModule, terms: Sequence[fx.Node]) -> fx.Node | None:
             total = term
             continue
         with graph.graph.inserting_before(graph.graph.output_node()):
-            added = graph.graph.call_function(aten.add.Tensor, (total, term))
+            added = write_call(graph.graph, aten.add.Tensor, (total, term))
         low = min(total, term, key=_block)
         set_facts(added, _added_facts(facts(low)))
         added.meta["seq_nr"] = low.meta.get("seq_nr")

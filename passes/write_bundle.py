@@ -12,6 +12,7 @@ from torch import fx
 
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import TensorSpec, facts, set_facts
+from galvatron_fx.ir.graph_copy import write_call
 from galvatron_fx.ir.op_call import input_nodes
 
 aten = torch.ops.aten
@@ -88,7 +89,7 @@ class WriteBundle:
         shape: Sequence[int],
         bundled: Sequence[fx.Node] = (),
     ) -> fx.Node:
-        node = self.graph.call_function(target, args)
+        node = write_call(self.graph, target, args)
         record = facts(like)
         spec = record.spec if tuple(shape) == record.spec.shape else TensorSpec(tuple(shape), record.spec.dtype)
         # Packing is no recomputation, also where what is packed is gathered again.

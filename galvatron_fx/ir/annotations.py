@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import sympy
@@ -29,6 +30,14 @@ class TensorSpec:
     dtype: torch.dtype
     dims: tuple[Dim, ...] = ()
     batch_runs: tuple[int, ...] = ()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Specs are looked up far more often than made, and their expressions take long to hash."""
+        return hash((self.shape, self.dtype, self.dims, self.batch_runs))
 
     @property
     def numel(self) -> int:

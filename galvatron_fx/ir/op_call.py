@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,8 +59,18 @@ def is_getitem(node: fx.Node) -> bool:
 def input_nodes(node: fx.Node) -> list[fx.Node]:
     """Tensor arguments of ``node`` in order, repeated where an argument is used twice."""
     found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n))
+    _collect(node.args, found)
+    if node.kwargs:
+        _collect(tuple(node.kwargs.values()), found)
     return found
+
+
+def _collect(values: Sequence[Any], found: list[fx.Node]) -> None:
+    for value in values:
+        if isinstance(value, fx.Node):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            _collect(value, found)
 
 
 def op_call(node: fx.Node, spec_of: Callable[[fx.Node], TensorSpec] | None = None) -> OpCall:

@@ -10,6 +10,7 @@ from torch import fx
 
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import facts
+from galvatron_fx.ir.graph_copy import copy_node
 from galvatron_fx.ir.printer import readable
 from galvatron_fx.report.collective_rows import task_graphs
 from galvatron_fx.report.reasons import Reasons
@@ -70,7 +71,7 @@ def excerpt(name: str, chosen: Sequence[fx.Node]) -> fx.GraphModule | None:
         copies[source] = new.placeholder(source.name)
         copies[source].meta = dict(source.meta)
     for node in chosen:
-        copies[node] = new.node_copy(node, lambda n: copies[n])
+        copies[node] = copy_node(new, node, lambda n: copies[n])
     new.output(tuple(copies[node] for node in chosen if any(user not in inside for user in node.users)))
     return fx.GraphModule({}, new, class_name=name)
 

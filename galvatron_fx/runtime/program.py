@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from galvatron_fx.errors import InputError
 from galvatron_fx.ir.annotations import Port, Signature
+from galvatron_fx.ir.graph_copy import copy_graph
 from galvatron_fx.ir.layout import Layout
 from galvatron_fx.ir.placement import Placement
 from galvatron_fx.ir.torch_compat import graph_module
@@ -48,14 +49,10 @@ class Program:
     @cached_property
     def inference(self) -> Boxed:
         """The forward graph without what is saved for backward."""
-        count = len(self.halves.result_ports)
-        graph = fx.Graph()
-        copies: dict[fx.Node, fx.Node] = {}
-        graph.graph_copy(self.halves.forward.graph, copies)
-        output = self.halves.forward.graph.output_node()
-        results: list[Any] = list(output.args[0])[:count]  # type: ignore[arg-type]
-        kept = [copies[n] if isinstance(n, fx.Node) else n for n in results]
-        graph.output(tuple(kept))
+        graph = copy_graph(self.halves.forward.graph)
+        output = graph.output_node()
+        results: tuple[Any, ...] = tuple(output.args[0])  # type: ignore[arg-type]
+        output.args = (results[: len(self.halves.result_ports)],)
         module = graph_module(self.halves.forward, graph, class_name="Inference")
         module.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
         module.recompile()

@@ -11,6 +11,7 @@ from typing import Any
 from torch import fx
 
 from galvatron_fx.ir.annotations import facts, has_facts
+from galvatron_fx.ir.graph_copy import copy_node
 from galvatron_fx.ir.op_call import is_getitem
 from galvatron_fx.ir.torch_compat import graph_module
 
@@ -54,7 +55,7 @@ def _region(graph: fx.GraphModule, nodes: Sequence[fx.Node]) -> Region:
     new = fx.Graph()
     copies = {node: new.placeholder(node.name) for node in inputs}
     for node in nodes:
-        copies[node] = new.node_copy(node, lambda n: copies[n])
+        copies[node] = copy_node(new, node, lambda n: copies[n])
     new.output(tuple(copies[node] for node in outputs))
     return Region(graph_module(graph, new, "Region"), tuple(inputs), tuple(outputs), _structure(new))
 

@@ -64,7 +64,7 @@ class StepTimeline:
 
     @classmethod
     def of(cls, program: ShortProgram, simulator: SimulateStep, step: StepReport) -> StepTimeline:
-        """Run the short program on fake tensors; ``step``: the prediction for the whole model."""
+        """Run the short program on tensors without data; ``step``: the prediction for the whole model."""
         lowered = program.lowered
         assert isinstance(lowered, Lowered)
         recorder = _Recorder(lowered.layout.shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -33,10 +34,14 @@ class AllowedRules:
     degree: int
     parameter_itemsize: int
 
-    def of(self, call: OpCall, offers: Sequence[Offers]) -> list[OpRule]:
+    def of(self, call: OpCall, offers: Sequence[Offers]) -> tuple[OpRule, ...]:
         """List the rules of ``call``, whose inputs may come in as ``offers`` say; those that split what the role is
         there to split, where there are such.
         """
+        return _rules(self, call, tuple(map(tuple, offers)))
+
+    def find(self, call: OpCall, offers: tuple[tuple[Placement, ...], ...]) -> tuple[OpRule, ...]:
+        """The same, found anew."""
         base = list(op_rules(call, self.degree))
         offered = [placement for offer in offers for placement in offer]
         if call.target in VIEWS:
@@ -45,7 +50,7 @@ class AllowedRules:
             base += [instance for rule in base for instance in strided(rule, call, offered, self.degree)]
         allowed = [rule for rule in dict.fromkeys(base) if self._allowed(rule, call) and _has_terms(rule, offers)]
         splitting = [rule for rule in allowed if self._splits(rule, call)]
-        return splitting if any(rule.splits_work for rule in splitting) else allowed
+        return tuple(splitting if any(rule.splits_work for rule in splitting) else allowed)
 
     def _allowed(self, rule: OpRule, call: OpCall) -> bool:
         pairs = [*zip(rule.outputs, call.outputs, strict=True), *zip(rule.inputs, call.inputs, strict=True)]
@@ -88,6 +93,12 @@ class AllowedRules:
             spec is None or p != REPLICATE or not self.role.must_split(spec)
             for p, spec in zip(rule.outputs, call.outputs, strict=True)
         )
+
+
+@lru_cache(maxsize=1 << 16)
+def _rules(allowed: AllowedRules, call: OpCall, offers: tuple[tuple[Placement, ...], ...]) -> tuple[OpRule, ...]:
+    """Equal operators are asked for again at every share of the batch."""
+    return allowed.find(call, offers)
 
 
 def _has_terms(rule: OpRule, offers: Sequence[Offers]) -> bool:

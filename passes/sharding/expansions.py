@@ -16,6 +16,7 @@ from torch import fx
 
 from galvatron_fx.ir.annotations import NodeFacts, TensorSpec, facts, set_facts
 from galvatron_fx.ir.collectives import all_gather, all_reduce, local_index
+from galvatron_fx.ir.graph_copy import write_call
 
 aten = torch.ops.aten
 
@@ -31,13 +32,13 @@ class Emitter:
 
     def emit(self, target: Any, args: tuple[Any, ...], spec: TensorSpec | None, **kwargs: Any) -> fx.Node:
         """Append a call whose one output is ``spec``."""
-        node = self.graph.call_function(target, args, kwargs)
+        node = write_call(self.graph, target, args, kwargs)
         set_facts(node, self.like.having(specs=(spec,), multi_output=False))
         return node
 
     def emit_multi(self, target: Any, args: tuple[Any, ...], specs: Sequence[TensorSpec | None]) -> fx.Node:
         """Append a call with several outputs."""
-        node = self.graph.call_function(target, args, {})
+        node = write_call(self.graph, target, args)
         set_facts(node, self.like.having(specs=tuple(specs), multi_output=True))
         return node
 

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import copy
 import datetime
-import traceback
-from collections.abc import Callable
+import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -26,6 +25,7 @@ from galvatron_fx.errors import PlanError
 from galvatron_fx.ir.cluster import Cluster
 from passes.lower import Lowered
 from passes.simulate_step import SimulateStep
+from tests.runtime.launch import Check, run_checks
 
 RANKS, WIDTH, BATCH, STEPS = 2, 64, 512, 3
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -60,9 +60,8 @@ def network(layers: int = 3) -> nn.Module:
     return Net(layers)
 
 
-def equals_fsdp2() -> None:
+def equals_fsdp2(mesh: DeviceMesh) -> None:
     """The same casts at the same places: losses, gradients and trained weights differ by the order of sums alone."""
-    mesh = init_device_mesh("cpu", (RANKS,))
     theirs = copy.deepcopy(network())
     fully_shard(theirs, mesh=mesh, mp_policy=POLICY)
     ours = galvatron_fx.compile(network(), mesh, (batch(0),), plan=PLAN, mixed_precision=POLICY)
@@ -84,9 +83,8 @@ def equals_fsdp2() -> None:
             optimizer.zero_grad()
 
 
-def predicted_peak_is_measured() -> None:
+def predicted_peak_is_measured(mesh: DeviceMesh) -> None:
     """Float32 parameters and moments, bfloat16 copies of them."""
-    mesh = init_device_mesh("cpu", (RANKS,))
     cluster = Cluster.from_mesh(mesh)
     for plan in (PLAN, Plan.uniform((RANKS,), ("data",)), Plan.uniform((RANKS,), ("data",), keep_gathered=True)):
         x = batch(0)
@@ -105,9 +103,8 @@ def predicted_peak_is_measured() -> None:
         assert abs(predicted / memory.peak_bytes - 1) < 0.03, f"{plan}: {predicted} and {memory.peak_bytes}"
 
 
-def compiled_graphs_communicate() -> None:
+def compiled_graphs_communicate(mesh: DeviceMesh) -> None:
     """Inductor knows the collectives that stand among the operators, and the casts; float64 computes alike."""
-    mesh = init_device_mesh("cpu", (RANKS,))
     policy = MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float64)
     eager, fast = (
         galvatron_fx.compile(network(1), mesh, (batch(0),), plan=PLAN, mixed_precision=policy, backend=backend)
@@ -120,9 +117,8 @@ def compiled_graphs_communicate() -> None:
         torch.testing.assert_close(whole(parameter.grad), whole(gradients[name].grad), rtol=2e-7, atol=1e-9, msg=name)
 
 
-def ranks_agree_on_the_policy() -> None:
+def ranks_agree_on_the_policy(mesh: DeviceMesh) -> None:
     """A rank with another policy starts none of them."""
-    mesh = init_device_mesh("cpu", (RANKS,))
     policy = POLICY if dist.get_rank() else MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     try:
         galvatron_fx.compile(network(), mesh, (batch(0),), plan=PLAN, mixed_precision=policy)
@@ -132,7 +128,7 @@ def ranks_agree_on_the_policy() -> None:
         raise AssertionError("ranks with different policies were let go")
 
 
-CHECKS: tuple[Callable[[], None], ...] = (
+CHECKS: tuple[Check, ...] = (
     equals_fsdp2,
     predicted_peak_is_measured,
     ranks_agree_on_the_policy,
@@ -142,17 +138,8 @@ CHECKS: tuple[Callable[[], None], ...] = (
 
 def main() -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=200))
-    for check in CHECKS:
-        try:
-            check()
-            error = None
-        except Exception:
-            error = traceback.format_exc()
-        errors: list[Any] = [None] * RANKS
-        dist.all_gather_object(errors, error)
-        if dist.get_rank() == 0:
-            failed = [text for text in errors if text]
-            print(f"FAILED {check.__name__}\n" + "\n".join(failed) if failed else f"ok {check.__name__}", flush=True)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    run_checks({check.__name__: check for check in CHECKS}, mesh, sys.argv[1:])
     dist.destroy_process_group()
 
 

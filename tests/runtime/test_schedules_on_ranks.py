@@ -7,12 +7,9 @@ This file is also what torchrun starts on the ranks. A rank prints ``ok <check>`
 from __future__ import annotations
 
 import datetime
-import os
 import re
-import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -32,16 +29,14 @@ from galvatron_fx.ir.pipelining import Pipelining
 from galvatron_fx.ir.plan import prime_factors
 from tests.models import zoo
 from tests.models.random_plans import random_table
+from tests.runtime.launch import Check, assert_held, launched, run_checks
 from tests.runtime.train_ranks import train
 
-ROOT = Path(__file__).resolve().parents[2]
 RANKS = 4
-LAUNCH_S = 120
+LAUNCH_S = 400
 REFUSAL_S = 10.0
 PRIMES = prime_factors(RANKS)
 ROLES = ("pipeline",) * len(PRIMES)
-
-Check = Callable[[DeviceMesh], None]
 
 # schedule: stages and micro-batches
 SCHEDULES = {
@@ -137,23 +132,12 @@ CHECKS = _checks()
 def output(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What the one launch printed."""
     log = tmp_path_factory.mktemp("ranks") / "log.txt"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    with open(log, "w") as file:
-        ranks = subprocess.Popen([*launch, __file__], cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
-        try:
-            ranks.wait(timeout=LAUNCH_S)
-        except subprocess.TimeoutExpired:
-            ranks.terminate()  # torchrun passes it on to its ranks
-            ranks.wait(timeout=60)
-    return log.read_text()
+    return launched(Path(__file__), RANKS, log, timeout_s=LAUNCH_S)
 
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_on_a_pipeline_of_four(output: str, check: str) -> None:
-    if f"ok {check}\n" not in output:
-        start = output.find(f"FAILED {check}\n")
-        raise AssertionError(output[start : start + 4000] if start >= 0 else f"{check} never ended:\n{output[-4000:]}")
+    assert_held(output, check)
 
 
 def main() -> None:
@@ -161,21 +145,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
     mesh = init_device_mesh("cpu", (RANKS,))
-    for name, check in CHECKS.items():
-        if sys.argv[1:] and name not in sys.argv[1:]:
-            continue
-        start = time.monotonic()
-        error = ""
-        try:
-            check(mesh)
-        except Exception:
-            error = f"rank {dist.get_rank()}: {traceback.format_exc()}"
-        errors: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, error)
-        if dist.get_rank() == 0:
-            failed = [e for e in errors if e]
-            print(f"{name} took {time.monotonic() - start:.1f} s")
-            print(f"FAILED {name}\n{failed[0]}" if failed else f"ok {name}", flush=True)
+    run_checks(CHECKS, mesh, sys.argv[1:])
     dist.destroy_process_group()
 
 

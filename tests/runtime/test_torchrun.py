@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,39 +13,25 @@ from torch.distributed.device_mesh import init_device_mesh
 import galvatron_fx
 from galvatron_fx import Plan
 from tests.models import zoo
+from tests.runtime.launch import assert_held
+from tests.runtime.launch import launched as launched_on
 from tests.runtime.train_ranks import CHECKS, full
 
-ROOT = Path(__file__).resolve().parents[2]
 RANKS = 4
-TIMEOUT_S = 400
+TIMEOUT_S = 600
 
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder and the output of the one launch."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    log = folder / "log.txt"
-    with open(log, "w") as file:
-        done = subprocess.Popen(
-            [*command, str(ROOT / "tests/runtime/train_ranks.py"), str(folder)],
-            cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        try:
-            done.wait(timeout=TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            done.terminate()  # torchrun passes it on to its ranks
-            done.wait(timeout=60)
-    return folder, log.read_text()
+    script = Path(__file__).with_name("train_ranks.py")
+    return folder, launched_on(script, RANKS, folder / "log.txt", str(folder), timeout_s=TIMEOUT_S)
 
 
 @pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
 def test_on_four_processes(launched: tuple[Path, str], check: str) -> None:
-    _, output = launched
-    if f"ok {check}\n" not in output:
-        start = output.find(f"FAILED {check}\n")
-        raise AssertionError(output[start : start + 4000] if start >= 0 else f"{check} never ended:\n{output[-4000:]}")
+    assert_held(launched[1], check)
 
 
 @pytest.fixture

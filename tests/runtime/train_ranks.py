@@ -8,8 +8,6 @@ from __future__ import annotations
 import copy
 import datetime
 import sys
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -29,6 +26,7 @@ from galvatron_fx.ir.pipelining import Pipelining
 from passes.find_blocks import num_blocks
 from tests.models import zoo
 from tests.models.test_odd_sizes import Convolutions, untidy
+from tests.runtime.launch import Check, run_checks
 
 FOLDER = Path(sys.argv[1] if __name__ == "__main__" else ".")
 MESH = (2, 2)
@@ -324,7 +322,7 @@ def rank_0_searches_for_all(mesh: DeviceMesh) -> None:
         raise AssertionError("found a plan in no time")
 
 
-CHECKS: tuple[Callable[[DeviceMesh], None], ...] = (
+CHECKS: tuple[Check, ...] = (
     uniform_plans, stages, stages_evaluate_and_refuse,
     loss_backward, unlike_neighbours, searched_plan, flat_mesh, gradients_accumulate, evaluation,
     buffers_update, other_batch_shapes, state_dicts, checkpoint_to_another_plan, meta_device, lazy, plan_mismatch,
@@ -337,19 +335,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     mesh = init_device_mesh("cpu", MESH)
-    for check in CHECKS:
-        if len(sys.argv) > 2 and check.__name__ not in sys.argv[2:]:
-            continue
-        error = ""
-        try:
-            check(mesh)
-        except (Exception, CheckpointException):
-            error = f"rank {dist.get_rank()}: {traceback.format_exc()}"
-        errors: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, error)
-        if dist.get_rank() == 0:
-            failed = [e for e in errors if e]
-            print(f"FAILED {check.__name__}\n{failed[0]}" if failed else f"ok {check.__name__}", flush=True)
+    run_checks({check.__name__: check for check in CHECKS}, mesh, sys.argv[2:])
     dist.destroy_process_group()
 
 
