@@ -131,8 +131,8 @@ def step(told: Explained) -> str:
     """How the lanes are to be read."""
     if told.schedule is None:
         return (
-            "Blocks in the order in which they run, dark and light by turns; below, what they do. Operators and "
-            "collectives take turns: each collective is waited for where it stands. Shares are of the step."
+            "Blocks in the order in which they run, dark and light by turns; below, what they do. Collectives run "
+            "beside operators until something waits for them; both are slower then. Shares are of the step."
         )
     return (
         f"Schedule {told.schedule.schedule.name}: numbers are micro-batches, lighter boxes are later stages of a rank. "
