@@ -15,7 +15,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
-from copy import copy
+from copy import deepcopy
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
@@ -31,6 +31,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import get_cosine_schedule_with_warmup
 
 import galvatron_fx
+from galvatron_fx import own_rows
 from galvatron_fx.cli import models
 from galvatron_fx.cli import options as flags
 
@@ -69,7 +70,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 def evaluate(model: galvatron_fx.DistributedGraphModule, text: PackedText, batch_size: int, batches: int) -> float:
     """Mean loss on the first batches of held-out text; nan where it is too short for one."""
     model.eval()
-    loader = DataLoader(copy(text), batch_size, drop_last=True)  # a copy: reading moves its position
+    loader = DataLoader(deepcopy(text), batch_size, drop_last=True)  # a copy: reading moves its position
     with torch.no_grad():
         losses = [float(model(**batch).loss) for batch in islice(loader, batches)]
     model.train()
@@ -97,13 +98,15 @@ def main(given: Sequence[str] | None = None) -> None:
     if (folder / "config.json").is_file():
         galvatron_fx.load_weights(model, folder, cast=True)
 
-    # Every rank reads the same batches; the compiled module takes its share of each.
+    # Every rank reads the rows that it computes, of the same batches whatever the mesh.
     tokens = Tokens.of(folder)
     if tokens.count > (vocabulary := subject.model.config.get_text_config().vocab_size):
         raise SystemExit(f"the text has {tokens.count} kinds of tokens and the model {vocabulary}: --set vocab_size=")
     batch_size, length = subject.inputs["input_ids"].shape
     training, held_out = split(options.text, options.pattern)
-    loader = StatefulDataLoader(PackedText(training, tokens, length, options.seed), batch_size)
+    rows = model.batch_rows
+    text = PackedText(training, tokens, length, options.seed, rows=rows, of=batch_size)
+    loader = StatefulDataLoader(text, len(rows))
     evaluation = PackedText(held_out, tokens, length, epochs=1)
 
     decayed = [p for p in model.parameters() if p.dim() > 1]
@@ -134,7 +137,7 @@ def main(given: Sequence[str] | None = None) -> None:
             with metrics.timed():
                 loss = 0.0
                 for _ in range(options.accumulate):
-                    loss += model.forward_backward(**next(batches)).loss / options.accumulate
+                    loss += model.forward_backward(**own_rows(next(batches))).loss / options.accumulate
                 for gradient in [p.grad for p in model.parameters() if p.grad is not None]:
                     gradient /= options.accumulate
                 norm = model.clip_grad_norm_(options.largest_norm)

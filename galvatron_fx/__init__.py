@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from galvatron_fx.ir.pipelining import Pipelining
     from galvatron_fx.ir.plan import Plan
     from galvatron_fx.ir.strategy import Strategy
+    from galvatron_fx.runtime.batch_rows import own_rows
     from galvatron_fx.runtime.module import DistributedGraphModule
     from galvatron_fx.weights import load_weights, save_weights
 
@@ -36,6 +37,7 @@ __all__ = [
     "errors",
     "explain",
     "load_weights",
+    "own_rows",
     "plan",
     "plan_batch",
     "save_weights",
@@ -52,6 +54,7 @@ _HOMES = {
     "compile": "galvatron_fx.api",
     "explain": "galvatron_fx.explaining",
     "load_weights": "galvatron_fx.weights",
+    "own_rows": "galvatron_fx.runtime.batch_rows",
     "plan": "galvatron_fx.api",
     "plan_batch": "galvatron_fx.batch_search",
     "save_weights": "galvatron_fx.weights",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import fx, nn
 
+from galvatron_fx.ir.garbage import fewer_collections
 from galvatron_fx.ir.verifier import verify
 from passes.annotate_costs import AnnotateCosts
 from passes.capture import Capture, ExampleInputs
@@ -55,6 +56,7 @@ class Frontend:
     passes: tuple[tuple[GraphPass, str], ...] = PASSES
     policy: MixedPrecisionPolicy | None = None
 
+    @fewer_collections()
     def run(self, model: nn.Module, example_inputs: ExampleInputs) -> fx.GraphModule:
         """Return the blocked joint graph. Raises what :class:`passes.capture.Capture` raises."""
         graph = Capture(policy=self.policy).run(model, example_inputs)

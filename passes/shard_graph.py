@@ -20,6 +20,7 @@ from passes.assign_shardings import AssignShardings
 from passes.clean_graph import copied
 from passes.insert_collectives import InsertCollectives
 from passes.mixed_precision import RestoreGradients
+from passes.own_gradients import OwnGradients
 from passes.shard_parameters import ShardParameters
 from passes.sharding.local_args import DENSE_ARGUMENTS, lowered_target
 from passes.sharding.prices import Prices
@@ -62,7 +63,7 @@ class ShardGraph:
             graph = InsertCollectives(sharding).run(graph)
             batches = [_left(batch, role) for batch, role in zip(batches, roles, strict=True)]
         shard = ShardParameters(columns, inputs, outputs, self.fixed)
-        graph = _with_dense_arguments(RestoreGradients().run(shard.run(graph)))
+        graph = OwnGradients().run(_with_dense_arguments(RestoreGradients().run(shard.run(graph))))
         set_layout(graph, Layout(columns, tuple(map(tuple, inputs)), tuple(map(tuple, outputs))))
         return graph
 

@@ -11,7 +11,7 @@ from torch import fx
 from galvatron_fx.errors import PlanError
 from galvatron_fx.ir.annotations import Port, facts, output_ports, ports, set_facts, set_signature, signature
 from galvatron_fx.ir.cluster import Axis, Device
-from galvatron_fx.ir.collectives import COLLECTIVES, RANK_LOCAL
+from galvatron_fx.ir.collectives import COLLECTIVES, RANK_LOCAL, only_first
 from galvatron_fx.ir.graph_copy import copy_node
 from galvatron_fx.ir.op_call import input_nodes
 from galvatron_fx.ir.placement import REPLICATE, Placement
@@ -66,7 +66,8 @@ class SplitMicrobatches:
 
     Time is treated as a mesh axis that splits the batch, so the rules that shard a batch over devices say what a
     micro-batch computes. Gradients and losses stay terms of a sum; values that need the whole batch but follow from
-    the inputs alone (the number of counted labels) are computed before the first micro-batch.
+    the inputs alone (the number of counted labels) are computed before the first micro-batch. What does not depend on
+    the batch (a penalty on weights, and its gradient) is shared out evenly.
 
     Rewrite: ``loss = sum(l(x)) / count(labels)`` -> ``loss_i = sum(l(x_i)) / hoisted_count``.
 
@@ -98,8 +99,10 @@ class SplitMicrobatches:
         prices = Prices(self.device, axes)
         sharding = AssignShardings(0, roles, prices, outputs_as_terms=True).run(graph)
         made = InsertCollectives(sharding).run(graph)
+        _share_equal_gradients(made, sharding, count)
         merges = _merges(graph, sharding)
         free = input_only(made)
+        _share_equal_terms(made, free, count)
         late = self._epilogue_nodes(made, free)
         epilogue, epilogue_ports = _cut_epilogue(made, late) if late else (None, ())
         moves = [n for n in made.graph.nodes if _moves(n)]
@@ -163,6 +166,29 @@ def _moves(node: fx.Node) -> bool:
 def _merges(graph: fx.GraphModule, sharding: AxisSharding) -> dict[str, Placement]:
     placed = zip(signature(graph).outputs, sharding.outputs, strict=True)
     return {port.name: place for port, place in placed if port.kind == "output" and place is not None}
+
+
+def _share_equal_gradients(graph: fx.GraphModule, sharding: AxisSharding, count: int) -> None:
+    """Divide by ``count`` the gradients that do not depend on the batch: every micro-batch makes and adds all of it."""
+    output = graph.graph.output_node()
+    results: list[fx.Node | None] = []
+    for (port, node), placement in zip(output_ports(graph), sharding.outputs, strict=True):
+        if port.kind == "grad" and node is not None and placement == REPLICATE:
+            record = facts(node).having(specs=(facts(node).spec,), phase="backward", multi_output=False)
+            with graph.graph.inserting_before(output):
+                node = graph.graph.call_function(torch.ops.aten.div.Scalar, (node, count))
+            set_facts(node, record)
+        results.append(node)
+    output.args = (tuple(results),)
+
+
+def _share_equal_terms(graph: fx.GraphModule, free: set[fx.Node], count: int) -> None:
+    """Let every micro-batch add a part of what does not depend on the batch, where the first was to add all of it:
+    parts are made without asking which one runs.
+    """
+    for node in graph.graph.find_nodes(op="call_function", target=only_first):
+        if node not in free and facts(node).spec.dtype.is_floating_point:
+            node.target, node.args = torch.ops.aten.div.Scalar, (node.args[0], count)
 
 
 def _cut_epilogue(graph: fx.GraphModule, late: Sequence[fx.Node]) -> tuple[fx.GraphModule, tuple[Port, ...]]:

@@ -7,7 +7,8 @@ import importlib
 import os
 import sys
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +27,27 @@ _BATCH, _SEQUENCE = 64, 2048  # samples, tokens: where the command line and the 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is planned for: a model and its global batch; ``name``: what the command line called it."""
+    """What is planned for: a model and its global batch.
+
+    ``name``: what the command line called it; ``inputs_of``: makes the inputs of a batch of so many samples.
+    """
 
     name: str
     model: nn.Module
     inputs: Any
+    inputs_of: Callable[[int], Any]
+
+    def of_batch(self, size: int) -> Subject:
+        """Return the same with a batch of ``size`` samples."""
+        return replace(self, inputs=self.inputs_of(size))
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of the batch: the commonest first size of its tensors."""
+        from galvatron_fx.ir.symbols import batch_size
+        from passes.capture import FlatInputs
+
+        return batch_size([shape[0] for shape in FlatInputs.of(self.inputs).shapes if shape])
 
     def __str__(self) -> str:
         """Return two lines that say what it is."""
@@ -94,7 +111,11 @@ def _of_config(options: argparse.Namespace, found: ModelConfig) -> Subject:
     except Exception as error:  # whatever some hundred models raise for settings that do not go together
         raise ModelError(f"{kind.__name__} cannot be built: {type(error).__name__}: {error}") from error
     batch = _batch(options, config)
-    return Subject(options.model, model.train(), example_inputs(model, task, batch, dtype))
+
+    def inputs_of(size: int) -> Any:
+        return example_inputs(model, task, replace(batch, size=size), dtype)
+
+    return Subject(options.model, model.train(), inputs_of(batch.size), inputs_of)
 
 
 def _dtype(options: argparse.Namespace, found: ModelConfig) -> str:
@@ -131,12 +152,21 @@ def _of_function(options: argparse.Namespace) -> Subject:
         made = function()
     except Exception as error:  # the user's own code
         raise ModelError(f"{options.model} failed with {type(error).__name__}: {error}") from error
-    return _checked(options.model, made)
+
+    def inputs_of(size: int) -> Any:
+        try:
+            return _checked(options.model, function(size))[1]
+        except Exception as error:  # the user's own code
+            raise ModelError(
+                f"{options.model} called with a batch of {size} failed with {type(error).__name__}: {error}"
+            ) from error
+
+    return Subject(options.model, *_checked(options.model, made), inputs_of)
 
 
-def _checked(name: str, made: Any) -> Subject:
+def _checked(name: str, made: Any) -> tuple[nn.Module, Any]:
     from torch import nn
 
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
         raise ModelError(f"{name} returned {type(made).__name__}: return a pair of a model and its example inputs")
-    return Subject(name, made[0], made[1])
+    return made

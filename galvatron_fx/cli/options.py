@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from galvatron_fx.cli import files
+from galvatron_fx.cli.constraints import constraints_of, parse_constraint
 from galvatron_fx.cli.model_config import parse_override
 from galvatron_fx.cli.model_tasks import TASKS
 from galvatron_fx.cli.models import DTYPES
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from galvatron_fx.ir.cluster import Cluster
 
-__all__ = ["add_cluster", "add_model", "add_search", "cluster_of", "positive", "search_of", "typed"]
+__all__ = ["add_cluster", "add_model", "add_search", "batches", "cluster_of", "positive", "search_of", "typed"]
 
 _RECOMPUTE: dict[str, str | bool] = {"auto": "auto", "always": True, "never": False}
 
@@ -121,6 +122,20 @@ def add_search(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num-microbatches", type=positive(int, "micro-batches"), metavar="N", help="default: searched")
     group.add_argument("--schedule", choices=SCHEDULES, help="default: searched")
     group.add_argument(
+        "--constrain",
+        action="append",
+        default=[],
+        type=typed(parse_constraint),
+        metavar="MODULE=ROLE,ROLE",
+        help="pin the blocks that hold a module to roles, one a mesh axis (repeatable)",
+    )
+    group.add_argument(
+        "--constraints",
+        metavar="FILE.json",
+        help='the same from a file: {"model.layers.0": ["tensor", "data"], "lm_head": {"roles": [...], "recompute": '
+        "true}}",
+    )
+    group.add_argument(
         "--mixed-precision",
         type=typed(_precision),
         metavar="DTYPE[,DTYPE]",
@@ -136,7 +151,10 @@ def add_search(parser: argparse.ArgumentParser) -> None:
 
 
 def search_of(options: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments of :func:`galvatron_fx.plan` that the flags of :func:`add_search` stand for."""
+    """The keyword arguments of :func:`galvatron_fx.plan` that the flags of :func:`add_search` stand for.
+
+    Raises InputError, PlanError and UsageError for constraints that cannot be read.
+    """
     roles = options.roles or ROLES
     if options.pipeline is not None:
         roles = tuple(role for role in roles if role != PIPELINE) + (PIPELINE,) * options.pipeline
@@ -147,6 +165,7 @@ def search_of(options: argparse.Namespace) -> dict[str, Any]:
         "num_stages": options.num_stages,
         "num_microbatches": options.num_microbatches,
         "schedule": options.schedule,
+        "constraints": constraints_of(options.constraints, options.constrain),
         "search_seconds": options.search_seconds,
         "mixed_precision": _policy(options.mixed_precision),
     }
@@ -160,6 +179,14 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
     if text.endswith(".json") or Path(text).is_file():
         return files.read_cluster(text)
     return Cluster.preset(text)
+
+
+def batches(text: str) -> tuple[int, ...]:
+    """Read numbers of samples, "64,96"; raises ValueError for anything else."""
+    numbers = text.split(",")
+    if not all(number.strip().isdecimal() and int(number) > 0 for number in numbers):
+        raise ValueError(f"{text[:80]!r} is no list of batches: give numbers of samples above 0, such as 64,96,128")
+    return tuple(map(int, numbers))
 
 
 def _budget(text: str) -> int:

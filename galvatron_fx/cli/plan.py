@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import TYPE_CHECKING
 
 from galvatron_fx.cli import models, options, output
+from galvatron_fx.cli.exits import UsageError
 from galvatron_fx.cli.output import Result
+
+if TYPE_CHECKING:
+    from galvatron_fx.ir.cluster import Cluster
+    from galvatron_fx.ir.plan import Plan
+    from galvatron_fx.report.progress import SearchProgress
 
 HELP = "search the fastest plan of a model for a cluster that need not be here"
 EXAMPLES = """\
@@ -22,6 +29,12 @@ examples:
   # a model of your own: build() in train.py returns (model, example_inputs)
   galvatron-fx plan --model train:build --cluster 8xH100-80GB --no-pipeline
 
+  # the batch that trains the most samples a second; with train:build, build(batch) is called for each
+  galvatron-fx plan --model llama --cluster 8xA100-80GB --search-batch
+
+  # the first layer split in two by every axis of the mesh
+  galvatron-fx plan --model llama --cluster 4xA100-80GB --no-pipeline --constrain model.layers.0=tensor,tensor
+
   # for scripts
   galvatron-fx plan --model ./Llama-3-8B --cluster profile.json --json | jq .plan.step_time_s
 
@@ -34,20 +47,33 @@ def add(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
     options.add_cluster(parser)
     options.add_search(parser)
+    parser.add_argument(
+        "--search-batch",
+        nargs="?",
+        const=(),
+        type=options.typed(options.batches),
+        metavar="N,N",
+        help="search the global batch that trains the most samples a second, too: among all, or among these",
+    )
     parser.add_argument("--out", metavar="PLAN.json", help="write the plan there")
 
 
 def run(given: argparse.Namespace) -> Result:
-    """Search; raises what :func:`galvatron_fx.plan` raises, and OSError where the plan cannot be written."""
+    """Search; raises what :func:`galvatron_fx.plan` and :func:`galvatron_fx.plan_batch` raise, UsageError for a batch
+    that is given as well as searched, and OSError where the plan cannot be written.
+    """
+    if given.search_batch is not None and given.batch_size is not None:
+        raise UsageError("--batch-size and --search-batch: the batch is either given or searched")
     with output.progress() as progress:
         progress.say("building the model")
         cluster = options.cluster_of(given)
         subject = models.load(given)
-        from galvatron_fx.api import plan
-
-        found = plan(subject.model, cluster, subject.inputs, **options.search_of(given), progress=progress)
+        subject, found = _search(given, subject, cluster, progress)
     assert found.report is not None
-    lines = [str(subject), output.describe_cluster(cluster), "", str(found), "", str(found.report)]
+    lines = [str(subject), output.describe_cluster(cluster)]
+    if given.search_batch is not None:
+        lines.append(f"searched the batch: {_rate(subject, found):.4g} samples a second")
+    lines += ["", str(found), "", str(found.report)]
     if given.out:
         found.save(given.out)
         lines += ["", f"written to {given.out}"]
@@ -55,6 +81,28 @@ def run(given: argparse.Namespace) -> Result:
         "model": subject.document(),
         "plan": json.loads(found.to_json()),
         "report": output.report_document(found.report),
+        "samples_per_s": _rate(subject, found),
         "out": given.out,
     }
     return Result("\n".join(lines), document)
+
+
+def _search(
+    given: argparse.Namespace, subject: models.Subject, cluster: Cluster, progress: SearchProgress
+) -> tuple[models.Subject, Plan]:
+    """What was planned for, with the batch that was found, and the plan."""
+    settings = options.search_of(given)
+    if given.search_batch is None:
+        from galvatron_fx.api import plan
+
+        return subject, plan(subject.model, cluster, subject.inputs, **settings, progress=progress)
+    from galvatron_fx.batch_search import plan_batch
+
+    batches = given.search_batch or None
+    size, found = plan_batch(subject.model, cluster, subject.inputs_of, batches=batches, progress=progress, **settings)
+    return subject.of_batch(size), found
+
+
+def _rate(subject: models.Subject, found: Plan) -> float:
+    """Samples a second."""
+    return subject.batch_size / found.step_time_s

@@ -78,15 +78,15 @@ class Strategy:
     def __post_init__(self) -> None:
         if not isinstance(self.roles, tuple):
             raise PlanError(
-                f"roles is {self.roles!r}, a {type(self.roles).__name__}, where a tuple with one role per mesh axis "
-                f"was expected; write for example ('data', 'tensor')"
+                f"roles is {self.roles!r:.80}, a {type(self.roles).__name__}, where a tuple with one role per mesh "
+                f"axis was expected; write for example ('data', 'tensor')"
             )
         for axis, role in enumerate(self.roles):
             if role not in ROLES:
-                raise PlanError(f"unknown role {role!r} for mesh axis {axis}; use one of {', '.join(ROLES)}")
+                raise PlanError(f"unknown role {role!r:.80} for mesh axis {axis}; use one of {', '.join(ROLES)}")
         for name, value in (("recompute", self.recompute), ("keep_gathered", self.keep_gathered)):
             if not isinstance(value, bool):
-                raise PlanError(f"{name} is {value!r}, where a bool was expected; give True or False")
+                raise PlanError(f"{name} is {value!r:.80}, where a bool was expected; give True or False")
 
     def groups(self, axis_sizes: Sequence[int]) -> tuple[RoleGroup, ...]:
         """Gather the mesh axes by role, in :data:`LOWERING_ORDER`, without axes of size 1.
@@ -119,11 +119,12 @@ class Strategy:
         unknown = sorted(set(fields) - {"roles", "recompute", "keep_gathered"}, key=str)
         if unknown:
             raise PlanError(
-                f"unknown keys {unknown} in a strategy; the keys are roles, recompute and keep_gathered: remove others"
+                f"unknown keys {unknown!r:.80} in a strategy; the keys are roles, recompute and keep_gathered: remove "
+                f"others"
             )
         roles = fields.get("roles")
         if not isinstance(roles, (list, tuple)):
-            raise PlanError(f"roles of a strategy is {roles!r}; give a list with one role per mesh axis")
+            raise PlanError(f"roles of a strategy is {roles!r:.80}; give a list with one role per mesh axis")
         # __post_init__ checks the types of the flags.
         return cls(tuple(roles), fields.get("recompute", False), fields.get("keep_gathered", False))  # type: ignore[arg-type]
 

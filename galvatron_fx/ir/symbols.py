@@ -65,10 +65,13 @@ def fit_symbols(
 
 def _input_sizes(shapes: Shapes, dtypes: Sequence[torch.dtype]) -> tuple[int, int]:
     """The commonest first size, and the commonest second size of inputs that may have a sequence dim."""
-    firsts = Counter(shape[0] for shape in shapes if shape)
     seconds = Counter(shape[1] for shape, dtype in zip(shapes, dtypes, strict=True) if _may_have_sequence(shape, dtype))
-    batch = firsts.most_common(1)[0][0] if firsts else 0
-    return batch, (seconds.most_common(1)[0][0] if seconds else 0)
+    return batch_size([shape[0] for shape in shapes if shape]), (seconds.most_common(1)[0][0] if seconds else 0)
+
+
+def batch_size(firsts: Sequence[int]) -> int:
+    """The batch of inputs with these first sizes: the commonest; 0 where there is none."""
+    return Counter(firsts).most_common(1)[0][0] if firsts else 0
 
 
 def _may_have_sequence(shape: tuple[int, ...], dtype: torch.dtype) -> bool:

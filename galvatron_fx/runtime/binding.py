@@ -22,6 +22,7 @@ from galvatron_fx.runtime.staged_program import PipelineGroup, StagedProgram
 from passes.codegen import BoundAxis, Codegen
 from passes.lower import Lowered
 from passes.lower_stages import LoweredStages
+from passes.rows_read import rows_read
 from passes.split_stages import Stage
 
 _PIPELINE = "pipeline"
@@ -56,7 +57,8 @@ class Binder:
         codegen = Codegen(_axes(self.mesh, lowered.layout), self.mesh.device_type)
         codegen.run(lowered.halves.forward)
         codegen.run(lowered.halves.backward)
-        return Program(lowered.halves, lowered.layout, signature(lowered.joint), self.backend)
+        read = rows_read(lowered.joint, self.mesh.shape)
+        return Program(lowered.halves, lowered.layout, signature(lowered.joint), read, self.backend)
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,8 @@ class StageBinder:
             for task in lowered.stages[index].tasks.values():
                 codegen.run(task.graph)
         device = self.mesh.device_type
-        return StagedProgram(lowered, self.schedule, self.pipeline, lowered.signature, device, self.backend)
+        read = rows_read(lowered.joint, self.mesh.shape, lowered.microbatched)
+        return StagedProgram(lowered, self.schedule, self.pipeline, lowered.signature, read, device, self.backend)
 
     @property
     def _rank(self) -> int:

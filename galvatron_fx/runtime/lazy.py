@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from galvatron_fx.errors import InputError
+from galvatron_fx.runtime.batch_rows import unmarked
 from galvatron_fx.runtime.module import DistributedGraphModule
 from passes.capture import FlatInputs
 
@@ -23,9 +24,12 @@ class LazyDistributedGraphModule(DistributedGraphModule):
         self.__dict__["_compile_now"] = compiler
 
     def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        compile_now = self.__dict__.pop("_compile_now", None)
-        if compile_now is not None:
-            self.__dict__.update(compile_now(FlatInputs.of_call(args, kwargs)).__dict__)
+        if "_compile_now" not in self.__dict__:
+            return
+        flat, marked = unmarked(args, kwargs)
+        if marked:
+            raise InputError("own_rows: no rows are known before the model is compiled: pass example_inputs")
+        self.__dict__.update(self.__dict__.pop("_compile_now")(flat).__dict__)
 
     def _refuse(self) -> None:
         if "_compile_now" in self.__dict__:
@@ -43,6 +47,12 @@ class LazyDistributedGraphModule(DistributedGraphModule):
         """Compile at the first call, then run; see :meth:`DistributedGraphModule.forward_backward`."""
         self._ready(args, kwargs)
         return super().forward_backward(*args, **kwargs)
+
+    @property
+    def batch_rows(self) -> tuple[int, ...]:
+        """As of any compiled module; InputError before."""
+        self._refuse()
+        return super().batch_rows
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As in any module, once compiled; InputError before."""

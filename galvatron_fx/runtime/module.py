@@ -19,6 +19,7 @@ from galvatron_fx.ir.plan import Plan
 from galvatron_fx.ir.printer import readable
 from galvatron_fx.ir.strategy import original_name
 from galvatron_fx.ir.torch_compat import pytree
+from galvatron_fx.runtime.batch_rows import BatchRows, unmarked
 from galvatron_fx.runtime.dtensors import lie_like, local_part
 from galvatron_fx.runtime.lost_ranks import StepWatch
 from galvatron_fx.runtime.program import Program
@@ -33,7 +34,8 @@ class DistributedGraphModule(nn.Module):
     """A model lowered to one rank of a mesh; trains exactly as the original on one device.
 
     Parameters are DTensors under the original names, so optimizers, ``clip_grad_norm_``, schedulers, ``state_dict``
-    and ``torch.distributed.checkpoint`` work as with any module. Inputs are the global batch, the same on every rank.
+    and ``torch.distributed.checkpoint`` work as with any module. Inputs are the global batch, the same on every rank,
+    or this rank's rows of it, marked by :func:`galvatron_fx.own_rows`.
     Outputs come as the model returns them: scalars and whole tensors as tensors, sharded ones as DTensors
     (``.full_tensor()`` gathers them); tensors other than the loss are detached.
 
@@ -41,6 +43,7 @@ class DistributedGraphModule(nn.Module):
     """
 
     plan: Plan
+    _rows: BatchRows
     _trained: AnyProgram | None = None
 
     def __init__(self, mesh: DeviceMesh, plan: Plan, compiler: Compiler, seed: int) -> None:
@@ -66,7 +69,7 @@ class DistributedGraphModule(nn.Module):
         InputError where the model returns no loss (a scalar that needs gradients): call the module and
         ``backward()`` on a loss of your own instead.
         """
-        program, flat = self._program(args, kwargs)
+        program, flat, own = self._program(args, kwargs)
         if program.signature.loss is None:
             raise InputError(
                 "the model returns no scalar loss, so forward_backward has nothing to differentiate: pass labels, or "
@@ -74,6 +77,7 @@ class DistributedGraphModule(nn.Module):
             )
         self._trained = program
         with torch.no_grad(), self._watch.step():
+            self._rows.complete(flat, own, program.read)
             results, gradients = program.train(self._values(flat))
             self._update_buffers(results)
             self._accumulate(gradients)
@@ -84,13 +88,15 @@ class DistributedGraphModule(nn.Module):
 
         A plan with stages or micro-batches only evaluates so; InputError under gradient mode says what to call.
         """
-        program, flat = self._program(args, kwargs)
+        program, flat, own = self._program(args, kwargs)
         if torch.is_grad_enabled():
             parameters = [self._tensor(port) for port in program.trained_ports]
             with self._watch.step():
+                self._rows.complete(flat, own, program.read)
                 results = program.differentiable(self._values(flat), self._update_buffers, *parameters)
             return self._outputs(program, results)
         with torch.no_grad(), self._watch.step():
+            self._rows.complete(flat, own, program.read)
             results = program.evaluate(self._values(flat))
             self._update_buffers(results)
             return self._outputs(program, results)
@@ -140,6 +146,15 @@ class DistributedGraphModule(nn.Module):
         return self._elsewhere
 
     @property
+    def batch_rows(self) -> tuple[int, ...]:
+        """The rows of the global batch that this rank computes, ascending: what :func:`galvatron_fx.own_rows` is for.
+
+        All of them where the plan does not split the batch; stages of one model share rows. They are those of batches
+        as large as the example inputs.
+        """
+        return self._rows.own
+
+    @property
     def dropout_generator(self) -> torch.Generator:
         """What every step's seed of dropout is drawn from; its state is the same on every rank."""
         return self._generator
@@ -168,6 +183,7 @@ class DistributedGraphModule(nn.Module):
         """Take a program compiled for ``inputs`` as the module's main one."""
         self._programs[_key(inputs, True)] = program
         self._main = program
+        self._rows = BatchRows(self.mesh, program.read, inputs.tensor_names)
 
     def adopt_tensors(self, tensors: Mapping[str, Tensor | None], persistent: Mapping[str, bool]) -> None:
         """Register parameters and buffers under their original dotted names."""
@@ -184,12 +200,14 @@ class DistributedGraphModule(nn.Module):
         self._stage_group = group
         self._elsewhere = elsewhere
 
-    def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[AnyProgram, FlatInputs]:
-        flat = FlatInputs.of_call(args, kwargs)
+    def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[AnyProgram, FlatInputs, list[int]]:
+        """The program for a call, its inputs, and the positions of those of which this rank has but its own rows."""
+        flat, marked = unmarked(args, kwargs)
+        flat, own = self._rows.spread(flat, marked)
         key = _key(flat, self.training)
         if key not in self._programs:
             self._programs[key] = self._compiler(flat, self.training)
-        return self._programs[key], flat
+        return self._programs[key], flat, own
 
     def _tensor(self, port: Port) -> Tensor:
         owner, _, leaf = original_name(port.name).rpartition(".")

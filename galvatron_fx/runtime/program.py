@@ -19,6 +19,7 @@ from galvatron_fx.ir.torch_compat import graph_module
 from galvatron_fx.runtime.backends import Backend, Boxed, Eager, compile_graph
 from galvatron_fx.runtime.dtensors import lie_like
 from passes.partition import Halves
+from passes.rows_read import RowsRead
 
 ValueOf = Callable[[Port], Any]
 
@@ -28,12 +29,14 @@ class Program:
     """Forward and backward graphs of one input signature on this rank.
 
     ``halves``: the graphs, bound by code generation; ``layout``: how inputs and outputs lie on the lowering mesh;
-    ``signature``: names of inputs and outputs and how they nest; ``backend``: makes the graphs callable.
+    ``signature``: names of inputs and outputs and how they nest; ``read``: who reads which rows of the inputs;
+    ``backend``: makes the graphs callable.
     """
 
     halves: Halves
     layout: Layout
     signature: Signature
+    read: RowsRead
     backend: Backend = field(default_factory=Eager)
 
     @cached_property

@@ -23,6 +23,7 @@ from galvatron_fx.runtime.microbatches import hoisted_values, merge_outputs
 from galvatron_fx.runtime.stage_runner import RunTask, StageRunner
 from galvatron_fx.runtime.torch_pipeline import RunningStage, TorchPipeline
 from passes.lower_stages import LoweredStages
+from passes.rows_read import RowsRead
 from passes.split_stages import Stage
 from passes.stage_tasks import Task
 
@@ -48,14 +49,16 @@ class StagedProgram:
     """Stages, bound to this rank by code generation, with their schedule.
 
     ``lowered``: all stages, of which this rank runs those that ``schedule`` gives to its pipeline rank; ``signature``:
-    names of the model's inputs and outputs and how they nest; ``backend``: makes the graphs callable; ``last_spans``:
-    when this rank computed what in the last step of training, in order, in seconds of ``time.perf_counter``.
+    names of the model's inputs and outputs and how they nest; ``read``: who reads which rows of the inputs;
+    ``backend``: makes the graphs callable; ``last_spans``: when this rank computed what in the last step of training,
+    in order, in seconds of ``time.perf_counter``.
     """
 
     lowered: LoweredStages
     schedule: Schedule
     pipeline: PipelineGroup
     signature: Signature
+    read: RowsRead
     device: str
     backend: Backend = field(default_factory=Eager)
     last_spans: list[Span] = field(default_factory=list, compare=False, repr=False)

@@ -18,6 +18,7 @@ from torch import fx
 
 from galvatron_fx.errors import BudgetError, PlanError, TimeLimitError
 from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.garbage import fewer_collections
 from galvatron_fx.ir.pipelining import ONE_STAGE, Pipelining
 from galvatron_fx.ir.plan import BlockPlan, Plan
 from galvatron_fx.ir.plan_report import SearchReport
@@ -70,6 +71,7 @@ class _Found:
         return self.simulated.peak_memory_bytes
 
 
+@fewer_collections()
 def search_plan(
     graph: fx.GraphModule,
     cluster: Cluster,

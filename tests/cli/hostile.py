@@ -7,16 +7,21 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
 
 from galvatron_fx import Cluster, Pipelining, Plan, Strategy
+from galvatron_fx.cli.constraints import constraints_of
 from galvatron_fx.cli.files import read_cluster, read_plan
 from galvatron_fx.cli.model_config import config_from_file
 from galvatron_fx.errors import GalvatronError
+from galvatron_fx.ir.cluster import Axis, Overlap
+from galvatron_fx.ir.curves import COLLECTIVE_KINDS, CollectiveCurve, OperatorCurve
+from galvatron_fx.ir.device import UPDATE
+from galvatron_fx.ir.origin import Origin
 from galvatron_fx.ir.schedule import make_schedule
 
 LIMIT_S = 10.0
@@ -25,6 +30,7 @@ MOST_MESSAGE = 5000  # characters
 READERS: dict[str, Callable[[Path], object]] = {
     "plan": read_plan,
     "cluster": read_cluster,
+    "constraints": lambda path: constraints_of(str(path), ()),
     "config": config_from_file,
 }
 
@@ -39,6 +45,24 @@ def _plans() -> list[str]:
         Plan.uniform((2, 2), ["pipeline", "zero"], pipelining=Pipelining(4, 8, "zbv")).to_json(),
         Plan.uniform((2, 2), ["pipeline", "data"], num_blocks=6, pipelining=table).to_json(),
     ]
+
+
+def _profile() -> str:
+    """A measured cluster, with a value for everything that a profile may hold."""
+    ramp = ((1e3, 1e-5), (1e6, 2e-4), (1e9, 0.1))
+    curves = tuple(OperatorCurve(kind, "float32", 1e-11, 1e-10, ramp, 0.05) for kind in ("matmul", "pointwise", UPDATE))
+    device = replace(
+        Cluster.preset("4xA100-80GB").device,
+        curves=curves,
+        calls={"aten.mm.default|float32[8,8],float32[8,8]": 3e-6, "aten.exp.default|float64[4]": 1e-6},
+        view_s=1e-7,
+        sharing={1: 0.5, 2: 0.8, 4: 1.0},
+    )
+    inner = [CollectiveCurve(kind, ("a1",), ramp, 1e-5, 1e9, 0.1) for kind in COLLECTIVE_KINDS]
+    both = CollectiveCurve("all_reduce", ("a0", "a1"), ramp, 2e-5, 5e8, 0.2)
+    axes = Axis("a0", 2, 2e-5, 5e8, (both,), 1.5), Axis("a1", 2, 1e-5, 1e9, tuple(inner))
+    origin = Origin("2026-11-21", "a processor", "cpu", "2.13.0", 1, 4)
+    return Cluster(device, axes, Overlap(1.2, 1.1), origin).to_json()
 
 
 def _configs() -> list[str]:
@@ -61,7 +85,14 @@ def _configs() -> list[str]:
 
 VALID: dict[str, list[str]] = {
     "plan": _plans(),
-    "cluster": [Cluster.preset(text).to_json() for text in ("64xA100-80GB", "6xTITAN-RTX-24GB", "1xH100-80GB")],
+    "cluster": [
+        *(Cluster.preset(text).to_json() for text in ("64xA100-80GB", "6xTITAN-RTX-24GB", "1xH100-80GB")),
+        *[_profile()] * 3,  # drawn as often as the presets
+    ],
+    "constraints": [
+        '{"model.layers.0": ["tensor", "data"], "lm_head": {"roles": ["zero", "zero"], "recompute": true}}',
+        "{}",
+    ],
     "config": _configs(),
 }
 

@@ -115,6 +115,72 @@ def test_pins_that_cannot_be(run: Run) -> None:
     assert code == 3 and "num_stages" in errors
 
 
+def test_the_batch_is_searched(run: Run) -> None:
+    search = (*OWN, "--no-pipeline", "--search-batch")
+    code, text, errors = run("plan", *search, "8,32", "--json")
+    found = json.loads(text)
+    assert (code, errors) == (0, "")
+    assert found["model"]["batch"] == {"x": "32×32"}, "starting takes longer than computing"
+    assert found["samples_per_s"] == pytest.approx(32 / found["plan"]["step_time_s"])
+    code, text, _ = run("plan", *search, "8")
+    assert code == 0 and "batch    x 8×32" in text and "searched the batch: " in text
+
+
+def test_the_batch_of_a_configuration_is_searched(run: Run) -> None:
+    arguments = [*ARGUMENTS[:-4], *ARGUMENTS[-2:], *CLUSTER, "--no-pipeline", "--search-batch", "4"]
+    code, text, _ = run("plan", *arguments, "--json")
+    assert code == 0 and json.loads(text)["model"]["batch"] == {"input_ids": "4×32", "labels": "4×32"}
+
+
+@pytest.mark.parametrize(
+    "model, options, code, message",
+    [
+        ("build", ["--memory-budget", "20kB", "--search-batch", "16,8"], 4, "20 kB"),
+        ("build", ["--search-batch", "4", "--num-microbatches", "3"], 3, "3 micro-batches"),
+        ("build_alone", ["--search-batch", "4"], 5, "return a pair"),
+        ("build_of_none", ["--search-batch", "4"], 5, "called with a batch of 4 failed with TypeError"),
+    ],
+)
+def test_batches_that_cannot_be_searched(run: Run, model: str, options: list[str], code: int, message: str) -> None:
+    found, text, errors = run("plan", "--model", f"tests.cli.tiny:{model}", *CLUSTER, "--no-pipeline", *options)
+    assert (found, text) == (code, "") and message in errors and "Traceback" not in errors
+
+
+def test_constraints_pin_blocks(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "pins.json").write_text('{"up": {"roles": ["zero", "zero"], "recompute": true}}')
+    for options in (["--constraints", tmp_path / "pins.json"], ["--constrain", "up=tensor,zero"]):
+        code, text, errors = run("plan", *OWN, "--no-pipeline", *options, "--json")
+        assert (code, errors) == (0, "")
+        strategies = [block["strategy"] for block in json.loads(text)["plan"]["blocks"]]
+        if options[0] == "--constrain":
+            assert any(sorted(strategy["roles"]) == ["tensor", "zero"] for strategy in strategies)
+        else:
+            assert {"roles": ["zero", "zero"], "recompute": True, "keep_gathered": False} in strategies
+
+
+@pytest.mark.parametrize(
+    "content, flags, code, message",
+    [
+        ('{"nowhere": ["data", "data"]}', [], 3, "'nowhere': the model has no such module"),
+        ('{"up": ["data", "date"]}', [], 3, "pins.json: constraint on module 'up': unknown role 'date'"),
+        ('{"up": ["data"]}', [], 3, "no searched strategy is like it"),
+        ('{"up": "data"}', [], 3, "give a list of roles"),
+        ('{"up": {"roles": ["data", "data"], "again": true}}', [], 3, "unknown keys ['again']"),
+        ('[["up"]]', [], 3, "pins.json: a JSON object was expected"),
+        ('{"up": ["data", "data"]}', ["--constrain", "up=zero,zero"], 2, "'up' is constrained twice"),
+        ("{}", ["--constrain", "up=date,data"], 2, "unknown role 'date'"),
+        ("{}", ["--constrain", "up"], 2, "no module=roles"),
+    ],
+)
+def test_constraints_that_cannot_be(
+    run: Run, tmp_path: Path, content: str, flags: list[str], code: int, message: str
+) -> None:
+    (tmp_path / "pins.json").write_text(content)
+    found, text, errors = run("plan", *OWN, "--no-pipeline", "--constraints", tmp_path / "pins.json", *flags)
+    assert (found, text) == (code, "") and message in errors
+    assert "Traceback" not in errors and errors.count("\n") == 1
+
+
 def test_explain_writes_a_file_a_pass(run: Run, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     Plan.uniform((2, 2), ["zero", "tensor"]).save(plan)

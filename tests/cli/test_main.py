@@ -56,6 +56,8 @@ def test_help_teaches_by_example(command: str, capsys: pytest.CaptureFixture[str
         (["plan", "--model", "llama", *CLUSTER, "--batch-size", "-1"], "'-1' is no number of samples"),
         (["plan", "--model", "llama", *CLUSTER, "--search-seconds", "inf"], "'inf' is no number of seconds"),
         (["plan", "--model", "llama", *CLUSTER, "--mixed-precision", "int8"], "'int8' is not one or two of bfloat16"),
+        (["plan", "--model", "llama", *CLUSTER, "--search-batch", "8,0"], "'8,0' is no list of batches"),
+        (["plan", "--model", "llama", *CLUSTER, "--search-batch", "--batch-size", "8"], "either given or searched"),
         (["plan", "--model", "tests.cli.tiny:build", *CLUSTER, "--dtype", "float32"], "makes the model and its batch"),
     ],
 )

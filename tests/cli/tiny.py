@@ -28,10 +28,10 @@ class Perceptron(nn.Module):
         return self.down(self.up(x).relu()).square().mean()
 
 
-def build() -> tuple[nn.Module, dict[str, Any]]:
+def build(batch: int = 16) -> tuple[nn.Module, dict[str, Any]]:
     """What module:function returns."""
     with torch.device("meta"):
-        return Perceptron(), {"x": torch.zeros(16, 32)}
+        return Perceptron(), {"x": torch.zeros(batch, 32)}
 
 
 def build_alone() -> nn.Module:
@@ -55,3 +55,8 @@ class Branching(Perceptron):
 def build_branching() -> tuple[nn.Module, dict[str, Any]]:
     """A model that cannot be captured."""
     return Branching(), {"x": torch.zeros(16, 32)}
+
+
+def build_of_none() -> tuple[nn.Module, dict[str, Any]]:
+    """A function that takes no batch."""
+    return build()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
 from itertools import islice
@@ -27,7 +26,39 @@ def files(tmp_path: Path) -> list[Path]:
 def test_every_byte_of_an_epoch_comes_once_with_an_end_between_files(files: list[Path]) -> None:
     stream = PackedText(files, BYTES, length=1, epochs=1)
     got = bytes(int(sample["input_ids"]) for sample in stream)
-    assert sorted(got.split(b"\0")) == sorted(file.read_bytes() for file in files)
+    assert sorted(got.removesuffix(b"\0").split(b"\0")) == sorted(file.read_bytes() for file in files)
+
+
+@pytest.mark.parametrize("of", [1, 3, 8])
+def test_the_rows_of_a_batch_share_out_an_epoch(files: list[Path], of: int) -> None:
+    parts = []
+    for row in range(of):
+        stream = PackedText(files, BYTES, length=1, epochs=1, rows=[row], of=of)
+        parts.append(bytes(int(sample["input_ids"]) for sample in stream))
+    whole = bytes(int(sample["input_ids"]) for sample in PackedText(files, BYTES, length=1, epochs=1))
+    assert b"".join(parts) == whole
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_a_row_is_the_same_whoever_reads_it_and_goes_on_with_other_rows(files: list[Path]) -> None:
+    def taken(stream: PackedText, count: int) -> list[list[int]]:
+        return [sample["input_ids"].tolist() for sample in islice(stream, count)]
+
+    whole = PackedText(files, BYTES, length=5, seed=1, rows=range(4), of=4)
+    first, state, rest = taken(whole, 4 * 6), whole.state_dict(), taken(whole, 4 * 6)
+    for rows in ([0], [1, 3], [2, 0]):
+        part = PackedText(files, BYTES, length=5, seed=1, rows=rows, of=4)
+        assert taken(part, len(rows) * 6) == [first[step * 4 + row] for step in range(6) for row in rows]
+        part.load_state_dict(state)
+        assert taken(part, len(rows) * 6) == [rest[step * 4 + row] for step in range(6) for row in rows]
+
+
+def test_other_batches_and_too_little_text_are_refused(files: list[Path]) -> None:
+    state = PackedText(files, BYTES, length=5, rows=range(4), of=4).state_dict()
+    with pytest.raises(ValueError, match="in batches of 4, not 2"):
+        PackedText(files, BYTES, length=5, rows=[0], of=2).load_state_dict(state)
+    with pytest.raises(SystemExit, match="give more"):
+        PackedText(files, BYTES, length=5, rows=[0], of=1000)
 
 
 def test_it_goes_on_from_every_position(files: list[Path]) -> None:
@@ -37,7 +68,7 @@ def test_it_goes_on_from_every_position(files: list[Path]) -> None:
         batches.append(batch["input_ids"].tolist())
         states.append(json.loads(json.dumps(loader.state_dict())))
     for position, state in enumerate(states[:-1]):
-        again = StatefulDataLoader(PackedText(copy.copy(files), BYTES, length=5, seed=3), batch_size=2)
+        again = StatefulDataLoader(PackedText(files, BYTES, length=5, seed=3), batch_size=2)
         again.load_state_dict(state)
         rest = [batch["input_ids"].tolist() for batch in islice(again, len(batches) - position - 1)]
         assert rest == batches[position + 1 :], position

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from shutil import rmtree
+
+import pytest
 
 from tests.examples.elastic import MODEL, ROOT, Launch
 
@@ -17,6 +20,8 @@ def test_a_killed_rank_restarts_the_job_from_the_last_checkpoint_on_the_same_los
         "60MB",
         "--roles",
         "zero",
+        "--dtype",
+        "float64",
         "--text",
         str(ROOT / "docs"),
         "--pattern",
@@ -39,6 +44,13 @@ def test_a_killed_rank_restarts_the_job_from_the_last_checkpoint_on_the_same_los
     assert expected[STEPS] < expected[1] - 0.1, "nothing was learned"
     assert killed.losses() == expected
     assert killed.losses("held out/loss") == whole.losses("held out/loss")
+
+    # On one process instead of two, and other rows to read on each.
+    rmtree(whole.folder / f"checkpoints/step-{whole.committed():010d}")
+    moved = Launch.of(whole.folder, arguments, ranks=1)
+    moved.finish()
+    assert "going on after step 55" in moved.log
+    assert moved.losses() == pytest.approx(expected, rel=1e-6)  # TensorBoard keeps float32
     assert whole.losses("train/model flops utilisation")[STEPS] > 0
     assert {file.name for file in (tmp_path / "weights").iterdir()} >= {"config.json", "model.safetensors"}
     traces = list((tmp_path / "trace").glob("*.json"))

@@ -41,6 +41,7 @@ from passes.codegen import BoundAxis, Codegen
 from passes.lower import Lower, Lowered
 from passes.memory_meter import MemoryMeter
 from passes.partition import Partition
+from passes.rows_read import rows_read
 from passes.simulate_step import SimulateStep, StepReport
 from tests.graphs import Builder, Shape
 from tests.helpers import captured, uniform
@@ -340,7 +341,7 @@ def test_what_is_measured(
     inputs = {port: torch.ones(facts(n).spec.shape) for port, n in zip(ports, nodes, strict=True)}
     for half in (lowered.halves.forward, lowered.halves.backward):
         Codegen([fake_groups[degree] for degree in degrees]).run(half)
-    program = Program(lowered.halves, lowered.layout, signature(lowered.joint))
+    program = Program(lowered.halves, lowered.layout, signature(lowered.joint), rows_read(lowered.joint, ()))
     with torch.no_grad(), TensorMemory(inputs.values()) as measured:
         kept = program.train(inputs.__getitem__)
     assert kept[1] and predicted == measured.peak_bytes

@@ -1,0 +1,152 @@
+"""Run by torchrun from test_batch_rows.py: ranks that are given their own rows of the batch, beside the plain model."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import galvatron_fx
+from galvatron_fx import Pipelining, Plan, Strategy, own_rows
+from galvatron_fx.errors import InputError
+from passes.find_blocks import num_blocks
+from tests.models import zoo
+from tests.runtime.launch import Check, run_checks
+from tests.runtime.train_ranks import same, same_parameters
+
+BATCH = 8
+# By the number of ranks and the name of the check: model, mesh, roles, the number of micro-batches, rows of each rank.
+PLANS: dict[int, dict[str, tuple[str, tuple[int, ...], tuple[str, ...], int, int]]] = {
+    2: {
+        "data": ("llama", (2,), ("data",), 1, 4),
+        "zero_in_parts": ("bert", (2,), ("zero",), 2, 4),
+        "tensor": ("llama", (2,), ("tensor",), 1, 8),
+        "pipeline": ("llama", (2,), ("pipeline",), 4, 8),
+    },
+    4: {
+        "zero_and_tensor": ("bert", (2, 2), ("zero", "tensor"), 1, 4),
+        "data_and_zero_in_parts": ("llama", (2, 2), ("data", "zero"), 2, 2),
+        "pipeline_and_data": ("llama", (2, 2), ("pipeline", "data"), 4, 4),
+    },
+}
+MODELS = {"llama": zoo.llama, "bert": zoo.bert}
+
+
+def batch(like: dict[str, Tensor], number: int) -> dict[str, Tensor]:
+    """Rows that all differ; the first ones count nearly all of their labels, the last ones hardly any."""
+    generator = torch.Generator().manual_seed(number)
+    shape = BATCH, like["input_ids"].shape[1]
+    ids = torch.randint(0, 40, shape, generator=generator)
+    made = {name: torch.ones(shape, dtype=value.dtype) for name, value in like.items()}
+    labels = ids.clone()
+    for row in range(BATCH):
+        labels[row, shape[1] - 2 * row :] = -100
+        if "attention_mask" in made:
+            made["attention_mask"][row, shape[1] - row :] = 0
+    return {**made, "input_ids": ids, "labels": labels}
+
+
+def trains_alike(model: nn.Module, inputs: dict[str, Tensor], plan: Plan, rows: int) -> None:
+    """Steps and evaluation on own rows alone are those of one process on the whole batch."""
+    mesh = init_device_mesh("cpu", plan.axis_sizes)
+    compiled = galvatron_fx.compile(copy.deepcopy(model), mesh, batch(inputs, 0), plan=plan)
+    plain = copy.deepcopy(model)
+    own = list(compiled.batch_rows)
+    assert len(own) == rows and own == sorted(set(own)), own
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    assert set().union(*every) == set(range(BATCH)), every
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (compiled, plain)]
+    for step in range(2):
+        whole = batch(inputs, step)
+        local = {name: value[own] for name, value in whole.items()}
+        expected = plain(**whole).loss
+        expected.backward()
+        same(compiled.forward_backward(**own_rows(local)).loss, expected, f"loss of step {step}")
+        same(compiled.clip_grad_norm_(0.5), nn.utils.clip_grad_norm_(plain.parameters(), 0.5), f"norm of step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        same_parameters(compiled, plain, f"step {step}")
+    if dist.get_world_size() > 2:
+        return  # compiling again takes long on many processes
+    compiled.eval()
+    plain.eval()
+    with torch.no_grad():
+        same(compiled(**own_rows(local)).loss, plain(**whole).loss, "loss of evaluation")
+
+
+def planned(model: str, mesh: tuple[int, ...], roles: tuple[str, ...], parts: int, rows: int, _: DeviceMesh) -> None:
+    """One of PLANS."""
+    stages = mesh[0] if "pipeline" in roles else 1
+    pipelining = Pipelining(stages, parts, "zb_h1" if parts == 4 else "1f1b") if parts > 1 else Pipelining()
+    trains_alike(*MODELS[model](layers=1), Plan.uniform(mesh, roles, pipelining=pipelining), rows)
+
+
+def unlike_blocks(first: str, second: str, _: DeviceMesh) -> None:
+    """Where the first block does not split the batch, its inputs are fetched; where the last does not, labels are."""
+    model, inputs = zoo.llama(layers=1)
+    size = dist.get_world_size()
+    blocks = num_blocks(galvatron_fx.capture(model, batch(inputs, 0)))
+    strategies = [Strategy((first,))] + [Strategy((second,))] * (blocks - 1)
+    trains_alike(model, inputs, Plan.from_roles((size,), strategies), BATCH // size)
+
+
+def refusals(mesh: DeviceMesh) -> None:
+    """What are not the own rows of an example input is refused before anything is sent."""
+    model, inputs = zoo.llama(layers=1)
+    size = mesh.size()
+    compiled = galvatron_fx.compile(model, mesh, batch(inputs, 0), plan=Plan.uniform((size,), ("data",)))
+    whole = batch(inputs, 0)
+    local = {name: value[: BATCH // size] for name, value in whole.items()}
+    for given, said in [
+        (whole, f"input_ids has shape (8, 16), and this rank computes {BATCH // size} rows of a global batch of 8"),
+        ({**local, "position_ids": local["labels"]}, "position_ids is not among the example inputs input_ids, labels"),
+    ]:
+        try:
+            compiled.forward_backward(**own_rows(given))
+        except InputError as error:
+            assert said in str(error), error
+        else:
+            raise AssertionError("other rows were taken")
+    lazy = galvatron_fx.compile(model, mesh, plan=Plan.uniform((size,), ("data",)))
+    for ask in (lambda: lazy.batch_rows, lambda: lazy.forward_backward(**own_rows(whole))):
+        try:
+            ask()
+        except InputError as error:
+            assert "example_inputs" in str(error)
+        else:
+            raise AssertionError("rows were taken before there is a plan")
+
+
+OTHERS: dict[str, Check] = {
+    "the_first_block_is_whole": partial(unlike_blocks, "tensor", "data"),
+    "the_last_blocks_are_whole": partial(unlike_blocks, "zero", "tensor"),
+    "refusals": refusals,
+}
+
+
+def checks_of(ranks: int) -> dict[str, Check]:
+    """The checks of so many ranks, by name."""
+    plans: dict[str, Check] = {name: partial(planned, *given) for name, given in PLANS[ranks].items()}
+    return plans | (OTHERS if ranks == 2 else {})
+
+
+def main() -> None:
+    """Run the checks of this number of ranks, or those named."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    size = dist.get_world_size()
+    run_checks(checks_of(size), init_device_mesh("cpu", (size,)), sys.argv[1:])
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
