@@ -16,9 +16,8 @@ from galvatron_fx.ir.annotations import facts
 from galvatron_fx.ir.cluster import Axis, Cluster
 from galvatron_fx.ir.layout import Layout
 from galvatron_fx.ir.op_call import input_nodes
+from passes.communication_moments import collectives_among, early_gathers, late_reductions
 from passes.write_bundle import WriteBundle
-
-_REDUCTIONS = (c.all_reduce, c.reduce_scatter)
 
 
 @dataclass(frozen=True)
@@ -45,15 +44,15 @@ class BundleCollectives:
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Rewrite ``graph`` in place and return it, recompiled."""
         for level in count():
-            found = _early_gathers(graph.graph)
+            found = early_gathers(graph.graph)
             for bundle in self._bundles(node for node, chain in found.items() if _gathers_of(chain) == level):
                 self._gather(graph.graph, bundle, found)
             if all(_gathers_of(chain) <= level for chain in found.values()):
                 break
-        late = _late_reductions(graph.graph)
-        for level in sorted({_collectives_of(after) for after in late.values()}, reverse=True):
-            late = _late_reductions(graph.graph)
-            for bundle in self._bundles(node for node, after in late.items() if _collectives_of(after) == level):
+        late = late_reductions(graph.graph)
+        for level in sorted({collectives_among(after) for after in late.values()}, reverse=True):
+            late = late_reductions(graph.graph)
+            for bundle in self._bundles(node for node, after in late.items() if collectives_among(after) == level):
                 self._reduce(graph.graph, bundle, late)
         graph.graph.lint()
         graph.recompile()
@@ -99,53 +98,8 @@ class BundleCollectives:
         return prod(axis.size for axis in self.columns[_column(node)])
 
 
-def _early_gathers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Gathers of what is there before the graph computes, each with the operators that lead to it, in order."""
-    chains: dict[fx.Node, list[fx.Node]] = {}
-    found = {}
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            chains[node] = []
-        sources = input_nodes(node)
-        if node.op != "call_function" or len(sources) != 1 or sources[0] not in chains:
-            continue
-        is_gather = node.target is c.all_gather
-        if facts(node).multi_output or (node.target in c.COLLECTIVES and not is_gather):
-            continue
-        if is_gather:
-            found[node] = chains[sources[0]]
-        chains[node] = [*chains[sources[0]], node]
-    return found
-
-
-def _late_reductions(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Reductions that only the graph's results wait for, each with the operators that follow from it, in order."""
-    after: dict[fx.Node, list[fx.Node] | None] = {}
-    for node in reversed(graph.nodes):
-        after[node] = _what_follows(node, after)
-    return {node: after[node] or [] for node in graph.nodes if node.target in _REDUCTIONS and after[node] is not None}
-
-
-def _what_follows(node: fx.Node, after: dict[fx.Node, list[fx.Node] | None]) -> list[fx.Node] | None:
-    """Operators that need ``node``, if they need nothing else that the graph computes; None where they do."""
-    follows: dict[fx.Node, None] = {}
-    for user in node.users:
-        if user.op == "output":
-            continue
-        others = [source for source in input_nodes(user) if source is not node]
-        later = after[user]
-        if later is None or any(source.op != "placeholder" for source in others):
-            return None
-        follows |= dict.fromkeys([user, *later])
-    return sorted(follows)
-
-
 def _gathers_of(chain: Sequence[fx.Node]) -> int:
     return sum(node.target is c.all_gather for node in chain)
-
-
-def _collectives_of(nodes: Sequence[fx.Node]) -> int:
-    return sum(node.target in c.COLLECTIVES for node in nodes)
 
 
 def _column(node: fx.Node) -> int:

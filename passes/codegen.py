@@ -14,6 +14,7 @@ from galvatron_fx.ir.annotations import TensorSpec, facts, set_facts
 from galvatron_fx.ir.attention import on_device
 from galvatron_fx.ir.graph_copy import write_call
 from galvatron_fx.ir.precision import cast_gradient, cast_parameter
+from passes.communication_moments import waited_before
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -59,8 +60,8 @@ class Codegen:
     """Replace rank-agnostic collectives by ``torch.ops._c10d_functional`` calls with explicit waits.
 
     Rewrite: ``y = all_reduce(x, "sum", 0)`` -> ``y = all_reduce(x, "sum", "group"); y = finished(y)``.
-    A collective is waited for where its result is first used, so that it runs beside what comes in between; one that
-    holds its input at the next of its kind at the latest, so that no more than two hold theirs.
+    A collective is waited for where :func:`passes.communication_moments.waited_before` says, so that it runs beside
+    what comes in between.
     ``axes``: one per mesh axis of the lowering; ``device``: type of the devices that it runs on. Graphs are traced for
     CPUs; tensors that they make or hold are put on the device, and attention becomes what the device has for it.
     """
@@ -79,19 +80,27 @@ class Codegen:
 
     def bind(self, graph: fx.Graph) -> None:
         """Rewrite the nodes of ``graph`` in place."""
+        moments = waited_before(graph)
+        begins: dict[fx.Node, fx.Node] = {}  # what stands where a node was
+        results: dict[fx.Node, fx.Node] = {}
         for node in list(graph.nodes):
             if node.op != "call_function":
                 continue
             if node.target in _BINDERS:
+                before = node.prev
                 with graph.inserting_before(node):
-                    bound = _BINDERS[node.target](self, _Writer(graph, node), node)
+                    results[node] = bound = _BINDERS[node.target](self, _Writer(graph, node), node)
+                begins[node] = before.next if before.next is not node else node.next
                 node.replace_all_uses_with(bound)
                 graph.erase_node(node)
             elif self.device != "cpu":
                 node.target = on_device(node.target, self.device)
                 if "device" in node.kwargs:
                     node.update_kwarg("device", torch.device(self.device))
-        _wait_late(graph)
+        for node, moment in moments.items():
+            while moment in begins:
+                moment = begins[moment]
+            _wait_before(moment, results[node])
 
     def axis_of(self, node: fx.Node) -> BoundAxis:
         """The bound axis that a collective node speaks of."""
@@ -132,22 +141,16 @@ def _scaled(shape: Shape, dim: Any, numerator: int, denominator: int = 1) -> Sha
 _OWN_BUFFER = (c10d.all_reduce.default, c10d.all_reduce_.default)
 
 
-def _wait_late(graph: fx.Graph) -> None:
-    """Move every wait behind what does not need it."""
-    place: dict[fx.Node, float] = {node: i for i, node in enumerate(graph.nodes)}
-    following: dict[Any, fx.Node] = {}  # by kind, the collective that comes next
-    for node in reversed(list(graph.nodes)):
-        if node.target not in (finished, from_ranks):
-            following[node.target] = node
-            continue
-        source, *held = node.args
-        until = [*node.users] or [node.next]
-        if held and node.target is finished:
-            until += [other for other in (following.get(source.target),) if other is not None]
-        later = min(until, key=place.__getitem__)
-        if node.next is not later:
-            later.prepend(node)
-            place[node] = place[later] - 0.5
+def _wait_before(moment: fx.Node, result: fx.Node) -> None:
+    """Move the wait for a collective there, and what puts its result together to the first use of that."""
+    if result.target is from_ranks:
+        joined, result = result, result.args[0]  # type: ignore[assignment]
+        first = min([*joined.users] or [joined.next])
+        if first is not joined.next:
+            first.prepend(joined)
+        moment = min(moment, joined)
+    if result.next is not moment:
+        moment.prepend(result)
 
 
 def _bind_all_reduce(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Node:

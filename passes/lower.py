@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -13,9 +14,9 @@ from galvatron_fx.ir.layout import Layout, layout
 from galvatron_fx.ir.placement import Placement
 from galvatron_fx.ir.strategy import Strategy
 from galvatron_fx.ir.verifier import verify
-from passes.bundle_collectives import BundleCollectives
 from passes.partition import Halves, Partition
 from passes.place_recompute import PlaceRecompute
+from passes.schedule_communication import ScheduleCommunication
 from passes.shard_graph import ShardGraph
 
 
@@ -30,7 +31,7 @@ class Lowered:
 
 @dataclass(frozen=True)
 class Lower:
-    """Apply a strategy per block: shard, insert collectives, place recomputation, split forward from backward.
+    """Apply a strategy per block: shard, insert collectives, place recomputation, split, schedule communication.
 
     ``fixed``: placements of parameters that exist already; ``cache``: solutions of blocks; ``on_pass`` sees every
     stage.
@@ -50,12 +51,13 @@ class Lower:
         joint = PlaceRecompute(self.strategies).run(sharded)
         self._done("PlaceRecompute", joint)
         halves = Partition().run(joint)
-        bundle = BundleCollectives.over(layout(sharded), self.cluster)
         for phase, half in {"forward": halves.forward, "backward": halves.backward}.items():
-            bundle.run(half)
-            if self.on_pass is not None:
-                self.on_pass(f"BundleCollectives.{phase}", half)
+            ScheduleCommunication(layout(sharded), self.cluster, partial(self._scheduled, phase)).run(half)
         return Lowered(joint, halves, layout(sharded))
+
+    def _scheduled(self, phase: str, name: str, graph: fx.GraphModule) -> None:
+        if self.on_pass is not None:
+            self.on_pass(f"{name}.{phase}", graph)
 
     def _done(self, name: str, graph: fx.GraphModule) -> None:
         verify(graph, "lowered", name)

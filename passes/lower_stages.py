@@ -15,8 +15,8 @@ from galvatron_fx.ir.layout import Layout, layout
 from galvatron_fx.ir.placement import Placement
 from galvatron_fx.ir.strategy import Strategy, stand_in_name
 from galvatron_fx.ir.verifier import verify
-from passes.bundle_collectives import BundleCollectives
 from passes.place_recompute import PlaceRecompute
+from passes.schedule_communication import ScheduleCommunication
 from passes.shard_graph import ShardGraph
 from passes.split_microbatches import Microbatched, SplitMicrobatches
 from passes.split_stages import SplitStages, Stage, stages_of_blocks
@@ -77,9 +77,9 @@ class LowerStages:
         joint = PlaceRecompute(self.strategies).run(sharded)
         self._done("PlaceRecompute", joint)
         stages = SplitStages(self.first_blocks, self.strategies).run(joint)
-        bundle = BundleCollectives.over(layout(sharded), self.cluster)
+        schedule = ScheduleCommunication(layout(sharded), self.cluster)
         for task in (task for stage in stages for task in stage.tasks.values()):
-            bundle.run(task.graph)
+            schedule.run(task.graph)
         return LoweredStages(joint, stages, microbatched, layout(sharded), signature(graph))
 
     def _done(self, name: str, graph: fx.GraphModule) -> None:

@@ -10,22 +10,27 @@ from typing import TypeVar
 from cost_models.collectives import collective_s
 from cost_models.schedule_time import ScheduleReport, simulate_schedule
 from cost_models.shared_cores import simulate_sharing, slowdown_of
+from cost_models.streams import Event
 from galvatron_fx.ir.annotations import TensorSpec, facts, ports
 from galvatron_fx.ir.cluster import Axis, Cluster
-from galvatron_fx.ir.layout import Layout
 from galvatron_fx.ir.predicted import BATCH, IDLE, TRANSFER, TRANSIENTS, UPDATE, Cause, MemoryUse, RankUse
 from galvatron_fx.ir.schedule import Schedule
 from galvatron_fx.ir.strategy import stood_for_name
 from galvatron_fx.ir.torch_compat import orders_with_transfers
 from passes.held_bytes import HeldBytes
 from passes.lower_stages import LoweredStages
+from passes.overlapped import overlapped
 from passes.rank_memory import Ledger, RankReplay, StageReplay
 from passes.simulate_step import UPDATE_COPIES, SimulateStep
 from passes.split_stages import Stage
+from passes.step_events import GraphEvents
 from passes.task_memory import StageMemory
 
 StageTimes = Mapping[tuple[str, Cause], float]
 """Seconds of one stage by task and cause; the tasks "send" and "send_back" pass on what forward and backward made."""
+
+StageEvents = Mapping[str, GraphEvents]
+"""What a rank does in each task of a stage."""
 
 Replay = TypeVar("Replay", bound=RankReplay)
 
@@ -39,11 +44,13 @@ _UPDATE = "update"  # the optimizer's, behind the schedule
 class StagesReport:
     """One training step of all stages: when everything runs, and by pipeline rank what takes time and memory.
 
-    ``sharing``: the device's, where ranks share cores and are faster while others wait.
+    ``hidden``: what collectives take beyond ``times``, beside computing; ``sharing``: the device's, where ranks
+    share cores and are faster while others wait.
     """
 
     schedule: Schedule
     times: tuple[StageTimes, ...]
+    hidden: tuple[StageTimes, ...]
     updates_s: tuple[float, ...]
     memory: tuple[MemoryUse, ...]
     sharing: tuple[tuple[int, float], ...] = ()
@@ -78,7 +85,8 @@ class StagesReport:
             waits_s = waits_s if waits_s > _ROUNDING * self.step_time_s else 0.0
             seconds[Cause(TRANSFER)] = min(transfer_s, waits_s)
             seconds[Cause(IDLE)] = waits_s - seconds[Cause(TRANSFER)]
-            found.append(RankUse(self.schedule.stages_of(rank), seconds, use.at_peak))
+            hidden = self._by_cause(rank, self.hidden, 1.0)
+            found.append(RankUse(self.schedule.stages_of(rank), seconds, use.at_peak, hidden))
         return tuple(found)
 
     def _seconds(self, rank: int) -> dict[Cause, float]:
@@ -87,9 +95,16 @@ class StagesReport:
         stages, count = self.schedule.stages_of(rank), self.schedule.num_microbatches
         among_all_s = count * sum(_task_s(self.times[stage], task) for stage in stages for task in _PER_MICROBATCH)
         faster = self.spans.busy_s[rank] / among_all_s if self.sharing and among_all_s else 1.0
-        for stage in stages:
-            for (task, cause), spent in self.times[stage].items():
-                runs = count * faster if task in _PER_MICROBATCH else float(task in _ONCE)
+        for cause, spent in self._by_cause(rank, self.times, faster).items():
+            seconds[cause] = seconds.get(cause, 0.0) + spent
+        return seconds
+
+    def _by_cause(self, rank: int, times: Sequence[StageTimes], faster: float) -> dict[Cause, float]:
+        """Seconds of a rank's tasks in a step, of which those of every micro-batch take ``faster`` of their time."""
+        seconds: dict[Cause, float] = {}
+        for stage in self.schedule.stages_of(rank):
+            for (task, cause), spent in times[stage].items():
+                runs = self.schedule.num_microbatches * faster if task in _PER_MICROBATCH else float(task in _ONCE)
                 if runs:
                     seconds[cause] = seconds.get(cause, 0.0) + runs * spent
         return seconds
@@ -134,23 +149,55 @@ class SimulateStages:
 
     def run(self, lowered: LoweredStages) -> StagesReport:
         """Return the prediction. Raises VerifierError where a node's shape is not the one its facts say."""
-        return self.report(self.times(lowered), self.memory(lowered))
+        events = self.events(lowered)
+        alone, memory = self.alone(lowered, events), self.memory(lowered)
+        return self.report(alone, [{name: own.all for name, own in stage.items()} for stage in events], memory)
 
-    def times(self, lowered: LoweredStages) -> list[StageTimes]:
-        """Seconds of every stage."""
-        sizes = {p.name: facts(node).spec.size_bytes for p, node in ports(lowered.joint) if p.kind == "param"}
-        found = {id(stage.tasks): self._times(stage, lowered.layout, sizes) for stage in distinct_stages(lowered)}
+    def events(self, lowered: LoweredStages) -> list[StageEvents]:
+        """What a rank does in the tasks of every stage."""
+        found = {
+            id(stage.tasks): {
+                name: self._simulator.graph_events(stage.tasks[name].graph, lowered.layout)
+                for name in (*_PER_MICROBATCH, *_ONCE)
+            }
+            for stage in distinct_stages(lowered)
+        }
         return [found[id(stage.tasks)] for stage in lowered.stages]
 
-    def report(self, times: Sequence[StageTimes], memory: Sequence[MemoryUse]) -> StagesReport:
-        """Put the stages' times and the ranks' memory together."""
+    def alone(self, lowered: LoweredStages, events: Sequence[StageEvents]) -> list[StageTimes]:
+        """Seconds of every stage, as if nothing ran at once."""
+        sizes = {p.name: facts(node).spec.size_bytes for p, node in ports(lowered.joint) if p.kind == "param"}
+        pairs = zip(lowered.stages, events, strict=True)
+        found = {id(stage.tasks): self._alone(stage, own, sizes) for stage, own in pairs}
+        return [found[id(stage.tasks)] for stage in lowered.stages]
+
+    def report(
+        self,
+        alone: Sequence[StageTimes],
+        events: Sequence[Mapping[str, Sequence[Event]]],
+        memory: Sequence[MemoryUse],
+    ) -> StagesReport:
+        """Put the stages' times and the ranks' memory together; ``events``: of every stage's tasks, which overlap."""
+        times, hidden = zip(*map(self._overlapped, alone, events), strict=True)
         updates = tuple(
             sum(_task_s(times[stage], _UPDATE) for stage in self.schedule.stages_of(rank))
             for rank in range(len(memory))
         )
-        return StagesReport(
-            self.schedule, tuple(times), updates, tuple(memory), tuple(dict(self.cluster.device.sharing).items())
-        )
+        sharing = tuple(dict(self.cluster.device.sharing).items())
+        return StagesReport(self.schedule, times, hidden, updates, tuple(memory), sharing)
+
+    def _overlapped(
+        self, alone: StageTimes, events: Mapping[str, Sequence[Event]]
+    ) -> tuple[dict[tuple[str, Cause], float], dict[tuple[str, Cause], float]]:
+        """Seconds by task and cause of a stage, and those that are hidden."""
+        times = dict(alone)
+        hidden: dict[tuple[str, Cause], float] = {}
+        for task, own in events.items():
+            spent = {cause: seconds for (name, cause), seconds in alone.items() if name == task}
+            both = overlapped(spent, [own], self.cluster.overlap)
+            for found, seconds in zip((times, hidden), both, strict=True):
+                found |= {(task, cause): s for cause, s in seconds.items()}
+        return times, hidden
 
     def memory(self, lowered: LoweredStages) -> list[MemoryUse]:
         """Bytes on every pipeline rank."""
@@ -180,17 +227,14 @@ class SimulateStages:
             found.append(replay)
         return found
 
-    def _times(self, stage: Stage, layout: Layout, sizes: Mapping[str, int]) -> StageTimes:
+    def _alone(self, stage: Stage, events: StageEvents, sizes: Mapping[str, int]) -> StageTimes:
         found = {("send", Cause(TRANSFER)): self._send_s(stage.specs, stage.sends)}
         found["send_back", Cause(TRANSFER)] = self._send_s(stage.specs, stage.sends_back)
         params = [port for port in stage.ports.values() if port.kind == "param" and port.requires_grad]
         trained = [sizes[stood_for_name(port.name)] for port in params]
         found[_UPDATE, Cause(UPDATE)] = self._simulator.update_s(trained)
-        for name in (*_PER_MICROBATCH, *_ONCE):
-            graph = stage.tasks[name].graph
-            seconds = self._simulator.times(list(graph.graph.nodes), [column.axes for column in layout.columns])
-            self._simulator.add_copies(seconds, graph, layout.shape)
-            found |= {(name, cause): spent for cause, spent in seconds.items()}
+        for name, own in events.items():
+            found |= {(name, cause): spent for cause, spent in own.seconds.items()}
         return found
 
     def _send_s(self, specs: dict[str, TensorSpec], names: Sequence[str]) -> float:

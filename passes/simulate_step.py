@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch import fx
 
 from cost_models.collectives import collective_s
 from cost_models.ops import OpCost, kind_of, op_time_s
+from cost_models.streams import Event, Work
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import facts, has_facts
 from galvatron_fx.ir.cluster import Axis, Cluster
-from galvatron_fx.ir.op_call import OpCall, call_key, op_call
+from galvatron_fx.ir.layout import Layout
+from galvatron_fx.ir.op_call import OpCall, call_key, is_getitem, op_call
 from galvatron_fx.ir.predicted import (
     ACCUMULATE,
     COMPUTE,
@@ -30,9 +33,11 @@ from galvatron_fx.ir.predicted import (
 from passes.call_cost import call_cost
 from passes.lower import Lowered
 from passes.memory_meter import MemoryMeter
+from passes.overlapped import added, overlapped
 from passes.real_copies import real_copies
 from passes.sharding.prices import dtype_name, is_free, update_traffic_s
 from passes.stage_tasks import plus
+from passes.step_events import GraphEvents
 
 MOMENTS = 2  # Adam's, each as large as the parameter
 # torch's AdamW updates one parameter after the other, with so many temporaries of its size (measured on torch 2.13 with
@@ -44,11 +49,16 @@ Seconds = dict[Cause, float]
 
 @dataclass(frozen=True)
 class StepReport:
-    """One training step on one rank: seconds by cause, and bytes beside which nothing else is alive."""
+    """One training step on one rank: seconds by cause, and bytes beside which nothing else is alive.
+
+    ``seconds``: of a collective, by how much the step is longer for it; ``hidden``: what it takes beyond that, while
+    the rank computes.
+    """
 
     seconds: Mapping[Cause, float]
     memory: MemoryUse
     parameter_bytes: int
+    hidden: Mapping[Cause, float] = field(default_factory=dict)
 
     @property
     def compute_s(self) -> float:
@@ -57,12 +67,12 @@ class StepReport:
 
     @property
     def communication_s(self) -> float:
-        """Seconds of collectives."""
+        """Seconds by which the step is longer for its collectives."""
         return sum(s for cause, s in self.seconds.items() if cause.kind not in LOCAL_CAUSES)
 
     @property
     def step_time_s(self) -> float:
-        """Seconds of forward, backward and update; collectives are waited for where they are issued."""
+        """Seconds of forward, backward and update."""
         return sum(self.seconds.values())
 
     @property
@@ -72,7 +82,20 @@ class StepReport:
 
     def ranks(self) -> tuple[RankUse, ...]:
         """The step by pipeline rank, of which there is one."""
-        return (RankUse((0,), self.seconds, self.memory.at_peak),)
+        return (RankUse((0,), self.seconds, self.memory.at_peak, self.hidden),)
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """What a prediction is put together from.
+
+    ``alone``: seconds by cause, as if nothing ran at once; ``events``: of the forward and the backward graph, by name.
+    """
+
+    alone: Seconds
+    events: Mapping[str, GraphEvents]
+    memory: MemoryUse
+    parameter_bytes: int
 
 
 @dataclass
@@ -84,44 +107,47 @@ class SimulateStep:
 
     def run(self, lowered: Lowered) -> StepReport:
         """Return the prediction. Raises VerifierError where a node's shape is not the one its facts say."""
-        halves = lowered.halves
-        nodes = [*halves.forward.graph.nodes, *halves.backward.graph.nodes]
-        trained = _parameter_bytes(lowered, trained_only=True)
+        parts = self.parts(lowered)
+        events = [own.all for own in parts.events.values()]
+        return self.report(parts.alone, events, parts.memory, parts.parameter_bytes)
+
+    def report(
+        self, alone: Seconds, events: Iterable[Sequence[Event]], memory: MemoryUse, parameter_bytes: int
+    ) -> StepReport:
+        """Let the ``events`` of both graphs overlap, which take the seconds ``alone`` as if nothing ran at once."""
+        seconds, hidden = overlapped(alone, events, self.cluster.overlap)
+        return StepReport(seconds, memory, parameter_bytes, hidden)
+
+    def parts(self, lowered: Lowered) -> StepParts:
+        """Look at the two graphs, without letting anything overlap."""
+        halves, trained = lowered.halves, _parameter_bytes(lowered, trained_only=True)
         memory = MemoryMeter(lowered.layout.shape).use(lowered, UPDATE_COPIES * max(trained, default=0))
         memory = MemoryUse(*({**held, STATES: MOMENTS * sum(trained)} for held in (memory.step, memory.update)))
-        seconds = self.times(nodes, [column.axes for column in lowered.layout.columns])
-        for half in (halves.forward, halves.backward):
-            self.add_copies(seconds, half, lowered.layout.shape)
-        seconds |= {Cause(UPDATE): self.update_s(trained)}
-        return StepReport(seconds, memory, sum(_parameter_bytes(lowered, trained_only=False)))
+        graphs = {"forward": halves.forward, "backward": halves.backward}
+        events = {name: self.graph_events(graph, lowered.layout) for name, graph in graphs.items()}
+        alone = added(own.seconds for own in events.values()) | {Cause(UPDATE): self.update_s(trained)}
+        return StepParts(alone, events, memory, sum(_parameter_bytes(lowered, trained_only=False)))
 
-    def times(self, nodes: Sequence[fx.Node], columns: Sequence[tuple[int, ...]]) -> Seconds:
-        """Seconds by cause; ``columns``: the mesh axes that each collective's last argument stands for."""
-        seconds: Seconds = {}
-        for node in nodes:
-            if node.op != "call_function" or not has_facts(node):
-                continue
-            if node.target in c.COLLECTIVES:
-                axes = columns[int(node.args[-1])]  # type: ignore[arg-type]
-                cause = Cause(node.target.__name__, axes)
-                spent = self._collective_s(node, [self.cluster.axes[i] for i in axes])
-            elif getattr(node.target, "__name__", "") != "getitem":
-                cause, spent = Cause(_local_kind(node)), self._operator_s(node)
-            else:
-                continue
-            if spent:
-                seconds[cause] = seconds.get(cause, 0.0) + spent
-        return seconds
+    def graph_events(self, graph: fx.GraphModule, layout: Layout) -> GraphEvents:
+        """The events of a graph that lies on the cluster as ``layout`` says."""
+        return GraphEvents.of(graph.graph, partial(self.price, layout=layout), self._copies(graph, layout.shape))
 
-    def add_copies(self, seconds: Seconds, graph: fx.GraphModule, degrees: Sequence[int]) -> None:
-        """Add what copies take that are no operators of their own; only measured prices are worth the run on fakes."""
+    def price(self, node: fx.Node, layout: Layout) -> tuple[Cause, float] | None:
+        """Why and how long a node takes; None for what is no operator."""
+        if node.op != "call_function" or not has_facts(node) or is_getitem(node):
+            return None
+        if node.target in c.COLLECTIVES:
+            axes = layout.columns[int(node.args[-1])].axes  # type: ignore[arg-type]
+            cause = Cause(node.target.__name__, axes)
+            return cause, self._collective_s(node, [self.cluster.axes[i] for i in axes])
+        return Cause(_local_kind(node)), self._operator_s(node)
+
+    def _copies(self, graph: fx.GraphModule, degrees: Sequence[int]) -> Iterator[tuple[int, Work]]:
+        """Copies that are no operators of their own, by block; only measured prices are worth the run on fakes."""
         device = self.cluster.device
-        if not device.curves:
-            return
-        for record, size in real_copies(graph, degrees):
-            cause = Cause(RECOMPUTE if record.again else COMPUTE)
+        for record, size in real_copies(graph, degrees) if device.curves else ():
             spent = float(op_time_s(OpCost(0, size, size), record.spec.dtype, device, "contiguous"))
-            seconds[cause] = seconds.get(cause, 0.0) + spent
+            yield max(record.block, 0), Work(spent, Cause(RECOMPUTE if record.again else COMPUTE))
 
     def update_s(self, parameter_bytes: Sequence[int]) -> float:
         """Seconds of the optimizer's update of parameters, one after the other."""

@@ -73,6 +73,10 @@ def ranks_document(ranks: Iterable[RankUse]) -> list[dict[str, Any]]:
                 {"cause": cause.kind, "axes": list(cause.axes), "seconds": seconds}
                 for cause, seconds in use.seconds.items()
             ],
+            "hidden": [
+                {"cause": cause.kind, "axes": list(cause.axes), "seconds": seconds}
+                for cause, seconds in use.hidden.items()
+            ],
             "memory_bytes": dict(use.memory),
         }
         for use in ranks

@@ -24,6 +24,7 @@ from galvatron_fx.errors import ClusterError
 from galvatron_fx.ir.curves import CollectiveCurve
 from galvatron_fx.ir.device import Device, checked_number
 from galvatron_fx.ir.origin import Origin
+from galvatron_fx.ir.overlap import Overlap
 from galvatron_fx.ir.presets import CPU_PRESET, PRESETS, Preset, cpu_preset, cuda_preset
 from galvatron_fx.ir.units import parse_bytes
 
@@ -70,22 +71,6 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Overlap:
-    """How many times longer each takes while the other runs (Galvatron's overlap coefficients; Miao et al. 2022, 3.4).
-
-    ``compute``: operators while collectives run, ``communication``: the other way round; 1 where nothing was measured.
-    Raises ClusterError for factors that are no numbers above 0.
-    """
-
-    compute: float = 1.0
-    communication: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("compute", "communication"):
-            object.__setattr__(self, name, checked_number(f"overlap of {name}", getattr(self, name)))
-
-
-@dataclass(frozen=True)
 class Cluster:
     """Equal devices on a mesh of prime ``axes``, outermost (slowest) first; the ranks are its row-major positions.
 
@@ -95,7 +80,7 @@ class Cluster:
 
     device: Device
     axes: tuple[Axis, ...]
-    overlap: Overlap = Overlap()
+    overlap: Overlap = field(default_factory=Overlap)
     origin: Origin | None = None
 
     def __post_init__(self) -> None:
@@ -143,7 +128,7 @@ class Cluster:
             )
         outer = [(size, preset.between) for size in _primes(max(nodes, 1))]
         inner = [(size, preset.inside) for size in _primes(preset.per_node if nodes else count)]
-        return cls(preset.device, _axes(outer + inner))
+        return cls(preset.device, _axes(outer + inner), preset.overlap)
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh, memory_bytes: str | int | None = None) -> Cluster:
@@ -167,7 +152,7 @@ class Cluster:
         sizes = [prime for size in mesh.mesh.shape for prime in _primes(size)]
         crossing = _leaves_node(mesh.mesh.reshape(sizes), _ranks_per_node(preset))
         links = [preset.between if leaves else preset.inside for leaves in crossing]
-        return cls(device, _axes(zip(sizes, links, strict=True)))
+        return cls(device, _axes(zip(sizes, links, strict=True)), preset.overlap)
 
     @classmethod
     def measure(

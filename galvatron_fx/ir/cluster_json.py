@@ -12,10 +12,11 @@ from typing import Any, NoReturn
 from jsonschema import Draft202012Validator
 
 from galvatron_fx.errors import ClusterError
-from galvatron_fx.ir.cluster import Axis, Cluster, Overlap
+from galvatron_fx.ir.cluster import Axis, Cluster
 from galvatron_fx.ir.curves import CollectiveCurve, OperatorCurve
 from galvatron_fx.ir.device import Device
 from galvatron_fx.ir.origin import Origin
+from galvatron_fx.ir.overlap import Overlap
 
 __all__ = ["CLUSTER_VERSION", "read_cluster", "write_cluster"]
 

@@ -156,8 +156,10 @@ def _time_rows(simulated: Simulated, shown: Sequence[int]) -> list[list[str]]:
         total = fmean(use.seconds.get(cause, 0.0) for use in simulated.ranks)
         cells = [_seconds(simulated.ranks[rank].seconds.get(cause, 0.0)) for rank in shown]
         rows.append([cause_name(cause), *cells, f"{total / simulated.simulated_s:.1%}"])
-    sums = [_seconds(sum(simulated.ranks[rank].seconds.values())) for rank in shown]
-    return [*rows, ["step", *sums, ""]]
+    rows.append(["step", *(_seconds(sum(simulated.ranks[rank].seconds.values())) for rank in shown), ""])
+    if any(use.hidden_s for use in simulated.ranks):
+        rows.append(["hidden communication", *(_seconds(simulated.ranks[rank].hidden_s) for rank in shown), ""])
+    return rows
 
 
 def _memory_rows(simulated: Simulated, shown: Sequence[int]) -> list[list[str]]:

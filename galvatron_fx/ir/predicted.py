@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 __all__ = [
@@ -50,6 +50,11 @@ class Cause(NamedTuple):
     kind: str
     axes: tuple[int, ...] = ()
 
+    @property
+    def is_local(self) -> bool:
+        """Whether it is no collective."""
+        return not self.axes
+
 
 @dataclass(eq=False)
 class Storage:
@@ -79,11 +84,20 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class RankUse:
-    """A step on one pipeline rank: its ``stages``, seconds by cause (their sum is the step), bytes at the peak."""
+    """A step on one pipeline rank: its ``stages``, seconds by cause (their sum is the step), bytes at the peak.
+
+    ``hidden``: what collectives take beside their part of the step, while the rank computes.
+    """
 
     stages: tuple[int, ...]
     seconds: Mapping[Cause, float]
     memory: Mapping[str, int]
+    hidden: Mapping[Cause, float] = field(default_factory=dict)
+
+    @property
+    def hidden_s(self) -> float:
+        """Seconds of collectives while the rank computes."""
+        return sum(self.hidden.values())
 
     @property
     def busy_s(self) -> float:

@@ -10,18 +10,29 @@ import torch
 
 from galvatron_fx.errors import ClusterError
 from galvatron_fx.ir.device import Device
+from galvatron_fx.ir.overlap import Overlap
 
 __all__ = ["CPU_PRESET", "PRESETS", "Preset", "cpu_preset", "cuda_preset"]
 
 
+# Kernels and NCCL share a GPU's multiprocessors and memory: both take about 1.3 times as long (Miao et al. 2022,
+# Galvatron, section 3.4).
+_GPU_OVERLAP = Overlap(1.3, 1.3)
+# Processes whose collectives run on the cores that they compute on: nothing is gained by doing both at once.
+_CPU_OVERLAP = Overlap(2.0, 2.0)
+
+
 @dataclass(frozen=True)
 class Preset:
-    """A device, how many make a node, and (latency_s, bandwidth_bytes_per_s) inside and between nodes."""
+    """A device, how many make a node, (latency_s, bandwidth_bytes_per_s) inside and between nodes, and the slowdown of
+    computing and communicating at once.
+    """
 
     device: Device
     inside: tuple[float, float]
     between: tuple[float, float]
     per_node: int = 8
+    overlap: Overlap = _GPU_OVERLAP
 
 
 # Fractions of the datasheet peaks that large kernels reach. 0.75 of the peak rate is what torch itself assumes
@@ -77,7 +88,7 @@ GENERIC_GPU = Preset(
 # 2 us. Halved, because the processes share cores and memory; bfloat16 is held to float32, which not every CPU beats.
 _CPU_FLOPS = {"float64": 2e10, "float32": 4e10}
 _CPU = Device("cpu-process", 10**9, _CPU_FLOPS, 2e10, _MATMUL_EFFICIENCY, _MEMORY_EFFICIENCY, 2e-6)
-CPU_PRESET = Preset(_CPU, (1e-4, 1e9), (1e-4, 1e9), per_node=2**62)
+CPU_PRESET = Preset(_CPU, (1e-4, 1e9), (1e-4, 1e9), per_node=2**62, overlap=_CPU_OVERLAP)
 
 
 def cpu_preset(ranks: int) -> Preset:

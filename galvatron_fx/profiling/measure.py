@@ -9,9 +9,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from galvatron_fx.errors import ClusterError
-from galvatron_fx.ir.cluster import Axis, Cluster, Overlap
+from galvatron_fx.ir.cluster import Axis, Cluster
 from galvatron_fx.ir.curves import OperatorCurve
 from galvatron_fx.ir.device import Device
+from galvatron_fx.ir.overlap import Overlap
 from galvatron_fx.profiling.collectives import groups_of, measure_collectives
 from galvatron_fx.profiling.machine import origin_of
 from galvatron_fx.profiling.operators import all_kernels, measure_operators

@@ -7,7 +7,7 @@ from statistics import median
 
 import torch
 
-from galvatron_fx.ir.cluster import Overlap
+from galvatron_fx.ir.overlap import Overlap
 from galvatron_fx.profiling.collectives import Group
 from galvatron_fx.profiling.ranks import Ranks
 

@@ -12,7 +12,7 @@ from torch import fx
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import facts
 from galvatron_fx.ir.cluster import Cluster
-from galvatron_fx.ir.layout import Column
+from galvatron_fx.ir.layout import Layout
 from galvatron_fx.ir.predicted import TRANSFER, Cause
 from galvatron_fx.report.reasons import Reasons
 from passes.lower import Lowered
@@ -77,7 +77,7 @@ def collective_rows(
 ) -> list[CollectiveRow]:
     """Return the rows in the order of the blocks and of their first run."""
     reasons = Reasons(program.lowered.joint)
-    columns = program.lowered.layout.columns
+    layout = program.lowered.layout
     blocks, simulator = program.blocks, SimulateStep(cluster)
     found: dict[tuple[object, ...], CollectiveRow] = {}
     for position, task, graph in task_graphs(program, kinds):
@@ -89,7 +89,7 @@ def collective_rows(
             times = blocks[block].stands_for if block in own else program.short.stage_of.count(position)
             runs = times * (1 if task in _ONCE else num_microbatches)
             why = reasons.of(node)
-            row = _row(node, columns, simulator, blocks[block].label, task, runs, why)
+            row = _row(node, layout, simulator, blocks[block].label, task, runs, why)
             key = (*vars(replace(row, count=0, why="")).values(), _NUMBER.sub("#", why))
             known = found.setdefault(key, replace(row, count=0))
             found[key] = replace(known, count=known.count + runs)
@@ -124,20 +124,21 @@ def transfer_rows(program: ShortProgram, step: StagesReport, pipeline_axes: tupl
 
 
 def _row(
-    node: fx.Node, columns: tuple[Column, ...], simulator: SimulateStep, label: Label, task: str, runs: int, why: str
+    node: fx.Node, layout: Layout, simulator: SimulateStep, label: Label, task: str, runs: int, why: str
 ) -> CollectiveRow:
     source = node.args[0]
     assert isinstance(source, fx.Node)
     kind = node.target.__name__  # type: ignore[union-attr]
-    axes = columns[int(node.args[-1])].axes  # type: ignore[arg-type]
+    axes = layout.columns[int(node.args[-1])].axes  # type: ignore[arg-type]
     degree = prod(simulator.cluster.axes[axis].size for axis in axes)
     specs = facts(source).spec, facts(node).spec
     spec = max(specs, key=lambda spec: spec.size_bytes)
     size = specs[0].size_bytes * (degree if kind in ("all_gather", "all_to_all") else 1)
     share = {"all_reduce": 2.0, "all_to_all": 1 / degree}.get(kind, 1.0) * (degree - 1) / degree
-    seconds = sum(simulator.times([node], [column.axes for column in columns]).values())
+    priced = simulator.price(node, layout)
+    assert priced is not None
     return CollectiveRow(
-        label, task, kind, axes, spec.shape, _dtype(spec.dtype), size, share * size, runs, seconds, why
+        label, task, kind, axes, spec.shape, _dtype(spec.dtype), size, share * size, runs, priced[1], why
     )
 
 

@@ -167,7 +167,8 @@ def _hairline(seconds: float, scale: float) -> float:
 def _block_boxes(spans: Sequence[OperatorSpan], place: Callable[[float], float]) -> list[Shape]:
     """A box for every run of operators of one block in one direction, with the block's number."""
     runs: list[tuple[int, str, float, float]] = []
-    for (block, phase), group in groupby(spans, lambda span: (span.block, span.phase)):
+    computing = (span for span in spans if span.cause.is_local)
+    for (block, phase), group in groupby(computing, lambda span: (span.block, span.phase)):
         own = list(group)
         if place(own[-1].end_s) - place(own[0].start_s) < _THIN:
             continue

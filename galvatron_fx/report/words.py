@@ -83,15 +83,16 @@ def time(told: Explained) -> str:
     """Who is busy, and who waits."""
     rank = busiest(told.ranks)
     use = told.ranks[rank]
+    hidden = f" {format_seconds(use.hidden_s)} of collectives are hidden behind computing." if use.hidden_s else ""
     if len(told.ranks) == 1:
-        return f"Every rank does the same. A collective is waited for where it stands. A step takes {_step(told)}."
+        return f"Every rank does the same. A step takes {_step(told)}; collectives count with what they add.{hidden}"
     waits = max(use.seconds.get(cause, 0.0) for use in told.ranks for cause in use.seconds if cause.kind == IDLE)
     moved = any(cause.kind == TRANSFER and s for use in told.ranks for cause, s in use.seconds.items())
     spared = "; transfers count as far as faster links would spare them" if moved else ""
     return (
         f"Pipeline rank {rank} (stages {', '.join(map(str, use.stages))}) is busy longest, for "
         f"{use.busy_s / told.step_s:.0%} of the step of {_step(told)}. A rank waits for others for up to "
-        f"{format_seconds(waits)}{spared}."
+        f"{format_seconds(waits)}{spared}.{hidden}"
     )
 
 
@@ -130,8 +131,8 @@ def step(told: Explained) -> str:
     """How the lanes are to be read."""
     if told.schedule is None:
         return (
-            "Blocks in the order in which they run, dark and light by turns; below, what they do. Operators and "
-            "collectives take turns: each collective is waited for where it stands. Shares are of the step."
+            "Blocks in the order in which they run, dark and light by turns; below, what they do. Collectives run "
+            "beside operators until something waits for them; both are slower then. Shares are of the step."
         )
     return (
         f"Schedule {told.schedule.schedule.name}: numbers are micro-batches, lighter boxes are later stages of a rank. "

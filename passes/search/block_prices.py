@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +18,10 @@ from numpy.typing import NDArray
 from cost_models.bundles import bundled_s
 from cost_models.collectives import collective_s
 from cost_models.ops import OpCost, op_time_s, price_class
-from galvatron_fx.ir.cluster import Cluster, Device
-from galvatron_fx.ir.strategy import RoleGroup, Strategy
+from cost_models.streams import exposed_s
+from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.overlap import Overlap
+from galvatron_fx.ir.strategy import PIPELINE, RoleGroup, Strategy
 from passes.search.block_facts import BlockFacts
 from passes.search.block_terms import Amounts, BlockTerms, Bools, Composition, Floats, read_terms
 from passes.search.candidates import batch_share
@@ -29,6 +32,8 @@ from passes.sharding.prices import traffic_s, update_traffic_s
 STATES_PER_PARAMETER = 4
 _PACKING_PASSES = 2  # what is packed, or taken out, is read and written
 _ADDING_PASSES = 3  # a term is added to a sum: both are read, a new sum is written
+
+_TINY_S = 1e-30
 
 Groups = tuple[RoleGroup, ...]
 
@@ -62,15 +67,24 @@ class BlockPrices:
 
 @dataclass(frozen=True)
 class _Columns:
-    """The terms of a block for role tables and micro-batches: arrays over columns, in seconds and bytes."""
+    """The terms of a block for role tables and micro-batches: arrays over columns, in seconds and bytes.
+
+    ``forward_wait_s``, ``backward_wait_s``: of forward and backward, what is waited for where it starts;
+    ``gather_work_s`` and the like: casts and packing.
+    """
 
     forward_s: Floats
     backward_s: Floats
+    forward_wait_s: Floats
+    backward_wait_s: Floats
     weight_s: Floats
     again_s: Floats
     gather_s: Floats
+    gather_work_s: Floats
     scatter_s: Floats
+    scatter_work_s: Floats
     reduce_s: Floats
+    reduce_work_s: Floats
     update_s: Floats
     static_bytes: Floats
     saved_bytes: Floats
@@ -106,7 +120,8 @@ class BlockPricer:
             np.array([strategy.recompute for strategy, _ in wanted], dtype=np.bool_),
             np.array([strategy.keep_gathered for strategy, _ in wanted], dtype=np.bool_),
             np.array([parts > 1 for _, parts in wanted], dtype=np.bool_),
-            self.cluster.device,
+            np.array([parts > 1 or PIPELINE in strategy.roles for strategy, parts in wanted], dtype=np.bool_),
+            self.cluster,
         )
 
     def _columns(self, wanted: Sequence[tuple[Groups, int]], shares: Sequence[float]) -> _Columns:
@@ -128,28 +143,61 @@ class BlockPricer:
         return result
 
 
-def _prices(terms: _Columns, recompute: Bools, keep: Bools, several: Bools, device: Device) -> BlockPrices:
-    """What recomputation, keeping gathered parameters and several micro-batches make of a block's terms."""
+def _prices(
+    terms: _Columns, recompute: Bools, keep: Bools, several: Bools, staged: Bools, cluster: Cluster
+) -> BlockPrices:
+    """What recomputation, keeping gathered parameters, several micro-batches and tasks of stages make of a block's
+    terms.
+
+    Gathers are prefetched beside the computing of a neighbour, for which the block's own stands, as do reductions run
+    beside what comes next; exactly so in a row of equal blocks.
+    """
+    device, overlap = cluster.device, cluster.overlap
     keep = keep & ~recompute
-    again = np.where(recompute, terms.again_s, 0.0) + terms.gather_s
     rebuilt = np.where(recompute, terms.saved_bytes - terms.entering_bytes, 0.0)
     kept = np.where(keep, terms.gathered_bytes, 0.0)
+    ahead = terms.gathered_bytes - kept if overlap.gains else 0.0
     # Gradients that are reduced at the end grow whole, and what becomes of them takes the place of what was gathered.
     sums = np.where(several, np.where(keep, terms.whole_gradient_bytes, terms.gradient_bytes), 0.0)
     gradients = np.where(keep & several, 0.0, terms.gradient_bytes)
     adding = np.where(several, _ADDING_PASSES * sums, 0.0)
-    weights_s = terms.weight_s + np.where(keep, 0.0, terms.scatter_s) + traffic_s(device, adding)
-    transient = terms.transient_bytes + terms.gathered_bytes - kept + rebuilt
+    once = keep & staged  # gathered before the first micro-batch, scattered after the last
+    again = ~keep  # gathered for backward, too
+    gather_s, scatter_s = np.where(once, 0.0, terms.gather_s), np.where(once, 0.0, terms.scatter_s)
+    gather_work_s, scatter_work_s = np.where(once, 0.0, terms.gather_work_s), np.where(once, 0.0, terms.scatter_work_s)
+    reduce_s, reduce_work_s = np.where(staged, 0.0, terms.reduce_s), np.where(staged, 0.0, terms.reduce_work_s)
+    forward_s = terms.forward_s + gather_work_s
+    weights_s = terms.weight_s + scatter_work_s + reduce_work_s + traffic_s(device, adding)
+    rebuild_s = np.where(again, gather_work_s, 0.0) + np.where(recompute, terms.again_s, 0.0)
+    backward_s = terms.backward_s + weights_s - terms.weight_s + rebuild_s
+    back_gather_s, back_reduce_s = np.where(again, gather_s, 0.0), scatter_s + reduce_s
+    transient = terms.transient_bytes + terms.gathered_bytes - kept + ahead + rebuilt
+    exposed = _exposed_s(backward_s, terms.backward_wait_s, back_gather_s + back_reduce_s, overlap)
+    of_weights = back_reduce_s / np.maximum(back_gather_s + back_reduce_s, _TINY_S)
     return BlockPrices(
-        forward_s=terms.forward_s + np.where(keep, 0.0, terms.gather_s),
-        backward_s=terms.backward_s + np.where(keep, 0.0, again) + weights_s - terms.weight_s,
-        weight_s=weights_s,
-        once_s=terms.update_s + terms.reduce_s + np.where(keep, terms.gather_s + terms.scatter_s, 0.0),
+        forward_s=forward_s + _exposed_s(forward_s, terms.forward_wait_s, gather_s, overlap),
+        backward_s=backward_s + exposed,
+        weight_s=weights_s + exposed * of_weights,
+        once_s=terms.update_s
+        + np.where(staged, terms.reduce_s + terms.reduce_work_s, 0.0)
+        + np.where(once, terms.gather_s + terms.gather_work_s + terms.scatter_s + terms.scatter_work_s, 0.0),
         static_bytes=np.floor(terms.static_bytes - terms.gradient_bytes + kept + np.maximum(gradients, sums)),
         saved_bytes=np.floor(np.where(recompute, terms.entering_bytes, terms.saved_bytes)),
         deferred_bytes=np.floor(terms.deferred_bytes),
         transient_bytes=np.floor(np.maximum(transient, np.where(several, 2 * terms.largest_gradient_bytes, 0.0))),
     )
+
+
+def _exposed_s(busy_s: Floats, wait_s: Floats, sent_s: Floats, overlap: Overlap) -> Floats:
+    """What sending adds to ``busy_s``, in ``wait_s`` of which the device waits for other links and computes nothing."""
+    return exposed_s(busy_s - wait_s, np.maximum(sent_s - wait_s, 0.0), overlap)
+
+
+class _Sent(NamedTuple):
+    """``[C]`` each: seconds of sending, and of casts and packing on the way."""
+
+    seconds: Floats
+    work_s: Floats
 
 
 class _Evaluation:
@@ -172,7 +220,7 @@ class _Evaluation:
 
     def columns(self) -> _Columns:
         forward, backward, weight, again = self._compute()
-        moves = self._moves()
+        moves, packing = self._moves()
         gather, gathered = self._gathers()
         static, update = self._static()
         gradients, whole, largest = self._gradients()
@@ -181,11 +229,16 @@ class _Evaluation:
         return _Columns(
             forward_s=forward + moves["forward"],
             backward_s=backward + moves["backward"],
+            forward_wait_s=moves["forward"],
+            backward_wait_s=moves["backward"],
             weight_s=weight,
             again_s=again + moves["again"],
-            gather_s=gather,
+            gather_s=gather.seconds,
+            gather_work_s=gather.work_s,
             scatter_s=moves["scatter"],
+            scatter_work_s=packing["scatter"],
             reduce_s=moves["reduce"],
+            reduce_work_s=packing["reduce"],
             update_s=update,
             static_bytes=static,
             saved_bytes=saved.sum(axis=0),
@@ -218,30 +271,34 @@ class _Evaluation:
             seconds[rows] = op_time_s(OpCost(flops[rows], moved[rows], 0), dtype, device, kind)
         return [seconds[rows].sum(axis=0) for rows in picked]
 
-    def _moves(self) -> dict[str, Floats]:
-        """Seconds of redistributions: by phase, and of finished gradients that are scattered or all-reduced."""
+    def _moves(self) -> tuple[dict[str, Floats], dict[str, Floats]]:
+        """Seconds of redistributions: by phase, and of finished gradients that are scattered or all-reduced. And those
+        of packing them."""
         times = {slot: np.zeros(len(self.parts)) for slot in ("forward", "backward", "scatter", "reduce", "again")}
+        packing = {slot: np.zeros(len(self.parts)) for slot in times}
         size = self._on_rank(self.terms.moved)
         for move in dict.fromkeys(self.terms.moves):
             rows = np.flatnonzero([other == move for other in self.terms.moves])
-            seconds = self._collective_s(move.kind, size[rows], move.role, bundled=move.slot in ("scatter", "reduce"))
-            times[move.slot] += seconds
+            found = self._sent(move.kind, size[rows], move.role, bundled=move.slot in ("scatter", "reduce"))
+            times[move.slot] += found.seconds
+            packing[move.slot] += found.work_s
             if move.rebuilt:
-                times["again"] += seconds
-        return times
+                times["again"] += found.seconds
+        return times, packing
 
-    def _collective_s(self, kind: str, size: Floats, role: int, bundled: bool) -> Floats:
-        """``[C]``: seconds of collectives of ``size[V, C]`` bytes over the axes of a role, added up."""
-        seconds = np.zeros(len(self.parts))
+    def _sent(self, kind: str, size: Floats, role: int, bundled: bool) -> _Sent:
+        """Collectives of ``size[V, C]`` bytes over the axes of a role, added up."""
+        seconds, packing = np.zeros(len(self.parts)), np.zeros(len(self.parts))
         for group, columns in self.axes[role].items():
             axes, own = [self.cluster.axes[i] for i in group], size[:, columns]
             if not bundled:
                 seconds[columns] = collective_s(kind, own, axes).sum(axis=0)
                 continue
             device, found = self.cluster.device, bundled_s(kind, own, axes)
-            packing = traffic_s(device, _PACKING_PASSES * found.packed_bytes) + device.launch_overhead_s * found.packed
-            seconds[columns] = found.seconds + packing
-        return seconds
+            seconds[columns] = found.seconds
+            packing[columns] = traffic_s(device, _PACKING_PASSES * found.packed_bytes)
+            packing[columns] += device.launch_overhead_s * found.packed
+        return _Sent(seconds, packing)
 
     def _zero_degrees(self) -> Floats:
         """``[W, C]``: ranks among which ``zero`` splits a parameter, 1 where none of its dims divides."""
@@ -256,7 +313,7 @@ class _Evaluation:
                 divides[row] |= size % (degree[0] * whole[row]) == 0
         return np.where(divides, degree, 1.0)
 
-    def _gathers(self) -> tuple[Floats, Floats]:
+    def _gathers(self) -> tuple[_Sent, Floats]:
         """(seconds, bytes) of making the block's parameters whole over the ``zero`` axes, in the dtype that the block
         computes in, once. Where that is narrower, shards are cast and then gathered."""
         weights, roles = self.terms.weights, self.terms.roles
@@ -264,11 +321,12 @@ class _Evaluation:
         own = self._on_rank(weights.amounts)[weights.used]
         computed, cast = weights.computed[weights.used, None], weights.cast[weights.used, None]
         read = np.where(cast, own * (1 + computed) / np.where(computed < 1, degrees, 1.0), 0.0)
-        seconds = traffic_s(self.cluster.device, read.sum(axis=0))
+        made = _Sent(np.zeros(len(self.parts)), traffic_s(self.cluster.device, read.sum(axis=0)))
         if "zero" in roles:
             moved = np.where(degrees > 1, own * np.minimum(computed, 1.0), 0.0)
-            seconds = seconds + self._collective_s("all_gather", moved, roles.index("zero"), bundled=True)
-        return seconds, np.where(cast | (degrees > 1), own * computed, 0.0).sum(axis=0)
+            sent = self._sent("all_gather", moved, roles.index("zero"), bundled=True)
+            made = _Sent(sent.seconds, made.work_s + sent.work_s)
+        return made, np.where(cast | (degrees > 1), own * computed, 0.0).sum(axis=0)
 
     def _static(self) -> tuple[Floats, Floats]:
         """Bytes of parameters with gradients and optimizer states, and seconds of the update."""

@@ -188,9 +188,9 @@ def useful(kind: NDArray[np.int64], amounts: Sequence[Floats]) -> NDArray[np.int
     An infinite amount says that a block may not take a strategy; what none may take is of no use either.
     """
     rows = np.concatenate(amounts)
-    keep = np.isfinite(amounts[0]).any(axis=0)
-    for boundary in np.unique(kind):
-        own = np.flatnonzero(kind == boundary)
+    keep = np.atleast_1d(np.isfinite(amounts[0]).any(axis=0))
+    for each in np.unique(kind):
+        own = np.flatnonzero(kind == each)
         at_most = (rows[:, own, None] <= rows[:, None, own]).all(axis=0)
         later = np.triu(at_most & at_most.T).T  # of equal ones the first is kept
         keep[own[(at_most & ~later).any(axis=0)]] = False

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import fx
 
+from cost_models.streams import StreamRun, Wait
 from galvatron_fx.ir.annotations import facts
+from galvatron_fx.ir.layout import Layout
 from galvatron_fx.ir.predicted import COMPUTE, MEMORY_KINDS, PARAMETERS, STATES, UPDATE, Cause, Storage
+from passes.codegen import finished
 from passes.lower import Lowered
 from passes.memory_meter import MemoryMeter
 from passes.search.block_terms import Floats
 from passes.search.short_program import Repeat, ShortProgram
 from passes.simulate_step import SimulateStep, StepReport
+from passes.step_events import blocks_by_place, node_events
 
 __all__ = ["MemoryTimeline", "OperatorSpan", "StepTimeline", "kinds_array"]
 
@@ -62,16 +67,55 @@ class StepTimeline:
         """Run the short program on tensors without data; ``step``: the prediction for the whole model."""
         lowered = program.lowered
         assert isinstance(lowered, Lowered)
-        columns = [column.axes for column in lowered.layout.columns]
         recorder = _Recorder(lowered.layout.shape)
         recorder.use(lowered, 0)
         graphs = (lowered.halves.forward, lowered.halves.backward)
-        nodes = [node for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
-        spent = [next(iter(simulator.times([node], columns).items()), (Cause(COMPUTE), 0.0)) for node in nodes]
-        starts = np.cumsum([0.0, *(seconds for _, seconds in spent)])
-        spans = _spans(program, nodes, [cause for cause, _ in spent], starts)
-        begun = {(node.graph, node.name): start for node, start in zip(nodes, starts, strict=False)}
+        runs = [_run(graph.graph, lowered.layout, simulator) for graph in graphs]
+        late = runs[0].ends_s
+        nodes = [node for run in runs for node in run.nodes]
+        begins = np.concatenate([runs[0].begins_s, runs[1].begins_s + late, [late + runs[1].ends_s]])
+        lengths = np.concatenate([run.lengths_s for run in runs])
+        delays = np.concatenate([run.delays_s for run in runs])
+        causes = [cause for run in runs for cause in run.causes]
+        place = {node: block for graph in graphs for node, block in blocks_by_place(graph.graph).items()}
+        blocks = [place[node] for node in nodes]
+        spans = _spans(program, nodes, blocks, causes, begins, delays, lengths)
+        begun = {(n.graph, n.name): found for n, *found in zip(nodes, begins, blocks, strict=False)}
         return cls(spans, _memory(program, recorder, begun, step))
+
+
+class _Run(NamedTuple):
+    """The operators of a graph as they run.
+
+    ``begins_s``: when computing comes to each; ``delays_s``: how much later it runs, as a collective; ``lengths_s``.
+    """
+
+    nodes: list[fx.Node]
+    causes: list[Cause]
+    begins_s: Floats
+    delays_s: Floats
+    lengths_s: Floats
+    ends_s: float
+
+
+def _run(graph: fx.Graph, layout: Layout, simulator: SimulateStep) -> _Run:
+    by_node = list(node_events(graph, partial(simulator.price, layout=layout)))
+    run = StreamRun.of([event for _, events in by_node for event in events], simulator.cluster.overlap)
+    nodes, causes, times, count = [], [], [], 0
+    for node, events in by_node:
+        count += len(events)
+        if node.op != "call_function":
+            continue
+        cause, begin = Cause(COMPUTE), run.begins_s[count]
+        start, end = begin, begin
+        if events and not isinstance(events[-1], Wait):
+            cause, begin = events[-1].cause, run.begins_s[count - 1]
+            start, end = run.spans_s.get(count - 1, (begin, run.begins_s[count]))
+        nodes.append(node)
+        causes.append(cause)
+        times.append((begin, start - begin, end - start))
+    begins_s, delays_s, lengths_s = np.array(times).reshape(-1, 3).T
+    return _Run(nodes, causes, begins_s, delays_s, lengths_s, run.now_s)
 
 
 class _Recorder(MemoryMeter):
@@ -79,7 +123,6 @@ class _Recorder(MemoryMeter):
 
     def __init__(self, degrees: Sequence[int]) -> None:
         super().__init__(degrees)
-        self.nodes: list[fx.Node] = []
         self.names: list[tuple[fx.Graph, str]] = []
         self.events: list[tuple[Storage, int]] = []
         self.first_events: list[int] = []
@@ -93,9 +136,9 @@ class _Recorder(MemoryMeter):
         self.events.append((storage, -storage.size_bytes))
 
     def _evaluate(self, graph: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-        self.nodes.append(node)
-        self.names.append((graph.graph, node.name))
-        self.first_events.append(len(self.events))
+        if node.target is not finished:  # waits make nothing; what they let go counts for what came before
+            self.names.append((graph.graph, node.name))
+            self.first_events.append(len(self.events))
         return super()._evaluate(graph, node, values)
 
     def levels(self) -> Floats:
@@ -111,64 +154,74 @@ class _Recorder(MemoryMeter):
 
 
 def _spans(
-    program: ShortProgram, nodes: Sequence[fx.Node], causes: Sequence[Cause], starts: Floats
+    program: ShortProgram,
+    nodes: Sequence[fx.Node],
+    blocks: Sequence[int],
+    causes: Sequence[Cause],
+    begins: Floats,
+    delays: Floats,
+    lengths: Floats,
 ) -> tuple[OperatorSpan, ...]:
     numbers = [block.index for block in program.blocks]
     found = []
-    for index, further, (start,) in _unrolled(nodes, program.repeats, starts[:, None]):
+    for index, further, (begin,) in _unrolled(blocks, program.repeats, begins[:, None]):
         record = facts(nodes[index])
-        length_s = starts[index + 1] - starts[index]
-        number = numbers[max(record.block, 0)] + further
-        found.append(OperatorSpan(number, record.phase, causes[index], float(start), float(start + length_s)))
+        number = numbers[blocks[index]] + max(record.block, 0) - blocks[index] + further
+        start = float(begin + delays[index])
+        found.append(OperatorSpan(number, record.phase, causes[index], start, start + float(lengths[index])))
     return tuple(found)
 
 
 def _memory(
-    program: ShortProgram, recorder: _Recorder, begun: Mapping[tuple[fx.Graph, str], float], step: StepReport
+    program: ShortProgram, recorder: _Recorder, begun: Mapping[tuple[fx.Graph, str], list[Any]], step: StepReport
 ) -> MemoryTimeline:
     moments, now = [], 0.0
     for name in recorder.names:
-        now = begun.get(name, now)  # what stands for a collective begins with what comes before it
+        now = begun[name][0] if name in begun else now  # what stands for a collective begins with what comes before it
         moments.append(now)
+    blocks, block = [], 0
+    for name in reversed(recorder.names):  # and has its place before what comes behind it
+        block = begun[name][1] if name in begun else block
+        blocks.append(block)
+    blocks.reverse()
     levels, update = recorder.levels(), kinds_array(step.memory.update)
     always = np.array([kind in (PARAMETERS, STATES) for kind in MEMORY_KINDS])
     levels[:, always] = update[always]
     values = np.column_stack([moments, levels])
-    rows = np.array([row for _, _, row in _unrolled(recorder.nodes, program.repeats, np.vstack([values, values[-1:]]))])
+    rows = np.array([row for _, _, row in _unrolled(blocks, program.repeats, np.vstack([values, values[-1:]]))])
     update_s = step.step_time_s - step.seconds[Cause(UPDATE)]
     rows = np.vstack([rows, [update_s, *update]])
     return MemoryTimeline(rows[:, 0], rows[:, 1:], step.step_time_s)
 
 
-def _unrolled(nodes: Sequence[fx.Node], repeats: Sequence[Repeat], values: Floats) -> Iterator[tuple[int, int, Floats]]:
+def _unrolled(blocks: Sequence[int], repeats: Sequence[Repeat], values: Floats) -> Iterator[tuple[int, int, Floats]]:
     """The nodes of the whole model in order: for each the one of the short model, how many blocks its own lies behind
     that one's, and its row of ``values``, which change with each block as they do from one to the next.
 
-    ``values``: a row for every node and one for the end.
+    ``blocks``: in whose place each node stands; ``values``: a row for every node and one for the end.
     """
     late = np.zeros(values.shape[1])
     done = 0
-    for first, end, repeat in sorted(sweep for each in repeats for sweep in _sweeps(nodes, each)):
+    for first, end, repeat in sorted(sweep for each in repeats for sweep in _sweeps(blocks, each)):
         yield from ((index, 0, values[index] + late) for index in range(done, first))
-        block = max(facts(nodes[first]).block, 0)
-        ahead = 1 if block == repeat.first else -1
+        ahead = 1 if blocks[first] == repeat.first else -1
         for turn in range(repeat.times + 1):
             yield from ((index, ahead * turn, values[index] + late) for index in range(first, end))
             if turn < repeat.times:
                 late = late + values[end] - values[first]
         done = end
-    yield from ((index, 0, values[index] + late) for index in range(done, len(nodes)))
+    yield from ((index, 0, values[index] + late) for index in range(done, len(blocks)))
 
 
-def _sweeps(nodes: Sequence[fx.Node], repeat: Repeat) -> Iterator[tuple[int, int, Repeat]]:
+def _sweeps(blocks: Sequence[int], repeat: Repeat) -> Iterator[tuple[int, int, Repeat]]:
     """Where the two blocks follow one another: from a node of the one to before its twin in the other.
 
     Forward goes from the first to the second, backward back, and what is done with the gradients at the end of it may
     go either way. A new sweep begins at a node that comes after the twin of the one before it.
     """
     places: dict[int, list[int]] = {repeat.first: [], repeat.second: []}
-    for index, node in enumerate(nodes):
-        if (block := max(facts(node).block, 0)) in places:
+    for index, block in enumerate(blocks):
+        if block in places:
             places[block].append(index)
     twins = [(min(pair), max(pair)) for pair in zip(*places.values(), strict=False)]
     for before, (here, there) in zip([(-1, -1), *twins], twins, strict=False):

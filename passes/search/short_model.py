@@ -3,7 +3,8 @@
 Lowering and simulating take as long as the graph is; what a plan costs follows from few of its blocks. In every stage
 a segment (blocks that are equal in structure and strategy) is cut to its first and last block, and stages that differ
 in the lengths of their segments only have one stand-in. The model is simulated so, and once more for
-each kind of segment with one block more: seconds and bytes grow evenly with every block.
+each kind of segment with one block more: seconds and bytes grow evenly with every block. How much of them overlaps does
+not, so that is simulated for the whole model, on events that repeat those of the block more.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from itertools import groupby, pairwise
 
 import numpy as np
 
+from cost_models.streams import Event
 from galvatron_fx.ir.strategy import Strategy
 from passes.search.block_terms import Floats
 from passes.search.candidates import Boundary, boundary
+from passes.step_events import BlockEvents, GraphEvents
 
 _KEPT = 2  # blocks of a segment: what is between two equal ones is like what is between all others
 
@@ -96,6 +99,32 @@ class ShortModel:
             missing = np.array([sum(self._missing(stage, label) for stage in stages) for stages in about])
             total += (measured - base) * (missing / np.maximum(added, 1))[:, None]
         return total
+
+    def unrolled(self, stage: int, base: GraphEvents, longer: Mapping[Label, GraphEvents]) -> list[Event]:
+        """The events of a graph of the whole model's ``stage``, from those of its stand-in on this model and on each
+        that is longer: between two neighbours of a segment that was cut come those of the block that is more there.
+        """
+        between: dict[frozenset[int], tuple[int, dict[int, BlockEvents], int]] = {}
+        for place, (whole, (first, kept)) in enumerate(zip(self.whole[stage], self._places(stage), strict=True)):
+            if whole.left_out:
+                start = self.longer(kept.label)._places(stage)[place][0]
+                more = {own.block - start: own for own in longer[kept.label].blocks}
+                between[frozenset((first, first + 1))] = first, more, whole.left_out
+        found: list[Event] = []
+        for own, following in zip(base.blocks, [*base.blocks[1:], None], strict=True):
+            first, more, times = between.get(frozenset((own.block, following.block if following else -1)), (0, {}, 0))
+            one, middle = more.get(2 * (own.block - first)), more.get(1)
+            found += own.all if one is None else one.all
+            if one is not None and middle is not None:
+                found += [*middle.gathers, *one.ahead, *middle.rest] * (times - 1) + middle.all
+        return found
+
+    def _places(self, stage: int) -> list[tuple[int, Segment]]:
+        """The segments of a stage's stand-in, each with its first block as the short model numbers them."""
+        kept = self.kept[self.stage_of[stage]]
+        lengths = [segment.kept for segment in kept]
+        start = self.first_blocks[self.stage_of[stage]]
+        return [(start + sum(lengths[:place]), segment) for place, segment in enumerate(kept)]
 
     def _missing(self, stage: int, label: Label) -> int:
         """Blocks of ``label`` that the stand-in of a stage has fewer (or more) of."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import fx
 
+from cost_models.streams import Event
 from galvatron_fx.ir.cluster import Axis, Cluster
 from galvatron_fx.ir.predicted import MemoryUse
 from galvatron_fx.ir.schedule import Schedule
@@ -21,12 +22,27 @@ from passes.search.short_model import Label, ShortModel
 from passes.search.stage_search import StageChoice, StageSearch
 from passes.simulate_stages import SimulateStages, StagesReport
 from passes.simulate_step import SimulateStep, StepReport
+from passes.step_events import GraphEvents
 
 Row = Mapping[Any, float]
 """Seconds or bytes of a stage or rank, by what they are of."""
 
-Measured = tuple[Sequence[Row], Sequence[Row]]
-"""Seconds of every stage, and bytes of every rank."""
+
+class Measured(NamedTuple):
+    """Seconds of every stage as if nothing ran at once, bytes of every rank, and the events of every stage's graphs."""
+
+    seconds: Sequence[Row]
+    memory: Sequence[Row]
+    events: Sequence[Mapping[str, GraphEvents]]
+
+
+class Whole(NamedTuple):
+    """The same of the whole model, its events in one list a graph."""
+
+    seconds: list[dict[Any, float]]
+    memory: list[dict[Any, float]]
+    events: list[Mapping[str, Sequence[Event]]]
+
 
 _PARAMETER_BYTES = "parameter bytes"
 
@@ -77,12 +93,14 @@ class SimulateChoice:
     def _one_stage(self, short: ShortModel, strategies: Sequence[Strategy]) -> StepReport:
         def measure(model: ShortModel) -> Measured:
             lowered = Lower([strategies[b] for b in model.keep], self.cluster, self._cache).run(self._graph(model))
-            step = self._simulator.run(lowered)
-            return [{**step.seconds, _PARAMETER_BYTES: step.parameter_bytes}], [_row(step.memory)]
+            step = self._simulator.parts(lowered)
+            seconds: dict[Any, float] = {**step.alone, _PARAMETER_BYTES: step.parameter_bytes}
+            return Measured([seconds], [_row(step.memory)], [step.events])
 
-        (times,), (memory,) = _whole(short, measure)
-        parameter_bytes = round(times.pop(_PARAMETER_BYTES))
-        return StepReport(times, _memory(memory), parameter_bytes)
+        whole = _whole(short, measure)
+        (seconds,), (memory,), (events,) = whole
+        parameter_bytes = round(seconds.pop(_PARAMETER_BYTES))
+        return self._simulator.report(seconds, events.values(), _memory(memory), parameter_bytes)
 
     def _stages(self, short: ShortModel, strategies: Sequence[Strategy], staging: Staging) -> StagesReport:
         schedule = staging.schedule
@@ -94,11 +112,12 @@ class SimulateChoice:
             parts = schedule.num_microbatches
             lower = LowerStages(kept, model.first_blocks, parts, self.cluster, self._cache, keep_outputs=False)
             lowered = lower.run(self._graph(model)).standing_for(model.stage_of)
-            return simulate.times(lowered), [_row(use) for use in filled.memory(lowered)]
+            events = simulate.events(lowered)
+            return Measured(simulate.alone(lowered, events), [_row(use) for use in filled.memory(lowered)], events)
 
         ranks = [schedule.stages_of(rank) for rank in range(schedule.num_ranks)]
-        times, memory = _whole(short, measure, ranks)
-        return simulate.report(times, [_memory(row) for row in memory])
+        whole = _whole(short, measure, ranks)
+        return simulate.report(whole.seconds, whole.events, [_memory(row) for row in whole.memory])
 
     def _graph(self, model: ShortModel) -> fx.GraphModule:
         return DropBlocks(model.keep, self.marks).run(self.graph)
@@ -106,12 +125,25 @@ class SimulateChoice:
 
 def _whole(
     short: ShortModel, measure: Callable[[ShortModel], Measured], ranks: Sequence[Sequence[int]] | None = None
-) -> tuple[list[dict[Any, float]], list[dict[Any, float]]]:
+) -> Whole:
     """What ``measure`` would find on the whole model; ``ranks``: the stages of each."""
     base = measure(short)
     longer = {label: measure(short.longer(label)) for label in short.labels}
-    times = _extrapolated(short, base[0], {label: found[0] for label, found in longer.items()})
-    return times, _extrapolated(short, base[1], {label: found[1] for label, found in longer.items()}, ranks)
+    return Whole(
+        _extrapolated(short, base.seconds, {label: found.seconds for label, found in longer.items()}),
+        _extrapolated(short, base.memory, {label: found.memory for label, found in longer.items()}, ranks),
+        [_unrolled(short, stage, base, longer) for stage in range(len(short.whole))],
+    )
+
+
+def _unrolled(
+    short: ShortModel, stage: int, base: Measured, longer: Mapping[Label, Measured]
+) -> dict[str, Sequence[Event]]:
+    """The events of every graph of a stage of the whole model."""
+    return {
+        name: short.unrolled(stage, own, {label: found.events[stage][name] for label, found in longer.items()})
+        for name, own in base.events[stage].items()
+    }
 
 
 def _extrapolated(

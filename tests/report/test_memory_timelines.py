@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -56,8 +57,8 @@ def test_few_blocks_tell_the_timeline_of_all(graph: fx.GraphModule, plan: Plan) 
     assert few.memory.peak_bytes == step.peak_memory_bytes
     assert [(s.block, s.phase, s.cause) for s in few.spans] == [(s.block, s.phase, s.cause) for s in every.spans]
     assert few.spans[-1].end_s == pytest.approx(step.step_time_s - step.seconds[Cause(UPDATE)])
-    seconds = sum(span.end_s - span.start_s for span in few.spans)
-    assert seconds == pytest.approx(few.spans[-1].end_s)
+    work = [span for span in few.spans if span.cause.is_local]
+    assert all(first.end_s <= second.start_s + 1e-12 for first, second in pairwise(work))
 
 
 @pytest.mark.parametrize(("schedule", "num_stages"), [("zb_h1", 2), ("zbv", 4), ("gpipe", 2)])

@@ -1,0 +1,152 @@
+"""When work and collectives run that one device does side by side: computing on one stream, communicating on others.
+
+Computing goes through a list of events in order. A collective that starts joins the queue of its stream, where one
+runs after the other; a wait stops computing until the stream is so far. While both run, work goes on at 1 /
+``overlap.compute`` of its rate and every collective at 1 / ``overlap.communication``; collectives on several streams,
+which use different links, do not slow each other down.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from galvatron_fx.ir.overlap import Overlap
+from galvatron_fx.ir.predicted import Cause
+
+__all__ = ["Event", "Start", "StreamRun", "Wait", "Work", "exposed_s"]
+
+Floats = NDArray[np.float64]
+
+
+class Work(NamedTuple):
+    """Computing that takes ``seconds`` alone."""
+
+    seconds: float
+    cause: Cause
+
+
+class Start(NamedTuple):
+    """A collective that takes ``seconds`` alone joins the queue of ``stream``."""
+
+    seconds: float
+    cause: Cause
+    stream: int
+
+
+class Wait(NamedTuple):
+    """Go on when no more than ``behind`` collectives are left on ``stream``: those that started later."""
+
+    stream: int
+    behind: int
+
+
+Event = Work | Start | Wait
+
+
+@dataclass
+class StreamRun:
+    """The events of one device, run.
+
+    ``begins_s``: when computing comes to each event, and to the end; ``spans_s``: when each collective ran, by its
+    number among the events; ``exposed``: by cause of collectives, the seconds that they add to those of the work alone:
+    what is waited for them, and what they slow down. The last moment is the sum of work and ``exposed``.
+    """
+
+    events: Sequence[Event]
+    overlap: Overlap
+    now_s: float = 0.0
+    begins_s: list[float] = field(default_factory=list)
+    spans_s: dict[int, tuple[float, float]] = field(default_factory=dict)
+    exposed: dict[Cause, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, events: Sequence[Event], overlap: Overlap) -> StreamRun:
+        """Run ``events`` to their end, and to that of all collectives."""
+        run = cls(events, overlap)
+        for number, event in enumerate(events):
+            run.begins_s.append(run.now_s)
+            run._do(number, event)
+        for stream in sorted(run._queues):
+            run._wait(stream, 0)
+        run.begins_s.append(run.now_s)
+        return run
+
+    def __post_init__(self) -> None:
+        self._queues: dict[int, deque[int]] = {}
+        self._left_s: dict[int, float] = {}
+        self._started_s: dict[int, float] = {}
+
+    def _do(self, number: int, event: Event) -> None:
+        if isinstance(event, Start):
+            self._left_s[number] = event.seconds
+            self._queues.setdefault(event.stream, deque()).append(number)
+        elif isinstance(event, Wait):
+            self._wait(event.stream, event.behind)
+        else:
+            self._work(event.seconds)
+
+    def _work(self, seconds: float) -> None:
+        """Compute, slower as long as something is on its way."""
+        while running := self._running():
+            compute, communication = self.overlap.compute, self.overlap.communication
+            nearest_s = min(self._left_s[number] for number in running)
+            passes_s = min(seconds * compute, nearest_s * communication)
+            done_s = passes_s / compute
+            for number in running:
+                self._expose(number, (passes_s - done_s) / len(running))
+            self._pass(passes_s, running, communication)
+            if seconds * compute <= passes_s:
+                return
+            seconds -= done_s
+        self.now_s += seconds
+
+    def _wait(self, stream: int, behind: int) -> None:
+        queue = self._queues.get(stream, deque())
+        while running := self._running():
+            if len(queue) <= behind:
+                return
+            passes_s = min(self._left_s[number] for number in running)
+            self._expose(queue[0], passes_s)
+            self._pass(passes_s, running, 1.0)
+
+    def _running(self) -> list[int]:
+        """The first of every queue."""
+        running = [queue[0] for queue in self._queues.values() if queue]
+        for number in running:
+            self._started_s.setdefault(number, self.now_s)
+        return running
+
+    def _expose(self, number: int, seconds: float) -> None:
+        cause = self.events[number].cause  # type: ignore[union-attr]
+        self.exposed[cause] = self.exposed.get(cause, 0.0) + seconds
+
+    def _pass(self, passes_s: float, running: Sequence[int], slower: float) -> None:
+        """Let time pass; the collectives that have the least left end exactly then."""
+        ends = passes_s / slower
+        least = min(self._left_s[number] for number in running)
+        self.now_s += passes_s
+        for number in running:
+            left = self._left_s[number]
+            self._left_s[number] = left - ends
+            if left == least and ends >= least * (1 - 1e-12):
+                self.spans_s[number] = self._started_s[number], self.now_s
+                self._queues[self.events[number].stream].popleft()  # type: ignore[union-attr]
+
+
+def exposed_s(compute_s: Floats, communication_s: Floats, overlap: Overlap) -> Floats:
+    """Return the seconds that ``communication_s[...]`` adds to ``compute_s[...]`` where both begin at once.
+
+    What :class:`StreamRun` finds for one collective that starts, work, and a wait: until the first of the two ends both
+    are slowed down, then the other goes on alone.
+    """
+    ends_first = communication_s * overlap.communication <= compute_s * overlap.compute
+    beside = communication_s * overlap.communication * (1 - 1 / overlap.compute)
+    behind = communication_s + compute_s * overlap.compute * (1 - 1 / overlap.communication) - compute_s
+    exposed: Floats = np.where(ends_first, beside, behind)
+    return exposed

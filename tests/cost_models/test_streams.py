@@ -1,0 +1,95 @@
+"""Laws of running work and collectives side by side."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_models.streams import Event, Start, StreamRun, Wait, Work, exposed_s
+from galvatron_fx.ir.overlap import Overlap
+from galvatron_fx.ir.predicted import COMPUTE, Cause
+
+SECONDS = st.floats(0.0, 10.0)
+NOTHING_GAINED = Overlap(2.0, 2.0)
+
+
+def sent(stream: int) -> Cause:
+    return Cause("all_gather", (stream,))
+
+
+@st.composite
+def event_lists(draw: st.DrawFn) -> list[Event]:
+    """Up to 12 events on two streams, none of which waits for what has not begun."""
+    events: list[Event] = []
+    for _ in range(draw(st.integers(0, 12))):
+        stream = draw(st.integers(0, 1))
+        kinds = (Work(draw(SECONDS), Cause(COMPUTE)), Start(draw(SECONDS), sent(stream), stream))
+        events.append(draw(st.sampled_from([*kinds, Wait(stream, draw(st.integers(0, 3)))])))
+    return events
+
+
+def work_s(events: list[Event]) -> float:
+    return sum(event.seconds for event in events if isinstance(event, Work))
+
+
+def sent_s(events: list[Event], stream: int) -> float:
+    return sum(event.seconds for event in events if isinstance(event, Start) and event.stream == stream)
+
+
+OVERLAPS = st.builds(Overlap, st.floats(1.0, 3.0), st.floats(1.0, 3.0))
+
+
+@given(events=event_lists(), overlap=OVERLAPS)
+def test_bounds(events: list[Event], overlap: Overlap) -> None:
+    """At least what each stream takes alone, at most all of it one after the other at its slowest."""
+    taken_s = StreamRun.of(events, overlap).now_s
+    least = max(work_s(events), sent_s(events, 0), sent_s(events, 1))
+    most = overlap.compute * work_s(events) + overlap.communication * (sent_s(events, 0) + sent_s(events, 1))
+    assert least * (1 - 1e-9) <= taken_s <= most * (1 + 1e-9) + 1e-12
+
+
+@given(events=event_lists(), overlap=OVERLAPS)
+def test_parts_add_up(events: list[Event], overlap: Overlap) -> None:
+    run = StreamRun.of(events, overlap)
+    assert run.now_s == pytest.approx(work_s(events) + sum(run.exposed.values()), abs=1e-9)
+    assert min(run.exposed.values(), default=0.0) >= 0.0
+    starts = [number for number, event in enumerate(events) if isinstance(event, Start)]
+    assert sorted(run.spans_s) == starts and all(a <= b <= run.now_s for a, b in run.spans_s.values())
+
+
+@given(events=event_lists())
+def test_sharing_evenly_gains_nothing(events: list[Event]) -> None:
+    """On one stream: as one after the other."""
+    one = [event for event in events if isinstance(event, Work) or event.stream == 0]
+    run = StreamRun.of(one, NOTHING_GAINED)
+    assert run.now_s == pytest.approx(work_s(one) + sent_s(one, 0), abs=1e-9)
+
+
+@given(events=event_lists(), overlap=OVERLAPS, number=st.integers(0, 11), more_s=SECONDS)
+def test_more_bytes_never_take_less(events: list[Event], overlap: Overlap, number: int, more_s: float) -> None:
+    """On one stream, where overlapping loses nothing: there, being late may make others run alone."""
+    overlap = overlap if 1 / overlap.compute + 1 / overlap.communication >= 1 else NOTHING_GAINED
+    one = [event for event in events if isinstance(event, Work) or event.stream == 0]
+    longer = [
+        Start(event.seconds + more_s, event.cause, event.stream) if i == number and isinstance(event, Start) else event
+        for i, event in enumerate(one)
+    ]
+    assert StreamRun.of(longer, overlap).now_s >= StreamRun.of(one, overlap).now_s * (1 - 1e-9) - 1e-12
+
+
+@given(compute=SECONDS, communication=SECONDS, overlap=OVERLAPS)
+def test_the_formula(compute: float, communication: float, overlap: Overlap) -> None:
+    events = [Start(communication, sent(0), 0), Work(compute, Cause(COMPUTE)), Wait(0, 0)]
+    expected = StreamRun.of(events, overlap).now_s - compute
+    assert exposed_s(np.array([compute]), np.array([communication]), overlap)[0] == pytest.approx(expected, abs=1e-9)
+
+
+def test_by_hand() -> None:
+    """2 s of work beside 1 s: that takes 1.3 s, in which 1 s is computed."""
+    events = [Start(1.0, sent(0), 0), Work(2.0, Cause(COMPUTE)), Wait(0, 0), Start(3.0, sent(1), 1)]
+    run = StreamRun.of(events, Overlap(1.3, 1.3))
+    assert run.begins_s == pytest.approx([0.0, 0.0, 2.3, 2.3, 5.3])
+    assert run.spans_s[0] == pytest.approx((0.0, 1.3)) and run.spans_s[3] == pytest.approx((2.3, 5.3))
+    assert run.exposed == pytest.approx({sent(0): 0.3, sent(1): 3.0})
