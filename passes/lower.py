@@ -52,7 +52,8 @@ class Lower:
         self._done("PlaceRecompute", joint)
         halves = Partition().run(joint)
         for phase, half in {"forward": halves.forward, "backward": halves.backward}.items():
-            ScheduleCommunication(layout(sharded), self.cluster, partial(self._scheduled, phase)).run(half)
+            seen = partial(self._scheduled, phase)
+            ScheduleCommunication(self.strategies, layout(sharded), self.cluster, seen).run(half)
         return Lowered(joint, halves, layout(sharded))
 
     def _scheduled(self, phase: str, name: str, graph: fx.GraphModule) -> None:

@@ -77,7 +77,7 @@ class LowerStages:
         joint = PlaceRecompute(self.strategies).run(sharded)
         self._done("PlaceRecompute", joint)
         stages = SplitStages(self.first_blocks, self.strategies).run(joint)
-        schedule = ScheduleCommunication(layout(sharded), self.cluster)
+        schedule = ScheduleCommunication(self.strategies, layout(sharded), self.cluster)
         for task in (task for stage in stages for task in stage.tasks.values()):
             schedule.run(task.graph)
         return LoweredStages(joint, stages, microbatched, layout(sharded), signature(graph))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from galvatron_fx.ir.annotations import facts
+from galvatron_fx.ir.strategy import Strategy
 from passes.communication_moments import collectives_among, early_gathers
 
 
@@ -18,15 +20,22 @@ class PrefetchGathers:
     are waited for at their first use, so they run beside one block's computation; those of the first block start where
     the graph does. No more than one block ahead: that is all it takes to hide them, and what is gathered takes memory.
     A gather that needs another stays where it is, as it would wait for that one. Where computing and communicating at
-    once gains nothing (:attr:`galvatron_fx.ir.overlap.Overlap.gains`), neither does this pass.
+    once gains nothing (:attr:`galvatron_fx.ir.overlap.Overlap.gains`), neither does this pass. A block whose strategy
+    gathers late is left as it is. ``strategies``: one a block.
 
     Rewrite: ``a = all_gather(w0); x = mm(x, a); b = all_gather(w1); x = mm(x, b)`` ->
     ``a = all_gather(w0); b = all_gather(w1); x = mm(x, a); x = mm(x, b)``, the products being of two blocks.
     """
 
+    strategies: Sequence[Strategy]
+
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Rewrite ``graph`` in place and return it, recompiled."""
-        gathers = {node: before for node, before in early_gathers(graph.graph).items() if not collectives_among(before)}
+        gathers = {
+            node: before
+            for node, before in early_gathers(graph.graph).items()
+            if not collectives_among(before) and not self.strategies[_block(node)].gather_late
+        }
         starts = _computing_starts(graph.graph, {*gathers, *(n for before in gathers.values() for n in before)})
         blocks = list(starts)
         of_block: dict[int, list[fx.Node]] = {block: [] for block in blocks}

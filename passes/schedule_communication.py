@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.layout import Layout
+from galvatron_fx.ir.strategy import Strategy
 from passes.bundle_collectives import BundleCollectives
 from passes.finish_reductions_late import FinishReductionsLate
 from passes.prefetch_gathers import PrefetchGathers
@@ -19,9 +20,10 @@ from passes.start_reductions_early import StartReductionsEarly
 class ScheduleCommunication:
     """The passes over a forward or backward graph, or a stage's task, that lies on ``cluster`` as ``layout`` says.
 
-    ``on_pass`` sees the graph after each of them.
+    ``strategies``: one a block; ``on_pass`` sees the graph after each of them.
     """
 
+    strategies: Sequence[Strategy]
     layout: Layout
     cluster: Cluster
     on_pass: Callable[[str, fx.GraphModule], None] | None = None
@@ -32,7 +34,7 @@ class ScheduleCommunication:
         self._done(BundleCollectives.over(self.layout, self.cluster).run(graph), "BundleCollectives")
         self._done(FinishReductionsLate().run(graph), "FinishReductionsLate")
         if self.cluster.overlap.gains:
-            self._done(PrefetchGathers().run(graph), "PrefetchGathers")
+            self._done(PrefetchGathers(self.strategies).run(graph), "PrefetchGathers")
         return graph
 
     def _done(self, graph: fx.GraphModule, name: str) -> None:

@@ -101,6 +101,7 @@ class Plan:
         *,
         recompute: bool = False,
         keep_gathered: bool = False,
+        gather_late: bool = False,
         num_blocks: int | None = None,
         pipelining: Pipelining = ONE_STAGE,
     ) -> Plan:
@@ -111,7 +112,7 @@ class Plan:
         ``num_blocks`` the plan fits models of so many blocks, without it any. Raises PlanError for
         unknown roles, and when there are not as many roles as axes.
         """
-        strategy = Strategy(tuple(roles), recompute, keep_gathered)
+        strategy = Strategy(tuple(roles), recompute, keep_gathered, gather_late)
         if num_blocks is not None:
             return cls.from_roles(axis_sizes, [strategy] * num_blocks, pipelining)
         split = _split_roles(strategy, tuple(axis_sizes), [prime_factors(size) for size in axis_sizes])

@@ -65,7 +65,8 @@ def describe_keeps(strategy: Strategy, casts: bool = False) -> str:
     kept = strategy.keep_gathered and not strategy.recompute
     if "zero" not in strategy.roles:
         return f"{keeps}, casts {'kept' if kept else 'again'}" if casts else keeps
-    return f"{keeps}, gathered kept" if kept else f"{keeps}, gathered again"
+    late = " and late" if strategy.gather_late else ""
+    return f"{keeps}, gathered kept" if kept else f"{keeps}, gathered again{late}"
 
 
 def _rows(plan: Plan) -> list[tuple[int, list[BlockPlan]]]:

@@ -49,6 +49,9 @@ LOWERING_ORDER: tuple[str, ...] = ("zero", "data", "sequence", "tensor_sequence"
 """The order in which lowering takes the roles, and in which :meth:`Strategy.groups` lists them; stages are cut last."""
 
 
+_FLAGS = ("recompute", "keep_gathered", "gather_late")
+
+
 @dataclass(frozen=True, order=True)
 class RoleGroup:
     """All the mesh axes that have one role: ``degree`` is the product of the sizes of ``axes`` (ascending)."""
@@ -66,7 +69,8 @@ class Strategy:
     inputs of the block and computes the rest again in backward. ``keep_gathered`` keeps the parameters
     that ``zero`` axes gathered, or mixed precision cast, in forward until backward (ZeRO-2-like);
     without it they are gathered again (ZeRO-3-like). With both, ``recompute`` wins: the gathers are
-    computed again as all else is.
+    computed again as all else is. ``gather_late`` gathers right before use; without it, gathers start a
+    block ahead where the cluster gains by that, and take memory for that long.
 
     Raises PlanError for an unknown role and for values of a wrong type.
     """
@@ -74,6 +78,7 @@ class Strategy:
     roles: tuple[str, ...]
     recompute: bool = False
     keep_gathered: bool = False
+    gather_late: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.roles, tuple):
@@ -84,8 +89,8 @@ class Strategy:
         for axis, role in enumerate(self.roles):
             if role not in ROLES:
                 raise PlanError(f"unknown role {role!r:.80} for mesh axis {axis}; use one of {', '.join(ROLES)}")
-        for name, value in (("recompute", self.recompute), ("keep_gathered", self.keep_gathered)):
-            if not isinstance(value, bool):
+        for name in _FLAGS:
+            if not isinstance(value := getattr(self, name), bool):
                 raise PlanError(f"{name} is {value!r:.80}, where a bool was expected; give True or False")
 
     def groups(self, axis_sizes: Sequence[int]) -> tuple[RoleGroup, ...]:
@@ -108,7 +113,7 @@ class Strategy:
 
     def to_dict(self) -> dict[str, object]:
         """Return the strategy as plain JSON values."""
-        return {"roles": list(self.roles), "recompute": self.recompute, "keep_gathered": self.keep_gathered}
+        return {"roles": list(self.roles), **{name: getattr(self, name) for name in _FLAGS}}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, object]) -> Strategy:
@@ -116,21 +121,20 @@ class Strategy:
 
         Raises PlanError for unknown keys, missing roles and values of a wrong type.
         """
-        unknown = sorted(set(fields) - {"roles", "recompute", "keep_gathered"}, key=str)
+        unknown = sorted(set(fields) - {"roles", *_FLAGS}, key=str)
         if unknown:
             raise PlanError(
-                f"unknown keys {unknown!r:.80} in a strategy; the keys are roles, recompute and keep_gathered: remove "
-                f"others"
+                f"unknown keys {unknown!r:.80} in a strategy; the keys are roles, {', '.join(_FLAGS)}: remove others"
             )
         roles = fields.get("roles")
         if not isinstance(roles, (list, tuple)):
             raise PlanError(f"roles of a strategy is {roles!r:.80}; give a list with one role per mesh axis")
         # __post_init__ checks the types of the flags.
-        return cls(tuple(roles), fields.get("recompute", False), fields.get("keep_gathered", False))  # type: ignore[arg-type]
+        return cls(tuple(roles), *(fields.get(name, False) for name in _FLAGS))  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         """Return the roles, outermost axis first, and the flags that are set: ``data zero tensor +recompute``."""
-        flags = [f"+{name}" for name in ("recompute", "keep_gathered") if getattr(self, name)]
+        flags = [f"+{name}" for name in _FLAGS if getattr(self, name)]
         return " ".join([*(self.roles or ("one device",)), *flags])
 
 

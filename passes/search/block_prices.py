@@ -119,6 +119,7 @@ class BlockPricer:
             terms,
             np.array([strategy.recompute for strategy, _ in wanted], dtype=np.bool_),
             np.array([strategy.keep_gathered for strategy, _ in wanted], dtype=np.bool_),
+            np.array([strategy.gather_late for strategy, _ in wanted], dtype=np.bool_),
             np.array([parts > 1 for _, parts in wanted], dtype=np.bool_),
             np.array([parts > 1 or PIPELINE in strategy.roles for strategy, parts in wanted], dtype=np.bool_),
             self.cluster,
@@ -144,19 +145,19 @@ class BlockPricer:
 
 
 def _prices(
-    terms: _Columns, recompute: Bools, keep: Bools, several: Bools, staged: Bools, cluster: Cluster
+    terms: _Columns, recompute: Bools, keep: Bools, late: Bools, several: Bools, staged: Bools, cluster: Cluster
 ) -> BlockPrices:
     """What recomputation, keeping gathered parameters, several micro-batches and tasks of stages make of a block's
     terms.
 
-    Gathers are prefetched beside the computing of a neighbour, for which the block's own stands, as do reductions run
-    beside what comes next; exactly so in a row of equal blocks.
+    Gathers that are not late are prefetched beside the computing of a neighbour, for which the block's own stands, as
+    do reductions run beside what comes next; exactly so in a row of equal blocks.
     """
     device, overlap = cluster.device, cluster.overlap
     keep = keep & ~recompute
     rebuilt = np.where(recompute, terms.saved_bytes - terms.entering_bytes, 0.0)
     kept = np.where(keep, terms.gathered_bytes, 0.0)
-    ahead = terms.gathered_bytes - kept if overlap.gains else 0.0
+    ahead = np.where(late | (not overlap.gains), 0.0, terms.gathered_bytes - kept)
     # Gradients that are reduced at the end grow whole, and what becomes of them takes the place of what was gathered.
     sums = np.where(several, np.where(keep, terms.whole_gradient_bytes, terms.gradient_bytes), 0.0)
     gradients = np.where(keep & several, 0.0, terms.gradient_bytes)
@@ -170,13 +171,14 @@ def _prices(
     weights_s = terms.weight_s + scatter_work_s + reduce_work_s + traffic_s(device, adding)
     rebuild_s = np.where(again, gather_work_s, 0.0) + np.where(recompute, terms.again_s, 0.0)
     backward_s = terms.backward_s + weights_s - terms.weight_s + rebuild_s
-    back_gather_s, back_reduce_s = np.where(again, gather_s, 0.0), scatter_s + reduce_s
+    ahead_s, late_s = np.where(late, 0.0, gather_s), np.where(late, gather_s, 0.0)
+    back_gather_s, back_reduce_s = np.where(again, ahead_s, 0.0), scatter_s + reduce_s
     transient = terms.transient_bytes + terms.gathered_bytes - kept + ahead + rebuilt
     exposed = _exposed_s(backward_s, terms.backward_wait_s, back_gather_s + back_reduce_s, overlap)
     of_weights = back_reduce_s / np.maximum(back_gather_s + back_reduce_s, _TINY_S)
     return BlockPrices(
-        forward_s=forward_s + _exposed_s(forward_s, terms.forward_wait_s, gather_s, overlap),
-        backward_s=backward_s + exposed,
+        forward_s=forward_s + _exposed_s(forward_s, terms.forward_wait_s, ahead_s, overlap) + late_s,
+        backward_s=backward_s + exposed + np.where(again, late_s, 0.0),
         weight_s=weights_s + exposed * of_weights,
         once_s=terms.update_s
         + np.where(staged, terms.reduce_s + terms.reduce_work_s, 0.0)

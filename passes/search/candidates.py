@@ -25,11 +25,17 @@ def boundary(strategy: Strategy) -> Boundary:
 
 
 def candidates(
-    cluster: Cluster, roles: Sequence[str], recompute: str | bool, pipeline_axes: int = 0, casts: bool = False
+    cluster: Cluster,
+    roles: Sequence[str],
+    recompute: str | bool,
+    pipeline_axes: int = 0,
+    casts: bool = False,
+    gather_late: bool = False,
 ) -> tuple[Strategy, ...]:
     """All strategies of a block whose outermost ``pipeline_axes`` axes hold stages.
 
-    ``casts``: whether blocks cast their parameters, so that there are copies to be kept also where none are gathered.
+    ``casts``: whether blocks cast their parameters, so that there are copies to be kept also where none are gathered;
+    ``gather_late``: of all strategies, see :class:`galvatron_fx.ir.strategy.Strategy`.
 
     Two axes of equal size and speed are interchangeable, so only tables whose roles ascend along them are kept. On
     meshes of many axes, tensor and sequence roles (one of them a block) take the inner, faster axes, as they talk in
@@ -48,9 +54,9 @@ def candidates(
     found = []
     for table in tables:
         for repeat in again:
-            found.append(Strategy((*outer, *table), repeat))
+            found.append(Strategy((*outer, *table), repeat, gather_late=gather_late))
             if ("zero" in table or casts) and not repeat:
-                found.append(Strategy((*outer, *table), repeat, keep_gathered=True))
+                found.append(Strategy((*outer, *table), repeat, True, gather_late))
     return tuple(found)
 
 

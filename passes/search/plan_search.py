@@ -108,11 +108,11 @@ class _Search:
 
     def run(self) -> Plan:
         """Take the choices in the order of their estimates, and simulate each until none left can be faster."""
-        with self.watch.phase(PRICING):
-            self.watch.tell(blocks=len(self.pricer.marks))
-            searches = self._searches()
-        self.watch.tell(configurations=len(searches))
+        searches = self._searches()
         found = self._fastest(searches, self.limit)
+        if found is None and not self.is_cut_short and self.cluster.overlap.gains and "zero" in self.options.roles:
+            searches = self._searches(gather_late=True)
+            found = self._fastest(searches, self.limit)
         if found is None and not self.is_cut_short:
             found = self._least(searches)
         if found is None:
@@ -167,14 +167,26 @@ class _Search:
         self.watch.tell(simulated=self.record.simulations)
         return found
 
-    def _searches(self) -> list[StageSearch]:
-        """A search for every pipeline degree, schedule and number of micro-batches that pins, axes and batch allow."""
+    def _searches(self, gather_late: bool = False) -> list[StageSearch]:
+        """A search for every pipeline degree, schedule and number of micro-batches that pins, axes and batch allow.
+
+        ``gather_late``: whether blocks gather right before use, which is slower, so it is left for when nothing fits.
+        """
+        with self.watch.phase(PRICING):
+            self.watch.tell(blocks=len(self.pricer.marks))
+            searches = self._priced(gather_late)
+        self.watch.tell(configurations=len(searches))
+        return searches
+
+    def _priced(self, gather_late: bool) -> list[StageSearch]:
         batch, blocks = self.pricer.batch, len(self.pricer.marks)
         settings = Configurations(self.cluster, self.options.roles, self.options.pins, batch, blocks).all()
         keys = list(dict.fromkeys((setting.pipeline_axes, setting.num_microbatches) for setting in settings))
         casts = any(node.target is cast_parameter for node in self.graph.graph.nodes)
         requests = [
-            ChainRequest(candidates(self.cluster, self.options.roles, self.options.recompute, axes, casts), parts)
+            ChainRequest(
+                candidates(self.cluster, self.options.roles, self.options.recompute, axes, casts, gather_late), parts
+            )
             for axes, parts in keys
         ]
         chains = dict(zip(keys, self.pricer.chains(requests), strict=True))

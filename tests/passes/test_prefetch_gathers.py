@@ -15,12 +15,15 @@ from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import TensorSpec, facts
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.overlap import Overlap
+from galvatron_fx.ir.strategy import Strategy
 from passes.lower import Lower
 from passes.prefetch_gathers import PrefetchGathers
 from tests.graphs import Builder, listing
 from tests.helpers import DEVICE, axes, captured, uniform
 
 aten = torch.ops.aten
+
+ZERO = [Strategy(("zero",))] * 3
 
 
 def spec(*shape: int) -> list[TensorSpec]:
@@ -42,7 +45,7 @@ def gathered_layers(count: int) -> fx.GraphModule:
 class TestGraphs(expecttest.TestCase):
     def test_one_block_ahead(self) -> None:
         self.assertExpectedInline(
-            listing(PrefetchGathers().run(gathered_layers(3))),
+            listing(PrefetchGathers(ZERO).run(gathered_layers(3))),
             """\
 x: [4, 8]
 w0: [4, 8]
@@ -73,7 +76,7 @@ return [mm_2]""",
         whole = build.write(c.all_gather, half, 1, 1, 0, specs=spec(4, 8))
         y = build.call(aten.mul.Tensor, x, whole)
         self.assertExpectedInline(
-            listing(PrefetchGathers().run(build.finish(("output", "0", y)))),
+            listing(PrefetchGathers(ZERO).run(build.finish(("output", "0", y)))),
             """\
 x: [4, 8]
 w: [2, 4]
@@ -93,7 +96,7 @@ return [mul]""",
         z = build.call(aten.neg.default, z)
         graph = build.finish(("output", "0", build.write(c.all_gather, z, 0, 1, 0, specs=spec(8, 8))))
         before = listing(graph)
-        assert listing(PrefetchGathers().run(graph)) == before
+        assert listing(PrefetchGathers(ZERO).run(graph)) == before
 
 
 class Layer(nn.Module):
@@ -105,11 +108,15 @@ class Layer(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-@pytest.mark.parametrize(("overlap", "ahead"), [(Overlap(1.3, 1.3), True), (Overlap(2.0, 2.0), False)], ids=str)
-def test_only_where_it_gains(overlap: Overlap, ahead: bool) -> None:
+@pytest.mark.parametrize(
+    ("overlap", "late", "ahead"),
+    [(Overlap(1.3, 1.3), False, True), (Overlap(2.0, 2.0), False, False), (Overlap(1.3, 1.3), True, False)],
+    ids=str,
+)
+def test_only_where_it_gains(overlap: Overlap, late: bool, ahead: bool) -> None:
     """Of a lowered model: in forward and in backward, a block's first gather comes before the block before it."""
     graph = captured(nn.Sequential(*(Layer() for _ in range(4))), (torch.ones(32, 16),))
-    lowered = Lower(uniform(graph, "zero"), Cluster(DEVICE, axes((2,)), overlap)).run(graph)
+    lowered = Lower(uniform(graph, "zero", gather_late=late), Cluster(DEVICE, axes((2,)), overlap)).run(graph)
     products = (aten.addmm.default, aten.mm.default)
     for half, order in ((lowered.halves.forward, range(4)), (lowered.halves.backward, range(3, -1, -1))):
         nodes = list(half.graph.nodes)

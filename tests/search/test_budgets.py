@@ -62,6 +62,13 @@ def test_less_memory_is_never_faster(least_bytes: int) -> None:
     assert any(set(block.strategy.roles) - {"data"} for block in tightest)
 
 
+def test_gathers_are_late_where_nothing_else_fits(least_bytes: int) -> None:
+    """A block ahead is a block more in memory: what fits without is found, and is as slow as it has to be."""
+    assert all(block.strategy.gather_late for block in search(least_bytes).blocks)
+    ahead = Plan.from_json(search(None).to_json())
+    assert not any(block.strategy.gather_late for block in ahead.blocks)
+
+
 def test_roles_and_constraints_restrict_the_search() -> None:
     model, inputs = small_llama()
     plan = galvatron_fx.plan(model, CLUSTER, inputs, roles=("data", "tensor"), recompute=False)
