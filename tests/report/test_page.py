@@ -65,7 +65,7 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     torch.set_default_dtype(torch.float32)  # other tests of the process may have set another
     path = tmp_path_factory.mktemp("page") / "page.html"
     given = {"one stage": one_stage(), "two stages": two_stages(), "searched": None}[request.param]
-    options = {} if given is not None else {"roles": ("data", "zero", "pipeline"), "memory_budget": "1MB"}
+    options = {} if given is not None else {"roles": ("data", "zero", "pipeline"), "memory_budget": "1.1MB"}
     plan = write_page(path, Stack(layers=5), CLUSTER, inputs(), plan=given, **options)
     assert given is None or plan == given
     assert [file.name for file in path.parent.iterdir()] == ["page.html"]
