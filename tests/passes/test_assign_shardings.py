@@ -144,7 +144,7 @@ mm_1 = mm(view_1, t_1): [4096, 512]
 _unsafe_view_1 = reshape(mm_1, [64, 64, 512]): [64, 64, 512]
 pow_1 = pow.Tensor_Scalar(_unsafe_view_1, 2): [64, 64, 512]
 mean = mean(pow_1): []
-all_reduce = all_reduce(mean, avg, 0): []""",
+all_reduce_1 = all_reduce(mean, avg, 0): []""",
         )
 
     def test_tensor_sequence(self) -> None:
