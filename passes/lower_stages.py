@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from cost_models.collectives import collective_s
 from galvatron_fx.ir.annotations import Port, Signature, signature
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.layout import Layout, layout
@@ -16,10 +17,12 @@ from galvatron_fx.ir.placement import Placement
 from galvatron_fx.ir.strategy import Strategy, stand_in_name
 from galvatron_fx.ir.verifier import verify
 from passes.place_recompute import PlaceRecompute
+from passes.relay_or_recompute import RelayOrRecompute
 from passes.schedule_communication import ScheduleCommunication
 from passes.shard_graph import ShardGraph
+from passes.simulate_step import SimulateStep
 from passes.split_microbatches import Microbatched, SplitMicrobatches
-from passes.split_stages import SplitStages, Stage, stages_of_blocks
+from passes.split_stages import SplitStages, Stage, stage_of_node, stages_of_blocks
 from passes.untie_stages import UntieStages
 
 
@@ -76,11 +79,23 @@ class LowerStages:
         self._done("ShardGraph", sharded)
         joint = PlaceRecompute(self.strategies).run(sharded)
         self._done("PlaceRecompute", joint)
-        stages = SplitStages(self.first_blocks, self.strategies).run(joint)
+        stages = SplitStages(self.first_blocks, self.strategies, self._relay(layout(sharded)).relayed).run(joint)
         schedule = ScheduleCommunication(self.strategies, layout(sharded), self.cluster)
         for task in (task for stage in stages for task in stage.tasks.values()):
             schedule.run(task.graph)
         return LoweredStages(joint, stages, microbatched, layout(sharded), signature(graph))
+
+    def _relay(self, placed: Layout) -> RelayOrRecompute:
+        prices = SimulateStep(self.cluster)
+
+        def compute_s(node: fx.Node) -> float:
+            price = prices.price(node, placed)
+            return 0.0 if price is None else price[1]
+
+        def send_s(size_bytes: int) -> float:
+            return float(collective_s("send_recv", float(size_bytes), [self.cluster.axes[0]]))
+
+        return RelayOrRecompute(lambda node: stage_of_node(node, self.first_blocks), compute_s, send_s)
 
     def _done(self, name: str, graph: fx.GraphModule) -> None:
         verify(graph, "lowered", name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,7 @@ from galvatron_fx.ir.precision import cast_gradient, cast_parameter
 from galvatron_fx.ir.strategy import Strategy
 from passes.clean_graph import copied, eliminate_dead_code
 from passes.place_recompute import made_of_parameters
-from passes.sharding.value_origins import input_only
+from passes.sharding.value_origins import ancestors, portable_nodes
 from passes.stage_tasks import Draft, Task, names_of, write_tasks
 
 aten = torch.ops.aten
@@ -72,8 +72,8 @@ class SplitStages:
     """Make one set of graphs for every stage; all that crosses a cut is an explicit input or output.
 
     A value needed further on is relayed by the stages between; what follows from the inputs alone (masks, positions)
-    is computed again where it is needed, as every rank has the inputs. Slicing is done before sending, gathering
-    after receiving.
+    is computed again where it is needed, as every rank has the inputs, unless it is one of those that ``relayed`` picks
+    from the graph. Slicing is done before sending, gathering after receiving.
 
     Rewrite: one joint graph -> for each stage ``forward``, ``backward`` (whole and halved), ``start``, ``finish``.
 
@@ -83,10 +83,12 @@ class SplitStages:
 
     first_blocks: Sequence[int]
     strategies: Sequence[Strategy]
+    relayed: Callable[[fx.GraphModule], set[fx.Node]] = lambda _: set()
 
     def run(self, graph: fx.GraphModule) -> tuple[Stage, ...]:
         """Return the stages in order; ``graph`` stays as it is."""
-        cut = _Cut(_reuse_slices(graph, self.first_blocks), self.first_blocks, self.strategies)
+        graph = _reuse_slices(graph, self.first_blocks)
+        cut = _Cut(graph, self.first_blocks, self.strategies, self.relayed(graph))
         return tuple(cut.stage(index) for index in range(len(self.first_blocks)))
 
 
@@ -95,7 +97,7 @@ def stages_of_blocks(first_blocks: Sequence[int], num_blocks: int) -> tuple[int,
     return tuple(sum(first <= block for first in first_blocks) - 1 for block in range(num_blocks))
 
 
-def _stage(node: fx.Node, first_blocks: Sequence[int]) -> int:
+def stage_of_node(node: fx.Node, first_blocks: Sequence[int]) -> int:
     """The stage of a node's block."""
     block = max(facts(node).block, 0)
     return sum(first <= block for first in first_blocks) - 1
@@ -117,7 +119,7 @@ def _homes(graph: fx.GraphModule, first_blocks: Sequence[int], portable: set[fx.
     for node in graph.graph.nodes:
         if node.op != "call_function" or node in portable:
             continue
-        own = homes[node] = _stage(node, first_blocks)
+        own = homes[node] = stage_of_node(node, first_blocks)
         if is_getitem(node) or node.target is c.shard:
             sender = homes.get(node.args[0], own)
             if sender > own or facts(node).phase == "forward" or facts(node.args[0]).phase == "backward":
@@ -133,9 +135,12 @@ def _reuse_slices(graph: fx.GraphModule, first_blocks: Sequence[int]) -> fx.Grap
     received: dict[tuple[object, ...], fx.Node] = {}
     twins: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
-        if node.target is not c.shard or _stage(_sliced(node), first_blocks) >= _stage(node, first_blocks):
+        if node.target is not c.shard:
             continue
-        key = (_stage(node, first_blocks), twins.get(node.args[0], node.args[0]), *node.args[1:])
+        own = stage_of_node(node, first_blocks)
+        if stage_of_node(_sliced(node), first_blocks) >= own:
+            continue
+        key = (own, twins.get(node.args[0], node.args[0]), *node.args[1:])
         if facts(node).phase == "forward":
             received[key] = node
         elif key in received:
@@ -170,10 +175,16 @@ class _Flow:
 
 
 class _Cut:
-    def __init__(self, graph: fx.GraphModule, first_blocks: Sequence[int], strategies: Sequence[Strategy]) -> None:
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        first_blocks: Sequence[int],
+        strategies: Sequence[Strategy],
+        relayed: set[fx.Node],
+    ) -> None:
         self.graph = graph
         self.strategies = strategies
-        self.portable = {n for n in input_only(graph) if n.op == "call_function" and facts(n).phase == "forward"}
+        self.portable = portable_nodes(graph) - relayed
         self.home = _homes(graph, first_blocks, self.portable)
         self.flows = [_Flow() for _ in first_blocks]
         self.order = {node: i for i, node in enumerate(graph.graph.nodes)}
@@ -217,7 +228,7 @@ class _Cut:
         gradients = [(p, n) for p, n in output_ports(self.graph) if p.kind == "grad" and self.home.get(n) == index]  # type: ignore[arg-type]
         finish = self._finish([n for _, n in gradients if n is not None], backward)
         start = self._start(forward)
-        lead = _ancestors([n for n in flow.sends_back if n in set(backward)], set(backward) - finish)
+        lead = ancestors([n for n in flow.sends_back if n in set(backward)], set(backward) - finish)
         lead |= {n for n in backward if is_getitem(n) and n.args[0] in lead}
         ways = {
             "start": [n for n in forward if n in start],
@@ -261,7 +272,7 @@ class _Cut:
             for n in forward
             if n in alone and n.target in _MAKES_USABLE and self.strategies[max(facts(n).block, 0)].keep_gathered
         ]
-        return _ancestors(kept, {n for n in forward if n in alone})
+        return ancestors(kept, {n for n in forward if n in alone})
 
     def _finish(self, gradients: Sequence[fx.Node], backward: Sequence[fx.Node]) -> set[fx.Node]:
         """Reductions of gradients that can wait for the last micro-batch, and the views behind them."""
@@ -301,24 +312,12 @@ class _Cut:
     ) -> list[fx.Node]:
         """``forward`` with the operators on inputs alone that the stage needs."""
         wanted = [n for node in (*forward, *backward) for n in input_nodes(node)] + list(results)
-        needed = _ancestors([n for n in wanted if n in self.portable], self.portable)
+        needed = ancestors([n for n in wanted if n in self.portable], self.portable)
         return sorted({*forward, *needed}, key=self.order.__getitem__)
 
     def _ports(self, ways: Iterable[Sequence[fx.Node]], others: Sequence[fx.Node | None]) -> dict[str, Port]:
         used = {n for nodes in ways for node in nodes for n in input_nodes(node)} | set(others)
         return {node.name: port for port, node in ports(self.graph) if node in used}
-
-
-def _ancestors(nodes: Sequence[fx.Node], within: set[fx.Node]) -> set[fx.Node]:
-    """``nodes`` and what they are made of, as far as it lies within ``within``."""
-    found: set[fx.Node] = set()
-    pending = [node for node in nodes if node in within]
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += [n for n in input_nodes(node) if n in within]
-    return found
 
 
 def _drafts(

@@ -1,10 +1,21 @@
-"""Settings for every test: one torch thread, and the same hypothesis examples in every run."""
+"""Settings for every test: one torch thread, torch's default dtype, and the same hypothesis examples in every run."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
 import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
 settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_default_dtype() -> Iterator[None]:
+    """Every module starts with torch's default dtype, whatever those before it in the process have set."""
+    torch.set_default_dtype(torch.float32)
+    yield
+    torch.set_default_dtype(torch.float32)

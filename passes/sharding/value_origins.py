@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import fx
 
 from galvatron_fx.ir.annotations import TensorSpec, facts, output_ports, ports
@@ -18,6 +20,23 @@ def input_only(graph: fx.GraphModule) -> set[fx.Node]:
         if node.op == "get_attr" or (node.op == "call_function" and all(n in free for n in input_nodes(node))):
             free.add(node)
     return free
+
+
+def portable_nodes(graph: fx.GraphModule) -> set[fx.Node]:
+    """Operators of forward that every rank could run, as it has the inputs."""
+    return {node for node in input_only(graph) if node.op == "call_function" and facts(node).phase == "forward"}
+
+
+def ancestors(nodes: Sequence[fx.Node], within: set[fx.Node]) -> set[fx.Node]:
+    """``nodes`` and what they are made of, as far as it lies within ``within``."""
+    found: set[fx.Node] = set()
+    pending = [node for node in nodes if node in within]
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += [n for n in input_nodes(node) if n in within]
+    return found
 
 
 def sums_over_batch(graph: fx.GraphModule) -> set[fx.Node]:

@@ -49,14 +49,12 @@ def graph_of(model: nn.Module, *inputs: Tensor) -> fx.GraphModule:
 
 @pytest.fixture(scope="module")
 def rows() -> fx.GraphModule:
-    torch.set_default_dtype(torch.float32)  # other tests of the process may have set another
     with torch.device("meta"):
         return graph_of(Perceptron(), torch.empty(BATCH * SEQUENCE, WIDTH))
 
 
 @pytest.fixture(scope="module")
 def sequences() -> fx.GraphModule:
-    torch.set_default_dtype(torch.float32)
     with torch.device("meta"):
         return graph_of(Perceptron(), torch.empty(BATCH, SEQUENCE, WIDTH))
 
@@ -311,7 +309,6 @@ class Distances(nn.Module):
 
 
 def test_an_operator_without_a_rule_is_computed_whole_with_one_warning() -> None:
-    torch.set_default_dtype(torch.float32)
     graph = captured(Distances(), (torch.ones(4, 6, 8), torch.ones(4, 6, 8)))
     cache: dict[Any, Any] = {}
     with warnings.catch_warnings(record=True) as caught:

@@ -82,7 +82,6 @@ IDS = torch.zeros(2, 6, dtype=torch.long)
 
 
 def blocked(model: nn.Module, *inputs: Tensor) -> fx.GraphModule:
-    torch.set_default_dtype(torch.float32)  # other tests of the process may have set another
     return FindBlocks().run(Capture(symbolic=False).run(model.float(), inputs or (IDS,)))
 
 

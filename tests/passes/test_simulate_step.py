@@ -256,7 +256,6 @@ class Layer(nn.Module):
 
 @pytest.fixture(scope="module")
 def stack() -> fx.GraphModule:
-    torch.set_default_dtype(torch.float32)  # other tests of the process may have set another
     return captured(nn.Sequential(*(Layer() for _ in range(4)), nn.Linear(32, 1)), (torch.ones(256, 32),))
 
 

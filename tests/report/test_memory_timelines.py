@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 from torch import fx
 
 from galvatron_fx.api import strategies_on
@@ -29,7 +28,6 @@ from tests.report.explained_models import CLUSTER, Stack, inputs, one_stage, two
 
 @pytest.fixture(scope="module")
 def graph() -> fx.GraphModule:
-    torch.set_default_dtype(torch.float32)  # other tests of the process may have set another
     return captured(Stack(layers=8), inputs())
 
 

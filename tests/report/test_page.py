@@ -9,7 +9,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-import torch
 from jsonschema import Draft202012Validator
 
 import galvatron_fx
@@ -62,7 +61,6 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module", params=["one stage", "two stages", "searched"])
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, str]:
     """A plan and its page."""
-    torch.set_default_dtype(torch.float32)  # other tests of the process may have set another
     path = tmp_path_factory.mktemp("page") / "page.html"
     given = {"one stage": one_stage(), "two stages": two_stages(), "searched": None}[request.param]
     options = {} if given is not None else {"roles": ("data", "zero", "pipeline"), "memory_budget": "1.1MB"}

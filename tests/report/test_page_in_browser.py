@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from galvatron_fx.report.page import write_page
 from tests.report.explained_models import CLUSTER, Stack, inputs, one_stage, two_stages
@@ -57,7 +56,6 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this ma
 
 @pytest.fixture(scope="module", params=["one stage", "two stages"])
 def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_default_dtype(torch.float32)  # other tests of the process may have set another
     path = tmp_path_factory.mktemp("browser") / "page.html"
     plan = one_stage() if request.param == "one stage" else two_stages()
     write_page(path, Stack(layers=4), CLUSTER, inputs(), plan=plan)

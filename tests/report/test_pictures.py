@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from galvatron_fx.api import capture
 from galvatron_fx.errors import InputError
@@ -21,7 +20,6 @@ from tests.report.test_timeline import svg_texts
 
 @pytest.fixture(scope="module")
 def told() -> Explained:
-    torch.set_default_dtype(torch.float32)  # other tests of the process may have set another
     return explained(capture(Stack(layers=2), inputs()), one_stage(), CLUSTER)
 
 

@@ -21,7 +21,6 @@ from tests.search.small_chains import cuts_of
 
 def every_search(layers: int, roles: tuple[str, ...], vocabulary: int = 4096) -> Iterator[StageSearch]:
     """All configurations of a narrow GPT-2 on eight devices."""
-    torch.set_default_dtype(torch.float32)  # other tests of the process may have set another
     config = GPT2Config(n_layer=layers, n_embd=256, n_head=4, vocab_size=vocabulary, n_positions=64, use_cache=False)
     ids = torch.zeros(8, 64, dtype=torch.long, device="meta")
     with torch.device("meta"):

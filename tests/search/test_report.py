@@ -50,7 +50,6 @@ class Stack(nn.Module):
 
 @pytest.fixture(scope="module")
 def stack() -> fx.GraphModule:
-    torch.set_default_dtype(torch.float32)  # other tests of the process may have set another
     return captured(Stack(), (torch.ones(1024, 256),))
 
 

@@ -35,7 +35,6 @@ class WholeModel(ShortModel):
 
 @pytest.fixture(scope="module")
 def graphs() -> dict[str, fx.GraphModule]:
-    torch.set_default_dtype(torch.float32)  # other tests of the process may have set another
     gpt2 = GPT2Config(n_layer=LAYERS, n_embd=64, n_head=4, vocab_size=128, n_positions=32, use_cache=False)
     llama = LlamaConfig(
         num_hidden_layers=LAYERS,

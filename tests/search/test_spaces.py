@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise, permutations
 
 import pytest
@@ -52,12 +51,9 @@ class Machine:
 
 
 @pytest.fixture(scope="module", params=[("4xTITAN-RTX-24GB", 512), ("4xA100-80GB", 256)], ids=lambda case: case[0])
-def steps(request: pytest.FixtureRequest) -> Iterator[dict[tuple[tuple[str, ...], int], float]]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)  # other tests of the process may have set another
+def steps(request: pytest.FixtureRequest) -> dict[tuple[tuple[str, ...], int], float]:
     machine = Machine(*request.param)
-    yield {(space, budget): machine.step_s(space, budget) for space in SPACES for budget in BUDGETS}
-    torch.set_default_dtype(before)
+    return {(space, budget): machine.step_s(space, budget) for space in SPACES for budget in BUDGETS}
 
 
 def test_more_roles_are_never_slower(steps: dict[tuple[tuple[str, ...], int], float]) -> None:
