@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import comb
@@ -17,7 +17,7 @@ from passes.search.chain import Chain
 from passes.search.cuts import Cuts, balanced, every_cuts
 from passes.search.layer_dp import relaxed_s
 from passes.search.sections import EXACT_BLOCKS, Section, distinct_rows, waiting_bytes
-from passes.search.step_times import StepTimes
+from passes.search.step_times import StepTimes, stages_waiting
 
 _MOST_CUTS = 10_000  # that are bounded together
 _ROUNDING = 1e-9  # share of a time
@@ -25,14 +25,13 @@ _ROUNDING = 1e-9  # share of a time
 
 @dataclass(frozen=True)
 class StageBounds:
-    """Bounds of one configuration; ``waiting``: what waits on each stage, which long schedules take a while to tell."""
+    """Bounds of one configuration."""
 
     times: StepTimes
-    waiting: Callable[[], Sequence[Waiting]]
 
     def bound_s(self, limit: float) -> float:
         """Seconds that no choice within ``limit`` bytes a rank beats: all ranks busy, one micro-batch in flight."""
-        return self._relaxed_s(limit, [((1, 0),)]) * self.times.chain.parts / self.times.num_ranks
+        return self._relaxed_s(limit, [(1.0, (((1, 0),),))]) * self.times.chain.parts / self.times.num_ranks
 
     def estimate_s(self, limit: float) -> float:
         """About the seconds of the best choice: blocks shared as evenly among equal ranks as whole blocks can be.
@@ -43,7 +42,9 @@ class StageBounds:
         if self._may_try_cuts:
             return max(self.bound_s(limit), self._quickest_s)
         chain = self.times.chain
-        share_s = self._relaxed_s(limit, self.waiting()) / self.times.num_ranks
+        like = self.times.stand_ins
+        waiting = [(weight, stages_waiting(schedule)) for weight, schedule in like]
+        share_s = self._relaxed_s(limit, waiting) / self.times.num_ranks
         if not np.isfinite(share_s):
             return float(np.inf)
         most_s = slowest_s(chain, balanced(chain.fastest, self.times.num_ranks), range(self.times.num_ranks))
@@ -53,7 +54,8 @@ class StageBounds:
         busy_s = max(share_s, most_s)
         # The slowest rank has no gaps; the others, whose mean this is, fill and drain the pipeline.
         others_s = (share_s * self.times.num_ranks - busy_s) / max(self.times.num_ranks - 1, 1)
-        return max(others_s, 0.0) * repeated * _bubble(self.times.filled) + busy_s * chain.parts
+        bubble = sum(weight * _bubble(schedule) for weight, schedule in like)
+        return max(others_s, 0.0) * repeated * bubble + busy_s * chain.parts
 
     @cached_property
     def _quickest_s(self) -> float:
@@ -77,15 +79,21 @@ class StageBounds:
         steps = many_step_s(self.times.schedule, stages, list(sends[cuts[:, 1:]].T)) + most
         return float(steps.min()) * (1 - _ROUNDING)
 
-    def _relaxed_s(self, limit: float, waiting: Sequence[Waiting]) -> float:
-        """The bound on a micro-batch through all blocks, which wait as in the mean of stages; all memory as one."""
+    def _relaxed_s(self, limit: float, waiting: Sequence[tuple[float, Sequence[Waiting]]]) -> float:
+        """The bound on a micro-batch through all blocks, which wait as in the mean of stages; all memory as one.
+
+        ``waiting``: what waits on every stage of schedules, each with a weight.
+        """
         chain = self.times.chain
         every = Section(tuple(range(len(chain.marks))), ((),) * len(chain.marks))
         rows, counts = distinct_rows(chain, every)
         allowed = chain.allowed[rows]
-        distinct = dict.fromkeys(waiting)
-        kept = sum(waiting.count(kind) * waiting_bytes(chain, rows.tolist(), [kind] * len(rows)) for kind in distinct)
-        held = np.where(allowed, chain.static[rows] + kept / len(waiting), np.inf)
+        shares: dict[Waiting, float] = {}
+        for weight, kinds in waiting:
+            for kind in kinds:
+                shares[kind] = shares.get(kind, 0.0) + weight / len(kinds)
+        kept = sum(share * waiting_bytes(chain, rows.tolist(), [kind] * len(rows)) for kind, share in shares.items())
+        held = np.where(allowed, chain.static[rows] + kept, np.inf)
         time = np.where(allowed, chain.time[rows], np.inf)
         return relaxed_s(time, held, counts, limit * self.times.num_ranks)
 

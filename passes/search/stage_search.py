@@ -19,7 +19,7 @@ from math import prod
 
 import numpy as np
 
-from cost_models.schedule_time import Waiting, waiting_counts
+from cost_models.schedule_time import Waiting
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.pipelining import even_cuts
 from galvatron_fx.ir.schedule import Schedule
@@ -35,7 +35,7 @@ from passes.search.sections import (
     side_by_side,
 )
 from passes.search.stage_bounds import StageBounds, slowest_s
-from passes.search.step_times import StepTimes
+from passes.search.step_times import StepTimes, stages_waiting
 
 _ROUNDS = 16  # at most so many moves of all cuts
 _LITTLE = 1.01  # how much slower a choice of fewer kinds of axes may be
@@ -108,7 +108,7 @@ class StageSearch:
 
     @cached_property
     def _bounds(self) -> StageBounds:
-        return StageBounds(self.times, lambda: self._waiting)
+        return StageBounds(self.times)
 
     def run(self, budget: float) -> StageChoice | None:
         """The fastest choice whose estimated memory is within ``budget`` bytes on every rank, or None.
@@ -235,9 +235,7 @@ class StageSearch:
 
     @cached_property
     def _waiting(self) -> tuple[Waiting, ...]:
-        """What waits on each stage; the first passes no gradient on, so all of its backward is for weights."""
-        first, *others = waiting_counts(self.filled)
-        return ((max(whole + half for whole, half in first), 0),), *others
+        return stages_waiting(self.filled)
 
     # ---- one way to cut ----
 

@@ -10,9 +10,9 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from cost_models.schedule_time import simulate_schedule
+from cost_models.schedule_time import Waiting, simulate_schedule, waiting_counts
 from galvatron_fx.ir.cluster import Cluster
-from galvatron_fx.ir.schedule import Schedule, make_schedule
+from galvatron_fx.ir.schedule import Schedule, legal, make_schedule
 from galvatron_fx.ir.strategy import PIPELINE, Strategy
 from passes.search.block_terms import Floats
 from passes.search.chain import Chain
@@ -23,6 +23,7 @@ Kinds = NDArray[np.int64] | np.int64
 _FULL = 2  # micro-batches a pipeline rank that fill a schedule: more only lengthen its steady part
 _SUMMED = 3  # the same, until the sums of all gradients are there beside a full schedule
 _NEVER_FULL = ("gpipe",)  # holds all micro-batches at once
+_FEW_RANKS = (4, 8)  # of schedules that stand for larger ones
 _WHOLE = 512  # micro-batches times stages up to which a schedule is simulated whole
 
 
@@ -45,9 +46,32 @@ class StepTimes:
     @property
     def filled(self) -> Schedule:
         """The schedule, or one of fewer micro-batches that holds as many of them at once."""
-        if self.schedule_name in _NEVER_FULL:
-            return self.schedule
-        return self._schedule_of(min(self.parts, _SUMMED * self.num_ranks))
+        return self._schedule_of(self._filled_parts)
+
+    @property
+    def _filled_parts(self) -> int:
+        return self.parts if self.schedule_name in _NEVER_FULL else min(self.parts, _SUMMED * self.num_ranks)
+
+    @cached_property
+    def stand_ins(self) -> tuple[tuple[float, Schedule], ...]:
+        """Schedules, with weights, by which :attr:`filled` can be estimated without making it.
+
+        With as many stages and micro-batches a rank, the idle time and the micro-batches in flight grow evenly with the
+        ranks, so two small schedules tell of a large one, whose table takes long to make.
+        """
+        few, more = _FEW_RANKS
+        small, larger = self._on_ranks(few), self._on_ranks(more)
+        if self.num_ranks <= more or small is None or larger is None:
+            return ((1.0, self.filled),)
+        share = (self.num_ranks - few) / (more - few)
+        return ((1 - share, small), (share, larger))
+
+    def _on_ranks(self, ranks: int) -> Schedule | None:
+        """The filled schedule with as many stages and micro-batches for each of so many ranks, if there is one."""
+        stages, parts = self.num_stages * ranks // self.num_ranks, self._filled_parts * ranks // self.num_ranks
+        exists = parts * self.num_ranks == self._filled_parts * ranks
+        exists = exists and legal(self.schedule_name, ranks, stages, parts) is None
+        return _made(self.schedule_name, ranks, stages, parts) if exists else None
 
     def _schedule_of(self, parts: int) -> Schedule:
         return _made(self.schedule_name, self.num_ranks, self.num_stages, parts)
@@ -121,6 +145,13 @@ class StepTimes:
 @cache
 def _made(name: str, ranks: int, stages: int, parts: int) -> Schedule:
     return make_schedule(name, ranks, stages, parts)
+
+
+@cache
+def stages_waiting(schedule: Schedule) -> tuple[Waiting, ...]:
+    """What waits on each stage; the first passes no gradient on, so all of its backward is for weights."""
+    first, *others = waiting_counts(schedule)
+    return ((max(whole + half for whole, half in first), 0),), *others
 
 
 def _shards(strategy: Strategy, cluster: Cluster) -> int:

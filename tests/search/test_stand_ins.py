@@ -1,0 +1,54 @@
+"""Small schedules tell of large ones what estimates need."""
+
+from __future__ import annotations
+
+import pytest
+
+from cost_models.schedule_time import simulate_schedule
+from galvatron_fx.ir.schedule import Schedule, legal
+from passes.search.step_times import StepTimes, stages_waiting
+
+KINDS = (
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("zb_h1", 1),
+    ("interleaved_1f1b", 2),
+    ("interleaved_1f1b", 3),
+    ("zbv", 2),
+    ("dualpipev", 2),
+)
+
+
+def times_of(name: str, ranks: int, stages: int, parts: int) -> StepTimes:
+    """Of a configuration whose prices play no part."""
+    return StepTimes(None, None, name, ranks, stages, parts)
+
+
+def idle(schedule: Schedule) -> float:
+    """Of equal stages, in the time of a forward."""
+    unit = [1.0] * schedule.num_stages
+    step_s = simulate_schedule(schedule, unit, unit, unit, unit[1:], unit[1:]).step_s
+    return step_s - 3 * schedule.num_microbatches * schedule.num_stages / schedule.num_ranks
+
+
+def waiting(schedule: Schedule) -> float:
+    """The mean over stages of the most that wait."""
+    return sum(max(whole for whole, _ in kind) for kind in stages_waiting(schedule)) / schedule.num_stages
+
+
+@pytest.mark.parametrize(("name", "stages"), KINDS)
+@pytest.mark.parametrize("ratio", [0.5, 1, 1.5, 2, 5])
+def test_what_grows_evenly_with_the_ranks(name: str, stages: int, ratio: float) -> None:
+    ranks, parts = 24, int(24 * ratio)
+    if legal(name, ranks, stages * ranks, parts) is not None:
+        pytest.skip("there is no such schedule")
+    times = times_of(name, ranks, stages * ranks, parts)
+    assert [schedule.num_ranks for _, schedule in times.stand_ins] == [4, 8]
+    for told, tolerance in ((idle, 1e-9), (waiting, 0.02)):
+        estimate = sum(weight * told(schedule) for weight, schedule in times.stand_ins)
+        assert estimate == pytest.approx(told(times.filled), rel=tolerance)
+
+
+def test_what_is_small_stands_for_itself() -> None:
+    times = times_of("1f1b", 8, 8, 4)
+    assert times.stand_ins == ((1.0, times.filled),)
