@@ -38,10 +38,12 @@ class RelayOrRecompute:
 
     def _is_sent_sooner(self, node: fx.Node, portable: set[fx.Node]) -> bool:
         home = self.stage_of(node)
-        takers = {self.stage_of(user) for user in node.users if user.op == "call_function" and user not in portable}
+        users = [user for user in node.users if user.op == "call_function"]
+        takers = {self.stage_of(user) for user in users}
         record = facts(node)
-        # Gloo sends no truth values.
-        if record.multi_output or record.spec.dtype is torch.bool or not takers - {home} or min(takers) < home:
+        # Gloo sends no truth values; and what another value is made of is needed wherever that one is computed.
+        stays = record.multi_output or record.spec.dtype is torch.bool or any(user in portable for user in users)
+        if stays or not takers - {home} or min(takers) < home:
             return False
         again_s = len(takers - {home}) * sum(map(self.compute_s, ancestors([node], portable)))
         return again_s > (max(takers) - home) * self.send_s(record.spec.size_bytes)

@@ -155,7 +155,7 @@ def test_constraints_pin_blocks(run: Run, tmp_path: Path) -> None:
         if options[0] == "--constrain":
             assert any(sorted(strategy["roles"]) == ["tensor", "zero"] for strategy in strategies)
         else:
-            assert {"roles": ["zero", "zero"], "recompute": True, "keep_gathered": False} in strategies
+            assert any(s["roles"] == ["zero", "zero"] and s["recompute"] for s in strategies)
 
 
 @pytest.mark.parametrize(

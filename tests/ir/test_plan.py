@@ -104,6 +104,7 @@ def test_json_text() -> None:
       "memory_bytes": 0,
       "name": "*",
       "strategy": {
+        "gather_late": false,
         "keep_gathered": false,
         "recompute": true,
         "roles": [

@@ -87,7 +87,9 @@ def work() -> None:
     known = measure_calls(cluster, mesh, [lowered.halves.forward, lowered.halves.backward], seconds=0.01)
     assert any(key.startswith("tanh.default(float32[16, 256])") for key, _ in known.device.calls), known.device.calls
     by_calls = SimulateStep(known).run(lowered)
-    assert by_calls.compute_s != by_curves.compute_s and by_calls.communication_s == by_curves.communication_s
+    assert by_calls.compute_s != by_curves.compute_s
+    sent = [step.communication_s + sum(step.hidden.values()) for step in (by_calls, by_curves)]
+    assert abs(sent[0] / sent[1] - 1) < 1e-9, sent
     model = gfx.compile(Model(), mesh, inputs, cluster=known)
     assert model.plan.step_time_s > 0
 
