@@ -120,7 +120,7 @@ class StageSearch:
         choice = self._fastest(budget)
         if choice is None or len(self.cluster.axes) <= FREE_AXES:
             return choice
-        alike = self._with_few_columns(choice)._fastest(budget)
+        alike = self._with_few_columns(choice)._fastest(budget, choice.first_blocks)
         return alike if alike is not None and alike.time_s <= choice.time_s * _LITTLE else choice
 
     def _with_few_columns(self, choice: StageChoice) -> StageSearch:
@@ -143,8 +143,9 @@ class StageSearch:
         """The fastest choice of one way to cut, or None; as :meth:`run` on meshes of few axes."""
         return self._together([cuts], budget, self._choice(cuts, budget))
 
-    def _fastest(self, budget: float) -> StageChoice | None:
-        ways = list(self._cuts(budget))
+    def _fastest(self, budget: float, near: Cuts | None = None) -> StageChoice | None:
+        """The fastest choice; of many ways to cut, ``near`` is the one to start from, if it is known."""
+        ways = list(self._cuts(budget, near))
         best: StageChoice | None = None
         for cuts in ways:
             if best is not None and self._cuts_bound_s(cuts) >= best.time_s:
@@ -197,15 +198,20 @@ class StageSearch:
 
     # ---- cuts ----
 
-    def _cuts(self, budget: float) -> Iterator[Cuts]:
+    def _cuts(self, budget: float, near: Cuts | None) -> Iterator[Cuts]:
         """Ways to cut that are worth a look: all where they are few."""
         blocks, stages = len(self.chain.marks), self.configuration.num_stages
         if may_try(blocks, stages):
             yield from sorted(every_cuts(blocks, stages), key=lambda cuts: (self._cuts_bound_s(cuts), cuts))
             return
-        memory = np.where(self.chain.allowed, self.chain.memory, np.inf).min(axis=1)
-        starts = [balanced(self.chain.fastest, stages), balanced(memory, stages), even_cuts(blocks, stages)]
+        starts = self._starts() if near is None else [near]
         yield from dict.fromkeys(cuts for start in starts for cuts in (start, self._moved(start, budget)))
+
+    def _starts(self) -> list[Cuts]:
+        """Cuts that balance time, that balance memory, and that balance blocks."""
+        blocks, stages = len(self.chain.marks), self.configuration.num_stages
+        memory = np.where(self.chain.allowed, self.chain.memory, np.inf).min(axis=1)
+        return [balanced(self.chain.fastest, stages), balanced(memory, stages), even_cuts(blocks, stages)]
 
     def _moved(self, cuts: Cuts, budget: float) -> Cuts:
         """The cuts moved, as long as that shortens the steady part of the schedule with its filling and draining."""
