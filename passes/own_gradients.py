@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from galvatron_fx.ir.annotations import facts, output_ports, set_facts
+from galvatron_fx.ir.graph_copy import write_call
 from galvatron_fx.ir.op_call import is_getitem
 
 Range = tuple[int, int]
@@ -102,6 +103,6 @@ def _overlap(a: Range, b: Range) -> bool:
 def _clone(graph: fx.GraphModule, node: fx.Node) -> fx.Node:
     dense: dict[str, Any] = {"memory_format": torch.contiguous_format}
     with graph.graph.inserting_before(graph.graph.output_node()):
-        made = graph.graph.call_function(torch.ops.aten.clone.default, (node,), dense)
+        made = write_call(graph.graph, torch.ops.aten.clone.default, (node,), dense)
     set_facts(made, facts(node).having(specs=(facts(node).spec,), phase="backward", multi_output=False))
     return made
