@@ -40,8 +40,6 @@ def waiting(schedule: Schedule) -> float:
 PARTS = (RANKS // 2, RANKS, 3 * RANKS // 2, 2 * RANKS, 5 * RANKS)
 ALL = [(*kind, parts) for kind in KINDS for parts in PARTS]
 EXISTING = [(name, v, parts) for name, v, parts in ALL if legal(name, RANKS, v * RANKS, parts) is None]
-    (*kind, parts) for kind in KINDS for parts in PARTS if legal(kind[0], RANKS, kind[1] * RANKS, parts) is None
-]
 
 
 @pytest.mark.parametrize(("name", "stages", "parts"), EXISTING)
