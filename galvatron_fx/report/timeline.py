@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cost_models.schedule_time import ScheduleReport, Span
+from cost_models.schedule_time import ScheduleReport
 from galvatron_fx.errors import InputError
-from galvatron_fx.ir.plan_json import write
 from galvatron_fx.ir.schedule import KINDS, Action
+from galvatron_fx.report.trace_events import TraceEvents
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,15 +63,16 @@ def write_trace(rows: Rows, path: str | os.PathLike[str]) -> None:
     """Write a trace in Chrome's trace-event format (JSON, microseconds) to ``path``, for Perfetto to open.
 
     Every report of ``rows`` (see :func:`draw_timeline`) is a process and every pipeline rank a thread in it; an event
-    is an action, with its stage and micro-batch as arguments. Format: Google's "Trace Event Format", complete ("X")
-    and metadata ("M") events. Raises InputError for no reports, and OSError.
+    is an action, with its stage and micro-batch as arguments. Raises InputError for no reports, and OSError.
     """
-    events: list[dict[str, object]] = []
-    for process, (title, report) in enumerate(_titled(rows).items()):
-        events += _metadata(process, title, report.schedule.num_ranks)
-        events += (_event(process, span) for span in report.spans)
-    text = json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, allow_nan=False)
-    write(path, text + "\n")
+    trace = TraceEvents()
+    for title, report in _titled(rows).items():
+        process = trace.process(title, [f"rank {rank}" for rank in range(report.schedule.num_ranks)])
+        for span in report.spans:
+            action = span.action
+            told = {"stage": action.stage, "microbatch": action.microbatch}
+            trace.span(process, span.rank, str(action), _NAMES[action.kind], span.start_s, span.end_s, told)
+    trace.save(path)
 
 
 def _titled(rows: Rows) -> dict[str, ScheduleReport]:
@@ -80,28 +80,6 @@ def _titled(rows: Rows) -> dict[str, ScheduleReport]:
     if not reports:
         raise InputError("no reports to show; give one, or several by title")
     return reports
-
-
-def _metadata(process: int, title: str, num_ranks: int) -> Iterator[dict[str, object]]:
-    yield {"ph": "M", "pid": process, "tid": 0, "name": "process_name", "args": {"name": title}}
-    yield {"ph": "M", "pid": process, "tid": 0, "name": "process_sort_index", "args": {"sort_index": process}}
-    for rank in range(num_ranks):
-        yield {"ph": "M", "pid": process, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
-        yield {"ph": "M", "pid": process, "tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}}
-
-
-def _event(process: int, span: Span) -> dict[str, object]:
-    action = span.action
-    return {
-        "ph": "X",
-        "pid": process,
-        "tid": span.rank,
-        "name": str(action),
-        "cat": _NAMES[action.kind],
-        "ts": span.start_s * 1e6,
-        "dur": (span.end_s - span.start_s) * 1e6,
-        "args": {"stage": action.stage, "microbatch": action.microbatch},
-    }
 
 
 def new_figure(width_inch: float, height_inch: float, layout: str | None = None) -> Figure:
