@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import comb, inf
 
 import numpy as np
@@ -15,6 +15,7 @@ Cuts = tuple[int, ...]
 """The first block of every stage."""
 
 _ALL_CUTS = 300  # so many ways to cut are all tried
+_ROUNDING = 1e-9  # share of a time
 _Edges = list[dict[tuple[int, int], float]]
 
 
@@ -54,19 +55,29 @@ def _balanced(weights: tuple[float, ...], stages: int) -> Cuts:
 
 
 def moved_together(
-    cuts: Cuts, blocks: int, stage_s: Callable[[int, int, int], float], microbatches: int
+    cuts: Cuts, least_s: Floats, stage_s: Callable[[int, int, int], float], microbatches: int
 ) -> Cuts | None:
     """The best cuts of which each lies within a block of the given one; None where no stages fit.
 
-    ``stage_s(stage, first, end)``: seconds of a micro-batch on a stage of the blocks ``first`` to ``end``.
+    ``stage_s(stage, first, end)``: seconds of a micro-batch on a stage of the blocks ``first`` to ``end``, which are
+    not less than the sum of ``least_s[block]``; stages that are too long for this are not asked for.
     Least is ``sum + (microbatches - 1) * largest`` of the stages' seconds: the first micro-batch passes all stages, and
     the others follow as the slowest stage lets them, as in GPipe and 1F1B. It is exact: for every bound on the largest,
     in order, dynamic programming finds the least sum, until the bound alone is too much.
     """
+    blocks = len(least_s)
+    # Last stages hold fewest micro-batches: what fits there may fit before.
+    now = [stage_s(stage, *ends) for stage, ends in reversed(list(enumerate(pairwise((*cuts, blocks)))))]
+    most_s = (sum(now) + (microbatches - 1) * max(now)) * (1 + _ROUNDING) if max(now) < inf else inf
+    upto = np.concatenate(([0.0], np.cumsum(least_s)))
+
+    def worth(first: int, end: int) -> bool:
+        return bool(upto[-1] + (microbatches - 1) * (upto[end] - upto[first]) <= most_s)
+
     places = [[0], *([c for c in (cut - 1, cut, cut + 1) if 0 < c < blocks] for cut in cuts[1:]), [blocks]]
     edges: _Edges = [
-        {(a, b): stage_s(stage, a, b) for a in places[stage] for b in places[stage + 1] if a < b}
-        for stage in reversed(range(len(cuts)))  # last stages hold fewest micro-batches: what fits there may fit before
+        {(a, b): stage_s(stage, a, b) for a in places[stage] for b in places[stage + 1] if a < b and worth(a, b)}
+        for stage in reversed(range(len(cuts)))
     ][::-1]
     bounds = sorted({seconds for stage in edges for seconds in stage.values() if seconds < inf})
     shortest = _least_sum(edges, inf)

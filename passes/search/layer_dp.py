@@ -2,9 +2,8 @@
 
 Dynamic programming whose state is, for every strategy of the current block, the set of Pareto-optimal (time, memory)
 pairs of the chains that end in it; memory is counted in bytes, not in bins. A label is dropped when it is dominated,
-when no
-completion fits the budget, or when its best completion cannot beat a known solution. The last bound is Lagrangian:
-with a price of ``price_s_per_byte`` on memory, every completion that fits takes at least
+when no completion fits the budget, or when its best completion cannot beat a known solution. The last bound is
+Lagrangian: with a price of ``price_s_per_byte`` on memory, every completion that fits takes at least
 
     time + price * memory + to_go(price) - price * budget,
 
@@ -63,19 +62,25 @@ class _Chain:
         """Time and memory of a chain."""
         layers = np.arange(len(picks))
         time = float(self.time[layers, picks].sum())
-        time += float(sum(self.transition[i, picks[i], picks[i + 1]] for i in range(len(picks) - 1)))
+        time += float(self.transition[layers[:-1], picks[:-1], picks[1:]].sum())
         return time, float(self.memory[layers, picks].sum())
 
 
 def solve_layers(
-    time_s: ArrayLike, memory_bytes: ArrayLike, transition_s: ArrayLike, budget_bytes: float, gap: float = 0.0
+    time_s: ArrayLike,
+    memory_bytes: ArrayLike,
+    transition_s: ArrayLike,
+    budget_bytes: float,
+    gap: float = 0.0,
+    known_s: float = np.inf,
 ) -> tuple[list[int], float, float]:
     """Choose a strategy for every layer: the least total time whose total memory is within the budget.
 
     ``time_s[L, S]`` and ``memory_bytes[L, S]``: of layer l in strategy s (``inf`` where it cannot be);
     ``transition_s[L-1, S, S]``: of going from one strategy to the next layer's; ``budget_bytes``: for the sum of
     memory. Returns (strategy per layer, total seconds, total bytes), the exact optimum, or with ``gap`` above zero a
-    choice whose time is proven to be within that share of it, sooner.
+    choice whose time is proven to be within that share of it, sooner. ``known_s``: where no choice is faster than that,
+    any that fits is returned, sooner.
 
     Raises BudgetError with ``least_bytes`` where nothing fits, and InputError for arrays that do not match.
     """
@@ -88,7 +93,7 @@ def solve_layers(
             least_bytes=int(least) if np.isfinite(least) else 2**62,
         )
     incumbent, price = _incumbent(chain)
-    picks = _labels(chain, incumbent, price, max(gap, _SLACK))
+    picks = _labels(chain, incumbent, price, max(gap, _SLACK), known_s)
     return picks, *chain.measure(picks)
 
 
@@ -161,17 +166,31 @@ def _spliced(chain: _Chain, greedy: list[int], feasible: list[int]) -> list[int]
     Equal blocks all change their strategy at one price of memory; a mixture of the two sides lies between.
     """
     best, (best_time, _) = feasible, chain.measure(feasible)
-    for cut in range(1, len(greedy)):
-        for picks in (greedy[:cut] + feasible[cut:], feasible[:cut] + greedy[cut:]):
-            time, memory = chain.measure(picks)
-            if memory <= chain.budget and time < best_time:
-                best, best_time = picks, time
+    for head, tail in ((greedy, feasible), (feasible, greedy)):
+        time, memory = _joined(chain, head, tail)
+        fits = np.where(memory <= chain.budget, time, np.inf)
+        cut = int(fits.argmin()) if len(fits) else 0
+        if len(fits) and fits[cut] < best_time:
+            best, best_time = head[: cut + 1] + tail[cut + 1 :], float(fits[cut])
     return best
 
 
-def _labels(chain: _Chain, incumbent: list[int], price: float, gap: float) -> list[int]:
-    """Extend Pareto-optimal labels block by block; returns the picks of the best chain."""
-    best_time, _ = chain.measure(incumbent)
+def _joined(chain: _Chain, head: list[int], tail: list[int]) -> tuple[Floats, Floats]:
+    """``[L-1]``: time and memory of the chains that are ``head`` up to a layer and ``tail`` behind it."""
+    layers, steps = np.arange(len(head)), np.arange(len(head) - 1)
+    before, behind = np.array(head), np.array(tail)
+    time_before = chain.time[layers, before].cumsum()[:-1]
+    time_before[1:] += chain.transition[steps, before[:-1], before[1:]].cumsum()[:-1]
+    reversed_s = chain.time[layers, behind][::-1].cumsum()[:-1]
+    reversed_s[1:] += chain.transition[steps, behind[:-1], behind[1:]][::-1].cumsum()[:-1]
+    across = chain.transition[steps, before[:-1], behind[1:]]
+    memory_behind = chain.memory[layers, behind][::-1].cumsum()[:-1][::-1]
+    return time_before + across + reversed_s[::-1], chain.memory[layers, before].cumsum()[:-1] + memory_behind
+
+
+def _labels(chain: _Chain, incumbent: list[int], price: float, gap: float, known_s: float) -> list[int]:
+    """Extend Pareto-optimal labels block by block; returns the picks of the best chain, if it is below ``known_s``."""
+    best_time = min(chain.measure(incumbent)[0], known_s)
     time_to_go = chain.to_go(0.0)
     memory_to_go = chain.by_memory().to_go(0.0)
     priced_to_go = chain.to_go(price)

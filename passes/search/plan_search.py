@@ -122,8 +122,8 @@ class _Search:
     def _fastest(self, searches: Sequence[StageSearch], limit: float) -> _Found | None:
         """The fastest choice whose lowered program keeps to ``limit`` bytes, None if none is found.
 
-        Best first: a configuration stands for its bound, then for its estimate, then for the choice found in it, and
-        is looked at more closely when nothing else promises more.
+        Best first: a configuration stands for its bound, then for its estimate, then for the choice found in it, on
+        many axes for one that tells few of them apart, and is looked at more closely when nothing else promises more.
         """
         with self.watch.phase(SEARCH):
             waiting = [Waiting.bound(search, limit) for search in searches]
@@ -135,7 +135,7 @@ class _Search:
                 self.is_cut_short = True
                 break
             first = heappop(waiting)
-            if first.trial is None:
+            if first.trial is None or first.trial.is_rough:
                 following = self._closer(first, limit)
             else:
                 simulated = self._simulate(first.search, first.trial.choice, first.trial.budget, limit)

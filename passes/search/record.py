@@ -57,7 +57,7 @@ class Record:
     def look(self, first: Waiting, closer: Iterable[Waiting]) -> None:
         """A closer look has led to what follows; to nothing where no choice fits."""
         following = next(iter(closer), None)
-        known = ESTIMATE if not first.estimated else SEARCHED
+        known = SEARCHED if first.estimated or first.trial else ESTIMATE
         seconds = following.time_s if following is not None else inf
         self._put(first.configuration, _contender(first.search, known, seconds, fits=following is not None))
 

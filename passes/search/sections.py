@@ -121,7 +121,7 @@ def best_picks(chain: Chain, section: Section, budget: float) -> list[int] | Non
         over = problem.transient > bound
         time, held = np.where(over, np.inf, problem.time), np.where(over, np.inf, problem.held)
         try:
-            found, total, _ = solve_layers(time, held, problem.change, budget - bound, gap)
+            found, total, _ = solve_layers(time, held, problem.change, budget - bound, gap, best_s)
         except BudgetError:
             continue
         if total < best_s * (1 - 1e-12):

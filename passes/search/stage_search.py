@@ -111,15 +111,27 @@ class StageSearch:
         return StageBounds(self.times)
 
     def run(self, budget: float) -> StageChoice | None:
-        """The fastest choice whose estimated memory is within ``budget`` bytes on every rank, or None.
+        """The fastest choice whose estimated memory is within ``budget`` bytes on every rank, or None; on meshes of
+        many axes as :meth:`alike`.
+        """
+        choice = self.quick(budget)
+        return self.alike(choice, budget) if choice is not None and self.may_be_alike else choice
 
-        On meshes of many axes, where the strategies are picked by a rule of thumb anyway, it is close to the fastest:
-        axes among which any block tells apart are served one by one, so a small block must not part those that a large
+    def quick(self, budget: float) -> StageChoice | None:
+        """The fastest choice found, which may tell more axes apart than it gains by."""
+        return self._fastest(budget)
+
+    @property
+    def may_be_alike(self) -> bool:
+        """Whether the mesh has so many axes that strategies are picked by a rule of thumb."""
+        return len(self.cluster.axes) > FREE_AXES
+
+    def alike(self, choice: StageChoice, budget: float) -> StageChoice:
+        """A choice close to the fastest that tells no more axes apart than its main strategy, if there is one.
+
+        Axes among which any block tells apart are served one by one, so a small block must not part those that a large
         one takes together.
         """
-        choice = self._fastest(budget)
-        if choice is None or len(self.cluster.axes) <= FREE_AXES:
-            return choice
         alike = self._with_few_columns(choice)._fastest(budget, choice.first_blocks)
         return alike if alike is not None and alike.time_s <= choice.time_s * _LITTLE else choice
 
@@ -204,7 +216,7 @@ class StageSearch:
         if may_try(blocks, stages):
             yield from sorted(every_cuts(blocks, stages), key=lambda cuts: (self._cuts_bound_s(cuts), cuts))
             return
-        starts = self._starts() if near is None else [near]
+        starts = dict.fromkeys(self._starts() if near is None else [near])
         yield from dict.fromkeys(cuts for start in starts for cuts in (start, self._moved(start, budget)))
 
     def _starts(self) -> list[Cuts]:
@@ -218,7 +230,7 @@ class StageSearch:
         most = self.chain.parts * self.configuration.num_stages // self.num_ranks
         for _ in range(_ROUNDS):
             moved = moved_together(
-                cuts, len(self.chain.marks), lambda stage, a, b: self._stage_s(stage, a, b, budget), most
+                cuts, self.chain.fastest, lambda stage, a, b: self._stage_s(stage, a, b, budget), most
             )
             if moved is None or moved == cuts:
                 break

@@ -19,7 +19,8 @@ class Trial:
     """A configuration's choice under a budget of estimated bytes, and what is known of other budgets.
 
     ``fits`` and ``over``: the largest budget whose choice kept to the real one when it was simulated, and the least
-    whose choice did not; ``tries``: simulations that are left.
+    whose choice did not; ``tries``: simulations that are left; ``is_rough``: whether the choice may still become one of
+    fewer kinds of axes.
     """
 
     search: StageSearch
@@ -28,17 +29,22 @@ class Trial:
     fits: float = 0.0
     over: float = np.inf
     tries: int = _TRIES
+    is_rough: bool = False
 
     @classmethod
     def first(cls, search: StageSearch, limit: float) -> Trial | None:
         """The choice under the real budget; estimates are high, so where there is none, under larger ones."""
         budget = limit
         while budget <= MOST_SLACK * limit:
-            choice = search.run(budget)
+            choice = search.quick(budget)
             if choice is not None:
-                return cls(search, choice, budget)
+                return cls(search, choice, budget, is_rough=search.may_be_alike)
             budget *= 1 + 10 * _CLOSE
         return None
+
+    def refined(self) -> Trial:
+        """The choice that is simulated: of a rough one, one that is alike."""
+        return replace(self, choice=self.search.alike(self.choice, self.budget), is_rough=False)
 
     def next(self, limit: float, peak_bytes: int) -> Trial | None:
         """The trial that follows from what this one's simulation took; None where nothing is left to learn."""
@@ -79,6 +85,8 @@ class Waiting:
 
     def closer(self, limit: float) -> list[Waiting]:
         """The same after a closer look, nothing where no choice fits."""
+        if self.trial is not None:
+            return [Waiting.of(self.trial.refined())]
         if not self.estimated:
             estimates = (_ESTIMATE * self.search.estimate_s(share * limit) for share in (1.0, MOST_SLACK))
             estimate = next(filter(np.isfinite, estimates), None)

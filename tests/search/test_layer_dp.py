@@ -48,6 +48,19 @@ def test_equals_brute_force(chain: tuple[np.ndarray, np.ndarray, np.ndarray], bu
     assert memory == sum(chain[1][i, p] for i, p in enumerate(picks)) <= budget
 
 
+@settings(max_examples=200, deadline=None)
+@given(chains(), st.integers(0, 80), st.integers(0, 100))
+def test_with_a_known_choice_what_is_faster_is_still_the_fastest(
+    chain: tuple[np.ndarray, np.ndarray, np.ndarray], budget: int, known_s: int
+) -> None:
+    expected = brute_force(*chain, budget)
+    if expected is None:
+        return
+    picks, time, memory = solve_layers(*chain, budget, known_s=known_s)
+    assert memory == sum(chain[1][i, p] for i, p in enumerate(picks)) <= budget
+    assert time == pytest.approx(expected) if expected < known_s else time >= expected - 1e-9
+
+
 @settings(max_examples=100, deadline=None)
 @given(chains(), st.integers(0, 80), st.integers(0, 40))
 def test_more_budget_is_never_slower(chain: tuple[np.ndarray, np.ndarray, np.ndarray], budget: int, more: int) -> None:
