@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import fx
 
-from galvatron_fx.ir.annotations import facts, ports
+from galvatron_fx.ir.annotations import ports
 from galvatron_fx.ir.placement import REPLICATE, Partial, Placement, Shard
 from passes.insert_collectives import AxisSharding
 from passes.sharding.axis_decisions import AxisDecisions
 from passes.sharding.block_problem import BlockProblem, Decision
+from passes.sharding.graph_values import GraphValues
 from passes.sharding.prices import Prices
 from passes.sharding.roles import RoleRules
 
@@ -37,12 +38,16 @@ class AssignShardings:
 
     def run(self, graph: fx.GraphModule) -> AxisSharding:
         """Return the decision for ``graph``, whose shapes are those left by the axes lowered before."""
-        decided = AxisDecisions(graph, self.roles, self.prices, self.outputs_as_terms)
-        self._place_inputs(graph, decided)
-        for index, nodes in sorted(_block_nodes(graph).items()):
+        return self.decide(GraphValues(graph))
+
+    def decide(self, values: GraphValues) -> AxisSharding:
+        """The same for a graph whose values are known."""
+        decided = AxisDecisions(values, self.roles, self.prices, self.outputs_as_terms)
+        self._place_inputs(decided)
+        for index, nodes in sorted(values.blocks.items()):
             if self.only is None or index in self.only:
                 BlockProblem(decided, index, nodes).decide(self.cache)
-        placements = () if self.only is not None else tuple(_output(decided, *output) for output in decided.outputs)
+        placements = () if self.only is not None else tuple(_output(decided, *output) for output in values.outputs)
         return AxisSharding(
             axis=self.axis,
             degree=decided.degree,
@@ -52,29 +57,28 @@ class AssignShardings:
             boundaries=decided.exits,
         )
 
-    def _place_inputs(self, graph: fx.GraphModule, decided: AxisDecisions) -> None:
+    def _place_inputs(self, decided: AxisDecisions) -> None:
         """Place what no block decides: inputs, constants, and parameters that are fixed or that no block owns."""
-        for port, node in ports(graph):
+        for port, node in ports(decided.values.graph):
             if port.kind == "param" and port.name in self.fixed and not decided.leaves_terms(node):
                 decided.inputs[node] = self.fixed[port.name]
-            elif port.kind != "param" or node not in decided.owner:
+            elif port.kind != "param" or node not in decided.values.owner:
                 decided.inputs[node] = REPLICATE
-        for node in graph.graph.nodes:
-            if node.op == "get_attr":
-                decided.inputs[node] = REPLICATE
+        for node in decided.values.constants:
+            decided.inputs[node] = REPLICATE
 
 
 def _output(decided: AxisDecisions, port: Any, node: fx.Node | None) -> Placement | None:
     if node is None:
         return None
     if port.kind == "grad":
-        parameter = decided.gradient_of.get(node)
+        parameter = decided.values.gradient_of.get(node)
         if parameter is not None and decided.leaves_terms(parameter) and isinstance(decided.produced(node), Partial):
             return decided.produced(node)
         return decided.inputs[parameter] if parameter is not None else REPLICATE
     if port.kind == "output" and decided.outputs_as_terms and isinstance(decided.produced(node), Partial):
         return decided.produced(node)
-    if port.kind == "output" and decided.outputs_stay:
+    if port.kind == "output" and decided.values.outputs_stay:
         return _free_output(decided.exits.get(node, decided.produced(node)))
     return REPLICATE
 
@@ -82,11 +86,3 @@ def _output(decided: AxisDecisions, port: Any, node: fx.Node | None) -> Placemen
 def _free_output(placement: Placement) -> Placement:
     """Outputs stay as they are made, as long as a DTensor can say how they lie."""
     return placement if isinstance(placement, Shard) and placement.outer == 1 else REPLICATE
-
-
-def _block_nodes(graph: fx.GraphModule) -> dict[int, list[fx.Node]]:
-    blocks: dict[int, list[fx.Node]] = {}
-    for node in graph.graph.nodes:
-        if node.op == "call_function":
-            blocks.setdefault(max(facts(node).block, 0), []).append(node)
-    return blocks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import fx
 
@@ -11,6 +12,7 @@ from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.strategy import RoleGroup
 from passes.assign_shardings import AssignShardings
 from passes.insert_collectives import AxisSharding
+from passes.sharding.graph_values import GraphValues
 from passes.sharding.prices import Prices
 from passes.sharding.roles import BATCH_ROLES, RoleRules
 
@@ -31,6 +33,10 @@ class Solutions:
     batch: int
     only: frozenset[int]
     _known: dict[tuple[str, int], dict[float, AxisSharding]] = field(default_factory=dict)
+
+    @cached_property
+    def _values(self) -> GraphValues:
+        return GraphValues(self.graph)
 
     def solve(self, wanted: Iterable[tuple[RoleGroup, float]]) -> None:
         """Find decisions for role groups at shares of the batch."""
@@ -66,7 +72,7 @@ class Solutions:
         if share not in known:
             roles = [RoleRules(group.role, group.degree, self.batch)] * self.blocks
             prices = Prices(self.cluster.device, tuple(self.cluster.axes[i] for i in group.axes), share)
-            found = AssignShardings(0, roles, prices, only=self.only).run(self.graph)
+            found = AssignShardings(0, roles, prices, only=self.only).decide(self._values)
             known[share] = next((other for other in known.values() if other == found), found)
         return known[share]
 

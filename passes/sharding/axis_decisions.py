@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import fx
 
-from galvatron_fx.ir.annotations import facts, output_ports, ports, signature
+from galvatron_fx.ir.annotations import facts
 from galvatron_fx.ir.op_call import is_getitem
 from galvatron_fx.ir.placement import PARTIAL, Placement
-from galvatron_fx.ir.precision import computed_in, policy_of
+from passes.sharding.graph_values import GraphValues
 from passes.sharding.prices import Prices
 from passes.sharding.roles import RoleRules
 from passes.sharding.rules import OpRule
-from passes.sharding.value_origins import (
-    before_cast,
-    gradient_parameters,
-    original_parameters,
-    parameter_owners,
-    sums_over_batch,
-)
 
 
 class AxisDecisions:
     """The graph seen from one mesh axis, and the decisions that blocks add one after the other.
 
-    ``inputs``: placements of placeholders and constants; ``rules``: of operators; ``exits``: placements in which values
-    cross between blocks. ``roles``: what the axis does in each block; ``outputs_as_terms``: outputs of the model may
-    leave as terms of a sum. ``unreduced``: values whose terms are to be added up further on.
+    ``values``: what is known of the graph's values without any decision; ``inputs``: placements of placeholders and
+    constants; ``rules``: of operators; ``exits``: placements in which values cross between blocks. ``roles``: what the
+    axis does in each block; ``outputs_as_terms``: outputs of the model may leave as terms of a sum.
     """
 
-    def __init__(
-        self, graph: fx.GraphModule, roles: Sequence[RoleRules], prices: Prices, outputs_as_terms: bool
-    ) -> None:
+    def __init__(self, values: GraphValues, roles: Sequence[RoleRules], prices: Prices, outputs_as_terms: bool) -> None:
+        self.values = values
         self.roles = roles
         self.prices = prices
         self.degree = prices.degree
@@ -41,18 +32,7 @@ class AxisDecisions:
         self.inputs: dict[fx.Node, Placement] = {}
         self.rules: dict[fx.Node, OpRule] = {}
         self.exits: dict[fx.Node, Placement] = {}
-        self.gradient_of = gradient_parameters(graph)
-        self.owner = parameter_owners(graph)
-        self.outputs: list[tuple[Any, fx.Node | None]] = output_ports(graph)
-        self.parameters = {node for port, node in ports(graph) if port.kind == "param"}
-        self.originals = original_parameters(graph)
-        # Without a loss of its own, the model's caller computes one from whole outputs.
-        self.outputs_stay = signature(graph).loss is not None
-        policy = policy_of(graph)
-        dtypes = [computed_in(policy, facts(node).spec.dtype) for node in self.parameters]
-        self.parameter_itemsize = max((d.itemsize for d in dtypes if d.is_floating_point), default=0)
-        self.unreduced = before_cast(graph)
-        self._sums = sums_over_batch(graph) if outputs_as_terms else set()
+        self._sums = values.sums if outputs_as_terms else set()
 
     def role(self, block: int) -> RoleRules:
         """What the axis does in a block."""
@@ -73,7 +53,7 @@ class AxisDecisions:
         """
         if node not in self.exits:
             record = facts(node)
-            parameter = self.gradient_of.get(node)
+            parameter = self.values.gradient_of.get(node)
             if node in self._sums:
                 self.exits[node] = PARTIAL
             elif parameter is not None and parameter in self.inputs:
@@ -84,4 +64,4 @@ class AxisDecisions:
 
     def leaves_terms(self, parameter: fx.Node) -> bool:
         """Whether the gradient of ``parameter`` may leave the graph as terms: its owner's role reduces it later."""
-        return parameter in self.owner and self.role(self.owner[parameter]).leaves_terms()
+        return parameter in self.values.owner and self.role(self.values.owner[parameter]).leaves_terms()

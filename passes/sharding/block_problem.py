@@ -43,9 +43,9 @@ class BlockProblem:
         self.role = decided.role(index)
         self.degree = decided.degree
         self.prices = decided.prices
-        self.allowed = AllowedRules(self.role, decided.degree, decided.parameter_itemsize)
+        self.allowed = AllowedRules(self.role, decided.degree, decided.values.parameter_itemsize)
         self.inside = set(nodes)
-        self.parameter_side = _made_of_parameters(nodes, decided.parameters)
+        self.parameter_side = _made_of_parameters(nodes, decided.values.parameters)
         self.values: dict[fx.Node, _Value] = {}
         self.items: list[Item] = []
         self.decisions: list[list[Decision]] = []
@@ -64,7 +64,7 @@ class BlockProblem:
         for node, decision in zip([*entries, *self.nodes], cache[key], strict=True):
             if isinstance(decision, OpRule):
                 self.decided.rules[node] = decision
-            elif decision is not None and node in self.decided.owner:
+            elif decision is not None and node in self.decided.values.owner:
                 self.decided.inputs.setdefault(node, decision)
 
     # ---- what crosses ----
@@ -80,10 +80,10 @@ class BlockProblem:
 
     def _entry_choices(self, node: fx.Node) -> list[Placement]:
         decided = self.decided
-        original = decided.originals.get(node)
+        original = decided.values.originals.get(node)
         if original in decided.inputs:
             return [decided.inputs[original]]
-        if node in decided.owner and node not in decided.inputs:
+        if node in decided.values.owner and node not in decided.inputs:
             return self.role.parameter_choices(facts(node).spec)
         if node in decided.inputs:
             return [decided.inputs[node]]
@@ -100,8 +100,8 @@ class BlockProblem:
         number = {node: i for i, node in enumerate([*entries, *self.nodes])}
         wires = tuple(tuple(number[n] for n in input_nodes(node)) for node in self.nodes)
         calls = tuple(_call_key(node) for node in self.nodes)
-        enter = tuple((facts(n).specs, tuple(self._entry_choices(n)), n in self.decided.owner) for n in entries)
-        late = self.decided.unreduced
+        enter = tuple((facts(n).specs, tuple(self._entry_choices(n)), n in self.decided.values.owner) for n in entries)
+        late = self.decided.values.unreduced
         leave = tuple((self._leave_key(n), self._graph_outputs(n, number), n in late) for n in self.nodes)
         return (self.role, self.degree, wires, calls, enter, leave)
 
@@ -110,14 +110,9 @@ class BlockProblem:
 
     def _graph_outputs(self, node: fx.Node, number: dict[fx.Node, int]) -> tuple[Any, ...]:
         """How the graph's outputs take a node: as whose gradient (by number in the block), or freely."""
-        taken: list[Any] = []
-        if not any(user.op == "output" for user in node.users):
-            return ()
-        for port, out in self.decided.outputs:
-            if out is node:
-                parameter = self.decided.gradient_of.get(node)
-                taken.append((port.kind, number.get(parameter) if parameter is not None else None))
-        return tuple(taken)
+        parameter = self.decided.values.gradient_of.get(node)
+        owned = number.get(parameter) if parameter is not None else None
+        return tuple((port.kind, owned) for port in self.decided.values.output_ports_of.get(node, ()))
 
     # ---- the problem ----
 
@@ -144,7 +139,7 @@ class BlockProblem:
         self, node: fx.Node, value: _Value, wanted: list[Placement]
     ) -> dict[tuple[Placement, Placement], float]:
         pairs = {}
-        parameter, late = node in self.parameter_side, node in self.decided.unreduced
+        parameter, late = node in self.parameter_side, node in self.decided.values.unreduced
         for have in value.candidates:
             for want in wanted:
                 time_s = self.prices.redistribute_s(value.spec, have, want)
@@ -177,7 +172,7 @@ class BlockProblem:
     def _add_entry(self, node: fx.Node) -> None:
         choices = self._entry_choices(node)
         value = self._new_value(node, facts(node).spec, choices)
-        parameter = node in self.decided.owner and node not in self.decided.inputs
+        parameter = node in self.decided.values.owner and node not in self.decided.inputs
         spec = facts(node).spec
         costs = [self.prices.update_s(spec, p) if parameter else 0.0 for p in choices]
         if parameter and self.role.splits_parameters(spec):
@@ -219,17 +214,16 @@ class BlockProblem:
         leave = self._exit_choice(node)
         if leave is not None:
             self._add_sink(f"exit of {node.name}", [value.index], [Choice((leave,), (), 0.0)])
-        for port, out in self.decided.outputs:
-            if out is node:
-                self._add_output_sink(port.kind, node, value)
+        for port in self.decided.values.output_ports_of.get(node, ()):
+            self._add_output_sink(port.kind, node, value)
 
     def _add_output_sink(self, kind: str, node: fx.Node, value: _Value) -> None:
-        parameter = self.decided.gradient_of.get(node)
+        parameter = self.decided.values.gradient_of.get(node)
         if kind == "grad" and parameter is not None:
             self._add_gradient_sink(node, parameter, value)
             return
         free: list[Placement] = [REPLICATE]
-        if kind == "output" and self.decided.outputs_stay:
+        if kind == "output" and self.decided.values.outputs_stay:
             free += [p for p in value.candidates if isinstance(p, Shard) and p.outer == 1]
         if kind == "output" and self.decided.outputs_as_terms:
             free += [p for p in value.candidates if isinstance(p, Partial)]

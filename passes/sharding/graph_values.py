@@ -1,0 +1,71 @@
+"""What the values of a joint graph are, whatever is decided on them: parameters, gradients of which, outputs."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from torch import fx
+
+from galvatron_fx.ir.annotations import Port, facts, output_ports, ports, signature
+from galvatron_fx.ir.precision import computed_in, policy_of
+from passes.sharding.value_origins import (
+    before_cast,
+    gradient_parameters,
+    original_parameters,
+    parameter_owners,
+    sums_over_batch,
+)
+
+
+class GraphValues:
+    """Facts of a graph as it stands, each found once; one for all decisions on a graph that does not change.
+
+    ``gradient_of``: parameter of each gradient; ``owner``: block that uses a parameter first; ``originals``: what a
+    parameter is only another view of; ``unreduced``: values whose terms are to be added up further on.
+    """
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        self.graph = graph
+        self.gradient_of = gradient_parameters(graph)
+        self.owner = parameter_owners(graph)
+        self.originals = original_parameters(graph)
+        self.unreduced = before_cast(graph)
+        self.outputs: list[tuple[Port, fx.Node | None]] = output_ports(graph)
+        self.parameters = {node for port, node in ports(graph) if port.kind == "param"}
+        # Without a loss of its own, the model's caller computes one from whole outputs.
+        self.outputs_stay = signature(graph).loss is not None
+
+    @cached_property
+    def blocks(self) -> dict[int, list[fx.Node]]:
+        """The operators of each block."""
+        found: dict[int, list[fx.Node]] = {}
+        for node in self.graph.graph.nodes:
+            if node.op == "call_function":
+                found.setdefault(max(facts(node).block, 0), []).append(node)
+        return found
+
+    @cached_property
+    def constants(self) -> list[fx.Node]:
+        """Tensors that the graph holds itself."""
+        return [node for node in self.graph.graph.nodes if node.op == "get_attr"]
+
+    @cached_property
+    def output_ports_of(self) -> dict[fx.Node, list[Port]]:
+        """As what the graph returns each value that it returns."""
+        found: dict[fx.Node, list[Port]] = {}
+        for port, node in self.outputs:
+            if node is not None:
+                found.setdefault(node, []).append(port)
+        return found
+
+    @cached_property
+    def parameter_itemsize(self) -> int:
+        """Bytes of an element of the widest parameters, as they are computed with."""
+        policy = policy_of(self.graph)
+        dtypes = [computed_in(policy, facts(node).spec.dtype) for node in self.parameters]
+        return max((dtype.itemsize for dtype in dtypes if dtype.is_floating_point), default=0)
+
+    @cached_property
+    def sums(self) -> set[fx.Node]:
+        """Backward values that each part of a batch adds its terms to."""
+        return sums_over_batch(self.graph)
