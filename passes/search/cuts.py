@@ -38,18 +38,18 @@ def balanced(weights: Floats, stages: int) -> Cuts:
 def _balanced(weights: tuple[float, ...], stages: int) -> Cuts:
     blocks = len(weights)
     total = np.concatenate(([0.0], np.cumsum(weights)))
-    least = np.full((stages + 1, blocks + 1), np.inf)
-    last = np.zeros((stages + 1, blocks + 1), dtype=np.int64)
-    least[0, 0] = 0.0
-    for stage in range(1, stages + 1):
-        for end in range(stage, blocks + 1):
-            starts = np.arange(stage - 1, end)
-            worst = np.maximum(least[stage - 1, starts], total[end] - total[starts])
-            pick = int(np.argmin(worst))
-            least[stage, end], last[stage, end] = worst[pick], starts[pick]
+    stage_weight = total[:, None] - total[None, :]  # [end, start]
+    stage_weight[np.triu_indices(blocks + 1)] = np.inf
+    least = np.full(blocks + 1, np.inf)
+    least[0] = 0.0
+    last = []
+    for _ in range(stages):
+        worst = np.maximum(least[None, :], stage_weight)
+        last.append(worst.argmin(axis=1))
+        least = worst.min(axis=1)
     cuts, end = [], blocks
-    for stage in range(stages, 0, -1):
-        end = int(last[stage, end])
+    for starts in reversed(last):
+        end = int(starts[end])
         cuts.append(end)
     return tuple(reversed(cuts))
 
