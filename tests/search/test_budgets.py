@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ def small_llama() -> tuple[LlamaForCausalLM, dict[str, torch.Tensor]]:
     return model, {"input_ids": ids, "labels": ids}
 
 
+@cache
 def search(budget: int | str | None) -> Plan:
     model, inputs = small_llama()
     return galvatron_fx.plan(model, CLUSTER, inputs, memory_budget=budget)
