@@ -67,12 +67,14 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
-def evaluate(model: galvatron_fx.DistributedGraphModule, text: PackedText, batch_size: int, batches: int) -> float:
+def evaluate(model: galvatron_fx.DistributedGraphModule, text: PackedText, batches: int) -> float:
     """Mean loss on the first batches of held-out text; nan where it is too short for one."""
+    own = list(islice(DataLoader(deepcopy(text), len(model.batch_rows), drop_last=True), batches))  # a copy: it moves
+    count = torch.tensor(len(own), device=model.mesh.device_type)
+    dist.all_reduce(count, dist.ReduceOp.MIN)  # parts of the text that ranks read may end at different batches
     model.eval()
-    loader = DataLoader(deepcopy(text), batch_size, drop_last=True)  # a copy: reading moves its position
     with torch.no_grad():
-        losses = [float(model(**batch).loss) for batch in islice(loader, batches)]
+        losses = [float(model(**own_rows(batch)).loss) for batch in own[: int(count)]]
     model.train()
     return sum(losses) / len(losses) if losses else float("nan")
 
@@ -107,7 +109,7 @@ def main(given: Sequence[str] | None = None) -> None:
     rows = model.batch_rows
     text = PackedText(training, tokens, length, options.seed, rows=rows, of=batch_size)
     loader = StatefulDataLoader(text, len(rows))
-    evaluation = PackedText(held_out, tokens, length, epochs=1)
+    evaluation = PackedText(held_out, tokens, length, epochs=1, rows=rows, of=batch_size)
 
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
@@ -149,7 +151,7 @@ def main(given: Sequence[str] | None = None) -> None:
             if step % options.log_every == 0 or step == options.steps:
                 metrics.report(step, float(loss), scheduler.get_last_lr()[0], float(norm))
             if step % options.evaluate_every == 0 or step == options.steps:
-                found = evaluate(model, evaluation, batch_size, options.evaluate_batches)
+                found = evaluate(model, evaluation, options.evaluate_batches)
                 metrics.write(step, {"held out/loss": found})
                 metrics.say(f"step {step}  held-out loss {found:.4f}")
             if step % options.save_every == 0 or step == options.steps:
