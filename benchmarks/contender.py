@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from statistics import median
 
+import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
@@ -13,7 +14,7 @@ WARM_UP = 3
 
 
 class Contender:
-    """Steps of forward, backward and update, timed from when all ranks begin to when all have ended."""
+    """Steps of forward, backward and update, timed from when all ranks begin to when the last has ended."""
 
     def __init__(self, forward_backward: Callable[[], object], optimizer: Optimizer) -> None:
         self.forward_backward, self.optimizer = forward_backward, optimizer
@@ -30,8 +31,9 @@ class Contender:
         dist.barrier()
         start_s = time.perf_counter()
         self.step()
-        dist.barrier()
-        self.times.append(time.perf_counter() - start_s)
+        spent_s = torch.tensor(time.perf_counter() - start_s, dtype=torch.float64)
+        dist.all_reduce(spent_s, dist.ReduceOp.MAX)  # without a barrier's own time
+        self.times.append(float(spent_s))
 
     @property
     def step_s(self) -> float:

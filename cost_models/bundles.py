@@ -35,9 +35,10 @@ def bundle_bytes(kind: str, axes: tuple[Axis, ...]) -> float:
 
 
 class Bundled(NamedTuple):
-    """``[C]`` each: seconds of sending, without packing; how many tensors are packed, and their bytes."""
+    """``[C]`` each: seconds of sending, without packing; collectives; how many tensors are packed, and their bytes."""
 
     seconds: Floats
+    collectives: Floats
     packed: Floats
     packed_bytes: Floats
 
@@ -48,6 +49,7 @@ def bundled_s(kind: str, size_bytes: Floats, axes: Sequence[Axis]) -> Bundled:
     small = np.where(size_bytes < enough, size_bytes, 0.0)
     total, count = small.sum(axis=0), (small > 0).sum(axis=0)
     bundles = np.maximum(1.0, np.floor(total / max(enough, 1.0)))
-    alone: Floats = collective_s(kind, size_bytes - small, axes).sum(axis=0)
-    seconds = alone + bundles * collective_s(kind, total / bundles, axes)
-    return Bundled(seconds, np.where(count > 1, count, 0.0), np.where(count > 1, total, 0.0))
+    alone: Floats = collective_s(kind, size_bytes - small, axes)
+    seconds = alone.sum(axis=0) + bundles * collective_s(kind, total / bundles, axes)
+    sent = (alone > 0).sum(axis=0) + np.where(total > 0, bundles, 0.0)
+    return Bundled(seconds, sent, np.where(count > 1, count, 0.0), np.where(count > 1, total, 0.0))

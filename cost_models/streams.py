@@ -3,7 +3,8 @@
 Computing goes through a list of events in order. A collective that starts joins the queue of its stream, where one
 runs after the other; a wait stops computing until the stream is so far. While both run, work goes on at 1 /
 ``overlap.compute`` of its rate and every collective at 1 / ``overlap.communication``; collectives on several streams,
-which use different links, do not slow each other down.
+which use different links, do not slow each other down. The first that is waited for after computing takes
+``overlap.skew`` longer.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ class StreamRun:
         self._queues: dict[int, deque[int]] = {}
         self._left_s: dict[int, float] = {}
         self._started_s: dict[int, float] = {}
+        self._computed_s = 0.0  # since the last wait
 
     def _do(self, number: int, event: Event) -> None:
         if isinstance(event, Start):
@@ -90,6 +92,7 @@ class StreamRun:
             self._wait(event.stream, event.behind)
         else:
             self._work(event.seconds)
+            self._computed_s += event.seconds
 
     def _work(self, seconds: float) -> None:
         """Compute, slower as long as something is on its way."""
@@ -108,6 +111,9 @@ class StreamRun:
 
     def _wait(self, stream: int, behind: int) -> None:
         queue = self._queues.get(stream, deque())
+        if len(queue) > behind:
+            self._left_s[queue[0]] += self.overlap.skew.seconds(self._computed_s)
+            self._computed_s = 0.0
         while running := self._running():
             if len(queue) <= behind:
                 return

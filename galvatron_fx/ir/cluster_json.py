@@ -16,11 +16,11 @@ from galvatron_fx.ir.cluster import Axis, Cluster
 from galvatron_fx.ir.curves import CollectiveCurve, OperatorCurve
 from galvatron_fx.ir.device import Device
 from galvatron_fx.ir.origin import Origin
-from galvatron_fx.ir.overlap import Overlap
+from galvatron_fx.ir.overlap import Overlap, Skew
 
 __all__ = ["CLUSTER_VERSION", "read_cluster", "write_cluster"]
 
-CLUSTER_VERSION = 2
+CLUSTER_VERSION = 3
 _MAX_TEXT = 20_000_000
 _MAPPINGS = ("peak_flops", "calls", "sharing")
 
@@ -50,7 +50,8 @@ def read_cluster(text: str) -> Cluster:
         for axis in document["axes"]
     )
     origin = document["origin"] and Origin(**document["origin"])
-    return Cluster(Device(**device), axes, Overlap(**document["overlap"]), origin)
+    overlap = dict(document["overlap"])
+    return Cluster(Device(**device), axes, Overlap(**overlap | {"skew": Skew(**overlap["skew"])}), origin)
 
 
 def _members(record: Device | Axis | OperatorCurve | CollectiveCurve) -> dict[str, Any]:

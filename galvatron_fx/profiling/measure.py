@@ -18,6 +18,7 @@ from galvatron_fx.profiling.machine import origin_of
 from galvatron_fx.profiling.operators import all_kernels, measure_operators
 from galvatron_fx.profiling.overlap import measure_overlap, measure_sharing
 from galvatron_fx.profiling.ranks import Ranks
+from galvatron_fx.profiling.skew import measure_skew
 from galvatron_fx.profiling.tensors import Pool
 from galvatron_fx.profiling.updates import measure_updates
 
@@ -25,7 +26,7 @@ __all__ = ["PHASES", "ProfileProgress", "measure_cluster"]
 
 OPERATORS, UPDATES, COLLECTIVES, MUTUAL = "operators", "optimizer update", "collectives", "mutual slowdown"
 PHASES = (OPERATORS, UPDATES, COLLECTIVES, MUTUAL)
-# Shares of the time; what is mutual takes as long as it takes, about a second.
+# Shares of the time; what is mutual takes as long as it takes, a few seconds.
 _OPERATORS_SHARE, _UPDATES_SHARE, _COLLECTIVES_SHARE = 0.55, 0.05, 0.4
 _DTYPES = {"cpu": (torch.float32,), "cuda": (torch.bfloat16, torch.float32)}
 # Above the size at which glibc hands out memory page by page, below the 32 MiB from which it always does.
@@ -74,8 +75,9 @@ def measure_cluster(
             told = telling(COLLECTIVES)
             axes = measure_collectives(ranks, described, groups, _COLLECTIVES_SHARE * seconds, told)
             telling(MUTUAL)(0.0)
-            overlap = measure_overlap(ranks, groups)
-            device = replace(device, sharing=measure_sharing(ranks))
+            sharing = measure_sharing(ranks)
+            overlap = replace(measure_overlap(ranks, groups), skew=measure_skew(ranks, groups, sharing))
+            device = replace(device, sharing=sharing)
         telling(MUTUAL)(1.0)
     return Cluster(device, axes, overlap, origin_of(mesh))
 

@@ -59,7 +59,8 @@ def measure_overlap(ranks: Ranks, groups: Sequence[Group]) -> Overlap:
     issue = _all_reduces(ranks.device_type, groups[-1])
     slower = [_slowdowns(ranks, compute, issue) for _ in range(_ROUNDS)]
     compute_s, communication_s = (max(1.0, median(column)) for column in zip(*slower, strict=True))
-    return Overlap(*ranks.mean([compute_s, communication_s]))
+    both = ranks.mean([compute_s, communication_s])
+    return Overlap(both[0], both[1])
 
 
 def _slowdowns(

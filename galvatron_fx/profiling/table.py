@@ -19,7 +19,8 @@ def describe_profile(cluster: Cluster) -> str:
     lines += [_collective_line(curve) for axis in cluster.axes for curve in axis.curves]
     lines += [_axis_line(axis) for axis in cluster.axes if axis.curves]
     lines.append(
-        f"overlap: computing x{cluster.overlap.compute:.2f}, communicating x{cluster.overlap.communication:.2f}"
+        f"overlap: computing x{cluster.overlap.compute:.2f}, communicating x{cluster.overlap.communication:.2f}; "
+        f"waiting for other ranks up to {format_seconds(cluster.overlap.skew.most_s)}"
     )
     shares = ", ".join(f"{ranks} ranks x{factor:.2f}" for ranks, factor in dict(device.sharing).items())
     return "\n".join([*lines, f"computing at once: {shares or 'one rank'}"])

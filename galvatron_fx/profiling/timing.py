@@ -22,10 +22,12 @@ class Rounds:
     """Measurements of ``tasks`` by all ``ranks``, which begin each together, as the ranks of a training step do.
 
     Every round measures every task once, so that what disturbs the machine for a second disturbs no task in all rounds.
+    ``window_s``: seconds of one measurement.
     """
 
     ranks: Ranks
     tasks: Sequence[Task]
+    window_s: float = _WINDOW_S
     _repeats: list[int] = field(default_factory=list)
     _found: list[list[float]] = field(default_factory=list)
 
@@ -60,4 +62,4 @@ class Rounds:
         run(1)
         one_s = self._timed(run, 1)
         mean_s = self.ranks.mean([one_s])[0]
-        return int(min(max(_WINDOW_S / max(mean_s, 1e-9), _FEWEST), _MOST))
+        return int(min(max(self.window_s / max(mean_s, 1e-9), _FEWEST), _MOST))

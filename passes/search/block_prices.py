@@ -70,13 +70,17 @@ class _Columns:
     """The terms of a block for role tables and micro-batches: arrays over columns, in seconds and bytes.
 
     ``forward_wait_s``, ``backward_wait_s``: of forward and backward, what is waited for where it starts;
-    ``gather_work_s`` and the like: casts and packing.
+    ``gather_work_s`` and the like: casts and packing; ``forward_waits`` and the like: how many collectives.
     """
 
     forward_s: Floats
     backward_s: Floats
     forward_wait_s: Floats
     backward_wait_s: Floats
+    forward_waits: Floats
+    backward_waits: Floats
+    again_waits: Floats
+    gather_waits: Floats
     weight_s: Floats
     again_s: Floats
     gather_s: Floats
@@ -175,10 +179,14 @@ def _prices(
     back_gather_s, back_reduce_s = np.where(again, ahead_s, 0.0), scatter_s + reduce_s
     transient = terms.transient_bytes + terms.gathered_bytes - kept + ahead + rebuilt
     exposed = _exposed_s(backward_s, terms.backward_wait_s, back_gather_s + back_reduce_s, overlap)
+    gathers = np.where(once, 0.0, terms.gather_waits)
+    forward_late_s = _late_s(forward_s - terms.forward_wait_s, terms.forward_waits + gathers, overlap)
+    waits = terms.backward_waits + np.where(recompute, terms.again_waits, 0.0) + np.where(again, gathers, 0.0)
+    backward_late_s = _late_s(backward_s - terms.backward_wait_s, waits, overlap)
     of_weights = back_reduce_s / np.maximum(back_gather_s + back_reduce_s, _TINY_S)
     return BlockPrices(
-        forward_s=forward_s + _exposed_s(forward_s, terms.forward_wait_s, ahead_s, overlap) + late_s,
-        backward_s=backward_s + exposed + np.where(again, late_s, 0.0),
+        forward_s=forward_s + _exposed_s(forward_s, terms.forward_wait_s, ahead_s, overlap) + late_s + forward_late_s,
+        backward_s=backward_s + exposed + np.where(again, late_s, 0.0) + backward_late_s,
         weight_s=weights_s + exposed * of_weights,
         once_s=terms.update_s
         + np.where(staged, terms.reduce_s + terms.reduce_work_s, 0.0)
@@ -195,11 +203,17 @@ def _exposed_s(busy_s: Floats, wait_s: Floats, sent_s: Floats, overlap: Overlap)
     return exposed_s(busy_s - wait_s, np.maximum(sent_s - wait_s, 0.0), overlap)
 
 
+def _late_s(busy_s: Floats, waits: Floats, overlap: Overlap) -> Floats:
+    """What ranks wait for each other where ``waits`` collectives stand among ``busy_s`` of computing, evenly."""
+    return waits * overlap.skew.seconds(busy_s / np.maximum(waits, 1.0))
+
+
 class _Sent(NamedTuple):
-    """``[C]`` each: seconds of sending, and of casts and packing on the way."""
+    """``[C]`` each: seconds of sending, and of casts and packing on the way; how many collectives."""
 
     seconds: Floats
     work_s: Floats
+    collectives: Floats
 
 
 class _Evaluation:
@@ -222,7 +236,7 @@ class _Evaluation:
 
     def columns(self) -> _Columns:
         forward, backward, weight, again = self._compute()
-        moves, packing = self._moves()
+        moves, packing, waits = self._moves()
         gather, gathered = self._gathers()
         static, update = self._static()
         gradients, whole, largest = self._gradients()
@@ -233,6 +247,10 @@ class _Evaluation:
             backward_s=backward + moves["backward"],
             forward_wait_s=moves["forward"],
             backward_wait_s=moves["backward"],
+            forward_waits=waits["forward"],
+            backward_waits=waits["backward"],
+            again_waits=waits["again"],
+            gather_waits=gather.collectives,
             weight_s=weight,
             again_s=again + moves["again"],
             gather_s=gather.seconds,
@@ -273,34 +291,38 @@ class _Evaluation:
             seconds[rows] = op_time_s(OpCost(flops[rows], moved[rows], 0), dtype, device, kind)
         return [seconds[rows].sum(axis=0) for rows in picked]
 
-    def _moves(self) -> tuple[dict[str, Floats], dict[str, Floats]]:
+    def _moves(self) -> tuple[dict[str, Floats], dict[str, Floats], dict[str, Floats]]:
         """Seconds of redistributions: by phase, and of finished gradients that are scattered or all-reduced. And those
-        of packing them."""
+        of packing them, and how many there are."""
         times = {slot: np.zeros(len(self.parts)) for slot in ("forward", "backward", "scatter", "reduce", "again")}
         packing = {slot: np.zeros(len(self.parts)) for slot in times}
+        counts = {slot: np.zeros(len(self.parts)) for slot in times}
         size = self._on_rank(self.terms.moved)
         for move in dict.fromkeys(self.terms.moves):
             rows = np.flatnonzero([other == move for other in self.terms.moves])
             found = self._sent(move.kind, size[rows], move.role, bundled=move.slot in ("scatter", "reduce"))
             times[move.slot] += found.seconds
             packing[move.slot] += found.work_s
+            counts[move.slot] += found.collectives
             if move.rebuilt:
                 times["again"] += found.seconds
-        return times, packing
+                counts["again"] += found.collectives
+        return times, packing, counts
 
     def _sent(self, kind: str, size: Floats, role: int, bundled: bool) -> _Sent:
         """Collectives of ``size[V, C]`` bytes over the axes of a role, added up."""
-        seconds, packing = np.zeros(len(self.parts)), np.zeros(len(self.parts))
+        seconds, packing, count = (np.zeros(len(self.parts)) for _ in range(3))
         for group, columns in self.axes[role].items():
             axes, own = [self.cluster.axes[i] for i in group], size[:, columns]
             if not bundled:
-                seconds[columns] = collective_s(kind, own, axes).sum(axis=0)
+                each: Floats = collective_s(kind, own, axes)
+                seconds[columns], count[columns] = each.sum(axis=0), (each > 0).sum(axis=0)
                 continue
             device, found = self.cluster.device, bundled_s(kind, own, axes)
-            seconds[columns] = found.seconds
+            seconds[columns], count[columns] = found.seconds, found.collectives
             packing[columns] = traffic_s(device, _PACKING_PASSES * found.packed_bytes)
             packing[columns] += device.launch_overhead_s * found.packed
-        return _Sent(seconds, packing)
+        return _Sent(seconds, packing, count)
 
     def _zero_degrees(self) -> Floats:
         """``[W, C]``: ranks among which ``zero`` splits a parameter, 1 where none of its dims divides."""
@@ -323,11 +345,12 @@ class _Evaluation:
         own = self._on_rank(weights.amounts)[weights.used]
         computed, cast = weights.computed[weights.used, None], weights.cast[weights.used, None]
         read = np.where(cast, own * (1 + computed) / np.where(computed < 1, degrees, 1.0), 0.0)
-        made = _Sent(np.zeros(len(self.parts)), traffic_s(self.cluster.device, read.sum(axis=0)))
+        nothing = np.zeros(len(self.parts))
+        made = _Sent(nothing, traffic_s(self.cluster.device, read.sum(axis=0)), nothing)
         if "zero" in roles:
             moved = np.where(degrees > 1, own * np.minimum(computed, 1.0), 0.0)
             sent = self._sent("all_gather", moved, roles.index("zero"), bundled=True)
-            made = _Sent(sent.seconds, made.work_s + sent.work_s)
+            made = _Sent(sent.seconds, made.work_s + sent.work_s, sent.collectives)
         return made, np.where(cast | (degrees > 1), own * computed, 0.0).sum(axis=0)
 
     def _static(self) -> tuple[Floats, Floats]:

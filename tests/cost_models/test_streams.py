@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models.streams import Event, Start, StreamRun, Wait, Work, exposed_s
-from galvatron_fx.ir.overlap import Overlap
+from galvatron_fx.ir.overlap import Overlap, Skew
 from galvatron_fx.ir.predicted import COMPUTE, Cause
 
 SECONDS = st.floats(0.0, 10.0)
@@ -93,3 +93,20 @@ def test_by_hand() -> None:
     assert run.begins_s == pytest.approx([0.0, 0.0, 2.3, 2.3, 5.3])
     assert run.spans_s[0] == pytest.approx((0.0, 1.3)) and run.spans_s[3] == pytest.approx((2.3, 5.3))
     assert run.exposed == pytest.approx({sent(0): 0.3, sent(1): 3.0})
+
+
+def test_the_first_wait_after_computing_takes_longer() -> None:
+    """By the skew of so much computing; what is waited for right behind it does not."""
+    skew = Skew(most_s=0.5, after_s=2.0)
+    compute, two = Work(3.0, Cause(COMPUTE)), [Start(1.0, sent(0), 0), Start(1.0, sent(0), 0)]
+    run = StreamRun.of([compute, *two, Wait(0, 1), Wait(0, 0), compute, *two], Overlap(skew=skew))
+    assert run.now_s == pytest.approx(6.0 + 4.0 + 2 * skew.seconds(3.0))
+    assert skew.seconds(3.0) == pytest.approx(0.5 * (1 - np.exp(-1.5)))
+
+
+@given(computed=st.floats(0.0, 100.0), more=st.floats(0.0, 100.0), most=st.floats(0.0, 1.0), after=st.floats(1e-3, 10.0))
+def test_skew_grows_up_to_its_most(computed: float, more: float, most: float, after: float) -> None:
+    skew = Skew(most, after)
+    assert 0.0 <= skew.seconds(computed) <= skew.seconds(computed + more) <= most
+    assert skew.seconds(np.array([computed, more])).tolist() == [skew.seconds(computed), skew.seconds(more)]
+    assert Skew().seconds(computed) == 0.0

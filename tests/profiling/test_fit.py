@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models.curve_time import collective_curve_s, operator_curve_s
+from galvatron_fx.ir.overlap import Skew
 from galvatron_fx.profiling.fit import fit_collective, fit_operator
+from galvatron_fx.profiling.skew import fit_skew
 
 FLOPS = [2.0 * n**3 for n in (8, 32, 128, 512, 1024)] + [2.0 * 64 * n * n for n in (64, 256, 1024)]
 MOVED = [12.0 * n**2 for n in (8, 32, 128, 512, 1024)] + [4.0 * (128 * n + n * n) for n in (64, 256, 1024)]
@@ -36,3 +38,10 @@ def test_any_measurements_give_a_curve(seconds) -> None:
     fit_operator("matmul", "float32", FLOPS, MOVED, seconds)
     fit_operator("tanh", "float32", [0.0] * 8, MOVED, seconds)
     fit_collective("all_gather", ("a",), [4**n for n in range(8)], seconds)
+
+
+def test_a_skew_is_found_again() -> None:
+    computed = [1e-3, 2e-3, 4e-3, 8e-3, 16e-3]
+    found = fit_skew(computed, [Skew(4e-3, 8e-3).seconds(each) for each in computed])
+    assert (found.most_s, found.after_s) == pytest.approx((4e-3, 8e-3), rel=0.15)
+    assert fit_skew(computed, [-1e-4] * 5) == Skew()

@@ -1,0 +1,66 @@
+"""How long ranks that share cores wait for each other in a collective, by how long they have computed before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from galvatron_fx.ir.overlap import Skew
+from galvatron_fx.profiling.collectives import Group
+from galvatron_fx.profiling.ranks import Ranks
+from galvatron_fx.profiling.timing import Rounds, Task
+
+__all__ = ["fit_skew", "measure_skew"]
+
+_SHARED = 0.9  # one rank alone computes in less than this share of the time: the ranks share cores
+_COMPUTED_S = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)  # before a collective; after more, what ranks compute differs too much
+_WINDOW_S = 0.1  # of one measurement: several collectives with what is computed before them
+_ROUNDS, _SHORT_S = 5, 1e-3  # so many rounds, however long they take
+_WIDTH = 96  # of the square products that are computed
+
+c10d = torch.ops._c10d_functional
+
+
+def measure_skew(ranks: Ranks, groups: Sequence[Group], sharing: Mapping[int, float]) -> Skew:
+    """Compute and all-reduce a few bytes over all ranks by turns; none where ``sharing`` says that none is shared."""
+    if not groups or min(sharing.values(), default=1.0) > _SHARED:
+        return Skew()
+    name, matrix = groups[-1].handle.group_name, torch.ones(_WIDTH, _WIDTH, device=ranks.device_type)
+    one = torch.ones(1, device=ranks.device_type)
+
+    def turns(products: int, sends: bool) -> Task:
+        def run(times: int) -> None:
+            for _ in range(times):
+                for _ in range(products):
+                    matrix @ matrix
+                if sends:
+                    c10d.wait_tensor(c10d.all_reduce(one, "sum", name))
+
+        return lambda: run
+
+    product_s = _timed(ranks, [turns(1, False)])[0]
+    counts = [max(1, round(ranks.first(computed_s / product_s))) for computed_s in _COMPUTED_S]
+    tasks = [turns(0, True), *(turns(count, sends) for count in counts for sends in (False, True))]
+    sent_s, *both = _timed(ranks, tasks)
+    late = [together - alone - sent_s for alone, together in zip(both[::2], both[1::2], strict=True)]
+    return fit_skew([count * product_s for count in counts], late)
+
+
+def fit_skew(computed_s: Sequence[float], late_s: Sequence[float]) -> Skew:
+    """The curve through measured delays, by least squares: for each of many ``after_s`` the best ``most_s``."""
+    measured, most = np.array(late_s), max(computed_s)
+    best = Skew()
+    least = float((measured**2).sum())
+    for after_s in most * np.logspace(-2, 1, 31):
+        shape = Skew(1.0, float(after_s)).seconds(np.array(computed_s))
+        height = max(0.0, float(shape @ measured / (shape @ shape)))
+        error = float(((measured - height * shape) ** 2).sum())
+        if error < least:
+            best, least = Skew(height, float(after_s)), error
+    return best
+
+
+def _timed(ranks: Ranks, tasks: Sequence[Task]) -> list[float]:
+    return Rounds(ranks, tasks, _WINDOW_S).run(_SHORT_S, _ROUNDS, lambda share: None)
