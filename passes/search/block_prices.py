@@ -8,8 +8,9 @@ not lowered: :mod:`passes.search.plan_search` lowers what it chooses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -19,12 +20,12 @@ from cost_models.bundles import bundled_s
 from cost_models.collectives import collective_s
 from cost_models.ops import OpCost, op_time_s, price_class
 from cost_models.streams import exposed_s
-from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.cluster import Axis, Cluster
 from galvatron_fx.ir.overlap import Overlap
 from galvatron_fx.ir.strategy import PIPELINE, RoleGroup, Strategy
 from passes.search.block_facts import BlockFacts
 from passes.search.block_terms import Amounts, BlockTerms, Bools, Composition, Floats, read_terms
-from passes.search.candidates import batch_share
+from passes.search.candidates import AxisKinds, batch_share
 from passes.search.solutions import Solutions
 from passes.sharding.prices import traffic_s, update_traffic_s
 
@@ -110,30 +111,30 @@ class BlockPricer:
     solutions: Solutions
     _terms: dict[tuple[tuple[str, int], ...], BlockTerms] = field(default_factory=dict)
 
-    def prices(self, wanted: Sequence[tuple[Strategy, int]]) -> BlockPrices:
-        """The prices of (strategy, number of micro-batches) pairs, in order."""
-        groups = {strategy: strategy.groups(self.cluster.shape) for strategy, _ in wanted}
-        share = {(strategy, parts): batch_share(strategy, parts, self.cluster.shape) for strategy, parts in wanted}
-        distinct = {(groups[strategy], parts): share[strategy, parts] for strategy, parts in wanted}
+    def prices(self, wanted: Sequence[tuple[Strategy, int, AxisKinds]]) -> BlockPrices:
+        """The prices of (strategy, number of micro-batches, axes that are served as one), in order."""
+        groups = {strategy: strategy.groups(self.cluster.shape) for strategy, _, _ in wanted}
+        share = {(strategy, parts): batch_share(strategy, parts, self.cluster.shape) for strategy, parts, _ in wanted}
+        distinct = {(groups[strategy], parts, kinds): share[strategy, parts] for strategy, parts, kinds in wanted}
         columns = self._columns(list(distinct), list(distinct.values()))
         position = {key: i for i, key in enumerate(distinct)}
-        rows = np.array([position[groups[strategy], parts] for strategy, parts in wanted], dtype=np.int64)
+        rows = np.array([position[groups[s], parts, kinds] for s, parts, kinds in wanted], dtype=np.int64)
         terms = _Columns(**{f.name: getattr(columns, f.name)[rows] for f in fields(columns)})
         return _prices(
             terms,
-            np.array([strategy.recompute for strategy, _ in wanted], dtype=np.bool_),
-            np.array([strategy.keep_gathered for strategy, _ in wanted], dtype=np.bool_),
-            np.array([strategy.gather_late for strategy, _ in wanted], dtype=np.bool_),
-            np.array([parts > 1 for _, parts in wanted], dtype=np.bool_),
-            np.array([parts > 1 or PIPELINE in strategy.roles for strategy, parts in wanted], dtype=np.bool_),
+            np.array([strategy.recompute for strategy, _, _ in wanted], dtype=np.bool_),
+            np.array([strategy.keep_gathered for strategy, _, _ in wanted], dtype=np.bool_),
+            np.array([strategy.gather_late for strategy, _, _ in wanted], dtype=np.bool_),
+            np.array([parts > 1 for _, parts, _ in wanted], dtype=np.bool_),
+            np.array([parts > 1 or PIPELINE in strategy.roles for strategy, parts, _ in wanted], dtype=np.bool_),
             self.cluster,
         )
 
-    def _columns(self, wanted: Sequence[tuple[Groups, int]], shares: Sequence[float]) -> _Columns:
-        """Terms of (role groups, micro-batches) pairs; those of one composition are computed together."""
+    def _columns(self, wanted: Sequence[tuple[Groups, int, AxisKinds]], shares: Sequence[float]) -> _Columns:
+        """Terms of (role groups, micro-batches, kinds of axes); those of one composition are computed together."""
         alike: dict[tuple[tuple[str, int], ...], list[int]] = {}
         composed: dict[tuple[tuple[str, int], ...], Composition] = {}
-        for i, ((groups, _), share) in enumerate(zip(wanted, shares, strict=True)):
+        for i, ((groups, _, _), share) in enumerate(zip(wanted, shares, strict=True)):
             composition = tuple((group.role, self.solutions.at(group, share)) for group in groups)
             key = tuple((role, id(sharding)) for role, sharding in composition)
             composed[key] = composition
@@ -219,19 +220,21 @@ class _Sent(NamedTuple):
 class _Evaluation:
     """The terms of a block at the degrees, axes and micro-batches of some columns."""
 
-    def __init__(self, terms: BlockTerms, cluster: Cluster, wanted: Sequence[tuple[Groups, int]]) -> None:
+    def __init__(self, terms: BlockTerms, cluster: Cluster, wanted: Sequence[tuple[Groups, int, AxisKinds]]) -> None:
         self.terms = terms
         self.cluster = cluster
         count = len(wanted)
-        degrees = [[group.degree for group in groups] for groups, _ in wanted]
+        degrees = [[group.degree for group in groups] for groups, _, _ in wanted]
         self.degrees = np.array(degrees, dtype=np.float64).reshape(count, len(terms.roles))
-        self.parts = np.array([parts for _, parts in wanted], dtype=np.float64)
-        # Columns by the axes that a role has in them: collectives over equal axes are priced together.
-        self.axes: list[dict[tuple[int, ...], NDArray[np.int64]]] = []
+        self.parts = np.array([parts for _, parts, _ in wanted], dtype=np.float64)
+        # Columns by the axes that a role has in them, by kind: collectives over equal axes are priced together.
+        self.axes: list[dict[AxisKinds, NDArray[np.int64]]] = []
         for role in range(len(terms.roles)):
-            rows: dict[tuple[int, ...], list[int]] = {}
-            for column, (groups, _) in enumerate(wanted):
-                rows.setdefault(groups[role].axes, []).append(column)
+            rows: dict[AxisKinds, list[int]] = {}
+            for column, (groups, _, kinds) in enumerate(wanted):
+                own = groups[role].axes
+                served = tuple(kind for kind in kinds if kind[0] in own) if kinds else (own,)
+                rows.setdefault(served, []).append(column)
             self.axes.append({axes: np.array(columns) for axes, columns in rows.items()})
 
     def columns(self) -> _Columns:
@@ -310,19 +313,34 @@ class _Evaluation:
         return times, packing, counts
 
     def _sent(self, kind: str, size: Floats, role: int, bundled: bool) -> _Sent:
-        """Collectives of ``size[V, C]`` bytes over the axes of a role, added up."""
+        """Collectives of ``size[V, C]`` bytes over the axes of a role, one kind of axes after the other, added up."""
         seconds, packing, count = (np.zeros(len(self.parts)) for _ in range(3))
-        for group, columns in self.axes[role].items():
-            axes, own = [self.cluster.axes[i] for i in group], size[:, columns]
-            if not bundled:
-                each: Floats = collective_s(kind, own, axes)
-                seconds[columns], count[columns] = each.sum(axis=0), (each > 0).sum(axis=0)
-                continue
-            device, found = self.cluster.device, bundled_s(kind, own, axes)
-            seconds[columns], count[columns] = found.seconds, found.collectives
-            packing[columns] = traffic_s(device, _PACKING_PASSES * found.packed_bytes)
-            packing[columns] += device.launch_overhead_s * found.packed
+        for served, columns in self.axes[role].items():
+            for group, own in self._by_kind(kind, size[:, columns], served):
+                if not bundled:
+                    each: Floats = collective_s(kind, own, group)
+                    seconds[columns] += each.sum(axis=0)
+                    count[columns] += (each > 0).sum(axis=0)
+                    continue
+                device, found = self.cluster.device, bundled_s(kind, own, group)
+                seconds[columns] += found.seconds
+                count[columns] += found.collectives
+                packing[columns] += traffic_s(device, _PACKING_PASSES * found.packed_bytes)
+                packing[columns] += device.launch_overhead_s * found.packed
         return _Sent(seconds, packing, count)
+
+    def _by_kind(self, kind: str, size: Floats, served: AxisKinds) -> Iterator[tuple[list[Axis], Floats]]:
+        """The axes of each kind, and the bytes of a collective over these alone: of what the kinds before it leave."""
+        groups = [[self.cluster.axes[i] for i in own] for own in served]
+        degrees = [prod(axis.size for axis in group) for group in groups]
+        for place, group in enumerate(groups):
+            if kind == "all_reduce":
+                shared = 1
+            elif kind == "all_to_all":
+                shared = prod(degrees) // degrees[place]
+            else:
+                shared = prod(degrees[:place])
+            yield group, size / shared
 
     def _zero_degrees(self) -> Floats:
         """``[W, C]``: ranks among which ``zero`` splits a parameter, 1 where none of its dims divides."""

@@ -19,6 +19,30 @@ Boundary = tuple[str, ...]
 """What each axis splits of what passes from one block to the next: "batch", "sequence" or nothing."""
 
 
+AxisKinds = tuple[tuple[int, ...], ...]
+"""Mesh axes by kind: those of one kind have equal roles in every block, and so are served as one."""
+
+
+def axis_kinds(axis_sizes: Sequence[int], pipeline_axes: int) -> list[AxisKinds]:
+    """All ways to tell apart the axes that hold no stages, on meshes of few axes: the fewest kinds first.
+
+    On meshes of many axes there are too many: [()], which says nothing of any axis.
+    """
+    real = [axis for axis in range(pipeline_axes, len(axis_sizes)) if axis_sizes[axis] > 1]
+    if sum(size > 1 for size in axis_sizes) > FREE_AXES:
+        return [()]
+    found: list[AxisKinds] = [()]
+    for axis in real:
+        joined = [(*kinds[:i], (*kind, axis), *kinds[i + 1 :]) for kinds in found for i, kind in enumerate(kinds)]
+        found = [*joined, *((*kinds, (axis,)) for kinds in found)]
+    return sorted(found, key=lambda kinds: (len(kinds), kinds))
+
+
+def fits_kinds(strategy: Strategy, kinds: AxisKinds) -> bool:
+    """Whether axes of one kind have equal roles."""
+    return all(len({strategy.roles[axis] for axis in kind}) == 1 for kind in kinds)
+
+
 def boundary(strategy: Strategy) -> Boundary:
     """The boundary of blocks under a strategy; axes that hold stages are left out."""
     return tuple(_SPLIT[role] for role in strategy.roles if role != PIPELINE)

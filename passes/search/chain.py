@@ -21,7 +21,14 @@ from passes.find_blocks import fingerprints
 from passes.search.block_facts import BlockFacts
 from passes.search.block_prices import BlockPricer, BlockPrices
 from passes.search.block_terms import Bools, Floats
-from passes.search.candidates import Boundary, batch_ranks, batch_share, boundary
+from passes.search.candidates import (
+    AxisKinds,
+    Boundary,
+    batch_ranks,
+    batch_share,
+    boundary,
+    fits_kinds,
+)
 from passes.search.graph_index import GraphIndex
 from passes.search.solutions import Solutions
 
@@ -34,7 +41,8 @@ class Chain:
     ``transient`` in bytes, as :class:`passes.search.block_prices.BlockPrices` says;
     ``kind[strategy]``: which boundary a strategy has, of those that ``change`` tells apart; ``change[block, kind,
     kind]``: seconds from a block to the next, forward and back; ``crossing``: bytes of activations that pass in front
-    of each block; ``allowed``: by the constraints; ``marks``: fingerprints of the blocks.
+    of each block; ``allowed``: by the constraints; ``marks``: fingerprints of the blocks; ``kinds``: axes that are
+    served as one, as the request says.
     """
 
     strategies: tuple[Strategy, ...]
@@ -52,6 +60,7 @@ class Chain:
     crossing: Floats
     allowed: Bools
     marks: tuple[str, ...]
+    kinds: AxisKinds = ()
 
     @cached_property
     def time(self) -> Floats:
@@ -92,10 +101,26 @@ class Chain:
 
 @dataclass(frozen=True)
 class ChainRequest:
-    """Strategies to price for one way to use the outermost axes, with ``parts`` micro-batches."""
+    """Strategies to price for one way to use the outermost axes, with ``parts`` micro-batches.
+
+    ``kinds``: the axes that are served as one, which the others tell apart; where it names none, those to which a
+    strategy gives one role, as if all blocks did.
+    """
 
     strategies: tuple[Strategy, ...]
     parts: int
+    kinds: AxisKinds = ()
+
+
+def chain_requests(strategies: Sequence[Strategy], parts: int, kinds: Sequence[AxisKinds]) -> list[ChainRequest]:
+    """A request for each of the ``kinds`` of axes, of the strategies that give axes of one kind one role; none of equal
+    strategies for more kinds."""
+    found: dict[tuple[Strategy, ...], ChainRequest] = {}
+    for each in kinds:
+        fitting = tuple(strategy for strategy in strategies if fits_kinds(strategy, each))
+        if fitting:
+            found.setdefault(fitting, ChainRequest(fitting, parts, each))
+    return list(found.values())
 
 
 @dataclass
@@ -126,10 +151,10 @@ class Pricer:
 
     def _priced(self, requests: Sequence[ChainRequest]) -> list[Chain | PlanError]:
         made = [self._usable(request) for request in requests]
-        wanted = [(s, r.parts) for r, usable in zip(requests, made, strict=True) for s in usable]
+        wanted = [(s, r.parts, r.kinds) for r, usable in zip(requests, made, strict=True) for s in usable]
         self._solutions.solve(
             (group, batch_share(strategy, parts, self.cluster.shape))
-            for strategy, parts in wanted
+            for strategy, parts, _ in wanted
             for group in strategy.groups(self.cluster.shape)
         )
         index = GraphIndex.of(self.graph)
@@ -179,6 +204,7 @@ class Pricer:
             crossing,
             _allowed(usable, self._constrained, len(self.marks)),
             self.marks,
+            request.kinds,
         )
 
 

@@ -27,8 +27,8 @@ from galvatron_fx.ir.progress import PRICING, REPORT, SEARCH, SIMULATION
 from galvatron_fx.ir.strategy import Strategy
 from galvatron_fx.ir.units import format_bytes, format_seconds
 from passes.find_blocks import graph_fingerprint
-from passes.search.candidates import candidates
-from passes.search.chain import ChainRequest, Pricer
+from passes.search.candidates import axis_kinds, candidates
+from passes.search.chain import ChainRequest, Pricer, chain_requests
 from passes.search.configurations import Configurations, Pins
 from passes.search.record import Record, Watch
 from passes.search.simulate_choice import SimulateChoice
@@ -37,6 +37,8 @@ from passes.search.trials import Trial, Waiting
 from passes.simulate_stages import StagesReport
 from passes.simulate_step import StepReport
 
+_FEW = 3  # choices that fit are simulated where estimates leave open which is the fastest
+_CLEARLY = 0.98  # of a simulated time: as little may be the simulation's own error
 _MORE_MEMORY = (1.1, inf)  # times the budget: what the report tells of
 _CLOSE_TO_BOUND = 1e-3
 
@@ -65,6 +67,20 @@ class _Found:
     @property
     def time_s(self) -> float:
         return self.choice.time_s
+
+    def is_faster_than(self, other: _Found) -> bool:
+        """By simulation, or by estimate where simulation finds no clear difference."""
+        if self.time_s < other.time_s:
+            return self.simulated_s * _CLEARLY <= other.simulated_s
+        return self.simulated_s < other.simulated_s * _CLEARLY
+
+    def worth_s(self, by_simulation: bool) -> float:
+        """What another choice's estimate has to be below, to be looked at."""
+        return max(self.time_s, self.simulated_s * _CLEARLY) if by_simulation else self.time_s
+
+    @property
+    def simulated_s(self) -> float:
+        return self.simulated.step_time_s
 
     @property
     def peak_bytes(self) -> int:
@@ -124,13 +140,16 @@ class _Search:
 
         Best first: a configuration stands for its bound, then for its estimate, then for the choice found in it, on
         many axes for one that tells few of them apart, and is looked at more closely when nothing else promises more.
+        Where a choice turns out slower than its estimate, a few others whose estimates are below that are simulated,
+        too, and the fastest by simulation is taken.
         """
         with self.watch.phase(SEARCH):
             waiting = [Waiting.bound(search, limit) for search in searches]
         self.record.begin(waiting)
         heapify(waiting)
         found: _Found | None = None
-        while waiting and (found is None or waiting[0].time_s < found.time_s):
+        fitting: set[int] = set()  # searches with a choice that was simulated and fits
+        while waiting and (found is None or waiting[0].time_s < found.worth_s(len(fitting) < _FEW)):
             if time.monotonic() >= self.deadline:
                 self.is_cut_short = True
                 break
@@ -139,7 +158,9 @@ class _Search:
                 following = self._closer(first, limit)
             else:
                 simulated = self._simulate(first.search, first.trial.choice, first.trial.budget, limit)
-                if simulated.peak_bytes <= limit and (found is None or simulated.time_s < found.time_s):
+                if simulated.peak_bytes <= limit:
+                    fitting.add(id(first.search))
+                if simulated.peak_bytes <= limit and (found is None or simulated.is_faster_than(found)):
                     found = simulated
                     self.watch.tell(best_s=found.time_s)
                 following = self._next(first.trial, limit, simulated.peak_bytes)
@@ -183,22 +204,22 @@ class _Search:
         settings = Configurations(self.cluster, self.options.roles, self.options.pins, batch, blocks).all()
         keys = list(dict.fromkeys((setting.pipeline_axes, setting.num_microbatches) for setting in settings))
         casts = any(node.target is cast_parameter for node in self.graph.graph.nodes)
-        requests = [
-            ChainRequest(
-                candidates(self.cluster, self.options.roles, self.options.recompute, axes, casts, gather_late), parts
-            )
-            for axes, parts in keys
+        requests: dict[tuple[int, int], list[ChainRequest]] = {}
+        for axes, parts in keys:
+            found = candidates(self.cluster, self.options.roles, self.options.recompute, axes, casts, gather_late)
+            requests[axes, parts] = chain_requests(found, parts, axis_kinds(self.cluster.shape, axes))
+        chains = iter(self.pricer.chains([request for made in requests.values() for request in made]))
+        priced = {key: [next(chains) for _ in made] for key, made in requests.items()}
+        searches = [
+            StageSearch(chain, setting, self.cluster)
+            for setting in settings
+            for chain in priced[setting.pipeline_axes, setting.num_microbatches]
+            if not isinstance(chain, PlanError)
         ]
-        chains = dict(zip(keys, self.pricer.chains(requests), strict=True))
-        searches = []
-        for setting in settings:
-            chain = chains[setting.pipeline_axes, setting.num_microbatches]
-            if not isinstance(chain, PlanError):
-                searches.append(StageSearch(chain, setting, self.cluster))
         if not searches:
             # Constraints that speak of all axes just leave no axis for stages.
-            refusal = chains.get((0, 1))
-            raise refusal if isinstance(refusal, PlanError) else PlanError(self._nothing())
+            refusals = [chain for chain in priced.get((0, 1), []) if isinstance(chain, PlanError)]
+            raise refusals[-1] if refusals else PlanError(self._nothing())
         return searches
 
     def _nothing(self) -> str:

@@ -11,10 +11,12 @@ from math import inf, isfinite
 
 from galvatron_fx.ir.plan_report import BOUND, ESTIMATE, SEARCHED, SIMULATED, Contender
 from galvatron_fx.ir.progress import Observer, Progress
+from passes.search.candidates import AxisKinds
 from passes.search.stage_search import Configuration, StageSearch
 from passes.search.trials import Waiting
 
 _LEVELS = (BOUND, ESTIMATE, SEARCHED, SIMULATED)
+_Key = tuple[Configuration, AxisKinds]
 
 
 @dataclass
@@ -42,16 +44,16 @@ class Watch:
 
 @dataclass
 class Record:
-    """How far the search looked at each configuration, and what it saw there."""
+    """How far the search looked at each configuration and kinds of axes, and what it saw there."""
 
-    seen: dict[Configuration, Contender] = field(default_factory=dict)
+    seen: dict[_Key, Contender] = field(default_factory=dict)
     bound_s: float = 0.0
     simulations: int = 0
 
     def begin(self, waiting: Iterable[Waiting]) -> None:
         """Every configuration stands for its bound."""
         for entry in waiting:
-            self.seen.setdefault(entry.configuration, _contender(entry.search, BOUND, entry.time_s))
+            self.seen.setdefault(_key(entry.search), _contender(entry.search, BOUND, entry.time_s))
         self.bound_s = min(contender.time_s for contender in self.seen.values())
 
     def look(self, first: Waiting, closer: Iterable[Waiting]) -> None:
@@ -59,12 +61,12 @@ class Record:
         following = next(iter(closer), None)
         known = SEARCHED if first.estimated or first.trial else ESTIMATE
         seconds = following.time_s if following is not None else inf
-        self._put(first.configuration, _contender(first.search, known, seconds, fits=following is not None))
+        self._put(first.search, _contender(first.search, known, seconds, fits=following is not None))
 
     def simulated(self, search: StageSearch, time_s: float, peak_bytes: int, fits: bool) -> None:
         """A choice was simulated."""
         self.simulations += 1
-        self._put(search.configuration, _contender(search, SIMULATED, time_s, peak_bytes, fits))
+        self._put(search, _contender(search, SIMULATED, time_s, peak_bytes, fits))
 
     @property
     def searched(self) -> int:
@@ -78,7 +80,7 @@ class Record:
     def runners_up(self, chosen: Configuration) -> tuple[Contender, ...]:
         """The best other configuration of each pipeline degree: of those that were looked at most closely."""
         best: dict[int, Contender] = {}
-        for configuration, contender in self.seen.items():
+        for (configuration, _), contender in self.seen.items():
             known = best.get(contender.pipeline_ranks)
             if configuration != chosen and (known is None or _rank(contender) < _rank(known)):
                 best[contender.pipeline_ranks] = contender
@@ -98,11 +100,15 @@ class Record:
             "simulations": self.simulations,
         }
 
-    def _put(self, configuration: Configuration, contender: Contender) -> None:
+    def _put(self, search: StageSearch, contender: Contender) -> None:
         """Keep the better of two simulated ones, else what was seen later."""
-        known = self.seen[configuration]
+        known = self.seen[_key(search)]
         if known.known != SIMULATED or _rank(contender) < _rank(known):
-            self.seen[configuration] = contender
+            self.seen[_key(search)] = contender
+
+
+def _key(search: StageSearch) -> _Key:
+    return search.configuration, search.chain.kinds
 
 
 def _contender(

@@ -104,7 +104,9 @@ def test_the_first_wait_after_computing_takes_longer() -> None:
     assert skew.seconds(3.0) == pytest.approx(0.5 * (1 - np.exp(-1.5)))
 
 
-@given(computed=st.floats(0.0, 100.0), more=st.floats(0.0, 100.0), most=st.floats(0.0, 1.0), after=st.floats(1e-3, 10.0))
+@given(
+    computed=st.floats(0.0, 100.0), more=st.floats(0.0, 100.0), most=st.floats(0.0, 1.0), after=st.floats(1e-3, 10.0)
+)
 def test_skew_grows_up_to_its_most(computed: float, more: float, most: float, after: float) -> None:
     skew = Skew(most, after)
     assert 0.0 <= skew.seconds(computed) <= skew.seconds(computed + more) <= most
