@@ -37,7 +37,7 @@ from passes.search.trials import Trial, Waiting
 from passes.simulate_stages import StagesReport
 from passes.simulate_step import StepReport
 
-_FEW = 3  # choices that fit are simulated where estimates leave open which is the fastest
+_FEW = 8  # choices that fit are simulated where estimates leave open which is the fastest
 _CLEARLY = 0.98  # of a simulated time: as little may be the simulation's own error
 _MORE_MEMORY = (1.1, inf)  # times the budget: what the report tells of
 _CLOSE_TO_BOUND = 1e-3

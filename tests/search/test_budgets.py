@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import galvatron_fx
 from galvatron_fx import Cluster, Plan
 from galvatron_fx.errors import BudgetError
+from galvatron_fx.ir.strategy import SEARCHED_ROLES
 
 CLUSTER = Cluster.preset("4xA100-80GB")
 
@@ -35,9 +36,9 @@ def small_llama() -> tuple[LlamaForCausalLM, dict[str, torch.Tensor]]:
 
 
 @cache
-def search(budget: int | str | None) -> Plan:
+def search(budget: int | str | None, roles: tuple[str, ...] = SEARCHED_ROLES) -> Plan:
     model, inputs = small_llama()
-    return galvatron_fx.plan(model, CLUSTER, inputs, memory_budget=budget)
+    return galvatron_fx.plan(model, CLUSTER, inputs, memory_budget=budget, roles=roles)
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +65,13 @@ def test_less_memory_is_never_faster(least_bytes: int) -> None:
     assert any(set(block.strategy.roles) - {"data"} for block in tightest)
 
 
-def test_gathers_are_late_where_nothing_else_fits(least_bytes: int) -> None:
+def test_gathers_are_late_where_nothing_else_fits() -> None:
     """A block ahead is a block more in memory: what fits without is found, and is as slow as it has to be."""
-    assert all(block.strategy.gather_late for block in search(least_bytes).blocks)
-    ahead = Plan.from_json(search(None).to_json())
+    roles = ("data", "zero")
+    with pytest.raises(BudgetError) as caught:
+        search(1000, roles)
+    assert all(block.strategy.gather_late for block in search(caught.value.least_bytes, roles).blocks)
+    ahead = Plan.from_json(search(None, roles).to_json())
     assert not any(block.strategy.gather_late for block in ahead.blocks)
 
 

@@ -81,7 +81,7 @@ class Recorded:
     def __init__(self, _first: int, _roles: object, prices: object, only: object) -> None:
         self.share = float(prices.batch_share)  # type: ignore[attr-defined]
 
-    def run(self, _graph: object) -> str:
+    def decide(self, _values: object) -> str:
         Recorded.asked.append(self.share)
         return "few" if self.share <= 0.5 else "many"
 
