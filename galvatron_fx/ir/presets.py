@@ -10,7 +10,7 @@ import torch
 
 from galvatron_fx.errors import ClusterError
 from galvatron_fx.ir.device import Device
-from galvatron_fx.ir.overlap import Overlap
+from galvatron_fx.ir.overlap import Overlap, Skew
 
 __all__ = ["CPU_PRESET", "PRESETS", "Preset", "cpu_preset", "cuda_preset"]
 
@@ -88,13 +88,20 @@ GENERIC_GPU = Preset(
 # 2 us. Halved, because the processes share cores and memory; bfloat16 is held to float32, which not every CPU beats.
 _CPU_FLOPS = {"float64": 2e10, "float32": 4e10}
 _CPU = Device("cpu-process", 10**9, _CPU_FLOPS, 2e10, _MATMUL_EFFICIENCY, _MEMORY_EFFICIENCY, 2e-6)
-CPU_PRESET = Preset(_CPU, (1e-4, 1e9), (1e-4, 1e9), per_node=2**62, overlap=_CPU_OVERLAP)
+# What gloo takes to start between processes of two cores, as those of a step find it, is 1 ms (an all-gather of a few
+# bytes among two) and more.
+_GLOO = (1e-3, 1e9)
+CPU_PRESET = Preset(_CPU, _GLOO, _GLOO, per_node=2**62, overlap=_CPU_OVERLAP)
+# Measured with four processes on two cores of the same machine.
+_SHARED_CORES = Skew(most_s=4e-3, after_s=8e-3)
 
 
 def cpu_preset(ranks: int) -> Preset:
-    """A CPU process, with an equal share of the machine's memory (POSIX sysconf)."""
+    """A CPU process with an equal share of the machine's memory (POSIX sysconf), and of its cores if it has fewer."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return replace(CPU_PRESET, device=replace(_CPU, memory_bytes=max(1, total // ranks)))
+    skew = _SHARED_CORES if ranks > (os.cpu_count() or 1) else Skew()
+    device = replace(_CPU, memory_bytes=max(1, total // ranks))
+    return replace(CPU_PRESET, device=device, overlap=replace(_CPU_OVERLAP, skew=skew))
 
 
 def cuda_preset() -> Preset:
