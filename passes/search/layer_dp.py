@@ -13,7 +13,8 @@ constrained shortest paths). So labels stay few and the answer stays exact.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -35,10 +36,15 @@ class _Chain:
     memory: Floats
     transition: Floats
     budget: float
+    _to_go: dict[float, Floats] = field(default_factory=dict)
 
     def to_go(self, price: float) -> Floats:
         """``[L,S]``: the cheapest completion after block l in strategy s, at ``price`` seconds a byte."""
-        cost = self.time + price * self.memory
+        if price not in self._to_go:
+            self._to_go[price] = self._cheapest_rest(self.time + price * self.memory)
+        return self._to_go[price]
+
+    def _cheapest_rest(self, cost: Floats) -> Floats:
         rest = np.zeros_like(cost)
         for layer in range(len(cost) - 2, -1, -1):
             rest[layer] = (self.transition[layer] + (cost[layer + 1] + rest[layer + 1])[None, :]).min(axis=1)
@@ -53,6 +59,7 @@ class _Chain:
             picks.append(int(np.argmin(self.transition[layer - 1, picks[-1]] + cost[layer] + rest[layer])))
         return picks, *self.measure(picks)
 
+    @cached_property
     def by_memory(self) -> _Chain:
         """The chain with memory for time: its cheapest is the one that takes least."""
         memory = np.where(np.isfinite(self.time), self.memory, np.inf)
@@ -85,15 +92,15 @@ def solve_layers(
     Raises BudgetError with ``least_bytes`` where nothing fits, and InputError for arrays that do not match.
     """
     chain = _checked(time_s, memory_bytes, transition_s, budget_bytes)
-    lightest = chain.by_memory()
-    least, _ = lightest.measure(lightest.cheapest(0.0)[0])
+    _, least, _ = chain.by_memory.cheapest(0.0)
     if not least <= chain.budget:
         raise BudgetError(
             f"no choice of strategies fits {chain.budget:.0f} bytes: the least is {least:.0f} bytes",
             least_bytes=int(least) if np.isfinite(least) else 2**62,
         )
-    incumbent, price = _incumbent(chain)
-    picks = _labels(chain, incumbent, price, max(gap, _SLACK), known_s)
+    gap = max(gap, _SLACK)
+    incumbent, price = _incumbent(chain, known_s * (1 - gap))
+    picks = _labels(chain, incumbent, price, gap, known_s)
     return picks, *chain.measure(picks)
 
 
@@ -134,8 +141,8 @@ def _checked(time_s: ArrayLike, memory_bytes: ArrayLike, transition_s: ArrayLike
     return _Chain(np.where(impossible, np.inf, time), np.where(impossible, 0.0, memory), transition, float(budget))
 
 
-def _incumbent(chain: _Chain) -> tuple[list[int], float]:
-    """A feasible chain and the price of memory that gives the strongest bound.
+def _incumbent(chain: _Chain, below_s: float) -> tuple[list[int], float]:
+    """A feasible chain and the price of memory that gives the strongest bound, or one that rules out ``below_s``.
 
     The price moves from one breakpoint of the dual to the next: where the best chains known on both sides of the
     budget cost the same.
@@ -143,7 +150,7 @@ def _incumbent(chain: _Chain) -> tuple[list[int], float]:
     greedy, greedy_time, greedy_memory = chain.cheapest(0.0)
     if greedy_memory <= chain.budget:
         return greedy, 0.0
-    feasible = chain.by_memory().cheapest(0.0)[0]
+    feasible = chain.by_memory.cheapest(0.0)[0]
     time, memory = chain.measure(feasible)
     best, best_time, price = feasible, time, 0.0
     for _ in range(_PRICE_STEPS):
@@ -157,6 +164,8 @@ def _incumbent(chain: _Chain) -> tuple[list[int], float]:
             feasible, time, memory = picks, found_time, found_memory
         if time < best_time:
             best, best_time = feasible, time
+        if found_time + price * (found_memory - chain.budget) >= below_s:
+            break
     return _spliced(chain, greedy, best), price
 
 
@@ -192,7 +201,7 @@ def _labels(chain: _Chain, incumbent: list[int], price: float, gap: float, known
     """Extend Pareto-optimal labels block by block; returns the picks of the best chain, if it is below ``known_s``."""
     best_time = min(chain.measure(incumbent)[0], known_s)
     time_to_go = chain.to_go(0.0)
-    memory_to_go = chain.by_memory().to_go(0.0)
+    memory_to_go = chain.by_memory.to_go(0.0)
     priced_to_go = chain.to_go(price)
     layers, strategies = chain.time.shape
     history: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []

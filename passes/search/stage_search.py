@@ -162,7 +162,7 @@ class StageSearch:
         for cuts in ways:
             if best is not None and self._cuts_bound_s(cuts) >= best.time_s:
                 continue
-            choice = self._choice(cuts, budget)
+            choice = self._choice(cuts, budget, best.time_s if best is not None else np.inf)
             if choice is not None and (best is None or choice.time_s < best.time_s):
                 best = choice
         return self._together(ways, budget, best)
@@ -217,7 +217,7 @@ class StageSearch:
             yield from sorted(every_cuts(blocks, stages), key=lambda cuts: (self._cuts_bound_s(cuts), cuts))
             return
         starts = dict.fromkeys(self._starts() if near is None else [near])
-        yield from dict.fromkeys(cuts for start in starts for cuts in (start, self._moved(start, budget)))
+        yield from dict.fromkeys(cuts for start in starts for cuts in (self._moved(start, budget), start))
 
     def _starts(self) -> list[Cuts]:
         """Cuts that balance time, that balance memory, and that balance blocks."""
@@ -257,15 +257,19 @@ class StageSearch:
 
     # ---- one way to cut ----
 
-    def _choice(self, cuts: Cuts, budget: float) -> StageChoice | None:
+    def _choice(self, cuts: Cuts, budget: float, below_s: float = np.inf) -> StageChoice | None:
+        """The fastest strategies; None where they do not fit, or where a rank is busy for ``below_s`` seconds."""
         picks = [0] * len(self.chain.marks)
-        for section in self._rank_sections(cuts):
+        for section in sorted(self._rank_sections(cuts), key=self._least_held, reverse=True):
             found = self._section_picks(section, budget)
-            if found is None:
+            if found is None or self.chain.time[list(section.blocks), found].sum() * self.chain.parts >= below_s:
                 return None
             for block, pick in zip(section.blocks, found, strict=True):
                 picks[block] = pick
         return self._timed(cuts, picks)
+
+    def _least_held(self, section: Section) -> float:
+        return float(section.held(self.chain).min(axis=1).sum())
 
     def _rank_sections(self, cuts: Cuts) -> list[Section]:
         """The blocks of each rank, with what the schedule has in flight where the rank holds most."""
