@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from galvatron_fx.errors import ShardingError
 from galvatron_fx.ir import torch_compat as compat
 from galvatron_fx.ir.annotations import TensorSpec
 from galvatron_fx.ir.op_call import OpCall
@@ -93,7 +94,16 @@ def torch_rules(call: OpCall, degree: int) -> list[OpRule]:
 
 @cache
 def op_rules(call: OpCall, degree: int) -> tuple[OpRule, ...]:
-    """List the ways to run ``call`` on an axis of ``degree`` ranks with unstrided shards, the replicated one first."""
+    """List the ways to run ``call`` on an axis of ``degree`` ranks with unstrided shards, the replicated one first.
+
+    Raises ShardingError where torch is so old that its rules are wrong.
+    """
+    if not compat.has_sharding_rules():
+        raise ShardingError(
+            f"plans for several devices, and micro-batches, need torch 2.13 or later, as earlier rules for sharding "
+            f"operators are wrong for some; this is torch {torch.__version__}: upgrade it, or use one device and one "
+            f"micro-batch"
+        )
     own = _own_rule(call.target)
     found = own(call, degree) if own else torch_rules(call, degree)
     rules = dict.fromkeys([replicate_rule(call), *found])

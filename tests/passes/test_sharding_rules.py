@@ -11,7 +11,9 @@ import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401  (registers operators)
 from torch import Tensor, fx
+from torch.torch_version import TorchVersion
 
+from galvatron_fx.errors import ShardingError
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import TensorSpec, facts
 from galvatron_fx.ir.op_call import op_call
@@ -476,3 +478,10 @@ def test_our_rule_wins_over_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     op_rules.cache_clear()
     assert [str(rule) for rule in op_rules(call, 2)] == ["R -> R", "S(1) -> S(1)"]
     op_rules.cache_clear()
+
+
+def test_rules_of_an_older_torch_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cpu"))
+    op_rules.cache_clear()
+    with pytest.raises(ShardingError, match=r"need torch 2\.13 or later.*this is torch 2\.11\.0.*one device"):
+        rules_of((aten.mm.default, (real(4, 4), real(4, 4)), {}))
