@@ -67,7 +67,7 @@ def check(graph: fx.GraphModule) -> None:
 def without_guards(monkeypatch: pytest.MonkeyPatch) -> None:
     """``Tensor.contiguous`` looks for the GPU before it looks whether the tensor is a fake one."""
     dense = torch.contiguous_format
-    monkeypatch.setattr(Tensor, "contiguous", lambda x: x if x.is_contiguous() else x.clone(memory_format=dense))
+    monkeypatch.setattr(Tensor, "contiguous", lambda x, **_: x if x.is_contiguous() else x.clone(memory_format=dense))
 
 
 @pytest.mark.parametrize("name", zoo.MODELS)
