@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from galvatron_fx.ir import collectives as c
 from passes.communication_moments import late_reductions
 
 
@@ -13,7 +14,8 @@ from passes.communication_moments import late_reductions
 class StartReductionsEarly:
     """Move reductions that only the graph's results wait for, and what follows from them, behind what they reduce.
 
-    Lowering leaves those of one mesh column at the end of the graph, behind all that is computed.
+    Lowering leaves those of one mesh column at the end of the graph, behind all that is computed. Gradients that are
+    summed over several columns are so in the same order, whichever theirs was, so that they can go together.
 
     Rewrite: ``g = mm(x, y); h = mm(g, w); return all_reduce(g), all_reduce(h)`` ->
     ``g = mm(x, y); a = all_reduce(g); h = mm(g, w); b = all_reduce(h); return a, b``.
@@ -21,7 +23,10 @@ class StartReductionsEarly:
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Rewrite ``graph`` in place and return it, recompiled."""
-        for node, after in late_reductions(graph.graph).items():
+        late = late_reductions(graph.graph)
+        for node in late:
+            _order_columns(node)
+        for node, after in late.items():
             (before,) = node.all_input_nodes
             if before.op != "call_function":
                 continue
@@ -32,3 +37,22 @@ class StartReductionsEarly:
         graph.graph.lint()
         graph.recompile()
         return graph
+
+
+def _order_columns(first: fx.Node) -> None:
+    """Sum over columns that follow each other right away in ascending order; sums may change places."""
+    if _summed_again(first.all_input_nodes[0]) is first:
+        return
+    chain = [first]
+    while (following := _summed_again(chain[-1])) is not None:
+        chain.append(following)
+    columns = sorted(node.args[-1] for node in chain)  # type: ignore[type-var]
+    for node, column in zip(chain, columns, strict=True):
+        node.update_arg(len(node.args) - 1, column)
+
+
+def _summed_again(node: fx.Node) -> fx.Node | None:
+    """The sum over another column that all of a sum goes into."""
+    both = (node, *node.users)
+    sums = len(both) == 2 and all(each.target is c.all_reduce and each.args[1] == "sum" for each in both)
+    return both[1] if sums else None

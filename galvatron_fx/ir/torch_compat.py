@@ -26,7 +26,6 @@ from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import _BoxedCodeGen
 from torch.nn.modules import transformer as torch_transformer
-from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -184,7 +183,8 @@ def _propagator() -> Any:
 
 def has_sharding_rules() -> bool:
     """Whether torch's rules can be relied on: before 2.13 that of layer normalisation's backward splits its weight."""
-    return TorchVersion(torch.__version__) >= (2, 13)
+    major, minor = torch.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= (2, 13)
 
 
 def single_axis_rule(op: torch._ops.OpOverload) -> Callable[..., Any] | None:

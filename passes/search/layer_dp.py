@@ -109,20 +109,22 @@ def cheapest_layers(time_s: Floats, transition_s: Floats) -> list[int]:
     return _Chain(time_s, np.zeros_like(time_s), transition_s, np.inf).cheapest(0.0)[0]
 
 
-def relaxed_s(time_s: Floats, memory_bytes: Floats, counts: NDArray[np.int64], budget_bytes: float) -> float:
-    """Seconds that no choice within the budget beats, without transitions; infinite where there is none.
+def relaxed_s(time_s: Floats, memory_bytes: Floats, counts: NDArray[np.int64], budgets_bytes: Floats) -> Floats:
+    """``[B]``: seconds that no choice within a budget beats, without transitions; infinite where there is none.
 
-    ``time_s[D, S]`` and ``memory_bytes[D, S]`` of the distinct layers, infinite where a strategy cannot be, and how
-    many there are of each. The Lagrangian bound at the best of some prices of memory.
+    ``time_s[B, D, S]`` and ``memory_bytes[B, D, S]`` of the distinct layers by budget, infinite where a strategy cannot
+    be, ``counts[D]``: how many there are of each. The Lagrangian bound at the best of some prices of memory.
     """
-    finite = np.isfinite(memory_bytes)
-    if not counts @ memory_bytes.min(axis=1) <= budget_bytes:
-        return float(np.inf)
-    time = np.where(finite, time_s, np.inf)
-    scale = (time_s[finite].max() - time.min()) * counts.sum() / max(float(budget_bytes), 1.0)
-    prices = np.concatenate([[0.0], scale * np.logspace(-3, 3, _RELAXED_PRICES)])
-    cost = time[None] + prices[:, None, None] * np.where(finite, memory_bytes, 0.0)[None]
-    return float((cost.min(axis=2) @ counts - prices * budget_bytes).max())
+    bounds = np.full(len(budgets_bytes), np.inf)
+    rows = np.flatnonzero(memory_bytes.min(axis=2) @ counts <= budgets_bytes)
+    finite, budgets = np.isfinite(memory_bytes[rows]), budgets_bytes[rows, None]
+    time, memory = np.where(finite, time_s[rows], np.inf), np.where(finite, memory_bytes[rows], 0.0)
+    spread_s = np.where(finite, time, 0.0).max(axis=(1, 2)) - time.min(axis=(1, 2))
+    scale = spread_s[:, None] * counts.sum() / np.maximum(budgets, 1.0)
+    prices = scale * np.concatenate([[0.0], np.logspace(-3, 3, _RELAXED_PRICES)])
+    cost = time[:, None] + prices[:, :, None, None] * memory[:, None]
+    bounds[rows] = (cost.min(axis=3) @ counts - prices * budgets).max(axis=1, initial=-np.inf)
+    return bounds
 
 
 def _checked(time_s: ArrayLike, memory_bytes: ArrayLike, transition_s: ArrayLike, budget: float) -> _Chain:

@@ -114,8 +114,8 @@ def best_picks(chain: Chain, section: Section, budget: float) -> list[int] | Non
     gap = _GAP if len(chain.marks) > EXACT_BLOCKS else 0.0
     best, best_s = None, np.inf
     bounds = _transient_bounds(problem.transient, None if len(chain.marks) <= SMALL else _TRANSIENTS)
-    relaxed = [_relaxed_s(problem, bound, budget) for bound in bounds]
-    for bound, at_least_s in sorted(zip(bounds, relaxed, strict=True), key=lambda pair: pair[1]):
+    relaxed = _relaxed_s(problem, bounds, budget)
+    for bound, at_least_s in sorted(zip(bounds, relaxed.tolist(), strict=True), key=lambda pair: pair[1]):
         if at_least_s >= best_s * (1 - gap):
             break
         over = problem.transient > bound
@@ -129,12 +129,12 @@ def best_picks(chain: Chain, section: Section, budget: float) -> list[int] | Non
     return best
 
 
-def _relaxed_s(problem: _Problem, bound: float, budget: float) -> float:
-    """Seconds that no choice of transients up to ``bound`` beats; infinite where there is none."""
-    over = problem.transient > bound
-    rows = problem.distinct
-    time, held = np.where(over, np.inf, problem.time)[rows], np.where(over, np.inf, problem.held)[rows]
-    return relaxed_s(time, held, problem.counts, budget - bound)
+def _relaxed_s(problem: _Problem, bounds: Sequence[float], budget: float) -> Floats:
+    """Seconds that no choice of transients up to each of ``bounds`` beats; infinite where there is none."""
+    rows, most = problem.distinct, np.array(bounds)
+    over = problem.transient[rows] > most[:, None, None]
+    time, held = (np.where(over, np.inf, amount[rows]) for amount in (problem.time, problem.held))
+    return relaxed_s(time, held, problem.counts, budget - most)
 
 
 def least_picks(chain: Chain, section: Section) -> list[int]:

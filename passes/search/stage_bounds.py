@@ -95,7 +95,8 @@ class StageBounds:
         kept = sum(share * waiting_bytes(chain, rows.tolist(), [kind] * len(rows)) for kind, share in shares.items())
         held = np.where(allowed, chain.static[rows] + kept, np.inf)
         time = np.where(allowed, chain.time[rows], np.inf)
-        return relaxed_s(time, held, counts, limit * self.times.num_ranks)
+        (bound_s,) = relaxed_s(time[None], held[None], counts, np.array([limit * self.times.num_ranks]))
+        return float(bound_s)
 
     @property
     def _may_try_cuts(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import expecttest
 import torch
+from torch import fx
 
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import TensorSpec
@@ -116,4 +117,31 @@ div = div.Tensor(all_reduce, 2): [2, 8]
 exp_1 = exp(exp): [4, 8]
 all_reduce_1 = all_reduce(w, sum, 1): [2, 8]
 return [exp_1, div, all_reduce_1]""",
+        )
+
+    def test_sums_over_several_columns_have_one_order(self) -> None:
+        build = Builder()
+        x = build.call(aten.exp.default, build.input("x", (4, 8)))
+
+        def reduced(op: str, *columns: int) -> fx.Node:
+            node = x
+            for column in columns:
+                node = build.write(c.all_reduce, node, op, column, specs=spec(4, 8))
+            return node
+
+        outputs = [reduced("sum", 0, 1), reduced("sum", 1, 2, 0), reduced("max", 1, 0)]
+        graph = build.finish(*(("grad", str(i), node) for i, node in enumerate(outputs)))
+        self.assertExpectedInline(
+            listing(StartReductionsEarly().run(graph)),
+            """\
+x: [4, 8]
+exp = exp(x): [4, 8]
+all_reduce_5 = all_reduce(exp, max, 1): [4, 8]
+all_reduce_6 = all_reduce(all_reduce_5, max, 0): [4, 8]
+all_reduce_2 = all_reduce(exp, sum, 0): [4, 8]
+all_reduce_3 = all_reduce(all_reduce_2, sum, 1): [4, 8]
+all_reduce_4 = all_reduce(all_reduce_3, sum, 2): [4, 8]
+all_reduce = all_reduce(exp, sum, 0): [4, 8]
+all_reduce_1 = all_reduce(all_reduce, sum, 1): [4, 8]
+return [all_reduce_1, all_reduce_4, all_reduce_6]""",
         )

@@ -93,12 +93,12 @@ def test_relaxed_is_a_bound(chain: tuple[np.ndarray, np.ndarray, np.ndarray], bu
     counts = np.bincount(layers, minlength=len(time))
     free = np.zeros((len(layers) - 1, time.shape[1], time.shape[1]))
     expected = brute_force(time[layers], memory[layers], free, budget)
-    bound = relaxed_s(time, memory, counts, budget)
+    both = np.stack([time, time]), np.stack([memory, memory])
+    bound, roomy = relaxed_s(*both, counts, np.array([float(budget), 1000.0]))
     if expected is None:
         assert bound == np.inf
     else:
         assert bound <= expected * (1 + 1e-9)
-    roomy = relaxed_s(time, memory, counts, 1000)
     assert roomy == pytest.approx(time.min(axis=1) @ counts)  # memory that does not bind costs nothing
 
 
