@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from small_models import Size, Sized, bert, gpt2, llama
+from small_models import Size, Sized, bert, gpt2, llama, t5, vit
 
 from galvatron_fx.ir.pipelining import Pipelining
 from galvatron_fx.ir.plan import Plan
@@ -15,6 +15,8 @@ MODELS: dict[str, Sized] = {
     "llama": (llama, Size(256, 4, 8, 256, 16, 128)),
     "llama long": (llama, Size(128, 4, 4, 1024, 8, 256)),
     "bert": (bert, Size(256, 4, 4, 4096, 8, 128)),
+    "t5": (t5, Size(256, 4, 4, 4096, 8, 128)),
+    "vit": (vit, Size(256, 4, 4, 128, 16, 64)),
 }
 
 
@@ -48,12 +50,15 @@ class Pair:
 _ONE = [Pair(model, ()) for model in MODELS] + [Pair(model, (), recompute=True) for model in ("gpt2", "llama", "bert")]
 _TWO = [Pair(model, (role,)) for model in MODELS for role in ("data", "zero", "tensor")]
 _TWO += [Pair(model, ("pipeline",), stages=2) for model in ("gpt2", "llama")]
+_TWO += [Pair("llama", ("zero",), recompute=True)]
 _FOUR = [
     Pair(model, roles)
     for model in ("gpt2", "llama", "bert")
     for roles in (("data", "data"), ("zero", "zero"), ("data", "tensor"), ("zero", "tensor_sequence"))
 ]
+_FOUR += [Pair(model, roles) for model in ("t5", "vit") for roles in (("data", "data"), ("zero", "tensor_sequence"))]
 _FOUR += [Pair(model, ("pipeline", "data"), stages=2) for model in ("gpt2", "llama", "llama long")]
+_FOUR += [Pair("t5", ("data", "data"), recompute=True)]
 
 PAIRS: tuple[Pair, ...] = (*_ONE, *_TWO, *_FOUR)
 

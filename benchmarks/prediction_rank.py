@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from contender import WARM_UP, Contender
 from prediction_pairs import MODELS, PAIRS, Pair
 from small_models import Batch, build
+from tensor_memory import TensorMemory, held_tensors
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -23,8 +24,8 @@ from galvatron_fx.api import lower
 from galvatron_fx.profiling import measure_calls, measure_cluster
 from passes.lower import Lowered
 from passes.lower_stages import LoweredStages
-from passes.simulate_stages import SimulateStages
-from passes.simulate_step import SimulateStep
+from passes.simulate_stages import SimulateStages, StagesReport
+from passes.simulate_step import SimulateStep, StepReport
 
 
 def graphs_of(lowered: Lowered | LoweredStages) -> list[fx.GraphModule]:
@@ -34,24 +35,39 @@ def graphs_of(lowered: Lowered | LoweredStages) -> list[fx.GraphModule]:
     return [task.graph for stage in lowered.stages for task in stage.tasks.values() if not task.is_empty]
 
 
-def predicted_s(lowered: Lowered | LoweredStages, pair: Pair, cluster: gfx.Cluster) -> float:
-    """Seconds of a step with the optimizer's update."""
+@dataclass(frozen=True)
+class StepUse:
+    """What a step with the optimizer's update takes: seconds, and the most tensor bytes alive on any rank."""
+
+    seconds: float
+    peak_bytes: int
+
+
+def predicted(lowered: Lowered | LoweredStages, pair: Pair, cluster: gfx.Cluster) -> StepUse:
+    """What the simulation of lowered graphs says."""
+    report: StepReport | StagesReport
     if isinstance(lowered, Lowered):
-        return SimulateStep(cluster).run(lowered).step_time_s
-    plan = pair.plan()
-    axes = [cluster.axes[i] for i in plan.pipeline_axes]
-    return SimulateStages(cluster, plan.pipelining.table(plan.num_pipeline_ranks), axes).run(lowered).step_time_s
+        report = SimulateStep(cluster).run(lowered)
+    else:
+        plan = pair.plan()
+        axes = [cluster.axes[i] for i in plan.pipeline_axes]
+        report = SimulateStages(cluster, plan.pipelining.table(plan.num_pipeline_ranks), axes).run(lowered)
+    return StepUse(report.step_time_s, report.peak_memory_bytes)
 
 
-def measured_s(model: gfx.DistributedGraphModule, batch: Batch, steps: int) -> float:
-    """The median of ``steps`` after some to warm up; a step is as long as its slowest rank."""
+def measured(model: gfx.DistributedGraphModule, batch: Batch, steps: int) -> StepUse:
+    """The median of ``steps`` after some to warm up, each as long as its slowest rank; then the memory of another."""
     contender = Contender(lambda: model.forward_backward(**batch), torch.optim.AdamW(model.parameters()))
     for _ in range(WARM_UP + steps):
         contender.timed()
-    return contender.step_s
+    with TensorMemory([*held_tensors(model, contender.optimizer), *batch.values()]) as memory:
+        contender.step()
+    peak = torch.tensor(memory.peak_bytes)
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    return StepUse(contender.step_s, int(peak))
 
 
-def predict(pairs: list[Pair], mesh: DeviceMesh, cluster: gfx.Cluster, calls_s: float) -> dict[str, float]:
+def predict(pairs: list[Pair], mesh: DeviceMesh, cluster: gfx.Cluster, calls_s: float) -> dict[str, StepUse]:
     """The predictions, by name of pair; ``calls_s``: to measure the calls of all of them in, 0 for curves only."""
     lowered = {}
     graphs: dict[str, fx.GraphModule] = {}
@@ -62,7 +78,7 @@ def predict(pairs: list[Pair], mesh: DeviceMesh, cluster: gfx.Cluster, calls_s: 
     if calls_s:
         every = [graph for low in lowered.values() for graph in graphs_of(low)]
         cluster = measure_calls(cluster, mesh, every, seconds=calls_s)
-    return {pair.name: predicted_s(lowered[pair.name], pair, cluster) for pair in pairs}
+    return {pair.name: predicted(lowered[pair.name], pair, cluster) for pair in pairs}
 
 
 def main() -> None:
@@ -77,18 +93,19 @@ def main() -> None:
         cluster.save(folder / f"profile-{mesh.size()}.json")
         _write(folder / f"predicted-{mesh.size()}.json", found)
     dist.barrier()
-    measured: dict[str, float] = {}
+    taken: dict[str, StepUse] = {}
     for pair in pairs:
         model, batch = build(MODELS[pair.model])
         compiled = gfx.compile(model, mesh, example_inputs=batch, plan=pair.plan(), cluster=cluster)
-        measured[pair.name] = measured_s(compiled, batch, task["steps"])
+        taken[pair.name] = measured(compiled, batch, task["steps"])
     if dist.get_rank() == 0:
-        _write(folder / f"measured-{mesh.size()}.json", measured)
+        _write(folder / f"measured-{mesh.size()}.json", taken)
     dist.destroy_process_group()
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+def _write(path: Path, content: dict[str, StepUse]) -> None:
+    text = json.dumps({name: asdict(use) for name, use in content.items()}, indent=1)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Small models of four families, and their batches: what benchmarks train on a few processes."""
+"""Small models of five families, and their batches: what benchmarks train on a few processes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isqrt
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +17,18 @@ from transformers import (
     LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
 )
 
 SEED = 0
+PATCH = 8  # pixels a side
 Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Size:
-    """Width, layers, heads, words, samples and words a sample."""
+    """Width, layers, heads, words, samples and words a sample; of images, classes and patches."""
 
     width: int
     layers: int
@@ -80,9 +84,26 @@ def t5(size: Size) -> nn.Module:
     )  # fmt: skip
 
 
+def vit(size: Size) -> nn.Module:
+    """ViT (Dosovitskiy et al. 2021); as many words as there are classes, as long as there are patches."""
+    return ViTForImageClassification(
+        ViTConfig(
+            num_labels=size.words, hidden_size=size.width, num_hidden_layers=size.layers,
+            num_attention_heads=size.heads, intermediate_size=4 * size.width, image_size=_side(size), patch_size=PATCH,
+        )
+    )  # fmt: skip
+
+
 def build(sized: Sized) -> tuple[nn.Module, Batch]:
     """A model with fresh weights and a batch, the same in every process."""
     torch.manual_seed(SEED)
     make, size = sized
+    if make is vit:
+        images = torch.randn(size.batch, 3, _side(size), _side(size))
+        return make(size), {"pixel_values": images, "labels": torch.randint(size.words, (size.batch,))}
     ids = torch.randint(size.words, (size.batch, size.sequence))
     return make(size), {"input_ids": ids, "labels": ids.clone()}
+
+
+def _side(size: Size) -> int:
+    return PATCH * isqrt(size.sequence)

@@ -37,6 +37,7 @@ Replay = TypeVar("Replay", bound=RankReplay)
 _ROUNDING = 1e-12  # of a step
 _PER_MICROBATCH = ("forward", "input_grad", "weight_grad")
 _ONCE = ("start", "finish")
+_SENDS_AFTER = {"send": ("forward",), "send_back": ("input_grad", "weight_grad")}
 _UPDATE = "update"  # the optimizer's, behind the schedule
 
 
@@ -189,7 +190,7 @@ class SimulateStages:
     def _overlapped(
         self, alone: StageTimes, events: Mapping[str, Sequence[Event]]
     ) -> tuple[dict[tuple[str, Cause], float], dict[tuple[str, Cause], float]]:
-        """Seconds by task and cause of a stage, and those that are hidden."""
+        """Seconds by task and cause of a stage, and those that are hidden; who receives waits as in a collective."""
         times = dict(alone)
         hidden: dict[tuple[str, Cause], float] = {}
         for task, own in events.items():
@@ -197,6 +198,10 @@ class SimulateStages:
             both = overlapped(spent, [own], self.cluster.overlap)
             for found, seconds in zip((times, hidden), both, strict=True):
                 found |= {(task, cause): s for cause, s in seconds.items()}
+        for send, tasks in _SENDS_AFTER.items():
+            if times[send, Cause(TRANSFER)]:
+                computed_s = sum(_task_s(times, task) for task in tasks)
+                times[send, Cause(TRANSFER)] += self.cluster.overlap.skew.seconds(computed_s)
         return times, hidden
 
     def memory(self, lowered: LoweredStages) -> list[MemoryUse]:

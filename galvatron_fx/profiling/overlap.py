@@ -14,6 +14,9 @@ from galvatron_fx.profiling.ranks import Ranks
 __all__ = ["measure_overlap", "measure_sharing"]
 
 _ROUNDS = 5
+_SHARING_ROUNDS = (
+    15  # are over in a second or two, so that what disturbs the machine for as long would spoil most of few
+)
 _WIDTH = 384  # of square products: 0.1 GFLOP each
 _PRODUCTS = 20
 _COLLECTIVE_BYTES = 4 * 2**20
@@ -32,7 +35,7 @@ def measure_sharing(ranks: Ranks) -> dict[int, float]:
         return {}
     compute = _products(ranks.device_type)
     counts = [count for count in range(1, ranks.count + 1) if ranks.count % count == 0]
-    rounds = [[_busy_s(ranks, compute, count) for count in counts] for _ in range(_ROUNDS)]
+    rounds = [[_busy_s(ranks, compute, count) for count in counts] for _ in range(_SHARING_ROUNDS)]
     times = [median(column) for column in zip(*rounds, strict=True)]
     # More ranks at once are never taken to be faster: what one finds so is noise.
     for i in range(len(times) - 2, -1, -1):

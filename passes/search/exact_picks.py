@@ -181,12 +181,14 @@ class ExactPicks:
         ``sends``: of transfers between the first stages; those behind are at their fastest.
         """
         stages = [(cost[:, _FORWARD], cost[:, _INPUTS], cost[:, _WEIGHTS]) for cost in costs]
+        forward, backward = [f for f, _, _ in stages], [i + w for _, i, w in stages]
         quickest = [self.times.quickest_send_s(cut) for cut in self.cuts[1 + len(sends) :]]
         once = [_sum([costs[stage] for stage in own])[:, _ONCE] for own in self._ranks()]
         most = once[0]
         for other in once[1:]:
             most = np.maximum(most, other)
-        return many_step_s(self.times.schedule, stages, [*sends, *quickest]) + most
+        transfers = self.times.both_ways_s([*sends, *map(np.asarray, quickest)], forward, backward)
+        return many_step_s(self.times.schedule, stages, *transfers) + most
 
     def _ranks(self) -> list[tuple[int, ...]]:
         return [self.times.filled.stages_of(rank) for rank in range(self.times.num_ranks)]

@@ -76,7 +76,8 @@ class StageBounds:
         most = np.max([np.sum([once[stage] for stage in own], axis=0) for own in ranks], axis=0)
         sends = np.array([0.0, *(times.quickest_send_s(cut) for cut in range(1, len(chain.marks)))])
         stages = list(zip(forward, inputs, weights, strict=True))
-        steps = many_step_s(self.times.schedule, stages, list(sends[cuts[:, 1:]].T)) + most
+        transfers = list(sends[cuts[:, 1:]].T)
+        steps = many_step_s(self.times.schedule, stages, transfers, transfers) + most
         return float(steps.min()) * (1 - _ROUNDING)
 
     def _relaxed_s(self, limit: float, waiting: Sequence[tuple[float, Sequence[Waiting]]]) -> float:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from cost_models.schedule_time import Waiting, simulate_schedule, waiting_counts
 from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.overlap import Amount
 from galvatron_fx.ir.schedule import Schedule, legal, make_schedule
 from galvatron_fx.ir.strategy import PIPELINE, Strategy
 from passes.search.block_terms import Floats
@@ -107,15 +108,28 @@ class StepTimes:
 
         Long schedules are built for few micro-batches, as their tables take longer to make than to simulate.
         """
+        whole = [sum(parts) for parts in zip(backward, weight, strict=True)]
+        amounts = forward, backward, weight, *self.both_ways_s(sends, forward, whole)
 
         def step_s(count: int) -> float:
-            return simulate_schedule(self._schedule_of(count), forward, backward, weight, sends, sends).step_s
+            return simulate_schedule(self._schedule_of(count), *amounts).step_s
 
         if self.is_whole or self.schedule_name in _NEVER_FULL:
             return step_s(self.parts)
         full = _FULL * self.num_ranks
         filled, longer = step_s(full), step_s(full + self.num_ranks)
         return filled + (longer - filled) / self.num_ranks * (self.parts - full)
+
+    def both_ways_s(
+        self, sends: Sequence[Amount], forward: Sequence[Amount], backward: Sequence[Amount]
+    ) -> tuple[list[Amount], list[Amount]]:
+        """Transfers between stages, to the next and back, with the time that the receiver waits for the sender.
+
+        ``forward`` and ``backward``: seconds of a micro-batch on each stage, the gradients of weights included.
+        """
+        late = self.cluster.overlap.skew.seconds
+        ahead = [send + late(spent) for send, spent in zip(sends, forward[:-1], strict=True)]
+        return ahead, [send + late(spent) for send, spent in zip(sends, backward[1:], strict=True)]
 
     def sends_s(self, cut: int, leaves: Kinds, enters: Kinds) -> Floats:
         """Seconds to pass a micro-batch's activations on before block ``cut``, and to change how they lie.

@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from galvatron_fx.ir.cluster import Axis, Cluster
+from galvatron_fx.ir.overlap import Overlap, Skew
 from galvatron_fx.ir.schedule import legal
 from galvatron_fx.ir.strategy import PIPELINE, Strategy
 from passes.search.chain import Chain
@@ -20,12 +21,16 @@ SCHEDULES = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "interleaved_1f1b": 2, "zbv": 2}
 AXES: dict[int, tuple[int, ...]] = {1: (), 2: (2,), 3: (3,), 4: (2, 2)}  # by pipeline ranks
 
 
-def search_of(chain: Chain, ranks: int, schedule: str, parts: int) -> StageSearch:
-    """The search of one configuration on ``ranks`` pipeline ranks, each a group of two devices."""
+def search_of(chain: Chain, ranks: int, schedule: str, parts: int, late_s: float = 0.0) -> StageSearch:
+    """The search of one configuration on ``ranks`` pipeline ranks, each a group of two devices.
+
+    ``late_s``: the most that a stage waits for another which has computed.
+    """
     outer = AXES[ranks]
     axes = tuple(Axis(f"a{i}", size, 0.0, 1.0) for i, size in enumerate((*outer, 2)))
     stages = ranks * SCHEDULES[schedule]
-    return StageSearch(chain, Configuration(len(outer), stages, schedule, parts), Cluster(DEVICE, axes))
+    cluster = Cluster(DEVICE, axes, Overlap(skew=Skew(late_s, 5.0)))
+    return StageSearch(chain, Configuration(len(outer), stages, schedule, parts), cluster)
 
 
 def chain_of(
@@ -81,7 +86,7 @@ def searches(draw: st.DrawFn, most_plans: int = 4096) -> StageSearch:
     one_way = numbers(3, blocks, count, count) * (1 - np.eye(count))
     change = one_way + one_way.transpose(0, 2, 1)
     chain = chain_of(prices, numbers(4, blocks), change, ranks, parts)
-    return search_of(chain, ranks, schedule, parts)
+    return search_of(chain, ranks, schedule, parts, draw(st.sampled_from((0.0, 4.0))))
 
 
 def cuts_of(search: StageSearch) -> Iterator[tuple[int, ...]]:

@@ -63,10 +63,11 @@ def test_many_steps_are_single_steps(search: StageSearch, data: st.DataObject) -
         amount = data.draw(st.lists(st.integers(0, 9), min_size=rows * count, max_size=rows * count))
         return np.array(amount, dtype=float).reshape(rows, count)
 
-    forward, inputs, weights, sends = numbers(stages), numbers(stages), numbers(stages), numbers(stages - 1)
-    found = many_step_s(schedule, list(zip(forward, inputs, weights, strict=True)), list(sends))
+    forward, inputs, weights = numbers(stages), numbers(stages), numbers(stages)
+    sends, back = numbers(stages - 1), numbers(stages - 1)
+    found = many_step_s(schedule, list(zip(forward, inputs, weights, strict=True)), list(sends), list(back))
     each = [
-        simulate_schedule(schedule, *(part[:, i].tolist() for part in (forward, inputs, weights, sends, sends)))
+        simulate_schedule(schedule, *(part[:, i].tolist() for part in (forward, inputs, weights, sends, back)))
         for i in range(count)
     ]
     assert found.tolist() == [report.step_s for report in each]

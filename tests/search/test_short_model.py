@@ -11,16 +11,20 @@ from torch import fx
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.overlap import Skew
+from galvatron_fx.ir.schedule import make_schedule
 from galvatron_fx.ir.strategy import PIPELINE, Strategy
 from passes.find_blocks import fingerprints
 from passes.search import simulate_choice
 from passes.search.short_model import ShortModel
-from passes.search.simulate_choice import SimulateChoice
+from passes.search.simulate_choice import SimulateChoice, Staging
 from passes.search.stage_search import Configuration, StageChoice, StageSearch
+from passes.simulate_stages import StagesReport
 from tests.helpers import captured
 from tests.search.small_chains import chain_of
 
 CLUSTER = Cluster.preset("4xA100-80GB")
+LATE = replace(CLUSTER, overlap=replace(CLUSTER.overlap, skew=Skew(2e-5, 5e-5)))  # who receives waits for the sender
 LAYERS = 8
 
 
@@ -75,8 +79,11 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("cluster", [CLUSTER, LATE], ids=["at once", "late"])
 @pytest.mark.parametrize("name", CASES)
-def test_as_the_whole_model(name: str, graphs: dict[str, fx.GraphModule], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_the_whole_model(
+    name: str, cluster: Cluster, graphs: dict[str, fx.GraphModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, configuration, first_blocks, strategies = CASES[name]
     graph = graphs[model]
     marks = fingerprints(graph)
@@ -85,12 +92,12 @@ def test_as_the_whole_model(name: str, graphs: dict[str, fx.GraphModule], monkey
     prices = np.zeros((7, len(marks), len(distinct)))
     change = np.zeros((len(marks), len(distinct), len(distinct)))
     chain = replace(chain_of(prices, [0.0] * len(marks), change), strategies=distinct)
-    search = StageSearch(chain, configuration, CLUSTER)
+    search = StageSearch(chain, configuration, cluster)
     choice = StageChoice(first_blocks, tuple(map(distinct.index, strategies)), 0.0)
 
     short = ShortModel.of(marks, strategies, first_blocks)
     assert len(short.keep) <= len(marks)
-    simulate = SimulateChoice(graph, CLUSTER, marks)
+    simulate = SimulateChoice(graph, cluster, marks)
     found = simulate.run(search, choice)
     monkeypatch.setattr(simulate_choice, "ShortModel", WholeModel)
     expected = simulate.run(search, choice)
@@ -99,3 +106,21 @@ def test_as_the_whole_model(name: str, graphs: dict[str, fx.GraphModule], monkey
     for mine, theirs in zip(found.ranks(), expected.ranks(), strict=True):
         assert sum(mine.memory.values()) == pytest.approx(sum(theirs.memory.values()), rel=1e-9)
         assert mine.busy_s == pytest.approx(theirs.busy_s, rel=1e-9)
+
+
+def test_stages_wait_for_those_that_have_computed(graphs: dict[str, fx.GraphModule]) -> None:
+    """One micro-batch passes all stages and comes back: a wait each time, as long as the sender's computing says."""
+    marks, schedule = fingerprints(graphs["gpt2"]), make_schedule("1f1b", 4, 4, 1)
+    staging = Staging(schedule, schedule, CLUSTER.axes)
+
+    def simulated(cluster: Cluster) -> StagesReport:
+        report = SimulateChoice(graphs["gpt2"], cluster, marks).of([ONLY] * len(marks), (0, 3, 6, 8), staging)
+        assert isinstance(report, StagesReport)
+        return report
+
+    plain, late = simulated(CLUSTER), simulated(LATE)
+    stages = [{task: sum(s for (t, _), s in times.items() if t == task) for task, _ in times} for times in plain.times]
+    computed = [times["forward"] for times in stages[:-1]]
+    computed += [times["input_grad"] + times["weight_grad"] for times in stages[1:]]
+    waits_s = sum(LATE.overlap.skew.seconds(spent) for spent in computed)
+    assert late.step_time_s - plain.step_time_s == pytest.approx(waits_s)
