@@ -20,11 +20,12 @@ class Contender:
         self.forward_backward, self.optimizer = forward_backward, optimizer
         self.times: list[float] = []
 
-    def step(self) -> None:
-        """One training step."""
-        self.forward_backward()
+    def step(self) -> object:
+        """One training step; the outputs are there till its end, as in a loop that prints the loss."""
+        outputs = self.forward_backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        return outputs
 
     def timed(self) -> None:
         """One step, timed."""

@@ -35,6 +35,9 @@ def graphs_of(lowered: Lowered | LoweredStages) -> list[fx.GraphModule]:
     return [task.graph for stage in lowered.stages for task in stage.tasks.values() if not task.is_empty]
 
 
+_MEMORY_STEPS = 3  # the least counts: a thread of gloo may let go of a buffer a moment after it is done
+
+
 @dataclass(frozen=True)
 class StepUse:
     """What a step with the optimizer's update takes: seconds, and the most tensor bytes alive on any rank."""
@@ -56,15 +59,19 @@ def predicted(lowered: Lowered | LoweredStages, pair: Pair, cluster: gfx.Cluster
 
 
 def measured(model: gfx.DistributedGraphModule, batch: Batch, steps: int) -> StepUse:
-    """The median of ``steps`` after some to warm up, each as long as its slowest rank; then the memory of another."""
+    """The median of ``steps`` after some to warm up, each as long as its slowest rank; then the memory of others."""
     contender = Contender(lambda: model.forward_backward(**batch), torch.optim.AdamW(model.parameters()))
     for _ in range(WARM_UP + steps):
         contender.timed()
-    with TensorMemory([*held_tensors(model, contender.optimizer), *batch.values()]) as memory:
-        contender.step()
-    peak = torch.tensor(memory.peak_bytes)
+    peak = torch.tensor(min(_peak_bytes(model, contender, batch) for _ in range(_MEMORY_STEPS)))
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     return StepUse(contender.step_s, int(peak))
+
+
+def _peak_bytes(model: gfx.DistributedGraphModule, contender: Contender, batch: Batch) -> int:
+    with TensorMemory([*held_tensors(model, contender.optimizer), *batch.values()]) as memory:
+        contender.step()
+    return memory.peak_bytes
 
 
 def predict(pairs: list[Pair], mesh: DeviceMesh, cluster: gfx.Cluster, calls_s: float) -> dict[str, StepUse]:

@@ -19,9 +19,9 @@ Amount = TypeVar("Amount", float, NDArray[np.float64])
 class Skew:
     """How long a rank waits in a collective until the last of the others has come.
 
-    Ranks that share cores do not all run at once: after computing for t seconds the last comes
+    Ranks do not compute equally fast, least those that share cores: after computing for t seconds the last comes
     ``most_s * (1 - exp(-t / after_s))`` later than the mean of all, which no longer grows where the operating system
-    has had the time to even it out. None where each rank has a device of its own.
+    has had the time to even it out. None for ranks that are taken to be equally fast.
     Raises ClusterError for what are no numbers, ``most_s`` of at least 0 and ``after_s`` above.
     """
 

@@ -18,7 +18,7 @@ from galvatron_fx.ir.op_call import OpCall, call_key, is_getitem, op_call
 from galvatron_fx.profiling.kernels import Kernel
 from galvatron_fx.profiling.ranks import Ranks
 from galvatron_fx.profiling.tensors import Pool
-from galvatron_fx.profiling.timing import Rounds
+from galvatron_fx.profiling.timing import Rounds, slowdown_among_all
 from passes.sharding.prices import is_free
 
 __all__ = ["measure_calls"]
@@ -47,7 +47,8 @@ def measure_calls(
     with torch.no_grad():
         kernels = {key: made for key, call in asked.items() if (made := _runnable(pool, call)) is not None}
         tasks = [made.prepared for made in kernels.values()]
-        times = Rounds(ranks, tasks).run(seconds, 1, progress or (lambda share: None)) if tasks else []
+        rounds = Rounds(ranks, tasks, slowdown=slowdown_among_all(dict(cluster.device.sharing)))
+        times = rounds.run(seconds, 1, progress or (lambda share: None)) if tasks else []
     calls = dict(cluster.device.calls) | dict(zip(kernels, times, strict=True))
     return replace(cluster, device=replace(cluster.device, calls=calls))
 

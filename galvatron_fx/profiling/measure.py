@@ -20,6 +20,7 @@ from galvatron_fx.profiling.overlap import measure_overlap, measure_sharing
 from galvatron_fx.profiling.ranks import Ranks
 from galvatron_fx.profiling.skew import measure_skew
 from galvatron_fx.profiling.tensors import Pool
+from galvatron_fx.profiling.timing import slowdown_among_all
 from galvatron_fx.profiling.updates import measure_updates
 
 __all__ = ["PHASES", "ProfileProgress", "measure_cluster"]
@@ -75,9 +76,7 @@ def measure_cluster(
             told = telling(COLLECTIVES)
             axes = measure_collectives(ranks, described, groups, _COLLECTIVES_SHARE * seconds, told)
             telling(MUTUAL)(0.0)
-            sharing = measure_sharing(ranks)
-            overlap = replace(measure_overlap(ranks, groups), skew=measure_skew(ranks, groups, sharing))
-            device = replace(device, sharing=sharing)
+            overlap = replace(measure_overlap(ranks, groups), skew=measure_skew(ranks, groups))
         telling(MUTUAL)(1.0)
     return Cluster(device, axes, overlap, origin_of(mesh))
 
@@ -91,8 +90,10 @@ def _measured_device(
 ) -> Device:
     torch.empty(_PRIME_BYTES, dtype=torch.uint8, device=ranks.device_type).zero_()
     kernels = all_kernels(Pool(ranks.device_type), dtypes)
-    found = measure_operators(ranks, kernels, _OPERATORS_SHARE * seconds, telling(OPERATORS))
-    curves = [*found.curves, measure_updates(ranks, _UPDATES_SHARE * seconds, telling(UPDATES))]
+    sharing = measure_sharing(ranks)
+    slowdown = slowdown_among_all(sharing)
+    found = measure_operators(ranks, kernels, _OPERATORS_SHARE * seconds, slowdown, telling(OPERATORS))
+    curves = [*found.curves, measure_updates(ranks, _UPDATES_SHARE * seconds, slowdown, telling(UPDATES))]
     by_kind = {(curve.kind, curve.dtype): curve for curve in curves}
     first = str(dtypes[0]).removeprefix("torch.")
     copies = by_kind["copy", first]
@@ -105,6 +106,7 @@ def _measured_device(
         launch_overhead_s=by_kind["pointwise", first].points[0][1],
         curves=tuple(curves),
         view_s=found.view_s,
+        sharing=sharing,
     )
 
 

@@ -35,12 +35,12 @@ class Operators:
 
 
 def measure_operators(
-    ranks: Ranks, kernels: Sequence[Kernel], seconds: float, done: Callable[[float], None]
+    ranks: Ranks, kernels: Sequence[Kernel], seconds: float, slowdown: float, done: Callable[[float], None]
 ) -> Operators:
-    """Measure all ``kernels`` and fit curves by kind and dtype."""
+    """Measure all ``kernels`` and fit curves by kind and dtype; ``slowdown`` as of :class:`Rounds`."""
     with torch.no_grad():
         costs = [made.cost() for made in kernels]
-        times = Rounds(ranks, [made.prepared for made in kernels]).run(seconds, 1, done)
+        times = Rounds(ranks, [made.prepared for made in kernels], slowdown=slowdown).run(seconds, 1, done)
     groups: dict[tuple[str, str], list[int]] = {}
     for i, made in enumerate(kernels):
         groups.setdefault((made.kind, made.dtype), []).append(i)

@@ -1,8 +1,8 @@
-"""How long ranks that share cores wait for each other in a collective, by how long they have computed before."""
+"""How long ranks wait for each other in a collective, by how long they have computed before."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -14,18 +14,17 @@ from galvatron_fx.profiling.timing import Rounds, Task
 
 __all__ = ["fit_skew", "measure_skew"]
 
-_SHARED = 0.9  # one rank alone computes in less than this share of the time: the ranks share cores
 _COMPUTED_S = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)  # before a collective; after more, what ranks compute differs too much
 _WINDOW_S = 0.1  # of one measurement: several collectives with what is computed before them
-_ROUNDS, _SHORT_S = 5, 1e-3  # so many rounds, however long they take
+_ROUNDS, _SHORT_S = 8, 1e-3  # so many rounds, however long they take
 _WIDTH = 96  # of the square products that are computed
 
 c10d = torch.ops._c10d_functional
 
 
-def measure_skew(ranks: Ranks, groups: Sequence[Group], sharing: Mapping[int, float]) -> Skew:
-    """Compute and all-reduce a few bytes over all ranks by turns; none where ``sharing`` says that none is shared."""
-    if not groups or min(sharing.values(), default=1.0) > _SHARED:
+def measure_skew(ranks: Ranks, groups: Sequence[Group]) -> Skew:
+    """Compute and all-reduce a few bytes over all ranks by turns; none for one rank."""
+    if not groups:
         return Skew()
     name, matrix = groups[-1].handle.group_name, torch.ones(_WIDTH, _WIDTH, device=ranks.device_type)
     one = torch.ones(1, device=ranks.device_type)

@@ -21,9 +21,9 @@ _ELEMENTS = (64, 4096, 65536, 2**19, 2**22)  # of a parameter
 _PARAMETERS = 4
 
 
-def measure_updates(ranks: Ranks, seconds: float, done: Callable[[float], None]) -> OperatorCurve:
+def measure_updates(ranks: Ranks, seconds: float, slowdown: float, done: Callable[[float], None]) -> OperatorCurve:
     """Seconds of AdamW's step by the bytes of a parameter, float32, parameters being as a compiled model has them."""
-    times = Rounds(ranks, [_task(ranks, elements) for elements in _ELEMENTS]).run(seconds, 1, done)
+    times = Rounds(ranks, [_task(ranks, elements) for elements in _ELEMENTS], slowdown=slowdown).run(seconds, 1, done)
     moved = [4.0 * elements for elements in _ELEMENTS]
     each = [spent / _PARAMETERS for spent in times]
     return fit_operator(UPDATE, "float32", [0.0] * len(moved), moved, each)
