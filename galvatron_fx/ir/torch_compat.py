@@ -182,7 +182,9 @@ def _propagator() -> Any:
 
 
 def has_sharding_rules() -> bool:
-    """Whether torch's rules can be relied on: before 2.13 that of layer normalisation's backward splits its weight."""
+    """Whether torch's rules can be relied on: in 2.11 some are wrong, as that of layer normalisation's backward, which
+    splits its weight; 2.12 was not tried.
+    """
     major, minor = torch.__version__.split(".")[:2]
     return (int(major), int(minor)) >= (2, 13)
 

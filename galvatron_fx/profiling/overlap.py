@@ -14,9 +14,7 @@ from galvatron_fx.profiling.ranks import Ranks
 __all__ = ["measure_overlap", "measure_sharing"]
 
 _ROUNDS = 5
-_SHARING_ROUNDS = (
-    15  # are over in a second or two, so that what disturbs the machine for as long would spoil most of few
-)
+_SHARING_ROUNDS = 15  # a few would be over so soon that one disturbance spoils most of them
 _WIDTH = 384  # of square products: 0.1 GFLOP each
 _PRODUCTS = 20
 _COLLECTIVE_BYTES = 4 * 2**20

@@ -96,12 +96,12 @@ def torch_rules(call: OpCall, degree: int) -> list[OpRule]:
 def op_rules(call: OpCall, degree: int) -> tuple[OpRule, ...]:
     """List the ways to run ``call`` on an axis of ``degree`` ranks with unstrided shards, the replicated one first.
 
-    Raises ShardingError where torch is so old that its rules are wrong.
+    Raises ShardingError where torch is so old that its rules may be wrong.
     """
     if not compat.has_sharding_rules():
         raise ShardingError(
-            f"plans for several devices, and micro-batches, need torch 2.13 or later, as earlier rules for sharding "
-            f"operators are wrong for some; this is torch {torch.__version__}: upgrade it, or use one device and one "
+            f"plans for several devices, and micro-batches, need torch 2.13 or later, as rules for sharding operators "
+            f"were found to be wrong in 2.11; this is torch {torch.__version__}: upgrade it, or use one device and one "
             f"micro-batch"
         )
     own = _own_rule(call.target)
