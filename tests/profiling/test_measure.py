@@ -16,7 +16,7 @@ from galvatron_fx.errors import ClusterError
 from galvatron_fx.ir.origin import Origin
 from galvatron_fx.profiling import measure_cluster
 from galvatron_fx.profiling.ranks import Ranks
-from galvatron_fx.profiling.timing import Rounds
+from galvatron_fx.profiling.timing import Rounds, slowdown_among_all
 from tests.ir.test_cluster import world
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,6 +51,24 @@ def test_rounds_take_the_median_of_what_every_round_finds() -> None:
     assert min(times) > 0
     repeats = [count for count in counted if count > 2]
     assert len(repeats) >= 6, "three rounds of two tasks, each as often as fits a window"
+
+
+class SecondOfTwo(Ranks):
+    """A rank whose peer finds one second for everything."""
+
+    count, index = 2, 1
+
+    def sum(self, values: list[float]) -> list[float]:
+        return [value + 1.0 for value in values]
+
+
+def test_where_ranks_share_cores_the_first_measures_alone() -> None:
+    assert slowdown_among_all({}) == slowdown_among_all({1: 0.95, 2: 1.0}) == 1.0
+    slowdown = slowdown_among_all({1: 0.5, 2: 0.6, 4: 1.0})
+    assert slowdown == 2.0
+    counted: list[int] = []
+    times = Rounds(SecondOfTwo(alone()), [lambda: counted.append], slowdown=slowdown).run(0.01, 3, lambda share: None)
+    assert times == [2.0] and not counted
 
 
 def test_seconds_to_measure_in_are_some() -> None:
