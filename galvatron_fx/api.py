@@ -280,7 +280,8 @@ def _chosen(model: nn.Module, inputs: FlatInputs, options: _CompileOptions) -> t
 
 def check_plan(plan: Plan, graph: fx.GraphModule, cluster: Cluster) -> None:
     """Refuse a plan for another model, mesh, batch or precision. Raises PlanError naming what differs."""
-    plan.check(graph_fingerprint(graph), fingerprints(graph), cluster.shape, policy_of(graph))
+    marks = fingerprints(graph)
+    plan.check(graph_fingerprint(graph, marks), marks, cluster.shape, policy_of(graph))
     check_batch(plan, graph)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -55,29 +55,28 @@ def fingerprints(graph: fx.GraphModule) -> tuple[str, ...]:
     for node in graph.graph.nodes:
         if node.op == "call_function":
             members.setdefault(facts(node).block, []).append(node)
-    return tuple(_fingerprint(members.get(i, [])) for i in range(num_blocks(graph)))
+    keys = {node: _spec_key(facts(node).specs) for node in graph.graph.nodes if node.op != "output"}
+    return tuple(_fingerprint(members.get(i, []), keys) for i in range(num_blocks(graph)))
 
 
-def graph_fingerprint(graph: fx.GraphModule) -> str:
-    """A hash of the whole graph: its inputs, blocks and their order."""
+def graph_fingerprint(graph: fx.GraphModule, marks: Sequence[str] | None = None) -> str:
+    """A hash of the whole graph: its inputs, blocks and their order; ``marks``: its :func:`fingerprints`, if known."""
     digest = hashlib.sha256()
     for port, node in ports(graph):
         digest.update(repr((port.kind, port.name, port.requires_grad, _spec_key(facts(node).specs))).encode())
-    for block in fingerprints(graph):
+    for block in fingerprints(graph) if marks is None else marks:
         digest.update(block.encode())
     return digest.hexdigest()[:32]
 
 
-def _fingerprint(nodes: Sequence[fx.Node]) -> str:
+def _fingerprint(nodes: Sequence[fx.Node], keys: Mapping[fx.Node, Any]) -> str:
     number: dict[fx.Node, int] = {}
     digest = hashlib.sha256()
     for node in nodes:
-        for source in input_nodes(node):
-            number.setdefault(source, len(number))
-        wires = tuple(number[source] for source in input_nodes(node))
+        wires = tuple(number.setdefault(source, len(number)) for source in input_nodes(node))
         number.setdefault(node, len(number))
-        constants = fx.map_arg((comparable_args(node), node.kwargs), lambda n: _spec_key(facts(n).specs))
-        text = repr((_name(node.target), constants, wires, _spec_key(facts(node).specs), facts(node).phase))
+        constants = fx.map_arg((comparable_args(node), node.kwargs), keys.__getitem__)
+        text = repr((_name(node.target), constants, wires, keys[node], facts(node).phase))
         digest.update(text.encode())
     return digest.hexdigest()[:16]
 

@@ -11,7 +11,7 @@ from galvatron_fx.ir.predicted import BATCH, PARAMETERS, STATES
 from galvatron_fx.ir.schedule import Schedule
 from galvatron_fx.ir.strategy import original_name, stood_for_name
 from passes.lower_stages import LoweredStages
-from passes.simulate_step import MOMENTS
+from passes.simulate_step import MOMENTS, update_bytes
 from passes.split_microbatches import Microbatched
 
 
@@ -54,9 +54,9 @@ class HeldBytes:
         states = MOMENTS * sum(self._trained(rank))
         return {PARAMETERS: sum(self.tensors[rank].values()), STATES: states, BATCH: self.batch_bytes}
 
-    def largest_bytes(self, rank: int) -> int:
-        """Of the largest trained parameter."""
-        return max(self._trained(rank), default=0)
+    def update_bytes(self, rank: int) -> int:
+        """The most that the optimizer takes for itself."""
+        return update_bytes(self._trained(rank))
 
     def hoisted_bytes(self, rank: int) -> int:
         """Held from the start of the step until all gradients are there."""

@@ -21,7 +21,7 @@ from passes.held_bytes import HeldBytes
 from passes.lower_stages import LoweredStages
 from passes.overlapped import overlapped
 from passes.rank_memory import Ledger, RankReplay, StageReplay
-from passes.simulate_step import UPDATE_COPIES, SimulateStep
+from passes.simulate_step import SimulateStep
 from passes.split_stages import Stage
 from passes.step_events import GraphEvents
 from passes.task_memory import StageMemory
@@ -210,7 +210,7 @@ class SimulateStages:
         found = []
         for rank, replay in enumerate(self.replays(lowered, held, RankReplay)):
             ledger, always, hoisted = replay.ledger, held.always(rank), {BATCH: held.hoisted_bytes(rank)}
-            update = {TRANSIENTS: UPDATE_COPIES * held.largest_bytes(rank)}
+            update = {TRANSIENTS: held.update_bytes(rank)}
             found.append(MemoryUse(_added(ledger.most, always, hoisted), _added(ledger.now, always, update)))
         return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -40,9 +41,6 @@ from passes.stage_tasks import plus
 from passes.step_events import GraphEvents
 
 MOMENTS = 2  # Adam's, each as large as the parameter
-# torch's AdamW updates one parameter after the other, with so many temporaries of its size (measured on torch 2.13 with
-# benchmarks/tensor_memory.py).
-UPDATE_COPIES = 3
 
 Seconds = dict[Cause, float]
 
@@ -121,7 +119,7 @@ class SimulateStep:
     def parts(self, lowered: Lowered) -> StepParts:
         """Look at the two graphs, without letting anything overlap."""
         halves, trained = lowered.halves, _parameter_bytes(lowered, trained_only=True)
-        memory = MemoryMeter(lowered.layout.shape).use(lowered, UPDATE_COPIES * max(trained, default=0))
+        memory = MemoryMeter(lowered.layout.shape).use(lowered, update_bytes(trained))
         memory = MemoryUse(*({**held, STATES: MOMENTS * sum(trained)} for held in (memory.step, memory.update)))
         graphs = {"forward": halves.forward, "backward": halves.backward}
         events = {name: self.graph_events(graph, lowered.layout) for name, graph in graphs.items()}
@@ -183,6 +181,15 @@ def _local_kind(node: fx.Node) -> str:
     if node.target is plus:
         return ACCUMULATE
     return RECOMPUTE if facts(node).again else COMPUTE
+
+
+def update_bytes(trained: Sequence[int]) -> int:
+    """The most that torch's AdamW takes for itself while it updates parameters of these bytes, one after the other.
+
+    The denominator is made in two steps, while that of the parameter before is still there (measured on torch 2.13 with
+    benchmarks/tensor_memory.py).
+    """
+    return max((2 * own + before for before, own in pairwise([0, *trained])), default=0)
 
 
 def _parameter_bytes(lowered: Lowered, trained_only: bool) -> list[int]:

@@ -14,11 +14,15 @@ def fewer_collections() -> Iterator[None]:
     """Collect young objects seldom and old ones hardly ever.
 
     Imported libraries and graphs are millions of objects that stay. With Python's own thresholds a quarter of the time
-    of capture and search went into looking at them; memory is about the same without.
+    of capture and search went into looking at them; memory is about the same without. What was made meanwhile counts as
+    old afterwards, or the first new object would have all of it looked at.
     """
     before = gc.get_threshold()
     gc.set_threshold(*_THRESHOLDS)
     try:
         yield
     finally:
+        if gc.get_freeze_count() == 0:  # else somebody else's frozen objects would be thawed
+            gc.freeze()
+            gc.unfreeze()
         gc.set_threshold(*before)

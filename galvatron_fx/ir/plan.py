@@ -6,6 +6,7 @@ hand with :meth:`Plan.uniform` and :meth:`Plan.from_roles`, and kept as JSON.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 from collections.abc import Sequence
@@ -248,7 +249,7 @@ class Plan:
 
     def with_report(self, report: SearchReport) -> Plan:
         """Return the plan with the report of the search that chose it."""
-        told = replace(self)
+        told = copy.copy(self)
         object.__setattr__(told, "report", report)
         return told
 

@@ -53,6 +53,16 @@ class BlockFacts:
         return _parameter_side(self.nodes, self.graph.parameters)
 
     @cached_property
+    def owned(self) -> frozenset[fx.Node]:
+        """The parameters whose first user is in the block."""
+        return frozenset(node for node in self.graph.parameters if self.graph.first_user.get(node) in self.inside)
+
+    @cached_property
+    def used(self) -> frozenset[fx.Node]:
+        """The parameters that the block uses."""
+        return frozenset(source for node in self.nodes for source in input_nodes(node)) & self.graph.parameters
+
+    @cached_property
     def gradients(self) -> list[tuple[fx.Node, fx.Node]]:
         """(parameter, gradient) pairs made in the block."""
         return [(parameter, node) for parameter, node in self.graph.gradients if node in self.inside]

@@ -243,12 +243,10 @@ class _Reading:
     # ---- memory ----
 
     def _weights(self) -> Weights:
-        inside = self.block.inside
-        owned = {node for node in self.graph.parameters if self.graph.first_user.get(node) in inside}
-        used = {node for node in self.graph.parameters if any(user in inside for user in node.users)}
+        owned, used = self.block.owned, self.block.used
         nodes = sorted(owned | used, key=lambda node: node.name)
         casts = {node: user for node in nodes for user in node.users if user.target is cast_parameter}
-        gradients = dict(self.graph.gradients)
+        gradients = self.graph.gradient_of
         return Weights(
             self._amounts((facts(node).spec, self._split(node)) for node in nodes),
             tuple(tuple(int(size) for size in facts(node).spec.shape) for node in nodes),

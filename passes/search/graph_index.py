@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import fx
@@ -26,6 +27,11 @@ class GraphIndex:
     first_user: Mapping[fx.Node, fx.Node]
     gradients: tuple[tuple[fx.Node, fx.Node], ...]
     terms: frozenset[fx.Node]
+
+    @cached_property
+    def gradient_of(self) -> dict[fx.Node, fx.Node]:
+        """The gradient of each parameter that has one."""
+        return dict(self.gradients)
 
     @classmethod
     def of(cls, graph: fx.GraphModule) -> GraphIndex:

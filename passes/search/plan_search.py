@@ -261,7 +261,7 @@ class _Search:
         return Plan(
             axis_sizes=tuple(size for size in self.cluster.shape if size > 1),
             blocks=blocks,
-            graph_fingerprint=graph_fingerprint(self.graph),
+            graph_fingerprint=graph_fingerprint(self.graph, self.pricer.marks),
             step_time_s=found.time_s,
             peak_memory_bytes=found.peak_bytes,
             memory_budget_bytes=self.options.memory_budget_bytes,

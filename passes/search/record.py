@@ -59,7 +59,7 @@ class Record:
     def look(self, first: Waiting, closer: Iterable[Waiting]) -> None:
         """A closer look has led to what follows; to nothing where no choice fits."""
         following = next(iter(closer), None)
-        known = SEARCHED if first.estimated or first.trial else ESTIMATE
+        known = ESTIMATE if first.looks == 0 or (following is not None and following.trial is None) else SEARCHED
         seconds = following.time_s if following is not None else inf
         self._put(first.search, _contender(first.search, known, seconds, fits=following is not None))
 

@@ -106,6 +106,14 @@ class StageSearch:
         """About the seconds of the best choice; see :meth:`StageBounds.estimate_s`."""
         return self._bounds.estimate_s(limit)
 
+    def unmoved_s(self, budget: float) -> float:
+        """Seconds of the best choice with cuts that balance time, whose search is only the start of a whole one; zero
+        where all ways to cut are tried, and where nothing fits with these."""
+        if may_try(len(self.chain.marks), self.configuration.num_stages):
+            return 0.0
+        choice = self._choice(self._starts()[0], budget)
+        return choice.time_s if choice is not None else 0.0
+
     @cached_property
     def _bounds(self) -> StageBounds:
         return StageBounds(self.times)
@@ -217,7 +225,13 @@ class StageSearch:
             yield from sorted(every_cuts(blocks, stages), key=lambda cuts: (self._cuts_bound_s(cuts), cuts))
             return
         starts = dict.fromkeys(self._starts() if near is None else [near])
-        yield from dict.fromkeys(cuts for start in starts for cuts in (self._moved(start, budget), start))
+        found: dict[Cuts, None] = {}  # in order
+        for start in starts:
+            # What lies a block from where other cuts were moved was looked at there.
+            if not any(max(abs(a - b) for a, b in zip(start, cuts, strict=True)) <= 1 for cuts in found):
+                found[self._moved(start, budget)] = None
+            found[start] = None
+        yield from found
 
     def _starts(self) -> list[Cuts]:
         """Cuts that balance time, that balance memory, and that balance blocks."""

@@ -22,7 +22,6 @@ from passes.search.memory_timeline import MemoryTimeline, kinds_array
 from passes.search.short_model import ShortModel
 from passes.search.simulate_choice import Staging
 from passes.simulate_stages import SimulateStages, StagesReport
-from passes.simulate_step import UPDATE_COPIES
 
 __all__ = ["StageTimelines"]
 
@@ -99,7 +98,7 @@ def _table(replays: Sequence[_Watched], held: HeldBytes) -> Floats:
         always = kinds_array(held.always(rank))
         hoisted = kinds_array({BATCH: held.hoisted_bytes(rank)})
         step = [kinds_array(moment) + always + hoisted for moment in (*replay.moments, replay.ledger.most)]
-        update = {TRANSIENTS: UPDATE_COPIES * held.largest_bytes(rank)}
+        update = {TRANSIENTS: held.update_bytes(rank)}
         rows.append(np.concatenate([*step, kinds_array(replay.ledger.now) + always + kinds_array(update)]))
     table = np.zeros((len(rows), max(map(len, rows))))
     for row, amounts in zip(table, rows, strict=True):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._C._distributed_c10d import FakeProcessGroup, _register_process_group, _unregister_process_group
 
-from benchmarks.tensor_memory import TensorMemory
+from benchmarks.tensor_memory import TensorMemory, held_tensors
 from cost_models.collectives import collective_s
 from cost_models.ops import OpCost, op_time_s
 from galvatron_fx.errors import VerifierError
@@ -42,7 +42,7 @@ from passes.lower import Lower, Lowered
 from passes.memory_meter import MemoryMeter
 from passes.partition import Partition
 from passes.rows_read import rows_read
-from passes.simulate_step import SimulateStep, StepReport
+from passes.simulate_step import SimulateStep, StepReport, update_bytes
 from tests.graphs import Builder, Shape
 from tests.helpers import captured, uniform
 
@@ -85,16 +85,30 @@ def test_memory_by_hand() -> None:
 
 
 def test_memory_of_the_update() -> None:
-    """When backward is done, the optimizer's moments and temporaries of the largest parameter."""
+    """When backward is done, the optimizer's moments and temporaries of the parameter."""
     parameter, x, loss = 8 * 2 * 8, 4 * 8 * 8, 8
-    moments, gradient, temporaries = 2 * parameter, parameter, 3 * parameter
+    moments, gradient, temporaries = 2 * parameter, parameter, 2 * parameter
     assert simulated(layer()).peak_memory_bytes == parameter + moments + x + loss + gradient + temporaries
+
+
+@pytest.mark.parametrize("sizes", [(4096,), (4096, 4), (4, 4096), (4096, 4096), (4096, 2048, 1024, 4096)])
+def test_the_update_takes_what_adamw_takes(sizes: tuple[int, ...]) -> None:
+    parameters = nn.ParameterList(torch.randn(size, dtype=torch.float32) for size in sizes)
+    optimizer = torch.optim.AdamW(parameters.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()  # makes the moments
+    with TensorMemory(held_tensors(parameters, optimizer)) as memory:
+        before = memory.bytes
+        optimizer.step()
+    scalars = 64  # of the step counts
+    assert memory.peak_bytes - before == pytest.approx(update_bytes([4 * size for size in sizes]), abs=scalars)
 
 
 def test_memory_by_kind() -> None:
     parameter, x, e, loss = 8 * 2 * 8, 4 * 8 * 8, 4 * 2 * 8, 8
     memory = simulated(layer()).memory
-    update = {PARAMETERS: parameter, STATES: 2 * parameter, GRADIENTS: parameter, TRANSIENTS: 3 * parameter}
+    update = {PARAMETERS: parameter, STATES: 2 * parameter, GRADIENTS: parameter, TRANSIENTS: 2 * parameter}
     assert memory.at_peak == dict.fromkeys(MEMORY_KINDS, 0) | update | {ACTIVATIONS: loss, BATCH: x}
     # The last product: g is on the way to the gradient.
     step = {PARAMETERS: parameter, STATES: 2 * parameter, GRADIENTS: parameter, TRANSIENTS: e}
@@ -162,7 +176,7 @@ def test_frozen_parameters_are_not_updated() -> None:
     x, w = build.input("x", (10,)), build.input("w", (10,), "param")
     graph = build.finish(("output", "0", build.call(aten.mul.Tensor, x, w)))
     trained = simulated(graph).peak_memory_bytes
-    moments, temporaries = 2 * 80, 3 * 80
+    moments, temporaries = 2 * 80, 2 * 80
     assert trained - simulated(frozen(graph)).peak_memory_bytes == moments + temporaries
 
 
