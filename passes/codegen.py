@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 Shape = tuple[int, ...]
+
+_MOST_YIELDS = 10_000  # some ms, if anything else holds the tensor after all
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,19 @@ def from_ranks(x: Tensor, dim: int, outer: int, parts: int) -> Tensor:
 
 
 def finished(result: Tensor, *read: Tensor) -> Tensor:
-    """Wait for a collective, which holds what it reads until then."""
-    return c10d.wait_tensor.default(result)  # type: ignore[no-any-return]
+    """Wait for a collective, which holds what it reads until then.
+
+    The thread of gloo that did the work lets go of its tensors a moment after the wait has ended. If it were the last
+    to hold one, it would run Python to free it, even while the interpreter ends, which aborts the process; and memory
+    would be held for a moment longer than the program says. So its letting go is waited for as well.
+    """
+    result = c10d.wait_tensor.default(result)
+    if result.device.type == "cpu":
+        for _ in range(_MOST_YIELDS):
+            if result._use_count() == 1:  # type: ignore[attr-defined]
+                break
+            time.sleep(0)
+    return result
 
 
 @dataclass(frozen=True)

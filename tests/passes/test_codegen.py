@@ -131,6 +131,16 @@ def test_equals_the_simulator(ranks: Ranks, target: Any, transposed: bool) -> No
                 torch.testing.assert_close(have, want, rtol=0, atol=0, msg=f"{target.__name__}{args} on axis {axis}")
 
 
+def test_nobody_else_holds_a_result(ranks: Ranks) -> None:
+    """Whoever held one while it was made has let go of it when the wait is over."""
+    bound = [Codegen(own).run(one_node(c.all_reduce, (64,), (64,), "sum", 0)) for own in ranks.axes]
+
+    def held(module: fx.GraphModule) -> set[int]:
+        return {module(torch.ones(64, dtype=torch.float64))[0]._use_count() for _ in range(200)}  # type: ignore[attr-defined]
+
+    assert set().union(*ranks._pool.map(held, bound)) == {1}
+
+
 class TestPrograms(expecttest.TestCase):
     AXES = (BoundAxis("rows", 2, 0), BoundAxis("columns", 3, 2))
 
