@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="*", choices=list(SIZES), default=["medium"])
     parser.add_argument("--turns", type=int, default=15, help="steps of each that are counted (default: 15)")
     parser.add_argument("--free", action="store_true", help="let the search choose as well")
-    parser.add_argument("--torch-compile", action="store_true", help="the parallelism by hand with torch.compile, too")
+    parser.add_argument("--torch-compile", action="store_true", help="both with inductor, too")
     options = parser.parse_args()
     variants = ["eager", *(["torch.compile"] if options.torch_compile else [])]
     console = Console(soft_wrap=True, highlight=False)

@@ -90,6 +90,8 @@ def contenders(case: Case, size: Size, free: bool, variants: list[str]) -> dict[
         return Trained(model, lambda: model.forward_backward(**batch))
 
     made["ours"] = ours(plan=case.plan())
+    if "torch.compile" in variants:
+        made["ours, inductor"] = ours(plan=case.plan(), backend="inductor")
     if free:
         made["free choice"] = ours(roles=gfx.ir.strategy.ROLES)
     return made

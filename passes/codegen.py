@@ -69,6 +69,11 @@ def finished(result: Tensor, *read: Tensor) -> Tensor:
     return result
 
 
+def communicates(node: fx.Node) -> bool:
+    """Whether a node of a bound graph starts a collective or waits for one."""
+    return node.target is finished or getattr(node.target, "namespace", None) == "_c10d_functional"
+
+
 @dataclass(frozen=True)
 class Codegen:
     """Replace rank-agnostic collectives by ``torch.ops._c10d_functional`` calls with explicit waits.

@@ -16,7 +16,7 @@ from galvatron_fx.runtime.regions import Region, split_regions
 # Takes its arguments in one list, which it empties, so that every tensor dies at its last use.
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
-# Operators: a shorter region, mostly collectives behind each other, gains nothing from being compiled.
+# Operators: a shorter region gains nothing from being compiled.
 _LEAST_OPERATORS = 6
 
 
@@ -126,8 +126,8 @@ class _Regions:
 
 
 def _boxed(region: Region, compiled: dict[Any, Boxed]) -> Boxed:
-    short = region.num_operators < _LEAST_OPERATORS
-    return box_arguments(region.graph) if short or region.has_tuples else _Lazy(region, compiled)
+    as_it_is = region.num_operators < _LEAST_OPERATORS or region.communicates or region.has_tuples
+    return box_arguments(region.graph) if as_it_is else _Lazy(region, compiled)
 
 
 class _Lazy:

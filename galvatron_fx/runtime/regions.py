@@ -1,4 +1,4 @@
-"""Cut a bound graph where its layer block changes, so that equal blocks are compiled once."""
+"""Cut a bound graph where its layer block changes, so that equal blocks are compiled once, and around collectives."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from galvatron_fx.ir.annotations import facts, has_facts
 from galvatron_fx.ir.graph_copy import copy_node
 from galvatron_fx.ir.op_call import is_getitem
 from galvatron_fx.ir.torch_compat import graph_module
+from passes.codegen import communicates
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,11 @@ class Region:
         return sum(node.op == "call_function" for node in self.graph.graph.nodes)
 
     @property
+    def communicates(self) -> bool:
+        """Whether the operators are collectives and waits for them."""
+        return any(map(communicates, self.graph.graph.nodes))
+
+    @property
     def has_tuples(self) -> bool:
         """Whether all outputs of an operator go in or out in one piece, as forward saves them for backward."""
         passed = (node for node in (*self.inputs, *self.outputs) if has_facts(node) and not is_getitem(node))
@@ -49,7 +55,7 @@ def split_regions(graph: fx.GraphModule) -> list[Region]:
             blocks[node] = blocks[node.args[0]]
         else:
             blocks[node] = facts(node).block if has_facts(node) else blocks.get(before, 0)
-    runs = (list(run) for _, run in groupby(calls, key=blocks.__getitem__))
+    runs = (list(run) for _, run in groupby(calls, key=lambda node: (blocks[node], communicates(node))))
     return [_region(graph, run) for run in runs]
 
 

@@ -112,6 +112,16 @@ def gathers_ahead(mesh: DeviceMesh) -> None:
         train(compiled, copy.deepcopy(model), inputs)
 
 
+def compiled_kernels(mesh: DeviceMesh) -> None:
+    """Inductor compiles what lies between collectives: gradients in bundles, gathers ahead, reductions in forward."""
+    cluster = replace(Cluster.from_mesh(mesh), overlap=Overlap(1.0, 1.0))
+    model, inputs = untidy()
+    blocks = num_blocks(galvatron_fx.capture(model, inputs))
+    plan = Plan.from_roles(MESH, [Strategy(("zero", "tensor") if i % 2 else ("data", "data")) for i in range(blocks)])
+    options = {"plan": plan, "cluster": cluster, "backend": "inductor"}
+    train(galvatron_fx.compile(copy.deepcopy(model), mesh, inputs, **options), copy.deepcopy(model), inputs, steps=1)
+
+
 def stages(mesh: DeviceMesh) -> None:
     """Every schedule, uneven stages, unlike strategies, tied embeddings in the first and last stage."""
     for name, first, second, schedule, count, parts in [
@@ -352,7 +362,7 @@ def rank_0_searches_for_all(mesh: DeviceMesh) -> None:
 
 
 CHECKS: tuple[Check, ...] = (
-    uniform_plans, gathers_ahead, stages, stages_evaluate_and_refuse, later_batches_fail_together,
+    uniform_plans, gathers_ahead, compiled_kernels, stages, stages_evaluate_and_refuse, later_batches_fail_together,
     loss_backward, unlike_neighbours, searched_plan, flat_mesh, gradients_accumulate, evaluation,
     buffers_update, other_batch_shapes, state_dicts, checkpoint_to_another_plan, meta_device, lazy, plan_mismatch,
     rank_0_searches_for_all,
