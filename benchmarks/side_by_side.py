@@ -25,10 +25,13 @@ from side_by_side_rank import CASES
 from galvatron_fx.ir.units import format_bytes, format_seconds
 
 SIZES = {"small": Size(128, 4, 16, 128), "medium": Size(256, 6, 16, 128)}
+Found = dict[str, tuple[float, int | None]]  # seconds and bytes by variant
 RANK = Path(__file__).with_name("side_by_side_rank.py")
 
 
-def run(name: str, size: Size, turns: int, free: bool, variants: list[str]) -> dict[str, tuple[float, int]] | None:
+def run(
+    name: str, size: Size, turns: int, free: bool, variants: list[str]
+) -> dict[str, tuple[float, int | None]] | None:
     """Median seconds and peak bytes by variant; None where the ranks failed."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
@@ -39,7 +42,7 @@ def run(name: str, size: Size, turns: int, free: bool, variants: list[str]) -> d
         if done.returncode:
             print(done.stderr[-4000:], file=sys.stderr)
             return None
-        found: dict[str, tuple[float, int]] = json.loads(path.read_text())
+        found: Found = json.loads(path.read_text())
         return found
 
 
@@ -67,9 +70,10 @@ def main() -> None:
                 table.add_row(name, "failed", "", "", "", "")
                 continue
             plain_s, plain_bytes = found["eager"]
+            assert plain_bytes is not None
             for variant, (seconds, peak) in found.items():
-                times, memory = f"{seconds / plain_s:.3f}", f"{peak / plain_bytes:.3f}"
-                table.add_row(name, variant, format_seconds(seconds), times, format_bytes(peak), memory)
+                memory = ("", "") if peak is None else (format_bytes(peak), f"{peak / plain_bytes:.3f}")
+                table.add_row(name, variant, format_seconds(seconds), f"{seconds / plain_s:.3f}", *memory)
         console.print(table)
 
 
