@@ -22,6 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import galvatron_fx as gfx
 from galvatron_fx.ir.pipelining import Pipelining
 
+_PROFILE_S = 30.0  # of measuring the machine, where the search chooses
+
 
 @dataclass(frozen=True)
 class Case:
@@ -94,7 +96,7 @@ def contenders(case: Case, size: Size, free: bool, variants: list[str]) -> dict[
     if "torch.compile" in variants:
         made["ours, inductor"] = ours(plan=case.plan(), backend="inductor")
     if free:
-        made["free choice"] = ours(roles=gfx.ir.strategy.ROLES)
+        made["free choice"] = ours(roles=gfx.ir.strategy.ROLES, cluster=gfx.Cluster.measure(mesh, seconds=_PROFILE_S))
     return made
 
 
