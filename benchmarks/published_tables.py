@@ -61,7 +61,7 @@ class Cell:
     @property
     def samples_a_second(self) -> float:
         """Of the best plan, 0 where nothing fits."""
-        return self.batch / self.plan.step_time_s if self.plan is not None else 0.0
+        return self.batch / _step_s(self.plan) if self.plan is not None else 0.0
 
     def take(self, batch: int, plan: Plan | TimeLimitError | None) -> None:
         """Note what a batch comes to; a batch that does not fit ends the search, as larger ones do not either."""
@@ -72,7 +72,7 @@ class Cell:
             self.is_finished = True
             return
         self.is_cut |= any("cut short" in note for note in plan.notes)
-        rate = self.tried[batch] = batch / plan.step_time_s
+        rate = self.tried[batch] = batch / _step_s(plan)
         self.idle = 0 if rate > self.samples_a_second * _RISES else self.idle + 1
         if rate > self.samples_a_second:
             self.batch, self.plan = batch, plan
@@ -82,6 +82,12 @@ class Cell:
         """As the table shows it."""
         found = f"{self.samples_a_second:.1f} ({self.batch})" if self.plan is not None else "-"
         return f"{found}*" if self.is_cut else found
+
+
+def _step_s(plan: Plan) -> float:
+    """As simulated: by that plans are told apart whose estimates are close."""
+    assert plan.report is not None
+    return plan.report.simulated_s
 
 
 Cells = dict[tuple[str, int], Cell]
