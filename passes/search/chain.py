@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -85,6 +86,12 @@ class Chain:
         rows = sorted(first.values())
         amounts = (self.time, self.static, self.saved, self.deferred, self.transient)
         return useful(self.kind, [np.where(self.allowed, amount, np.inf)[rows] for amount in amounts])
+
+    @cached_property
+    def distinct(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The first of each kind of equal blocks, and how many there are of it."""
+        counts = Counter(self._alike)
+        return np.array([self._alike.index(like) for like in counts]), np.array(list(counts.values()))
 
     @cached_property
     def _alike(self) -> tuple[tuple[str, bytes], ...]:

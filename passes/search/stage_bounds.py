@@ -16,7 +16,7 @@ from passes.search.block_terms import Floats
 from passes.search.chain import Chain
 from passes.search.cuts import Cuts, balanced, every_cuts
 from passes.search.layer_dp import relaxed_s
-from passes.search.sections import EXACT_BLOCKS, Section, distinct_rows, waiting_bytes
+from passes.search.sections import EXACT_BLOCKS, waiting_bytes
 from passes.search.step_times import StepTimes, stages_waiting
 
 _MOST_CUTS = 10_000  # that are bounded together
@@ -86,8 +86,7 @@ class StageBounds:
         ``waiting``: what waits on every stage of schedules, each with a weight.
         """
         chain = self.times.chain
-        every = Section(tuple(range(len(chain.marks))), ((),) * len(chain.marks))
-        rows, counts = distinct_rows(chain, every)
+        rows, counts = chain.distinct
         allowed = chain.allowed[rows]
         shares: dict[Waiting, float] = {}
         for weight, kinds in waiting:
