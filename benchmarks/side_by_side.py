@@ -29,9 +29,7 @@ Found = dict[str, tuple[float, int | None]]  # seconds and bytes by variant
 RANK = Path(__file__).with_name("side_by_side_rank.py")
 
 
-def run(
-    name: str, size: Size, turns: int, free: bool, variants: list[str]
-) -> dict[str, tuple[float, int | None]] | None:
+def run(name: str, size: Size, turns: int, free: bool, variants: list[str]) -> Found | None:
     """Median seconds and peak bytes by variant; None where the ranks failed."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"

@@ -15,6 +15,7 @@ from galvatron_fx.ir.annotations import TensorSpec, facts, set_facts
 from galvatron_fx.ir.attention import on_device
 from galvatron_fx.ir.graph_copy import write_call
 from galvatron_fx.ir.precision import cast_gradient, cast_parameter
+from galvatron_fx.ir.torch_compat import num_holders
 from passes.communication_moments import waited_before
 
 aten = torch.ops.aten
@@ -63,7 +64,7 @@ def finished(result: Tensor, *read: Tensor) -> Tensor:
     result = c10d.wait_tensor.default(result)
     if result.device.type == "cpu":
         for _ in range(_MOST_YIELDS):
-            if result._use_count() == 1:  # type: ignore[attr-defined]
+            if num_holders(result) == 1:
                 break
             time.sleep(0)
     return result

@@ -232,6 +232,11 @@ def compile_functional(
         return compile_fx_inner(traced, fakes, is_inference=True)
 
 
+def num_holders(tensor: torch.Tensor) -> int:
+    """Return how many owners the tensor itself has in C++, of which Python's object is one; views are not counted."""
+    return int(tensor._use_count())  # type: ignore[attr-defined]
+
+
 def missing_compiler(device_type: str) -> str | None:
     """Return what inductor needs for kernels of ``device_type`` and does not find, or None."""
     if device_type != "cpu":

@@ -82,8 +82,7 @@ class Chain:
     @cached_property
     def useful(self) -> NDArray[np.int64]:
         """The strategies that some section may take, whatever it has in flight."""
-        first = {like: block for block, like in reversed(list(enumerate(self._alike)))}
-        rows = sorted(first.values())
+        rows, _ = self.distinct
         amounts = (self.time, self.static, self.saved, self.deferred, self.transient)
         return useful(self.kind, [np.where(self.allowed, amount, np.inf)[rows] for amount in amounts])
 

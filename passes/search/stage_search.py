@@ -225,13 +225,12 @@ class StageSearch:
             yield from sorted(every_cuts(blocks, stages), key=lambda cuts: (self._cuts_bound_s(cuts), cuts))
             return
         starts = dict.fromkeys(self._starts() if near is None else [near])
-        found: dict[Cuts, None] = {}  # in order
+        looked: list[Cuts] = []
         for start in starts:
             # What lies a block from where other cuts were moved was looked at there.
-            if not any(max(abs(a - b) for a, b in zip(start, cuts, strict=True)) <= 1 for cuts in found):
-                found[self._moved(start, budget)] = None
-            found[start] = None
-        yield from found
+            if not any(max(abs(a - b) for a, b in zip(start, cuts, strict=True)) <= 1 for cuts in looked):
+                looked += [self._moved(start, budget), start]
+        yield from dict.fromkeys([*looked, *starts])
 
     def _starts(self) -> list[Cuts]:
         """Cuts that balance time, that balance memory, and that balance blocks."""
