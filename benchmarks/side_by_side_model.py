@@ -88,7 +88,8 @@ class Decoder(nn.Module):
         self.head = nn.Linear(size.hidden, VOCABULARY, bias=False)
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.positions.weight
+        x = self.tokens(ids)
+        x = x + self.positions.weight[: x.shape[1]]
         for layer in self.layers:
             x = layer(x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
