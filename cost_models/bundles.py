@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cost_models.collectives import collective_s
+from cost_models.collectives import Amount, collective_s
 from galvatron_fx.ir.cluster import Axis
 
-__all__ = ["Bundled", "bundle_bytes", "bundled_s"]
+__all__ = ["Bundled", "bundle_bytes", "bundled_s", "share_s"]
 
 Floats = NDArray[np.float64]
 
@@ -43,13 +43,26 @@ class Bundled(NamedTuple):
     packed_bytes: Floats
 
 
-def bundled_s(kind: str, size_bytes: Floats, axes: Sequence[Axis]) -> Bundled:
-    """Return what tensors of ``size_bytes[V, C]`` take, those too small to be sent alone in bundles."""
+def share_s(kind: str, size_bytes: Amount, axes: tuple[Axis, ...]) -> Amount:
+    """Return the seconds of ``size_bytes`` as a part of a full bundle; kinds and errors as of :func:`bundle_bytes`."""
+    enough = bundle_bytes(kind, axes)
+    return size_bytes * (collective_s(kind, enough, axes) / max(enough, 1.0))
+
+
+def bundled_s(kind: str, size_bytes: Floats, axes: Sequence[Axis], shared: bool = False) -> Bundled:
+    """Return what tensors of ``size_bytes[V, C]`` take, those too small to be sent alone in bundles.
+
+    ``shared``: whether these bundles hold more than these tensors, so that they take a share of full ones.
+    """
     enough = bundle_bytes(kind, tuple(axes))
     small = np.where(size_bytes < enough, size_bytes, 0.0)
     total, count = small.sum(axis=0), (small > 0).sum(axis=0)
-    bundles = np.maximum(1.0, np.floor(total / max(enough, 1.0)))
     alone: Floats = collective_s(kind, size_bytes - small, axes)
-    seconds = alone.sum(axis=0) + bundles * collective_s(kind, total / bundles, axes)
-    sent = (alone > 0).sum(axis=0) + np.where(total > 0, bundles, 0.0)
-    return Bundled(seconds, sent, np.where(count > 1, count, 0.0), np.where(count > 1, total, 0.0))
+    if shared:
+        bundles, packs = total / max(enough, 1.0), count > 0
+        seconds = share_s(kind, total, tuple(axes))
+    else:
+        bundles, packs = np.where(total > 0, np.maximum(1.0, np.floor(total / max(enough, 1.0))), 0.0), count > 1
+        seconds = bundles * collective_s(kind, total / np.maximum(bundles, 1.0), axes)
+    sent = (alone > 0).sum(axis=0) + bundles
+    return Bundled(alone.sum(axis=0) + seconds, sent, np.where(packs, count, 0.0), np.where(packs, total, 0.0))

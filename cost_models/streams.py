@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from galvatron_fx.ir.overlap import Overlap
 from galvatron_fx.ir.predicted import Cause
 
-__all__ = ["Event", "Start", "StreamRun", "Wait", "Work", "exposed_s"]
+__all__ = ["Event", "Share", "Start", "StreamRun", "Wait", "Work", "exposed_s"]
 
 Floats = NDArray[np.float64]
 
@@ -33,7 +33,16 @@ class Work(NamedTuple):
 
 
 class Start(NamedTuple):
-    """A collective that takes ``seconds`` alone joins the queue of ``stream``."""
+    """A collective that takes ``seconds`` alone joins the queue of ``stream``; ``takes_shares``: those before it."""
+
+    seconds: float
+    cause: Cause
+    stream: int
+    takes_shares: bool = False
+
+
+class Share(NamedTuple):
+    """A part of the next collective of ``stream`` that takes shares, to which it adds ``seconds``."""
 
     seconds: float
     cause: Cause
@@ -47,7 +56,7 @@ class Wait(NamedTuple):
     behind: int
 
 
-Event = Work | Start | Wait
+Event = Work | Start | Share | Wait
 
 
 @dataclass
@@ -83,11 +92,16 @@ class StreamRun:
         self._left_s: dict[int, float] = {}
         self._started_s: dict[int, float] = {}
         self._computed_s = 0.0  # since the last wait
+        self._shares_s: dict[int, float] = {}
 
     def _do(self, number: int, event: Event) -> None:
         if isinstance(event, Start):
             self._left_s[number] = event.seconds
+            if event.takes_shares:
+                self._left_s[number] += self._shares_s.pop(event.stream, 0.0)
             self._queues.setdefault(event.stream, deque()).append(number)
+        elif isinstance(event, Share):
+            self._shares_s[event.stream] = self._shares_s.get(event.stream, 0.0) + event.seconds
         elif isinstance(event, Wait):
             self._wait(event.stream, event.behind)
         else:

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from galvatron_fx.ir.annotations import NodeFacts, Port, TensorSpec, facts, output_ports, ports, set_facts
 from galvatron_fx.ir.collectives import all_gather, all_reduce, reduce_scatter, shard
 from galvatron_fx.ir.graph_copy import write_call
 from galvatron_fx.ir.layout import Column
+from galvatron_fx.ir.op_call import input_nodes
 from galvatron_fx.ir.placement import REPLICATE, Partial, Placement, Shard, fits, local_shape
 from galvatron_fx.ir.precision import cast_parameter
 from galvatron_fx.ir.strategy import original_name
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,8 @@ class ShardParameters:
     """Split the parameters of blocks whose columns play ``zero`` (Rajbhandari et al. 2020, ZeRO stage 3).
 
     Runs after all columns are lowered, so that a parameter which tensor axes have split is split further inside its
-    part. A parameter none of whose dims divides stays whole, and its gradient is all-reduced.
+    part. A parameter none of whose dims divides stays whole, and its gradient is all-reduced. Sums over other columns
+    are those of the shares, which are fewer bytes.
 
     Rewrite: ``t(w)`` ... ``grad: P`` -> ``t(all_gather(w_local))`` ... ``reduce_scatter(grad)``.
 
@@ -116,6 +121,10 @@ class ShardParameters:
     ) -> fx.Node:
         if have == placement:
             return gradient
+        if isinstance(have, Partial) and isinstance(placement, Shard):
+            total = _sum_made_last(gradient)
+            if total is not None:
+                return self._scatter_before(graph, total, have, placement, index, degree)
         spec = facts(gradient).spec
         output = graph.graph.output_node()
         after = gradient.next if gradient.op == "call_function" else output
@@ -132,6 +141,37 @@ class ShardParameters:
         made = _local(spec, placement, degree) if isinstance(placement, Shard) else spec
         set_facts(node, facts(gradient).having(specs=(made,), phase="backward"))
         return node
+
+    def _scatter_before(
+        self, graph: fx.GraphModule, total: fx.Node, have: Partial, placement: Shard, index: int, degree: int
+    ) -> fx.Node:
+        """Scatter what other columns sum up already, so that they sum up shares alone; sums may change places."""
+        (source,) = input_nodes(total)
+        share = self._reduce(graph, source, have, placement, index, degree)
+        total.replace_input_with(source, share)
+        if not share < total:
+            share.append(total)
+        set_facts(total, facts(total).having(specs=facts(share).specs))
+        return total
+
+
+def _sum_made_last(gradient: fx.Node) -> fx.Node | None:
+    """The sum over another column that one gradient is, behind what reshapes it; None where there is none."""
+    above, first = gradient, None
+    while above.target is aten.reshape.default and len(above.users) == 1:
+        above, first = input_nodes(above)[0], above
+    results = gradient.graph.output_node().args[0]
+    if above.target is not all_reduce or above.args[1] != "sum" or len(above.users) > 1:
+        return None
+    if list(results).count(gradient) != 1:  # type: ignore[arg-type]
+        return None
+    if first is not None:
+        gradient.replace_all_uses_with(above)
+        first.replace_input_with(above, input_nodes(above)[0])
+        above.update_arg(0, gradient)
+        gradient.append(above)
+        set_facts(above, facts(above).having(specs=facts(gradient).specs))
+    return above
 
 
 def _local(spec: TensorSpec, placement: Shard, degree: int) -> TensorSpec:

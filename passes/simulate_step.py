@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from torch import fx
 
+from cost_models.bundles import share_s
 from cost_models.collectives import collective_s
 from cost_models.ops import OpCost, kind_of, op_time_s
 from cost_models.streams import Event, Work
@@ -39,6 +40,7 @@ from passes.real_copies import real_copies
 from passes.sharding.prices import dtype_name, is_free, update_traffic_s
 from passes.stage_tasks import plus
 from passes.step_events import GraphEvents
+from passes.write_bundle import bytes_by_block
 
 MOMENTS = 2  # Adam's, each as large as the parameter
 
@@ -171,9 +173,11 @@ class SimulateStep:
         degree = prod(axis.size for axis in axes)
         source = facts(node.args[0]).spec.size_bytes  # type: ignore[arg-type]
         whole = source * degree if name in ("all_gather", "all_to_all") else source
-        key = (name, whole, tuple(axes))
+        # A bundle of several blocks counts as a share of a full one, so that equal blocks add equally much to it.
+        price = share_s if bytes_by_block(node) else collective_s
+        key = (price, name, whole, tuple(axes))
         if key not in self._known:
-            self._known[key] = float(collective_s(name, float(whole), list(axes)))
+            self._known[key] = float(price(name, float(whole), tuple(axes)))
         return self._known[key]
 
 

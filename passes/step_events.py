@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from torch import fx
 
-from cost_models.streams import Event, Start, Wait, Work
+from cost_models.streams import Event, Share, Start, Wait, Work
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import facts
 from galvatron_fx.ir.predicted import Cause
 from passes.communication_moments import early_gathers, waited_before
+from passes.write_bundle import bytes_by_block
 
 __all__ = ["BlockEvents", "GraphEvents", "blocks_by_place", "node_events"]
 
@@ -46,18 +47,25 @@ class GraphEvents:
 
     @classmethod
     def of(cls, graph: fx.Graph, price: Price, copies: Iterable[tuple[int, Work]]) -> GraphEvents:
-        """Price every node; ``copies``: work that is no node's, by block, done behind the rest of it."""
+        """Price every node; ``copies``: work that is no node's, by block, done behind the rest of it.
+
+        A bundle of several blocks is so, too: each has the share of its bytes in the packing and in the collective.
+        """
         parts: dict[int, tuple[list[Event], list[Event], list[Event]]] = {}
         place, gathering, now = blocks_by_place(graph), _gathering(graph), 0
+        shares: list[tuple[int, Event]] = []
         for node, events in node_events(graph, price):
+            if sizes := bytes_by_block(node):
+                shares += _shares(events, sizes)
+                events = [_without_shares(event) for event in events]
             if place.get(node, now) not in parts:
                 now = place.get(node, now)
                 parts[now] = [], [], []
             gathers, ahead, rest = parts[now]
             early = node in gathering and not rest
             (rest if not early else gathers if _block(node) == now else ahead).extend(events)
-        for block, work in copies:
-            parts.setdefault(block, ([], [], []))[2].append(work)
+        for block, event in (*shares, *copies):
+            parts.setdefault(block, ([], [], []))[2].append(event)
         return cls(tuple(BlockEvents(block, *map(_merged, own)) for block, own in parts.items()))
 
     @property
@@ -120,6 +128,25 @@ def blocks_by_place(graph: fx.Graph) -> dict[fx.Node, int]:
         ends |= begun == blocks and abs(block - now) > 1
         found[node] = block if ends or abs(block - now) > 1 else now
     return found
+
+
+def _shares(events: Sequence[Event], sizes: Mapping[int, int]) -> list[tuple[int, Event]]:
+    """What every block has in the events of a bundle, by the bytes that it has in it."""
+    found: list[tuple[int, Event]] = []
+    for event in events:
+        for block, size in sizes.items():
+            if isinstance(event, Start):
+                found.append((block, Share(event.seconds * size / sum(sizes.values()), event.cause, event.stream)))
+            elif isinstance(event, Work):
+                found.append((block, Work(event.seconds * size / sum(sizes.values()), event.cause)))
+    return found
+
+
+def _without_shares(event: Event) -> Event:
+    """What is left of an event of a bundle where its shares are elsewhere."""
+    if isinstance(event, Start):
+        return event._replace(seconds=0.0, takes_shares=True)
+    return event._replace(seconds=0.0) if isinstance(event, Work) else event
 
 
 def _gathering(graph: fx.Graph) -> set[fx.Node]:

@@ -33,7 +33,7 @@ class WriteBundle:
         first, column = gathers[0], gathers[0].args[-1]
         sources = [input_nodes(node)[0] for node in gathers]
         with self.graph.inserting_before(first):
-            packed = self._packed(first, sources, 1)
+            packed = self._packed(gathers, sources, 1)
             size = facts(packed).spec.shape[1]
             whole = self._emit(first, c.all_gather, (packed, 0, 1, column), (self.degree, size), gathers)
         for node, source, start, end in _spans(gathers, sources, 1):
@@ -52,25 +52,25 @@ class WriteBundle:
         with self.graph.inserting_before(last):
             if scatters:
                 pairs = zip(reductions, sources, strict=True)
-                packed = self._packed(last, [self._ranks_first(node, source) for node, source in pairs], rows)
+                packed = self._packed(reductions, [self._ranks_first(node, source) for node, source in pairs], rows)
                 size = facts(packed).spec.shape[1]
                 made = self._emit(last, c.reduce_scatter, (packed, op, 0, 1, column), (1, size), reductions)
             else:
-                packed = self._packed(last, sources, rows)
+                packed = self._packed(reductions, sources, rows)
                 made = self._emit(last, c.all_reduce, (packed, op, column), facts(packed).spec.shape, reductions)
             for node, _, start, end in _spans(reductions, sources, rows):
                 piece = self._emit(node, aten.slice.Tensor, (made, 1, start, end), (1, end - start))
                 shape = facts(node).spec.shape
                 _replace(node, self._emit(node, aten.reshape.default, (piece, list(shape)), shape))
 
-    def _packed(self, like: fx.Node, tensors: Sequence[fx.Node], rows: int) -> fx.Node:
-        """The tensors side by side in ``rows`` rows."""
+    def _packed(self, bundled: Sequence[fx.Node], tensors: Sequence[fx.Node], rows: int) -> fx.Node:
+        """What the collectives ``bundled`` send, side by side in ``rows`` rows."""
         flat = []
-        for tensor in tensors:
+        for node, tensor in zip(bundled, tensors, strict=True):
             columns = facts(tensor).spec.numel // rows
-            flat.append(self._emit(like, aten.reshape.default, (tensor, [rows, columns]), (rows, columns)))
+            flat.append(self._emit(node, aten.reshape.default, (tensor, [rows, columns]), (rows, columns)))
         size = sum(facts(node).spec.shape[1] for node in flat)
-        return self._emit(like, aten.cat.default, (flat, 1), (rows, size))
+        return self._emit(bundled[-1], aten.cat.default, (flat, 1), (rows, size))
 
     def _ranks_first(self, node: fx.Node, source: fx.Node) -> fx.Node:
         """What goes to each rank, one behind the other."""
@@ -97,6 +97,22 @@ class WriteBundle:
         made = record.having(specs=(spec,), multi_output=False, again=record.again and bool(names), bundles=names)
         set_facts(node, made)
         return node
+
+
+def bytes_by_block(node: fx.Node) -> dict[int, int]:
+    """Bytes of what a bundle packs or sends, by block; empty for what is no bundle of several blocks."""
+    packed = input_nodes(node)[0] if _is_bundle(node) else node
+    if packed.target is not aten.cat.default or not all(map(_is_bundle, packed.users)):
+        return {}
+    sizes: dict[int, int] = {}
+    for part in input_nodes(packed):
+        block = max(facts(part).block, 0)
+        sizes[block] = sizes.get(block, 0) + facts(part).spec.size_bytes
+    return sizes if len(sizes) > 1 else {}
+
+
+def _is_bundle(node: fx.Node) -> bool:
+    return node.op == "call_function" and bool(facts(node).bundles)
 
 
 def _spans(nodes: Sequence[fx.Node], tensors: Sequence[fx.Node], rows: int) -> list[tuple[fx.Node, fx.Node, int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from torch import fx, nn
 from galvatron_fx.ir.annotations import Port, facts, ports, signature
 from galvatron_fx.ir.cluster import Axis, Cluster
 from galvatron_fx.ir.collectives import join_runs, split_runs
+from galvatron_fx.ir.overlap import Overlap
 from galvatron_fx.ir.placement import Placement, Shard
 from galvatron_fx.ir.schedule import Action, Schedule
 from galvatron_fx.ir.strategy import Strategy, original_name
@@ -33,6 +35,12 @@ SEED = 20
 def axes(sizes: Sequence[int]) -> tuple[Axis, ...]:
     """Mesh axes of the given sizes with NVLink-like links."""
     return tuple(Axis(f"a{i}", size, 1e-5, 1e11) for i, size in enumerate(sizes))
+
+
+def cluster_for(sizes: Sequence[int], strategies: Sequence[Strategy]) -> Cluster:
+    """Mesh axes of the given sizes; for half of all plans on devices that gain nothing by communicating early."""
+    is_even = zlib.crc32(repr(strategies).encode()) % 2 == 0
+    return Cluster(DEVICE, axes(sizes), Overlap(2.0, 2.0) if is_even else Overlap())
 
 
 def captured(model: nn.Module, inputs: Any) -> fx.GraphModule:
@@ -75,7 +83,7 @@ def simulate(
     cache: Any,
 ) -> dict[str, torch.Tensor]:
     """Lower ``graph`` by a plan, run one step on all ranks, and return outputs, buffers and gradients by name."""
-    lowered = Lower(strategies, Cluster(DEVICE, axes(sizes)), cache).run(graph)
+    lowered = Lower(strategies, cluster_for(sizes, strategies), cache).run(graph)
     joint, halves, how = lowered.joint, lowered.halves, lowered.layout
     simulator = Simulator(how.shape)
     flat = FlatInputs.of(inputs)
@@ -119,7 +127,7 @@ def simulate_stages(
     schedule: Schedule,
 ) -> dict[str, torch.Tensor]:
     """As :func:`simulate`, for a plan with stages and micro-batches, in the order of ``schedule``."""
-    cluster = Cluster(DEVICE, axes(sizes))
+    cluster = cluster_for(sizes, strategies)
     count = schedule.num_microbatches
     lowered = LowerStages(strategies, first_blocks, count, cluster).run(graph)
     shape = lowered.layout.shape

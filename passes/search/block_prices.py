@@ -322,7 +322,8 @@ class _Evaluation:
                     seconds[columns] += each.sum(axis=0)
                     count[columns] += (each > 0).sum(axis=0)
                     continue
-                device, found = self.cluster.device, bundled_s(kind, own, group)
+                shared = kind == "all_reduce" and not self.cluster.overlap.gains
+                device, found = self.cluster.device, bundled_s(kind, own, group, shared)
                 seconds[columns] += found.seconds
                 count[columns] += found.collectives
                 packing[columns] += traffic_s(device, _PACKING_PASSES * found.packed_bytes)

@@ -208,6 +208,8 @@ class _Reading:
                 slot = phase if not finished else "reduce" if kind == "all_reduce" else "scatter"
                 moves.append(Move(role, kind, slot, again))
                 split = self._split(source)
+                if slot == "reduce":  # of what ``zero`` has scattered before
+                    split = [own or other == "zero" for own, other in zip(split, self.roles, strict=True)]
                 split[role] = False
                 rows.append((facts(source).spec, split))
         return tuple(moves), self._amounts(rows)

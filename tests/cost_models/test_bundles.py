@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_models.bundles import bundle_bytes, bundled_s
+from cost_models.bundles import bundle_bytes, bundled_s, share_s
 from cost_models.collectives import collective_s
 from galvatron_fx.ir.cluster import Axis
 
@@ -37,3 +37,17 @@ def test_no_more_than_alone_and_no_less_than_as_one(kind: str, sizes: list[int])
     small = [size for size in sizes if 0 < size < bundle_bytes(kind, tuple(AXES))]
     assert min(1, sum(sizes)) <= collectives <= sum(size > 0 for size in sizes)
     assert (count, packed) == ((len(small), sum(small)) if len(small) > 1 else (0, 0))
+
+
+@given(kind=st.sampled_from(KINDS), sizes=st.lists(st.integers(0, 2**14), min_size=1, max_size=6))
+def test_shares_of_full_bundles(kind: str, sizes: list[int]) -> None:
+    """Shares add up to what the bundle takes that they fill, and cost no more than what is sent without others."""
+    enough, group = bundle_bytes(kind, tuple(AXES)), tuple(AXES)
+    column = np.array([[float(size)] for size in sizes])
+    assert share_s(kind, enough, group) == pytest.approx(collective_s(kind, enough, AXES))
+    shared, apart = bundled_s(kind, column, AXES, shared=True), bundled_s(kind, column, AXES)
+    small = float(column[column < enough].sum())
+    large = float(collective_s(kind, column[column >= enough], AXES).sum())
+    assert shared.seconds == pytest.approx(large + share_s(kind, small, group))
+    assert shared.seconds <= apart.seconds * (1 + 1e-9)
+    assert shared.packed_bytes == small

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_models.streams import Event, Start, StreamRun, Wait, Work, exposed_s
+from cost_models.streams import Event, Share, Start, StreamRun, Wait, Work, exposed_s
 from galvatron_fx.ir.overlap import Overlap, Skew
 from galvatron_fx.ir.predicted import COMPUTE, Cause
 
@@ -102,6 +102,12 @@ def test_the_first_wait_after_computing_takes_longer() -> None:
     run = StreamRun.of([compute, *two, Wait(0, 1), Wait(0, 0), compute, *two], Overlap(skew=skew))
     assert run.now_s == pytest.approx(6.0 + 4.0 + 2 * skew.seconds(3.0))
     assert skew.seconds(3.0) == pytest.approx(0.5 * (1 - np.exp(-1.5)))
+
+
+def test_shares_belong_to_the_next_that_takes_them() -> None:
+    shares = [Share(1.0, sent(0), 0), Start(0.5, sent(0), 0), Share(2.0, sent(0), 0), Share(4.0, sent(1), 1)]
+    run = StreamRun.of([*shares, Start(0.0, sent(0), 0, takes_shares=True)], Overlap())
+    assert run.spans_s == {1: (0.0, 0.5), 4: (0.5, 3.5)}
 
 
 @given(

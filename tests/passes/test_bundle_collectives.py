@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import expecttest
 import torch
 from hypothesis import given, settings
@@ -14,6 +16,7 @@ from galvatron_fx.ir.annotations import TensorSpec, facts
 from galvatron_fx.ir.cluster import Axis
 from galvatron_fx.runtime.simulator import Simulator
 from passes.bundle_collectives import BundleCollectives
+from passes.write_bundle import bytes_by_block
 from tests.graphs import Builder, listing
 
 aten = torch.ops.aten
@@ -124,6 +127,30 @@ def test_blocks_stay_apart() -> None:
     assert names(graph) == names(zero_step())
 
 
+def test_all_reduces_of_several_blocks_go_together_at_the_end() -> None:
+    """Where they are told to; but not one whose sum is scattered, which goes with others of its block."""
+    build = Builder()
+    x = build.input("x", (4, 3))
+    gradients = []
+    for build.block in (2, 2, 1, 0):
+        x = build.call(aten.exp.default, x)
+        gradients.append(build.write(c.all_reduce, x, "sum", 0, specs=spec(4, 3)))
+    build.block = 1
+    y = build.write(c.all_reduce, build.call(aten.exp.default, x), "sum", 0, specs=spec(4, 3))
+    share = build.write(c.reduce_scatter, y, "sum", 0, 1, 1, specs=spec(2, 3))
+    last = build.call(aten.neg.default, x)
+    graph = build.finish(
+        *(("grad", str(i), node) for i, node in enumerate(gradients)), ("grad", "y", share), ("output", "0", last)
+    )
+    assert names(BundleCollectives(columns(2, 2)).run(copy.deepcopy(graph))) == ["all_reduce"] * 4 + ["reduce_scatter"]
+    BundleCollectives(columns(2, 2), across_blocks=True).run(graph)
+    assert names(graph) == ["all_reduce", "reduce_scatter", "all_reduce"]
+    together = next(n for n in graph.graph.nodes if n.target is c.all_reduce and facts(n).bundles)
+    assert bytes_by_block(together) == {2: 2 * 12 * FLOAT, 1: 12 * FLOAT, 0: 12 * FLOAT}
+    computing = [n for n in graph.graph.nodes if n.target in (aten.exp.default, aten.neg.default)]
+    assert all(node < together for node in computing)
+
+
 def test_large_tensors_go_alone() -> None:
     """From the size on where starting takes a tenth of the time."""
     (axes,) = columns(2)
@@ -172,6 +199,7 @@ def test_same_bits(data: st.DataObject) -> None:
         for axis in draw(st.sampled_from([(0,), (1,), (0, 1)])):
             whole[dim] *= mesh[axis]
             node = build.write(c.all_gather, node, dim, outer, axis, specs=spec(*whole))
+        build.block = draw(st.integers(0, 2))
         node = build.call(aten.mul.Tensor, node, 3)
         axis = draw(st.integers(0, 1))
         if draw(st.booleans()):
@@ -189,7 +217,8 @@ def test_same_bits(data: st.DataObject) -> None:
         for node in graph.graph.find_nodes(op="placeholder")
     ]
     alone = Simulator(mesh).run(graph, inputs)
-    together = Simulator(mesh).run(BundleCollectives(columns(*mesh)).run(graph), inputs)
+    bundled = BundleCollectives(columns(*mesh), across_blocks=draw(st.booleans())).run(graph)
+    together = Simulator(mesh).run(bundled, inputs)
     for before, after in zip(alone, together, strict=True):
         for one, other in zip(before, after, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import fx
 
-from galvatron_fx.ir.annotations import facts
+from galvatron_fx.ir import collectives as c
+from galvatron_fx.ir.annotations import TensorSpec, facts
 from galvatron_fx.ir.layout import Column
 from galvatron_fx.ir.placement import PARTIAL, REPLICATE, Partial, Placement, Shard
 from galvatron_fx.runtime.simulator import Simulator
@@ -136,6 +137,43 @@ all_gather = all_gather(all_gather_2, 1, 1, 0): [3, 4]
 mm = mm(relu, all_gather): [4, 4]
 all_gather_3 = all_gather(w, 1, 1, 1): [3, 2]""",
         )
+
+
+def summed(*, twice: bool) -> fx.GraphModule:
+    """A bias of four, whose gradient is summed over column 1 and then reshaped; ``twice``: it is another's, too."""
+    build = Builder()
+    x, bias = build.input("x", (2, 4)), build.input("bias", (4,), "param")
+    other = build.input("other", (4,), "param")
+    y = build.call(aten.add.Tensor, build.call(aten.add.Tensor, x, bias), other)
+    loss = build.call(aten.sum.default, y)
+    tangent = build.begin_backward()
+    rows = build.call(aten.sum.dim_IntList, build.call(aten.expand.default, tangent, [2, 4]), [0], True)
+    total = build.write(c.all_reduce, rows, "sum", 1, specs=[TensorSpec((1, 4), torch.float64)])
+    flat = build.call(aten.reshape.default, total, [4])
+    return build.finish(
+        ("output", "0", loss), ("grad", "bias", flat), ("grad", "other", flat if twice else None), loss=0
+    )
+
+
+def test_shares_are_summed_over_other_columns() -> None:
+    """What is summed over another column is scattered before, behind what reshapes it, if it is one gradient."""
+    graph = summed(twice=False)
+    sharded(graph, column("zero"), column("data", axis=1))
+    assert listing(graph).splitlines()[-4:] == [
+        "'reshape = reshape(sum_2, [4]): [4]",
+        "'reduce_scatter = reduce_scatter(reshape, sum, 0, 1, 0): [2]",
+        "'all_reduce = all_reduce(reduce_scatter, sum, 1): [2]",
+        "return [sum_1, all_reduce, None]",
+    ]
+    graph = summed(twice=True)
+    sharded(graph, column("zero"), column("data", axis=1))
+    assert listing(graph).splitlines()[-5:] == [
+        "'all_reduce = all_reduce(sum_2, sum, 1): [1, 4]",
+        "'reshape = reshape(all_reduce, [4]): [4]",
+        "'reduce_scatter_1 = reduce_scatter(reshape, sum, 0, 1, 0): [2]",
+        "'reduce_scatter = reduce_scatter(reshape, sum, 0, 1, 0): [2]",
+        "return [sum_1, reduce_scatter, reduce_scatter_1]",
+    ]
 
 
 def test_an_output_that_is_the_parameter_is_gathered() -> None:

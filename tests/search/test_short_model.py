@@ -11,7 +11,7 @@ from torch import fx
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from galvatron_fx.ir.cluster import Cluster
-from galvatron_fx.ir.overlap import Skew
+from galvatron_fx.ir.overlap import Overlap, Skew
 from galvatron_fx.ir.schedule import make_schedule
 from galvatron_fx.ir.strategy import PIPELINE, Strategy
 from passes.find_blocks import fingerprints
@@ -25,6 +25,7 @@ from tests.search.small_chains import chain_of
 
 CLUSTER = Cluster.preset("4xA100-80GB")
 LATE = replace(CLUSTER, overlap=replace(CLUSTER.overlap, skew=Skew(2e-5, 5e-5)))  # who receives waits for the sender
+SHARED = replace(CLUSTER, overlap=Overlap(2.0, 2.0))  # gradients of all blocks are reduced together
 LAYERS = 8
 
 
@@ -79,7 +80,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("cluster", [CLUSTER, LATE], ids=["at once", "late"])
+@pytest.mark.parametrize("cluster", [CLUSTER, LATE, SHARED], ids=["at once", "late", "shared cores"])
 @pytest.mark.parametrize("name", CASES)
 def test_as_the_whole_model(
     name: str, cluster: Cluster, graphs: dict[str, fx.GraphModule], monkeypatch: pytest.MonkeyPatch
