@@ -81,7 +81,7 @@ class Codegen:
 
     Rewrite: ``y = all_reduce(x, "sum", 0)`` -> ``y = all_reduce(x, "sum", "group"); y = finished(y)``.
     A collective is waited for where :func:`passes.communication_moments.waited_before` says, so that it runs beside
-    what comes in between.
+    what comes in between; those that are open are not.
     ``axes``: one per mesh axis of the lowering; ``device``: type of the devices that it runs on. Graphs are traced for
     CPUs; tensors that they make or hold are put on the device, and attention becomes what the device has for it.
     """
@@ -146,8 +146,10 @@ class _Writer:
         return node
 
     def waited(self, shape: Shape, target: Callable[..., Any], *args: Any) -> fx.Node:
-        held = () if target in _OWN_BUFFER else args[:1]
-        return self(shape, finished, self(shape, target, *args), *held)
+        started = self(shape, target, *args)
+        if facts(self.like).open:
+            return started
+        return self(shape, finished, started, *(() if target in _OWN_BUFFER else args[:1]))
 
 
 def _scaled(shape: Shape, dim: Any, numerator: int, denominator: int = 1) -> Shape:

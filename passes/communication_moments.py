@@ -26,13 +26,13 @@ def waited_before(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """For every collective, the node in front of which it is waited for: the first to use its result.
 
     One that holds a large input is waited for before the next of its kind starts at the latest, so that no more than
-    two hold theirs.
+    two hold theirs. For those that are open it does not wait.
     """
     place = {node: i for i, node in enumerate(graph.nodes)}
     following: dict[Any, fx.Node] = {}  # by kind, the collective that comes next
     found = {}
     for node in reversed(graph.nodes):
-        if node.target not in c.COLLECTIVES:
+        if node.target not in c.COLLECTIVES or facts(node).open:
             continue
         until = [*node.users] or [node.next]
         if node.target in _HOLD_MUCH and node.target in following:

@@ -14,8 +14,10 @@ from galvatron_fx.ir.layout import Layout, layout
 from galvatron_fx.ir.placement import Placement
 from galvatron_fx.ir.strategy import Strategy
 from galvatron_fx.ir.verifier import verify
+from passes.leave_results_open import LeaveResultsOpen
 from passes.partition import Halves, Partition
 from passes.place_recompute import PlaceRecompute
+from passes.reduce_inputs_first import ReduceInputsFirst
 from passes.schedule_communication import ScheduleCommunication
 from passes.shard_graph import ShardGraph
 
@@ -50,10 +52,12 @@ class Lower:
         self._done("ShardGraph", sharded)
         joint = PlaceRecompute(self.strategies).run(sharded)
         self._done("PlaceRecompute", joint)
+        self._done("ReduceInputsFirst", ReduceInputsFirst().run(joint))
         halves = Partition().run(joint)
         for phase, half in {"forward": halves.forward, "backward": halves.backward}.items():
             seen = partial(self._scheduled, phase)
             ScheduleCommunication(self.strategies, layout(sharded), self.cluster, seen).run(half)
+        LeaveResultsOpen(len(halves.result_ports)).run(halves.forward)
         return Lowered(joint, halves, layout(sharded))
 
     def _scheduled(self, phase: str, name: str, graph: fx.GraphModule) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from galvatron_fx.ir.annotations import Port, facts, output_ports, ports
+from galvatron_fx.ir.annotations import Port, facts, has_facts, output_ports, ports
 from galvatron_fx.ir.graph_copy import copy_node
 from galvatron_fx.ir.op_call import input_nodes
 from galvatron_fx.ir.torch_compat import graph_module
@@ -28,6 +28,21 @@ class Halves:
     gradient_ports: tuple[Port, ...]
     tangent_ports: tuple[Port, ...]
     saved_inputs: tuple[int | None, ...]
+
+    @property
+    def open_results(self) -> list[fx.Node]:
+        """Those of forward's results that it does not wait for."""
+        return [node for node in self._results if has_facts(node) and facts(node).open]
+
+    @property
+    def _results(self) -> tuple[fx.Node, ...]:
+        outputs: tuple[fx.Node, ...] = tuple(self.forward.graph.output_node().args[0])  # type: ignore[arg-type]
+        return outputs[: len(self.result_ports)]
+
+    @property
+    def open_positions(self) -> list[int]:
+        """Where they are among the results."""
+        return [position for position, node in enumerate(self._results) if node in self.open_results]
 
 
 @dataclass(frozen=True)

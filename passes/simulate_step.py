@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import prod
 from typing import Any
 
@@ -115,7 +115,7 @@ class SimulateStep:
         self, alone: Seconds, events: Iterable[Sequence[Event]], memory: MemoryUse, parameter_bytes: int
     ) -> StepReport:
         """Let the ``events`` of both graphs overlap, which take the seconds ``alone`` as if nothing ran at once."""
-        seconds, hidden = overlapped(alone, events, self.cluster.overlap)
+        seconds, hidden = overlapped(alone, [list(chain.from_iterable(events))], self.cluster.overlap)
         return StepReport(seconds, memory, parameter_bytes, hidden)
 
     def parts(self, lowered: Lowered) -> StepParts:

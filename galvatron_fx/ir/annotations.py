@@ -77,7 +77,7 @@ class NodeFacts:
     ``block`` the index of the layer block, -1 before blocks are found; ``module`` the qualified module name, which
     is for people and for pinning, never for decisions; ``cost`` what the node costs, None before it is annotated;
     ``again``: whether backward repeats here what forward did and did not keep; ``bundles``: names of the collectives
-    that this one takes the place of.
+    that this one takes the place of; ``open``: whether the graph leaves this collective for another to wait for.
     """
 
     specs: tuple[TensorSpec | None, ...]
@@ -88,6 +88,7 @@ class NodeFacts:
     cost: OpCost | None = None
     again: bool = False
     bundles: tuple[str, ...] = ()
+    open: bool = False
 
     @property
     def spec(self) -> TensorSpec:

@@ -20,6 +20,7 @@ from galvatron_fx.runtime.backends import Backend
 from galvatron_fx.runtime.program import Program
 from galvatron_fx.runtime.staged_program import PipelineGroup, StagedProgram
 from passes.codegen import BoundAxis, Codegen
+from passes.leave_results_open import WaitInBackward
 from passes.lower import Lowered
 from passes.lower_stages import LoweredStages
 from passes.rows_read import rows_read
@@ -57,6 +58,7 @@ class Binder:
         codegen = Codegen(_axes(self.mesh, lowered.layout), self.mesh.device_type)
         codegen.run(lowered.halves.forward)
         codegen.run(lowered.halves.backward)
+        WaitInBackward().run(lowered.halves)
         read = rows_read(lowered.joint, self.mesh.shape)
         return Program(lowered.halves, lowered.layout, signature(lowered.joint), read, self.backend)
 

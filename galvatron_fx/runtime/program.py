@@ -18,6 +18,7 @@ from galvatron_fx.ir.placement import Placement
 from galvatron_fx.ir.torch_compat import graph_module
 from galvatron_fx.runtime.backends import Backend, Boxed, Eager, compile_graph
 from galvatron_fx.runtime.dtensors import lie_like
+from passes.codegen import finished
 from passes.partition import Halves
 from passes.rows_read import RowsRead
 
@@ -74,22 +75,40 @@ class Program:
     def train(self, value_of: ValueOf) -> tuple[dict[Port, Any], list[tuple[Port, Any]]]:
         """Run forward and backward; returns outputs by port and the gradients of parameters."""
         results, saved = self.run_forward(value_of)
-        arguments = [*saved, *self.tangents(results)]
+        arguments = [*saved, *self.tangents(results), *(results[i] for i in self._open)]
         del saved
-        gradients = self.backward(arguments)
-        pairs = zip(self.halves.gradient_ports, gradients, strict=True)
-        return dict(zip(self.halves.result_ports, results, strict=True)), [p for p in pairs if p[1] is not None]
+        gradients = self.run_backward(arguments)
+        return dict(zip(self.halves.result_ports, results, strict=True)), [p for p in gradients if p[1] is not None]
 
     def evaluate(self, value_of: ValueOf) -> dict[Port, Any]:
         """Run forward only; returns outputs by port."""
-        results = self.inference([value_of(port) for port in self.halves.input_ports])
+        results = list(self.inference([value_of(port) for port in self.halves.input_ports]))
+        self.finish_results(results)
         return dict(zip(self.halves.result_ports, results, strict=True))
 
     def run_forward(self, value_of: ValueOf) -> tuple[list[Any], list[Any]]:
-        """Run forward; returns its results and what is saved for backward."""
+        """Run forward; returns its results, of which some may be on their way, and what is saved for backward."""
         out = list(self.forward([value_of(port) for port in self.halves.input_ports]))
         count = len(self.halves.result_ports)
         return out[:count], out[count:]
+
+    def run_backward(self, arguments: list[Any]) -> list[tuple[Port, Any]]:
+        """Run backward on what is saved, tangents, and results that are on their way; returns gradients by port."""
+        ports = self.halves.gradient_ports
+        return list(zip(ports, self.backward(arguments)[: len(ports)], strict=True))
+
+    def finish_results(self, results: list[Any]) -> None:
+        """Wait for those of forward's results that are on their way, if backward is not to run next."""
+        for position in self._open:
+            results[position] = finished(results[position])
+
+    def nothing_open(self) -> list[Tensor]:
+        """What backward takes for results that were waited for before."""
+        return [torch.empty(0) for _ in self._open]
+
+    @cached_property
+    def _open(self) -> list[int]:
+        return self.halves.open_positions
 
     def measured(self) -> NoReturn:
         """Refuse what only plans with stages or micro-batches can do."""
@@ -135,6 +154,7 @@ class Step(torch.autograd.Function):
         ctx: Any, program: Program, value_of: ValueOf, update: Callable[[Any], None], *parameters: Tensor
     ) -> tuple[Any, ...]:
         results, ctx.saved = program.run_forward(value_of)
+        program.finish_results(results)
         ports = program.halves.result_ports
         update(dict(zip(ports, results, strict=True)))
         ctx.program, ctx.parameters = program, parameters
@@ -150,9 +170,9 @@ class Step(torch.autograd.Function):
             raise InputError("backward() ran twice on one forward: run forward again")
         program: Program = ctx.program
         arguments = [*ctx.saved, *(tangents[ctx.positions[p.name]] for p in program.halves.tangent_ports)]
+        arguments += program.nothing_open()
         ctx.saved = None
-        made = program.backward(arguments)
-        by_name = {port.name: g for port, g in zip(program.halves.gradient_ports, made, strict=True)}
+        by_name = {port.name: gradient for port, gradient in program.run_backward(arguments)}
         gradients = []
         for port, parameter in zip(program.trained_ports, ctx.parameters, strict=True):
             gradient = by_name.get(port.name)

@@ -70,22 +70,17 @@ class StepTimeline:
         recorder = _Recorder(lowered.layout.shape)
         recorder.use(lowered, 0)
         graphs = (lowered.halves.forward, lowered.halves.backward)
-        runs = [_run(graph.graph, lowered.layout, simulator) for graph in graphs]
-        late = runs[0].ends_s
-        nodes = [node for run in runs for node in run.nodes]
-        begins = np.concatenate([runs[0].begins_s, runs[1].begins_s + late, [late + runs[1].ends_s]])
-        lengths = np.concatenate([run.lengths_s for run in runs])
-        delays = np.concatenate([run.delays_s for run in runs])
-        causes = [cause for run in runs for cause in run.causes]
+        run = _run([graph.graph for graph in graphs], lowered.layout, simulator)
+        begins = np.append(run.begins_s, run.ends_s)
         place = {node: block for graph in graphs for node, block in blocks_by_place(graph.graph).items()}
-        blocks = [place[node] for node in nodes]
-        spans = _spans(program, nodes, blocks, causes, begins, delays, lengths)
-        begun = {(n.graph, n.name): found for n, *found in zip(nodes, begins, blocks, strict=False)}
+        blocks = [place[node] for node in run.nodes]
+        spans = _spans(program, run.nodes, blocks, run.causes, begins, run.delays_s, run.lengths_s)
+        begun = {(n.graph, n.name): found for n, *found in zip(run.nodes, begins, blocks, strict=False)}
         return cls(spans, _memory(program, recorder, begun, step))
 
 
 class _Run(NamedTuple):
-    """The operators of a graph as they run.
+    """The operators of graphs as they run, one behind the other.
 
     ``begins_s``: when computing comes to each; ``delays_s``: how much later it runs, as a collective; ``lengths_s``.
     """
@@ -98,8 +93,9 @@ class _Run(NamedTuple):
     ends_s: float
 
 
-def _run(graph: fx.Graph, layout: Layout, simulator: SimulateStep) -> _Run:
-    by_node = list(node_events(graph, partial(simulator.price, layout=layout)))
+def _run(graphs: Sequence[fx.Graph], layout: Layout, simulator: SimulateStep) -> _Run:
+    price = partial(simulator.price, layout=layout)
+    by_node = [found for graph in graphs for found in node_events(graph, price)]
     run = StreamRun.of([event for _, events in by_node for event in events], simulator.cluster.overlap)
     nodes, causes, times, count = [], [], [], 0
     for node, events in by_node:

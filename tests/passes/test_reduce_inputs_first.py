@@ -1,0 +1,77 @@
+"""What follows from the batch alone is reduced first; the loss is left for the caller to wait for."""
+
+from __future__ import annotations
+
+import expecttest
+import torch
+from torch import fx
+
+from galvatron_fx.ir import collectives as c
+from galvatron_fx.ir.annotations import TensorSpec, facts
+from passes.codegen import BoundAxis, Codegen, finished
+from passes.communication_moments import waited_before
+from passes.leave_results_open import LeaveResultsOpen
+from passes.reduce_inputs_first import ReduceInputsFirst
+from tests.graphs import Builder, listing
+
+aten = torch.ops.aten
+
+
+def mean_loss() -> fx.GraphModule:
+    """A product in block 0, its sum over the number of labels in block 1, and that number, which backward takes."""
+    build = Builder()
+    x, labels = build.input("x", (4, 3)), build.input("labels", (4,))
+    w = build.input("w", (3, 3), "param")
+    h = build.call(aten.mm.default, x, w)
+    build.block = 1
+    known = build.call(aten.ne.Scalar, labels, 0)
+    own = build.call(aten.sum.default, known)
+    number = build.write(c.all_reduce, own, "sum", 0, specs=[TensorSpec((), torch.int64)])
+    term = build.call(aten.div.Tensor, build.call(aten.sum.default, h), number)
+    loss = build.write(c.all_reduce, term, "sum", 0, specs=[TensorSpec((), torch.float64)])
+    return build.finish(("output", "0", loss), ("output", "1", number))
+
+
+class TestGraph(expecttest.TestCase):
+    def test_the_number_of_labels(self) -> None:
+        graph = ReduceInputsFirst().run(mean_loss())
+        self.assertExpectedInline(
+            listing(graph),
+            """\
+x: [4, 3]
+labels: [4]
+w: [3, 3]
+ne = ne.Scalar(labels, 0): [4]
+sum_1 = sum(ne): []
+all_reduce = all_reduce(sum_1, sum, 0): []
+mm = mm(x, w): [4, 3]
+sum_2 = sum(mm): []
+div = div.Tensor(sum_2, all_reduce): []
+all_reduce_1 = all_reduce(div, sum, 0): []
+return [all_reduce_1, all_reduce]""",
+        )
+        first, last = (node for node in graph.graph.nodes if node.target is c.all_reduce)
+        assert (facts(first).block, facts(last).block) == (0, 1)
+
+
+def test_a_graph_of_nothing_else_stays() -> None:
+    build = Builder()
+    total = build.write(c.all_reduce, build.input("x", (2,)), "sum", 0, specs=[TensorSpec((2,), torch.float64)])
+    graph = build.finish(("output", "0", total))
+    before = listing(graph)
+    assert listing(ReduceInputsFirst().run(graph)) == before
+
+
+def test_only_the_caller_waits_for_the_loss() -> None:
+    """Not for what the graph uses itself, nor for what is saved."""
+    graph = mean_loss()
+    number, loss = (node for node in graph.graph.nodes if node.target is c.all_reduce)
+    LeaveResultsOpen(2).run(graph)
+    assert [facts(node).open for node in (number, loss)] == [False, True]
+    assert set(waited_before(graph.graph)) == {number}
+    bound = Codegen([BoundAxis("g", 2, 0)]).run(graph)
+    assert sum(node.target is finished for node in bound.graph.nodes) == 1
+
+    graph = mean_loss()
+    LeaveResultsOpen(0).run(graph)
+    assert not any(facts(node).open for node in graph.graph.nodes if node.target is c.all_reduce)
