@@ -60,7 +60,7 @@ class Trained(Contender):
     """Steps of one module, and its memory."""
 
     def __init__(self, module: nn.Module, forward_backward: Step, has_kernels: bool = False) -> None:
-        super().__init__(forward_backward, torch.optim.AdamW(module.parameters(), foreach=True))
+        super().__init__(forward_backward, torch.optim.AdamW(module.parameters(), fused=True))
         self.module = module
         self.has_kernels = has_kernels
 

@@ -16,7 +16,7 @@ __all__ = ["Bundled", "bundle_bytes", "bundled_s", "share_s"]
 
 Floats = NDArray[np.float64]
 
-_START_SHARE = 0.1  # of a collective's time that starting it may take before tensors are worth bundling
+_START_SHARE = 0.2  # of a collective's time that starting it may take before tensors are worth bundling
 _MOST_BYTES = 2**26  # copying into bundles of more would take more memory than it saves time
 
 

@@ -27,8 +27,8 @@ ENOUGH = 2**16
 
 
 def columns(*sizes: int, enough_bytes: float = ENOUGH) -> list[list[Axis]]:
-    """Axes on which starting takes a tenth of the time of sending about so many bytes."""
-    return [[Axis(f"a{i}", size, 1e-6, enough_bytes / 1e-5)] for i, size in enumerate(sizes)]
+    """Axes on which starting takes a fifth of the time of sending about so many bytes."""
+    return [[Axis(f"a{i}", size, 1e-6, enough_bytes / 5e-6)] for i, size in enumerate(sizes)]
 
 
 def spec(*shape: int) -> list[TensorSpec]:
@@ -152,7 +152,7 @@ def test_all_reduces_of_several_blocks_go_together_at_the_end() -> None:
 
 
 def test_large_tensors_go_alone() -> None:
-    """From the size on where starting takes a tenth of the time."""
+    """From the size on where starting takes a fifth of the time."""
     (axes,) = columns(2)
     enough = bundle_bytes("all_reduce", tuple(axes))
     assert enough == ENOUGH
