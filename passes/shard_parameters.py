@@ -163,7 +163,7 @@ def _sum_made_last(gradient: fx.Node) -> fx.Node | None:
     results = gradient.graph.output_node().args[0]
     if above.target is not all_reduce or above.args[1] != "sum" or len(above.users) > 1:
         return None
-    if list(results).count(gradient) != 1:  # type: ignore[arg-type]
+    if list(results).count(gradient) > 1:  # type: ignore[arg-type]
         return None
     if first is not None:
         gradient.replace_all_uses_with(above)

@@ -8,13 +8,17 @@ from torch import fx
 
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import TensorSpec, facts
-from passes.codegen import BoundAxis, Codegen, finished
+from galvatron_fx.ir.cluster import Cluster
+from passes.codegen import BoundAxis, Codegen, communicates, finished
 from passes.communication_moments import waited_before
-from passes.leave_results_open import LeaveResultsOpen
+from passes.leave_results_open import LeaveResultsOpen, WaitInBackward
+from passes.lower import Lower
 from passes.reduce_inputs_first import ReduceInputsFirst
 from tests.graphs import Builder, listing
+from tests.helpers import captured, uniform
 
 aten = torch.ops.aten
+CLUSTER = Cluster.preset("2xA100-80GB")
 
 
 def mean_loss() -> fx.GraphModule:
@@ -75,3 +79,33 @@ def test_only_the_caller_waits_for_the_loss() -> None:
     graph = mean_loss()
     LeaveResultsOpen(0).run(graph)
     assert not any(facts(node).open for node in graph.graph.nodes if node.target is c.all_reduce)
+
+
+def test_backward_waits_for_the_loss_before_it_communicates() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    graph = captured(Mean(model), (torch.ones(4, 4),))
+    halves = Lower(uniform(graph, "data"), CLUSTER).run(graph).halves
+    codegen = Codegen([BoundAxis("g", 2, 0)])
+    codegen.run(halves.forward)
+    codegen.run(halves.backward)
+    assert halves.open_positions == [0] and not any(n.target is finished for n in halves.forward.graph.nodes)
+    before = len(halves.backward.graph.find_nodes(op="placeholder"))
+    WaitInBackward().run(halves)
+    graph = halves.backward
+    graph.graph.lint()
+    given = graph.graph.find_nodes(op="placeholder")
+    assert len(given) == before + 1
+    *_, result = graph.graph.output_node().args[0]
+    assert result.target is finished and result.args == (given[-1],)
+    assert result is next(node for node in graph.graph.nodes if communicates(node))
+
+
+class Mean(torch.nn.Module):
+    """The mean of what a module makes."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x).mean()

@@ -139,8 +139,10 @@ all_gather_3 = all_gather(w, 1, 1, 1): [3, 2]""",
         )
 
 
-def summed(*, twice: bool) -> fx.GraphModule:
-    """A bias of four, whose gradient is summed over column 1 and then reshaped; ``twice``: it is another's, too."""
+def summed(*, twice: bool, again: bool = False) -> fx.GraphModule:
+    """A bias of four, whose gradient is summed over column 1 and then reshaped; ``twice``: it is another's, too;
+    ``again``: it is summed over column 2 behind that.
+    """
     build = Builder()
     x, bias = build.input("x", (2, 4)), build.input("bias", (4,), "param")
     other = build.input("other", (4,), "param")
@@ -150,6 +152,8 @@ def summed(*, twice: bool) -> fx.GraphModule:
     rows = build.call(aten.sum.dim_IntList, build.call(aten.expand.default, tangent, [2, 4]), [0], True)
     total = build.write(c.all_reduce, rows, "sum", 1, specs=[TensorSpec((1, 4), torch.float64)])
     flat = build.call(aten.reshape.default, total, [4])
+    if again:
+        flat = build.write(c.all_reduce, flat, "sum", 2, specs=[TensorSpec((4,), torch.float64)])
     return build.finish(
         ("output", "0", loss), ("grad", "bias", flat), ("grad", "other", flat if twice else None), loss=0
     )
@@ -164,6 +168,15 @@ def test_shares_are_summed_over_other_columns() -> None:
         "'reduce_scatter = reduce_scatter(reshape, sum, 0, 1, 0): [2]",
         "'all_reduce = all_reduce(reduce_scatter, sum, 1): [2]",
         "return [sum_1, all_reduce, None]",
+    ]
+    graph = summed(twice=False, again=True)
+    sharded(graph, column("zero"), column("data", axis=1), column("data", axis=2))
+    assert listing(graph).splitlines()[-5:] == [
+        "'reshape = reshape(sum_2, [4]): [4]",
+        "'reduce_scatter = reduce_scatter(reshape, sum, 0, 1, 0): [2]",
+        "'all_reduce = all_reduce(reduce_scatter, sum, 1): [2]",
+        "'all_reduce_1 = all_reduce(all_reduce, sum, 2): [2]",
+        "return [sum_1, all_reduce_1, None]",
     ]
     graph = summed(twice=True)
     sharded(graph, column("zero"), column("data", axis=1))
