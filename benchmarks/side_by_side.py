@@ -69,6 +69,7 @@ def main() -> None:
                 continue
             plain_s, plain_bytes = found["eager"]
             assert plain_bytes is not None
+            console.print(f"{name}: {', '.join(f'{v} {format_seconds(seconds)}' for v, (seconds, _) in found.items())}")
             for variant, (seconds, peak) in found.items():
                 memory = ("", "") if peak is None else (format_bytes(peak), f"{peak / plain_bytes:.3f}")
                 table.add_row(name, variant, format_seconds(seconds), f"{seconds / plain_s:.3f}", *memory)
