@@ -51,14 +51,14 @@ class WaitInBackward:
         """Rewrite the backward graph in place and return the halves."""
         graph = halves.backward.graph
         first = next((node for node in graph.nodes if communicates(node)), graph.output_node())
-        *_, last = [graph._root, *graph.find_nodes(op="placeholder")]
+        behind_inputs = next(node for node in graph.nodes if node.op != "placeholder")
         waited = []
-        for result in halves.open_results:
-            with graph.inserting_after(last):
-                last = graph.placeholder(result.name)
-            set_facts(last, facts(result))
+        for result in halves.open_results.values():
+            with graph.inserting_before(behind_inputs):
+                given = graph.placeholder(result.name)
             with graph.inserting_before(first):
-                waited.append(write_call(graph, finished, (last,)))
+                waited.append(write_call(graph, finished, (given,)))
+            set_facts(given, facts(result))
             set_facts(waited[-1], facts(result))
         output = graph.output_node()
         output.args = ((*output.args[0], *waited),)  # type: ignore[misc]

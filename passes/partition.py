@@ -30,19 +30,11 @@ class Halves:
     saved_inputs: tuple[int | None, ...]
 
     @property
-    def open_results(self) -> list[fx.Node]:
-        """Those of forward's results that it does not wait for."""
-        return [node for node in self._results if has_facts(node) and facts(node).open]
-
-    @property
-    def _results(self) -> tuple[fx.Node, ...]:
+    def open_results(self) -> dict[int, fx.Node]:
+        """Those of forward's results that it does not wait for, by their places among the results."""
         outputs: tuple[fx.Node, ...] = tuple(self.forward.graph.output_node().args[0])  # type: ignore[arg-type]
-        return outputs[: len(self.result_ports)]
-
-    @property
-    def open_positions(self) -> list[int]:
-        """Where they are among the results."""
-        return [position for position, node in enumerate(self._results) if node in self.open_results]
+        results = enumerate(outputs[: len(self.result_ports)])
+        return {place: node for place, node in results if has_facts(node) and facts(node).open}
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ class Program:
 
     @cached_property
     def _open(self) -> list[int]:
-        return self.halves.open_positions
+        return list(self.halves.open_results)
 
     def measured(self) -> NoReturn:
         """Refuse what only plans with stages or micro-batches can do."""

@@ -88,7 +88,7 @@ def test_backward_waits_for_the_loss_before_it_communicates() -> None:
     codegen = Codegen([BoundAxis("g", 2, 0)])
     codegen.run(halves.forward)
     codegen.run(halves.backward)
-    assert halves.open_positions == [0] and not any(n.target is finished for n in halves.forward.graph.nodes)
+    assert list(halves.open_results) == [0] and not any(n.target is finished for n in halves.forward.graph.nodes)
     before = len(halves.backward.graph.find_nodes(op="placeholder"))
     WaitInBackward().run(halves)
     graph = halves.backward
