@@ -51,7 +51,7 @@ class OwnGradients:
 @dataclass(frozen=True)
 class _Place:
     """Where a value may lie: in the memory of ``root``, from the first to behind the last of ``elements``; ``is_free``:
-    whether backward alone has made it, each element once.
+    whether backward alone has made it, in the order of a dense parameter (fused optimizers rely on it).
     """
 
     root: fx.Node
@@ -72,7 +72,7 @@ def _place(node: fx.Node) -> _Place:
     start = value.storage_offset()
     end = start + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1
     is_made = root.op == "call_function" and facts(root).phase == "backward"
-    return _Place(root, (start, end), is_made and end - start >= value.numel())
+    return _Place(root, (start, end), is_made and value.is_contiguous())
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:

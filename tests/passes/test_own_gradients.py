@@ -37,7 +37,7 @@ def _halves(build: Builder, value: fx.Node) -> list[fx.Node]:
     "gradients, copied",
     [
         (lambda b, v: [v["g"], v["g"], v["g"]], [False, True, True]),
-        (lambda b, v: [b.call(aten.t.default, v["g"]), v["g"]], [False, True]),
+        (lambda b, v: [b.call(aten.t.default, v["g"]), v["g"]], [True, False]),  # not in the order of a parameter
         (lambda b, v: [v["g"], b.call(aten.neg.default, v["g"])], [False, False]),
         (lambda b, v: [_rows(b, v["g"], 0, 2), _rows(b, v["g"], 2, 4)], [False, False]),
         (lambda b, v: [_rows(b, v["g"], 0, 3), _rows(b, v["g"], 2, 4)], [False, True]),
