@@ -233,8 +233,10 @@ def compile_functional(
 
 
 def num_holders(tensor: torch.Tensor) -> int:
-    """Return how many owners the tensor itself has in C++, of which Python's object is one; views are not counted."""
-    return int(tensor._use_count())  # type: ignore[attr-defined]
+    """Return how many hold the tensor or a view of its memory; Python's object for it is one of them."""
+    of_tensor = int(tensor._use_count())  # type: ignore[attr-defined]
+    of_memory = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return of_tensor + of_memory - 2  # the tensor holds its memory, and so does Python's object for that
 
 
 def missing_compiler(device_type: str) -> str | None:

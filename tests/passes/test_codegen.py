@@ -133,13 +133,17 @@ def test_equals_the_simulator(ranks: Ranks, target: Any, transposed: bool) -> No
 
 
 def test_nobody_else_holds_a_result(ranks: Ranks) -> None:
-    """Whoever held one while it was made has let go of it when the wait is over."""
-    bound = [Codegen(own).run(one_node(c.all_reduce, (64,), (64,), "sum", 0)) for own in ranks.axes]
+    """Whoever held one, or views of it, while it was made has let go of it when the wait is over."""
 
     def held(module: fx.GraphModule) -> set[int]:
         return {num_holders(module(torch.ones(64, dtype=torch.float64))[0]) for _ in range(200)}
 
-    assert set().union(*ranks._pool.map(held, bound)) == {1}
+    for graph in (
+        one_node(c.all_reduce, (64,), (64,), "sum", 0),
+        one_node(c.all_gather, (64,), (64 * ranks.shape[0],), 0, 1, 0),
+    ):
+        bound = [Codegen(own).run(copy.deepcopy(graph)) for own in ranks.axes]
+        assert set().union(*ranks._pool.map(held, bound)) == {1}
 
 
 class TestPrograms(expecttest.TestCase):
