@@ -1,4 +1,4 @@
-"""Drop nodes that compute nothing: aliases, copies that change nothing, whole-range slices, dead code."""
+"""Drop nodes that compute nothing: aliases, copies that change nothing, undone transposes, whole slices, dead code."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ _ALIASES = {
     aten.contiguous.default,
 }
 
+_TRANSPOSES = (aten.t.default, aten.transpose.int)
+
 
 @dataclass(frozen=True)
 class CleanGraph:
     """Remove no-ops, so that costs, blocks and rules see computation only.
 
     Rewrite: ``y = detach(x); z = mul(y, 2)`` -> ``z = mul(x, 2)``;
-    ``y = cat([empty, x], -2); z = mul(y, 2)`` -> ``z = mul(x, 2)`` (``empty``: a new cache, of shape (0,)).
+    ``y = cat([empty, x], -2); z = mul(y, 2)`` -> ``z = mul(x, 2)`` (``empty``: a new cache, of shape (0,));
+    ``y = t(x); z = t(y); w = mul(z, 2)`` -> ``w = mul(x, 2)``, so that gradients lie as their weights do.
     """
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
@@ -41,6 +44,8 @@ class CleanGraph:
             if node.op == "call_function" and _is_noop(node):
                 source = node.args[0]
                 node.replace_all_uses_with(source[0] if isinstance(source, (list, tuple)) else source)
+            elif _undoes(node):
+                node.replace_all_uses_with(node.args[0].args[0])  # type: ignore[union-attr, arg-type]
         eliminate_dead_code(graph)
         graph.recompile()
         return graph
@@ -95,3 +100,14 @@ def _is_noop(node: fx.Node) -> bool:
     if node.target in same_shape_is_noop:
         return facts(node).spec.shape == facts(node.args[0]).spec.shape
     return False
+
+
+def _undoes(node: fx.Node) -> bool:
+    """Whether a node transposes back what another has transposed."""
+    source = node.args[0] if node.target in _TRANSPOSES else None
+    return isinstance(source, fx.Node) and source.target is node.target and _dims(source) == _dims(node)
+
+
+def _dims(node: fx.Node) -> set[int]:
+    """What a node transposes."""
+    return {dim % len(facts(node).spec.shape) for dim in node.args[1:]}  # type: ignore[operator]

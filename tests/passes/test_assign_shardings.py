@@ -119,7 +119,7 @@ t_1 = t(primals_2): [2048, 512]
 mm_1 = mm(relu, t_1): [4096, 512]
 pow_1 = pow.Tensor_Scalar(mm_1, 2): [4096, 512]
 mean = mean(pow_1): []
-all_reduce_1 = all_reduce(mean, avg, 0): []""",
+all_reduce = all_reduce(mean, avg, 0): []""",
         )
 
     def test_sequence(self) -> None:
@@ -142,7 +142,7 @@ mm_1 = mm(view_1, t_1): [4096, 512]
 _unsafe_view_1 = reshape(mm_1, [64, 64, 512]): [64, 64, 512]
 pow_1 = pow.Tensor_Scalar(_unsafe_view_1, 2): [64, 64, 512]
 mean = mean(pow_1): []
-all_reduce_1 = all_reduce(mean, avg, 0): []""",
+all_reduce = all_reduce(mean, avg, 0): []""",
         )
 
     def test_tensor_sequence(self) -> None:
