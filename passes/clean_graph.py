@@ -45,7 +45,7 @@ class CleanGraph:
                 source = node.args[0]
                 node.replace_all_uses_with(source[0] if isinstance(source, (list, tuple)) else source)
             elif _undoes(node):
-                node.replace_all_uses_with(node.args[0].args[0])  # type: ignore[union-attr, arg-type]
+                node.replace_all_uses_with(node.args[0].args[0])
         eliminate_dead_code(graph)
         graph.recompile()
         return graph
@@ -110,4 +110,5 @@ def _undoes(node: fx.Node) -> bool:
 
 def _dims(node: fx.Node) -> set[int]:
     """What a node transposes."""
-    return {dim % len(facts(node).spec.shape) for dim in node.args[1:]}  # type: ignore[operator]
+    rank = len(facts(node).spec.shape)
+    return {int(dim) % rank for dim in node.args[1:]}  # type: ignore[arg-type]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from galvatron_fx.ir.annotations import facts, output_ports, set_facts
 from galvatron_fx.ir.graph_copy import write_call
 from galvatron_fx.ir.op_call import is_getitem
+from passes.laid_values import laid_value
 
 Range = tuple[int, int]
 
@@ -28,7 +30,8 @@ class OwnGradients:
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Rewrite ``graph`` in place and return it."""
         outputs = output_ports(graph)
-        lying = {node: _place(node) for _, node in outputs if node is not None}
+        laid = _laid_values(graph)
+        lying = {node: _place(node, laid) for _, node in outputs if node is not None}
         taken: dict[fx.Node, list[Range]] = {}
         for port, node in outputs:
             if port.kind != "grad" and node is not None:
@@ -59,14 +62,24 @@ class _Place:
     is_free: bool
 
 
-def _place(node: fx.Node) -> _Place:
-    """Follow a value through views; memory is taken to be dense, which finds no fewer that overlap."""
+def _laid_values(graph: fx.GraphModule) -> dict[fx.Node, Any]:
+    """How the values of ``graph`` lie: sums of transposed products are transposed, too."""
+    laid: dict[fx.Node, Any] = {}
+    for node in graph.graph.nodes:
+        if node.op != "output":
+            laid[node] = laid_value(graph, node, laid)
+    return laid
+
+
+def _place(node: fx.Node, laid: Mapping[fx.Node, Any]) -> _Place:
+    """Follow a value through views."""
     chain: list[fx.Node] = []
     root = node
     while (source := _viewed(root)) is not None:
         chain.append(root)
         root = source
-    value: Any = _empty(root)
+    lies = laid[root].strided
+    value: Any = torch.empty_strided(lies.shape, lies.stride, dtype=lies.dtype, device="meta")
     for view in reversed(chain):
         value = view.target(value, *view.args[1:], **view.kwargs)  # type: ignore[operator]
     start = value.storage_offset()
@@ -89,11 +102,6 @@ def _viewed(node: fx.Node) -> fx.Node | None:
 def _is_view(target: Any) -> bool:
     schema = getattr(target, "_schema", None)
     return schema is not None and any(result.alias_info is not None for result in schema.returns)
-
-
-def _empty(node: fx.Node) -> Tensor:
-    spec = facts(node).spec
-    return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
 
 
 def _overlap(a: Range, b: Range) -> bool:

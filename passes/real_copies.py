@@ -12,8 +12,9 @@ from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import NodeFacts, facts, has_facts
 from galvatron_fx.ir.graph_copy import copy_graph
 from galvatron_fx.ir.torch_compat import pytree
-from passes.codegen import BoundAxis, Codegen, finished, from_ranks, gather_ready, to_ranks
-from passes.memory_layout import LaidTensor, evaluate
+from passes.codegen import BoundAxis, Codegen, from_ranks, gather_ready, to_ranks
+from passes.laid_values import laid_value
+from passes.memory_layout import LaidTensor
 
 _MAY_COPY = {torch.ops.aten.reshape.default, gather_ready, to_ranks, from_ranks, c.take_run}
 
@@ -30,19 +31,9 @@ def real_copies(graph: fx.GraphModule, degrees: Sequence[int]) -> Iterator[tuple
     for node in bound.nodes:
         if node.op == "output":
             return
-        values[node] = _value(graph, node, values)
+        values[node] = laid_value(graph, node, values)
         if node.target in _MAY_COPY and has_facts(node) and _is_new(values[node], node, values):
             yield facts(node), values[node].size_bytes
-
-
-def _value(graph: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    if node.op == "placeholder":
-        made = [None if spec is None else LaidTensor.empty(spec) for spec in facts(node).specs]
-        return made if facts(node).multi_output else made[0]
-    if node.op == "get_attr":
-        return LaidTensor.like(getattr(graph, str(node.target)))
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: values[source])
-    return args[0] if node.target is finished else evaluate(node.target, args, kwargs)
 
 
 def _is_new(made: LaidTensor, node: fx.Node, values: dict[fx.Node, Any]) -> bool:

@@ -135,3 +135,33 @@ def test_tied_parameters_are_one_tensor_to_the_model(one_rank: None) -> None:
     for name, parameter in plain.named_parameters():
         gradient = compiled.get_parameter(name).grad.full_tensor()
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-11, atol=1e-14, msg=name)
+
+
+class Turned(nn.Module):
+    """A parameter that lies transposed in memory, and gradients that come out of their products transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned, self.plain = nn.Parameter(torch.randn(8, 6).t()), nn.Parameter(torch.randn(6, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the loss."""
+        return ((x @ self.turned).relu() @ self.turned.t() @ self.plain @ self.plain.t()).square().mean()
+
+
+def test_fused_updates_are_those_of_loops(one_rank: None) -> None:
+    """Fused kernels read parameters and gradients in the order of memory."""
+    torch.manual_seed(0)
+    plain, x = Turned().double(), torch.randn(4, 6, dtype=torch.float64)
+    trained = {}
+    for fused in (True, False):
+        mesh = init_device_mesh("cpu", (1,))
+        compiled = galvatron_fx.compile(copy.deepcopy(plain), mesh, (x,), plan=Plan.uniform((1,), ("data",)))
+        optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.1, fused=fused, foreach=False)
+        for _ in range(3):
+            compiled.forward_backward(x)
+            optimizer.step()
+            optimizer.zero_grad()
+        trained[fused] = {name: parameter.detach().full_tensor() for name, parameter in compiled.named_parameters()}
+    for name, parameter in trained[False].items():
+        torch.testing.assert_close(trained[True][name], parameter, rtol=1e-10, atol=1e-12, msg=name)
