@@ -12,4 +12,4 @@ def on_ranks(script: str, ranks: int, *arguments: str) -> None:
     """Run ``script``, a file of this folder, under torchrun; raises CalledProcessError where a rank fails."""
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [*start, str(Path(__file__).with_name(script)), *arguments]
-    subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+    subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}, check=True)
