@@ -8,6 +8,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from galvatron_fx.errors import ClusterError
 from galvatron_fx.ir.device import checked_number
 
 __all__ = ["Overlap", "Skew"]
@@ -20,21 +21,24 @@ class Skew:
     """How long a rank waits in a collective until the last of the others has come.
 
     Ranks do not compute equally fast, least those that share cores: after computing for t seconds the last comes
-    ``most_s * (1 - exp(-t / after_s))`` later than the mean of all, which no longer grows where the operating system
-    has had the time to even it out. None for ranks that are taken to be equally fast.
-    Raises ClusterError for what are no numbers, ``most_s`` of at least 0 and ``after_s`` above.
+    ``late_s * t ** growth`` later than the mean of all, and no more than t. As in a random walk, ``growth`` is near
+    1/2: 0.45 was measured from 1 to 250 ms, with 2 and with 4 processes on 2 cores. None (``late_s`` 0) for ranks that
+    are taken to be equally fast.
+    Raises ClusterError for what are no numbers, ``late_s`` of at least 0 and ``growth`` above 0 and up to 1.
     """
 
-    most_s: float = 0.0
-    after_s: float = 1.0
+    late_s: float = 0.0
+    growth: float = 0.5
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "most_s", checked_number("most_s of the skew", self.most_s, zero=True))
-        object.__setattr__(self, "after_s", checked_number("after_s of the skew", self.after_s))
+        object.__setattr__(self, "late_s", checked_number("late_s of the skew", self.late_s, zero=True))
+        object.__setattr__(self, "growth", checked_number("growth of the skew", self.growth))
+        if self.growth > 1.0:
+            raise ClusterError(f"growth of the skew is {self.growth}; give a number above 0 and up to 1")
 
     def seconds(self, computed_s: Amount) -> Amount:
         """Seconds of waiting after so many of computing; a number for a number, an array for an array."""
-        late = self.most_s * -np.expm1(-np.asarray(computed_s) / self.after_s)
+        late = np.minimum(self.late_s * np.asarray(computed_s) ** self.growth, computed_s)
         return late if isinstance(computed_s, np.ndarray) else float(late)
 
 

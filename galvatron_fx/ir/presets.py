@@ -93,7 +93,7 @@ _CPU = Device("cpu-process", 10**9, _CPU_FLOPS, 2e10, _MATMUL_EFFICIENCY, _MEMOR
 _GLOO = (1e-3, 1e9)
 CPU_PRESET = Preset(_CPU, _GLOO, _GLOO, per_node=2**62, overlap=_CPU_OVERLAP)
 # Measured with four processes on two cores of the same machine.
-_SHARED_CORES = Skew(most_s=4e-3, after_s=8e-3)
+_SHARED_CORES = Skew(late_s=30e-3, growth=0.45)
 
 
 def cpu_preset(ranks: int) -> Preset:

@@ -14,9 +14,10 @@ from galvatron_fx.profiling.ranks import Ranks
 __all__ = ["measure_overlap", "measure_sharing"]
 
 _ROUNDS = 5
-_SHARING_ROUNDS = 15  # a few would be over so soon that one disturbance spoils most of them
+_SHARING_ROUNDS = 9
 _WIDTH = 384  # of square products: 0.1 GFLOP each
 _PRODUCTS = 20
+_SHARING_PRODUCTS = 80  # as long as most of a step: in shorter work, ranks that end first leave the others their cores
 _COLLECTIVE_BYTES = 4 * 2**20
 _COLLECTIVES = 4
 
@@ -31,7 +32,7 @@ def measure_sharing(ranks: Ranks) -> dict[int, float]:
     """
     if ranks.count == 1:
         return {}
-    compute = _products(ranks.device_type)
+    compute = _products(ranks.device_type, _SHARING_PRODUCTS)
     counts = [count for count in range(1, ranks.count + 1) if ranks.count % count == 0]
     rounds = [[_busy_s(ranks, compute, count) for count in counts] for _ in range(_SHARING_ROUNDS)]
     times = [median(column) for column in zip(*rounds, strict=True)]
@@ -56,7 +57,7 @@ def measure_overlap(ranks: Ranks, groups: Sequence[Group]) -> Overlap:
     """Run products and all-reduces alone and at once; 1.0 each for one rank."""
     if not groups:
         return Overlap()
-    compute = _products(ranks.device_type)
+    compute = _products(ranks.device_type, _PRODUCTS)
     issue = _all_reduces(ranks.device_type, groups[-1])
     slower = [_slowdowns(ranks, compute, issue) for _ in range(_ROUNDS)]
     compute_s, communication_s = (max(1.0, median(column)) for column in zip(*slower, strict=True))
@@ -94,11 +95,11 @@ def _timed(ranks: Ranks, act: Callable[[], None]) -> float:
     return ranks.clock_s() - start_s
 
 
-def _products(device: str) -> Callable[[], None]:
+def _products(device: str, count: int) -> Callable[[], None]:
     left, right = (torch.ones(_WIDTH, _WIDTH, device=device) for _ in range(2))
 
     def run() -> None:
-        for _ in range(_PRODUCTS):
+        for _ in range(count):
             left @ right
 
     run()

@@ -14,7 +14,8 @@ from galvatron_fx.profiling.timing import Rounds, Task
 
 __all__ = ["fit_skew", "measure_skew"]
 
-_COMPUTED_S = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)  # before a collective; after more, what ranks compute differs too much
+_COMPUTED_S = (2e-3, 8e-3, 32e-3, 128e-3)  # before a collective: a layer's part of a step, up to most of one
+_GROWTHS = np.linspace(0.1, 1.0, 19)
 _WINDOW_S = 0.1  # of one measurement: several collectives with what is computed before them
 _ROUNDS, _SHORT_S = 8, 1e-3  # so many rounds, however long they take
 _WIDTH = 96  # of the square products that are computed
@@ -48,16 +49,20 @@ def measure_skew(ranks: Ranks, groups: Sequence[Group]) -> Skew:
 
 
 def fit_skew(computed_s: Sequence[float], late_s: Sequence[float]) -> Skew:
-    """The curve through measured delays, by least squares: for each of many ``after_s`` the best ``most_s``."""
-    measured, most = np.array(late_s), max(computed_s)
+    """The curve through measured delays, by least squares, in which those after short computing count as much: for
+    each of some ``growth`` the best ``late_s``.
+    """
+    computed = np.array(computed_s)
+    weights = 1 / np.sqrt(computed)
+    measured = np.array(late_s) * weights
     best = Skew()
     least = float((measured**2).sum())
-    for after_s in most * np.logspace(-2, 1, 31):
-        shape = Skew(1.0, float(after_s)).seconds(np.array(computed_s))
+    for growth in _GROWTHS:
+        shape = computed**growth * weights
         height = max(0.0, float(shape @ measured / (shape @ shape)))
         error = float(((measured - height * shape) ** 2).sum())
         if error < least:
-            best, least = Skew(height, float(after_s)), error
+            best, least = Skew(height, float(growth)), error
     return best
 
 

@@ -20,7 +20,7 @@ def describe_profile(cluster: Cluster) -> str:
     lines += [_axis_line(axis) for axis in cluster.axes if axis.curves]
     lines.append(
         f"overlap: computing x{cluster.overlap.compute:.2f}, communicating x{cluster.overlap.communication:.2f}; "
-        f"waiting for other ranks up to {format_seconds(cluster.overlap.skew.most_s)}"
+        f"waiting for other ranks {format_seconds(cluster.overlap.skew.seconds(0.1))} after 100 ms"
     )
     shares = ", ".join(f"{ranks} ranks x{factor:.2f}" for ranks, factor in dict(device.sharing).items())
     return "\n".join([*lines, f"computing at once: {shares or 'one rank'}"])

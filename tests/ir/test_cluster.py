@@ -224,10 +224,10 @@ def test_axes_are_some_and_have_names_of_their_own() -> None:
 def document(**changes: Any) -> str:
     """The JSON of a small cluster that was not measured, with some members changed; None removes one."""
     members = {
-        "version": 3,
+        "version": 4,
         "device": DEVICE | UNMEASURED,
         "axes": [AXIS | LINK],
-        "overlap": {"compute": 1.0, "communication": 1.0, "skew": {"most_s": 0.0, "after_s": 1.0}},
+        "overlap": {"compute": 1.0, "communication": 1.0, "skew": {"late_s": 0.0, "growth": 0.5}},
         **changes,
     }
     return json.dumps({name: value for name, value in members.items() if value is not None} | {"origin": None})
@@ -251,7 +251,7 @@ def test_equal_clusters_have_equal_json() -> None:
         ("[]", r"bad cluster at \$: \[\] is not of type 'object'"),
         ('{"version": 1, "version": 1}', "repeats a key"),
         ('{"version": NaN}', "the cluster holds NaN; give a finite number"),
-        (document(version=1), "cluster of version 1; this release reads 3: measure the machine again"),
+        (document(version=1), "cluster of version 1; this release reads 4: measure the machine again"),
         (document(device=None), "'device' is a required property"),
         (document(extra=1), "'extra' was unexpected"),
         (

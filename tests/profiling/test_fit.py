@@ -41,7 +41,7 @@ def test_any_measurements_give_a_curve(seconds) -> None:
 
 
 def test_a_skew_is_found_again() -> None:
-    computed = [1e-3, 2e-3, 4e-3, 8e-3, 16e-3]
-    found = fit_skew(computed, [Skew(4e-3, 8e-3).seconds(each) for each in computed])
-    assert (found.most_s, found.after_s) == pytest.approx((4e-3, 8e-3), rel=0.15)
-    assert fit_skew(computed, [-1e-4] * 5) == Skew()
+    computed = [2e-3, 8e-3, 32e-3, 128e-3]
+    found = fit_skew(computed, [Skew(30e-3, 0.45).seconds(each) for each in computed])
+    assert (found.late_s, found.growth) == pytest.approx((30e-3, 0.45))
+    assert fit_skew(computed, [-1e-4] * 4) == Skew()

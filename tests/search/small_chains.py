@@ -24,12 +24,12 @@ AXES: dict[int, tuple[int, ...]] = {1: (), 2: (2,), 3: (3,), 4: (2, 2)}  # by pi
 def search_of(chain: Chain, ranks: int, schedule: str, parts: int, late_s: float = 0.0) -> StageSearch:
     """The search of one configuration on ``ranks`` pipeline ranks, each a group of two devices.
 
-    ``late_s``: the most that a stage waits for another which has computed.
+    ``late_s``: what a stage waits for another which has computed for a second.
     """
     outer = AXES[ranks]
     axes = tuple(Axis(f"a{i}", size, 0.0, 1.0) for i, size in enumerate((*outer, 2)))
     stages = ranks * SCHEDULES[schedule]
-    cluster = Cluster(DEVICE, axes, Overlap(skew=Skew(late_s, 5.0)))
+    cluster = Cluster(DEVICE, axes, Overlap(skew=Skew(late_s)))
     return StageSearch(chain, Configuration(len(outer), stages, schedule, parts), cluster)
 
 

@@ -52,7 +52,8 @@ def test_axes_told_apart_are_priced_one_after_the_other() -> None:
 
 
 def test_no_skew_below_zero() -> None:
-    with pytest.raises(ClusterError, match="most_s of the skew"):
+    with pytest.raises(ClusterError, match="late_s of the skew"):
         Skew(-1.0)
-    with pytest.raises(ClusterError, match="after_s of the skew"):
-        Skew(1.0, 0.0)
+    for growth in (0.0, 1.1):
+        with pytest.raises(ClusterError, match="growth of the skew"):
+            Skew(1.0, growth)

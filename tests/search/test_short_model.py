@@ -24,7 +24,7 @@ from tests.helpers import captured
 from tests.search.small_chains import chain_of
 
 CLUSTER = Cluster.preset("4xA100-80GB")
-LATE = replace(CLUSTER, overlap=replace(CLUSTER.overlap, skew=Skew(2e-5, 5e-5)))  # who receives waits for the sender
+LATE = replace(CLUSTER, overlap=replace(CLUSTER.overlap, skew=Skew(2e-3)))  # who receives waits for the sender
 SHARED = replace(CLUSTER, overlap=Overlap(2.0, 2.0))  # gradients of all blocks are reduced together
 LAYERS = 8
 
