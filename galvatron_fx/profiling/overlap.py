@@ -10,6 +10,7 @@ import torch
 from galvatron_fx.ir.overlap import Overlap
 from galvatron_fx.profiling.collectives import Group
 from galvatron_fx.profiling.ranks import Ranks
+from passes.codegen import finished
 
 __all__ = ["measure_overlap", "measure_sharing"]
 
@@ -113,4 +114,4 @@ def _all_reduces(device: str, group: Group) -> Callable[[], list[torch.Tensor]]:
 
 def _wait(pending: Sequence[torch.Tensor]) -> None:
     for tensor in pending:
-        c10d.wait_tensor(tensor)
+        finished(tensor)

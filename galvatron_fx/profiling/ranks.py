@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from passes.codegen import finished
+
 __all__ = ["Ranks"]
 
 
@@ -55,8 +57,10 @@ class Ranks:
         if self.count == 1:
             return values
         total = torch.tensor(values, dtype=torch.float64, device=self.device_type)
-        dist.all_reduce(total)
-        return [float(value) for value in total.tolist()]
+        world = dist.group.WORLD
+        assert world is not None
+        summed = finished(torch.ops._c10d_functional.all_reduce(total, "sum", world.group_name))
+        return [float(value) for value in summed.tolist()]
 
     def mean(self, values: list[float]) -> list[float]:
         """The means over all ranks."""

@@ -11,6 +11,7 @@ from galvatron_fx.ir.overlap import Skew
 from galvatron_fx.profiling.collectives import Group
 from galvatron_fx.profiling.ranks import Ranks
 from galvatron_fx.profiling.timing import Rounds, Task
+from passes.codegen import finished
 
 __all__ = ["fit_skew", "measure_skew"]
 
@@ -36,7 +37,7 @@ def measure_skew(ranks: Ranks, groups: Sequence[Group]) -> Skew:
                 for _ in range(products):
                     matrix @ matrix
                 if sends:
-                    c10d.wait_tensor(c10d.all_reduce(one, "sum", name))
+                    finished(c10d.all_reduce(one, "sum", name))
 
         return lambda: run
 
