@@ -110,5 +110,5 @@ def _undoes(node: fx.Node) -> bool:
 
 def _dims(node: fx.Node) -> set[int]:
     """What a node transposes."""
-    rank = len(facts(node).spec.shape)
+    rank = max(1, len(facts(node).spec.shape))
     return {int(dim) % rank for dim in node.args[1:]}  # type: ignore[arg-type]

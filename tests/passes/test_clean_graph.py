@@ -61,3 +61,12 @@ def test_a_weight_transposed_twice_is_the_weight() -> None:
 @pytest.mark.parametrize("dims", [[(0, 1)], [(1, 2), (0, 1)], [(0, 1), (1, 2), (0, 1)]])
 def test_other_transposes_stay(dims: list[tuple[int, int]]) -> None:
     assert left(lambda b, x: _transposed(b, x, *dims)) == ["aten.transpose.int"] * len(dims)
+
+
+def test_a_number_transposed_twice_is_itself() -> None:
+    build = Builder()
+    x = build.input("x", ())
+    graph = CleanGraph().run(
+        build.finish(("output", "0", build.call(aten.sin.default, _transposed(build, x, (0, -1), (0, 0)))))
+    )
+    assert [node.target for node in graph.graph.nodes if node.op == "call_function"] == [aten.sin.default]
