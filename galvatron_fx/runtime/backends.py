@@ -126,7 +126,7 @@ class _Regions:
 
 
 def _boxed(region: Region, compiled: dict[Any, Boxed]) -> Boxed:
-    as_it_is = region.num_operators < _LEAST_OPERATORS or region.communicates or region.has_tuples
+    as_it_is = region.num_operators < _LEAST_OPERATORS or region.stays_as_it_is or region.has_tuples
     return box_arguments(region.graph) if as_it_is else _Lazy(region, compiled)
 
 

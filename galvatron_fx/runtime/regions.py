@@ -13,6 +13,7 @@ from torch import fx
 from galvatron_fx.ir.annotations import facts, has_facts
 from galvatron_fx.ir.graph_copy import copy_node
 from galvatron_fx.ir.op_call import is_getitem
+from galvatron_fx.ir.random_ops import random_uniform
 from galvatron_fx.ir.torch_compat import graph_module
 from passes.codegen import communicates
 
@@ -35,9 +36,9 @@ class Region:
         return sum(node.op == "call_function" for node in self.graph.graph.nodes)
 
     @property
-    def communicates(self) -> bool:
-        """Whether the operators are collectives and waits for them."""
-        return any(map(communicates, self.graph.graph.nodes))
+    def stays_as_it_is(self) -> bool:
+        """Whether the operators are collectives and waits for them, or draw random numbers."""
+        return any(map(_stays_as_it_is, self.graph.graph.nodes))
 
     @property
     def has_tuples(self) -> bool:
@@ -55,8 +56,15 @@ def split_regions(graph: fx.GraphModule) -> list[Region]:
             blocks[node] = blocks[node.args[0]]
         else:
             blocks[node] = facts(node).block if has_facts(node) else blocks.get(before, 0)
-    runs = (list(run) for _, run in groupby(calls, key=lambda node: (blocks[node], communicates(node))))
+    runs = (list(run) for _, run in groupby(calls, key=lambda node: (blocks[node], _stays_as_it_is(node))))
     return [_region(graph, run) for run in runs]
+
+
+def _stays_as_it_is(node: fx.Node) -> bool:
+    """Inductor writes neither collectives as kernels nor integers that wrap around: their overflow is undefined in
+    C++, and random numbers of shards came out wrong.
+    """
+    return communicates(node) or node.target is random_uniform
 
 
 def _calls(graph: fx.GraphModule) -> list[fx.Node]:
