@@ -12,12 +12,18 @@ from numpy.typing import NDArray
 from cost_models.collectives import Amount, collective_s
 from galvatron_fx.ir.cluster import Axis
 
-__all__ = ["Bundled", "bundle_bytes", "bundled_s", "share_s"]
+__all__ = ["Bundled", "bundle_bytes", "bundled_s", "share_s", "start_s"]
 
 Floats = NDArray[np.float64]
 
 _START_SHARE = 0.2  # of a collective's time that starting it may take before tensors are worth bundling
 _MOST_BYTES = 2**26  # copying into bundles of more would take more memory than it saves time
+
+
+@lru_cache(maxsize=4096)
+def start_s(kind: str, axes: tuple[Axis, ...]) -> float:
+    """Return the seconds of a collective of next to no bytes; kinds and errors as of :func:`bundle_bytes`."""
+    return float(collective_s(kind, 1.0, axes))
 
 
 @lru_cache(maxsize=4096)
@@ -27,17 +33,20 @@ def bundle_bytes(kind: str, axes: tuple[Axis, ...]) -> float:
     ``kind`` is one of :func:`cost_models.collectives.collective_s`, and so are the errors. 0 where there is nobody to
     talk to.
     """
-    start_s = collective_s(kind, 1.0, axes)
+    least_s = start_s(kind, axes)
     size = 1
-    while size < _MOST_BYTES and collective_s(kind, float(size), axes) * _START_SHARE < start_s:
+    while size < _MOST_BYTES and collective_s(kind, float(size), axes) * _START_SHARE < least_s:
         size *= 2
-    return float(size) if start_s else 0.0
+    return float(size) if least_s else 0.0
 
 
 class Bundled(NamedTuple):
-    """``[C]`` each: seconds of sending, without packing; collectives; how many tensors are packed, and their bytes."""
+    """``[C]`` each: seconds of sending, without packing, and of these to start, but where bundles are shared;
+    collectives; how many tensors are packed, and their bytes.
+    """
 
     seconds: Floats
+    start_s: Floats
     collectives: Floats
     packed: Floats
     packed_bytes: Floats
@@ -58,11 +67,18 @@ def bundled_s(kind: str, size_bytes: Floats, axes: Sequence[Axis], shared: bool 
     small = np.where(size_bytes < enough, size_bytes, 0.0)
     total, count = small.sum(axis=0), (small > 0).sum(axis=0)
     alone: Floats = collective_s(kind, size_bytes - small, axes)
+    starts = (alone > 0).sum(axis=0)
     if shared:
         bundles, packs = total / max(enough, 1.0), count > 0
         seconds = share_s(kind, total, tuple(axes))
     else:
         bundles, packs = np.where(total > 0, np.maximum(1.0, np.floor(total / max(enough, 1.0))), 0.0), count > 1
         seconds = bundles * collective_s(kind, total / np.maximum(bundles, 1.0), axes)
-    sent = (alone > 0).sum(axis=0) + bundles
-    return Bundled(alone.sum(axis=0) + seconds, sent, np.where(packs, count, 0.0), np.where(packs, total, 0.0))
+    own = starts if shared else starts + bundles
+    return Bundled(
+        alone.sum(axis=0) + seconds,
+        own * start_s(kind, tuple(axes)),
+        starts + bundles,
+        np.where(packs, count, 0.0),
+        np.where(packs, total, 0.0),
+    )

@@ -3,8 +3,9 @@
 Computing goes through a list of events in order. A collective that starts joins the queue of its stream, where one
 runs after the other; a wait stops computing until the stream is so far. While both run, work goes on at 1 /
 ``overlap.compute`` of its rate and every collective at 1 / ``overlap.communication``; collectives on several streams,
-which use different links, do not slow each other down. The first that is waited for after computing takes
-``overlap.skew`` longer.
+which use different links, do not slow each other down. What a collective takes to start, waiting for messages that
+hold next to nothing, is not slowed down by work. The first that is waited for after computing
+takes ``overlap.skew`` longer.
 """
 
 from __future__ import annotations
@@ -33,11 +34,15 @@ class Work(NamedTuple):
 
 
 class Start(NamedTuple):
-    """A collective that takes ``seconds`` alone joins the queue of ``stream``; ``takes_shares``: those before it."""
+    """A collective that takes ``seconds`` alone joins the queue of ``stream``.
+
+    ``start_s``: of these seconds, what it would take with next to no bytes; ``takes_shares``: those before it.
+    """
 
     seconds: float
     cause: Cause
     stream: int
+    start_s: float = 0.0
     takes_shares: bool = False
 
 
@@ -89,14 +94,16 @@ class StreamRun:
 
     def __post_init__(self) -> None:
         self._queues: dict[int, deque[int]] = {}
-        self._left_s: dict[int, float] = {}
+        self._starting_s: dict[int, float] = {}
+        self._left_s: dict[int, float] = {}  # behind the start
         self._started_s: dict[int, float] = {}
         self._computed_s = 0.0  # since the last wait
         self._shares_s: dict[int, float] = {}
 
     def _do(self, number: int, event: Event) -> None:
         if isinstance(event, Start):
-            self._left_s[number] = event.seconds
+            self._starting_s[number] = event.start_s
+            self._left_s[number] = event.seconds - event.start_s
             if event.takes_shares:
                 self._left_s[number] += self._shares_s.pop(event.stream, 0.0)
             self._queues.setdefault(event.stream, deque()).append(number)
@@ -112,8 +119,7 @@ class StreamRun:
         """Compute, slower as long as something is on its way."""
         while running := self._running():
             compute, communication = self.overlap.compute, self.overlap.communication
-            nearest_s = min(self._left_s[number] for number in running)
-            passes_s = min(seconds * compute, nearest_s * communication)
+            passes_s = min(seconds * compute, self._nearest_s(running, communication))
             done_s = passes_s / compute
             for number in running:
                 self._expose(number, (passes_s - done_s) / len(running))
@@ -131,7 +137,7 @@ class StreamRun:
         while running := self._running():
             if len(queue) <= behind:
                 return
-            passes_s = min(self._left_s[number] for number in running)
+            passes_s = self._nearest_s(running, 1.0)
             self._expose(queue[0], passes_s)
             self._pass(passes_s, running, 1.0)
 
@@ -146,27 +152,39 @@ class StreamRun:
         cause = self.events[number].cause  # type: ignore[union-attr]
         self.exposed[cause] = self.exposed.get(cause, 0.0) + seconds
 
+    def _nearest_s(self, running: Sequence[int], slower: float) -> float:
+        """Until the first of ``running`` has started or ended, which goes on ``slower`` once it has started."""
+        return min(self._starting_s[number] or self._left_s[number] * slower for number in running)
+
     def _pass(self, passes_s: float, running: Sequence[int], slower: float) -> None:
-        """Let time pass; the collectives that have the least left end exactly then."""
-        ends = passes_s / slower
-        least = min(self._left_s[number] for number in running)
+        """Let time pass; what has so much left, but for rounding, starts or ends exactly then."""
         self.now_s += passes_s
         for number in running:
-            left = self._left_s[number]
-            self._left_s[number] = left - ends
-            if left == least and ends >= least * (1 - 1e-12):
+            if starting_s := self._starting_s[number]:
+                self._starting_s[number] = _rest(starting_s, passes_s)
+                continue
+            ends = passes_s / slower >= self._left_s[number] * (1 - 1e-12)
+            self._left_s[number] = _rest(self._left_s[number], passes_s / slower)
+            if ends:
                 self.spans_s[number] = self._started_s[number], self.now_s
                 self._queues[self.events[number].stream].popleft()  # type: ignore[union-attr]
 
 
-def exposed_s(compute_s: Floats, communication_s: Floats, overlap: Overlap) -> Floats:
+def exposed_s(compute_s: Floats, communication_s: Floats, start_s: Floats, overlap: Overlap) -> Floats:
     """Return the seconds that ``communication_s[...]`` adds to ``compute_s[...]`` where both begin at once.
 
-    What :class:`StreamRun` finds for one collective that starts, work, and a wait: until the first of the two ends both
-    are slowed down, then the other goes on alone.
+    What :class:`StreamRun` finds for one collective that starts, in ``start_s[...]`` of its seconds, work, and a wait:
+    once it has started, both are slowed down until the first of the two ends, then the other goes on alone.
     """
-    ends_first = communication_s * overlap.communication <= compute_s * overlap.compute
-    beside = communication_s * overlap.communication * (1 - 1 / overlap.compute)
-    behind = communication_s + compute_s * overlap.compute * (1 - 1 / overlap.communication) - compute_s
-    exposed: Floats = np.where(ends_first, beside, behind)
+    begun_s = np.minimum(start_s, compute_s * overlap.compute) / overlap.compute  # computed until it has started
+    sent_s, rest_s = communication_s - start_s, compute_s - begun_s
+    ends_first = sent_s * overlap.communication <= rest_s * overlap.compute
+    beside = sent_s * overlap.communication * (1 - 1 / overlap.compute)
+    behind = sent_s + rest_s * overlap.compute * (1 - 1 / overlap.communication) - rest_s
+    exposed: Floats = start_s - begun_s + np.where(ends_first, beside, behind)
     return exposed
+
+
+def _rest(seconds: float, passed_s: float) -> float:
+    """What is left of ``seconds``; nothing where that is but rounding."""
+    return seconds - passed_s if passed_s < seconds * (1 - 1e-12) else 0.0

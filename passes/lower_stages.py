@@ -90,7 +90,7 @@ class LowerStages:
 
         def compute_s(node: fx.Node) -> float:
             price = prices.price(node, placed)
-            return 0.0 if price is None else price[1]
+            return 0.0 if price is None else price.seconds
 
         def send_s(size_bytes: int) -> float:
             return float(collective_s("send_recv", float(size_bytes), [self.cluster.axes[0]]))

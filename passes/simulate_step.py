@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, pairwise
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from cost_models.bundles import share_s
+from cost_models.bundles import share_s, start_s
 from cost_models.collectives import collective_s
 from cost_models.ops import OpCost, kind_of, op_time_s
 from cost_models.streams import Event, Work
@@ -39,7 +39,7 @@ from passes.overlapped import added, overlapped
 from passes.real_copies import real_copies
 from passes.sharding.prices import dtype_name, is_free, update_traffic_s
 from passes.stage_tasks import plus
-from passes.step_events import GraphEvents
+from passes.step_events import GraphEvents, Price
 from passes.write_bundle import bytes_by_block
 
 MOMENTS = 2  # Adam's, each as large as the parameter
@@ -132,15 +132,14 @@ class SimulateStep:
         """The events of a graph that lies on the cluster as ``layout`` says."""
         return GraphEvents.of(graph.graph, partial(self.price, layout=layout), self._copies(graph, layout.shape))
 
-    def price(self, node: fx.Node, layout: Layout) -> tuple[Cause, float] | None:
+    def price(self, node: fx.Node, layout: Layout) -> Price | None:
         """Why and how long a node takes; None for what is no operator."""
         if node.op != "call_function" or not has_facts(node) or is_getitem(node):
             return None
         if node.target in c.COLLECTIVES:
             axes = layout.columns[int(node.args[-1])].axes  # type: ignore[arg-type]
-            cause = Cause(node.target.__name__, axes)
-            return cause, self._collective_s(node, [self.cluster.axes[i] for i in axes])
-        return Cause(_local_kind(node)), self._operator_s(node)
+            return self._collective(node, Cause(node.target.__name__, axes))
+        return Price(Cause(_local_kind(node)), self._operator_s(node))
 
     def _copies(self, graph: fx.GraphModule, degrees: Sequence[int]) -> Iterator[tuple[int, Work]]:
         """Copies that are no operators of their own, by block; only measured prices are worth the run on fakes."""
@@ -168,16 +167,21 @@ class SimulateStep:
             return measured
         return float(op_time_s(call_cost(call), dtype_name(call), device, kind_of(call.target)))
 
-    def _collective_s(self, node: fx.Node, axes: Sequence[Axis]) -> float:
-        name = node.target.__name__  # type: ignore[union-attr]
+    def _collective(self, node: fx.Node, cause: Cause) -> Price:
+        axes = tuple(self.cluster.axes[i] for i in cause.axes)
         degree = prod(axis.size for axis in axes)
         source = facts(node.args[0]).spec.size_bytes  # type: ignore[arg-type]
-        whole = source * degree if name in ("all_gather", "all_to_all") else source
+        whole = source * degree if cause.kind in ("all_gather", "all_to_all") else source
         # A bundle of several blocks counts as a share of a full one, so that equal blocks add equally much to it.
-        price = share_s if bytes_by_block(node) else collective_s
-        key = (price, name, whole, tuple(axes))
+        if bytes_by_block(node):
+            return Price(cause, self._sent_s(share_s, cause.kind, whole, axes))
+        seconds = self._sent_s(collective_s, cause.kind, whole, axes)
+        return Price(cause, seconds, start_s(cause.kind, axes) if seconds else 0.0)
+
+    def _sent_s(self, price: Callable[..., Any], kind: str, size_bytes: int, axes: tuple[Axis, ...]) -> float:
+        key = (price, kind, size_bytes, axes)
         if key not in self._known:
-            self._known[key] = float(price(name, float(whole), tuple(axes)))
+            self._known[key] = float(price(kind, float(size_bytes), axes))
         return self._known[key]
 
 

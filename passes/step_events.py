@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 from torch import fx
 
@@ -15,9 +16,18 @@ from galvatron_fx.ir.predicted import Cause
 from passes.communication_moments import early_gathers, waited_before
 from passes.write_bundle import bytes_by_block
 
-__all__ = ["BlockEvents", "GraphEvents", "blocks_by_place", "node_events"]
+__all__ = ["BlockEvents", "GraphEvents", "Price", "blocks_by_place", "node_events"]
 
-Price = Callable[[fx.Node], tuple[Cause, float] | None]
+
+class Price(NamedTuple):
+    """Why and how long a node takes; of a collective, ``start_s`` of that to start."""
+
+    cause: Cause
+    seconds: float
+    start_s: float = 0.0
+
+
+PriceOf = Callable[[fx.Node], Price | None]
 
 
 @dataclass(frozen=True)
@@ -46,7 +56,7 @@ class GraphEvents:
     blocks: tuple[BlockEvents, ...]
 
     @classmethod
-    def of(cls, graph: fx.Graph, price: Price, copies: Iterable[tuple[int, Work]]) -> GraphEvents:
+    def of(cls, graph: fx.Graph, price: PriceOf, copies: Iterable[tuple[int, Work]]) -> GraphEvents:
         """Price every node; ``copies``: work that is no node's, by block, done behind the rest of it.
 
         A bundle of several blocks is so, too: each has the share of its bytes in the packing and in the collective.
@@ -83,7 +93,7 @@ class GraphEvents:
         return total
 
 
-def node_events(graph: fx.Graph, price: Price) -> Iterable[tuple[fx.Node, list[Event]]]:
+def node_events(graph: fx.Graph, price: PriceOf) -> Iterable[tuple[fx.Node, list[Event]]]:
     """Each operator with the waits in front of it and what it does; those that take no time among them."""
     due: dict[fx.Node, list[fx.Node]] = {}
     for node, moment in waited_before(graph).items():
@@ -99,10 +109,10 @@ def node_events(graph: fx.Graph, price: Price) -> Iterable[tuple[fx.Node, list[E
         priced = price(node)
         if node.target in c.COLLECTIVES:
             number[node] = started[_stream(node)] = started.get(_stream(node), 0) + 1
-            cause, seconds = priced or (Cause(""), 0.0)
-            events.append(Start(seconds, cause, _stream(node)))
-        elif priced is not None and priced[1]:
-            events.append(Work(priced[1], priced[0]))
+            priced = priced or Price(Cause(""), 0.0)
+            events.append(Start(priced.seconds, priced.cause, _stream(node), priced.start_s))
+        elif priced is not None and priced.seconds:
+            events.append(Work(priced.seconds, priced.cause))
         yield node, events
 
 
@@ -145,7 +155,7 @@ def _shares(events: Sequence[Event], sizes: Mapping[int, int]) -> list[tuple[int
 def _without_shares(event: Event) -> Event:
     """What is left of an event of a bundle where its shares are elsewhere."""
     if isinstance(event, Start):
-        return event._replace(seconds=0.0, takes_shares=True)
+        return event._replace(seconds=0.0, start_s=0.0, takes_shares=True)
     return event._replace(seconds=0.0) if isinstance(event, Work) else event
 
 

@@ -138,7 +138,7 @@ def _row(
     priced = simulator.price(node, layout)
     assert priced is not None
     return CollectiveRow(
-        label, task, kind, axes, spec.shape, _dtype(spec.dtype), size, share * size, runs, priced[1], why
+        label, task, kind, axes, spec.shape, _dtype(spec.dtype), size, share * size, runs, priced.seconds, why
     )
 
 

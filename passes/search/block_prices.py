@@ -71,7 +71,7 @@ class _Columns:
     """The terms of a block for role tables and micro-batches: arrays over columns, in seconds and bytes.
 
     ``forward_wait_s``, ``backward_wait_s``: of forward and backward, what is waited for where it starts;
-    ``gather_work_s`` and the like: casts and packing; ``forward_waits`` and the like: how many collectives.
+    ``gather_start_s`` and the like: to start them; ``gather_work_s`` and the like: casts and packing; ``forward_waits`` and the like: how many collectives.
     """
 
     forward_s: Floats
@@ -85,10 +85,13 @@ class _Columns:
     weight_s: Floats
     again_s: Floats
     gather_s: Floats
+    gather_start_s: Floats
     gather_work_s: Floats
     scatter_s: Floats
+    scatter_start_s: Floats
     scatter_work_s: Floats
     reduce_s: Floats
+    reduce_start_s: Floats
     reduce_work_s: Floats
     update_s: Floats
     static_bytes: Floats
@@ -178,15 +181,22 @@ def _prices(
     backward_s = terms.backward_s + weights_s - terms.weight_s + rebuild_s
     ahead_s, late_s = np.where(late, 0.0, gather_s), np.where(late, gather_s, 0.0)
     back_gather_s, back_reduce_s = np.where(again, ahead_s, 0.0), scatter_s + reduce_s
+    ahead_start_s = np.where(ahead_s > 0, terms.gather_start_s, 0.0)
+    back_start_s = (
+        np.where(again, ahead_start_s, 0.0)
+        + np.where(once, 0.0, terms.scatter_start_s)
+        + np.where(staged, 0.0, terms.reduce_start_s)
+    )
     transient = terms.transient_bytes + terms.gathered_bytes - kept + ahead + rebuilt
-    exposed = _exposed_s(backward_s, terms.backward_wait_s, back_gather_s + back_reduce_s, overlap)
+    exposed = _exposed_s(backward_s, terms.backward_wait_s, back_gather_s + back_reduce_s, back_start_s, overlap)
+    forward_exposed = _exposed_s(forward_s, terms.forward_wait_s, ahead_s, ahead_start_s, overlap)
     gathers = np.where(once, 0.0, terms.gather_waits)
     forward_late_s = _late_s(forward_s - terms.forward_wait_s, terms.forward_waits + gathers, overlap)
     waits = terms.backward_waits + np.where(recompute, terms.again_waits, 0.0) + np.where(again, gathers, 0.0)
     backward_late_s = _late_s(backward_s - terms.backward_wait_s, waits, overlap)
     of_weights = back_reduce_s / np.maximum(back_gather_s + back_reduce_s, _TINY_S)
     return BlockPrices(
-        forward_s=forward_s + _exposed_s(forward_s, terms.forward_wait_s, ahead_s, overlap) + late_s + forward_late_s,
+        forward_s=forward_s + forward_exposed + late_s + forward_late_s,
         backward_s=backward_s + exposed + np.where(again, late_s, 0.0) + backward_late_s,
         weight_s=weights_s + exposed * of_weights,
         once_s=terms.update_s
@@ -199,9 +209,10 @@ def _prices(
     )
 
 
-def _exposed_s(busy_s: Floats, wait_s: Floats, sent_s: Floats, overlap: Overlap) -> Floats:
+def _exposed_s(busy_s: Floats, wait_s: Floats, sent_s: Floats, start_s: Floats, overlap: Overlap) -> Floats:
     """What sending adds to ``busy_s``, in ``wait_s`` of which the device waits for other links and computes nothing."""
-    return exposed_s(busy_s - wait_s, np.maximum(sent_s - wait_s, 0.0), overlap)
+    rest_s = np.maximum(sent_s - wait_s, 0.0)
+    return exposed_s(busy_s - wait_s, rest_s, np.minimum(start_s, rest_s), overlap)
 
 
 def _late_s(busy_s: Floats, waits: Floats, overlap: Overlap) -> Floats:
@@ -210,9 +221,10 @@ def _late_s(busy_s: Floats, waits: Floats, overlap: Overlap) -> Floats:
 
 
 class _Sent(NamedTuple):
-    """``[C]`` each: seconds of sending, and of casts and packing on the way; how many collectives."""
+    """``[C]`` each: seconds of sending, of these to start, and of casts and packing on the way; how many collectives."""
 
     seconds: Floats
+    start_s: Floats
     work_s: Floats
     collectives: Floats
 
@@ -239,29 +251,32 @@ class _Evaluation:
 
     def columns(self) -> _Columns:
         forward, backward, weight, again = self._compute()
-        moves, packing, waits = self._moves()
+        moves = self._moves()
         gather, gathered = self._gathers()
         static, update = self._static()
         gradients, whole, largest = self._gradients()
         saved = self._on_rank(self.terms.saved)
         lives = [(life.alive @ self._on_rank(life.values)).max(axis=0, initial=0.0) for life in self.terms.lives]
         return _Columns(
-            forward_s=forward + moves["forward"],
-            backward_s=backward + moves["backward"],
-            forward_wait_s=moves["forward"],
-            backward_wait_s=moves["backward"],
-            forward_waits=waits["forward"],
-            backward_waits=waits["backward"],
-            again_waits=waits["again"],
+            forward_s=forward + moves["forward"].seconds,
+            backward_s=backward + moves["backward"].seconds,
+            forward_wait_s=moves["forward"].seconds,
+            backward_wait_s=moves["backward"].seconds,
+            forward_waits=moves["forward"].collectives,
+            backward_waits=moves["backward"].collectives,
+            again_waits=moves["again"].collectives,
             gather_waits=gather.collectives,
             weight_s=weight,
-            again_s=again + moves["again"],
+            again_s=again + moves["again"].seconds,
             gather_s=gather.seconds,
+            gather_start_s=gather.start_s,
             gather_work_s=gather.work_s,
-            scatter_s=moves["scatter"],
-            scatter_work_s=packing["scatter"],
-            reduce_s=moves["reduce"],
-            reduce_work_s=packing["reduce"],
+            scatter_s=moves["scatter"].seconds,
+            scatter_start_s=moves["scatter"].start_s,
+            scatter_work_s=moves["scatter"].work_s,
+            reduce_s=moves["reduce"].seconds,
+            reduce_start_s=moves["reduce"].start_s,
+            reduce_work_s=moves["reduce"].work_s,
             update_s=update,
             static_bytes=static,
             saved_bytes=saved.sum(axis=0),
@@ -294,27 +309,21 @@ class _Evaluation:
             seconds[rows] = op_time_s(OpCost(flops[rows], moved[rows], 0), dtype, device, kind)
         return [seconds[rows].sum(axis=0) for rows in picked]
 
-    def _moves(self) -> tuple[dict[str, Floats], dict[str, Floats], dict[str, Floats]]:
-        """Seconds of redistributions: by phase, and of finished gradients that are scattered or all-reduced. And those
-        of packing them, and how many there are."""
-        times = {slot: np.zeros(len(self.parts)) for slot in ("forward", "backward", "scatter", "reduce", "again")}
-        packing = {slot: np.zeros(len(self.parts)) for slot in times}
-        counts = {slot: np.zeros(len(self.parts)) for slot in times}
+    def _moves(self) -> dict[str, _Sent]:
+        """The redistributions by phase, and finished gradients that are scattered or all-reduced."""
+        slots = ("forward", "backward", "scatter", "reduce", "again")
+        moved = dict.fromkeys(slots, _Sent(*(np.zeros(len(self.parts)) for _ in _Sent._fields)))
         size = self._on_rank(self.terms.moved)
         for move in dict.fromkeys(self.terms.moves):
             rows = np.flatnonzero([other == move for other in self.terms.moves])
             found = self._sent(move.kind, size[rows], move.role, bundled=move.slot in ("scatter", "reduce"))
-            times[move.slot] += found.seconds
-            packing[move.slot] += found.work_s
-            counts[move.slot] += found.collectives
-            if move.rebuilt:
-                times["again"] += found.seconds
-                counts["again"] += found.collectives
-        return times, packing, counts
+            for slot in (move.slot, "again") if move.rebuilt else (move.slot,):
+                moved[slot] = _Sent(*map(np.add, moved[slot], found))
+        return moved
 
     def _sent(self, kind: str, size: Floats, role: int, bundled: bool) -> _Sent:
         """Collectives of ``size[V, C]`` bytes over the axes of a role, one kind of axes after the other, added up."""
-        seconds, packing, count = (np.zeros(len(self.parts)) for _ in range(3))
+        seconds, starts, packing, count = (np.zeros(len(self.parts)) for _ in _Sent._fields)
         for served, columns in self.axes[role].items():
             for group, own in self._by_kind(kind, size[:, columns], served):
                 if not bundled:
@@ -325,10 +334,11 @@ class _Evaluation:
                 shared = kind == "all_reduce" and not self.cluster.overlap.gains
                 device, found = self.cluster.device, bundled_s(kind, own, group, shared)
                 seconds[columns] += found.seconds
+                starts[columns] += found.start_s
                 count[columns] += found.collectives
                 packing[columns] += traffic_s(device, _PACKING_PASSES * found.packed_bytes)
                 packing[columns] += device.launch_overhead_s * found.packed
-        return _Sent(seconds, packing, count)
+        return _Sent(seconds, starts, packing, count)
 
     def _by_kind(self, kind: str, size: Floats, served: AxisKinds) -> Iterator[tuple[list[Axis], Floats]]:
         """The axes of each kind, and the bytes of a collective over these alone: of what the kinds before it leave."""
@@ -365,11 +375,11 @@ class _Evaluation:
         computed, cast = weights.computed[weights.used, None], weights.cast[weights.used, None]
         read = np.where(cast, own * (1 + computed) / np.where(computed < 1, degrees, 1.0), 0.0)
         nothing = np.zeros(len(self.parts))
-        made = _Sent(nothing, traffic_s(self.cluster.device, read.sum(axis=0)), nothing)
+        made = _Sent(nothing, nothing, traffic_s(self.cluster.device, read.sum(axis=0)), nothing)
         if "zero" in roles:
             moved = np.where(degrees > 1, own * np.minimum(computed, 1.0), 0.0)
             sent = self._sent("all_gather", moved, roles.index("zero"), bundled=True)
-            made = _Sent(sent.seconds, made.work_s + sent.work_s, sent.collectives)
+            made = sent._replace(work_s=made.work_s + sent.work_s)
         return made, np.where(cast | (degrees > 1), own * computed, 0.0).sum(axis=0)
 
     def _static(self) -> tuple[Floats, Floats]:

@@ -25,13 +25,14 @@ def test_from_then_on_starting_is_a_fifth(kind: str) -> None:
 def test_nobody_to_talk_to() -> None:
     alone = (Axis("a", 1, 1e-5, 1e10),)
     assert bundle_bytes("all_reduce", alone) == 0
-    assert bundled_s("all_reduce", np.array([[8.0], [8.0]]), alone) == (0, 0, 0, 0)
+    assert bundled_s("all_reduce", np.array([[8.0], [8.0]]), alone) == (0, 0, 0, 0, 0)
 
 
 @given(kind=st.sampled_from(KINDS), sizes=st.lists(st.integers(0, 2**24), min_size=1, max_size=6))
 def test_no_more_than_alone_and_no_less_than_as_one(kind: str, sizes: list[int]) -> None:
     column = np.array([[float(size)] for size in sizes])
-    seconds, collectives, count, packed = bundled_s(kind, column, AXES)
+    seconds, start, collectives, count, packed = bundled_s(kind, column, AXES)
+    assert 0.0 <= start <= seconds * (1 + 1e-9)
     assert seconds <= collective_s(kind, column, AXES).sum() * (1 + 1e-9)
     assert seconds >= collective_s(kind, float(sum(sizes)), AXES) * (1 - 1e-9)
     small = [size for size in sizes if 0 < size < bundle_bytes(kind, tuple(AXES))]

@@ -20,12 +20,13 @@ def sent(stream: int) -> Cause:
 
 
 @st.composite
-def event_lists(draw: st.DrawFn) -> list[Event]:
-    """Up to 12 events on two streams, none of which waits for what has not begun."""
+def event_lists(draw: st.DrawFn, starts: bool = True) -> list[Event]:
+    """Up to 12 events on two streams, none of which waits for what has not begun; ``starts``: which take time."""
     events: list[Event] = []
     for _ in range(draw(st.integers(0, 12))):
         stream = draw(st.integers(0, 1))
-        kinds = (Work(draw(SECONDS), Cause(COMPUTE)), Start(draw(SECONDS), sent(stream), stream))
+        seconds, part = draw(SECONDS), draw(st.sampled_from([0.0, 0.25, 1.0])) if starts else 0.0
+        kinds = (Work(seconds, Cause(COMPUTE)), Start(seconds, sent(stream), stream, part * seconds))
         events.append(draw(st.sampled_from([*kinds, Wait(stream, draw(st.integers(0, 3)))])))
     return events
 
@@ -59,9 +60,9 @@ def test_parts_add_up(events: list[Event], overlap: Overlap) -> None:
     assert sorted(run.spans_s) == starts and all(a <= b <= run.now_s for a, b in run.spans_s.values())
 
 
-@given(events=event_lists())
+@given(events=event_lists(starts=False))
 def test_sharing_evenly_gains_nothing(events: list[Event]) -> None:
-    """On one stream: as one after the other."""
+    """On one stream, and but for what collectives take to start: as one after the other."""
     one = [event for event in events if isinstance(event, Work) or event.stream == 0]
     run = StreamRun.of(one, NOTHING_GAINED)
     assert run.now_s == pytest.approx(work_s(one) + sent_s(one, 0), abs=1e-9)
@@ -73,17 +74,18 @@ def test_more_bytes_never_take_less(events: list[Event], overlap: Overlap, numbe
     overlap = overlap if 1 / overlap.compute + 1 / overlap.communication >= 1 else NOTHING_GAINED
     one = [event for event in events if isinstance(event, Work) or event.stream == 0]
     longer = [
-        Start(event.seconds + more_s, event.cause, event.stream) if i == number and isinstance(event, Start) else event
+        event._replace(seconds=event.seconds + more_s) if i == number and isinstance(event, Start) else event
         for i, event in enumerate(one)
     ]
     assert StreamRun.of(longer, overlap).now_s >= StreamRun.of(one, overlap).now_s * (1 - 1e-9) - 1e-12
 
 
-@given(compute=SECONDS, communication=SECONDS, overlap=OVERLAPS)
-def test_the_formula(compute: float, communication: float, overlap: Overlap) -> None:
-    events = [Start(communication, sent(0), 0), Work(compute, Cause(COMPUTE)), Wait(0, 0)]
+@given(compute=SECONDS, communication=SECONDS, start=st.floats(0.0, 1.0), overlap=OVERLAPS)
+def test_the_formula(compute: float, communication: float, start: float, overlap: Overlap) -> None:
+    events = [Start(communication, sent(0), 0, start * communication), Work(compute, Cause(COMPUTE)), Wait(0, 0)]
     expected = StreamRun.of(events, overlap).now_s - compute
-    assert exposed_s(np.array([compute]), np.array([communication]), overlap)[0] == pytest.approx(expected, abs=1e-9)
+    arrays = (np.array([seconds]) for seconds in (compute, communication, start * communication))
+    assert exposed_s(*arrays, overlap)[0] == pytest.approx(expected, abs=1e-9)
 
 
 def test_by_hand() -> None:
@@ -93,6 +95,13 @@ def test_by_hand() -> None:
     assert run.begins_s == pytest.approx([0.0, 0.0, 2.3, 2.3, 5.3])
     assert run.spans_s[0] == pytest.approx((0.0, 1.3)) and run.spans_s[3] == pytest.approx((2.3, 5.3))
     assert run.exposed == pytest.approx({sent(0): 0.3, sent(1): 3.0})
+
+
+def test_what_starts_is_not_slowed_down() -> None:
+    """1.3 s to start, in which 1 s is computed, then 1 s that takes 2 s beside computing of as much as 2 / 1.3 s."""
+    events = [Start(2.3, sent(0), 0, start_s=1.3), Work(3.0, Cause(COMPUTE)), Wait(0, 0)]
+    run = StreamRun.of(events, Overlap(1.3, 2.0))
+    assert run.spans_s[0] == pytest.approx((0.0, 3.3)) and run.begins_s[2] == pytest.approx(1.3 + 2.0 + 2.0 - 2 / 1.3)
 
 
 def test_the_first_wait_after_computing_takes_longer() -> None:
