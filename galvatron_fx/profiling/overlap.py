@@ -21,6 +21,7 @@ _PRODUCTS = 20
 _SHARING_PRODUCTS = 80  # as long as most of a step: in shorter work, ranks that end first leave the others their cores
 _COLLECTIVE_BYTES = 4 * 2**20
 _COLLECTIVES = 4
+_LEAST_BESIDE = 0.05  # of communicating, that is taken to have been done beside computing
 
 c10d = torch.ops._c10d_functional
 
@@ -59,22 +60,27 @@ def measure_overlap(ranks: Ranks, groups: Sequence[Group]) -> Overlap:
     if not groups:
         return Overlap()
     compute = _products(ranks.device_type, _PRODUCTS)
-    issue = _all_reduces(ranks.device_type, groups[-1])
-    slower = [_slowdowns(ranks, compute, issue) for _ in range(_ROUNDS)]
+    start, issue = (_all_reduces(ranks.device_type, groups[-1], size) for size in (4, _COLLECTIVE_BYTES))
+    slower = [_slowdowns(ranks, compute, start, issue) for _ in range(_ROUNDS)]
     compute_s, communication_s = (max(1.0, median(column)) for column in zip(*slower, strict=True))
     both = ranks.mean([compute_s, communication_s])
     return Overlap(both[0], both[1])
 
 
 def _slowdowns(
-    ranks: Ranks, compute: Callable[[], None], issue: Callable[[], list[torch.Tensor]]
+    ranks: Ranks,
+    compute: Callable[[], None],
+    start: Callable[[], list[torch.Tensor]],
+    issue: Callable[[], list[torch.Tensor]],
 ) -> tuple[float, float]:
     """(computing, communicating): each beside the other, relative to alone, by the part of the time that both run.
 
-    Both begin together. Whoever ends last has run alone for the rest: that is taken off.
+    Both begin together. What collectives take to ``start`` is not slowed down. Whoever ends last has run alone for the
+    rest: that is taken off.
     """
     compute_alone_s = _timed(ranks, compute)
-    communicate_alone_s = _timed(ranks, lambda: _wait(issue()))
+    start_s = _timed(ranks, lambda: _wait(start()))
+    send_alone_s = max(_timed(ranks, lambda: _wait(issue())) - start_s, 1e-9)
     ranks.together()
     start_s = ranks.clock_s()
     pending = issue()
@@ -82,11 +88,8 @@ def _slowdowns(
     computed_s = ranks.clock_s() - start_s
     _wait(pending)
     communicated_s = ranks.clock_s() - start_s
-    if communicated_s <= computed_s * 1.02:  # the collectives ended within the computation
-        return computed_s / max(compute_alone_s, 1e-9), computed_s / max(communicate_alone_s, 1e-9)
-    rest = (communicated_s - computed_s) / communicate_alone_s
-    done_beside = max(0.05, 1.0 - rest)
-    return computed_s / compute_alone_s, computed_s / (communicate_alone_s * done_beside)
+    beside_s = max(send_alone_s - (communicated_s - computed_s), _LEAST_BESIDE * send_alone_s)
+    return computed_s / max(compute_alone_s, 1e-9), (computed_s - start_s) / beside_s
 
 
 def _timed(ranks: Ranks, act: Callable[[], None]) -> float:
@@ -107,8 +110,8 @@ def _products(device: str, count: int) -> Callable[[], None]:
     return run
 
 
-def _all_reduces(device: str, group: Group) -> Callable[[], list[torch.Tensor]]:
-    tensors = [torch.ones(_COLLECTIVE_BYTES // 4, device=device) for _ in range(_COLLECTIVES)]
+def _all_reduces(device: str, group: Group, size_bytes: int) -> Callable[[], list[torch.Tensor]]:
+    tensors = [torch.ones(size_bytes // 4, device=device) for _ in range(_COLLECTIVES)]
     return lambda: [c10d.all_reduce(tensor, "sum", group.handle.group_name) for tensor in tensors]
 
 

@@ -71,7 +71,8 @@ class _Columns:
     """The terms of a block for role tables and micro-batches: arrays over columns, in seconds and bytes.
 
     ``forward_wait_s``, ``backward_wait_s``: of forward and backward, what is waited for where it starts;
-    ``gather_start_s`` and the like: to start them; ``gather_work_s`` and the like: casts and packing; ``forward_waits`` and the like: how many collectives.
+    ``gather_start_s`` and the like: to start them; ``gather_work_s`` and the like: casts and packing; ``forward_waits``
+    and the like: how many collectives.
     """
 
     forward_s: Floats
@@ -221,7 +222,7 @@ def _late_s(busy_s: Floats, waits: Floats, overlap: Overlap) -> Floats:
 
 
 class _Sent(NamedTuple):
-    """``[C]`` each: seconds of sending, of these to start, and of casts and packing on the way; how many collectives."""
+    """``[C]`` each: seconds of sending, of these to start, and of casts and packing; how many collectives."""
 
     seconds: Floats
     start_s: Floats
