@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -283,6 +284,21 @@ def check_plan(plan: Plan, graph: fx.GraphModule, cluster: Cluster) -> None:
     marks = fingerprints(graph)
     plan.check(graph_fingerprint(graph, marks), marks, cluster.shape, policy_of(graph))
     check_batch(plan, graph)
+    _warn_without_sequence(plan, graph)
+
+
+def _warn_without_sequence(plan: Plan, graph: fx.GraphModule) -> None:
+    """Tell of roles that have nothing to split; :mod:`galvatron_fx.ir.symbols` says where a graph has no sequence."""
+    symbols = graph.meta.get("symbols")
+    if symbols is not None and symbols.sequence:
+        return
+    for role, stays in (("sequence", "its ranks all compute the same"), ("tensor_sequence", "it is as 'tensor'")):
+        if any(role in block.strategy.roles for block in plan.blocks):
+            warnings.warn(
+                f"role '{role}' splits no sequence in this model, so {stays}: the model fixes the length, or takes no "
+                f"inputs of [batch, sequence]. Let positions follow the inputs' length, or give other roles",
+                stacklevel=3,
+            )
 
 
 def check_batch(plan: Plan, graph: fx.GraphModule) -> None:

@@ -19,6 +19,7 @@ from torch import fx
 
 from galvatron_fx.errors import GalvatronError
 from galvatron_fx.ir.annotations import Dim, TensorSpec, facts, set_facts
+from galvatron_fx.ir.torch_compat import failures_unlogged
 
 BATCH = sympy.Symbol("b", positive=True, integer=True)
 SEQUENCE = sympy.Symbol("s", positive=True, integer=True)
@@ -54,7 +55,8 @@ def fit_symbols(
     graph.meta["symbols"] = None
     for other in _other_sizes(batch, sequence):
         try:
-            second = retrace(_resized(shapes, dtypes, (batch, sequence), other))
+            with failures_unlogged():
+                second = retrace(_resized(shapes, dtypes, (batch, sequence), other))
         except GalvatronError:
             continue
         base = Sizes(batch, sequence if other.sequence else 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -52,6 +53,7 @@ __all__ = [
     "decomposition",
     "default_store",
     "export_joint",
+    "failures_unlogged",
     "flight_record",
     "graph_module",
     "has_sharding_rules",
@@ -365,6 +367,18 @@ def trace_artifact(name: str, text: str) -> None:
         payload_fn=lambda: text,
         expect_trace_id=False,
     )
+
+
+@contextlib.contextmanager
+def failures_unlogged() -> Iterator[None]:
+    """Trace something that may well fail: torch logs every operator that refuses its shapes as an error."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def default_store() -> c10d.Store:

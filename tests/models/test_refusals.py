@@ -46,6 +46,18 @@ class Counts(nn.Module):
         return self.layer(x[x[:, 0] > 0]).sum()
 
 
+class FixedPositions(nn.Module):
+    """Takes token ids of one length alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(7, 8), nn.Parameter(torch.zeros(6, 8))
+        self.head = nn.Linear(8, 7)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.tokens(ids) + self.positions).flatten(0, 1), ids.flatten())
+
+
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
     """A mesh of one rank: this process."""
@@ -66,6 +78,17 @@ def test_plan_of_another_model() -> None:
     model, inputs = zoo.gpt2(layers=1)
     with pytest.raises(PlanError, match="search"):
         galvatron_fx.explain(model, CLUSTER, inputs, plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("role", "told"), [("sequence", "its ranks all compute the same"), ("tensor_sequence", "it is as 'tensor'")]
+)
+def test_roles_without_a_sequence_are_told(role: str, told: str, caplog: pytest.LogCaptureFixture) -> None:
+    """And what torch logs of lengths that the model does not take is kept from people."""
+    inputs = {"ids": torch.zeros(4, 6, dtype=torch.int64)}
+    with pytest.warns(UserWarning, match=f"role '{role}' splits no sequence.*{told}.*or give other roles"):
+        galvatron_fx.explain(FixedPositions(), CLUSTER, inputs, plan=Plan.uniform((2,), (role,)))
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_plan_with_another_number_of_blocks() -> None:
