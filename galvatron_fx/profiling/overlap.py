@@ -12,10 +12,10 @@ from galvatron_fx.profiling.collectives import Group
 from galvatron_fx.profiling.ranks import Ranks
 from passes.codegen import finished
 
-__all__ = ["measure_overlap", "measure_sharing"]
+__all__ = ["measure_overlap", "measure_sharing", "slowdowns"]
 
-_ROUNDS = 5
-_SHARING_ROUNDS = 9
+_ROUNDS = 25
+_SHARING_ROUNDS = 15
 _WIDTH = 384  # of square products: 0.1 GFLOP each
 _PRODUCTS = 20
 _SHARING_PRODUCTS = 80  # as long as most of a step: in shorter work, ranks that end first leave the others their cores
@@ -73,23 +73,30 @@ def _slowdowns(
     start: Callable[[], list[torch.Tensor]],
     issue: Callable[[], list[torch.Tensor]],
 ) -> tuple[float, float]:
-    """(computing, communicating): each beside the other, relative to alone, by the part of the time that both run.
-
-    Both begin together. What collectives take to ``start`` is not slowed down. Whoever ends last has run alone for the
-    rest: that is taken off.
-    """
-    compute_alone_s = _timed(ranks, compute)
-    start_s = _timed(ranks, lambda: _wait(start()))
-    send_alone_s = max(_timed(ranks, lambda: _wait(issue())) - start_s, 1e-9)
+    """What :func:`slowdowns` makes of one round."""
+    compute_s, start_s, communicate_s = (
+        _timed(ranks, act) for act in (compute, lambda: _wait(start()), lambda: _wait(issue()))
+    )
     ranks.together()
-    start_s = ranks.clock_s()
+    begun_s = ranks.clock_s()
     pending = issue()
     compute()
-    computed_s = ranks.clock_s() - start_s
+    computed_s = ranks.clock_s() - begun_s
     _wait(pending)
-    communicated_s = ranks.clock_s() - start_s
-    beside_s = max(send_alone_s - (communicated_s - computed_s), _LEAST_BESIDE * send_alone_s)
-    return computed_s / max(compute_alone_s, 1e-9), (computed_s - start_s) / beside_s
+    return slowdowns(compute_s, start_s, communicate_s, computed_s, ranks.clock_s() - begun_s)
+
+
+def slowdowns(
+    compute_s: float, start_s: float, communicate_s: float, computed_s: float, communicated_s: float
+) -> tuple[float, float]:
+    """(computing, communicating): how many times longer each takes while the other runs.
+
+    Alone they take ``compute_s`` and ``communicate_s``, of which ``start_s`` to start, which is not slowed down. When
+    both begin at once, they have ended after ``computed_s`` and, at that moment or later, ``communicated_s``.
+    """
+    send_s = max(communicate_s - start_s, 1e-9)
+    beside_s = max(send_s - (communicated_s - computed_s), _LEAST_BESIDE * send_s)
+    return computed_s / max(compute_s, 1e-9), (computed_s - start_s) / beside_s
 
 
 def _timed(ranks: Ranks, act: Callable[[], None]) -> float:

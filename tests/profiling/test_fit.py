@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cost_models.curve_time import collective_curve_s, operator_curve_s
-from galvatron_fx.ir.overlap import Skew
+from cost_models.streams import Start, StreamRun, Wait, Work
+from galvatron_fx.ir.overlap import Overlap, Skew
+from galvatron_fx.ir.predicted import COMPUTE, Cause
 from galvatron_fx.profiling.fit import fit_collective, fit_operator
+from galvatron_fx.profiling.overlap import slowdowns
 from galvatron_fx.profiling.skew import fit_skew
 
 FLOPS = [2.0 * n**3 for n in (8, 32, 128, 512, 1024)] + [2.0 * 64 * n * n for n in (64, 256, 1024)]
@@ -45,3 +48,22 @@ def test_a_skew_is_found_again() -> None:
     found = fit_skew(computed, [Skew(30e-3, 0.45).seconds(each) for each in computed])
     assert (found.late_s, found.growth) == pytest.approx((30e-3, 0.45))
     assert fit_skew(computed, [-1e-4] * 4) == Skew()
+
+
+@given(
+    compute_s=st.floats(0.1, 1.0),
+    start_s=st.floats(0.0, 0.05),
+    rest_s=st.floats(0.001, 0.1),
+    overlap=st.builds(Overlap, st.floats(1.0, 3.0), st.floats(1.0, 9.0)),
+)
+def test_slowdowns_are_those_of_the_simulation(
+    compute_s: float, start_s: float, rest_s: float, overlap: Overlap
+) -> None:
+    """Where ``rest_s`` of sending are left when computing ends."""
+    beside_s = (compute_s * overlap.compute - start_s) / overlap.communication
+    assume(beside_s > 0.06 * (beside_s + rest_s))
+    sent, communicate_s = Cause("all_reduce", (0,)), start_s + beside_s + rest_s
+    events = [Start(communicate_s, sent, 0, start_s), Work(compute_s, Cause(COMPUTE)), Wait(0, 0)]
+    run = StreamRun.of(events, overlap)
+    found = slowdowns(compute_s, start_s, communicate_s, *run.begins_s[2:])
+    assert found == pytest.approx((overlap.compute, overlap.communication))
