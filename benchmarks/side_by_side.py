@@ -2,8 +2,7 @@
 
 For each strategy the model is made parallel by hand (DDP, FSDP2, DTensor's parallelize_module, their combination,
 torch.distributed.pipelining) and compiled by Galvatron-FX with the plan of the same strategy; steps are taken in turns
-in one run, and the ratios of median step times and of peak memory are printed. What is written by hand runs in
-processes of its own, since compiled modules change how their process keeps memory.
+in one run, and the ratios of median step times and of peak memory are printed.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ import machine
 from rich.console import Console
 from rich.table import Table
 from side_by_side_model import Size
-from side_by_side_rank import CASES, EAGER, FREE_CHOICE, INDUCTOR, OURS, TORCH_COMPILE, turns_of_a_side
-from turns import Conductor
+from side_by_side_rank import CASES
 
 from galvatron_fx.ir.units import format_bytes, format_seconds
 
@@ -31,40 +29,19 @@ Found = dict[str, tuple[float, int | None]]  # seconds and bytes by variant
 RANK = Path(__file__).with_name("side_by_side_rank.py")
 
 
-def run(name: str, size: Size, turns: int, sides: dict[str, list[str]]) -> Found | None:
-    """Median seconds and peak bytes by variant, of ``sides``; None where ranks failed."""
-    conductor = Conductor()
-    ranks = prod(CASES[name].mesh)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(RANK)]
+def run(name: str, size: Size, turns: int, free: bool, variants: list[str]) -> Found | None:
+    """Median seconds and peak bytes by variant; None where the ranks failed."""
     with tempfile.TemporaryDirectory() as folder:
-        paths = {side: Path(folder) / f"{side}.json" for side in sides}
-        processes = [
-            subprocess.Popen(
-                [
-                    *command,
-                    str(paths[side]),
-                    str(conductor.port),
-                    name,
-                    *map(json.dumps, (asdict(size), turns, variants)),
-                ],
-                stderr=(Path(folder) / f"{side}.txt").open("w"),
-                text=True,
-            )
-            for side, variants in sides.items()
-        ]
-        try:
-            for _ in range(turns_of_a_side(turns)):
-                for side in sides:
-                    conductor.give(paths[side].stem, processes)
-            return {name: found for path in paths.values() for name, found in json.loads(path.read_text()).items()}
-        except ChildProcessError as failure:
-            ends = [(Path(folder) / f"{side}.txt").read_text()[-4000:] for side in sides]
-            print(failure, *ends, sep="\n", file=sys.stderr)
+        path = Path(folder) / "found.json"
+        arguments = [str(path), name, *map(json.dumps, (asdict(size), turns, free, variants))]
+        ranks = prod(CASES[name].mesh)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        done = subprocess.run([*command, str(RANK), *arguments], stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            print(done.stderr[-4000:], file=sys.stderr)
             return None
-        finally:
-            for process in processes:
-                process.terminate()
-                process.wait()
+        found: Found = json.loads(path.read_text())
+        return found
 
 
 def main() -> None:
@@ -76,11 +53,7 @@ def main() -> None:
     parser.add_argument("--free", action="store_true", help="let the search choose as well")
     parser.add_argument("--torch-compile", action="store_true", help="both with inductor, too")
     options = parser.parse_args()
-    compiled = options.torch_compile
-    sides = {
-        "by hand": [EAGER, *([TORCH_COMPILE] if compiled else [])],
-        "ours": [OURS, *([INDUCTOR] if compiled else []), *([FREE_CHOICE] if options.free else [])],
-    }
+    variants = ["eager", *(["torch.compile"] if options.torch_compile else [])]
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{machine.describe()}\n")
     for size_name in options.sizes:
@@ -90,11 +63,11 @@ def main() -> None:
         )
         table = Table("strategy", "variant", "step", "ratio", "peak", "ratio")
         for name in options.cases:
-            found = run(name, size, options.turns, sides)
+            found = run(name, size, options.turns, options.free, variants)
             if found is None:
                 table.add_row(name, "failed", "", "", "", "")
                 continue
-            plain_s, plain_bytes = found[EAGER]
+            plain_s, plain_bytes = found["eager"]
             assert plain_bytes is not None
             console.print(f"{name}: {', '.join(f'{v} {format_seconds(seconds)}' for v, (seconds, _) in found.items())}")
             for variant, (seconds, peak) in found.items():

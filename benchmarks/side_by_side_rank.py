@@ -1,4 +1,4 @@
-"""One rank of ``side_by_side.py``, started by it through torchrun: a case by hand or compiled, in turns."""
+"""One rank of ``side_by_side.py``, started by it through torchrun: a case by hand and compiled, in turns."""
 
 from __future__ import annotations
 
@@ -18,13 +18,9 @@ from side_by_side_model import ByHand, Size, Step
 from tensor_memory import TensorMemory, held_tensors
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from turns import Turns
 
 import galvatron_fx as gfx
 from galvatron_fx.ir.pipelining import Pipelining
-
-EAGER, TORCH_COMPILE = "eager", "torch.compile"  # by hand
-OURS, INDUCTOR, FREE_CHOICE = "ours", "ours, inductor", "free choice"
 
 _PROFILE_S = 30.0  # of measuring the machine, where the search chooses
 
@@ -82,46 +78,41 @@ class Trained(Contender):
         return self.step_s, None if self.has_kernels else self.peak_bytes()
 
 
-def contender(case: Case, size: Size, variant: str) -> Trained:
-    """The strategy by hand, eager or compiled by torch, or by our plan of it, eager or with inductor, or freely."""
-    if variant in (EAGER, TORCH_COMPILE):
-        parallel = case.by_hand(size, dist.get_world_size(), variant == TORCH_COMPILE)
-        return Trained(parallel.module, parallel.forward_backward, variant == TORCH_COMPILE)
-    batch, mesh = hand.new_batch(size), init_device_mesh("cpu", case.mesh)
-    options: dict[str, Any] = {"plan": case.plan(), "backend": "inductor" if variant == INDUCTOR else "eager"}
-    if variant == FREE_CHOICE:
-        options = {"roles": gfx.ir.strategy.ROLES, "cluster": gfx.Cluster.measure(mesh, seconds=_PROFILE_S)}
-    model = gfx.compile(hand.new_model(size), mesh, batch, **options)
-    return Trained(model, lambda: model.forward_backward(**batch), variant == INDUCTOR)
+def contenders(case: Case, size: Size, free: bool, variants: list[str]) -> dict[str, Trained]:
+    """What takes part: the strategy by hand, eager or compiled by torch, our plan of it, and our own choice."""
+    batch = hand.new_batch(size)
+    ranks = dist.get_world_size()
+    made: dict[str, Trained] = {}
+    for variant in variants:
+        parallel = case.by_hand(size, ranks, variant == "torch.compile")
+        made[variant] = Trained(parallel.module, parallel.forward_backward, variant == "torch.compile")
+    mesh = init_device_mesh("cpu", case.mesh)
 
+    def ours(**options: Any) -> Trained:
+        model = gfx.compile(hand.new_model(size), mesh, batch, **options)
+        return Trained(model, lambda: model.forward_backward(**batch), options.get("backend") == "inductor")
 
-def turns_of_a_side(turns: int) -> int:
-    """So many turns: to make the contenders, to warm up, the counted ones, and one for results."""
-    return 1 + WARM_UP + turns + 1
+    made["ours"] = ours(plan=case.plan())
+    if "torch.compile" in variants:
+        made["ours, inductor"] = ours(plan=case.plan(), backend="inductor")
+    if free:
+        made["free choice"] = ours(roles=gfx.ir.strategy.ROLES, cluster=gfx.Cluster.measure(mesh, seconds=_PROFILE_S))
+    return made
 
 
 def main() -> None:
-    """Run one rank: path of the result (JSON, by rank 0), the conductor's port, case, size, turns, variants."""
-    path, port, name, size, turns, variants = (
-        Path(sys.argv[1]),
-        int(sys.argv[2]),
-        sys.argv[3],
-        *map(json.loads, sys.argv[4:7]),
-    )
+    """Run one rank: path of the result (JSON, by rank 0), case, size, turns, whether to search, variants by hand."""
+    path, name, size, turns, free, variants = Path(sys.argv[1]), sys.argv[2], *map(json.loads, sys.argv[3:7])
     torch.set_num_threads(1)
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     dist.init_process_group("gloo")
-    own = Turns(path.stem, port)
-    with own.next():
-        made = {variant: contender(CASES[name], Size(**size), variant) for variant in variants}
+    made = contenders(CASES[name], Size(**size), free, variants)
     for _ in range(WARM_UP + turns):
-        with own.next():
-            for one in made.values():
-                one.timed()
-    with own.next():
-        found = {variant: one.result() for variant, one in made.items()}
-        if dist.get_rank() == 0:
-            path.write_text(json.dumps(found))
+        for contender in made.values():
+            contender.timed()
+    found = {variant: contender.result() for variant, contender in made.items()}
+    if dist.get_rank() == 0:
+        path.write_text(json.dumps(found))
     dist.destroy_process_group()
 
 

@@ -22,7 +22,6 @@ from galvatron_fx.ir.torch_compat import pytree
 from galvatron_fx.runtime.agreement import together
 from galvatron_fx.runtime.batch_rows import BatchRows, unmarked
 from galvatron_fx.runtime.dtensors import lie_like, local_part
-from galvatron_fx.runtime.host_memory import keep_freed_memory
 from galvatron_fx.runtime.lost_ranks import StepWatch
 from galvatron_fx.runtime.program import Program
 from galvatron_fx.runtime.staged_program import StagedProgram
@@ -204,8 +203,6 @@ class DistributedGraphModule(nn.Module):
 
     def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[AnyProgram, FlatInputs, list[int]]:
         """The program for a call, its inputs, and the positions of those of which this rank has but its own rows."""
-        if self.mesh.device_type == "cpu":
-            keep_freed_memory()
         flat, marked = unmarked(args, kwargs)
         flat, own = self._rows.spread(flat, marked)
         key = _key(flat, self.training)
