@@ -265,6 +265,8 @@ def _chosen(model: nn.Module, inputs: FlatInputs, options: _CompileOptions) -> t
 
     def check(graph: fx.GraphModule, chosen: Plan) -> None:
         check_plan(chosen, graph, cluster)
+        if options.plan is not None:
+            warn_without_sequence(chosen, graph)
 
     def describe(graph: fx.GraphModule) -> dict[str, str]:
         names = (name.strip("[]'") for name in inputs.tensor_names)
@@ -284,11 +286,12 @@ def check_plan(plan: Plan, graph: fx.GraphModule, cluster: Cluster) -> None:
     marks = fingerprints(graph)
     plan.check(graph_fingerprint(graph, marks), marks, cluster.shape, policy_of(graph))
     check_batch(plan, graph)
-    _warn_without_sequence(plan, graph)
 
 
-def _warn_without_sequence(plan: Plan, graph: fx.GraphModule) -> None:
-    """Tell of roles that have nothing to split; :mod:`galvatron_fx.ir.symbols` says where a graph has no sequence."""
+def warn_without_sequence(plan: Plan, graph: fx.GraphModule) -> None:
+    """Tell of roles in a plan that somebody gave that have nothing to split; :mod:`galvatron_fx.ir.symbols` says where
+    a graph has no sequence.
+    """
     symbols = graph.meta.get("symbols")
     if symbols is not None and symbols.sequence:
         return

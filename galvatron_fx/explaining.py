@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 
-from galvatron_fx.api import capture, check_plan, lower, search_options
+from galvatron_fx.api import capture, check_plan, lower, search_options, warn_without_sequence
 from galvatron_fx.errors import InputError
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.pass_dump import PassFolder
@@ -56,6 +56,8 @@ def explain(
         graph = capture(model, example_inputs, mixed_precision=mixed_precision, on_pass=note)
     if plan is None:
         plan = search_plan(graph, cluster, search_options(cluster, **options), watch)
+    else:
+        warn_without_sequence(plan, graph)
     check_plan(plan, graph, cluster)
     with watch.phase(LOWERING):
         lower(graph, plan, cluster, on_pass=note)

@@ -22,7 +22,13 @@ Check = Callable[[DeviceMesh], None]
 
 # What glibc says when it ends a process whose heap it finds damaged. It happens in about one of 15 long launches with
 # torch 2.13 and gloo, was found in no checker of memory so far, and cannot be done by Python code: see CONTRIBUTING.md.
-_DAMAGED_HEAP = ("malloc(): ", "free(): ", "double free or corruption", "corrupted size")
+_DAMAGED_HEAP = (
+    "malloc(): ",
+    "free(): ",
+    "double free or corruption",
+    "corrupted size",
+    "Fatal Python error: Segmentation fault",
+)
 
 
 def launched(script: Path, ranks: int, log: Path, *arguments: str, timeout_s: float) -> str:
