@@ -143,21 +143,32 @@ class StageSearch:
         alike = self._with_few_columns(choice)._fastest(budget, choice.first_blocks)
         return alike if alike is not None and alike.time_s <= choice.time_s * _LITTLE else choice
 
+    def uniform(self, choice: StageChoice, budget: float) -> StageChoice | None:
+        """The fastest choice whose blocks all have the roles of the main strategy of ``choice``, if there is one."""
+        main = self._main_roles(choice)
+        return self._among([s.roles == main for s in self.chain.strategies])._fastest(budget, choice.first_blocks)
+
     def _with_few_columns(self, choice: StageChoice) -> StageSearch:
         """The search among strategies that tell no axes apart but those that the main one does."""
-        chain = self.chain
-        spent = np.zeros(len(chain.strategies))
-        for block, pick in enumerate(choice.picks):
-            spent[pick] += chain.time[block, pick]
-        main = chain.strategies[int(spent.argmax())].roles
-        parted = [a != b for a, b in pairwise(main)]
-        fits = np.array(
+        parted = [a != b for a, b in pairwise(self._main_roles(choice))]
+        return self._among(
             [
                 all(apart or a == b for apart, (a, b) in zip(parted, pairwise(strategy.roles), strict=True))
-                for strategy in chain.strategies
+                for strategy in self.chain.strategies
             ]
         )
-        return StageSearch(replace(chain, allowed=chain.allowed & fits[None, :]), self.configuration, self.cluster)
+
+    def _main_roles(self, choice: StageChoice) -> tuple[str, ...]:
+        """The roles of the strategy that most time is spent under."""
+        spent = np.zeros(len(self.chain.strategies))
+        for block, pick in enumerate(choice.picks):
+            spent[pick] += self.chain.time[block, pick]
+        return self.chain.strategies[int(spent.argmax())].roles
+
+    def _among(self, fits: Sequence[bool]) -> StageSearch:
+        """The search among some of the strategies."""
+        allowed = self.chain.allowed & np.array(fits)[None, :]
+        return StageSearch(replace(self.chain, allowed=allowed), self.configuration, self.cluster)
 
     def run_at(self, cuts: Cuts, budget: float) -> StageChoice | None:
         """The fastest choice of one way to cut, or None; as :meth:`run` on meshes of few axes."""
