@@ -15,7 +15,7 @@ from galvatron_fx.ir.annotations import TensorSpec, facts, set_facts
 from galvatron_fx.ir.attention import on_device
 from galvatron_fx.ir.graph_copy import write_call
 from galvatron_fx.ir.precision import cast_gradient, cast_parameter
-from galvatron_fx.ir.torch_compat import num_holders
+from galvatron_fx.ir.torch_compat import all_gather_rows, num_holders
 from passes.communication_moments import waited_before
 
 aten = torch.ops.aten
@@ -72,7 +72,7 @@ def finished(result: Tensor, *read: Tensor) -> Tensor:
 
 def communicates(node: fx.Node) -> bool:
     """Whether a node of a bound graph starts a collective or waits for one."""
-    return node.target is finished or getattr(node.target, "namespace", None) == "_c10d_functional"
+    return node.target in (all_gather_rows, finished) or getattr(node.target, "namespace", None) == "_c10d_functional"
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def _bind_all_gather(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Node
     local = _scaled(write.shape, dim, 1, axis.size)
     ready = write(local, gather_ready, x)
     stacked = _scaled(local, 0, axis.size)
-    ranks = write.waited(stacked, c10d.all_gather_into_tensor.default, ready, axis.size, axis.group_name)
+    ranks = write.waited(stacked, all_gather_rows, ready, axis.size, axis.group_name)
     return ranks if (dim, outer) == (0, 1) else write(write.shape, from_ranks, ranks, dim, outer, axis.size)
 
 

@@ -234,6 +234,18 @@ def compile_functional(
         return compile_fx_inner(traced, fakes, is_inference=True)
 
 
+def all_gather_rows(x: torch.Tensor, num_ranks: int, group_name: str) -> torch.Tensor:
+    """Start an all-gather along dim 0; the result, (num_ranks · rows, ...), is to be waited for.
+
+    By ``out``, as ``all_gather_into_tensor`` damages the heap where collectives of one gloo group overlap: each of its
+    two threads then notes, without a lock, a name too long to be held in place ("ALLGATHER_COALESCED",
+    ``lastCompletedWorkName`` in torch 2.13's ``ProcessGroupGloo::runLoop``), and frees the one before.
+    """
+    out = x.new_empty((num_ranks * x.shape[0], *x.shape[1:]))
+    gathered: torch.Tensor = torch.ops._c10d_functional.all_gather_into_tensor_out(x, num_ranks, group_name, out=out)
+    return gathered
+
+
 def num_holders(tensor: torch.Tensor) -> int:
     """Return how many hold the tensor or a view of its memory; Python's object for it is one of them."""
     of_tensor = int(tensor._use_count())  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from galvatron_fx.ir.cluster import Axis, Cluster
 from galvatron_fx.ir.curves import CollectiveCurve
+from galvatron_fx.ir.torch_compat import all_gather_rows
 from galvatron_fx.profiling.fit import fit_collective
 from galvatron_fx.profiling.ranks import Ranks
 from galvatron_fx.profiling.timing import Rounds, Task
@@ -126,7 +127,7 @@ def _collective(
         return lambda: c10d.all_reduce(tensor, "sum", name)
     if kind == "all_gather":
         tensor = part()
-        return lambda: c10d.all_gather_into_tensor(tensor, degree, name)
+        return lambda: all_gather_rows(tensor, degree, name)
     if kind == "reduce_scatter":
         tensor = whole()
         return lambda: c10d.reduce_scatter_tensor(tensor, "sum", degree, name)

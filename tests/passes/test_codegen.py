@@ -170,8 +170,8 @@ return [finished]""",
             """\
 x: [4, 6]
 gather_ready = gather_ready(x): [4, 6]
-all_gather_into_tensor_default = all_gather_into_tensor(gather_ready, 2, rows): [8, 6]
-finished = finished(all_gather_into_tensor_default, gather_ready): [8, 6]
+all_gather_rows = all_gather_rows(gather_ready, 2, rows): [8, 6]
+finished = finished(all_gather_rows, gather_ready): [8, 6]
 return [finished]""",
         )
 
@@ -181,8 +181,8 @@ return [finished]""",
             """\
 x: [4, 6]
 gather_ready = gather_ready(x): [4, 6]
-all_gather_into_tensor_default = all_gather_into_tensor(gather_ready, 2, rows): [8, 6]
-finished = finished(all_gather_into_tensor_default, gather_ready): [8, 6]
+all_gather_rows = all_gather_rows(gather_ready, 2, rows): [8, 6]
+finished = finished(all_gather_rows, gather_ready): [8, 6]
 from_ranks = from_ranks(finished, 1, 2, 2): [4, 12]
 return [from_ranks]""",
         )

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,31 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 Check = Callable[[DeviceMesh], None]
 
-# What glibc says when it ends a process whose heap it finds damaged. It happens in about one of 15 long launches with
-# torch 2.13 and gloo, was found in no checker of memory so far, and cannot be done by Python code: see CONTRIBUTING.md.
-_DAMAGED_HEAP = (
-    "malloc(): ",
-    "free(): ",
-    "double free or corruption",
-    "corrupted size",
-    "Fatal Python error: Segmentation fault",
-)
-
 
 def launched(script: Path, ranks: int, log: Path, *arguments: str, timeout_s: float) -> str:
-    """Run ``script`` on so many ranks, and return what they print; after ``timeout_s`` they are told to end.
-
-    Where a heap was damaged, it is run once more, and the warning has the stacks of the rank that died.
-    """
-    told = _launched(script, ranks, log, *arguments, timeout_s=timeout_s)
-    if any(line.startswith(_DAMAGED_HEAP) for line in told.splitlines()):
-        stacks = told[max(told.find("Fatal Python error"), 0) :][:4000]
-        warnings.warn(f"a rank of {script.name} died of a damaged heap: it is started again. {stacks}", stacklevel=2)
-        told = _launched(script, ranks, log, *arguments, timeout_s=timeout_s)
-    return told
-
-
-def _launched(script: Path, ranks: int, log: Path, *arguments: str, timeout_s: float) -> str:
+    """Run ``script`` on so many ranks, and return what they print; after ``timeout_s`` they are told to end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"}
     with open(log, "w") as file:
