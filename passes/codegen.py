@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from galvatron_fx.ir import collectives as c
-from galvatron_fx.ir.annotations import TensorSpec, facts, set_facts
-from galvatron_fx.ir.attention import on_device
+from galvatron_fx.ir.annotations import TensorSpec, facts, has_facts, set_facts
 from galvatron_fx.ir.graph_copy import write_call
+from galvatron_fx.ir.kernels import Kernels
+from galvatron_fx.ir.op_call import input_nodes
 from galvatron_fx.ir.precision import cast_gradient, cast_parameter
 from galvatron_fx.ir.torch_compat import all_gather_rows, num_holders
 from passes.communication_moments import waited_before
@@ -82,12 +83,12 @@ class Codegen:
     Rewrite: ``y = all_reduce(x, "sum", 0)`` -> ``y = all_reduce(x, "sum", "group"); y = finished(y)``.
     A collective is waited for where :func:`passes.communication_moments.waited_before` says, so that it runs beside
     what comes in between; those that are open are not.
-    ``axes``: one per mesh axis of the lowering; ``device``: type of the devices that it runs on. Graphs are traced for
-    CPUs; tensors that they make or hold are put on the device, and attention becomes what the device has for it.
+    ``axes``: one per mesh axis of the lowering; ``kernels``: what operators are where it runs. Graphs are traced for
+    CPUs; tensors that they make or hold are put on the device.
     """
 
     axes: Sequence[BoundAxis]
-    device: str = "cpu"
+    kernels: Kernels = field(default_factory=Kernels)
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Rewrite ``graph`` in place and return it, recompiled."""
@@ -113,14 +114,24 @@ class Codegen:
                 begins[node] = before.next if before.next is not node else node.next
                 node.replace_all_uses_with(bound)
                 graph.erase_node(node)
-            elif self.device != "cpu":
-                node.target = on_device(node.target, self.device)
-                if "device" in node.kwargs:
-                    node.update_kwarg("device", torch.device(self.device))
+                continue
+            node.target = self._kernel(node)
+            if "device" in node.kwargs and self.device != "cpu":
+                node.update_kwarg("device", torch.device(self.device))
         for node, moment in moments.items():
             while moment in begins:
                 moment = begins[moment]
             _wait_before(moment, results[node])
+
+    def _kernel(self, node: fx.Node) -> Callable[..., Any]:
+        """What runs the operator of ``node``, which has tensors of known shapes, here."""
+        inputs = [facts(used).specs[0] if has_facts(used) else None for used in input_nodes(node)]
+        return self.kernels.of(node.target, inputs, node.kwargs)  # type: ignore[arg-type]
+
+    @property
+    def device(self) -> str:
+        """The type of the devices that it runs on."""
+        return self.kernels.device_type
 
     def axis_of(self, node: fx.Node) -> BoundAxis:
         """The bound axis that a collective node speaks of."""

@@ -1,8 +1,4 @@
-"""Fused attention on any device.
-
-Models are traced on fake CPU tensors, so graphs name the CPU's kernel, whatever they will run on: a plan that is made
-on a laptop is the plan of a cluster of GPUs. Code generation puts what is here in its place (:func:`on_device`).
-"""
+"""Fused attention on GPUs, in the place of the CPU's kernels, which captured graphs name."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["attention", "attention_backward", "on_device"]
+__all__ = ["ON_GPUS", "attention", "attention_backward"]
 
 aten = torch.ops.aten
 
@@ -25,11 +21,6 @@ _ALIGNED = 8  # widths and lengths of masks of which the kernels want a multiple
 _SUMS_ALIGNED = 32  # the memory-efficient kernel pads the sums of rows to a multiple
 
 FLASH, EFFICIENT, PLAIN = "flash", "efficient", "plain"
-
-
-def on_device(target: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    """What an operator of a captured graph is on devices of ``device_type``: itself, but for fused attention."""
-    return target if device_type == "cpu" else _ELSEWHERE.get(target, target)
 
 
 def attention(
@@ -173,7 +164,7 @@ def _plain_backward(
     return to_query.to(query.dtype), to_key.to(key.dtype), to_value.to(value.dtype)
 
 
-_ELSEWHERE: dict[Any, Callable[..., Any]] = {
+ON_GPUS: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_backward,
 }

@@ -20,7 +20,7 @@ from galvatron_fx.ir.overlap import Overlap, Skew
 
 __all__ = ["CLUSTER_VERSION", "read_cluster", "write_cluster"]
 
-CLUSTER_VERSION = 4
+CLUSTER_VERSION = 5
 _MAX_TEXT = 20_000_000
 _MAPPINGS = ("peak_flops", "calls", "sharing")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import TensorSpec, has_facts
-from galvatron_fx.ir.attention import on_device
 from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.kernels import Kernels
 from galvatron_fx.ir.op_call import OpCall, call_key, is_getitem, op_call
 from galvatron_fx.profiling.kernels import Kernel
+from galvatron_fx.profiling.library import fastest_kernels
 from galvatron_fx.profiling.ranks import Ranks
 from galvatron_fx.profiling.tensors import Pool
 from galvatron_fx.profiling.timing import Rounds, slowdown_among_all
@@ -42,14 +44,14 @@ def measure_calls(
     ``progress`` is told the share that is over. Calls that cannot be made from shapes alone keep the price of their
     curve, and so do views and very small ones.
     """
-    ranks, pool = Ranks(mesh), Pool(mesh.device_type)
+    ranks, pool, kernels = Ranks(mesh), Pool(mesh.device_type), fastest_kernels(mesh)
     asked = _distinct(graphs)
     with torch.no_grad():
-        kernels = {key: made for key, call in asked.items() if (made := _runnable(pool, call)) is not None}
-        tasks = [made.prepared for made in kernels.values()]
+        made = {key: kernel for key, call in asked.items() if (kernel := _runnable(pool, kernels, call)) is not None}
+        tasks = [partial(kernel.prepared, kernels) for kernel in made.values()]
         rounds = Rounds(ranks, tasks, slowdown=slowdown_among_all(dict(cluster.device.sharing)))
         times = rounds.run(seconds, 1, progress or (lambda share: None)) if tasks else []
-    calls = dict(cluster.device.calls) | dict(zip(kernels, times, strict=True))
+    calls = dict(cluster.device.calls) | dict(zip(made, times, strict=True))
     return replace(cluster, device=replace(cluster.device, calls=calls))
 
 
@@ -64,7 +66,7 @@ def _bytes(call: OpCall) -> int:
     return sum(spec.size_bytes for spec in (*call.inputs, *call.outputs) if spec is not None)
 
 
-def _runnable(pool: Pool, call: OpCall) -> Kernel | None:
+def _runnable(pool: Pool, kernels: Kernels, call: OpCall) -> Kernel | None:
     """A kernel that makes this call, or None where it does not take made-up tensors."""
     sizes = [size for spec in call.inputs[:1] for size in spec.shape]
     most = max(1, min(sizes, default=1))
@@ -82,7 +84,7 @@ def _runnable(pool: Pool, call: OpCall) -> Kernel | None:
     made = Kernel(call.target, make, call_key(call), "")
     args, kwargs = make(0)
     try:
-        on_device(call.target, pool.device)(*args, **kwargs)
+        kernels.of(call.target, call.inputs, kwargs)(*args, **kwargs)
     except (RuntimeError, TypeError, IndexError, ValueError):
         return None
     return made

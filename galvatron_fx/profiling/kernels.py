@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from cost_models.ops import OpCost, TensorFacts, kind_of, op_cost
-from galvatron_fx.ir.attention import on_device
+from galvatron_fx.ir.annotations import TensorSpec
+from galvatron_fx.ir.kernels import Kernels
 from galvatron_fx.ir.torch_compat import pytree
 
 __all__ = ["VIEW", "Kernel", "kernel"]
@@ -37,11 +38,11 @@ class Kernel:
     kind: str
     dtype: str
 
-    def prepared(self) -> Callable[[int], None]:
-        """Arguments are made now; the result runs the operator so many times."""
+    def prepared(self, kernels: Kernels) -> Callable[[int], None]:
+        """Arguments are made now; the result runs the operator, as it is by ``kernels``, so many times."""
         variants = [self.make(variant) for variant in range(_VARIANTS)]
         args, kwargs = variants[0]
-        target = self._on_device(args)
+        target = self._here(kernels, args, kwargs)
         size_bytes = sum(tensor.nbytes for tensor in _tensors(target(*args, **kwargs)))
         places = min(_VARIANTS, max(1, _STANDING_BYTES // max(1, size_bytes)))
         standing = [target(*args, **kwargs) for _ in range(places)]
@@ -53,17 +54,17 @@ class Kernel:
 
         return run
 
-    def cost(self) -> OpCost:
+    def cost(self, kernels: Kernels) -> OpCost:
         """Flops and bytes, as :func:`cost_models.ops.op_cost` counts them for a node of a graph."""
         args, kwargs = self.make(0)
-        outputs = _tensors(self._on_device(args)(*args, **kwargs))
+        outputs = _tensors(self._here(kernels, args, kwargs)(*args, **kwargs))
         inputs = _tensors((args, kwargs))
         given, named = _with_facts(args), _with_facts(kwargs)
         return op_cost(self.target, given, named, list(map(_facts, inputs)), list(map(_facts, outputs)))
 
-    def _on_device(self, args: tuple[Any, ...]) -> Callable[..., Any]:
-        """What the operator is where its arguments lie."""
-        return next((on_device(self.target, tensor.device.type) for tensor in _tensors(args)), self.target)
+    def _here(self, kernels: Kernels, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        specs = [TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in _tensors((args, kwargs))]
+        return kernels.of(self.target, specs, kwargs)
 
 
 def kernel(

@@ -14,6 +14,7 @@ from galvatron_fx.ir.curves import OperatorCurve
 from galvatron_fx.ir.device import Device
 from galvatron_fx.ir.overlap import Overlap
 from galvatron_fx.profiling.collectives import groups_of, measure_collectives
+from galvatron_fx.profiling.library import fastest_kernels
 from galvatron_fx.profiling.machine import origin_of
 from galvatron_fx.profiling.operators import all_kernels, measure_operators
 from galvatron_fx.profiling.overlap import measure_overlap, measure_sharing
@@ -89,10 +90,11 @@ def _measured_device(
     telling: Callable[[str], Callable[[float], None]],
 ) -> Device:
     torch.empty(_PRIME_BYTES, dtype=torch.uint8, device=ranks.device_type).zero_()
-    kernels = all_kernels(Pool(ranks.device_type), dtypes)
+    asked = all_kernels(Pool(ranks.device_type), dtypes)
+    kernels = fastest_kernels(ranks.mesh)
     sharing = measure_sharing(ranks)
     slowdown = slowdown_among_all(sharing)
-    found = measure_operators(ranks, kernels, _OPERATORS_SHARE * seconds, slowdown, telling(OPERATORS))
+    found = measure_operators(ranks, asked, kernels, _OPERATORS_SHARE * seconds, slowdown, telling(OPERATORS))
     curves = [*found.curves, measure_updates(ranks, _UPDATES_SHARE * seconds, slowdown, telling(UPDATES))]
     by_kind = {(curve.kind, curve.dtype): curve for curve in curves}
     first = str(dtypes[0]).removeprefix("torch.")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from galvatron_fx.ir.curves import OperatorCurve
+from galvatron_fx.ir.kernels import Kernels
 from galvatron_fx.profiling.elementwise import elementwise_kernels
 from galvatron_fx.profiling.fit import fit_operator
 from galvatron_fx.profiling.kernels import VIEW, Kernel
@@ -35,14 +37,22 @@ class Operators:
 
 
 def measure_operators(
-    ranks: Ranks, kernels: Sequence[Kernel], seconds: float, slowdown: float, done: Callable[[float], None]
+    ranks: Ranks,
+    asked: Sequence[Kernel],
+    kernels: Kernels,
+    seconds: float,
+    slowdown: float,
+    done: Callable[[float], None],
 ) -> Operators:
-    """Measure all ``kernels`` and fit curves by kind and dtype; ``slowdown`` as of :class:`Rounds`."""
+    """Measure all that is ``asked``, as ``kernels`` run it, and fit curves by kind and dtype; ``slowdown`` as of
+    :class:`Rounds`.
+    """
     with torch.no_grad():
-        costs = [made.cost() for made in kernels]
-        times = Rounds(ranks, [made.prepared for made in kernels], slowdown=slowdown).run(seconds, 1, done)
+        costs = [made.cost(kernels) for made in asked]
+        tasks = [partial(made.prepared, kernels) for made in asked]
+        times = Rounds(ranks, tasks, slowdown=slowdown).run(seconds, 1, done)
     groups: dict[tuple[str, str], list[int]] = {}
-    for i, made in enumerate(kernels):
+    for i, made in enumerate(asked):
         groups.setdefault((made.kind, made.dtype), []).append(i)
     view_s = 0.0
     curves = []
@@ -58,7 +68,7 @@ def measure_operators(
             fit_operator(kind, dtype, flops if depends else [0.0] * len(rows), moved, [times[i] for i in rows])
         )
     rates: dict[str, float] = {}
-    for made, cost, spent in zip(kernels, costs, times, strict=True):
+    for made, cost, spent in zip(asked, costs, times, strict=True):
         if made.kind == "matmul":
             rates[made.dtype] = max(rates.get(made.dtype, 0.0), float(cost.flops) / spent)
     return Operators(curves, view_s, rates)

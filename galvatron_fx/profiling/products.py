@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from galvatron_fx.ir.attention import on_device
+from galvatron_fx.ir.kernels import Kernels
 from galvatron_fx.profiling.kernels import Kernel, kernel
 from galvatron_fx.profiling.tensors import Pool
 
@@ -67,7 +67,7 @@ def _attention(pool: Pool, dtype: torch.dtype, shape: tuple[int, int, int, int])
 
     def again(variant: int) -> list[object]:
         query, key, value = inputs(variant)
-        out, sums = on_device(forward, pool.device)(query, key, value, 0.0, True)
+        out, sums = Kernels(pool.device).of(forward, (), {})(query, key, value, 0.0, True)
         grad = pool.tensor((batch, sequence, heads, width), dtype, variant).transpose(1, 2)
         return [grad, query, key, value, out, sums, 0.0, True]
 

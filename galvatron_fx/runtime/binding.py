@@ -11,11 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from galvatron_fx.errors import PlanError
 from galvatron_fx.ir.annotations import Port, signature
 from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.kernels import Kernels
 from galvatron_fx.ir.layout import Layout
 from galvatron_fx.ir.placement import Placement
 from galvatron_fx.ir.plan import Plan
 from galvatron_fx.ir.schedule import Schedule
 from galvatron_fx.ir.strategy import original_name
+from galvatron_fx.profiling.library import fastest_kernels
 from galvatron_fx.runtime.backends import Backend
 from galvatron_fx.runtime.program import Program
 from galvatron_fx.runtime.staged_program import PipelineGroup, StagedProgram
@@ -36,13 +38,14 @@ class Binder:
     """Binds plans without stages; ``mesh``: the ranks with one dim per column of the layout."""
 
     mesh: DeviceMesh
+    kernels: Kernels
     lowered: Lowered
     backend: Backend
 
     @classmethod
     def build(cls, mesh: DeviceMesh, cluster: Cluster, lowered: Lowered, backend: Backend) -> Binder:
         """Rearrange the ranks of ``mesh`` into the lowering mesh. Every rank calls it alike."""
-        return cls(_lowering_mesh(mesh, cluster, lowered.layout, ()), lowered, backend)
+        return cls(_lowering_mesh(mesh, cluster, lowered.layout, ()), fastest_kernels(mesh), lowered, backend)
 
     def placements(self) -> Placements:
         """How every parameter lies, by name."""
@@ -55,7 +58,7 @@ class Binder:
     def bind(self, lowered: Lowered | LoweredStages) -> Program:
         """The program of this rank."""
         assert isinstance(lowered, Lowered), "a plan without stages is lowered without them"
-        codegen = Codegen(_axes(self.mesh, lowered.layout), self.mesh.device_type)
+        codegen = Codegen(_axes(self.mesh, lowered.layout), self.kernels)
         codegen.run(lowered.halves.forward)
         codegen.run(lowered.halves.backward)
         WaitInBackward().run(lowered.halves)
@@ -68,6 +71,7 @@ class StageBinder:
     """Binds plans with stages or micro-batches; ``mesh``: the ranks of one stage."""
 
     mesh: DeviceMesh
+    kernels: Kernels
     pipeline: PipelineGroup
     schedule: Schedule
     lowered: LoweredStages
@@ -82,15 +86,16 @@ class StageBinder:
         sizes = [i for i, axis in enumerate(cluster.axes) if axis.size > 1]
         pipeline_axes = tuple(sizes[axis] for axis in plan.pipeline_axes)
         whole = _lowering_mesh(mesh, cluster, lowered.layout, pipeline_axes)
+        kernels = fastest_kernels(mesh)
         if not pipeline_axes:
-            return cls(whole, PipelineGroup(0, (dist.get_rank(),), None, {}), schedule, lowered, backend)
+            return cls(whole, kernels, PipelineGroup(0, (dist.get_rank(),), None, {}), schedule, lowered, backend)
         names = whole.mesh_dim_names or ()
         stage_mesh = whole[tuple(names[1:])]
         group = whole.get_group(0)
         shared = _copy_groups(whole, schedule, lowered.stages)
         peers = tuple(dist.get_process_group_ranks(group))
         pipeline = PipelineGroup(whole.get_local_rank(0), peers, group, shared)
-        return cls(stage_mesh, pipeline, schedule, lowered, backend)
+        return cls(stage_mesh, kernels, pipeline, schedule, lowered, backend)
 
     def placements(self) -> Placements:
         """How every parameter, or copy of one, lies on the mesh of its stage."""
@@ -122,7 +127,7 @@ class StageBinder:
                     f"on these inputs stage {index} would need parameters of another stage ({', '.join(missing[:3])}): "
                     f"compile for inputs like those that are run"
                 )
-        codegen = Codegen(_axes(self.mesh, lowered.layout), self.mesh.device_type)
+        codegen = Codegen(_axes(self.mesh, lowered.layout), self.kernels)
         for index in self._own():
             for task in lowered.stages[index].tasks.values():
                 codegen.run(task.graph)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from galvatron_fx.ir import attention as a
+from galvatron_fx.ir.kernels import Kernels
 from galvatron_fx.ir.torch_compat import new_fake_mode
 
 aten = torch.ops.aten
@@ -69,6 +70,6 @@ def test_gpu_kernels_make_the_shapes_of_the_cpu(dtype: torch.dtype, masked: bool
 
 
 def test_only_attention_is_another_operator_on_gpus() -> None:
-    assert a.on_device(FORWARD, "cpu") is FORWARD
-    assert a.on_device(FORWARD, "cuda") is a.attention
-    assert a.on_device(aten.mm.default, "cuda") is aten.mm.default
+    assert Kernels("cpu").of(FORWARD, (), {}) is FORWARD
+    assert Kernels("cuda").of(FORWARD, (), {}) is a.attention
+    assert Kernels("cuda").of(aten.mm.default, (), {}) is aten.mm.default

@@ -224,7 +224,7 @@ def test_axes_are_some_and_have_names_of_their_own() -> None:
 def document(**changes: Any) -> str:
     """The JSON of a small cluster that was not measured, with some members changed; None removes one."""
     members = {
-        "version": 4,
+        "version": 5,
         "device": DEVICE | UNMEASURED,
         "axes": [AXIS | LINK],
         "overlap": {"compute": 1.0, "communication": 1.0, "skew": {"late_s": 0.0, "growth": 0.5}},
@@ -251,7 +251,7 @@ def test_equal_clusters_have_equal_json() -> None:
         ("[]", r"bad cluster at \$: \[\] is not of type 'object'"),
         ('{"version": 1, "version": 1}', "repeats a key"),
         ('{"version": NaN}', "the cluster holds NaN; give a finite number"),
-        (document(version=1), "cluster of version 1; this release reads 4: measure the machine again"),
+        (document(version=1), "cluster of version 1; this release reads 5: measure the machine again"),
         (document(device=None), "'device' is a required property"),
         (document(extra=1), "'extra' was unexpected"),
         (

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_proc
 
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import TensorSpec, facts, has_facts, ports
+from galvatron_fx.ir.kernels import Kernels
 from galvatron_fx.ir.layout import layout
 from galvatron_fx.ir.torch_compat import num_holders
 from galvatron_fx.runtime.simulator import Simulator
@@ -261,7 +262,7 @@ return [take_run]""",
 def test_tensors_are_made_on_the_device(device: str, expected: str) -> None:
     build = Builder()
     made = build.call(aten.ones.default, [2], device=torch.device("cpu"))
-    graph = Codegen((), device).run(build.finish(("output", "0", made)))
+    graph = Codegen((), Kernels(device)).run(build.finish(("output", "0", made)))
     assert graph()[0].device.type == expected
 
 

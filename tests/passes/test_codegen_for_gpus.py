@@ -16,6 +16,7 @@ from galvatron_fx.api import capture
 from galvatron_fx.ir.annotations import facts, has_facts
 from galvatron_fx.ir.attention import attention, attention_backward
 from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.kernels import Kernels
 from galvatron_fx.ir.random_ops import random_uniform
 from galvatron_fx.ir.strategy import Strategy
 from galvatron_fx.ir.torch_compat import new_fake_mode
@@ -34,7 +35,7 @@ def bound_halves(
     """Forward and backward of the last rank of a mesh of two, bound to GPUs."""
     graph = capture(model, inputs, mixed_precision=policy)
     lowered = Lower([strategy] * num_blocks(graph), Cluster(DEVICE, axes([2])), {}).run(graph)
-    codegen = Codegen([BoundAxis("", degree, degree - 1) for degree in lowered.layout.shape], "cuda")
+    codegen = Codegen([BoundAxis("", degree, degree - 1) for degree in lowered.layout.shape], Kernels("cuda"))
     with new_fake_mode():  # there is no GPU to move real constants to
         return [codegen.run(half) for half in (lowered.halves.forward, lowered.halves.backward)]
 
