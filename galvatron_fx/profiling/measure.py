@@ -31,8 +31,6 @@ PHASES = (OPERATORS, UPDATES, COLLECTIVES, MUTUAL)
 # Shares of the time; what is mutual takes as long as it takes, a few seconds.
 _OPERATORS_SHARE, _UPDATES_SHARE, _COLLECTIVES_SHARE = 0.55, 0.05, 0.4
 _DTYPES = {"cpu": (torch.float32,), "cuda": (torch.bfloat16, torch.float32)}
-# Above the size at which glibc hands out memory page by page, below the 32 MiB from which it always does.
-_PRIME_BYTES = 31 * 2**20
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,6 @@ def _measured_device(
     seconds: float,
     telling: Callable[[str], Callable[[float], None]],
 ) -> Device:
-    torch.empty(_PRIME_BYTES, dtype=torch.uint8, device=ranks.device_type).zero_()
     asked = all_kernels(Pool(ranks.device_type), dtypes)
     kernels = fastest_kernels(ranks.mesh)
     sharing = measure_sharing(ranks)

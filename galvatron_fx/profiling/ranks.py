@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from galvatron_fx.runtime.host_memory import keep_freed_memory
 from passes.codegen import finished
 
 __all__ = ["Ranks"]
@@ -16,9 +17,13 @@ __all__ = ["Ranks"]
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of ``mesh``, which all measure at once; one rank needs no process group."""
+    """The ranks of ``mesh``, which all measure at once, with memory as in training; one rank needs no process group."""
 
     mesh: DeviceMesh
+
+    def __post_init__(self) -> None:
+        if self.device_type == "cpu":
+            keep_freed_memory()
 
     @property
     def device_type(self) -> str:
