@@ -105,10 +105,12 @@ def is_matmul(target: Callable[..., Any]) -> bool:
 def kind_of(target: Callable[..., Any]) -> str:
     """Name the kind of operator that has a price of its own, where prices are measured.
 
-    "matmul" for products of matrices, "attention" and "attention_backward" for its fused kernels, else the operator's
-    name without namespace and overload, in-place or not.
+    "matmul" for products of matrices, "batched_matmul" for many small ones, "attention" and "attention_backward" for
+    its fused kernels, else the operator's name without namespace and overload, in-place or not.
     """
     name = _name(target)
+    if name in _BATCHED:
+        return "batched_matmul"
     if name in _LEFT_MATRIX or name in _GROUPED or name == "einsum":
         return "matmul"
     if _is_attention(name):
@@ -116,7 +118,7 @@ def kind_of(target: Callable[..., Any]) -> str:
     return name.removesuffix("_") if not name.startswith("_") else name
 
 
-_MATMUL_KINDS = {"matmul", "attention", "attention_backward"}
+_MATMUL_KINDS = {"matmul", "batched_matmul", "attention", "attention_backward"}
 
 
 def price_class(device: Device, dtype: str, kind: str) -> str:
@@ -268,6 +270,7 @@ def _unread(name: str, inputs: Sequence[TensorFacts], outputs: Sequence[TensorFa
 
 # For each product, which argument is the left matrix [..., m, k] of [..., m, k] x [..., k, n].
 _LEFT_MATRIX = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "linear": 0, "matmul": 0, "mv": 0, "addmv": 1, "dot": 0}
+_BATCHED = {"bmm", "baddbmm"}
 _LEFT_MATRIX |= {"_scaled_mm": 0, "_int_mm": 0}
 _GROUPED = {"_grouped_mm", "grouped_mm_fallback"}
 _CONVOLUTIONS = {"convolution", "_convolution", "convolution_overrideable", "convolution_backward"}

@@ -189,10 +189,22 @@ def _wait_before(moment: fx.Node, result: fx.Node) -> None:
 def _bind_all_reduce(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Node:
     axis = codegen.axis_of(node)
     x, op = node.args[:2]
-    if isinstance(x, fx.Node) and x.target is aten.cat.default and len(x.users) == 1:  # packed for this alone
-        return write.waited(write.shape, c10d.all_reduce_.default, x, op, axis.group_name)
+    reduce = c10d.all_reduce_.default if _is_spent(x) else c10d.all_reduce.default
     ready = write(write.shape, gather_ready, x)
-    return write.waited(write.shape, c10d.all_reduce.default, ready, op, axis.group_name)
+    return write.waited(write.shape, reduce, ready, op, axis.group_name)
+
+
+def _is_spent(value: Any) -> bool:
+    """Whether an operator made ``value`` for its one user alone, so that this may write over it."""
+    while isinstance(value, fx.Node) and len(value.users) == 1:
+        schema = getattr(value.target, "_schema", None)
+        if schema is None:
+            return False
+        is_view = value.target is aten._unsafe_view.default or any(made.alias_info for made in schema.returns)
+        if not is_view:
+            return True
+        value = value.args[0]
+    return False
 
 
 def _bind_all_gather(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Node:

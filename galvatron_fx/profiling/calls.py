@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +17,10 @@ from galvatron_fx.ir.kernels import Kernels
 from galvatron_fx.ir.op_call import OpCall, call_key, is_getitem, op_call
 from galvatron_fx.profiling.kernels import Kernel
 from galvatron_fx.profiling.library import fastest_kernels
+from galvatron_fx.profiling.operators import timed
 from galvatron_fx.profiling.ranks import Ranks
 from galvatron_fx.profiling.tensors import Pool
-from galvatron_fx.profiling.timing import Rounds, slowdown_among_all
+from galvatron_fx.profiling.timing import slowdown_among_all
 from passes.sharding.prices import is_free
 
 __all__ = ["measure_calls"]
@@ -48,9 +48,8 @@ def measure_calls(
     asked = _distinct(graphs)
     with torch.no_grad():
         made = {key: kernel for key, call in asked.items() if (kernel := _runnable(pool, kernels, call)) is not None}
-        tasks = [partial(kernel.prepared, kernels) for kernel in made.values()]
-        rounds = Rounds(ranks, tasks, slowdown=slowdown_among_all(dict(cluster.device.sharing)))
-        times = rounds.run(seconds, 1, progress or (lambda share: None)) if tasks else []
+        clock = timed(ranks, list(made.values()), kernels, slowdown_among_all(dict(cluster.device.sharing)))
+        times = clock.run(seconds, 1, progress or (lambda share: None)) if made else []
     calls = dict(cluster.device.calls) | dict(zip(made, times, strict=True))
     return replace(cluster, device=replace(cluster.device, calls=calls))
 

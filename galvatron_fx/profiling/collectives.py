@@ -15,14 +15,14 @@ from galvatron_fx.ir.curves import CollectiveCurve
 from galvatron_fx.ir.torch_compat import all_gather_rows
 from galvatron_fx.profiling.fit import fit_collective
 from galvatron_fx.profiling.ranks import Ranks
-from galvatron_fx.profiling.timing import Rounds, Task
+from galvatron_fx.profiling.timing import COMPUTED_S, Call, Rounds, Task, Turns, mean_without_worst, some_products
 from passes.codegen import finished
 
 __all__ = ["Group", "groups_of", "measure_collectives"]
 
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _SIZES = tuple(4**power for power in range(4, 13))  # bytes of the full tensor, 256 B to 16 MiB
-_CONTENTION_BYTES = 2**20
+_CONTENTION_BYTES, _CONTENTION_S = 2**20, 1.0
 _MOST_AXES = 3  # all sets of axes up to so many axes; of more, each axis and all of them
 
 c10d = torch.ops._c10d_functional
@@ -66,20 +66,34 @@ def measure_collectives(
         for kind in (*_KINDS, *(("send_recv",) if len(group.axes) == 1 else ()))
         for size in _SIZES
     ]
-    lone = [(group, "all_reduce", _CONTENTION_BYTES) for group in groups if len(group.axes) == 1 and group.count > 1]
-    tasks = [_task(ranks, *asked) for asked in wanted] + [_task(ranks, *asked, alone=True) for asked in lone]
-    times = Rounds(ranks, tasks).run(seconds, 1, done)
+    lone = [group for group in groups if len(group.axes) == 1 and group.count > 1]
+    times = _clock(ranks, wanted).run(seconds, 1, done)
     found: dict[tuple[tuple[str, ...], str], list[tuple[int, float]]] = {}
-    for (group, kind, size), spent in zip(wanted, times, strict=False):
+    for (group, kind, size), spent in zip(wanted, times, strict=True):
         found.setdefault((group.axes, kind), []).append((size, spent))
     curves = [fit_collective(kind, axes, *zip(*rows, strict=True)) for (axes, kind), rows in found.items()]
-    # Where one of the groups measured alone, the others waited: their share of the mean is nothing.
-    together = {(g.axes, size): s for (g, kind, size), s in zip(wanted, times, strict=False) if kind == "all_reduce"}
-    contention = {
-        group.axes[0]: max(1.0, together[group.axes, size] / (spent * group.count))
-        for (group, _, size), spent in zip(lone, times[len(wanted) :], strict=True)
-    }
+    contention = {group.axes[0]: factor for group, factor in zip(lone, _contention(ranks, lone), strict=True)}
     return tuple(_measured_axis(axis, curves, contention.get(axis.name, 1.0)) for axis in cluster.axes)
+
+
+def _clock(ranks: Ranks, wanted: Sequence[tuple[Group, str, int]]) -> Rounds | Turns:
+    """What times collectives: on CPUs each behind some computing, without which gloo's threads wake sooner. Most take
+    less than the mean there, but a step takes the sum of all. What ranks wait for each other is no part of it.
+    """
+    if ranks.device_type != "cpu":
+        return Rounds(ranks, [_task(ranks, *asked) for asked in wanted])
+    compute = some_products(ranks, COMPUTED_S)
+    calls = [_call(ranks, *asked, compute) for asked in wanted]
+    return Turns(ranks, calls, usual=mean_without_worst)
+
+
+def _contention(ranks: Ranks, groups: Sequence[Group]) -> list[float]:
+    """By how much longer an all-reduce takes when all groups of an axis do it, for the first of each axis."""
+    tasks = [_task(ranks, group, "all_reduce", _CONTENTION_BYTES, alone) for group in groups for alone in (False, True)]
+    times = Rounds(ranks, tasks).run(_CONTENTION_S, 1, lambda share: None) if tasks else []
+    # Where one of the groups measured alone, the others waited: their share of the mean is nothing.
+    pairs = zip(groups, times[::2], times[1::2], strict=True)
+    return [max(1.0, together / (alone * group.count)) for group, together, alone in pairs]
 
 
 def _measured_axis(axis: Axis, curves: Sequence[CollectiveCurve], contention: float) -> Axis:
@@ -98,66 +112,61 @@ def _measured_axis(axis: Axis, curves: Sequence[CollectiveCurve], contention: fl
 
 
 def _task(ranks: Ranks, group: Group, kind: str, size: int, alone: bool = False) -> Task:
-    """A collective as lowered graphs have it, waited for where it stands; ``alone``: by the first group only."""
-    degree = len(group.members)
-    share = max(1, size // 4 // degree)
-    name = group.handle.group_name
-
-    def whole() -> torch.Tensor:
-        return torch.ones(share * degree, device=ranks.device_type)
-
-    def part() -> torch.Tensor:
-        return torch.ones(share, device=ranks.device_type)
+    """A collective in a loop; ``alone``: by the first group only."""
 
     def prepare() -> Callable[[int], None]:
         if alone and group.number > 0:
             return lambda times: None
-        if kind == "send_recv":
-            return _messages(group, torch.ones(max(1, size // 4), device=ranks.device_type))
-        return _repeated(_collective(kind, name, degree, whole, part))
+        call = _call(ranks, group, kind, size)
+
+        def run(times: int) -> None:
+            for _ in range(times):
+                call.run()
+
+        return run
 
     return prepare
 
 
-def _collective(
-    kind: str, name: str, degree: int, whole: Callable[[], torch.Tensor], part: Callable[[], torch.Tensor]
-) -> Callable[[], torch.Tensor]:
-    if kind == "all_reduce":
-        tensor = whole()
-        return lambda: c10d.all_reduce(tensor, "sum", name)
-    if kind == "all_gather":
-        tensor = part()
-        return lambda: all_gather_rows(tensor, degree, name)
-    if kind == "reduce_scatter":
-        tensor = whole()
-        return lambda: c10d.reduce_scatter_tensor(tensor, "sum", degree, name)
-    # The full tensor is what all ranks hold together; each passes on its part of it.
-    tensor = torch.ones(part().numel() // degree * degree or degree, device=part().device)
-    rows = [tensor.numel() // degree] * degree
-    return lambda: c10d.all_to_all_single(tensor, rows, rows, name)
+def _call(ranks: Ranks, group: Group, kind: str, size: int, compute: Callable[[], None] = lambda: None) -> Call:
+    """A collective as lowered graphs have it, waited for where it stands, on a tensor that was written behind
+    ``compute``.
+    """
+    degree = len(group.members)
+    share = max(1, size // 4 // degree)
+    name = group.handle.group_name
+    if kind == "all_to_all":  # the full tensor is what all ranks hold together; each passes on its part of it
+        share = share // degree * degree or degree
+    elements = {"all_reduce": share * degree, "reduce_scatter": share * degree, "send_recv": max(1, size // 4)}
+    tensor = torch.zeros(elements.get(kind, share), device=ranks.device_type)
+    rows = [share // degree] * degree
+    issues: dict[str, Callable[[], torch.Tensor]] = {
+        "all_reduce": lambda: c10d.all_reduce_(tensor, "sum", name),
+        "all_gather": lambda: all_gather_rows(tensor, degree, name),
+        "reduce_scatter": lambda: c10d.reduce_scatter_tensor(tensor, "sum", degree, name),
+        "all_to_all": lambda: c10d.all_to_all_single(tensor, rows, rows, name),
+    }
+    run = _message(group, tensor) if kind == "send_recv" else lambda: finished(issues[kind]())
+
+    def before() -> None:
+        compute()
+        tensor.zero_()
+
+    return Call(before, run, group.number)
 
 
-def _repeated(issue: Callable[[], torch.Tensor]) -> Callable[[int], None]:
-    def run(times: int) -> None:
-        for _ in range(times):
-            finished(issue())
-
-    return run
-
-
-def _messages(group: Group, tensor: torch.Tensor) -> Callable[[int], None]:
-    """Messages from each rank of even place to the next one; an odd one out waits."""
+def _message(group: Group, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """A message from each rank of even place to the next one; an odd one out waits."""
     place = group.members.index(dist.get_rank())
     peer = place ^ 1
-    buffer = torch.empty_like(tensor)
 
-    def run(times: int) -> None:
+    def run() -> torch.Tensor:
         if peer >= len(group.members):
-            return
-        for _ in range(times):
-            if place % 2 == 0:
-                dist.send(tensor, group.members[peer])
-            else:
-                dist.recv(buffer, group.members[peer])
+            return tensor
+        if place % 2 == 0:
+            dist.send(tensor, group.members[peer])
+        else:
+            dist.recv(tensor, group.members[peer])
+        return tensor
 
     return run

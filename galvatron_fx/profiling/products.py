@@ -18,7 +18,8 @@ _SHAPES = (
     (1, 8, 8, 8), (1, 32, 32, 32), (1, 64, 64, 64), (1, 128, 128, 128), (1, 256, 256, 256), (1, 512, 512, 512),
     (1, 128, 256, 768), (1, 256, 128, 128), (1, 512, 64, 512), (1, 1024, 256, 256), (1, 256, 1024, 256),
     (1, 1024, 256, 1024), (1, 1024, 1024, 256), (1, 2048, 256, 704), (1, 704, 2048, 256), (1, 512, 256, 4096),
-    (1, 64, 512, 512), (1, 1024, 1024, 1024), (8, 32, 16, 32), (32, 64, 32, 64), (32, 128, 64, 128), (64, 128, 128, 32),
+    (1, 1024, 128, 128), (1, 1024, 128, 352), (1, 352, 1024, 128), (1, 64, 512, 512), (1, 1024, 1024, 1024),
+    (8, 32, 16, 32), (32, 64, 32, 64), (32, 128, 64, 128), (64, 128, 128, 32),
     (16, 256, 64, 256),
 )  # fmt: skip
 _LARGE_SHAPES = ((1, 2048, 2048, 2048), (1, 4096, 4096, 4096), (1, 8192, 4096, 4096), (64, 1024, 64, 1024))
@@ -28,14 +29,13 @@ _LARGE_ATTENTIONS = ((8, 16, 1024, 64), (8, 16, 1024, 128), (2, 16, 4096, 64), (
 
 
 def product_kernels(pool: Pool, dtype: torch.dtype) -> list[Kernel]:
-    """Each product as forward has it (a transposed weight) and as the gradient of a weight has it, by turns."""
+    """Each product as forward has it (the right side transposed), as gradients of weights (the left), and of inputs."""
     shapes = _SHAPES + (_LARGE_SHAPES if pool.device == "cuda" else ())
-    return [_product(pool, dtype, shape, index) for index, shape in enumerate(shapes)]
+    return [_product(pool, dtype, shape, transposed) for shape in shapes for transposed in range(3)]
 
 
-def _product(pool: Pool, dtype: torch.dtype, shape: tuple[int, int, int, int], index: int) -> Kernel:
+def _product(pool: Pool, dtype: torch.dtype, shape: tuple[int, int, int, int], transposed: int) -> Kernel:
     batch, m, k, n = shape
-    transposed = index % 3
 
     def make(variant: int) -> list[torch.Tensor]:
         left = pool.tensor((batch, k, m) if transposed == 1 else (batch, m, k), dtype, variant)

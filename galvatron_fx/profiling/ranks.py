@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from galvatron_fx.runtime.host_memory import keep_freed_memory
 from passes.codegen import finished
 
 __all__ = ["Ranks"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,14 @@ class Ranks:
     def mean(self, values: list[float]) -> list[float]:
         """The means over all ranks."""
         return [value / self.count for value in self.sum(values)]
+
+    def all(self, value: T) -> list[T]:
+        """What every rank says, in the order of the world."""
+        if self.count == 1:
+            return [value]
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, value)
+        return told
 
     def first(self, value: float) -> float:
         """The value of the first rank."""

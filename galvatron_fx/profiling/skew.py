@@ -2,51 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from galvatron_fx.ir.overlap import Skew
 from galvatron_fx.profiling.collectives import Group
 from galvatron_fx.profiling.ranks import Ranks
-from galvatron_fx.profiling.timing import Rounds, Task
+from galvatron_fx.profiling.timing import COMPUTED_S, Call, Rounds, Task, Turns, mean_without_worst, some_products
 from passes.codegen import finished
 
 __all__ = ["fit_skew", "measure_skew"]
 
-_COMPUTED_S = (2e-3, 8e-3, 32e-3, 128e-3)  # before a collective: a layer's part of a step, up to most of one
+_COMPUTED_S = (4e-3, 12e-3, 40e-3, 128e-3)  # before a collective: a layer's part of a step, up to most of one
 _GROWTH = 0.45  # as :class:`Skew` says
 _WINDOW_S = 0.1  # of one measurement: several collectives with what is computed before them
-_ROUNDS, _SHORT_S = 8, 1e-3  # so many rounds, however long they take
-_WIDTH = 96  # of the square products that are computed
+_ROUNDS, _SENT_TURNS, _SHORT_S = 8, 100, 1e-3  # so many rounds and turns, however long they take
 
 c10d = torch.ops._c10d_functional
 
 
 def measure_skew(ranks: Ranks, groups: Sequence[Group]) -> Skew:
-    """Compute and all-reduce a few bytes over all ranks by turns; none for one rank."""
+    """Compute and all-reduce a few bytes over all ranks by turns; none for one rank.
+
+    It is what comes on top of the collective on the last rank to begin.
+    """
     if not groups:
         return Skew()
-    name, matrix = groups[-1].handle.group_name, torch.ones(_WIDTH, _WIDTH, device=ranks.device_type)
-    one = torch.ones(1, device=ranks.device_type)
+    name = groups[-1].handle.group_name
+    one = torch.zeros(1, device=ranks.device_type)
 
-    def turns(products: int, sends: bool) -> Task:
+    def send() -> Tensor:
+        return finished(c10d.all_reduce_(one, "sum", name))
+
+    def turns(compute: Callable[[], None], sends: bool) -> Task:
         def run(times: int) -> None:
             for _ in range(times):
-                for _ in range(products):
-                    matrix @ matrix
+                compute()
                 if sends:
-                    finished(c10d.all_reduce(one, "sum", name))
+                    send()
 
         return lambda: run
 
-    product_s = _timed(ranks, [turns(1, False)])[0]
-    counts = [max(1, round(ranks.first(computed_s / product_s))) for computed_s in _COMPUTED_S]
-    tasks = [turns(0, True), *(turns(count, sends) for count in counts for sends in (False, True))]
-    sent_s, *both = _timed(ranks, tasks)
-    late = [together - alone - sent_s for alone, together in zip(both[::2], both[1::2], strict=True)]
-    return fit_skew([count * product_s for count in counts], late)
+    clock = Turns(ranks, [Call(some_products(ranks, COMPUTED_S), send, 0)], usual=mean_without_worst)
+    sent_s = clock.run(_SHORT_S, _SENT_TURNS, lambda share: None)[0]
+    computed = [some_products(ranks, seconds) for seconds in _COMPUTED_S]
+    tasks = [turns(compute, sends) for compute in computed for sends in (False, True)]
+    times = Rounds(ranks, tasks, _WINDOW_S).run(_SHORT_S, _ROUNDS, lambda share: None)
+    late = [together - alone - sent_s for alone, together in zip(times[::2], times[1::2], strict=True)]
+    return fit_skew(times[::2], late)
 
 
 def fit_skew(computed_s: Sequence[float], late_s: Sequence[float]) -> Skew:
@@ -58,7 +64,3 @@ def fit_skew(computed_s: Sequence[float], late_s: Sequence[float]) -> Skew:
     shape = computed**_GROWTH * weights
     height = float(shape @ (np.array(late_s) * weights) / (shape @ shape))
     return Skew(height, _GROWTH) if height > 0 else Skew()
-
-
-def _timed(ranks: Ranks, tasks: Sequence[Task]) -> list[float]:
-    return Rounds(ranks, tasks, _WINDOW_S).run(_SHORT_S, _ROUNDS, lambda share: None)

@@ -1,18 +1,31 @@
-"""Time many small things on all ranks at once, in rounds, and take medians."""
+"""Time many small things on all ranks at once, in rounds or in turns, and take medians."""
 
 from __future__ import annotations
 
+import random
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from functools import partial
+from statistics import fmean, median
+from typing import Any
+
+import torch
 
 from galvatron_fx.profiling.ranks import Ranks
 
-__all__ = ["Rounds", "Task", "slowdown_among_all"]
+__all__ = ["COMPUTED_S", "Call", "Rounds", "Task", "Turns", "mean_without_worst", "slowdown_among_all", "some_products"]
 
 _WINDOW_S = 8e-3  # of one measurement: longer than a scheduler's time slice, shorter than most disturbances
 _FEWEST, _MOST = 2, 2000  # repetitions in a window
+_STANDING = 16  # results that turns leave standing, as a step does
+_SHORT_S = 1e-3  # so that there is one round
+_WORST = 20  # one in so many
 _SHARED = 0.9  # one rank alone takes less than this share of the time of all: ranks share cores
+
+COMPUTED_S = 2e-3  # before a collective, as in a step: processors no longer wake at once
+_WIDTH = 96  # of the square products that are computed
 
 Task = Callable[[], Callable[[int], None]]
 """Prepares something; what it returns does it so many times."""
@@ -23,6 +36,18 @@ def slowdown_among_all(sharing: Mapping[int, float]) -> float:
     where it is about as fast."""
     alone = min(sharing.values(), default=1.0)
     return 1 / alone if alone < _SHARED else 1.0
+
+
+def some_products(ranks: Ranks, seconds: float) -> Callable[[], None]:
+    """Products of small matrices for about so many seconds, equally many on all ranks."""
+    matrix = torch.ones(_WIDTH, _WIDTH, device=ranks.device_type)
+
+    def run(times: int) -> None:
+        for _ in range(times):
+            matrix @ matrix
+
+    product_s = Rounds(ranks, [lambda: run]).run(_SHORT_S, 1, lambda share: None)[0]
+    return partial(run, max(1, round(ranks.first(seconds / product_s))))
 
 
 @dataclass
@@ -88,3 +113,79 @@ class Rounds:
             run(1)
         mean_s = self._mean([self._timed(run, 1)])[0]
         return int(min(max(self.window_s / max(mean_s, 1e-9), _FEWEST), _MOST))
+
+
+def mean_without_worst(times: Sequence[float]) -> float:
+    """The mean of all but the longest twentieth, in which the machine may have been disturbed."""
+    kept = sorted(times)[: max(1, len(times) - len(times) // _WORST)]
+    return fmean(kept)
+
+
+@dataclass(frozen=True)
+class Call:
+    """Something to be timed once, and what comes right before it, which is not timed.
+
+    ``group``: number of the group of ranks that do it together, and all end together: what the last to begin takes.
+    """
+
+    before: Callable[[], Any]
+    run: Callable[[], Any]
+    group: int | None = None
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Times single ``calls``, each between others, as the operators of a step are: the code and most of the tensors of
+    one are no longer where its last call had them, which costs some microseconds.
+
+    Every turn makes every call once, in another order; only what waits for nothing when it returns can be timed so.
+    ``slowdown``: as of :class:`Rounds`; ``usual``: what stands for the seconds of all turns.
+    """
+
+    ranks: Ranks
+    calls: Sequence[Call]
+    slowdown: float = 1.0
+    usual: Callable[[Sequence[float]], float] = median
+
+    def run(self, seconds: float, fewest: int, done: Callable[[float], None]) -> list[float]:
+        """Seconds of each call; ``done`` is told the share of the time that is over."""
+        began_s = self.ranks.clock_s()
+        takes_part = self.slowdown == 1.0 or self.ranks.index == 0
+        found: list[list[float]] = [[] for _ in self.calls]
+        order = list(range(len(self.calls)))
+        shuffled = random.Random(0)
+        standing: deque[Any] = deque(maxlen=_STANDING)
+        turns = 0
+        share = 0.0
+        while turns <= fewest or share < 1.0:
+            self.ranks.together()
+            shuffled.shuffle(order)
+            for index in order if takes_part else ():
+                call = self.calls[index]
+                call.before()
+                start_s = time.perf_counter()
+                made = call.run()
+                spent_s = time.perf_counter() - start_s
+                standing.append(made)
+                if turns:  # the first makes what is made once
+                    found[index].append(spent_s)
+            turns += 1
+            share = self.ranks.first((self.ranks.clock_s() - began_s) / seconds)
+            done(min(1.0, share))
+        if any(call.group is not None for call in self.calls):
+            return self._of_last(found)
+        own = [self.usual(times) if takes_part else 0.0 for times in found]
+        if self.slowdown == 1.0:
+            return self.ranks.mean(own)
+        return [self.slowdown * spent_s for spent_s in self.ranks.sum(own)]
+
+    def _of_last(self, found: list[list[float]]) -> list[float]:
+        """What calls of groups take on the last rank of each to begin, the mean over groups."""
+        told = self.ranks.all(([call.group for call in self.calls], found))
+        times = []
+        for index in range(len(self.calls)):
+            groups: dict[int | None, list[list[float]]] = {}
+            for numbers, own in told:
+                groups.setdefault(numbers[index], []).append(own[index])
+            times.append(fmean(self.usual([min(turn) for turn in zip(*rows, strict=True)]) for rows in groups.values()))
+        return times

@@ -78,7 +78,7 @@ def test_measured_kinds_take_precedence_and_stand_for_their_likes() -> None:
 
 def test_kinds_and_classes_of_operators() -> None:
     kinds = [kind_of(target) for target in (aten.addmm.default, aten.bmm.default, aten.tanh.default, aten.add_.Tensor)]
-    assert kinds == ["matmul", "matmul", "tanh", "add"]
+    assert kinds == ["matmul", "batched_matmul", "tanh", "add"]
     assert [price_class(DEVICE, "float32", kind) for kind in ("tanh", "add", "cat")] == ["tanh", "pointwise", "copy"]
 
 

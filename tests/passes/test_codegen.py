@@ -165,6 +165,31 @@ finished = finished(all_reduce_default): [4, 6]
 return [finished]""",
         )
 
+    def test_an_all_reduce_writes_over_what_is_made_for_it_alone(self) -> None:
+        build = Builder()
+        x, w = build.input("x", (4, 6)), build.input("w", (6, 2))
+        partial_sum = build.call(aten.view.default, build.call(aten.mm.default, x, w), [2, 4])
+        once = build.write(c.all_reduce, partial_sum, "sum", 0, specs=[facts(partial_sum).spec])
+        kept = build.call(aten.mul.Tensor, once, 2)
+        twice = build.write(c.all_reduce, kept, "sum", 0, specs=[facts(kept).spec])
+        self.assertExpectedInline(
+            self.bound(build.finish(("output", "0", build.call(aten.add.Tensor, kept, twice)))),
+            """\
+x: [4, 6]
+w: [6, 2]
+mm = mm(x, w): [4, 2]
+view = view(mm, [2, 4]): [2, 4]
+gather_ready = gather_ready(view): [2, 4]
+all_reduce__default = all_reduce_(gather_ready, sum, rows): [2, 4]
+finished = finished(all_reduce__default): [2, 4]
+mul = mul.Tensor(finished, 2): [2, 4]
+gather_ready_1 = gather_ready(mul): [2, 4]
+all_reduce_default = all_reduce(gather_ready_1, sum, rows): [2, 4]
+finished_1 = finished(all_reduce_default): [2, 4]
+add = add.Tensor(mul, finished_1): [2, 4]
+return [add]""",
+        )
+
     def test_all_gather_of_rows(self) -> None:
         self.assertExpectedInline(
             self.bound(one_node(c.all_gather, (4, 6), (8, 6), 0, 1, 0)),

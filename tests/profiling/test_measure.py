@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ from galvatron_fx.errors import ClusterError
 from galvatron_fx.ir.origin import Origin
 from galvatron_fx.profiling import measure_cluster
 from galvatron_fx.profiling.ranks import Ranks
-from galvatron_fx.profiling.timing import Rounds, slowdown_among_all
+from galvatron_fx.profiling.timing import Call, Rounds, Turns, mean_without_worst, slowdown_among_all
 from tests.ir.test_cluster import world
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,6 +72,43 @@ def test_where_ranks_share_cores_the_first_measures_alone() -> None:
     counted: list[int] = []
     times = Rounds(SecondOfTwo(alone()), [lambda: counted.append], slowdown=slowdown).run(0.01, 3, lambda share: None)
     assert times == [2.0] and not counted
+
+
+def test_turns_make_every_call_between_others() -> None:
+    made: list[str] = []
+    calls = [Call(lambda name=name: made.append(f"before {name}"), partial(made.append, name)) for name in "abc"]
+    times = Turns(Ranks(alone()), calls).run(1e-9, 3, lambda share: None)
+    assert len(times) == 3 and min(times) > 0
+    assert all(before == f"before {name}" for before, name in zip(made[::2], made[1::2], strict=True))
+    turns = [made[start + 1 : start + 6 : 2] for start in range(0, len(made), 6)]
+    assert len(turns) == 4, "one that is not counted, and three"
+    assert all(sorted(turn) == list("abc") for turn in turns) and len({tuple(turn) for turn in turns}) > 1
+
+
+class FirstOfFour(Ranks):
+    """A rank of the first of two groups, whose peers took one second less, in the other group 2 and 5 seconds."""
+
+    count, index = 4, 0
+
+    def sum(self, values: list[float]) -> list[float]:
+        return values
+
+    def all(self, value: Any) -> list[Any]:
+        groups, found = value
+        told = [[taken - 1 for taken in times] for times in found]
+        others = [[[seconds] * len(times) for times in found] for seconds in (2.0, 5.0)]
+        return [value, (groups, told), *(([1], other) for other in others)]
+
+
+def test_a_collective_takes_what_it_takes_on_the_last_rank_to_begin() -> None:
+    call = Call(lambda: None, lambda: time.sleep(0.01), group=0)
+    [seconds] = Turns(FirstOfFour(alone()), [call]).run(1e-9, 2, lambda share: None)
+    assert seconds == pytest.approx((0.01 - 1 + 2) / 2, abs=5e-3)
+
+
+def test_the_longest_twentieth_does_not_count() -> None:
+    assert mean_without_worst([1.0] * 38 + [100.0] * 2) == 1.0
+    assert mean_without_worst([1.0, 3.0]) == 2.0
 
 
 def test_seconds_to_measure_in_are_some() -> None:
