@@ -84,16 +84,17 @@ GENERIC_GPU = Preset(
     (_NETWORK_S, _NET_100_GBIT / 8),
 )
 # One process of several on a CPU, talking through gloo over shared memory. Rough by design, measured on one core of an
-# AMD EPYC with torch 2.13: matrix products reach 84 (float32), 37 (float64) GFLOP/s, a copy moves 38 GB/s, an add takes
-# 2 us. Halved, because the processes share cores and memory; bfloat16 is held to float32, which not every CPU beats.
-_CPU_FLOPS = {"float64": 2e10, "float32": 4e10}
+# AMD EPYC with torch 2.13: matrix products reach 240 (float32, by oneDNN), 37 (float64) GFLOP/s, a copy moves 38 GB/s,
+# an add takes 2 us. Halved, because the processes share cores and memory; bfloat16 is held to float32, which not every
+# CPU beats.
+_CPU_FLOPS = {"float64": 2e10, "float32": 1.2e11}
 _CPU = Device("cpu-process", 10**9, _CPU_FLOPS, 2e10, _MATMUL_EFFICIENCY, _MEMORY_EFFICIENCY, 2e-6)
 # What gloo takes to start between processes of two cores, as those of a step find it, is 1 ms (an all-gather of a few
 # bytes among two) and more.
 _GLOO = (1e-3, 1e9)
 CPU_PRESET = Preset(_CPU, _GLOO, _GLOO, per_node=2**62, overlap=_CPU_OVERLAP)
 # Measured with four processes on two cores of the same machine.
-_SHARED_CORES = Skew(late_s=30e-3, growth=0.45)
+_SHARED_CORES = Skew(late_s=17e-3, growth=0.45)
 
 
 def cpu_preset(ranks: int) -> Preset:
