@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import profile
 
-from galvatron_fx.ir.torch_compat import all_gather_rows
+from galvatron_fx.ir.torch_compat import all_gather_rows, num_holders
 
 
 @pytest.fixture
@@ -28,3 +28,10 @@ def test_an_all_gather_is_not_one_that_damages_the_heap(group_name: str) -> None
     names = {event.name for event in profiler.events()}
     assert "c10d::_allgather_base_" in names and not any("coalesced" in name for name in names)
     torch.testing.assert_close(gathered, x)
+
+
+def test_a_view_of_what_nobody_else_has_is_held_once() -> None:
+    made = torch.ones(4, 4)
+    assert num_holders(made) == num_holders((made + 1).view(2, 8)) == num_holders((made + 1)[1:].view(12)) == 1
+    also = made
+    assert num_holders(also) == 1, "names are no holders"
