@@ -27,6 +27,7 @@ from galvatron_fx.profiling.machine import warn_if_stale
 from galvatron_fx.runtime.agreement import agreed
 from galvatron_fx.runtime.backends import Backend, new_backend
 from galvatron_fx.runtime.binding import Binder, StageBinder
+from galvatron_fx.runtime.ending import end_after_gloo
 from galvatron_fx.runtime.host_memory import keep_freed_memory
 from galvatron_fx.runtime.materialize import materialize
 from galvatron_fx.runtime.module import DistributedGraphModule
@@ -236,6 +237,7 @@ def _assembled(
 ) -> DistributedGraphModule:
     if options.mesh.device_type == "cpu":
         keep_freed_memory()
+        end_after_gloo()
     builder = _Builder(model, options, chosen)
     binder = builder.binder(graph)
     module = DistributedGraphModule(binder.mesh, chosen, builder.compiler(binder), options.seed)

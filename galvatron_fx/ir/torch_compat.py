@@ -247,7 +247,7 @@ def all_gather_rows(x: torch.Tensor, num_ranks: int, group_name: str) -> torch.T
 
 
 def num_holders(tensor: torch.Tensor) -> int:
-    """Return how many hold the tensor or its memory, but what it is a view of; Python's object for it is one of them."""
+    """Return how many hold the tensor or its memory, but for what it is a view of; Python's object is one of them."""
     of_tensor = int(tensor._use_count())  # type: ignore[attr-defined]
     of_memory = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     known = 2 + tensor._is_view()  # the tensor holds its memory, and so do Python's object for that and what it views
