@@ -270,8 +270,8 @@ def _unread(name: str, inputs: Sequence[TensorFacts], outputs: Sequence[TensorFa
 
 # For each product, which argument is the left matrix [..., m, k] of [..., m, k] x [..., k, n].
 _LEFT_MATRIX = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "linear": 0, "matmul": 0, "mv": 0, "addmv": 1, "dot": 0}
-_BATCHED = {"bmm", "baddbmm"}
 _LEFT_MATRIX |= {"_scaled_mm": 0, "_int_mm": 0}
+_BATCHED = {"bmm", "baddbmm"}
 _GROUPED = {"_grouped_mm", "grouped_mm_fallback"}
 _CONVOLUTIONS = {"convolution", "_convolution", "convolution_overrideable", "convolution_backward"}
 

@@ -17,6 +17,7 @@ from passes.find_blocks import FindBlocks
 from passes.fold_causal_masks import FoldCausalMasks
 from passes.functional_random import FunctionalRandom
 from passes.locate_batch import LocateBatch
+from passes.look_up_rows import LookUpRows
 from passes.merge_duplicates import MergeDuplicates
 from passes.mixed_precision import MixedPrecision
 
@@ -36,6 +37,7 @@ class GraphPass(Protocol):
 PASSES: tuple[tuple[GraphPass, str], ...] = (
     (FunctionalRandom(), "captured"),
     (FoldCausalMasks(), "captured"),
+    (LookUpRows(), "captured"),
     (Decompose(), "captured"),
     (LocateBatch(), "captured"),
     (FindBlocks(), "blocked"),

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from galvatron_fx.runtime.ending import end_after_gloo
 from galvatron_fx.runtime.host_memory import keep_freed_memory
 from passes.codegen import finished
 
@@ -27,6 +28,7 @@ class Ranks:
     def __post_init__(self) -> None:
         if self.device_type == "cpu":
             keep_freed_memory()
+            end_after_gloo()
 
     @property
     def device_type(self) -> str:

@@ -1,4 +1,4 @@
-"""Time many small things on all ranks at once, in rounds or in turns, and take medians."""
+"""Time many small things on all ranks at once, in rounds or in turns, and say what they usually take."""
 
 from __future__ import annotations
 

@@ -33,10 +33,6 @@ FILLS = (
     aten.zeros_like.default,
     aten.ones_like.default,
     aten.empty_like.default,
-    aten.new_zeros.default,
-    aten.new_ones.default,
-    aten.new_full.default,
-    aten.new_empty.default,
 )
 
 
@@ -92,9 +88,9 @@ def _factory(call: OpCall, degree: int) -> list[OpRule]:
 
 def _zero_terms(call: OpCall) -> list[OpRule]:
     """Zeros are terms of a sum as well."""
-    filled = aten.full.default, aten.full_like.default, aten.new_full.default
-    zeros = aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default
-    is_zero = call.target in zeros or (call.target in filled and call.args[1 if len(call.inputs) == 0 else -1] == 0)
+    filled = aten.full.default, aten.full_like.default
+    zeros = aten.zeros.default, aten.zeros_like.default
+    is_zero = call.target in zeros or (call.target in filled and call.args[1] == 0)
     sources: list[Placement] = [REPLICATE, PARTIAL] if call.inputs else [REPLICATE]
     return [OpRule((PARTIAL,), (source,) * len(call.inputs)) for source in sources] if is_zero else []
 
@@ -102,11 +98,25 @@ def _zero_terms(call: OpCall) -> list[OpRule]:
 @register_rule(*FILLS)
 def _fill(call: OpCall, degree: int) -> list[OpRule]:
     """The result does not depend on the input's values, so the input may come in any way that gives the right sizes."""
-    same = call.inputs[0].shape == call.output.shape
-    rules = []
-    for dim in range(len(call.output.shape)):
-        rules.append(OpRule((Shard(dim),), (Shard(dim) if same else REPLICATE,)))
+    rules = [OpRule((Shard(dim),), (Shard(dim),)) for dim in range(len(call.output.shape))]
     return [*rules, OpRule((REPLICATE,), (PARTIAL,)), *_zero_terms(call)]
+
+
+@register_rule(aten.tril.default, aten.triu.default)
+def _triangle(call: OpCall, degree: int) -> list[OpRule]:
+    """[..., rows, columns]: split what comes before the matrices; of a sum, each term has its triangle."""
+    rules = [OpRule((Shard(dim),), (Shard(dim),)) for dim in range(len(call.output.shape) - 2)]
+    return [*rules, OpRule((PARTIAL,), (PARTIAL,))]
+
+
+@register_rule(aten.unfold.default, aten.unfold_backward.default)
+def _windows(call: OpCall, degree: int) -> list[OpRule]:
+    """Windows along one dim, each in a new last dim, or what they are made of: split the others; linear."""
+    forward = call.target is aten.unfold.default
+    whole, dim = (call.inputs[0], call.args[1]) if forward else (call.output, call.args[2])
+    rank = len(whole.shape)
+    rules = [OpRule((Shard(at),), (Shard(at),)) for at in range(rank) if at != int(dim) % rank]
+    return [*rules, OpRule((PARTIAL,), (PARTIAL,))]
 
 
 @register_rule(aten.where.self)

@@ -178,3 +178,13 @@ def test_programs_that_differ_are_told() -> None:
     x = other.input("x", (4,))
     assert not annotate(graph, other.finish(("output", "0", other.call(aten.exp.default, x))), BASE, OTHER)
     assert not annotate(graph, one_size(4), BASE, OTHER)
+
+
+@pytest.mark.parametrize("longer", [-2, -1, 1, 3, 20])
+def test_sequences_that_are_cut_or_longer(longer: int) -> None:
+    """As where the last token has no label, and in front of causal convolutions, also flattened with the batch."""
+    for sizes in ((BASE, OTHER), (Sizes(4, 16), Sizes(5, 8))):
+        lengths = [size.sequence + longer for size in sizes]
+        assert fitted(*lengths, *sizes) == SEQUENCE + longer
+        flat = [length * size.batch for length, size in zip(lengths, sizes, strict=True)]
+        assert fitted(*flat, *sizes) == BATCH * (SEQUENCE + longer)

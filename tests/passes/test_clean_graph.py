@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import fx
 
+from galvatron_fx.ir.annotations import facts
+from galvatron_fx.ir.symbols import BATCH, SEQUENCE
 from passes.clean_graph import CleanGraph
 from tests.graphs import Builder
 
@@ -70,3 +73,37 @@ def test_a_number_transposed_twice_is_itself() -> None:
         build.finish(("output", "0", build.call(aten.sin.default, _transposed(build, x, (0, -1), (0, 0)))))
     )
     assert [node.target for node in graph.graph.nodes if node.op == "call_function"] == [aten.sin.default]
+
+
+@pytest.mark.parametrize(
+    ("target", "given", "filled"),
+    [
+        (aten.new_zeros.default, (), 0),
+        (aten.new_ones.default, (), 1),
+        (aten.new_full.default, (2.5,), 2.5),
+        (aten.new_empty.default, (), 0),
+    ],
+)
+def test_what_takes_only_a_dtype_stands_alone(target: Any, given: tuple[float, ...], filled: float) -> None:
+    build = Builder()
+    x = build.input("x", (2, 3, 4))
+    made = build.call(target, x, [5, 2], *given)
+    graph = CleanGraph().run(build.finish(("output", "0", build.call(aten.sin.default, made))))
+    (result,) = graph(torch.ones(2, 3, 4, dtype=torch.float64))
+    torch.testing.assert_close(result, torch.full((5, 2), filled, dtype=torch.float64).sin())
+    assert not next(iter(graph.graph.nodes)).users
+
+
+@pytest.mark.parametrize("repeats", [(1, 2, 3), (2, 1, 1), (3, 2, 1, 2)])
+def test_copies_are_views_made_dense(repeats: tuple[int, ...]) -> None:
+    build = Builder()
+    x = build.input("x", (2, 3, 4), dims=(BATCH, SEQUENCE - 1, 4))
+    lead = (repeats[0],) * (len(repeats) - 3)
+    sizes = [times * dim for times, dim in zip(repeats[-3:], (BATCH, SEQUENCE - 1, 4), strict=True)]
+    made = build.call(aten.repeat.default, x, list(repeats), dims=(*lead, *sizes))
+    graph = CleanGraph().run(build.finish(("output", "0", build.call(aten.sin.default, made))))
+    value = torch.randn(2, 3, 4, dtype=torch.float64)
+    torch.testing.assert_close(graph(value)[0], value.repeat(repeats).sin(), rtol=0, atol=0)
+    (expanded,) = graph.graph.find_nodes(op="call_function", target=aten.expand.default)
+    own = (*[1] * len(lead), BATCH, SEQUENCE - 1, 4)
+    assert facts(expanded).spec.dims == tuple(size for pair in zip(repeats, own, strict=True) for size in pair)

@@ -151,9 +151,10 @@ CALLS: list[Call] = [
     (aten.full_like.default, (real(4, 8), 2.5), {}),
     (aten.zeros_like.default, (real(4, 8),), {}),
     (aten.ones_like.default, (real(4, 8),), {}),
-    (aten.new_zeros.default, (real(4, 8), [8, 4]), {}),
-    (aten.new_ones.default, (real(4, 8), [4, 8]), {}),
-    (aten.new_full.default, (real(4, 8), [4], 2.5), {}),
+    (aten.tril.default, (real(4, 8, 8),), {}),
+    (aten.triu.default, (real(4, 4, 8, 8), 1), {}),
+    (aten.unfold.default, (real(4, 8, 4), -2, 4, 2), {}),
+    (aten.unfold_backward.default, (real(4, 3, 4, 4), [4, 8, 4], 1, 4, 2), {}),
     (aten.polar.default, (real(4, 8), real(4, 8)), {}),
     (aten.complex.default, (real(4, 8), real(4, 8)), {}),
     (aten.index_put.default, (real(4, 8), [whole(4, 4)], real(4, 8), True), {}),
@@ -247,8 +248,6 @@ TORCH_CALLS: list[Call] = [
     (aten.gather.default, (real(4, 8), 1, whole(8, 4, 4)), {}),
     (aten.scatter.src, (real(4, 8), 1, In(torch.arange(4).expand(4, 4).contiguous()), real(4, 4)), {}),
     (aten.scatter_add.default, (real(4, 8), 1, whole(8, 4, 4), real(4, 4)), {}),
-    (aten.tril.default, (real(8, 8),), {}),
-    (aten.triu.default, (real(8, 8), 1), {}),
     (aten.flip.default, (real(4, 8), [1]), {}),
     (aten.roll.default, (real(4, 8), [1], [1]), {}),
     (aten.repeat.default, (real(4, 8), [2, 1]), {}),
@@ -258,10 +257,9 @@ TORCH_CALLS: list[Call] = [
     (aten.eq.Scalar, (whole(4, 4, 8), 2), {}),
     (aten.linalg_vector_norm.default, (real(4, 8), 2, [1], True), {}),
     (aten.linalg_vector_norm.default, (real(4, 8), 2), {}),
-    (aten.unfold.default, (real(4, 8), 1, 4, 4), {}),
 ]
 # What these give is memory that nobody wrote, or numbers that torch draws anew.
-WITHOUT_VALUES = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.randperm.default}
+WITHOUT_VALUES = {aten.empty.memory_format, aten.empty_like.default, aten.randperm.default}
 
 
 def mapped(value: Any, leaf: Callable[[In], Any]) -> Any:
@@ -387,14 +385,12 @@ INDEXED = ("scalar_tensor", "arange", "linspace", "eye")
 
 
 def test_memory_without_values_is_made_local() -> None:
-    for target in (aten.empty_like.default, aten.new_empty.default):
-        args = (real(4, 8),) if target is aten.empty_like.default else (real(4, 8), [4, 8])
-        graph, node, _ = one_operator((target, args, {}))
-        rule = OpRule((Shard(1),), (Shard(1),))
-        assert rule in op_rules(op_call(node), 2)
-        (x,) = (n for n in graph.graph.nodes if n.op == "placeholder")
-        local = InsertCollectives(AxisSharding(0, 2, {node: rule}, {x: Shard(1)}, (Shard(1),))).run(graph)
-        assert local(torch.ones(4, 4))[0].shape == (4, 4)
+    graph, node, _ = one_operator((aten.empty_like.default, (real(4, 8),), {}))
+    rule = OpRule((Shard(1),), (Shard(1),))
+    assert rule in op_rules(op_call(node), 2)
+    (x,) = (n for n in graph.graph.nodes if n.op == "placeholder")
+    local = InsertCollectives(AxisSharding(0, 2, {node: rule}, {x: Shard(1)}, (Shard(1),))).run(graph)
+    assert local(torch.ones(4, 4))[0].shape == (4, 4)
 
 
 # ---- collectives of axes that are lowered already ------------------------------------------------------------------
