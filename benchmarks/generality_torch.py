@@ -147,6 +147,26 @@ def _in_place(modules: Any, x: Tensor) -> Tensor:
     return shifted.square().mean()
 
 
+def _last_token(modules: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    hidden, _ = modules["body"](modules["words"](ids))
+    last = (ids != 0).long().sum(-1) - 1
+    return F.cross_entropy(modules["head"](hidden)[torch.arange(len(ids)), last], labels)
+
+
+def _next_words(modules: Any, ids: Tensor) -> Tensor:
+    scores = modules["head"](torch.tanh(modules["words"](ids)))
+    return F.cross_entropy(scores[:, :-1].reshape(-1, scores.shape[-1]), ids[:, 1:].reshape(-1))
+
+
+def _likelihood(modules: Any, x: Tensor) -> Tensor:
+    mean, spread = modules["body"](x).chunk(2, -1)
+    return -torch.distributions.Normal(mean, F.softplus(spread) + 0.1).log_prob(x).mean()
+
+
+def _pairs(modules: Any, x: Tensor, y: Tensor) -> Tensor:
+    return modules["body"](x, y.repeat(2, 1).roll(1, 0)[: len(y)]).square().mean()
+
+
 def _networks() -> None:
     body = partial(nn.Sequential, nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
     pooled = partial(body, nn.MaxPool2d(2), nn.Conv2d(8, 16, 3), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(144, 5))
@@ -188,6 +208,12 @@ def _tricks() -> None:
     both = lambda: (_noise(4, 8), _noise(4, 8).flip(0))  # noqa: E731
     _add("contrastive", lambda: Applied(_contrastive, a=nn.Linear(8, 16), b=nn.Linear(8, 16)), both)
     _add("in place", lambda: Applied(_in_place, body=nn.Linear(8, 16)), tokens)
+    _add("bilinear", lambda: Applied(_pairs, body=nn.Bilinear(8, 8, 4)), both)
+    _add("normal likelihood", lambda: Applied(_likelihood, body=nn.Linear(8, 16)), tokens)
+    words = lambda: {"words": nn.Embedding(64, 16), "head": nn.Linear(16, 64)}  # noqa: E731
+    picked = lambda: Applied(_last_token, body=nn.LSTM(16, 16, batch_first=True), **words())  # noqa: E731
+    _add("last token", picked, lambda: (_ids(4, 6).tril(3), _ids(4)))
+    _add("next words", lambda: Applied(_next_words, **words()), lambda: (_ids(4, 9),))
 
 
 def cases() -> dict[str, Callable[[], tuple[nn.Module, Any]]]:

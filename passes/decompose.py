@@ -50,8 +50,28 @@ def _masked_write(target: Tensor, masks: Sequence[Tensor], value: Tensor, accumu
     return torch.where(mask.reshape(*mask.shape, *[1] * (target.dim() - mask.dim())), value.reshape(()), target)
 
 
+def _trilinear(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    without_a: Sequence[int],
+    without_b: Sequence[int],
+    without_c: Sequence[int],
+    summed: Sequence[int],
+    unroll_dim: int = 1,
+) -> Tensor:
+    """Products of three tensors, each of which lacks some of the dims, summed over others."""
+    rank = a.dim() + len(without_a)
+    own = [[dim for dim in range(rank) if dim not in absent] for absent in (without_a, without_b, without_c, summed)]
+    return torch.einsum(a, own[0], b, own[1], c, own[2], own[3])
+
+
 # Decompositions that torch lacks.
-_OWN: dict[Any, Callable[..., Any]] = {aten.copy.default: _copy, aten.index_put.default: _masked_write}
+_OWN: dict[Any, Callable[..., Any]] = {
+    aten.copy.default: _copy,
+    aten.index_put.default: _masked_write,
+    aten._trilinear.default: _trilinear,
+}
 
 _SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 

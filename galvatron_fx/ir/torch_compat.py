@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, TupleStrategy
+from torch.distributions import Distribution
 from torch.fx import traceback as fx_traceback
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -83,16 +84,22 @@ def new_fake_mode() -> FakeTensorMode:
 def compiling() -> Iterator[None]:
     """Make ``torch.compiler.is_compiling()`` true, so that models skip checks that read tensor values.
 
-    ``nn.TransformerEncoder`` and its kin do not ask, and compare the mask they are given with a causal one to pick a
-    kernel: the mask says the same, and :mod:`passes.fold_causal_masks` picks the kernel.
+    Two of torch's own do not ask. ``nn.TransformerEncoder`` and its kin compare the mask they are given with a causal
+    one to pick a kernel: the mask says the same, and :mod:`passes.fold_causal_masks` picks the kernel. Distributions
+    check their arguments, unless they are told not to.
     """
-    before = torch.compiler._is_compiling_flag, torch_transformer._detect_is_causal_mask
+    before = torch.compiler._is_compiling_flag, torch_transformer._detect_is_causal_mask, Distribution._validate_args
     torch.compiler._is_compiling_flag = True
     torch_transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+    Distribution._validate_args = False
     try:
         yield
     finally:
-        torch.compiler._is_compiling_flag, torch_transformer._detect_is_causal_mask = before
+        (
+            torch.compiler._is_compiling_flag,
+            torch_transformer._detect_is_causal_mask,
+            Distribution._validate_args,
+        ) = before
 
 
 def export_joint(module: nn.Module, args: Sequence[torch.Tensor], mode: FakeTensorMode) -> fx.GraphModule:

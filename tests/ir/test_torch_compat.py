@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import profile
 
-from galvatron_fx.ir.torch_compat import all_gather_rows, num_holders
+from galvatron_fx.ir.torch_compat import all_gather_rows, compiling, num_holders
 
 
 @pytest.fixture
@@ -37,3 +37,11 @@ def test_a_view_of_what_nobody_else_has_is_held_once() -> None:
         others = [made.view(16), made.detach()]
         assert held == [1, 1, 1]
         assert num_holders(others[0]) == len(others)
+
+
+def test_distributions_do_not_look_at_values_while_a_model_is_traced() -> None:
+    spread = torch.tensor(-1.0)
+    with compiling():
+        torch.distributions.Normal(0.0, spread)
+    with pytest.raises(ValueError, match="GreaterThan"):
+        torch.distributions.Normal(0.0, spread)

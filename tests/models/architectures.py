@@ -110,6 +110,7 @@ ARCHITECTURES: dict[str, Make] = {
         zoo.tokens,
         "Llama4TextConfig",
     ),
+    "llama classifier": _made("LlamaForSequenceClassification", {**_GROUPED, "num_labels": 2}, _labelled),
     "mamba": _made("MambaForCausalLM", {**_DECODER, "state_size": 4, "time_step_rank": 4}, zoo.tokens),
     # encoders
     "bert classifier": _made("BertForSequenceClassification", {**_ENCODER, "num_labels": 2}, _labelled),

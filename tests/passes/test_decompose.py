@@ -95,6 +95,8 @@ def pixels(x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     return (x * t).unflatten(-1, (4, 2)), (t[:, 0].unflatten(-1, (4, 2)) * 10).long()
 
 
+WEIGHT_OF_THREE = torch.arange(8.0 * 8 * 3).sin().view(3, 8, 8)
+
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mse": F.mse_loss,
     "mse, summed": lambda x, t: F.mse_loss(x, t, reduction="sum"),
@@ -122,6 +124,8 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     ),
     "written by a mask": lambda x, t: (x * t).index_put((t[..., 0] > 0.5,), x.new_tensor(2.0)).square().sum(),
     "repeated": lambda x, t: (x.repeat(2, 3, 1, 2) * t.repeat(2, 3, 1, 2).flip(0)).square().sum(),
+    "likelihood": lambda x, t: -torch.distributions.Normal(x, t + 0.1).log_prob(t).mean(),
+    "of three": lambda x, t: F.bilinear(x, t, WEIGHT_OF_THREE.to(x)).square().mean(),
     "floor division": lambda x, t: (x * (t // 0.25)).sum(),
 }
 
