@@ -173,11 +173,12 @@ class _Search:
         """``found``, or what has its main roles in all blocks, if simulation clearly has that faster.
 
         What a small block of another kind costs those around it (axes that it tells apart are served one by one for
-        all, what enters and leaves it is redistributed) is known to estimates only roughly.
+        all, what enters and leaves it is redistributed) is known to estimates only roughly. Where it costs more than
+        was estimated, simulation has ``found`` slower than the other choice's estimate.
         """
         with self.watch.phase(SEARCH):
             choice = found.search.uniform(found.choice, found.budget)
-        if choice is None or choice == found.choice:
+        if choice is None or choice == found.choice or choice.time_s >= found.worth_s(by_simulation=True):
             return found
         other = self._simulate(found.search, choice, found.budget, limit)
         fits = other.peak_bytes <= limit
