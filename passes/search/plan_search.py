@@ -177,12 +177,14 @@ class _Search:
         was estimated, simulation has ``found`` slower than the other choice's estimate.
         """
         with self.watch.phase(SEARCH):
-            choice = found.search.uniform(found.choice, found.budget)
-        if choice is None or choice == found.choice or choice.time_s >= found.worth_s(by_simulation=True):
-            return found
-        other = self._simulate(found.search, choice, found.budget, limit)
-        fits = other.peak_bytes <= limit
-        return other if fits and other.simulated_s < found.simulated_s * _CLEARLY else found
+            trial = Trial.uniform(found.search, found.choice, found.budget)
+        while trial is not None and trial.choice != found.choice and trial.choice.time_s < found.worth_s(True):
+            other = self._simulate(trial.search, trial.choice, trial.budget, limit)
+            if other.peak_bytes <= limit:
+                return other if other.simulated_s < found.simulated_s * _CLEARLY else found
+            with self.watch.phase(SEARCH):
+                trial = trial.next(limit, other.peak_bytes)
+        return found
 
     def _closer(self, first: Waiting, limit: float) -> list[Waiting]:
         with self.watch.phase(SEARCH):

@@ -125,9 +125,11 @@ class StageSearch:
         choice = self.quick(budget)
         return self.alike(choice, budget) if choice is not None and self.may_be_alike else choice
 
-    def quick(self, budget: float) -> StageChoice | None:
-        """The fastest choice found, which may tell more axes apart than it gains by."""
-        return self._fastest(budget)
+    def quick(self, budget: float, near: Cuts | None = None) -> StageChoice | None:
+        """The fastest choice found, which may tell more axes apart than it gains by; of many ways to cut, ``near`` is
+        the one to start from, if it is known.
+        """
+        return self._fastest(budget, near)
 
     @property
     def may_be_alike(self) -> bool:
@@ -143,10 +145,10 @@ class StageSearch:
         alike = self._with_few_columns(choice)._fastest(budget, choice.first_blocks)
         return alike if alike is not None and alike.time_s <= choice.time_s * _LITTLE else choice
 
-    def uniform(self, choice: StageChoice, budget: float) -> StageChoice | None:
-        """The fastest choice whose blocks all have the roles of the main strategy of ``choice``, if there is one."""
+    def uniform(self, choice: StageChoice) -> StageSearch:
+        """The search among strategies with the roles of the main one of ``choice``."""
         main = self._main_roles(choice)
-        return self._among([s.roles == main for s in self.chain.strategies])._fastest(budget, choice.first_blocks)
+        return self._among([s.roles == main for s in self.chain.strategies])
 
     def _with_few_columns(self, choice: StageChoice) -> StageSearch:
         """The search among strategies that tell no axes apart but those that the main one does."""
@@ -175,7 +177,6 @@ class StageSearch:
         return self._together([cuts], budget, self._choice(cuts, budget))
 
     def _fastest(self, budget: float, near: Cuts | None = None) -> StageChoice | None:
-        """The fastest choice; of many ways to cut, ``near`` is the one to start from, if it is known."""
         ways = list(self._cuts(budget, near))
         best: StageChoice | None = None
         for cuts in ways:

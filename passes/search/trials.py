@@ -11,6 +11,7 @@ from passes.search.stage_search import Configuration, StageChoice, StageSearch
 MOST_SLACK = 1.5  # by how much estimates may be above what the lowered program takes
 _CLOSE = 0.02  # of the budget: how closely its estimate is brought to what the lowered program takes
 _TRIES = 8
+_UNIFORM_TRIES = 3
 _ESTIMATE = 0.96  # of an estimate; choices of down to 0.970 of theirs have been seen
 _MOVED = 0.8  # of a choice whose cuts were not moved; choices of down to 0.847 of theirs have been seen
 
@@ -42,6 +43,13 @@ class Trial:
                 return cls(search, choice, budget, is_rough=search.may_be_alike)
             budget *= 1 + 10 * _CLOSE
         return None
+
+    @classmethod
+    def uniform(cls, search: StageSearch, choice: StageChoice, budget: float) -> Trial | None:
+        """What has the main roles of ``choice`` in all blocks."""
+        alike = search.uniform(choice)
+        found = alike.quick(budget, choice.first_blocks)
+        return cls(alike, found, budget, tries=_UNIFORM_TRIES) if found is not None else None
 
     def refined(self) -> Trial:
         """The choice that is simulated: of a rough one, one that is alike."""
