@@ -33,6 +33,8 @@ class LookUpRows:
     Rewrite: ``index(x, [arange(b), i])`` -> ``gather(x, 1, i)``;
     ``index_put(x, [arange(b), i], y, True)`` -> ``scatter_add(x, 1, i, y)``;
     ``index(x, [arange(b)[:, None], arange(s)])``, where all places count -> a view of ``x``.
+
+    With places of several dims beside the rows, one that is out of range is an error only where it leaves its row.
     """
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
