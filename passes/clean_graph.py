@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from galvatron_fx.ir.annotations import Dim, TensorSpec, facts, set_facts
-from galvatron_fx.ir.graph_copy import copy_graph, write_call
+from galvatron_fx.ir.graph_copy import copy_graph, marks, write_call
 from galvatron_fx.ir.torch_compat import graph_module
 
 aten = torch.ops.aten
@@ -134,6 +134,7 @@ def _written(node: fx.Node, target: Any, x: Any, sizes: Sequence[tuple[int, Dim]
     shape = [size for size, _ in sizes]
     with node.graph.inserting_before(node):
         made = write_call(node.graph, target, (x, shape))
+    made.meta.update(marks(node))
     dims = tuple(dim for _, dim in sizes) if facts(node).spec.dims else ()
     set_facts(made, facts(node).having(specs=(TensorSpec(tuple(shape), facts(node).spec.dtype, dims),)))
     return made

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from galvatron_fx.ir import torch_compat
 from galvatron_fx.ir.annotations import Dim, NodeFacts, TensorSpec, facts, set_facts
-from galvatron_fx.ir.graph_copy import copy_node
+from galvatron_fx.ir.graph_copy import copy_node, marks
 from galvatron_fx.ir.op_call import input_nodes, op_call
 from galvatron_fx.ir.symbols import BATCH, SEQUENCE, Sizes
 from galvatron_fx.ir.symbols import annotate as label_dims
@@ -304,12 +304,11 @@ def _splice(graph: fx.GraphModule, node: fx.Node, expansion: fx.GraphModule) -> 
     """Copy ``expansion`` in front of ``node``, with the phase, module and other marks of it; returns the outputs."""
     given = [placeholder for placeholder in expansion.graph.nodes if placeholder.op == "placeholder"]
     copies = dict(zip(given, input_nodes(node), strict=True))
-    marks = {key: value for key, value in node.meta.items() if key not in ("val", "tensor_meta")}
     with graph.graph.inserting_before(node):
         for made in expansion.graph.nodes:
             if made.op == "call_function":
                 copy = copies[made] = copy_node(graph.graph, made, copies.__getitem__)
-                copy.meta = dict(marks)
+                copy.meta = marks(node)
                 own = facts(made)
                 set_facts(copy, facts(node).having(specs=own.specs, multi_output=own.multi_output))
     return [copies[out] if out is not None else None for out in _outputs(expansion)]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from galvatron_fx.ir.annotations import Dim, TensorSpec, facts, set_facts
-from galvatron_fx.ir.graph_copy import write_call
+from galvatron_fx.ir.graph_copy import marks, write_call
 from passes.clean_graph import eliminate_dead_code
 from passes.constants import Constants
 
@@ -198,6 +198,7 @@ class _Writer:
 
     def __call__(self, target: Any, args: tuple[Any, ...], sizes: Sizes, dtype: torch.dtype | None = None) -> fx.Node:
         node = write_call(self.graph, target, args)
+        node.meta.update(marks(self.like))
         dims = tuple(dim for _, dim in sizes)
         symbolic = dims if any(isinstance(dim, sympy.Expr) for dim in dims) else ()
         spec = TensorSpec(tuple(size for size, _ in sizes), dtype or _dtype(args[0]), symbolic)

@@ -31,6 +31,11 @@ def copy_node(graph: fx.Graph, node: fx.Node, of: Callable[[fx.Node], Any] | Non
     return _with_arguments(made, args, kwargs)
 
 
+def marks(node: fx.Node) -> dict[str, Any]:
+    """What else is known of a node, for those that are written in its place: all but what its value looks like."""
+    return {key: value for key, value in node.meta.items() if key not in ("val", "tensor_meta")}
+
+
 def copy_graph(source: fx.Graph) -> fx.Graph:
     """Copy a graph with its output."""
     made = fx.Graph()

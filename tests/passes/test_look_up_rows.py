@@ -11,13 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
+from galvatron_fx import Strategy
 from galvatron_fx.ir import collectives as c
+from galvatron_fx.ir.schedule import make_schedule
 from passes.capture import FlatInputs
+from passes.find_blocks import num_blocks
 from passes.look_up_rows import LookUpRows
 from passes.shard_graph import ShardGraph
 from passes.split_microbatches import SplitMicrobatches
 from tests.graphs import Builder
-from tests.helpers import DEVICE, assert_exact, axes, captured, one_device, simulate, uniform
+from tests.helpers import DEVICE, assert_exact, axes, captured, one_device, simulate, simulate_stages, uniform
+from tests.models.architectures import ARCHITECTURES
 
 aten = torch.ops.aten
 
@@ -190,3 +194,13 @@ def test_a_model_that_looks_up_rows_is_exact(last_token: Any, roles: tuple[str, 
     assert FlatInputs.of(inputs).tensors
     got = simulate(graph, model, inputs, (2, 2), uniform(graph, *roles), {})
     assert_exact(got, one_device(model, inputs))
+
+
+def test_backward_is_in_the_block_of_forward() -> None:
+    """Also what is made of nothing, or it would have to travel against a pipeline."""
+    model, inputs = ARCHITECTURES["llama classifier"]()
+    graph = captured(model, inputs)
+    blocks = num_blocks(graph)
+    strategies = [Strategy(("pipeline", "data"))] * 2 + [Strategy(("pipeline", "tensor"))] * (blocks - 2)
+    schedule = make_schedule("1f1b", 2, 2, 2)
+    assert_exact(simulate_stages(graph, model, inputs, [2, 2], strategies, [0, 2], schedule), one_device(model, inputs))
