@@ -101,6 +101,7 @@ class Codegen:
 
     def bind(self, graph: fx.Graph) -> None:
         """Rewrite the nodes of ``graph`` in place."""
+        _communicate_reals(graph)
         moments = waited_before(graph)
         begins: dict[fx.Node, fx.Node] = {}  # what stands where a node was
         results: dict[fx.Node, fx.Node] = {}
@@ -161,6 +162,34 @@ class _Writer:
         if facts(self.like).open:
             return started
         return self(shape, finished, started, *(() if target in _OWN_BUFFER else args[:1]))
+
+
+def _communicate_reals(graph: fx.Graph) -> None:
+    """Let collectives of complex numbers move pairs of real ones, as gloo knows no others."""
+    for node in [node for target in c.COLLECTIVES for node in graph.find_nodes(op="call_function", target=target)]:
+        record = facts(node)
+        if not record.spec.dtype.is_complex or record.open:
+            continue
+        x, *rest = node.args
+        with graph.inserting_before(node):
+            plain = write_call(graph, aten.resolve_conj.default, (x,))
+            pairs = write_call(graph, aten.view_as_real.default, (plain,))
+        with graph.inserting_after(node):
+            back = write_call(graph, aten.view_as_complex.default, (node,))
+        node.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user is not back)
+        node.args = (pairs, *rest)
+        given = facts(x).specs[0]
+        for made, spec in (
+            (plain, given),
+            (pairs, _as_pairs(given)),
+            (back, record.spec),
+            (node, _as_pairs(record.spec)),
+        ):
+            set_facts(made, record.having(specs=(spec,)))
+
+
+def _as_pairs(spec: Any) -> TensorSpec:
+    return TensorSpec((*spec.shape, 2), spec.dtype.to_real())
 
 
 def _scaled(shape: Shape, dim: Any, numerator: int, denominator: int = 1) -> Shape:

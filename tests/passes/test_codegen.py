@@ -133,6 +133,26 @@ def test_equals_the_simulator(ranks: Ranks, target: Any, transposed: bool) -> No
                 torch.testing.assert_close(have, want, rtol=0, atol=0, msg=f"{target.__name__}{args} on axis {axis}")
 
 
+@pytest.mark.parametrize("conjugate", [False, True], ids=["plain", "conjugate"])
+@pytest.mark.parametrize("target", c.COLLECTIVES, ids=lambda target: target.__name__)
+def test_complex_numbers_are_moved_as_pairs(ranks: Ranks, target: Any, conjugate: bool) -> None:
+    """As rotary embeddings have them; gloo knows none."""
+    generator = torch.Generator().manual_seed(0)
+    for _, args, before, after in [case for case in cases(ranks.shape[0]) if case[0] is target]:
+        if args[0] in ("max", "min"):
+            continue
+        build = Builder()
+        x = build.input("x", before, dtype=torch.complex128)
+        given = build.call(aten._conj.default, x) if conjugate else x
+        y = build.write(target, given, *args, 0, specs=[TensorSpec(after, torch.complex128)])
+        graph = build.finish(("output", "0", y))
+        numbers = [torch.randint(-8, 8, (*before, 2), generator=generator).double() for _ in ranks.coordinates]
+        fed = [[torch.view_as_complex(pairs) for pairs in numbers]]
+        (got,), (expected,) = ranks.run(graph, fed), Simulator(ranks.shape).run(graph, fed)
+        for have, want in zip(got, expected, strict=True):
+            torch.testing.assert_close(have, want, rtol=1e-14, atol=1e-14, msg=f"{target.__name__}{args}")
+
+
 def test_nobody_else_holds_a_result(ranks: Ranks) -> None:
     """Whoever held one, or views of it, while it was made has let go of it when the wait is over."""
 
