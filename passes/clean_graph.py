@@ -119,7 +119,7 @@ def _view_copies(node: fx.Node) -> None:
     ones = [1] * (len(after.shape) - len(before.shape))
     own = [*zip([*ones, *before.shape], [*ones, *before.symbolic], strict=True)]
     times = [
-        (count, count if more == count * dim else sympy.cancel(sympy.sympify(more) / dim))
+        (count, count if more == count * dim else sympy.cancel(more / dim))
         for count, (_, dim), more in zip(repeats, own, after.symbolic, strict=True)  # type: ignore[arg-type]
     ]
     apart = _written(node, aten.reshape.default, x, [size for each in own for size in ((1, 1), each)])
