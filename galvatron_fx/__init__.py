@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from galvatron_fx import errors as errors
     from galvatron_fx.api import capture, compile, plan
     from galvatron_fx.batch_search import plan_batch
+    from galvatron_fx.checking.check import check
+    from galvatron_fx.checking.report import CheckReport
     from galvatron_fx.checkpoint import Checkpointer
     from galvatron_fx.explaining import explain
     from galvatron_fx.ir.cluster import Cluster
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckReport",
     "Checkpointer",
     "Cluster",
     "DistributedGraphModule",
@@ -33,6 +36,7 @@ __all__ = [
     "Plan",
     "Strategy",
     "capture",
+    "check",
     "compile",
     "errors",
     "explain",
@@ -44,6 +48,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CheckReport": "galvatron_fx.checking.report",
     "Checkpointer": "galvatron_fx.checkpoint",
     "Cluster": "galvatron_fx.ir.cluster",
     "DistributedGraphModule": "galvatron_fx.runtime.module",
@@ -51,6 +56,7 @@ _HOMES = {
     "Plan": "galvatron_fx.ir.plan",
     "Strategy": "galvatron_fx.ir.strategy",
     "capture": "galvatron_fx.api",
+    "check": "galvatron_fx.checking.check",
     "compile": "galvatron_fx.api",
     "explain": "galvatron_fx.explaining",
     "load_weights": "galvatron_fx.weights",

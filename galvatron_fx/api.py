@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,8 +13,10 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from galvatron_fx.arguments import as_plan, check_cluster
 from galvatron_fx.errors import InputError, PlanError
 from galvatron_fx.ir.annotations import signature
+from galvatron_fx.ir.arguments import check_arguments
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.pass_dump import OnPass, dumping
 from galvatron_fx.ir.placement import Placement
@@ -22,22 +25,29 @@ from galvatron_fx.ir.precision import checked_policy, policy_of
 from galvatron_fx.ir.precision_policy import describe_policy
 from galvatron_fx.ir.progress import CAPTURE, Observer
 from galvatron_fx.ir.strategy import ROLES, SEARCHED_ROLES, Strategy, original_name
+from galvatron_fx.ir.torch_compat import look_for_infinities_in_all_shards
 from galvatron_fx.ir.units import parse_bytes
+from galvatron_fx.plain_model import plain_model
 from galvatron_fx.profiling.machine import warn_if_stale
-from galvatron_fx.runtime.agreement import agreed
+from galvatron_fx.runtime.agreement import agreed, require_all_ranks, told_by_first
 from galvatron_fx.runtime.backends import Backend, new_backend
+from galvatron_fx.runtime.batch_rows import global_inputs
 from galvatron_fx.runtime.binding import Binder, StageBinder
 from galvatron_fx.runtime.ending import end_after_gloo
 from galvatron_fx.runtime.host_memory import keep_freed_memory
 from galvatron_fx.runtime.materialize import materialize
 from galvatron_fx.runtime.module import DistributedGraphModule
+from galvatron_fx.runtime.one_at_a_time import refuse_autocast, without_autocast
+from galvatron_fx.runtime.original import LateHooks, check_hooks, watch_optimizers
 from galvatron_fx.runtime.program import Program
+from galvatron_fx.runtime.same_weights import describe_constants, describe_model, unlike_tensors
 from galvatron_fx.runtime.staged_program import StagedProgram
 from passes.capture import ExampleInputs, FlatInputs
 from passes.find_blocks import fingerprints, graph_fingerprint, num_blocks
 from passes.frontend import Frontend
 from passes.lower import Lower, Lowered
 from passes.lower_stages import LoweredStages, LowerStages
+from passes.module_state import ModuleState, as_buffers
 from passes.search.candidates import batch_ranks
 from passes.search.configurations import Pins
 from passes.search.plan_search import SearchOptions, search_plan
@@ -62,6 +72,8 @@ def capture(
     ``mixed_precision``: see :func:`plan`. Raises CaptureError for control flow that depends on values, InputError for
     inputs that do not fit and for a policy with other dtypes than floating-point ones.
     """
+    model = plain_model(model)
+    check_arguments(on_pass=on_pass)
     policy = checked_policy(mixed_precision)
     return Frontend(dumping(on_pass), policy=policy).run(model, example_inputs)
 
@@ -100,9 +112,7 @@ def plan(
     nothing fits, PlanError for unknown roles or modules and for pins that cannot be, and TimeLimitError where
     ``search_seconds`` were too few for any plan.
     """
-    watch = Watch(progress)
-    with watch.phase(CAPTURE):
-        graph = capture(model, example_inputs, mixed_precision=mixed_precision, on_pass=on_pass)
+    check_arguments(model=model, progress=progress, on_pass=on_pass)
     options = search_options(
         cluster,
         memory_budget=memory_budget,
@@ -114,6 +124,9 @@ def plan(
         schedule=schedule,
         search_seconds=search_seconds,
     )
+    watch = Watch(progress)
+    with watch.phase(CAPTURE):
+        graph = capture(model, example_inputs, mixed_precision=mixed_precision, on_pass=on_pass)
     return search_plan(graph, cluster, options, watch)
 
 
@@ -130,16 +143,29 @@ def search_options(
     search_seconds: float | None = None,
 ) -> SearchOptions:
     """Check the options of :func:`plan`; raises InputError and PlanError."""
-    budget = cluster.device.memory_bytes if memory_budget is None else parse_bytes(memory_budget)
-    if recompute not in ("auto", True, False):
-        raise InputError(f"recompute is {recompute!r}: use 'auto', True or False")
+    check_cluster(cluster)
+    check_arguments(
+        roles=roles,
+        recompute=recompute,
+        constraints=constraints,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        search_seconds=search_seconds,
+    )
+    budget = cluster.device.memory_bytes if memory_budget is None else _budget(memory_budget)
     unknown = [role for role in roles if role not in ROLES]
     if unknown or not roles:
         raise PlanError(f"unknown role(s) {unknown or list(roles)}: use some of {', '.join(ROLES)}")
-    if search_seconds is not None and not search_seconds > 0:
-        raise InputError(f"search_seconds is {search_seconds!r}: give seconds above 0, or None for no limit")
     pins = Pins(num_stages, num_microbatches, schedule)
     return SearchOptions(budget, tuple(roles), recompute, dict(constraints or {}), pins, search_seconds)
+
+
+def _budget(memory_budget: str | int) -> int:
+    try:
+        return parse_bytes(memory_budget)
+    except InputError as error:
+        raise InputError(f"memory_budget: {error}") from None
 
 
 def compile(
@@ -148,7 +174,7 @@ def compile(
     example_inputs: ExampleInputs | None = None,
     *,
     memory_budget: str | int | None = None,
-    plan: Plan | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
     cluster: Cluster | None = None,
     roles: Sequence[str] = SEARCHED_ROLES,
     recompute: str | bool = "auto",
@@ -160,25 +186,36 @@ def compile(
     mixed_precision: MixedPrecisionPolicy | None = None,
     backend: str = "eager",
     seed: int = 0,
+    batch: str = "global",
+    compare_batches: int = 100,
     progress: Observer | None = None,
     on_pass: OnPass | None = None,
 ) -> DistributedGraphModule:
-    """Compile ``model`` for ``mesh``: search a plan (or take ``plan``) and lower it to this rank's graphs.
+    """Compile ``model`` for ``mesh``: search a plan (or take ``plan``, or the path of one) and lower it to this rank's
+    graphs.
 
     ``mesh``: a DeviceMesh of any shape over all ranks; ``example_inputs``: the global batch, the same on every rank;
     without it the model is traced at its first call. ``cluster`` describes the machine for prices (default:
     :meth:`Cluster.from_mesh`); the other options are those of :func:`plan`; with ``search_seconds`` rank 0 searches for
-    all. ``seed``: of dropout, and of the initial
-    weights of a model on the meta device. ``backend``: "eager" runs the graphs as they are, "inductor" compiles what
-    each distinct layer block does, once, at the first step (see docs/backends.md).
+    all. ``seed``: of dropout, and of the initial weights of a model on the meta device. ``batch``: "global", or "local"
+    where every rank brings as many rows of its own (as with DistributedSampler), in ``example_inputs`` and later: the
+    global batch is that of all ranks, one after the other. ``compare_batches``: ranks compare checksums of what has to
+    be equal in their batches in the first three calls and in every so many-th (0: never). ``backend``: "eager" runs the
+    graphs as they are, "inductor" compiles what each distinct layer block does, once, at the first step (see
+    docs/backends.md).
 
-    Every rank calls it alike; they compare their libraries, batches, models and plans before anything runs. Raises what
-    :func:`plan` raises, PlanError where the plan does not fit model or mesh, or ranks differ (which, and in what).
+    Every rank calls it alike; they compare their libraries, options, batches, models and plans before anything runs.
+    Where their weights differ, those of rank 0 are taken, with a warning. Raises what :func:`plan` raises, InputError
+    for a mesh over some of the ranks, and PlanError where the plan does not fit model or mesh, or ranks differ (which,
+    and in what).
     """
+    model = plain_model(model)
+    check_arguments(mesh=mesh, seed=seed, progress=progress, on_pass=on_pass)
+    require_all_ranks(mesh)
     runs = new_backend(backend, mesh.device_type)
-    search = {
+    search: dict[str, Any] = {
         "memory_budget": memory_budget,
-        "roles": tuple(roles),
+        "roles": roles,
         "recompute": recompute,
         "constraints": constraints,
         "num_stages": num_stages,
@@ -186,16 +223,31 @@ def compile(
         "schedule": schedule,
         "search_seconds": search_seconds,
     }
+    given = as_plan(plan)
+    machine = Cluster.from_json(told_by_first(Cluster.from_mesh(mesh).to_json())) if cluster is None else cluster
+    search_options(machine, **search)  # what is wrong with the options is said before anything is traced
     if cluster is not None:
         warn_if_stale(cluster, mesh)
-    machine = cluster or Cluster.from_mesh(mesh)
     policy = checked_policy(mixed_precision)
-    options = _CompileOptions(mesh, machine, search, plan, policy, runs, seed, progress, on_pass)
+    if batch not in ("global", "local"):
+        raise InputError(f"batch is {batch!r}: use 'global' or 'local'")
+    if not isinstance(compare_batches, int) or compare_batches < 0:
+        raise InputError(f"compare_batches is {compare_batches!r}: give a number of calls, or 0 for never")
+    rows = _Rows(batch == "local", compare_batches)
+    options = _CompileOptions(mesh, machine, search, given, policy, runs, seed, rows, progress, on_pass)
     if example_inputs is None:
         from galvatron_fx.runtime.lazy import LazyDistributedGraphModule
 
-        return LazyDistributedGraphModule(lambda inputs: _compile(model, inputs, options))
+        return LazyDistributedGraphModule(lambda inputs: _compile(model, inputs, options), model.training)
     return _compile(model, FlatInputs.of(example_inputs), options)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Whether each rank brings its own rows of the batch, and how often ranks compare their batches."""
+
+    is_local: bool = False
+    compare_every: int = 100
 
 
 @dataclass(frozen=True)
@@ -209,12 +261,23 @@ class _CompileOptions:
     mixed_precision: MixedPrecisionPolicy | None
     backend: Backend
     seed: int
+    rows: _Rows
     progress: Observer | None
     on_pass: OnPass | None
 
 
 def _compile(model: nn.Module, inputs: FlatInputs, options: _CompileOptions) -> DistributedGraphModule:
-    chosen, graph = _chosen(model, inputs, options)
+    refuse_autocast(options.mesh.device_type, options.mixed_precision)
+    check_hooks(model)
+    with without_autocast(options.mesh.device_type):
+        return _compile_as_written(model, inputs, options)
+
+
+def _compile_as_written(model: nn.Module, inputs: FlatInputs, options: _CompileOptions) -> DistributedGraphModule:
+    given = inputs
+    if options.rows.is_local:
+        inputs = global_inputs(given)
+    chosen, graph = _chosen(model, given, inputs, options)
     return _assembled(model, inputs, graph, chosen, options)
 
 
@@ -228,7 +291,7 @@ def compile_captured(
     """
     check_plan(plan, graph, cluster)
     runs = new_backend(backend, mesh.device_type)
-    options = _CompileOptions(mesh, cluster, {}, plan, plan.mixed_precision, runs, 0, None, None)
+    options = _CompileOptions(mesh, cluster, {}, plan, plan.mixed_precision, runs, 0, _Rows(), None, None)
     return _assembled(model, signature(graph).input_spec, graph, plan, options)
 
 
@@ -238,20 +301,42 @@ def _assembled(
     if options.mesh.device_type == "cpu":
         keep_freed_memory()
         end_after_gloo()
-    builder = _Builder(model, options, chosen)
+    with as_buffers(model, _attributes(model, graph)):
+        return _distributed(model, inputs, graph, chosen, options)
+
+
+def _attributes(model: nn.Module, graph: fx.GraphModule) -> list[str]:
+    """Plain attributes that the graph takes as buffers, as forward changes and reads them."""
+    known = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    return [port.name for port in signature(graph).inputs if port.kind == "buffer" and port.name not in known]
+
+
+def _distributed(
+    model: nn.Module, inputs: FlatInputs, graph: fx.GraphModule, chosen: Plan, options: _CompileOptions
+) -> DistributedGraphModule:
+    builder = _Builder(options, chosen)
+    unlike = unlike_tensors(model, options.mesh.device_type)
     binder = builder.binder(graph)
-    module = DistributedGraphModule(binder.mesh, chosen, builder.compiler(binder), options.seed)
+    module = DistributedGraphModule(binder.mesh, chosen, builder.compiler(binder), options.seed, _skeleton(model))
     placed = {original_name(name): placements for name, placements in binder.placements().items()}
-    tensors = materialize(model, binder.mesh, placed, options.seed, binder.elsewhere())
+    tensors = materialize(model, binder.mesh, placed, options.seed, binder.elsewhere(), unlike)
     module.adopt_tensors(tensors, _persistence(model))
     if isinstance(binder, StageBinder) and binder.pipeline.group is not None:
         module.adopt_stages(binder.pipeline.group, binder.copies())
-    module.adopt(inputs, binder.bind(binder.lowered))
-    return module.train(model.training)
+    module.adopt(inputs, binder.bind(binder.lowered), options.rows.is_local, options.rows.compare_every)
+    module.adopt_original(LateHooks(model))
+    watch_optimizers(model)
+    look_for_infinities_in_all_shards()
+    return module
 
 
-def _chosen(model: nn.Module, inputs: FlatInputs, options: _CompileOptions) -> tuple[Plan, fx.GraphModule]:
-    """The plan, given or searched, checked against model, mesh and batch; and the captured graph."""
+def _chosen(
+    model: nn.Module, given: FlatInputs, inputs: FlatInputs, options: _CompileOptions
+) -> tuple[Plan, fx.GraphModule]:
+    """The plan, given or searched, checked against model, mesh and batch; and the captured graph.
+
+    ``given``: the inputs as this rank brings them; ``inputs``: those of the global batch.
+    """
     cluster = options.cluster
     watch = Watch(options.progress)
 
@@ -273,17 +358,27 @@ def _chosen(model: nn.Module, inputs: FlatInputs, options: _CompileOptions) -> t
         if options.plan is not None:
             warn_without_sequence(chosen, graph)
 
-    def describe(graph: fx.GraphModule) -> dict[str, str]:
-        names = (name.strip("[]'") for name in inputs.tensor_names)
-        shapes = zip(names, inputs.shapes, inputs.dtypes, strict=True)
+    def describe_call() -> dict[str, list[str] | str]:
+        names = (name.strip("[]'") for name in given.tensor_names)
+        shapes = zip(names, given.shapes, given.dtypes, strict=True)
         return {
             "batch": ", ".join(f"{name} {shape} {dtype}" for name, shape, dtype in shapes),
             "mixed precision": describe_policy(options.mixed_precision),
-            "model": graph_fingerprint(graph),
+            **{name: repr(value) for name, value in options.search.items()},
+            "seed": str(options.seed),
+            "batch=": "local" if options.rows.is_local else "global",
+            "compare_batches": str(options.rows.compare_every),
+            "backend": type(options.backend).__name__.lower(),
+            "mesh": f"{options.mesh.device_type} {options.mesh.mesh.tolist()}",
+            "cluster": cluster.to_json().splitlines(),
+            **describe_model(model),
         }
 
+    def describe(graph: fx.GraphModule) -> dict[str, list[str] | str]:
+        return {"model": graph_fingerprint(graph), "constant tensor": describe_constants(graph)}
+
     is_timed = options.plan is None and options.search["search_seconds"] is not None
-    return agreed(prepare, choose, check, describe, first_decides=is_timed)
+    return agreed(prepare, choose, check, describe, describe_call, first_decides=is_timed)
 
 
 def check_plan(plan: Plan, graph: fx.GraphModule, cluster: Cluster) -> None:
@@ -329,7 +424,6 @@ def check_batch(plan: Plan, graph: fx.GraphModule) -> None:
 class _Builder:
     """Compiles further input signatures of one model under one plan."""
 
-    model: nn.Module
     options: _CompileOptions
     plan: Plan
     cache: dict[Any, Any] = field(default_factory=dict)
@@ -347,15 +441,16 @@ class _Builder:
             return StageBinder.build(self.options.mesh, self.options.cluster, self.plan, lowered, self.options.backend)
         return Binder.build(self.options.mesh, self.options.cluster, lowered, self.options.backend)
 
-    def compiler(self, binder: Binder | StageBinder) -> Callable[[FlatInputs, bool], Program | StagedProgram]:
-        """A function that compiles the model for other inputs, or for evaluation, on the parameters as they lie."""
-        skeleton = _skeleton(self.model)
+    def compiler(self, binder: Binder | StageBinder) -> Callable[[nn.Module, FlatInputs], Program | StagedProgram]:
+        """A function that compiles a model without weights for other inputs, or as it is switched, on the parameters as
+        they lie.
+        """
         placements = binder.placements()
 
-        def compile_inputs(inputs: FlatInputs, training: bool) -> Program | StagedProgram:
+        def compile_inputs(twin: nn.Module, inputs: FlatInputs) -> Program | StagedProgram:
             policy, on_pass = self.options.mixed_precision, self.options.on_pass
-            graph = capture(skeleton.train(training), inputs, mixed_precision=policy, on_pass=on_pass)
-            return binder.bind(self.lower(graph, placements, training))
+            graph = capture(twin, inputs, mixed_precision=policy, on_pass=on_pass)
+            return binder.bind(self.lower(graph, placements, twin.training))
 
         return compile_inputs
 
@@ -402,6 +497,9 @@ def _skeleton(model: nn.Module) -> nn.Module:
     for parameter in model.parameters():
         empty = torch.empty_like(parameter, device="meta")
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for _, tensor in ModuleState(model).tensors.values():
+        if tensor.grad_fn is not None:  # left by a forward before; torch does not copy it
+            memo[id(tensor)] = tensor.detach()
     return copy.deepcopy(model, memo)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from galvatron_fx.api import plan, search_options
 from galvatron_fx.errors import BudgetError, InputError, PlanError
+from galvatron_fx.ir.arguments import check_arguments
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.plan import Plan
 from galvatron_fx.ir.progress import Observer, Progress
@@ -49,6 +51,9 @@ def plan_batch(
     that are no positive numbers and for inputs of another batch than asked for, BudgetError (of the smallest batch)
     where none fits, and what :func:`galvatron_fx.plan` raises; PlanError if it refuses every batch.
     """
+
+    check_arguments(model=model, inputs_of=inputs_of, batches=batches, progress=progress)
+    _check_names(options)
 
     def plan_of(batch: int) -> Plan:
         def tell(moment: Progress, /) -> None:
@@ -153,6 +158,14 @@ def _middle(best: int, other: int, devices: int) -> int:
     step = devices if min(best, other) >= devices else 1
     middle = (best + other) // 2 // step * step
     return middle if abs(middle - best) * _CLOSE >= best else best
+
+
+def _check_names(options: dict[str, Any]) -> None:
+    """Refuse options that :func:`galvatron_fx.plan` does not have, as a call of it would."""
+    known = [name for name, option in signature(plan).parameters.items() if option.kind is option.KEYWORD_ONLY]
+    for name in options:
+        if name not in known:
+            raise TypeError(f"plan_batch() has no option {name!r}: the options are {', '.join(known)}")
 
 
 def _checked(batches: Sequence[int]) -> list[int]:

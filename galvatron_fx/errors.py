@@ -16,6 +16,7 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "ClusterError",
+    "DifferenceError",
     "GalvatronError",
     "InputError",
     "LostRankError",
@@ -65,6 +66,10 @@ class BudgetError(GalvatronError):
 
 class CheckpointError(GalvatronError):
     """Raised when a checkpoint or a folder of weights is torn, altered, or does not fit what it is loaded into."""
+
+
+class DifferenceError(GalvatronError):
+    """Raised when a plan was compared with one device, and computes something else."""
 
 
 class LostRankError(GalvatronError, RuntimeError):

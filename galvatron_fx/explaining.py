@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 
 from galvatron_fx.api import capture, check_plan, lower, search_options, warn_without_sequence
+from galvatron_fx.arguments import as_plan
 from galvatron_fx.errors import InputError
+from galvatron_fx.ir.arguments import check_arguments
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.pass_dump import PassFolder
 from galvatron_fx.ir.plan import Plan
@@ -29,7 +32,7 @@ def explain(
     cluster: Cluster,
     example_inputs: ExampleInputs,
     *,
-    plan: Plan | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
     after: str | None = None,
     folder: str | Path | None = None,
     mixed_precision: MixedPrecisionPolicy | None = None,
@@ -39,10 +42,13 @@ def explain(
     """Return the graph as readable Python after each pass, from capture to the lowered program.
 
     ``after``: only that pass; ``folder``: also write one file a pass there, as soon as it has run, so that they are
-    there if a later one fails; ``plan``: lower by it instead of searching; ``mixed_precision``, ``progress`` and
-    ``options``: those of :func:`galvatron_fx.plan`. Raises InputError naming the passes where ``after`` is none of
-    them, and OSError where the folder cannot be written.
+    there if a later one fails; ``plan``: lower by it, or by the one at this path, instead of searching;
+    ``mixed_precision``, ``progress`` and ``options``: those of :func:`galvatron_fx.plan`. Raises InputError naming the
+    passes where ``after`` is none of them, and OSError where the folder cannot be written.
     """
+    check_arguments(model=model, after=after, dump_folder=folder, progress=progress)
+    given = as_plan(plan)
+    searched = search_options(cluster, **options)
     stages: dict[str, str] = {}
     files = PassFolder(Path(folder)) if folder is not None else None
 
@@ -54,13 +60,14 @@ def explain(
     watch = Watch(progress)
     with watch.phase(CAPTURE):
         graph = capture(model, example_inputs, mixed_precision=mixed_precision, on_pass=note)
-    if plan is None:
-        plan = search_plan(graph, cluster, search_options(cluster, **options), watch)
+    if given is None:
+        chosen = search_plan(graph, cluster, searched, watch)
     else:
-        warn_without_sequence(plan, graph)
-    check_plan(plan, graph, cluster)
+        chosen = given
+        warn_without_sequence(chosen, graph)
+    check_plan(chosen, graph, cluster)
     with watch.phase(LOWERING):
-        lower(graph, plan, cluster, on_pass=note)
+        lower(graph, chosen, cluster, on_pass=note)
     if after is not None and after not in stages:
         raise InputError(f"no pass is called {after!r}: the passes are {', '.join(stages)}")
     wanted = {after: stages[after]} if after is not None else stages

@@ -25,7 +25,8 @@ class AssignShardings:
     ``axis``: its index in the lowering; ``roles``: what the axis does in each block; ``prices``: times of operators and
     redistributions; ``fixed``: parameters, by name, whose placement is decided already. Blocks that are equal, and
     enter and leave equally, are solved once (``cache``). ``only``: just these blocks (for prices; such a decision
-    cannot be lowered). ``outputs_as_terms``: outputs of the model may leave as terms of a sum.
+    cannot be lowered). ``outputs_as_terms``: outputs of the model may leave as terms of a sum. ``narrow_terms``: terms
+    may be added up in a narrower dtype than the parameters have, which rounds otherwise than one device does.
     """
 
     axis: int
@@ -35,6 +36,7 @@ class AssignShardings:
     fixed: Mapping[str, Placement] = field(default_factory=dict)
     only: frozenset[int] | None = None
     outputs_as_terms: bool = False
+    narrow_terms: bool = False
 
     def run(self, graph: fx.GraphModule) -> AxisSharding:
         """Return the decision for ``graph``, whose shapes are those left by the axes lowered before."""
@@ -42,7 +44,7 @@ class AssignShardings:
 
     def decide(self, values: GraphValues) -> AxisSharding:
         """The same for a graph whose values are known."""
-        decided = AxisDecisions(values, self.roles, self.prices, self.outputs_as_terms)
+        decided = AxisDecisions(values, self.roles, self.prices, self.outputs_as_terms, self.narrow_terms)
         self._place_inputs(decided)
         for index, nodes in sorted(values.blocks.items()):
             if self.only is None or index in self.only:

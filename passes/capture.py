@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from galvatron_fx.errors import CaptureError
+from galvatron_fx.errors import CaptureError, GalvatronError, InputError
 from galvatron_fx.ir.annotations import (
     NodeFacts,
     Port,
@@ -25,15 +25,22 @@ from galvatron_fx.ir.annotations import (
     signature,
 )
 from galvatron_fx.ir.graph_copy import write_call
-from galvatron_fx.ir.precision import Precision, set_precision
+from galvatron_fx.ir.precision import Precision, computed_in, set_precision
 from galvatron_fx.ir.symbols import fit_symbols
-from galvatron_fx.ir.torch_compat import export_joint, module_of, new_fake_mode, pytree
+from galvatron_fx.ir.torch_compat import export_joint, failures_unlogged, module_of, new_fake_mode, pytree
+from passes.attribute_writes import StateWritten
 from passes.clean_graph import CleanGraph
 from passes.compare_units import UnlikeUnits
+from passes.dense_lookups import dense_lookups
+from passes.effect_tokens import drop_tokens
 from passes.fake_model import ROOT, FlatModel, fake_weights, module_names, passing_through
 from passes.find_repeats import Repeat, find_repeats
 from passes.flat_inputs import ExampleInputs, FlatInputs
+from passes.missing_gradients import check_gradients
+from passes.module_state import as_buffers, quoted, refuse_new_weights
 from passes.repeat_layers import RepeatLayers
+from passes.reruns import refuse_replays, reruns
+from passes.steady_state import steady_state
 from passes.trace_errors import explained
 
 if TYPE_CHECKING:
@@ -56,9 +63,9 @@ class Capture:
     ``policy``: the model sees parameters and inputs in the dtype that it is to compute in, as if they had been cast
     before its forward; :class:`passes.mixed_precision.MixedPrecision` writes the casts of parameters down.
 
-    If the model returns a scalar that needs gradients (its loss), that scalar alone is differentiable, and the
-    other outputs (logits, hidden states) are returned detached; a model without such a scalar keeps every floating
-    output differentiable.
+    If the model returns scalars that need gradients (its losses), they alone are differentiable, and the other outputs
+    (logits, hidden states) are returned detached; a model without such a scalar keeps every floating output
+    differentiable. The loss of a step is the output called ``loss``, or the only such scalar.
     """
 
     symbolic: bool = True
@@ -73,54 +80,102 @@ class Capture:
         InputError where the inputs do not fit the model's forward.
         """
         inputs = FlatInputs.of(example_inputs)
+        for name, tensor in zip(inputs.tensor_names, inputs.tensors, strict=True):
+            if tensor.is_nested or tensor.layout != torch.strided:
+                kind = "nested" if tensor.is_nested else "sparse"
+                raise InputError(f"input {name} is {kind}: give a dense tensor, padded, with a mask of what counts")
+        with failures_unlogged():
+            return self._run(model, inputs)
+
+    def _run(self, model: nn.Module, inputs: FlatInputs) -> fx.GraphModule:
+        held: tuple[str, ...] = ()
+        while True:
+            try:
+                with as_buffers(model, held):
+                    flat = FlatModel(model, inputs, self.policy)
+                    graph = self._once(flat)
+                    _check_state(flat)
+                    check_gradients(graph, flat)
+                    return graph
+            except StateWritten as attributes:
+                held = (*held, *attributes.names)
+
+    def _once(self, flat: FlatModel) -> fx.GraphModule:
         if not self.share_layers:
-            return self._captured(model, inputs, ())
+            return self._captured(flat, ())
         try:
-            return self._with_shared_layers(model, inputs)
+            return self._with_shared_layers(flat)
+        except StateWritten:
+            raise
         except Exception as error:
             # Whatever it is. If the model is at fault, the whole trace raises too, and says so; if it does not, the
             # fault is ours, and costs time alone.
-            graph = self._captured(model, inputs, ())
+            graph = self._captured(flat, ())
             warnings.warn(
-                f"equal layers of {type(model).__name__} were traced one by one, which takes longer: tracing them once "
-                f"failed with {type(error).__name__}: {error}",
+                f"equal layers of {type(flat.module).__name__} were traced one by one, which takes longer: tracing "
+                f"them once failed with {type(error).__name__}: {error}",
                 stacklevel=2,
             )
             return graph
 
-    def _with_shared_layers(self, model: nn.Module, inputs: FlatInputs) -> fx.GraphModule:
+    def _with_shared_layers(self, flat: FlatModel) -> fx.GraphModule:
         """Trace each stack of equal layers once; again with shorter stacks where the traced layers turn out unlike."""
-        repeats = find_repeats(model, inputs, self.policy)
+        repeats = find_repeats(flat)
         while True:
             try:
-                return self._captured(model, inputs, repeats)
+                return self._captured(flat, repeats)
             except UnlikeUnits as unlike:
                 tried = ((r.shorter if r is unlike.repeat else r) for r in repeats)
                 repeats = tuple(repeat for repeat in tried if repeat is not None)
 
-    def _captured(self, model: nn.Module, inputs: FlatInputs, repeats: tuple[Repeat, ...]) -> fx.GraphModule:
+    def _captured(self, flat: FlatModel, repeats: tuple[Repeat, ...]) -> fx.GraphModule:
         def trace(shapes: Sequence[tuple[int, ...]]) -> fx.GraphModule:
-            return _trace(model, inputs, shapes, repeats, self.policy)
+            return _trace(flat, shapes, repeats)
 
+        inputs = flat.inputs
         graph = trace(inputs.shapes)
         if self.symbolic:
             fit_symbols(graph, inputs.shapes, inputs.dtypes, trace)
         if self.policy is not None:
-            own = dict(model.named_parameters(remove_duplicate=False))
+            own = dict(flat.module.named_parameters(remove_duplicate=False))
             dtypes = {name: p.dtype for name, p in own.items() if p.is_floating_point()}
+            _refuse_rounded_updates(graph, own, self.policy)
             set_precision(graph, Precision(self.policy, dtypes))
         return RepeatLayers(repeats).run(CleanGraph().run(graph))
 
 
-def _trace(
-    model: nn.Module,
-    inputs: FlatInputs,
-    shapes: Sequence[tuple[int, ...]],
-    repeats: tuple[Repeat, ...],
-    policy: MixedPrecisionPolicy | None,
-) -> fx.GraphModule:
-    mode = new_fake_mode()
-    flat = FlatModel(model, inputs, policy)
+def _refuse_rounded_updates(
+    graph: fx.GraphModule, parameters: Mapping[str, nn.Parameter], policy: MixedPrecisionPolicy
+) -> None:
+    """See that forward changes no parameter that it is given in a narrower dtype: small changes would be lost."""
+    written = [port.name for port, _ in output_ports(graph) if port.kind == "buffer" and port.name in parameters]
+    rounded = [name for name in written if computed_in(policy, parameters[name].dtype) != parameters[name].dtype]
+    if rounded:
+        raise CaptureError(
+            f"forward changes {quoted(rounded)}, of {parameters[rounded[0]].dtype}, and under mixed_precision computes "
+            f"with it in {policy.param_dtype}, which loses small changes: let what follows other weights be a buffer "
+            f"(register_buffer), update it after the optimizer's step, or leave mixed_precision out"
+        )
+
+
+def _check_state(flat: FlatModel) -> None:
+    """See that every step is the one that was traced, whatever forward does to attributes beside its buffers."""
+    refuse_new_weights(flat.changes)
+    if all(change.place.table == "_buffers" and change.keeps_spec for change in flat.changes):
+        return
+    steady = steady_state(flat.module, flat.inputs, flat.policy)
+    if steady.carried:
+        raise StateWritten(steady.carried)
+    if steady.dropped:
+        warnings.warn(
+            f"forward stores {quoted(steady.dropped)} on the model and does not read it again: the compiled model does "
+            f"not keep it. Return it from forward to have it",
+            stacklevel=2,
+        )
+
+
+def _trace(flat: FlatModel, shapes: Sequence[tuple[int, ...]], repeats: tuple[Repeat, ...]) -> fx.GraphModule:
+    model, mode = flat.module, new_fake_mode()
     args = flat.fake_arguments(shapes, mode)
     cut = {module: forward for repeat in repeats for module, forward in repeat.cut.items()}
     units = {
@@ -129,18 +184,32 @@ def _trace(
         for at, unit in enumerate(repeat.kept)
         for call in unit
     }
-    with fake_weights(model, mode, policy), module_names(flat, units), passing_through(cut):
+    with (
+        dense_lookups(),
+        torch.inference_mode(False),
+        torch.enable_grad(),  # also at a first call for evaluation
+        fake_weights(model, mode, flat.policy),
+        module_names(flat, units),
+        passing_through(cut),
+        reruns(model) as restored,
+    ):
         try:
             graph = export_joint(flat, args, mode)
+        except (StateWritten, GalvatronError):
+            raise
         except Exception as error:
-            raise explained(error, model) from error
-    _record(graph, flat, inputs)
+            raise explained(error, model) from None  # torch's hundred lines more are its context
+    drop_tokens(graph)
+    _record(graph, flat)
+    if restored:
+        refuse_replays(graph)
     _merge_tied(graph, model)
     return graph
 
 
-def _record(graph: fx.GraphModule, flat: FlatModel, inputs: FlatInputs) -> None:
+def _record(graph: fx.GraphModule, flat: FlatModel) -> None:
     """Attach facts to every node and a signature to the graph."""
+    inputs = flat.inputs
     input_ports: list[Port] = []
     trained = {name for name, parameter in flat.named_parameters(remove_duplicate=False) if parameter.requires_grad}
     for node in graph.graph.nodes:
@@ -150,26 +219,39 @@ def _record(graph: fx.GraphModule, flat: FlatModel, inputs: FlatInputs) -> None:
         if node.op == "placeholder":
             input_ports.append(_input_port(node, trained))
     output = graph.graph.output_node()
-    outputs = _flatten_outputs(output)
-    descriptors = output.meta["desc"]
-    absent = count()
+    pairs = _outputs(output, flat)
     set_signature(
         graph,
         Signature(
             inputs=tuple(input_ports),
-            outputs=tuple(_output_port(desc, absent) for desc in descriptors),
+            outputs=tuple(port for port, _ in pairs),
             input_names=inputs.tensor_names,
-            loss=flat.loss,
+            loss=flat.outputs.loss,
             input_spec=inputs,
-            output_spec=(flat.output_spec, tuple(flat.output_leaves)),
+            output_spec=(flat.outputs.tree, flat.outputs.leaves),
             input_specs=tuple(TensorSpec(tuple(t.shape), t.dtype) for t in inputs.tensors),
+            scalars=flat.outputs.scalars,
+            detached=flat.outputs.detached,
+            output_names=flat.outputs.names,
         ),
     )
-    output.args = (tuple(outputs),)
+    output.args = (tuple(node for _, node in pairs),)
 
 
-def _flatten_outputs(output: fx.Node) -> list[fx.Node | None]:
-    return list(pytree.arg_tree_leaves(*output.args))
+def _outputs(output: fx.Node, flat: FlatModel) -> list[tuple[Port, fx.Node | None]]:
+    """What the graph returns with its ports, new values of buffers first; one that was assigned counts as assigned."""
+    absent = count()
+    own = len(flat.outputs.names)
+    assigned: list[tuple[Port, fx.Node | None]] = []
+    others: list[tuple[Port, fx.Node | None]] = []
+    for desc, node in zip(output.meta["desc"], pytree.arg_tree_leaves(*output.args), strict=True):
+        port = _output_port(desc, absent)
+        if port.kind == "output" and int(port.name) >= own:
+            assigned.append((Port("buffer", flat.rebound[int(port.name) - own]), node))
+        elif port.kind != "buffer" or port.name not in flat.rebound:
+            others.append((port, node))
+    changed = [*(pair for pair in others if pair[0].kind == "buffer"), *assigned]
+    return changed + [pair for pair in others if pair[0].kind != "buffer"]
 
 
 def _merge_tied(graph: fx.GraphModule, model: nn.Module) -> None:
@@ -232,6 +314,12 @@ def _input_port(node: fx.Node, trained: set[str]) -> Port:
     if kind == "PlainAOTInput":
         return Port("input", str(descriptor.idx), bool(node.meta["val"].requires_grad))
     if kind == "TangentAOTInput":
+        written = getattr(descriptor.output, "mutated_input", None)
+        if written is not None:
+            raise CaptureError(
+                f"forward writes into '{getattr(written, 'target', written)}', which needs gradients: write into it "
+                f"under torch.no_grad() after the step"
+            )
         return Port("tangent", str(descriptor.output.idx))
     raise CaptureError(f"input '{node.name}' is of a kind that cannot be lowered ({descriptor})")
 

@@ -14,10 +14,14 @@ from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import TensorSpec, facts, has_facts, set_facts
 from galvatron_fx.ir.graph_copy import write_call
 from galvatron_fx.ir.kernels import Kernels
+from galvatron_fx.ir.layout import has_layout
+from galvatron_fx.ir.local_program import placements_of, record_program, record_step, renewed
 from galvatron_fx.ir.op_call import input_nodes
 from galvatron_fx.ir.precision import cast_gradient, cast_parameter
 from galvatron_fx.ir.torch_compat import all_gather_rows, num_holders
 from passes.communication_moments import waited_before
+from passes.record_gpu_dtypes import RecordGpuDtypes
+from passes.sharding.placed_calls import verify_placed
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -97,6 +101,8 @@ class Codegen:
             for name in {str(node.target) for node in graph.graph.find_nodes(op="get_attr")}:
                 setattr(graph, name, aten._to_copy.default(getattr(graph, name), device=torch.device(self.device)))
         graph.recompile()
+        if has_layout(graph):
+            verify_placed(graph, "bound", "Codegen")
         return graph
 
     def bind(self, graph: fx.Graph) -> None:
@@ -110,19 +116,36 @@ class Codegen:
                 continue
             if node.target in _BINDERS:
                 before = node.prev
+                writer = _Writer(graph, node)
                 with graph.inserting_before(node):
-                    results[node] = bound = _BINDERS[node.target](self, _Writer(graph, node), node)
+                    results[node] = bound = _BINDERS[node.target](self, writer, node)
+                writer.record(bound)
                 begins[node] = before.next if before.next is not node else node.next
                 node.replace_all_uses_with(bound)
                 graph.erase_node(node)
                 continue
-            node.target = self._kernel(node)
-            if "device" in node.kwargs and self.device != "cpu":
-                node.update_kwarg("device", torch.device(self.device))
+            self._put_on_device(node)
+        if self.device != "cpu":
+            RecordGpuDtypes().bind(graph)
         for node, moment in moments.items():
             while moment in begins:
                 moment = begins[moment]
             _wait_before(moment, results[node])
+
+    def _put_on_device(self, node: fx.Node) -> None:
+        """Give an operator the kernel and the device that it has here."""
+        kernel = self._kernel(node)
+        moves = "device" in node.kwargs and self.device != "cpu"
+        if kernel is node.target and not moves:
+            return
+        node.target = kernel
+        if moves:
+            node.update_kwarg("device", torch.device(self.device))
+        record = facts(node)
+        if record.step is not None:
+            set_facts(node, record.having(step=renewed(record.step, node)))
+        elif record.placements:
+            record_step(node, "kernel", len(record.placements[0]))
 
     def _kernel(self, node: fx.Node) -> Callable[..., Any]:
         """What runs the operator of ``node``, which has tensors of known shapes, here."""
@@ -145,6 +168,7 @@ class _Writer:
 
     graph: fx.Graph
     like: fx.Node
+    _written: list[fx.Node] = field(default_factory=list)
 
     @property
     def shape(self) -> Shape:
@@ -154,8 +178,15 @@ class _Writer:
     def __call__(self, shape: Shape, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         node = write_call(self.graph, target, args, kwargs)
         record = facts(self.like)
-        set_facts(node, record.having(specs=(TensorSpec(shape, record.spec.dtype),)))
+        set_facts(node, record.having(specs=(TensorSpec(shape, record.spec.dtype),), step=None))
+        self._written.append(node)
         return node
+
+    def record(self, result: fx.Node) -> None:
+        """Record what was written as a program whose ``result`` lies as the collective's did."""
+        placements = placements_of(self.like)
+        if placements and placements[0]:
+            record_program(f"bound {self.like.name}", self._written, {result: placements}, len(placements[0]))
 
     def waited(self, shape: Shape, target: Callable[..., Any], *args: Any) -> fx.Node:
         started = self(shape, target, *args)
@@ -185,7 +216,10 @@ def _communicate_reals(graph: fx.Graph) -> None:
             (back, record.spec),
             (node, _as_pairs(record.spec)),
         ):
-            set_facts(made, record.having(specs=(spec,)))
+            set_facts(made, record.having(specs=(spec,), step=None))
+        if record.placements and record.placements[0]:
+            columns = len(record.placements[0])
+            record_program(f"pairs of {node.name}", (plain, pairs, node, back), {back: record.placements}, columns)
 
 
 def _as_pairs(spec: Any) -> TensorSpec:
@@ -278,8 +312,8 @@ def _bind_local_index(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Nod
 
 def _bind_only_first(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Node:
     x = node.args[0]
-    if codegen.axis_of(node).coordinate == 0 and isinstance(x, fx.Node):
-        return x
+    if codegen.axis_of(node).coordinate == 0:
+        return write(write.shape, aten.alias.default, x)
     return write(write.shape, aten.zeros_like.default, x)
 
 

@@ -19,7 +19,7 @@ from galvatron_fx.ir.symbols import BATCH, SEQUENCE, Sizes
 from galvatron_fx.ir.symbols import annotate as label_dims
 from galvatron_fx.ir.torch_compat import trace_decomposed
 from passes.clean_graph import CleanGraph, replace_outputs
-from passes.sharding import own_rules, random_rules  # noqa: F401  (register rules)
+from passes.sharding import batched_rules, own_rules, random_rules  # noqa: F401  (register rules)
 from passes.sharding.rules import has_rule
 
 aten = torch.ops.aten
@@ -281,14 +281,26 @@ def _shape_at(spec: TensorSpec, sizes: Sizes) -> tuple[int, ...]:
 
 
 def _resized_calls(node: fx.Node, changes: dict[int, int]) -> Iterator[Any]:
-    """The arguments with the first size, all sizes and no size among them changed: sizes may be equal by chance."""
+    """The arguments with the first size, all sizes and no size among them changed: sizes may be equal by chance.
+
+    In lists of sizes, first the first of those that may have changed, then all.
+    """
     sized = [at for at, value in enumerate(node.args) if _resized(value, changes) != value]
     seen = []
-    for most in (1, len(sized), 0):
-        args = [_resized(arg, changes) if at in sized[:most] else arg for at, arg in enumerate(node.args)]
-        if args not in seen:
-            seen.append(args)
-            yield tuple(args), node.kwargs
+    for resized in (_first_resized, _resized):
+        for most in (1, len(sized), 0):
+            args = [resized(arg, changes) if at in sized[:most] else arg for at, arg in enumerate(node.args)]
+            if args not in seen:
+                seen.append(args)
+                yield tuple(args), node.kwargs
+
+
+def _first_resized(value: Any, changes: dict[int, int]) -> Any:
+    """Of a list, only the first size that changes."""
+    if not isinstance(value, (list, tuple)):
+        return _resized(value, changes)
+    first = next((at for at, item in enumerate(value) if _resized(item, changes) != item), len(value))
+    return [*value[:first], *(_resized(item, changes) for item in value[first : first + 1]), *value[first + 1 :]]
 
 
 def _resized(value: Any, changes: dict[int, int]) -> Any:

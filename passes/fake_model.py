@@ -13,7 +13,11 @@ from torch import nn
 
 from galvatron_fx.ir.precision import computed_in
 from galvatron_fx.ir.torch_compat import FakeTensorMode, annotate_module, leave_modules, pytree
+from passes.attribute_writes import AttributeWrites
 from passes.flat_inputs import FlatInputs, flatten
+from passes.flat_outputs import FlatOutputs, flat_outputs
+from passes.module_state import Change, ModuleState
+from passes.reruns import keep_weights
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -28,32 +32,62 @@ class FlatModel(nn.Module):
         super().__init__()
         self.module = model
         self._aliases = _aliases(model)
-        self._inputs = inputs
+        self.inputs = inputs
+        self.policy = policy
         self._inputs_as = policy.param_dtype if policy is not None and policy.cast_forward_inputs else None
         self._outputs_as = policy.output_dtype if policy is not None else None
-        self.output_spec: Any = None
-        self.output_leaves: list[Any] = []
-        self.loss: int | None = None
+        self._outputs: FlatOutputs | None = None
+        self._changes: dict[str, Change] = {}
+        self.rebound: tuple[str, ...] = ()
+
+    @property
+    def outputs(self) -> FlatOutputs:
+        """What the model returned when it was last traced."""
+        assert self._outputs is not None, "the model was not traced yet"
+        return self._outputs
+
+    @property
+    def changes(self) -> list[Change]:
+        """What any run of the model changed of its attributes; all of it was put back."""
+        return list(self._changes.values())
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Call the model; see :class:`passes.capture.Capture` for which outputs stay differentiable."""
-        args, kwargs = self._inputs.call([_cast(tensor, self._inputs_as) for tensor in tensors])
+        """Call the model; see :class:`passes.capture.Capture` for which outputs stay differentiable.
+
+        Behind the outputs come the new values of buffers that the model assigned (``rebound``).
+        """
+        with self.observed() as state:
+            returned = self.called(tensors)
+            changes = state.changes()
+            keep_weights(self.module, (leaf for leaf in flatten(returned)[0] if isinstance(leaf, torch.Tensor)))
+        self._changes |= {change.path: change for change in changes}
+        rebound = {c.path: c.after for c in changes if c.place.table == "_buffers" and c.keeps_spec}
+        self.rebound = tuple(rebound)
+        self._outputs, outputs = flat_outputs(returned, lambda leaf: _cast(leaf, self._outputs_as))
+        return (*outputs, *(value.detach().clone() for value in rebound.values()))
+
+    @contextlib.contextmanager
+    def observed(self) -> Iterator[ModuleState]:
+        """Let the model run inside, and undo what it does to its attributes."""
         with _tied(self._aliases):
-            leaves, self.output_spec = flatten(self.module(*args, **kwargs))
-        leaves = [_cast(leaf, self._outputs_as) for leaf in leaves]
-        outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self.output_leaves = [_plain(leaf) for leaf in leaves]
-        self.loss = next((i for i, out in enumerate(outputs) if out.dim() == 0 and out.requires_grad), None)
-        if self.loss is None:
-            return tuple(outputs)
-        return tuple(out if out.dim() == 0 else out.detach() for out in outputs)
+            state = ModuleState(self.module)
+            try:
+                with AttributeWrites({path: tensor for path, (_, tensor) in state.tensors.items()}):
+                    yield state
+            finally:
+                state.restore()
+
+    def called(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """What the model returns."""
+        args, kwargs = self.inputs.call([_cast(tensor, self._inputs_as) for tensor in tensors])
+        return self.module(*args, **kwargs)
 
     def fake_arguments(self, shapes: Sequence[tuple[int, ...]], mode: FakeTensorMode) -> list[torch.Tensor]:
         """Inputs of the given shapes without memory."""
         with mode:
             return [
                 torch.empty(shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
-                for shape, tensor in zip(shapes, self._inputs.tensors, strict=True)
+                for shape, tensor in zip(shapes, self.inputs.tensors, strict=True)
             ]
 
 
@@ -91,12 +125,6 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
     """``value`` in ``dtype`` if it is a tensor of floating-point numbers."""
     floats = dtype is not None and isinstance(value, torch.Tensor) and value.is_floating_point()
     return value.to(dtype) if floats else value
-
-
-def _plain(leaf: Any) -> tuple[bool, Any]:
-    """(is a tensor, its value if it is a plain constant): objects that may hold traced tensors (caches) are dropped."""
-    keep = leaf is None or isinstance(leaf, (bool, int, float, str))
-    return isinstance(leaf, torch.Tensor), leaf if keep else None
 
 
 @dataclass(frozen=True)

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from galvatron_fx.ir.torch_compat import compiling, new_fake_mode
 from passes.describe_calls import Description, calls_of, describe, program, state_of
 from passes.fake_model import FlatModel, PassThrough, fake_weights, passing_through
-from passes.flat_inputs import FlatInputs
 from passes.record_calls import CallRecorder, Leaf, RecordedCall
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+from passes.reruns import reruns
 
 _KEPT = 3  # the first, the last but one and the last: see passes.repeat_layers
 _LEAST_CUT = 2  # units: fewer do not pay for finding them
@@ -53,28 +50,25 @@ class Repeat:
         return self.units[1:-2]
 
 
-def find_repeats(
-    model: nn.Module, inputs: FlatInputs, policy: MixedPrecisionPolicy | None = None
-) -> tuple[Repeat, ...]:
+def find_repeats(flat: FlatModel) -> tuple[Repeat, ...]:
     """Find stacks of equal layers: a chain of calls of different modules that do the same with parameters of their own.
 
     Two forward runs on fake tensors: of the model, and of the model with the repeated layers left out, which must do
     what is left of the first. A layer that only looks like its neighbours (another constant, a frozen weight, a shared
     parameter, a value that is used elsewhere) shows in the operators, in their wiring or in who uses what they make.
     """
-    mode = new_fake_mode()
-    flat = FlatModel(model, inputs, policy)
-    args = flat.fake_arguments(inputs.shapes, mode)
+    model, mode = flat.module, new_fake_mode()
+    args = flat.fake_arguments(flat.inputs.shapes, mode)
 
     keys: dict[Any, int] = {}
 
     def recorded(cut: Mapping[nn.Module, PassThrough]) -> CallRecorder:
         recorder = CallRecorder(model, keys)
-        with compiling(), mode, passing_through(cut), recorder.recording():
+        with compiling(), mode, passing_through(cut), reruns(model), recorder.recording():
             flat(*args)
         return recorder
 
-    with fake_weights(model, mode, policy):
+    with fake_weights(model, mode, flat.policy):
         whole = recorded({})
         if whole.has_custom_backward:
             return ()

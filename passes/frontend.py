@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import fx, nn
 
+from galvatron_fx.errors import CaptureError, InputError
 from galvatron_fx.ir.garbage import fewer_collections
 from galvatron_fx.ir.verifier import verify
 from passes.annotate_costs import AnnotateCosts
@@ -61,7 +62,11 @@ class Frontend:
     @fewer_collections()
     def run(self, model: nn.Module, example_inputs: ExampleInputs) -> fx.GraphModule:
         """Return the blocked joint graph. Raises what :class:`passes.capture.Capture` raises."""
-        graph = Capture(policy=self.policy).run(model, example_inputs)
+        try:
+            graph = Capture(policy=self.policy).run(model, example_inputs)
+        except (CaptureError, InputError) as error:
+            # The model is at fault: where in the capture it was noticed says nothing to the user.
+            raise error.with_traceback(None) from error.__cause__
         self._done("Capture", "captured", graph)
         for step, stage in self.passes:
             graph = step.run(graph)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +42,11 @@ class FunctionalRandom:
     Raises CaptureError for random operators that have no such form, naming the node, its module and the remedy.
     """
 
+    @staticmethod
+    def knows(target: Any) -> bool:
+        """Tell whether a random operator has such a form."""
+        return target in _MAKERS
+
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Rewrite ``graph`` in place and return it."""
         found = [node for node in graph.graph.nodes if _is_random(node)]
@@ -63,12 +68,16 @@ class FunctionalRandom:
         return graph
 
 
-def _is_random(node: fx.Node) -> bool:
-    """Whether a node draws random numbers; attention kernels do so only if they drop out."""
-    if node.op != "call_function" or torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+def draws_numbers(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a call draws random numbers; attention kernels do so only if they drop out."""
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return False
-    named = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    return "dropout_p" not in named or float(_argument(node, "dropout_p")) > 0.0
+    named = [argument.name for argument in target._schema.arguments]
+    return "dropout_p" not in named or float(_given(target, args, kwargs, "dropout_p")) > 0.0
+
+
+def _is_random(node: fx.Node) -> bool:
+    return node.op == "call_function" and draws_numbers(node.target, node.args, node.kwargs)
 
 
 def _refusal(node: fx.Node) -> CaptureError:
@@ -95,10 +104,14 @@ def _add_seed(graph: fx.GraphModule) -> fx.Node:
 
 def _argument(node: fx.Node, name: str) -> Any:
     """The argument called ``name`` of an operator, or its default."""
-    for position, formal in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    return _given(node.target, node.args, node.kwargs, name)
+
+
+def _given(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Any:
+    for position, formal in enumerate(target._schema.arguments):
         if formal.name == name:
-            return node.args[position] if position < len(node.args) else node.kwargs.get(name, formal.default_value)
-    raise AssertionError(f"{node.target} has no argument '{name}'")
+            return args[position] if position < len(args) else kwargs.get(name, formal.default_value)
+    raise AssertionError(f"{target} has no argument '{name}'")
 
 
 class _Streams:

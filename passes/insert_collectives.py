@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import sympy
+import torch
 from torch import fx
 
 from galvatron_fx.errors import ShardingError
 from galvatron_fx.ir.annotations import Dim, NodeFacts, TensorSpec, facts, set_facts
 from galvatron_fx.ir.collectives import all_gather, all_reduce, all_to_all, only_first, reduce_scatter, shard
 from galvatron_fx.ir.graph_copy import copy_node, write_call
+from galvatron_fx.ir.local_program import Placements, record_program, record_step, renewed
 from galvatron_fx.ir.op_call import input_nodes, is_getitem
 from galvatron_fx.ir.placement import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard, local_shape
 from galvatron_fx.ir.torch_compat import graph_module
@@ -88,9 +90,13 @@ class _Lowering:
         else:
             self._add_call(node)
 
-    def _copy_facts(self, node: fx.Node, new: fx.Node, specs: tuple[TensorSpec | None, ...]) -> None:
+    def _copy_facts(
+        self, node: fx.Node, new: fx.Node, specs: tuple[TensorSpec | None, ...], placements: Placements
+    ) -> None:
         new.meta = dict(node.meta)
-        set_facts(new, facts(node).having(specs=specs))
+        step = facts(node).step
+        step = renewed(step, new) if step is not None else None
+        set_facts(new, facts(node).having(specs=specs, placements=placements, step=step))
 
     def _add_input(self, node: fx.Node) -> None:
         new = copy_node(self.graph, node)
@@ -98,18 +104,32 @@ class _Lowering:
         spec = _localized(facts(node).specs[0], placement, self.sharding.degree)
         if node.op == "get_attr" and placement != REPLICATE:
             raise ShardingError(f"constant '{node.name}' must be replicated, found {placement}")
-        self._copy_facts(node, new, (spec,))
+        self._copy_facts(node, new, (spec,), _placed(node, (placement,)))
         self._new[node] = new
 
     def _add_getitem(self, node: fx.Node) -> None:
         source, index = node.args
         new_source = self._new[source]  # type: ignore[index]
         if isinstance(new_source, list):
-            self._new[node] = new_source[int(index)]  # type: ignore[arg-type]
+            picked = self._new[node] = new_source[int(index)]  # type: ignore[arg-type]
+            self._record_picked(picked, node, self.sharding.placement(node))
             return
         new = copy_node(self.graph, node, lambda n: self._new[n])
-        self._copy_facts(node, new, (facts(new_source).specs[index],))  # type: ignore[index]
+        record = facts(new_source)
+        specs = (record.specs[int(index)],)  # type: ignore[arg-type]
+        self._copy_facts(node, new, specs, _placed(node, (self.sharding.placement(node),)))
         self._new[node] = new
+
+    def _record_picked(self, new: fx.Node, node: fx.Node, placement: Placement) -> None:
+        """Let a result of a local program lie as ``node`` did, which picked it out of the operator expanded here."""
+        placements = _placed(node, (placement,))
+        if facts(new).placements == placements:
+            return
+        set_facts(new, facts(new).having(placements=placements))
+        for user in new.users:
+            step = facts(user).step
+            if step is not None:
+                record_step(user, step.program, step.columns)
 
     def _add_call(self, node: fx.Node) -> None:
         rule = self.sharding.rules[node]
@@ -120,15 +140,18 @@ class _Lowering:
         ]
         degree = self.sharding.degree
         outputs = tuple(_localized(s, p, degree) for s, p in zip(record.specs, rule.outputs, strict=True))
+        placements = _placed(node, rule.outputs)
         if rule.expansion:
-            emitter = Emitter(self.graph, record, self.sharding.axis, degree)
+            emitter = Emitter(self.graph, record.having(placements=(), step=None), self.sharding.axis, degree)
             made = EXPANSIONS[rule.expansion](emitter, node, inputs, outputs)
+            results = {result: (placed,) for result, placed in zip(made, placements, strict=True)}
+            record_program(rule.expansion, emitter.written, results, len(placements[0]))
             self._new[node] = made if record.multi_output else made[0]  # type: ignore[assignment]
             return
         local = localize_args(node.target, node.args, outputs)
         args, kwargs = map_inputs((local, node.kwargs), inputs)
         new = write_call(self.graph, lowered_target(node.target), args, kwargs, node.name)
-        self._copy_facts(node, new, outputs)
+        self._copy_facts(node, new, outputs, placements)
         self._new[node] = new
 
     def _add_output(self, node: fx.Node) -> None:
@@ -152,15 +175,19 @@ class _Lowering:
         return new if have == want else self._change(new, have, want, consumer)
 
     def _change(self, new: fx.Node, have: Placement, want: Placement, consumer: NodeFacts) -> fx.Node:
-        key = (new, want)
-        if key not in self._made:
-            self._made[key] = self._emit_change(new, have, want, consumer)
-        return self._made[key]
+        made = self._made.get((new, want))
+        if made is None or _comes_too_late(made, consumer):
+            made = self._made[new, want] = self._emit_change(new, have, want, consumer)
+            placed = (*facts(new).placements[0][:-1], want)
+            set_facts(made, facts(made).having(placements=(placed,)))
+            if made.target is torch.ops.aten.div.Scalar:
+                record_step(made, "terms of an average", len(placed))
+        return made
 
     def _emit_change(self, new: fx.Node, have: Placement, want: Placement, consumer: NodeFacts) -> fx.Node:
         axis, degree = self.sharding.axis, self.sharding.degree
         spec = facts(new).spec
-        emitter = Emitter(self.graph, consumer, axis, degree)
+        emitter = Emitter(self.graph, consumer.having(step=None), axis, degree)
         if isinstance(have, Partial) and isinstance(want, Replicate):
             return emitter.emit(all_reduce, (new, have.op, axis), spec)
         if isinstance(have, Partial) and isinstance(want, Shard):
@@ -178,7 +205,20 @@ class _Lowering:
             return emitter.emit(shard, (new, want.dim, want.outer, axis), _localized(spec, want, degree))
         if isinstance(have, Replicate) and want == PARTIAL:
             return emitter.emit(only_first, (new, axis), spec)
+        if have == Partial("avg") and want == PARTIAL:
+            return emitter.emit(torch.ops.aten.div.Scalar, (new, degree), spec)
         raise ShardingError(f"'{new.name}' is placed {have} and cannot become {want}: give its consumer another rule")
+
+
+def _comes_too_late(made: fx.Node, consumer: NodeFacts) -> bool:
+    """Whether a value was brought there for backward alone, and is now returned by forward (a buffer, say)."""
+    return facts(made).phase == "backward" and consumer.phase == "forward"
+
+
+def _placed(node: fx.Node, own: tuple[Placement, ...]) -> Placements:
+    """The placements of every output of ``node`` on the axes that are lowered, and ``own`` on this one."""
+    earlier = facts(node).placements or ((),) * len(own)
+    return tuple((*placed, here) for placed, here in zip(earlier, own, strict=True))
 
 
 def _localized(spec: TensorSpec | None, placement: Placement, degree: int) -> TensorSpec | None:

@@ -9,8 +9,11 @@ from torch import fx
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import facts, set_facts
 from galvatron_fx.ir.graph_copy import write_call
+from galvatron_fx.ir.layout import extend_layout, has_layout
+from galvatron_fx.ir.local_program import record_step
 from passes.codegen import communicates, finished
 from passes.partition import Halves
+from passes.sharding.placed_calls import verify_placed
 
 
 @dataclass(frozen=True)
@@ -52,15 +55,21 @@ class WaitInBackward:
         graph = halves.backward.graph
         first = next((node for node in graph.nodes if communicates(node)), graph.output_node())
         behind_inputs = next(node for node in graph.nodes if node.op != "placeholder")
-        waited = []
+        given_results, waited = [], []
         for result in halves.open_results.values():
             with graph.inserting_before(behind_inputs):
                 given = graph.placeholder(result.name)
+            given_results.append(given)
             with graph.inserting_before(first):
                 waited.append(write_call(graph, finished, (given,)))
-            set_facts(given, facts(result))
-            set_facts(waited[-1], facts(result))
+            set_facts(given, facts(result).having(step=None))
+            set_facts(waited[-1], facts(result).having(step=None))
+            if facts(result).placements:
+                record_step(waited[-1], "wait", len(facts(result).placements[0]))
         output = graph.output_node()
         output.args = ((*output.args[0], *waited),)  # type: ignore[misc]
+        extend_layout(halves.backward, given_results, waited)
         halves.backward.recompile()
+        if has_layout(halves.backward):
+            verify_placed(halves.backward, "bound", "WaitInBackward")
         return halves

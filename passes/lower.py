@@ -13,13 +13,13 @@ from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.layout import Layout, layout
 from galvatron_fx.ir.placement import Placement
 from galvatron_fx.ir.strategy import Strategy
-from galvatron_fx.ir.verifier import verify
 from passes.leave_results_open import LeaveResultsOpen
 from passes.partition import Halves, Partition
 from passes.place_recompute import PlaceRecompute
 from passes.reduce_inputs_first import ReduceInputsFirst
 from passes.schedule_communication import ScheduleCommunication
 from passes.shard_graph import ShardGraph
+from passes.sharding.placed_calls import verify_placed
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,21 @@ class Lower:
         self._done("PlaceRecompute", joint)
         self._done("ReduceInputsFirst", ReduceInputsFirst().run(joint))
         halves = Partition().run(joint)
+        for half in (halves.forward, halves.backward):
+            verify_placed(half, "scheduled", "Partition")
         for phase, half in {"forward": halves.forward, "backward": halves.backward}.items():
             seen = partial(self._scheduled, phase)
             ScheduleCommunication(self.strategies, layout(sharded), self.cluster, seen).run(half)
         LeaveResultsOpen(len(halves.result_ports)).run(halves.forward)
+        verify_placed(halves.forward, "scheduled", "LeaveResultsOpen")
         return Lowered(joint, halves, layout(sharded))
 
     def _scheduled(self, phase: str, name: str, graph: fx.GraphModule) -> None:
+        verify_placed(graph, "scheduled", f"{name}.{phase}")
         if self.on_pass is not None:
             self.on_pass(f"{name}.{phase}", graph)
 
     def _done(self, name: str, graph: fx.GraphModule) -> None:
-        verify(graph, "lowered", name)
+        verify_placed(graph, "lowered", name)
         if self.on_pass is not None:
             self.on_pass(name, graph)

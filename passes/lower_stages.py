@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import fx
 
 from cost_models.collectives import collective_s
+from galvatron_fx.errors import PlanError
 from galvatron_fx.ir.annotations import Port, Signature, signature
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.layout import Layout, layout
 from galvatron_fx.ir.placement import Placement
 from galvatron_fx.ir.strategy import Strategy, stand_in_name
-from galvatron_fx.ir.verifier import verify
 from passes.place_recompute import PlaceRecompute
 from passes.relay_or_recompute import RelayOrRecompute
 from passes.schedule_communication import ScheduleCommunication
 from passes.shard_graph import ShardGraph
+from passes.sharding.placed_calls import verify_placed
 from passes.simulate_step import SimulateStep
 from passes.split_microbatches import Microbatched, SplitMicrobatches
 from passes.split_stages import SplitStages, Stage, stage_of_node, stages_of_blocks
@@ -70,6 +72,7 @@ class LowerStages:
     def run(self, graph: fx.GraphModule) -> LoweredStages:
         """Return the lowered stages; ``graph`` stays as it is."""
         microbatched = SplitMicrobatches(self.num_microbatches, self.cluster.device, self.keep_outputs).run(graph)
+        self._check_epilogue(microbatched)
         self._done("SplitMicrobatches", microbatched.graph)
         stage_of = stages_of_blocks(self.first_blocks, len(self.strategies))
         untied = UntieStages(stage_of).run(microbatched.graph)
@@ -80,10 +83,22 @@ class LowerStages:
         joint = PlaceRecompute(self.strategies).run(sharded)
         self._done("PlaceRecompute", joint)
         stages = SplitStages(self.first_blocks, self.strategies, self._relay(layout(sharded)).relayed).run(joint)
-        schedule = ScheduleCommunication(self.strategies, layout(sharded), self.cluster)
-        for task in (task for stage in stages for task in stage.tasks.values()):
-            schedule.run(task.graph)
+        for stage in stages:
+            for name, task in stage.tasks.items():
+                part = f"{name} of stage {stage.index}"
+                verify_placed(task.graph, "scheduled", f"SplitStages, {part}")
+                seen = partial(self._scheduled, part)
+                ScheduleCommunication(self.strategies, layout(sharded), self.cluster, seen).run(task.graph)
         return LoweredStages(joint, stages, microbatched, layout(sharded), signature(graph))
+
+    def _check_epilogue(self, split: Microbatched) -> None:
+        """Raise PlanError where what all samples change would have to be put together from several stages."""
+        buffers = [port.name for port in split.epilogue_ports if port.kind == "buffer"]
+        if buffers and len(self.first_blocks) > 1:
+            raise PlanError(
+                f"forward makes the new value of '{buffers[0]}' of all samples, which {self.num_microbatches} "
+                f"micro-batches in several stages do not see together: use num_microbatches=1, or one stage"
+            )
 
     def _relay(self, placed: Layout) -> RelayOrRecompute:
         prices = SimulateStep(self.cluster)
@@ -97,8 +112,11 @@ class LowerStages:
 
         return RelayOrRecompute(lambda node: stage_of_node(node, self.first_blocks), compute_s, send_s)
 
+    def _scheduled(self, part: str, name: str, graph: fx.GraphModule) -> None:
+        verify_placed(graph, "scheduled", f"{name}, {part}")
+
     def _done(self, name: str, graph: fx.GraphModule) -> None:
-        verify(graph, "lowered", name)
+        verify_placed(graph, "lowered", name)
         if self.on_pass is not None:
             self.on_pass(name, graph)
 

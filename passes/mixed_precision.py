@@ -120,7 +120,7 @@ def _cast_behind(graph: fx.GraphModule, node: fx.Node, dtype: torch.dtype) -> fx
     with graph.graph.inserting_before(node.next if node.op == "call_function" else output):
         cast = write_call(graph.graph, cast_gradient, (node, dtype))
     spec = _with_dtype(facts(node).spec, dtype)
-    set_facts(cast, facts(node).having(specs=(spec,), phase="backward", multi_output=False, cost=None))
+    set_facts(cast, facts(node).having(specs=(spec,), phase="backward", multi_output=False, cost=None, step=None))
     return cast
 
 

@@ -112,5 +112,5 @@ def _clone(graph: fx.GraphModule, node: fx.Node) -> fx.Node:
     dense: dict[str, Any] = {"memory_format": torch.contiguous_format}
     with graph.graph.inserting_before(graph.graph.output_node()):
         made = write_call(graph.graph, torch.ops.aten.clone.default, (node,), dense)
-    set_facts(made, facts(node).having(specs=(facts(node).spec,), phase="backward", multi_output=False))
+    set_facts(made, facts(node).having(specs=(facts(node).spec,), phase="backward", multi_output=False, step=None))
     return made

@@ -8,6 +8,7 @@ from torch import fx
 
 from galvatron_fx.ir.annotations import Port, facts, has_facts, output_ports, ports
 from galvatron_fx.ir.graph_copy import copy_node
+from galvatron_fx.ir.layout import lay_part
 from galvatron_fx.ir.op_call import input_nodes
 from galvatron_fx.ir.torch_compat import graph_module
 
@@ -96,4 +97,5 @@ def _extract(graph: fx.GraphModule, inputs: list[fx.Node], outputs: list[fx.Node
         if node.op == "get_attr" and not node.users:
             new.erase_node(node)
     result = graph_module(graph, new, class_name=phase.capitalize())
+    lay_part(result, graph)
     return result

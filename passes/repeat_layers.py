@@ -127,7 +127,7 @@ class _Writer:
                 made |= {(kind, names[key]): self._nodes[copy].get(node, node) for key, node in template.items()}
         outputs = [(port, made.pop((port.kind, port.name), node)) for port, node in output_ports(graph)]
         outputs += [(Port(*place), node) for place, node in made.items()]
-        position = {port.name: i for i, (port, _) in enumerate(ports(graph)) if port.kind == "buffer"}
+        position = {port.name: i for i, (port, _) in enumerate(ports(graph)) if port.kind in ("param", "buffer")}
         buffers = sorted(
             (pair for pair in outputs if pair[0].kind == "buffer"), key=lambda pair: position[pair[0].name]
         )

@@ -52,13 +52,10 @@ class RowsRead:
         alike = len({len(share) for share in shares}) == 1
         return shares if alike else [torch.arange(size)] * len(shares)
 
-    def exceeds(self, position: int, own: Sequence[Tensor]) -> bool:
-        """Whether some rank reads other rows of an input than those that are its own."""
-        return any(
-            not torch.isin(rows, share).all()
-            for share, coordinate in zip(own, self._coordinates(), strict=True)
-            for rows in self._taken(position, coordinate)
-        )
+    def taken(self, position: int, coordinate: Sequence[int]) -> list[int]:
+        """The rows of an input that the rank at ``coordinate`` of the mesh reads, ascending."""
+        rows = self._taken(position, coordinate)
+        return torch.cat(rows).unique().tolist() if rows else []
 
     def _coordinates(self) -> list[tuple[int, ...]]:
         return list(product(*map(range, self.shape)))

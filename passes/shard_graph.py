@@ -69,10 +69,16 @@ class ShardGraph:
 
 
 def _reshaping(graph: fx.GraphModule) -> fx.GraphModule:
-    """A copy with ``reshape`` for ``view``: local tensors may lie in memory otherwise than the traced ones did."""
+    """A copy with ``reshape`` for ``view``: local tensors may lie in memory otherwise than the traced ones did.
+
+    Its values are whole tensors to all columns, also where the graph is of one micro-batch.
+    """
     result = copied(graph)
     for node in result.graph.nodes:
         node.target = lowered_target(node.target)
+        if node.op != "output":
+            record = facts(node)
+            set_facts(node, record.having(placements=((),) * len(record.specs), step=None))
     return result
 
 
@@ -83,7 +89,9 @@ def _with_dense_arguments(graph: fx.GraphModule) -> fx.GraphModule:
             source = node.args[position]
             with graph.graph.inserting_before(node):
                 dense = write_call(graph.graph, torch.ops.aten.contiguous.default, (source,))
-            set_facts(dense, facts(node).having(specs=facts(source).specs, multi_output=False))
+            record = facts(source)
+            like = facts(node).having(specs=record.specs, placements=record.placements, step=None)
+            set_facts(dense, like.having(multi_output=False))
             node.update_arg(position, dense)
     return graph
 

@@ -12,6 +12,7 @@ from galvatron_fx.ir.annotations import NodeFacts, Port, TensorSpec, facts, outp
 from galvatron_fx.ir.collectives import all_gather, all_reduce, reduce_scatter, shard
 from galvatron_fx.ir.graph_copy import write_call
 from galvatron_fx.ir.layout import Column
+from galvatron_fx.ir.local_program import Placements
 from galvatron_fx.ir.op_call import input_nodes
 from galvatron_fx.ir.placement import REPLICATE, Partial, Placement, Shard, fits, local_shape
 from galvatron_fx.ir.precision import cast_parameter
@@ -67,7 +68,8 @@ class ShardParameters:
     ) -> None:
         whole = facts(node)
         if isinstance(placement, Shard):
-            set_facts(node, whole.having(specs=(_local(whole.spec, placement, degree),)))
+            placed = _placed_on(whole.placements, index, placement)
+            set_facts(node, whole.having(specs=(_local(whole.spec, placement, degree),), placements=placed))
             self._gather_for_users(graph, node, whole, placement, index)
         for position, (out_port, gradient) in enumerate(output_ports(graph)):
             if out_port.kind == "grad" and out_port.name == port.name and gradient is not None:
@@ -91,7 +93,9 @@ class ShardParameters:
             if all(_narrows(user) for user in members):
                 (shard_of,) = members
                 record, local = facts(shard_of), facts(node).spec
-                set_facts(shard_of, record.having(specs=(TensorSpec(local.shape, record.spec.dtype),)))
+                placed = _placed_on(record.placements, index, placement)
+                local_spec = TensorSpec(local.shape, record.spec.dtype)
+                set_facts(shard_of, record.having(specs=(local_spec,), placements=placed))
                 members = [user for user in shard_of.users if user.op == "call_function"]
             gathered = self._gather(graph, shard_of, record, placement, index, members)
             for user in members:
@@ -107,7 +111,8 @@ class ShardParameters:
         with graph.graph.inserting_before(first):
             gathered = write_call(graph.graph, all_gather, (node, placement.dim, placement.outer, index))
         record = facts(first)
-        set_facts(gathered, record.having(specs=whole.specs, multi_output=False))
+        like = record.having(specs=whole.specs, placements=whole.placements, step=None)
+        set_facts(gathered, like.having(multi_output=False))
         return gathered
 
     def _reduce(
@@ -139,7 +144,8 @@ class ShardParameters:
             else:
                 raise AssertionError(f"gradient '{gradient.name}' is placed {have}, its parameter {placement}")
         made = _local(spec, placement, degree) if isinstance(placement, Shard) else spec
-        set_facts(node, facts(gradient).having(specs=(made,), phase="backward"))
+        placed = _placed_on(facts(gradient).placements, index, placement)
+        set_facts(node, facts(gradient).having(specs=(made,), phase="backward", placements=placed, step=None))
         return node
 
     def _scatter_before(
@@ -151,7 +157,8 @@ class ShardParameters:
         total.replace_input_with(source, share)
         if not share < total:
             share.append(total)
-        set_facts(total, facts(total).having(specs=facts(share).specs))
+        placed = _placed_on(facts(total).placements, index, placement)
+        set_facts(total, facts(total).having(specs=facts(share).specs, placements=placed))
         return total
 
 
@@ -170,8 +177,26 @@ def _sum_made_last(gradient: fx.Node) -> fx.Node | None:
         first.replace_input_with(above, input_nodes(above)[0])
         above.update_arg(0, gradient)
         gradient.append(above)
-        set_facts(above, facts(above).having(specs=facts(gradient).specs))
+        whole = facts(gradient)
+        set_facts(above, facts(above).having(specs=whole.specs, placements=whole.placements))
+        _leave_terms(gradient, first, above)
     return above
+
+
+def _leave_terms(last: fx.Node, first: fx.Node, total: fx.Node) -> None:
+    """Record that the reshapes from ``first`` to ``last`` are of terms now, which ``total`` sums up behind them."""
+    column, op = int(total.args[-1]), str(total.args[1])  # type: ignore[arg-type]
+    node = last
+    while True:
+        set_facts(node, facts(node).having(placements=_placed_on(facts(node).placements, column, Partial(op))))
+        if node is first:
+            break
+        node = input_nodes(node)[0]
+
+
+def _placed_on(placements: Placements, column: int, placement: Placement) -> Placements:
+    """The placements of one output with another on one column; none where none are recorded."""
+    return tuple((*placed[:column], placement, *placed[column + 1 :]) for placed in placements)
 
 
 def _local(spec: TensorSpec, placement: Shard, degree: int) -> TensorSpec:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,14 +13,17 @@ from galvatron_fx.ir.annotations import Port, facts, output_ports, ports, set_fa
 from galvatron_fx.ir.cluster import Axis, Device
 from galvatron_fx.ir.collectives import COLLECTIVES, RANK_LOCAL, only_first
 from galvatron_fx.ir.graph_copy import copy_node
+from galvatron_fx.ir.layout import Column, Layout, drop_layout, lay_part, set_layout
+from galvatron_fx.ir.local_program import record_step
 from galvatron_fx.ir.op_call import input_nodes
-from galvatron_fx.ir.placement import REPLICATE, Placement
+from galvatron_fx.ir.placement import PARTIAL, REPLICATE, Partial, Placement
 from galvatron_fx.ir.plan import prime_factors
 from galvatron_fx.ir.torch_compat import graph_module
 from passes.assign_shardings import AssignShardings
 from passes.clean_graph import copied, eliminate_dead_code
 from passes.find_blocks import num_blocks
 from passes.insert_collectives import AxisSharding, InsertCollectives
+from passes.sharding.placed_calls import verify_placed
 from passes.sharding.prices import Prices
 from passes.sharding.roles import RoleRules
 from passes.sharding.value_origins import input_only
@@ -39,7 +42,8 @@ class Microbatched:
     :class:`galvatron_fx.runtime.simulator.Simulator`), its inputs being those of ``prologue_ports``;
     ``outputs``: how each of the model's outputs is made of the micro-batches', by name: summed, concatenated, or equal;
     ``epilogue``: makes the outputs ``epilogue_ports`` that need all samples but no gradient needs (a loss that must
-    be summed in the order of one device), from the outputs of kind "piece" of all micro-batches, also in lockstep.
+    be summed in the order of one device, a buffer that follows the mean of the batch), from the outputs of kind "piece"
+    of all micro-batches, also in lockstep.
     """
 
     graph: fx.GraphModule
@@ -49,6 +53,16 @@ class Microbatched:
     epilogue: fx.GraphModule | None
     epilogue_ports: tuple[Port, ...]
     num_microbatches: int
+
+    def prologue_for(self, positions: Collection[int]) -> fx.GraphModule:
+        """The prologue that makes but the "hoisted" ports at ``positions``, and None for the others."""
+        prologue = copied(self.prologue)
+        output = prologue.graph.output_node()
+        made: Sequence[fx.Node] = output.args[0]  # type: ignore[assignment]
+        output.args = (tuple(value if i in positions else None for i, value in enumerate(made)),)
+        eliminate_dead_code(prologue)
+        prologue.recompile()
+        return prologue
 
     def late_scalars(self) -> dict[Port, torch.dtype]:
         """Outputs of the epilogue that are numbers, with their dtypes."""
@@ -94,20 +108,33 @@ class SplitMicrobatches:
             )
         if not self.keep_outputs:
             graph = _numbers_only(graph)
+        try:
+            return self._split(graph, narrow_terms=False)
+        except PlanError:
+            # Under autocast, products that gradients sum have fewer bits than parameters: they round as their dtype
+            # does, as they would if a loop over micro-batches added up their gradients.
+            return self._split(graph, narrow_terms=True)
+
+    def _split(self, graph: fx.GraphModule, narrow_terms: bool) -> Microbatched:
+        count, sizes = self.num_microbatches, graph.meta["symbols"]
         roles = [RoleRules("zero", count, sizes.batch)] * num_blocks(graph)
         axes = tuple(Axis(f"time_{i}", prime, *_NO_LINK) for i, prime in enumerate(prime_factors(count)))
         prices = Prices(self.device, axes)
-        sharding = AssignShardings(0, roles, prices, outputs_as_terms=True).run(graph)
+        assign = AssignShardings(0, roles, prices, outputs_as_terms=True, narrow_terms=narrow_terms)
+        sharding = assign.run(graph)
         made = InsertCollectives(sharding).run(graph)
+        set_layout(made, _time_layout(graph, sharding, roles))
         _share_equal_gradients(made, sharding, count)
         merges = _merges(graph, sharding)
         free = input_only(made)
         _share_equal_terms(made, free, count)
+        verify_placed(made, "scheduled", "SplitMicrobatches, all at once")
         late = self._epilogue_nodes(made, free)
         epilogue, epilogue_ports = _cut_epilogue(made, late) if late else (None, ())
         moves = [n for n in made.graph.nodes if _moves(n)]
         prologue, prologue_ports = _prologue(made, moves)
         _hoist(made, moves)
+        _verify_parts(made, prologue, epilogue)
         made.meta["symbols"] = replace(sizes, batch=sizes.batch // count)
         return Microbatched(made, prologue, prologue_ports, merges, epilogue, epilogue_ports, count)
 
@@ -122,7 +149,7 @@ class SplitMicrobatches:
                 late[node] = cause
         wanted = [(port, node) for port, node in output_ports(graph) if node in late]
         for port, node in wanted:
-            if port.kind != "output":
+            if port.kind == "grad":
                 raise self._coupled(late[node])
         return list(late)
 
@@ -135,6 +162,27 @@ class SplitMicrobatches:
             f"into {self.num_microbatches} micro-batches with the same result: use num_microbatches=1, or a model "
             f"whose samples do not depend on each other"
         )
+
+
+def _time_layout(graph: fx.GraphModule, sharding: AxisSharding, roles: Sequence[RoleRules]) -> Layout:
+    """How the whole batch lies on the axis of micro-batches, of which gradients are sums."""
+    column = Column((0,), tuple(role.role for role in roles), sharding.degree)
+    inputs = tuple((sharding.inputs[node],) for _, node in ports(graph))
+    shared = [
+        PARTIAL if port.kind == "grad" and node is not None and placement in (REPLICATE, Partial("avg")) else placement
+        for (port, node), placement in zip(output_ports(graph), sharding.outputs, strict=True)
+    ]
+    return Layout((column,), inputs, tuple((placement,) for placement in shared))
+
+
+def _verify_parts(graph: fx.GraphModule, prologue: fx.GraphModule, epilogue: fx.GraphModule | None) -> None:
+    """Check what the batch is cut into; the graph of one micro-batch has whole tensors from here on."""
+    parts = {"the micro-batch": graph, "the prologue": prologue, "the epilogue": epilogue}
+    for name, part in parts.items():
+        if part is not None:
+            lay_part(part, graph)
+            verify_placed(part, "scheduled", f"SplitMicrobatches, {name}")
+    drop_layout(graph)
 
 
 def _one_microbatch(graph: fx.GraphModule) -> Microbatched:
@@ -169,15 +217,18 @@ def _merges(graph: fx.GraphModule, sharding: AxisSharding) -> dict[str, Placemen
 
 
 def _share_equal_gradients(graph: fx.GraphModule, sharding: AxisSharding, count: int) -> None:
-    """Divide by ``count`` the gradients that do not depend on the batch: every micro-batch makes and adds all of it."""
+    """Divide by ``count`` the gradients of which every micro-batch adds all, as they do not depend on the batch, and
+    those that are averages of what micro-batches make.
+    """
     output = graph.graph.output_node()
     results: list[fx.Node | None] = []
     for (port, node), placement in zip(output_ports(graph), sharding.outputs, strict=True):
-        if port.kind == "grad" and node is not None and placement == REPLICATE:
+        if port.kind == "grad" and node is not None and placement in (REPLICATE, Partial("avg")):
             record = facts(node).having(specs=(facts(node).spec,), phase="backward", multi_output=False)
             with graph.graph.inserting_before(output):
                 node = graph.graph.call_function(torch.ops.aten.div.Scalar, (node, count))
-            set_facts(node, record)
+            set_facts(node, record.having(placements=((PARTIAL,),)))
+            record_step(node, "share of an equal gradient", 1)
         results.append(node)
     output.args = (tuple(results),)
 
@@ -189,6 +240,7 @@ def _share_equal_terms(graph: fx.GraphModule, free: set[fx.Node], count: int) ->
     for node in graph.graph.find_nodes(op="call_function", target=only_first):
         if node not in free and facts(node).spec.dtype.is_floating_point:
             node.target, node.args = torch.ops.aten.div.Scalar, (node.args[0], count)
+            record_step(node, "share of an equal term", 1)
 
 
 def _cut_epilogue(graph: fx.GraphModule, late: Sequence[fx.Node]) -> tuple[fx.GraphModule, tuple[Port, ...]]:
@@ -197,6 +249,8 @@ def _cut_epilogue(graph: fx.GraphModule, late: Sequence[fx.Node]) -> tuple[fx.Gr
     pieces = list(dict.fromkeys(n for node in late for n in input_nodes(node) if n not in inside))
     new = fx.Graph()
     copies = {node: new.placeholder(node.name) for node in pieces}
+    for node, copy in copies.items():
+        copy.meta.update(node.meta)
     for node in late:
         copies[node] = copy_node(new, node, lambda n: copies[n])
     made = [(port, node) for port, node in output_ports(graph) if node in inside]

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor, fx
 
+from galvatron_fx.ir.annotations import facts, has_facts, set_facts
 from galvatron_fx.ir.graph_copy import copy_node, write_call
+from galvatron_fx.ir.layout import lay_part
+from galvatron_fx.ir.local_program import record_step
 from galvatron_fx.ir.op_call import input_nodes
 from galvatron_fx.ir.torch_compat import graph_module
 
@@ -107,6 +110,7 @@ class _Writer:
         results = [self._copies[node] for node in outputs] + list(self._sums.values())
         self._graph.output(tuple(results))
         graph = graph_module(self.joint, self._graph)
+        lay_part(graph, self.joint)
         return Task(graph, names_of(inputs), names_of(outputs), names_of(self._sums))
 
     def _placeholder(self, name: str, like: fx.Node) -> fx.Node:
@@ -118,6 +122,10 @@ class _Writer:
         """As soon as the term is there, so that it need not live to the end of the task."""
         total = write_call(self._graph, plus, (self._sums[term], self._copies[term]))
         total.meta = dict(term.meta)
+        if has_facts(term):
+            set_facts(total, facts(term).having(step=None))
+            if facts(term).placements:
+                record_step(total, "sum over micro-batches", len(facts(term).placements[0]))
         self._sums[term] = total
 
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from galvatron_fx.ir import collectives as c
+from galvatron_fx.ir.annotations import facts, set_facts
+from galvatron_fx.ir.local_program import placements_of
+from galvatron_fx.ir.placement import REPLICATE
 from passes.communication_moments import late_reductions
 
 
@@ -41,18 +44,25 @@ class StartReductionsEarly:
 
 def _order_columns(first: fx.Node) -> None:
     """Sum over columns that follow each other right away in ascending order; sums may change places."""
-    if _summed_again(first.all_input_nodes[0]) is first:
+    if not _is_plain_sum(first) or _summed_again(first.all_input_nodes[0]) is first:
         return
     chain = [first]
     while (following := _summed_again(chain[-1])) is not None:
         chain.append(following)
-    columns = sorted(node.args[-1] for node in chain)  # type: ignore[type-var]
+    columns = sorted(int(node.args[-1]) for node in chain)  # type: ignore[arg-type]
+    placed = placements_of(chain[0].all_input_nodes[0])
     for node, column in zip(chain, columns, strict=True):
         node.update_arg(len(node.args) - 1, column)
+        placed = tuple((*own[:column], REPLICATE, *own[column + 1 :]) for own in placed)
+        set_facts(node, facts(node).having(placements=placed))
 
 
 def _summed_again(node: fx.Node) -> fx.Node | None:
     """The sum over another column that all of a sum goes into."""
     both = (node, *node.users)
-    sums = len(both) == 2 and all(each.target is c.all_reduce and each.args[1] == "sum" for each in both)
+    sums = len(both) == 2 and all(_is_plain_sum(each) for each in both)
     return both[1] if sums else None
+
+
+def _is_plain_sum(node: fx.Node) -> bool:
+    return node.target is c.all_reduce and node.args[1] == "sum" and facts(node).step is None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import fx
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import TensorSpec, facts, set_facts
 from galvatron_fx.ir.graph_copy import write_call
+from galvatron_fx.ir.local_program import Placements, placements_of, record_program
 from galvatron_fx.ir.op_call import input_nodes
 
 aten = torch.ops.aten
@@ -22,11 +23,12 @@ aten = torch.ops.aten
 class WriteBundle:
     """Packs tensors side by side into rows, one row for each rank that a part goes to or comes from.
 
-    ``degree``: ranks that take part. All tensors of a bundle have one dtype.
+    ``degree``: ranks that take part. All tensors of a bundle have one dtype. One bundle is written by one of these.
     """
 
     graph: fx.Graph
     degree: int
+    _written: list[fx.Node] = field(default_factory=list)
 
     def gather(self, gathers: Sequence[fx.Node]) -> None:
         """One all-gather before the first of ``gathers``; each tensor is taken out where it was gathered."""
@@ -36,12 +38,15 @@ class WriteBundle:
             packed = self._packed(gathers, sources, 1)
             size = facts(packed).spec.shape[1]
             whole = self._emit(first, c.all_gather, (packed, 0, 1, column), (self.degree, size), gathers)
+        taken = {}
         for node, source, start, end in _spans(gathers, sources, 1):
             with self.graph.inserting_before(node):
                 piece = self._emit(node, aten.slice.Tensor, (whole, 1, start, end), (self.degree, end - start))
                 shape = facts(source).spec.shape
                 made = self._emit(node, c.join_rows, (piece, shape, *node.args[1:3]), facts(node).spec.shape)
+            taken[made] = placements_of(node)
             _replace(node, made)
+        self._record(first.name, taken)
 
     def reduce(self, reductions: Sequence[fx.Node]) -> None:
         """One all-reduce or reduce-scatter after the last of ``reductions``, all of one kind."""
@@ -58,10 +63,20 @@ class WriteBundle:
             else:
                 packed = self._packed(reductions, sources, rows)
                 made = self._emit(last, c.all_reduce, (packed, op, column), facts(packed).spec.shape, reductions)
+            taken = {}
             for node, _, start, end in _spans(reductions, sources, rows):
                 piece = self._emit(node, aten.slice.Tensor, (made, 1, start, end), (1, end - start))
                 shape = facts(node).spec.shape
-                _replace(node, self._emit(node, aten.reshape.default, (piece, list(shape)), shape))
+                part = self._emit(node, aten.reshape.default, (piece, list(shape)), shape)
+                taken[part] = placements_of(node)
+                _replace(node, part)
+        self._record(last.name, taken)
+
+    def _record(self, name: str, taken: Mapping[fx.Node, Placements]) -> None:
+        """Record the bundle as a program, which leaves each of ``taken`` as it is placed."""
+        columns = max((len(placed) for placements in taken.values() for placed in placements), default=0)
+        if columns:
+            record_program(f"bundle {name}", self._written, taken, columns)
 
     def _packed(self, bundled: Sequence[fx.Node], tensors: Sequence[fx.Node], rows: int) -> fx.Node:
         """What the collectives ``bundled`` send, side by side in ``rows`` rows."""
@@ -95,7 +110,9 @@ class WriteBundle:
         # Packing is no recomputation, also where what is packed is gathered again.
         names = tuple(other.name for other in bundled)
         made = record.having(specs=(spec,), multi_output=False, again=record.again and bool(names), bundles=names)
+        made = made.having(placements=(), step=None)
         set_facts(node, made)
+        self._written.append(node)
         return node
 
 

@@ -1,6 +1,7 @@
 """The list of a checkpoint's files with their sizes and SHA-256 sums, itself sealed by one.
 
-Sums tell damage, not malice: whoever can write the files can write a fitting manifest, too.
+It also names the step that the checkpoint was trained on from. Sums tell damage, not malice: whoever can write the
+files can write a fitting manifest, too.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from galvatron_fx.errors import CheckpointError
+from galvatron_fx.ir.regular_file import open_regular
 
 NAME = "manifest.json"
+UNKNOWN = -1
+"""What :attr:`Manifest.after` is in a manifest of an earlier version, which did not say."""
 
 
 @dataclass(frozen=True)
@@ -29,69 +33,105 @@ class FileSum:
     @classmethod
     def of(cls, path: Path) -> FileSum:
         """Read the file."""
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             digest = hashlib.file_digest(file, "sha256")
             return cls(path.name, file.tell(), digest.hexdigest())
 
 
-def write(folder: Path, files: Iterable[FileSum]) -> None:
-    """Write the manifest of a folder that holds exactly ``files``. Raises CheckpointError where it holds others."""
+@dataclass(frozen=True)
+class Manifest:
+    """The ``files`` of a checkpoint by name, and the step it was trained on from.
+
+    ``after``: None where training began anew, UNKNOWN where the manifest does not say.
+    """
+
+    files: Mapping[str, FileSum]
+    after: int | None = UNKNOWN
+
+
+def write(folder: Path, files: Iterable[FileSum], after: int | None = UNKNOWN) -> None:
+    """Write the manifest of a folder. Raises CheckpointError where one of ``files`` is not there."""
     listed = {file.name: file for file in files}
     _check_names(folder, listed)
+    body: dict[str, Any] = {"files": {name: [file.size_bytes, file.sha256] for name, file in listed.items()}}
+    if after != UNKNOWN:
+        body["after"] = after
     with open(folder / NAME, "x", encoding="utf-8") as out:
-        out.write(_sealed({name: [file.size_bytes, file.sha256] for name, file in listed.items()}))
+        out.write(_sealed(body))
         out.flush()
         os.fsync(out.fileno())
 
 
-def read(folder: Path) -> dict[str, FileSum]:
-    """Read the manifest, and check it and that its files are there at their sizes, but not what they contain.
-
-    Raises CheckpointError naming the file that is missing, altered, too short or too long, or not listed.
-    """
+def parse(folder: Path) -> Manifest:
+    """Read the manifest alone. Raises CheckpointError where it is missing, unreadable or altered."""
     path = folder / NAME
     try:
-        text = path.read_bytes().decode("utf-8")
-        entries = json.loads(text)["files"]
-        intact = text == _sealed(entries)
-        listed = {name: FileSum(name, size, digest) for name, (size, digest) in entries.items()}
+        with open_regular(path) as file:
+            text = file.read().decode("utf-8")
+        body = json.loads(text)
+        del body["sha256"]
+        after = body.get("after", UNKNOWN)
+        files = {name: FileSum(name, size, digest) for name, (size, digest) in body["files"].items()}
+        intact = text == _sealed(body) and (after is None or isinstance(after, int))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: the checkpoint was never completed, or is damaged") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}; load another checkpoint") from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         intact = False
     if not intact:
         raise CheckpointError(f"{path} is not as it was written: the checkpoint is damaged; load another")
-    _check_names(folder, listed)
-    for file in listed.values():
-        size_bytes = (folder / file.name).stat().st_size
+    return Manifest(files, after)
+
+
+def read(folder: Path) -> Manifest:
+    """Read the manifest, and check it and that its files are there at their sizes, but not what they contain.
+
+    Files that are not listed belong to somebody else, and nothing reads them. Raises CheckpointError naming the file
+    that is missing, unreadable, altered, too short or too long.
+    """
+    manifest = parse(folder)
+    _check_names(folder, manifest.files)
+    for file in manifest.files.values():
+        path = folder / file.name
+        try:
+            size_bytes = path.stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}; load another checkpoint") from error
         if size_bytes != file.size_bytes:
             raise CheckpointError(
-                f"{folder / file.name} has {size_bytes:,} bytes, {file.size_bytes:,} were written: it was "
+                f"{path} has {size_bytes:,} bytes, {file.size_bytes:,} were written: it was "
                 f"{'cut short' if size_bytes < file.size_bytes else 'added to'}; load another checkpoint"
             )
-    return listed
+    return manifest
 
 
 def verify(folder: Path, files: Iterable[FileSum]) -> None:
     """Compare the contents of ``files`` with their sums. Raises CheckpointError naming the first that differs."""
     for file in files:
-        if FileSum.of(folder / file.name) != file:
+        path = folder / file.name
+        try:
+            is_intact = FileSum.of(path) == file
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}; load another checkpoint") from error
+        if not is_intact:
             raise CheckpointError(
-                f"{folder / file.name} does not hold what was written (its SHA-256 differs): the file is damaged; "
-                f"load another checkpoint"
+                f"{path} does not hold what was written (its SHA-256 differs): the file is damaged; load another "
+                f"checkpoint"
             )
 
 
 def _check_names(folder: Path, listed: Mapping[str, FileSum]) -> None:
-    found = {path.name for path in folder.iterdir()} - {NAME}
-    if missing := sorted(listed.keys() - found):
+    try:
+        present = {path.name for path in folder.iterdir()}
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror}; load another checkpoint") from error
+    if missing := sorted(listed.keys() - present):
         raise CheckpointError(f"{folder / missing[0]} is missing: the checkpoint is damaged; load another")
-    if extra := sorted(found - listed.keys()):
-        raise CheckpointError(f"{folder / extra[0]} is not of this checkpoint: move it out of the folder")
 
 
-def _sealed(entries: Mapping[str, Any]) -> str:
+def _sealed(body: Mapping[str, Any]) -> str:
     """The one text of a manifest; every byte of it counts."""
-    body = {"files": dict(sorted(entries.items()))}
-    seal = hashlib.sha256(json.dumps(body).encode()).hexdigest()
-    return json.dumps({**body, "sha256": seal}, indent=1) + "\n"
+    ordered = {**body, "files": dict(sorted(body["files"].items()))}
+    seal = hashlib.sha256(json.dumps(ordered).encode()).hexdigest()
+    return json.dumps({**ordered, "sha256": seal}, indent=1) + "\n"

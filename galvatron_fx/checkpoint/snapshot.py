@@ -7,40 +7,21 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from galvatron_fx.checkpoint import generators, model_state, optimizer_state, plain, tensor_files
+from galvatron_fx.checkpoint import generators, manifest, model_state, optimizer_state, plain, tensor_files
 from galvatron_fx.checkpoint.model_state import Shapes
 from galvatron_fx.checkpoint.ranks import Ranks
+from galvatron_fx.checkpoint.training import HasState, Training
+from galvatron_fx.checkpoint.undo import Undo
 from galvatron_fx.errors import CheckpointError
 from galvatron_fx.runtime.module import DistributedGraphModule
 
 STATE = "state.json"
 FORMAT = 1
 _MODEL = "model."
-
-
-class HasState(Protocol):
-    """A scheduler, a loader: anything whose state is a dict of plain values."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take a state."""
-
-
-@dataclass(frozen=True)
-class Training:
-    """The objects of a training run that have state."""
-
-    model: nn.Module
-    optimizer: Optimizer | None
-    scheduler: HasState | None
-    loader: HasState | None
 
 
 @dataclass(frozen=True)
@@ -125,11 +106,12 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def restore(training: Training, folder: Path, ranks: Ranks) -> dict[str, Any]:
-    """Load a verified checkpoint into the objects, and return its record. Every rank calls it.
+    """Load a verified checkpoint into the objects, and return the ``extra`` saved with it. Every rank calls it.
 
-    Raises CheckpointError on all ranks where something does not fit on any, before anything is changed.
+    Raises CheckpointError on all ranks where something fails on any; everything is then as it was.
     """
     record = ranks.run("read the state", lambda: read_record(folder))
+    files = ranks.run("read the manifest", lambda: manifest.parse(folder).files)
     held = {_MODEL + name: tensor for name, tensor in model_state.tensors(training.model).items()}
     targets = dict(ranks.run("match the state", lambda: _optimizer_targets(training, record)))
     everywhere = set().union(*ranks.gather("list its tensors", lambda: {*held, *targets}))
@@ -137,9 +119,35 @@ def restore(training: Training, folder: Path, ranks: Ranks) -> dict[str, Any]:
     saved = {name: shape for name, shape in record["tensors"].items() if not name.startswith(ignored)}
     ranks.run("match the model", lambda: model_state.check_fit(str(folder), saved, held | targets, everywhere))
     ranks.run("match the state", lambda: _check_given(training, record, ranks))
-    tensor_files.read(folder, held | targets, ranks)
-    ranks.run("take the state", lambda: _give(training, record, targets, ranks))
-    return record
+    states = ranks.run("decode the state", lambda: _States.of(training, record, ranks))
+    undo = ranks.run("copy the state that is to be replaced", lambda: Undo.of(training, held.values()))
+    with undo.unless_done():
+        tensor_files.read(folder, files.keys(), held | targets, ranks)
+        ranks.run("take the state", lambda: _give(training, record, targets, states))
+    return states.extra
+
+
+@dataclass(frozen=True)
+class _States:
+    """What this rank's scheduler, loader, dropout and generators go on with, None for what is not there; and extra."""
+
+    scheduler: Any
+    loader: Any
+    dropout: Tensor | None
+    generators: dict[str, Any]
+    extra: dict[str, Any]
+
+    @classmethod
+    def of(cls, training: Training, record: Mapping[str, Any], ranks: Ranks) -> _States:
+        has_dropout = isinstance(training.model, DistributedGraphModule)
+        loader = _of_rank(record["loader"], ranks) if training.loader is not None else None
+        return cls(
+            plain.decode(record["scheduler"], "scheduler") if training.scheduler is not None else None,
+            plain.decode(loader, "loader"),
+            plain.decode(record["dropout"], "dropout") if has_dropout else None,
+            plain.decode(_of_rank(record["generators"], ranks), "generators"),
+            plain.decode(record["extra"], "extra"),
+        )
 
 
 def _optimizer_targets(training: Training, record: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -163,17 +171,17 @@ def _check_given(training: Training, record: Mapping[str, Any], ranks: Ranks) ->
         )
 
 
-def _give(training: Training, record: Mapping[str, Any], loaded: Mapping[str, Tensor], ranks: Ranks) -> None:
+def _give(training: Training, record: Mapping[str, Any], loaded: Mapping[str, Tensor], states: _States) -> None:
     """Set all that is not a tensor of the model; generators last, since the others may draw from them."""
     if training.optimizer is not None:
         optimizer_state.restore(training.model, training.optimizer, record["optimizer"], loaded)
     if training.scheduler is not None:
-        training.scheduler.load_state_dict(plain.decode(record["scheduler"], "scheduler"))
+        training.scheduler.load_state_dict(states.scheduler)
     if training.loader is not None:
-        training.loader.load_state_dict(plain.decode(_of_rank(record["loader"], ranks), "loader"))
-    if isinstance(training.model, DistributedGraphModule) and record["dropout"] is not None:
-        training.model.dropout_generator.set_state(plain.decode(record["dropout"], "dropout"))
-    generators.restore(plain.decode(_of_rank(record["generators"], ranks), "generators"))
+        training.loader.load_state_dict(states.loader)
+    if isinstance(training.model, DistributedGraphModule) and states.dropout is not None:
+        training.model.dropout_generator.set_state(states.dropout)
+    generators.restore(states.generators)
 
 
 def _of_rank(states: list[Any], ranks: Ranks) -> Any:

@@ -5,7 +5,8 @@ Its safetensors storage keeps no pickle, unlike its default one, whose metadata 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Collection
 from math import prod
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -35,13 +37,14 @@ def host_copy(name: str, tensor: Tensor) -> Tensor:
 
 
 def write(folder: Path, tensors: dict[str, Tensor], saved: Shapes, ranks: Ranks) -> None:
-    """Write every rank's ``tensors``, each part of one once; ``saved``: all ranks' tensors. The files are on the disk.
+    """Write every rank's ``tensors``, each part of one once; ``saved``: all ranks' tensors.
 
-    Raises CheckpointError on every rank where it fails on any.
+    :func:`written_by` brings it to the disk. Raises CheckpointError on every rank where it fails on any.
     """
     writer = HuggingFaceStorageWriter(
         str(folder), fqn_to_index_mapping=_file_of(saved, ranks.size), save_distributed=True
     )
+    writer.sync_files = False  # torch 2.13 syncs before it has handed over what Python still buffers
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     alone = ranks.group is None
     _told(
@@ -51,22 +54,37 @@ def write(folder: Path, tensors: dict[str, Tensor], saved: Shapes, ranks: Ranks)
 
 
 def written_by(folder: Path, rank: int) -> list[Path]:
-    """The files that ``rank`` wrote."""
-    return sorted(folder.glob(f"shard-{rank + 1:05d}-*.safetensors"))
+    """The files that ``rank`` wrote, all on the disk when this returns."""
+    paths = sorted(folder.glob(f"shard-{rank + 1:05d}-*.safetensors"))
+    for path in paths:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+    return paths
 
 
-def read(folder: Path, targets: dict[str, Tensor], ranks: Ranks) -> None:
-    """Fill ``targets`` in place, each with what this rank keeps of the tensor of that name.
+def read(folder: Path, files: Collection[str], targets: dict[str, Tensor], ranks: Ranks) -> None:
+    """Fill ``targets`` in place, each with what this rank keeps of the tensor of that name, from ``files`` alone.
 
     Raises CheckpointError on every rank where it fails on any.
     """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     reader = HuggingFaceStorageReader(str(folder))
+    reader.fs = _Listed(files)
     alone = ranks.group is None
     _told(
         "read tensors",
         lambda: load(targets, storage_reader=reader, planner=planner, process_group=ranks.group, no_dist=alone),
     )
+
+
+class _Listed(FileSystem):
+    """The files of a checkpoint, whatever else lies in its folder: the reader takes every file that it sees."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        return [name for name in super().ls(path) if os.path.basename(name) in self._names]
 
 
 def _file_of(saved: Shapes, num_ranks: int) -> dict[str, int]:

@@ -10,7 +10,7 @@ OK, BUG, USAGE, BAD_INPUT, TOO_LARGE, NO_CAPTURE, NO_TIME, DIFFERENT, PIPE, INTE
 
 EXIT_CODES = {
     OK: "done",
-    BUG: "a bug of Galvatron-FX: please report it, with what --debug prints",
+    BUG: "a bug of Galvatron-FX, or a plan that differs from one device (check): please report it, with --debug",
     USAGE: "the command line is wrong",
     BAD_INPUT: "an input is wrong: a file, a name, or a plan that does not fit model, batch or cluster",
     TOO_LARGE: "nothing fits the memory budget (estimate: the plan does not)",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from galvatron_fx.errors import ClusterError, GalvatronError, InputError, PlanError
 from galvatron_fx.ir.plan_json import MAX_PLAN_BYTES
+from galvatron_fx.ir.regular_file import open_regular
 
 if TYPE_CHECKING:
     from galvatron_fx.ir.cluster import Cluster
@@ -30,16 +29,11 @@ def read_text(path: str | Path, what: str, most_bytes: int = MAX_PLAN_BYTES) -> 
     Raises InputError for what is missing, unreadable, no regular file, over ``most_bytes`` or not UTF-8.
     """
     try:
-        # Nothing waits for the other end of a pipe, and nothing is read of a device.
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise InputError(f"{path} is no regular file: give the path of {what}")
+        with open_regular(path) as file:
             content = file.read(most_bytes + 1)
     except OSError as error:
         raise InputError(f"cannot read {what} from {path}: {error.strerror}") from None
     except ValueError as error:
-        if isinstance(error, GalvatronError):
-            raise
         raise InputError(f"cannot read {what} from {str(path)[:_MOST_SHOWN]!r}: {error}") from None
     if len(content) > most_bytes:
         raise InputError(f"{path} has over {most_bytes} bytes: is it {what} at all?")

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import galvatron_fx
-from galvatron_fx.cli import diff, estimate, explain, plan, profile, schema, validate
+from galvatron_fx.cli import check, diff, estimate, explain, plan, profile, schema, validate
 from galvatron_fx.cli.exits import BUG, EXIT_CODES, PIPE, UsageError, exit_code
 from galvatron_fx.cli.output import SILENT, Result
 from galvatron_fx.errors import BudgetError
@@ -25,6 +25,7 @@ _COMMANDS = {
     "plan": plan,
     "estimate": estimate,
     "explain": explain,
+    "check": check,
     "diff": diff,
     "validate": validate,
     "profile": profile,

@@ -25,6 +25,8 @@ _MAX_CONFIG_BYTES = 4_000_000
 _MOST_SHOWN = 300
 _MOST_COUNT = 2**21  # of layers, labels, positions: configurations make lists of so many
 _COUNT = re.compile(r"(^|_)(num|n|max)_|layers?$|depths?$|labels$")
+_MOST_LAYERS = 10_000  # each is built, traced and planned
+_LAYERS = re.compile(r"layers?$|depths?$|blocks?$")
 # What makes transformers run or fetch anything else than its own code, or names a dtype (see _dtype).
 _LEFT_OUT = {
     "architectures", "attn_implementation", "auto_map", "custom_pipelines", "dtype", "experts_implementation",
@@ -149,8 +151,9 @@ def _check(kind: type[PretrainedConfig], fields: Mapping[str, Any]) -> None:
         if isinstance(value, dict):
             _check(kind, value)
         numbers = value if isinstance(value, list) else [value]
-        if _COUNT.search(key) and any(isinstance(n, (int, float)) and abs(n) > _MOST_COUNT for n in numbers):
-            raise InputError(f"{key} is {_short(value)}: at most {_MOST_COUNT} is taken")
+        most = _MOST_LAYERS if _LAYERS.search(key) else _MOST_COUNT if _COUNT.search(key) else None
+        if most is not None and any(isinstance(n, (int, float)) and abs(n) > most for n in numbers):
+            raise InputError(f"{key} is {_short(value)}: at most {most} is taken")
 
 
 def _check_known(config: PretrainedConfig, fields: Mapping[str, Any], overrides: Sequence[tuple[str, Any]]) -> None:

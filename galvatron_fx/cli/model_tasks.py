@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
-__all__ = ["TASKS", "Batch", "Task", "example_inputs", "find_task"]
+__all__ = ["TASKS", "Batch", "Task", "example_inputs", "find_task", "random_values"]
 
 TOKENS, CLASS, SPAN, NOTHING = "a label a token", "a label a sample", "first and last token", "no labels"
 
@@ -103,6 +103,27 @@ def example_inputs(model: nn.Module, task: Task, batch: Batch, dtype: torch.dtyp
     if "decoder_input_ids" in taken and ("labels" not in inputs or _start_token(config) is None):
         inputs["decoder_input_ids"] = ids(batch.size, batch.sequence)
     return inputs
+
+
+def random_values(
+    inputs: Mapping[str, torch.Tensor], config: Any, task: Task, batch: Batch, seed: int
+) -> dict[str, torch.Tensor]:
+    """Tensors like ``inputs`` with values that the model can take: tokens and labels in range, normal numbers."""
+    import torch
+
+    text = config.get_text_config()
+    vocabulary, classes = int(getattr(text, "vocab_size", 2)), int(getattr(config, "num_labels", 2))
+    is_of_class = task.labels == CLASS or task.name == "token-classification"
+    limits = {"labels": classes if is_of_class else vocabulary}
+    limits |= {"start_positions": batch.sequence, "end_positions": batch.sequence}
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(name: str, like: torch.Tensor) -> torch.Tensor:
+        if like.is_floating_point():
+            return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.dtype)
+        return torch.randint(limits.get(name, vocabulary), like.shape, generator=generator)
+
+    return {name: drawn(name, tensor) for name, tensor in inputs.items()}
 
 
 def _start_token(config: Any) -> int | None:

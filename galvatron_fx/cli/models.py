@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from galvatron_fx.cli.exits import ModelError, UsageError
 from galvatron_fx.cli.model_config import ModelConfig, config_from_file, config_from_name
-from galvatron_fx.cli.model_tasks import Batch, example_inputs, find_task
+from galvatron_fx.cli.model_tasks import Batch, example_inputs, find_task, random_values
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["DTYPES", "Subject", "load"]
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+_MOST_MODULES = 30_000  # two thousand layers of a language model, built in seconds
 _BATCH, _SEQUENCE = 64, 2048  # samples, tokens: where the command line and the configuration say nothing
 
 
@@ -29,13 +31,15 @@ _BATCH, _SEQUENCE = 64, 2048  # samples, tokens: where the command line and the 
 class Subject:
     """What is planned for: a model and its global batch.
 
-    ``name``: what the command line called it; ``inputs_of``: makes the inputs of a batch of so many samples.
+    ``name``: what the command line called it; ``inputs_of``: makes the inputs of a batch of so many samples;
+    ``values_of``: makes inputs with values from a seed.
     """
 
     name: str
     model: nn.Module
     inputs: Any
     inputs_of: Callable[[int], Any]
+    values_of: Callable[[int], Any]
 
     def of_batch(self, size: int) -> Subject:
         """Return the same with a batch of ``size`` samples."""
@@ -106,8 +110,10 @@ def _of_config(options: argparse.Namespace, found: ModelConfig) -> Subject:
     task, kind = find_task(config, found.architectures, options.task)
     dtype = getattr(torch, options.dtype or _dtype(options, found))
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _bounded(kind.__name__):
             model = kind(config).to(dtype)
+    except ModelError:
+        raise
     except Exception as error:  # whatever some hundred models raise for settings that do not go together
         raise ModelError(f"{kind.__name__} cannot be built: {type(error).__name__}: {error}") from error
     batch = _batch(options, config)
@@ -115,7 +121,34 @@ def _of_config(options: argparse.Namespace, found: ModelConfig) -> Subject:
     def inputs_of(size: int) -> Any:
         return example_inputs(model, task, replace(batch, size=size), dtype)
 
-    return Subject(options.model, model.train(), inputs_of(batch.size), inputs_of)
+    inputs = inputs_of(batch.size)
+
+    def values_of(seed: int) -> Any:
+        return random_values(inputs, config, task, batch, seed)
+
+    return Subject(options.model, model.train(), inputs, inputs_of, values_of)
+
+
+@contextlib.contextmanager
+def _bounded(name: str) -> Iterator[None]:
+    """Refuse to build a model of more modules than can be planned: a typo would build for hours."""
+    from torch.nn.modules.module import register_module_module_registration_hook
+
+    count = 0
+
+    def counted(*_: object) -> None:
+        nonlocal count
+        count += 1
+        if count > _MOST_MODULES:
+            raise ModelError(
+                f"{name} of this configuration has over {_MOST_MODULES:,} modules: give fewer layers, or experts"
+            )
+
+    handle = register_module_module_registration_hook(counted)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _dtype(options: argparse.Namespace, found: ModelConfig) -> str:
@@ -161,7 +194,23 @@ def _of_function(options: argparse.Namespace) -> Subject:
                 f"{options.model} called with a batch of {size} failed with {type(error).__name__}: {error}"
             ) from error
 
-    return Subject(options.model, *_checked(options.model, made), inputs_of)
+    model, inputs = _checked(options.model, made)
+    return Subject(options.model, model, inputs, inputs_of, lambda seed: _with_numbers(inputs, seed))
+
+
+def _with_numbers(inputs: Any, seed: int) -> Any:
+    """The inputs with normal numbers for those of floating point on the meta device; others as they are."""
+    import torch
+
+    from galvatron_fx.ir.torch_compat import pytree
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(leaf: Any) -> Any:
+        is_empty = isinstance(leaf, torch.Tensor) and leaf.device.type == "meta" and leaf.is_floating_point()
+        return torch.randn(leaf.shape, generator=generator, dtype=torch.float64).to(leaf.dtype) if is_empty else leaf
+
+    return pytree.tree_map(drawn, inputs)
 
 
 def _checked(name: str, made: Any) -> tuple[nn.Module, Any]:

@@ -10,8 +10,11 @@ import sympy
 import torch
 from torch import fx
 
+from galvatron_fx.ir.placement import ValuePlacement
+
 if TYPE_CHECKING:
     from cost_models.ops import OpCost
+    from galvatron_fx.ir.local_program import Step
 
 _KEY = "galvatron"
 
@@ -77,7 +80,9 @@ class NodeFacts:
     ``block`` the index of the layer block, -1 before blocks are found; ``module`` the qualified module name, which
     is for people and for pinning, never for decisions; ``cost`` what the node costs, None before it is annotated;
     ``again``: whether backward repeats here what forward did and did not keep; ``bundles``: names of the collectives
-    that this one takes the place of; ``open``: whether the graph leaves this collective for another to wait for.
+    that this one takes the place of; ``open``: whether the graph leaves this collective for another to wait for;
+    ``placements``: of every output, one for each mesh column that is lowered; ``step``: what the node has to be, where
+    it is part of a program that several operators make up (:mod:`galvatron_fx.ir.local_program`).
     """
 
     specs: tuple[TensorSpec | None, ...]
@@ -89,6 +94,8 @@ class NodeFacts:
     again: bool = False
     bundles: tuple[str, ...] = ()
     open: bool = False
+    placements: tuple[tuple[ValuePlacement, ...], ...] = ()
+    step: Step | None = None
 
     @property
     def spec(self) -> TensorSpec:
@@ -126,7 +133,8 @@ class Port:
     """One input or output of the joint graph.
 
     ``kind``: for inputs "param", "buffer", "input", "hoisted" (what a micro-batch takes from the prologue), "seed" or
-    "tangent"; for outputs "output", "buffer" (an updated buffer), "grad" or "piece" (what a micro-batch gives to the
+    "tangent"; for outputs "output", "buffer" (the new value of a buffer, or of a
+    parameter that forward changes), "grad" or "piece" (what a micro-batch gives to the
     epilogue). ``name``: the qualified name of the parameter or buffer, else the position as text.
     """
 
@@ -137,7 +145,12 @@ class Port:
 
 @dataclass(frozen=True)
 class Signature:
-    """The inputs and outputs of a joint graph, in the order of its placeholders and of its output tuple."""
+    """The inputs and outputs of a joint graph, in the order of its placeholders and of its output tuple.
+
+    Of the model's outputs, by position: ``loss`` is what one step of training differentiates; ``scalars`` are those
+    without dims that need gradients, the loss among them; ``detached`` need gradients and get none; ``output_names``
+    say where each is in what the model returns.
+    """
 
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
@@ -146,6 +159,9 @@ class Signature:
     input_spec: Any = None
     output_spec: Any = None
     input_specs: tuple[TensorSpec, ...] = ()
+    scalars: tuple[int, ...] = ()
+    detached: tuple[int, ...] = ()
+    output_names: tuple[str, ...] = ()
 
     def having(self, **changes: Any) -> Signature:
         """Return a copy with some fields changed."""

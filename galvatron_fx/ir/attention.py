@@ -36,12 +36,14 @@ def attention(
     """Attention of [batch, heads, sequence, width]; returns its output and the logarithms of the rows' sums.
 
     Arguments are those of ``aten._scaled_dot_product_flash_attention_for_cpu``; no captured graph has dropout in it.
+    Keys and values may have fewer heads than queries (grouped queries; Ainslie et al. 2023).
     """
     _check_dropout(dropout_p)
     kernel = kernel_of(query, key, value, is_causal, attn_mask)
     if kernel == FLASH:
         out, sums, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)
         return out, sums
+    key, value = _repeated(key, query), _repeated(value, query)
     if kernel == EFFICIENT:
         bias = _bias(attn_mask, query, key)
         out, sums, *_ = aten._scaled_dot_product_efficient_attention(
@@ -70,8 +72,12 @@ def attention_backward(
     """Gradients of query, key and value, given what :func:`attention` returned."""
     _check_dropout(dropout_p)
     kernel = kernel_of(query, key, value, is_causal, attn_mask)
+    num_heads = key.shape[1]
+    if kernel != FLASH:
+        key, value = _repeated(key, query), _repeated(value, query)
     if kernel == PLAIN:
-        return _plain_backward(grad, query, key, value, out, sums, is_causal, attn_mask, scale)
+        to_query, to_key, to_value = _plain_backward(grad, query, key, value, out, sums, is_causal, attn_mask, scale)
+        return to_query, _summed(to_key, num_heads), _summed(to_value, num_heads)
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     undrawn = torch.empty((), dtype=torch.int64, device=query.device)  # seed and offset of the dropout that is not
     if kernel == FLASH:
@@ -86,7 +92,18 @@ def attention_backward(
         grad, query, key, value, bias, out, padded, undrawn, undrawn, 0.0, [True, True, True, False], is_causal,
         scale=scale,
     )  # fmt: skip
-    return to_query, to_key, to_value
+    return to_query, _summed(to_key, num_heads), _summed(to_value, num_heads)
+
+
+def _repeated(x: Tensor, query: Tensor) -> Tensor:
+    """Keys or values with as many heads as ``query`` has: only FlashAttention knows groups of heads."""
+    group = query.shape[1] // x.shape[1]
+    return x if group == 1 else x.repeat_interleave(group, 1)
+
+
+def _summed(grad: Tensor, num_heads: int) -> Tensor:
+    """Gradients of ``num_heads`` heads from those of :func:`_repeated`."""
+    return grad if grad.shape[1] == num_heads else grad.unflatten(1, (num_heads, -1)).sum(2)
 
 
 def kernel_of(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None) -> str:

@@ -21,6 +21,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from galvatron_fx.errors import ClusterError
+from galvatron_fx.ir.arguments import check_arguments, shown
 from galvatron_fx.ir.curves import CollectiveCurve
 from galvatron_fx.ir.device import Device, checked_number
 from galvatron_fx.ir.origin import Origin
@@ -116,6 +117,8 @@ class Cluster:
 
         Raises ClusterError for an unknown device, and for a count above 8 that is not a multiple of 8.
         """
+        if not isinstance(text, str):
+            raise ClusterError(f"the name of a preset is {shown(text)}: give a text such as '8xA100-80GB'")
         found = re.fullmatch(r"([1-9]\d{0,6})x(.+)", text, re.ASCII)
         if found is None or found[2] not in PRESETS:
             raise ClusterError(f"'{text[:80]}' is no preset; write a count, 'x', and one of {', '.join(PRESETS)}")
@@ -143,6 +146,7 @@ class Cluster:
             ClusterError: for a mesh of another device type; describe its devices by hand instead.
             InputError: for a ``memory_bytes`` that cannot be read.
         """
+        check_arguments(mesh=mesh)
         if mesh.device_type not in ("cpu", "cuda"):
             raise ClusterError(f"no description for '{mesh.device_type}' devices; build a Cluster by hand or from JSON")
         preset = cpu_preset(mesh.size()) if mesh.device_type == "cpu" else cuda_preset()
@@ -162,6 +166,7 @@ class Cluster:
 
         See :func:`galvatron_fx.profiling.measure_cluster`, which this is.
         """
+        check_arguments(mesh=mesh, seconds=seconds, progress=progress)
         from galvatron_fx.profiling import measure_cluster  # runs torch.distributed, which a description does not need
 
         return measure_cluster(mesh, seconds=seconds, progress=progress)
@@ -184,11 +189,13 @@ class Cluster:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the cluster to a file as JSON; raises OSError."""
+        check_arguments(path=path)
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
         """Read what :meth:`save` wrote; raises OSError and ClusterError."""
+        check_arguments(path=path)
         return cls.from_json(Path(path).read_text(encoding="utf-8", errors="replace"))
 
 

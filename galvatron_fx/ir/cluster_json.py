@@ -6,15 +6,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from functools import cache
-from importlib.resources import files
 from typing import Any, NoReturn
-
-from jsonschema import Draft202012Validator
 
 from galvatron_fx.errors import ClusterError
 from galvatron_fx.ir.cluster import Axis, Cluster
 from galvatron_fx.ir.curves import CollectiveCurve, OperatorCurve
 from galvatron_fx.ir.device import Device
+from galvatron_fx.ir.json_schema import Schema
 from galvatron_fx.ir.origin import Origin
 from galvatron_fx.ir.overlap import Overlap, Skew
 
@@ -73,16 +71,16 @@ def _parse(text: str) -> dict[str, Any]:
             f"cluster of version {document.get('version')!r:.80}; this release reads {CLUSTER_VERSION}: measure the "
             f"machine again, or write the preset again with to_json"
         )
-    for flaw in _validator().iter_errors(document):
+    flaw = _schema().first_error(document)
+    if flaw is not None:
         raise ClusterError(f"bad cluster at {flaw.json_path}: {flaw.message[:200]}; write it again with to_json")
     assert isinstance(document, dict)
     return document
 
 
 @cache
-def _validator() -> Any:
-    schema = json.loads(files("galvatron_fx.ir").joinpath("cluster_schema.json").read_text(encoding="utf-8"))
-    return Draft202012Validator(schema)
+def _schema() -> Schema:
+    return Schema("cluster_schema.json")
 
 
 def _refuse_constant(name: str) -> NoReturn:

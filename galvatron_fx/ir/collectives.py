@@ -99,15 +99,19 @@ def take_run(x: Tensor, dim: int, outer: int, parts: int, part: int) -> Tensor:
 def join_runs(shards: list[Tensor], dim: int, outer: int) -> Tensor:
     """Put the shards of Shard(dim, outer) together again: the inverse of :func:`split_runs`."""
     if outer == 1:
-        return torch.cat(shards, dim=dim)
+        return torch.cat(shards, dim=dim).contiguous()
     shape = list(shards[0].shape)
     runs = [s.reshape(*shape[:dim], outer, 1, shape[dim] // outer, *shape[dim + 1 :]) for s in shards]
     full = [*shape[:dim], shape[dim] * len(shards), *shape[dim + 1 :]]
-    return torch.cat(runs, dim=dim + 1).reshape(full)
+    return torch.cat(runs, dim=dim + 1).reshape(full).contiguous()
 
 
 def join_rows(rows: Tensor, shape: Sequence[int], dim: int, outer: int) -> Tensor:
-    """Put shards of ``shape`` under Shard(dim, outer), one flattened in each row, together again: in one copy."""
+    """Put shards of ``shape`` under Shard(dim, outer), one flattened in each row, together again: in one copy.
+
+    The result is contiguous, also where a view of the rows would do: some kernels read the statistics of a norm as if
+    they were dense, whatever their strides are.
+    """
     parts, shape = rows.shape[0], list(shape)
     runs = rows.reshape(parts, *shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :])
-    return runs.movedim(0, dim + 1).reshape(*shape[:dim], parts * shape[dim], *shape[dim + 1 :])
+    return runs.movedim(0, dim + 1).reshape(*shape[:dim], parts * shape[dim], *shape[dim + 1 :]).contiguous()

@@ -51,6 +51,25 @@ class Partial:
 
 Placement = Replicate | Shard | Partial
 
+
+@dataclass(frozen=True, order=True)
+class Inside:
+    """A value between the operators of a local program: what each rank has is no part of any whole tensor.
+
+    ``program``: the operator that the program stands for, or the pass that wrote it; ``step``: the number of the
+    operator that made the value; ``output``: which of its outputs.
+    """
+
+    program: str
+    step: int
+    output: int = 0
+
+    def __str__(self) -> str:
+        return f"[{self.program} {self.step}]"
+
+
+ValuePlacement = Placement | Inside
+
 REPLICATE = Replicate()
 PARTIAL = Partial()
 

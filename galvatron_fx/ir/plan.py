@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from galvatron_fx.errors import PlanError
 from galvatron_fx.ir import plan_json, plan_table
+from galvatron_fx.ir.arguments import check_arguments, shown
 from galvatron_fx.ir.pipelining import BY_HAND, ONE_STAGE, Pipelining
 from galvatron_fx.ir.plan_report import SearchReport
 from galvatron_fx.ir.precision_policy import describe_policy, policy_from_dict, policy_to_dict
@@ -81,6 +82,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "step_time_s", _as_float(self.step_time_s))
+        if not isinstance(self.pipelining, Pipelining):
+            raise PlanError(f"pipelining of a plan is {shown(self.pipelining)}; give a Pipelining(...)")
         for name in ("axis_sizes", "blocks", "notes"):
             if not isinstance(getattr(self, name), tuple):
                 raise PlanError(f"{name} of a plan is a {type(getattr(self, name)).__name__}; give a tuple")
@@ -113,6 +116,7 @@ class Plan:
         ``num_blocks`` the plan fits models of so many blocks, without it any. Raises PlanError for
         unknown roles, and when there are not as many roles as axes.
         """
+        check_arguments(axis_sizes=axis_sizes, roles=roles, num_blocks=num_blocks)
         strategy = Strategy(tuple(roles), recompute, keep_gathered, gather_late)
         if num_blocks is not None:
             return cls.from_roles(axis_sizes, [strategy] * num_blocks, pipelining)
@@ -130,6 +134,7 @@ class Plan:
         The axes are split into primes as in :meth:`uniform`. Raises PlanError for no strategies, and
         for one with not as many roles as axes.
         """
+        check_arguments(axis_sizes=axis_sizes, strategies=strategies)
         sizes = tuple(axis_sizes)
         factors = [prime_factors(size) for size in sizes]
         blocks = tuple(
@@ -236,11 +241,13 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to ``path``, all at once or not at all; raises OSError."""
+        check_arguments(path=path)
         plan_json.write(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read the plan at ``path``; raises PlanError naming the path for a missing or malformed file."""
+        check_arguments(path=path)
         text = plan_json.read(path)
         try:
             return cls.from_json(text)

@@ -11,15 +11,14 @@ import math
 import os
 import secrets
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
-from jsonschema.validators import extend
 
 from galvatron_fx.errors import PlanError
+from galvatron_fx.ir.json_schema import Schema
+from galvatron_fx.ir.regular_file import open_regular
 
 __all__ = ["MAX_PLAN_BYTES", "PLAN_VERSION", "parse", "read", "serialize", "validate", "write"]
 
@@ -67,7 +66,7 @@ def validate(document: object) -> None:
             f"plan version {_shorten(repr(version))}, where {PLAN_VERSION} was expected: it was written by another "
             f"release; search the plan again with this one"
         )
-    error: ValidationError | None = next(_validator().iter_errors(document), None)
+    error = _schema().first_error(document)
     if error is not None:
         place = _shorten(error.json_path)
         raise PlanError(f"malformed plan at {place}: {_explain(error)}; mend it there, or write it with plan.save")
@@ -77,7 +76,7 @@ def validate(document: object) -> None:
 def read(path: str | os.PathLike[str]) -> str:
     """Return the text of the file at ``path``; raises PlanError if it is unreadable, too large or not UTF-8."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             content = file.read(MAX_PLAN_BYTES + 1)
         if len(content) > MAX_PLAN_BYTES:
             raise PlanError(f"{path} has over {MAX_PLAN_BYTES} bytes; a plan has fewer: is it a plan at all?")
@@ -103,13 +102,8 @@ def write(path: str | os.PathLike[str], text: str) -> None:
 
 
 @cache
-def _validator() -> Any:
-    """Build the validator once; unlike JSON Schema itself it takes 2.0 for a number and not for an integer."""
-    schema = json.loads(files("galvatron_fx.ir").joinpath("plan_schema.json").read_text(encoding="utf-8"))
-    strict = Draft202012Validator.TYPE_CHECKER.redefine(
-        "integer", lambda _, value: isinstance(value, int) and not isinstance(value, bool)
-    )
-    return extend(Draft202012Validator, type_checker=strict)(schema)
+def _schema() -> Schema:
+    return Schema("plan_schema.json")
 
 
 def _explain(error: ValidationError) -> str:

@@ -82,13 +82,23 @@ def _may_have_sequence(shape: tuple[int, ...], dtype: torch.dtype) -> bool:
 
 
 def _other_sizes(batch: int, sequence: int) -> list[Sizes]:
-    """Sizes to try: batch up and sequence down, so that offsets of one cannot be taken for the other."""
+    """Sizes to try: batch up and sequence down, so that offsets of one cannot be taken for the other.
+
+    No product of powers may stay what it was, as ``b * s`` does from 6 x 7 to 7 x 6: it would be taken for a constant.
+    """
     tries = []
     if batch and sequence > 3:
-        tries += [Sizes(batch + 1, sequence - 1), Sizes(batch + 1, sequence // 2)]
+        lengths = (sequence - 1, sequence - 2, sequence // 2)
+        telling = [length for length in lengths if _all_change((batch, sequence), (batch + 1, length))]
+        tries += [Sizes(batch + 1, length) for length in dict.fromkeys((*telling[:1], *telling[-1:]))]
     if batch:
         tries += [Sizes(batch + 1, 0), Sizes(2 * batch, 0)]
     return tries
+
+
+def _all_change(base: tuple[int, int], other: tuple[int, int]) -> bool:
+    products = ((base[0] ** i * base[1] ** j, other[0] ** i * other[1] ** j) for i, j in _MONOMIALS if i or j)
+    return all(first != second for first, second in products)
 
 
 def _resized(shapes: Shapes, dtypes: Sequence[torch.dtype], base: tuple[int, int], other: Sizes) -> Shapes:
@@ -139,9 +149,12 @@ def _fit(first: int, second: int, base: Sizes, other: Sizes) -> Dim:
             factor, rest = divmod(first - offset, at_base)
             if not rest and (factor or not offset) and factor * at_other + offset == second:
                 return factor * BATCH**i * SEQUENCE**j + offset if i or j else first
-    for i in (0, 1):  # losses drop the last token, convolutions pad, prompts come before
+    # Losses drop the last token, convolutions pad, prompts come before: of two readings, that nearer to the sequence.
+    shifted: list[tuple[int, int]] = []
+    for i in (0, 1):
         (length, rest), (other_length, other_rest) = divmod(first, base.batch**i), divmod(second, other.batch**i)
         longer = length - base.sequence
         if base.sequence and not rest and not other_rest and other_length - other.sequence == longer:
-            return BATCH**i * (SEQUENCE + longer)
-    return first
+            shifted.append((i, longer))
+    i, longer = min(shifted, key=lambda shift: abs(shift[1]), default=(0, 0))
+    return BATCH**i * (SEQUENCE + longer) if shifted else first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,14 +12,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 from torch._C import _distributed_c10d as c10d
 from torch._decomp import decomposition_table
+from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
+from torch._higher_order_ops.effects import with_effects
 from torch._logging import _internal as torch_logging
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, TupleStrategy
@@ -50,9 +54,11 @@ __all__ = [
     "box_arguments",
     "compile_functional",
     "compiling",
+    "composites_in_python",
     "constant_value",
     "decomposition",
     "default_store",
+    "dtensor_like",
     "export_joint",
     "failures_unlogged",
     "flight_record",
@@ -60,18 +66,25 @@ __all__ = [
     "has_sharding_rules",
     "is_custom_backward",
     "is_tracing",
+    "keeps_graph",
+    "look_for_infinities_in_all_shards",
     "lower_actions",
     "missing_compiler",
     "module_of",
     "multi_axis_rule",
     "new_fake_mode",
+    "no_modes",
     "pipeline_orders",
     "pipeline_runtime",
+    "plain_function",
     "pytree",
+    "scale_all",
     "single_axis_rule",
+    "total_norm_functions",
     "trace_artifact",
     "trace_decomposed",
     "unit_of",
+    "with_effects",
 ]
 
 
@@ -100,6 +113,12 @@ def compiling() -> Iterator[None]:
             torch_transformer._detect_is_causal_mask,
             Distribution._validate_args,
         ) = before
+
+
+def composites_in_python() -> contextlib.AbstractContextManager[Any]:
+    """Take operators apart as tracing does, also in eager: dropout draws by ``native_dropout`` then."""
+    scope: contextlib.AbstractContextManager[Any] = enable_python_dispatcher()
+    return scope
 
 
 def export_joint(module: nn.Module, args: Sequence[torch.Tensor], mode: FakeTensorMode) -> fx.GraphModule:
@@ -134,6 +153,12 @@ def trace_decomposed(
     with new_fake_mode(), torch.no_grad():
         tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
         return make_fx(function, decomposition_table=dict(table))(*tensors)
+
+
+def no_modes() -> contextlib.AbstractContextManager[Any]:
+    """Leave all modes, as that of tracing: fake tensors still make fake tensors."""
+    scope: contextlib.AbstractContextManager[Any] = _disable_current_modes()
+    return scope
 
 
 def annotate_module(name: str, unit: tuple[int, int] | None = None) -> contextlib.AbstractContextManager[Any]:
@@ -379,6 +404,54 @@ def is_tracing() -> bool:
     return any(isinstance(h, torch_logging.LazyTraceHandler) and h.root_dir is not None for h in handlers)
 
 
+@functools.cache
+def look_for_infinities_in_all_shards() -> None:
+    """Have ``GradScaler`` skip a step on all ranks where one has an infinite gradient, however gradients lie.
+
+    Torch 2.13 asks other ranks along those axes alone that split the first gradient of an optimizer, so that of
+    gradients that lie otherwise one rank would take a step that another skips.
+    """
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    own = handlers[operator]
+
+    def handler(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        own(op_call, args, kwargs)
+        gradients, any_infinite = args[0], args[1]
+        split = ((g.device_mesh, dim) for g in gradients for dim, p in enumerate(g.placements) if not p.is_replicate())
+        for mesh, dim in dict.fromkeys(split):
+            dist.all_reduce(any_infinite, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
+
+    handlers[operator] = handler
+
+
+def dtensor_like(kind: type[DTensor], tensor: torch.Tensor) -> Any:
+    """The memory of a DTensor as a tensor of ``kind``, which is DTensor or a subclass of it."""
+    assert isinstance(tensor, DTensor)
+    return kind(tensor._local_tensor, tensor._spec, requires_grad=False)
+
+
+def total_norm_functions() -> tuple[Any, ...]:
+    """What ``torch.nn.utils.get_total_norm`` calls on gradients."""
+    return torch._foreach_norm, torch.linalg.vector_norm
+
+
+def plain_function(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function of torch on tensors of a subclass as if they were of its base."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args, **kwargs)
+
+
+def scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply tensors by a number, in place and in one call."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def keeps_graph() -> bool:
+    """Whether the ``backward()`` that runs was called with ``retain_graph=True``."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 def trace_artifact(name: str, text: str) -> None:
     """Write ``text`` to the structured trace as an artifact that tlparse shows as a file, if one is kept."""
     torch_logging.trace_structured(
@@ -404,6 +477,21 @@ def failures_unlogged() -> Iterator[None]:
 def default_store() -> c10d.Store:
     """The store through which the ranks of the default process group found each other."""
     return _get_default_store()
+
+
+def collective_timeout_s() -> float:
+    """Seconds that a collective of the default process group waits for other ranks."""
+    group = _get_default_group()
+    backend = group._get_backend(group._device_types[0])
+    return float(backend.options._timeout.total_seconds())
+
+
+def store_is_served() -> bool:
+    """Whether the store of the default process group is in the memory of a process, and not a file."""
+    store = _get_default_store()
+    while isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, c10d.TCPStore)
 
 
 def flight_record() -> str | None:

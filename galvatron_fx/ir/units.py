@@ -31,7 +31,7 @@ def parse_bytes(text: str | int) -> int:
         InputError: for a negative or unreadable size, an unknown unit, or more than 2**63 - 1 bytes.
     """
     if isinstance(text, bool) or not isinstance(text, int | str):
-        raise InputError(f"a size in bytes is an int or text such as '12GiB', not {text!r}")
+        raise InputError(f"a size in bytes is an int or text such as '12GiB', not {text!r:.80}: give one")
     if isinstance(text, int):
         return _checked(Decimal(text), text)
     found = _SIZE.fullmatch(text)

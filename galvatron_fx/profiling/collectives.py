@@ -138,7 +138,7 @@ def _call(ranks: Ranks, group: Group, kind: str, size: int, compute: Callable[[]
     if kind == "all_to_all":  # the full tensor is what all ranks hold together; each passes on its part of it
         share = share // degree * degree or degree
     elements = {"all_reduce": share * degree, "reduce_scatter": share * degree, "send_recv": max(1, size // 4)}
-    tensor = torch.zeros(elements.get(kind, share), device=ranks.device_type)
+    tensor = torch.zeros(elements.get(kind, share), dtype=torch.float32, device=ranks.device_type)
     rows = [share // degree] * degree
     issues: dict[str, Callable[[], torch.Tensor]] = {
         "all_reduce": lambda: c10d.all_reduce_(tensor, "sum", name),

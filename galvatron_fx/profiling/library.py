@@ -33,7 +33,7 @@ def _onednn_is_faster(num_threads: int) -> bool:
     """With so many threads, the number of now; for products as forward has them, and both of backward."""
     if not has_onednn():
         return False
-    x = torch.ones(_SIZE, _SIZE)
+    x = torch.ones(_SIZE, _SIZE, dtype=torch.float32)
     operands = ((x, x.t()), (x, x), (x.t(), x))
     plain = torch.ops.aten.mm.default
     spec = TensorSpec((_SIZE, _SIZE), torch.float32)

@@ -23,6 +23,7 @@ from galvatron_fx.profiling.skew import measure_skew
 from galvatron_fx.profiling.tensors import Pool
 from galvatron_fx.profiling.timing import slowdown_among_all
 from galvatron_fx.profiling.updates import measure_updates
+from galvatron_fx.runtime.agreement import require_all_ranks
 
 __all__ = ["PHASES", "ProfileProgress", "measure_cluster"]
 
@@ -55,10 +56,12 @@ def measure_cluster(
     measurements at least; ``dtypes``: what products of matrices are measured in (the rest in the first of them;
     default: float32, and on "cuda" bfloat16 before it); ``progress``: called with every :class:`ProfileProgress`.
 
-    Raises ClusterError for other device types than "cpu" and "cuda", and for seconds that are not above 0.
+    Raises ClusterError for other device types than "cpu" and "cuda", and for seconds that are not above 0, and
+    InputError for a mesh over some of the ranks.
     """
     if not seconds > 0:
         raise ClusterError(f"seconds is {seconds!r}; give seconds above 0 to measure in")
+    require_all_ranks(mesh)
     described = Cluster.from_mesh(mesh)
     ranks = Ranks(mesh)
     dtypes = dtypes or _DTYPES[ranks.device_type]

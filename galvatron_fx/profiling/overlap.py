@@ -107,7 +107,7 @@ def _timed(ranks: Ranks, act: Callable[[], None]) -> float:
 
 
 def _products(device: str, count: int) -> Callable[[], None]:
-    left, right = (torch.ones(_WIDTH, _WIDTH, device=device) for _ in range(2))
+    left, right = (torch.ones(_WIDTH, _WIDTH, dtype=torch.float32, device=device) for _ in range(2))
 
     def run() -> None:
         for _ in range(count):
@@ -118,7 +118,7 @@ def _products(device: str, count: int) -> Callable[[], None]:
 
 
 def _all_reduces(device: str, group: Group, size_bytes: int) -> Callable[[], list[torch.Tensor]]:
-    tensors = [torch.ones(size_bytes // 4, device=device) for _ in range(_COLLECTIVES)]
+    tensors = [torch.ones(size_bytes // 4, dtype=torch.float32, device=device) for _ in range(_COLLECTIVES)]
     return lambda: [c10d.all_reduce(tensor, "sum", group.handle.group_name) for tensor in tensors]
 
 

@@ -24,7 +24,9 @@ class Pool:
     @cached_property
     def _numbers(self) -> Tensor:
         generator = torch.Generator().manual_seed(0)
-        return torch.empty(_POOL_BYTES // 4).uniform_(-1.0, 1.0, generator=generator).to(self.device)
+        return (
+            torch.empty(_POOL_BYTES // 4, dtype=torch.float32).uniform_(-1.0, 1.0, generator=generator).to(self.device)
+        )
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype, variant: int = 0, most: int = 2) -> Tensor:
         """A dense tensor; ``variant``: one of several that lie in different places; integers are below ``most``."""

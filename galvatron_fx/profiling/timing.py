@@ -40,7 +40,7 @@ def slowdown_among_all(sharing: Mapping[int, float]) -> float:
 
 def some_products(ranks: Ranks, seconds: float) -> Callable[[], None]:
     """Products of small matrices for about so many seconds, equally many on all ranks."""
-    matrix = torch.ones(_WIDTH, _WIDTH, device=ranks.device_type)
+    matrix = torch.ones(_WIDTH, _WIDTH, dtype=torch.float32, device=ranks.device_type)
 
     def run(times: int) -> None:
         for _ in range(times):

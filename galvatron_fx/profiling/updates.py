@@ -31,7 +31,9 @@ def measure_updates(ranks: Ranks, seconds: float, slowdown: float, done: Callabl
 
 def _task(ranks: Ranks, elements: int) -> Task:
     def prepare() -> Callable[[int], None]:
-        parameters = [nn.Parameter(_laid_out(ranks, torch.ones(elements))) for _ in range(_PARAMETERS)]
+        parameters = [
+            nn.Parameter(_laid_out(ranks, torch.ones(elements, dtype=torch.float32))) for _ in range(_PARAMETERS)
+        ]
         for parameter in parameters:
             parameter.grad = _laid_out(ranks, torch.full((elements,), 1e-3))
         optimizer = torch.optim.AdamW(parameters)

@@ -2,43 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import galvatron_fx
-from galvatron_fx.errors import PlanError
+from galvatron_fx.errors import InputError, PlanError
 from galvatron_fx.ir.plan import Plan
 
-__all__ = ["agreed", "together"]
+__all__ = ["agreed", "require_all_ranks", "together", "told_by_first"]
 
 T = TypeVar("T")
+Facts = Mapping[str, str | Sequence[str]]
+"""What has to be equal on all ranks, by what it is called: a text, or several of which the first unlike one is told."""
 
 
 def agreed(
     prepare: Callable[[], T],
     choose: Callable[[T], Plan],
     check: Callable[[T, Plan], None],
-    describe: Callable[[T], Mapping[str, str]],
+    describe: Callable[[T], Facts],
+    call: Callable[[], Facts],
     first_decides: bool,
 ) -> tuple[Plan, T]:
     """What ``prepare`` returns, and the plan that ``choose`` makes of it and ``check`` accepts, if every rank gets as
     far with an equal plan.
 
-    ``describe``: what else has to be equal on all ranks, by what it is called; ``first_decides``: whether rank 0 alone
-    chooses and tells the others: what ends by the clock ends differently on each. Raises the rank's own error, or
-    PlanError naming the ranks that failed, or that have something else than rank 0, and what.
+    ``describe`` and ``call``: what else has to be equal on all ranks, the latter before anything is prepared;
+    ``first_decides``: whether rank 0 alone chooses and tells the others: what ends by the clock ends differently on
+    each. Raises the rank's own error, or PlanError naming the ranks that failed, or that have something else than rank
+    0, and what.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         prepared = prepare()
         plan = choose(prepared)
         check(prepared, plan)
         return plan, prepared
+    _compare({**_libraries(), **call()}, None)
     error: Exception | None = None
     made: tuple[Plan, T] | None = None
-    facts: dict[str, str] = {}
+    facts: Facts = {}
     own: list[T] = []
     try:
         own.append(prepare())
@@ -50,13 +58,22 @@ def agreed(
         try:
             plan = choose(own[0])
             check(own[0], plan)
-            facts = {**_versions(), **describe(own[0]), "plan": plan.digest()}
+            facts = {**describe(own[0]), "plan": plan.digest()}
             made = plan, own[0]
         except Exception as caught:
             error = caught
     _compare(facts, error)
     assert made is not None
     return made
+
+
+def told_by_first(text: str) -> str:
+    """Rank 0's text. Every rank calls it."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return text
+    told = [text]
+    dist.broadcast_object_list(told)
+    return told[0]
 
 
 def together(make: Callable[[], T]) -> T:
@@ -99,24 +116,51 @@ def _told_by_first(choose: Callable[[T], Plan], own: list[T]) -> Callable[[T], P
     return taken
 
 
-def _versions() -> dict[str, str]:
-    return {"version of torch": torch.__version__, "version of galvatron_fx": galvatron_fx.__version__}
+def require_all_ranks(mesh: DeviceMesh) -> None:
+    """Refuse a mesh over some of the ranks. Raises InputError at once, on every rank that calls it."""
+    members = sorted(mesh.mesh.flatten().tolist())
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if len(members) == size or not dist.is_initialized():
+        return
+    shown = f"{members[:8]}"[:-1] + (", ...]" if len(members) > 8 else "]")
+    raise InputError(
+        f"the mesh has the ranks {shown}, {len(members)} of {size}: pass the mesh over all ranks; what its axes do is "
+        f"said by roles=, constraints= or plan=. To train on some ranks only, start a job of these alone"
+    )
 
 
-def _compare(facts: Mapping[str, str], error: Exception | None) -> None:
+def _libraries() -> dict[str, str]:
+    return {
+        "version of torch": torch.__version__,
+        "version of galvatron_fx": galvatron_fx.__version__,
+        "precision of float32 products": torch.get_float32_matmul_precision(),
+        "default dtype": str(torch.get_default_dtype()),
+    }
+
+
+def _compare(facts: Facts, error: Exception | None) -> None:
     """Raise unless every rank has come as far with equal facts; ``error``: why this rank has not."""
     heard: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(heard, facts if error is None else f"{type(error).__name__}: {error}")
+    sums = {what: hashlib.sha256(repr(value).encode()).digest() for what, value in facts.items()}
+    dist.all_gather_object(heard, sums if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
     for rank, told in enumerate(heard):
         if isinstance(told, str):
             raise PlanError(f"rank {rank} could not compile, so no rank starts: {told}")
-    for what, value in heard[0].items():
-        others = [rank for rank, told in enumerate(heard) if told[what] != value]
+    for what in heard[0]:
+        others = [rank for rank, told in enumerate(heard) if told.get(what) != heard[0][what]]
         if others:
-            found = heard[others[0]][what]
+            values: list[Any] = [None] * len(heard)
+            dist.all_gather_object(values, facts.get(what, "none"))
+            theirs, first = _first_unlike(values[others[0]], values[0])
             raise PlanError(
-                f"ranks {others} hold another {what} than rank 0 ({found}, and {value}): give all ranks the same "
-                f"libraries, model, inputs, options and plan file"
+                f"ranks {others} hold another {what} than rank 0 ({theirs}, and {first}): "
+                f"give all ranks the same libraries, model, inputs, options and plan file"
             )
+
+
+def _first_unlike(one: str | Sequence[str], other: str | Sequence[str]) -> tuple[str, str]:
+    if isinstance(one, str) or isinstance(other, str):
+        return str(one), str(other)
+    return next(pair for pair in zip_longest(one, other, fillvalue="nothing") if pair[0] != pair[1])

@@ -57,7 +57,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {"eager": Eager, "inductor": Induct
 
 def new_backend(name: str, device_type: str) -> Backend:
     """Return the backend called ``name``. Raises InputError for others, and where it lacks a compiler."""
-    if name not in BACKENDS:
+    if not isinstance(name, str) or name not in BACKENDS:
         raise InputError(f"backend is {name!r}: use one of {', '.join(map(repr, BACKENDS))}")
     missing = missing_compiler(device_type) if name == "inductor" else None
     if missing is not None:

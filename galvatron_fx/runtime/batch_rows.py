@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -13,12 +13,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from galvatron_fx.errors import InputError
+from galvatron_fx.ir.arguments import shown
 from galvatron_fx.ir.symbols import batch_size
 from galvatron_fx.ir.torch_compat import pytree
+from galvatron_fx.runtime.row_exchange import RowExchange
 from passes.flat_inputs import FlatInputs, flatten
 from passes.rows_read import RowsRead
 
-__all__ = ["BatchRows", "own_rows", "unmarked"]
+__all__ = ["BatchRows", "global_inputs", "own_rows", "unmarked"]
 
 Nested = TypeVar("Nested")
 
@@ -40,6 +42,8 @@ def own_rows(batch: Nested) -> Nested:
         loss = model.forward_backward(**own_rows(batch)).loss
     """
     leaves, tree = flatten(batch)
+    if not any(isinstance(leaf, Tensor) for leaf in leaves):
+        raise InputError(f"own_rows got {shown(batch)} without any tensor: give the rows of this rank, [rows, ...]")
     marked = [_OwnRows(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     nest: Nested = pytree.tree_unflatten(marked, tree)
     return nest
@@ -60,16 +64,18 @@ def unmarked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[FlatInputs,
 
 @dataclass(frozen=True)
 class BatchRows:
-    """The rows of the global batch that each rank of a mesh computes, and how a step's inputs are made of them.
+    """The rows of the global batch that each rank computes or brings, and how a step's inputs are made of them.
 
     ``mesh``: the lowering mesh (of one stage); ``read``: of the program compiled for the example inputs; ``names``: of
-    these inputs.
+    these inputs; ``is_local``: whether every rank always brings rows of its own, the batch being those of all ranks,
+    one rank after the other.
     """
 
     mesh: DeviceMesh
     read: RowsRead
     names: tuple[str, ...]
-    _fetched: dict[RowsRead, frozenset[int]] = field(default_factory=dict, repr=False)
+    is_local: bool = False
+    _exchanges: dict[tuple[RowsRead, int], RowExchange] = field(default_factory=dict, repr=False)
 
     @cached_property
     def size(self) -> int:
@@ -78,33 +84,41 @@ class BatchRows:
 
     @cached_property
     def own(self) -> tuple[int, ...]:
-        """This rank's rows, ascending."""
+        """This rank's rows, ascending: those that it brings to a batch of the size of the example inputs."""
+        if self.is_local:
+            return _rows_of(_rank(), self.size // _ranks())
         return tuple(self._of_rank[int(self._numbers[self._place])].tolist())
 
     def spread(self, inputs: FlatInputs, marked: Collection[int]) -> tuple[FlatInputs, list[int]]:
         """Inputs of the global batch's shapes, own rows in their places and zeros in the others, and which these are.
 
-        ``marked``: positions of the tensors that hold own rows. Raises InputError for one that is no example input or
-        has another number of rows.
+        ``marked``: positions of the tensors that :func:`own_rows` marked. Raises InputError for one that is no example
+        input or has another number of rows.
         """
         tensors = inputs.tensors
         names = inputs.tensor_names
-        spread = [i for i in marked if self._has_rows(names[i], tensors[i]) and len(self.own) < self.size]
+        if self.is_local:
+            own, spread = self._local(names, tensors, marked)
+            size = len(own) * _ranks()
+        else:
+            own, size = self.own, self.size
+            spread = [i for i in marked if self._has_rows(names[i], tensors[i]) and len(own) < size]
         for position in spread:
             local = tensors[position]
-            tensors[position] = local.new_zeros(self.size, *local.shape[1:])
-            tensors[position][list(self.own)] = local
+            tensors[position] = local.new_zeros(size, *local.shape[1:])
+            tensors[position][list(own)] = local
         rest = iter(tensors)
         leaves = tuple(next(rest) if isinstance(leaf, Tensor) else leaf for leaf in inputs.leaves)
         return replace(inputs, leaves=leaves), spread
 
     def complete(self, inputs: FlatInputs, spread: Collection[int], read: RowsRead) -> None:
         """Fill in, from the other ranks, inputs of which a program reads more than own rows. Every rank calls it."""
-        if read not in self._fetched:
-            beyond = (i for i in range(len(read.readers)) if read.exceeds(i, self._of_rank))
-            self._fetched[read] = frozenset(beyond)
-        for position in sorted(self._fetched[read].intersection(spread)):
-            self._fetch(inputs.tensors[position])
+        for position in sorted(spread):
+            if (read, position) not in self._exchanges:
+                self._exchanges[read, position] = self._exchange(read, position)
+            exchange = self._exchanges[read, position]
+            if not exchange.is_empty:
+                exchange.run(inputs.tensors[position], self.mesh.device_type)
 
     # ---- inside ----
 
@@ -121,11 +135,31 @@ class BatchRows:
     def _place(self) -> tuple[int, ...]:
         return tuple(self.mesh.get_coordinate() or ())
 
-    @cached_property
-    def _differ(self) -> list[int]:
-        """Dims of the mesh along which ranks have unlike rows, innermost first."""
-        rows = torch.stack(self._of_rank).reshape(*self.mesh.shape, -1)
-        return [dim for dim in reversed(range(self.mesh.ndim)) if (rows != rows.narrow(dim, 0, 1)).any()]
+    def _exchange(self, read: RowsRead, position: int) -> RowExchange:
+        brought = _rows_of(_rank(), read.sizes[position] // _ranks()) if self.is_local else self.own
+        told: list[Any] = [None] * _ranks()
+        dist.all_gather_object(told, (brought, read.taken(position, self._place)))
+        brought_by, read_by = zip(*told, strict=True)
+        return RowExchange.build(brought_by, read_by, _rank())
+
+    def _local(
+        self, names: Sequence[str], tensors: Sequence[Tensor], marked: Collection[int]
+    ) -> tuple[tuple[int, ...], list[int]]:
+        """The rows that this rank brings to this batch, and the positions of the inputs that have them."""
+        if marked:
+            raise InputError(
+                "own_rows: the module takes each rank's own batch already (batch='local'): pass it as it is"
+            )
+        known = {name: size == self.size for name, size in zip(self.names, self.read.sizes, strict=True)}
+        named = list(zip(names, tensors, strict=True))
+        firsts = {name: tensor.shape[0] if tensor.dim() else 0 for name, tensor in named if known.get(name)}
+        counts = set(firsts.values())
+        if len(counts) > 1:
+            told = ", ".join(f"{_plain(name)} {count}" for name, count in firsts.items())
+            raise InputError(f"the inputs bring unlike numbers of rows ({told}): give all of them the same rows")
+        count = counts.pop() if counts else 0
+        spread = [i for i, (name, x) in enumerate(named) if known.get(name, x.shape[:1] == (count,))]
+        return _rows_of(_rank(), count), spread if _ranks() > 1 else []
 
     def _has_rows(self, name: str, tensor: Tensor) -> bool:
         if name not in self.names:
@@ -140,20 +174,27 @@ class BatchRows:
             )
         return True
 
-    def _fetch(self, whole: Tensor) -> None:
-        """Gather all ranks' own rows into a tensor that holds this one's, in bytes: not every dtype can be sent."""
-        local = whole[list(self.own)].contiguous().reshape(len(self.own), -1)
-        held = local.to(self.mesh.device_type).view(torch.uint8)[None]
-        index: list[Any] = list(self._place)
-        for dim in self._differ:
-            parts = [torch.empty_like(held) for _ in range(self.mesh.size(dim))]
-            dist.all_gather(parts, held, group=self.mesh.get_group(dim))
-            held = torch.cat(parts)
-            index[dim] = slice(None)
-        members = self._numbers[tuple(index)].flatten().tolist()
-        for member, rows in zip(members, held, strict=True):
-            own = self._of_rank[member]
-            whole[own] = rows.view(local.dtype).reshape(len(own), *whole.shape[1:]).to(whole.device)
+
+def global_inputs(local: FlatInputs) -> FlatInputs:
+    """Inputs of the batch to which every rank brings rows like ``local``: on the meta device, by their shapes alone."""
+    size = batch_size([shape[0] for shape in local.shapes if shape])
+    grown = (
+        tensor.new_empty(size * _ranks(), *tensor.shape[1:], device="meta") if tensor.shape[:1] == (size,) else tensor
+        for tensor in local.tensors
+    )
+    return replace(local, leaves=tuple(next(grown) if isinstance(x, Tensor) else x for x in local.leaves))
+
+
+def _rows_of(rank: int, count: int) -> tuple[int, ...]:
+    return tuple(range(rank * count, (rank + 1) * count))
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _plain(name: str) -> str:

@@ -22,6 +22,7 @@ from galvatron_fx.runtime.backends import Backend
 from galvatron_fx.runtime.program import Program
 from galvatron_fx.runtime.staged_program import PipelineGroup, StagedProgram
 from passes.codegen import BoundAxis, Codegen
+from passes.gradient_sources import gradient_sources
 from passes.leave_results_open import WaitInBackward
 from passes.lower import Lowered
 from passes.lower_stages import LoweredStages
@@ -63,7 +64,8 @@ class Binder:
         codegen.run(lowered.halves.backward)
         WaitInBackward().run(lowered.halves)
         read = rows_read(lowered.joint, self.mesh.shape)
-        return Program(lowered.halves, lowered.layout, signature(lowered.joint), read, self.backend)
+        sources = gradient_sources(lowered.joint)
+        return Program(lowered.halves, lowered.layout, signature(lowered.joint), read, self.backend, sources)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
@@ -19,9 +19,19 @@ class LazyDistributedGraphModule(DistributedGraphModule):
     Asking for parameters before then raises InputError: they are not placed yet.
     """
 
-    def __init__(self, compiler: Callable[[FlatInputs], DistributedGraphModule]) -> None:
+    def __init__(self, compiler: Callable[[FlatInputs], DistributedGraphModule], training: bool) -> None:
         nn.Module.__init__(self)
+        self.training = training
         self.__dict__["_compile_now"] = compiler
+        self.__dict__["_switched_to"] = None
+
+    def train(self, mode: bool = True) -> Self:
+        """As of any compiled module; before the first call, what holds from it on."""
+        if "_compile_now" not in self.__dict__:
+            return super().train(mode)
+        self.training = mode
+        self.__dict__["_switched_to"] = mode
+        return self
 
     def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if "_compile_now" not in self.__dict__:
@@ -29,7 +39,13 @@ class LazyDistributedGraphModule(DistributedGraphModule):
         flat, marked = unmarked(args, kwargs)
         if marked:
             raise InputError("own_rows: no rows are known before the model is compiled: pass example_inputs")
-        self.__dict__.update(self.__dict__.pop("_compile_now")(flat).__dict__)
+        compiled = self.__dict__["_compile_now"](flat)
+        mode = self.__dict__["_switched_to"]
+        hooks = {name: table for name, table in self.__dict__.items() if "_hooks" in name}
+        self.__dict__.clear()
+        self.__dict__.update(compiled.__dict__ | hooks)
+        if mode is not None:
+            self.train(mode)
 
     def _refuse(self) -> None:
         if "_compile_now" in self.__dict__:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from galvatron_fx.errors import LostRankError
-from galvatron_fx.ir.torch_compat import default_store, flight_record
+from galvatron_fx.errors import GalvatronError, InputError, LostRankError
+from galvatron_fx.ir.torch_compat import collective_timeout_s, default_store, flight_record
+from galvatron_fx.runtime.store_calls import DEADLINE_S, answered, host_rank
 
 __all__ = ["StepWatch"]
 
@@ -27,7 +29,7 @@ _numbers = count()
 
 
 class StepWatch:
-    """Tells the other ranks the step that this one is in, and asks for theirs when a collective fails.
+    """Tells the other ranks the step that this one is in, and its batch, and asks for theirs when a collective fails.
 
     Through the store of the process group: one small message a step. Every rank makes its watches in the same order.
     """
@@ -35,20 +37,43 @@ class StepWatch:
     def __init__(self) -> None:
         self._number = next(_numbers)
         self._step = 0
+        self._batch = ""
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """A step of training, which counts; raises as :meth:`collectives`."""
+    def begin(self, batch: str) -> None:
+        """Say that a step begins, and with what: ``batch`` describes names, shapes and dtypes."""
         self._step += 1
+        self._batch = batch
         store = self._store()
         if store is not None:
-            store.set(f"began/{dist.get_rank()}", str(self._step))
-        with self.collectives():
-            yield
+            store.set(f"began/{dist.get_rank()}", f"{self._step} {batch}")
+
+    def require_equal_batches(self) -> None:
+        """Wait until every rank has begun this step, as long as a collective would; call it in :meth:`collectives`.
+
+        Raises InputError, naming the ranks, where some come with another batch.
+        """
+        store = self._store()
+        if store is None:
+            return
+        deadline_s = time.monotonic() + collective_timeout_s()
+        while True:
+            began = answered(partial(_began_by_all, store), DEADLINE_S)
+            if all(step >= self._step for step, _ in began.values()):
+                break
+            if time.monotonic() > deadline_s:
+                raise dist.DistError("They did not come within the timeout of the process group")
+            time.sleep(_POLL_S)
+        unlike = self._unlike(began)
+        if unlike:
+            # What this rank says of its next step must not hide this one from those that have not looked yet.
+            answered(partial(_all_say, store, f"refuses {self._step}", DEADLINE_S), 2 * DEADLINE_S)
+            raise InputError(unlike)
 
     @contextmanager
     def collectives(self) -> Iterator[None]:
-        """Raise LostRankError, naming the ranks that do not answer, for an error of communication inside."""
+        """Raise LostRankError, naming the ranks that do not answer, for an error of communication inside; InputError
+        where that is since they came with another batch.
+        """
         try:
             yield
         except RuntimeError as error:
@@ -62,39 +87,70 @@ class StepWatch:
             return None
         return PrefixStore(f"galvatron_fx/watch/{self._number}", default_store())
 
-    def _explained(self, error: RuntimeError, store: Store) -> LostRankError:
+    def _explained(self, error: RuntimeError, store: Store) -> GalvatronError:
         record = _keep_record()
         kept = f"; the flight recorder's dump is in {record}" if record else ""
+        within_s = ANSWER_AFTER_CLOSING_S if "by peer" in str(error) else ANSWER_S
         try:
-            silent = _silent(store, ANSWER_AFTER_CLOSING_S if "by peer" in str(error) else ANSWER_S)
-            began = {rank: _began(store, rank) for rank in range(dist.get_world_size())}
+            if isinstance(error, dist.DistStoreError):
+                raise error
+            silent, began = answered(
+                lambda: (_all_say(store, "failed", within_s), _began_by_all(store)), within_s + DEADLINE_S
+            )
         except RuntimeError as failure:  # the process that holds the store is gone, or stopped
-            silent, found = (), f"and the store of the process group does not answer ({failure})"
+            host = host_rank()
+            silent = () if host in (None, dist.get_rank()) else (host,)
+            found = f"the store of the process group does not answer ({failure}), {_hosted(host)}"
         else:
+            unlike = self._unlike(began)
+            if unlike:
+                return InputError(unlike)
             found = _described(silent, began, self._step)
         text = f"rank {dist.get_rank()} lost the others in step {self._step}: {found}{kept}. {error}"
         return LostRankError(text, ranks=silent, step=self._step)
 
+    def _unlike(self, began: Mapping[int, tuple[int, str]]) -> str:
+        """Who came to this step with another batch than rank 0; empty where nobody did."""
+        batches = {rank: batch for rank, (step, batch) in began.items() if step == self._step}
+        first = batches.get(0, self._batch)
+        ranks = [rank for rank, batch in batches.items() if batch != first]
+        if not ranks:
+            return ""
+        return (
+            f"ranks {ranks} bring another batch than rank 0 in call {self._step} of the module ({batches[ranks[0]]}, "
+            f"and {first}): give all ranks inputs of the same names, shapes and dtypes, such as by drop_last=True of a "
+            f"loader"
+        )
 
-def _silent(store: Store, within_s: float) -> tuple[int, ...]:
-    """Ranks that do not say ``within_s`` seconds that a collective of theirs failed, too."""
-    store.set(f"failed/{dist.get_rank()}", "")
+
+def _hosted(host: int | None) -> str:
+    return "which torchrun's agent hosts" if host is None else f"which rank {host} hosts: it has stopped, or is gone"
+
+
+def _all_say(store: Store, what: str, within_s: float) -> tuple[int, ...]:
+    """Say ``what`` and wait for the others to do so; returns the ranks that do not ``within_s`` seconds."""
+    store.set(f"{what}/{dist.get_rank()}", "")
     silent = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
     deadline_s = time.monotonic() + within_s
     while silent and time.monotonic() < deadline_s:
-        time.sleep(_POLL_S)
-        silent = [rank for rank in silent if not store.check([f"failed/{rank}"])]
+        silent = [rank for rank in silent if not store.check([f"{what}/{rank}"])]
+        if silent:
+            time.sleep(_POLL_S)
     return tuple(silent)
 
 
-def _began(store: Store, rank: int) -> int:
-    """The last step that a rank has begun; 0 where it has begun none."""
-    key = f"began/{rank}"
-    return int(store.get(key)) if store.check([key]) else 0
+def _began_by_all(store: Store) -> dict[int, tuple[int, str]]:
+    """The last step that each rank has begun, and its batch; 0 where it has begun none."""
+    began = {}
+    for rank in range(dist.get_world_size()):
+        key = f"began/{rank}"
+        step, _, batch = (store.get(key).decode() if store.check([key]) else "0").partition(" ")
+        began[rank] = int(step), batch
+    return began
 
 
-def _described(silent: tuple[int, ...], began: dict[int, int], step: int) -> str:
-    behind = [f"rank {rank} last began step {began[rank]}" for rank in began if rank in silent or began[rank] != step]
+def _described(silent: tuple[int, ...], began: Mapping[int, tuple[int, str]], step: int) -> str:
+    behind = [f"rank {rank} last began step {at}" for rank, (at, _) in began.items() if rank in silent or at != step]
     where = f" ({', '.join(behind)})" if behind else ""
     if silent:
         return f"no answer from ranks {list(silent)}{where}: stopped, gone, or busy with something else"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from galvatron_fx.errors import InputError
 from galvatron_fx.ir.collectives import take_run
 from galvatron_fx.ir.placement import REPLICATE, Placement, Shard, to_dtensor
+from galvatron_fx.runtime.same_weights import from_first
 
 
 def materialize(
@@ -20,33 +22,54 @@ def materialize(
     placements: Mapping[str, tuple[Placement, ...]],
     seed: int,
     elsewhere: Set[str] = frozenset(),
+    unlike: Set[str] = frozenset(),
 ) -> dict[str, Tensor | None]:
     """Return this rank's tensors by name: parameters as DTensors, buffers whole, without those that are ``elsewhere``.
 
     Tied parameters are one tensor under several names. A model on the meta device is initialised module by module with
     its own ``reset_parameters`` or ``_init_weights``, each module from a seed of its own, so that every mesh, one
-    device included, gets the same weights, and no rank ever holds more than one whole module. Raises InputError
-    naming the module that has parameters on the meta device but no initialisation.
+    device included, gets the same weights, and no rank ever holds more than one whole module. Those that are ``unlike``
+    are rank 0's, sent one by one (their first names, of :func:`galvatron_fx.runtime.same_weights.unlike_tensors`).
+    Raises InputError naming the module that has parameters on the meta device but no initialisation.
     """
     by_identity: dict[int, Tensor] = {}
     names = list(model.named_parameters(remove_duplicate=False))
-    canonical = {id(parameter): name for name, parameter in model.named_parameters()}
+    first_name = {id(tensor): name for name, tensor in reversed(_named_tensors(model))}
     placed = {id(parameter): placements[name] for name, parameter in names if name in placements}
     made: dict[str, Tensor | None] = {}
     fresh = _Initialiser(model, seed)
+
+    def whole(tensor: Tensor) -> Tensor:
+        name = first_name[id(tensor)]
+        if name not in unlike:
+            return fresh.value(name, tensor)
+        is_first = dist.get_rank() == 0
+        own = fresh.value(name, tensor) if is_first else torch.empty(tensor.shape, dtype=tensor.dtype)
+        return from_first(own, mesh.device_type)
+
     foreign = {id(tensor) for name, tensor in _named_tensors(model) if name in elsewhere}
     for name, parameter in names:
         key = id(parameter)
         if key in foreign:
+            if first_name[key] == name and name in unlike:
+                whole(parameter)  # the others wait for this rank
             continue
         if key not in by_identity:
-            whole = fresh.value(canonical[key], parameter)
-            by_identity[key] = _shard_parameter(whole, parameter, mesh, placed.get(key, ()))
+            by_identity[key] = _shard_parameter(whole(parameter), parameter, mesh, placed.get(key, ()))
         made[name] = by_identity[key]
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if id(buffer) not in foreign:
-            made[name] = fresh.value(name, buffer).to(mesh.device_type, copy=True)
+            made[name] = whole(buffer).to(mesh.device_type, copy=True)
+        elif first_name[id(buffer)] in unlike:
+            whole(buffer)
     return made
+
+
+def whole_values(model: nn.Module, seed: int) -> dict[str, Tensor]:
+    """The values of parameters and buffers by name, as :func:`materialize` makes them on one device."""
+    fresh = _Initialiser(model, seed)
+    canonical = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {name: fresh.value(canonical.get(id(tensor), name), tensor) for name, tensor in _named_tensors(model)}
 
 
 def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

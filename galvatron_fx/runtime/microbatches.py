@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from galvatron_fx.ir.annotations import Port
 from galvatron_fx.ir.collectives import join_runs
@@ -15,11 +15,16 @@ from galvatron_fx.runtime.simulator import Simulator
 from passes.split_microbatches import Microbatched
 
 
-def hoisted_values(split: Microbatched, value_of: Callable[[Port], Any]) -> list[list[Tensor]]:
-    """Run the prologue on the whole batch; returns ``values[i][microbatch]`` of the "hoisted" port ``i``."""
+def hoisted_values(
+    split: Microbatched, value_of: Callable[[Port], Any], prologue: fx.GraphModule | None = None
+) -> list[list[Tensor]]:
+    """Run the prologue on the whole batch; returns ``values[i][microbatch]`` of the "hoisted" port ``i``.
+
+    ``prologue``: one of :meth:`Microbatched.prologue_for`, where not all ports are wanted.
+    """
     count = split.num_microbatches
     given = [[value_of(port)] * count for port in split.prologue_ports]
-    return Simulator((count,)).run(split.prologue, given)
+    return Simulator((count,)).run(prologue or split.prologue, given)
 
 
 def merge_outputs(split: Microbatched, made: Sequence[Mapping[Port, Any]]) -> dict[Port, Any]:
@@ -39,7 +44,7 @@ def merge_outputs(split: Microbatched, made: Sequence[Mapping[Port, Any]]) -> di
     if split.epilogue is not None and pieces:
         out = Simulator((len(made),)).run(split.epilogue, [[results[port] for results in made] for port in pieces])
         for port, values in zip(split.epilogue_ports, out, strict=True):
-            merged[port] = _merged(split.outputs[port.name], values)
+            merged[port] = values[-1] if port.kind == "buffer" else _merged(split.outputs[port.name], values)
     return merged
 
 

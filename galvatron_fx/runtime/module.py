@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+import copy
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, Self, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -13,22 +16,33 @@ from torch.distributed.tensor import DTensor
 
 from cost_models.schedule_time import ScheduleReport
 from galvatron_fx.errors import InputError
-from galvatron_fx.ir.annotations import Port
+from galvatron_fx.ir.annotations import Port, Signature
+from galvatron_fx.ir.arguments import check_arguments
 from galvatron_fx.ir.placement import Placement, Shard, to_dtensor
 from galvatron_fx.ir.plan import Plan
 from galvatron_fx.ir.printer import readable
 from galvatron_fx.ir.strategy import original_name
-from galvatron_fx.ir.torch_compat import pytree
+from galvatron_fx.ir.torch_compat import pytree, scale_all
 from galvatron_fx.runtime.agreement import together
 from galvatron_fx.runtime.batch_rows import BatchRows, unmarked
-from galvatron_fx.runtime.dtensors import lie_like, local_part
+from galvatron_fx.runtime.detached import detached_output
+from galvatron_fx.runtime.dtensors import local_part, write_whole
+from galvatron_fx.runtime.gradients import accumulate
+from galvatron_fx.runtime.hooks import has_hooks, refuse_backward_hooks
 from galvatron_fx.runtime.lost_ranks import StepWatch
-from galvatron_fx.runtime.program import Program
+from galvatron_fx.runtime.module_tree import ModuleTree, refuse_conversion
+from galvatron_fx.runtime.one_at_a_time import OneAtATime, refuse_autocast, without_autocast
+from galvatron_fx.runtime.original import LateHooks
+from galvatron_fx.runtime.program import Call, Program
+from galvatron_fx.runtime.same_batch import BatchComparison
+from galvatron_fx.runtime.same_weights import require_equal_copies
+from galvatron_fx.runtime.stage_tensors import as_stage_tensor, mark_of_stage, of_one_stage
 from galvatron_fx.runtime.staged_program import StagedProgram
 from passes.capture import FlatInputs
 
+_BRACKETS = "[]'"
 AnyProgram = Program | StagedProgram
-Compiler = Callable[[FlatInputs, bool], AnyProgram]
+Compiler = Callable[[nn.Module, FlatInputs], AnyProgram]
 
 
 class DistributedGraphModule(nn.Module):
@@ -36,23 +50,34 @@ class DistributedGraphModule(nn.Module):
 
     Parameters are DTensors under the original names, so optimizers, ``clip_grad_norm_``, schedulers, ``state_dict``
     and ``torch.distributed.checkpoint`` work as with any module. Inputs are the global batch, the same on every rank,
-    or this rank's rows of it, marked by :func:`galvatron_fx.own_rows`.
+    this rank's rows of it, marked by :func:`galvatron_fx.own_rows`, or each rank's own batch (``batch="local"``).
     Outputs come as the model returns them: scalars and whole tensors as tensors, sharded ones as DTensors
-    (``.full_tensor()`` gathers them); tensors other than the loss are detached.
+    (``.full_tensor()`` gathers them). Beside a loss, the others are detached: a gradient that arrives at one raises
+    InputError.
+
+    ``train()`` and ``eval()`` of the model or of modules inside of it, and ``requires_grad_`` of parameters, hold from
+    the next step on, which is compiled for them if need be. Hooks of the model itself and of its parameters are called;
+    InputError says which other changes come too late. One thread at a time may run it.
 
     Made by :func:`galvatron_fx.compile`.
     """
 
     plan: Plan
     _rows: BatchRows
+    _comparison: BatchComparison
     _trained: AnyProgram | None = None
 
-    def __init__(self, mesh: DeviceMesh, plan: Plan, compiler: Compiler, seed: int) -> None:
+    def __init__(self, mesh: DeviceMesh, plan: Plan, compiler: Compiler, seed: int, twin: nn.Module) -> None:
         super().__init__()
+        self._tree = ModuleTree(twin)
+        self._one = OneAtATime()
+        self._places: dict[str, tuple[dict[str, Any], str]] = {}
+        self._in_step = False
         self.mesh = mesh
         self.plan = plan
         self._compiler = compiler
         self._programs: dict[Any, AnyProgram] = {}
+        self._descriptions: dict[Any, str] = {}
         self._main: AnyProgram | None = None
         self._generator = torch.Generator().manual_seed(seed)
         self._watch = StepWatch()
@@ -66,58 +91,125 @@ class DistributedGraphModule(nn.Module):
 
         Under a plan with stages, every rank gets the loss (and other outputs without dims); the rest is None but on the
         ranks of the stage that makes it, and with several micro-batches everywhere.
-        Raises LostRankError where other ranks are gone, or do not come within the timeout of the process group; and
-        InputError where the model returns no loss (a scalar that needs gradients): call the module and
-        ``backward()`` on a loss of your own instead.
+        The loss is the output called ``loss``, or the only scalar that needs gradients. Raises LostRankError where
+        other ranks are gone, or do not come within the timeout of the process group; and InputError where the model
+        returns no loss, or several of other names: call the module and ``backward()`` on a loss of your own instead.
         """
-        program, flat, own = self._program(args, kwargs)
-        if program.signature.loss is None:
-            raise InputError(
-                "the model returns no scalar loss, so forward_backward has nothing to differentiate: pass labels, or "
-                "call the module and backward() on a loss computed from its outputs"
-            )
-        self._trained = program
-        with torch.no_grad(), self._watch.step():
-            self._rows.complete(flat, own, program.read)
-            results, gradients = program.train(self._values(flat))
-            self._update_buffers(results)
-            self._accumulate(gradients)
-        return self._outputs(program, results)
+        if not has_hooks(self):
+            return self._train(args, kwargs)
+        refuse_backward_hooks(self)
+        self._in_step = True
+        try:
+            return self(*args, **kwargs)
+        finally:
+            self._in_step = False
+
+    def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        refuse_autocast(self.mesh.device_type, self.plan.mixed_precision)
+        with self._alone():
+            program, flat, own = self._program(args, kwargs)
+            if program.signature.loss is None:
+                raise InputError(_without_loss(program.signature))
+            self._trained = program
+            with torch.no_grad(), self._watch.collectives():
+                self._rows.complete(flat, own, program.read)
+                results, gradients = program.train(self._values(flat))
+                self._update_state(results)
+                self._accumulate(gradients)
+        signature = program.signature
+        return self._outputs(program, results, {*signature.detached, *signature.scalars} - {signature.loss})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward on the global batch; under gradient mode the result can be differentiated with ``backward()``.
 
         A plan with stages or micro-batches only evaluates so; InputError under gradient mode says what to call.
         """
-        program, flat, own = self._program(args, kwargs)
-        if torch.is_grad_enabled():
+        if self._in_step:
+            return self._train(args, kwargs)
+        refuse_autocast(self.mesh.device_type, self.plan.mixed_precision)
+        with self._alone():
+            program, flat, own = self._program(args, kwargs)
+            if not torch.is_grad_enabled():
+                with self._watch.collectives():
+                    self._rows.complete(flat, own, program.read)
+                    results = program.evaluate(self._values(flat))
+                    self._update_state(results)
+                return self._outputs(program, results)
             parameters = [self._tensor(port) for port in program.trained_ports]
-            with self._watch.step():
+            with self._watch.collectives():
                 self._rows.complete(flat, own, program.read)
-                results = program.differentiable(self._values(flat), self._update_buffers, *parameters)
-            return self._outputs(program, results)
-        with torch.no_grad(), self._watch.step():
-            self._rows.complete(flat, own, program.read)
-            results = program.evaluate(self._values(flat))
-            self._update_buffers(results)
-            return self._outputs(program, results)
+                call = Call(self._values(flat), self._versions(flat), self._update_state, self._alone)
+                results = program.differentiable(call, *parameters)
+        return self._outputs(program, results, program.signature.detached)
+
+    @property
+    def training(self) -> bool:
+        """Whether the model trains or evaluates."""
+        tree: ModuleTree | None = self.__dict__.get("_tree")
+        return bool(tree.twin.training) if tree is not None else self.__dict__.get("_mode", True)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        tree: ModuleTree | None = self.__dict__.get("_tree")
+        if tree is None:
+            self.__dict__["_mode"] = mode
+        else:
+            tree.twin.training = mode
+            tree.switched()
+
+    def train(self, mode: bool = True) -> Self:
+        """Train or evaluate from the next step on, as the original would."""
+        self._tree.train(self._tree.twin, mode)
+        return self
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their total norm is at most ``max_norm``; returns the norm before.
 
         As ``torch.nn.utils.clip_grad_norm_``, but over the parameters of all stages, each counted once.
         """
-        trained = [p for p in self.parameters() if p.grad is not None]
-        counted = [p.grad for name, p in self.named_parameters() if p.grad is not None and name not in self._elsewhere]
+        check_arguments(max_norm=max_norm, norm_type=norm_type)
+        gradients = {name: of_one_stage(p.grad) for name, p in self.named_parameters() if p.grad is not None}
+        counted = [gradient for name, gradient in gradients.items() if name not in self._elsewhere]
         with self._watch.collectives():
             norm = torch.nn.utils.get_total_norm(counted, norm_type)
             total = norm.full_tensor() if isinstance(norm, DTensor) else norm
             if self._stage_group is not None:
                 total = _norm_over(total, norm_type, self._stage_group)
-            torch.nn.utils.clip_grads_with_norm_(trained, max_norm, total)
+            if gradients:
+                factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as torch's
+                scale_all([local_part(gradient) for gradient in gradients.values()], factor)
         return total
 
     # ---- reading ----
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return parameters and buffers by their original names; under a plan with stages, those of this rank's.
+
+        Torch's ``full_state_dict=True`` and ``torch.save`` of it raise InputError there.
+        """
+        state = super().state_dict(*args, **kwargs)
+        if self._stage_group is not None:
+            for name, value in state.items():
+                if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
+                    state[name] = as_stage_tensor(value)
+        return state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A model with weights, flags and modes of its own, on the same mesh and of the same programs."""
+        programs = self._compiler, self._programs, self._main, self._trained, self._rows, self._comparison
+        shared = self.mesh, self.plan, *programs, self._watch, self._one, self._late_hooks, self._stage_group
+        memo |= {id(value): value for value in shared}
+        memo[id(self._generator)] = self._generator.clone_state()
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise InputError(
+            "a compiled model belongs to its process groups and cannot be pickled: save its weights with "
+            "galvatron_fx.save_weights or a Checkpointer, and compile again where they are loaded"
+        )
 
     def measured_schedule(self) -> ScheduleReport:
         """Return when the pipeline's ranks computed what in the last :meth:`forward_backward`; each of them calls it.
@@ -150,8 +242,8 @@ class DistributedGraphModule(nn.Module):
     def batch_rows(self) -> tuple[int, ...]:
         """The rows of the global batch that this rank computes, ascending: what :func:`galvatron_fx.own_rows` is for.
 
-        All of them where the plan does not split the batch; stages of one model share rows. They are those of batches
-        as large as the example inputs.
+        All of them where the plan does not split the batch; stages of one model share rows. With ``batch="local"`` they
+        are the rows that this rank brings. They are those of batches as large as the example inputs.
         """
         return self._rows.own
 
@@ -180,40 +272,101 @@ class DistributedGraphModule(nn.Module):
 
     # ---- inside ----
 
-    def adopt(self, inputs: FlatInputs, program: AnyProgram) -> None:
-        """Take a program compiled for ``inputs`` as the module's main one."""
-        self._programs[_key(inputs, True)] = program
+    def adopt(self, inputs: FlatInputs, program: AnyProgram, is_local: bool, compare_batches: int) -> None:
+        """Take a program compiled for ``inputs``, those of the global batch, as the module's main one.
+
+        ``is_local``: whether each rank brings its own rows of it; ``compare_batches``: how often ranks compare theirs.
+        """
+        self._held = dict(self.named_parameters())
+        self._flags = self._trained_flags()
+        self._programs[_key(inputs), self._tree.modes, self._flags] = program
         self._main = program
-        self._rows = BatchRows(self.mesh, program.read, inputs.tensor_names)
+        self._rows = BatchRows(self.mesh, program.read, inputs.tensor_names, is_local)
+        self._comparison = BatchComparison(compare_batches, self.mesh.device_type, is_local)
 
     def adopt_tensors(self, tensors: Mapping[str, Tensor | None], persistent: Mapping[str, bool]) -> None:
         """Register parameters and buffers under their original dotted names."""
+        self._tree.fill(self)
         for name, tensor in tensors.items():
-            owner = _submodule(self, name.rpartition(".")[0])
-            leaf = name.rpartition(".")[2]
-            if isinstance(tensor, nn.Parameter):
-                owner.register_parameter(leaf, tensor)
-            else:
-                owner.register_buffer(leaf, tensor, persistent=persistent.get(name, True))
+            path, _, leaf = name.rpartition(".")
+            owner = _module_at(self, path)
+            table: dict[str, Any] = owner._parameters if isinstance(tensor, nn.Parameter) else owner._buffers
+            table[leaf] = tensor
+            self._places[name] = table, leaf
+            if not persistent.get(name, True):
+                owner._non_persistent_buffers_set.add(leaf)
+
+    def adopt_original(self, late_hooks: LateHooks) -> None:
+        """Say who notices hooks that come too late."""
+        self._late_hooks = late_hooks
 
     def adopt_stages(self, group: dist.ProcessGroup, elsewhere: frozenset[str]) -> None:
         """Say that ``group`` holds the stages, and which parameters here are copies of an earlier stage's."""
         self._stage_group = group
+        for parameter in self.parameters():
+            mark_of_stage(parameter)
         self._elsewhere = elsewhere
 
     def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[AnyProgram, FlatInputs, list[int]]:
         """The program for a call, its inputs, and the positions of those of which this rank has but its own rows."""
-        flat, marked = unmarked(args, kwargs)
-        flat, own = self._rows.spread(flat, marked)
-        key = _key(flat, self.training)
+        self._late_hooks.warn()
+        given, marked = unmarked(args, kwargs)
+        flat, own = self._rows.spread(given, marked)
+        flags = self._trained_flags()
+        key = _key(flat), self._tree.modes, flags
         if key not in self._programs:
-            self._programs[key] = together(lambda: self._compiler(flat, self.training))
+            self._refuse_flags_of_stages(flags)
+        self._compare(key, given, own)
+        if key not in self._programs:
+            self._tree.train_parameters(dict(zip(self._held, flags, strict=True)))
+            self._programs[key] = together(lambda: self._compiler(self._tree.twin, flat))
         return self._programs[key], flat, own
 
+    def _compare(self, key: Any, given: FlatInputs, own: Collection[int]) -> None:
+        """Tell the other ranks what this one brings to the step, and compare it now and then, and where it is new."""
+        _, modes, flags = key
+        told = key, bool(own)
+        if told not in self._descriptions:
+            trained = "" if flags == self._flags else f", {sum(flags)} parameters trained ({_mark(flags)})"
+            rows = ", rows of its own" if own else ""
+            self._descriptions[told] = f"{_described(given)}{rows}, in {_mode(modes)}{trained}"
+        with self._watch.collectives():
+            self._watch.begin(self._descriptions[told])
+            is_due = self._comparison.is_due()
+            if is_due or key not in self._programs:
+                self._watch.require_equal_batches()
+            if is_due:
+                self._comparison.require_equal(given, own, self._rows.own)
+            if is_due and self._comparison.is_first:
+                require_equal_copies({**dict(self.named_parameters()), **dict(self.named_buffers())})
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """A call in one thread, in the program's own dtypes."""
+        device = self.mesh.device_type
+        with self._one.step(), without_autocast(device):
+            yield
+
+    def _trained_flags(self) -> tuple[bool, ...]:
+        return tuple([parameter.requires_grad for parameter in self._held.values()])
+
+    def _refuse_flags_of_stages(self, flags: tuple[bool, ...]) -> None:
+        """Other ranks do not see the flags of parameters that they do not hold."""
+        names = [name for name, now, then in zip(self._held, flags, self._flags, strict=True) if now != then]
+        if names and self._stage_group is not None:
+            raise InputError(
+                f"requires_grad of '{names[0]}' was changed after compile, under a plan with stages, whose other ranks "
+                f"do not see it: set it before compile, and compile again"
+            )
+
     def _tensor(self, port: Port) -> Tensor:
-        owner, _, leaf = original_name(port.name).rpartition(".")
-        tensor: Tensor = getattr(self.get_submodule(owner), leaf)
+        table, leaf = self._places[original_name(port.name)]
+        tensor: Tensor = table[leaf]
         return tensor
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        refuse_conversion(self, fn)
+        return self
 
     def _values(self, flat: FlatInputs) -> Callable[[Port], Any]:
         """What every input of the graph is on this rank in this step."""
@@ -231,28 +384,42 @@ class DistributedGraphModule(nn.Module):
 
         return value_of
 
-    def _update_buffers(self, results: Mapping[Port, Any]) -> None:
-        for port, value in results.items():
-            if port.kind == "buffer":
-                self._tensor(port).copy_(value)
+    def _versions(self, flat: FlatInputs) -> Callable[[Port], int]:
+        """How often every input of the graph was written to."""
+
+        def version_of(port: Port) -> int:
+            if port.kind == "seed":
+                return 0
+            tensor = flat.tensors[int(port.name)] if port.kind == "input" else self._tensor(port)
+            # Of a DTensor the one counts what was called on it, the other what was called on its local part.
+            return sum(0 if part.is_inference() else part._version for part in {tensor, local_part(tensor)})
+
+        return version_of
+
+    def _update_state(self, results: Mapping[Port, Any]) -> None:
+        """Write what forward makes of buffers, and of parameters that it changes."""
+        write_whole([(self._tensor(port), value) for port, value in results.items() if port.kind == "buffer"])
 
     def _accumulate(self, gradients: Iterable[tuple[Port, Any]]) -> None:
         for port, gradient in gradients:
             if port.name.startswith(("none ", "input ")):
                 continue
-            parameter = self._tensor(port)
-            if parameter.grad is None:
-                parameter.grad = lie_like(parameter, gradient)
-            else:
-                local_part(parameter.grad).add_(gradient)
+            accumulate(port.name, self._tensor(port), gradient)
 
-    def _outputs(self, program: AnyProgram, results: Mapping[Port, Any]) -> Any:
-        """Nest the outputs as the model does, sharded ones as DTensors; those made elsewhere are None."""
+    def _outputs(self, program: AnyProgram, results: Mapping[Port, Any], detached: Collection[int] = ()) -> Any:
+        """Nest the outputs as the model does, sharded ones as DTensors; those made elsewhere are None.
+
+        ``detached``: positions of outputs at which no gradient may arrive.
+        """
         made = {
             int(port.name): self._shown(value, program.result_placements(port))
             for port, value in results.items()
             if port.kind == "output"
         }
+        names = program.signature.output_names
+        for position in detached:
+            if made.get(position) is not None:
+                made[position] = detached_output(made[position], names[position])
         spec, plain = program.signature.output_spec
         leaves: list[Any] = []
         position = 0
@@ -269,6 +436,21 @@ class DistributedGraphModule(nn.Module):
         )
 
 
+def _without_loss(signature: Signature) -> str:
+    """Why ``forward_backward`` cannot tell what to differentiate."""
+    if not signature.scalars:
+        return (
+            "the model returns no scalar loss, so forward_backward has nothing to differentiate: pass labels, or call "
+            "the module and backward() on a loss computed from its outputs"
+        )
+    names = ", ".join(f"'{signature.output_names[i]}'" for i in signature.scalars)
+    return (
+        f"the model returns several scalars that need gradients ({names}) and none is called 'loss', which "
+        f"forward_backward differentiates: return their sum as 'loss' (and the terms detached), or call the module and "
+        f"backward() on what you make of them"
+    )
+
+
 def _norm_over(norm: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor:
     """The norm of all stages' gradients from each stage's."""
     if norm_type == float("inf"):
@@ -280,16 +462,36 @@ def _norm_over(norm: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tens
     return total
 
 
-def _key(flat: FlatInputs, training: bool) -> Any:
+def _key(flat: FlatInputs) -> Any:
     plain = tuple(None if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in flat.leaves)
-    return (flat.names, plain, tuple(flat.shapes), tuple(flat.dtypes), training)
+    return flat.names, str(flat.tree), plain, tuple(flat.shapes), tuple(flat.dtypes)
 
 
-def _submodule(root: nn.Module, path: str) -> nn.Module:
-    """The module at a dotted path, made of empty modules where there is none yet."""
-    current = root
+def _described(flat: FlatInputs) -> str:
+    """A batch in words, by which ranks that come with unlike ones are told."""
+    shapes = zip(flat.tensor_names, flat.shapes, flat.dtypes, strict=True)
+    words = [f"{name.strip(_BRACKETS)} {shape} {str(dtype).removeprefix('torch.')}" for name, shape, dtype in shapes]
+    others = zip(flat.names, flat.leaves, strict=True)
+    words += [f"{name.strip(_BRACKETS)} {leaf!r}" for name, leaf in others if not isinstance(leaf, Tensor)]
+    return ", ".join(words)
+
+
+def _mode(modes: Sequence[bool]) -> str:
+    if len(set(modes)) == 1:
+        return "train mode" if modes[0] else "eval mode"
+    return f"train mode in {sum(modes)} modules ({_mark(modes)})"
+
+
+def _mark(flags: Sequence[bool]) -> str:
+    """What tells unlike flags of one number apart."""
+    return f"{zlib.crc32(bytes(flags)):x}"
+
+
+def _module_at(root: nn.Module, path: str) -> nn.Module:
+    """The module at a dotted path, whatever other attributes of its owner are called."""
+    module: nn.Module | None = root
     for part in filter(None, path.split(".")):
-        if part not in current._modules:
-            current.add_module(part, nn.Module())
-        current = current.get_submodule(part)
-    return current
+        assert module is not None, f"'{path}' holds a tensor"
+        module = module._modules[part]
+    assert module is not None, f"'{path}' holds a tensor"
+    return module

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NoReturn
@@ -15,7 +16,7 @@ from galvatron_fx.ir.annotations import Port, Signature
 from galvatron_fx.ir.graph_copy import copy_graph
 from galvatron_fx.ir.layout import Layout
 from galvatron_fx.ir.placement import Placement
-from galvatron_fx.ir.torch_compat import graph_module
+from galvatron_fx.ir.torch_compat import graph_module, keeps_graph
 from galvatron_fx.runtime.backends import Backend, Boxed, Eager, compile_graph
 from galvatron_fx.runtime.dtensors import lie_like
 from passes.codegen import finished
@@ -26,12 +27,27 @@ ValueOf = Callable[[Port], Any]
 
 
 @dataclass(frozen=True)
+class Call:
+    """What a program asks of the module that calls it.
+
+    ``value_of``: what an input is on this rank; ``version_of``: how often it was written to; ``update``: takes the
+    results by port before they leave (for buffers); ``alone``: held while backward runs, as it is while forward does.
+    """
+
+    value_of: ValueOf
+    version_of: Callable[[Port], int]
+    update: Callable[[dict[Port, Any]], None]
+    alone: Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
 class Program:
     """Forward and backward graphs of one input signature on this rank.
 
     ``halves``: the graphs, bound by code generation; ``layout``: how inputs and outputs lie on the lowering mesh;
     ``signature``: names of inputs and outputs and how they nest; ``read``: who reads which rows of the inputs;
-    ``backend``: makes the graphs callable.
+    ``backend``: makes the graphs callable; ``sources``: of each gradient the tangents that it depends on, where there
+    are several.
     """
 
     halves: Halves
@@ -39,6 +55,7 @@ class Program:
     signature: Signature
     read: RowsRead
     backend: Backend = field(default_factory=Eager)
+    sources: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     @cached_property
     def forward(self) -> Boxed:
@@ -74,11 +91,11 @@ class Program:
 
     def train(self, value_of: ValueOf) -> tuple[dict[Port, Any], list[tuple[Port, Any]]]:
         """Run forward and backward; returns outputs by port and the gradients of parameters."""
-        results, saved = self.run_forward(value_of)
+        results, saved = self.run_forward([value_of(port) for port in self.halves.input_ports])
         arguments = [*saved, *self.tangents(results), *(results[i] for i in self._open)]
         del saved
-        gradients = self.run_backward(arguments)
-        return dict(zip(self.halves.result_ports, results, strict=True)), [p for p in gradients if p[1] is not None]
+        gradients = self.gradients_of(self.run_backward(arguments), {str(self.signature.loss)})
+        return dict(zip(self.halves.result_ports, results, strict=True)), gradients
 
     def evaluate(self, value_of: ValueOf) -> dict[Port, Any]:
         """Run forward only; returns outputs by port."""
@@ -86,9 +103,11 @@ class Program:
         self.finish_results(results)
         return dict(zip(self.halves.result_ports, results, strict=True))
 
-    def run_forward(self, value_of: ValueOf) -> tuple[list[Any], list[Any]]:
-        """Run forward; returns its results, of which some may be on their way, and what is saved for backward."""
-        out = list(self.forward([value_of(port) for port in self.halves.input_ports]))
+    def run_forward(self, inputs: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Run forward on ``inputs``, which it empties; returns its results, of which some may be on their way, and what
+        is saved for backward.
+        """
+        out = list(self.forward(inputs))
         count = len(self.halves.result_ports)
         return out[:count], out[count:]
 
@@ -96,6 +115,14 @@ class Program:
         """Run backward on what is saved, tangents, and results that are on their way; returns gradients by port."""
         ports = self.halves.gradient_ports
         return list(zip(ports, self.backward(arguments)[: len(ports)], strict=True))
+
+    def gradients_of(self, gradients: Iterable[tuple[Port, Any]], given: Collection[str]) -> list[tuple[Port, Any]]:
+        """The gradients that there are where only the tangents ``given`` are: of the others None, not zeros."""
+        return [
+            (port, value)
+            for port, value in gradients
+            if value is not None and (port.name not in self.sources or not self.sources[port.name].isdisjoint(given))
+        ]
 
     def finish_results(self, results: list[Any]) -> None:
         """Wait for those of forward's results that are on their way, if backward is not to run next."""
@@ -116,13 +143,12 @@ class Program:
             "the plan has no stages and no micro-batches, so nothing is scheduled: give num_stages or num_microbatches"
         )
 
-    def differentiable(self, value_of: ValueOf, update: Callable[[Any], None], *parameters: Tensor) -> dict[Port, Any]:
+    def differentiable(self, call: Call, *parameters: Tensor) -> dict[Port, Any]:
         """Run forward so that its results can be differentiated with ``backward()``, outputs by port.
 
-        ``update``: takes the results by port before they leave (for buffers); ``parameters``: as the module holds them,
-        in the order of ``trained_ports``.
+        ``parameters``: as the module holds them, in the order of ``trained_ports``.
         """
-        results = Step.apply(self, value_of, update, *parameters)
+        results = Step.apply(self, call, *parameters)
         return dict(zip(self.halves.result_ports, results, strict=True))
 
     def placements(self, port: Port) -> tuple[Placement, ...]:
@@ -150,31 +176,71 @@ class Step(torch.autograd.Function):
     """Forward and backward graph as one autograd node, for callers of ``loss.backward()``."""
 
     @staticmethod
-    def forward(
-        ctx: Any, program: Program, value_of: ValueOf, update: Callable[[Any], None], *parameters: Tensor
-    ) -> tuple[Any, ...]:
-        results, ctx.saved = program.run_forward(value_of)
+    def forward(ctx: Any, program: Program, call: Call, *parameters: Tensor) -> tuple[Any, ...]:
+        inputs = program.halves.input_ports
+        written = {port.name for port in program.halves.result_ports if port.kind == "buffer"}
+        changed = [port.kind in ("param", "buffer") and port.name in written for port in inputs]
+        read = sorted({place for place in program.halves.saved_inputs if place is not None and not changed[place]})
+        ctx.versions = [(inputs[place], call.version_of(inputs[place])) for place in read]
+        ctx.call = call
+        # Backward finds what forward changes as it was, though ``update`` writes into the module's own.
+        given = [
+            call.value_of(port).clone() if new else call.value_of(port)
+            for port, new in zip(inputs, changed, strict=True)
+        ]
+        results, ctx.saved = program.run_forward(given)
         program.finish_results(results)
         ports = program.halves.result_ports
-        update(dict(zip(ports, results, strict=True)))
+        call.update(dict(zip(ports, results, strict=True)))
         ctx.program, ctx.parameters = program, parameters
-        differentiable = {port.name for port in program.halves.tangent_ports}
-        takes = [port.kind == "output" and port.name in differentiable for port in ports]
-        ctx.positions = {port.name: i for i, (port, wanted) in enumerate(zip(ports, takes, strict=True)) if wanted}
-        ctx.mark_non_differentiable(*(r for r, wanted in zip(results, takes, strict=True) if not wanted))
+        wanted = {port.name for port in program.halves.tangent_ports}
+        by_name = {p.name: (i, r) for i, (p, r) in enumerate(zip(ports, results, strict=True)) if p.kind == "output"}
+        ctx.tangents = {name: (i, r.shape, r.dtype, r.device) for name, (i, r) in by_name.items() if name in wanted}
+        taken = {place for place, *_ in ctx.tangents.values()}
+        ctx.mark_non_differentiable(*(result for i, result in enumerate(results) if i not in taken))
+        ctx.set_materialize_grads(False)
         return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, *tangents: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
         if ctx.saved is None:
-            raise InputError("backward() ran twice on one forward: run forward again")
+            raise InputError("backward() ran twice on one forward: run forward again, or pass retain_graph=True before")
+        if torch.is_grad_enabled():
+            raise InputError(
+                "create_graph=True asks for gradients of gradients, and a compiled backward has none: compute the "
+                "gradient that the loss is made of inside the model, or do not compile it"
+            )
         program: Program = ctx.program
-        arguments = [*ctx.saved, *(tangents[ctx.positions[p.name]] for p in program.halves.tangent_ports)]
+        call: Call = ctx.call
+        _refuse_changes(ctx.versions, call, program.signature.input_names)
+        given: dict[str, Tensor] = {}
+        arguments = list(ctx.saved)
+        if not keeps_graph():
+            ctx.saved = ctx.call = None
+        for port in program.halves.tangent_ports:
+            place, shape, dtype, device = ctx.tangents[port.name]
+            tangent = tangents[place]
+            if tangent is not None:
+                given[port.name] = tangent
+            made = torch.zeros(shape, dtype=dtype, device=device) if tangent is None else tangent.contiguous()
+            arguments.append(made)
         arguments += program.nothing_open()
-        ctx.saved = None
-        by_name = {port.name: gradient for port, gradient in program.run_backward(arguments)}
+        with call.alone():
+            computed = program.run_backward(arguments)
+        by_name = {port.name: gradient for port, gradient in program.gradients_of(computed, given)}
         gradients = []
         for port, parameter in zip(program.trained_ports, ctx.parameters, strict=True):
             gradient = by_name.get(port.name)
             gradients.append(None if gradient is None else lie_like(parameter, gradient))
-        return (None, None, None, *gradients)
+        return (None, None, *gradients)
+
+
+def _refuse_changes(versions: Sequence[tuple[Port, int]], call: Call, input_names: Sequence[str]) -> None:
+    for port, version in versions:
+        if call.version_of(port) != version:
+            kind = "parameter" if port.kind == "param" else port.kind
+            name = input_names[int(port.name)].strip("[]'") if kind == "input" else port.name
+            raise InputError(
+                f"{kind} '{name}' was changed in place between forward and backward, which reads it (it is at "
+                f"version {call.version_of(port)}, expected {version}): run backward() before changing it"
+            )

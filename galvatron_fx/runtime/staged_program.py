@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from cost_models.schedule_time import ScheduleReport, Span
 from galvatron_fx.errors import InputError
-from galvatron_fx.ir.annotations import Port, Signature, facts, ports, signature
+from galvatron_fx.ir.annotations import Port, Signature, TensorSpec, facts, ports, signature
 from galvatron_fx.ir.placement import Placement
 from galvatron_fx.ir.schedule import Schedule
 from galvatron_fx.ir.strategy import original_name
@@ -22,6 +22,7 @@ from galvatron_fx.runtime.backends import Backend, Boxed, Eager, compile_graph
 from galvatron_fx.runtime.microbatches import hoisted_values, merge_outputs
 from galvatron_fx.runtime.stage_runner import RunTask, StageRunner
 from galvatron_fx.runtime.torch_pipeline import RunningStage, TorchPipeline
+from passes.gradient_sources import gradient_sources
 from passes.lower_stages import LoweredStages
 from passes.rows_read import RowsRead
 from passes.split_stages import Stage
@@ -95,7 +96,7 @@ class StagedProgram:
                 known = gradients.get(own)
                 gradients[own] = (ports_by_name[name], value if known is None else known[1] + value)
         self._add_copies(gradients, value_of)
-        return self._outputs(runners), list(gradients.values())
+        return self._outputs(runners), [entry for name, entry in gradients.items() if name not in self._unreached]
 
     def evaluate(self, value_of: ValueOf) -> dict[Port, Any]:
         """Run forward only; returns outputs of the whole batch by port."""
@@ -138,9 +139,7 @@ class StagedProgram:
     # ---- inside ----
 
     def _run(self, value_of: ValueOf, forward_only: bool) -> list[StageRunner]:
-        taken = {int(port.name) for stage in self.stages for port in stage.ports.values() if port.kind == "hoisted"}
-        every = enumerate(hoisted_values(self.lowered.microbatched, value_of))
-        hoisted = {position: values for position, values in every if position in taken}
+        hoisted = dict(enumerate(hoisted_values(self.lowered.microbatched, value_of, self._prologue)))
         runners = []
         for stage in self.stages:
             shared = {name: self._value(port, value_of) for name, port in stage.ports.items() if port.kind != "hoisted"}
@@ -158,12 +157,25 @@ class StagedProgram:
             self.last_spans[:] = sorted(spans, key=lambda span: span.start_s)
         return runners
 
+    @cached_property
+    def _prologue(self) -> fx.GraphModule:
+        """Cuts what this rank's stages take out of the batch, and nothing that only other ranks take."""
+        taken = {int(port.name) for stage in self.stages for port in stage.ports.values() if port.kind == "hoisted"}
+        return self.lowered.microbatched.prologue_for(taken)
+
     def _value(self, port: Port, value_of: ValueOf) -> Any:
         if port.kind != "tangent":
             return value_of(port)
         like = self._dtypes[port]
         is_loss = int(port.name) == self.signature.loss
         return (torch.ones if is_loss else torch.zeros)((), dtype=like, device=self.device)
+
+    @cached_property
+    def _unreached(self) -> set[str]:
+        """Parameters that the loss does not depend on, though other outputs do: they get no gradient."""
+        sources = gradient_sources(self.lowered.joint)
+        reached = {original_name(name) for name, losses in sources.items() if str(self.signature.loss) in losses}
+        return {original_name(name) for name in sources} - reached
 
     @cached_property
     def _dtypes(self) -> dict[Port, torch.dtype]:
@@ -198,13 +210,64 @@ class StagedProgram:
         for runner in runners:
             for index, results in runner.results.items():
                 made[index] |= results
+        self._tell_pieces(made)
         merged = merge_outputs(self.lowered.microbatched, made)
         if self.pipeline.group is not None:
             for port, (rank, dtype) in self._scalars.items():
                 value = merged.get(port, torch.empty((), dtype=dtype, device=self.device)).contiguous()
                 dist.broadcast(value, src=self.pipeline.peers[rank], group=self.pipeline.group)
                 merged[port] = value
+            self._tell_state(merged)
         return merged
+
+    def _tell_state(self, merged: dict[Port, Any]) -> None:
+        """Give new values of buffers and parameters to all ranks that hold them, and to no others."""
+        for port, (maker, holders, spec) in self._state.items():
+            if holders != {maker}:
+                value = merged.get(port, torch.empty(spec.shape, dtype=spec.dtype, device=self.device)).contiguous()
+                dist.broadcast(value, src=self.pipeline.peers[maker], group=self.pipeline.group)
+                merged[port] = value
+            if self.pipeline.rank not in holders:
+                merged.pop(port, None)
+
+    @cached_property
+    def _state(self) -> dict[Port, tuple[int, set[int], TensorSpec]]:
+        """What forward changes: the pipeline rank that makes its new value, those that hold it, and its spec."""
+        ranks = self.schedule.rank_of_stage
+        holders: dict[str, set[int]] = {}
+        made: dict[Port, tuple[int, TensorSpec]] = {}
+        for stage in self.lowered.stages:
+            for port in stage.ports.values():
+                if port.kind in ("param", "buffer"):
+                    holders.setdefault(original_name(port.name), set()).add(ranks[stage.index])
+            for port, name in stage.results:
+                if port.kind == "buffer":
+                    made[port] = ranks[stage.index], stage.specs[name]
+        first = {0}  # what no stage takes lies there
+        pairs = sorted(made.items(), key=lambda item: item[0].name)
+        return {port: (rank, holders.get(original_name(port.name), first), spec) for port, (rank, spec) in pairs}
+
+    def _tell_pieces(self, made: Sequence[dict[Port, Any]]) -> None:
+        """Give every rank the pieces of the epilogue where stages of several ranks make some."""
+        if self.pipeline.group is None or len({rank for rank, _ in self._pieces.values()}) < 2:
+            return
+        for port, (rank, spec) in self._pieces.items():
+            for results in made:
+                value = results.get(port)
+                value = torch.empty(spec.shape, dtype=spec.dtype, device=self.device) if value is None else value
+                results[port] = value.contiguous()
+                dist.broadcast(results[port], src=self.pipeline.peers[rank], group=self.pipeline.group)
+
+    @cached_property
+    def _pieces(self) -> dict[Port, tuple[int, TensorSpec]]:
+        """What the epilogue takes of every micro-batch: the pipeline rank that makes it, and its shape and dtype."""
+        found = {
+            port: (self.schedule.rank_of_stage[stage.index], stage.specs[name])
+            for stage in self.lowered.stages
+            for port, name in stage.results
+            if port.kind == "piece"
+        }
+        return dict(sorted(found.items(), key=lambda item: int(item[0].name)))
 
     @cached_property
     def _scalars(self) -> dict[Port, tuple[int, torch.dtype]]:

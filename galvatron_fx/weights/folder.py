@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from galvatron_fx.checkpoint.model_state import dtype_name
 from galvatron_fx.errors import CheckpointError
+from galvatron_fx.ir.regular_file import open_regular
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -51,10 +52,13 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 def opened(path: Path) -> Iterator[Any]:
     """A safetensors file, to read slices of. Raises CheckpointError naming it where it is missing or malformed."""
     try:
+        open_regular(path).close()  # the library would wait for ever at a pipe
         with safe_open(path, framework="pt") as file:
             yield file
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except SafetensorError as error:
         raise CheckpointError(f"{path} is cut short or damaged: {error}") from error
 
@@ -73,9 +77,10 @@ def _header(folder: Path, name: str) -> dict[str, StoredTensor]:
 
 def _weight_map(path: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        with open_regular(path) as index:
+            weight_map = json.loads(index.read().decode("utf-8"))["weight_map"]
         files = {str(name): str(file) for name, file in weight_map.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not an index of weights: {type(error).__name__}: {error}") from error
     outside = [file for file in files.values() if Path(file).name != file]
     if outside:

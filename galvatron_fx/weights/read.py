@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from galvatron_fx.checkpoint import model_state
 from galvatron_fx.checkpoint.ranks import Ranks
+from galvatron_fx.ir.arguments import check_arguments
 from galvatron_fx.runtime.dtensors import local_part
 from galvatron_fx.weights.folder import StoredTensor, opened, stored_tensors
 
@@ -25,6 +26,7 @@ def load_weights(model: nn.Module, folder: str | PathLike[str], *, cast: bool = 
     Raises CheckpointError on every rank, before any weight is changed, naming a file that is missing or cut short, and
     tensors that are missing, unknown to the model, or of another shape or dtype.
     """
+    check_arguments(model=model, folder=folder, cast=cast)
     place = Path(folder)
     with Ranks.for_now() as ranks:
         stored = ranks.decide("read the headers of the weights", lambda: stored_tensors(place))

@@ -25,6 +25,7 @@ from galvatron_fx.checkpoint import model_state, plain
 from galvatron_fx.checkpoint.ranks import Ranks
 from galvatron_fx.checkpoint.steps import sync_directory
 from galvatron_fx.errors import CheckpointError
+from galvatron_fx.ir.arguments import check_arguments
 from galvatron_fx.ir.units import parse_bytes
 from galvatron_fx.weights.folder import INDEX, SHARD, SINGLE
 
@@ -62,13 +63,15 @@ def save_weights(
     The folder appears whole or not at all. Raises CheckpointError on every rank where it is there already and not
     empty, or where writing fails on any rank.
     """
+    check_arguments(model=model, folder=folder, like=like)
+    limit_bytes = parse_bytes(max_shard_size)
     place = Path(folder)
     with Ranks.for_now() as ranks:
         held = model_state.tensors(model)
         copies = model_state.copies(model)
         own = {name: model_state.shape_of(tensor) for name, tensor in held.items() if name not in copies}
         table = _table(ranks.gather("list its tensors", lambda: own))
-        files = _files(table, parse_bytes(max_shard_size))
+        files = _files(table, limit_bytes)
         written = ranks.decide("make the folder", lambda: _begin(place, like))
         with ThreadPoolExecutor(1) as pool:
             done = _write_files(written, files, table, held, ranks, pool)
@@ -161,6 +164,11 @@ def _gathered(whole: _Whole, tensor: Tensor | None, writer: int, ranks: Ranks) -
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    """Bring what a file holds to the disk."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 
@@ -183,6 +191,9 @@ def _complete(
         weight_map = {name: file for file, names in files.items() for name in names}
         index = {"metadata": totals, "weight_map": dict(sorted(weight_map.items()))}
         (written / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    for path in sorted(written.iterdir()):
+        if path.name not in files:  # those were synced as they were written
+            _sync(path)
     sync_directory(written)
     written.rename(place)
     sync_directory(place.parent)

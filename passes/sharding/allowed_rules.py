@@ -12,7 +12,7 @@ from cost_models.ops import is_matmul
 from galvatron_fx.ir.op_call import OpCall
 from galvatron_fx.ir.placement import PARTIAL, REPLICATE, Partial, Placement, Shard, fits
 from galvatron_fx.ir.precision import cast_gradient
-from passes.sharding import collective_rules, own_rules, random_rules  # noqa: F401  (register rules)
+from passes.sharding import batched_rules, collective_rules, own_rules, random_rules  # noqa: F401  (register rules)
 from passes.sharding.own_rules import VIEWS, view_rules
 from passes.sharding.prices import is_free
 from passes.sharding.roles import BATCH_ROLES, RoleRules
@@ -26,8 +26,8 @@ Offers = Collection[Placement]
 class AllowedRules:
     """The rules that ``role`` allows on an axis of ``degree`` ranks.
 
-    ``parameter_itemsize``: bytes of an element of the widest floating parameters as they are computed with, 0 if there
-    are none.
+    ``parameter_itemsize``: bytes of an element of the widest floating parameters as they are computed with; 0 if there
+    are none, or terms may be rounded to any dtype.
     """
 
     role: RoleRules
@@ -74,6 +74,8 @@ class AllowedRules:
         sums = rule.expansion or isinstance(rule.outputs[0], Partial)
         if not out.is_floating_point or not sums or call.target is cast_gradient:
             return False
+        if not self.parameter_itemsize:
+            return False
         casts = call.target is torch.ops.aten._to_copy.default and out.itemsize < call.inputs[0].dtype.itemsize
         return casts or out.itemsize < self.parameter_itemsize
 
@@ -102,10 +104,10 @@ def _rules(allowed: AllowedRules, call: OpCall, offers: tuple[tuple[Placement, .
 
 
 def _has_terms(rule: OpRule, offers: Sequence[Offers]) -> bool:
-    """Whether every Partial that the rule takes can be had: sums of terms from anything whole, others where they are
-    made.
+    """Whether every Partial that the rule takes can be had: sums of terms from anything whole and from averages,
+    others where they are made.
     """
     return all(
-        not isinstance(p, Partial) or p in offer or (p == PARTIAL and REPLICATE in offer)
+        not isinstance(p, Partial) or p in offer or (p == PARTIAL and (REPLICATE in offer or Partial("avg") in offer))
         for p, offer in zip(rule.inputs, offers, strict=True)
     )

@@ -20,15 +20,24 @@ class AxisDecisions:
 
     ``values``: what is known of the graph's values without any decision; ``inputs``: placements of placeholders and
     constants; ``rules``: of operators; ``exits``: placements in which values cross between blocks. ``roles``: what the
-    axis does in each block; ``outputs_as_terms``: outputs of the model may leave as terms of a sum.
+    axis does in each block; ``outputs_as_terms``: outputs of the model may leave as terms of a sum;
+    ``narrow_terms``: terms may be added up in a narrower dtype than the parameters have.
     """
 
-    def __init__(self, values: GraphValues, roles: Sequence[RoleRules], prices: Prices, outputs_as_terms: bool) -> None:
+    def __init__(
+        self,
+        values: GraphValues,
+        roles: Sequence[RoleRules],
+        prices: Prices,
+        outputs_as_terms: bool,
+        narrow_terms: bool = False,
+    ) -> None:
         self.values = values
         self.roles = roles
         self.prices = prices
         self.degree = prices.degree
         self.outputs_as_terms = outputs_as_terms
+        self.narrow_terms = narrow_terms
         self.inputs: dict[fx.Node, Placement] = {}
         self.rules: dict[fx.Node, OpRule] = {}
         self.exits: dict[fx.Node, Placement] = {}

@@ -43,7 +43,8 @@ class BlockProblem:
         self.role = decided.role(index)
         self.degree = decided.degree
         self.prices = decided.prices
-        self.allowed = AllowedRules(self.role, decided.degree, decided.values.parameter_itemsize)
+        narrowest = 0 if decided.narrow_terms else decided.values.parameter_itemsize
+        self.allowed = AllowedRules(self.role, decided.degree, narrowest)
         self.inside = set(nodes)
         self.parameter_side = _made_of_parameters(nodes, decided.values.parameters)
         self.values: dict[fx.Node, _Value] = {}

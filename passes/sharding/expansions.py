@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,23 +23,26 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Emitter:
-    """Writes nodes with facts like those of the node being expanded."""
+    """Writes nodes with facts like those of the node being expanded; ``written``: all of them, in order."""
 
     graph: fx.Graph
     like: NodeFacts
     axis: int
     degree: int
+    written: list[fx.Node] = field(default_factory=list)
 
     def emit(self, target: Any, args: tuple[Any, ...], spec: TensorSpec | None, **kwargs: Any) -> fx.Node:
         """Append a call whose one output is ``spec``."""
         node = write_call(self.graph, target, args, kwargs)
         set_facts(node, self.like.having(specs=(spec,), multi_output=False))
+        self.written.append(node)
         return node
 
     def emit_multi(self, target: Any, args: tuple[Any, ...], specs: Sequence[TensorSpec | None]) -> fx.Node:
         """Append a call with several outputs."""
         node = write_call(self.graph, target, args)
         set_facts(node, self.like.having(specs=tuple(specs), multi_output=True))
+        self.written.append(node)
         return node
 
     def reduced(self, node: fx.Node, op: str = "sum") -> fx.Node:
@@ -65,6 +68,12 @@ def _owned_rows(e: Emitter, index: fx.Node, size: int) -> tuple[fx.Node, fx.Node
     return e.emit(aten.clamp.default, (shifted, 0, size - 1), _like(index)), owned
 
 
+def _where(e: Emitter, mask: fx.Node, value: fx.Node) -> fx.Node:
+    """``value`` where the mask holds, else zero. A product with the mask would make nan of an infinity."""
+    zeros = e.emit(aten.zeros_like.default, (value,), _like(value))
+    return e.emit(aten.where.self, (mask, value, zeros), _like(value))
+
+
 def _unsqueezed(e: Emitter, node: fx.Node, dim: int) -> fx.Node:
     spec = facts(node).spec
     shape = list(spec.shape)
@@ -79,9 +88,7 @@ def vocabulary_embedding(
     weight, index = inputs
     rows, owned = _owned_rows(e, index, facts(weight).spec.shape[0])
     found = e.emit(aten.embedding.default, (weight, rows), outputs[0])
-    kept = e.emit(aten._to_copy.default, (_unsqueezed(e, owned, -1),), None, dtype=facts(weight).spec.dtype)
-    set_facts(kept, e.like.having(specs=(TensorSpec((*facts(index).spec.shape, 1), facts(weight).spec.dtype),)))
-    return [e.emit(aten.mul.Tensor, (found, kept), outputs[0])]
+    return [_where(e, _unsqueezed(e, owned, -1), found)]
 
 
 def vocabulary_embedding_backward(
@@ -211,9 +218,7 @@ def vocabulary_nll_loss(
     column = TensorSpec((rows, 1), spec.dtype)
     picked = e.emit(aten.gather.default, (scores, 1, _unsqueezed(e, index, -1)), column)
     flat = e.emit(aten.squeeze.dim, (picked, 1), TensorSpec((rows,), spec.dtype))
-    weight = e.emit(aten._to_copy.default, (mine,), TensorSpec((rows,), spec.dtype), dtype=spec.dtype)
-    losses = e.emit(aten.neg.default, (e.emit(aten.mul.Tensor, (flat, weight), TensorSpec((rows,), spec.dtype)),), None)
-    set_facts(losses, e.like.having(specs=(TensorSpec((rows,), spec.dtype),), multi_output=False))
+    losses = e.emit(aten.neg.default, (_where(e, mine, flat),), TensorSpec((rows,), spec.dtype))
     if node.args[3] == 0:
         options = {"dtype": spec.dtype, "device": torch.device("cpu")}
         return [losses, e.emit(aten.zeros.default, ([],), TensorSpec((), spec.dtype), **options)]
@@ -234,12 +239,13 @@ def vocabulary_nll_loss_backward(
     counted = e.emit(aten.ne.Scalar, (targets, node.args[5]), _like(targets, torch.bool))
     index, owned = _owned_rows(e, targets, size)
     mine = e.emit(aten.logical_and.default, (owned, counted), _like(targets, torch.bool))
-    weight = e.emit(aten._to_copy.default, (mine,), TensorSpec((rows,), spec.dtype), dtype=spec.dtype)
     scale = gradient
     if node.args[4] == 1:
         scale = e.emit(aten.div.Tensor, (gradient, total), _like(gradient))
     row = TensorSpec((rows,), spec.dtype)
-    negative = e.emit(aten.neg.default, (e.emit(aten.mul.Tensor, (weight, scale), row),), row)
+    if not facts(scale).spec.shape:
+        scale = e.emit(aten.expand.default, (scale, [rows]), row)
+    negative = e.emit(aten.neg.default, (_where(e, mine, scale),), row)
     zeros = e.emit(aten.zeros_like.default, (scores,), spec)
     column = _unsqueezed(e, negative, -1)
     return [e.emit(aten.scatter.src, (zeros, 1, _unsqueezed(e, index, -1), column), outputs[0])]

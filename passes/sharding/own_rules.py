@@ -119,6 +119,12 @@ def _windows(call: OpCall, degree: int) -> list[OpRule]:
     return [*rules, OpRule((PARTIAL,), (PARTIAL,))]
 
 
+@register_rule(aten.mean.default, aten.mean.dim, aten.clone.default)
+def _linear(call: OpCall, degree: int) -> list[OpRule]:
+    """As torch says; and of the terms of a sum each by itself."""
+    return [*torch_rules(call, degree), OpRule((PARTIAL,), (PARTIAL,))]
+
+
 @register_rule(aten.where.self)
 def _where(call: OpCall, degree: int) -> list[OpRule]:
     """condition, chosen, other, broadcast against each other: split alike, or choose between terms of sums."""

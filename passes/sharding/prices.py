@@ -66,8 +66,8 @@ class Prices:
             return 0.0
         size = self._size(spec)
         if isinstance(want, Partial):
-            single = isinstance(have, Replicate) and want == PARTIAL
-            return self._traffic_s(size) + self.device.launch_overhead_s if single else None
+            local = want == PARTIAL and (isinstance(have, Replicate) or have == Partial("avg"))
+            return self._traffic_s(size) + self.device.launch_overhead_s if local else None
         if isinstance(have, Partial):
             kind = "all_reduce" if isinstance(want, Replicate) else "reduce_scatter"
         elif isinstance(have, Replicate):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import os
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,7 +16,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch import nn
 
-from galvatron_fx.checkpoint import Checkpointer
+from galvatron_fx.checkpoint import Checkpointer, lock, manifest
 from galvatron_fx.checkpoint.manifest import FileSum
 from galvatron_fx.errors import CheckpointError
 from tests.checkpoint.forked import run_ranks
@@ -57,7 +60,7 @@ def _errors(asynchronous: bool, folder: Path) -> None:
 
 def errors(asynchronous: bool, folder: Path) -> None:
     assert run_ranks(2, partial(_errors, asynchronous, folder), timeout_s=30) == [0, 0]
-    assert [path.name for path in sorted(folder.iterdir())] == ["step-0000000003"]
+    assert sorted(path.name for path in folder.iterdir()) == [lock.NAME, "step-0000000003"]
 
 
 def _grow(folder: Path, position: int) -> None:
@@ -96,8 +99,36 @@ def more_ranks(folder: Path) -> None:
     assert run_ranks(3, partial(_grow, folder / "unlike", -1)) == [0, 0, 0]
 
 
+def _unheard(folder: Path, is_caught: bool) -> None:
+    """Fail to save, beside, and end as a script does that never asks."""
+    mock.patch.object(manifest, "write", side_effect=OSError("no space left")).start()
+    atexit.register(lambda: os.write(1, b"the end\n"))
+    checkpoints = Checkpointer(folder, asynchronous=True)
+    checkpoints.save(1, model=nn.Linear(1, 1))
+    if is_caught:
+        expect_error(checkpoints.wait, "no space left")
+    ctypes.pythonapi.Py_Exit(0)
+
+
+def unheard_errors(folder: Path) -> None:
+    """An asynchronous save that failed is told of when the process ends, unless it was before."""
+    for is_caught, code, words in ((False, 120, ("saving step 1 into", "no space left")), (True, 0, ())):
+        told = folder / f"{code}.txt"
+        child = os.fork()
+        if not child:
+            output = os.open(told, os.O_CREAT | os.O_WRONLY)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            _unheard(folder / str(code), is_caught)
+        _, status = os.waitpid(child, 0)
+        text = told.read_text()
+        assert os.waitstatus_to_exitcode(status) == code, text
+        assert "the end" in text and all(word in text for word in words), text
+
+
 CASES: dict[str, Callable[[Path], None]] = {
     "an_error_on_one_rank_is_on_all": partial(errors, False),
     "an_asynchronous_error_comes_with_the_next_call": partial(errors, True),
     "more_ranks_than_saved": more_ranks,
+    "an_asynchronous_error_that_nobody_hears": unheard_errors,
 }

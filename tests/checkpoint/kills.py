@@ -85,7 +85,7 @@ class Trial:
         assert set(codes) <= {0, _BEREFT, -signal.SIGKILL}, f"seed {self.seed}: exit codes {codes}"
         steps = Steps(checkpoints)
         for step in steps.all():
-            manifest.verify(steps.path(step), manifest.read(steps.path(step)).values())
+            manifest.verify(steps.path(step), manifest.read(steps.path(step)).files.values())
         committed = max(steps.all(), default=0)
         promised = max((int(path.name) for path in log.glob("[0-9]*")), default=0)
         assert committed >= promised, f"seed {self.seed}: step {promised} was saved, the last found is {committed}"
@@ -153,7 +153,7 @@ def _finish(setting: Setting, folder: Path, expected: Expected, committed: int) 
         _step(run, step, expected)
         checkpoints.save(step, **run.state)
     checkpoints.wait()
-    left = sorted(path.name for path in folder.iterdir() if not path.name.startswith("step-"))
+    left = sorted(path.name for path in folder.iterdir() if not path.name.startswith(("step-", ".lock")))
     assert start == STEPS or not left, f"left in the folder: {left}"
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from galvatron_fx.checkpoint import Checkpointer
+from galvatron_fx.checkpoint import Checkpointer, lock
 from galvatron_fx.errors import CheckpointError, InputError
 from tests.checkpoint.damage import Damage, trained
 
@@ -26,7 +26,7 @@ def saved(folder: Path, *steps: int, **options: Any) -> Checkpointer:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != lock.NAME)
 
 
 def test_an_empty_folder_has_nothing_to_load(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_parts_that_were_not_saved_are_named(tmp_path: Path) -> None:
 
 
 def test_counts_below_one_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="keep=0"):
+    with pytest.raises(InputError, match="keep is 0"):
         Checkpointer(tmp_path, keep=0)
     with pytest.raises(InputError, match="step is -1"):
         Checkpointer(tmp_path).save(-1, model=nn.Linear(1, 1))

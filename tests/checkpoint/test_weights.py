@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,18 @@ def test_a_file_cut_short_is_named(folder: Path, kept_bytes: int) -> None:
     path.write_bytes(path.read_bytes()[:kept_bytes])
     with pytest.raises(CheckpointError, match=f"{path.name} is cut short or damaged"):
         load_weights(zoo.gpt2(layers=1)[0], folder)
+
+
+def test_pipes_and_folders_are_no_weights(folder: Path) -> None:
+    path = sorted(folder.glob("*.safetensors"))[0]
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match=f"{path.name} cannot be read: it is no regular file"):
+        load_weights(zoo.gpt2(layers=2)[0], folder)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(CheckpointError, match=f"{path.name} cannot be read: Is a directory"):
+        load_weights(zoo.gpt2(layers=2)[0], folder)
 
 
 def test_missing_files_are_named(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from galvatron_fx.ir.curves import COLLECTIVE_KINDS, CollectiveCurve, OperatorCu
 from galvatron_fx.ir.device import UPDATE
 from galvatron_fx.ir.origin import Origin
 from galvatron_fx.ir.schedule import make_schedule
+from tests.cli.oracle import ORACLES
 
 LIMIT_S = 10.0
 MOST_MESSAGE = 5000  # characters
@@ -219,6 +221,21 @@ def _scrambled(draw: st.DrawFn, content: bytes) -> bytes:
     return bytes(data)
 
 
+_ACTS = (
+    "os.system", "os.exec", "os.spawn", "os.posix_spawn", "os.fork", "subprocess", "socket", "pickle", "os.remove",
+    "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "os.link", "os.symlink", "os.chmod", "os.chown", "os.utime",
+    "os.setxattr", "os.removexattr", "os.chdir", "os.kill", "shutil", "tempfile",
+)  # fmt: skip
+
+
+def _opens_to_write(event: str, arguments: Sequence[Any]) -> bool:
+    if event != "open":
+        return False
+    _, mode, flags = arguments
+    by_flags = bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND))
+    return bool(set(mode) & set("wax+")) if isinstance(mode, str) else by_flags
+
+
 @dataclass
 class Watch:
     """Notes what a process does that reading a file never should: run programs, connect, unpickle, write, evaluate."""
@@ -233,23 +250,21 @@ class Watch:
     def _heard(self, event: str, arguments: Sequence[Any]) -> None:
         if not self.active:
             return
-        writes = event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")
-        if writes or event.startswith(
-            ("os.system", "os.exec", "os.spawn", "os.fork", "subprocess", "socket", "pickle")
-        ):
+        if _opens_to_write(event, arguments) or event.startswith(_ACTS):
             self.seen.append(f"{event}{arguments!r:.200}")
 
 
 def outcome(kind: str, path: Path, content: bytes, watch: Watch) -> str:
     """Read ``content`` as a file: "read", or the name of the error that refused it.
 
-    Raises AssertionError for any other error, more than LIMIT_S seconds, an unclear message, and acts that reading
-    does not need.
+    Raises AssertionError for any other error, more than LIMIT_S seconds, an unclear message, acts that reading does not
+    need, a file that is not as it was, and for what was read where the oracle says that the file means something else.
     """
     path.write_bytes(content)
+    before, value = _file_state(path), None
     watch.active, start = True, time.perf_counter()
     try:
-        READERS[kind](path)
+        value = READERS[kind](path)
         result = "read"
     except GalvatronError as error:
         result = type(error).__name__
@@ -260,4 +275,14 @@ def outcome(kind: str, path: Path, content: bytes, watch: Watch) -> str:
     took_s = time.perf_counter() - start
     assert took_s < LIMIT_S, f"{took_s:.1f} s to read {content[:200]!r}"
     assert not watch.seen, f"reading {content[:200]!r} did {watch.seen}"
+    assert path.exists() and _file_state(path) == before, f"reading {content[:200]!r} changed the file"
+    assert [inside.name for inside in path.parent.iterdir()] == [path.name], "reading left something beside the file"
+    if result == "read":
+        ORACLES[kind](value, content)
     return result
+
+
+def _file_state(path: Path) -> tuple[Any, ...]:
+    """All that reading leaves as it is: contents, identity, rights and times."""
+    state = path.stat()
+    return path.read_bytes(), state.st_ino, state.st_mode, state.st_mtime_ns, state.st_nlink

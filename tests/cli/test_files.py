@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from galvatron_fx import Plan
 from galvatron_fx.cli.files import parse_object, read_text
 from galvatron_fx.cli.model_config import config_from_name
-from galvatron_fx.errors import InputError
+from galvatron_fx.errors import InputError, PlanError
 from tests.cli.hostile import BY_HAND, READERS, VALID, Watch, damaged, outcome
 
 _WATCH = Watch([])
@@ -42,6 +45,18 @@ def test_made_to_do_harm(kind: str, what: str, tmp_path: Path, watch: Watch) -> 
     assert (found == "read") == (kind == "config" and what in left)
 
 
+def test_a_large_plan_is_refused_soon() -> None:
+    document = json.loads(VALID["plan"][1])
+    document["blocks"] = [{**document["blocks"][0], "name": f"block_{index}"} for index in range(40_000)]
+    document["blocks"][-1]["time_s"] = -1
+    text = json.dumps(document)
+    assert len(text) > 7_000_000
+    began = time.process_time()
+    with pytest.raises(PlanError, match=r"at \$\.blocks\[39999\]\.time_s: -1 is less than the minimum of 0"):
+        Plan.from_json(text)
+    assert time.process_time() - began < 3  # 10 s with jsonschema alone
+
+
 @pytest.mark.parametrize("kind", READERS)
 def test_damaged(kind: str, tmp_path: Path, watch: Watch) -> None:
     @settings(max_examples=100, suppress_health_check=list(HealthCheck))
@@ -66,8 +81,10 @@ def test_the_watch_sees_what_reading_should_not_do(tmp_path: Path, watch: Watch)
 def test_what_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero")):
-        with pytest.raises(InputError, match=f"{path} is no regular file: give the path of a plan"):
+        with pytest.raises(InputError, match=f"cannot read a plan from {path}: it is no regular file"):
             read_text(path, "a plan")
+    with pytest.raises(PlanError, match="it is no regular file"):
+        Plan.load(tmp_path / "pipe")
     with pytest.raises(InputError, match=r"cannot read a plan from .*: Is a directory"):
         read_text(tmp_path, "a plan")
     with pytest.raises(InputError, match=r"cannot read a plan from .*null byte"):

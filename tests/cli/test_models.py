@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from galvatron_fx.cli import options
+from galvatron_fx.cli import models, options
 from galvatron_fx.cli.exits import ModelError, UsageError
 from galvatron_fx.cli.model_config import parse_override
 from galvatron_fx.cli.models import Subject, load
@@ -135,6 +136,7 @@ def test_a_function_decides_itself() -> None:
         ("hidden_size=33", "LlamaConfig refuses this: .*33"),
         ("hidden_size=wide", "LlamaConfig refuses this: .*expected int"),
         ("num_hidden_layers=1e13", "num_hidden_layers is 10000000000000.0: at most"),
+        ("num_hidden_layers=2000000", "num_hidden_layers is 2000000: at most 10000 is taken"),
         ("dtype=float32", "see --dtype and --task"),
         ("__class__=int", "see --dtype and --task"),
         ("hidden_size.x=1", "'hidden_size' is 32, which has nothing inside"),
@@ -151,6 +153,18 @@ def test_more_tokens_than_positions_are_noted(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="the batch has 16 tokens a sample and the model 8 positions"):
         loaded(path, *BATCH)
     assert loaded(path).inputs["input_ids"].shape == (64, 8)
+
+
+@pytest.mark.parametrize("layers", [3, 200])
+def test_a_model_that_would_be_built_without_end(tmp_path: Path, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "_MOST_MODULES", 1000)
+    path = written(tmp_path, **{**LLAMA, "num_hidden_layers": layers})
+    if layers == 3:
+        assert len(list(loaded(path).model.modules())) > 30
+        return
+    with pytest.raises(ModelError, match="LlamaForCausalLM of this configuration has over 1,000 modules: give fewer"):
+        loaded(path)
+    assert len(nn.Sequential(*(nn.Identity() for _ in range(2000)))) == 2000  # counted no longer
 
 
 def test_sizes_that_do_not_go_together(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.distributed import tensor as dtensor
 
-from galvatron_fx.ir.collectives import join_runs, split_runs, take_run
+from galvatron_fx.ir.collectives import join_rows, join_runs, split_runs, take_run
 from galvatron_fx.ir.placement import (
     PARTIAL,
     REPLICATE,
@@ -54,6 +54,16 @@ def test_join_undoes_split(case: tuple[tuple[int, ...], Shard, int]) -> None:
     parts = split_runs(x, shard.dim, shard.outer, degree)
     assert {tuple(part.shape) for part in parts} == {local_shape(shard, shape, degree)}
     assert torch.equal(join_runs(parts, shard.dim, shard.outer), x)
+
+
+@given(sharded_shapes())
+def test_rows_of_a_bundle_are_joined_densely(case: tuple[tuple[int, ...], Shard, int]) -> None:
+    shape, shard, degree = case
+    x = torch.arange(prod(shape)).reshape(shape)
+    parts = split_runs(x, shard.dim, shard.outer, degree)
+    bundle = torch.stack([torch.cat([part.flatten(), torch.zeros(5, dtype=x.dtype)]) for part in parts])
+    joined = join_rows(bundle[:, : parts[0].numel()], parts[0].shape, shard.dim, shard.outer)
+    assert torch.equal(joined, x) and joined.is_contiguous()
 
 
 @given(sharded_shapes())

@@ -92,6 +92,8 @@ def test_another_program_at_other_sizes_gives_no_symbols() -> None:
             [torch.int64, torch.int64, torch.bool, torch.float32],
             [(3, 7), (3, 7), (1, 1), (3, 7, 5)],
         ),
+        # 6 * 7 is 7 * 6, so the product would look like a constant
+        ([(6, 7)], [torch.int64], [(7, 5)]),
         # features have no sequence
         ([(2, 8)], [torch.float32], [(3, 8)]),
         # images have none either

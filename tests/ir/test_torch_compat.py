@@ -39,7 +39,9 @@ def test_a_view_of_what_nobody_else_has_is_held_once() -> None:
         assert num_holders(others[0]) == len(others)
 
 
-def test_distributions_do_not_look_at_values_while_a_model_is_traced() -> None:
+def test_distributions_do_not_look_at_values_while_a_model_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Dynamo turns the check off for good when it is first used, perhaps by another test.
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     spread = torch.tensor(-1.0)
     with compiling():
         torch.distributions.Normal(0.0, spread)

@@ -15,7 +15,7 @@ from galvatron_fx.ir.torch_compat import compiling
 from galvatron_fx.ir.verifier import verify
 from passes import capture
 from passes.capture import Capture
-from passes.fake_model import module_names
+from passes.fake_model import FlatModel, module_names
 from passes.find_blocks import fingerprints, graph_fingerprint
 from passes.find_repeats import Repeat, find_repeats
 from passes.flat_inputs import FlatInputs
@@ -42,11 +42,9 @@ def capture_both(model: nn.Module, inputs: Any, symbolic: bool = True) -> int:
     traced: list[int] = []
     original = capture._trace
 
-    def counted(
-        model: nn.Module, flat: FlatInputs, shapes: Any, repeats: tuple[Repeat, ...], policy: Any
-    ) -> fx.GraphModule:
+    def counted(flat: FlatModel, shapes: Any, repeats: tuple[Repeat, ...]) -> fx.GraphModule:
         traced.append(sum(len(repeat.cut) for repeat in repeats))
-        return original(model, flat, shapes, repeats, policy)
+        return original(flat, shapes, repeats)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(capture, "_trace", counted)
@@ -66,7 +64,7 @@ def capture_both(model: nn.Module, inputs: Any, symbolic: bool = True) -> int:
 
 def leaves_out(model: nn.Module, inputs: Any) -> int:
     """How many calls the forward record lets capture leave out."""
-    return sum(len(repeat.cut) for repeat in find_repeats(model, FlatInputs.of(inputs)))
+    return sum(len(repeat.cut) for repeat in find_repeats(FlatModel(model, FlatInputs.of(inputs))))
 
 
 @pytest.mark.parametrize(

@@ -296,7 +296,8 @@ return [finished, neg_1]""",
             self.bound(build.finish(("output", "0", part))),
             """\
 x: [4, 6]
-zeros_like_default = zeros_like(x): [4, 6]
+alias_default = alias(x): [4, 6]
+zeros_like_default = zeros_like(alias_default): [4, 6]
 sub_tensor = sub.Tensor(zeros_like_default, 10): [4, 6]
 take_run = take_run(sub_tensor, 1, 1, 3, 2): [4, 2]
 return [take_run]""",

@@ -75,6 +75,21 @@ def losses(reduction: int, ignore: int) -> list[Call]:
     return [(forward, (scores, targets, None, reduction, ignore), {}), (aten.nll_loss_backward.default, backward, {})]
 
 
+def masked_losses(reduction: int) -> list[Call]:
+    """Scores that are masked away: minus infinity everywhere but at the targets and one more class."""
+    targets = torch.arange(8) % 4
+    away = torch.ones(8, 4, dtype=torch.bool).scatter(1, torch.stack([targets, (targets + 1) % 4], 1), False)
+    scores = In(torch.log_softmax(real(8, 4).value.masked_fill(away, float("-inf")), 1))
+    return [(aten.nll_loss_forward.default, (scores, In(targets), None, reduction, -100), {})]
+
+
+def infinite_rows() -> Call:
+    """A lookup in a table with infinities in rows that nothing asks for."""
+    table = real(8, 4).value
+    table[[1, 6]] = torch.inf
+    return aten.embedding.default, (In(table), In(torch.tensor([[0, 2, 3, 4], [5, 7, 0, 2]])), -1), {}
+
+
 def convolutions(*, bias: bool, transposed: bool = False, groups: int = 1) -> list[Call]:
     image = real(4, 4, 5, 5)
     weight = real(4, 4 // groups, 3, 3)
@@ -134,7 +149,88 @@ def experts() -> list[Call]:
     return [(forward, (rows, weights, ends), {}), (backward, (rows, weights, ends, gradient), {})]
 
 
+def matrices() -> list[Call]:
+    """What of linear algebra is repeated over the leading dims; matrices far from singular."""
+    square = In(real(4, 8, 4, 4).value + 4 * torch.eye(4))
+    positive = In(square.value @ square.value.mT)
+    lower, _ = aten.linalg_cholesky_ex.default(positive.value)
+    factors, pivots, _ = aten.linalg_lu_factor_ex.default(square.value)
+    triangle, right = In(lower), real(4, 8, 4, 2)
+    left = {"upper": False, "left": True, "unitriangular": False}
+    return [
+        (aten._linalg_eigh.default, (positive, "L", False), {}),
+        (aten.linalg_eig.default, (square,), {}),
+        (aten._linalg_svd.default, (square, False, False), {}),
+        (aten.linalg_qr.default, (square,), {}),
+        (aten.linalg_inv_ex.default, (square,), {}),
+        (aten.linalg_cholesky_ex.default, (positive,), {}),
+        (aten.linalg_lu.default, (square,), {}),
+        (aten.linalg_lu_factor_ex.default, (square,), {}),
+        (aten.linalg_lu_solve.default, (In(factors), In(pivots), right), {}),
+        (aten._linalg_solve_ex.default, (square, right), {}),
+        (aten._linalg_solve_ex.default, (square, real(4, 8, 4)), {}),
+        (aten.linalg_solve_triangular.default, (triangle, right), left),
+        (aten._linalg_det.default, (square,), {}),
+        (aten._linalg_slogdet.default, (square,), {}),
+        (aten.linalg_matrix_exp.default, (square,), {}),
+        (aten.cholesky_inverse.default, (triangle,), {}),
+        (aten._cholesky_solve_helper.default, (right, triangle, False), {}),
+        (aten.diagonal.default, (square,), {}),
+        (aten.diagonal.default, (square, 0, -2, -1), {}),
+        (aten.diagonal.default, (square, 1, 0, 2), {}),
+        (aten.diag_embed.default, (real(4, 8, 4),), {}),
+        (aten.diag_embed.default, (real(4, 8, 4), 0, 0, 2), {}),
+    ]
+
+
+def repeated_pools() -> list[Call]:
+    """Pools and pads that are repeated over batch and channels."""
+    flat, deep = real(4, 4, 4, 4), real(4, 4, 4, 4, 4)
+    window = ([2, 2, 2], [2, 2, 2], [0, 0, 0], [1, 1, 1], False)
+    places = In(aten.max_pool3d_with_indices.default(deep.value, *window)[1])
+    flat_places = In(aten.adaptive_max_pool2d.default(flat.value, [2, 2])[1])
+    deep_places = In(aten.adaptive_max_pool3d.default(deep.value, [2, 2, 2])[1])
+    calls: list[Call] = [
+        (aten.max_pool3d_with_indices.default, (deep, *window), {}),
+        (aten.max_pool3d_with_indices_backward.default, (real(4, 4, 2, 2, 2), deep, *window, places), {}),
+        (aten.adaptive_max_pool2d.default, (flat, [2, 2]), {}),
+        (aten.adaptive_max_pool2d_backward.default, (real(4, 4, 2, 2), flat, flat_places), {}),
+        (aten.adaptive_max_pool3d.default, (deep, [2, 2, 2]), {}),
+        (aten.adaptive_max_pool3d_backward.default, (real(4, 4, 2, 2, 2), deep, deep_places), {}),
+        (aten._adaptive_avg_pool3d.default, (deep, [2, 2, 2]), {}),
+        (aten._adaptive_avg_pool3d_backward.default, (real(4, 4, 2, 2, 2), deep), {}),
+    ]
+    for dims in (1, 2, 3):
+        for kind in ("reflection", "replication"):
+            forward, backward = (getattr(aten, f"{kind}_pad{dims}d{end}").default for end in ("", "_backward"))
+            image, border = real(4, 4, *[4] * dims), [1, 2] * dims
+            calls.append((forward, (image, border), {}))
+            calls.append((backward, (real(4, 4, *[7] * dims), image, border), {}))
+    return calls
+
+
+def samplers() -> list[Call]:
+    """Images read at places between their pixels."""
+    image, grid = real(4, 4, 4, 4), In(real(4, 4, 4, 2).value.tanh())
+    deep, deep_grid = real(4, 4, 4, 4, 4), In(real(4, 4, 4, 4, 3).value.tanh())
+    how = (0, 0, False)
+    return [
+        (aten.grid_sampler_2d.default, (image, grid, *how), {}),
+        (aten.grid_sampler_2d_backward.default, (real(4, 4, 4, 4), image, grid, *how, [True, True]), {}),
+        (aten.grid_sampler_3d.default, (deep, deep_grid, *how), {}),
+        (aten.grid_sampler_3d_backward.default, (real(4, 4, 4, 4, 4), deep, deep_grid, *how, [True, True]), {}),
+    ]
+
+
 CALLS: list[Call] = [
+    *matrices(),
+    *repeated_pools(),
+    *samplers(),
+    (aten.hardshrink_backward.default, (real(4, 8), real(4, 8), 0.5), {}),
+    *((aten.scatter_reduce.two, (real(4, 8), 1, whole(8, 4, 4), real(4, 4), how), {}) for how in ("sum", "amax")),
+    (aten.mean.default, (real(4, 8),), {}),
+    *((aten.mean.dim, (real(4, 8, 4), [-1], keep), {}) for keep in (True, False)),
+    (aten.clone.default, (real(4, 8),), {}),
     *((view, (real(4, 8, 4), shape), {}) for view in VIEWS for shape in ([32, 4], [4, 4, 2, 4], [4, 32], [128])),
     (aten.view.default, (real(4, 1, 8), [1, 4, 8]), {}),
     (aten.expand.default, (real(4, 1, 8), [4, 4, 4, 8]), {}),
@@ -170,6 +266,7 @@ CALLS: list[Call] = [
     *attention(False, real(8, 8)),
     *embeddings(-1, False),
     *embeddings(3, False),
+    infinite_rows(),
     *softmaxes(0),
     *softmaxes(1),
     *softmaxes(-1),
@@ -178,6 +275,7 @@ CALLS: list[Call] = [
     *losses(1, -100),
     *losses(1, 2),
     *losses(2, 2),
+    *(call for reduction in (0, 1, 2) for call in masked_losses(reduction)),
     (aten.where.self, (whole(2, 4, 8, boolean=True), real(4, 8), real(4, 8)), {}),
     (aten.where.self, (whole(2, 8, boolean=True), real(4, 8), real()), {}),
     *convolutions(bias=True),
@@ -221,10 +319,8 @@ TORCH_CALLS: list[Call] = [
     (aten._to_copy.default, (real(4, 8),), {"dtype": torch.float32}),
     (aten._to_copy.default, (real(4, 8),), {"dtype": torch.int64}),
     (aten.clamp.default, (real(4, 8), -0.5, 0.5), {}),
-    (aten.clone.default, (real(4, 8),), {}),
-    *((aten.sum.default, (real(4, 8),), {}), (aten.mean.default, (real(4, 8),), {})),
+    (aten.sum.default, (real(4, 8),), {}),
     *((aten.sum.dim_IntList, (real(4, 8, 4), [0, 2], keep), {}) for keep in (True, False)),
-    *((aten.mean.dim, (real(4, 8, 4), [-1], keep), {}) for keep in (True, False)),
     *((op, (real(4, 8), [1], True), {}) for op in (aten.amax.default, aten.amin.default)),
     (aten.max.dim, (real(4, 8), 1), {}),
     (aten.var.correction, (real(4, 8), [1]), {"correction": 1, "keepdim": True}),

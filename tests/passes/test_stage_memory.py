@@ -12,6 +12,7 @@ from galvatron_fx.ir.predicted import ACTIVATIONS, GRADIENTS, TRANSIENTS, Storag
 from galvatron_fx.ir.schedule import Schedule, make_schedule
 from galvatron_fx.ir.strategy import Strategy
 from galvatron_fx.ir.torch_compat import orders_with_transfers
+from galvatron_fx.runtime.microbatches import hoisted_values
 from passes.held_bytes import HeldBytes
 from passes.lower_stages import LoweredStages, LowerStages
 from passes.rank_memory import Ledger, RankReplay, StageReplay
@@ -174,3 +175,18 @@ def test_what_is_held_beside_the_tasks() -> None:
     assert 0 < held.hoisted_bytes(1) <= batch
     trained = sum(p.numel() * 8 for p in model.parameters()) + model.get_parameter(tied).numel() * 8
     assert sum(sum(held.always(rank).values()) for rank in (0, 1)) >= 3 * trained / 2 + 2 * batch
+
+
+def test_a_rank_cuts_only_what_its_stages_take_out_of_the_batch() -> None:
+    """The first takes tokens, the last labels: what is held for a step is what is predicted."""
+    model, inputs = zoo.gpt2()
+    split = lowered(captured(model, inputs), parts=2)
+    held = HeldBytes.of(split, make_schedule("1f1b", 2, 2, 2))
+    given = {str(i): tensor for i, tensor in enumerate(inputs.values())}
+    for rank, stage in enumerate(split.stages):
+        taken = {int(port.name) for port in stage.ports.values() if port.kind == "hoisted"}
+        prologue = split.microbatched.prologue_for(taken)
+        values = hoisted_values(split.microbatched, lambda port: given[port.name], prologue)
+        assert {i for i, parts in enumerate(values) if parts[0] is not None} == taken
+        storages = {part.untyped_storage() for parts in values for part in parts if part is not None}
+        assert sum(storage.nbytes() for storage in storages) == held.hoisted_bytes(rank)

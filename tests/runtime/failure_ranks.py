@@ -5,10 +5,12 @@ Prints ``ok <case>`` for each case that holds, ``FAILED <case>`` after the error
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import re
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -24,7 +26,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import galvatron_fx
 from galvatron_fx import Plan
-from galvatron_fx.errors import LostRankError, PlanError
+from galvatron_fx.errors import InputError, LostRankError, PlanError
+from galvatron_fx.runtime.lost_ranks import ANSWER_S
+from galvatron_fx.runtime.store_calls import DEADLINE_S
 from tests.checkpoint.forked import run_ranks
 
 RANKS, TIMEOUT_S, GRACE_S, VICTIM = 3, 4.0, 5.0, 1
@@ -74,11 +78,11 @@ def loses_a_rank(at_victim: Callable[[int], bool]) -> None:
     assert record and json.loads(Path(record[1]).read_text())["entries"], error
 
 
-def stops(step: int) -> bool:
+def stops(step: int, for_s: float = TIMEOUT_S + GRACE_S - 1) -> bool:
     """Stop this process at step 3, as a machine that hangs would; a child wakes it up again."""
     if step == 3:
         if os.fork() == 0:
-            time.sleep(TIMEOUT_S + GRACE_S - 1)
+            time.sleep(for_s)
             os.kill(os.getppid(), signal.SIGCONT)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -87,7 +91,7 @@ def stops(step: int) -> bool:
 
 
 REFUSALS: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"width": 12}, r"ranks \[1\] hold another model than rank 0"),
+    ({"width": 12}, r"ranks \[1\] hold another parameter or buffer than rank 0 \(up\.weight \(12, 6\)"),
     ({"role": "tensor"}, r"ranks \[1\] hold another plan than rank 0"),
     ({"batch": 12}, r"ranks \[1\] hold another batch than rank 0 \(.*\(12, 6\).*, and .*\(6, 6\)"),
     ({"version": "0.0.9"}, r"ranks \[1\] hold another version of galvatron_fx than rank 0 \(0\.0\.9, and"),
@@ -108,11 +112,60 @@ def refuses_what_differs() -> None:
             raise AssertionError(f"the ranks were let go with {difference}")
 
 
+def brings_other_shapes() -> None:
+    """Two steps that are not compared; then all ranks hear at once who has come with another batch."""
+    model = compiled()
+    for rows in (6, 6, 6, 12, 6):
+        model.forward_backward(x=torch.ones(rows, 6))
+    begin_s = time.monotonic()
+    try:
+        model.forward_backward(x=torch.ones(9 if dist.get_rank() == VICTIM else 6, 6))
+    except InputError as error:
+        message = r"ranks \[1\] bring another batch than rank 0 in call 6 of the module \(x \(9, 6\) .*x \(6, 6\)"
+        assert re.search(message, str(error)), error
+    else:
+        raise AssertionError("other rows were taken")
+    assert time.monotonic() - begin_s < TIMEOUT_S + GRACE_S
+    time.sleep(TIMEOUT_S if dist.get_rank() == VICTIM else 0)  # there, as one that catches the error
+
+
+def hosts_the_store_and_stops(port: int) -> None:
+    """The others do not wait for the store of a process group that rank 0 hosts."""
+    dist.destroy_process_group()
+    rank = int(os.environ["LOCAL_RANK"])
+    store = dist.TCPStore("127.0.0.1", port, RANKS, rank == 0, timeout=datetime.timedelta(seconds=60))
+    limit = datetime.timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
+    model = compiled()
+    for _ in range(4):
+        model.forward_backward(x=torch.ones(6, 6))
+    if rank == 0:
+        stops(step=3, for_s=TIMEOUT_S + ANSWER_S + DEADLINE_S + 2)
+        os._exit(0)
+    begin_s = time.monotonic()
+    try:
+        model.forward_backward(x=torch.ones(6, 6))
+    except LostRankError as error:
+        assert error.ranks == (0,) and "store of the process group does not answer" in str(error), error
+    else:
+        raise AssertionError("nobody noticed")
+    assert time.monotonic() - begin_s < TIMEOUT_S + ANSWER_S + DEADLINE_S + 1, f"{time.monotonic() - begin_s:.1f} s"
+    os._exit(0)  # as torchrun would end it
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 MISSING = r"rank [02] lost the others in step 3: no answer from ranks \[1\] \(rank 1 last began step 2\)"
 CASES: dict[str, Callable[[], None]] = {
     "a_rank_that_stops": partial(loses_a_rank, stops),
     "a_rank_that_skips_a_step": partial(loses_a_rank, lambda step: step != 2),
     "another_model_plan_batch_or_version": refuses_what_differs,
+    "a_rank_with_other_shapes": brings_other_shapes,
+    "a_host_of_the_store_that_stops": partial(hosts_the_store_and_stops, free_port()),
 }
 
 

@@ -91,7 +91,8 @@ def predicted_peak_is_measured(mesh: DeviceMesh) -> None:
         lowered = lower(capture(network(), (x,), mixed_precision=POLICY), plan, cluster)
         assert isinstance(lowered, Lowered)
         predicted = SimulateStep(cluster).run(lowered).peak_memory_bytes
-        compiled = galvatron_fx.compile(network(), mesh, (x,), plan=plan, mixed_precision=POLICY)
+        # Comparing batches takes 64 KiB in some steps, much beside this model.
+        compiled = galvatron_fx.compile(network(), mesh, (x,), plan=plan, mixed_precision=POLICY, compare_batches=0)
         optimizer = torch.optim.AdamW(compiled.parameters(), foreach=False)
         for _ in range(2):
             compiled.forward_backward(x)

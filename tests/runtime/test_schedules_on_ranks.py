@@ -6,6 +6,7 @@ This file is also what torchrun starts on the ranks. A rank prints ``ok <check>`
 
 from __future__ import annotations
 
+import copy
 import datetime
 import re
 import sys
@@ -15,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,19 +26,25 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import galvatron_fx
 from galvatron_fx import Plan
+from galvatron_fx.api import compile_captured
 from galvatron_fx.errors import PlanError
-from galvatron_fx.ir.pipelining import Pipelining
+from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.pipelining import BY_HAND, Pipelining
 from galvatron_fx.ir.plan import prime_factors
+from galvatron_fx.runtime.stage_runner import StageRunner
 from tests.models import zoo
-from tests.models.random_plans import random_table
+from tests.models.random_plans import Combination, draw, prepared, random_table
 from tests.runtime.launch import Check, assert_held, launched, run_checks
-from tests.runtime.train_ranks import train
+from tests.runtime.train_ranks import full, train
 
 RANKS = 4
 LAUNCH_S = 400
 REFUSAL_S = 10.0
 PRIMES = prime_factors(RANKS)
 ROLES = ("pipeline",) * len(PRIMES)
+
+# Seeds of random combinations of four ranks: GPT-2 in a V of stages, T5 by a table, beside other roles.
+DRAWN = (19, 44)
 
 # schedule: stages and micro-batches
 SCHEDULES = {
@@ -73,6 +81,49 @@ def trains(pipelining: Pipelining, mesh: DeviceMesh) -> None:
 def table_by_hand(mesh: DeviceMesh) -> None:
     """A random table: stages lie on any rank, several in a row on one, backward is whole here and halved there."""
     trains(Pipelining.by_hand(random_table(Random(1), RANKS, 6, 4)), mesh)
+
+
+def drawn_plan(combination: Combination) -> Plan:
+    """The plan of a random combination."""
+    table = combination.schedule
+    if table.name == BY_HAND:
+        pipelining = Pipelining.by_hand(table, combination.first_blocks)
+    else:
+        pipelining = Pipelining(table.num_stages, table.num_microbatches, table.name, combination.first_blocks)
+    return Plan.from_roles(combination.sizes, combination.strategies, pipelining)
+
+
+def differs(combination: Combination) -> str:
+    """Run a random combination on the ranks: what of this rank's results is not what one device makes."""
+    given = prepared(combination.name, combination.deep, combination.batch)
+    mesh = init_device_mesh("cpu", combination.sizes)
+    cluster = Cluster.from_mesh(mesh)
+    compiled = compile_captured(copy.deepcopy(given.model), given.graph, mesh, drawn_plan(combination), cluster)
+    compiled.forward_backward(**given.inputs)
+    own = {f"grad {name}": p.grad for name, p in compiled.named_parameters()}
+    assert own, "this rank holds no parameter"
+    largest = max(float(v.abs().max()) for n, v in given.expected.items() if n.startswith("grad"))
+    for name, gradient in own.items():
+        want = given.expected[name]
+        held = torch.zeros_like(want) if gradient is None else full(gradient)
+        if float((held - want).abs().max()) > 1e-10 * max(float(want.abs().max()), 1e-6 * largest):
+            return name
+    return ""
+
+
+def random_plans(mesh: DeviceMesh) -> None:
+    """Some of what ``tests/models/test_random_stages.py`` simulates."""
+    for seed in DRAWN:
+        combination = draw(seed)
+        assert not (name := differs(combination)), f"{name} differs: {combination}"
+
+
+def gradients_of_zero_are_seen(mesh: DeviceMesh) -> None:
+    """The trials have teeth: a runtime whose stages give zeros is found out on every rank."""
+    finish = StageRunner.finish
+    zeros = {"finish": lambda self: {n: None if v is None else 0 * v for n, v in finish(self).items()}}
+    with patch.multiple(StageRunner, **zeros):
+        assert differs(draw(DRAWN[0])), "no gradient differs though all are zero"
 
 
 def refused(act: Callable[[], object], match: str) -> None:
@@ -119,7 +170,8 @@ def refuses_unlike_plans(mesh: DeviceMesh) -> None:
 def _checks() -> dict[str, Check]:
     named: dict[str, Check] = {name: partial(trains, Pipelining(*of, name)) for name, of in SCHEDULES.items()}
     others: tuple[Check, ...] = (
-        table_by_hand, refuses_another_mesh, refuses_more_stages_than_blocks, refuses_a_duplicate_action,
+        table_by_hand, random_plans, gradients_of_zero_are_seen,
+        refuses_another_mesh, refuses_more_stages_than_blocks, refuses_a_duplicate_action,
         refuses_a_table_of_other_ranks, refuses_unlike_plans,
     )  # fmt: skip
     return named | {check.__name__: check for check in others}

@@ -1,0 +1,241 @@
+"""Whether a plan trains as one device does: :func:`check`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from galvatron_fx.api import capture, check_plan, compile, lower, search_options
+from galvatron_fx.checking.blocks import block_names
+from galvatron_fx.checking.comparison import exact_rows, merged, missing_rows, rounded_rows
+from galvatron_fx.checking.report import CheckReport, CheckRow
+from galvatron_fx.checking.same_draws import drawn_shapes
+from galvatron_fx.checking.simulated import Results, ValueOf, run_stages, run_step
+from galvatron_fx.checking.steps import Eager, Key, OnRanks, OptimizerOf, Simulated, Step, StepRunner, train
+from galvatron_fx.checking.subject import Subject, same_generators
+from galvatron_fx.checking.wide_floats import NARROW, widened
+from galvatron_fx.errors import InputError
+from galvatron_fx.ir.annotations import facts, signature
+from galvatron_fx.ir.cluster import Axis, Cluster
+from galvatron_fx.ir.plan import Plan, prime_factors
+from galvatron_fx.ir.precision import checked_policy
+from passes.capture import ExampleInputs, FlatInputs
+from passes.lower_stages import LoweredStages
+from passes.search.plan_search import search_plan
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+__all__ = ["check", "cluster_of"]
+
+TOLERANCE = 1e-10
+FACTOR = 4.0
+_LINK = (1e-5, 1e11)  # seconds, bytes a second: of ranks that are only counted
+_NARROW_INSIDE = (
+    "the model casts to float32 or below inside, which real ranks do as well: held against the rounding of eager; "
+    "simulated ranks compare exactly"
+)
+_BY_GRAPH = "{}: the plan was compared with the captured graph on one device instead"
+
+
+def check(
+    model: nn.Module,
+    ranks: DeviceMesh | Cluster | int | Sequence[int],
+    batch: ExampleInputs,
+    plan: Plan | None = None,
+    *,
+    steps: int = 1,
+    exact: bool = True,
+    tolerance: float = TOLERANCE,
+    factor: float = FACTOR,
+    mixed_precision: MixedPrecisionPolicy | None = None,
+    optimizer: OptimizerOf | None = None,
+    seed: int = 0,
+) -> CheckReport:
+    """Train ``steps`` steps by ``plan`` and, eager, on one device, and report where the two differ most.
+
+    ``ranks``: a DeviceMesh, whose ranks all call this alike and get equal reports; or ranks that are simulated in this
+    process: a Cluster, their number, or the sizes of the mesh axes; ``batch``: the global batch; ``plan``: searched
+    where None; ``optimizer``: makes one of parameters (default: SGD with momentum).
+
+    ``exact``: both compute in float64, also what the model casts to float32 inside and whatever ``mixed_precision``
+    says, so that a difference above ``tolerance`` (relative to the largest element) is a fault and no rounding.
+    Otherwise both compute in the model's own dtypes and the policy's, and the plan may be off from float64 ``factor``
+    times as far as eager is (root mean squares).
+
+    Several losses are added up (on a DeviceMesh, the one that ``forward_backward`` differentiates is taken); without
+    one, outputs are weighted by random numbers. What draws random numbers draws the same
+    in both. A model on the meta device is initialised from ``seed``. The model, its gradients and the generators are
+    as before. Raises what :func:`galvatron_fx.compile` raises.
+    """
+    if steps < 1:
+        raise InputError(f"steps is {steps!r}: give at least 1")
+    mesh = ranks if isinstance(ranks, DeviceMesh) else None
+    cluster = Cluster.from_mesh(ranks) if isinstance(ranks, DeviceMesh) else cluster_of(ranks)
+    policy = checked_policy(mixed_precision)
+    limits = Limits(exact, tolerance, factor)
+    with same_generators(), torch.enable_grad():
+        subject = Subject.of(model, FlatInputs.of(batch), mesh, seed)
+        return _Check(subject, cluster, policy, limits, steps, optimizer or _descent, seed).run(plan)
+
+
+def cluster_of(ranks: Cluster | int | Sequence[int]) -> Cluster:
+    """So many ranks as a cluster of prime axes, on devices like any; a Cluster as it is."""
+    if isinstance(ranks, Cluster):
+        return ranks
+    sizes = (ranks,) if isinstance(ranks, int) else tuple(ranks)
+    primes = [prime for size in sizes for prime in reversed(prime_factors(size))] or [1]
+    device = Cluster.preset("8xA100-80GB").device
+    return Cluster(device, tuple(Axis(f"a{at}", size, *_LINK) for at, size in enumerate(primes)))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far a plan may be off; see :func:`check`."""
+
+    exact: bool
+    tolerance: float
+    factor: float
+
+
+@dataclass(frozen=True)
+class _Check:
+    """One check, from capture to report."""
+
+    subject: Subject
+    cluster: Cluster
+    policy: MixedPrecisionPolicy | None
+    limits: Limits
+    steps: int
+    optimizer: OptimizerOf
+    seed: int
+
+    def run(self, plan: Plan | None) -> CheckReport:
+        """Compare; ``plan`` is searched where None."""
+        subject, exact = self.subject, self.limits.exact
+        graph = capture(subject.model, subject.inputs, mixed_precision=self.policy)
+        chosen = self._planned(graph, plan)
+        if exact and (self.policy is not None or subject.is_narrow):
+            # The plan is for the graph in its own dtypes; the same blocks have other fingerprints in float64.
+            graph = capture(*subject.copy(widened))
+            chosen = _of_no_model(chosen)
+        history = self._by_plan(graph, chosen)
+        expected, reason = self._on_one_device(graph, is_wide=True)
+        names = block_names(graph, [key for key in expected[0].values if key[0] in ("loss", "output")])
+        is_exact = self._is_exact(graph)
+        if is_exact:
+            rows = exact_rows(history, expected, self.limits.tolerance, names)
+        else:
+            own, other = self._on_one_device(graph, is_wide=False, by_graph=bool(reason))
+            reason = reason or other
+            rows = rounded_rows(history, own, expected, self.limits.factor, names)
+        notes = [_BY_GRAPH.format(reason)] if reason else []
+        if self.limits.exact and not is_exact:
+            notes.append(_NARROW_INSIDE)
+        rows, unseen = self._of_all_ranks(rows, history, expected, names, chosen)
+        if unseen:
+            notes.append(f"not compared, as stages keep them to themselves: {', '.join(unseen)}")
+        count = self.cluster.num_devices
+        ranks = f"{count} {'simulated ' if subject.mesh is None else ''}rank{'s' * (count > 1)}"
+        return CheckReport(tuple(rows), ranks, self.steps, is_exact, tuple(notes))
+
+    # ---- what runs ----
+
+    def _planned(self, graph: fx.GraphModule, plan: Plan | None) -> Plan:
+        chosen = search_plan(graph, self.cluster, search_options(self.cluster)) if plan is None else plan
+        chosen = chosen.with_precision(self.policy)
+        check_plan(chosen, graph, self.cluster)
+        return chosen
+
+    def _by_plan(self, graph: fx.GraphModule, plan: Plan) -> list[Step]:
+        """The steps by the plan, on real ranks or simulated ones."""
+        model, inputs = self.subject.copy(widened if self.limits.exact else _unchanged)
+        if self.subject.mesh is None:
+            program = _program(graph, plan, self.cluster)
+            return self._train(Simulated(model, inputs, graph, program, self.limits.exact))
+        policy = None if self.limits.exact else self.policy
+        compiled = compile(model, self.subject.mesh, inputs, plan=plan, mixed_precision=policy, seed=self.seed)
+        return self._train(OnRanks(compiled, inputs, has_loss=signature(graph).loss is not None))
+
+    def _on_one_device(self, graph: fx.GraphModule, *, is_wide: bool, by_graph: bool = False) -> tuple[list[Step], str]:
+        """The steps of the model itself; of its graph where eager cannot do the same, and why it cannot."""
+        keeps = self.limits.exact or is_wide
+        change, reason = widened if keeps else _unchanged, ""
+        trained = signature(graph).loss if self.subject.mesh is not None else None
+        if not by_graph:
+            policy = None if keeps else self.policy
+            eager = Eager(*self.subject.copy(change), policy, is_wide, trained, drawn_shapes(graph))
+            try:
+                steps = self._train(eager)
+            except RuntimeError as error:
+                if eager.policy is None:
+                    raise
+                reason = f"eager does not run in this precision ({str(error).splitlines()[0]})"
+            else:
+                reason = eager.unlike and f"eager cannot be handed the same random numbers ({eager.unlike})"
+                if not reason:
+                    return steps, ""
+        alone = _program(graph, Plan.uniform((), ()), cluster_of(1))
+        model, inputs = self.subject.copy(change)
+        return self._train(Simulated(model, inputs, graph, alone, is_wide, trained)), reason
+
+    def _is_exact(self, graph: fx.GraphModule) -> bool:
+        """Whether both compute in float64 alone: on real ranks a model may cast to float32 inside."""
+        if not self.limits.exact or self.subject.mesh is None:
+            return self.limits.exact
+        calls = (node for node in graph.graph.nodes if node.op == "call_function")
+        return not any(spec.dtype in NARROW for node in calls for spec in facts(node).specs if spec is not None)
+
+    def _train(self, runner: StepRunner) -> list[Step]:
+        return train(runner, self.steps, self.optimizer, self.seed)
+
+    # ---- what is reported ----
+
+    def _of_all_ranks(
+        self, rows: list[CheckRow], history: list[Step], expected: list[Step], names: dict[Key, str], plan: Plan
+    ) -> tuple[list[CheckRow], list[str]]:
+        """Rows of every rank, with those of values that nobody has; and the outputs that stages do not tell."""
+        held = [set(step.values) for step in history]
+        heard = [(rows, held)]
+        if self.subject.mesh is not None:
+            heard = [(rows, held)] * dist.get_world_size()
+            dist.all_gather_object(heard, (rows, held))
+        together = [set().union(*(held[step] for _, held in heard)) for step in range(self.steps)]
+        lost = set().union(*(known.values.keys() - keys for known, keys in zip(expected, together, strict=True)))
+        unseen: list[str] = []
+        if self.subject.mesh is not None and not plan.pipelining.is_trivial:
+            unseen = sorted(name for kind, name in lost if kind == "output")
+        lost -= {("output", name) for name in unseen}
+        more = set().union(*(keys - known.values.keys() for known, keys in zip(expected, together, strict=True)))
+        found = [row for told, _ in heard for row in told]
+        return merged([*found, *missing_rows(lost, more, names)]), unseen
+
+
+def _program(graph: fx.GraphModule, plan: Plan, cluster: Cluster) -> Callable[[ValueOf], Results]:
+    """A step of ``plan`` on simulated ranks, with all outputs kept."""
+    lowered = lower(graph, plan, cluster, training=False)
+    if isinstance(lowered, LoweredStages):
+        stages, schedule = lowered, plan.pipelining.table(plan.num_pipeline_ranks)
+        return lambda value_of: run_stages(stages, schedule, value_of)
+    whole = lowered
+    return lambda value_of: run_step(whole, value_of)
+
+
+def _of_no_model(plan: Plan) -> Plan:
+    """The same decisions for a graph with other fingerprints."""
+    blocks = tuple(replace(block, fingerprint="") for block in plan.blocks)
+    return replace(plan, graph_fingerprint="", blocks=blocks, mixed_precision=None)
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _descent(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)

@@ -1,0 +1,135 @@
+"""One training step of a lowered program on simulated ranks: every collective is computed in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from galvatron_fx.checking.whole_tensors import Whole, collect, distribute
+from galvatron_fx.ir.annotations import Port, facts, ports, signature
+from galvatron_fx.ir.schedule import Action, Schedule
+from galvatron_fx.ir.strategy import original_name
+from galvatron_fx.runtime.microbatches import hoisted_values, merge_outputs
+from galvatron_fx.runtime.simulator import Simulator
+from galvatron_fx.runtime.stage_runner import StageRunner
+from passes.lower import Lowered
+from passes.lower_stages import LoweredStages
+from passes.split_stages import Stage
+from passes.stage_tasks import Task
+
+__all__ = ["Results", "ValueOf", "replay", "run_stages", "run_step"]
+
+ValueOf = Callable[[Port], Tensor]
+"""The whole value of an input of the joint graph; of a tangent, that of the output."""
+
+Results = dict[Port, Whole]
+"""Outputs, updated buffers and gradients; a gradient's port has the parameter's own name, also under stages."""
+
+
+def run_step(lowered: Lowered, value_of: ValueOf) -> Results:
+    """Run forward and backward of a plan without stages on all ranks of its lowering mesh, in lockstep."""
+    halves, layout = lowered.halves, lowered.layout
+    simulator = Simulator(layout.shape)
+    inputs = dict(zip(signature(lowered.joint).inputs, layout.inputs, strict=True))
+    outputs = dict(zip(signature(lowered.joint).outputs, layout.outputs, strict=True))
+
+    def held(port: Port) -> list[Tensor]:
+        return distribute(value_of(port), inputs[port], layout.shape)
+
+    made = simulator.run(halves.forward, [held(port) for port in halves.input_ports])
+    count = len(halves.result_ports)
+    saved = made[count:]
+    gradients = simulator.run(halves.backward, [*saved, *map(held, halves.tangent_ports)])
+    values = [*zip(halves.result_ports, made[:count], strict=True), *zip(halves.gradient_ports, gradients, strict=True)]
+    return {port: collect(value, outputs[port], layout.shape) for port, value in values if value[0] is not None}
+
+
+def run_stages(lowered: LoweredStages, schedule: Schedule, value_of: ValueOf) -> Results:
+    """As :func:`run_step`, for a plan with stages and micro-batches, in the order of ``schedule``."""
+    shape = lowered.layout.shape
+    simulator = Simulator(shape)
+    placed = dict(zip(signature(lowered.joint).inputs, lowered.layout.inputs, strict=True))
+    hoisted = hoisted_values(lowered.microbatched, value_of)
+    dtypes = {port: facts(node).spec.dtype for port, node in ports(lowered.joint)}
+
+    def value(port: Port) -> list[Tensor]:
+        given = value_of(port)
+        return distribute(given.to(dtypes[port]) if port.kind == "tangent" else given, placed[port], shape)
+
+    def own(stage: Stage, index: int) -> dict[str, Any]:
+        ours = {name: port for name, port in stage.ports.items() if port.kind == "hoisted"}
+        return {n: distribute(hoisted[int(p.name)][index], placed[p], shape) for n, p in ours.items()}
+
+    def run_task(task: Task, arguments: list[Any]) -> list[list[Any]]:
+        ranks = len(simulator.coordinates)
+        return simulator.run(task.graph, [[None] * ranks if value is None else value for value in arguments])
+
+    runners = []
+    for stage in lowered.stages:
+        shared = {name: value(port) for name, port in stage.ports.items() if port.kind != "hoisted"}
+        runners.append(StageRunner(stage, run_task, shared, partial(own, stage)))
+    replay(schedule, runners)
+    return _gathered(lowered, runners)
+
+
+def replay(schedule: Schedule, runners: Sequence[StageRunner]) -> None:
+    """Run all actions in an order that respects the ranks' orders and what stages wait for."""
+    for runner in runners:
+        runner.start()
+    passed: dict[tuple[str, int, int], list[Any]] = {}
+    pending = [list(order) for order in schedule.orders]
+    last = len(runners) - 1
+    while any(pending):
+        before = sum(map(len, pending))
+        for order in pending:
+            while order and _is_ready(order[0], passed, last):
+                _act(order.pop(0), runners, passed, last)
+        assert sum(map(len, pending)) < before, f"deadlock before {[order[0] for order in pending if order]}"
+
+
+def _is_ready(action: Action, passed: Mapping[Any, Any], last: int) -> bool:
+    if action.kind == "F":
+        return action.stage == 0 or ("F", action.stage - 1, action.microbatch) in passed
+    if action.kind == "W":
+        return True
+    return action.stage == last or ("B", action.stage + 1, action.microbatch) in passed
+
+
+def _act(action: Action, runners: Sequence[StageRunner], passed: dict[Any, Any], last: int) -> None:
+    stage, index = action.stage, action.microbatch
+    runner = runners[stage]
+    if action.kind == "F":
+        passed["F", stage, index] = runner.forward(index, passed.pop(("F", stage - 1, index)) if stage else [])
+    elif action.kind == "W":
+        runner.weight_grad(index)
+    else:
+        received = passed.pop(("B", stage + 1, index)) if stage < last else []
+        passed["B", stage, index] = runner.backward(index, received, whole=action.kind == "B")
+
+
+def _gathered(lowered: LoweredStages, runners: Sequence[StageRunner]) -> Results:
+    """Outputs and gradients of the whole step, copies of tied parameters added up."""
+    shape = lowered.layout.shape
+    placed = dict(zip(signature(lowered.joint).outputs, lowered.layout.outputs, strict=True))
+    spreads: dict[Port, float] = {}
+    results: Results = {}
+    by_microbatch: list[dict[Port, Tensor]] = [{} for _ in range(lowered.microbatched.num_microbatches)]
+    for runner in runners:
+        assert not runner._live, "values of a micro-batch are left"
+        for index, made in runner.results.items():
+            for port, value in made.items():
+                whole = collect(value, placed[port], shape)
+                by_microbatch[index][port] = whole.value
+                spreads[port] = max(whole.spread, spreads.get(port, 0.0))
+        known = {gradient.port.name: gradient.port for gradient in runner.stage.gradients}
+        for name, held in runner.finish().items():
+            whole, port = collect(held, placed[known[name]], shape), Port("grad", original_name(name))
+            other = results.get(port)
+            if other is not None:
+                whole = Whole(other.value + whole.value, max(other.spread, whole.spread))
+            results[port] = whole
+    merged = merge_outputs(lowered.microbatched, by_microbatch)
+    return results | {port: Whole(value, spreads.get(port, 0.0)) for port, value in merged.items()}

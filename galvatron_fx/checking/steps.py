@@ -1,0 +1,267 @@
+"""Steps of training, whoever computes them: what each leaves behind, by kind and name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+
+from galvatron_fx.checking.same_draws import SameDraws
+from galvatron_fx.checking.simulated import Results, ValueOf
+from galvatron_fx.checking.wide_floats import WideFloats
+from galvatron_fx.ir.annotations import Port, Signature, facts, ports, signature
+from galvatron_fx.ir.precision import computed_in
+from galvatron_fx.ir.strategy import original_name
+from galvatron_fx.ir.torch_compat import composites_in_python, pytree
+from galvatron_fx.runtime.module import DistributedGraphModule
+from passes.flat_inputs import FlatInputs, flatten
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+__all__ = ["Eager", "Key", "OnRanks", "Simulated", "Step", "StepRunner", "train"]
+
+Key = tuple[str, str]
+"""Kind ("loss", "output", "gradient", "buffer" or "parameter") and name."""
+
+OptimizerOf = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Whole tensors after one step; ``spread``: the largest difference between replicas of one."""
+
+    values: dict[Key, Tensor]
+    spread: dict[Key, float] = field(default_factory=dict)
+
+
+class StepRunner(Protocol):
+    """Computes steps of ``module``: adds to ``.grad`` of its parameters and writes its buffers."""
+
+    spread: dict[Key, float]
+
+    @property
+    def module(self) -> nn.Module:
+        """What is trained."""
+        ...
+
+    def run(self, seed: Tensor) -> Any:
+        """Run forward and backward and return the outputs as the model nests them; ``seed``: of what it draws."""
+        ...
+
+
+def train(runner: StepRunner, steps: int, optimizer_of: OptimizerOf, seed: int) -> list[Step]:
+    """Run ``steps`` steps, each from a seed that the compiled module would draw."""
+    trained = [parameter for parameter in runner.module.parameters() if parameter.requires_grad]
+    optimizer = optimizer_of(trained) if trained else None
+    generator = torch.Generator().manual_seed(seed)
+    history = []
+    for _ in range(steps):
+        outputs = runner.run(torch.randint(2**62, (), generator=generator))
+        values = {_key(name, value): _whole(value) for name, value in named_tensors(outputs)}
+        for name, parameter in runner.module.named_parameters():
+            if parameter.grad is not None:
+                values["gradient", name] = _whole(parameter.grad)
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+        values |= {("parameter", name): _whole(p) for name, p in runner.module.named_parameters() if p.requires_grad}
+        values |= {("buffer", name): _whole(buffer) for name, buffer in runner.module.named_buffers()}
+        history.append(Step(values, dict(runner.spread)))
+    return history
+
+
+def named_tensors(outputs: Any) -> list[tuple[str, Tensor]]:
+    """The tensors that a model returned, by their places."""
+    flatten(outputs)  # makes dataclasses known
+    paths, _ = pytree.tree_flatten_with_path(outputs)
+    named = [(pytree.keystr(path).strip("[]'."), leaf) for path, leaf in paths if isinstance(leaf, Tensor)]
+    return [(name or "result", leaf) for name, leaf in named]
+
+
+def _key(name: str, value: Tensor) -> Key:
+    return ("loss" if value.dim() == 0 and value.is_floating_point() else "output"), name
+
+
+def _whole(value: Tensor) -> Tensor:
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    return whole.detach().clone()
+
+
+def _weights(outputs: list[Tensor], trained: int | None = None) -> dict[int, Tensor]:
+    """What outputs are multiplied by before they are added up: losses by one; without one, all by random numbers.
+
+    Sums of plain outputs would not do: that of a softmax is constant. ``trained``: the one loss that counts.
+    """
+    if trained is not None:
+        return {trained: torch.ones_like(outputs[trained])}
+    losses = [at for at, out in enumerate(outputs) if out.dim() == 0 and out.requires_grad]
+    weighted = losses or [at for at, out in enumerate(outputs) if out.requires_grad]
+    return {at: _weight(at, outputs[at].shape, outputs[at].dtype) for at in weighted}
+
+
+def _weight(position: int, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
+    sizes = tuple(shape)
+    if not sizes:
+        return torch.ones((), dtype=dtype)
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(position), dtype=torch.float64).to(dtype)
+
+
+# ---- one device ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Eager:
+    """The model as it is, on one device.
+
+    ``policy``: parameters and inputs are cast as it says, as mixed precision casts them; ``is_wide``: everything in
+    float64; ``trained``: the output that is the loss, None for the sum of all; ``shapes``: of the numbers that the
+    captured graph draws, in order. ``unlike``: why eager could not be handed the same, empty where it was.
+    """
+
+    module: nn.Module
+    inputs: FlatInputs
+    policy: MixedPrecisionPolicy | None = None
+    is_wide: bool = False
+    trained: int | None = None
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    unlike: str = ""
+    spread: dict[Key, float] = field(default_factory=dict)
+
+    def run(self, seed: Tensor) -> Any:
+        """Run forward and ``backward()``."""
+        draws = SameDraws(seed)
+        with ExitStack() as scopes:
+            if self.is_wide:
+                scopes.enter_context(WideFloats())
+            if self.shapes:
+                scopes.enter_context(composites_in_python())
+                scopes.enter_context(draws)
+            result = self._forward()
+            outputs = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
+            weights = _weights(outputs, self.trained)
+            if weights:
+                torch.autograd.backward([outputs[at] for at in weights], list(weights.values()))
+        if draws.unknown or draws.shapes != self.shapes:
+            self.unlike = draws.unknown or f"{len(draws.shapes)} draws where the captured graph has {len(self.shapes)}"
+        return result
+
+    def _forward(self) -> Any:
+        policy, tensors = self.policy, self.inputs.tensors
+        if policy is None:
+            args, kwargs = self.inputs.call([tensor.clone() for tensor in tensors])
+            return self.module(*args, **kwargs)
+        inputs_as = policy.param_dtype if policy.cast_forward_inputs else None
+        args, kwargs = self.inputs.call([_cast(tensor.clone(), inputs_as) for tensor in tensors])
+        parameters = {name: _cast(p, computed_in(policy, p.dtype)) for name, p in self.module.named_parameters()}
+        result = functional_call(self.module, parameters, args, kwargs)
+        return pytree.tree_map(lambda leaf: _cast(leaf, policy.output_dtype), result)
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    floats = dtype is not None and isinstance(value, Tensor) and value.is_floating_point()
+    return value.to(dtype) if floats else value
+
+
+# ---- simulated ranks -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Simulated:
+    """A lowered program on simulated ranks, with the weights of ``module``.
+
+    ``program``: runs a step, given the values of the inputs of ``graph``, the captured one; ``is_wide``, ``trained``:
+    as of :class:`Eager`.
+    """
+
+    module: nn.Module
+    inputs: FlatInputs
+    graph: fx.GraphModule
+    program: Callable[[ValueOf], Results]
+    is_wide: bool = False
+    trained: int | None = None
+    spread: dict[Key, float] = field(default_factory=dict)
+
+    def run(self, seed: Tensor) -> Any:
+        """Run forward and backward on all ranks."""
+        specs = {port: facts(node).spec for port, node in ports(self.graph)}
+
+        def value_of(port: Port) -> Tensor:
+            if port.kind == "seed":
+                return seed
+            if port.kind == "tangent":
+                at, like = int(port.name), specs[port]
+                counts = self.trained in (None, at)
+                return _weight(at, like.shape, like.dtype) if counts else torch.zeros(like.shape, dtype=like.dtype)
+            return self.inputs.tensors[int(port.name)] if port.kind == "input" else self._tensor(port.name).detach()
+
+        scope: AbstractContextManager[Any] = WideFloats() if self.is_wide else nullcontext()
+        with torch.no_grad(), scope:
+            results = self.program(value_of)
+        for port, whole in results.items():
+            if port.kind == "buffer":
+                self._tensor(port.name).copy_(whole.value)
+                self.spread["buffer", original_name(port.name)] = whole.spread
+            elif port.kind == "grad" and not port.name.startswith(("none ", "input ")):
+                parameter = self._tensor(port.name)
+                parameter.grad = whole.value.to(parameter.dtype)
+                self.spread["gradient", self._names[id(parameter)]] = whole.spread
+        return self._outputs(signature(self.graph), results)
+
+    def _outputs(self, known: Signature, results: Results) -> Any:
+        spec, plain = known.output_spec
+        leaves: list[Any] = []
+        position = 0
+        for is_tensor, value in plain:
+            whole = results.get(Port("output", str(position))) if is_tensor else None
+            leaves.append(whole.value if whole is not None else None if is_tensor else value)
+            position += is_tensor
+        nested = pytree.tree_unflatten(leaves, spec)
+        spreads = [whole for at in range(position) if (whole := results.get(Port("output", str(at)))) is not None]
+        for (name, value), whole in zip(named_tensors(nested), spreads, strict=True):
+            self.spread[_key(name, value)] = whole.spread
+        return nested
+
+    def _tensor(self, name: str) -> Tensor:
+        owner, _, leaf = original_name(name).rpartition(".")
+        tensor: Tensor = getattr(self.module.get_submodule(owner), leaf)
+        return tensor
+
+    @property
+    def _names(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self.module.named_parameters()}
+
+
+# ---- real ranks ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class OnRanks:
+    """The compiled module, on this rank; ``has_loss``: whether it returns what ``forward_backward`` differentiates."""
+
+    module: DistributedGraphModule
+    inputs: FlatInputs
+    has_loss: bool
+    spread: dict[Key, float] = field(default_factory=dict)
+
+    def run(self, seed: Tensor) -> Any:
+        """Run ``forward_backward``, or forward and ``backward()`` where there is no loss, or several."""
+        args, kwargs = self.inputs.call(self.inputs.tensors)
+        if self.has_loss:
+            return self.module.forward_backward(*args, **kwargs)
+        result = self.module(*args, **kwargs)
+        outputs = [_shown(leaf) for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
+        weights = _weights(outputs)
+        if weights:
+            torch.autograd.backward([outputs[at] for at in weights], list(weights.values()))
+        return result
+
+
+def _shown(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value

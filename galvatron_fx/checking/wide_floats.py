@@ -1,0 +1,96 @@
+"""Copies of models and batches in float64, and a scope in which nothing is narrower than that."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from galvatron_fx.ir.torch_compat import TorchDispatchMode, pytree
+from passes.flat_inputs import FlatInputs
+
+__all__ = ["NARROW", "WideFloats", "copied", "moved", "widened"]
+
+_WIDE = {
+    torch.float32: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float16: torch.float64,
+    torch.complex64: torch.complex128,
+    torch.complex32: torch.complex128,
+}
+NARROW = frozenset(_WIDE)
+"""Dtypes that are narrower than float64 and complex128."""
+
+_BITS = {torch.ops.aten.view.dtype}  # reads the bits of a number, whatever it is
+
+Change = Callable[[Tensor], Tensor]
+
+
+class WideFloats(TorchDispatchMode):
+    """Compute everything in float64, also what a model casts to float32 inside.
+
+    Many models compute norms and losses in float32 whatever dtype their weights have, and sums in float32 depend on
+    how they are split. Here a cast to a narrower dtype is none, on one device and on simulated ranks alike, so that
+    what differs is no rounding.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Widen what ``func`` takes (but for what it writes into), the dtype that it makes, and what it returns."""
+        if func in _BITS:
+            return func(*args, **(kwargs or {}))
+        formal = func._schema.arguments
+        wide = [arg if _is_written(formal, at) else _wide(arg) for at, arg in enumerate(args)]
+        named = {name: value if name == "out" else _wide(value) for name, value in (kwargs or {}).items()}
+        result = func(*wide, **named)
+        return result if func._schema.is_mutable else _wide(result)
+
+
+def _is_written(formal: Any, position: int) -> bool:
+    alias = formal[position].alias_info if position < len(formal) else None
+    return alias is not None and alias.is_write
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(_WIDE[value.dtype]) if value.dtype in _WIDE else value
+    if isinstance(value, torch.dtype):
+        return _WIDE.get(value, value)
+    if isinstance(value, (list, tuple)):
+        return pytree.tree_map(_wide, value)
+    return value
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """A tensor of floating-point or complex numbers in float64 or complex128; others as they are."""
+    return tensor.to(_WIDE.get(tensor.dtype, tensor.dtype))
+
+
+def copied(model: nn.Module, values: Mapping[str, Tensor], change: Change) -> nn.Module:
+    """A copy of ``model`` with ``change(values[name])`` for its parameters and buffers, tied ones still tied.
+
+    Nothing of the copy is shared with the model: tensors that are no parameters and no buffers are changed, too, and
+    cut off from what they were computed from; there are no gradients.
+    """
+    memo: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        value = change(values[name].detach()).clone(memory_format=torch.preserve_format)
+        memo[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    for name, buffer in model.named_buffers():
+        memo[id(buffer)] = change(values[name].detach()).clone()
+    for module in model.modules():
+        for tensor in pytree.tree_leaves(list(vars(module).values())):
+            if isinstance(tensor, Tensor) and id(tensor) not in memo and tensor.device.type != "meta":
+                memo[id(tensor)] = change(tensor.detach()).clone()
+    twin: nn.Module = copy.deepcopy(model, memo)
+    return twin
+
+
+def moved(inputs: FlatInputs, change: Change) -> FlatInputs:
+    """The inputs with every tensor changed."""
+    leaves = tuple(change(leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in inputs.leaves)
+    return FlatInputs(leaves, inputs.tree, inputs.names)

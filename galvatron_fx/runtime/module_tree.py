@@ -1,0 +1,166 @@
+"""The modules that a person sees inside of a compiled model: they hold parameters and compute nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import Tensor, nn
+
+from galvatron_fx.errors import InputError
+
+__all__ = ["ModuleTree", "ShownModule", "refuse_conversion"]
+
+_HOOKS = "the modules of a compiled model do not run one by one, so a hook of theirs would never be called"
+
+
+class ModuleTree:
+    """The modules of the original as a person sees them, and what is switched on them between steps.
+
+    ``twin``: a copy of the original without weights. It keeps whether each module trains or evaluates, also where a
+    module has a ``train`` of its own; what is traced later is traced from it.
+    """
+
+    def __init__(self, twin: nn.Module) -> None:
+        self.twin = twin
+        self._shown: dict[nn.Module, ShownModule] = {}
+        self._modes: tuple[bool, ...] | None = None
+
+    def fill(self, root: nn.Module) -> None:
+        """Put what shows the modules inside of the original into ``root``."""
+        for name, child in self.twin._modules.items():
+            root._modules[name] = None if child is None else self._show(child, name)
+
+    def _show(self, twin: nn.Module, path: str) -> ShownModule:
+        if twin not in self._shown:
+            shown = self._shown[twin] = ShownModule(twin, path, self)
+            for name, child in twin._modules.items():
+                shown._modules[name] = None if child is None else self._show(child, f"{path}.{name}")
+        return self._shown[twin]
+
+    def train(self, module: nn.Module, mode: bool) -> None:
+        """Switch one of the twin's modules, and those inside of it."""
+        module.train(mode)
+        self._modes = None
+
+    def switched(self) -> None:
+        """Say that modules of the twin were switched."""
+        self._modes = None
+
+    @property
+    def modes(self) -> tuple[bool, ...]:
+        """Whether each module trains."""
+        if self._modes is None:
+            self._modes = tuple(module.training for module in self.twin.modules())
+        return self._modes
+
+    def train_parameters(self, trained: Mapping[str, bool]) -> None:
+        """Say which parameters the twin trains, by name."""
+        for name, parameter in self.twin.named_parameters():
+            parameter.requires_grad_(trained.get(name, parameter.requires_grad))
+
+
+class ShownModule(nn.Module):
+    """Stands for one module of the original: its parameters, its mode, its name and class to read."""
+
+    _twin: nn.Module
+    _path: str
+    _tree: ModuleTree
+
+    def __init__(self, twin: nn.Module, path: str, tree: ModuleTree) -> None:
+        self.__dict__.update(_twin=twin, _path=path, _tree=tree)
+        super().__init__()
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The class of the original, so that code that looks for dropouts or norms finds them."""
+        return type(self._twin)
+
+    @property
+    def training(self) -> bool:
+        """Whether the module trains or evaluates."""
+        return bool(self._twin.training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_modules" in self.__dict__:  # not while nn.Module sets it to True
+            self._twin.training = mode
+            self._tree.switched()
+
+    def train(self, mode: bool = True) -> Self:
+        """Train or evaluate from the next step on, as the original would."""
+        self._tree.train(self._twin, mode)
+        return self
+
+    def forward(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse: the program runs as a whole."""
+        raise InputError(
+            f"module '{self._path}' of a compiled model cannot be called by itself, as the model runs as one program: "
+            f"return what it computes from the model's forward"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            raise AttributeError(
+                f"'{self._path}' of a compiled model has no '{name}': it holds parameters and buffers alone, so ask "
+                f"the original, before compile"
+            ) from error
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "training" or name.startswith("_"):
+            super().__setattr__(name, value)
+            return
+        held = self._parameters.keys() | self._buffers.keys()
+        remedy = "write the values in place, as in 'with torch.no_grad(): parameter.copy_(values)'"
+        raise InputError(
+            f"'{self._path}.{name}' is assigned after compile, and the compiled program does not see it: "
+            f"{remedy if name in held else 'set it before compile, and compile again'}"
+        )
+
+    def __delattr__(self, name: str) -> None:
+        raise InputError(f"'{self._path}.{name}' is deleted after compile: change the model before compile")
+
+    def _refuse_hook(self, *_: Any, **__: Any) -> NoReturn:
+        raise InputError(
+            f"{_HOOKS} ('{self._path}'): return the value from the model's forward, or hook the compiled model itself "
+            f"or its parameters"
+        )
+
+    register_forward_pre_hook = register_forward_hook = _refuse_hook
+    register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _refuse_hook
+
+    def _refuse_change(self, *_: Any, **__: Any) -> NoReturn:
+        raise InputError(f"module '{self._path}' is given other parts after compile: change the model before compile")
+
+    register_parameter = register_buffer = add_module = register_module = _refuse_change
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        refuse_conversion(self, fn)
+        return self
+
+    def _get_name(self) -> str:
+        return type(self._twin).__name__
+
+    def extra_repr(self) -> str:
+        return self._twin.extra_repr()
+
+
+def refuse_conversion(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
+    """Raise InputError where ``fn``, which ``module.to`` and its kin apply to tensors, changes dtype or device."""
+    tensors: Iterator[Tensor] = (tensor for part in (module.parameters(), module.buffers()) for tensor in part)
+    for dtype, device in sorted({(tensor.dtype, tensor.device) for tensor in tensors}, key=str):
+        result = fn(torch.empty(0, dtype=dtype, device=device))
+        if result.dtype != dtype:
+            raise InputError(
+                f"the parameters of a compiled model stay {dtype}, which the program was made for, and cannot become "
+                f"{result.dtype}: compile with mixed_precision=MixedPrecisionPolicy(param_dtype={result.dtype}), or "
+                f"convert the model before compile"
+            )
+        if result.device.type != device.type or result.device.index not in (None, device.index):
+            raise InputError(
+                f"the parameters of a compiled model stay on {device}, and cannot go to {result.device}: the mesh says "
+                f"where a model runs, so compile for a mesh of {result.device.type}"
+            )

@@ -1,0 +1,134 @@
+"""The model that was given to ``compile``: what people do to it by mistake, and the compiled one does not see."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from galvatron_fx.errors import InputError
+from galvatron_fx.runtime.stage_tensors import refuse_whole_states
+
+__all__ = ["LateHooks", "check_hooks", "watch_optimizers"]
+
+_REMEDY = "return what it wants from the model's forward, or hook the compiled model itself or its parameters"
+
+# Parameters of models that were compiled, by id: the tensor, its model's number, its name.
+_ORIGINALS: dict[int, tuple[weakref.ref[Tensor] | None, int, str]] = {}
+_NONE = None, 0, ""
+
+
+def watch_optimizers(model: nn.Module) -> None:
+    """Have an optimizer that holds parameters of ``model``, and no gradient of theirs, raise InputError at its step.
+
+    It was built before compile, and would train nothing. One that trains the original itself has gradients.
+    """
+    _register()
+    for name, parameter in model.named_parameters():
+        _ORIGINALS[id(parameter)] = weakref.ref(parameter, _forget(id(parameter))), id(model), name
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Warn of forward hooks, which are called while the model is traced and not in each step; raise InputError for
+    hooks of gradients, which the compiled model does not have.
+
+    Those of torch itself (spectral norm) compute what is traced.
+    """
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise InputError(
+                f"module '{name}' has a backward hook, which a compiled backward does not call: remove it, and "
+                f"{_REMEDY}"
+            )
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            kind = hook if hasattr(hook, "__module__") and hasattr(hook, "__qualname__") else type(hook)
+            if not kind.__module__.startswith("torch."):
+                warnings.warn(
+                    f"module '{name}' has the forward hook {kind.__qualname__}, which is called while the model is "
+                    f"traced: what it returns is part of the program, what it stores or prints is not done again in "
+                    f"each step. To have that, {_REMEDY}",
+                    stacklevel=2,
+                )
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise InputError(
+                f"parameter '{name}' has a hook, which the compiled model's own parameter does not have: remove it, "
+                f"and register it after compile, on compiled.get_parameter('{name}'), whose gradients are DTensors"
+            )
+
+
+@cache
+def _register() -> None:
+    register_optimizer_step_pre_hook(_check)
+
+
+def _forget(key: int) -> Any:
+    return lambda _: _ORIGINALS.pop(key, None)
+
+
+def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    refuse_whole_states(optimizer)
+    originals = list(_originals(optimizer))
+    trained = {number for parameter, number, _ in originals if parameter.grad is not None}
+    for _, number, name in originals:
+        if number not in trained:
+            raise InputError(
+                f"this {type(optimizer).__name__} holds parameters of the model that was compiled ('{name}'), none of "
+                f"which has a gradient: it was built before compile and trains nothing. Build it from the compiled "
+                f"model's parameters()"
+            )
+
+
+def _originals(optimizer: Optimizer) -> Iterator[tuple[Tensor, int, str]]:
+    for group in optimizer.param_groups:
+        parameters: list[Tensor] = group["params"]
+        for parameter in parameters:
+            reference, number, name = _ORIGINALS.get(id(parameter), _NONE)
+            if reference is not None and id(reference()) == id(parameter):
+                yield parameter, number, name
+
+
+class LateHooks:
+    """Hooks that are registered on the original model after compile, and are never called."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._next = RemovableHandle.next_id
+        self._known = set(_hooks(model))
+
+    def warn(self) -> None:
+        """Warn of those that came since the last call; costs nothing where none was registered anywhere."""
+        if self._next == RemovableHandle.next_id:
+            return
+        self._next = RemovableHandle.next_id
+        model = self._model()
+        for name, key in _hooks(model) if model is not None else ():
+            if (name, key) not in self._known:
+                self._known.add((name, key))
+                warnings.warn(
+                    f"a hook was registered on '{name}' of the original model after compile, and the compiled model "
+                    f"does not call it: {_REMEDY}",
+                    stacklevel=4,
+                )
+
+
+def _hooks(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """Every hook by the name of its module or parameter, and its number."""
+    for name, module in model.named_modules():
+        for table in (
+            module._forward_pre_hooks,
+            module._forward_hooks,
+            module._backward_pre_hooks,
+            module._backward_hooks,
+        ):
+            yield from ((name, key) for key in table)
+    for name, parameter in model.named_parameters():
+        for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+            yield from ((name, key) for key in hooks or ())

@@ -1,0 +1,73 @@
+"""Now and then ranks compare their batches, of which each computes a part: unlike ones would train on a mixture."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+import torch.distributed as dist
+
+from galvatron_fx.errors import InputError
+from galvatron_fx.runtime.checksums import checksum
+from galvatron_fx.runtime.same_weights import gathered
+from passes.flat_inputs import FlatInputs
+
+__all__ = ["BatchComparison"]
+
+_FIRST = 3
+
+
+class BatchComparison:
+    """Compares checksums of inputs across ranks: in the first three calls, and in every ``every``-th; with 0 never.
+
+    ``device_type``: of the mesh; ``is_local``: whether each rank brings a batch of its own. Every rank makes the calls
+    in the same order.
+    """
+
+    def __init__(self, every: int, device_type: str, is_local: bool) -> None:
+        self._every = every
+        self._device_type = device_type
+        self._is_local = is_local
+        self._calls = 0
+
+    def is_due(self) -> bool:
+        """Count a call; whether its batch is to be compared."""
+        self._calls += 1
+        if not self._every or not dist.is_initialized() or dist.get_world_size() == 1:
+            return False
+        return self._calls <= _FIRST or self._calls % self._every == 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the call is the first one."""
+        return self._calls == 1
+
+    def require_equal(self, inputs: FlatInputs, own: Collection[int], rows: Sequence[int]) -> None:
+        """Refuse inputs of which ranks hold unlike values. Raises InputError, on all ranks, naming which in what.
+
+        ``own``: positions of the tensors that hold ``rows`` of the global batch: ranks with the same rows hold the same
+        values. All other tensors are equal on all ranks, as every rank passes them whole.
+        """
+        tensors = inputs.tensors
+        sums = [checksum(torch.tensor(list(rows) if own else [])), *map(checksum, tensors)]
+        told = gathered(torch.stack([each.to(self._device_type) for each in sums]), self._device_type)
+        for position, name in enumerate(inputs.tensor_names):
+            values = told[:, 1 + position]
+            shares = told[:, 0] if position in own else torch.zeros_like(values)
+            first = (shares[:, None] == shares[None]).int().argmax(dim=1)
+            ranks = (values != values[first]).nonzero().flatten().tolist()
+            if ranks:
+                raise InputError(self._refusal(name.strip("[]'"), ranks, int(first[ranks[0]]), position in own))
+
+    def _refusal(self, name: str, ranks: list[int], other: int, has_rows: bool) -> str:
+        start = f"ranks {ranks} hold other values of '{name}' than rank {other} in call {self._calls} of the module"
+        if has_rows:
+            return (
+                f"{start}, though they compute the same rows: pass own_rows those that batch_rows of the module lists"
+            )
+        if self._is_local:
+            return f"{start}: it has no batch dim, so pass the same on all ranks, also with batch='local'"
+        return (
+            f"{start}: pass the global batch, the same on every rank, or, where each rank brings rows of its own (as "
+            f"with DistributedSampler), compile(..., batch='local')"
+        )

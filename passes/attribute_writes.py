@@ -1,0 +1,65 @@
+"""See what a forward writes in place into tensors that a trace takes for constants, and write ``.data`` as copies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from galvatron_fx.errors import CaptureError
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_SET_ITEM = torch.Tensor.__setitem__
+
+
+class StateWritten(Exception):
+    """Raised where a forward changes and reads plain attributes, which so have to be buffers in the trace."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(", ".join(names))
+        self.names = tuple(names)
+
+
+class AttributeWrites(TorchFunctionMode):
+    """Stops a trace at a write into one of ``constants`` (tensors by name), which would change it for good.
+
+    ``x.data = y`` is not seen by a trace, so it is done as a copy into ``x``. Raises StateWritten, and CaptureError
+    where ``y`` has another shape or dtype than ``x``.
+    """
+
+    def __init__(self, constants: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._names = {id(tensor): name for name, tensor in constants.items()}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _SET_DATA or func == _SET_DATA:
+            return _copy_data(*args)
+        if self._names and args:
+            name = getattr(func, "__name__", "")
+            if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or func is _SET_ITEM:
+                self._note(args[0])
+            if kwargs.get("out") is not None:
+                for tensor in kwargs["out"] if isinstance(kwargs["out"], tuple) else (kwargs["out"],):
+                    self._note(tensor)
+        return func(*args, **kwargs)
+
+    def _note(self, tensor: Any) -> None:
+        if not isinstance(tensor, Tensor):
+            return
+        for part in (tensor, tensor._base):
+            if part is not None and id(part) in self._names:
+                raise StateWritten([self._names[id(part)]])
+
+
+def _copy_data(tensor: Tensor, value: Tensor) -> None:
+    if tensor.shape != value.shape or tensor.dtype != value.dtype:
+        raise CaptureError(
+            f"forward sets .data of a tensor of shape {tuple(tensor.shape)} ({tensor.dtype}) to one of shape "
+            f"{tuple(value.shape)} ({value.dtype}): make a new tensor instead"
+        )
+    with torch.no_grad():
+        tensor.detach().copy_(value)

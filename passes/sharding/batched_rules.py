@@ -1,0 +1,142 @@
+"""Rules of operators that do the same to every sample, and that torch has no rule for, or a wrong one.
+
+All their tensors have the batch (and what else the operator repeats itself over) in the same leading dims.
+"""
+
+from __future__ import annotations
+
+from typing import TypeGuard
+
+import torch
+
+from galvatron_fx.ir.annotations import TensorSpec
+from galvatron_fx.ir.op_call import OpCall
+from galvatron_fx.ir.placement import PARTIAL, REPLICATE, Placement, Shard
+from passes.sharding.rules import OpRule, register_rule
+
+aten = torch.ops.aten
+
+# Operators by how many of the last dims of their first tensor belong together.
+POOLS = {
+    aten.max_pool3d_with_indices.default: 3,
+    aten.max_pool3d_with_indices_backward.default: 3,
+    aten.adaptive_max_pool2d.default: 2,
+    aten.adaptive_max_pool2d_backward.default: 2,
+    aten.adaptive_max_pool3d.default: 3,
+    aten.adaptive_max_pool3d_backward.default: 3,
+    aten._adaptive_avg_pool3d.default: 3,
+    aten._adaptive_avg_pool3d_backward.default: 3,
+}
+PADS = {
+    aten.reflection_pad1d.default: 1,
+    aten.reflection_pad1d_backward.default: 1,
+    aten.reflection_pad2d.default: 2,
+    aten.reflection_pad2d_backward.default: 2,
+    aten.reflection_pad3d.default: 3,
+    aten.reflection_pad3d_backward.default: 3,
+    aten.replication_pad1d.default: 1,
+    aten.replication_pad1d_backward.default: 1,
+    aten.replication_pad2d.default: 2,
+    aten.replication_pad2d_backward.default: 2,
+    aten.replication_pad3d.default: 3,
+    aten.replication_pad3d_backward.default: 3,
+}
+MATRICES = dict.fromkeys(
+    (
+        aten._linalg_eigh.default,
+        aten.linalg_eig.default,
+        aten._linalg_svd.default,
+        aten.linalg_qr.default,
+        aten.linalg_inv_ex.default,
+        aten.linalg_cholesky_ex.default,
+        aten.linalg_lu.default,
+        aten.linalg_lu_factor_ex.default,
+        aten.linalg_lu_solve.default,
+        aten._linalg_solve_ex.default,
+        aten.linalg_solve_triangular.default,
+        aten._linalg_det.default,
+        aten._linalg_slogdet.default,
+        aten.linalg_matrix_exp.default,
+        aten.cholesky_inverse.default,
+        aten._cholesky_solve_helper.default,
+    ),
+    2,
+)
+ELEMENTWISE = dict.fromkeys((aten.hardshrink_backward.default,), 0)
+BATCHED = {**POOLS, **PADS, **MATRICES, **ELEMENTWISE}
+# They give sums for sums: of the input (or gradient) that comes first.
+LINEAR = {*PADS, *(op for op in POOLS if "backward" in op.name() or "avg" in op.name())}
+
+
+@register_rule(*BATCHED)
+def _batched(call: OpCall, degree: int) -> list[OpRule]:
+    """Split any of the leading dims, where all tensors have them."""
+    first = call.inputs[0].shape
+    lead = first[: len(first) - BATCHED[call.target]]
+    rules = []
+    if all(spec.shape[: len(lead)] == lead for spec in (*call.inputs, *call.outputs) if _is_there(spec)):
+        for dim in range(len(lead)):
+            rules.append(OpRule(_placed(call.outputs, Shard(dim)), _placed(call.inputs, Shard(dim))))
+    if call.target in LINEAR and len(call.outputs) == 1:
+        rules.append(OpRule((PARTIAL,), (PARTIAL, *(REPLICATE,) * (len(call.inputs) - 1))))
+    return rules
+
+
+def _is_there(spec: TensorSpec | None) -> TypeGuard[TensorSpec]:
+    """Some outputs are absent, or empty where they are not asked for."""
+    return spec is not None and 0 not in spec.shape
+
+
+def _placed(specs: tuple[TensorSpec | None, ...] | tuple[TensorSpec, ...], shard: Shard) -> tuple[Placement, ...]:
+    return tuple(shard if _is_there(spec) else REPLICATE for spec in specs)
+
+
+@register_rule(aten.diagonal.default)
+def _diagonal(call: OpCall, degree: int) -> list[OpRule]:
+    """x, (offset), (one dim), (another) -> the other dims, in order, and the diagonal: split the others; linear."""
+    rank = len(call.inputs[0].shape)
+    square = {int(dim) % rank for dim in (*call.args[2:4], *(0, 1)[len(call.args[2:4]) :])}
+    others = [dim for dim in range(rank) if dim not in square]
+    rules = [OpRule((Shard(after),), (Shard(before),)) for after, before in enumerate(others)]
+    return [*rules, OpRule((PARTIAL,), (PARTIAL,))]
+
+
+@register_rule(aten.diag_embed.default)
+def _diagonal_matrices(call: OpCall, degree: int) -> list[OpRule]:
+    """x, (offset), (one dim), (another): its last dim becomes two: split the others; linear."""
+    rank = len(call.output.shape)
+    square = {int(dim) % rank for dim in (*call.args[2:4], *(-2, -1)[len(call.args[2:4]) :])}
+    others = [dim for dim in range(rank) if dim not in square]
+    rules = [OpRule((Shard(after),), (Shard(before),)) for before, after in enumerate(others)]
+    return [*rules, OpRule((PARTIAL,), (PARTIAL,))]
+
+
+@register_rule(aten.grid_sampler_2d.default, aten.grid_sampler_3d.default)
+def _grid_sampler(call: OpCall, degree: int) -> list[OpRule]:
+    """input [batch, channels, ...], grid [batch, ..., 2 or 3] -> [batch, channels, ...]: split either; linear."""
+    return [
+        OpRule((Shard(0),), (Shard(0), Shard(0))),
+        OpRule((Shard(1),), (Shard(1), REPLICATE)),
+        OpRule((PARTIAL,), (PARTIAL, REPLICATE)),
+    ]
+
+
+@register_rule(aten.grid_sampler_2d_backward.default, aten.grid_sampler_3d_backward.default)
+def _grid_sampler_backward(call: OpCall, degree: int) -> list[OpRule]:
+    """gradient, input, grid -> gradients of input and grid, which all channels have in common."""
+    return [
+        OpRule((Shard(0), Shard(0)), (Shard(0),) * 3),
+        OpRule((Shard(1), PARTIAL), (Shard(1), Shard(1), REPLICATE)),
+    ]
+
+
+@register_rule(aten.scatter_reduce.two)
+def _scatter_reduce(call: OpCall, degree: int) -> list[OpRule]:
+    """target, (dim), places, values: split the other dims, where all three have the same size."""
+    sizes = [spec.shape for spec in call.inputs]
+    rank = len(call.output.shape)
+    return [
+        OpRule((Shard(dim),), (Shard(dim),) * 3)
+        for dim in range(rank)
+        if dim != int(call.args[1]) % max(rank, 1) and len({shape[dim] for shape in sizes}) == 1
+    ]

@@ -1,0 +1,101 @@
+"""Whether an operator may be run on tensors as they are placed: what the verifier asks the sharding rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from galvatron_fx.ir.annotations import TensorSpec
+from galvatron_fx.ir.op_call import OpCall
+from galvatron_fx.ir.placement import Inside, Placement, Replicate, Shard, fits, through_view
+from galvatron_fx.ir.verifier import Local, PlacedCall, verify
+from passes.sharding import batched_rules, collective_rules, own_rules, random_rules  # noqa: F401  (register rules)
+from passes.sharding.local_args import localize_args
+from passes.sharding.own_rules import VIEWS
+from passes.sharding.rules import OpRule, op_rules
+
+
+def verify_placed(graph: fx.GraphModule, stage: str, after: str) -> None:
+    """Check a lowered graph, or a part of one, by the sharding rules of its operators. Raises VerifierError."""
+    verify(graph, stage, after, placement_problem)
+
+
+def placement_problem(call: PlacedCall) -> str | None:
+    """What is wrong with the placements of ``call``, None if some rule of its operator allows them on every column."""
+    for column in range(call.first, len(call.degrees)):
+        inputs = tuple(placed[column] for placed in call.inputs)
+        outputs = tuple(placed[column] for placed in call.outputs)
+        if all(isinstance(placement, Replicate) for placement in (*inputs, *outputs)):
+            continue
+        if any(isinstance(placement, Inside) for placement in (*inputs, *outputs)):
+            return f"is no part of a local program, and takes {_text(inputs)} and leaves {_text(outputs)}"
+        if not _has_rule(_seen_from(call, column), OpRule(outputs, inputs), call.degrees[column]):  # type: ignore[arg-type]
+            return f"takes {_text(inputs)} and leaves {_text(outputs)} on mesh column {column}: it has no such rule"
+    return None
+
+
+def _text(placements: Sequence[Any]) -> str:
+    return ", ".join(map(str, placements)) or "nothing"
+
+
+def _seen_from(call: PlacedCall, column: int) -> OpCall:
+    """The call as it was when ``column`` was lowered: local to the columns before, whole to it and those after."""
+
+    def whole(local: Local, placed: Sequence[Any]) -> TensorSpec:
+        sizes = list(local.shape)
+        for degree, placement in zip(call.degrees[column:], placed[column:], strict=True):
+            if isinstance(placement, Shard) and placement.dim < len(sizes):
+                sizes[placement.dim] *= degree
+        return TensorSpec(tuple(sizes), local.dtype)
+
+    placed = iter(call.inputs)
+    inputs: list[TensorSpec] = []
+
+    def thaw(value: Any) -> Any:
+        if isinstance(value, Local):
+            inputs.append(whole(value, next(placed)))
+            return inputs[-1]
+        return tuple(map(thaw, value)) if isinstance(value, tuple) else value
+
+    args = tuple(map(thaw, call.args))
+    kwargs = tuple(sorted((name, thaw(value)) for name, value in call.kwargs))
+    outputs = tuple(
+        None if local is None else whole(local, places) for local, places in zip(call.locals, call.outputs, strict=True)
+    )
+    return OpCall(call.target, _as_tuples(localize_args(call.target, args, outputs)), kwargs, tuple(inputs), outputs)
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _has_rule(call: OpCall, rule: OpRule, degree: int) -> bool:
+    pairs = [*zip(rule.outputs, call.outputs, strict=True), *zip(rule.inputs, call.inputs, strict=True)]
+    if not all(spec is None or fits(placement, spec.shape, degree) for placement, spec in pairs):
+        return False
+    if rule in op_rules(call, degree):
+        return True
+    if call.target in VIEWS:
+        return _views(rule.inputs[0], rule.outputs[0], call, degree)
+    outers = {placement.outer for placement, _ in pairs if isinstance(placement, Shard)}
+    return len(outers) == 1 and _unstrided(rule) in op_rules(call, degree)
+
+
+def _views(have: Placement, want: Placement, call: OpCall, degree: int) -> bool:
+    """Whether a reshape carries a shard on as it says, seen from either side."""
+    if not isinstance(have, Shard) or not isinstance(want, Shard):
+        return False
+    source, target = call.inputs[0].shape, call.output.shape
+    forth = through_view(have, source, target, degree) == want
+    return forth or through_view(want, target, source, degree) == have
+
+
+def _unstrided(rule: OpRule) -> OpRule:
+    """The rule with plain shards: it holds for any equal subset of indices that all of its tensors are split in."""
+
+    def plain(side: Sequence[Placement]) -> tuple[Placement, ...]:
+        return tuple(Shard(p.dim) if isinstance(p, Shard) else p for p in side)
+
+    return OpRule(plain(rule.outputs), plain(rule.inputs))

@@ -1,0 +1,186 @@
+"""Every sharding rule of every call of a program, with the program's own values, against the call on one device."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from galvatron_fx.errors import GalvatronError
+from galvatron_fx.ir.annotations import NodeFacts, Port, Signature, facts, ports, set_facts, set_signature
+from galvatron_fx.ir.op_call import OpCall, input_nodes, is_getitem, op_call
+from galvatron_fx.ir.placement import Partial, Placement, Shard
+from galvatron_fx.runtime.simulator import Simulator
+from passes.flat_inputs import FlatInputs
+from passes.insert_collectives import AxisSharding, InsertCollectives
+from passes.sharding.allowed_rules import AllowedRules  # noqa: F401  (registers rules)
+from passes.sharding.local_args import lowered_target
+from passes.sharding.own_rules import VIEWS, view_rules
+from passes.sharding.rules import OpRule, _valid, op_rules, strided
+from tests.fuzz.runner import Prepared
+from tests.helpers import SEED, collect, distribute
+
+DEGREES = (2, 3, 4)
+
+
+@dataclass(frozen=True)
+class BadRule:
+    """A rule that gives something else than the operator does."""
+
+    call: OpCall
+    rule: OpRule
+    degree: int
+    error: str
+
+    def __str__(self) -> str:
+        shapes = ", ".join(f"{spec.dtype} {spec.shape}".removeprefix("torch.") for spec in self.call.inputs)
+        return f"{self.call.target} of {shapes} by '{self.rule}' on {self.degree} ranks: {self.error}"
+
+
+def node_values(prepared: Prepared) -> dict[fx.Node, Any]:
+    """What every node of the captured graph computes on one device."""
+    graph = prepared.graph
+    tensors = {
+        **dict(prepared.model.named_parameters(remove_duplicate=False)),
+        **dict(prepared.model.named_buffers(remove_duplicate=False)),
+    }
+    given = FlatInputs.of(prepared.inputs).tensors
+    values: dict[fx.Node, Any] = {}
+    for port, node in ports(graph):
+        if port.kind == "tangent":
+            values[node] = torch.ones(facts(node).spec.shape, dtype=facts(node).spec.dtype)
+        elif port.kind == "seed":
+            values[node] = torch.tensor(SEED)
+        else:
+            values[node] = given[int(port.name)] if port.kind == "input" else tensors[port.name].detach()
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            values[node] = getattr(graph, str(node.target))
+        elif node.op == "call_function":
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = lowered_target(node.target)(*args, **kwargs)
+    return values
+
+
+def bad_rules(prepared: Prepared, known: set[Any]) -> Iterator[BadRule]:
+    """Check the rules of all calls that are not ``known`` yet, and add them to those; needs no plan."""
+    values = node_values(prepared)
+    for node in prepared.graph.graph.nodes:
+        if node.op != "call_function" or is_getitem(node):
+            continue
+        call = op_call(node)
+        given = [values[source] for source in input_nodes(node)]
+        key = (
+            call.target,
+            call.args,
+            call.kwargs,
+            tuple(bool(x.isfinite().all()) for x in given if x.is_floating_point()),
+        )
+        if key in known:
+            continue
+        known.add(key)
+        yield from _bad_rules(node, call, given, values[node])
+
+
+def _bad_rules(node: fx.Node, call: OpCall, given: list[Tensor], expected: Any) -> Iterator[BadRule]:
+    for degree in DEGREES:
+        for rule in dict.fromkeys(all_rules(call, degree)):
+            try:
+                error = _difference(node, rule, degree, given, expected)
+            except GalvatronError:
+                raise
+            except Exception as crash:
+                error = f"{type(crash).__name__}: {crash}"
+            if error:
+                yield BadRule(call, rule, degree, error)
+
+
+def all_rules(call: OpCall, degree: int) -> list[OpRule]:
+    """The rules that an operator has, and their instances with two and three runs."""
+    plain = list(op_rules(call, degree))
+    dims = range(max((len(spec.shape) for spec in call.inputs), default=0))
+    runs = [Shard(dim, outer) for dim in dims for outer in (2, 3, 4)]
+    if call.target in VIEWS:
+        return [*plain, *(rule for rule in view_rules(call, runs, degree) if _valid(rule, call, degree))]
+    return [*plain, *(instance for rule in plain for instance in strided(rule, call, runs, degree))]
+
+
+def _difference(node: fx.Node, rule: OpRule, degree: int, given: list[Tensor], expected: Any) -> str:
+    graph, one = _alone(node)
+    outputs = tuple(p if spec is not None else None for p, spec in zip(rule.outputs, facts(node).specs, strict=True))
+    placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    sharding = AxisSharding(0, degree, {one: rule}, dict(zip(placeholders, rule.inputs, strict=True)), outputs)
+    local = InsertCollectives(sharding).run(graph)
+    fed = [terms(value, p, degree) for value, p in zip(given, rule.inputs, strict=True)]
+    results = Simulator((degree,)).run(local, fed)
+    wanted = expected if facts(node).multi_output else [expected]
+    for held, placement, want in zip(results, outputs, wanted, strict=True):
+        if placement is None or want is None or want.numel() == 0:
+            continue
+        got = together(held, placement)
+        if not torch.allclose(got.double(), want.double(), rtol=1e-9, atol=1e-9, equal_nan=True):
+            return f"differs by {float((got.double() - want.double()).abs().max()):.2e}"
+    return ""
+
+
+def _alone(node: fx.Node) -> tuple[fx.GraphModule, fx.Node]:
+    """A graph of one call, and what picks its outputs."""
+    graph = fx.Graph()
+    made: list[fx.Node] = []
+
+    def placeholder(source: fx.Node) -> fx.Node:
+        made.append(graph.placeholder(f"in{len(made)}"))
+        set_facts(made[-1], facts(source).having(phase="forward"))
+        return made[-1]
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), placeholder)
+    one = graph.create_node("call_function", node.target, args, kwargs)
+    set_facts(one, facts(node))
+    outputs: list[fx.Node | None] = [one]
+    if facts(node).multi_output:
+        outputs = []
+        for index, spec in enumerate(facts(node).specs):
+            picked = graph.call_function(operator.getitem, (one, index)) if spec is not None else None
+            if picked is not None:
+                set_facts(picked, NodeFacts((spec,)))
+            outputs.append(picked)
+    graph.output(tuple(outputs))
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    inputs = tuple(Port("input", str(i)) for i in range(len(made)))
+    set_signature(module, Signature(inputs, tuple(Port("output", str(i)) for i in range(len(outputs))), (), None))
+    return module, one
+
+
+def terms(value: Tensor, placement: Placement, degree: int) -> list[Tensor]:
+    """What each rank holds; terms differ from rank to rank, infinities are terms of all."""
+    if not isinstance(placement, Partial):
+        return distribute(value, [placement], [degree])
+    if value.dtype is torch.bool:
+        return [value, *([torch.zeros_like(value) if placement.op == "sum" else value] * (degree - 1))]
+    if placement.op in ("max", "min"):
+        away = -1.0 if placement.op == "max" else 1.0
+        return [value, *((value + away * rank).to(value.dtype) for rank in range(1, degree))]
+    finite = torch.where(value.isfinite(), 1.0, 0.0) if value.is_floating_point() else torch.ones_like(value)
+    others = [finite * (rank + 0.5) if value.is_floating_point() else finite for rank in range(1, degree)]
+    total = value * (degree if placement.op == "avg" else 1)
+    return [
+        (total - sum(others)).to(value.dtype),
+        *(torch.where(finite.bool(), x, value).to(value.dtype) for x in others),
+    ]
+
+
+def together(held: list[Tensor], placement: Placement) -> Tensor:
+    """The tensor that the ranks hold."""
+    if not isinstance(placement, Partial):
+        return collect(held, [placement], [len(held)])
+    stacked = torch.stack(held)
+    return {
+        "sum": stacked.sum,
+        "avg": lambda dim: stacked.sum(dim) / len(held),
+        "max": stacked.amax,
+        "min": stacked.amin,
+    }[placement.op](0)

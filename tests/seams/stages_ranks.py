@@ -1,0 +1,287 @@
+"""Run by torchrun from test_stages_and_torch.py: torch's utilities on plans with and without stages, on two ranks.
+
+Prints ``ok <check>`` once for each check that holds on every rank, ``FAILED <check>`` and the errors otherwise.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+import galvatron_fx
+from galvatron_fx import DistributedGraphModule, Plan, Strategy
+from galvatron_fx.errors import InputError
+from galvatron_fx.ir.pipelining import Pipelining
+from passes.find_blocks import num_blocks
+from tests.runtime.launch import Check, run_checks
+
+FOLDER = Path(sys.argv[1] if __name__ == "__main__" else ".")
+ROLES = ("data", "zero", "tensor", "mixed")
+
+
+class Layers(nn.Module):
+    """Equal layers between a wider first and last one; a loss, another scalar and logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(4))
+        self.last = nn.Linear(8, 4)
+        self.unused = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """Return a loss, what depends on parameters that it does not depend on, and logits."""
+        hidden = self.first(x)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        out = self.last(hidden)
+        return {"loss": (out - y).square().mean(), "reg": self.unused(hidden).square().mean(), "logits": out}
+
+
+def batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randn(4, width, generator=generator).double() for name, width in (("x", 6), ("y", 4))}
+
+
+def pair(mesh: DeviceMesh, role: str) -> tuple[DistributedGraphModule, Layers]:
+    """A compiled model beside the plain one; under "mixed", neighbours are unlike."""
+    torch.manual_seed(0)
+    plain = Layers().double()
+    if role == "pipeline":
+        plan = Plan.uniform((2,), ("pipeline",), pipelining=Pipelining(2, 2, "1f1b"))
+    elif role == "mixed":
+        blocks = num_blocks(galvatron_fx.capture(plain, batch()))
+        plan = Plan.from_roles((2,), [Strategy((ROLES[i % 3],)) for i in range(blocks)])
+    else:
+        plan = Plan.uniform((2,), (role,))
+    return galvatron_fx.compile(copy.deepcopy(plain), mesh, batch(), plan=plan), plain
+
+
+def refused(call: Callable[[], Any], said: str) -> None:
+    try:
+        call()
+    except InputError as error:
+        assert said in str(error), error
+    else:
+        raise AssertionError("it was not refused")
+
+
+def same(got: Any, expected: Tensor, what: str) -> None:
+    whole = got.full_tensor() if hasattr(got, "full_tensor") else got
+    torch.testing.assert_close(whole.detach(), expected.detach(), rtol=1e-10, atol=1e-12, msg=lambda m: f"{what}: {m}")
+
+
+def same_gradients(compiled: nn.Module, plain: nn.Module) -> None:
+    """Of the parameters that this rank holds."""
+    for name, parameter in compiled.named_parameters():
+        expected = plain.get_parameter(name).grad
+        assert (parameter.grad is None) == (expected is None), name
+        if expected is not None:
+            same(parameter.grad, expected, name)
+
+
+def stages_refuse_norms(mesh: DeviceMesh) -> None:
+    """Torch's clipping would give each stage another norm; the model's own is right."""
+    compiled, plain = pair(mesh, "pipeline")
+    compiled.forward_backward(**batch())
+    plain(**batch())["loss"].backward()
+    same_gradients(compiled, plain)
+    parameters = list(compiled.parameters())
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    remedy = "call model.clip_grad_norm_(max_norm)"
+    for foreach in (None, False, True):
+        refused(lambda f=foreach: nn.utils.clip_grad_norm_(parameters, 0.1, foreach=f), remedy)  # type: ignore[misc]
+    refused(lambda: nn.utils.get_total_norm(gradients), remedy)
+    for norm_type in (2.0, 1.0, float("inf")):
+        given = copy.deepcopy(plain)
+        for mine, theirs in zip(given.parameters(), plain.parameters(), strict=True):
+            mine.grad = theirs.grad
+        expected = nn.utils.get_total_norm([p.grad for p in given.parameters() if p.grad is not None], norm_type)
+        same(compiled.clip_grad_norm_(1e9, norm_type), expected, f"norm {norm_type}")
+    same(compiled.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1), "norm")
+    same_gradients(compiled, plain)
+    nn.utils.clip_grads_with_norm_(parameters, 0.01, torch.tensor(0.1, dtype=torch.float64))
+    nn.utils.clip_grads_with_norm_(plain.parameters(), 0.01, torch.tensor(0.1, dtype=torch.float64))
+    same_gradients(compiled, plain)
+    nn.utils.clip_grad_value_(parameters, 1e-3)
+    nn.utils.clip_grad_value_(plain.parameters(), 1e-3)
+    same_gradients(compiled, plain)
+    for gradient in gradients:
+        assert gradient.norm().full_tensor() > 0, "of one gradient the norm is right"
+
+
+def stages_train_with_torch_optimizers(mesh: DeviceMesh) -> None:
+    for make in (
+        lambda p: torch.optim.AdamW(p, lr=0.01),
+        lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    ):
+        compiled, plain = pair(mesh, "pipeline")
+        optimizers = [make(model.parameters()) for model in (compiled, plain)]
+        for _ in range(2):
+            compiled.forward_backward(**batch())
+            plain(**batch())["loss"].backward()
+            compiled.clip_grad_norm_(0.5)
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+        for name, parameter in compiled.named_parameters():
+            same(parameter, plain.get_parameter(name), name)
+
+
+def stages_refuse_whole_states(mesh: DeviceMesh) -> None:
+    """A full state dict would be that of one rank's stages."""
+    compiled, plain = pair(mesh, "pipeline")
+    optimizer = torch.optim.AdamW(compiled.parameters())
+    compiled.forward_backward(**batch())
+    optimizer.step()
+    whole = StateDictOptions(full_state_dict=True)
+    remedy = "galvatron_fx.save_weights(model, folder)"
+    for options in (whole, StateDictOptions(full_state_dict=True, cpu_offload=True)):
+        refused(lambda o=options: get_model_state_dict(compiled, options=o), remedy)  # type: ignore[misc]
+    refused(lambda: get_optimizer_state_dict(compiled, optimizer, options=whole), remedy)
+    refused(lambda: torch.save(compiled.state_dict(), io.BytesIO()), remedy)
+    refused(lambda: torch.save(optimizer.state_dict(), io.BytesIO()), remedy)
+    own = get_model_state_dict(compiled)
+    assert own.keys() == compiled.state_dict().keys() < plain.state_dict().keys()
+    get_optimizer_state_dict(compiled, optimizer)
+    held: list[Any] = [None, None]
+    dist.all_gather_object(held, set(own))
+    assert held[0] | held[1] == plain.state_dict().keys()
+
+
+def stages_save_and_load_their_parts(mesh: DeviceMesh) -> None:
+    """What DCP saves of all ranks is the whole model; load_state_dict takes a rank's own."""
+    compiled, plain = pair(mesh, "pipeline")
+    expected = {name: value.clone() for name, value in plain.state_dict().items()}
+    dcp.save({"model": compiled.state_dict()}, checkpoint_id=FOLDER / "dcp")
+    kept = {name: value.clone() for name, value in compiled.state_dict().items()}
+    with torch.no_grad():
+        for parameter in compiled.parameters():
+            parameter.zero_()
+    state = {"model": compiled.state_dict()}
+    dcp.load(state, checkpoint_id=FOLDER / "dcp")
+    for name, parameter in compiled.named_parameters():
+        same(parameter, expected[name], name)
+        parameter.detach().zero_()
+    compiled.load_state_dict(kept)
+    compiled.load_state_dict(compiled.state_dict())
+    for name, parameter in compiled.named_parameters():
+        same(parameter, expected[name], name)
+    other = copy.deepcopy(compiled)
+    other.forward_backward(**batch())
+    plain(**batch())["loss"].backward()
+    same_gradients(other, plain)
+    assert all(parameter.grad is None for parameter in compiled.parameters())
+
+
+def stages_refuse_flags(mesh: DeviceMesh) -> None:
+    """Both ranks change one of theirs; a rank that does not would wait."""
+    compiled, _ = pair(mesh, "pipeline")
+    next(compiled.parameters()).requires_grad_(False)
+    refused(lambda: compiled.forward_backward(**batch()), "under a plan with stages")
+
+
+def clipping(mesh: DeviceMesh) -> None:
+    """Torch's own is right without stages, also where neighbours lie otherwise."""
+    for role in ROLES:
+        compiled, plain = pair(mesh, role)
+        for norm_type in (2.0, 1.0, float("inf")):
+            compiled.zero_grad()
+            plain.zero_grad()
+            compiled.forward_backward(**batch())
+            plain(**batch())["loss"].backward()
+            norms = [nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type) for model in (compiled, plain)]
+            same(norms[0], norms[1], f"norm {norm_type} under {role}")
+            same_gradients(compiled, plain)
+
+
+def whole_states(mesh: DeviceMesh) -> None:
+    """Full state dicts are those of the model without stages."""
+    options = StateDictOptions(full_state_dict=True)
+    for role in ROLES:
+        compiled, plain = pair(mesh, role)
+        state = get_model_state_dict(compiled, options=options)
+        assert state.keys() == plain.state_dict().keys()
+        for name, value in plain.state_dict().items():
+            same(state[name], value, name)
+        changed = {name: value + 1 for name, value in plain.state_dict().items()}
+        set_model_state_dict(compiled, dict(changed), options=options)
+        for name, value in compiled.state_dict().items():
+            same(value, changed[name], name)
+
+
+def losses_and_flags(mesh: DeviceMesh) -> None:
+    """Any combination of scalars; flags and modes after compile; a scaler that sees one rank's infinity."""
+    for role in ROLES:
+        compiled, plain = pair(mesh, role)
+        for model in (compiled, plain):
+            out = model(**batch())
+            (2 * out["loss"] - 3 * out["reg"]).backward()
+        same_gradients(compiled, plain)
+        refused(lambda m=compiled: m(**batch())["logits"].sum().backward(), "output 'logits'")  # type: ignore[misc]
+        for flag in (False, True):
+            for model in (compiled, plain):
+                model.zero_grad()
+                model.get_parameter("first.weight").requires_grad_(flag)
+                model.get_parameter("last.bias").requires_grad_(flag)
+            compiled.forward_backward(**batch())
+            plain(**batch())["loss"].backward()
+            same_gradients(compiled, plain)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+        scaler.scale(compiled(**batch())["loss"]).backward()
+        gradient = compiled.get_parameter("layers.0.0.weight").grad
+        assert isinstance(gradient, DTensor)
+        if dist.get_rank() == 0 or gradient.placements == (Replicate(),):
+            gradient.to_local()[0, 0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        for name, value in plain.named_parameters():
+            same(compiled.get_parameter(name), value, f"{name} after a step that is skipped under {role}")
+
+
+CHECKS: dict[str, Check] = {
+    check.__name__: check
+    for check in (
+        stages_refuse_norms,
+        stages_train_with_torch_optimizers,
+        stages_refuse_whole_states,
+        stages_save_and_load_their_parts,
+        stages_refuse_flags,
+        clipping,
+        whole_states,
+        losses_and_flags,
+    )
+}
+
+
+def main() -> None:
+    """Run all checks, or those named after the folder."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    run_checks(CHECKS, init_device_mesh("cpu", (2,)), sys.argv[2:])
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
