@@ -36,11 +36,12 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import galvatron_fx as gfx
-from galvatron_fx.api import compile_captured, search_options
+from galvatron_fx.api import compile_captured
 from galvatron_fx.errors import BudgetError
 from galvatron_fx.ir.predicted import UPDATE, Cause
 from galvatron_fx.ir.units import format_bytes, format_seconds
 from galvatron_fx.profiling.table import describe_profile
+from galvatron_fx.search_settings import SearchSettings
 from passes.find_blocks import fingerprints
 from passes.search.plan_search import search_plan
 from passes.search.simulate_choice import SimulateChoice
@@ -76,7 +77,7 @@ def predict(graph: fx.GraphModule, cluster: gfx.Cluster, recompute: str, budget:
     """Search with recomputation "off", "on" or "auto", and simulate what was found."""
     wanted = {"off": False, "on": True}.get(recompute, "auto")
     most = int(cluster.device.memory_bytes * _MEMORY_SHARE) if budget is None else budget
-    plan = search_plan(graph, cluster, search_options(cluster, memory_budget=most, recompute=wanted))
+    plan = search_plan(graph, cluster, SearchSettings(memory_budget=most, recompute=wanted).on(cluster))
     marks = fingerprints(graph)
     strategies = [plan.strategy_of(index, len(marks)) for index in range(len(marks))]
     (use,) = SimulateChoice(graph, cluster, marks).of(strategies, (0,), None).ranks()

@@ -23,9 +23,10 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import galvatron_fx as gfx
-from galvatron_fx.api import compile_captured, search_options
-from galvatron_fx.estimating import staging_of
+from galvatron_fx.api import compile_captured
+from galvatron_fx.plan_fit import staging_of
 from galvatron_fx.profiling import measure_cluster
+from galvatron_fx.search_settings import SearchSettings
 from passes.find_blocks import fingerprints
 from passes.search.plan_search import search_plan
 from passes.search.simulate_choice import SimulateChoice
@@ -59,7 +60,7 @@ def mine(items: Sequence[Any]) -> Sequence[Any]:
 def picks(graph: fx.GraphModule, cluster: gfx.Cluster, budgets: Sequence[int]) -> dict[int, gfx.Plan]:
     """The planner's plan for every budget; the ranks share the work."""
     own = {
-        budget: search_plan(graph, cluster, search_options(cluster, memory_budget=budget)).to_json()
+        budget: search_plan(graph, cluster, SearchSettings(memory_budget=budget).on(cluster)).to_json()
         for budget in mine(budgets)
     }
     found = {budget: text for part in all_ranks(own) for budget, text in part.items()}

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import copy
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from galvatron_fx.arguments import as_plan, check_cluster
+from galvatron_fx.arguments import as_plan
 from galvatron_fx.errors import InputError, PlanError
 from galvatron_fx.ir.annotations import signature
 from galvatron_fx.ir.arguments import check_arguments
@@ -21,13 +20,13 @@ from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.pass_dump import OnPass, dumping
 from galvatron_fx.ir.placement import Placement
 from galvatron_fx.ir.plan import Plan
-from galvatron_fx.ir.precision import checked_policy, policy_of
+from galvatron_fx.ir.precision import checked_policy
 from galvatron_fx.ir.precision_policy import describe_policy
 from galvatron_fx.ir.progress import CAPTURE, Observer
-from galvatron_fx.ir.strategy import ROLES, SEARCHED_ROLES, Strategy, original_name
+from galvatron_fx.ir.strategy import SEARCHED_ROLES, original_name
 from galvatron_fx.ir.torch_compat import look_for_infinities_in_all_shards
-from galvatron_fx.ir.units import parse_bytes
 from galvatron_fx.plain_model import plain_model
+from galvatron_fx.plan_fit import check_budget, check_plan, strategies_on, warn_without_sequence
 from galvatron_fx.profiling.machine import warn_if_stale
 from galvatron_fx.runtime.agreement import agreed, require_all_ranks, told_by_first
 from galvatron_fx.runtime.backends import Backend, new_backend
@@ -42,21 +41,18 @@ from galvatron_fx.runtime.original import LateHooks, check_hooks, watch_optimize
 from galvatron_fx.runtime.program import Program
 from galvatron_fx.runtime.same_weights import describe_constants, describe_model, unlike_tensors
 from galvatron_fx.runtime.staged_program import StagedProgram
+from galvatron_fx.search_settings import Constraints, SearchSettings
 from passes.capture import ExampleInputs, FlatInputs
-from passes.find_blocks import fingerprints, graph_fingerprint, num_blocks
+from passes.find_blocks import graph_fingerprint, num_blocks
 from passes.frontend import Frontend
 from passes.lower import Lower, Lowered
 from passes.lower_stages import LoweredStages, LowerStages
 from passes.module_state import ModuleState, as_buffers
-from passes.search.candidates import batch_ranks
-from passes.search.configurations import Pins
-from passes.search.plan_search import SearchOptions, search_plan
+from passes.search.plan_search import search_plan
 from passes.search.record import Watch
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
-
-Constraints = Mapping[str, Strategy | Sequence[str]]
 
 
 def capture(
@@ -113,59 +109,14 @@ def plan(
     ``search_seconds`` were too few for any plan.
     """
     check_arguments(model=model, progress=progress, on_pass=on_pass)
-    options = search_options(
-        cluster,
-        memory_budget=memory_budget,
-        roles=roles,
-        recompute=recompute,
-        constraints=constraints,
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        schedule=schedule,
-        search_seconds=search_seconds,
+    settings = SearchSettings(
+        memory_budget, roles, recompute, constraints, num_stages, num_microbatches, schedule, search_seconds
     )
+    options = settings.on(cluster)
     watch = Watch(progress)
     with watch.phase(CAPTURE):
         graph = capture(model, example_inputs, mixed_precision=mixed_precision, on_pass=on_pass)
     return search_plan(graph, cluster, options, watch)
-
-
-def search_options(
-    cluster: Cluster,
-    *,
-    memory_budget: str | int | None = None,
-    roles: Sequence[str] = SEARCHED_ROLES,
-    recompute: str | bool = "auto",
-    constraints: Constraints | None = None,
-    num_stages: int | None = None,
-    num_microbatches: int | None = None,
-    schedule: str | None = None,
-    search_seconds: float | None = None,
-) -> SearchOptions:
-    """Check the options of :func:`plan`; raises InputError and PlanError."""
-    check_cluster(cluster)
-    check_arguments(
-        roles=roles,
-        recompute=recompute,
-        constraints=constraints,
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        schedule=schedule,
-        search_seconds=search_seconds,
-    )
-    budget = cluster.device.memory_bytes if memory_budget is None else _budget(memory_budget)
-    unknown = [role for role in roles if role not in ROLES]
-    if unknown or not roles:
-        raise PlanError(f"unknown role(s) {unknown or list(roles)}: use some of {', '.join(ROLES)}")
-    pins = Pins(num_stages, num_microbatches, schedule)
-    return SearchOptions(budget, tuple(roles), recompute, dict(constraints or {}), pins, search_seconds)
-
-
-def _budget(memory_budget: str | int) -> int:
-    try:
-        return parse_bytes(memory_budget)
-    except InputError as error:
-        raise InputError(f"memory_budget: {error}") from None
 
 
 def compile(
@@ -196,13 +147,13 @@ def compile(
 
     ``mesh``: a DeviceMesh of any shape over all ranks; ``example_inputs``: the global batch, the same on every rank;
     without it the model is traced at its first call. ``cluster`` describes the machine for prices (default:
-    :meth:`Cluster.from_mesh`); the other options are those of :func:`plan`; with ``search_seconds`` rank 0 searches for
-    all. ``seed``: of dropout, and of the initial weights of a model on the meta device. ``batch``: "global", or "local"
-    where every rank brings as many rows of its own (as with DistributedSampler), in ``example_inputs`` and later: the
-    global batch is that of all ranks, one after the other. ``compare_batches``: ranks compare checksums of what has to
-    be equal in their batches in the first three calls and in every so many-th (0: never). ``backend``: "eager" runs the
-    graphs as they are, "inductor" compiles what each distinct layer block does, once, at the first step (see
-    docs/backends.md).
+    :meth:`Cluster.from_mesh`); the other options are those of :func:`plan`, of which ``plan`` leaves the budget alone,
+    to be held against it; with ``search_seconds`` rank 0 searches for all. ``seed``: of dropout, and of the initial
+    weights of a model on the meta device. ``batch``: "global", or "local" where every rank brings as many rows of its
+    own (as with DistributedSampler), in ``example_inputs`` and later: the global batch is that of all ranks, one after
+    the other. ``compare_batches``: ranks compare checksums of what has to be equal in their batches in the first three
+    calls and in every so many-th (0: never). ``backend``: "eager" runs the graphs as they are, "inductor" compiles what
+    each distinct layer block does, once, at the first step (see docs/backends.md).
 
     Every rank calls it alike; they compare their libraries, options, batches, models and plans before anything runs.
     Where their weights differ, those of rank 0 are taken, with a warning. Raises what :func:`plan` raises, InputError
@@ -213,19 +164,14 @@ def compile(
     check_arguments(mesh=mesh, seed=seed, progress=progress, on_pass=on_pass)
     require_all_ranks(mesh)
     runs = new_backend(backend, mesh.device_type)
-    search: dict[str, Any] = {
-        "memory_budget": memory_budget,
-        "roles": roles,
-        "recompute": recompute,
-        "constraints": constraints,
-        "num_stages": num_stages,
-        "num_microbatches": num_microbatches,
-        "schedule": schedule,
-        "search_seconds": search_seconds,
-    }
+    search = SearchSettings(
+        memory_budget, roles, recompute, constraints, num_stages, num_microbatches, schedule, search_seconds
+    )
     given = as_plan(plan)
     machine = Cluster.from_json(told_by_first(Cluster.from_mesh(mesh).to_json())) if cluster is None else cluster
-    search_options(machine, **search)  # what is wrong with the options is said before anything is traced
+    search.on(machine)  # what is wrong with the options is said before anything is traced
+    if given is not None:
+        search.refuse_beside_a_plan()
     if cluster is not None:
         warn_if_stale(cluster, mesh)
     policy = checked_policy(mixed_precision)
@@ -252,11 +198,9 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _CompileOptions:
-    """``search``: the options of :func:`search_options`, checked where a plan is searched."""
-
     mesh: DeviceMesh
     cluster: Cluster
-    search: Mapping[str, Any]
+    search: SearchSettings
     plan: Plan | None
     mixed_precision: MixedPrecisionPolicy | None
     backend: Backend
@@ -291,7 +235,7 @@ def compile_captured(
     """
     check_plan(plan, graph, cluster)
     runs = new_backend(backend, mesh.device_type)
-    options = _CompileOptions(mesh, cluster, {}, plan, plan.mixed_precision, runs, 0, _Rows(), None, None)
+    options = _CompileOptions(mesh, cluster, SearchSettings(), plan, plan.mixed_precision, runs, 0, _Rows(), None, None)
     return _assembled(model, signature(graph).input_spec, graph, plan, options)
 
 
@@ -351,12 +295,13 @@ def _chosen(
     def choose(graph: fx.GraphModule) -> Plan:
         if options.plan is not None:
             return options.plan.with_precision(options.mixed_precision)
-        return search_plan(graph, cluster, search_options(cluster, **options.search), watch)
+        return search_plan(graph, cluster, options.search.on(cluster), watch)
 
     def check(graph: fx.GraphModule, chosen: Plan) -> None:
         check_plan(chosen, graph, cluster)
         if options.plan is not None:
             warn_without_sequence(chosen, graph)
+            check_budget(chosen, graph, cluster, options.search.budget_bytes)
 
     def describe_call() -> dict[str, list[str] | str]:
         names = (name.strip("[]'") for name in given.tensor_names)
@@ -364,7 +309,7 @@ def _chosen(
         return {
             "batch": ", ".join(f"{name} {shape} {dtype}" for name, shape, dtype in shapes),
             "mixed precision": describe_policy(options.mixed_precision),
-            **{name: repr(value) for name, value in options.search.items()},
+            **{name: repr(value) for name, value in vars(options.search).items()},
             "seed": str(options.seed),
             "batch=": "local" if options.rows.is_local else "global",
             "compare_batches": str(options.rows.compare_every),
@@ -377,47 +322,8 @@ def _chosen(
     def describe(graph: fx.GraphModule) -> dict[str, list[str] | str]:
         return {"model": graph_fingerprint(graph), "constant tensor": describe_constants(graph)}
 
-    is_timed = options.plan is None and options.search["search_seconds"] is not None
+    is_timed = options.search.search_seconds is not None
     return agreed(prepare, choose, check, describe, describe_call, first_decides=is_timed)
-
-
-def check_plan(plan: Plan, graph: fx.GraphModule, cluster: Cluster) -> None:
-    """Refuse a plan for another model, mesh, batch or precision. Raises PlanError naming what differs."""
-    marks = fingerprints(graph)
-    plan.check(graph_fingerprint(graph, marks), marks, cluster.shape, policy_of(graph))
-    check_batch(plan, graph)
-
-
-def warn_without_sequence(plan: Plan, graph: fx.GraphModule) -> None:
-    """Tell of roles in a plan that somebody gave that have nothing to split; :mod:`galvatron_fx.ir.symbols` says where
-    a graph has no sequence.
-    """
-    symbols = graph.meta.get("symbols")
-    if symbols is not None and symbols.sequence:
-        return
-    for role, stays in (("sequence", "its ranks all compute the same"), ("tensor_sequence", "it is as 'tensor'")):
-        if any(role in block.strategy.roles for block in plan.blocks):
-            warnings.warn(
-                f"role '{role}' splits no sequence in this model, so {stays}: the model fixes the length, or takes no "
-                f"inputs of [batch, sequence]. Let positions follow the inputs' length, or give other roles",
-                stacklevel=3,
-            )
-
-
-def check_batch(plan: Plan, graph: fx.GraphModule) -> None:
-    """Refuse a plan that gives a rank no sample of a micro-batch. Raises PlanError naming the block."""
-    symbols = graph.meta.get("symbols")
-    if symbols is None:
-        return
-    parts = plan.pipelining.num_microbatches
-    for index, strategy in enumerate(expand(plan, num_blocks(graph))):
-        ranks = batch_ranks(strategy, plan.axis_sizes)
-        if ranks > symbols.batch // parts:
-            raise PlanError(
-                f"block {index} ({strategy}) splits a batch of {symbols.batch} in {parts} micro-batches over {ranks} "
-                f"ranks, so some have no sample: give a batch of at least {ranks * parts}, use fewer micro-batches, or "
-                f"let some axes be tensor or sequence"
-            )
 
 
 @dataclass(frozen=True)
@@ -478,19 +384,6 @@ def lower(
     return stages.run(graph)
 
 
-def strategies_on(plan: Plan, cluster: Cluster, count: int) -> list[Strategy]:
-    """A strategy for each of ``count`` blocks, with a role for every axis of the cluster."""
-    return [_on_cluster(strategy, cluster) for strategy in expand(plan, count)]
-
-
-def _on_cluster(strategy: Strategy, cluster: Cluster) -> Strategy:
-    """The strategy with a role for axes of one rank as well, which plans leave out."""
-    if len(strategy.roles) == len(cluster.axes):
-        return strategy
-    rest = iter(strategy.roles)
-    return replace(strategy, roles=tuple(next(rest) if axis.size > 1 else "data" for axis in cluster.axes))
-
-
 def _skeleton(model: nn.Module) -> nn.Module:
     """A copy of the model without weight memory, tied parameters still tied."""
     memo: dict[int, Any] = {}
@@ -501,16 +394,6 @@ def _skeleton(model: nn.Module) -> nn.Module:
         if tensor.grad_fn is not None:  # left by a forward before; torch does not copy it
             memo[id(tensor)] = tensor.detach()
     return copy.deepcopy(model, memo)
-
-
-def expand(plan: Plan, count: int) -> list[Strategy]:
-    """A strategy for each of ``count`` blocks; another number of blocks than planned (evaluation) is met by
-    position.
-    """
-    planned = 1 if plan.is_wildcard else len(plan.blocks)
-    if plan.is_wildcard or planned == count:
-        return [plan.strategy_of(i, count) for i in range(count)]
-    return [plan.strategy_of(i * planned // count, planned) for i in range(count)]
 
 
 def _persistence(model: nn.Module) -> dict[str, bool]:

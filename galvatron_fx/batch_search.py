@@ -11,12 +11,13 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from galvatron_fx.api import plan, search_options
+from galvatron_fx.api import plan
 from galvatron_fx.errors import BudgetError, InputError, PlanError
 from galvatron_fx.ir.arguments import check_arguments
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.plan import Plan
 from galvatron_fx.ir.progress import Observer, Progress
+from galvatron_fx.search_settings import SearchSettings
 from passes.capture import ExampleInputs
 
 __all__ = ["plan_batch"]
@@ -63,7 +64,7 @@ def plan_batch(
         return plan(model, cluster, _inputs(inputs_of, batch), progress=tell, **options)
 
     # What is wrong with the options alone is said before anything is traced.
-    search_options(cluster, **{name: value for name, value in options.items() if name not in _OF_CAPTURE})
+    SearchSettings(**{name: value for name, value in options.items() if name not in _OF_CAPTURE}).on(cluster)
     tried = _Tried(plan_of)
     if batches is None:
         _walk(tried, cluster.num_devices)

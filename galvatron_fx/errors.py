@@ -52,9 +52,9 @@ class ShardingError(GalvatronError):
 
 
 class BudgetError(GalvatronError):
-    """Raised when no plan fits the memory budget.
+    """Raised when no plan fits the memory budget, or one that was given does not.
 
-    ``least_bytes`` is the peak memory per rank, in bytes, of the leanest plan that was found, and
+    ``least_bytes`` is the peak memory per rank, in bytes, of the leanest plan that was found (or of the given one), and
     ``plan`` is that plan, or None where the search stopped before it could build one.
     """
 

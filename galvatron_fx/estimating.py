@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import fx, nn
+from torch import nn
 
-from galvatron_fx.api import capture, check_plan, strategies_on
-from galvatron_fx.ir.cluster import Axis, Cluster
+from galvatron_fx.api import capture
+from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.plan import Plan
 from galvatron_fx.ir.plan_report_table import render_use
 from galvatron_fx.ir.predicted import RankUse, busiest
 from galvatron_fx.ir.progress import CAPTURE, SIMULATION, Observer
 from galvatron_fx.ir.units import format_bytes, format_seconds
+from galvatron_fx.plan_fit import check_plan, simulated
 from passes.capture import ExampleInputs
-from passes.find_blocks import fingerprints
+from passes.find_blocks import num_blocks
 from passes.search.record import Watch
-from passes.search.simulate_choice import SimulateChoice, Staging
 
-__all__ = ["Estimate", "estimate", "staging_of"]
+__all__ = ["Estimate", "estimate"]
 
 
 @dataclass(frozen=True)
@@ -67,29 +67,8 @@ def estimate(
     watch = Watch(progress)
     with watch.phase(CAPTURE):
         graph = capture(model, example_inputs, mixed_precision=plan.mixed_precision)
-    marks = fingerprints(graph)
     check_plan(plan, graph, cluster)
-    watch.tell(blocks=len(marks))
+    watch.tell(blocks=num_blocks(graph))
     with watch.phase(SIMULATION):
-        return _simulated(graph, cluster, plan, marks)
-
-
-def _simulated(graph: fx.GraphModule, cluster: Cluster, plan: Plan, marks: tuple[str, ...]) -> Estimate:
-    strategies = strategies_on(plan, cluster, len(marks))
-    first_blocks = plan.pipelining.cuts(len(marks))
-    found = SimulateChoice(graph, cluster, marks).of(strategies, first_blocks, staging_of(plan, cluster))
+        found = simulated(graph, cluster, plan)
     return Estimate(found.step_time_s, found.ranks())
-
-
-def staging_of(plan: Plan, cluster: Cluster) -> Staging | None:
-    """How the stages of a plan run; None for one stage and one micro-batch."""
-    if plan.pipelining.is_trivial:
-        return None
-    schedule = plan.pipelining.table(plan.num_pipeline_ranks)
-    return Staging(schedule, schedule, _pipeline_axes(plan, cluster))
-
-
-def _pipeline_axes(plan: Plan, cluster: Cluster) -> tuple[Axis, ...]:
-    """The axes that hold the stages, outermost first; a plan leaves out axes of one rank."""
-    axes = [axis for axis in cluster.axes if axis.size > 1]
-    return tuple(axes[index] for index in plan.pipeline_axes)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 
-from galvatron_fx.api import capture, check_plan, lower, search_options, warn_without_sequence
+from galvatron_fx.api import capture, lower
 from galvatron_fx.arguments import as_plan
 from galvatron_fx.errors import InputError
 from galvatron_fx.ir.arguments import check_arguments
@@ -17,6 +17,8 @@ from galvatron_fx.ir.pass_dump import PassFolder
 from galvatron_fx.ir.plan import Plan
 from galvatron_fx.ir.printer import readable
 from galvatron_fx.ir.progress import CAPTURE, LOWERING, Observer
+from galvatron_fx.plan_fit import check_budget, check_plan, warn_without_sequence
+from galvatron_fx.search_settings import SearchSettings
 from passes.capture import ExampleInputs
 from passes.search.plan_search import search_plan
 from passes.search.record import Watch
@@ -42,13 +44,17 @@ def explain(
     """Return the graph as readable Python after each pass, from capture to the lowered program.
 
     ``after``: only that pass; ``folder``: also write one file a pass there, as soon as it has run, so that they are
-    there if a later one fails; ``plan``: lower by it, or by the one at this path, instead of searching;
-    ``mixed_precision``, ``progress`` and ``options``: those of :func:`galvatron_fx.plan`. Raises InputError naming the
-    passes where ``after`` is none of them, and OSError where the folder cannot be written.
+    there if a later one fails; ``plan``: lower by it, or by the one at this path, instead of searching, which leaves
+    of ``options`` the budget alone; ``mixed_precision``, ``progress`` and ``options``: those of
+    :func:`galvatron_fx.plan`. Raises InputError naming the passes where ``after`` is none of them, and OSError where
+    the folder cannot be written.
     """
     check_arguments(model=model, after=after, dump_folder=folder, progress=progress)
     given = as_plan(plan)
-    searched = search_options(cluster, **options)
+    settings = SearchSettings(**options)
+    searched = settings.on(cluster)
+    if given is not None:
+        settings.refuse_beside_a_plan()
     stages: dict[str, str] = {}
     files = PassFolder(Path(folder)) if folder is not None else None
 
@@ -60,12 +66,11 @@ def explain(
     watch = Watch(progress)
     with watch.phase(CAPTURE):
         graph = capture(model, example_inputs, mixed_precision=mixed_precision, on_pass=note)
-    if given is None:
-        chosen = search_plan(graph, cluster, searched, watch)
-    else:
-        chosen = given
-        warn_without_sequence(chosen, graph)
+    chosen = search_plan(graph, cluster, searched, watch) if given is None else given
     check_plan(chosen, graph, cluster)
+    if given is not None:
+        warn_without_sequence(given, graph)
+        check_budget(given, graph, cluster, settings.budget_bytes)
     with watch.phase(LOWERING):
         lower(graph, chosen, cluster, on_pass=note)
     if after is not None and after not in stages:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from galvatron_fx.api import capture, check_plan, compile, lower, search_options
+from galvatron_fx.api import capture, compile, lower
 from galvatron_fx.checking.blocks import block_names
 from galvatron_fx.checking.comparison import exact_rows, merged, missing_rows, rounded_rows
 from galvatron_fx.checking.report import CheckReport, CheckRow
@@ -25,6 +25,8 @@ from galvatron_fx.ir.annotations import facts, signature
 from galvatron_fx.ir.cluster import Axis, Cluster
 from galvatron_fx.ir.plan import Plan, prime_factors
 from galvatron_fx.ir.precision import checked_policy
+from galvatron_fx.plan_fit import check_plan
+from galvatron_fx.search_settings import SearchSettings
 from passes.capture import ExampleInputs, FlatInputs
 from passes.lower_stages import LoweredStages
 from passes.search.plan_search import search_plan
@@ -148,7 +150,7 @@ class _Check:
     # ---- what runs ----
 
     def _planned(self, graph: fx.GraphModule, plan: Plan | None) -> Plan:
-        chosen = search_plan(graph, self.cluster, search_options(self.cluster)) if plan is None else plan
+        chosen = search_plan(graph, self.cluster, SearchSettings().on(self.cluster)) if plan is None else plan
         chosen = chosen.with_precision(self.policy)
         check_plan(chosen, graph, self.cluster)
         return chosen

@@ -24,7 +24,7 @@ class Undo:
     training: Training
     tensors: list[tuple[Tensor, Tensor]]
     optimizer: dict[str, Any] | None
-    others: list[tuple[str, HasState, dict[str, Any] | None]]
+    others: list[tuple[str, HasState, dict[str, Any] | Exception]]
     dropout: Tensor | None
     generators: dict[str, Any]
 
@@ -59,31 +59,32 @@ class Undo:
             part.copy_(before)
         if self.training.optimizer is not None and self.optimizer is not None:
             self.training.optimizer.__setstate__(self.optimizer)
-        stuck = [name for name, thing, state in self.others if not _takes(thing, state)]
+        reasons = ((name, _refusal(thing, state)) for name, thing, state in self.others)
+        stuck = [f"the {name} ({type(why).__name__}: {why})" for name, why in reasons if why is not None]
         if self.dropout is not None and isinstance(self.training.model, DistributedGraphModule):
             self.training.model.dropout_generator.set_state(self.dropout)
         generators.restore(self.generators)
         if stuck:
             raise CheckpointError(
-                f"loading failed ({cause}), and the {' and the '.join(stuck)} would not take back its state from "
-                f"before: make it anew; all else is as it was"
+                f"loading failed ({cause}), and {' and '.join(stuck)} would not take back its state from before: make "
+                f"it anew; all else is as it was"
             ) from cause
 
 
-def _state_of(thing: HasState) -> dict[str, Any] | None:
-    """The state of a scheduler or loader, None where it cannot say: some cannot before they have begun."""
+def _state_of(thing: HasState) -> dict[str, Any] | Exception:
+    """The state of a scheduler or loader, or why it cannot say: some cannot before they have begun."""
     try:
         return copy.deepcopy(thing.state_dict())
-    except Exception:
-        return None
+    except Exception as error:
+        return error
 
 
-def _takes(thing: HasState, state: dict[str, Any] | None) -> bool:
-    """Whether a scheduler or loader, whatever it is, takes back its own state."""
-    if state is None:
-        return False
+def _refusal(thing: HasState, state: dict[str, Any] | Exception) -> Exception | None:
+    """Why a scheduler or loader, whatever it is, does not take back its own state; None where it does."""
+    if isinstance(state, Exception):
+        return state
     try:
         thing.load_state_dict(state)
-    except Exception:
-        return False
-    return True
+    except Exception as error:
+        return error
+    return None

@@ -42,6 +42,8 @@ def run(given: argparse.Namespace) -> Result:
     """Explain; raises what :func:`galvatron_fx.explain` raises, UsageError for outputs that do not go together."""
     if given.html and (given.folder or given.after):
         raise UsageError("--html writes a page, --folder and --after graphs: ask for one of them")
+    if given.plan and (given.roles or given.pipeline is not None):
+        raise UsageError("--roles and --pipeline say what to search, and --plan is found already: leave out either")
     plan = files.read_plan(given.plan) if given.plan else None
     cluster = options.cluster_of(given)
     with output.progress() as progress:
@@ -49,7 +51,8 @@ def run(given: argparse.Namespace) -> Result:
         subject = models.load(given)
         settings: dict[str, Any] = {**options.search_of(given), "plan": plan, "progress": progress}
         if plan is not None:
-            settings["mixed_precision"] = plan.mixed_precision
+            settings["mixed_precision"] = settings["mixed_precision"] or plan.mixed_precision
+            del settings["roles"]  # a default of the command line
         if given.html:
             from galvatron_fx.report.page import write_page
 

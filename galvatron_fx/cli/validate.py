@@ -74,7 +74,8 @@ def _checked(given: argparse.Namespace, plan: Plan) -> str:
     with output.progress() as progress:
         progress.say("building the model")
         subject = models.load(given)
-        from galvatron_fx.api import capture, check_plan
+        from galvatron_fx.api import capture
+        from galvatron_fx.plan_fit import check_plan
 
         progress.say("capture")
         graph = capture(subject.model, subject.inputs, mixed_precision=plan.mixed_precision)

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from cost_models.schedule_time import ScheduleReport
-from galvatron_fx.api import check_batch, strategies_on
-from galvatron_fx.estimating import staging_of
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.layout import Column
 from galvatron_fx.ir.plan import BlockPlan, Plan
 from galvatron_fx.ir.predicted import RankUse
+from galvatron_fx.plan_fit import check_batch, staging_of, strategies_on
 from galvatron_fx.report.alternatives import CHOSEN, Alternative, other_pipelines, uniform_plans
 from galvatron_fx.report.block_code import BlockCode, block_codes
 from galvatron_fx.report.collective_rows import CollectiveRow, collective_rows, transfer_rows

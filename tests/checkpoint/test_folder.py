@@ -259,6 +259,13 @@ class Part:
         self.value = state["value"]
 
 
+class Stubborn(Part):
+    """Takes no state at all, not even its own."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("no such shard")
+
+
 class _RefusingAdam(torch.optim.Adam):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -330,13 +337,17 @@ def _fail_once(work: Callable[..., None]) -> Callable[..., None]:
     return fails
 
 
-def test_a_part_that_cannot_go_back_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part, reason", [
+    (Part(2, refused=1, is_mute=True), "RuntimeError: not begun"),
+    (Stubborn(2), "KeyError: 'no such shard'"),
+])  # fmt: skip
+def test_a_part_that_cannot_go_back_is_named_with_the_reason(tmp_path: Path, part: Part, reason: str) -> None:
     run = Training(tmp_path)
     run.checkpoints.save(1, model=run.model, loader=Part(1))
     before = run.model.weight.detach().clone()
     nn.init.zeros_(run.model.weight)
-    with pytest.raises(CheckpointError, match="the loader would not take back its state from before: make it anew"):
-        run.checkpoints.load(model=run.model, loader=Part(2, refused=1, is_mute=True))
+    with pytest.raises(CheckpointError, match=rf"and the loader \({reason}\) would not take back its state .* anew"):
+        run.checkpoints.load(model=run.model, loader=part)
     assert run.model.weight.item() == 0 != before.item()
 
 

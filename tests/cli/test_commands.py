@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,18 @@ def test_explain_prints_one_pass(run: Run, tmp_path: Path) -> None:
     assert code == 0 and text.startswith("# ---- after Capture ----") and "aten.relu" in text
     code, _, errors = run("explain", *OWN, "--plan", plan, "--after", "Captur")
     assert code == 3 and "no pass is called 'Captur': the passes are Capture, " in errors
+
+
+@pytest.mark.parametrize("flags, said", [
+    (("--num-stages", "1"), "num_stages=1 is given beside plan="),
+    (("--no-pipeline",), "--plan is found already"),
+    (("--memory-budget", "1kB"), "memory_budget is 1 kB"),
+])  # fmt: skip
+def test_explain_refuses_what_a_plan_has_decided(run: Run, tmp_path: Path, flags: tuple[str, ...], said: str) -> None:
+    plan = tmp_path / "plan.json"
+    Plan.uniform((2, 2), ["data", "data"]).save(plan)
+    code, _, errors = run("explain", *OWN, "--plan", plan, "--after", "Capture", *flags)
+    assert code and re.search(said, errors), errors
 
 
 def test_explain_takes_one_output(run: Run) -> None:

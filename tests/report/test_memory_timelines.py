@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from torch import fx
 
-from galvatron_fx.api import strategies_on
-from galvatron_fx.estimating import staging_of
 from galvatron_fx.ir.plan import Plan
 from galvatron_fx.ir.predicted import UPDATE, Cause
+from galvatron_fx.plan_fit import staging_of, strategies_on
 from passes.find_blocks import fingerprints
 from passes.lower import Lower
 from passes.search.memory_timeline import StepTimeline

@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,16 @@ def launched(script: Path, ranks: int, log: Path, *arguments: str, timeout_s: fl
             done.terminate()  # torchrun passes it on to its ranks
             done.wait(timeout=60)
     return log.read_text()
+
+
+def launches(script: Path, folder: Path, timeout_s: float) -> Callable[[int], str]:
+    """What ``script`` prints on so many ranks, for which it is launched once; logs go into ``folder``."""
+
+    @cache
+    def printed(ranks: int) -> str:
+        return launched(script, ranks, folder / f"{ranks}.txt", timeout_s=timeout_s)
+
+    return printed
 
 
 def assert_held(output: str, check: str) -> None:

@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import galvatron_fx
 from galvatron_fx import Checkpointer, Cluster, Pipelining, Plan, Strategy, load_weights, own_rows, save_weights
-from galvatron_fx.errors import GalvatronError, InputError, PlanError
+from galvatron_fx.errors import BudgetError, GalvatronError, InputError, PlanError
+from galvatron_fx.estimating import estimate
+from galvatron_fx.report.page import write_page
 from tests.models.test_odd_sizes import Regression
 
 CLUSTER = Cluster.preset("2xA100-80GB")
@@ -113,6 +115,48 @@ def test_the_path_of_a_plan_is_a_plan(mesh: DeviceMesh, tmp_path: Path) -> None:
         galvatron_fx.compile(Regression(), mesh, BATCH, plan=tmp_path / "absent.json")
     Plan.uniform((2,), ("tensor",)).save(path)
     assert "after ShardGraph" in galvatron_fx.explain(Regression(), CLUSTER, BATCH, plan=path)
+
+
+BESIDE_A_PLAN = {
+    "roles": ("data",),
+    "recompute": False,
+    "constraints": {"layers.0": ("data",)},
+    "num_stages": 1,
+    "num_microbatches": 2,
+    "schedule": "1f1b",
+    "search_seconds": 5,
+}
+
+
+@pytest.mark.parametrize("option", BESIDE_A_PLAN)
+def test_what_a_given_plan_has_decided_is_refused(mesh: DeviceMesh, tmp_path: Path, option: str) -> None:
+    model, given = Regression(), {"plan": Plan.uniform((1,), ("data",)), option: BESIDE_A_PLAN[option]}
+    alone = Cluster.from_mesh(mesh)
+    for use in (
+        lambda: galvatron_fx.compile(model, mesh, **given),
+        lambda: galvatron_fx.explain(model, alone, BATCH, **given),
+        lambda: write_page(tmp_path / "page.html", model, alone, BATCH, **given),
+    ):
+        with pytest.raises(PlanError, match=f"{option}=.* is given beside plan=.*leave out plan= to search"):
+            use()
+
+
+def test_a_given_plan_has_to_be_within_the_budget(mesh: DeviceMesh, tmp_path: Path) -> None:
+    model, plan = Regression(), Plan.uniform((1,), ("data",))
+    peak = estimate(model, Cluster.from_mesh(mesh), BATCH, plan).peak_bytes
+    galvatron_fx.compile(model, mesh, BATCH, plan=plan, memory_budget=peak, constraints={})
+    lazy = galvatron_fx.compile(model, mesh, plan=plan, memory_budget=peak - 1)
+    for use in (
+        lambda: galvatron_fx.compile(model, mesh, BATCH, plan=plan, memory_budget=peak - 1),
+        lambda: lazy(**BATCH),
+        lambda: galvatron_fx.explain(model, Cluster.from_mesh(mesh), BATCH, plan=plan, memory_budget=peak - 1),
+        lambda: write_page(
+            tmp_path / "page.html", model, Cluster.from_mesh(mesh), BATCH, plan=plan, memory_budget=peak - 1
+        ),
+    ):
+        with pytest.raises(BudgetError, match=rf"\({peak} bytes\) and memory_budget is .*leave out plan=") as caught:
+            use()
+        assert (caught.value.least_bytes, caught.value.plan) == (peak, plan)
 
 
 def test_clusters() -> None:
