@@ -35,7 +35,7 @@ from galvatron_fx.runtime.one_at_a_time import OneAtATime, refuse_autocast, with
 from galvatron_fx.runtime.original import LateHooks
 from galvatron_fx.runtime.program import Call, Program
 from galvatron_fx.runtime.same_batch import BatchComparison
-from galvatron_fx.runtime.same_weights import require_equal_copies
+from galvatron_fx.runtime.same_copies import CopyComparison
 from galvatron_fx.runtime.stage_tensors import as_stage_tensor, mark_of_stage, of_one_stage
 from galvatron_fx.runtime.staged_program import StagedProgram
 from passes.capture import FlatInputs
@@ -196,8 +196,9 @@ class DistributedGraphModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A model with weights, flags and modes of its own, on the same mesh and of the same programs."""
-        programs = self._compiler, self._programs, self._main, self._trained, self._rows, self._comparison
-        shared = self.mesh, self.plan, *programs, self._watch, self._one, self._late_hooks, self._stage_group
+        programs = self._compiler, self._programs, self._main, self._trained, self._rows
+        compared = self._comparison, self._copies
+        shared = self.mesh, self.plan, *programs, *compared, self._watch, self._one, self._late_hooks, self._stage_group
         memo |= {id(value): value for value in shared}
         memo[id(self._generator)] = self._generator.clone_state()
         new = type(self).__new__(type(self))
@@ -283,6 +284,7 @@ class DistributedGraphModule(nn.Module):
         self._main = program
         self._rows = BatchRows(self.mesh, program.read, inputs.tensor_names, is_local)
         self._comparison = BatchComparison(compare_batches, self.mesh.device_type, is_local)
+        self._copies = CopyComparison(self.mesh.device_type)
 
     def adopt_tensors(self, tensors: Mapping[str, Tensor | None], persistent: Mapping[str, bool]) -> None:
         """Register parameters and buffers under their original dotted names."""
@@ -337,8 +339,8 @@ class DistributedGraphModule(nn.Module):
                 self._watch.require_equal_batches()
             if is_due:
                 self._comparison.require_equal(given, own, self._rows.own)
-            if is_due and self._comparison.is_first:
-                require_equal_copies({**dict(self.named_parameters()), **dict(self.named_buffers())})
+                held = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+                self._copies.require_equal(held, self._comparison.calls)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

@@ -28,19 +28,14 @@ class BatchComparison:
         self._every = every
         self._device_type = device_type
         self._is_local = is_local
-        self._calls = 0
+        self.calls = 0
 
     def is_due(self) -> bool:
-        """Count a call; whether its batch is to be compared."""
-        self._calls += 1
+        """Count a call; whether what the ranks hold is to be compared."""
+        self.calls += 1
         if not self._every or not dist.is_initialized() or dist.get_world_size() == 1:
             return False
-        return self._calls <= _FIRST or self._calls % self._every == 0
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the call is the first one."""
-        return self._calls == 1
+        return self.calls <= _FIRST or self.calls % self._every == 0
 
     def require_equal(self, inputs: FlatInputs, own: Collection[int], rows: Sequence[int]) -> None:
         """Refuse inputs of which ranks hold unlike values. Raises InputError, on all ranks, naming which in what.
@@ -60,7 +55,7 @@ class BatchComparison:
                 raise InputError(self._refusal(name.strip("[]'"), ranks, int(first[ranks[0]]), position in own))
 
     def _refusal(self, name: str, ranks: list[int], other: int, has_rows: bool) -> str:
-        start = f"ranks {ranks} hold other values of '{name}' than rank {other} in call {self._calls} of the module"
+        start = f"ranks {ranks} hold other values of '{name}' than rank {other} in call {self.calls} of the module"
         if has_rows:
             return (
                 f"{start}, though they compute the same rows: pass own_rows those that batch_rows of the module lists"

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.distributed.tensor import DTensor
 
-from galvatron_fx.errors import InputError
 from galvatron_fx.runtime.checksums import as_bytes, checksum
-from galvatron_fx.runtime.dtensors import local_part
 
-__all__ = ["describe_constants", "describe_model", "from_first", "gathered", "require_equal_copies", "unlike_tensors"]
+__all__ = ["describe_constants", "describe_model", "from_first", "gathered", "unlike_tensors"]
 
 
 def describe_model(model: nn.Module) -> dict[str, list[str]]:
@@ -65,35 +60,6 @@ def from_first(value: Tensor, device_type: str) -> Tensor:
     whole = value.detach().to(device_type, copy=True).contiguous()
     dist.broadcast(as_bytes(whole), src=0)  # in bytes: not every dtype can be sent
     return whole
-
-
-def require_equal_copies(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse tensors of which ranks that hold the same part hold unlike values. Every rank calls it.
-
-    ``tensors``: what this rank holds, DTensors or whole. Bits are compared: it is for weights that nobody has trained
-    yet. Raises InputError, on all ranks, naming the first one.
-    """
-    own = {name: (_part(tensor), int(checksum(local_part(tensor)))) for name, tensor in tensors.items()}
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, own)
-    first: dict[Any, tuple[int, int]] = {}
-    for rank, held in enumerate(told):
-        for name, (part, value) in held.items():
-            holder, expected = first.setdefault((name, part), (rank, value))
-            if value != expected:
-                raise InputError(
-                    f"rank {rank} holds other values of '{name}' than rank {holder} at the first call, so they were "
-                    f"changed after compile on some ranks only: load the same state on every rank, or change the model "
-                    f"before compile, which takes the values of rank 0"
-                )
-
-
-def _part(tensor: Tensor) -> tuple[int | None, ...]:
-    """Which part of a tensor this rank holds: its place on the dims of the mesh that split the tensor."""
-    if not isinstance(tensor, DTensor):
-        return ()
-    places = tensor.device_mesh.get_coordinate() or ()
-    return tuple(None if how.is_replicate() else place for how, place in zip(tensor.placements, places, strict=True))
 
 
 def gathered(numbers: Tensor, device_type: str) -> Tensor:

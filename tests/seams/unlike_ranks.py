@@ -206,6 +206,23 @@ def changed_after_compile(mesh: DeviceMesh) -> None:
             compiled.forward_backward(**batch())
 
 
+def changed_later(mesh: DeviceMesh) -> None:
+    """What one rank alone changes in the middle of training; rounding is no difference, a count is one."""
+    odd = dist.get_rank() == 1
+    for name, change in (("head.weight", 0.1), ("offset", 0.1), ("seen", 1)):
+        model = model_of()
+        model.register_buffer("seen", torch.tensor(1000))
+        compiled = galvatron_fx.compile(model, mesh, batch(), plan=uniform("data", mesh), compare_batches=5)
+        tensors = dict(compiled.named_parameters()) | dict(compiled.named_buffers())
+        held = {n: (t.to_local() if isinstance(t, DTensor) else t).detach() for n, t in tensors.items()}
+        for _ in range(4):
+            compiled.forward_backward(**batch())
+            held["offset"].mul_(1 + 1e-12 * odd)
+        held[name].add_(change * odd)
+        with refused(InputError, f"rank 1 holds other values of '{name}' than rank 0 in call 5 .* same state"):
+            compiled.forward_backward(**batch())
+
+
 class Linears(nn.Module):
     """For the meta device: all its modules have an initialisation."""
 
@@ -430,6 +447,7 @@ WEIGHTS: dict[str, Check] = {
     "staged": staged,
     "lazily_and_again": lazily_and_again,
     "changed_after_compile": changed_after_compile,
+    "changed_later": changed_later,
     "only_first_has_weights": only_first_has_weights,
     "unlike_options": unlike_options,
 }
