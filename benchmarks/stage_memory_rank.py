@@ -13,12 +13,12 @@ import torch.distributed as dist
 import transformers as hf
 from demo_task import update
 from tensor_memory import TensorMemory, held_tensors
-from torch import nn
+from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import galvatron_fx as gfx
-from galvatron_fx.api import capture, lower
+from galvatron_fx.api import capture, compile_captured, lower
 from galvatron_fx.ir.pipelining import Pipelining
 from galvatron_fx.runtime.staged_program import StagedProgram
 from passes.lower_stages import LoweredStages
@@ -110,8 +110,9 @@ def new_batch() -> dict[str, torch.Tensor]:
 
 def measure(case: Case, mesh: DeviceMesh) -> Peak:
     """Predict this rank's peak, and measure it on the third step, when the optimizer has its states."""
-    model, batch, plan = MODELS[case.model](), new_batch(), case.plan()
-    compiled = gfx.compile(model, mesh, batch, plan=plan, mixed_precision=case.policy())
+    model, batch, plan, cluster = MODELS[case.model](), new_batch(), case.plan(), gfx.Cluster.from_mesh(mesh)
+    graph = capture(model, batch, mixed_precision=case.policy())
+    compiled = compile_captured(model, graph, mesh, plan.with_precision(case.policy()), cluster)
     optimizer = torch.optim.AdamW(compiled.parameters())
     for _ in range(2):
         compiled.forward_backward(**batch)
@@ -121,20 +122,13 @@ def measure(case: Case, mesh: DeviceMesh) -> Peak:
         update(compiled, optimizer)
     program: Any = compiled._compiled()
     assert isinstance(program, StagedProgram)
-    predicted = predict(model, batch, plan, mesh, case.policy())
+    predicted = predict(graph, plan, cluster)
     return Peak(predicted[program.pipeline.rank], memory.peak_bytes)
 
 
-def predict(
-    model: nn.Module,
-    batch: dict[str, torch.Tensor],
-    plan: gfx.Plan,
-    mesh: DeviceMesh,
-    policy: MixedPrecisionPolicy | None,
-) -> tuple[int, ...]:
+def predict(graph: fx.GraphModule, plan: gfx.Plan, cluster: gfx.Cluster) -> tuple[int, ...]:
     """The predicted peak of every pipeline rank, bytes."""
-    cluster = gfx.Cluster.from_mesh(mesh)
-    lowered = lower(capture(model, batch, mixed_precision=policy), plan, cluster)
+    lowered = lower(graph, plan, cluster)
     assert isinstance(lowered, LoweredStages)
     pipeline = plan.num_pipeline_ranks
     axes = [cluster.axes[axis] for axis in plan.pipeline_axes]

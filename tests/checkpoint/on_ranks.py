@@ -12,7 +12,9 @@ from pathlib import Path
 
 import torch
 
+import galvatron_fx
 from tests.checkpoint import error_ranks, kills, resume_ranks, weights_ranks
+from tests.models import zoo
 
 CASES = resume_ranks.CASES | weights_ranks.CASES | error_ranks.CASES | kills.CASES
 
@@ -20,6 +22,7 @@ CASES = resume_ranks.CASES | weights_ranks.CASES | error_ranks.CASES | kills.CAS
 def main(folder: Path, names: list[str]) -> None:
     """Run the cases called ``names``, or all."""
     torch.set_num_threads(1)
+    galvatron_fx.capture(*zoo.gpt2(layers=1))  # what the first capture imports and caches, the ranks then have
     for name, work in CASES.items():
         if names and name not in names:
             continue

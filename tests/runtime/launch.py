@@ -1,50 +1,42 @@
-"""Checks on real processes: torchrun starts a file on the ranks once, and every check is a test of its own."""
+"""Checks on real processes: a script forks its ranks once, and every check is a test of its own."""
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tests.checkpoint.forked import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
+LAUNCH_S = 500.0
+COLLECTIVE_S = 100.0
 
 Check = Callable[[DeviceMesh], None]
 
 
-def launched(script: Path, ranks: int, log: Path, *arguments: str, timeout_s: float) -> str:
-    """Run ``script`` on so many ranks, and return what they print; after ``timeout_s`` they are told to end."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"}
-    with open(log, "w") as file:
-        done = subprocess.Popen(
-            [*command, str(script), *arguments], cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT
-        )
-        try:
-            done.wait(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            done.terminate()  # torchrun passes it on to its ranks
-            done.wait(timeout=60)
-    return log.read_text()
-
-
-def launches(script: Path, folder: Path, timeout_s: float) -> Callable[[int], str]:
-    """What ``script`` prints on so many ranks, for which it is launched once; logs go into ``folder``."""
-
-    @cache
-    def printed(ranks: int) -> str:
-        return launched(script, ranks, folder / f"{ranks}.txt", timeout_s=timeout_s)
-
-    return printed
+def launched(script: Path, *arguments: str) -> str:
+    """Run ``script``, which forks ranks, and return what they print. It is a process of its own: pytest has threads."""
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "PYTHONFAULTHANDLER": "1"}
+    with tempfile.TemporaryFile("w+") as log:
+        command = [sys.executable, "-W", "ignore", str(script), *arguments]
+        subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        log.seek(0)
+        return log.read()
 
 
 def assert_held(output: str, check: str) -> None:
@@ -54,7 +46,27 @@ def assert_held(output: str, check: str) -> None:
         raise AssertionError(output[start : start + 4000] if start >= 0 else f"{check} never ended:\n{output[-4000:]}")
 
 
-def run_checks(checks: Mapping[str, Check], mesh: DeviceMesh, only: list[str]) -> None:
+def fork_ranks(sizes: Sequence[int], work: Check, prepare: Callable[[], object], timeout_s: float = LAUNCH_S) -> None:
+    """In a script: do ``work`` on a CPU mesh of ``sizes``, a fork of this process for each rank. Ends the script with
+    an error where a rank fails or is not done after ``timeout_s``.
+
+    ``prepare``: called before, to capture a model: what that imports and caches, all ranks have then.
+    """
+    torch.set_num_threads(1)
+    prepare()
+    codes = run_ranks(math.prod(sizes), lambda: work(init_device_mesh("cpu", tuple(sizes))), timeout_s, COLLECTIVE_S)
+    if any(codes):
+        sys.exit(f"exit codes {codes}")
+
+
+def fork_checks(
+    sizes: Sequence[int], checks: Mapping[str, Check], only: Sequence[str], prepare: Callable[[], object]
+) -> None:
+    """In a script: :func:`run_checks` on forks of this process (see :func:`fork_ranks`)."""
+    fork_ranks(sizes, partial(run_checks, checks, only), prepare)
+
+
+def run_checks(checks: Mapping[str, Check], only: Sequence[str], mesh: DeviceMesh) -> None:
     """On a rank: run all checks, or those named. All ranks learn of a failure on any; rank 0 prints for each check
     ``ok <check>``, or ``FAILED <check>`` and the first error.
     """

@@ -1,4 +1,4 @@
-"""Run by torchrun from test_mixed_precision_ranks.py: mixed precision on real processes, beside FSDP2 and compiled.
+"""Run by test_mixed_precision_ranks.py: mixed precision on real processes, beside FSDP2 and compiled.
 
 Prints ``ok <check>`` once for each check that holds on every rank, ``FAILED <check>`` and the errors otherwise.
 """
@@ -6,14 +6,14 @@ Prints ``ok <check>`` once for each check that holds on every rank, ``FAILED <ch
 from __future__ import annotations
 
 import copy
-import datetime
 import sys
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -25,7 +25,7 @@ from galvatron_fx.errors import PlanError
 from galvatron_fx.ir.cluster import Cluster
 from passes.lower import Lowered
 from passes.simulate_step import SimulateStep
-from tests.runtime.launch import Check, run_checks
+from tests.runtime.launch import Check, fork_checks
 
 RANKS, WIDTH, BATCH, STEPS = 2, 64, 512, 3
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -138,10 +138,8 @@ CHECKS: tuple[Check, ...] = (
 
 
 def main() -> None:
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=200))
-    mesh = init_device_mesh("cpu", (RANKS,))
-    run_checks({check.__name__: check for check in CHECKS}, mesh, sys.argv[1:])
-    dist.destroy_process_group()
+    prepare = partial(galvatron_fx.capture, network(), (batch(0),))
+    fork_checks((RANKS,), {check.__name__: check for check in CHECKS}, sys.argv[1:], prepare)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""Run by torchrun from test_batch_rows.py: ranks that are given their own rows of the batch, beside the plain model."""
+"""Run by test_batch_rows.py: ranks that are given their own rows of the batch, beside the plain model."""
 
 from __future__ import annotations
 
 import copy
-import datetime
 import sys
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from galvatron_fx import Pipelining, Plan, Strategy, own_rows
 from galvatron_fx.errors import InputError
 from passes.find_blocks import num_blocks
 from tests.models import zoo
-from tests.runtime.launch import Check, run_checks
+from tests.runtime.launch import Check, fork_checks
 from tests.runtime.train_ranks import same, same_parameters
 
 BATCH = 8
@@ -140,12 +139,10 @@ def checks_of(ranks: int) -> dict[str, Check]:
 
 
 def main() -> None:
-    """Run the checks of this number of ranks, or those named."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    size = dist.get_world_size()
-    run_checks(checks_of(size), init_device_mesh("cpu", (size,)), sys.argv[1:])
-    dist.destroy_process_group()
+    """Run the checks of every number of ranks, or those named."""
+    for ranks in PLANS:
+        prepare = partial(galvatron_fx.capture, *zoo.llama(layers=1))
+        fork_checks((ranks,), checks_of(ranks), sys.argv[1:], prepare)
 
 
 if __name__ == "__main__":

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.runtime.failure_ranks import CASES
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.runtime.launch import launched
 
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What the one launch of all cases prints."""
-    command = [sys.executable, "-m", "tests.runtime.failure_ranks", str(tmp_path_factory.mktemp("records"))]
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=200
-    )
-    return done.stdout
+    return launched(Path(__file__).with_name("failure_ranks.py"), str(tmp_path_factory.mktemp("records")))
 
 
 @pytest.mark.parametrize("case", CASES)

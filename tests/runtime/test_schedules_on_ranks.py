@@ -1,18 +1,17 @@
 """Every schedule on a pipeline of four real processes, and the refusals that must leave none of them waiting.
 
-This file is also what torchrun starts on the ranks. A rank prints ``ok <check>`` once for each check that holds on all,
+This file is also the script that forks the ranks. Rank 0 prints ``ok <check>`` once for each check that holds on all,
 ``FAILED <check>`` and the errors otherwise.
 """
 
 from __future__ import annotations
 
 import copy
-import datetime
 import re
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,7 +20,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import galvatron_fx
@@ -34,11 +33,10 @@ from galvatron_fx.ir.plan import prime_factors
 from galvatron_fx.runtime.stage_runner import StageRunner
 from tests.models import zoo
 from tests.models.random_plans import Combination, draw, prepared, random_table
-from tests.runtime.launch import Check, assert_held, launched, run_checks
+from tests.runtime.launch import Check, assert_held, fork_checks, launched
 from tests.runtime.train_ranks import full, train
 
 RANKS = 4
-LAUNCH_S = 400
 REFUSAL_S = 10.0
 PRIMES = prime_factors(RANKS)
 ROLES = ("pipeline",) * len(PRIMES)
@@ -56,6 +54,12 @@ SCHEDULES = {
 }
 
 
+@cache
+def graph_of(layers: int) -> fx.GraphModule:
+    """The model's graph, captured once before the ranks are forked."""
+    return galvatron_fx.capture(*model_and_batch(layers))
+
+
 def model_and_batch(layers: int) -> tuple[nn.Module, dict[str, Any]]:
     """GPT-2 with tied embeddings, of two blocks more than layers, and a batch of eight."""
     return zoo.gpt2(layers=layers)[0], zoo.tokens(8)
@@ -69,9 +73,11 @@ def compiled_by(mesh: DeviceMesh, pipelining: Pipelining, layers: int) -> Any:
 
 
 def trains(pipelining: Pipelining, mesh: DeviceMesh) -> None:
-    """Three steps of AdamW beside the plain model, and the measured schedule is the planned one."""
-    compiled = compiled_by(mesh, pipelining, layers=pipelining.num_stages - 2)
-    train(compiled, *model_and_batch(layers=pipelining.num_stages - 2))
+    """Two steps of AdamW beside the plain model, and the measured schedule is the planned one."""
+    model, inputs = model_and_batch(layers=pipelining.num_stages - 2)
+    graph, plan = graph_of(pipelining.num_stages - 2), Plan.uniform(PRIMES, ROLES, pipelining=pipelining)
+    compiled = compile_captured(copy.deepcopy(model), graph, mesh, plan, Cluster.from_mesh(mesh))
+    train(compiled, model, inputs, steps=2)
     report = compiled.measured_schedule()
     assert report.schedule == pipelining.table(RANKS)
     own = sorted((span for span in report.spans if span.rank == dist.get_rank()), key=lambda span: span.start_s)
@@ -181,10 +187,9 @@ CHECKS = _checks()
 
 
 @pytest.fixture(scope="module")
-def output(tmp_path_factory: pytest.TempPathFactory) -> str:
+def output() -> str:
     """What the one launch printed."""
-    log = tmp_path_factory.mktemp("ranks") / "log.txt"
-    return launched(Path(__file__), RANKS, log, timeout_s=LAUNCH_S)
+    return launched(Path(__file__))
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -193,12 +198,8 @@ def test_on_a_pipeline_of_four(output: str, check: str) -> None:
 
 
 def main() -> None:
-    """Run all checks, or those named; all ranks learn of a failure on any."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
-    mesh = init_device_mesh("cpu", (RANKS,))
-    run_checks(CHECKS, mesh, sys.argv[1:])
-    dist.destroy_process_group()
+    """Run all checks, or those named."""
+    fork_checks((RANKS,), CHECKS, sys.argv[1:], lambda: [graph_of(layers) for layers in (2, 4, 6)])
 
 
 if __name__ == "__main__":

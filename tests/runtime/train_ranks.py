@@ -1,4 +1,4 @@
-"""Run by torchrun from test_torchrun.py: real processes, gloo, a compiled model beside the plain one.
+"""Run by test_training_on_ranks.py: real processes, gloo, a compiled model beside the plain one.
 
 Prints ``ok <check>`` once for each check that holds on every rank, ``FAILED <check>`` and the errors otherwise.
 """
@@ -6,22 +6,23 @@ Prints ``ok <check>`` once for each check that holds on every rank, ``FAILED <ch
 from __future__ import annotations
 
 import copy
-import datetime
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import galvatron_fx
 from galvatron_fx import Plan, Strategy
+from galvatron_fx.api import compile_captured
 from galvatron_fx.errors import InputError, PlanError, TimeLimitError
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.overlap import Overlap
@@ -29,10 +30,19 @@ from galvatron_fx.ir.pipelining import Pipelining
 from passes.find_blocks import num_blocks
 from tests.models import zoo
 from tests.models.test_odd_sizes import Convolutions, untidy
-from tests.runtime.launch import Check, run_checks
+from tests.runtime.launch import Check, fork_checks
 
 FOLDER = Path(sys.argv[1] if __name__ == "__main__" else ".")
 MESH = (2, 2)
+# By model: roles of the first and of the last blocks, schedule, number of stages and of micro-batches.
+STAGED = {
+    "gpt2": ("data", "tensor", "1f1b", 2, 4),
+    "t5": ("zero", "data", "zb_h1", 2, 2),
+    "llama": ("tensor_sequence", "zero", "zbv", 4, 4),
+    "swin": ("data", "zero", "dualpipev", 4, 4),
+    "bert": ("sequence", "data", "interleaved_1f1b", 4, 2),
+    "vit": ("zero", "tensor", "gpipe", 2, 4),
+}
 
 
 def full(value: Tensor) -> Tensor:
@@ -122,25 +132,26 @@ def compiled_kernels(mesh: DeviceMesh) -> None:
     train(galvatron_fx.compile(copy.deepcopy(model), mesh, inputs, **options), copy.deepcopy(model), inputs, steps=1)
 
 
+@cache
+def staged(name: str) -> tuple[nn.Module, dict[str, Any], fx.GraphModule]:
+    """A model, a batch with a sample for every rank, and the graph, captured once before the ranks are forked."""
+    model, once = zoo.MODELS[name]()
+    inputs = {key: torch.cat([value, value.flip(0)]) for key, value in once.items()}
+    return model, inputs, galvatron_fx.capture(model, inputs)
+
+
 def stages(mesh: DeviceMesh) -> None:
     """Every schedule, uneven stages, unlike strategies, tied embeddings in the first and last stage."""
-    for name, first, second, schedule, count, parts in [
-        ("gpt2", "data", "tensor", "1f1b", 2, 4),
-        ("t5", "zero", "data", "zb_h1", 2, 2),
-        ("llama", "tensor_sequence", "zero", "zbv", 4, 4),
-        ("swin", "data", "zero", "dualpipev", 4, 4),
-        ("bert", "sequence", "data", "interleaved_1f1b", 4, 2),
-        ("vit", "zero", "tensor", "gpipe", 2, 4),
-    ]:
-        model, once = zoo.MODELS[name]()
-        inputs = {key: torch.cat([value, value.flip(0)]) for key, value in once.items()}  # every rank has a sample
-        blocks = num_blocks(galvatron_fx.capture(model, inputs))
+    for name, (first, second, schedule, count, parts) in STAGED.items():
+        model, inputs, graph = staged(name)
+        blocks = num_blocks(graph)
         half = blocks // 2
         cuts = (0, half) if count == 2 else (0, 1, half, half + 1)
         strategies = [Strategy(("pipeline", first), recompute=True)] * half
         strategies += [Strategy(("pipeline", second), keep_gathered=second == "zero")] * (blocks - half)
         plan = Plan.from_roles(MESH, strategies, Pipelining(count, parts, schedule, cuts))
-        train(galvatron_fx.compile(copy.deepcopy(model), mesh, inputs, plan=plan), copy.deepcopy(model), inputs)
+        compiled = compile_captured(copy.deepcopy(model), graph, mesh, plan, Cluster.from_mesh(mesh))
+        train(compiled, model, inputs, steps=2)
 
 
 def stages_evaluate_and_refuse(mesh: DeviceMesh) -> None:
@@ -370,12 +381,10 @@ CHECKS: tuple[Check, ...] = (
 
 
 def main() -> None:
-    """Run all checks, or those named after the folder; all ranks learn of a failure on any."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    mesh = init_device_mesh("cpu", MESH)
-    run_checks({check.__name__: check for check in CHECKS}, mesh, sys.argv[2:])
-    dist.destroy_process_group()
+    """Run all checks, or those named after the folder."""
+    fork_checks(
+        MESH, {check.__name__: check for check in CHECKS}, sys.argv[2:], lambda: [staged(name) for name in STAGED]
+    )
 
 
 if __name__ == "__main__":

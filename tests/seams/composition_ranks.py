@@ -1,4 +1,4 @@
-"""Run by torchrun: compositions of seams on two ranks, one after the other, and checks of plans on real ranks.
+"""Run by test_compositions.py: compositions of seams on two ranks, one by one, and checks of plans on real ranks.
 
 Arguments: the first seed and how many; then ``check`` to check plans as well. Rank 0 prints a line of JSON for each.
 """
@@ -8,19 +8,22 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import galvatron_fx
 from galvatron_fx import Plan
 from galvatron_fx.checking import check as checking
 from galvatron_fx.ir.pipelining import Pipelining
 from tests.checking.test_check import Tagger, batch
+from tests.runtime.launch import fork_ranks
 from tests.seams.compositions import draw, run
+
+SECONDS_EACH = 60.0
 
 
 def say(**what: Any) -> None:
@@ -69,20 +72,23 @@ def broken_compile(mesh: DeviceMesh, model: torch.nn.Module) -> None:
     say(check="broken", ok=found.ok, different=verdicts, text=str(found))
 
 
-def main() -> None:
-    """Run."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    mesh = init_device_mesh("cpu", (2,))
-    first, count = int(sys.argv[1]), int(sys.argv[2])
-    if "check" in sys.argv[3:]:
+def work(seeds: range, with_checks: bool, mesh: DeviceMesh) -> None:
+    """On a rank: all of it."""
+    if with_checks:
         checks(mesh)
-    for seed in range(first, first + count):
+    for seed in seeds:
         outcome = run(draw(seed), mesh)
         say(seed=seed, kind=outcome.kind, reason=outcome.reason)
-    say(done=count)
-    dist.destroy_process_group()
+    say(done=len(seeds))
+
+
+def main() -> None:
+    """Fork two ranks."""
+    warnings.simplefilter("ignore")
+    first, count = int(sys.argv[1]), int(sys.argv[2])
+    on_rank = partial(work, range(first, first + count), "check" in sys.argv[3:])
+    prepare = partial(galvatron_fx.capture, Tagger(layers=2, coupled=False, dropout=0.3), batch())
+    fork_ranks((2,), on_rank, prepare, timeout_s=SECONDS_EACH * (count + 4))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Run by torchrun from test_stages_and_torch.py: torch's utilities on plans with and without stages, on two ranks.
+"""Run by test_stages_and_torch.py: torch's utilities on plans with and without stages, on two ranks.
 
 Prints ``ok <check>`` once for each check that holds on every rank, ``FAILED <check>`` and the errors otherwise.
 """
@@ -6,10 +6,10 @@ Prints ``ok <check>`` once for each check that holds on every rank, ``FAILED <ch
 from __future__ import annotations
 
 import copy
-import datetime
 import io
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import galvatron_fx
@@ -31,7 +31,7 @@ from galvatron_fx import DistributedGraphModule, Plan, Strategy
 from galvatron_fx.errors import InputError
 from galvatron_fx.ir.pipelining import Pipelining
 from passes.find_blocks import num_blocks
-from tests.runtime.launch import Check, run_checks
+from tests.runtime.launch import Check, fork_checks
 
 FOLDER = Path(sys.argv[1] if __name__ == "__main__" else ".")
 ROLES = ("data", "zero", "tensor", "mixed")
@@ -277,10 +277,7 @@ CHECKS: dict[str, Check] = {
 
 def main() -> None:
     """Run all checks, or those named after the folder."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    run_checks(CHECKS, init_device_mesh("cpu", (2,)), sys.argv[2:])
-    dist.destroy_process_group()
+    fork_checks((2,), CHECKS, sys.argv[2:], partial(galvatron_fx.capture, Layers().double(), batch()))
 
 
 if __name__ == "__main__":

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import sys
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import galvatron_fx
 from tests.helpers import assert_exact
-from tests.runtime.launch import run_checks
+from tests.runtime.launch import fork_checks
 from tests.seams.test_module_state import WIDTH, batches, eager, left, made
 
 
@@ -68,6 +68,4 @@ def stages(mesh: object) -> None:
 CHECKS = {"stages": stages}
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    run_checks(CHECKS, init_device_mesh("cpu", (2,)), sys.argv[1:])
-    dist.destroy_process_group()
+    fork_checks((2,), CHECKS, sys.argv[1:], partial(galvatron_fx.capture, made(Far), batches()[0]))

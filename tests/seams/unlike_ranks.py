@@ -1,9 +1,8 @@
-"""Run by torchrun from test_ranks.py: ranks that come with unlike weights, batches, flags, options and meshes."""
+"""Run by test_ranks.py: ranks that come with unlike weights, batches, flags, options and meshes."""
 
 from __future__ import annotations
 
 import copy
-import datetime
 import re
 import sys
 import warnings
@@ -22,7 +21,7 @@ import galvatron_fx
 from galvatron_fx import Pipelining, Plan, own_rows
 from galvatron_fx.errors import InputError, PlanError
 from tests.models import zoo
-from tests.runtime.launch import Check, run_checks
+from tests.runtime.launch import Check, fork_checks
 from tests.runtime.train_ranks import same, same_parameters
 
 ROWS, WIDTH, CLASSES = 8, 6, 5
@@ -469,12 +468,10 @@ CHECKS: dict[int, dict[str, Check]] = {2: WEIGHTS | BATCHES, 4: ON_FOUR}
 
 
 def main() -> None:
-    """Run the checks of this number of ranks, or those named."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    size = dist.get_world_size()
-    run_checks(CHECKS[size], init_device_mesh("cpu", (size,)), sys.argv[1:])
-    dist.destroy_process_group()
+    """Run the checks of every number of ranks, or those named."""
+    for ranks in CHECKS:
+        prepare = partial(galvatron_fx.capture, *zoo.llama(layers=1))
+        fork_checks((ranks,), CHECKS[ranks], sys.argv[1:], prepare)
 
 
 if __name__ == "__main__":

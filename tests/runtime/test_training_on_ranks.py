@@ -1,4 +1,4 @@
-"""Training on four real processes, started by torchrun once for all checks of train_ranks.py."""
+"""Training on four real processes, started once for all checks of train_ranks.py."""
 
 from __future__ import annotations
 
@@ -13,25 +13,20 @@ from torch.distributed.device_mesh import init_device_mesh
 import galvatron_fx
 from galvatron_fx import Plan
 from tests.models import zoo
-from tests.runtime.launch import assert_held
-from tests.runtime.launch import launched as launched_on
+from tests.runtime.launch import assert_held, launched
 from tests.runtime.train_ranks import CHECKS, full
-
-RANKS = 4
-TIMEOUT_S = 600
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder and the output of the one launch."""
+def folder_and_output(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Of the one launch."""
     folder = tmp_path_factory.mktemp("ranks")
-    script = Path(__file__).with_name("train_ranks.py")
-    return folder, launched_on(script, RANKS, folder / "log.txt", str(folder), timeout_s=TIMEOUT_S)
+    return folder, launched(Path(__file__).with_name("train_ranks.py"), str(folder))
 
 
 @pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
-def test_on_four_processes(launched: tuple[Path, str], check: str) -> None:
-    assert_held(launched[1], check)
+def test_on_four_processes(folder_and_output: tuple[Path, str], check: str) -> None:
+    assert_held(folder_and_output[1], check)
 
 
 @pytest.fixture
@@ -43,8 +38,8 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_meta_device_gives_the_weights_of_one_rank(launched: tuple[Path, str], one_rank: None) -> None:
-    folder, _ = launched
+def test_meta_device_gives_the_weights_of_one_rank(folder_and_output: tuple[Path, str], one_rank: None) -> None:
+    folder, _ = folder_and_output
     found = torch.load(folder / "meta_weights.pt", weights_only=True)
     inputs = zoo.llama(layers=2)[1]
     with torch.device("meta"):
