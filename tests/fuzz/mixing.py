@@ -230,6 +230,28 @@ def mixer(w: Writer, x: Value) -> Value:
     return w.emit(f"{second}(F.gelu({first}({turned}))).transpose(1, 2)", x.shape)
 
 
+def rows_and_columns(w: Writer, x: Value) -> Value:
+    """Places as a grid [batch, rows, columns, width] with norms over its features, as hierarchical models have it."""
+    b, s, d = x.shape
+    rows = w.random.choice([n for n in (2, 3, 4) if s.value % n == 0] or [1])
+    columns = Size.of(s.value // rows) if s.is_fixed else Size(s.value // rows, f"({s.text} // {rows})")
+    shape = (b, Size.of(rows), columns, d)
+    made = w.random.choice((f"{x}.view({spelled(shape)})", f"{x}.unflatten(1, ({rows}, -1))"))
+    grid = norm(w, w.emit(made, shape))
+    for _ in range(w.random.choice((0, 1, 1, 2))):
+        kind = w.random.randrange(5)
+        if kind == 0:
+            grid = w.emit(f"torch.roll({grid}, (1, 1), (1, 2))", shape)
+        elif kind == 1:
+            grid = w.emit(f"{grid} + {grid}.mean({w.random.choice((1, 2))}, keepdim=True)", shape)
+        elif kind == 2:
+            turned = w.emit(f"{grid}.transpose(1, 2)", (b, columns, shape[1], d))
+            grid = w.emit(f"{norm(w, turned)}.transpose(1, 2)", shape)
+        else:
+            grid = linear(w, grid) if kind == 3 else norm(w, grid)
+    return w.emit(w.random.choice((f"{grid}.flatten(1, 2)", f"{grid}.reshape({spelled(x.shape)})")), x.shape)
+
+
 TOKENS: tuple[Part, ...] = (
     token_attention,
     token_attention,
@@ -243,6 +265,8 @@ TOKENS: tuple[Part, ...] = (
     over_places,
     over_places,
     mixer,
+    rows_and_columns,
+    rows_and_columns,
 )
 
 

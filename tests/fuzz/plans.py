@@ -1,55 +1,17 @@
-"""Random plans for any program: roles that differ from block to block, axes, stages, micro-batches, and prices."""
+"""Random plans for any program: roles that differ from block to block, axes, stages, micro-batches, and rules."""
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from random import Random
-from unittest.mock import patch
 
-from galvatron_fx.ir.annotations import TensorSpec
-from galvatron_fx.ir.op_call import OpCall
-from galvatron_fx.ir.placement import Placement
 from galvatron_fx.ir.schedule import Schedule, legal, make_schedule
 from galvatron_fx.ir.strategy import PIPELINE, Strategy
-from passes.sharding.prices import Prices
-from passes.sharding.rules import OpRule
 
 ROLES = ("data", "zero", "tensor", "tensor_sequence", "sequence")
-MESHES = ((2,), (2,), (3,), (2, 2), (2, 2), (2, 2), (2, 3), (3, 2), (2, 2, 2))
+MESHES = ((2,), (2,), (3,), (2, 2), (2, 2), (2, 2), (4,), (2, 3), (3, 2), (2, 2, 2))
 SCHEDULES = ("1f1b", "gpipe", "zb_h1")
-
-
-@dataclass(frozen=True)
-class RandomPrices(Prices):
-    """Prices drawn by ``seed``, so that the search picks what real prices would never have it pick."""
-
-    seed: int = 0
-
-    def operator_s(self, call: OpCall, rule: OpRule) -> float:
-        """Seconds of an operator under a rule."""
-        return self._draw(call.target, rule, [spec.shape for spec in call.inputs])
-
-    def redistribute_s(self, spec: TensorSpec, have: Placement, want: Placement) -> float | None:
-        """Seconds of a redistribution; None where that has no meaning."""
-        real = super().redistribute_s(spec, have, want)
-        return self._draw(spec.shape, have, want) if real else real
-
-    def _draw(self, *what: object) -> float:
-        return zlib.crc32(f"{self.seed} {what}".encode()) / 2**32 * 1e-3
-
-
-@contextmanager
-def priced(seed: int | None) -> Iterator[None]:
-    """Lower with prices drawn by ``seed``; None: with those of the cluster."""
-    if seed is None:
-        yield
-        return
-    with patch("passes.shard_graph.Prices", partial(RandomPrices, seed=seed)):
-        yield
 
 
 @dataclass(frozen=True)
@@ -57,7 +19,7 @@ class PlanDraw:
     """A plan that fits any number of blocks.
 
     ``sizes`` of the mesh axes; ``strategies`` are dealt to the blocks in turn; ``stages`` and ``microbatches`` by
-    ``schedule``, where there are any; ``prices``: the seed of random ones.
+    ``schedule``, where there are any; ``rules``: the seed that picks the rules of operators, None picks by price.
     """
 
     sizes: tuple[int, ...]
@@ -65,7 +27,7 @@ class PlanDraw:
     stages: int = 1
     microbatches: int = 1
     schedule: str = "1f1b"
-    prices: int | None = None
+    rules: int | None = None
 
     def dealt(self, blocks: int) -> list[Strategy]:
         """A strategy for each block."""
@@ -89,22 +51,22 @@ def draw_plan(random: Random, blocks: int, batch: int) -> PlanDraw:
     """A plan for so many blocks and samples."""
     sizes = random.choice(MESHES)
     share = random.random()
-    prices = random.randrange(1 << 30) if random.random() < 0.4 else None
+    rules = random.randrange(1 << 30) if random.random() < 0.4 else None
     if share < 0.35:
         role = (
             tuple(random.choice(ROLES) for _ in sizes)
             if random.random() < 0.6
             else (random.choice(ROLES),) * len(sizes)
         )
-        return PlanDraw(sizes, (_strategy(random, role),), prices=prices)
+        return PlanDraw(sizes, (_strategy(random, role),), rules=rules)
     if share < 0.8:
         count = min(blocks, random.choice((2, 2, 3, 5)))
         tables = tuple(_strategy(random, tuple(random.choice(ROLES) for _ in sizes)) for _ in range(count))
-        return PlanDraw(sizes, tables, prices=prices)
-    return _staged(random, blocks, batch, prices)
+        return PlanDraw(sizes, tables, rules=rules)
+    return _staged(random, blocks, batch, rules)
 
 
-def _staged(random: Random, blocks: int, batch: int, prices: int | None) -> PlanDraw:
+def _staged(random: Random, blocks: int, batch: int, rules: int | None) -> PlanDraw:
     stages = 2 if blocks > 1 and random.random() < 0.7 else 1
     microbatches = random.choice([n for n in (1, 2, 4) if batch % n == 0 and (n > 1 or stages > 1)] or [1])
     name = random.choice([name for name in SCHEDULES if legal(name, stages, stages, microbatches) is None] or ["1f1b"])
@@ -115,7 +77,7 @@ def _staged(random: Random, blocks: int, batch: int, prices: int | None) -> Plan
     tables = tuple(
         _strategy(random, (*lead, *(random.choice(ROLES) for _ in range(lacking)))) for _ in range(min(blocks, 3))
     )
-    return PlanDraw(sizes, tables, stages, microbatches, name, prices)
+    return PlanDraw(sizes, tables, stages, microbatches, name, rules)
 
 
 def _strategy(random: Random, roles: tuple[str, ...]) -> Strategy:
@@ -124,8 +86,8 @@ def _strategy(random: Random, roles: tuple[str, ...]) -> Strategy:
 
 def simpler(plan: PlanDraw) -> Iterator[PlanDraw]:
     """Plans that ask for less."""
-    if plan.prices is not None:
-        yield replace(plan, prices=None)
+    if plan.rules is not None:
+        yield replace(plan, rules=None)
     if plan.has_stages:
         yield replace(plan, stages=1, microbatches=1, strategies=tuple(map(_without_stages, plan.strategies)))
         if plan.microbatches > 1:

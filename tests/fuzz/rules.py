@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from galvatron_fx.errors import GalvatronError
 from galvatron_fx.ir.annotations import NodeFacts, Port, Signature, facts, ports, set_facts, set_signature
 from galvatron_fx.ir.op_call import OpCall, input_nodes, is_getitem, op_call
 from galvatron_fx.ir.placement import Partial, Placement, Shard
+from galvatron_fx.ir.torch_compat import graph_module
 from galvatron_fx.runtime.simulator import Simulator
 from passes.flat_inputs import FlatInputs
 from passes.insert_collectives import AxisSharding, InsertCollectives
@@ -66,7 +68,23 @@ def node_values(prepared: Prepared) -> dict[fx.Node, Any]:
     return values
 
 
-def bad_rules(prepared: Prepared, known: set[Any]) -> Iterator[BadRule]:
+@dataclass
+class Known:
+    """What has been checked: distinct calls, and how often each rule of each operator; no more than ``often``."""
+
+    often: int
+    calls: set[Any] = field(default_factory=set)
+    rules: Counter[Any] = field(default_factory=Counter)
+
+    def new(self, call: OpCall, degree: int) -> list[OpRule]:
+        """The rules of a call that have not been checked often; counts them."""
+        kind = call.target, tuple(len(spec.shape) for spec in call.inputs), degree
+        left = [rule for rule in dict.fromkeys(all_rules(call, degree)) if self.rules[kind, rule] < self.often]
+        self.rules.update((kind, rule) for rule in left)
+        return left
+
+
+def bad_rules(prepared: Prepared, known: Known) -> Iterator[BadRule]:
     """Check the rules of all calls that are not ``known`` yet, and add them to those; needs no plan."""
     values = node_values(prepared)
     for node in prepared.graph.graph.nodes:
@@ -80,17 +98,17 @@ def bad_rules(prepared: Prepared, known: set[Any]) -> Iterator[BadRule]:
             call.kwargs,
             tuple(bool(x.isfinite().all()) for x in given if x.is_floating_point()),
         )
-        if key in known:
-            continue
-        known.add(key)
-        yield from _bad_rules(node, call, given, values[node])
+        if key not in known.calls:
+            known.calls.add(key)
+            yield from _bad_rules(node, call, known, given, values[node])
 
 
-def _bad_rules(node: fx.Node, call: OpCall, given: list[Tensor], expected: Any) -> Iterator[BadRule]:
+def _bad_rules(node: fx.Node, call: OpCall, known: Known, given: list[Tensor], expected: Any) -> Iterator[BadRule]:
+    graph, one = _alone(node)
     for degree in DEGREES:
-        for rule in dict.fromkeys(all_rules(call, degree)):
+        for rule in known.new(call, degree):
             try:
-                error = _difference(node, rule, degree, given, expected)
+                error = _difference(graph, one, rule, degree, given, expected)
             except GalvatronError:
                 raise
             except Exception as crash:
@@ -109,15 +127,17 @@ def all_rules(call: OpCall, degree: int) -> list[OpRule]:
     return [*plain, *(instance for rule in plain for instance in strided(rule, call, runs, degree))]
 
 
-def _difference(node: fx.Node, rule: OpRule, degree: int, given: list[Tensor], expected: Any) -> str:
-    graph, one = _alone(node)
-    outputs = tuple(p if spec is not None else None for p, spec in zip(rule.outputs, facts(node).specs, strict=True))
+def _difference(
+    graph: fx.GraphModule, one: fx.Node, rule: OpRule, degree: int, given: list[Tensor], expected: Any
+) -> str:
+    specs = facts(one).specs
+    outputs = tuple(p if spec is not None else None for p, spec in zip(rule.outputs, specs, strict=True))
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     sharding = AxisSharding(0, degree, {one: rule}, dict(zip(placeholders, rule.inputs, strict=True)), outputs)
     local = InsertCollectives(sharding).run(graph)
     fed = [terms(value, p, degree) for value, p in zip(given, rule.inputs, strict=True)]
     results = Simulator((degree,)).run(local, fed)
-    wanted = expected if facts(node).multi_output else [expected]
+    wanted = expected if facts(one).multi_output else [expected]
     for held, placement, want in zip(results, outputs, wanted, strict=True):
         if placement is None or want is None or want.numel() == 0:
             continue
@@ -149,7 +169,7 @@ def _alone(node: fx.Node) -> tuple[fx.GraphModule, fx.Node]:
                 set_facts(picked, NodeFacts((spec,)))
             outputs.append(picked)
     graph.output(tuple(outputs))
-    module = fx.GraphModule(torch.nn.Module(), graph)
+    module = graph_module(torch.nn.Module(), graph)
     inputs = tuple(Port("input", str(i)) for i in range(len(made)))
     set_signature(module, Signature(inputs, tuple(Port("output", str(i)) for i in range(len(outputs))), (), None))
     return module, one
