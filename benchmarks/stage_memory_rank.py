@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +110,16 @@ def new_batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
+@cache
+def captured(model: str, policy: MixedPrecisionPolicy | None) -> fx.GraphModule:
+    """The graph of a model, for all cases that compute in the same dtypes."""
+    return capture(MODELS[model](), new_batch(), mixed_precision=policy)
+
+
 def measure(case: Case, mesh: DeviceMesh) -> Peak:
     """Predict this rank's peak, and measure it on the third step, when the optimizer has its states."""
     model, batch, plan, cluster = MODELS[case.model](), new_batch(), case.plan(), gfx.Cluster.from_mesh(mesh)
-    graph = capture(model, batch, mixed_precision=case.policy())
+    graph = captured(case.model, case.policy())
     compiled = compile_captured(model, graph, mesh, plan.with_precision(case.policy()), cluster)
     optimizer = torch.optim.AdamW(compiled.parameters())
     for _ in range(2):
@@ -135,12 +143,14 @@ def predict(graph: fx.GraphModule, plan: gfx.Plan, cluster: gfx.Cluster) -> tupl
     return SimulateStages(cluster, plan.pipelining.table(pipeline), axes).run(lowered).peak_bytes
 
 
-def main() -> None:
-    """Run one rank; rank 0 leaves the peaks of all ranks, a list a case, as JSON at the path in the first argument."""
-    path, cases = Path(sys.argv[1]), [Case(**fields) for fields in json.loads(sys.argv[2])]
+def read_cases(text: str) -> list[Case]:
+    """Cases of their fields as JSON."""
+    return [Case(**fields) for fields in json.loads(text)]
+
+
+def measure_all(cases: Sequence[Case], path: Path, mesh: DeviceMesh) -> None:
+    """On a rank: measure; rank 0 leaves the peaks of all ranks, a list a case, as JSON at ``path``."""
     torch.manual_seed(0)
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2, 2))
     found = []
     for case in cases:
         peak = measure(case, mesh)
@@ -149,6 +159,12 @@ def main() -> None:
         found.append(peaks)
     if dist.get_rank() == 0:
         path.write_text(json.dumps(found))
+
+
+def main() -> None:
+    """Run one rank."""
+    dist.init_process_group("gloo")
+    measure_all(read_cases(sys.argv[2]), Path(sys.argv[1]), init_device_mesh("cpu", (2, 2)))
     dist.destroy_process_group()
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.runtime.launch import ROOT, fork_ranks, launched
+
 RANKS = 4
-TIMEOUT_S = 200
 # Communication threads let go of their tensors a moment after they are waited for.
 TOLERANCE = 0.03
 
@@ -29,11 +28,8 @@ CASES: dict[str, dict[str, Any]] = {
 def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int, int]]]:
     """Predicted and measured bytes of every rank, by schedule."""
     path = tmp_path_factory.mktemp("peaks") / "peaks.json"
-    cases = json.dumps([{**case, "schedule": name} for name, case in CASES.items()])
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    command = [*launch, str(ROOT / "benchmarks/stage_memory_rank.py"), str(path), cases]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=TIMEOUT_S)
+    output = launched(Path(__file__), str(path))
+    assert path.exists(), output[-4000:]
     return dict(zip(CASES, json.loads(path.read_text()), strict=True))
 
 
@@ -42,3 +38,17 @@ def test_predicted_is_measured(peaks: dict[str, list[tuple[int, int]]], schedule
     assert len(peaks[schedule]) == RANKS
     for predicted, measured in peaks[schedule]:
         assert predicted == pytest.approx(measured, rel=TOLERANCE)
+
+
+def main() -> None:
+    """Measure on forked ranks; every graph is captured before."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from stage_memory_rank import Case, captured, measure_all
+
+    cases = [Case(schedule=name, **fields) for name, fields in CASES.items()]
+    work = partial(measure_all, cases, Path(sys.argv[1]))
+    fork_ranks((2, 2), work, lambda: [captured(case.model, case.policy()) for case in cases])
+
+
+if __name__ == "__main__":
+    main()
