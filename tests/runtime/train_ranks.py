@@ -101,25 +101,36 @@ def compiled_by(model: nn.Module, mesh: DeviceMesh, inputs: Any, roles: tuple[st
     return galvatron_fx.compile(copy.deepcopy(model), mesh, inputs, plan=Plan.uniform(MESH, roles, **options))
 
 
+@cache
+def captured(name: str) -> tuple[nn.Module, dict[str, Any], fx.GraphModule]:
+    """A model, a batch with a sample for every rank, and the graph, captured once before the ranks are forked."""
+    model, once = zoo.MODELS[name]()
+    inputs = {key: torch.cat([value, value.flip(0)]) for key, value in once.items()}
+    return model, inputs, galvatron_fx.capture(model, inputs)
+
+
+def trains_captured(name: str, mesh: DeviceMesh, plan: Plan, cluster: Cluster, steps: int = 3) -> None:
+    """Train a model of the zoo as :func:`train` does, from its captured graph."""
+    model, inputs, graph = captured(name)
+    compiled = compile_captured(copy.deepcopy(model), graph, mesh, plan, cluster)
+    train(compiled, copy.deepcopy(model), inputs, steps=steps)
+
+
 def uniform_plans(mesh: DeviceMesh) -> None:
-    model, inputs = zoo.llama(layers=2)
     for roles, options in [
         (("data", "tensor"), {"recompute": True}),
         (("zero", "tensor_sequence"), {}),
         (("sequence", "zero"), {"keep_gathered": True}),
     ]:
-        train(compiled_by(model, mesh, inputs, roles, **options), copy.deepcopy(model), inputs)
+        trains_captured("llama", mesh, Plan.uniform(MESH, roles, **options), Cluster.from_mesh(mesh))
 
 
 def gathers_ahead(mesh: DeviceMesh) -> None:
     """Gathers start a block ahead where computing and communicating at once gains something, as it does not here."""
     cluster = replace(Cluster.from_mesh(mesh), overlap=Overlap(1.0, 1.0))
-    model, once = zoo.llama(layers=3)
-    inputs = {key: torch.cat([value, value.flip(0)]) for key, value in once.items()}
-    staged = Plan.uniform(MESH, ["pipeline", "zero"], pipelining=Pipelining(2, 2, "1f1b"))
-    for plan in (Plan.uniform(MESH, ["zero", "zero"]), staged):
-        compiled = galvatron_fx.compile(copy.deepcopy(model), mesh, inputs, plan=plan, cluster=cluster)
-        train(compiled, copy.deepcopy(model), inputs)
+    in_stages = Plan.uniform(MESH, ["pipeline", "zero"], pipelining=Pipelining(2, 2, "1f1b"))
+    for plan in (Plan.uniform(MESH, ["zero", "zero"]), in_stages):
+        trains_captured("llama", mesh, plan, cluster)
 
 
 def compiled_kernels(mesh: DeviceMesh) -> None:
@@ -132,26 +143,16 @@ def compiled_kernels(mesh: DeviceMesh) -> None:
     train(galvatron_fx.compile(copy.deepcopy(model), mesh, inputs, **options), copy.deepcopy(model), inputs, steps=1)
 
 
-@cache
-def staged(name: str) -> tuple[nn.Module, dict[str, Any], fx.GraphModule]:
-    """A model, a batch with a sample for every rank, and the graph, captured once before the ranks are forked."""
-    model, once = zoo.MODELS[name]()
-    inputs = {key: torch.cat([value, value.flip(0)]) for key, value in once.items()}
-    return model, inputs, galvatron_fx.capture(model, inputs)
-
-
 def stages(mesh: DeviceMesh) -> None:
     """Every schedule, uneven stages, unlike strategies, tied embeddings in the first and last stage."""
     for name, (first, second, schedule, count, parts) in STAGED.items():
-        model, inputs, graph = staged(name)
-        blocks = num_blocks(graph)
+        blocks = num_blocks(captured(name)[2])
         half = blocks // 2
         cuts = (0, half) if count == 2 else (0, 1, half, half + 1)
         strategies = [Strategy(("pipeline", first), recompute=True)] * half
         strategies += [Strategy(("pipeline", second), keep_gathered=second == "zero")] * (blocks - half)
         plan = Plan.from_roles(MESH, strategies, Pipelining(count, parts, schedule, cuts))
-        compiled = compile_captured(copy.deepcopy(model), graph, mesh, plan, Cluster.from_mesh(mesh))
-        train(compiled, model, inputs, steps=2)
+        trains_captured(name, mesh, plan, Cluster.from_mesh(mesh), steps=2)
 
 
 def stages_evaluate_and_refuse(mesh: DeviceMesh) -> None:
@@ -383,7 +384,7 @@ CHECKS: tuple[Check, ...] = (
 def main() -> None:
     """Run all checks, or those named after the folder."""
     fork_checks(
-        MESH, {check.__name__: check for check in CHECKS}, sys.argv[2:], lambda: [staged(name) for name in STAGED]
+        MESH, {check.__name__: check for check in CHECKS}, sys.argv[2:], lambda: [captured(name) for name in STAGED]
     )
 
 
