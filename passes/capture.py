@@ -166,6 +166,12 @@ def _check_state(flat: FlatModel) -> None:
     steady = steady_state(flat.module, flat.inputs, flat.policy)
     if steady.carried:
         raise StateWritten(steady.carried)
+    if steady.unknown:
+        warnings.warn(
+            f"forward changes {quoted(steady.unknown)} in every step, and the compiled model does not: what it decides "
+            f"by that stays as it was traced. Draw random numbers from torch, and keep in buffers what steps change",
+            stacklevel=2,
+        )
     if steady.dropped:
         warnings.warn(
             f"forward stores {quoted(steady.dropped)} on the model and does not read it again: the compiled model does "

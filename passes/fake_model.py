@@ -17,6 +17,7 @@ from passes.attribute_writes import AttributeWrites
 from passes.flat_inputs import FlatInputs, flatten
 from passes.flat_outputs import FlatOutputs, flat_outputs
 from passes.module_state import Change, ModuleState
+from passes.outside_state import OutsideState
 from passes.reruns import keep_weights
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class FlatModel(nn.Module):
         super().__init__()
         self.module = model
         self._aliases = _aliases(model)
+        self._outside = OutsideState(model)
         self.inputs = inputs
         self.policy = policy
         self._inputs_as = policy.param_dtype if policy is not None and policy.cast_forward_inputs else None
@@ -68,9 +70,9 @@ class FlatModel(nn.Module):
 
     @contextlib.contextmanager
     def observed(self) -> Iterator[ModuleState]:
-        """Let the model run inside, and undo what it does to its attributes."""
-        with _tied(self._aliases):
-            state = ModuleState(self.module)
+        """Let the model run inside, and undo what it does to its attributes, and to what its code names elsewhere."""
+        with _tied(self._aliases), self._outside.without_cache():
+            state = ModuleState(self.module, self._outside)
             try:
                 with AttributeWrites({path: tensor for path, (_, tensor) in state.tensors.items()}):
                     yield state

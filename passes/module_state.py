@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from galvatron_fx.errors import CaptureError
+from passes.inner_state import InnerState, inner_state, is_generator
+from passes.outside_state import OutsideState
 
 # Tables of a module that torch keeps; its hooks and flags are not looked at.
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -73,16 +75,21 @@ class ModuleState:
     """The attributes of all modules of a model at one moment: tables, plain attributes, and what containers hold.
 
     Containers are dicts, lists, sets, deques, tuples and objects of classes that libraries do not define, also inside
-    each other.
+    each other. ``outside``: what else the model's code may change.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, outside: OutsideState | None = None) -> None:
         self._model = model
+        self._outside = outside
         self._copies: list[tuple[Any, Any]] = []
+        self._inner: list[InnerState] = []
         self._seen: dict[int, Any] = {}
         self.values: dict[str, tuple[Place, Any]] = {}
         for prefix, module in model.named_modules():
             self._add_module(f"{prefix}." if prefix else "", module)
+        self._named = self._named_now()
+        for path, holder, name, value in self._named:
+            self._add(path, Place(model, name, "", holder, name), value, 0)
 
     @property
     def tensors(self) -> dict[str, tuple[Place, Tensor]]:
@@ -95,9 +102,15 @@ class ModuleState:
 
     def changes(self) -> list[Change]:
         """What is otherwise now than it was, in the order of the modules."""
-        if all(_holds_the_same(container, copy) for container, copy in self._copies):
+        same_names = _holds_the_same([n[-1] for n in self._named_now()], [n[-1] for n in self._named])
+        same = (_holds_the_same(container, copy) for container, copy in self._copies)
+        if same_names and all(same) and all(inner.is_now for inner in self._inner):
             return []
-        return self.changes_to(ModuleState(self._model))
+        return self.changes_to(self.later())
+
+    def later(self) -> ModuleState:
+        """The same of this moment."""
+        return ModuleState(self._model, self._outside)
 
     def changes_to(self, later: ModuleState) -> list[Change]:
         """What is otherwise in ``later``."""
@@ -118,8 +131,20 @@ class ModuleState:
                 continue
             container.clear()
             (container.update if isinstance(container, (dict, set)) else container.extend)(copy)
+        for inner in self._inner:
+            if not inner.is_now:
+                inner.restore()
+        for path, holder, name, _ in self._named_now():
+            if path not in self.values:
+                del holder[name]
+        for _, holder, name, value in self._named:
+            if holder.get(name, MISSING) is not value:
+                holder[name] = value
 
     # ---- inside ----
+
+    def _named_now(self) -> list[tuple[str, Any, str, Any]]:
+        return [] if self._outside is None else list(self._outside.values())
 
     def _add_module(self, prefix: str, module: nn.Module) -> None:
         attributes = module.__dict__
@@ -139,7 +164,10 @@ class ModuleState:
 
     def _add(self, path: str, place: Place, value: Any, depth: int) -> None:
         if value is None or isinstance(value, (*_PLAIN, Tensor)) or depth > _DEEPEST or not _is_container(value):
-            self.values[path] = place, value
+            inner = inner_state(value)
+            if inner is not None:
+                self._inner.append(inner)
+            self.values[path] = place, value if inner is None else inner
             return
         self.values[path] = place, _Container(value)
         if id(value) in self._seen:
@@ -163,6 +191,8 @@ def is_same(before: Any, after: Any) -> bool:
     """Whether a value is what it was: the same object, an equal number or text, or a container of the same class."""
     if isinstance(before, _Container) and isinstance(after, _Container):
         return type(before.value) is type(after.value)
+    if isinstance(before, InnerState) and isinstance(after, InnerState):
+        return before == after
     if before is after:
         return True
     plain = isinstance(before, _PLAIN) and type(before) is type(after)
@@ -181,7 +211,7 @@ def _holds_the_same(container: Any, copy: Any) -> bool:
 def _is_container(value: Any) -> bool:
     if isinstance(value, _CONTAINERS):
         return True
-    if isinstance(value, (nn.Module, type)) or inspect.isroutine(value):
+    if isinstance(value, (nn.Module, type)) or is_generator(value) or inspect.isroutine(value):
         return False
     return type(value).__module__.partition(".")[0] not in _LIBRARIES and type(getattr(value, "__dict__", None)) is dict
 
@@ -208,12 +238,12 @@ def as_buffers(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
     moved: list[tuple[Place, Tensor]] = []
     try:
         for name in names:
-            place, tensor = values[name]
-            if not place.is_attribute or hasattr(type(place.owner), place.name):
+            if not _is_plain_attribute(values.get(name)):
                 raise CaptureError(
                     f"forward writes into the tensor '{name}': keep it in a buffer (register_buffer in __init__), so "
                     f"that the compiled model carries it from step to step"
                 )
+            place, tensor = values[name]
             del place.holder[place.key]
             moved.append((place, tensor))
             place.owner.register_buffer(place.name, tensor.detach(), persistent=False)
@@ -223,6 +253,11 @@ def as_buffers(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
             if place.name in place.owner._buffers:
                 delattr(place.owner, place.name)
             place.put(tensor)
+
+
+def _is_plain_attribute(found: tuple[Place, Any] | None) -> bool:
+    """Whether a value is an attribute of a module of its own; what lies outside of modules is not found there."""
+    return found is not None and found[0].is_attribute and not hasattr(type(found[0].owner), found[0].name)
 
 
 def refuse_new_weights(changes: Sequence[Change]) -> None:

@@ -15,6 +15,7 @@ from galvatron_fx.ir.torch_compat import FakeTensor, export_joint, new_fake_mode
 from passes.attribute_writes import StateWritten
 from passes.fake_model import ROOT, FlatModel, fake_weights
 from passes.flat_inputs import FlatInputs, flatten
+from passes.inner_state import InnerState, is_generator
 from passes.module_state import MISSING, Change, ModuleState, quoted
 from passes.trace_errors import explained
 from passes.watched_numbers import watch
@@ -39,11 +40,13 @@ class Steady:
     """What a model does to its attributes beside its buffers.
 
     ``carried``: plain attributes that a step takes as the step before left them, so that they have to be buffers;
-    ``dropped``: what is stored or counted, and taken by no step.
+    ``dropped``: what is stored or counted, and taken by no step; ``unknown``: what every step changes, and takes as far
+    as these few steps show.
     """
 
     carried: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
 
 
 def steady_state(model: nn.Module, inputs: FlatInputs, policy: MixedPrecisionPolicy | None) -> Steady:
@@ -93,7 +96,7 @@ class _Steps(FlatModel):
                 before = self._step(tensors, start, before)
             if self.moving:
                 self._push(self.moving)
-                self._step(tensors, start, ModuleState(self.module))
+                self._step(tensors, start, start.later())
         return tuple(self._given)
 
     @property
@@ -118,7 +121,7 @@ class _Steps(FlatModel):
         self.asked = [path for path, times in self._watched.items() if times]
         step = _Step(self._give(leaf for leaf in leaves if isinstance(leaf, Tensor)))
         step.constants = [leaf for leaf in leaves if isinstance(leaf, (str, int, float))]
-        now = ModuleState(self.module)
+        now = start.later()
         step.changes = before.changes_to(now)
         new = {change.path for change in start.changes_to(now)}
         for path, (place, value) in now.values.items():
@@ -134,7 +137,7 @@ class _Steps(FlatModel):
                 if not isinstance(place.holder, (tuple, set)):
                     place.put(self._given[-1].clone())
         self.steps.append(step)
-        return ModuleState(self.module)
+        return start.later()
 
     def _give(self, tensors: Iterable[Tensor]) -> range:
         first = len(self._given)
@@ -255,7 +258,8 @@ class _Comparison:
         if self._steps.asked:
             raise self._frozen(self._steps.asked)
         stored = [c.path for c in self._steps.steps[0].changes if isinstance(c.after, Tensor) and self._is_loose(c)]
-        return Steady(dropped=(*stored, *self._steps.counted))
+        unknown = [change.path for change in self._steps.moving if change.path not in self._steps.counted]
+        return Steady(dropped=(*stored, *self._steps.counted), unknown=tuple(unknown))
 
     def _is_loose(self, change: Change) -> bool:
         """Whether what a step stored is taken by nobody after it."""
@@ -281,7 +285,13 @@ class _Comparison:
     def _frozen(self, paths: Sequence[str]) -> CaptureError:
         changes = {change.path: change for change in self._steps.steps[0].changes}
         change = changes.get(paths[0])
-        values = "" if change is None or isinstance(change.after, Tensor) else f" ({_text(change)})"
+        if change is not None and isinstance(change.after, InnerState) and is_generator(change.after.value):
+            return CaptureError(
+                f"what forward computes depends on random numbers that it draws from {quoted(paths)}: tracing would "
+                f"freeze them. Draw them from torch (torch.rand), or pass them to forward as an input"
+            )
+        is_shown = change is not None and not isinstance(change.after, (Tensor, InnerState))
+        values = f" ({_text(change)})" if change is not None and is_shown else ""
         return CaptureError(
             f"what forward computes depends on {quoted(paths)}, which forward itself changes{values}: tracing would "
             f"freeze it. Keep it in a buffer (register_buffer(name, torch.tensor(...)) in __init__, changed by "
