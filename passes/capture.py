@@ -39,7 +39,7 @@ from passes.flat_inputs import ExampleInputs, FlatInputs
 from passes.missing_gradients import check_gradients
 from passes.module_state import as_buffers, quoted, refuse_new_weights
 from passes.repeat_layers import RepeatLayers
-from passes.reruns import refuse_replays, reruns
+from passes.reruns import refuse_late_changes, refuse_replays, reruns
 from passes.steady_state import steady_state
 from passes.trace_errors import explained
 
@@ -161,6 +161,13 @@ def _refuse_rounded_updates(
 def _check_state(flat: FlatModel) -> None:
     """See that every step is the one that was traced, whatever forward does to attributes beside its buffers."""
     refuse_new_weights(flat.changes)
+    if flat.changed_in_checkpoints:
+        warnings.warn(
+            f"forward changes {quoted(list(flat.changed_in_checkpoints))} inside of torch.utils.checkpoint: the "
+            f"compiled model changes it once a step, and eager may do so again in the rerun of backward. "
+            f"To have both alike, change it outside of the checkpoint",
+            stacklevel=2,
+        )
     if all(change.place.table == "_buffers" and change.keeps_spec for change in flat.changes):
         return
     steady = steady_state(flat.module, flat.inputs, flat.policy)
@@ -197,7 +204,7 @@ def _trace(flat: FlatModel, shapes: Sequence[tuple[int, ...]], repeats: tuple[Re
         fake_weights(model, mode, flat.policy),
         module_names(flat, units),
         passing_through(cut),
-        reruns(model) as restored,
+        reruns(model) as rerun,
     ):
         try:
             graph = export_joint(flat, args, mode)
@@ -207,7 +214,9 @@ def _trace(flat: FlatModel, shapes: Sequence[tuple[int, ...]], repeats: tuple[Re
             raise explained(error, model) from None  # torch's hundred lines more are its context
     drop_tokens(graph)
     _record(graph, flat)
-    if restored:
+    flat.changed_in_checkpoints |= rerun.changed
+    refuse_late_changes(graph)
+    if rerun.restored:
         refuse_replays(graph)
     _merge_tied(graph, model)
     return graph

@@ -41,6 +41,7 @@ class FlatModel(nn.Module):
         self._outputs: FlatOutputs | None = None
         self._changes: dict[str, Change] = {}
         self.rebound: tuple[str, ...] = ()
+        self.changed_in_checkpoints: dict[str, None] = {}
 
     @property
     def outputs(self) -> FlatOutputs:

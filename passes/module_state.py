@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,12 +14,13 @@ from torch import Tensor, nn
 from galvatron_fx.errors import CaptureError
 from passes.inner_state import InnerState, inner_state, is_generator
 from passes.outside_state import OutsideState
+from passes.raw_contents import CONTAINERS, put_contents, raw_contents
 
 # Tables of a module that torch keeps; its hooks and flags are not looked at.
 _TABLES = ("_parameters", "_buffers", "_modules")
-_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
+# Recurrent layers keep lists of their weights, which follow them.
+_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"} | {"_flat_weights", "_flat_weight_refs"}
 _DEEPEST = 6  # containers inside containers
-_CONTAINERS = (dict, list, set, deque, tuple)
 _PLAIN = (bool, int, float, complex, str, bytes)
 _LIBRARIES = ("torch", "builtins", "logging", "threading")  # whose objects are not looked into
 
@@ -102,7 +102,7 @@ class ModuleState:
 
     def changes(self) -> list[Change]:
         """What is otherwise now than it was, in the order of the modules."""
-        same_names = _holds_the_same([n[-1] for n in self._named_now()], [n[-1] for n in self._named])
+        same_names = _are_the_same([n[-1] for n in self._named_now()], [n[-1] for n in self._named])
         same = (_holds_the_same(container, copy) for container, copy in self._copies)
         if same_names and all(same) and all(inner.is_now for inner in self._inner):
             return []
@@ -129,8 +129,7 @@ class ModuleState:
         for container, copy in self._copies:
             if _holds_the_same(container, copy):
                 continue
-            container.clear()
-            (container.update if isinstance(container, (dict, set)) else container.extend)(copy)
+            put_contents(container, copy)
         for inner in self._inner:
             if not inner.is_now:
                 inner.restore()
@@ -160,7 +159,7 @@ class ModuleState:
                 self._add(prefix + name, Place(module, name, "", attributes, name), value, 0)
 
     def _keep(self, container: Any) -> None:
-        self._copies.append((container, container.copy()))
+        self._copies.append((container, raw_contents(container)))
 
     def _add(self, path: str, place: Place, value: Any, depth: int) -> None:
         if value is None or isinstance(value, (*_PLAIN, Tensor)) or depth > _DEEPEST or not _is_container(value):
@@ -173,7 +172,7 @@ class ModuleState:
         if id(value) in self._seen:
             return
         self._seen[id(value)] = value
-        holder = value if isinstance(value, _CONTAINERS) else value.__dict__
+        holder = value if isinstance(value, CONTAINERS) else value.__dict__
         if not isinstance(holder, tuple):
             self._keep(holder)
         for way, key, item in _inside(value):
@@ -201,15 +200,18 @@ def is_same(before: Any, after: Any) -> bool:
 
 def _holds_the_same(container: Any, copy: Any) -> bool:
     """Whether a container holds the very objects of a copy of it, in the same places."""
-    if isinstance(container, dict):
-        return list(container) == list(copy) and all(map(operator.is_, container.values(), copy.values()))
-    if isinstance(container, set):
-        return bool(container == copy)
-    return len(container) == len(copy) and all(map(operator.is_, container, copy))
+    now = raw_contents(container)
+    if isinstance(now, dict):
+        return list(now) == list(copy) and _are_the_same(now.values(), copy.values())
+    return bool(now == copy) if isinstance(now, set) else _are_the_same(now, copy)
+
+
+def _are_the_same(now: Collection[Any], before: Collection[Any]) -> bool:
+    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 def _is_container(value: Any) -> bool:
-    if isinstance(value, _CONTAINERS):
+    if isinstance(value, CONTAINERS):
         return True
     if isinstance(value, (nn.Module, type)) or is_generator(value) or inspect.isroutine(value):
         return False
@@ -218,14 +220,16 @@ def _is_container(value: Any) -> bool:
 
 def _inside(value: Any) -> Iterator[tuple[str, Any, Any]]:
     """What a container holds: how one writes the way there, the key, and the item."""
-    if isinstance(value, dict):
-        yield from ((f"[{key!r}]", key, item) for key, item in list(value.items()))
-    elif isinstance(value, (list, deque, tuple)):
-        yield from ((f"[{at}]", at, item) for at, item in enumerate(value))
-    elif isinstance(value, set):
-        yield from ((f" with {item!r}", item, item) for item in value if isinstance(item, _PLAIN))
-    else:
+    if not isinstance(value, CONTAINERS):
         yield from ((f".{name}", name, item) for name, item in list(value.__dict__.items()))
+        return
+    contents = raw_contents(value)
+    if isinstance(contents, dict):
+        yield from ((f"[{key!r}]", key, item) for key, item in contents.items())
+    elif isinstance(contents, list):
+        yield from ((f"[{at}]", at, item) for at, item in enumerate(contents))
+    else:
+        yield from ((f" with {item!r}", item, item) for item in contents if isinstance(item, _PLAIN))
 
 
 @contextlib.contextmanager

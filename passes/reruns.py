@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,23 +12,47 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, fx, nn
 
 from galvatron_fx.errors import CaptureError
-from galvatron_fx.ir.annotations import facts
+from galvatron_fx.ir.annotations import facts, output_ports
 from galvatron_fx.ir.torch_compat import is_custom_backward
+from galvatron_fx.ir.traced_values import traced_value
 from passes.module_state import quoted
 
 REMEDY = "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False) instead of a function of your own"
 
 
+@dataclass
+class Reruns:
+    """What was seen of them in a trace.
+
+    ``restored``: whether somebody set the state of random numbers; ``changed``: buffers that are changed inside of a
+    checkpoint, which eager may change again when it runs that again in backward.
+    """
+
+    restored: bool = False
+    changed: dict[str, None] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def noted(self, model: nn.Module) -> Iterator[None]:
+        """The inside of a checkpoint."""
+        before = {name: (buffer, traced_value(buffer)) for name, buffer in model.named_buffers()}
+        yield
+        for name, buffer in model.named_buffers() if torch.is_grad_enabled() else ():
+            held, value = before.get(name, (None, None))
+            if held is not buffer or value is not traced_value(buffer):
+                self.changed[name] = None
+
+
 @contextlib.contextmanager
-def reruns(model: nn.Module) -> Iterator[list[None]]:
+def reruns(model: nn.Module) -> Iterator[Reruns]:
     """While a model is traced: torch's reentrant checkpoints run plainly, and ``backward()`` inside is refused.
 
     What a reentrant checkpoint gives is what its body gives without one, unless none of its arguments needs gradients:
     then its weights get none. Gradients that ``backward()`` adds to weights, from inside of a backward or of forward,
-    are not in the trace: CaptureError names these weights. What is yielded grows whenever somebody sets the state of
-    random numbers.
+    are not in the trace: CaptureError names these weights.
     """
     backward, set_state = torch.autograd.backward, torch.set_rng_state
+    plain_checkpoint = torch_checkpoint._checkpoint_without_reentrant_generator
+    seen = Reruns()
 
     def refuse(tensors: Any, *args: Any, **kwargs: Any) -> None:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
@@ -40,18 +65,26 @@ def reruns(model: nn.Module) -> Iterator[list[None]]:
             f"and its gradients{weights} would be missing: {REMEDY}, or return the gradients from torch.autograd.grad"
         )
 
-    restored: list[None] = []
-
     def restore(new_state: Tensor) -> None:
-        restored.append(None)
+        seen.restored = True
         set_state(new_state)
 
-    torch_checkpoint.CheckpointFunction.apply = classmethod(_plainly)  # type: ignore[method-assign, assignment]
+    def plainly(kind: Any, function: Callable[..., Any], *given: Any) -> Any:
+        with seen.noted(model):
+            return _plainly(kind, function, *given)
+
+    def around(*args: Any, **kwargs: Any) -> Iterator[None]:
+        with seen.noted(model):
+            yield from plain_checkpoint(*args, **kwargs)
+
+    torch_checkpoint.CheckpointFunction.apply = classmethod(plainly)  # type: ignore[method-assign, assignment]
+    torch_checkpoint._checkpoint_without_reentrant_generator = around
     torch.autograd.backward, torch.set_rng_state = refuse, restore
     try:
-        yield restored
+        yield seen
     finally:
         del torch_checkpoint.CheckpointFunction.apply
+        torch_checkpoint._checkpoint_without_reentrant_generator = plain_checkpoint
         torch.autograd.backward, torch.set_rng_state = backward, set_state
 
 
@@ -78,7 +111,7 @@ def nodes_behind(tensors: Iterable[Tensor]) -> list[Any]:
 
 
 def keep_weights(model: nn.Module, outputs: Iterable[Tensor]) -> None:
-    """Let what users' autograd functions run in backward find the weights that forward found.
+    """Let what users' autograd functions run in backward find the weights that forward found, and assign no buffers.
 
     Torch has put others in their place by then; who traces puts back the model's own.
     """
@@ -92,15 +125,38 @@ def keep_weights(model: nn.Module, outputs: Iterable[Tensor]) -> None:
         for table, tensors in held:
             table.update(tensors)  # type: ignore[arg-type]
 
+    buffers = dict(model.named_buffers())
+
+    def look(*_: Any) -> None:
+        _refuse_changed([name for name, buffer in model.named_buffers() if buffer is not buffers.get(name)])
+
     for node in custom:
         node.register_prehook(install)
+        node.register_hook(look)
+
+
+def refuse_late_changes(graph: fx.GraphModule) -> None:
+    """Raise CaptureError for buffers that backward changes, when the new value has been returned already."""
+    _refuse_changed([port.name for port, node in output_ports(graph) if port.kind == "buffer" and is_backward(node)])
+
+
+def _refuse_changed(buffers: Sequence[str]) -> None:
+    if buffers:
+        raise CaptureError(
+            f"an autograd.Function changes {quoted(buffers)} in its backward, as where it runs code of forward again: "
+            f"{REMEDY}, with which the compiled model changes it once a step"
+        )
+
+
+def is_backward(node: fx.Node | None) -> bool:
+    """Whether a value is made in backward."""
+    return node is not None and node.op == "call_function" and facts(node).phase == "backward"
 
 
 def refuse_replays(graph: fx.GraphModule) -> None:
     """Raise CaptureError for random numbers in backward, which were to be those of forward again: naming the module."""
     for node in graph.graph.nodes:
-        seeded = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if node.op == "call_function" and seeded and facts(node).phase == "backward":
+        if is_backward(node) and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise CaptureError(
                 f"an autograd.Function sets the state of random numbers in its backward, to draw again what forward of "
                 f"'{facts(node).module or 'the model'}' drew ({node.name}), which a trace does not see: {REMEDY}"

@@ -169,6 +169,17 @@ class Momentum(Trained):
         return h * key
 
 
+class Recurrent(Trained):
+    """torch's own recurrent layers list their weights again in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def middle(self, h: Tensor) -> Tensor:
+        return self.cells(h[:, None])[0][:, 0]
+
+
 EXACT = {
     "assigned buffer": AssignedBuffer,
     "counting buffer": CountingBuffer,
@@ -179,6 +190,7 @@ EXACT = {
     "stored": Stored,
     "counter": Counter,
     "momentum": Momentum,
+    "recurrent": Recurrent,
     "momentum by data": lambda: Momentum("data"),
 }
 

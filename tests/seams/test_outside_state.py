@@ -6,6 +6,7 @@ import copy
 import functools
 import random
 import types
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -166,6 +167,23 @@ def test_what_decides_nothing_is_told() -> None:
     with pytest.warns(UserWarning, match="changes 'random' in every step, and the compiled model does not"):
         Capture(symbolic=False).run(Probe(lambda model, h: h if random.random() < 2 else -h), INPUTS)
     assert STEP == 0
+
+
+class Named(OrderedDict[str, Any]):
+    """A table that makes what is asked for, as those of transformers do."""
+
+    def __getitem__(self, name: str) -> Any:
+        kind, options = super().__getitem__(name)
+        return kind(**options)
+
+
+ACTIVATIONS = Named({"gelu": (nn.GELU, {"approximate": "tanh"}), "relu": (nn.ReLU, {})})
+
+
+def test_tables_that_make_what_is_asked_for_stay_as_they_are() -> None:
+    before = repr(list(OrderedDict.__iter__(ACTIVATIONS)))
+    Capture(symbolic=False).run(Probe(lambda model, h: ACTIVATIONS["gelu"](h)), INPUTS)
+    assert repr(list(ACTIVATIONS)) == before and isinstance(ACTIVATIONS["relu"], nn.ReLU)
 
 
 @functools.lru_cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -119,6 +120,47 @@ def test_gradients_are_those_of_eager(way: str) -> None:
     for roles, sizes in ((("data",), (2,)), (("zero", "tensor"), (2, 2))):
         got = simulate(graph, model, INPUTS, sizes, uniform(graph, *roles), {})
         assert_exact(got, expected, f"{way} {roles}")
+
+
+class Counting(nn.Module):
+    """A batch norm and a counter inside of a checkpoint, and one outside."""
+
+    def __init__(self, inside: bool, use_reentrant: bool, way: Callable[..., Tensor] = checkpoint) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.inside, self.use_reentrant, self.way = inside, use_reentrant, way
+
+    def body(self, h: Tensor) -> Tensor:
+        if self.inside:
+            self.mean = self.mean * 0.5
+            h = self.norm(h)
+        elif self.way is not checkpoint:
+            h = h * self.norm.num_batches_tracked.add_(1)
+        return h.tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.way(self.body, self.first(x), use_reentrant=self.use_reentrant)
+        return self.last(h if self.inside else self.norm(h)).pow(2).mean()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_buffers_that_eager_changes_again_are_named(use_reentrant: bool) -> None:
+    x = torch.randn(4, WIDTH)
+    names = r"changes 'mean', 'norm.*' and 1 more inside of torch\.utils\.checkpoint.*once a step"
+    with pytest.warns(UserWarning, match=names):
+        Capture(symbolic=False).run(Counting(True, use_reentrant), (x,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Capture(symbolic=False).run(Counting(False, use_reentrant), (x,))
+        Capture(symbolic=False).run(Counting(False, use_reentrant).eval(), (x,))
+
+
+@pytest.mark.parametrize(("inside", "name"), [(True, "mean"), (False, r"norm\.num_batches_tracked")])
+def test_buffers_that_a_rerun_of_ones_own_changes_are_refused(inside: bool, name: str) -> None:
+    again = Counting(inside, True, lambda body, h, **_: Again.apply(body, h))
+    with pytest.raises(CaptureError, match=rf"Function changes '{name}' in its backward.*use_reentrant=False"):
+        Capture(symbolic=False).run(again, (torch.randn(4, WIDTH),))
 
 
 @pytest.mark.parametrize(
