@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn, Self, SupportsIndex
 
@@ -30,6 +29,7 @@ from galvatron_fx.runtime.dtensors import local_part, write_whole
 from galvatron_fx.runtime.gradients import accumulate
 from galvatron_fx.runtime.hooks import has_hooks, refuse_backward_hooks
 from galvatron_fx.runtime.lost_ranks import StepWatch
+from galvatron_fx.runtime.modes import mark
 from galvatron_fx.runtime.module_tree import ModuleTree, refuse_conversion
 from galvatron_fx.runtime.one_at_a_time import OneAtATime, refuse_autocast, without_autocast
 from galvatron_fx.runtime.original import LateHooks
@@ -329,9 +329,9 @@ class DistributedGraphModule(nn.Module):
         _, modes, flags = key
         told = key, bool(own)
         if told not in self._descriptions:
-            trained = "" if flags == self._flags else f", {sum(flags)} parameters trained ({_mark(flags)})"
+            trained = "" if flags == self._flags else f", {sum(flags)} parameters trained ({mark(flags)})"
             rows = ", rows of its own" if own else ""
-            self._descriptions[told] = f"{_described(given)}{rows}, in {_mode(modes)}{trained}"
+            self._descriptions[told] = f"{_described(given)}{rows}, in {modes}{trained}"
         with self._watch.collectives():
             self._watch.begin(self._descriptions[told])
             is_due = self._comparison.is_due()
@@ -476,17 +476,6 @@ def _described(flat: FlatInputs) -> str:
     others = zip(flat.names, flat.leaves, strict=True)
     words += [f"{name.strip(_BRACKETS)} {leaf!r}" for name, leaf in others if not isinstance(leaf, Tensor)]
     return ", ".join(words)
-
-
-def _mode(modes: Sequence[bool]) -> str:
-    if len(set(modes)) == 1:
-        return "train mode" if modes[0] else "eval mode"
-    return f"train mode in {sum(modes)} modules ({_mark(modes)})"
-
-
-def _mark(flags: Sequence[bool]) -> str:
-    """What tells unlike flags of one number apart."""
-    return f"{zlib.crc32(bytes(flags)):x}"
 
 
 def _module_at(root: nn.Module, path: str) -> nn.Module:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_fx.errors import InputError
+from galvatron_fx.runtime.modes import Modes, Switches
 
 __all__ = ["ModuleTree", "ShownModule", "refuse_conversion"]
 
@@ -24,11 +25,14 @@ class ModuleTree:
 
     def __init__(self, twin: nn.Module) -> None:
         self.twin = twin
+        self._root: nn.Module | None = None
         self._shown: dict[nn.Module, ShownModule] = {}
-        self._modes: tuple[bool, ...] | None = None
+        self._switches = Switches(twin)
+        self._modes: Modes | None = None
 
     def fill(self, root: nn.Module) -> None:
-        """Put what shows the modules inside of the original into ``root``."""
+        """Put what shows the modules inside of the original into ``root``, which is to hold their parameters."""
+        self._root = root
         for name, child in self.twin._modules.items():
             root._modules[name] = None if child is None else self._show(child, name)
 
@@ -40,8 +44,12 @@ class ModuleTree:
         return self._shown[twin]
 
     def train(self, module: nn.Module, mode: bool) -> None:
-        """Switch one of the twin's modules, and those inside of it."""
-        module.train(mode)
+        """Switch one of the twin's modules, and those inside of it, and the parameters that its ``train`` freezes."""
+        held = dict(self._root.named_parameters()) if self._root is not None else {}
+        self.train_parameters({name: parameter.requires_grad for name, parameter in held.items()})
+        for name, flag in self._switches.train(module, mode).items():
+            if name in held:
+                held[name].requires_grad_(flag)
         self._modes = None
 
     def switched(self) -> None:
@@ -49,10 +57,10 @@ class ModuleTree:
         self._modes = None
 
     @property
-    def modes(self) -> tuple[bool, ...]:
-        """Whether each module trains."""
+    def modes(self) -> Modes:
+        """How the modules are switched."""
         if self._modes is None:
-            self._modes = tuple(module.training for module in self.twin.modules())
+            self._modes = self._switches.modes
         return self._modes
 
     def train_parameters(self, trained: Mapping[str, bool]) -> None:

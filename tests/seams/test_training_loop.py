@@ -396,6 +396,74 @@ def test_a_train_method_of_the_model_is_called(mesh: DeviceMesh) -> None:
     same_step(compiled, plain)
 
 
+class Adapted(Normed):
+    """A layer with an adapter, which ``eval`` merges into its weight, as in LoRA; ``how`` it writes."""
+
+    how = "add"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(3, 1, bias=False), nn.Linear(1, 3, bias=False)
+        self.merged = False
+
+    def train(self, mode: bool = True) -> Adapted:
+        super().train(mode)
+        if self.merged == mode:
+            change = (self.up.weight @ self.down.weight).detach() @ self.head.weight.detach() * (-1 if mode else 1)
+            if self.how == "add":
+                self.head.weight.data.add_(change)
+            elif self.how == "data":
+                self.head.weight.data = self.head.weight.data + change
+            elif self.how == "parameter":
+                self.head.weight = nn.Parameter(self.head.weight.detach() + change)
+            elif self.how == "buffer":
+                self.get_buffer("body.1.running_mean").zero_()
+            self.merged = not mode
+        return self
+
+
+@pytest.mark.parametrize("how", ["add", "data", "parameter", "buffer"])
+def test_weights_that_train_and_eval_merge_are_refused_by_name(mesh: DeviceMesh, how: str) -> None:
+    plain = Adapted().double()
+    plain.how = how
+    compiled = galvatron_fx.compile(plain, mesh, batch(), plan=Plan.uniform((1,), ("data",)))
+    before, name = modes(compiled), r"body\.1\.running_mean" if how == "buffer" else r"head\.weight"
+    with pytest.raises(InputError, match=rf"eval\(\) of Adapted changes '{name}'.*merge before compile"):
+        compiled.eval()
+    assert modes(compiled) == before and compiled.training
+    compiled.train().forward_backward(**batch())
+
+
+class Staged(Normed):
+    """A module whose ``train`` freezes a part, and sets a plain attribute that forward reads."""
+
+    scale = 1.0
+    rounds = 0
+
+    def train(self, mode: bool = True) -> Staged:
+        super().train(mode)
+        frozen_norm(self)
+        self.rounds += mode
+        self.scale = 2.0 * self.rounds if mode else 1.0
+        self.head.weight.requires_grad_(not mode)
+        return self
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x, y) * self.scale
+
+
+def test_what_train_sets_beside_the_mode_holds(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    plain = Staged().double()
+    compiled = galvatron_fx.compile(copy.deepcopy(plain), mesh, batch(), plan=Plan.uniform((1,), ("data",)))
+    for _ in range(2):
+        for mode in (True, False):
+            for model in (compiled, plain):
+                model.train(mode)
+            same_step(compiled, plain)
+    assert plain.rounds == 2
+
+
 @pytest.mark.parametrize("name", ["up.weight", "down.bias"])
 def test_parameters_are_frozen_and_trained_again_after_compile(mesh: DeviceMesh, name: str) -> None:
     compiled, plain = pair(mesh)
