@@ -84,13 +84,19 @@ def _may_have_sequence(shape: tuple[int, ...], dtype: torch.dtype) -> bool:
 def _other_sizes(batch: int, sequence: int) -> list[Sizes]:
     """Sizes to try: batch up and sequence down, so that offsets of one cannot be taken for the other.
 
-    No product of powers may stay what it was, as ``b * s`` does from 6 x 7 to 7 x 6: it would be taken for a constant.
+    No product of powers may stay what it was, as ``b * s`` does from 6 x 7 to 7 x 6: it would be taken for a constant;
+    nor may a sequence without its last token seem a multiple of it, as ``b * (s - 1)`` seems ``6 * s`` from 8 x 4 to
+    9 x 3.
     """
-    tries = []
+    tries: list[Sizes] = []
     if batch and sequence > 3:
         lengths = (sequence - 1, sequence - 2, sequence // 2)
-        telling = [length for length in lengths if _all_change((batch, sequence), (batch + 1, length))]
-        tries += [Sizes(batch + 1, length) for length in dict.fromkeys((*telling[:1], *telling[-1:]))]
+        base = Sizes(batch, sequence)
+        larger = [[Sizes(batch + more, length) for more in (1, 2, 3)] for length in lengths]
+        telling = [
+            found for sizes in larger if (found := next((other for other in sizes if _tells(base, other)), None))
+        ]
+        tries += dict.fromkeys((*telling[:1], *telling[-1:]))
     if batch:
         tries += [Sizes(batch + 1, 0), Sizes(2 * batch, 0)]
     return tries
@@ -99,6 +105,15 @@ def _other_sizes(batch: int, sequence: int) -> list[Sizes]:
 def _all_change(base: tuple[int, int], other: tuple[int, int]) -> bool:
     products = ((base[0] ** i * base[1] ** j, other[0] ** i * other[1] ** j) for i, j in _MONOMIALS if i or j)
     return all(first != second for first, second in products)
+
+
+def _tells(base: Sizes, other: Sizes) -> bool:
+    if not _all_change((base.batch, base.sequence), (other.batch, other.sequence)):
+        return False
+    read = {
+        more: _fit(*(size.batch * (size.sequence + more) for size in (base, other)), base, other) for more in (-1, 1)
+    }
+    return read == {more: BATCH * (SEQUENCE + more) for more in (-1, 1)}
 
 
 def _resized(shapes: Shapes, dtypes: Sequence[torch.dtype], base: tuple[int, int], other: Sizes) -> Shapes:

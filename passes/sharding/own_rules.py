@@ -236,6 +236,18 @@ def _softmax_backward(call: OpCall, degree: int) -> list[OpRule]:
     return rules
 
 
+@register_rule(aten.logsumexp.default)
+def _logsumexp(call: OpCall, degree: int) -> list[OpRule]:
+    """Torch's rule takes ``keepdim`` to be a keyword, and mistakes dims that are kept for others."""
+    ndim, given = len(call.inputs[0].shape), call.args[1]
+    summed = {dim % ndim for dim in (given if isinstance(given, tuple) else (given,))} if ndim else set()
+    keeps = bool(_argument(call, 2, "keepdim", False))
+    free = [dim for dim in range(ndim) if summed and dim not in summed]
+    return [
+        OpRule((Shard(dim if keeps else dim - sum(other < dim for other in summed)),), (Shard(dim),)) for dim in free
+    ]
+
+
 @register_rule(aten.nll_loss_forward.default)
 def _nll_loss(call: OpCall, degree: int) -> list[OpRule]:
     """log-probabilities [rows, classes], targets [rows]: split rows or classes (unweighted losses)."""

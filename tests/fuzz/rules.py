@@ -105,8 +105,11 @@ def bad_rules(prepared: Prepared, known: Known) -> Iterator[BadRule]:
 
 def _bad_rules(node: fx.Node, call: OpCall, known: Known, given: list[Tensor], expected: Any) -> Iterator[BadRule]:
     graph, one = _alone(node)
+    is_huge = any(_is_huge(value) for value in given)
     for degree in DEGREES:
         for rule in known.new(call, degree):
+            if is_huge and any(isinstance(placement, Partial) for placement in (*rule.inputs, *rule.outputs)):
+                continue  # a sum of such terms overflows wherever it is taken
             try:
                 error = _difference(graph, one, rule, degree, given, expected)
             except GalvatronError:
@@ -115,6 +118,13 @@ def _bad_rules(node: fx.Node, call: OpCall, known: Known, given: list[Tensor], e
                 error = f"{type(crash).__name__}: {crash}"
             if error:
                 yield BadRule(call, rule, degree, error)
+
+
+def _is_huge(value: Tensor) -> bool:
+    """Whether it holds finite numbers near the largest of its dtype, as masks do."""
+    if not value.is_floating_point():
+        return False
+    return bool((value.abs() > torch.finfo(value.dtype).max / 100).logical_and(value.isfinite()).any())
 
 
 def all_rules(call: OpCall, degree: int) -> list[OpRule]:
@@ -138,11 +148,14 @@ def _difference(
     fed = [terms(value, p, degree) for value, p in zip(given, rule.inputs, strict=True)]
     results = Simulator((degree,)).run(local, fed)
     wanted = expected if facts(one).multi_output else [expected]
+    # Terms in a narrow dtype round one by one; where a plan may have them is AllowedRules' to say.
+    dtypes = {spec.dtype for spec in specs if spec is not None and spec.dtype.is_floating_point}
+    tolerance = 1e-9 if dtypes <= {torch.float64} else 1e-6
     for held, placement, want in zip(results, outputs, wanted, strict=True):
         if placement is None or want is None or want.numel() == 0:
             continue
         got = together(held, placement)
-        if not torch.allclose(got.double(), want.double(), rtol=1e-9, atol=1e-9, equal_nan=True):
+        if not torch.allclose(got.double(), want.double(), rtol=tolerance, atol=tolerance, equal_nan=True):
             return f"differs by {float((got.double() - want.double()).abs().max()):.2e}"
     return ""
 

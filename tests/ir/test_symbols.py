@@ -93,7 +93,9 @@ def test_another_program_at_other_sizes_gives_no_symbols() -> None:
             [(3, 7), (3, 7), (1, 1), (3, 7, 5)],
         ),
         # 6 * 7 is 7 * 6, so the product would look like a constant
-        ([(6, 7)], [torch.int64], [(7, 5)]),
+        ([(6, 7)], [torch.int64], [(8, 6)]),
+        # 8 * (4 - 1) is 6 * 4, so a sequence without its last token would look like 6 * s at 9 x 3
+        ([(8, 4)], [torch.int64], [(11, 3)]),
         # features have no sequence
         ([(2, 8)], [torch.float32], [(3, 8)]),
         # images have none either

@@ -271,6 +271,8 @@ CALLS: list[Call] = [
     *softmaxes(1),
     *softmaxes(-1),
     *softmaxes(1, 1000.0),
+    # Rows and columns of one size: a shard of the wrong one fits, too.
+    *((aten.logsumexp.default, (real(4, 8, 4, 4), *how), {}) for how in (([1], True), ([1],), ([-1, 0], True), ([2],))),
     *losses(0, -100),
     *losses(1, -100),
     *losses(1, 2),
