@@ -74,7 +74,7 @@ def _output(decided: AxisDecisions, port: Any, node: fx.Node | None) -> Placemen
     if node is None:
         return None
     if port.kind == "grad":
-        parameter = decided.values.gradient_of.get(node)
+        parameter = decided.values.parameter_of(port)
         if parameter is not None and decided.leaves_terms(parameter) and isinstance(decided.produced(node), Partial):
             return decided.produced(node)
         return decided.inputs[parameter] if parameter is not None else REPLICATE

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from galvatron_fx.ir.annotations import TensorSpec, facts
+from galvatron_fx.ir.annotations import Port, TensorSpec, facts
 from galvatron_fx.ir.op_call import input_nodes, is_getitem, op_call
 from galvatron_fx.ir.placement import REPLICATE, Partial, Placement, Shard
 from passes.search.intra_block import Choice, Item, Problem, solve
@@ -111,9 +111,9 @@ class BlockProblem:
 
     def _graph_outputs(self, node: fx.Node, number: dict[fx.Node, int]) -> tuple[Any, ...]:
         """How the graph's outputs take a node: as whose gradient (by number in the block), or freely."""
-        parameter = self.decided.values.gradient_of.get(node)
-        owned = number.get(parameter) if parameter is not None else None
-        return tuple((port.kind, owned) for port in self.decided.values.output_ports_of.get(node, ()))
+        values = self.decided.values
+        taken = [(port.kind, values.parameter_of(port)) for port in values.output_ports_of.get(node, ())]
+        return tuple((kind, number.get(parameter) if parameter is not None else None) for kind, parameter in taken)
 
     # ---- the problem ----
 
@@ -216,17 +216,17 @@ class BlockProblem:
         if leave is not None:
             self._add_sink(f"exit of {node.name}", [value.index], [Choice((leave,), (), 0.0)])
         for port in self.decided.values.output_ports_of.get(node, ()):
-            self._add_output_sink(port.kind, node, value)
+            self._add_output_sink(port, node, value)
 
-    def _add_output_sink(self, kind: str, node: fx.Node, value: _Value) -> None:
-        parameter = self.decided.values.gradient_of.get(node)
-        if kind == "grad" and parameter is not None:
+    def _add_output_sink(self, port: Port, node: fx.Node, value: _Value) -> None:
+        parameter = self.decided.values.parameter_of(port)
+        if parameter is not None:
             self._add_gradient_sink(node, parameter, value)
             return
         free: list[Placement] = [REPLICATE]
-        if kind == "output" and self.decided.values.outputs_stay:
+        if port.kind == "output" and self.decided.values.outputs_stay:
             free += [p for p in value.candidates if isinstance(p, Shard) and p.outer == 1]
-        if kind == "output" and self.decided.outputs_as_terms:
+        if port.kind == "output" and self.decided.outputs_as_terms:
             free += [p for p in value.candidates if isinstance(p, Partial)]
         self._add_sink(f"output {node.name}", [value.index], [Choice((p,), (), 0.0) for p in free])
 

@@ -20,8 +20,9 @@ from passes.sharding.value_origins import (
 class GraphValues:
     """Facts of a graph as it stands, each found once; one for all decisions on a graph that does not change.
 
-    ``gradient_of``: parameter of each gradient; ``owner``: block that uses a parameter first; ``originals``: what a
-    parameter is only another view of; ``unreduced``: values whose terms are to be added up further on.
+    ``gradient_of``: parameter of each gradient, the first where one value is that of several; ``owner``: block that
+    uses a parameter first; ``originals``: what a parameter is only another view of; ``unreduced``: values whose terms
+    are to be added up further on.
     """
 
     def __init__(self, graph: fx.GraphModule) -> None:
@@ -31,9 +32,14 @@ class GraphValues:
         self.originals = original_parameters(graph)
         self.unreduced = before_cast(graph)
         self.outputs: list[tuple[Port, fx.Node | None]] = output_ports(graph)
-        self.parameters = {node for port, node in ports(graph) if port.kind == "param"}
+        self._named = {port.name: node for port, node in ports(graph) if port.kind == "param"}
+        self.parameters = set(self._named.values())
         # Without a loss of its own, the model's caller computes one from whole outputs.
         self.outputs_stay = signature(graph).loss is not None
+
+    def parameter_of(self, port: Port) -> fx.Node | None:
+        """The parameter whose gradient an output is."""
+        return self._named.get(port.name) if port.kind == "grad" else None
 
     @cached_property
     def blocks(self) -> dict[int, list[fx.Node]]:

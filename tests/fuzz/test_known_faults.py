@@ -60,6 +60,18 @@ class ChannelAttention(nn.Module):
         return F.cross_entropy(self.head((x + self.out(mixed)).mean(1)), label)
 
 
+class TwoBiases(nn.Module):
+    """The gradients of both biases are one value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.bias = nn.Parameter(torch.randn(12, 12)), nn.Parameter(torch.randn(12))
+        self.second, self.shift = nn.Parameter(torch.randn(12, 12)), nn.Parameter(torch.randn(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x @ self.first, self.second) + self.shift
+
+
 @pytest.fixture(autouse=True)
 def float64() -> None:
     torch.set_default_dtype(torch.float64)
@@ -82,3 +94,9 @@ def test_norms_whose_statistics_are_gathered_in_a_bundle() -> None:
     """Backward of a norm reads its statistics as if they were dense, and those taken out of a bundle were a view."""
     inputs = {"image": torch.randn(4, 3, 16, 16), "label": torch.randint(10, (4,))}
     check_plan(ChannelAttention(), inputs, PlanDraw((2, 2), (Strategy(("tensor", "tensor")),)))
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_one_gradient_of_two_parameters_that_lie_otherwise(seed: int) -> None:
+    """VerifierError: both gradients lay as the first of the parameters."""
+    check_plan(TwoBiases(), {"x": torch.randn(4, 12)}, PlanDraw((2,), (Strategy(("tensor",)),), rules=seed))
