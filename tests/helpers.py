@@ -25,7 +25,7 @@ from passes.lower import Lower
 from passes.lower_stages import LowerStages
 
 __all__ = ["assert_exact", "axes", "captured", "cluster_for", "collect", "distribute", "one_device"]
-__all__ += ["simulate", "simulate_stages", "uniform"]
+__all__ += ["relative_errors", "simulate", "simulate_stages", "uniform"]
 
 DEVICE = Cluster.preset("8xA100-80GB").device
 SEED = 20
@@ -126,18 +126,23 @@ def one_device(model: nn.Module, inputs: Any) -> dict[str, torch.Tensor]:
 def assert_exact(
     got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], context: str = "", tolerance: float = 1e-10
 ) -> None:
-    """Every expected value is there and equal to ``tolerance`` relative to its largest element.
+    """Every expected value is there and equal to ``tolerance``, as :func:`relative_errors` has it."""
+    for name in expected:
+        if name not in got:
+            raise AssertionError(f"{context}: no value for {name}; there are {sorted(got)[:5]} ...")
+    for name, error in relative_errors(got, expected).items():
+        assert error < tolerance, f"{context}: {name} differs by {error:.2e}"
+
+
+def relative_errors(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
+    """The largest difference of every value, relative to its largest element.
 
     Some gradients are zero but for rounding (an attention key's bias moves no softmax), so a value counts as at least a
     millionth of the largest gradient.
     """
     largest = max((float(v.abs().max()) for n, v in expected.items() if n.startswith("grad")), default=1.0)
-    for name, value in expected.items():
-        if name not in got:
-            raise AssertionError(f"{context}: no value for {name}; there are {sorted(got)[:5]} ...")
-        scale = max(float(value.abs().max()), 1e-6 * largest) or 1.0
-        error = float((got[name] - value).abs().max()) / scale
-        assert error < tolerance, f"{context}: {name} differs by {error:.2e}"
+    scales = {name: max(float(value.abs().max()), 1e-6 * largest) or 1.0 for name, value in expected.items()}
+    return {name: float((got[name] - value).abs().max()) / scales[name] for name, value in expected.items()}
 
 
 def uniform(graph: fx.GraphModule, *roles: str, **options: bool) -> list[Strategy]:

@@ -22,7 +22,7 @@ from tests.fuzz.shrink import shrunk
 from tests.fuzz.source import Function, Program
 
 # Tracing is what costs, and trying every rule of every call, which is done for the first few.
-PROGRAMS = [*((seed, True) for seed in range(6)), (0, False)]
+PROGRAMS = [*((seed, True) for seed in range(12)), (0, False)]
 WITH_RULES = 3
 
 CONTRAST = Program(
