@@ -37,7 +37,7 @@ from galvatron_fx.runtime.host_memory import keep_freed_memory
 from galvatron_fx.runtime.materialize import materialize
 from galvatron_fx.runtime.module import DistributedGraphModule
 from galvatron_fx.runtime.one_at_a_time import refuse_autocast, without_autocast
-from galvatron_fx.runtime.original import LateHooks, check_hooks, watch_optimizers
+from galvatron_fx.runtime.original import LateChanges, check_hooks, watch_optimizers
 from galvatron_fx.runtime.program import Program
 from galvatron_fx.runtime.same_weights import describe_constants, describe_model, unlike_tensors
 from galvatron_fx.runtime.staged_program import StagedProgram
@@ -268,7 +268,7 @@ def _distributed(
     if isinstance(binder, StageBinder) and binder.pipeline.group is not None:
         module.adopt_stages(binder.pipeline.group, binder.copies())
     module.adopt(inputs, binder.bind(binder.lowered), options.rows.is_local, options.rows.compare_every)
-    module.adopt_original(LateHooks(model))
+    module.adopt_original(LateChanges(model))
     watch_optimizers(model)
     look_for_infinities_in_all_shards()
     return module

@@ -24,15 +24,23 @@ from galvatron_fx.ir.strategy import original_name
 from galvatron_fx.ir.torch_compat import pytree, scale_all
 from galvatron_fx.runtime.agreement import together
 from galvatron_fx.runtime.batch_rows import BatchRows, unmarked
+from galvatron_fx.runtime.call_key import call_key, described
 from galvatron_fx.runtime.detached import detached_output
 from galvatron_fx.runtime.dtensors import local_part, write_whole
 from galvatron_fx.runtime.gradients import accumulate
 from galvatron_fx.runtime.hooks import has_hooks, refuse_backward_hooks
+from galvatron_fx.runtime.late_changes import (
+    MemoryOfParameters,
+    refuse_assignment,
+    refuse_changed_output,
+    refuse_gradients,
+    refuse_part,
+)
 from galvatron_fx.runtime.lost_ranks import StepWatch
 from galvatron_fx.runtime.modes import mark
-from galvatron_fx.runtime.module_tree import ModuleTree, refuse_conversion
+from galvatron_fx.runtime.module_tree import ModuleTree, module_at, refuse_conversion
 from galvatron_fx.runtime.one_at_a_time import OneAtATime, refuse_autocast, without_autocast
-from galvatron_fx.runtime.original import LateHooks
+from galvatron_fx.runtime.original import LateChanges
 from galvatron_fx.runtime.program import Call, Program
 from galvatron_fx.runtime.same_batch import BatchComparison
 from galvatron_fx.runtime.same_copies import CopyComparison
@@ -40,7 +48,6 @@ from galvatron_fx.runtime.stage_tensors import as_stage_tensor, mark_of_stage, o
 from galvatron_fx.runtime.staged_program import StagedProgram
 from passes.capture import FlatInputs
 
-_BRACKETS = "[]'"
 AnyProgram = Program | StagedProgram
 Compiler = Callable[[nn.Module, FlatInputs], AnyProgram]
 
@@ -73,6 +80,7 @@ class DistributedGraphModule(nn.Module):
         self._one = OneAtATime()
         self._places: dict[str, tuple[dict[str, Any], str]] = {}
         self._in_step = False
+        self._made: Any = None
         self.mesh = mesh
         self.plan = plan
         self._compiler = compiler
@@ -100,9 +108,12 @@ class DistributedGraphModule(nn.Module):
         refuse_backward_hooks(self)
         self._in_step = True
         try:
-            return self(*args, **kwargs)
+            returned = self(*args, **kwargs)
         finally:
-            self._in_step = False
+            self._in_step, made = False, self._made
+            self._made = None
+        refuse_changed_output(made, returned)
+        return returned
 
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         refuse_autocast(self.mesh.device_type, self.plan.mixed_precision)
@@ -125,7 +136,8 @@ class DistributedGraphModule(nn.Module):
         A plan with stages or micro-batches only evaluates so; InputError under gradient mode says what to call.
         """
         if self._in_step:
-            return self._train(args, kwargs)
+            self._made = self._train(args, kwargs)
+            return self._made
         refuse_autocast(self.mesh.device_type, self.plan.mixed_precision)
         with self._alone():
             program, flat, own = self._program(args, kwargs)
@@ -198,12 +210,13 @@ class DistributedGraphModule(nn.Module):
         """A model with weights, flags and modes of its own, on the same mesh and of the same programs."""
         programs = self._compiler, self._programs, self._main, self._trained, self._rows
         compared = self._comparison, self._copies
-        shared = self.mesh, self.plan, *programs, *compared, self._watch, self._one, self._late_hooks, self._stage_group
+        shared = self.mesh, self.plan, *programs, *compared, self._watch, self._one, self._late, self._stage_group
         memo |= {id(value): value for value in shared}
         memo[id(self._generator)] = self._generator.clone_state()
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        new._memory = MemoryOfParameters(new._held)
         return new
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -279,8 +292,9 @@ class DistributedGraphModule(nn.Module):
         ``is_local``: whether each rank brings its own rows of it; ``compare_batches``: how often ranks compare theirs.
         """
         self._held = dict(self.named_parameters())
+        self._memory = MemoryOfParameters(self._held)
         self._flags = self._trained_flags()
-        self._programs[_key(inputs), self._tree.modes, self._flags] = program
+        self._programs[call_key(inputs), self._tree.modes, self._flags] = program
         self._main = program
         self._rows = BatchRows(self.mesh, program.read, inputs.tensor_names, is_local)
         self._comparison = BatchComparison(compare_batches, self.mesh.device_type, is_local)
@@ -291,16 +305,16 @@ class DistributedGraphModule(nn.Module):
         self._tree.fill(self)
         for name, tensor in tensors.items():
             path, _, leaf = name.rpartition(".")
-            owner = _module_at(self, path)
+            owner = module_at(self, path)
             table: dict[str, Any] = owner._parameters if isinstance(tensor, nn.Parameter) else owner._buffers
             table[leaf] = tensor
             self._places[name] = table, leaf
             if not persistent.get(name, True):
                 owner._non_persistent_buffers_set.add(leaf)
 
-    def adopt_original(self, late_hooks: LateHooks) -> None:
-        """Say who notices hooks that come too late."""
-        self._late_hooks = late_hooks
+    def adopt_original(self, late: LateChanges) -> None:
+        """Say who notices what is done to the original too late."""
+        self._late = late
 
     def adopt_stages(self, group: dist.ProcessGroup, elsewhere: frozenset[str]) -> None:
         """Say that ``group`` holds the stages, and which parameters here are copies of an earlier stage's."""
@@ -311,11 +325,14 @@ class DistributedGraphModule(nn.Module):
 
     def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[AnyProgram, FlatInputs, list[int]]:
         """The program for a call, its inputs, and the positions of those of which this rank has but its own rows."""
-        self._late_hooks.warn()
+        self._late.warn()
         given, marked = unmarked(args, kwargs)
+        self._memory.require_kept(self._held)
+        if torch.is_grad_enabled():
+            refuse_gradients(given)
         flat, own = self._rows.spread(given, marked)
         flags = self._trained_flags()
-        key = _key(flat), self._tree.modes, flags
+        key = call_key(flat), self._tree.modes, flags
         if key not in self._programs:
             self._refuse_flags_of_stages(flags)
         self._compare(key, given, own)
@@ -331,7 +348,7 @@ class DistributedGraphModule(nn.Module):
         if told not in self._descriptions:
             trained = "" if flags == self._flags else f", {sum(flags)} parameters trained ({mark(flags)})"
             rows = ", rows of its own" if own else ""
-            self._descriptions[told] = f"{_described(given)}{rows}, in {modes}{trained}"
+            self._descriptions[told] = f"{described(given)}{rows}, in {modes}{trained}"
         with self._watch.collectives():
             self._watch.begin(self._descriptions[told])
             is_due = self._comparison.is_due()
@@ -369,6 +386,21 @@ class DistributedGraphModule(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         refuse_conversion(self, fn)
         return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and name != "training" and self.__dict__.get("_main") is not None:
+            refuse_assignment(self, self._tree.twin, name, value)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._parameters or name in self._buffers or name in self._modules:
+            refuse_part(name)
+        super().__delattr__(name)
+
+    def _refuse_part(self, name: str, *_: Any, **__: Any) -> NoReturn:
+        refuse_part(name)
+
+    register_parameter = register_buffer = add_module = register_module = _refuse_part
 
     def _values(self, flat: FlatInputs) -> Callable[[Port], Any]:
         """What every input of the graph is on this rank in this step."""
@@ -462,27 +494,3 @@ def _norm_over(norm: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tens
     dist.all_reduce(power, group=group)
     total: Tensor = power ** (1.0 / norm_type)
     return total
-
-
-def _key(flat: FlatInputs) -> Any:
-    plain = tuple(None if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in flat.leaves)
-    return flat.names, str(flat.tree), plain, tuple(flat.shapes), tuple(flat.dtypes)
-
-
-def _described(flat: FlatInputs) -> str:
-    """A batch in words, by which ranks that come with unlike ones are told."""
-    shapes = zip(flat.tensor_names, flat.shapes, flat.dtypes, strict=True)
-    words = [f"{name.strip(_BRACKETS)} {shape} {str(dtype).removeprefix('torch.')}" for name, shape, dtype in shapes]
-    others = zip(flat.names, flat.leaves, strict=True)
-    words += [f"{name.strip(_BRACKETS)} {leaf!r}" for name, leaf in others if not isinstance(leaf, Tensor)]
-    return ", ".join(words)
-
-
-def _module_at(root: nn.Module, path: str) -> nn.Module:
-    """The module at a dotted path, whatever other attributes of its owner are called."""
-    module: nn.Module | None = root
-    for part in filter(None, path.split(".")):
-        assert module is not None, f"'{path}' holds a tensor"
-        module = module._modules[part]
-    assert module is not None, f"'{path}' holds a tensor"
-    return module

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from galvatron_fx.errors import InputError
 from galvatron_fx.runtime.modes import Modes, Switches
 
-__all__ = ["ModuleTree", "ShownModule", "refuse_conversion"]
+__all__ = ["ModuleTree", "ShownModule", "module_at", "refuse_conversion"]
 
 _HOOKS = "the modules of a compiled model do not run one by one, so a hook of theirs would never be called"
 
@@ -112,10 +112,23 @@ class ShownModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError as error:
+            if callable(getattr(type(self._twin), name, None)):
+                return self._refuse_call(name)
             raise AttributeError(
                 f"'{self._path}' of a compiled model has no '{name}': it holds parameters and buffers alone, so ask "
                 f"the original, before compile"
             ) from error
+
+    def _refuse_call(self, name: str) -> Callable[..., NoReturn]:
+        """What stands for a method of the original: people ask whether there is one, and call it."""
+
+        def refuse(*_: Any, **__: Any) -> NoReturn:
+            raise InputError(
+                f"'{self._path}' of a compiled model has no '{name}': it holds parameters and buffers alone, so call "
+                f"that of the original, before compile"
+            )
+
+        return refuse
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "training" or name.startswith("_"):
@@ -172,3 +185,13 @@ def refuse_conversion(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None
                 f"the parameters of a compiled model stay on {device}, and cannot go to {result.device}: the mesh says "
                 f"where a model runs, so compile for a mesh of {result.device.type}"
             )
+
+
+def module_at(root: nn.Module, path: str) -> nn.Module:
+    """The module at a dotted path, whatever other attributes of its owner are called."""
+    module: nn.Module | None = root
+    for part in filter(None, path.split(".")):
+        assert module is not None, f"'{path}' holds a tensor"
+        module = module._modules[part]
+    assert module is not None, f"'{path}' holds a tensor"
+    return module

@@ -16,13 +16,14 @@ from torch.utils.hooks import RemovableHandle
 from galvatron_fx.errors import InputError
 from galvatron_fx.runtime.stage_tensors import refuse_whole_states
 
-__all__ = ["LateHooks", "check_hooks", "watch_optimizers"]
+__all__ = ["LateChanges", "check_hooks", "watch_optimizers"]
 
 _REMEDY = "return what it wants from the model's forward, or hook the compiled model itself or its parameters"
 
 # Parameters of models that were compiled, by id: the tensor, its model's number, its name.
 _ORIGINALS: dict[int, tuple[weakref.ref[Tensor] | None, int, str]] = {}
 _NONE = None, 0, ""
+_FIRST, _EVERY = 3, 100  # calls of the compiled model
 
 
 def watch_optimizers(model: nn.Module) -> None:
@@ -95,16 +96,24 @@ def _originals(optimizer: Optimizer) -> Iterator[tuple[Tensor, int, str]]:
                 yield parameter, number, name
 
 
-class LateHooks:
-    """Hooks that are registered on the original model after compile, and are never called."""
+class LateChanges:
+    """What is done to the original model after compile, in vain: hooks, and new values of its weights."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
+        self._versions = _versions(model)
+        self._calls = 0
         self._next = RemovableHandle.next_id
         self._known = set(_hooks(model))
 
     def warn(self) -> None:
-        """Warn of those that came since the last call; costs nothing where none was registered anywhere."""
+        """Warn of those that came since the last call; costs nothing where nothing was registered anywhere.
+
+        Weights are looked at in the first calls, and now and then.
+        """
+        self._calls += 1
+        if self._calls <= _FIRST or self._calls % _EVERY == 0:
+            self._warn_of_weights()
         if self._next == RemovableHandle.next_id:
             return
         self._next = RemovableHandle.next_id
@@ -117,6 +126,24 @@ class LateHooks:
                     f"does not call it: {_REMEDY}",
                     stacklevel=4,
                 )
+
+    def _warn_of_weights(self) -> None:
+        model = self._model()
+        now = _versions(model) if model is not None else {}
+        changed = next((name for name, version in now.items() if self._versions.get(name, version) != version), None)
+        if changed is not None:
+            self._versions = now
+            warnings.warn(
+                f"'{changed}' of the original model was changed after compile, and the compiled model has weights of "
+                f"its own: load or change those of the compiled model, or do it before compile",
+                stacklevel=5,
+            )
+
+
+def _versions(model: nn.Module) -> dict[str, int]:
+    """How often each parameter and buffer was written to."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return {name: 0 if tensor.is_inference() else tensor._version for name, tensor in tensors}
 
 
 def _hooks(model: nn.Module) -> Iterator[tuple[str, int]]:

@@ -1,0 +1,78 @@
+"""What people put in place of a compiled model's own parts, where its program does not see it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from galvatron_fx.errors import InputError
+from galvatron_fx.ir.torch_compat import pytree
+from passes.flat_inputs import FlatInputs
+
+__all__ = ["MemoryOfParameters", "refuse_assignment", "refuse_changed_output", "refuse_gradients", "refuse_part"]
+
+_BRACKETS = "[]'"
+IN_PLACE = "write the values in place, as in 'with torch.no_grad(): parameter.copy_(values)'"
+
+
+def refuse_assignment(model: nn.Module, original: nn.Module, name: str, value: Any) -> None:
+    """Raise InputError for an attribute of a compiled ``model`` that its program would have to see.
+
+    That are those of the ``original``, its ``forward``, and new parameters and modules; what else people keep on a
+    model is theirs.
+    """
+    held = model._parameters.keys() | model._buffers.keys()
+    is_known = name in held or name in model._modules or hasattr(original, name)
+    if is_known or isinstance(value, (nn.Parameter, nn.Module)):
+        remedy = IN_PLACE if name in held else "set it before compile, and compile again"
+        raise InputError(
+            f"'{name}' of a compiled model is assigned, and the compiled program does not see it: {remedy}"
+        )
+
+
+def refuse_part(name: str) -> NoReturn:
+    """Raise InputError for a part of a compiled model that is taken away, or added."""
+    raise InputError(f"'{name}' of a compiled model is added or deleted: change the model before compile")
+
+
+def refuse_gradients(inputs: FlatInputs) -> None:
+    """Raise InputError for inputs that need gradients: the compiled backward ends at the model."""
+    for name, tensor in zip(inputs.tensor_names, inputs.tensors, strict=True):
+        if tensor.requires_grad:
+            raise InputError(
+                f"input {name.strip(_BRACKETS)} needs a gradient, and a compiled model gives none to its inputs: "
+                f"compile a module that makes this input itself, or pass it detached"
+            )
+
+
+def refuse_changed_output(made: Any, returned: Any) -> None:
+    """Raise InputError where a forward hook has put another output in the place of what ``forward_backward`` made."""
+    leaves = [pytree.tree_leaves(outputs) for outputs in (made, returned)]
+    if len(leaves[0]) != len(leaves[1]) or any(one is not other for one, other in zip(*leaves, strict=True)):
+        raise InputError(
+            "a forward hook of the compiled model returns another output, after forward_backward has differentiated "
+            "the loss: call the model and backward() on the loss that the hook returns, or return it from forward"
+        )
+
+
+class MemoryOfParameters:
+    """Where parameters lie, so that ``parameter.data = values`` is noticed: torch drops it silently for DTensors."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._names = list(parameters)
+        self._lies = _storages(parameters)
+
+    def require_kept(self, parameters: Mapping[str, Tensor]) -> None:
+        """Raise InputError, naming it, for a parameter whose ``.data`` was assigned since."""
+        now = _storages(parameters)
+        if now != self._lies:
+            name = next(n for n, is_, was in zip(self._names, now, self._lies, strict=True) if is_ != was)
+            raise InputError(f"the .data of '{name}' was assigned, which has no effect on a DTensor: {IN_PLACE}")
+
+
+def _storages(parameters: Mapping[str, Tensor]) -> list[int]:
+    """What the wrapper of each DTensor lies in: it has no values, and is another one after an assignment."""
+    return [p.untyped_storage()._cdata if isinstance(p, DTensor) else 0 for p in parameters.values()]

@@ -1,0 +1,213 @@
+"""What the program of a compiled model cannot see: parts put in the place of others, inputs that it cannot follow."""
+
+from __future__ import annotations
+
+import copy
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import galvatron_fx
+from galvatron_fx import DistributedGraphModule, Plan
+from galvatron_fx.errors import InputError
+
+PLAN = Plan.uniform((1,), ("data",))
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    """This process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+class Net(nn.Module):
+    """Two layers, scaled by an attribute and by what is passed beside the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.alpha = nn.Linear(6, 8), nn.Linear(8, 3), 1.0
+
+    def forward(self, x: Tensor, how: Any = None) -> dict[str, Tensor]:
+        out = self.down(self.up(x).tanh()) * self.alpha
+        if callable(how):
+            out = how(out)
+        elif isinstance(how, np.ndarray):
+            out = out * torch.from_numpy(how)[1500]
+        elif how is not None:
+            out = out * (how["scale"] if isinstance(how, dict) else how.scale)
+        return {"loss": out.square().mean(), "logits": out}
+
+
+def x() -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def pair(mesh: DeviceMesh, **inputs: Any) -> tuple[DistributedGraphModule, Net]:
+    torch.manual_seed(0)
+    plain = Net().double()
+    return galvatron_fx.compile(copy.deepcopy(plain), mesh, {"x": x(), **inputs}, plan=PLAN), plain
+
+
+# ---- parts ----
+
+
+def assigned_data(model: Any) -> None:
+    model.up.weight.data = model.up.weight.data * 2
+    model.forward_backward(x=x())
+
+
+def assigned_data_of_a_copy(model: Any) -> None:
+    other = copy.deepcopy(model)
+    other.forward_backward(x=x())
+    other.up.weight.data = model.up.weight.data * 2
+    with torch.no_grad():
+        other(x=x())
+
+
+def vector(model: Any) -> None:
+    vector_to_parameters(parameters_to_vector(model.parameters()), model.parameters())
+    model(x=x())
+
+
+def new_module(model: Any) -> None:
+    model.head = nn.Linear(3, 3)
+
+
+def new_forward(model: Any) -> None:
+    model.forward = lambda **batch: None
+
+
+def own_attribute(model: Any) -> None:
+    model.alpha = 3.0
+
+
+def new_parameter(model: Any) -> None:
+    model.register_parameter("extra", nn.Parameter(torch.ones(3)))
+
+
+def deleted(model: Any) -> None:
+    del model.up
+
+
+def reset(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+
+def hooked(model: Any) -> None:
+    model.register_forward_hook(lambda *given: {**given[-1], "loss": given[-1]["loss"] * 2})
+    model.forward_backward(x=x())
+
+
+def from_a_layer(model: Any) -> None:
+    model(x=nn.Linear(6, 6).double()(x()))
+
+
+def input_gradient(model: Any) -> None:
+    model.forward_backward(x=x().requires_grad_())
+
+
+@pytest.mark.parametrize("change, said", [
+    (assigned_data, r"\.data of 'up\.weight' was assigned, which has no effect on a DTensor: .*copy_"),
+    (assigned_data_of_a_copy, r"\.data of 'up\.weight' was assigned"),
+    (vector, r"\.data of 'up\.weight' was assigned"),
+    (new_module, "'head' of a compiled model is assigned.*before compile"),
+    (new_forward, "'forward' of a compiled model is assigned"),
+    (own_attribute, "'alpha' of a compiled model is assigned"),
+    (new_parameter, "'extra' of a compiled model is added or deleted"),
+    (deleted, "'up' of a compiled model is added or deleted"),
+    (reset, "'up' of a compiled model has no 'reset_parameters'.*before compile"),
+    (hooked, "forward hook of the compiled model returns another output.*call the model and backward"),
+    (from_a_layer, "input x needs a gradient.*makes this input itself, or pass it detached"),
+    (input_gradient, "input x needs a gradient"),
+])  # fmt: skip
+def test_what_the_program_would_not_see_is_refused(mesh: DeviceMesh, change: Callable[..., None], said: str) -> None:
+    compiled, _ = pair(mesh)
+    with pytest.raises(InputError, match=said):
+        change(compiled)
+
+
+def test_what_people_keep_on_a_model_is_theirs(mesh: DeviceMesh) -> None:
+    compiled, plain = pair(mesh)
+    compiled.best_loss, compiled.notes = 3.0, {"lr": 0.1}
+    compiled.register_forward_hook(lambda *given: given[-1])
+    for model in (compiled, plain):
+        for parameter in model.parameters():
+            parameter.data.mul_(0.5)
+    compiled.forward_backward(x=x())
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x=x().requires_grad_())["loss"], plain(x())["loss"])
+    assert compiled.best_loss == 3.0 and compiled.notes == {"lr": 0.1}
+
+
+def test_changed_weights_of_the_original_are_told_of_once(mesh: DeviceMesh) -> None:
+    plain = Net().double()
+    compiled = galvatron_fx.compile(plain, mesh, {"x": x()}, plan=PLAN)
+    compiled.forward_backward(x=x())
+    plain.load_state_dict({name: value * 2 for name, value in plain.state_dict().items()})
+    with pytest.warns(UserWarning, match=r"'up\.weight' of the original model was changed after compile"):
+        compiled.forward_backward(x=x())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled.forward_backward(x=x())
+
+
+# ---- inputs ----
+
+
+class Scaled:
+    """Tells nothing of itself."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def times(self, out: Tensor) -> Tensor:
+        return out * self.scale
+
+
+@dataclass
+class Given:
+    """Taken apart where it holds a tensor."""
+
+    scale: Any
+
+
+def grown(array: np.ndarray) -> None:
+    array[1500] = 3.0
+
+
+@pytest.mark.parametrize("how, change", [
+    (Scaled(2.0), lambda how: setattr(how, "scale", 3.0)),
+    (types.SimpleNamespace(scale=2.0), lambda how: setattr(how, "scale", 3.0)),
+    (Given(2.0), lambda how: setattr(how, "scale", 3.0)),
+    (Given(torch.tensor(2.0)), lambda how: setattr(how, "scale", torch.tensor(3.0))),
+    ({"scale": 2.0}, lambda how: how.update(scale=3.0)),
+    (np.full(3000, 2.0), grown),
+])  # fmt: skip
+def test_inputs_beside_tensors_are_what_they_hold(mesh: DeviceMesh, how: Any, change: Callable[[Any], None]) -> None:
+    compiled, plain = pair(mesh, how=how)
+    for _ in range(2):
+        torch.testing.assert_close(compiled.forward_backward(x=x(), how=how)["loss"], plain(x(), how)["loss"].detach())
+        change(how)
+
+
+def test_inputs_that_cannot_be_followed_are_refused(mesh: DeviceMesh) -> None:
+    scale = 2.0
+    for how in (lambda out: out * scale, Scaled(2.0).times, Scaled(torch.ones(1)), nn.Tanh()):
+        with pytest.raises(InputError, match=r"input how\S* is a \w+, which the compiled program cannot follow.*pass"):
+            pair(mesh, how=how)
+    compiled, plain = pair(mesh, how=torch.tanh)
+    torch.testing.assert_close(compiled(x=x(), how=torch.tanh)["loss"], plain(x(), torch.tanh)["loss"])
