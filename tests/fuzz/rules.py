@@ -155,7 +155,7 @@ def _difference(
     results = Simulator((degree,)).run(local, fed)
     wanted = expected if facts(one).multi_output else [expected]
     # Terms in a narrow dtype round one by one; where a plan may have them is AllowedRules' to say.
-    dtypes = {spec.dtype for spec in specs if spec is not None and spec.dtype.is_floating_point}
+    dtypes = {value.dtype for value in (*given, *wanted) if value is not None and value.is_floating_point()}
     tolerance = 1e-9 if dtypes <= {torch.float64} else 1e-6
     for held, placement, want in zip(results, outputs, wanted, strict=True):
         if placement is None or want is None or want.numel() == 0:
