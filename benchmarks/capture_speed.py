@@ -11,13 +11,13 @@ import time
 
 import machine
 import torch
-from plan_speed import llama
+from plan_speed import llama_7b
 from rich.console import Console
 from rich.table import Table
 from torch import fx, nn
 
+from passes.blocks import graph_fingerprint
 from passes.capture import Capture
-from passes.find_blocks import graph_fingerprint
 from passes.frontend import PASSES, Frontend
 
 
@@ -61,7 +61,8 @@ def main() -> None:
     ids = torch.zeros(options.batch, options.sequence, dtype=torch.int64, device="meta")
     columns: list[list[str]] = []
     for layers in options.layers:
-        model = llama(layers, options.sequence)
+        with torch.device("meta"):
+            model = llama_7b(layers).bfloat16()
         seconds, graph = pass_seconds(model, ids)
         column = [str(len(graph.graph.nodes)), *(f"{seconds[name]:.2f}" for name in names)]
         column.append(f"{sum(seconds.values()):.2f}")

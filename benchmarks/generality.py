@@ -27,12 +27,12 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from cost_models.call_cost import call_cost
 from galvatron_fx import Cluster
 from galvatron_fx.api import capture
 from galvatron_fx.ir.op_call import is_getitem, op_call
-from galvatron_fx.plan_fit import expand
-from passes.call_cost import call_cost
-from passes.find_blocks import num_blocks
+from passes.blocks import num_blocks
+from passes.lowering.apply_plan import expand
 from passes.search.plan_search import SearchOptions, search_plan
 from passes.shard_graph import ShardGraph
 from tests.helpers import DEVICE, assert_exact, axes, one_device, simulate, uniform

@@ -42,7 +42,7 @@ from galvatron_fx.ir.predicted import UPDATE, Cause
 from galvatron_fx.ir.units import format_bytes, format_seconds
 from galvatron_fx.profiling.table import describe_profile
 from galvatron_fx.search_settings import SearchSettings
-from passes.find_blocks import fingerprints
+from passes.blocks import fingerprints
 from passes.search.plan_search import search_plan
 from passes.search.simulate_choice import SimulateChoice
 
@@ -80,7 +80,7 @@ def predict(graph: fx.GraphModule, cluster: gfx.Cluster, recompute: str, budget:
     plan = search_plan(graph, cluster, SearchSettings(memory_budget=most, recompute=wanted).on(cluster))
     marks = fingerprints(graph)
     strategies = [plan.strategy_of(index, len(marks)) for index in range(len(marks))]
-    (use,) = SimulateChoice(graph, cluster, marks).of(strategies, (0,), None).ranks()
+    (use,) = SimulateChoice(graph, cluster, marks).run(strategies, (0,), None).ranks()
     update_s = use.seconds[Cause(UPDATE)]
     total_s = sum(use.seconds.values())
     return Predicted(recompute, plan, total_s - update_s, update_s, sum(use.memory.values()), budget)
@@ -202,7 +202,7 @@ def main() -> None:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         if options.profile is None:
-            cluster = gfx.Cluster.measure(mesh, seconds=options.profile_seconds)
+            cluster = gfx.measure_cluster(mesh, seconds=options.profile_seconds)
         else:
             cluster = gfx.Cluster.load(options.profile)
         cluster.save(folder / "profile.json")

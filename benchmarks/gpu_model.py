@@ -9,9 +9,9 @@ from small_models import Batch, Size, llama
 from torch import fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from cost_models.call_cost import call_cost
 from cost_models.ops import is_matmul
 from galvatron_fx.ir.op_call import op_call
-from passes.call_cost import call_cost
 
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 

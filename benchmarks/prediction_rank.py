@@ -20,10 +20,10 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import galvatron_fx as gfx
-from galvatron_fx.api import lower
 from galvatron_fx.profiling import measure_calls, measure_cluster
 from passes.lower import Lowered
 from passes.lower_stages import LoweredStages
+from passes.lowering.apply_plan import lower
 from passes.simulate_stages import SimulateStages, StagesReport
 from passes.simulate_step import SimulateStep, StepReport
 

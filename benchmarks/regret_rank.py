@@ -27,7 +27,7 @@ from galvatron_fx.api import compile_captured
 from galvatron_fx.plan_fit import staging_of
 from galvatron_fx.profiling import measure_cluster
 from galvatron_fx.search_settings import SearchSettings
-from passes.find_blocks import fingerprints
+from passes.blocks import fingerprints
 from passes.search.plan_search import search_plan
 from passes.search.simulate_choice import SimulateChoice
 
@@ -75,7 +75,7 @@ def predicted(graph: fx.GraphModule, cluster: gfx.Cluster, plans: Sequence[gfx.P
     for number in mine(range(len(plans))):
         plan = plans[number]
         strategies = [plan.strategy_of(index, len(marks)) for index in range(len(marks))]
-        step = simulate.of(strategies, plan.pipelining.cuts(len(marks)), staging_of(plan, cluster))
+        step = simulate.run(strategies, plan.pipelining.cuts(len(marks)), staging_of(plan, cluster))
         own[number] = step.step_time_s, max(sum(rank.memory.values()) for rank in step.ranks())
     found = {number: numbers for part in all_ranks(own) for number, numbers in part.items()}
     return [Candidate(name_of(plan), plan, *found[number]) for number, plan in enumerate(plans)]

@@ -96,7 +96,7 @@ def contenders(case: Case, size: Size, free: bool, variants: list[str]) -> dict[
     if "torch.compile" in variants:
         made["ours, inductor"] = ours(plan=case.plan(), backend="inductor")
     if free:
-        made["free choice"] = ours(roles=gfx.ir.strategy.ROLES, cluster=gfx.Cluster.measure(mesh, seconds=_PROFILE_S))
+        made["free choice"] = ours(roles=gfx.ir.strategy.ROLES, cluster=gfx.measure_cluster(mesh, seconds=_PROFILE_S))
     return made
 
 

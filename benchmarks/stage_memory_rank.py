@@ -20,10 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import galvatron_fx as gfx
-from galvatron_fx.api import capture, compile_captured, lower
+from galvatron_fx.api import capture, compile_captured
 from galvatron_fx.ir.pipelining import Pipelining
 from galvatron_fx.runtime.staged_program import StagedProgram
 from passes.lower_stages import LoweredStages
+from passes.lowering.apply_plan import lower
 from passes.simulate_stages import SimulateStages
 
 RANKS = 4

@@ -7,14 +7,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cost_models.collectives import Amount, collective_s
+from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.cluster import Axis
 
 __all__ = ["Bundled", "bundle_bytes", "bundled_s", "share_s", "start_s"]
 
-Floats = NDArray[np.float64]
 
 _START_SHARE = 0.2  # of a collective's time that starting it may take before tensors are worth bundling
 _MOST_BYTES = 2**26  # copying into bundles of more would take more memory than it saves time

@@ -29,9 +29,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cost_models.curve_time import collective_curve_s
-from galvatron_fx.errors import ClusterError, InputError
+from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.cluster import Axis
 from galvatron_fx.ir.curves import CollectiveCurve
+from galvatron_fx.ir.errors import ClusterError, InputError
 
 __all__ = [
     "all_gather_s",
@@ -43,7 +44,6 @@ __all__ = [
     "send_recv_s",
 ]
 
-Array = NDArray[np.float64]
 # A number in, a number out; an array in, an array of the same shape out.
 Amount = TypeVar("Amount", float, NDArray[Any])
 
@@ -148,7 +148,7 @@ def collective_s(kind: str, size_bytes: Amount, axes: Sequence[Axis]) -> Amount:
     return _KINDS[kind](size_bytes, axes) if seconds is None else _finish(seconds, size_bytes)
 
 
-def _measured(kind: str, size: Array, groups: Sequence[Axis]) -> Array | None:
+def _measured(kind: str, size: Floats, groups: Sequence[Axis]) -> Floats | None:
     """What curves say: one over all axes, or one an axis, each on what the faster ones leave; None without."""
     if not groups:
         return np.zeros_like(size)
@@ -181,7 +181,7 @@ def _curve(kind: str, axes: Sequence[Axis]) -> CollectiveCurve | None:
     return None
 
 
-def _checked(size_bytes: float | Array, axes: Sequence[Axis]) -> tuple[Array, list[Axis]]:
+def _checked(size_bytes: float | Floats, axes: Sequence[Axis]) -> tuple[Floats, list[Axis]]:
     """Return the sizes as an array, and the axes of more than one device, fastest first."""
     size = np.asarray(size_bytes, dtype=np.float64)
     if not np.all(size >= 0):
@@ -193,12 +193,12 @@ def _checked(size_bytes: float | Array, axes: Sequence[Axis]) -> tuple[Array, li
     return size, [axis for axis in fastest_first if axis.size > 1]
 
 
-def _send(size: Array, axis: Axis) -> Array:
+def _send(size: Floats, axis: Axis) -> Floats:
     """One message to a neighbour; nothing is sent where there are no bytes."""
-    return cast(Array, np.where(size > 0, axis.latency_s + size / axis.bandwidth_bytes_per_s, 0.0))
+    return cast(Floats, np.where(size > 0, axis.latency_s + size / axis.bandwidth_bytes_per_s, 0.0))
 
 
-def _scatter(size: Array, groups: Sequence[Axis]) -> Array:
+def _scatter(size: Floats, groups: Sequence[Axis]) -> Floats:
     """Reduce-scatter, scatter, or (backwards) all-gather, fastest axis first, each on what the one before left."""
     seconds = np.zeros_like(size)
     for axis in groups:
@@ -209,7 +209,7 @@ def _scatter(size: Array, groups: Sequence[Axis]) -> Array:
     return seconds
 
 
-def _summed(like: Array, terms: Iterable[Array]) -> Array:
+def _summed(like: Floats, terms: Iterable[Floats]) -> Floats:
     """The sum of ``terms``, in the shape of ``like`` also where there are none."""
     return sum(terms, start=np.zeros_like(like))
 
@@ -225,7 +225,7 @@ def _doubling_steps(devices: int) -> int:
     return whole if devices == 1 << whole else whole + 2
 
 
-def _finish(seconds: Array, like: Amount) -> Amount:
+def _finish(seconds: Floats, like: Amount) -> Amount:
     """Give numbers back for numbers, arrays for arrays."""
     result: Any = seconds if isinstance(like, np.ndarray) else float(seconds)
     return result  # type: ignore[no-any-return]

@@ -11,34 +11,32 @@ from functools import lru_cache
 from typing import cast
 
 import numpy as np
-from numpy.typing import NDArray
 
+from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.curves import CollectiveCurve, OperatorCurve
 
 __all__ = ["collective_curve_s", "operator_curve_s"]
 
-Array = NDArray[np.float64]
 
-
-def operator_curve_s(curve: OperatorCurve, flops: Array, moved_bytes: Array) -> Array:
+def operator_curve_s(curve: OperatorCurve, flops: Floats, moved_bytes: Floats) -> Floats:
     """Return the seconds of operators of so many flops that move so many bytes; no work takes no time."""
     return _read(curve, flops * curve.flop_s + moved_bytes * curve.byte_s)
 
 
-def collective_curve_s(curve: CollectiveCurve, size_bytes: Array) -> Array:
+def collective_curve_s(curve: CollectiveCurve, size_bytes: Floats) -> Floats:
     """Return the seconds of collectives of so many bytes of the full tensor; no bytes take no time."""
     return _read(curve, size_bytes)
 
 
-def _read(curve: OperatorCurve | CollectiveCurve, amount: Array) -> Array:
+def _read(curve: OperatorCurve | CollectiveCurve, amount: Floats) -> Floats:
     amounts, seconds = _logarithms(curve)
     with np.errstate(divide="ignore"):
         asked = np.log(amount)
     found = np.exp(np.interp(asked, amounts, seconds) + np.maximum(asked - amounts[-1], 0.0))
-    return cast(Array, np.where(amount > 0, found, 0.0))
+    return cast(Floats, np.where(amount > 0, found, 0.0))
 
 
 @lru_cache(maxsize=4096)
-def _logarithms(curve: OperatorCurve | CollectiveCurve) -> tuple[Array, Array]:
+def _logarithms(curve: OperatorCurve | CollectiveCurve) -> tuple[Floats, Floats]:
     points = np.log(np.array(curve.points, dtype=np.float64))
     return points[:, 0], points[:, 1]

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.schedule import Schedule
-
-Floats = NDArray[np.float64]
 
 
 def many_step_s(

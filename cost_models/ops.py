@@ -21,18 +21,18 @@ from typing import Any, TypeAlias
 import numpy as np
 import sympy
 import torch
-from numpy.typing import NDArray
 from torch._ops import OpOverload
 
 from cost_models.curve_time import operator_curve_s
-from galvatron_fx.errors import InputError
+from galvatron_fx.ir.annotations import FREE, OpCost
+from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.cluster import Device
 from galvatron_fx.ir.curves import OperatorCurve
+from galvatron_fx.ir.errors import InputError
 
-__all__ = ["FREE", "Dim", "OpCost", "TensorFacts", "is_matmul", "kind_of", "op_cost", "op_time_s", "price_class"]
+__all__ = ["Dim", "TensorFacts", "is_matmul", "kind_of", "op_cost", "op_time_s", "price_class"]
 
 Dim: TypeAlias = int | sympy.Expr
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -51,22 +51,6 @@ class TensorFacts:
     def size_bytes(self) -> Dim:
         """Bytes of all elements; an int if every size is one."""
         return _product((self.numel, self.dtype.itemsize))
-
-
-@dataclass(frozen=True)
-class OpCost:
-    """Floating-point operations, and bytes read and written, of one operator.
-
-    Ints or sympy expressions from :func:`op_cost`; numbers or arrays of one shape once evaluated.
-    """
-
-    flops: Any
-    read_bytes: Any
-    written_bytes: Any
-
-
-FREE = OpCost(0, 0, 0)
-"""The cost of what moves no data: views, sizes, taking one of several outputs."""
 
 
 def op_cost(
@@ -134,7 +118,7 @@ def price_class(device: Device, dtype: str, kind: str) -> str:
     return "copy" if kind in _MOVES else "pointwise"
 
 
-def op_time_s(cost: OpCost, dtype: torch.dtype | str, device: Device, kind: str) -> float | Array:
+def op_time_s(cost: OpCost, dtype: torch.dtype | str, device: Device, kind: str) -> float | Floats:
     """Return the seconds of an operator on ``device``: as measured, else the roofline plus the overhead of a launch.
 
     ``kind``: as :func:`kind_of` or :func:`price_class` says; ``dtype``: what is computed in. Without a
@@ -167,7 +151,7 @@ def _curve(device: Device, kind: str, dtype: str) -> OperatorCurve | None:
     return found if found or kind in _MATMUL_KINDS or kind in _CONVOLUTIONS else device.curve(kind)
 
 
-def _roofline_s(flops: Array, moved: Array, dtype: str, device: Device, kind: str) -> Array:
+def _roofline_s(flops: Floats, moved: Floats, dtype: str, device: Device, kind: str) -> Floats:
     rate = device.flops_per_s(dtype)
     if kind == "matmul":
         rate *= device.matmul_efficiency

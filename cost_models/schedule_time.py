@@ -21,7 +21,7 @@ from functools import cached_property
 from operator import mul
 from typing import NamedTuple
 
-from galvatron_fx.errors import InputError
+from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.schedule import Action, Schedule
 
 __all__ = [

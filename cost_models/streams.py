@@ -16,14 +16,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.overlap import Overlap
 from galvatron_fx.ir.predicted import Cause
 
 __all__ = ["Event", "Share", "Start", "StreamRun", "Wait", "Work", "exposed_s"]
-
-Floats = NDArray[np.float64]
 
 
 class Work(NamedTuple):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from galvatron_fx._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from galvatron_fx import errors as errors
     from galvatron_fx.api import capture, compile, plan
@@ -21,11 +23,10 @@ if TYPE_CHECKING:
     from galvatron_fx.ir.pipelining import Pipelining
     from galvatron_fx.ir.plan import Plan
     from galvatron_fx.ir.strategy import Strategy
+    from galvatron_fx.profiling import measure_cluster
     from galvatron_fx.runtime.batch_rows import own_rows
     from galvatron_fx.runtime.module import DistributedGraphModule
     from galvatron_fx.weights import load_weights, save_weights
-
-__version__ = "0.1.0"
 
 __all__ = [
     "CheckReport",
@@ -41,6 +42,7 @@ __all__ = [
     "errors",
     "explain",
     "load_weights",
+    "measure_cluster",
     "own_rows",
     "plan",
     "plan_batch",
@@ -60,6 +62,7 @@ _HOMES = {
     "compile": "galvatron_fx.api",
     "explain": "galvatron_fx.explaining",
     "load_weights": "galvatron_fx.weights",
+    "measure_cluster": "galvatron_fx.profiling",
     "own_rows": "galvatron_fx.runtime.batch_rows",
     "plan": "galvatron_fx.api",
     "plan_batch": "galvatron_fx.batch_search",

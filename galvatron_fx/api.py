@@ -13,10 +13,10 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from galvatron_fx.arguments import as_plan
-from galvatron_fx.errors import InputError, PlanError
 from galvatron_fx.ir.annotations import signature
 from galvatron_fx.ir.arguments import check_arguments
 from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.errors import InputError, PlanError
 from galvatron_fx.ir.pass_dump import OnPass, dumping
 from galvatron_fx.ir.placement import Placement
 from galvatron_fx.ir.plan import Plan
@@ -26,7 +26,7 @@ from galvatron_fx.ir.progress import CAPTURE, Observer
 from galvatron_fx.ir.strategy import SEARCHED_ROLES, original_name
 from galvatron_fx.ir.torch_compat import look_for_infinities_in_all_shards
 from galvatron_fx.plain_model import plain_model
-from galvatron_fx.plan_fit import check_budget, check_plan, strategies_on, warn_without_sequence
+from galvatron_fx.plan_fit import check_budget
 from galvatron_fx.profiling.machine import warn_if_stale
 from galvatron_fx.runtime.agreement import agreed, require_all_ranks, told_by_first
 from galvatron_fx.runtime.backends import Backend, new_backend
@@ -42,11 +42,12 @@ from galvatron_fx.runtime.program import Program
 from galvatron_fx.runtime.same_weights import describe_constants, describe_model, unlike_tensors
 from galvatron_fx.runtime.staged_program import StagedProgram
 from galvatron_fx.search_settings import Constraints, SearchSettings
+from passes.blocks import graph_fingerprint
 from passes.capture import ExampleInputs, FlatInputs
-from passes.find_blocks import graph_fingerprint, num_blocks
 from passes.frontend import Frontend
-from passes.lower import Lower, Lowered
-from passes.lower_stages import LoweredStages, LowerStages
+from passes.lower import Lowered
+from passes.lower_stages import LoweredStages
+from passes.lowering.apply_plan import check_plan, lower, warn_without_sequence
 from passes.module_state import ModuleState, as_buffers
 from passes.search.plan_search import search_plan
 from passes.search.record import Watch
@@ -359,29 +360,6 @@ class _Builder:
             return binder.bind(self.lower(graph, placements, twin.training))
 
         return compile_inputs
-
-
-def lower(
-    graph: fx.GraphModule,
-    plan: Plan,
-    cluster: Cluster,
-    cache: dict[Any, Any] | None = None,
-    fixed: Mapping[str, tuple[Placement, ...]] | None = None,
-    on_pass: OnPass | None = None,
-    training: bool = True,
-) -> Lowered | LoweredStages:
-    """Lower a captured graph by a plan: forward and backward, or the tasks of every stage."""
-    blocks = num_blocks(graph)
-    strategies = strategies_on(plan, cluster, blocks)
-    held = {} if cache is None else cache
-    on_pass = dumping(on_pass)
-    if plan.pipelining.is_trivial:
-        return Lower(strategies, cluster, held, fixed or {}, on_pass).run(graph)
-    planned = blocks if plan.is_wildcard else len(plan.blocks)
-    cuts = [first * blocks // planned for first in plan.pipelining.cuts(planned)]
-    count = plan.pipelining.num_microbatches
-    stages = LowerStages(strategies, cuts, count, cluster, held, fixed or {}, on_pass, keep_outputs=not training)
-    return stages.run(graph)
 
 
 def _skeleton(model: nn.Module) -> nn.Module:

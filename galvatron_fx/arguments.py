@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from galvatron_fx.errors import ClusterError, PlanError
 from galvatron_fx.ir.arguments import shown
 from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.errors import ClusterError, PlanError
 from galvatron_fx.ir.plan import Plan
 
 __all__ = ["as_plan", "check_cluster"]
@@ -28,5 +28,5 @@ def check_cluster(cluster: Cluster) -> None:
     if not isinstance(cluster, Cluster):
         raise ClusterError(
             f"cluster is {shown(cluster)}: give a Cluster, as Cluster.preset('8xA100-80GB'), Cluster.load(path), "
-            f"Cluster.from_mesh(mesh) and Cluster.measure(mesh) return"
+            f"Cluster.from_mesh(mesh) and galvatron_fx.measure_cluster(mesh) return"
         )

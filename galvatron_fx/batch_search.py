@@ -12,9 +12,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from galvatron_fx.api import plan
-from galvatron_fx.errors import BudgetError, InputError, PlanError
 from galvatron_fx.ir.arguments import check_arguments
+from galvatron_fx.ir.budget_error import BudgetError
 from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.errors import InputError, PlanError
 from galvatron_fx.ir.plan import Plan
 from galvatron_fx.ir.progress import Observer, Progress
 from galvatron_fx.search_settings import SearchSettings

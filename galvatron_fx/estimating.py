@@ -13,9 +13,10 @@ from galvatron_fx.ir.plan_report_table import render_use
 from galvatron_fx.ir.predicted import RankUse, busiest
 from galvatron_fx.ir.progress import CAPTURE, SIMULATION, Observer
 from galvatron_fx.ir.units import format_bytes, format_seconds
-from galvatron_fx.plan_fit import check_plan, simulated
+from galvatron_fx.plan_fit import simulated
+from passes.blocks import num_blocks
 from passes.capture import ExampleInputs
-from passes.find_blocks import num_blocks
+from passes.lowering.apply_plan import check_plan
 from passes.search.record import Watch
 
 __all__ = ["Estimate", "estimate"]

@@ -6,8 +6,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from galvatron_fx.errors import InputError
 from galvatron_fx.ir.arguments import check_arguments
+from galvatron_fx.ir.errors import InputError
 
 __all__ = ["plain_model"]
 

@@ -8,17 +8,16 @@ from dataclasses import dataclass
 import sympy
 from torch import fx
 
-from cost_models.ops import FREE, OpCost
-from galvatron_fx.ir.annotations import facts, set_facts
+from cost_models.call_cost import call_cost
+from galvatron_fx.ir.annotations import FREE, OpCost, facts, set_facts
 from galvatron_fx.ir.op_call import op_call
-from passes.call_cost import call_cost
 
 
 @dataclass(frozen=True)
 class AnnotateCosts:
     """Give every compute node its cost: flops, bytes read and bytes written, as sympy expressions in ``b`` and ``s``.
 
-    Rewrite: facts with ``cost=None`` -> facts with an :class:`cost_models.ops.OpCost`; the graph is unchanged.
+    Rewrite: facts with ``cost=None`` -> facts with an :class:`OpCost`; the graph is unchanged.
     """
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from galvatron_fx.errors import CaptureError
+from galvatron_fx.ir.errors import CaptureError
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_ITEM = torch.Tensor.__setitem__

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from galvatron_fx.errors import CaptureError, GalvatronError, InputError
 from galvatron_fx.ir.annotations import (
     NodeFacts,
     Port,
@@ -24,6 +23,7 @@ from galvatron_fx.ir.annotations import (
     set_signature,
     signature,
 )
+from galvatron_fx.ir.errors import CaptureError, GalvatronError, InputError
 from galvatron_fx.ir.graph_copy import write_call
 from galvatron_fx.ir.precision import Precision, computed_in, set_precision
 from galvatron_fx.ir.symbols import fit_symbols

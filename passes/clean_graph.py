@@ -11,8 +11,7 @@ import torch
 from torch import fx
 
 from galvatron_fx.ir.annotations import Dim, TensorSpec, facts, set_facts
-from galvatron_fx.ir.graph_copy import copy_graph, marks, write_call
-from galvatron_fx.ir.torch_compat import graph_module
+from galvatron_fx.ir.graph_copy import eliminate_dead_code, marks, write_call
 
 aten = torch.ops.aten
 
@@ -65,34 +64,6 @@ class CleanGraph:
         eliminate_dead_code(graph)
         graph.recompile()
         return graph
-
-
-def copied(graph: fx.GraphModule) -> fx.GraphModule:
-    """A copy whose nodes can be changed; their facts are shared, as they never change."""
-    result = graph_module(graph, copy_graph(graph.graph))
-    result.meta.update(graph.meta)
-    return result
-
-
-def eliminate_dead_code(graph: fx.GraphModule) -> None:
-    """Erase nodes that nothing uses (random ones too: nothing can see them)."""
-    for node in reversed(list(graph.graph.nodes)):
-        if node.op in ("call_function", "get_attr") and not node.users:
-            graph.graph.erase_node(node)
-
-
-def replace_outputs(graph: fx.GraphModule, node: fx.Node, outputs: Sequence[fx.Node | None]) -> None:
-    """Put ``outputs`` in place of ``node`` (of what picks its outputs, if there are several), and erase it."""
-    takers = [(node, outputs[0])]
-    if facts(node).multi_output:
-        takers = [(user, outputs[user.args[1]]) for user in node.users]  # type: ignore[index]
-    for old, new in takers:
-        if new is None:
-            raise AssertionError(f"'{old.name}' takes an output of '{node.name}' that nothing replaces")
-        old.replace_all_uses_with(new)
-        graph.graph.erase_node(old)
-    if facts(node).multi_output:
-        graph.graph.erase_node(node)
 
 
 def _drop_empty(node: fx.Node) -> None:

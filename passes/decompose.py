@@ -13,12 +13,12 @@ from torch import Tensor, fx
 
 from galvatron_fx.ir import torch_compat
 from galvatron_fx.ir.annotations import Dim, NodeFacts, TensorSpec, facts, set_facts
-from galvatron_fx.ir.graph_copy import copy_node, marks
+from galvatron_fx.ir.graph_copy import copy_node, marks, replace_outputs
 from galvatron_fx.ir.op_call import input_nodes, op_call
 from galvatron_fx.ir.symbols import BATCH, SEQUENCE, Sizes
 from galvatron_fx.ir.symbols import annotate as label_dims
 from galvatron_fx.ir.torch_compat import trace_decomposed
-from passes.clean_graph import CleanGraph, replace_outputs
+from passes.clean_graph import CleanGraph
 from passes.sharding import batched_rules, own_rules, random_rules  # noqa: F401  (register rules)
 from passes.sharding.rules import has_rule
 

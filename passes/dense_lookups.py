@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from galvatron_fx.errors import CaptureError
+from galvatron_fx.ir.errors import CaptureError
 
 _embedding: Any = torch.embedding
 _embedding_bag: Any = functional.embedding_bag

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from galvatron_fx.errors import InputError
 from galvatron_fx.ir.annotations import facts, ports, set_facts, set_signature, signature
+from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph_copy import copy_node
 from galvatron_fx.ir.torch_compat import graph_module
-from passes.find_blocks import fingerprints
+from passes.blocks import fingerprints
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from galvatron_fx.errors import CaptureError
+from galvatron_fx.ir.errors import CaptureError
 from galvatron_fx.ir.torch_compat import module_of, no_modes, pytree, with_effects
 
 aten = torch.ops.aten

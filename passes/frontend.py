@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import fx, nn
 
-from galvatron_fx.errors import CaptureError, InputError
+from galvatron_fx.ir.errors import CaptureError, InputError
 from galvatron_fx.ir.garbage import fewer_collections
 from galvatron_fx.ir.verifier import verify
 from passes.annotate_costs import AnnotateCosts

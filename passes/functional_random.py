@@ -11,11 +11,10 @@ import torch
 from torch import fx
 from torch.fx.graph import CodeGen
 
-from galvatron_fx.errors import CaptureError
 from galvatron_fx.ir.annotations import NodeFacts, Port, TensorSpec, facts, ports, set_facts, set_signature, signature
-from galvatron_fx.ir.graph_copy import write_call
+from galvatron_fx.ir.errors import CaptureError
+from galvatron_fx.ir.graph_copy import eliminate_dead_code, replace_outputs, write_call
 from galvatron_fx.ir.random_ops import random_uniform
-from passes.clean_graph import eliminate_dead_code, replace_outputs
 from passes.sharding import random_rules  # noqa: F401  (registers the rule of random_uniform)
 
 aten = torch.ops.aten

@@ -9,11 +9,11 @@ import sympy
 import torch
 from torch import fx
 
-from galvatron_fx.errors import ShardingError
-from galvatron_fx.ir.annotations import Dim, NodeFacts, TensorSpec, facts, set_facts
+from galvatron_fx.ir.annotations import Dim, NodeFacts, Placements, TensorSpec, facts, set_facts
 from galvatron_fx.ir.collectives import all_gather, all_reduce, all_to_all, only_first, reduce_scatter, shard
+from galvatron_fx.ir.errors import ShardingError
 from galvatron_fx.ir.graph_copy import copy_node, write_call
-from galvatron_fx.ir.local_program import Placements, record_program, record_step, renewed
+from galvatron_fx.ir.local_program import record_program, record_step, renewed
 from galvatron_fx.ir.op_call import input_nodes, is_getitem
 from galvatron_fx.ir.placement import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard, local_shape
 from galvatron_fx.ir.torch_compat import graph_module

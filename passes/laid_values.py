@@ -9,7 +9,7 @@ from torch import fx
 
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import facts
-from passes.codegen import finished
+from galvatron_fx.ir.bound_ops import finished
 from passes.memory_layout import LaidTensor, evaluate
 
 _DENSE = {*c.COLLECTIVES, c.shard}

@@ -8,10 +8,11 @@ from torch import fx
 
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import facts, set_facts
+from galvatron_fx.ir.bound_ops import finished
 from galvatron_fx.ir.graph_copy import write_call
 from galvatron_fx.ir.layout import extend_layout, has_layout
 from galvatron_fx.ir.local_program import record_step
-from passes.codegen import communicates, finished
+from passes.codegen import communicates
 from passes.partition import Halves
 from passes.sharding.placed_calls import verify_placed
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from galvatron_fx.ir.annotations import Dim, TensorSpec, facts, set_facts
-from galvatron_fx.ir.graph_copy import marks, write_call
-from passes.clean_graph import eliminate_dead_code
+from galvatron_fx.ir.graph_copy import eliminate_dead_code, marks, write_call
 from passes.constants import Constants
 
 aten = torch.ops.aten

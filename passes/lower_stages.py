@@ -11,9 +11,10 @@ from typing import Any
 from torch import fx
 
 from cost_models.collectives import collective_s
-from galvatron_fx.errors import PlanError
+from cost_models.node_time import NodeTime
 from galvatron_fx.ir.annotations import Port, Signature, signature
 from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.layout import Layout, layout
 from galvatron_fx.ir.placement import Placement
 from galvatron_fx.ir.strategy import Strategy, stand_in_name
@@ -22,7 +23,6 @@ from passes.relay_or_recompute import RelayOrRecompute
 from passes.schedule_communication import ScheduleCommunication
 from passes.shard_graph import ShardGraph
 from passes.sharding.placed_calls import verify_placed
-from passes.simulate_step import SimulateStep
 from passes.split_microbatches import Microbatched, SplitMicrobatches
 from passes.split_stages import SplitStages, Stage, stage_of_node, stages_of_blocks
 from passes.untie_stages import UntieStages
@@ -101,7 +101,7 @@ class LowerStages:
             )
 
     def _relay(self, placed: Layout) -> RelayOrRecompute:
-        prices = SimulateStep(self.cluster)
+        prices = NodeTime(self.cluster)
 
         def compute_s(node: fx.Node) -> float:
             price = prices.price(node, placed)

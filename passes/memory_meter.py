@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import fx
 
-from galvatron_fx.errors import VerifierError
 from galvatron_fx.ir.annotations import facts, has_facts
+from galvatron_fx.ir.bound_ops import BoundAxis, finished
+from galvatron_fx.ir.errors import VerifierError
 from galvatron_fx.ir.graph_copy import copy_graph
 from galvatron_fx.ir.predicted import (
     ACTIVATIONS,
@@ -27,7 +28,7 @@ from galvatron_fx.ir.predicted import (
     Storage,
     by_kind,
 )
-from passes.codegen import BoundAxis, Codegen, finished
+from passes.codegen import Codegen
 from passes.lower import Lowered
 from passes.memory_layout import Buffer, LaidTensor, evaluate
 

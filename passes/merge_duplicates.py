@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from galvatron_fx.ir.annotations import facts
-from passes.clean_graph import eliminate_dead_code
+from galvatron_fx.ir.graph_copy import eliminate_dead_code
 
 
 @dataclass(frozen=True)

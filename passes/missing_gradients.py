@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from galvatron_fx.errors import CaptureError
 from galvatron_fx.ir.annotations import facts, output_ports, ports
+from galvatron_fx.ir.errors import CaptureError
 from galvatron_fx.ir.op_call import input_nodes
 from galvatron_fx.ir.torch_compat import compiling, new_fake_mode
 from passes.fake_model import FlatModel, fake_weights

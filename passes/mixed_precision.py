@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from galvatron_fx.ir.annotations import TensorSpec, facts, output_ports, ports, set_facts
-from galvatron_fx.ir.graph_copy import write_call
+from galvatron_fx.ir.annotations import facts, output_ports, ports, set_facts
+from galvatron_fx.ir.graph_copy import cast_behind, set_output, with_dtype, write_call
 from galvatron_fx.ir.op_call import input_nodes
-from galvatron_fx.ir.precision import cast_gradient, cast_parameter, precision
+from galvatron_fx.ir.precision import cast_parameter, precision
 
 
 @dataclass(frozen=True)
@@ -43,26 +43,6 @@ class MixedPrecision:
         return graph
 
 
-@dataclass(frozen=True)
-class RestoreGradients:
-    """Give every reduced gradient the dtype of its parameter, in which the optimizer takes it.
-
-    Runs when all axes are lowered, so that it casts what this rank keeps of a gradient.
-
-    Rewrite: ``grad = reduce_scatter(g)`` -> ``grad = cast_gradient(reduce_scatter(g), float32)``.
-    """
-
-    def run(self, graph: fx.GraphModule) -> fx.GraphModule:
-        """Rewrite ``graph`` in place and return it."""
-        own = {port.name: facts(node).spec.dtype for port, node in ports(graph) if port.kind == "param"}
-        for position, (port, node) in enumerate(output_ports(graph)):
-            if port.kind != "grad" or port.name not in own or node is None:
-                continue
-            if facts(node).spec.dtype != own[port.name]:
-                _set_output(graph, position, _cast_behind(graph, node, own[port.name]))
-        return graph
-
-
 # ---- parameters ----------------------------------------------------------------------------------------------------
 
 
@@ -71,7 +51,7 @@ def _cast_for_blocks(graph: fx.GraphModule, node: fx.Node, own: torch.dtype) -> 
     shown = facts(node).spec
     if shown.dtype == own:
         return
-    set_facts(node, facts(node).having(specs=(_with_dtype(shown, own),)))
+    set_facts(node, facts(node).having(specs=(with_dtype(shown, own),)))
     users: dict[int, list[fx.Node]] = {}
     order = {user: i for i, user in enumerate(graph.graph.nodes) if user in node.users}
     for user in sorted(node.users, key=order.__getitem__):
@@ -100,12 +80,12 @@ def _cast_terms(graph: fx.GraphModule, position: int, gradient: fx.Node, dtype: 
         if spec.dtype == dtype:
             continue
         if node.op == "call_function" and node.target is torch.ops.aten.add.Tensor and _is_sum(node):
-            set_facts(node, facts(node).having(specs=(_with_dtype(spec, dtype),)))
+            set_facts(node, facts(node).having(specs=(with_dtype(spec, dtype),)))
             pending += [(source, node) for source in dict.fromkeys(input_nodes(node))]
         elif taker.op == "output":
-            _set_output(graph, position, _cast_behind(graph, node, dtype))
+            set_output(graph, position, cast_behind(graph, node, dtype))
         else:
-            taker.replace_input_with(node, _cast_behind(graph, node, dtype))
+            taker.replace_input_with(node, cast_behind(graph, node, dtype))
 
 
 def _is_sum(node: fx.Node) -> bool:
@@ -113,23 +93,3 @@ def _is_sum(node: fx.Node) -> bool:
     own, terms = facts(node).spec, [facts(term).spec for term in input_nodes(node)]
     alike = len(terms) == 2 and all((spec.shape, spec.dtype) == (own.shape, own.dtype) for spec in terms)
     return alike and not node.kwargs and len(node.users) == 1
-
-
-def _cast_behind(graph: fx.GraphModule, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    output = graph.graph.output_node()
-    with graph.graph.inserting_before(node.next if node.op == "call_function" else output):
-        cast = write_call(graph.graph, cast_gradient, (node, dtype))
-    spec = _with_dtype(facts(node).spec, dtype)
-    set_facts(cast, facts(node).having(specs=(spec,), phase="backward", multi_output=False, cost=None, step=None))
-    return cast
-
-
-def _with_dtype(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:
-    return TensorSpec(spec.shape, dtype, spec.dims, spec.batch_runs)
-
-
-def _set_output(graph: fx.GraphModule, position: int, node: fx.Node) -> None:
-    output = graph.graph.output_node()
-    values = list(output.args[0])  # type: ignore[arg-type]
-    values[position] = node
-    output.args = (tuple(values),)

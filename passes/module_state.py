@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from galvatron_fx.errors import CaptureError
+from galvatron_fx.ir.errors import CaptureError
 from passes.inner_state import InnerState, inner_state, is_generator
 from passes.outside_state import OutsideState
 from passes.raw_contents import CONTAINERS, put_contents, raw_contents

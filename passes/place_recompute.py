@@ -9,11 +9,10 @@ from torch import fx
 
 from galvatron_fx.ir.annotations import facts, ports, set_facts
 from galvatron_fx.ir.collectives import all_gather
-from galvatron_fx.ir.graph_copy import copy_node
+from galvatron_fx.ir.graph_copy import copy_node, eliminate_dead_code
 from galvatron_fx.ir.op_call import input_nodes
 from galvatron_fx.ir.precision import cast_parameter
 from galvatron_fx.ir.strategy import Strategy
-from passes.clean_graph import eliminate_dead_code
 
 
 @dataclass(frozen=True)

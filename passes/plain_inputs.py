@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from galvatron_fx.errors import InputError
+from galvatron_fx.ir.errors import InputError
 from passes.inner_state import inner_state
 from passes.raw_contents import CONTAINERS, raw_contents
 

@@ -10,9 +10,10 @@ from torch import fx
 
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import NodeFacts, facts, has_facts
+from galvatron_fx.ir.bound_ops import BoundAxis, from_ranks, gather_ready, to_ranks
 from galvatron_fx.ir.graph_copy import copy_graph
 from galvatron_fx.ir.torch_compat import pytree
-from passes.codegen import BoundAxis, Codegen, from_ranks, gather_ready, to_ranks
+from passes.codegen import Codegen
 from passes.laid_values import laid_value
 from passes.memory_layout import LaidTensor
 

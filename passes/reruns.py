@@ -11,8 +11,8 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, fx, nn
 
-from galvatron_fx.errors import CaptureError
 from galvatron_fx.ir.annotations import facts, output_ports
+from galvatron_fx.ir.errors import CaptureError
 from galvatron_fx.ir.torch_compat import is_custom_backward
 from galvatron_fx.ir.traced_values import traced_value
 from passes.module_state import quoted

@@ -12,19 +12,18 @@ from torch import fx
 
 from galvatron_fx.ir.annotations import facts, ports, set_facts, signature
 from galvatron_fx.ir.cluster import Axis, Device
-from galvatron_fx.ir.graph_copy import write_call
+from galvatron_fx.ir.graph_copy import copied, write_call
 from galvatron_fx.ir.layout import Column, Layout, set_layout
 from galvatron_fx.ir.placement import REPLICATE, Placement
-from galvatron_fx.ir.strategy import LOWERING_ORDER, PIPELINE, Strategy
+from galvatron_fx.ir.strategy import BATCH_ROLES, LOWERING_ORDER, PIPELINE, Strategy
 from passes.assign_shardings import AssignShardings
-from passes.clean_graph import copied
 from passes.insert_collectives import InsertCollectives
-from passes.mixed_precision import RestoreGradients
 from passes.own_gradients import OwnGradients
 from passes.shard_parameters import ShardParameters
 from passes.sharding.local_args import DENSE_ARGUMENTS, lowered_target
 from passes.sharding.prices import Prices
-from passes.sharding.roles import BATCH_ROLES, RoleRules
+from passes.sharding.restore_gradients import RestoreGradients
+from passes.sharding.roles import RoleRules
 
 
 @dataclass(frozen=True)

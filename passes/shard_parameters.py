@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from galvatron_fx.ir.annotations import NodeFacts, Port, TensorSpec, facts, output_ports, ports, set_facts
+from galvatron_fx.ir.annotations import NodeFacts, Placements, Port, TensorSpec, facts, output_ports, ports, set_facts
 from galvatron_fx.ir.collectives import all_gather, all_reduce, reduce_scatter, shard
-from galvatron_fx.ir.graph_copy import write_call
+from galvatron_fx.ir.graph_copy import set_output, write_call
 from galvatron_fx.ir.layout import Column
-from galvatron_fx.ir.local_program import Placements
 from galvatron_fx.ir.op_call import input_nodes
 from galvatron_fx.ir.placement import REPLICATE, Partial, Placement, Shard, fits, local_shape
 from galvatron_fx.ir.precision import cast_parameter
@@ -75,7 +74,7 @@ class ShardParameters:
             if out_port.kind == "grad" and out_port.name == port.name and gradient is not None:
                 have = self.outputs[position][index]
                 reduced = self._reduce(graph, gradient, have, placement, index, degree)
-                _set_output(graph, position, reduced)
+                set_output(graph, position, reduced)
                 self.outputs[position][index] = placement
 
     def _gather_for_users(
@@ -220,10 +219,3 @@ def _owners(graph: fx.GraphModule) -> dict[fx.Node, int]:
                 if source in names:
                     owners.setdefault(names[source], max(facts(node).block, 0))
     return {node: owners[name] for node, name in names.items() if node.users and name in owners}
-
-
-def _set_output(graph: fx.GraphModule, position: int, node: fx.Node) -> None:
-    output = graph.graph.output_node()
-    values = list(output.args[0])  # type: ignore[arg-type]
-    values[position] = node
-    output.args = (tuple(values),)

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, pairwise
-from math import prod
-from typing import Any
 
 import numpy as np
 from torch import fx
 
-from cost_models.bundles import share_s, start_s
-from cost_models.collectives import collective_s
-from cost_models.ops import OpCost, kind_of, op_time_s
+from cost_models.node_time import NodeTime
+from cost_models.operator_time import update_traffic_s
+from cost_models.ops import op_time_s
 from cost_models.streams import Event, Work
-from galvatron_fx.ir import collectives as c
-from galvatron_fx.ir.annotations import facts, has_facts
-from galvatron_fx.ir.cluster import Axis, Cluster
+from galvatron_fx.ir.annotations import OpCost, facts
+from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.layout import Layout
-from galvatron_fx.ir.op_call import OpCall, call_key, is_getitem, op_call
 from galvatron_fx.ir.predicted import (
-    ACCUMULATE,
     COMPUTE,
     LOCAL_CAUSES,
     RECOMPUTE,
@@ -32,15 +27,11 @@ from galvatron_fx.ir.predicted import (
     MemoryUse,
     RankUse,
 )
-from passes.call_cost import call_cost
 from passes.lower import Lowered
 from passes.memory_meter import MemoryMeter
 from passes.overlapped import added, overlapped
 from passes.real_copies import real_copies
-from passes.sharding.prices import dtype_name, is_free, update_traffic_s
-from passes.stage_tasks import plus
-from passes.step_events import GraphEvents, Price
-from passes.write_bundle import bytes_by_block
+from passes.step_events import GraphEvents
 
 MOMENTS = 2  # Adam's, each as large as the parameter
 
@@ -103,7 +94,10 @@ class SimulateStep:
     """Simulate the graphs of ``lowered`` on one device of ``cluster``."""
 
     cluster: Cluster
-    _known: dict[Any, float] = field(default_factory=dict)
+    prices: NodeTime = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prices = NodeTime(self.cluster)
 
     def run(self, lowered: Lowered) -> StepReport:
         """Return the prediction. Raises VerifierError where a node's shape is not the one its facts say."""
@@ -130,16 +124,7 @@ class SimulateStep:
 
     def graph_events(self, graph: fx.GraphModule, layout: Layout) -> GraphEvents:
         """The events of a graph that lies on the cluster as ``layout`` says."""
-        return GraphEvents.of(graph.graph, partial(self.price, layout=layout), self._copies(graph, layout.shape))
-
-    def price(self, node: fx.Node, layout: Layout) -> Price | None:
-        """Why and how long a node takes; None for what is no operator."""
-        if node.op != "call_function" or not has_facts(node) or is_getitem(node):
-            return None
-        if node.target in c.COLLECTIVES:
-            axes = layout.columns[int(node.args[-1])].axes  # type: ignore[arg-type]
-            return self._collective(node, Cause(node.target.__name__, axes))
-        return Price(Cause(_local_kind(node)), self._operator_s(node))
+        return GraphEvents.of(graph.graph, partial(self.prices.price, layout=layout), self._copies(graph, layout.shape))
 
     def _copies(self, graph: fx.GraphModule, degrees: Sequence[int]) -> Iterator[tuple[int, Work]]:
         """Copies that are no operators of their own, by block; only measured prices are worth the run on fakes."""
@@ -151,44 +136,6 @@ class SimulateStep:
     def update_s(self, parameter_bytes: Sequence[int]) -> float:
         """Seconds of the optimizer's update of parameters, one after the other."""
         return float(update_traffic_s(self.cluster.device, np.array(parameter_bytes, dtype=np.float64)).sum())
-
-    def _operator_s(self, node: fx.Node) -> float:
-        call = op_call(node)
-        if call not in self._known:
-            self._known[call] = self._call_s(call)
-        return self._known[call]
-
-    def _call_s(self, call: OpCall) -> float:
-        device = self.cluster.device
-        if call.target in c.RANK_LOCAL or is_free(call):
-            return device.view_s
-        measured = device.measured_calls.get(call_key(call)) if device.calls else None
-        if measured is not None:
-            return measured
-        return float(op_time_s(call_cost(call), dtype_name(call), device, kind_of(call.target)))
-
-    def _collective(self, node: fx.Node, cause: Cause) -> Price:
-        axes = tuple(self.cluster.axes[i] for i in cause.axes)
-        degree = prod(axis.size for axis in axes)
-        source = facts(node.args[0]).spec.size_bytes  # type: ignore[arg-type]
-        whole = source * degree if cause.kind in ("all_gather", "all_to_all") else source
-        # A bundle of several blocks counts as a share of a full one, so that equal blocks add equally much to it.
-        if bytes_by_block(node):
-            return Price(cause, self._sent_s(share_s, cause.kind, whole, axes))
-        seconds = self._sent_s(collective_s, cause.kind, whole, axes)
-        return Price(cause, seconds, start_s(cause.kind, axes) if seconds else 0.0)
-
-    def _sent_s(self, price: Callable[..., Any], kind: str, size_bytes: int, axes: tuple[Axis, ...]) -> float:
-        key = (price, kind, size_bytes, axes)
-        if key not in self._known:
-            self._known[key] = float(price(kind, float(size_bytes), axes))
-        return self._known[key]
-
-
-def _local_kind(node: fx.Node) -> str:
-    if node.target is plus:
-        return ACCUMULATE
-    return RECOMPUTE if facts(node).again else COMPUTE
 
 
 def update_bytes(trained: Sequence[int]) -> int:

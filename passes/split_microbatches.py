@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from galvatron_fx.errors import PlanError
 from galvatron_fx.ir.annotations import Port, facts, output_ports, ports, set_facts, set_signature, signature
 from galvatron_fx.ir.cluster import Axis, Device
 from galvatron_fx.ir.collectives import COLLECTIVES, RANK_LOCAL, only_first
-from galvatron_fx.ir.graph_copy import copy_node
+from galvatron_fx.ir.errors import PlanError
+from galvatron_fx.ir.graph_copy import copied, copy_node, eliminate_dead_code
 from galvatron_fx.ir.layout import Column, Layout, drop_layout, lay_part, set_layout
 from galvatron_fx.ir.local_program import record_step
 from galvatron_fx.ir.op_call import input_nodes
@@ -20,8 +20,7 @@ from galvatron_fx.ir.placement import PARTIAL, REPLICATE, Partial, Placement
 from galvatron_fx.ir.plan import prime_factors
 from galvatron_fx.ir.torch_compat import graph_module
 from passes.assign_shardings import AssignShardings
-from passes.clean_graph import copied, eliminate_dead_code
-from passes.find_blocks import num_blocks
+from passes.blocks import num_blocks
 from passes.insert_collectives import AxisSharding, InsertCollectives
 from passes.sharding.placed_calls import verify_placed
 from passes.sharding.prices import Prices

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from galvatron_fx.errors import PlanError
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import Port, TensorSpec, facts, output_ports, ports
+from galvatron_fx.ir.errors import PlanError
+from galvatron_fx.ir.graph_copy import copied, eliminate_dead_code
 from galvatron_fx.ir.op_call import input_nodes, is_getitem
 from galvatron_fx.ir.precision import cast_gradient, cast_parameter
 from galvatron_fx.ir.strategy import Strategy
-from passes.clean_graph import copied, eliminate_dead_code
 from passes.place_recompute import made_of_parameters
 from passes.sharding.value_origins import ancestors, portable_nodes
 from passes.stage_tasks import Draft, Task, names_of, write_tasks

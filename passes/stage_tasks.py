@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from torch import Tensor, fx
+from torch import fx
 
 from galvatron_fx.ir.annotations import facts, has_facts, set_facts
+from galvatron_fx.ir.bound_ops import plus
 from galvatron_fx.ir.graph_copy import copy_node, write_call
 from galvatron_fx.ir.layout import lay_part
 from galvatron_fx.ir.local_program import record_step
@@ -62,11 +63,6 @@ class Draft:
         inside = set(self.nodes)
         wanted = [n for node in self.nodes for n in input_nodes(node)] + list(self.terms)
         return [n for n in dict.fromkeys(wanted) if n not in inside and n.op != "get_attr"]
-
-
-def plus(so_far: Tensor | None, term: Tensor) -> Tensor:
-    """Add a term to a sum, in a new tensor: the first term may share its memory with another gradient's."""
-    return term if so_far is None else so_far + term
 
 
 def write_tasks(graph: fx.GraphModule, drafts: Mapping[str, Draft]) -> dict[str, Task]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
-from galvatron_fx.errors import CaptureError, GalvatronError
+from galvatron_fx.ir.errors import CaptureError, GalvatronError
 from galvatron_fx.ir.torch_compat import FakeTensor, export_joint, new_fake_mode
 from passes.attribute_writes import StateWritten
 from passes.fake_model import ROOT, FlatModel, fake_weights

@@ -5,26 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
 
 from torch import fx
 
+from cost_models.node_time import Price
 from cost_models.streams import Event, Share, Start, Wait, Work
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import facts
+from galvatron_fx.ir.bundles import bytes_by_block
 from galvatron_fx.ir.predicted import Cause
 from passes.communication_moments import early_gathers, waited_before
-from passes.write_bundle import bytes_by_block
 
-__all__ = ["BlockEvents", "GraphEvents", "Price", "blocks_by_place", "node_events"]
-
-
-class Price(NamedTuple):
-    """Why and how long a node takes; of a collective, ``start_s`` of that to start."""
-
-    cause: Cause
-    seconds: float
-    start_s: float = 0.0
+__all__ = ["BlockEvents", "GraphEvents", "blocks_by_place", "node_events"]
 
 
 PriceOf = Callable[[fx.Node], Price | None]

@@ -10,11 +10,12 @@ from typing import Any
 from torch import fx
 
 from galvatron_fx.ir.annotations import TensorSpec, facts
+from galvatron_fx.ir.bound_ops import plus
 from galvatron_fx.ir.predicted import ACTIVATIONS, GATHERED, GRADIENTS, MEMORY_KINDS, TRANSIENTS, Storage, by_kind
 from passes.memory_layout import Buffer, LaidTensor
 from passes.memory_meter import MemoryMeter, kind_of_port
 from passes.split_stages import Stage
-from passes.stage_tasks import Task, plus
+from passes.stage_tasks import Task
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import galvatron_fx.ir
-from galvatron_fx.errors import CaptureError, GalvatronError, InputError
+from galvatron_fx.ir.errors import CaptureError, GalvatronError, InputError
 from passes.value_reads import remedy_for_read, remedy_for_shape
 
 _LOG = logging.getLogger("galvatron_fx.capture")

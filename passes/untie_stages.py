@@ -18,10 +18,9 @@ from galvatron_fx.ir.annotations import (
     set_signature,
     signature,
 )
-from galvatron_fx.ir.graph_copy import copy_node, write_call
+from galvatron_fx.ir.graph_copy import copy_node, eliminate_dead_code, write_call
 from galvatron_fx.ir.op_call import input_nodes
 from galvatron_fx.ir.strategy import copy_name
-from passes.clean_graph import eliminate_dead_code
 from passes.place_recompute import made_of_parameters
 
 aten = torch.ops.aten

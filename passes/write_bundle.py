@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from galvatron_fx.ir import collectives as c
-from galvatron_fx.ir.annotations import TensorSpec, facts, set_facts
+from galvatron_fx.ir.annotations import Placements, TensorSpec, facts, set_facts
 from galvatron_fx.ir.graph_copy import write_call
-from galvatron_fx.ir.local_program import Placements, placements_of, record_program
+from galvatron_fx.ir.local_program import placements_of, record_program
 from galvatron_fx.ir.op_call import input_nodes
 
 aten = torch.ops.aten
@@ -114,22 +114,6 @@ class WriteBundle:
         set_facts(node, made)
         self._written.append(node)
         return node
-
-
-def bytes_by_block(node: fx.Node) -> dict[int, int]:
-    """Bytes of what a bundle packs or sends, by block; empty for what is no bundle of several blocks."""
-    packed = input_nodes(node)[0] if _is_bundle(node) else node
-    if packed.target is not aten.cat.default or not all(map(_is_bundle, packed.users)):
-        return {}
-    sizes: dict[int, int] = {}
-    for part in input_nodes(packed):
-        block = max(facts(part).block, 0)
-        sizes[block] = sizes.get(block, 0) + facts(part).spec.size_bytes
-    return sizes if len(sizes) > 1 else {}
-
-
-def _is_bundle(node: fx.Node) -> bool:
-    return node.op == "call_function" and bool(facts(node).bundles)
 
 
 def _spans(nodes: Sequence[fx.Node], tensors: Sequence[fx.Node], rows: int) -> list[tuple[fx.Node, fx.Node, int, int]]:

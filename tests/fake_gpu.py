@@ -13,12 +13,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from galvatron_fx.api import capture
 from galvatron_fx.ir.annotations import TensorSpec, facts, has_facts
+from galvatron_fx.ir.bound_ops import BoundAxis, finished
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.kernels import Kernels
 from galvatron_fx.ir.strategy import Strategy
 from galvatron_fx.ir.torch_compat import new_fake_mode
-from passes.codegen import BoundAxis, Codegen, finished
-from passes.find_blocks import num_blocks
+from passes.blocks import num_blocks
+from passes.codegen import Codegen
 from passes.lower import Lower
 from tests.helpers import DEVICE, axes
 

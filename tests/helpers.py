@@ -18,8 +18,8 @@ from galvatron_fx.ir.overlap import Overlap
 from galvatron_fx.ir.placement import Placement
 from galvatron_fx.ir.schedule import Schedule
 from galvatron_fx.ir.strategy import Strategy, original_name
+from passes.blocks import num_blocks
 from passes.capture import FlatInputs
-from passes.find_blocks import num_blocks
 from passes.frontend import Frontend
 from passes.lower import Lower
 from passes.lower_stages import LowerStages

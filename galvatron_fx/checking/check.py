@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from galvatron_fx.api import capture, compile, lower
+from galvatron_fx.api import capture, compile
 from galvatron_fx.checking.blocks import block_names
 from galvatron_fx.checking.comparison import exact_rows, merged, missing_rows, rounded_rows
 from galvatron_fx.checking.report import CheckReport, CheckRow
@@ -20,15 +20,15 @@ from galvatron_fx.checking.simulated import Results, ValueOf, run_stages, run_st
 from galvatron_fx.checking.steps import Eager, Key, OnRanks, OptimizerOf, Simulated, Step, StepRunner, train
 from galvatron_fx.checking.subject import Subject, same_generators
 from galvatron_fx.checking.wide_floats import NARROW, widened
-from galvatron_fx.errors import InputError
 from galvatron_fx.ir.annotations import facts, signature
 from galvatron_fx.ir.cluster import Axis, Cluster
+from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.plan import Plan, prime_factors
 from galvatron_fx.ir.precision import checked_policy
-from galvatron_fx.plan_fit import check_plan
 from galvatron_fx.search_settings import SearchSettings
 from passes.capture import ExampleInputs, FlatInputs
 from passes.lower_stages import LoweredStages
+from passes.lowering.apply_plan import check_plan, lower
 from passes.search.plan_search import search_plan
 
 if TYPE_CHECKING:

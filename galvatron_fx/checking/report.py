@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from galvatron_fx.errors import DifferenceError
+from galvatron_fx.ir.errors import DifferenceError
 from galvatron_fx.ir.text_table import render
 
 __all__ = ["CheckReport", "CheckRow"]

@@ -17,7 +17,7 @@ import weakref
 from pathlib import Path
 from typing import BinaryIO
 
-from galvatron_fx.errors import CheckpointError
+from galvatron_fx.ir.errors import CheckpointError
 
 NAME = ".lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL)

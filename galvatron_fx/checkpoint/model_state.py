@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from galvatron_fx.errors import CheckpointError
+from galvatron_fx.ir.errors import CheckpointError
 from galvatron_fx.runtime.module import DistributedGraphModule
 
 Shapes = Mapping[str, tuple[list[int], str]]

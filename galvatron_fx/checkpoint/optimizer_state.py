@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from galvatron_fx.checkpoint import plain
 from galvatron_fx.checkpoint.model_state import Shapes
-from galvatron_fx.errors import CheckpointError
+from galvatron_fx.ir.errors import CheckpointError
 
 PREFIX = "optimizer."
 _OWN_OPTIONS = ("params", "param_names")

@@ -16,7 +16,7 @@ from galvatron_fx.checkpoint.model_state import Shapes
 from galvatron_fx.checkpoint.ranks import Ranks
 from galvatron_fx.checkpoint.training import HasState, Training
 from galvatron_fx.checkpoint.undo import Undo
-from galvatron_fx.errors import CheckpointError
+from galvatron_fx.ir.errors import CheckpointError
 from galvatron_fx.runtime.module import DistributedGraphModule
 
 STATE = "state.json"

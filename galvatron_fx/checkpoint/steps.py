@@ -17,7 +17,7 @@ from galvatron_fx.checkpoint import line, manifest
 from galvatron_fx.checkpoint.line import Line
 from galvatron_fx.checkpoint.lock import FolderLock, try_lock
 from galvatron_fx.checkpoint.manifest import FileSum
-from galvatron_fx.errors import CheckpointError
+from galvatron_fx.ir.errors import CheckpointError
 from galvatron_fx.ir.regular_file import open_regular
 
 _COMMITTED = re.compile(r"step-(\d{10,})")

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from galvatron_fx.checkpoint import plain
 from galvatron_fx.checkpoint.model_state import Shapes
 from galvatron_fx.checkpoint.ranks import Ranks
-from galvatron_fx.errors import CheckpointError
+from galvatron_fx.ir.errors import CheckpointError
 
 FILE_BYTES = 2**30
 """About what one rank writes into one file: torch builds a file in memory before it writes it."""

@@ -8,7 +8,7 @@ from math import isfinite
 from galvatron_fx.cli import files, models, options, output
 from galvatron_fx.cli.exits import BUG, OK
 from galvatron_fx.cli.output import Result
-from galvatron_fx.errors import PlanError
+from galvatron_fx.ir.errors import PlanError
 
 HELP = "train a step by a plan on simulated ranks and, eager, on one device, and say where the two differ"
 EXAMPLES = """\

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from galvatron_fx.errors import BudgetError, CaptureError, GalvatronError, TimeLimitError, VerifierError
+from galvatron_fx.ir.budget_error import BudgetError
+from galvatron_fx.ir.errors import CaptureError, GalvatronError, TimeLimitError, VerifierError
 
 __all__ = ["EXIT_CODES", "ModelError", "UsageError", "exit_code"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from galvatron_fx.errors import ClusterError, GalvatronError, InputError, PlanError
+from galvatron_fx.ir.errors import ClusterError, GalvatronError, InputError, PlanError
 from galvatron_fx.ir.plan_json import MAX_PLAN_BYTES
 from galvatron_fx.ir.regular_file import open_regular
 

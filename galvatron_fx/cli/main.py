@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-import galvatron_fx
+from galvatron_fx._version import __version__
 from galvatron_fx.cli import check, diff, estimate, explain, plan, profile, schema, validate
 from galvatron_fx.cli.exits import BUG, EXIT_CODES, PIPE, UsageError, exit_code
 from galvatron_fx.cli.output import SILENT, Result
-from galvatron_fx.errors import BudgetError
+from galvatron_fx.ir.budget_error import BudgetError
 
 __all__ = ["main"]
 
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"exit codes:\n{codes}\n\nBegin with: galvatron-fx plan --model llama --cluster 64xA100-80GB",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"galvatron-fx {galvatron_fx.__version__}")
+    parser.add_argument("--version", action="version", version=f"galvatron-fx {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
     for name, command in _COMMANDS.items():
         own = commands.add_parser(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from galvatron_fx.cli.files import parse_object, read_object
-from galvatron_fx.errors import GalvatronError, InputError
+from galvatron_fx.ir.errors import GalvatronError, InputError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -12,7 +12,7 @@ from galvatron_fx.cli.constraints import constraints_of, parse_constraint
 from galvatron_fx.cli.model_config import parse_override
 from galvatron_fx.cli.model_tasks import TASKS
 from galvatron_fx.cli.models import DTYPES
-from galvatron_fx.errors import GalvatronError
+from galvatron_fx.ir.errors import GalvatronError
 from galvatron_fx.ir.schedule import SCHEDULES
 from galvatron_fx.ir.strategy import PIPELINE, ROLES
 from galvatron_fx.ir.units import parse_bytes

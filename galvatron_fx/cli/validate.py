@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from galvatron_fx.cli import files, models, options, output
 from galvatron_fx.cli.exits import UsageError
 from galvatron_fx.cli.output import Result
-from galvatron_fx.errors import PlanError
+from galvatron_fx.ir.errors import PlanError
 
 if TYPE_CHECKING:
     from galvatron_fx.ir.plan import Plan
@@ -75,7 +75,7 @@ def _checked(given: argparse.Namespace, plan: Plan) -> str:
         progress.say("building the model")
         subject = models.load(given)
         from galvatron_fx.api import capture
-        from galvatron_fx.plan_fit import check_plan
+        from passes.lowering.apply_plan import check_plan
 
         progress.say("capture")
         graph = capture(subject.model, subject.inputs, mixed_precision=plan.mixed_precision)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -12,13 +12,11 @@ from torch import fx
 
 from galvatron_fx.ir.placement import ValuePlacement
 
-if TYPE_CHECKING:
-    from cost_models.ops import OpCost
-    from galvatron_fx.ir.local_program import Step
-
 _KEY = "galvatron"
 
 Dim: TypeAlias = int | sympy.Expr
+
+Placements = tuple[tuple[ValuePlacement, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -73,6 +71,37 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class OpCost:
+    """Floating-point operations, and bytes read and written, of one operator.
+
+    Ints or sympy expressions from :func:`cost_models.ops.op_cost`; numbers or arrays of one shape once evaluated.
+    """
+
+    flops: Any
+    read_bytes: Any
+    written_bytes: Any
+
+
+FREE = OpCost(0, 0, 0)
+"""The cost of what moves no data: views, sizes, taking one of several outputs."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One node of a local program.
+
+    ``columns``: how many mesh columns it speaks of, the first ones; ``target`` and ``literals``: the call without its
+    tensors; ``inputs``: the placements of each of its tensors on those columns.
+    """
+
+    program: str
+    columns: int
+    target: Any
+    literals: tuple[Any, ...]
+    inputs: tuple[Placements, ...]
+
+
+@dataclass(frozen=True)
 class NodeFacts:
     """Facts of one node.
 
@@ -94,7 +123,7 @@ class NodeFacts:
     again: bool = False
     bundles: tuple[str, ...] = ()
     open: bool = False
-    placements: tuple[tuple[ValuePlacement, ...], ...] = ()
+    placements: Placements = ()
     step: Step | None = None
 
     @property

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from galvatron_fx.errors import GalvatronError, InputError, PlanError
+from galvatron_fx.ir.errors import GalvatronError, InputError, PlanError
 from galvatron_fx.ir.strategy import ROLES, Strategy
 
 __all__ = ["check_arguments", "shown"]

@@ -2,7 +2,7 @@
 
 Every axis has its own latency and bandwidth, so that "tensor parallel inside a node, data parallel between nodes"
 is a choice of axes. Axes go from the outermost (slowest) to the innermost (fastest), and rank = row-major position.
-Numbers come from a preset (:mod:`galvatron_fx.ir.presets`) or from a profile (:meth:`Cluster.measure`).
+Numbers come from a preset (:mod:`galvatron_fx.ir.presets`) or from a profile (:func:`galvatron_fx.measure_cluster`).
 """
 
 from __future__ import annotations
@@ -11,19 +11,18 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import sympy
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from galvatron_fx.errors import ClusterError
 from galvatron_fx.ir.arguments import check_arguments, shown
 from galvatron_fx.ir.curves import CollectiveCurve
 from galvatron_fx.ir.device import Device, checked_number
+from galvatron_fx.ir.errors import ClusterError
 from galvatron_fx.ir.origin import Origin
 from galvatron_fx.ir.overlap import Overlap
 from galvatron_fx.ir.presets import CPU_PRESET, PRESETS, Preset, cpu_preset, cuda_preset
@@ -157,19 +156,6 @@ class Cluster:
         crossing = _leaves_node(mesh.mesh.reshape(sizes), _ranks_per_node(preset))
         links = [preset.between if leaves else preset.inside for leaves in crossing]
         return cls(device, _axes(zip(sizes, links, strict=True)), preset.overlap)
-
-    @classmethod
-    def measure(
-        cls, mesh: DeviceMesh, *, seconds: float = 60.0, progress: Callable[[Any], None] | None = None
-    ) -> Cluster:
-        """Measure the machine at hand in about ``seconds``; every rank of ``mesh`` calls it, and gets the same cluster.
-
-        See :func:`galvatron_fx.profiling.measure_cluster`, which this is.
-        """
-        check_arguments(mesh=mesh, seconds=seconds, progress=progress)
-        from galvatron_fx.profiling import measure_cluster  # runs torch.distributed, which a description does not need
-
-        return measure_cluster(mesh, seconds=seconds, progress=progress)
 
     def to_json(self) -> str:
         """Return the cluster as JSON, byte-identical from run to run."""

@@ -8,10 +8,10 @@ from dataclasses import asdict, fields
 from functools import cache
 from typing import Any, NoReturn
 
-from galvatron_fx.errors import ClusterError
 from galvatron_fx.ir.cluster import Axis, Cluster
 from galvatron_fx.ir.curves import CollectiveCurve, OperatorCurve
 from galvatron_fx.ir.device import Device
+from galvatron_fx.ir.errors import ClusterError
 from galvatron_fx.ir.json_schema import Schema
 from galvatron_fx.ir.origin import Origin
 from galvatron_fx.ir.overlap import Overlap, Skew

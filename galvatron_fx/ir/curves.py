@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from galvatron_fx.errors import ClusterError
+from galvatron_fx.ir.errors import ClusterError
 
 __all__ = ["COLLECTIVE_KINDS", "CollectiveCurve", "OperatorCurve", "Points"]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from galvatron_fx.errors import ClusterError
 from galvatron_fx.ir.curves import OperatorCurve
+from galvatron_fx.ir.errors import ClusterError
 
 __all__ = ["UPDATE", "Device", "checked_number"]
 

@@ -8,33 +8,15 @@ whether they are right. Who writes such a program therefore records what it wrot
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
-from galvatron_fx.ir.annotations import facts, has_facts, set_facts
+from galvatron_fx.ir.annotations import Placements, Step, facts, has_facts, set_facts
 from galvatron_fx.ir.op_call import input_nodes
-from galvatron_fx.ir.placement import Inside, ValuePlacement
-
-Placements = tuple[tuple[ValuePlacement, ...], ...]
+from galvatron_fx.ir.placement import Inside
 
 TENSOR = "tensor"  # stands for a tensor among literals
-
-
-@dataclass(frozen=True)
-class Step:
-    """One node of a local program.
-
-    ``columns``: how many mesh columns it speaks of, the first ones; ``target`` and ``literals``: the call without its
-    tensors; ``inputs``: the placements of each of its tensors on those columns.
-    """
-
-    program: str
-    columns: int
-    target: Any
-    literals: tuple[Any, ...]
-    inputs: tuple[Placements, ...]
 
 
 def literals(node: fx.Node) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 
-from galvatron_fx.errors import ClusterError
+from galvatron_fx.ir.errors import ClusterError
 
 __all__ = ["MOST_DAYS", "Origin"]
 

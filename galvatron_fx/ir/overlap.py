@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from galvatron_fx.errors import ClusterError
+from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.device import checked_number
+from galvatron_fx.ir.errors import ClusterError
 
 __all__ = ["Overlap", "Skew"]
 
-Amount = TypeVar("Amount", float, NDArray[np.float64])
+Amount = TypeVar("Amount", float, Floats)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from galvatron_fx.errors import PlanError
+from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.schedule import Action, Schedule, check_schedule, make_schedule, stage_ranks
 
 __all__ = ["BY_HAND", "ONE_STAGE", "Pipelining", "even_cuts"]

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from galvatron_fx.errors import PlanError
 from galvatron_fx.ir import plan_json, plan_table
 from galvatron_fx.ir.arguments import check_arguments, shown
+from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.pipelining import BY_HAND, ONE_STAGE, Pipelining
 from galvatron_fx.ir.plan_report import SearchReport
 from galvatron_fx.ir.precision_policy import describe_policy, policy_from_dict, policy_to_dict

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from jsonschema.exceptions import ValidationError
 
-from galvatron_fx.errors import PlanError
+from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.json_schema import Schema
 from galvatron_fx.ir.regular_file import open_regular
 

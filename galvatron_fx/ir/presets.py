@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from galvatron_fx.errors import ClusterError
 from galvatron_fx.ir.device import Device
+from galvatron_fx.ir.errors import ClusterError
 from galvatron_fx.ir.overlap import Overlap, Skew
 
 __all__ = ["CPU_PRESET", "PRESETS", "Preset", "cpu_preset", "cuda_preset"]

@@ -26,7 +26,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from galvatron_fx.errors import PlanError
+from galvatron_fx.ir.errors import PlanError
 
 __all__ = [
     "KINDS",

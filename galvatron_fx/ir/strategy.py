@@ -23,15 +23,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from galvatron_fx.errors import PlanError
+from galvatron_fx.ir.errors import PlanError
 
 __all__ = [
+    "BATCH_ROLES",
     "LOWERING_ORDER",
     "PIPELINE",
     "ROLES",
     "SEARCHED_ROLES",
+    "Boundary",
     "RoleGroup",
     "Strategy",
+    "batch_ranks",
+    "batch_share",
+    "boundary",
     "copy_name",
     "original_name",
     "stand_in_name",
@@ -42,12 +47,20 @@ PIPELINE = "pipeline"
 
 ROLES: tuple[str, ...] = ("data", "zero", "tensor", "tensor_sequence", "sequence", PIPELINE)
 
+BATCH_ROLES = ("data", "zero")
+"""Those that split the batch."""
+
 SEARCHED_ROLES: tuple[str, ...] = tuple(role for role in ROLES if role != PIPELINE)
 """What a search tries unless it is told: all but stages, with which it takes several times as long."""
 
 LOWERING_ORDER: tuple[str, ...] = ("zero", "data", "sequence", "tensor_sequence", "tensor")
 """The order in which lowering takes the roles, and in which :meth:`Strategy.groups` lists them; stages are cut last."""
 
+
+Boundary = tuple[str, ...]
+"""What each axis splits of what passes from one block to the next: "batch", "sequence" or nothing."""
+
+_SPLIT = {"data": "batch", "zero": "batch", "tensor": "", "tensor_sequence": "sequence", "sequence": "sequence"}
 
 _FLAGS = ("recompute", "keep_gathered", "gather_late")
 
@@ -157,3 +170,19 @@ def stood_for_name(name: str) -> str:
 def original_name(name: str) -> str:
     """The model's own name of a parameter or of one of its copies."""
     return name.partition("@")[0]
+
+
+def boundary(strategy: Strategy) -> Boundary:
+    """The boundary of blocks under a strategy; axes that hold stages are left out."""
+    return tuple(_SPLIT[role] for role in strategy.roles if role != PIPELINE)
+
+
+def batch_ranks(strategy: Strategy, axis_sizes: Sequence[int]) -> int:
+    """Ranks among which a strategy splits the batch."""
+    sizes = [size for size in axis_sizes if size > 1] if len(strategy.roles) != len(axis_sizes) else axis_sizes
+    return prod(size for role, size in zip(strategy.roles, sizes, strict=True) if role in BATCH_ROLES)
+
+
+def batch_share(strategy: Strategy, parts: int, axis_sizes: Sequence[int]) -> float:
+    """The share of the batch that a rank has of one of ``parts`` micro-batches."""
+    return 1.0 / (parts * batch_ranks(strategy, axis_sizes))

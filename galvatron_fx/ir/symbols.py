@@ -17,8 +17,8 @@ import sympy
 import torch
 from torch import fx
 
-from galvatron_fx.errors import GalvatronError
 from galvatron_fx.ir.annotations import Dim, TensorSpec, facts, set_facts
+from galvatron_fx.ir.errors import GalvatronError
 from galvatron_fx.ir.torch_compat import failures_unlogged
 
 BATCH = sympy.Symbol("b", positive=True, integer=True)

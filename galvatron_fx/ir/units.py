@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-from galvatron_fx.errors import InputError
+from galvatron_fx.ir.errors import InputError
 
 __all__ = ["format_bytes", "format_seconds", "parse_bytes"]
 

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
+from cost_models.operator_time import is_free
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import TensorSpec, has_facts
 from galvatron_fx.ir.cluster import Cluster
@@ -21,7 +22,6 @@ from galvatron_fx.profiling.operators import timed
 from galvatron_fx.profiling.ranks import Ranks
 from galvatron_fx.profiling.tensors import Pool
 from galvatron_fx.profiling.timing import slowdown_among_all
-from passes.sharding.prices import is_free
 
 __all__ = ["measure_calls"]
 

@@ -10,13 +10,13 @@ from math import prod
 import torch
 import torch.distributed as dist
 
+from galvatron_fx.ir.bound_ops import finished
 from galvatron_fx.ir.cluster import Axis, Cluster
 from galvatron_fx.ir.curves import CollectiveCurve
 from galvatron_fx.ir.torch_compat import all_gather_rows
 from galvatron_fx.profiling.fit import fit_collective
 from galvatron_fx.profiling.ranks import Ranks
 from galvatron_fx.profiling.timing import COMPUTED_S, Call, Rounds, Task, Turns, mean_without_worst, some_products
-from passes.codegen import finished
 
 __all__ = ["Group", "groups_of", "measure_collectives"]
 

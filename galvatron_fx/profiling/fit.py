@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from statistics import median
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import isotonic_regression, nnls
 
+from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.curves import CollectiveCurve, OperatorCurve, Points
 
 __all__ = ["fit_collective", "fit_operator"]
 
-Array = NDArray[np.float64]
 
 _MOST_POINTS = 12
 
@@ -50,7 +49,7 @@ def fit_collective(kind: str, axes: Sequence[str], sizes: Sequence[int], seconds
     return CollectiveCurve(kind, tuple(axes), points, float(latency_s), float(1e9 / max(gigabyte_s, 1e-9)), error)
 
 
-def _points(amounts: Array, seconds: Array) -> Points:
+def _points(amounts: Floats, seconds: Floats) -> Points:
     """A few points in order, none below the one before it; neighbours that are close become one."""
     order = np.argsort(amounts, kind="stable")
     chosen = [order[amounts[order] > 0][rows] for rows in _bins(np.log(amounts[order][amounts[order] > 0]))]
@@ -60,7 +59,7 @@ def _points(amounts: Array, seconds: Array) -> Points:
     return tuple(zip(x.tolist(), np.exp(rising).tolist(), strict=True))
 
 
-def _bins(logs: Array) -> list[slice]:
+def _bins(logs: Floats) -> list[slice]:
     """Runs of ascending logarithms: each new value one of its own, or equal widths where there are many."""
     least = (logs[-1] - logs[0]) / _MOST_POINTS if len(logs) > _MOST_POINTS else 1e-6
     starts = [0]
@@ -70,7 +69,7 @@ def _bins(logs: Array) -> list[slice]:
     return [slice(a, b) for a, b in zip(starts, [*starts[1:], len(logs)], strict=True)]
 
 
-def _read(points: Points, amounts: Array) -> Array:
+def _read(points: Points, amounts: Floats) -> Floats:
     x, y = np.log(np.array(points)).T
-    found: Array = np.exp(np.interp(np.log(np.maximum(amounts, 1e-300)), x, y))
+    found: Floats = np.exp(np.interp(np.log(np.maximum(amounts, 1e-300)), x, y))
     return found

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cost_models.ops import OpCost, TensorFacts, kind_of, op_cost
-from galvatron_fx.ir.annotations import TensorSpec
+from cost_models.ops import TensorFacts, kind_of, op_cost
+from galvatron_fx.ir.annotations import OpCost, TensorSpec
 from galvatron_fx.ir.kernels import Kernels
 from galvatron_fx.ir.torch_compat import pytree
 from galvatron_fx.profiling.timing import Call

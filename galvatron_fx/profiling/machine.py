@@ -41,7 +41,7 @@ def warn_if_stale(cluster: Cluster, mesh: DeviceMesh) -> None:
     differences = stale(cluster, mesh)
     if differences:
         _warn_once(f"the profile of '{cluster.device.name}' is stale: {'; '.join(differences)}. Measure again with "
-                   f"galvatron-fx profile, or Cluster.measure(mesh)")  # fmt: skip
+                   f"galvatron-fx profile, or galvatron_fx.measure_cluster(mesh)")  # fmt: skip
 
 
 @cache

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from galvatron_fx.errors import ClusterError
+from galvatron_fx.ir.arguments import check_arguments
 from galvatron_fx.ir.cluster import Axis, Cluster
 from galvatron_fx.ir.curves import OperatorCurve
 from galvatron_fx.ir.device import Device
@@ -56,11 +56,10 @@ def measure_cluster(
     measurements at least; ``dtypes``: what products of matrices are measured in (the rest in the first of them;
     default: float32, and on "cuda" bfloat16 before it); ``progress``: called with every :class:`ProfileProgress`.
 
-    Raises ClusterError for other device types than "cpu" and "cuda", and for seconds that are not above 0, and
-    InputError for a mesh over some of the ranks.
+    Raises ClusterError for other device types than "cpu" and "cuda", and InputError for seconds that are not above 0
+    and for a mesh over some of the ranks.
     """
-    if not seconds > 0:
-        raise ClusterError(f"seconds is {seconds!r}; give seconds above 0 to measure in")
+    check_arguments(mesh=mesh, seconds=seconds, progress=progress)
     require_all_ranks(mesh)
     described = Cluster.from_mesh(mesh)
     ranks = Ranks(mesh)

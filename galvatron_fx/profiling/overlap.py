@@ -7,10 +7,10 @@ from statistics import median
 
 import torch
 
+from galvatron_fx.ir.bound_ops import finished
 from galvatron_fx.ir.overlap import Overlap
 from galvatron_fx.profiling.collectives import Group
 from galvatron_fx.profiling.ranks import Ranks
-from passes.codegen import finished
 
 __all__ = ["measure_overlap", "measure_sharing", "slowdowns"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from galvatron_fx.errors import GalvatronError
 from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.errors import GalvatronError
 from galvatron_fx.ir.plan import Plan
 from galvatron_fx.ir.plan_report import BOUND, ESTIMATE, Contender
 from galvatron_fx.ir.plan_table import describe_keeps, describe_roles

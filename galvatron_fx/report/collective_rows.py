@@ -9,6 +9,7 @@ from math import prod
 
 from torch import fx
 
+from cost_models.node_time import NodeTime
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import facts
 from galvatron_fx.ir.cluster import Cluster
@@ -19,7 +20,6 @@ from passes.lower import Lowered
 from passes.search.short_model import Label
 from passes.search.short_program import ShortProgram
 from passes.simulate_stages import StagesReport
-from passes.simulate_step import SimulateStep
 
 __all__ = ["CollectiveRow", "collective_rows", "task_graphs"]
 
@@ -78,7 +78,7 @@ def collective_rows(
     """Return the rows in the order of the blocks and of their first run."""
     reasons = Reasons(program.lowered.joint)
     layout = program.lowered.layout
-    blocks, simulator = program.blocks, SimulateStep(cluster)
+    blocks, prices = program.blocks, NodeTime(cluster)
     found: dict[tuple[object, ...], CollectiveRow] = {}
     for position, task, graph in task_graphs(program, kinds):
         own = set(program.blocks_of(position))
@@ -89,7 +89,7 @@ def collective_rows(
             times = blocks[block].stands_for if block in own else program.short.stage_of.count(position)
             runs = times * (1 if task in _ONCE else num_microbatches)
             why = reasons.of(node)
-            row = _row(node, layout, simulator, blocks[block].label, task, runs, why)
+            row = _row(node, layout, prices, blocks[block].label, task, runs, why)
             key = (*vars(replace(row, count=0, why="")).values(), _NUMBER.sub("#", why))
             known = found.setdefault(key, replace(row, count=0))
             found[key] = replace(known, count=known.count + runs)
@@ -124,18 +124,18 @@ def transfer_rows(program: ShortProgram, step: StagesReport, pipeline_axes: tupl
 
 
 def _row(
-    node: fx.Node, layout: Layout, simulator: SimulateStep, label: Label, task: str, runs: int, why: str
+    node: fx.Node, layout: Layout, prices: NodeTime, label: Label, task: str, runs: int, why: str
 ) -> CollectiveRow:
     source = node.args[0]
     assert isinstance(source, fx.Node)
     kind = node.target.__name__  # type: ignore[union-attr]
     axes = layout.columns[int(node.args[-1])].axes  # type: ignore[arg-type]
-    degree = prod(simulator.cluster.axes[axis].size for axis in axes)
+    degree = prod(prices.cluster.axes[axis].size for axis in axes)
     specs = facts(source).spec, facts(node).spec
     spec = max(specs, key=lambda spec: spec.size_bytes)
     size = specs[0].size_bytes * (degree if kind in ("all_gather", "all_to_all") else 1)
     share = {"all_reduce": 2.0, "all_to_all": 1 / degree}.get(kind, 1.0) * (degree - 1) / degree
-    priced = simulator.price(node, layout)
+    priced = prices.price(node, layout)
     assert priced is not None
     return CollectiveRow(
         label, task, kind, axes, spec.shape, _dtype(spec.dtype), size, share * size, runs, priced.seconds, why

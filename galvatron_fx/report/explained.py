@@ -11,11 +11,12 @@ from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.layout import Column
 from galvatron_fx.ir.plan import BlockPlan, Plan
 from galvatron_fx.ir.predicted import RankUse
-from galvatron_fx.plan_fit import check_batch, staging_of, strategies_on
+from galvatron_fx.plan_fit import staging_of
 from galvatron_fx.report.alternatives import CHOSEN, Alternative, other_pipelines, uniform_plans
 from galvatron_fx.report.block_code import BlockCode, block_codes
 from galvatron_fx.report.collective_rows import CollectiveRow, collective_rows, transfer_rows
-from passes.find_blocks import fingerprints
+from passes.blocks import fingerprints
+from passes.lowering.apply_plan import check_batch, strategies_on
 from passes.search.memory_timeline import MemoryTimeline, OperatorSpan, StepTimeline
 from passes.search.short_model import Label
 from passes.search.short_program import ShortProgram
@@ -114,7 +115,7 @@ class _Explaining:
 
     def _step(self, plan: Plan) -> StepReport | StagesReport:
         strategies = strategies_on(plan, self.cluster, len(self.marks))
-        return self.simulate.of(strategies, self.cuts, self.staging)
+        return self.simulate.run(strategies, self.cuts, self.staging)
 
     def _simulated(self, plan: Plan) -> tuple[float, int]:
         check_batch(plan, self.graph)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from galvatron_fx.errors import InputError
+from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.plan import Plan
 from galvatron_fx.ir.predicted import RankUse
 from galvatron_fx.report import bars, timelines

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cost_models.schedule_time import ScheduleReport
+from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.predicted import LOCAL_CAUSES, MEMORY_KINDS
 from galvatron_fx.ir.schedule import Action
 from galvatron_fx.ir.units import format_bytes, format_seconds
@@ -18,7 +18,6 @@ from passes.search.memory_timeline import MemoryTimeline, OperatorSpan
 
 __all__ = ["memory_timeline_picture", "operators_picture", "schedule_picture"]
 
-Floats = NDArray[np.float64]
 
 _LABELS = 132.0
 _COLUMNS = 320

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-import galvatron_fx
-from galvatron_fx.errors import InputError, PlanError
+from galvatron_fx import _version
+from galvatron_fx.ir.errors import InputError, PlanError
 from galvatron_fx.ir.plan import Plan
 
 __all__ = ["agreed", "require_all_ranks", "together", "told_by_first"]
@@ -132,7 +132,7 @@ def require_all_ranks(mesh: DeviceMesh) -> None:
 def _libraries() -> dict[str, str]:
     return {
         "version of torch": torch.__version__,
-        "version of galvatron_fx": galvatron_fx.__version__,
+        "version of galvatron_fx": _version.__version__,
         "precision of float32 products": torch.get_float32_matmul_precision(),
         "default dtype": str(torch.get_default_dtype()),
     }

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from galvatron_fx.errors import InputError
+from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.torch_compat import box_arguments, compile_functional, missing_compiler
 from galvatron_fx.runtime.regions import Region, split_regions
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from galvatron_fx.errors import InputError
 from galvatron_fx.ir.arguments import shown
+from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.symbols import batch_size
 from galvatron_fx.ir.torch_compat import pytree
 from galvatron_fx.runtime.row_exchange import RowExchange

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from galvatron_fx.errors import PlanError
 from galvatron_fx.ir.annotations import Port, signature
+from galvatron_fx.ir.bound_ops import BoundAxis
 from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.kernels import Kernels
 from galvatron_fx.ir.layout import Layout
 from galvatron_fx.ir.placement import Placement
@@ -21,7 +22,7 @@ from galvatron_fx.profiling.library import fastest_kernels
 from galvatron_fx.runtime.backends import Backend
 from galvatron_fx.runtime.program import Program
 from galvatron_fx.runtime.staged_program import PipelineGroup, StagedProgram
-from passes.codegen import BoundAxis, Codegen
+from passes.codegen import Codegen
 from passes.gradient_sources import gradient_sources
 from passes.leave_results_open import WaitInBackward
 from passes.lower import Lowered

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from galvatron_fx.errors import InputError
+from galvatron_fx.ir.errors import InputError
 
 __all__ = ["detached_output"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.modules.module as every_module
 from torch import nn
 
-from galvatron_fx.errors import InputError
+from galvatron_fx.ir.errors import InputError
 
 __all__ = ["has_hooks", "refuse_backward_hooks"]
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from galvatron_fx.errors import InputError
+from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.torch_compat import pytree
 from passes.flat_inputs import FlatInputs
 

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from galvatron_fx.errors import InputError
+from galvatron_fx.ir.errors import InputError
 from galvatron_fx.runtime.batch_rows import unmarked
 from galvatron_fx.runtime.module import DistributedGraphModule
 from passes.capture import FlatInputs

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from galvatron_fx.errors import InputError
+from galvatron_fx.ir.errors import InputError
 from passes.module_state import Change, ModuleState, quoted
 
 __all__ = ["Modes", "Switches", "mark"]

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cost_models.schedule_time import ScheduleReport
-from galvatron_fx.errors import InputError
 from galvatron_fx.ir.annotations import Port, Signature
 from galvatron_fx.ir.arguments import check_arguments
+from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.placement import Placement, Shard, to_dtensor
 from galvatron_fx.ir.plan import Plan
 from galvatron_fx.ir.printer import readable

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
-from galvatron_fx.errors import InputError
+from galvatron_fx.ir.errors import InputError
 from galvatron_fx.runtime.modes import Modes, Switches
 
 __all__ = ["ModuleTree", "ShownModule", "module_at", "refuse_conversion"]

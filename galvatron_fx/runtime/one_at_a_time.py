@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from galvatron_fx.errors import InputError
+from galvatron_fx.ir.errors import InputError
 
 __all__ = ["OneAtATime", "refuse_autocast", "without_autocast"]
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from galvatron_fx.errors import InputError
+from galvatron_fx.ir.errors import InputError
 from galvatron_fx.runtime.stage_tensors import refuse_whole_states
 
 __all__ = ["LateChanges", "check_hooks", "watch_optimizers"]

@@ -11,15 +11,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx
 
-from galvatron_fx.errors import InputError
 from galvatron_fx.ir.annotations import Port, Signature
+from galvatron_fx.ir.bound_ops import finished
+from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph_copy import copy_graph
 from galvatron_fx.ir.layout import Layout
 from galvatron_fx.ir.placement import Placement
 from galvatron_fx.ir.torch_compat import graph_module, keeps_graph
 from galvatron_fx.runtime.backends import Backend, Boxed, Eager, compile_graph
 from galvatron_fx.runtime.dtensors import lie_like
-from passes.codegen import finished
 from passes.partition import Halves
 from passes.rows_read import RowsRead
 

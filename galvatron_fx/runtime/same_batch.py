@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 import torch.distributed as dist
 
-from galvatron_fx.errors import InputError
+from galvatron_fx.ir.errors import InputError
 from galvatron_fx.runtime.checksums import checksum
 from galvatron_fx.runtime.same_weights import gathered
 from passes.flat_inputs import FlatInputs

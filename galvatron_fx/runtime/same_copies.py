@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from galvatron_fx.errors import InputError
+from galvatron_fx.ir.errors import InputError
 from galvatron_fx.runtime.checksums import checksum, signed_sum
 from galvatron_fx.runtime.dtensors import local_part
 from galvatron_fx.runtime.same_weights import gathered

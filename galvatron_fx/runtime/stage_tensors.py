@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from galvatron_fx.errors import InputError
+from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.torch_compat import dtensor_like, plain_function, total_norm_functions
 
 __all__ = ["StageTensor", "as_stage_tensor", "in_stages", "mark_of_stage", "of_one_stage", "refuse_whole_states"]

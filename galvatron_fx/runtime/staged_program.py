@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from cost_models.schedule_time import ScheduleReport, Span
-from galvatron_fx.errors import InputError
 from galvatron_fx.ir.annotations import Port, Signature, TensorSpec, facts, ports, signature
+from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.placement import Placement
 from galvatron_fx.ir.schedule import Schedule
 from galvatron_fx.ir.strategy import original_name

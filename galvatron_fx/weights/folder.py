@@ -12,7 +12,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from galvatron_fx.checkpoint.model_state import dtype_name
-from galvatron_fx.errors import CheckpointError
+from galvatron_fx.ir.errors import CheckpointError
 from galvatron_fx.ir.regular_file import open_regular
 
 SINGLE = "model.safetensors"

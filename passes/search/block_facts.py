@@ -6,18 +6,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import fx
 
+from cost_models.call_cost import call_cost
+from cost_models.operator_time import dtype_name, is_free
 from cost_models.ops import kind_of
 from galvatron_fx.ir.annotations import facts
+from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.op_call import OpCall, input_nodes, is_getitem, op_call
 from galvatron_fx.ir.precision import cast_parameter
-from passes.call_cost import call_cost
 from passes.search.graph_index import GraphIndex, is_view, storage_root, users_through_views
-from passes.sharding.prices import dtype_name, is_free
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -14,20 +14,21 @@ from math import prod
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cost_models.bundles import bundled_s
 from cost_models.collectives import collective_s
-from cost_models.ops import OpCost, op_time_s, price_class
+from cost_models.operator_time import traffic_s, update_traffic_s
+from cost_models.ops import op_time_s, price_class
 from cost_models.streams import exposed_s
+from galvatron_fx.ir.annotations import OpCost
+from galvatron_fx.ir.arrays import Bools, Floats, Ints
 from galvatron_fx.ir.cluster import Axis, Cluster
 from galvatron_fx.ir.overlap import Overlap
-from galvatron_fx.ir.strategy import PIPELINE, RoleGroup, Strategy
+from galvatron_fx.ir.strategy import PIPELINE, RoleGroup, Strategy, batch_share
 from passes.search.block_facts import BlockFacts
-from passes.search.block_terms import Amounts, BlockTerms, Bools, Composition, Floats, read_terms
-from passes.search.candidates import AxisKinds, batch_share
+from passes.search.block_terms import Amounts, BlockTerms, Composition, read_terms
+from passes.search.candidates import AxisKinds
 from passes.search.solutions import Solutions
-from passes.sharding.prices import traffic_s, update_traffic_s
 
 # Adam keeps two moments beside each parameter and its gradient, all of the parameter's own dtype.
 STATES_PER_PARAMETER = 4
@@ -241,7 +242,7 @@ class _Evaluation:
         self.degrees = np.array(degrees, dtype=np.float64).reshape(count, len(terms.roles))
         self.parts = np.array([parts for _, parts, _ in wanted], dtype=np.float64)
         # Columns by the axes that a role has in them, by kind: collectives over equal axes are priced together.
-        self.axes: list[dict[AxisKinds, NDArray[np.int64]]] = []
+        self.axes: list[dict[AxisKinds, Ints]] = []
         for role in range(len(terms.roles)):
             rows: dict[AxisKinds, list[int]] = {}
             for column, (groups, _, kinds) in enumerate(wanted):

@@ -11,19 +11,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import fx
 
 from galvatron_fx.ir.annotations import TensorSpec, facts
+from galvatron_fx.ir.arrays import Bools, Floats, Ints
 from galvatron_fx.ir.op_call import input_nodes, is_getitem
 from galvatron_fx.ir.placement import REPLICATE, Partial, Placement, Shard
 from galvatron_fx.ir.precision import cast_parameter
 from galvatron_fx.ir.symbols import BATCH
 from passes.insert_collectives import AxisSharding
 from passes.search.block_facts import BlockFacts
-
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
 
 Composition = tuple[tuple[str, AxisSharding], ...]
 """Roles in lowering order, each with the solver's decision for it."""
@@ -54,7 +51,7 @@ class Amounts:
             share /= np.where(self.split[:, role, None], degrees[None, :, role], 1.0)
         return share
 
-    def take(self, rows: NDArray[np.int64]) -> Amounts:
+    def take(self, rows: Ints) -> Amounts:
         """The amounts at ``rows``."""
         return Amounts(self.size[rows], self.batch[rows], self.split[rows])
 
@@ -69,7 +66,7 @@ class Operators:
 
     flops: Amounts
     tensors: Amounts
-    starts: NDArray[np.int64]
+    starts: Ints
     backward: Bools
     for_weights: Bools
     rebuilt: Bools

@@ -7,16 +7,10 @@ from itertools import product
 from math import prod
 
 from galvatron_fx.ir.cluster import Axis, Cluster
-from galvatron_fx.ir.strategy import PIPELINE, Strategy
-from passes.sharding.roles import BATCH_ROLES
+from galvatron_fx.ir.strategy import BATCH_ROLES, PIPELINE, Strategy
 
 FREE_AXES = 3  # up to so many mesh axes, every assignment of roles to axes is a candidate
 _MODEL_RANKS = 16  # on more axes, tensor and sequence roles split a block among at most so many ranks
-
-_SPLIT = {"data": "batch", "zero": "batch", "tensor": "", "tensor_sequence": "sequence", "sequence": "sequence"}
-
-Boundary = tuple[str, ...]
-"""What each axis splits of what passes from one block to the next: "batch", "sequence" or nothing."""
 
 
 AxisKinds = tuple[tuple[int, ...], ...]
@@ -41,11 +35,6 @@ def axis_kinds(axis_sizes: Sequence[int], pipeline_axes: int) -> list[AxisKinds]
 def fits_kinds(strategy: Strategy, kinds: AxisKinds) -> bool:
     """Whether axes of one kind have equal roles."""
     return all(len({strategy.roles[axis] for axis in kind}) == 1 for kind in kinds)
-
-
-def boundary(strategy: Strategy) -> Boundary:
-    """The boundary of blocks under a strategy; axes that hold stages are left out."""
-    return tuple(_SPLIT[role] for role in strategy.roles if role != PIPELINE)
 
 
 def candidates(
@@ -82,17 +71,6 @@ def candidates(
             if ("zero" in table or casts) and not repeat:
                 found.append(Strategy((*outer, *table), repeat, True, gather_late))
     return tuple(found)
-
-
-def batch_ranks(strategy: Strategy, axis_sizes: Sequence[int]) -> int:
-    """Ranks among which a strategy splits the batch."""
-    sizes = [size for size in axis_sizes if size > 1] if len(strategy.roles) != len(axis_sizes) else axis_sizes
-    return prod(size for role, size in zip(strategy.roles, sizes, strict=True) if role in BATCH_ROLES)
-
-
-def batch_share(strategy: Strategy, parts: int, axis_sizes: Sequence[int]) -> float:
-    """The share of the batch that a rank has of one of ``parts`` micro-batches."""
-    return 1.0 / (parts * batch_ranks(strategy, axis_sizes))
 
 
 def _all_tables(axes: Sequence[Axis], roles: Sequence[str]) -> Iterator[tuple[str, ...]]:

@@ -10,26 +10,18 @@ from math import prod
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import fx
 
 from cost_models.collectives import collective_s
-from galvatron_fx.errors import PlanError
 from galvatron_fx.ir.annotations import facts
+from galvatron_fx.ir.arrays import Bools, Floats, Ints
 from galvatron_fx.ir.cluster import Axis, Cluster
-from galvatron_fx.ir.strategy import Strategy
-from passes.find_blocks import fingerprints
+from galvatron_fx.ir.errors import PlanError
+from galvatron_fx.ir.strategy import Boundary, Strategy, batch_ranks, batch_share, boundary
+from passes.blocks import fingerprints
 from passes.search.block_facts import BlockFacts
 from passes.search.block_prices import BlockPricer, BlockPrices
-from passes.search.block_terms import Bools, Floats
-from passes.search.candidates import (
-    AxisKinds,
-    Boundary,
-    batch_ranks,
-    batch_share,
-    boundary,
-    fits_kinds,
-)
+from passes.search.candidates import AxisKinds, fits_kinds
 from passes.search.graph_index import GraphIndex
 from passes.search.solutions import Solutions
 
@@ -56,7 +48,7 @@ class Chain:
     saved: Floats
     deferred: Floats
     transient: Floats
-    kind: NDArray[np.int64]
+    kind: Ints
     change: Floats
     crossing: Floats
     allowed: Bools
@@ -80,14 +72,14 @@ class Chain:
         return best
 
     @cached_property
-    def useful(self) -> NDArray[np.int64]:
+    def useful(self) -> Ints:
         """The strategies that some section may take, whatever it has in flight."""
         rows, _ = self.distinct
         amounts = (self.time, self.static, self.saved, self.deferred, self.transient)
         return useful(self.kind, [np.where(self.allowed, amount, np.inf)[rows] for amount in amounts])
 
     @cached_property
-    def distinct(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def distinct(self) -> tuple[Ints, Ints]:
         """The first of each kind of equal blocks, and how many there are of it."""
         counts = Counter(self._alike)
         return np.array([self._alike.index(like) for like in counts]), np.array(list(counts.values()))
@@ -214,7 +206,7 @@ class Pricer:
         )
 
 
-def useful(kind: NDArray[np.int64], amounts: Sequence[Floats]) -> NDArray[np.int64]:
+def useful(kind: Ints, amounts: Sequence[Floats]) -> Ints:
     """Strategies that no other with an equal boundary beats in all ``amounts[block, strategy]``.
 
     An infinite amount says that a block may not take a strategy; what none may take is of no use either.

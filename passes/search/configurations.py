@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from galvatron_fx.errors import PlanError
 from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.schedule import SCHEDULES, legal
 from galvatron_fx.ir.strategy import PIPELINE
 from passes.search.stage_search import Configuration

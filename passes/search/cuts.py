@@ -9,7 +9,7 @@ from math import comb, inf
 
 import numpy as np
 
-from passes.search.block_terms import Floats
+from galvatron_fx.ir.arrays import Floats
 
 Cuts = tuple[int, ...]
 """The first block of every stage."""

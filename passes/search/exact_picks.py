@@ -14,17 +14,16 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cost_models.many_steps import many_step_s
 from cost_models.schedule_time import Waiting
-from passes.search.block_terms import Bools, Floats
+from galvatron_fx.ir.arrays import Bools, Floats, Ints
 from passes.search.cuts import Cuts
 from passes.search.sections import Section
 from passes.search.step_times import StepTimes
 
 _MOST_TUPLES = 50_000  # with more of them at once the search gives up
-Indices = NDArray[np.int64]
+Indices = Ints
 
 # What a tuple takes, by which it is compared: seconds, and then bytes.
 _FORWARD, _INPUTS, _WEIGHTS, _ONCE, _HELD, _TRANSIENT = range(6)

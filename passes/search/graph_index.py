@@ -9,9 +9,9 @@ from functools import cached_property
 import torch
 from torch import fx
 
+from cost_models.operator_time import is_free
 from galvatron_fx.ir.annotations import facts, output_ports, ports
 from galvatron_fx.ir.op_call import input_nodes, is_getitem, op_call
-from passes.sharding.prices import is_free
 
 
 @dataclass(frozen=True)

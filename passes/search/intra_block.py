@@ -24,11 +24,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_matrix
 
-from galvatron_fx.errors import ShardingError
+from galvatron_fx.ir.arrays import Floats
+from galvatron_fx.ir.errors import ShardingError
 from galvatron_fx.ir.placement import Placement
 
 Value = int  # index into Problem.values
@@ -175,7 +175,7 @@ def _connect(
             program.constrain([*flows, *((maker, -1.0) for maker in made[produced])], 0.0, 0.0)
 
 
-def _run(program: _Program, problem: Problem) -> NDArray[np.float64]:
+def _run(program: _Program, problem: Problem) -> Floats:
     """The linear relaxation first: mostly its best corner is integral, and then it is what the integer program finds,
     in a third of the time (for Swin in a sixth)."""
     integral = np.array(program.integral, dtype=np.bool_)
@@ -185,9 +185,7 @@ def _run(program: _Program, problem: Problem) -> NDArray[np.float64]:
     return found
 
 
-def _solved(
-    program: _Program, integrality: NDArray[np.float64], options: dict[str, Any], problem: Problem
-) -> NDArray[np.float64]:
+def _solved(program: _Program, integrality: Floats, options: dict[str, Any], problem: Problem) -> Floats:
     count = len(program.costs)
     matrix = coo_matrix((program.entries, (program.rows, program.columns)), shape=(len(program.lower), count)).tocsr()
     result = milp(

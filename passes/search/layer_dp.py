@@ -18,11 +18,11 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from galvatron_fx.errors import BudgetError, InputError
+from galvatron_fx.ir.arrays import Floats, Ints
+from galvatron_fx.ir.errors import InputError
 
-Floats = NDArray[np.float64]
 _PRICE_STEPS = 64  # breakpoints of the dual; a handful is usual
 _RELAXED_PRICES = 25
 _SLACK = 1e-12  # relative: labels that tie with the incumbent are of no use
@@ -80,24 +80,21 @@ def solve_layers(
     budget_bytes: float,
     gap: float = 0.0,
     known_s: float = np.inf,
-) -> tuple[list[int], float, float]:
+) -> tuple[list[int], float, float] | None:
     """Choose a strategy for every layer: the least total time whose total memory is within the budget.
 
     ``time_s[L, S]`` and ``memory_bytes[L, S]``: of layer l in strategy s (``inf`` where it cannot be);
     ``transition_s[L-1, S, S]``: of going from one strategy to the next layer's; ``budget_bytes``: for the sum of
     memory. Returns (strategy per layer, total seconds, total bytes), the exact optimum, or with ``gap`` above zero a
-    choice whose time is proven to be within that share of it, sooner. ``known_s``: where no choice is faster than that,
-    any that fits is returned, sooner.
+    choice whose time is proven to be within that share of it, sooner; None where nothing fits. ``known_s``: where no
+    choice is faster than that, any that fits is returned, sooner.
 
-    Raises BudgetError with ``least_bytes`` where nothing fits, and InputError for arrays that do not match.
+    Raises InputError for arrays that do not match.
     """
     chain = _checked(time_s, memory_bytes, transition_s, budget_bytes)
     _, least, _ = chain.by_memory.cheapest(0.0)
     if not least <= chain.budget:
-        raise BudgetError(
-            f"no choice of strategies fits {chain.budget:.0f} bytes: the least is {least:.0f} bytes",
-            least_bytes=int(least) if np.isfinite(least) else 2**62,
-        )
+        return None
     gap = max(gap, _SLACK)
     incumbent, price = _incumbent(chain, known_s * (1 - gap))
     picks = _labels(chain, incumbent, price, gap, known_s)
@@ -109,7 +106,7 @@ def cheapest_layers(time_s: Floats, transition_s: Floats) -> list[int]:
     return _Chain(time_s, np.zeros_like(time_s), transition_s, np.inf).cheapest(0.0)[0]
 
 
-def relaxed_s(time_s: Floats, memory_bytes: Floats, counts: NDArray[np.int64], budgets_bytes: Floats) -> Floats:
+def relaxed_s(time_s: Floats, memory_bytes: Floats, counts: Ints, budgets_bytes: Floats) -> Floats:
     """``[B]``: seconds that no choice within a budget beats, without transitions; infinite where there is none.
 
     ``time_s[B, D, S]`` and ``memory_bytes[B, D, S]`` of the distinct layers by budget, infinite where a strategy cannot
@@ -206,7 +203,7 @@ def _labels(chain: _Chain, incumbent: list[int], price: float, gap: float, known
     memory_to_go = chain.by_memory.to_go(0.0)
     priced_to_go = chain.to_go(price)
     layers, strategies = chain.time.shape
-    history: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+    history: list[tuple[Ints, Ints]] = []
     where = np.flatnonzero(np.isfinite(chain.time[0]))
     time, memory, parent = chain.time[0][where], chain.memory[0][where], np.full(len(where), -1)
     for layer in range(layers):
@@ -235,7 +232,7 @@ def _labels(chain: _Chain, incumbent: list[int], price: float, gap: float, known
     return picks[::-1]
 
 
-def _pareto(where: NDArray[np.int64], time: Floats, memory: Floats) -> NDArray[np.int64]:
+def _pareto(where: Ints, time: Floats, memory: Floats) -> Ints:
     """Positions of the labels that no other label of the same strategy dominates, in a fixed order."""
     order = np.lexsort((memory, time, where))
     sorted_where, sorted_memory = where[order], memory[order]

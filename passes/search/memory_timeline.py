@@ -12,12 +12,12 @@ from torch import fx
 
 from cost_models.streams import StreamRun, Wait
 from galvatron_fx.ir.annotations import facts
+from galvatron_fx.ir.arrays import Floats
+from galvatron_fx.ir.bound_ops import finished
 from galvatron_fx.ir.layout import Layout
 from galvatron_fx.ir.predicted import COMPUTE, MEMORY_KINDS, PARAMETERS, STATES, UPDATE, Cause, Storage
-from passes.codegen import finished
 from passes.lower import Lowered
 from passes.memory_meter import MemoryMeter
-from passes.search.block_terms import Floats
 from passes.search.short_program import Repeat, ShortProgram
 from passes.simulate_step import SimulateStep, StepReport
 from passes.step_events import blocks_by_place, node_events
@@ -94,7 +94,7 @@ class _Run(NamedTuple):
 
 
 def _run(graphs: Sequence[fx.Graph], layout: Layout, simulator: SimulateStep) -> _Run:
-    price = partial(simulator.price, layout=layout)
+    price = partial(simulator.prices.price, layout=layout)
     by_node = [found for graph in graphs for found in node_events(graph, price)]
     run = StreamRun.of([event for _, events in by_node for event in events], simulator.cluster.overlap)
     nodes, causes, times, count = [], [], [], 0

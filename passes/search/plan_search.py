@@ -16,8 +16,9 @@ from typing import Any
 
 from torch import fx
 
-from galvatron_fx.errors import BudgetError, PlanError, TimeLimitError
+from galvatron_fx.ir.budget_error import BudgetError
 from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.errors import PlanError, TimeLimitError
 from galvatron_fx.ir.garbage import fewer_collections
 from galvatron_fx.ir.pipelining import ONE_STAGE, Pipelining
 from galvatron_fx.ir.plan import BlockPlan, Plan
@@ -26,7 +27,7 @@ from galvatron_fx.ir.precision import cast_parameter, policy_of
 from galvatron_fx.ir.progress import PRICING, REPORT, SEARCH, SIMULATION
 from galvatron_fx.ir.strategy import Strategy
 from galvatron_fx.ir.units import format_bytes, format_seconds
-from passes.find_blocks import graph_fingerprint
+from passes.blocks import graph_fingerprint
 from passes.search.candidates import axis_kinds, candidates
 from passes.search.chain import ChainRequest, Pricer, chain_requests
 from passes.search.configurations import Configurations, Pins
@@ -200,7 +201,8 @@ class _Search:
 
     def _simulate(self, search: StageSearch, choice: StageChoice, budget: float, limit: float) -> _Found:
         with self.watch.phase(SIMULATION):
-            found = _Found(search, choice, budget, self.simulate.run(search, choice))
+            step = self.simulate.run(search.strategies(choice), choice.first_blocks, search.staging)
+            found = _Found(search, choice, budget, step)
         self.record.simulated(search, choice.time_s, found.peak_bytes, found.peak_bytes <= limit)
         self.watch.tell(simulated=self.record.simulations)
         return found

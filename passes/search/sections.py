@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cost_models.schedule_time import Waiting
-from galvatron_fx.errors import BudgetError, PlanError
-from passes.search.block_terms import Bools, Floats
+from galvatron_fx.ir.arrays import Bools, Floats, Ints
+from galvatron_fx.ir.errors import PlanError
 from passes.search.chain import Chain, useful
 from passes.search.layer_dp import cheapest_layers, relaxed_s, solve_layers
 
@@ -57,13 +56,13 @@ class _Problem:
     ``distinct``: the first of each kind of equal rows, ``counts``: how many there are of each.
     """
 
-    columns: NDArray[np.int64]
+    columns: Ints
     time: Floats
     held: Floats
     transient: Floats
     change: Floats
-    distinct: NDArray[np.int64]
-    counts: NDArray[np.int64]
+    distinct: Ints
+    counts: Ints
 
     @classmethod
     def of(cls, chain: Chain, section: Section) -> _Problem:
@@ -120,12 +119,9 @@ def best_picks(chain: Chain, section: Section, budget: float) -> list[int] | Non
             break
         over = problem.transient > bound
         time, held = np.where(over, np.inf, problem.time), np.where(over, np.inf, problem.held)
-        try:
-            found, total, _ = solve_layers(time, held, problem.change, budget - bound, gap, best_s)
-        except BudgetError:
-            continue
-        if total < best_s * (1 - 1e-12):
-            best, best_s = picks(found), total
+        solved = solve_layers(time, held, problem.change, budget - bound, gap, best_s)
+        if solved is not None and solved[1] < best_s * (1 - 1e-12):
+            best, best_s = picks(solved[0]), solved[1]
     return best
 
 
@@ -153,7 +149,7 @@ def least_picks(chain: Chain, section: Section) -> list[int]:
     return best[1]
 
 
-def distinct_rows(chain: Chain, section: Section) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def distinct_rows(chain: Chain, section: Section) -> tuple[Ints, Ints]:
     """Positions of the blocks that differ from those before them, and how many are equal to each."""
     first: dict[object, int] = {}
     counts: dict[object, int] = {}

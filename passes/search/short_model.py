@@ -16,9 +16,8 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from cost_models.streams import Event
-from galvatron_fx.ir.strategy import Strategy
-from passes.search.block_terms import Floats
-from passes.search.candidates import Boundary, boundary
+from galvatron_fx.ir.arrays import Floats
+from galvatron_fx.ir.strategy import Boundary, Strategy, boundary
 from passes.step_events import BlockEvents, GraphEvents
 
 _KEPT = 2  # blocks of a segment: what is between two equal ones is like what is between all others

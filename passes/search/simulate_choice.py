@@ -10,6 +10,7 @@ import numpy as np
 from torch import fx
 
 from cost_models.streams import Event
+from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.cluster import Axis, Cluster
 from galvatron_fx.ir.predicted import MemoryUse
 from galvatron_fx.ir.schedule import Schedule
@@ -17,9 +18,7 @@ from galvatron_fx.ir.strategy import Strategy
 from passes.drop_blocks import DropBlocks
 from passes.lower import Lower
 from passes.lower_stages import LowerStages
-from passes.search.block_terms import Floats
 from passes.search.short_model import Label, ShortModel
-from passes.search.stage_search import StageChoice, StageSearch
 from passes.simulate_stages import SimulateStages, StagesReport
 from passes.simulate_step import SimulateStep, StepReport
 from passes.step_events import GraphEvents
@@ -57,13 +56,6 @@ class Staging:
     filled: Schedule
     axes: Sequence[Axis]
 
-    @classmethod
-    def of(cls, search: StageSearch) -> Staging | None:
-        """That of a configuration; None for one stage and one micro-batch."""
-        setting = search.configuration
-        axes = search.cluster.axes[: setting.pipeline_axes]
-        return None if setting.is_trivial else cls(search.schedule, search.filled, axes)
-
 
 @dataclass
 class SimulateChoice:
@@ -78,15 +70,13 @@ class SimulateChoice:
     def __post_init__(self) -> None:
         self._simulator = SimulateStep(self.cluster)
 
-    def run(self, search: StageSearch, choice: StageChoice) -> StepReport | StagesReport:
-        """Return the prediction of a step."""
-        strategies = [search.chain.strategies[pick] for pick in choice.picks]
-        return self.of(strategies, choice.first_blocks, Staging.of(search))
-
-    def of(
+    def run(
         self, strategies: Sequence[Strategy], first_blocks: Sequence[int], staging: Staging | None
     ) -> StepReport | StagesReport:
-        """The same for a strategy a block and the first block of every stage."""
+        """Return the prediction of a step, for a strategy a block and the first block of every stage.
+
+        ``staging``: None for one stage and one micro-batch.
+        """
         short = ShortModel.of(self.marks, strategies, first_blocks)
         return self._one_stage(short, strategies) if staging is None else self._stages(short, strategies, staging)
 

@@ -9,12 +9,12 @@ from functools import cached_property
 from torch import fx
 
 from galvatron_fx.ir.cluster import Cluster
-from galvatron_fx.ir.strategy import RoleGroup
+from galvatron_fx.ir.strategy import BATCH_ROLES, RoleGroup
 from passes.assign_shardings import AssignShardings
 from passes.insert_collectives import AxisSharding
 from passes.sharding.graph_values import GraphValues
 from passes.sharding.prices import Prices
-from passes.sharding.roles import BATCH_ROLES, RoleRules
+from passes.sharding.roles import RoleRules
 
 _CLOSE_SHARES = 16.0  # shares of the batch that differ by no more are taken to have one of their two decisions
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from cost_models.many_steps import many_step_s
 from cost_models.schedule_time import Waiting, simulate_schedule
+from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.schedule import Schedule
-from passes.search.block_terms import Floats
 from passes.search.chain import Chain
 from passes.search.cuts import Cuts, balanced, every_cuts
 from passes.search.layer_dp import relaxed_s

@@ -23,6 +23,7 @@ from cost_models.schedule_time import Waiting
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.pipelining import even_cuts
 from galvatron_fx.ir.schedule import Schedule
+from galvatron_fx.ir.strategy import Strategy
 from passes.search.candidates import FREE_AXES
 from passes.search.chain import Chain
 from passes.search.cuts import Cuts, balanced, every_cuts, may_try, moved_together
@@ -34,6 +35,7 @@ from passes.search.sections import (
     least_picks,
     side_by_side,
 )
+from passes.search.simulate_choice import Staging
 from passes.search.stage_bounds import StageBounds, slowest_s
 from passes.search.step_times import StepTimes, stages_waiting
 
@@ -97,6 +99,16 @@ class StageSearch:
     def num_ranks(self) -> int:
         """Pipeline ranks."""
         return prod(axis.size for axis in self.cluster.axes[: self.configuration.pipeline_axes])
+
+    @property
+    def staging(self) -> Staging | None:
+        """How the stages run, for the simulation; None for one stage and one micro-batch."""
+        axes = self.cluster.axes[: self.configuration.pipeline_axes]
+        return None if self.configuration.is_trivial else Staging(self.schedule, self.filled, axes)
+
+    def strategies(self, choice: StageChoice) -> list[Strategy]:
+        """The strategy of every block in ``choice``."""
+        return [self.chain.strategies[pick] for pick in choice.picks]
 
     def bound_s(self, limit: float) -> float:
         """Seconds that no choice within ``limit`` bytes a rank beats; see :meth:`StageBounds.bound_s`."""

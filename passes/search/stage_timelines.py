@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import fx
 
+from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.predicted import BATCH, MEMORY_KINDS, TRANSIENTS
 from galvatron_fx.ir.schedule import KINDS, Action
@@ -17,7 +18,6 @@ from passes.drop_blocks import DropBlocks
 from passes.held_bytes import HeldBytes
 from passes.lower_stages import LowerStages
 from passes.rank_memory import RankReplay
-from passes.search.block_terms import Floats
 from passes.search.memory_timeline import MemoryTimeline, kinds_array
 from passes.search.short_model import ShortModel
 from passes.search.simulate_choice import Staging

@@ -8,18 +8,17 @@ from functools import cache, cached_property
 from math import prod
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cost_models.schedule_time import Waiting, simulate_schedule, waiting_counts
+from galvatron_fx.ir.arrays import Floats, Ints
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.overlap import Amount
 from galvatron_fx.ir.schedule import Schedule, legal, make_schedule
 from galvatron_fx.ir.strategy import PIPELINE, Strategy
-from passes.search.block_terms import Floats
 from passes.search.chain import Chain
 from passes.search.cuts import Cuts
 
-Kinds = NDArray[np.int64] | np.int64
+Kinds = Ints | np.int64
 
 _FULL = 2  # micro-batches a pipeline rank that fill a schedule: more only lengthen its steady part
 _SUMMED = 3  # the same, until the sums of all gradients are there beside a full schedule

@@ -6,29 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from typing import TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
+from cost_models.call_cost import call_cost
 from cost_models.collectives import collective_s
-from cost_models.curve_time import operator_curve_s
-from cost_models.ops import OpCost, kind_of, op_time_s
-from galvatron_fx.ir.annotations import TensorSpec
+from cost_models.operator_time import dtype_name, is_free, traffic_s, update_traffic_s
+from cost_models.ops import kind_of, op_time_s
+from galvatron_fx.ir.annotations import OpCost, TensorSpec
 from galvatron_fx.ir.cluster import Axis, Device
-from galvatron_fx.ir.device import UPDATE
 from galvatron_fx.ir.op_call import OpCall
 from galvatron_fx.ir.placement import PARTIAL, Partial, Placement, Replicate, Shard
 from galvatron_fx.ir.symbols import BATCH
-from passes.call_cost import call_cost
 from passes.sharding.rules import OpRule
 
 # A sharded copy is preferred to a whole one of equal price, as it takes less memory: a thousandth of its traffic.
 _HOLDING = 1e-3
-# Adam reads the parameter, its gradient and two moments and writes three of them (Kingma & Ba 2015, algorithm 1).
-_UPDATE_PASSES = 7
-# A number in, a number out; an array in, an array of the same shape out.
-Bytes = TypeVar("Bytes", float, NDArray[np.float64])
 
 
 @dataclass(frozen=True)
@@ -105,33 +96,7 @@ class Prices:
         return spec.size_bytes * (self.batch_share if spec.dim_of(BATCH) is not None else 1.0)
 
 
-def traffic_s(device: Device, size_bytes: Bytes) -> Bytes:
-    """Seconds of reading or writing so many bytes."""
-    return size_bytes / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
-
-
-def update_traffic_s(device: Device, size_bytes: Bytes) -> Bytes:
-    """Seconds of the optimizer's update of a parameter of so many bytes, or of each of several."""
-    curve = device.curve(UPDATE, "float32")
-    if curve is None:
-        return traffic_s(device, _UPDATE_PASSES * size_bytes)
-    seconds = operator_curve_s(curve, np.zeros(1), np.asarray(size_bytes, dtype=np.float64))
-    return seconds if isinstance(size_bytes, np.ndarray) else float(seconds[0])
-
-
 @lru_cache(maxsize=65536)
 def _collective_s(kind: str, size_bytes: float, axes: tuple[Axis, ...]) -> float:
     """The same few sizes are priced many times over."""
     return float(collective_s(kind, size_bytes, axes))
-
-
-def dtype_name(call: OpCall) -> str:
-    """Name of the dtype that an operator computes in."""
-    spec = next((s for s in (*call.outputs, *call.inputs) if s is not None), None)
-    return str(spec.dtype).removeprefix("torch.") if spec is not None else "float32"
-
-
-def is_free(call: OpCall) -> bool:
-    """Whether an operator costs nothing: views."""
-    cost = call_cost(call)
-    return not cost.flops and not cost.read_bytes and not cost.written_bytes

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from galvatron_fx.ir.annotations import TensorSpec
 from galvatron_fx.ir.placement import REPLICATE, Placement, Shard, fits
+from galvatron_fx.ir.strategy import BATCH_ROLES
 from galvatron_fx.ir.symbols import BATCH, SEQUENCE
-
-BATCH_ROLES = ("data", "zero")
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from cost_models.ops import FREE, OpCost, TensorFacts, is_matmul, op_cost, op_time_s
+from cost_models.ops import TensorFacts, is_matmul, op_cost, op_time_s
 from galvatron_fx.errors import ClusterError, InputError
+from galvatron_fx.ir.annotations import FREE, OpCost
 from galvatron_fx.ir.cluster import Cluster, Device
 
 aten = torch.ops.aten

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from galvatron_fx.errors import CaptureError, GalvatronError, VerifierError
-from passes.find_blocks import num_blocks
+from passes.blocks import num_blocks
 from tests.fuzz.picking import picked_rules
 from tests.fuzz.plans import PlanDraw, draw_plan
 from tests.fuzz.programs import draw_program

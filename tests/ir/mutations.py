@@ -14,15 +14,15 @@ from torch.nn import functional as F
 
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import facts, set_facts
+from galvatron_fx.ir.bound_ops import BoundAxis, finished, from_ranks, to_ranks
 from galvatron_fx.ir.cluster import Cluster
-from galvatron_fx.ir.graph_copy import write_call
+from galvatron_fx.ir.graph_copy import copied, eliminate_dead_code, write_call
 from galvatron_fx.ir.layout import layout
 from galvatron_fx.ir.op_call import input_nodes
 from galvatron_fx.ir.strategy import Strategy
 from galvatron_fx.ir.verifier.moves import read_move
-from passes.clean_graph import copied, eliminate_dead_code
-from passes.codegen import BoundAxis, Codegen, finished, from_ranks, to_ranks
-from passes.find_blocks import num_blocks
+from passes.blocks import num_blocks
+from passes.codegen import Codegen
 from passes.lower import Lower
 from passes.lower_stages import LowerStages
 from tests.helpers import DEVICE, axes, captured

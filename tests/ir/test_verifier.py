@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from cost_models.ops import FREE
 from galvatron_fx.errors import VerifierError
-from galvatron_fx.ir.annotations import Port, facts, set_facts, set_signature, signature
+from galvatron_fx.ir.annotations import FREE, Port, facts, set_facts, set_signature, signature
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.collectives import all_reduce, shard
 from galvatron_fx.ir.random_ops import random_uniform

@@ -20,7 +20,7 @@ from galvatron_fx.errors import PlanError
 from galvatron_fx.ir.pipelining import BY_HAND
 from galvatron_fx.ir.schedule import SCHEDULES, Action, Schedule, check_schedule, legal, make_schedule
 from galvatron_fx.ir.strategy import PIPELINE, Strategy
-from passes.find_blocks import num_blocks
+from passes.blocks import num_blocks
 from tests.helpers import assert_exact, captured, one_device, simulate_stages
 from tests.models import zoo
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from galvatron_fx.ir.strategy import Strategy
-from passes.find_blocks import num_blocks
+from passes.blocks import num_blocks
 from tests.helpers import assert_exact, captured, one_device, simulate
 from tests.models.zoo import MODELS, tokens
 

@@ -13,7 +13,7 @@ from galvatron_fx import Cluster, Strategy
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import facts, ports
 from galvatron_fx.ir.layout import layout
-from passes.find_blocks import num_blocks
+from passes.blocks import num_blocks
 from passes.frontend import Frontend
 from passes.shard_graph import ShardGraph
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from galvatron_fx.ir.annotations import signature
-from passes.find_blocks import num_blocks
+from passes.blocks import num_blocks
 from tests.helpers import assert_exact, captured, one_device, simulate, uniform
 from tests.models import zoo
 

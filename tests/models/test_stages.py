@@ -12,7 +12,7 @@ from torch import fx, nn
 from galvatron_fx import Strategy
 from galvatron_fx.errors import PlanError
 from galvatron_fx.ir.schedule import make_schedule
-from passes.find_blocks import num_blocks
+from passes.blocks import num_blocks
 from passes.split_microbatches import SplitMicrobatches
 from tests.helpers import DEVICE, assert_exact, captured, one_device, simulate_stages
 from tests.models.zoo import MODELS

@@ -8,8 +8,8 @@ import pytest
 
 import galvatron_fx
 from galvatron_fx import Cluster
-from galvatron_fx.plan_fit import expand
-from passes.find_blocks import num_blocks
+from passes.blocks import num_blocks
+from passes.lowering.apply_plan import expand
 from passes.search.plan_search import SearchOptions, search_plan
 from tests.helpers import assert_exact, one_device, simulate, uniform
 from tests.models.architectures import ARCHITECTURES

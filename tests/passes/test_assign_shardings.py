@@ -17,7 +17,7 @@ from galvatron_fx.ir.cluster import Axis
 from galvatron_fx.ir.op_call import input_nodes
 from galvatron_fx.ir.placement import PARTIAL, REPLICATE, Placement, Shard
 from passes.assign_shardings import AssignShardings
-from passes.find_blocks import num_blocks
+from passes.blocks import num_blocks
 from passes.insert_collectives import AxisSharding, InsertCollectives
 from passes.sharding.prices import Prices
 from passes.sharding.roles import RoleRules

@@ -13,10 +13,10 @@ from torch import fx
 from cost_models.bundles import bundle_bytes
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import TensorSpec, facts
+from galvatron_fx.ir.bundles import bytes_by_block
 from galvatron_fx.ir.cluster import Axis
 from galvatron_fx.runtime.simulator import Simulator
 from passes.bundle_collectives import BundleCollectives
-from passes.write_bundle import bytes_by_block
 from tests.graphs import Builder, listing
 
 aten = torch.ops.aten

@@ -14,9 +14,9 @@ from galvatron_fx.ir.annotations import facts, signature
 from galvatron_fx.ir.torch_compat import compiling
 from galvatron_fx.ir.verifier import verify
 from passes import capture
+from passes.blocks import fingerprints, graph_fingerprint
 from passes.capture import Capture
 from passes.fake_model import FlatModel, module_names
-from passes.find_blocks import fingerprints, graph_fingerprint
 from passes.find_repeats import Repeat, find_repeats
 from passes.flat_inputs import FlatInputs
 from passes.frontend import PASSES

@@ -17,11 +17,12 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_proc
 
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import TensorSpec, facts, has_facts, ports
+from galvatron_fx.ir.bound_ops import BoundAxis
 from galvatron_fx.ir.kernels import Kernels
 from galvatron_fx.ir.layout import layout
 from galvatron_fx.ir.torch_compat import num_holders
 from galvatron_fx.runtime.simulator import Simulator
-from passes.codegen import BoundAxis, Codegen
+from passes.codegen import Codegen
 from passes.partition import Partition
 from passes.place_recompute import PlaceRecompute
 from passes.shard_graph import ShardGraph

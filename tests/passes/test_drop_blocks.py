@@ -9,8 +9,8 @@ from torch import fx
 
 from galvatron_fx.errors import InputError
 from galvatron_fx.ir.annotations import facts, signature
+from passes.blocks import fingerprints
 from passes.drop_blocks import DropBlocks
-from passes.find_blocks import fingerprints
 from tests.graphs import Builder, listing
 
 aten = torch.ops.aten

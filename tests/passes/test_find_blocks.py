@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from galvatron_fx.ir.annotations import facts
+from passes.blocks import fingerprints, graph_fingerprint, num_blocks
 from passes.capture import Capture
-from passes.find_blocks import FindBlocks, fingerprints, graph_fingerprint, num_blocks
+from passes.find_blocks import FindBlocks
 from tests.graphs import Builder
 
 aten = torch.ops.aten

@@ -16,8 +16,9 @@ from torch.testing import FileCheck
 from galvatron_fx.errors import CaptureError
 from galvatron_fx.ir.annotations import facts, ports, signature
 from galvatron_fx.ir.random_ops import random_uniform
+from passes.blocks import fingerprints
 from passes.capture import Capture
-from passes.find_blocks import FindBlocks, fingerprints
+from passes.find_blocks import FindBlocks
 from passes.functional_random import FunctionalRandom
 from passes.shard_graph import ShardGraph
 from tests.helpers import DEVICE, axes, simulate, uniform

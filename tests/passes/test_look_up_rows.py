@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from galvatron_fx import Strategy
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.schedule import make_schedule
-from passes.find_blocks import num_blocks
+from passes.blocks import num_blocks
 from passes.look_up_rows import LookUpRows
 from passes.shard_graph import ShardGraph
 from passes.split_microbatches import SplitMicrobatches

@@ -21,8 +21,9 @@ from galvatron_fx.ir.annotations import facts, output_ports, ports
 from galvatron_fx.ir.precision import cast_gradient, cast_parameter
 from galvatron_fx.ir.printer import readable
 from galvatron_fx.ir.schedule import make_schedule
+from passes.blocks import fingerprints, graph_fingerprint, num_blocks
 from passes.capture import Capture, FlatInputs
-from passes.find_blocks import FindBlocks, fingerprints, graph_fingerprint, num_blocks
+from passes.find_blocks import FindBlocks
 from passes.frontend import Frontend
 from passes.mixed_precision import MixedPrecision
 from passes.place_recompute import PlaceRecompute

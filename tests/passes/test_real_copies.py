@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from galvatron_fx.api import lower
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.plan import Plan
 from passes.lower import Lowered
+from passes.lowering.apply_plan import lower
 from passes.real_copies import real_copies
 from tests.helpers import captured
 

@@ -8,8 +8,9 @@ from torch import fx
 
 from galvatron_fx.ir import collectives as c
 from galvatron_fx.ir.annotations import TensorSpec, facts
+from galvatron_fx.ir.bound_ops import BoundAxis, finished
 from galvatron_fx.ir.cluster import Cluster
-from passes.codegen import BoundAxis, Codegen, communicates, finished
+from passes.codegen import Codegen, communicates
 from passes.communication_moments import waited_before
 from passes.leave_results_open import LeaveResultsOpen, WaitInBackward
 from passes.lower import Lower

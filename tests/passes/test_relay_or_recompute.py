@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from galvatron_fx.ir.annotations import facts
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.schedule import make_schedule
-from passes.find_blocks import num_blocks
+from passes.blocks import num_blocks
 from passes.lower_stages import LowerStages
 from passes.relay_or_recompute import RelayOrRecompute
 from tests.graphs import Builder

@@ -14,10 +14,11 @@ from torch._C._distributed_c10d import FakeProcessGroup, _register_process_group
 
 from benchmarks.tensor_memory import TensorMemory, held_tensors
 from cost_models.collectives import collective_s
-from cost_models.ops import OpCost, op_time_s
+from cost_models.ops import op_time_s
 from galvatron_fx.errors import VerifierError
 from galvatron_fx.ir import collectives as c
-from galvatron_fx.ir.annotations import TensorSpec, facts, set_facts, signature
+from galvatron_fx.ir.annotations import OpCost, TensorSpec, facts, set_facts, signature
+from galvatron_fx.ir.bound_ops import BoundAxis
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.layout import Column, Layout
 from galvatron_fx.ir.predicted import (
@@ -37,7 +38,7 @@ from galvatron_fx.ir.predicted import (
 )
 from galvatron_fx.ir.strategy import Strategy
 from galvatron_fx.runtime.program import Program
-from passes.codegen import BoundAxis, Codegen
+from passes.codegen import Codegen
 from passes.lower import Lower, Lowered
 from passes.memory_meter import MemoryMeter
 from passes.partition import Partition

@@ -7,6 +7,7 @@ import torch
 from torch import fx
 
 from galvatron_fx.ir.annotations import facts
+from galvatron_fx.ir.bound_ops import plus
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.predicted import ACTIVATIONS, GRADIENTS, TRANSIENTS, Storage
 from galvatron_fx.ir.schedule import Schedule, make_schedule
@@ -17,7 +18,6 @@ from passes.held_bytes import HeldBytes
 from passes.lower_stages import LoweredStages, LowerStages
 from passes.rank_memory import Ledger, RankReplay, StageReplay
 from passes.split_stages import SplitStages, Stage
-from passes.stage_tasks import plus
 from passes.task_memory import StageMemory
 from tests.graphs import Builder
 from tests.helpers import DEVICE, axes, captured, uniform

@@ -50,7 +50,7 @@ def work() -> None:
     """Measure, and compare what the ranks have."""
     mesh = init_device_mesh("cpu", (RANKS,))
     seen: list[measure.ProfileProgress] = []
-    cluster = gfx.Cluster.measure(mesh, seconds=0.1, progress=seen.append)
+    cluster = gfx.measure_cluster(mesh, seconds=0.1, progress=seen.append)
     texts: list[str] = [""] * RANKS
     dist.all_gather_object(texts, cluster.to_json())
     assert texts[0] == texts[1], "the ranks have different clusters"

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from galvatron_fx.errors import ClusterError
+from galvatron_fx.errors import ClusterError, InputError
 from galvatron_fx.ir.origin import Origin
 from galvatron_fx.profiling import measure_cluster
 from galvatron_fx.profiling.ranks import Ranks
@@ -112,7 +112,7 @@ def test_the_longest_twentieth_does_not_count() -> None:
 
 
 def test_seconds_to_measure_in_are_some() -> None:
-    with pytest.raises(ClusterError, match="seconds is 0; give seconds above 0"):
+    with pytest.raises(InputError, match="seconds is 0: give seconds above 0"):
         measure_cluster(alone(), seconds=0)
 
 

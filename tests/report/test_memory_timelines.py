@@ -11,9 +11,10 @@ from torch import fx
 
 from galvatron_fx.ir.plan import Plan
 from galvatron_fx.ir.predicted import UPDATE, Cause
-from galvatron_fx.plan_fit import staging_of, strategies_on
-from passes.find_blocks import fingerprints
+from galvatron_fx.plan_fit import staging_of
+from passes.blocks import fingerprints
 from passes.lower import Lower
+from passes.lowering.apply_plan import strategies_on
 from passes.search.memory_timeline import StepTimeline
 from passes.search.short_model import ShortModel
 from passes.search.short_program import ShortProgram
@@ -41,7 +42,7 @@ PLANS = {
 def test_few_blocks_tell_the_timeline_of_all(graph: fx.GraphModule, plan: Plan) -> None:
     marks, simulator = fingerprints(graph), SimulateStep(CLUSTER)
     strategies = strategies_on(plan, CLUSTER, len(marks))
-    step = SimulateChoice(graph, CLUSTER, marks).of(strategies, (0,), None)
+    step = SimulateChoice(graph, CLUSTER, marks).run(strategies, (0,), None)
     assert isinstance(step, StepReport)
     program = ShortProgram.of(graph, CLUSTER, marks, strategies, (0,), None)
     assert program.repeats and sum(block.stands_for for block in program.blocks) == len(marks)
@@ -64,7 +65,7 @@ def test_stages_reach_their_predicted_peaks(graph: fx.GraphModule, schedule: str
     strategies, cuts = strategies_on(plan, CLUSTER, len(marks)), plan.pipelining.cuts(len(marks))
     staging = staging_of(plan, CLUSTER)
     assert staging is not None
-    step = SimulateChoice(graph, CLUSTER, marks).of(strategies, cuts, staging)
+    step = SimulateChoice(graph, CLUSTER, marks).run(strategies, cuts, staging)
     assert isinstance(step, StagesReport)
     timelines = StageTimelines(graph, CLUSTER, marks).run(strategies, cuts, staging, step)
     assert tuple(timeline.peak_bytes for timeline in timelines) == step.peak_bytes

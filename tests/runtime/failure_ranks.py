@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import galvatron_fx
-from galvatron_fx import Plan
+from galvatron_fx import Plan, _version
 from galvatron_fx.errors import InputError, LostRankError, PlanError
 from galvatron_fx.runtime.lost_ranks import ANSWER_S
 from galvatron_fx.runtime.store_calls import DEADLINE_S
@@ -100,10 +100,10 @@ REFUSALS: tuple[tuple[dict[str, Any], str], ...] = (
 
 def refuses_what_differs() -> None:
     """All ranks hear at compile which rank has come with what."""
-    version = galvatron_fx.__version__
+    version = _version.__version__
     for difference, message in REFUSALS:
         odd = dict(difference) if dist.get_rank() == VICTIM else {}
-        galvatron_fx.__version__ = odd.pop("version", version)
+        _version.__version__ = odd.pop("version", version)
         try:
             compiled(**odd)
         except PlanError as error:

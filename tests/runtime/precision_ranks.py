@@ -20,10 +20,11 @@ from torch.distributed.tensor import DTensor
 import galvatron_fx
 from benchmarks.tensor_memory import TensorMemory, held_tensors
 from galvatron_fx import Plan
-from galvatron_fx.api import capture, lower
+from galvatron_fx.api import capture
 from galvatron_fx.errors import PlanError
 from galvatron_fx.ir.cluster import Cluster
 from passes.lower import Lowered
+from passes.lowering.apply_plan import lower
 from passes.simulate_step import SimulateStep
 from tests.runtime.launch import Check, fork_checks
 

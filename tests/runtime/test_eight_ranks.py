@@ -18,7 +18,7 @@ from galvatron_fx import Plan, Strategy
 from galvatron_fx.api import compile_captured
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.pipelining import Pipelining
-from passes.find_blocks import num_blocks
+from passes.blocks import num_blocks
 from tests.models import zoo
 from tests.runtime.launch import Check, assert_held, fork_checks, launched
 from tests.runtime.train_ranks import train

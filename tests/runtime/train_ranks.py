@@ -27,7 +27,7 @@ from galvatron_fx.errors import InputError, PlanError, TimeLimitError
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.overlap import Overlap
 from galvatron_fx.ir.pipelining import Pipelining
-from passes.find_blocks import num_blocks
+from passes.blocks import num_blocks
 from tests.models import zoo
 from tests.models.test_odd_sizes import Convolutions, untidy
 from tests.runtime.launch import Check, fork_checks

@@ -30,7 +30,7 @@ import galvatron_fx
 from galvatron_fx import DistributedGraphModule, Plan, Strategy
 from galvatron_fx.errors import InputError
 from galvatron_fx.ir.pipelining import Pipelining
-from passes.find_blocks import num_blocks
+from passes.blocks import num_blocks
 from tests.runtime.launch import Check, fork_checks
 
 FOLDER = Path(sys.argv[1] if __name__ == "__main__" else ".")

@@ -13,7 +13,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import galvatron_fx
-from galvatron_fx import Checkpointer, Cluster, Pipelining, Plan, Strategy, load_weights, own_rows, save_weights
+from galvatron_fx import (
+    Checkpointer,
+    Cluster,
+    Pipelining,
+    Plan,
+    Strategy,
+    load_weights,
+    measure_cluster,
+    own_rows,
+    save_weights,
+)
 from galvatron_fx.errors import BudgetError, GalvatronError, InputError, PlanError
 from galvatron_fx.estimating import estimate
 from galvatron_fx.report.page import write_page
@@ -166,7 +176,7 @@ def test_clusters() -> None:
         with pytest.raises(GalvatronError, match="mesh is"):
             Cluster.from_mesh(value)
         with pytest.raises(GalvatronError, match="mesh is"):
-            Cluster.measure(value)
+            measure_cluster(value)
         for function in (CLUSTER.save, Cluster.load):
             with pytest.raises(InputError, match="path is"):
                 function(value)
@@ -177,7 +187,7 @@ def test_clusters() -> None:
 def test_seconds_of_a_measurement(mesh: DeviceMesh) -> None:
     for value in ("long", 0, -1, float("nan"), None, True):
         with pytest.raises(InputError, match="seconds is"):
-            Cluster.measure(mesh, seconds=value)
+            measure_cluster(mesh, seconds=value)
 
 
 def test_plans_by_hand() -> None:

@@ -18,8 +18,8 @@ from galvatron_fx import Plan, Strategy
 from galvatron_fx.errors import CaptureError, PlanError
 from galvatron_fx.ir.annotations import signature
 from galvatron_fx.ir.schedule import make_schedule
+from passes.blocks import num_blocks
 from passes.capture import Capture
-from passes.find_blocks import num_blocks
 from passes.module_state import ModuleState, as_buffers
 from tests.helpers import assert_exact, captured, simulate, simulate_stages, uniform
 

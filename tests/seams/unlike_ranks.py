@@ -286,7 +286,7 @@ def part_of_the_ranks(mesh: DeviceMesh) -> None:
     for use in (
         lambda: galvatron_fx.compile(model_of(), half, batch()),
         lambda: galvatron_fx.compile(model_of(), half),
-        lambda: galvatron_fx.Cluster.measure(half, seconds=1),
+        lambda: galvatron_fx.measure_cluster(half, seconds=1),
     ):
         with refused(InputError, r"the mesh has the ranks \[\d, \d\], 2 of 4: pass the mesh over all ranks"):
             use()

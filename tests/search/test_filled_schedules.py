@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from galvatron_fx.api import lower
 from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.pipelining import Pipelining
 from galvatron_fx.ir.plan import Plan
 from galvatron_fx.ir.schedule import SCHEDULES, make_schedule
 from passes.lower_stages import LoweredStages
+from passes.lowering.apply_plan import lower
 from passes.search.step_times import StepTimes
 from passes.simulate_stages import SimulateStages
 from tests.helpers import captured

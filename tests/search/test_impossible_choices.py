@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from galvatron_fx.errors import BudgetError
 from passes.search.layer_dp import solve_layers
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -44,8 +43,7 @@ def brute_force(time: np.ndarray, memory: np.ndarray, change: np.ndarray, budget
 def test_equals_brute_force(chain: Arrays, budget: int) -> None:
     expected = brute_force(*chain, budget)
     if not np.isfinite(expected):
-        with pytest.raises(BudgetError):
-            solve_layers(*chain, budget)
+        assert solve_layers(*chain, budget) is None
         return
     picks, time, memory = solve_layers(*chain, budget)
     assert time == pytest.approx(expected)

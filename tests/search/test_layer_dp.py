@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from galvatron_fx.errors import BudgetError, InputError
+from galvatron_fx.errors import InputError
 from passes.search.layer_dp import cheapest_layers, relaxed_s, solve_layers
 
 
@@ -39,9 +39,7 @@ def brute_force(time: np.ndarray, memory: np.ndarray, change: np.ndarray, budget
 def test_equals_brute_force(chain: tuple[np.ndarray, np.ndarray, np.ndarray], budget: int) -> None:
     expected = brute_force(*chain, budget)
     if expected is None:
-        with pytest.raises(BudgetError, match="the least is") as caught:
-            solve_layers(*chain, budget)
-        assert caught.value.least_bytes == chain[1].min(axis=1).sum()
+        assert solve_layers(*chain, budget) is None
         return
     picks, time, memory = solve_layers(*chain, budget)
     assert time == pytest.approx(expected)
@@ -64,10 +62,10 @@ def test_with_a_known_choice_what_is_faster_is_still_the_fastest(
 @settings(max_examples=100, deadline=None)
 @given(chains(), st.integers(0, 80), st.integers(0, 40))
 def test_more_budget_is_never_slower(chain: tuple[np.ndarray, np.ndarray, np.ndarray], budget: int, more: int) -> None:
-    try:
-        _, tight, _ = solve_layers(*chain, budget)
-    except BudgetError:
+    solved = solve_layers(*chain, budget)
+    if solved is None:
         return
+    _, tight, _ = solved
     _, loose, _ = solve_layers(*chain, budget + more)
     assert loose <= tight + 1e-9
 

@@ -14,11 +14,11 @@ from galvatron_fx.ir.cluster import Cluster
 from galvatron_fx.ir.overlap import Overlap, Skew
 from galvatron_fx.ir.schedule import make_schedule
 from galvatron_fx.ir.strategy import PIPELINE, Strategy
-from passes.find_blocks import fingerprints
+from passes.blocks import fingerprints
 from passes.search import simulate_choice
 from passes.search.short_model import ShortModel
 from passes.search.simulate_choice import SimulateChoice, Staging
-from passes.search.stage_search import Configuration, StageChoice, StageSearch
+from passes.search.stage_search import Configuration, StageSearch
 from passes.simulate_stages import StagesReport
 from tests.helpers import captured
 from tests.search.small_chains import chain_of
@@ -94,14 +94,13 @@ def test_as_the_whole_model(
     change = np.zeros((len(marks), len(distinct), len(distinct)))
     chain = replace(chain_of(prices, [0.0] * len(marks), change), strategies=distinct)
     search = StageSearch(chain, configuration, cluster)
-    choice = StageChoice(first_blocks, tuple(map(distinct.index, strategies)), 0.0)
 
     short = ShortModel.of(marks, strategies, first_blocks)
     assert len(short.keep) <= len(marks)
     simulate = SimulateChoice(graph, cluster, marks)
-    found = simulate.run(search, choice)
+    found = simulate.run(strategies, first_blocks, search.staging)
     monkeypatch.setattr(simulate_choice, "ShortModel", WholeModel)
-    expected = simulate.run(search, choice)
+    expected = simulate.run(strategies, first_blocks, search.staging)
     assert found.step_time_s == pytest.approx(expected.step_time_s, rel=1e-9)
     assert found.peak_memory_bytes == pytest.approx(expected.peak_memory_bytes, rel=1e-9)
     for mine, theirs in zip(found.ranks(), expected.ranks(), strict=True):
@@ -115,7 +114,7 @@ def test_stages_wait_for_those_that_have_computed(graphs: dict[str, fx.GraphModu
     staging = Staging(schedule, schedule, CLUSTER.axes)
 
     def simulated(cluster: Cluster) -> StagesReport:
-        report = SimulateChoice(graphs["gpt2"], cluster, marks).of([ONLY] * len(marks), (0, 3, 6, 8), staging)
+        report = SimulateChoice(graphs["gpt2"], cluster, marks).run([ONLY] * len(marks), (0, 3, 6, 8), staging)
         assert isinstance(report, StagesReport)
         return report
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import fx
 
-from galvatron_fx.ir.annotations import facts, has_facts
+from galvatron_fx.ir.annotations import Step, facts, has_facts
 from galvatron_fx.ir.layout import Layout, layout, placement_of
-from galvatron_fx.ir.local_program import Step, literals, placements_of
+from galvatron_fx.ir.local_program import literals, placements_of
 from galvatron_fx.ir.op_call import input_nodes, is_getitem
 from galvatron_fx.ir.placement import Replicate
 from galvatron_fx.ir.verifier.calls import CallRules, call_problem, placed_call

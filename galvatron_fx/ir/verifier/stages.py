@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import fx
 from torch._ops import OpOverload
 
-from galvatron_fx.errors import VerifierError
 from galvatron_fx.ir.annotations import output_ports, ports
+from galvatron_fx.ir.errors import VerifierError
 from galvatron_fx.ir.layout import has_layout
 from galvatron_fx.ir.verifier.calls import CallRules
 from galvatron_fx.ir.verifier.nodes import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from cost_models.ops import OpCost, TensorFacts, op_cost
-from galvatron_fx.ir.annotations import TensorSpec
+from cost_models.ops import TensorFacts, op_cost
+from galvatron_fx.ir.annotations import OpCost, TensorSpec
 from galvatron_fx.ir.op_call import OpCall
 
 

@@ -1,0 +1,89 @@
+"""Seconds of a node of a lowered graph on one rank: of an operator at its local shapes, of a collective on its axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from cost_models.bundles import share_s, start_s
+from cost_models.call_cost import call_cost
+from cost_models.collectives import collective_s
+from cost_models.operator_time import dtype_name, is_free
+from cost_models.ops import kind_of, op_time_s
+from galvatron_fx.ir import collectives as c
+from galvatron_fx.ir.annotations import facts, has_facts
+from galvatron_fx.ir.bound_ops import plus
+from galvatron_fx.ir.bundles import bytes_by_block
+from galvatron_fx.ir.cluster import Axis, Cluster
+from galvatron_fx.ir.layout import Layout
+from galvatron_fx.ir.op_call import OpCall, call_key, is_getitem, op_call
+from galvatron_fx.ir.predicted import ACCUMULATE, COMPUTE, RECOMPUTE, Cause
+
+__all__ = ["NodeTime", "Price"]
+
+
+class Price(NamedTuple):
+    """Why and how long a node takes; of a collective, ``start_s`` of that to start."""
+
+    cause: Cause
+    seconds: float
+    start_s: float = 0.0
+
+
+@dataclass
+class NodeTime:
+    """Prices nodes on one device of ``cluster``; equal calls and equal messages are priced once."""
+
+    cluster: Cluster
+    _known: dict[Any, float] = field(default_factory=dict)
+
+    def price(self, node: fx.Node, layout: Layout) -> Price | None:
+        """Why and how long a node takes; None for what is no operator."""
+        if node.op != "call_function" or not has_facts(node) or is_getitem(node):
+            return None
+        if node.target in c.COLLECTIVES:
+            axes = layout.columns[int(node.args[-1])].axes  # type: ignore[arg-type]
+            return self._collective(node, Cause(node.target.__name__, axes))
+        return Price(Cause(_local_kind(node)), self._operator_s(node))
+
+    def _operator_s(self, node: fx.Node) -> float:
+        call = op_call(node)
+        if call not in self._known:
+            self._known[call] = self._call_s(call)
+        return self._known[call]
+
+    def _call_s(self, call: OpCall) -> float:
+        device = self.cluster.device
+        if call.target in c.RANK_LOCAL or is_free(call):
+            return device.view_s
+        measured = device.measured_calls.get(call_key(call)) if device.calls else None
+        if measured is not None:
+            return measured
+        return float(op_time_s(call_cost(call), dtype_name(call), device, kind_of(call.target)))
+
+    def _collective(self, node: fx.Node, cause: Cause) -> Price:
+        axes = tuple(self.cluster.axes[i] for i in cause.axes)
+        degree = prod(axis.size for axis in axes)
+        source = facts(node.args[0]).spec.size_bytes  # type: ignore[arg-type]
+        whole = source * degree if cause.kind in ("all_gather", "all_to_all") else source
+        # A bundle of several blocks counts as a share of a full one, so that equal blocks add equally much to it.
+        if bytes_by_block(node):
+            return Price(cause, self._sent_s(share_s, cause.kind, whole, axes))
+        seconds = self._sent_s(collective_s, cause.kind, whole, axes)
+        return Price(cause, seconds, start_s(cause.kind, axes) if seconds else 0.0)
+
+    def _sent_s(self, price: Callable[..., Any], kind: str, size_bytes: int, axes: tuple[Axis, ...]) -> float:
+        key = (price, kind, size_bytes, axes)
+        if key not in self._known:
+            self._known[key] = float(price(kind, float(size_bytes), axes))
+        return self._known[key]
+
+
+def _local_kind(node: fx.Node) -> str:
+    if node.target is plus:
+        return ACCUMULATE
+    return RECOMPUTE if facts(node).again else COMPUTE

@@ -1,0 +1,30 @@
+"""Gradients behind their reduction: back in the dtype and the place of their parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from galvatron_fx.ir.annotations import facts, output_ports, ports
+from galvatron_fx.ir.graph_copy import cast_behind, set_output
+
+
+@dataclass(frozen=True)
+class RestoreGradients:
+    """Give every reduced gradient the dtype of its parameter, in which the optimizer takes it.
+
+    Runs when all axes are lowered, so that it casts what this rank keeps of a gradient.
+
+    Rewrite: ``grad = reduce_scatter(g)`` -> ``grad = cast_gradient(reduce_scatter(g), float32)``.
+    """
+
+    def run(self, graph: fx.GraphModule) -> fx.GraphModule:
+        """Rewrite ``graph`` in place and return it."""
+        own = {port.name: facts(node).spec.dtype for port, node in ports(graph) if port.kind == "param"}
+        for position, (port, node) in enumerate(output_ports(graph)):
+            if port.kind != "grad" or port.name not in own or node is None:
+                continue
+            if facts(node).spec.dtype != own[port.name]:
+                set_output(graph, position, cast_behind(graph, node, own[port.name]))
+        return graph
