@@ -18,10 +18,10 @@ test: venv
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 demo: venv
-	$(BIN)/python benchmarks/demo.py
+	$(BIN)/python -m benchmarks.demo.demo
 
 demo-pipeline: venv
-	$(BIN)/python benchmarks/demo.py --stages 2 --microbatches 4 --steps 60
+	$(BIN)/python -m benchmarks.demo.demo --stages 2 --microbatches 4 --steps 60
 
 lint: venv
 	$(BIN)/ruff check .

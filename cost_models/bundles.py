@@ -10,7 +10,7 @@ import numpy as np
 
 from cost_models.collectives import Amount, collective_s
 from galvatron_fx.ir.arrays import Floats
-from galvatron_fx.ir.cluster import Axis
+from galvatron_fx.ir.cluster.cluster import Axis
 
 __all__ = ["Bundled", "bundle_bytes", "bundled_s", "share_s", "start_s"]
 

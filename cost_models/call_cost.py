@@ -6,8 +6,8 @@ from functools import cache
 from typing import Any
 
 from cost_models.ops import TensorFacts, op_cost
-from galvatron_fx.ir.annotations import OpCost, TensorSpec
-from galvatron_fx.ir.op_call import OpCall
+from galvatron_fx.ir.graph.metadata import OpCost, TensorSpec
+from galvatron_fx.ir.graph.op_call import OpCall
 
 
 @cache

@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 
 from cost_models.curve_time import collective_curve_s
 from galvatron_fx.ir.arrays import Floats
-from galvatron_fx.ir.cluster import Axis
-from galvatron_fx.ir.curves import CollectiveCurve
+from galvatron_fx.ir.cluster.cluster import Axis
+from galvatron_fx.ir.cluster.curves import CollectiveCurve
 from galvatron_fx.ir.errors import ClusterError, InputError
 
 __all__ = [
@@ -135,7 +135,8 @@ _KINDS = {
 
 
 def collective_s(kind: str, size_bytes: Amount, axes: Sequence[Axis]) -> Amount:
-    """Return the seconds of a collective of :data:`galvatron_fx.ir.curves.COLLECTIVE_KINDS`, as measured if it was.
+    """Return the seconds of a collective of :data:`galvatron_fx.ir.cluster.curves.COLLECTIVE_KINDS`, as measured if it
+    was.
 
     ``size_bytes`` means what it means in the function of that name: the full tensor. InputError for another kind.
     """

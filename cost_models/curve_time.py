@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 
 from galvatron_fx.ir.arrays import Floats
-from galvatron_fx.ir.curves import CollectiveCurve, OperatorCurve
+from galvatron_fx.ir.cluster.curves import CollectiveCurve, OperatorCurve
 
 __all__ = ["collective_curve_s", "operator_curve_s"]
 

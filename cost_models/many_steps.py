@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from galvatron_fx.ir.arrays import Floats
-from galvatron_fx.ir.schedule import Schedule
+from galvatron_fx.ir.plan.schedule import Schedule
 
 
 def many_step_s(

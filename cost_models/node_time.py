@@ -14,14 +14,14 @@ from cost_models.call_cost import call_cost
 from cost_models.collectives import collective_s
 from cost_models.operator_time import dtype_name, is_free
 from cost_models.ops import kind_of, op_time_s
-from galvatron_fx.ir import collectives as c
-from galvatron_fx.ir.annotations import facts, has_facts
-from galvatron_fx.ir.bound_ops import plus
-from galvatron_fx.ir.bundles import bytes_by_block
-from galvatron_fx.ir.cluster import Axis, Cluster
-from galvatron_fx.ir.layout import Layout
-from galvatron_fx.ir.op_call import OpCall, call_key, is_getitem, op_call
-from galvatron_fx.ir.predicted import ACCUMULATE, COMPUTE, RECOMPUTE, Cause
+from galvatron_fx.ir.cluster.cluster import Axis, Cluster
+from galvatron_fx.ir.graph import collectives as c
+from galvatron_fx.ir.graph.bound_ops import plus
+from galvatron_fx.ir.graph.bundles import bytes_by_block
+from galvatron_fx.ir.graph.layout import Layout
+from galvatron_fx.ir.graph.metadata import facts, has_facts
+from galvatron_fx.ir.graph.op_call import OpCall, call_key, is_getitem, op_call
+from galvatron_fx.ir.plan.prediction import ACCUMULATE, COMPUTE, RECOMPUTE, Cause
 
 __all__ = ["NodeTime", "Price"]
 

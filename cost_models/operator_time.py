@@ -9,9 +9,9 @@ import numpy as np
 from cost_models.call_cost import call_cost
 from cost_models.curve_time import operator_curve_s
 from galvatron_fx.ir.arrays import Floats
-from galvatron_fx.ir.cluster import Device
-from galvatron_fx.ir.device import UPDATE
-from galvatron_fx.ir.op_call import OpCall
+from galvatron_fx.ir.cluster.cluster import Device
+from galvatron_fx.ir.cluster.device import UPDATE
+from galvatron_fx.ir.graph.op_call import OpCall
 
 # Adam reads the parameter, its gradient and two moments and writes three of them (Kingma & Ba 2015, algorithm 1).
 _UPDATE_PASSES = 7

@@ -24,11 +24,11 @@ import torch
 from torch._ops import OpOverload
 
 from cost_models.curve_time import operator_curve_s
-from galvatron_fx.ir.annotations import FREE, OpCost
 from galvatron_fx.ir.arrays import Floats
-from galvatron_fx.ir.cluster import Device
-from galvatron_fx.ir.curves import OperatorCurve
+from galvatron_fx.ir.cluster.cluster import Device
+from galvatron_fx.ir.cluster.curves import OperatorCurve
 from galvatron_fx.ir.errors import InputError
+from galvatron_fx.ir.graph.metadata import FREE, OpCost
 
 __all__ = ["Dim", "TensorFacts", "is_matmul", "kind_of", "op_cost", "op_time_s", "price_class"]
 

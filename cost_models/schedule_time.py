@@ -22,7 +22,7 @@ from operator import mul
 from typing import NamedTuple
 
 from galvatron_fx.ir.errors import InputError
-from galvatron_fx.ir.schedule import Action, Schedule
+from galvatron_fx.ir.plan.schedule import Action, Schedule
 
 __all__ = [
     "ScheduleReport",

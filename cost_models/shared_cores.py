@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cost_models.schedule_time import ScheduleReport, action_times
-from galvatron_fx.ir.schedule import Schedule
+from galvatron_fx.ir.plan.schedule import Schedule
 
 __all__ = ["simulate_sharing", "slowdown_of"]
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from galvatron_fx.ir.arrays import Floats
-from galvatron_fx.ir.overlap import Overlap
-from galvatron_fx.ir.predicted import Cause
+from galvatron_fx.ir.cluster.overlap import Overlap
+from galvatron_fx.ir.plan.prediction import Cause
 
 __all__ = ["Event", "Share", "Start", "StreamRun", "Wait", "Work", "exposed_s"]
 

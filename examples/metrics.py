@@ -18,8 +18,8 @@ from torch.utils.tensorboard import SummaryWriter
 import galvatron_fx
 from cost_models.call_cost import call_cost
 from cost_models.ops import is_matmul
-from galvatron_fx.ir.op_call import op_call
-from galvatron_fx.ir.units import format_bytes
+from galvatron_fx.ir.graph.op_call import op_call
+from galvatron_fx.ir.plan.units import format_bytes
 
 
 def count_flops(model: nn.Module, batch: Mapping[str, Any]) -> int:

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from galvatron_fx.checking.report import CheckReport
     from galvatron_fx.checkpoint import Checkpointer
     from galvatron_fx.explaining import explain
-    from galvatron_fx.ir.cluster import Cluster
-    from galvatron_fx.ir.pipelining import Pipelining
-    from galvatron_fx.ir.plan import Plan
-    from galvatron_fx.ir.strategy import Strategy
+    from galvatron_fx.ir.cluster.cluster import Cluster
+    from galvatron_fx.ir.plan.pipelining import Pipelining
+    from galvatron_fx.ir.plan.plan import Plan
+    from galvatron_fx.ir.plan.strategy import Strategy
     from galvatron_fx.profiling import measure_cluster
     from galvatron_fx.runtime.batch_rows import own_rows
     from galvatron_fx.runtime.module import DistributedGraphModule
@@ -52,11 +52,11 @@ __all__ = [
 _HOMES = {
     "CheckReport": "galvatron_fx.checking.report",
     "Checkpointer": "galvatron_fx.checkpoint",
-    "Cluster": "galvatron_fx.ir.cluster",
+    "Cluster": "galvatron_fx.ir.cluster.cluster",
     "DistributedGraphModule": "galvatron_fx.runtime.module",
-    "Pipelining": "galvatron_fx.ir.pipelining",
-    "Plan": "galvatron_fx.ir.plan",
-    "Strategy": "galvatron_fx.ir.strategy",
+    "Pipelining": "galvatron_fx.ir.plan.pipelining",
+    "Plan": "galvatron_fx.ir.plan.plan",
+    "Strategy": "galvatron_fx.ir.plan.strategy",
     "capture": "galvatron_fx.api",
     "check": "galvatron_fx.checking.check",
     "compile": "galvatron_fx.api",

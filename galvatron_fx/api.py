@@ -13,17 +13,17 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from galvatron_fx.arguments import as_plan
-from galvatron_fx.ir.annotations import signature
-from galvatron_fx.ir.arguments import check_arguments
-from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import InputError, PlanError
-from galvatron_fx.ir.pass_dump import OnPass, dumping
-from galvatron_fx.ir.placement import Placement
-from galvatron_fx.ir.plan import Plan
-from galvatron_fx.ir.precision import checked_policy
-from galvatron_fx.ir.precision_policy import describe_policy
-from galvatron_fx.ir.progress import CAPTURE, Observer
-from galvatron_fx.ir.strategy import SEARCHED_ROLES, original_name
+from galvatron_fx.ir.graph.metadata import signature
+from galvatron_fx.ir.graph.pass_dump import OnPass, dumping
+from galvatron_fx.ir.graph.placement import Placement
+from galvatron_fx.ir.graph.precision import checked_policy
+from galvatron_fx.ir.plan.arguments import check_arguments
+from galvatron_fx.ir.plan.plan import Plan
+from galvatron_fx.ir.plan.precision_policy import describe_policy
+from galvatron_fx.ir.plan.progress import CAPTURE, Observer
+from galvatron_fx.ir.plan.strategy import SEARCHED_ROLES, original_name
 from galvatron_fx.ir.torch_compat import look_for_infinities_in_all_shards
 from galvatron_fx.plain_model import plain_model
 from galvatron_fx.plan_fit import check_budget
@@ -32,8 +32,8 @@ from galvatron_fx.runtime.agreement import agreed, require_all_ranks, told_by_fi
 from galvatron_fx.runtime.backends import Backend, new_backend
 from galvatron_fx.runtime.batch_rows import global_inputs
 from galvatron_fx.runtime.binding import Binder, StageBinder
-from galvatron_fx.runtime.ending import end_after_gloo
-from galvatron_fx.runtime.host_memory import keep_freed_memory
+from galvatron_fx.runtime.gloo_shutdown import end_after_gloo
+from galvatron_fx.runtime.malloc import keep_freed_memory
 from galvatron_fx.runtime.materialize import materialize
 from galvatron_fx.runtime.module import DistributedGraphModule
 from galvatron_fx.runtime.one_at_a_time import refuse_autocast, without_autocast
@@ -42,13 +42,13 @@ from galvatron_fx.runtime.program import Program
 from galvatron_fx.runtime.same_weights import describe_constants, describe_model, unlike_tensors
 from galvatron_fx.runtime.staged_program import StagedProgram
 from galvatron_fx.search_settings import Constraints, SearchSettings
-from passes.blocks import graph_fingerprint
-from passes.capture import ExampleInputs, FlatInputs
-from passes.frontend import Frontend
-from passes.lower import Lowered
-from passes.lower_stages import LoweredStages
+from passes.analysis.blocks import graph_fingerprint
+from passes.frontend.capture.capture import ExampleInputs, FlatInputs
+from passes.frontend.capture.module_state import ModuleState, as_buffers
+from passes.frontend.pipeline import Frontend
 from passes.lowering.apply_plan import check_plan, lower, warn_without_sequence
-from passes.module_state import ModuleState, as_buffers
+from passes.lowering.lower_stages import LoweredStages
+from passes.lowering.lower_step import Lowered
 from passes.search.plan_search import search_plan
 from passes.search.record import Watch
 
@@ -99,11 +99,11 @@ def plan(
     ``roles``: what mesh axes may do (``pipeline`` only if named, or ``num_stages`` pinned: it takes longer);
     ``recompute``: "auto" (chosen per block), True or False for all blocks;
     ``constraints``: module name -> :class:`Strategy` (or its roles) for the blocks that hold the module;
-    ``num_stages``, ``num_microbatches``, ``schedule`` (one of :data:`galvatron_fx.ir.schedule.SCHEDULES`): pinned, or
-    searched where None;
+    ``num_stages``, ``num_microbatches``, ``schedule`` (one of :data:`galvatron_fx.ir.plan.schedule.SCHEDULES`): pinned,
+    or searched where None;
     ``search_seconds``: when to take the best plan found so far, at the next configuration (its ``notes`` say so);
     ``mixed_precision``: a ``torch.distributed.fsdp.MixedPrecisionPolicy``, the dtypes to compute and to reduce in;
-    ``progress``: called with every :class:`galvatron_fx.ir.progress.Progress`.
+    ``progress``: called with every :class:`galvatron_fx.ir.plan.progress.Progress`.
 
     The plan's ``report`` says why it was chosen. Raises BudgetError, with the least feasible budget and its plan, where
     nothing fits, PlanError for unknown roles or modules and for pins that cannot be, and TimeLimitError where

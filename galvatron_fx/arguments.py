@@ -1,13 +1,13 @@
-"""Clusters and plans as arguments of the public functions; :mod:`galvatron_fx.ir.arguments` has all others."""
+"""Clusters and plans as arguments of the public functions; :mod:`galvatron_fx.ir.plan.arguments` has all others."""
 
 from __future__ import annotations
 
 import os
 
-from galvatron_fx.ir.arguments import shown
-from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import ClusterError, PlanError
-from galvatron_fx.ir.plan import Plan
+from galvatron_fx.ir.plan.arguments import shown
+from galvatron_fx.ir.plan.plan import Plan
 
 __all__ = ["as_plan", "check_cluster"]
 

@@ -12,14 +12,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from galvatron_fx.api import plan
-from galvatron_fx.ir.arguments import check_arguments
-from galvatron_fx.ir.budget_error import BudgetError
-from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import InputError, PlanError
-from galvatron_fx.ir.plan import Plan
-from galvatron_fx.ir.progress import Observer, Progress
+from galvatron_fx.ir.plan.arguments import check_arguments
+from galvatron_fx.ir.plan.budget_error import BudgetError
+from galvatron_fx.ir.plan.plan import Plan
+from galvatron_fx.ir.plan.progress import Observer, Progress
 from galvatron_fx.search_settings import SearchSettings
-from passes.capture import ExampleInputs
+from passes.frontend.capture.capture import ExampleInputs
 
 __all__ = ["plan_batch"]
 
@@ -45,7 +45,7 @@ def plan_batch(
     ``batches``: the batches to try, all of them. By default these are the number of devices and its doubles, until
     nothing fits or throughput has not risen by a hundredth twice in a row, then batches between the best and those
     beside it, down to an eighth of it; halves of the number of devices where that does not fit or is best.
-    ``progress``: called with every :class:`galvatron_fx.ir.progress.Progress`, which says its batch;
+    ``progress``: called with every :class:`galvatron_fx.ir.plan.progress.Progress`, which says its batch;
     ``options``: those of :func:`galvatron_fx.plan`; ``search_seconds`` are those of each batch.
 
     Micro-batches, with which larger batches fit, are searched only where ``pipeline`` is among the roles.

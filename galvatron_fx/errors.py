@@ -1,6 +1,5 @@
 """The errors a user can cause, by the names that users catch; they are made below, beside what raises them."""
 
-from galvatron_fx.ir.budget_error import BudgetError
 from galvatron_fx.ir.errors import (
     CaptureError,
     CheckpointError,
@@ -14,6 +13,7 @@ from galvatron_fx.ir.errors import (
     TimeLimitError,
     VerifierError,
 )
+from galvatron_fx.ir.plan.budget_error import BudgetError
 
 __all__ = [
     "BudgetError",

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from torch import nn
 
 from galvatron_fx.api import capture
-from galvatron_fx.ir.cluster import Cluster
-from galvatron_fx.ir.plan import Plan
-from galvatron_fx.ir.plan_report_table import render_use
-from galvatron_fx.ir.predicted import RankUse, busiest
-from galvatron_fx.ir.progress import CAPTURE, SIMULATION, Observer
-from galvatron_fx.ir.units import format_bytes, format_seconds
+from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.plan.plan import Plan
+from galvatron_fx.ir.plan.prediction import RankUse, busiest
+from galvatron_fx.ir.plan.progress import CAPTURE, SIMULATION, Observer
+from galvatron_fx.ir.plan.search_report_table import render_use
+from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 from galvatron_fx.plan_fit import simulated
-from passes.blocks import num_blocks
-from passes.capture import ExampleInputs
+from passes.analysis.blocks import num_blocks
+from passes.frontend.capture.capture import ExampleInputs
 from passes.lowering.apply_plan import check_plan
 from passes.search.record import Watch
 

@@ -10,16 +10,16 @@ from torch import fx, nn
 
 from galvatron_fx.api import capture
 from galvatron_fx.arguments import as_plan
-from galvatron_fx.ir.arguments import check_arguments
-from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import InputError
-from galvatron_fx.ir.pass_dump import PassFolder
-from galvatron_fx.ir.plan import Plan
-from galvatron_fx.ir.printer import readable
-from galvatron_fx.ir.progress import CAPTURE, LOWERING, Observer
+from galvatron_fx.ir.graph.pass_dump import PassFolder
+from galvatron_fx.ir.graph.printer import readable
+from galvatron_fx.ir.plan.arguments import check_arguments
+from galvatron_fx.ir.plan.plan import Plan
+from galvatron_fx.ir.plan.progress import CAPTURE, LOWERING, Observer
 from galvatron_fx.plan_fit import check_budget
 from galvatron_fx.search_settings import SearchSettings
-from passes.capture import ExampleInputs
+from passes.frontend.capture.capture import ExampleInputs
 from passes.lowering.apply_plan import check_plan, lower, warn_without_sequence
 from passes.search.plan_search import search_plan
 from passes.search.record import Watch

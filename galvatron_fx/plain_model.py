@@ -6,8 +6,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from galvatron_fx.ir.arguments import check_arguments
 from galvatron_fx.ir.errors import InputError
+from galvatron_fx.ir.plan.arguments import check_arguments
 
 __all__ = ["plain_model"]
 

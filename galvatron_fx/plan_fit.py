@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from torch import fx
 
-from galvatron_fx.ir.budget_error import BudgetError
-from galvatron_fx.ir.cluster import Axis, Cluster
-from galvatron_fx.ir.plan import Plan
-from galvatron_fx.ir.units import format_bytes
-from passes.blocks import fingerprints
+from galvatron_fx.ir.cluster.cluster import Axis, Cluster
+from galvatron_fx.ir.plan.budget_error import BudgetError
+from galvatron_fx.ir.plan.plan import Plan
+from galvatron_fx.ir.plan.units import format_bytes
+from passes.analysis.blocks import fingerprints
 from passes.lowering.apply_plan import strategies_on
-from passes.search.simulate_choice import SimulateChoice, Staging
-from passes.simulate_stages import StagesReport
-from passes.simulate_step import StepReport
+from passes.simulation.choice import SimulateChoice, Staging
+from passes.simulation.stages import StagesReport
+from passes.simulation.step import StepReport
 
 __all__ = [
     "check_budget",

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from galvatron_fx.arguments import check_cluster
-from galvatron_fx.ir.arguments import check_arguments, shown
-from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import InputError, PlanError
-from galvatron_fx.ir.strategy import ROLES, SEARCHED_ROLES, Strategy
-from galvatron_fx.ir.units import parse_bytes
+from galvatron_fx.ir.plan.arguments import check_arguments, shown
+from galvatron_fx.ir.plan.strategy import ROLES, SEARCHED_ROLES, Strategy
+from galvatron_fx.ir.plan.units import parse_bytes
 from passes.search.configurations import Pins
 from passes.search.plan_search import SearchOptions
 

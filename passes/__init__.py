@@ -1,1 +1,1 @@
-"""The graph passes of Galvatron-FX: one pass a file, named for what it does; the searches are in ``search``."""
+"""Graph passes and searches, a room a step of the way: analysis, sharding, frontend, lowering, simulation, search."""

@@ -12,15 +12,15 @@ from torch import Tensor, fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from galvatron_fx.api import capture
-from galvatron_fx.ir.annotations import TensorSpec, facts, has_facts
-from galvatron_fx.ir.bound_ops import BoundAxis, finished
-from galvatron_fx.ir.cluster import Cluster
-from galvatron_fx.ir.kernels import Kernels
-from galvatron_fx.ir.strategy import Strategy
+from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.graph.bound_ops import BoundAxis, finished
+from galvatron_fx.ir.graph.metadata import TensorSpec, facts, has_facts
+from galvatron_fx.ir.kernels.select import Kernels
+from galvatron_fx.ir.plan.strategy import Strategy
 from galvatron_fx.ir.torch_compat import new_fake_mode
-from passes.blocks import num_blocks
-from passes.codegen import Codegen
-from passes.lower import Lower
+from passes.analysis.blocks import num_blocks
+from passes.lowering.codegen import Codegen
+from passes.lowering.lower_step import Lower
 from tests.helpers import DEVICE, axes
 
 

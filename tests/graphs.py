@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from galvatron_fx.ir.annotations import Dim, NodeFacts, Port, Signature, TensorSpec, facts, set_facts, set_signature
+from galvatron_fx.ir.graph.metadata import Dim, NodeFacts, Port, Signature, TensorSpec, facts, set_facts, set_signature
 
 Shape = tuple[int, ...]
 

@@ -12,17 +12,17 @@ from torch import fx, nn
 from galvatron_fx.checking import whole_tensors
 from galvatron_fx.checking.simulated import Results, ValueOf, run_stages, run_step
 from galvatron_fx.checking.whole_tensors import distribute
-from galvatron_fx.ir.annotations import Port, facts, ports
-from galvatron_fx.ir.cluster import Axis, Cluster
-from galvatron_fx.ir.overlap import Overlap
-from galvatron_fx.ir.placement import Placement
-from galvatron_fx.ir.schedule import Schedule
-from galvatron_fx.ir.strategy import Strategy, original_name
-from passes.blocks import num_blocks
-from passes.capture import FlatInputs
-from passes.frontend import Frontend
-from passes.lower import Lower
-from passes.lower_stages import LowerStages
+from galvatron_fx.ir.cluster.cluster import Axis, Cluster
+from galvatron_fx.ir.cluster.overlap import Overlap
+from galvatron_fx.ir.graph.metadata import Port, facts, ports
+from galvatron_fx.ir.graph.placement import Placement
+from galvatron_fx.ir.plan.schedule import Schedule
+from galvatron_fx.ir.plan.strategy import Strategy, original_name
+from passes.analysis.blocks import num_blocks
+from passes.frontend.capture.capture import FlatInputs
+from passes.frontend.pipeline import Frontend
+from passes.lowering.lower_stages import LowerStages
+from passes.lowering.lower_step import Lower
 
 __all__ = ["assert_exact", "axes", "captured", "cluster_for", "collect", "distribute", "one_device"]
 __all__ += ["relative_errors", "simulate", "simulate_stages", "uniform"]

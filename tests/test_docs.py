@@ -21,7 +21,8 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"(?<![\w/.-])([\w-]+(?:/[\w.-]+)*\.(?:py|md))\b")
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 COMMAND = re.compile(r"galvatron-fx ([a-z]+)((?:[^\n`]|\\\n)*)")
-SCRIPT = re.compile(r"(?<![\w/])((?:benchmarks|examples)/\w+\.py)((?:[^\n`]|\\\n)*)")
+SCRIPT = re.compile(r"(?<![\w/])((?:benchmarks|examples)(?:/\w+)+\.py)((?:[^\n`]|\\\n)*)")
+MODULE = re.compile(r"-m (benchmarks(?:\.\w+)+)((?:[^\n`]|\\\n)*)")
 
 
 def anchor(heading: str) -> str:
@@ -79,6 +80,10 @@ def test_options_that_a_document_shows_exist(document: Path) -> None:
         assert set(OPTION.findall(rest)) <= commands()[name], f"galvatron-fx {name}{rest}"
     for path, rest in SCRIPT.findall(text):
         assert set(OPTION.findall(rest)) <= script_options(path), f"{path}{rest}"
+    for module, rest in MODULE.findall(text):
+        path = module.replace(".", "/") + ".py"
+        assert path in files(), f"there is no module {module}"
+        assert set(OPTION.findall(rest)) <= script_options(path), f"{module}{rest}"
 
 
 def test_the_checks_find_what_is_missing(tmp_path: Path) -> None:
@@ -88,7 +93,9 @@ def test_the_checks_find_what_is_missing(tmp_path: Path) -> None:
         ("as `passes/no_such_pass.py` does", test_what_a_document_names_is_there),
         ("`galvatron-fx plan --no-such-option`", test_options_that_a_document_shows_exist),
         ("`galvatron-fx diff --memory-budget 3`", test_options_that_a_document_shows_exist),
-        ("`benchmarks/elastic.py --steps 3`", test_options_that_a_document_shows_exist),
+        ("`benchmarks/correctness/elastic.py --steps 3`", test_options_that_a_document_shows_exist),
+        ("`python -m benchmarks.correctness.elastic --steps 3`", test_options_that_a_document_shows_exist),
+        ("`python -m benchmarks.correctness.nothing`", test_options_that_a_document_shows_exist),
     ]:
         document = tmp_path / "document.md"
         document.write_text(text)

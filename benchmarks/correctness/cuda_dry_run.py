@@ -25,9 +25,9 @@ from rich.progress import track
 from torch import fx
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from benchmarks import machine
+from benchmarks.common import machine
 from galvatron_fx.api import capture
-from galvatron_fx.ir.strategy import Strategy
+from galvatron_fx.ir.plan.strategy import Strategy
 from tests.fake_gpu import differences, lowered_for_gpus
 from tests.models import zoo
 from tests.models.architectures import ARCHITECTURES

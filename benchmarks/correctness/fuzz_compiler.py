@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import machine
+from benchmarks.common import machine
 from galvatron_fx.errors import CaptureError
 from tests.fuzz.programs import draw_program
 from tests.fuzz.rules import BadRule, Known, bad_rules

@@ -9,7 +9,7 @@ from itertools import takewhile
 from torch import fx
 
 from galvatron_fx.checking.steps import Key
-from galvatron_fx.ir.annotations import facts, output_ports, ports
+from galvatron_fx.ir.graph.metadata import facts, output_ports, ports
 
 __all__ = ["block_names"]
 

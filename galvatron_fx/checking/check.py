@@ -20,15 +20,15 @@ from galvatron_fx.checking.simulated import Results, ValueOf, run_stages, run_st
 from galvatron_fx.checking.steps import Eager, Key, OnRanks, OptimizerOf, Simulated, Step, StepRunner, train
 from galvatron_fx.checking.subject import Subject, same_generators
 from galvatron_fx.checking.wide_floats import NARROW, widened
-from galvatron_fx.ir.annotations import facts, signature
-from galvatron_fx.ir.cluster import Axis, Cluster
+from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.errors import InputError
-from galvatron_fx.ir.plan import Plan, prime_factors
-from galvatron_fx.ir.precision import checked_policy
+from galvatron_fx.ir.graph.metadata import facts, signature
+from galvatron_fx.ir.graph.precision import checked_policy
+from galvatron_fx.ir.plan.plan import Plan, prime_factors
 from galvatron_fx.search_settings import SearchSettings
-from passes.capture import ExampleInputs, FlatInputs
-from passes.lower_stages import LoweredStages
+from passes.frontend.capture.capture import ExampleInputs, FlatInputs
 from passes.lowering.apply_plan import check_plan, lower
+from passes.lowering.lower_stages import LoweredStages
 from passes.search.plan_search import search_plan
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from galvatron_fx.ir.errors import DifferenceError
-from galvatron_fx.ir.text_table import render
+from galvatron_fx.ir.plan.text_table import render
 
 __all__ = ["CheckReport", "CheckRow"]
 

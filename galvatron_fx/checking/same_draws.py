@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from galvatron_fx.ir.annotations import NodeFacts, Port, Signature, TensorSpec, set_facts, set_signature
-from galvatron_fx.ir.random_ops import random_uniform
+from galvatron_fx.ir.graph.metadata import NodeFacts, Port, Signature, TensorSpec, set_facts, set_signature
+from galvatron_fx.ir.graph.random_ops import random_uniform
 from galvatron_fx.ir.torch_compat import TorchDispatchMode
-from passes.functional_random import FunctionalRandom, draws_numbers
+from passes.frontend.functional_random import FunctionalRandom, draws_numbers
 
 __all__ = ["SameDraws", "drawn_shapes"]
 
@@ -30,7 +30,8 @@ _FUNCTIONAL = {
 
 
 class SameDraws(TorchDispatchMode):
-    """Run each random operator as :class:`passes.functional_random.FunctionalRandom` would rewrite it, in order.
+    """Run each random operator as :class:`passes.frontend.functional_random.FunctionalRandom` would rewrite it, in
+    order.
 
     The numbers are a function of the seed, of how many were drawn before, and of positions: what a compiled model
     draws in the same place. ``shapes``: of every tensor of uniform numbers so far, to be held against the graph's;

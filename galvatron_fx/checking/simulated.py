@@ -9,16 +9,16 @@ from typing import Any
 from torch import Tensor
 
 from galvatron_fx.checking.whole_tensors import Whole, collect, distribute
-from galvatron_fx.ir.annotations import Port, facts, ports, signature
-from galvatron_fx.ir.schedule import Action, Schedule
-from galvatron_fx.ir.strategy import original_name
+from galvatron_fx.ir.graph.metadata import Port, facts, ports, signature
+from galvatron_fx.ir.plan.schedule import Action, Schedule
+from galvatron_fx.ir.plan.strategy import original_name
+from galvatron_fx.runtime.lockstep import Simulator
 from galvatron_fx.runtime.microbatches import hoisted_values, merge_outputs
-from galvatron_fx.runtime.simulator import Simulator
 from galvatron_fx.runtime.stage_runner import StageRunner
-from passes.lower import Lowered
-from passes.lower_stages import LoweredStages
-from passes.split_stages import Stage
-from passes.stage_tasks import Task
+from passes.lowering.lower_stages import LoweredStages
+from passes.lowering.lower_step import Lowered
+from passes.lowering.stages.split_stages import Stage
+from passes.lowering.stages.stage_tasks import Task
 
 __all__ = ["Results", "ValueOf", "replay", "run_stages", "run_step"]
 

@@ -15,12 +15,12 @@ from torch.func import functional_call
 from galvatron_fx.checking.same_draws import SameDraws
 from galvatron_fx.checking.simulated import Results, ValueOf
 from galvatron_fx.checking.wide_floats import WideFloats
-from galvatron_fx.ir.annotations import Port, Signature, facts, ports, signature
-from galvatron_fx.ir.precision import computed_in
-from galvatron_fx.ir.strategy import original_name
+from galvatron_fx.ir.graph.metadata import Port, Signature, facts, ports, signature
+from galvatron_fx.ir.graph.precision import computed_in
+from galvatron_fx.ir.plan.strategy import original_name
 from galvatron_fx.ir.torch_compat import composites_in_python, pytree
 from galvatron_fx.runtime.module import DistributedGraphModule
-from passes.flat_inputs import FlatInputs, flatten
+from passes.frontend.capture.flat_inputs import FlatInputs, flatten
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from galvatron_fx.checking.wide_floats import NARROW, copied, moved
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.runtime.materialize import whole_values
-from passes.flat_inputs import FlatInputs
+from passes.frontend.capture.flat_inputs import FlatInputs
 
 __all__ = ["Subject", "same_generators"]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from galvatron_fx.ir.collectives import join_runs, split_runs
-from galvatron_fx.ir.placement import Placement, Shard
+from galvatron_fx.ir.graph.collectives import join_runs, split_runs
+from galvatron_fx.ir.graph.placement import Placement, Shard
 
 __all__ = ["Whole", "collect", "difference", "distribute"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_fx.ir.torch_compat import TorchDispatchMode, pytree
-from passes.flat_inputs import FlatInputs
+from passes.frontend.capture.flat_inputs import FlatInputs
 
 __all__ = ["NARROW", "WideFloats", "copied", "moved", "widened"]
 

@@ -22,8 +22,8 @@ from galvatron_fx.checkpoint.ranks import Ranks
 from galvatron_fx.checkpoint.snapshot import Snapshot
 from galvatron_fx.checkpoint.steps import Steps
 from galvatron_fx.checkpoint.training import HasState, Training
-from galvatron_fx.ir.arguments import check_arguments
 from galvatron_fx.ir.errors import CheckpointError
+from galvatron_fx.ir.plan.arguments import check_arguments
 
 _MOST_TRIES = 20
 """Times that loading begins again since another job has removed what was being read."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from galvatron_fx.checkpoint import generators
 from galvatron_fx.checkpoint.training import HasState, Training
 from galvatron_fx.ir.errors import CheckpointError
-from galvatron_fx.runtime.dtensors import local_part
+from galvatron_fx.runtime.dtensor_views import local_part
 from galvatron_fx.runtime.module import DistributedGraphModule
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from galvatron_fx.cli.exits import UsageError
 from galvatron_fx.cli.files import read_object, refuse
 from galvatron_fx.ir.errors import PlanError
-from galvatron_fx.ir.strategy import Strategy
+from galvatron_fx.ir.plan.strategy import Strategy
 
 __all__ = ["constraints_of", "parse_constraint"]
 

@@ -8,7 +8,7 @@ from galvatron_fx.cli import files, models, options, output
 from galvatron_fx.cli.exits import OK, TOO_LARGE
 from galvatron_fx.cli.output import Result
 from galvatron_fx.ir.errors import PlanError
-from galvatron_fx.ir.units import format_bytes, parse_bytes
+from galvatron_fx.ir.plan.units import format_bytes, parse_bytes
 
 HELP = "lower a given plan and simulate it: time by cause and memory by kind on every rank"
 EXAMPLES = """\

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from galvatron_fx.ir.budget_error import BudgetError
 from galvatron_fx.ir.errors import CaptureError, GalvatronError, TimeLimitError, VerifierError
+from galvatron_fx.ir.plan.budget_error import BudgetError
 
 __all__ = ["EXIT_CODES", "ModelError", "UsageError", "exit_code"]
 

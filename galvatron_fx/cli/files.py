@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from galvatron_fx.ir.errors import ClusterError, GalvatronError, InputError, PlanError
-from galvatron_fx.ir.plan_json import MAX_PLAN_BYTES
+from galvatron_fx.ir.plan.plan_json import MAX_PLAN_BYTES
 from galvatron_fx.ir.regular_file import open_regular
 
 if TYPE_CHECKING:
-    from galvatron_fx.ir.cluster import Cluster
-    from galvatron_fx.ir.plan import Plan
+    from galvatron_fx.ir.cluster.cluster import Cluster
+    from galvatron_fx.ir.plan.plan import Plan
 
 __all__ = ["parse_object", "read_cluster", "read_object", "read_plan", "read_text", "refuse"]
 
@@ -45,14 +45,14 @@ def read_text(path: str | Path, what: str, most_bytes: int = MAX_PLAN_BYTES) -> 
 
 def read_plan(path: str | Path) -> Plan:
     """Read a plan; raises PlanError, or InputError for a file that cannot be read."""
-    from galvatron_fx.ir.plan import Plan
+    from galvatron_fx.ir.plan.plan import Plan
 
     return _read(path, "a plan", Plan.from_json, PlanError)
 
 
 def read_cluster(path: str | Path) -> Cluster:
     """Read a cluster or a profile; raises ClusterError, or InputError for a file that cannot be read."""
-    from galvatron_fx.ir.cluster import Cluster
+    from galvatron_fx.ir.cluster.cluster import Cluster
 
     return _read(path, "a cluster", Cluster.from_json, ClusterError)
 

@@ -17,7 +17,7 @@ from galvatron_fx._version import __version__
 from galvatron_fx.cli import check, diff, estimate, explain, plan, profile, schema, validate
 from galvatron_fx.cli.exits import BUG, EXIT_CODES, PIPE, UsageError, exit_code
 from galvatron_fx.cli.output import SILENT, Result
-from galvatron_fx.ir.budget_error import BudgetError
+from galvatron_fx.ir.plan.budget_error import BudgetError
 
 __all__ = ["main"]
 

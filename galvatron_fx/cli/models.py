@@ -48,8 +48,8 @@ class Subject:
     @property
     def batch_size(self) -> int:
         """Samples of the batch: the commonest first size of its tensors."""
-        from galvatron_fx.ir.symbols import batch_size
-        from passes.capture import FlatInputs
+        from galvatron_fx.ir.graph.symbols import batch_size
+        from passes.frontend.capture.capture import FlatInputs
 
         return batch_size([shape[0] for shape in FlatInputs.of(self.inputs).shapes if shape])
 
@@ -81,7 +81,7 @@ class Subject:
         return sorted({str(parameter.dtype).removeprefix("torch.") for parameter in self.model.parameters()})
 
     def _shapes(self) -> list[tuple[str, str]]:
-        from passes.capture import FlatInputs
+        from passes.frontend.capture.capture import FlatInputs
 
         flat = FlatInputs.of(self.inputs)
         sizes = ["×".join(map(str, tensor.shape)) for tensor in flat.tensors]

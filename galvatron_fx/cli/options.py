@@ -13,14 +13,14 @@ from galvatron_fx.cli.model_config import parse_override
 from galvatron_fx.cli.model_tasks import TASKS
 from galvatron_fx.cli.models import DTYPES
 from galvatron_fx.ir.errors import GalvatronError
-from galvatron_fx.ir.schedule import SCHEDULES
-from galvatron_fx.ir.strategy import PIPELINE, ROLES
-from galvatron_fx.ir.units import parse_bytes
+from galvatron_fx.ir.plan.schedule import SCHEDULES
+from galvatron_fx.ir.plan.strategy import PIPELINE, ROLES
+from galvatron_fx.ir.plan.units import parse_bytes
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from galvatron_fx.ir.cluster import Cluster
+    from galvatron_fx.ir.cluster.cluster import Cluster
 
 __all__ = ["add_cluster", "add_model", "add_search", "batches", "cluster_of", "positive", "search_of", "typed"]
 
@@ -173,7 +173,7 @@ def search_of(options: argparse.Namespace) -> dict[str, Any]:
 
 def cluster_of(options: argparse.Namespace) -> Cluster:
     """The cluster that ``--cluster`` names, a file or a preset; raises ClusterError and InputError."""
-    from galvatron_fx.ir.cluster import Cluster
+    from galvatron_fx.ir.cluster.cluster import Cluster
 
     text = options.cluster
     if text.endswith(".json") or Path(text).is_file():

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from galvatron_fx.cli.exits import OK
 
 if TYPE_CHECKING:
-    from galvatron_fx.ir.cluster import Cluster
-    from galvatron_fx.ir.plan_report import Contender, SearchReport
-    from galvatron_fx.ir.predicted import RankUse
+    from galvatron_fx.ir.cluster.cluster import Cluster
+    from galvatron_fx.ir.plan.prediction import RankUse
+    from galvatron_fx.ir.plan.search_report import Contender, SearchReport
     from galvatron_fx.report.progress import SearchProgress
 
 __all__ = ["SILENT", "Result", "describe_cluster", "progress", "ranks_document", "report_document"]

@@ -11,8 +11,8 @@ from galvatron_fx.cli.exits import UsageError
 from galvatron_fx.cli.output import Result
 
 if TYPE_CHECKING:
-    from galvatron_fx.ir.cluster import Cluster
-    from galvatron_fx.ir.plan import Plan
+    from galvatron_fx.ir.cluster.cluster import Cluster
+    from galvatron_fx.ir.plan.plan import Plan
     from galvatron_fx.report.progress import SearchProgress
 
 HELP = "search the fastest plan of a model for a cluster that need not be here"

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import groupby, takewhile
 from typing import Any
 
-from galvatron_fx.ir import text_table
-from galvatron_fx.ir.plan import BlockPlan, Plan
-from galvatron_fx.ir.plan_table import describe_keeps, describe_roles
-from galvatron_fx.ir.units import format_bytes, format_seconds
+from galvatron_fx.ir.plan import text_table
+from galvatron_fx.ir.plan.plan import BlockPlan, Plan
+from galvatron_fx.ir.plan.plan_table import describe_keeps, describe_roles
+from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 
 __all__ = ["PlanDiff", "compare"]
 

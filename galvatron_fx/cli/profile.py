@@ -56,7 +56,7 @@ def run(given: argparse.Namespace) -> Result:
     """Measure; rank 0 writes and tells. Raises what ``measure_cluster`` raises, and OSError where it cannot write."""
     import torch
 
-    from galvatron_fx.ir import plan_json
+    from galvatron_fx.ir.plan import plan_json
     from galvatron_fx.profiling import ProfileProgress, measure_cluster
 
     device = given.device or (CUDA if torch.cuda.is_available() else CPU)

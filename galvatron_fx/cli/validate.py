@@ -12,7 +12,7 @@ from galvatron_fx.cli.output import Result
 from galvatron_fx.ir.errors import PlanError
 
 if TYPE_CHECKING:
-    from galvatron_fx.ir.plan import Plan
+    from galvatron_fx.ir.plan.plan import Plan
 
 HELP = "check a plan or a cluster file, and whether a plan fits a model and a cluster"
 EXAMPLES = """\

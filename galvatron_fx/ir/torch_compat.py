@@ -98,8 +98,8 @@ def compiling() -> Iterator[None]:
     """Make ``torch.compiler.is_compiling()`` true, so that models skip checks that read tensor values.
 
     Two of torch's own do not ask. ``nn.TransformerEncoder`` and its kin compare the mask they are given with a causal
-    one to pick a kernel: the mask says the same, and :mod:`passes.fold_causal_masks` picks the kernel. Distributions
-    check their arguments, unless they are told not to.
+    one to pick a kernel: the mask says the same, and :mod:`passes.frontend.fold_causal_masks` picks the kernel.
+    Distributions check their arguments, unless they are told not to.
     """
     before = torch.compiler._is_compiling_flag, torch_transformer._detect_is_causal_mask, Distribution._validate_args
     torch.compiler._is_compiling_flag = True
@@ -308,7 +308,7 @@ def pipeline_orders(
     """Return what torch's schedule lets each pipeline rank compute: stage, kind (F, B, I or W) and micro-batch.
 
     No processes, process groups or stages are made: torch's methods get an object with the few numbers that they
-    read. ``name`` is one of ``galvatron_fx.ir.schedule.SCHEDULES``, whose limits the caller has checked.
+    read. ``name`` is one of ``galvatron_fx.ir.plan.schedule.SCHEDULES``, whose limits the caller has checked.
     ``Schedule1F1B._get_pipeline_order`` of torch 2.13 counts the forwards of the last rank from 1, so 1F1B comes from
     the function that the interleaved schedules share.
     """

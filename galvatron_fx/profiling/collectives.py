@@ -10,9 +10,9 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from galvatron_fx.ir.bound_ops import finished
-from galvatron_fx.ir.cluster import Axis, Cluster
-from galvatron_fx.ir.curves import CollectiveCurve
+from galvatron_fx.ir.cluster.cluster import Axis, Cluster
+from galvatron_fx.ir.cluster.curves import CollectiveCurve
+from galvatron_fx.ir.graph.bound_ops import finished
 from galvatron_fx.ir.torch_compat import all_gather_rows
 from galvatron_fx.profiling.fit import fit_collective
 from galvatron_fx.profiling.ranks import Ranks

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from galvatron_fx.ir.random_ops import random_uniform
+from galvatron_fx.ir.graph.random_ops import random_uniform
 from galvatron_fx.profiling.kernels import VIEW, Kernel, kernel
 from galvatron_fx.profiling.tensors import Pool
 

@@ -9,7 +9,7 @@ import numpy as np
 from scipy.optimize import isotonic_regression, nnls
 
 from galvatron_fx.ir.arrays import Floats
-from galvatron_fx.ir.curves import CollectiveCurve, OperatorCurve, Points
+from galvatron_fx.ir.cluster.curves import CollectiveCurve, OperatorCurve, Points
 
 __all__ = ["fit_collective", "fit_operator"]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from cost_models.ops import TensorFacts, kind_of, op_cost
-from galvatron_fx.ir.annotations import OpCost, TensorSpec
-from galvatron_fx.ir.kernels import Kernels
+from galvatron_fx.ir.graph.metadata import OpCost, TensorSpec
+from galvatron_fx.ir.kernels.select import Kernels
 from galvatron_fx.ir.torch_compat import pytree
 from galvatron_fx.profiling.timing import Call
 

@@ -9,8 +9,8 @@ from functools import cache
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from galvatron_fx.ir.cluster import Cluster
-from galvatron_fx.ir.origin import Origin, today
+from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.cluster.provenance import Origin, today
 
 __all__ = ["StaleProfileWarning", "origin_of", "stale", "warn_if_stale"]
 

@@ -9,8 +9,8 @@ from functools import partial
 
 import torch
 
-from galvatron_fx.ir.curves import OperatorCurve
-from galvatron_fx.ir.kernels import Kernels
+from galvatron_fx.ir.cluster.curves import OperatorCurve
+from galvatron_fx.ir.kernels.select import Kernels
 from galvatron_fx.profiling.elementwise import elementwise_kernels
 from galvatron_fx.profiling.fit import fit_operator
 from galvatron_fx.profiling.kernels import VIEW, Kernel

@@ -7,8 +7,8 @@ from statistics import median
 
 import torch
 
-from galvatron_fx.ir.bound_ops import finished
-from galvatron_fx.ir.overlap import Overlap
+from galvatron_fx.ir.cluster.overlap import Overlap
+from galvatron_fx.ir.graph.bound_ops import finished
 from galvatron_fx.profiling.collectives import Group
 from galvatron_fx.profiling.ranks import Ranks
 

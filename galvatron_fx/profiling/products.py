@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from galvatron_fx.ir.kernels import Kernels
+from galvatron_fx.ir.kernels.select import Kernels
 from galvatron_fx.profiling.kernels import Kernel, kernel
 from galvatron_fx.profiling.tensors import Pool
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from galvatron_fx.ir.bound_ops import finished
-from galvatron_fx.runtime.ending import end_after_gloo
-from galvatron_fx.runtime.host_memory import keep_freed_memory
+from galvatron_fx.ir.graph.bound_ops import finished
+from galvatron_fx.runtime.gloo_shutdown import end_after_gloo
+from galvatron_fx.runtime.malloc import keep_freed_memory
 
 __all__ = ["Ranks"]
 

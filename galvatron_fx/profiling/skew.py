@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from galvatron_fx.ir.bound_ops import finished
-from galvatron_fx.ir.overlap import Skew
+from galvatron_fx.ir.cluster.overlap import Skew
+from galvatron_fx.ir.graph.bound_ops import finished
 from galvatron_fx.profiling.collectives import Group
 from galvatron_fx.profiling.ranks import Ranks
 from galvatron_fx.profiling.timing import COMPUTED_S, Call, Rounds, Task, Turns, mean_without_worst, some_products

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from galvatron_fx.ir.cluster import Axis, Cluster
-from galvatron_fx.ir.curves import CollectiveCurve, OperatorCurve
-from galvatron_fx.ir.units import format_bytes, format_seconds
+from galvatron_fx.ir.cluster.cluster import Axis, Cluster
+from galvatron_fx.ir.cluster.curves import CollectiveCurve, OperatorCurve
+from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 
 __all__ = ["describe_profile"]
 

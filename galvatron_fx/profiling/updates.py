@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from galvatron_fx.ir.curves import OperatorCurve
-from galvatron_fx.ir.device import UPDATE
+from galvatron_fx.ir.cluster.curves import OperatorCurve
+from galvatron_fx.ir.cluster.device import UPDATE
 from galvatron_fx.profiling.fit import fit_operator
 from galvatron_fx.profiling.ranks import Ranks
 from galvatron_fx.profiling.timing import Rounds, Task

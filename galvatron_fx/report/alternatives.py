@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import GalvatronError
-from galvatron_fx.ir.plan import Plan
-from galvatron_fx.ir.plan_report import BOUND, ESTIMATE, Contender
-from galvatron_fx.ir.plan_table import describe_keeps, describe_roles
-from galvatron_fx.ir.strategy import PIPELINE, Strategy
-from galvatron_fx.ir.units import format_bytes
+from galvatron_fx.ir.plan.plan import Plan
+from galvatron_fx.ir.plan.plan_table import describe_keeps, describe_roles
+from galvatron_fx.ir.plan.search_report import BOUND, ESTIMATE, Contender
+from galvatron_fx.ir.plan.strategy import PIPELINE, Strategy
+from galvatron_fx.ir.plan.units import format_bytes
 
 __all__ = ["CHOSEN", "OTHER", "Alternative", "other_pipelines", "uniform_plans"]
 

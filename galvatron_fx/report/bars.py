@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
-from galvatron_fx.ir.plan import Plan
-from galvatron_fx.ir.plan_report_table import cause_name, cause_order
-from galvatron_fx.ir.predicted import MEMORY_KINDS, RankUse
-from galvatron_fx.ir.units import format_bytes, format_seconds
+from galvatron_fx.ir.plan.plan import Plan
+from galvatron_fx.ir.plan.prediction import MEMORY_KINDS, RankUse
+from galvatron_fx.ir.plan.search_report_table import cause_name, cause_order
+from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 from galvatron_fx.report.alternatives import Alternative
 from galvatron_fx.report.drawing import WIDTH, Line, Picture, Rect, Text, text_width
 

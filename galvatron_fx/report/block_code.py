@@ -8,19 +8,21 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from galvatron_fx.ir import collectives as c
-from galvatron_fx.ir.annotations import facts
-from galvatron_fx.ir.graph_copy import copy_node
-from galvatron_fx.ir.printer import readable
+from galvatron_fx.ir.graph import collectives as c
+from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.graph.printer import readable
+from galvatron_fx.ir.graph.rewrite import copy_node
 from galvatron_fx.report.collective_rows import task_graphs
 from galvatron_fx.report.reasons import Reasons
-from passes.search.short_model import Label
-from passes.search.short_program import ShortProgram
+from passes.simulation.short_model import Label
+from passes.simulation.short_program import ShortProgram
 
 __all__ = ["BlockCode", "block_codes"]
 
 _FREED = re.compile(r";(\s+\w+ =)+ None(  # |$)")
-_CALL = re.compile(r"(?:galvatron_fx_ir_collectives|passes_stage_tasks|galvatron_fx_ir_precision)_(\w+)\(")
+_CALL = re.compile(
+    r"(?:galvatron_fx_ir_graph_collectives|galvatron_fx_ir_graph_bound_ops|galvatron_fx_ir_graph_precision)_(\w+)\("
+)
 _ASSIGNED = re.compile(r"^\s*(\w+)\s*[:=]")
 
 

@@ -10,16 +10,16 @@ from math import prod
 from torch import fx
 
 from cost_models.node_time import NodeTime
-from galvatron_fx.ir import collectives as c
-from galvatron_fx.ir.annotations import facts
-from galvatron_fx.ir.cluster import Cluster
-from galvatron_fx.ir.layout import Layout
-from galvatron_fx.ir.predicted import TRANSFER, Cause
+from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.graph import collectives as c
+from galvatron_fx.ir.graph.layout import Layout
+from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.plan.prediction import TRANSFER, Cause
 from galvatron_fx.report.reasons import Reasons
-from passes.lower import Lowered
-from passes.search.short_model import Label
-from passes.search.short_program import ShortProgram
-from passes.simulate_stages import StagesReport
+from passes.lowering.lower_step import Lowered
+from passes.simulation.short_model import Label
+from passes.simulation.short_program import ShortProgram
+from passes.simulation.stages import StagesReport
 
 __all__ = ["CollectiveRow", "collective_rows", "task_graphs"]
 

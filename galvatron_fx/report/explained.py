@@ -7,23 +7,23 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from cost_models.schedule_time import ScheduleReport
-from galvatron_fx.ir.cluster import Cluster
-from galvatron_fx.ir.layout import Column
-from galvatron_fx.ir.plan import BlockPlan, Plan
-from galvatron_fx.ir.predicted import RankUse
+from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.graph.layout import Column
+from galvatron_fx.ir.plan.plan import BlockPlan, Plan
+from galvatron_fx.ir.plan.prediction import RankUse
 from galvatron_fx.plan_fit import staging_of
 from galvatron_fx.report.alternatives import CHOSEN, Alternative, other_pipelines, uniform_plans
 from galvatron_fx.report.block_code import BlockCode, block_codes
 from galvatron_fx.report.collective_rows import CollectiveRow, collective_rows, transfer_rows
-from passes.blocks import fingerprints
+from passes.analysis.blocks import fingerprints
 from passes.lowering.apply_plan import check_batch, strategies_on
-from passes.search.memory_timeline import MemoryTimeline, OperatorSpan, StepTimeline
-from passes.search.short_model import Label
-from passes.search.short_program import ShortProgram
-from passes.search.simulate_choice import SimulateChoice
-from passes.search.stage_timelines import StageTimelines
-from passes.simulate_stages import StagesReport
-from passes.simulate_step import SimulateStep, StepReport
+from passes.simulation.choice import SimulateChoice
+from passes.simulation.short_model import Label
+from passes.simulation.short_program import ShortProgram
+from passes.simulation.stage_timelines import StageTimelines
+from passes.simulation.stages import StagesReport
+from passes.simulation.step import SimulateStep, StepReport
+from passes.simulation.step_timeline import MemoryTimeline, OperatorSpan, StepTimeline
 
 __all__ = ["Explained", "explained"]
 

@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from galvatron_fx.ir.units import format_bytes, format_seconds
+from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 from galvatron_fx.report import words
 from galvatron_fx.report.bars import alternatives_picture, memory_picture, roles_picture, shown_ranks, time_picture
 from galvatron_fx.report.collective_rows import CollectiveRow

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from galvatron_fx.api import capture
-from galvatron_fx.ir.cluster import Cluster
-from galvatron_fx.ir.plan import Plan
-from galvatron_fx.ir.plan_json import write
-from galvatron_fx.ir.progress import CAPTURE, LOWERING, Observer
+from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.plan.plan import Plan
+from galvatron_fx.ir.plan.plan_json import write
+from galvatron_fx.ir.plan.progress import CAPTURE, LOWERING, Observer
 from galvatron_fx.plan_fit import check_budget
 from galvatron_fx.report.explained import explained
 from galvatron_fx.report.html import render
 from galvatron_fx.search_settings import SearchSettings
-from passes.capture import ExampleInputs
+from passes.frontend.capture.capture import ExampleInputs
 from passes.lowering.apply_plan import check_plan
 from passes.search.plan_search import search_plan
 from passes.search.record import Watch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from galvatron_fx.ir.predicted import (
+from galvatron_fx.ir.plan.prediction import (
     ACCUMULATE,
     ACTIVATIONS,
     BATCH,

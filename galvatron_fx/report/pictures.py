@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from galvatron_fx.ir.errors import InputError
-from galvatron_fx.ir.plan import Plan
-from galvatron_fx.ir.predicted import RankUse
+from galvatron_fx.ir.plan.plan import Plan
+from galvatron_fx.ir.plan.prediction import RankUse
 from galvatron_fx.report import bars, timelines
 from galvatron_fx.report.alternatives import Alternative
 from galvatron_fx.report.drawing import Band, Boxes, Line, Picture, Rect, Shape, Text
 from galvatron_fx.report.palette import COLOURS
 from galvatron_fx.report.timeline import draw_timeline, new_figure, save_figure
-from passes.search.memory_timeline import MemoryTimeline, OperatorSpan
+from passes.simulation.step_timeline import MemoryTimeline, OperatorSpan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.progress import Progress as Bar
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from galvatron_fx.ir.progress import Progress
-from galvatron_fx.ir.units import format_seconds
+from galvatron_fx.ir.plan.progress import Progress
+from galvatron_fx.ir.plan.units import format_seconds
 
 __all__ = ["SearchProgress", "describe"]
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from galvatron_fx.ir import collectives as c
-from galvatron_fx.ir.annotations import facts, output_ports, ports
-from galvatron_fx.ir.op_call import input_nodes, is_getitem
-from galvatron_fx.ir.precision import cast_gradient, cast_parameter
+from galvatron_fx.ir.graph import collectives as c
+from galvatron_fx.ir.graph.metadata import facts, output_ports, ports
+from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
+from galvatron_fx.ir.graph.precision import cast_gradient, cast_parameter
 
 __all__ = ["Reasons"]
 

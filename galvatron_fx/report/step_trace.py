@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from galvatron_fx.ir.plan_report_table import cause_name
-from galvatron_fx.ir.predicted import LOCAL_CAUSES, MEMORY_KINDS
+from galvatron_fx.ir.plan.prediction import LOCAL_CAUSES, MEMORY_KINDS
+from galvatron_fx.ir.plan.search_report_table import cause_name
 from galvatron_fx.report.trace_events import TraceEvents
-from passes.search.memory_timeline import MemoryTimeline, OperatorSpan
+from passes.simulation.step_timeline import MemoryTimeline, OperatorSpan
 
 __all__ = ["write_step_trace"]
 

@@ -8,14 +8,14 @@ from itertools import groupby
 from statistics import fmean
 from typing import Any
 
-from galvatron_fx.ir.plan_report_table import cause_name, cause_order
-from galvatron_fx.ir.plan_table import describe_keeps, describe_roles
-from galvatron_fx.ir.predicted import MEMORY_KINDS
-from galvatron_fx.ir.units import format_bytes, format_seconds
+from galvatron_fx.ir.plan.plan_table import describe_keeps, describe_roles
+from galvatron_fx.ir.plan.prediction import MEMORY_KINDS
+from galvatron_fx.ir.plan.search_report_table import cause_name, cause_order
+from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 from galvatron_fx.report.bars import shown_ranks
 from galvatron_fx.report.collective_rows import CollectiveRow
 from galvatron_fx.report.explained import Explained
-from passes.search.short_model import Label
+from passes.simulation.short_model import Label
 
 __all__ = ["Amounts", "Blocks", "block_rows", "memory_table", "time_table"]
 

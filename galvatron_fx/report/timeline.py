@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from cost_models.schedule_time import ScheduleReport
 from galvatron_fx.ir.errors import InputError
-from galvatron_fx.ir.schedule import KINDS, Action
+from galvatron_fx.ir.plan.schedule import KINDS, Action
 from galvatron_fx.report.trace_events import TraceEvents
 
 if TYPE_CHECKING:

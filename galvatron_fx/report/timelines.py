@@ -9,12 +9,12 @@ import numpy as np
 
 from cost_models.schedule_time import ScheduleReport
 from galvatron_fx.ir.arrays import Floats
-from galvatron_fx.ir.predicted import LOCAL_CAUSES, MEMORY_KINDS
-from galvatron_fx.ir.schedule import Action
-from galvatron_fx.ir.units import format_bytes, format_seconds
+from galvatron_fx.ir.plan.prediction import LOCAL_CAUSES, MEMORY_KINDS
+from galvatron_fx.ir.plan.schedule import Action
+from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 from galvatron_fx.report.bars import FAR
 from galvatron_fx.report.drawing import WIDTH, Band, Boxes, Line, Picture, Rect, Shape, Text, merged, text_width, ticks
-from passes.search.memory_timeline import MemoryTimeline, OperatorSpan
+from passes.simulation.step_timeline import MemoryTimeline, OperatorSpan
 
 __all__ = ["memory_timeline_picture", "operators_picture", "schedule_picture"]
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from galvatron_fx.ir.plan_json import write
+from galvatron_fx.ir.plan.plan_json import write
 
 __all__ = ["TraceEvents", "TraceProcess"]
 

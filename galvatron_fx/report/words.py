@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from math import isfinite, prod
 
-from galvatron_fx.ir.predicted import IDLE, TRANSFER, busiest
-from galvatron_fx.ir.units import format_bytes, format_seconds
+from galvatron_fx.ir.plan.prediction import IDLE, TRANSFER, busiest
+from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 from galvatron_fx.report.alternatives import OTHER
 from galvatron_fx.report.explained import Explained
 

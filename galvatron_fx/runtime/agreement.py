@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from galvatron_fx import _version
 from galvatron_fx.ir.errors import InputError, PlanError
-from galvatron_fx.ir.plan import Plan
+from galvatron_fx.ir.plan.plan import Plan
 
 __all__ = ["agreed", "require_all_ranks", "together", "told_by_first"]
 

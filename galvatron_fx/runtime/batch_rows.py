@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from galvatron_fx.ir.arguments import shown
 from galvatron_fx.ir.errors import InputError
-from galvatron_fx.ir.symbols import batch_size
+from galvatron_fx.ir.graph.symbols import batch_size
+from galvatron_fx.ir.plan.arguments import shown
 from galvatron_fx.ir.torch_compat import pytree
 from galvatron_fx.runtime.row_exchange import RowExchange
-from passes.flat_inputs import FlatInputs, flatten
-from passes.rows_read import RowsRead
+from passes.frontend.capture.flat_inputs import FlatInputs, flatten
+from passes.lowering.batch_rows import RowsRead
 
 __all__ = ["BatchRows", "global_inputs", "own_rows", "unmarked"]
 

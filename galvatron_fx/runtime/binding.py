@@ -8,27 +8,27 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from galvatron_fx.ir.annotations import Port, signature
-from galvatron_fx.ir.bound_ops import BoundAxis
-from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import PlanError
-from galvatron_fx.ir.kernels import Kernels
-from galvatron_fx.ir.layout import Layout
-from galvatron_fx.ir.placement import Placement
-from galvatron_fx.ir.plan import Plan
-from galvatron_fx.ir.schedule import Schedule
-from galvatron_fx.ir.strategy import original_name
-from galvatron_fx.profiling.library import fastest_kernels
+from galvatron_fx.ir.graph.bound_ops import BoundAxis
+from galvatron_fx.ir.graph.layout import Layout
+from galvatron_fx.ir.graph.metadata import Port, signature
+from galvatron_fx.ir.graph.placement import Placement
+from galvatron_fx.ir.kernels.select import Kernels
+from galvatron_fx.ir.plan.plan import Plan
+from galvatron_fx.ir.plan.schedule import Schedule
+from galvatron_fx.ir.plan.strategy import original_name
 from galvatron_fx.runtime.backends import Backend
+from galvatron_fx.runtime.kernel_choice import fastest_kernels
 from galvatron_fx.runtime.program import Program
 from galvatron_fx.runtime.staged_program import PipelineGroup, StagedProgram
-from passes.codegen import Codegen
-from passes.gradient_sources import gradient_sources
-from passes.leave_results_open import WaitInBackward
-from passes.lower import Lowered
-from passes.lower_stages import LoweredStages
-from passes.rows_read import rows_read
-from passes.split_stages import Stage
+from passes.analysis.gradient_sources import gradient_sources
+from passes.lowering.batch_rows import rows_read
+from passes.lowering.codegen import Codegen
+from passes.lowering.communication.defer_output_waits import WaitInBackward
+from passes.lowering.lower_stages import LoweredStages
+from passes.lowering.lower_step import Lowered
+from passes.lowering.stages.split_stages import Stage
 
 _PIPELINE = "pipeline"
 

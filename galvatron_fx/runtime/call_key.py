@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from passes.flat_inputs import FlatInputs
-from passes.plain_inputs import contents_of, words_of
+from passes.frontend.capture.flat_inputs import FlatInputs
+from passes.frontend.capture.plain_inputs import contents_of, words_of
 
 __all__ = ["call_key", "described"]
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from galvatron_fx.ir.errors import InputError
-from galvatron_fx.runtime.dtensors import lie_like, local_part
+from galvatron_fx.runtime.dtensor_views import lie_like, local_part
 from galvatron_fx.runtime.stage_tensors import as_stage_tensor
 
 __all__ = ["accumulate"]

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.torch_compat import pytree
-from passes.flat_inputs import FlatInputs
+from passes.frontend.capture.flat_inputs import FlatInputs
 
 __all__ = ["MemoryOfParameters", "refuse_assignment", "refuse_changed_output", "refuse_gradients", "refuse_part"]
 

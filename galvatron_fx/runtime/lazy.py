@@ -10,7 +10,7 @@ from torch import nn
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.runtime.batch_rows import unmarked
 from galvatron_fx.runtime.module import DistributedGraphModule
-from passes.capture import FlatInputs
+from passes.frontend.capture.capture import FlatInputs
 
 
 class LazyDistributedGraphModule(DistributedGraphModule):

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from galvatron_fx.ir.collectives import take_run
 from galvatron_fx.ir.errors import InputError
-from galvatron_fx.ir.placement import REPLICATE, Placement, Shard, to_dtensor
+from galvatron_fx.ir.graph.collectives import take_run
+from galvatron_fx.ir.graph.placement import REPLICATE, Placement, Shard, to_dtensor
 from galvatron_fx.runtime.same_weights import from_first
 
 

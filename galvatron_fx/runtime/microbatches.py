@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from galvatron_fx.ir.annotations import Port
-from galvatron_fx.ir.collectives import join_runs
-from galvatron_fx.ir.placement import Partial, Placement, Shard
-from galvatron_fx.runtime.simulator import Simulator
-from passes.split_microbatches import Microbatched
+from galvatron_fx.ir.graph.collectives import join_runs
+from galvatron_fx.ir.graph.metadata import Port
+from galvatron_fx.ir.graph.placement import Partial, Placement, Shard
+from galvatron_fx.runtime.lockstep import Simulator
+from passes.lowering.stages.split_microbatches import Microbatched
 
 
 def hoisted_values(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from galvatron_fx.ir.errors import InputError
-from passes.module_state import Change, ModuleState, quoted
+from passes.frontend.capture.module_state import Change, ModuleState, quoted
 
 __all__ = ["Modes", "Switches", "mark"]
 

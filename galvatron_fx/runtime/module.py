@@ -14,19 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cost_models.schedule_time import ScheduleReport
-from galvatron_fx.ir.annotations import Port, Signature
-from galvatron_fx.ir.arguments import check_arguments
 from galvatron_fx.ir.errors import InputError
-from galvatron_fx.ir.placement import Placement, Shard, to_dtensor
-from galvatron_fx.ir.plan import Plan
-from galvatron_fx.ir.printer import readable
-from galvatron_fx.ir.strategy import original_name
+from galvatron_fx.ir.graph.metadata import Port, Signature
+from galvatron_fx.ir.graph.placement import Placement, Shard, to_dtensor
+from galvatron_fx.ir.graph.printer import readable
+from galvatron_fx.ir.plan.arguments import check_arguments
+from galvatron_fx.ir.plan.plan import Plan
+from galvatron_fx.ir.plan.strategy import original_name
 from galvatron_fx.ir.torch_compat import pytree, scale_all
 from galvatron_fx.runtime.agreement import together
 from galvatron_fx.runtime.batch_rows import BatchRows, unmarked
 from galvatron_fx.runtime.call_key import call_key, described
 from galvatron_fx.runtime.detached import detached_output
-from galvatron_fx.runtime.dtensors import local_part, write_whole
+from galvatron_fx.runtime.dtensor_views import local_part, write_whole
 from galvatron_fx.runtime.gradients import accumulate
 from galvatron_fx.runtime.hooks import has_hooks, refuse_backward_hooks
 from galvatron_fx.runtime.late_changes import (
@@ -46,7 +46,7 @@ from galvatron_fx.runtime.same_batch import BatchComparison
 from galvatron_fx.runtime.same_copies import CopyComparison
 from galvatron_fx.runtime.stage_tensors import as_stage_tensor, mark_of_stage, of_one_stage
 from galvatron_fx.runtime.staged_program import StagedProgram
-from passes.capture import FlatInputs
+from passes.frontend.capture.capture import FlatInputs
 
 AnyProgram = Program | StagedProgram
 Compiler = Callable[[nn.Module, FlatInputs], AnyProgram]

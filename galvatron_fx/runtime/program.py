@@ -11,17 +11,17 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx
 
-from galvatron_fx.ir.annotations import Port, Signature
-from galvatron_fx.ir.bound_ops import finished
 from galvatron_fx.ir.errors import InputError
-from galvatron_fx.ir.graph_copy import copy_graph
-from galvatron_fx.ir.layout import Layout
-from galvatron_fx.ir.placement import Placement
+from galvatron_fx.ir.graph.bound_ops import finished
+from galvatron_fx.ir.graph.layout import Layout
+from galvatron_fx.ir.graph.metadata import Port, Signature
+from galvatron_fx.ir.graph.placement import Placement
+from galvatron_fx.ir.graph.rewrite import copy_graph
 from galvatron_fx.ir.torch_compat import graph_module, keeps_graph
 from galvatron_fx.runtime.backends import Backend, Boxed, Eager, compile_graph
-from galvatron_fx.runtime.dtensors import lie_like
-from passes.partition import Halves
-from passes.rows_read import RowsRead
+from galvatron_fx.runtime.dtensor_views import lie_like
+from passes.lowering.batch_rows import RowsRead
+from passes.lowering.split_forward_backward import Halves
 
 ValueOf = Callable[[Port], Any]
 

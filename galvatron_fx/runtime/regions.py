@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import fx
 
-from galvatron_fx.ir.annotations import facts, has_facts
-from galvatron_fx.ir.graph_copy import copy_node
-from galvatron_fx.ir.op_call import is_getitem
-from galvatron_fx.ir.random_ops import random_uniform
+from galvatron_fx.ir.graph.metadata import facts, has_facts
+from galvatron_fx.ir.graph.op_call import is_getitem
+from galvatron_fx.ir.graph.random_ops import random_uniform
+from galvatron_fx.ir.graph.rewrite import copy_node
 from galvatron_fx.ir.torch_compat import graph_module
-from passes.codegen import communicates
+from passes.lowering.codegen import communicates
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.runtime.checksums import checksum
 from galvatron_fx.runtime.same_weights import gathered
-from passes.flat_inputs import FlatInputs
+from passes.frontend.capture.flat_inputs import FlatInputs
 
 __all__ = ["BatchComparison"]
 

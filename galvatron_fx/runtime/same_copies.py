@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.runtime.checksums import checksum, signed_sum
-from galvatron_fx.runtime.dtensors import local_part
+from galvatron_fx.runtime.dtensor_views import local_part
 from galvatron_fx.runtime.same_weights import gathered
 
 __all__ = ["CopyComparison"]

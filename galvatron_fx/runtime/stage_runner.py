@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from galvatron_fx.ir.annotations import Port
-from passes.split_stages import Stage
-from passes.stage_tasks import Task
+from galvatron_fx.ir.graph.metadata import Port
+from passes.lowering.stages.split_stages import Stage
+from passes.lowering.stages.stage_tasks import Task
 
 # Runs a task's graph on values, emptying the list: tensors on one rank, lists of tensors in the simulation of many.
 RunTask = Callable[[Task, list[Any]], Sequence[Any]]

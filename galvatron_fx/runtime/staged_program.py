@@ -13,20 +13,20 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from cost_models.schedule_time import ScheduleReport, Span
-from galvatron_fx.ir.annotations import Port, Signature, TensorSpec, facts, ports, signature
 from galvatron_fx.ir.errors import InputError
-from galvatron_fx.ir.placement import Placement
-from galvatron_fx.ir.schedule import Schedule
-from galvatron_fx.ir.strategy import original_name
+from galvatron_fx.ir.graph.metadata import Port, Signature, TensorSpec, facts, ports, signature
+from galvatron_fx.ir.graph.placement import Placement
+from galvatron_fx.ir.plan.schedule import Schedule
+from galvatron_fx.ir.plan.strategy import original_name
 from galvatron_fx.runtime.backends import Backend, Boxed, Eager, compile_graph
 from galvatron_fx.runtime.microbatches import hoisted_values, merge_outputs
 from galvatron_fx.runtime.stage_runner import RunTask, StageRunner
 from galvatron_fx.runtime.torch_pipeline import RunningStage, TorchPipeline
-from passes.gradient_sources import gradient_sources
-from passes.lower_stages import LoweredStages
-from passes.rows_read import RowsRead
-from passes.split_stages import Stage
-from passes.stage_tasks import Task
+from passes.analysis.gradient_sources import gradient_sources
+from passes.lowering.batch_rows import RowsRead
+from passes.lowering.lower_stages import LoweredStages
+from passes.lowering.stages.split_stages import Stage
+from passes.lowering.stages.stage_tasks import Task
 
 ValueOf = Callable[[Port], Any]
 

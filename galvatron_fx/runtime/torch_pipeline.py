@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from cost_models.schedule_time import Span
-from galvatron_fx.ir.schedule import Action, Schedule
+from galvatron_fx.ir.plan.schedule import Action, Schedule
 from galvatron_fx.ir.torch_compat import lower_actions, pipeline_runtime
 from galvatron_fx.runtime.stage_runner import StageRunner
 

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from galvatron_fx.checkpoint import model_state
 from galvatron_fx.checkpoint.ranks import Ranks
-from galvatron_fx.ir.arguments import check_arguments
-from galvatron_fx.runtime.dtensors import local_part
+from galvatron_fx.ir.plan.arguments import check_arguments
+from galvatron_fx.runtime.dtensor_views import local_part
 from galvatron_fx.weights.folder import StoredTensor, opened, stored_tensors
 
 

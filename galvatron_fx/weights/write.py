@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor
 from galvatron_fx.checkpoint import model_state, plain
 from galvatron_fx.checkpoint.ranks import Ranks
 from galvatron_fx.checkpoint.steps import sync_directory
-from galvatron_fx.ir.arguments import check_arguments
 from galvatron_fx.ir.errors import CheckpointError
-from galvatron_fx.ir.units import parse_bytes
+from galvatron_fx.ir.plan.arguments import check_arguments
+from galvatron_fx.ir.plan.units import parse_bytes
 from galvatron_fx.weights.folder import INDEX, SHARD, SINGLE
 
 _CONFIG = "config.json"

@@ -9,16 +9,16 @@ from typing import Any
 
 from torch import fx
 
-from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import PlanError
-from galvatron_fx.ir.pass_dump import OnPass, dumping
-from galvatron_fx.ir.placement import Placement
-from galvatron_fx.ir.plan import Plan
-from galvatron_fx.ir.precision import policy_of
-from galvatron_fx.ir.strategy import Strategy, batch_ranks
-from passes.blocks import fingerprints, graph_fingerprint, num_blocks
-from passes.lower import Lower, Lowered
-from passes.lower_stages import LoweredStages, LowerStages
+from galvatron_fx.ir.graph.pass_dump import OnPass, dumping
+from galvatron_fx.ir.graph.placement import Placement
+from galvatron_fx.ir.graph.precision import policy_of
+from galvatron_fx.ir.plan.plan import Plan
+from galvatron_fx.ir.plan.strategy import Strategy, batch_ranks
+from passes.analysis.blocks import fingerprints, graph_fingerprint, num_blocks
+from passes.lowering.lower_stages import LoweredStages, LowerStages
+from passes.lowering.lower_step import Lower, Lowered
 
 __all__ = ["check_batch", "check_plan", "expand", "lower", "strategies_on", "warn_without_sequence"]
 
@@ -31,8 +31,8 @@ def check_plan(plan: Plan, graph: fx.GraphModule, cluster: Cluster) -> None:
 
 
 def warn_without_sequence(plan: Plan, graph: fx.GraphModule) -> None:
-    """Tell of roles in a plan that somebody gave that have nothing to split; :mod:`galvatron_fx.ir.symbols` says where
-    a graph has no sequence.
+    """Tell of roles in a plan that somebody gave that have nothing to split; :mod:`galvatron_fx.ir.graph.symbols` says
+    where a graph has no sequence.
     """
     symbols = graph.meta.get("symbols")
     if symbols is not None and symbols.sequence:

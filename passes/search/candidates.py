@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
 
-from galvatron_fx.ir.cluster import Axis, Cluster
-from galvatron_fx.ir.strategy import BATCH_ROLES, PIPELINE, Strategy
+from galvatron_fx.ir.cluster.cluster import Axis, Cluster
+from galvatron_fx.ir.plan.strategy import BATCH_ROLES, PIPELINE, Strategy
 
 FREE_AXES = 3  # up to so many mesh axes, every assignment of roles to axes is a candidate
 _MODEL_RANKS = 16  # on more axes, tensor and sequence roles split a block among at most so many ranks
@@ -48,7 +48,7 @@ def candidates(
     """All strategies of a block whose outermost ``pipeline_axes`` axes hold stages.
 
     ``casts``: whether blocks cast their parameters, so that there are copies to be kept also where none are gathered;
-    ``gather_late``: of all strategies, see :class:`galvatron_fx.ir.strategy.Strategy`.
+    ``gather_late``: of all strategies, see :class:`galvatron_fx.ir.plan.strategy.Strategy`.
 
     Two axes of equal size and speed are interchangeable, so only tables whose roles ascend along them are kept. On
     meshes of many axes, tensor and sequence roles (one of them a block) take the inner, faster axes, as they talk in

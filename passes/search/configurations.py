@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import PlanError
-from galvatron_fx.ir.schedule import SCHEDULES, legal
-from galvatron_fx.ir.strategy import PIPELINE
-from passes.search.stage_search import Configuration
+from galvatron_fx.ir.plan.schedule import SCHEDULES, legal
+from galvatron_fx.ir.plan.strategy import PIPELINE
+from passes.search.solvers.stage_search import Configuration
 
 _SEARCHED_SCHEDULES = ("1f1b", "zb_h1", "interleaved_1f1b", "zbv")
 _STAGES_A_RANK = {"interleaved_1f1b": 2, "zbv": 2, "dualpipev": 2}

@@ -16,27 +16,27 @@ from typing import Any
 
 from torch import fx
 
-from galvatron_fx.ir.budget_error import BudgetError
-from galvatron_fx.ir.cluster import Cluster
+from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import PlanError, TimeLimitError
-from galvatron_fx.ir.garbage import fewer_collections
-from galvatron_fx.ir.pipelining import ONE_STAGE, Pipelining
-from galvatron_fx.ir.plan import BlockPlan, Plan
-from galvatron_fx.ir.plan_report import SearchReport
-from galvatron_fx.ir.precision import cast_parameter, policy_of
-from galvatron_fx.ir.progress import PRICING, REPORT, SEARCH, SIMULATION
-from galvatron_fx.ir.strategy import Strategy
-from galvatron_fx.ir.units import format_bytes, format_seconds
-from passes.blocks import graph_fingerprint
+from galvatron_fx.ir.gc_tuning import fewer_collections
+from galvatron_fx.ir.graph.precision import cast_parameter, policy_of
+from galvatron_fx.ir.plan.budget_error import BudgetError
+from galvatron_fx.ir.plan.pipelining import ONE_STAGE, Pipelining
+from galvatron_fx.ir.plan.plan import BlockPlan, Plan
+from galvatron_fx.ir.plan.progress import PRICING, REPORT, SEARCH, SIMULATION
+from galvatron_fx.ir.plan.search_report import SearchReport
+from galvatron_fx.ir.plan.strategy import Strategy
+from galvatron_fx.ir.plan.units import format_bytes, format_seconds
+from passes.analysis.blocks import graph_fingerprint
 from passes.search.candidates import axis_kinds, candidates
-from passes.search.chain import ChainRequest, Pricer, chain_requests
 from passes.search.configurations import Configurations, Pins
+from passes.search.cost_table.cost_table import ChainRequest, Pricer, chain_requests
 from passes.search.record import Record, Watch
-from passes.search.simulate_choice import SimulateChoice
-from passes.search.stage_search import StageChoice, StageSearch
+from passes.search.solvers.stage_search import StageChoice, StageSearch
 from passes.search.trials import Trial, Waiting
-from passes.simulate_stages import StagesReport
-from passes.simulate_step import StepReport
+from passes.simulation.choice import SimulateChoice
+from passes.simulation.stages import StagesReport
+from passes.simulation.step import StepReport
 
 _FEW = 8  # choices that fit are simulated where estimates leave open which is the fastest
 _CLEARLY = 0.98  # of a simulated time: as little may be the simulation's own error

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite
 
-from galvatron_fx.ir.plan_report import BOUND, ESTIMATE, SEARCHED, SIMULATED, Contender
-from galvatron_fx.ir.progress import Observer, Progress
+from galvatron_fx.ir.plan.progress import Observer, Progress
+from galvatron_fx.ir.plan.search_report import BOUND, ESTIMATE, SEARCHED, SIMULATED, Contender
 from passes.search.candidates import AxisKinds
-from passes.search.stage_search import Configuration, StageSearch
+from passes.search.solvers.stage_search import Configuration, StageSearch
 from passes.search.trials import Waiting
 
 _LEVELS = (BOUND, ESTIMATE, SEARCHED, SIMULATED)

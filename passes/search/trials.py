@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from passes.search.stage_search import Configuration, StageChoice, StageSearch
+from passes.search.solvers.stage_search import Configuration, StageChoice, StageSearch
 
 MOST_SLACK = 1.5  # by how much estimates may be above what the lowered program takes
 _CLOSE = 0.02  # of the budget: how closely its estimate is brought to what the lowered program takes

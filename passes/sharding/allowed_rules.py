@@ -10,10 +10,10 @@ import torch
 
 from cost_models.operator_time import is_free
 from cost_models.ops import is_matmul
-from galvatron_fx.ir.op_call import OpCall
-from galvatron_fx.ir.placement import PARTIAL, REPLICATE, Partial, Placement, Shard, fits
-from galvatron_fx.ir.precision import cast_gradient
-from galvatron_fx.ir.strategy import BATCH_ROLES
+from galvatron_fx.ir.graph.op_call import OpCall
+from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement, Shard, fits
+from galvatron_fx.ir.graph.precision import cast_gradient
+from galvatron_fx.ir.plan.strategy import BATCH_ROLES
 from passes.sharding import batched_rules, collective_rules, own_rules, random_rules  # noqa: F401  (register rules)
 from passes.sharding.own_rules import VIEWS, view_rules
 from passes.sharding.roles import RoleRules

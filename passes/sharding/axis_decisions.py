@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from galvatron_fx.ir.annotations import facts
-from galvatron_fx.ir.op_call import is_getitem
-from galvatron_fx.ir.placement import PARTIAL, Placement
+from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.graph.op_call import is_getitem
+from galvatron_fx.ir.graph.placement import PARTIAL, Placement
 from passes.sharding.graph_values import GraphValues
 from passes.sharding.prices import Prices
 from passes.sharding.roles import RoleRules

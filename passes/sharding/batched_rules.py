@@ -9,9 +9,9 @@ from typing import TypeGuard
 
 import torch
 
-from galvatron_fx.ir.annotations import TensorSpec
-from galvatron_fx.ir.op_call import OpCall
-from galvatron_fx.ir.placement import PARTIAL, REPLICATE, Placement, Shard
+from galvatron_fx.ir.graph.metadata import TensorSpec
+from galvatron_fx.ir.graph.op_call import OpCall
+from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Placement, Shard
 from passes.sharding.rules import OpRule, register_rule
 
 aten = torch.ops.aten

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from galvatron_fx.ir import collectives as c
-from galvatron_fx.ir.op_call import OpCall
-from galvatron_fx.ir.placement import Partial, Shard
+from galvatron_fx.ir.graph import collectives as c
+from galvatron_fx.ir.graph.op_call import OpCall
+from galvatron_fx.ir.graph.placement import Partial, Shard
 from passes.sharding.rules import OpRule, register_rule
 
 

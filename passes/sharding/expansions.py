@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from galvatron_fx.ir.annotations import NodeFacts, TensorSpec, facts, set_facts
-from galvatron_fx.ir.collectives import all_gather, all_reduce, local_index
-from galvatron_fx.ir.graph_copy import write_call
+from galvatron_fx.ir.graph.collectives import all_gather, all_reduce, local_index
+from galvatron_fx.ir.graph.metadata import NodeFacts, TensorSpec, facts, set_facts
+from galvatron_fx.ir.graph.rewrite import write_call
 
 aten = torch.ops.aten
 

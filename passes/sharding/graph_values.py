@@ -6,9 +6,9 @@ from functools import cached_property
 
 from torch import fx
 
-from galvatron_fx.ir.annotations import Port, facts, output_ports, ports, signature
-from galvatron_fx.ir.precision import computed_in, policy_of
-from passes.sharding.value_origins import (
+from galvatron_fx.ir.graph.metadata import Port, facts, output_ports, ports, signature
+from galvatron_fx.ir.graph.precision import computed_in, policy_of
+from passes.analysis.dataflow import (
     before_cast,
     gradient_parameters,
     original_parameters,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from galvatron_fx.ir.annotations import TensorSpec
+from galvatron_fx.ir.graph.metadata import TensorSpec
 
 aten = torch.ops.aten
 

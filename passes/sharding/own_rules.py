@@ -6,9 +6,9 @@ import operator
 
 import torch
 
-from galvatron_fx.ir.op_call import OpCall
-from galvatron_fx.ir.placement import PARTIAL, REPLICATE, Partial, Placement, Shard, through_view
-from galvatron_fx.ir.precision import cast_gradient, cast_parameter
+from galvatron_fx.ir.graph.op_call import OpCall
+from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement, Shard, through_view
+from galvatron_fx.ir.graph.precision import cast_gradient, cast_parameter
 from passes.sharding.rules import OpRule, register_rule, torch_rules
 
 aten = torch.ops.aten

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import fx
 
-from galvatron_fx.ir.annotations import TensorSpec
-from galvatron_fx.ir.op_call import OpCall
-from galvatron_fx.ir.placement import Inside, Placement, Replicate, Shard, fits, through_view
-from galvatron_fx.ir.verifier import Local, PlacedCall, verify
+from galvatron_fx.ir.graph.metadata import TensorSpec
+from galvatron_fx.ir.graph.op_call import OpCall
+from galvatron_fx.ir.graph.placement import Inside, Placement, Replicate, Shard, fits, through_view
+from galvatron_fx.ir.graph.verifier import Local, PlacedCall, verify
 from passes.sharding import batched_rules, collective_rules, own_rules, random_rules  # noqa: F401  (register rules)
 from passes.sharding.local_args import localize_args
 from passes.sharding.own_rules import VIEWS

@@ -11,11 +11,11 @@ from cost_models.call_cost import call_cost
 from cost_models.collectives import collective_s
 from cost_models.operator_time import dtype_name, is_free, traffic_s, update_traffic_s
 from cost_models.ops import kind_of, op_time_s
-from galvatron_fx.ir.annotations import OpCost, TensorSpec
-from galvatron_fx.ir.cluster import Axis, Device
-from galvatron_fx.ir.op_call import OpCall
-from galvatron_fx.ir.placement import PARTIAL, Partial, Placement, Replicate, Shard
-from galvatron_fx.ir.symbols import BATCH
+from galvatron_fx.ir.cluster.cluster import Axis, Device
+from galvatron_fx.ir.graph.metadata import OpCost, TensorSpec
+from galvatron_fx.ir.graph.op_call import OpCall
+from galvatron_fx.ir.graph.placement import PARTIAL, Partial, Placement, Replicate, Shard
+from galvatron_fx.ir.graph.symbols import BATCH
 from passes.sharding.rules import OpRule
 
 # A sharded copy is preferred to a whole one of equal price, as it takes less memory: a thousandth of its traffic.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from galvatron_fx.ir.op_call import OpCall
-from galvatron_fx.ir.placement import REPLICATE, Shard
-from galvatron_fx.ir.random_ops import random_uniform
+from galvatron_fx.ir.graph.op_call import OpCall
+from galvatron_fx.ir.graph.placement import REPLICATE, Shard
+from galvatron_fx.ir.graph.random_ops import random_uniform
 from passes.sharding.rules import OpRule, register_rule
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from galvatron_fx.ir.annotations import facts, output_ports, ports
-from galvatron_fx.ir.graph_copy import cast_behind, set_output
+from galvatron_fx.ir.graph.metadata import facts, output_ports, ports
+from galvatron_fx.ir.graph.rewrite import cast_behind, set_output
 
 
 @dataclass(frozen=True)

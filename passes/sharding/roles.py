@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from galvatron_fx.ir.annotations import TensorSpec
-from galvatron_fx.ir.placement import REPLICATE, Placement, Shard, fits
-from galvatron_fx.ir.strategy import BATCH_ROLES
-from galvatron_fx.ir.symbols import BATCH, SEQUENCE
+from galvatron_fx.ir.graph.metadata import TensorSpec
+from galvatron_fx.ir.graph.placement import REPLICATE, Placement, Shard, fits
+from galvatron_fx.ir.graph.symbols import BATCH, SEQUENCE
+from galvatron_fx.ir.plan.strategy import BATCH_ROLES
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class RoleRules:
         return not (isinstance(have, Shard) and len(spec.shape) >= 2)
 
     def leaves_terms(self) -> bool:
-        """Whether gradients leave the axis as terms of a sum, for :mod:`passes.shard_parameters` to reduce and
+        """Whether gradients leave the axis as terms of a sum, for :mod:`passes.sharding.shard_parameters` to reduce and
         scatter.
         """
         return self.role == "zero"

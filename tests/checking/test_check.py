@@ -17,10 +17,10 @@ import galvatron_fx
 from galvatron_fx import CheckReport, Cluster, Plan
 from galvatron_fx.checking import check as checking
 from galvatron_fx.errors import DifferenceError, GalvatronError, InputError, PlanError
-from galvatron_fx.ir import collectives as c
-from galvatron_fx.ir.annotations import facts
-from galvatron_fx.ir.pipelining import Pipelining
-from passes.lower_stages import LoweredStages
+from galvatron_fx.ir.graph import collectives as c
+from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.plan.pipelining import Pipelining
+from passes.lowering.lower_stages import LoweredStages
 
 MESH = (2, 2)
 ZERO_TENSOR = Plan.uniform(MESH, ("zero", "tensor"))

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import galvatron_fx
 from galvatron_fx import Checkpointer, Plan
-from galvatron_fx.ir.pipelining import Pipelining
+from galvatron_fx.ir.plan.pipelining import Pipelining
 from tests.checkpoint.forked import run_ranks
 from tests.models import zoo
 from tests.runtime.train_ranks import full

@@ -19,11 +19,11 @@ from galvatron_fx.cli.constraints import constraints_of
 from galvatron_fx.cli.files import read_cluster, read_plan
 from galvatron_fx.cli.model_config import config_from_file
 from galvatron_fx.errors import GalvatronError
-from galvatron_fx.ir.cluster import Axis, Overlap
-from galvatron_fx.ir.curves import COLLECTIVE_KINDS, CollectiveCurve, OperatorCurve
-from galvatron_fx.ir.device import UPDATE
-from galvatron_fx.ir.origin import Origin
-from galvatron_fx.ir.schedule import make_schedule
+from galvatron_fx.ir.cluster.cluster import Axis, Overlap
+from galvatron_fx.ir.cluster.curves import COLLECTIVE_KINDS, CollectiveCurve, OperatorCurve
+from galvatron_fx.ir.cluster.device import UPDATE
+from galvatron_fx.ir.cluster.provenance import Origin
+from galvatron_fx.ir.plan.schedule import make_schedule
 from tests.cli.oracle import ORACLES
 
 LIMIT_S = 10.0

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from galvatron_fx.cli import files
-from galvatron_fx.ir import cluster, cluster_json, curves, device, pipelining, plan, plan_json, strategy
+from galvatron_fx.ir.cluster import cluster, cluster_json, curves, device
+from galvatron_fx.ir.plan import pipelining, plan, plan_json, strategy
 from tests.cli.hostile import READERS, VALID, Watch, outcome
 
 _WATCH = Watch([])

@@ -13,8 +13,8 @@ import pytest
 
 import galvatron_fx
 from galvatron_fx import Cluster, Plan
-from galvatron_fx.ir import pass_dump
-from galvatron_fx.ir.progress import Progress
+from galvatron_fx.ir.graph import pass_dump
+from galvatron_fx.ir.plan.progress import Progress
 from tests.cli.tiny import build
 
 _SCRIPT = """

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cost_models.bundles import bundle_bytes, bundled_s, share_s
 from cost_models.collectives import collective_s
-from galvatron_fx.ir.cluster import Axis
+from galvatron_fx.ir.cluster.cluster import Axis
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 AXES = [Axis("a", 3, 1e-5, 1e10)]

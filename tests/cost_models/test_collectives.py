@@ -20,7 +20,7 @@ from cost_models.collectives import (
     send_recv_s,
 )
 from galvatron_fx.errors import ClusterError, InputError
-from galvatron_fx.ir.cluster import Axis, Cluster
+from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 
 PRICES = [all_gather_s, all_reduce_s, all_to_all_s, broadcast_s, reduce_scatter_s, send_recv_s]
 PRIMES = [1, 2, 2, 2, 3, 5, 7]

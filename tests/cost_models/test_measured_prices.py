@@ -12,9 +12,9 @@ from cost_models.collectives import collective_s
 from cost_models.curve_time import collective_curve_s, operator_curve_s
 from cost_models.ops import kind_of, op_time_s, price_class
 from galvatron_fx.errors import ClusterError
-from galvatron_fx.ir.annotations import OpCost
-from galvatron_fx.ir.cluster import Axis, Device
-from galvatron_fx.ir.curves import CollectiveCurve, OperatorCurve
+from galvatron_fx.ir.cluster.cluster import Axis, Device
+from galvatron_fx.ir.cluster.curves import CollectiveCurve, OperatorCurve
+from galvatron_fx.ir.graph.metadata import OpCost
 
 aten = torch.ops.aten
 amounts = st.floats(0, 1e15)

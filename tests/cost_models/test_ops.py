@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from cost_models.ops import TensorFacts, is_matmul, op_cost, op_time_s
 from galvatron_fx.errors import ClusterError, InputError
-from galvatron_fx.ir.annotations import FREE, OpCost
-from galvatron_fx.ir.cluster import Cluster, Device
+from galvatron_fx.ir.cluster.cluster import Cluster, Device
+from galvatron_fx.ir.graph.metadata import FREE, OpCost
 
 aten = torch.ops.aten
 A100 = Cluster.preset("1xA100-80GB").device

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cost_models.schedule_time import ScheduleReport, Span, in_flight_counts, peak_bytes, simulate_schedule
 from galvatron_fx.errors import InputError, PlanError
-from galvatron_fx.ir.schedule import SCHEDULES, Action, Schedule, legal, make_schedule
+from galvatron_fx.ir.plan.schedule import SCHEDULES, Action, Schedule, legal, make_schedule
 
 STAGES_A_RANK = {"gpipe": (1,), "1f1b": (1,), "interleaved_1f1b": (2, 3), "zb_h1": (1,), "zbv": (2,), "dualpipev": (2,)}
 LEGAL = st.sampled_from(

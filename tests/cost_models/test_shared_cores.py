@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cost_models.schedule_time import simulate_schedule
 from cost_models.shared_cores import simulate_sharing, slowdown_of
-from galvatron_fx.ir.schedule import make_schedule
+from galvatron_fx.ir.plan.schedule import make_schedule
 
 SCHEDULES = [make_schedule("gpipe", 2, 2, 3), make_schedule("zb_h1", 3, 3, 4), make_schedule("zbv", 2, 4, 4)]
 times = st.lists(st.floats(0.01, 10.0), min_size=20, max_size=20)

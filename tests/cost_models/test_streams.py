@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models.streams import Event, Share, Start, StreamRun, Wait, Work, exposed_s
-from galvatron_fx.ir.overlap import Overlap, Skew
-from galvatron_fx.ir.predicted import COMPUTE, Cause
+from galvatron_fx.ir.cluster.overlap import Overlap, Skew
+from galvatron_fx.ir.plan.prediction import COMPUTE, Cause
 
 SECONDS = st.floats(0.0, 10.0)
 NOTHING_GAINED = Overlap(2.0, 2.0)

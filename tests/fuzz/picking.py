@@ -12,9 +12,9 @@ from unittest.mock import patch
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_fx.ir.placement import Placement
-from passes.search import intra_block
-from passes.search.intra_block import Choice, Item, Problem, Solution
+from galvatron_fx.ir.graph.placement import Placement
+from passes.sharding import rule_ilp as intra_block
+from passes.sharding.rule_ilp import Choice, Item, Problem, Solution
 
 # Above this time a choice is one that a role makes only where there is no other.
 _UNWANTED_S = 0.5
@@ -35,7 +35,7 @@ class _Fractional(Exception):
 @contextmanager
 def picked_rules(seed: int | None) -> Iterator[None]:
     """Lower with rules picked by ``seed``; None: with the cheapest, as users get them."""
-    with patch("passes.sharding.block_problem.solve", partial(_solve, seed)):
+    with patch("passes.sharding.block_ilp.solve", partial(_solve, seed)):
         yield
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random
 
-from galvatron_fx.ir.schedule import Schedule, legal, make_schedule
-from galvatron_fx.ir.strategy import PIPELINE, Strategy
+from galvatron_fx.ir.plan.schedule import Schedule, legal, make_schedule
+from galvatron_fx.ir.plan.strategy import PIPELINE, Strategy
 
 ROLES = ("data", "zero", "tensor", "tensor_sequence", "sequence")
 MESHES = ((2,), (2,), (3,), (2, 2), (2, 2), (2, 2), (4,), (2, 3), (3, 2), (2, 2, 2))

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, fx
 
 from galvatron_fx.errors import GalvatronError
-from galvatron_fx.ir.annotations import NodeFacts, Port, Signature, facts, ports, set_facts, set_signature
-from galvatron_fx.ir.op_call import OpCall, input_nodes, is_getitem, op_call
-from galvatron_fx.ir.placement import Partial, Placement, Shard
+from galvatron_fx.ir.graph.metadata import NodeFacts, Port, Signature, facts, ports, set_facts, set_signature
+from galvatron_fx.ir.graph.op_call import OpCall, input_nodes, is_getitem, op_call
+from galvatron_fx.ir.graph.placement import Partial, Placement, Shard
 from galvatron_fx.ir.torch_compat import graph_module
-from galvatron_fx.runtime.simulator import Simulator
-from passes.flat_inputs import FlatInputs
-from passes.insert_collectives import AxisSharding, InsertCollectives
+from galvatron_fx.runtime.lockstep import Simulator
+from passes.frontend.capture.flat_inputs import FlatInputs
 from passes.sharding.allowed_rules import AllowedRules  # noqa: F401  (registers rules)
+from passes.sharding.insert_collectives import AxisSharding, InsertCollectives
 from passes.sharding.local_args import lowered_target
 from passes.sharding.own_rules import VIEWS, view_rules
 from passes.sharding.rules import OpRule, _valid, op_rules, strided

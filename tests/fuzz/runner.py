@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from galvatron_fx.errors import CaptureError, GalvatronError, VerifierError
-from passes.blocks import num_blocks
+from passes.analysis.blocks import num_blocks
 from tests.fuzz.picking import picked_rules
 from tests.fuzz.plans import PlanDraw, draw_plan
 from tests.fuzz.programs import draw_program
@@ -150,7 +150,7 @@ def pasted(program: Program, plan: PlanDraw | None) -> str:
     lines = [str(program), ""]
     if plan is not None:
         lines += [
-            "from galvatron_fx.ir.strategy import Strategy",
+            "from galvatron_fx.ir.plan.strategy import Strategy",
             "from tests.fuzz.plans import PlanDraw",
             "from tests.fuzz.runner import check_plan",
             "",

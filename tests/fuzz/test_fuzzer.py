@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from galvatron_fx.ir import collectives as c
-from galvatron_fx.ir.strategy import Strategy
-from passes.insert_collectives import _Lowering
+from galvatron_fx.ir.graph import collectives as c
+from galvatron_fx.ir.plan.strategy import Strategy
 from passes.sharding import expansions
+from passes.sharding.insert_collectives import _Lowering
 from tests.fuzz.plans import PlanDraw
 from tests.fuzz.programs import draw_program
 from tests.fuzz.rules import Known, bad_rules

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from galvatron_fx.ir.strategy import Strategy
+from galvatron_fx.ir.plan.strategy import Strategy
 from tests.fuzz.plans import PlanDraw
 from tests.fuzz.runner import check_plan
 

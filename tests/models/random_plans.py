@@ -1,7 +1,7 @@
 """Random plans with stages and micro-batches for whole models, each made by one seed, and what becomes of them.
 
-Shared by ``tests/models/test_random_stages.py``, which runs a fixed sample, and ``benchmarks/random_stages.py``, which
-runs as many as one likes.
+Shared by ``tests/models/test_random_stages.py``, which runs a fixed sample, and
+``benchmarks/correctness/random_stages.py``, which runs as many as one likes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from torch import fx, nn
 
 from galvatron_fx.errors import PlanError
-from galvatron_fx.ir.pipelining import BY_HAND
-from galvatron_fx.ir.schedule import SCHEDULES, Action, Schedule, check_schedule, legal, make_schedule
-from galvatron_fx.ir.strategy import PIPELINE, Strategy
-from passes.blocks import num_blocks
+from galvatron_fx.ir.plan.pipelining import BY_HAND
+from galvatron_fx.ir.plan.schedule import SCHEDULES, Action, Schedule, check_schedule, legal, make_schedule
+from galvatron_fx.ir.plan.strategy import PIPELINE, Strategy
+from passes.analysis.blocks import num_blocks
 from tests.helpers import assert_exact, captured, one_device, simulate_stages
 from tests.models import zoo
 

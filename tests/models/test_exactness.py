@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from galvatron_fx.ir.strategy import Strategy
-from passes.blocks import num_blocks
+from galvatron_fx.ir.plan.strategy import Strategy
+from passes.analysis.blocks import num_blocks
 from tests.helpers import assert_exact, captured, one_device, simulate
 from tests.models.zoo import MODELS, tokens
 

@@ -10,12 +10,12 @@ from torch import fx
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from galvatron_fx import Cluster, Strategy
-from galvatron_fx.ir import collectives as c
-from galvatron_fx.ir.annotations import facts, ports
-from galvatron_fx.ir.layout import layout
-from passes.blocks import num_blocks
-from passes.frontend import Frontend
-from passes.shard_graph import ShardGraph
+from galvatron_fx.ir.graph import collectives as c
+from galvatron_fx.ir.graph.layout import layout
+from galvatron_fx.ir.graph.metadata import facts, ports
+from passes.analysis.blocks import num_blocks
+from passes.frontend.pipeline import Frontend
+from passes.sharding.shard_graph import ShardGraph
 
 CLUSTER = Cluster.preset("8xA100-80GB")
 VOCABULARY = 32000

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from galvatron_fx.ir.annotations import signature
-from passes.blocks import num_blocks
+from galvatron_fx.ir.graph.metadata import signature
+from passes.analysis.blocks import num_blocks
 from tests.helpers import assert_exact, captured, one_device, simulate, uniform
 from tests.models import zoo
 

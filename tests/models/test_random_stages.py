@@ -1,4 +1,6 @@
-"""A fixed sample of random plans with stages and micro-batches; benchmarks/random_stages.py runs any number of them."""
+"""A fixed sample of random plans with stages and micro-batches; benchmarks/correctness/random_stages.py runs any number
+of them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from random import Random
 
 import pytest
 
-from galvatron_fx.ir.schedule import SCHEDULES, check_schedule
+from galvatron_fx.ir.plan.schedule import SCHEDULES, check_schedule
 from tests.models.random_plans import INNER_ROLES, MODELS, draw, random_table, run
 
 # Chosen so that there are five models to capture. The first eight recompute a block behind a cut that receives a slice,

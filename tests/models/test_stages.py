@@ -11,9 +11,9 @@ from torch import fx, nn
 
 from galvatron_fx import Strategy
 from galvatron_fx.errors import PlanError
-from galvatron_fx.ir.schedule import make_schedule
-from passes.blocks import num_blocks
-from passes.split_microbatches import SplitMicrobatches
+from galvatron_fx.ir.plan.schedule import make_schedule
+from passes.analysis.blocks import num_blocks
+from passes.lowering.stages.split_microbatches import SplitMicrobatches
 from tests.helpers import DEVICE, assert_exact, captured, one_device, simulate_stages
 from tests.models.zoo import MODELS
 

@@ -8,7 +8,7 @@ import pytest
 
 import galvatron_fx
 from galvatron_fx import Cluster
-from passes.blocks import num_blocks
+from passes.analysis.blocks import num_blocks
 from passes.lowering.apply_plan import expand
 from passes.search.plan_search import SearchOptions, search_plan
 from tests.helpers import assert_exact, one_device, simulate, uniform

@@ -12,13 +12,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import galvatron_fx as gfx
-from galvatron_fx.ir.overlap import Overlap
-from galvatron_fx.ir.plan import Plan
+from galvatron_fx.ir.cluster.overlap import Overlap
+from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.profiling import collectives, measure, measure_calls, stale, warn_if_stale
 from galvatron_fx.profiling.kernels import Kernel
 from galvatron_fx.profiling.operators import all_kernels
 from galvatron_fx.profiling.table import describe_profile
-from passes.simulate_step import SimulateStep
+from passes.simulation.step import SimulateStep
 from tests.checkpoint.forked import run_ranks
 
 RANKS = 2
@@ -63,7 +63,7 @@ def work() -> None:
         "pointwise",
         "tanh",
     }
-    assert [curve.kind for curve in cluster.axes[0].curves] == list(sorted(gfx.ir.curves.COLLECTIVE_KINDS))  # type: ignore[attr-defined]
+    assert [curve.kind for curve in cluster.axes[0].curves] == list(sorted(gfx.ir.cluster.curves.COLLECTIVE_KINDS))  # type: ignore[attr-defined]
     assert cluster.device.sharing[-1] == (RANKS, 1.0)
     assert min(cluster.overlap.compute, cluster.overlap.communication) >= 1.0
 
@@ -102,7 +102,7 @@ if __name__ == "__main__":
     measure.all_kernels = few_kernels  # type: ignore[attr-defined]
     collectives._SIZES = collectives._SIZES[:3]  # type: ignore[misc]
     import galvatron_fx.api
-    import galvatron_fx.ir.curves
+    import galvatron_fx.ir.cluster.curves
 
     codes = run_ranks(RANKS, work)
     print("ok" if codes == [0] * RANKS else f"failed: {codes}")

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from cost_models.curve_time import collective_curve_s, operator_curve_s
 from cost_models.streams import Start, StreamRun, Wait, Work
-from galvatron_fx.ir.overlap import Overlap, Skew
-from galvatron_fx.ir.predicted import COMPUTE, Cause
+from galvatron_fx.ir.cluster.overlap import Overlap, Skew
+from galvatron_fx.ir.plan.prediction import COMPUTE, Cause
 from galvatron_fx.profiling.fit import fit_collective, fit_operator
 from galvatron_fx.profiling.overlap import slowdowns
 from galvatron_fx.profiling.skew import fit_skew

@@ -16,11 +16,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from galvatron_fx.errors import ClusterError, InputError
-from galvatron_fx.ir.origin import Origin
+from galvatron_fx.ir.cluster.provenance import Origin
 from galvatron_fx.profiling import measure_cluster
 from galvatron_fx.profiling.ranks import Ranks
 from galvatron_fx.profiling.timing import Call, Rounds, Turns, mean_without_worst, slowdown_among_all
-from tests.ir.test_cluster import world
+from tests.ir.cluster.test_cluster import world
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 240

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from galvatron_fx.ir.cluster import Cluster
-from galvatron_fx.ir.pipelining import Pipelining
-from galvatron_fx.ir.plan import Plan
+from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.plan.pipelining import Pipelining
+from galvatron_fx.ir.plan.plan import Plan
 
 CLUSTER = Cluster.preset("4xA100-80GB")
 HOSTILE = """<img src=x onerror="alert('1')">&amp;{{ 7 * 7 }}"""

@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 from torch import fx
 
-from galvatron_fx.ir.plan import Plan
-from galvatron_fx.ir.predicted import UPDATE, Cause
+from galvatron_fx.ir.plan.plan import Plan
+from galvatron_fx.ir.plan.prediction import UPDATE, Cause
 from galvatron_fx.plan_fit import staging_of
-from passes.blocks import fingerprints
-from passes.lower import Lower
+from passes.analysis.blocks import fingerprints
 from passes.lowering.apply_plan import strategies_on
-from passes.search.memory_timeline import StepTimeline
-from passes.search.short_model import ShortModel
-from passes.search.short_program import ShortProgram
-from passes.search.simulate_choice import SimulateChoice
-from passes.search.stage_timelines import StageTimelines
-from passes.simulate_stages import StagesReport
-from passes.simulate_step import SimulateStep, StepReport
+from passes.lowering.lower_step import Lower
+from passes.simulation.choice import SimulateChoice
+from passes.simulation.short_model import ShortModel
+from passes.simulation.short_program import ShortProgram
+from passes.simulation.stage_timelines import StageTimelines
+from passes.simulation.stages import StagesReport
+from passes.simulation.step import SimulateStep, StepReport
+from passes.simulation.step_timeline import StepTimeline
 from tests.helpers import captured
 from tests.report.explained_models import CLUSTER, Stack, inputs, one_stage, two_stages
 

@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 
 import galvatron_fx
 from galvatron_fx.errors import PlanError
-from galvatron_fx.ir.plan import Plan
+from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.report.page import write_page
 from tests.report.explained_models import CLUSTER, HOSTILE, Stack, inputs, one_stage, two_stages
 

@@ -9,7 +9,7 @@ import pytest
 
 from galvatron_fx.api import capture
 from galvatron_fx.errors import InputError
-from galvatron_fx.ir.predicted import MEMORY_KINDS
+from galvatron_fx.ir.plan.prediction import MEMORY_KINDS
 from galvatron_fx.report import pictures
 from galvatron_fx.report.drawing import Picture, Rect, ticks
 from galvatron_fx.report.explained import Explained, explained

@@ -7,7 +7,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from galvatron_fx.ir.progress import Progress
+from galvatron_fx.ir.plan.progress import Progress
 from galvatron_fx.report.progress import SearchProgress, describe
 
 

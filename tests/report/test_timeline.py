@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cost_models.schedule_time import ScheduleReport, simulate_schedule
 from galvatron_fx.errors import InputError
-from galvatron_fx.ir.schedule import make_schedule
+from galvatron_fx.ir.plan.schedule import make_schedule
 from galvatron_fx.report.timeline import draw_timeline, write_trace
 
 

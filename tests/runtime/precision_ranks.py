@@ -18,14 +18,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import galvatron_fx
-from benchmarks.tensor_memory import TensorMemory, held_tensors
+from benchmarks.common.tensor_memory import TensorMemory, held_tensors
 from galvatron_fx import Plan
 from galvatron_fx.api import capture
 from galvatron_fx.errors import PlanError
-from galvatron_fx.ir.cluster import Cluster
-from passes.lower import Lowered
+from galvatron_fx.ir.cluster.cluster import Cluster
 from passes.lowering.apply_plan import lower
-from passes.simulate_step import SimulateStep
+from passes.lowering.lower_step import Lowered
+from passes.simulation.step import SimulateStep
 from tests.runtime.launch import Check, fork_checks
 
 RANKS, WIDTH, BATCH, STEPS = 2, 64, 512, 3

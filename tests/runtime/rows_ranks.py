@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import galvatron_fx
 from galvatron_fx import Pipelining, Plan, Strategy, own_rows
 from galvatron_fx.errors import InputError
-from passes.blocks import num_blocks
+from passes.analysis.blocks import num_blocks
 from tests.models import zoo
 from tests.runtime.launch import Check, fork_checks
 from tests.runtime.train_ranks import same, same_parameters

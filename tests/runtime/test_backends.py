@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import galvatron_fx
 from galvatron_fx import Plan
 from galvatron_fx.errors import InputError
-from galvatron_fx.ir.annotations import NodeFacts, TensorSpec, set_facts
-from galvatron_fx.ir.pipelining import Pipelining
-from galvatron_fx.ir.random_ops import random_uniform
+from galvatron_fx.ir.graph.metadata import NodeFacts, TensorSpec, set_facts
+from galvatron_fx.ir.graph.random_ops import random_uniform
+from galvatron_fx.ir.plan.pipelining import Pipelining
 from galvatron_fx.ir.torch_compat import missing_compiler
 from galvatron_fx.runtime import backends
 from galvatron_fx.runtime.backends import Inductor

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 import galvatron_fx
 from galvatron_fx import Plan, Strategy
 from galvatron_fx.api import compile_captured
-from galvatron_fx.ir.cluster import Cluster
-from galvatron_fx.ir.pipelining import Pipelining
-from passes.blocks import num_blocks
+from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.plan.pipelining import Pipelining
+from passes.analysis.blocks import num_blocks
 from tests.models import zoo
 from tests.runtime.launch import Check, assert_held, fork_checks, launched
 from tests.runtime.train_ranks import train

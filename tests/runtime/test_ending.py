@@ -7,7 +7,7 @@ import sys
 
 _ENDS_BEFORE_ITS_THREAD = """
 import threading, time
-from galvatron_fx.runtime.ending import end_after_gloo
+from galvatron_fx.runtime.gloo_shutdown import end_after_gloo
 end_after_gloo()
 threading.Thread(target=lambda: (time.sleep(0.01), print("let go")), daemon=True).start()
 """

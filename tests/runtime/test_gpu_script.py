@@ -1,4 +1,4 @@
-"""``benchmarks/gpu.py`` runs from end to end without a GPU, on a tiny model, and says so where it cannot."""
+"""``benchmarks/accuracy/gpu.py`` runs from end to end without a GPU, on a tiny model, and says so where it cannot."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from galvatron_fx.ir.cluster import Axis, Cluster
-from galvatron_fx.ir.presets import CPU_PRESET
+from galvatron_fx.ir.cluster.cluster import Axis, Cluster
+from galvatron_fx.ir.cluster.presets import CPU_PRESET
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.accuracy.gpu", *arguments], cwd=ROOT, capture_output=True, text=True
+    )
 
 
 def test_a_tiny_model_on_a_cpu(tmp_path: Path) -> None:

@@ -27,9 +27,9 @@ import galvatron_fx
 from galvatron_fx import Plan
 from galvatron_fx.api import compile_captured
 from galvatron_fx.errors import PlanError
-from galvatron_fx.ir.cluster import Cluster
-from galvatron_fx.ir.pipelining import BY_HAND, Pipelining
-from galvatron_fx.ir.plan import prime_factors
+from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.plan.pipelining import BY_HAND, Pipelining
+from galvatron_fx.ir.plan.plan import prime_factors
 from galvatron_fx.runtime.stage_runner import StageRunner
 from tests.models import zoo
 from tests.models.random_plans import Combination, draw, prepared, random_table

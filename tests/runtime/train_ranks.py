@@ -24,10 +24,10 @@ import galvatron_fx
 from galvatron_fx import Plan, Strategy
 from galvatron_fx.api import compile_captured
 from galvatron_fx.errors import InputError, PlanError, TimeLimitError
-from galvatron_fx.ir.cluster import Cluster
-from galvatron_fx.ir.overlap import Overlap
-from galvatron_fx.ir.pipelining import Pipelining
-from passes.blocks import num_blocks
+from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.cluster.overlap import Overlap
+from galvatron_fx.ir.plan.pipelining import Pipelining
+from passes.analysis.blocks import num_blocks
 from tests.models import zoo
 from tests.models.test_odd_sizes import Convolutions, untidy
 from tests.runtime.launch import Check, fork_checks

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import galvatron_fx
 from galvatron_fx import Plan
 from galvatron_fx.checking import check as checking
-from galvatron_fx.ir.pipelining import Pipelining
+from galvatron_fx.ir.plan.pipelining import Pipelining
 from tests.checking.test_check import Tagger, batch
 from tests.runtime.launch import fork_ranks
 from tests.seams.compositions import draw, run

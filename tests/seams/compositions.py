@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 import galvatron_fx
 from galvatron_fx import DistributedGraphModule, Plan, own_rows
 from galvatron_fx.errors import GalvatronError
-from galvatron_fx.ir.pipelining import Pipelining
+from galvatron_fx.ir.plan.pipelining import Pipelining
 
 SAMPLES, LENGTH, WIDTH, WORDS = 4, 6, 8, 11
 STEPS = 3

@@ -29,8 +29,8 @@ from torch.distributed.tensor import DTensor, Replicate
 import galvatron_fx
 from galvatron_fx import DistributedGraphModule, Plan, Strategy
 from galvatron_fx.errors import InputError
-from galvatron_fx.ir.pipelining import Pipelining
-from passes.blocks import num_blocks
+from galvatron_fx.ir.plan.pipelining import Pipelining
+from passes.analysis.blocks import num_blocks
 from tests.runtime.launch import Check, fork_checks
 
 FOLDER = Path(sys.argv[1] if __name__ == "__main__" else ".")

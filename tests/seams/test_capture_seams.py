@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 import galvatron_fx
 from galvatron_fx import Plan
 from galvatron_fx.errors import CaptureError, InputError
-from galvatron_fx.ir.pipelining import Pipelining
-from galvatron_fx.ir.schedule import make_schedule
+from galvatron_fx.ir.plan.pipelining import Pipelining
+from galvatron_fx.ir.plan.schedule import make_schedule
 from tests.helpers import assert_exact, captured, one_device, simulate, simulate_stages, uniform
 from tests.models.test_odd_sizes import Regression
 

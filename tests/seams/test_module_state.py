@@ -16,11 +16,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import galvatron_fx
 from galvatron_fx import Plan, Strategy
 from galvatron_fx.errors import CaptureError, PlanError
-from galvatron_fx.ir.annotations import signature
-from galvatron_fx.ir.schedule import make_schedule
-from passes.blocks import num_blocks
-from passes.capture import Capture
-from passes.module_state import ModuleState, as_buffers
+from galvatron_fx.ir.graph.metadata import signature
+from galvatron_fx.ir.plan.schedule import make_schedule
+from passes.analysis.blocks import num_blocks
+from passes.frontend.capture.capture import Capture
+from passes.frontend.capture.module_state import ModuleState, as_buffers
 from tests.helpers import assert_exact, captured, simulate, simulate_stages, uniform
 
 BATCH, WIDTH = 4, 6

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_fx.errors import CaptureError
-from passes.capture import Capture
+from passes.frontend.capture.capture import Capture
 from tests.helpers import assert_exact, captured, one_device, simulate, uniform
 
 WIDTH = 8

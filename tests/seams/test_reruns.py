@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from galvatron_fx.errors import CaptureError
-from galvatron_fx.ir.annotations import output_ports
-from passes.capture import Capture
+from galvatron_fx.ir.graph.metadata import output_ports
+from passes.frontend.capture.capture import Capture
 from tests.helpers import assert_exact, captured, one_device, simulate, uniform
 
 WIDTH = 8

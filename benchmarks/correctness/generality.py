@@ -1,0 +1,200 @@
+"""Claim: models that nobody tuned for are captured, planned and exact.
+
+Sweeps tiny configurations of many architectures (transformers, diffusers, timm, plain torch) and prints a row for each:
+seconds of capture, blocks found, whether a plan for four devices was found, whether the searched and three written
+plans equal one device on simulated ranks, what is left of the work on each of two ranks (1.00 of half: all is split),
+and the operators without a sharding rule. Models that compute parts of themselves in float32 are within its rounding.
+Libraries that are not here are named and skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import machine
+from cost_models.call_cost import call_cost
+from galvatron_fx import Cluster
+from galvatron_fx.api import capture
+from galvatron_fx.ir.graph.op_call import is_getitem, op_call
+from passes.analysis.blocks import num_blocks
+from passes.lowering.apply_plan import expand
+from passes.search.plan_search import SearchOptions, search_plan
+from passes.sharding.shard_graph import ShardGraph
+from tests.helpers import DEVICE, assert_exact, axes, one_device, simulate, uniform
+
+CLUSTER = Cluster.preset("4xA100-80GB")
+WRITTEN = (("data", "tensor"), ("zero", "tensor_sequence"), ("sequence", "zero"))
+SHARED = ("data", "tensor", "sequence")
+EXACT, ROUNDED = 1e-10, 2e-4  # relative: float64, and what float32 inside a model leaves of it
+MOST_PARAMETERS = 3_000_000  # a configuration that did not get small is not measured
+
+# Where the cases are, and the library that they need.
+SOURCES = (("generality_torch", "torch"), ("generality_transformers", "transformers"))
+SOURCES += (("generality_diffusers", "diffusers"), ("generality_timm", "timm"))
+
+Make = Callable[[], tuple[torch.nn.Module, Any]]
+
+
+@dataclass
+class Row:
+    """What was found of one architecture; ``problem`` is the first thing that did not work."""
+
+    name: str
+    capture_s: float | None = None
+    blocks: int | None = None
+    planned: bool = False
+    exact: list[bool] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
+    without_rule: list[str] = field(default_factory=list)
+    problem: str = ""
+
+
+class TooLong(BaseException):
+    """Raised in a case that takes longer than it may; nothing inside may handle it."""
+
+
+@contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    """Raise TooLong in what runs inside after ``seconds``."""
+
+    def stop(*_: object) -> None:
+        raise TooLong(f"longer than {seconds} s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+def cases() -> tuple[dict[str, Make], list[str]]:
+    """All architectures by name, and why those of some libraries are left out."""
+    found: dict[str, Make] = {}
+    missing = []
+    for source, library in SOURCES:
+        try:
+            found |= importlib.import_module(source).cases()
+        except (ImportError, RuntimeError) as error:  # not here, or built for another torch
+            missing.append(f"{library} is left out, as it cannot be imported: {str(error).splitlines()[0]}")
+    return found, missing
+
+
+def examine(row: Row, make: Make) -> None:
+    """Fill ``row``."""
+    model, inputs = make()
+    if sum(parameter.numel() for parameter in model.parameters()) > MOST_PARAMETERS:
+        raise ValueError("its configuration does not get small")
+    expected = one_device(model, inputs)
+    start = time.perf_counter()
+    graph = capture(model, inputs)
+    row.capture_s, row.blocks = time.perf_counter() - start, num_blocks(graph)
+    plan = search_plan(graph, CLUSTER, SearchOptions(CLUSTER.device.memory_bytes, ("data", "zero", "tensor")))
+    row.planned = True
+    programs = [(CLUSTER.shape, expand(plan, row.blocks)), *(((2, 2), uniform(graph, *roles)) for roles in WRITTEN)]
+    for shape, strategies in programs:
+        got = simulate(graph, model, inputs, shape, strategies, {})
+        row.exact.append(is_close(got, expected, EXACT))
+        if not row.exact[-1] and not is_close(got, expected, ROUNDED):
+            raise ArithmeticError(f"{strategies[0].roles} differs from one device")
+    row.shares = [share(graph, role) for role in SHARED]
+
+
+def is_close(got: dict[str, Any], expected: dict[str, Any], tolerance: float) -> bool:
+    """Tell whether all values agree."""
+    try:
+        assert_exact(got, expected, tolerance=tolerance)
+    except AssertionError:
+        return False
+    return True
+
+
+def share(graph: torch.fx.GraphModule, role: str) -> float:
+    """The work of each of two ranks, by the half that it should be."""
+    local = ShardGraph(uniform(graph, role), axes((2,)), DEVICE, {}).run(graph)
+    return 2 * work(local) / work(graph)
+
+
+def work(graph: torch.fx.GraphModule) -> float:
+    """Floating point operations of a graph."""
+    calls = [node for node in graph.graph.nodes if node.op == "call_function" and not is_getitem(node)]
+    return sum(float(call_cost(op_call(node)).flops) for node in calls) or 1.0
+
+
+def measured(name: str, make: Make, seconds: int) -> Row:
+    """One row; whatever goes wrong is written into it."""
+    row = Row(name)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            with limited(seconds):
+                examine(row, make)
+        except (Exception, TooLong) as error:  # a sweep reports what fails, and goes on
+            row.problem = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+    texts = {str(warning.message) for warning in caught}
+    row.without_rule = sorted({text.split()[1] for text in texts if "no sharding rule" in text})
+    return row
+
+
+def cells(row: Row) -> list[str]:
+    """A row as text."""
+    shares = " ".join(f"{value:.2f}" for value in row.shares)
+    capture_s = "" if row.capture_s is None else f"{row.capture_s:.1f}"
+    exact = "".join("=" if equal else "~" for equal in row.exact)
+    blocks = "" if row.blocks is None else str(row.blocks)
+    return [row.name, capture_s, blocks, "yes" if row.planned else "", exact, shares, *notes(row)]
+
+
+def notes(row: Row) -> list[str]:
+    """Operators without a rule, and what did not work."""
+    return [row.problem or ", ".join(name.removeprefix("aten.") for name in row.without_rule)]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="only architectures whose name contains one of these")
+    parser.add_argument("--seconds", type=int, default=120, help="the longest that one may take (default: 120)")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"{machine.describe()}\n")
+    found, missing = cases()
+    for reason in missing:
+        console.print(reason)
+    table = Table(title="= exact to 1e-10, ~ to the rounding of float32", title_justify="left")
+    for heading in (
+        "architecture",
+        "capture s",
+        "blocks",
+        "planned",
+        "exact",
+        " ".join(SHARED),
+        "replicated, or problem",
+    ):
+        table.add_column(heading, overflow="fold")
+    rows = []
+    for name, make in found.items():
+        if not options.names or any(part in name for part in options.names):
+            rows.append(measured(name, make, options.seconds))
+            table.add_row(*cells(rows[-1]))
+            console.print(" | ".join(cells(rows[-1])))
+    console.print(table)
+    good = sum(len(row.exact) == 1 + len(WRITTEN) and not row.problem for row in rows)
+    console.print(f"\n{good} of {len(rows)} captured, planned and equal to one device under {1 + len(WRITTEN)} plans")
+
+
+if __name__ == "__main__":
+    main()

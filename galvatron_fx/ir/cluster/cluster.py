@@ -1,0 +1,211 @@
+"""What a plan is made for: one kind of device, and the links between devices as axes of prime size.
+
+Every axis has its own latency and bandwidth, so that "tensor parallel inside a node, data parallel between nodes"
+is a choice of axes. Axes go from the outermost (slowest) to the innermost (fastest), and rank = row-major position.
+Numbers come from a preset (:mod:`galvatron_fx.ir.cluster.presets`) or from a profile
+(:func:`galvatron_fx.measure_cluster`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import sympy
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from galvatron_fx.ir.cluster.curves import CollectiveCurve
+from galvatron_fx.ir.cluster.device import Device, checked_number
+from galvatron_fx.ir.cluster.overlap import Overlap
+from galvatron_fx.ir.cluster.presets import CPU_PRESET, PRESETS, Preset, cpu_preset, cuda_preset
+from galvatron_fx.ir.cluster.provenance import Origin
+from galvatron_fx.ir.errors import ClusterError
+from galvatron_fx.ir.plan.arguments import check_arguments, shown
+from galvatron_fx.ir.plan.units import parse_bytes
+
+__all__ = ["Axis", "Cluster", "Device"]
+
+_MOST_DEVICES = 10_000_000
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One mesh axis of ``size`` devices, a prime or 1.
+
+    ``latency_s``: seconds before the first byte arrives at a neighbour on this axis; ``bandwidth_bytes_per_s``: what
+    one device can send, in one direction, while every other device sends along this axis too (so a network card
+    shared by 8 devices gives each an eighth). ``curves``: what was measured of collectives over this axis, alone or
+    together with axes further in; they take precedence. ``contention``: how many times longer a collective was measured
+    to take while all groups of this axis communicate than while one does; the curves include it.
+    Raises ClusterError for a size that is not prime and for bad numbers.
+    """
+
+    name: str
+    size: int
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    curves: tuple[CollectiveCurve, ...] = ()
+    contention: float = 1.0
+    _hash: int = field(init=False, repr=False, compare=False, default=0)
+
+    def __post_init__(self) -> None:
+        whole = isinstance(self.size, int) and 1 <= self.size <= _MOST_DEVICES
+        if not whole or (self.size != 1 and not sympy.isprime(self.size)):
+            raise ClusterError(f"axis '{self.name}' has size {self.size!r:.80}; split it into axes of prime size")
+        for name in ("latency_s", "bandwidth_bytes_per_s", "contention"):
+            number = checked_number(f"{name} of '{self.name}'", getattr(self, name), zero=name == "latency_s")
+            object.__setattr__(self, name, number)
+        curves = tuple(sorted(self.curves, key=lambda curve: (curve.kind, curve.axes)))
+        if any(self.name not in curve.axes for curve in curves):
+            raise ClusterError(f"axis '{self.name}' has a curve over other axes only; give it to one of these")
+        object.__setattr__(self, "curves", curves)
+        object.__setattr__(self, "_hash", zlib.crc32(repr(self).encode()))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal devices on a mesh of prime ``axes``, outermost (slowest) first; the ranks are its row-major positions.
+
+    ``overlap``: the mutual slowdown of computing and communicating at once; ``origin``: what it was measured on, None
+    for a preset. Raises ClusterError without axes and for two axes of one name.
+    """
+
+    device: Device
+    axes: tuple[Axis, ...]
+    overlap: Overlap = field(default_factory=Overlap)
+    origin: Origin | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", tuple(self.axes))
+        if not self.axes or len(set(self.axis_names)) < len(self.axes):
+            raise ClusterError(f"a cluster has the axes {self.axis_names}; give it some, each with a name of its own")
+
+    @property
+    def num_devices(self) -> int:
+        """The product of the axes' sizes."""
+        return math.prod(self.shape)
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """Names of the axes, outermost first."""
+        return tuple(axis.name for axis in self.axes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the axes, outermost first."""
+        return tuple(axis.size for axis in self.axes)
+
+    def axis(self, name: str) -> Axis:
+        """Return the axis called ``name``; raises ClusterError if there is none."""
+        for axis in self.axes:
+            if axis.name == name:
+                return axis
+        raise ClusterError(f"there is no axis '{name}' in this cluster; use one of {', '.join(self.axis_names)}")
+
+    @classmethod
+    def preset(cls, text: str) -> Cluster:
+        """Return ``"<count>x<device>"``, such as ``"64xA100-80GB"``: nodes of 8, linked as in their usual machines.
+
+        Raises ClusterError for an unknown device, and for a count above 8 that is not a multiple of 8.
+        """
+        if not isinstance(text, str):
+            raise ClusterError(f"the name of a preset is {shown(text)}: give a text such as '8xA100-80GB'")
+        found = re.fullmatch(r"([1-9]\d{0,6})x(.+)", text, re.ASCII)
+        if found is None or found[2] not in PRESETS:
+            raise ClusterError(f"'{text[:80]}' is no preset; write a count, 'x', and one of {', '.join(PRESETS)}")
+        count, preset = int(found[1]), PRESETS[found[2]]
+        nodes, rest = divmod(count, preset.per_node)
+        if nodes and rest:
+            raise ClusterError(
+                f"'{text}' would leave a node half empty; take up to {preset.per_node} devices, or a multiple such as "
+                f"{nodes * preset.per_node} or {(nodes + 1) * preset.per_node}"
+            )
+        outer = [(size, preset.between) for size in _primes(max(nodes, 1))]
+        inner = [(size, preset.inside) for size in _primes(preset.per_node if nodes else count)]
+        return cls(preset.device, _axes(outer + inner), preset.overlap)
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh, memory_bytes: str | int | None = None) -> Cluster:
+        """Describe ``mesh``: its dims split into prime axes in order, so that flattening it gives the same ranks.
+
+        An axis has the links inside a node if no step along it leaves a node: ``LOCAL_WORLD_SIZE`` (torchrun sets it)
+        consecutive ranks make a node, else as many as the preset has. A "cuda" mesh takes the preset that fits the name
+        and memory of GPU 0, else a generic GPU; a "cpu" mesh takes a rough process whose memory is its share of the
+        machine's. ``memory_bytes`` ("12GiB" or an int) overrides the memory of a device.
+
+        Raises:
+            ClusterError: for a mesh of another device type; describe its devices by hand instead.
+            InputError: for a ``memory_bytes`` that cannot be read.
+        """
+        check_arguments(mesh=mesh)
+        if mesh.device_type not in ("cpu", "cuda"):
+            raise ClusterError(f"no description for '{mesh.device_type}' devices; build a Cluster by hand or from JSON")
+        preset = cpu_preset(mesh.size()) if mesh.device_type == "cpu" else cuda_preset()
+        device = preset.device
+        if memory_bytes is not None:
+            device = replace(device, memory_bytes=parse_bytes(memory_bytes))
+        sizes = [prime for size in mesh.mesh.shape for prime in _primes(size)]
+        crossing = _leaves_node(mesh.mesh.reshape(sizes), _ranks_per_node(preset))
+        links = [preset.between if leaves else preset.inside for leaves in crossing]
+        return cls(device, _axes(zip(sizes, links, strict=True)), preset.overlap)
+
+    def to_json(self) -> str:
+        """Return the cluster as JSON, byte-identical from run to run."""
+        from galvatron_fx.ir.cluster.cluster_json import write_cluster
+
+        return write_cluster(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Cluster:
+        """Return the cluster that :meth:`to_json` wrote; the text is checked and never evaluated.
+
+        Raises ClusterError, which names the place in the text, for everything else.
+        """
+        from galvatron_fx.ir.cluster.cluster_json import read_cluster
+
+        return read_cluster(text)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the cluster to a file as JSON; raises OSError."""
+        check_arguments(path=path)
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Cluster:
+        """Read what :meth:`save` wrote; raises OSError and ClusterError."""
+        check_arguments(path=path)
+        return cls.from_json(Path(path).read_text(encoding="utf-8", errors="replace"))
+
+
+def _primes(size: int) -> list[int]:
+    """The prime factors of ``size``, largest first, so that the innermost axes are the smallest."""
+    return sorted(sympy.factorint(size, multiple=True), reverse=True)
+
+
+def _axes(sized: Iterable[tuple[int, tuple[float, float]]]) -> tuple[Axis, ...]:
+    """Name axes a0, a1, ... outermost first; a cluster of one device keeps one axis of size 1."""
+    kept = list(sized)
+    if not kept:
+        return (Axis("a0", 1, *CPU_PRESET.inside),)
+    return tuple(Axis(f"a{index}", size, *link) for index, (size, link) in enumerate(kept))
+
+
+def _ranks_per_node(preset: Preset) -> int:
+    """Ranks on one node, as torchrun says, else as the preset has."""
+    given = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(given) if given.isdecimal() and int(given) > 0 else preset.per_node
+
+
+def _leaves_node(ranks: torch.Tensor, per_node: int) -> list[bool]:
+    """Tell of every dim of ``ranks`` (shape: the axes' sizes) whether a step along it goes from one node to another."""
+    nodes = ranks.long().div(per_node, rounding_mode="floor")
+    return [bool((nodes.amax(dim) != nodes.amin(dim)).any()) for dim in range(ranks.ndim)]

@@ -1,0 +1,125 @@
+"""What devices and links reach by datasheet or by a rough measurement: where no profile says better."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from galvatron_fx.ir.cluster.device import Device
+from galvatron_fx.ir.cluster.overlap import Overlap, Skew
+from galvatron_fx.ir.errors import ClusterError
+
+__all__ = ["CPU_PRESET", "PRESETS", "Preset", "cpu_preset", "cuda_preset"]
+
+
+# Kernels and NCCL share a GPU's multiprocessors and memory: both take about 1.3 times as long (Miao et al. 2022,
+# Galvatron, section 3.4).
+_GPU_OVERLAP = Overlap(1.3, 1.3)
+# Processes whose collectives run on the cores that they compute on: nothing is gained by doing both at once.
+_CPU_OVERLAP = Overlap(2.0, 2.0)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A device, how many make a node, (latency_s, bandwidth_bytes_per_s) inside and between nodes, and the slowdown of
+    computing and communicating at once.
+    """
+
+    device: Device
+    inside: tuple[float, float]
+    between: tuple[float, float]
+    per_node: int = 8
+    overlap: Overlap = _GPU_OVERLAP
+
+
+# Fractions of the datasheet peaks that large kernels reach. 0.75 of the peak rate is what torch itself assumes
+# (torch/utils/_runtime_estimation.py); 0.8 of the memory bandwidth is within what Deakin, Price, Martineau and
+# McIntosh-Smith (2018, BabelStream) measured over GPUs. 5 us is the usual cost of launching one CUDA kernel from
+# PyTorch. All three are starting points, which `galvatron-fx profile` replaces by measurements.
+_MATMUL_EFFICIENCY, _MEMORY_EFFICIENCY, _LAUNCH_S = 0.75, 0.8, 5e-6
+
+# Latencies of a hop: NCCL src/graph/tuning.cc, hardware latencies of a ring, protocol Simple: NVLink 3.4, PCI 5.7,
+# network 14 us.
+# Bandwidths: NCCL src/graph/topo.h, which holds what a link achieves: NVLink 20.0 GB/s a link on sm80 (12 links on an
+# A100), 20.6 on sm90 (18 links on an H100), PCIe 3.0 x16 12 GB/s, 100 Gbit/s of network 12 GB/s.
+_NVLINK_S, _PCIE_S, _NETWORK_S = 3.4e-6, 5.7e-6, 14e-6
+_NET_100_GBIT = 12e9
+
+
+def _gpu(name: str, memory_bytes: int, bandwidth: float, peak_flops: Mapping[str, float]) -> Device:
+    """A GPU by its datasheet; ``bandwidth`` is that of its memory in bytes a second."""
+    return Device(name, memory_bytes, peak_flops, bandwidth, _MATMUL_EFFICIENCY, _MEMORY_EFFICIENCY, _LAUNCH_S)
+
+
+# Dense rates with tensor cores where a dtype has them without a change of meaning (float32 without TF32). Memory is in
+# decimal bytes: an "80 GB" card has 80 GiB, and what lies between is left to the CUDA context and NCCL's buffers.
+_A100 = {"float64": 19.5e12, "float32": 19.5e12, "bfloat16": 312e12, "float16": 312e12}
+_H100 = {"float64": 67e12, "float32": 67e12, "bfloat16": 989e12, "float16": 989e12}
+_TITAN = {"float64": 0.51e12, "float32": 16.3e12, "float16": 130.5e12}
+PRESETS = {
+    # NVIDIA A100 datasheet (2021), SXM; DGX A100: one 200 Gbit/s HDR InfiniBand port a GPU.
+    "A100-80GB": Preset(
+        _gpu("A100-80GB", 80 * 10**9, 2.039e12, _A100), (_NVLINK_S, 12 * 20.0e9), (_NETWORK_S, 2 * _NET_100_GBIT)
+    ),
+    "A100-40GB": Preset(
+        _gpu("A100-40GB", 40 * 10**9, 1.555e12, _A100), (_NVLINK_S, 12 * 20.0e9), (_NETWORK_S, 2 * _NET_100_GBIT)
+    ),
+    # NVIDIA H100 datasheet (2023), SXM, without sparsity; DGX H100: one 400 Gbit/s NDR InfiniBand port a GPU.
+    "H100-80GB": Preset(
+        _gpu("H100-80GB", 80 * 10**9, 3.35e12, _H100), (_NVLINK_S, 18 * 20.6e9), (_NETWORK_S, 4 * _NET_100_GBIT)
+    ),
+    # NVIDIA TITAN RTX product page and Turing whitepaper (2018), float64 at 1/32; PCIe 3.0 x16, and one 100 Gbit/s
+    # InfiniBand port for the 8 GPUs of a node, as on the 64-GPU cluster of Miao et al. (2022, Galvatron, section 5).
+    "TITAN-RTX-24GB": Preset(
+        _gpu("TITAN-RTX-24GB", 24 * 10**9, 6.72e11, _TITAN), (_PCIE_S, 12e9), (_NETWORK_S, _NET_100_GBIT / 8)
+    ),
+}
+# A GPU that no preset names: rates of a small data-centre card, deliberately low; profile it for more.
+GENERIC_GPU = Preset(
+    _gpu("generic-gpu", 16 * 10**9, 3e11, {"float64": 2.5e11, "float32": 8e12, "float16": 6.5e13}),
+    (_PCIE_S, 12e9),
+    (_NETWORK_S, _NET_100_GBIT / 8),
+)
+# One process of several on a CPU, talking through gloo over shared memory. Rough by design, measured on one core of an
+# AMD EPYC with torch 2.13: matrix products reach 240 (float32, by oneDNN), 37 (float64) GFLOP/s, a copy moves 38 GB/s,
+# an add takes 2 us. Halved, because the processes share cores and memory; bfloat16 is held to float32, which not every
+# CPU beats.
+_CPU_FLOPS = {"float64": 2e10, "float32": 1.2e11}
+_CPU = Device("cpu-process", 10**9, _CPU_FLOPS, 2e10, _MATMUL_EFFICIENCY, _MEMORY_EFFICIENCY, 2e-6)
+# What gloo takes to start between processes of two cores, as those of a step find it, is 1 ms (an all-gather of a few
+# bytes among two) and more.
+_GLOO = (1e-3, 1e9)
+CPU_PRESET = Preset(_CPU, _GLOO, _GLOO, per_node=2**62, overlap=_CPU_OVERLAP)
+# Measured with four processes on two cores of the same machine.
+_SHARED_CORES = Skew(late_s=17e-3, growth=0.45)
+
+
+def cpu_preset(ranks: int) -> Preset:
+    """A CPU process with an equal share of the machine's memory (POSIX sysconf), and of its cores if it has fewer."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    skew = _SHARED_CORES if ranks > (os.cpu_count() or 1) else Skew()
+    device = replace(_CPU, memory_bytes=max(1, total // ranks))
+    return replace(CPU_PRESET, device=device, overlap=replace(_CPU_OVERLAP, skew=skew))
+
+
+def cuda_preset() -> Preset:
+    """The preset that fits the name and memory of GPU 0 of this machine, else a generic GPU of that name and memory.
+
+    A preset keeps its own memory size, lest GPUs that differ by some bytes give their ranks different plans.
+    """
+    if not torch.cuda.is_available():
+        raise ClusterError("a 'cuda' mesh on a machine without a GPU; plan for it with Cluster.preset instead")
+    properties = torch.cuda.get_device_properties(0)
+    words = set(properties.name.replace("-", " ").split())
+    for name, preset in PRESETS.items():
+        *model, size = name.split("-")
+        nominal_bytes = int(size.removesuffix("GB")) * 10**9
+        # An "80GB" card reports 85.0e9 bytes, a "40GB" one 42.4e9: within a tenth of the decimal size.
+        if set(model) <= words and abs(properties.total_memory - nominal_bytes) < nominal_bytes / 10:
+            has_nvlink = "PCIe" not in words
+            return preset if has_nvlink else replace(preset, inside=GENERIC_GPU.inside, between=GENERIC_GPU.between)
+    device = replace(GENERIC_GPU.device, name=properties.name, memory_bytes=properties.total_memory)
+    return replace(GENERIC_GPU, device=device)

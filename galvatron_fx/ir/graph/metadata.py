@@ -1,0 +1,221 @@
+"""What the compiler knows of a node: one frozen record under one key of ``node.meta``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch import fx
+
+from galvatron_fx.ir.graph.placement import ValuePlacement
+
+_KEY = "galvatron"
+
+Dim: TypeAlias = int | sympy.Expr
+
+Placements = tuple[tuple[ValuePlacement, ...], ...]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of one tensor; ``dims`` are the same sizes as expressions in batch ``b`` and sequence ``s``.
+
+    ``batch_runs``: for each dim, the number of equal runs inside which the batch is outermost: sequence x batch,
+    flattened, is as many runs as the sequence is long. Empty where that is 1 for all dims.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    dims: tuple[Dim, ...] = ()
+    batch_runs: tuple[int, ...] = ()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Specs are looked up far more often than made, and their expressions take long to hash."""
+        return hash((self.shape, self.dtype, self.dims, self.batch_runs))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of a dense tensor of this shape."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def symbolic(self) -> tuple[Dim, ...]:
+        """The symbolic shape where it is known, else the concrete one."""
+        return self.dims or self.shape
+
+    def runs_before_batch(self, dim: int) -> int:
+        """The entry of ``batch_runs`` for ``dim``."""
+        return self.batch_runs[dim] if self.batch_runs else 1
+
+    def dim_of(self, symbol: sympy.Symbol) -> int | None:
+        """The first dim whose size holds ``symbol``, or None."""
+        for dim, size in enumerate(self.dims):
+            if isinstance(size, sympy.Expr) and symbol in size.free_symbols:
+                return dim
+        return None
+
+
+@dataclass(frozen=True)
+class OpCost:
+    """Floating-point operations, and bytes read and written, of one operator.
+
+    Ints or sympy expressions from :func:`cost_models.ops.op_cost`; numbers or arrays of one shape once evaluated.
+    """
+
+    flops: Any
+    read_bytes: Any
+    written_bytes: Any
+
+
+FREE = OpCost(0, 0, 0)
+"""The cost of what moves no data: views, sizes, taking one of several outputs."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One node of a local program.
+
+    ``columns``: how many mesh columns it speaks of, the first ones; ``target`` and ``literals``: the call without its
+    tensors; ``inputs``: the placements of each of its tensors on those columns.
+    """
+
+    program: str
+    columns: int
+    target: Any
+    literals: tuple[Any, ...]
+    inputs: tuple[Placements, ...]
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """Facts of one node.
+
+    ``specs`` has one entry per output tensor (None where an output is absent); ``phase`` is "forward" or "backward";
+    ``block`` the index of the layer block, -1 before blocks are found; ``module`` the qualified module name, which
+    is for people and for pinning, never for decisions; ``cost`` what the node costs, None before it is annotated;
+    ``again``: whether backward repeats here what forward did and did not keep; ``bundles``: names of the collectives
+    that this one takes the place of; ``open``: whether the graph leaves this collective for another to wait for;
+    ``placements``: of every output, one for each mesh column that is lowered; ``step``: what the node has to be, where
+    it is part of a program that several operators make up (:mod:`galvatron_fx.ir.graph.local_program`).
+    """
+
+    specs: tuple[TensorSpec | None, ...]
+    phase: str = "forward"
+    block: int = -1
+    module: str = ""
+    multi_output: bool = False
+    cost: OpCost | None = None
+    again: bool = False
+    bundles: tuple[str, ...] = ()
+    open: bool = False
+    placements: Placements = ()
+    step: Step | None = None
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The spec of a node with one output tensor."""
+        first = self.specs[0]
+        if first is None or self.multi_output:
+            raise AssertionError("this node does not have exactly one output tensor")
+        return first
+
+    def having(self, **changes: Any) -> NodeFacts:
+        """Return a copy with some fields changed."""
+        return replace(self, **changes)
+
+
+def facts(node: fx.Node) -> NodeFacts:
+    """Return the record of ``node``; every node but the output has one once captured."""
+    record = node.meta.get(_KEY)
+    if not isinstance(record, NodeFacts):
+        raise AssertionError(f"node '{node.name}' ({node.target}) has no facts: was a pass run before capture?")
+    return record
+
+
+def has_facts(node: fx.Node) -> bool:
+    """Tell whether ``node`` carries a record."""
+    return isinstance(node.meta.get(_KEY), NodeFacts)
+
+
+def set_facts(node: fx.Node, record: NodeFacts) -> None:
+    """Attach ``record`` to ``node``."""
+    node.meta[_KEY] = record
+
+
+@dataclass(frozen=True)
+class Port:
+    """One input or output of the joint graph.
+
+    ``kind``: for inputs "param", "buffer", "input", "hoisted" (what a micro-batch takes from the prologue), "seed" or
+    "tangent"; for outputs "output", "buffer" (the new value of a buffer, or of a
+    parameter that forward changes), "grad" or "piece" (what a micro-batch gives to the
+    epilogue). ``name``: the qualified name of the parameter or buffer, else the position as text.
+    """
+
+    kind: str
+    name: str
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The inputs and outputs of a joint graph, in the order of its placeholders and of its output tuple.
+
+    Of the model's outputs, by position: ``loss`` is what one step of training differentiates; ``scalars`` are those
+    without dims that need gradients, the loss among them; ``detached`` need gradients and get none; ``output_names``
+    say where each is in what the model returns.
+    """
+
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    input_names: tuple[str, ...]
+    loss: int | None
+    input_spec: Any = None
+    output_spec: Any = None
+    input_specs: tuple[TensorSpec, ...] = ()
+    scalars: tuple[int, ...] = ()
+    detached: tuple[int, ...] = ()
+    output_names: tuple[str, ...] = ()
+
+    def having(self, **changes: Any) -> Signature:
+        """Return a copy with some fields changed."""
+        return replace(self, **changes)
+
+
+def signature(graph: fx.GraphModule) -> Signature:
+    """Return the signature that capture left on the graph."""
+    found = graph.meta.get(_KEY)
+    if not isinstance(found, Signature):
+        raise AssertionError("this GraphModule has no signature: capture it with passes.frontend.capture.capture first")
+    return found
+
+
+def set_signature(graph: fx.GraphModule, value: Signature) -> None:
+    """Attach a signature to the graph."""
+    graph.meta[_KEY] = value
+
+
+def ports(graph: fx.GraphModule) -> list[tuple[Port, fx.Node]]:
+    """Pair every placeholder with its port."""
+    nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    return list(zip(signature(graph).inputs, nodes, strict=True))
+
+
+def output_ports(graph: fx.GraphModule) -> list[tuple[Port, fx.Node | None]]:
+    """Pair every output with the node that makes it (None for an absent gradient)."""
+    return list(zip(signature(graph).outputs, graph.graph.output_node().args[0], strict=True))  # type: ignore[arg-type]

@@ -1,0 +1,93 @@
+"""One operator call as sharding rules and prices see it: tensors replaced by their specs."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from galvatron_fx.ir.graph.metadata import TensorSpec, facts
+from galvatron_fx.ir.graph.random_ops import comparable_args
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """An operator with ``TensorSpec`` where tensors stand; hashable, so equal calls are looked at once.
+
+    ``args`` and ``kwargs`` (as sorted pairs) hold tuples for lists; ``inputs`` are the tensors of args then kwargs,
+    flattened in order; ``outputs`` has None for an absent output.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec | None, ...]
+
+    @property
+    def output(self) -> TensorSpec:
+        """The spec of the only (or first) output."""
+        first = self.outputs[0]
+        if first is None:
+            raise AssertionError(f"{self.target} has no first output")
+        return first
+
+
+def call_key(call: OpCall) -> str:
+    """Name a call, so that its time can be looked up: operator, arguments, and shapes and dtypes of tensors."""
+    named = [_argument_key(value) for value in call.args]
+    named += [f"{name}={_argument_key(value)}" for name, value in call.kwargs]
+    return f"{getattr(call.target, '__name__', call.target)}({', '.join(named)})"
+
+
+def _argument_key(value: Any) -> str:
+    if isinstance(value, TensorSpec):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_argument_key, value))}]"
+    return str(value)
+
+
+def is_getitem(node: fx.Node) -> bool:
+    """Tell whether ``node`` picks one output of a node with several."""
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def input_nodes(node: fx.Node) -> list[fx.Node]:
+    """Tensor arguments of ``node`` in order, repeated where an argument is used twice."""
+    found: list[fx.Node] = []
+    _collect(node.args, found)
+    if node.kwargs:
+        _collect(tuple(node.kwargs.values()), found)
+    return found
+
+
+def _collect(values: Sequence[Any], found: list[fx.Node]) -> None:
+    for value in values:
+        if isinstance(value, fx.Node):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            _collect(value, found)
+
+
+def op_call(node: fx.Node, spec_of: Callable[[fx.Node], TensorSpec] | None = None) -> OpCall:
+    """Describe the call at ``node`` with the specs that ``spec_of`` gives its inputs (by default their facts')."""
+    lookup = spec_of or (lambda n: facts(n).spec)
+
+    def freeze(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return lookup(value)
+        if isinstance(value, (list, tuple)):
+            return tuple(freeze(item) for item in value)
+        return value
+
+    return OpCall(
+        target=node.target,
+        args=freeze(comparable_args(node)),
+        kwargs=tuple(sorted((key, freeze(value)) for key, value in node.kwargs.items())),
+        inputs=tuple(lookup(n) for n in input_nodes(node)),
+        outputs=facts(node).specs,
+    )

@@ -1,0 +1,24 @@
+"""Graphs as Python that a person can read."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from galvatron_fx.ir.graph.metadata import facts, has_facts
+
+
+def readable(graph: fx.GraphModule) -> str:
+    """Return the graph as Python, each value with its dtype and the shape that its facts give it.
+
+    On a lowered graph these are the local shapes of one rank.
+    """
+    for node in graph.graph.nodes:
+        if has_facts(node):
+            values = [
+                torch.empty(spec.shape, dtype=spec.dtype, device="meta") if spec is not None else None
+                for spec in facts(node).specs
+            ]
+            node.meta["val"] = tuple(values) if facts(node).multi_output else values[0]
+    text: str = graph.print_readable(print_output=False)
+    return text

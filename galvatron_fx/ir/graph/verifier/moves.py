@@ -1,0 +1,87 @@
+"""Specs of collectives and slices: what each takes and leaves on its column of the mesh, and the shape it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from galvatron_fx.ir.graph import collectives as c
+from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement, Shard
+
+_REDUCTIONS = ("sum", "avg", "max", "min")
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Move:
+    """``have`` becomes ``want`` on ``column``; None for what only a local program says (an index that is shifted)."""
+
+    column: int
+    have: Placement | None
+    want: Placement | None
+
+
+@dataclass(frozen=True)
+class MoveSpec:
+    """``kinds``: the types of the arguments behind the tensor, the last of which is the column; ``move``: of these."""
+
+    kinds: tuple[type, ...]
+    move: Callable[..., tuple[Placement | None, Placement | None]]
+
+
+MOVES: dict[Any, MoveSpec] = {
+    c.all_reduce: MoveSpec((str, int), lambda op: (Partial(op), REPLICATE)),
+    c.all_gather: MoveSpec((int, int, int), lambda dim, outer: (Shard(dim, outer), REPLICATE)),
+    c.reduce_scatter: MoveSpec((str, int, int, int), lambda op, dim, outer: (Partial(op), Shard(dim, outer))),
+    c.all_to_all: MoveSpec(
+        (int, int, int, int, int), lambda d, outer, to, to_outer: (Shard(d, outer), Shard(to, to_outer))
+    ),
+    c.shard: MoveSpec((int, int, int), lambda dim, outer: (REPLICATE, Shard(dim, outer))),
+    c.local_index: MoveSpec((int, int), lambda size: (None, None)),
+    c.only_first: MoveSpec((int,), lambda: (REPLICATE, PARTIAL)),
+}
+
+
+def read_move(node: fx.Node, columns: int) -> Move | str:
+    """What the arguments of a collective say; what is wrong with them, if something is."""
+    spec = MOVES[node.target]
+    taken = node.args[1:]
+    alike = len(taken) == len(spec.kinds) and all(
+        isinstance(value, kind) and not isinstance(value, bool) for value, kind in zip(taken, spec.kinds, strict=True)
+    )
+    if not alike or node.kwargs or not isinstance(node.args[0], fx.Node):
+        wanted = ", ".join(kind.__name__ for kind in spec.kinds)
+        return f"has arguments {node.args}, where a tensor and ({wanted}) belong"
+    *rest, column = taken
+    if not 0 <= int(column) < columns:  # type: ignore[arg-type]
+        return f"is over mesh column {column}, where the mesh has {columns}"
+    if isinstance(rest[0] if rest else None, str) and rest[0] not in _REDUCTIONS:
+        return f"reduces by '{rest[0]}', where one of {', '.join(_REDUCTIONS)} is known"
+    return Move(int(column), *spec.move(*rest))  # type: ignore[arg-type]
+
+
+def shape_problem(node: fx.Node, move: Move, degree: int) -> str | None:
+    """What is wrong with the shape and the dtype that a collective over ``degree`` ranks is recorded to make."""
+    source, own = facts(node.args[0]).specs[0], facts(node).specs[0]  # type: ignore[arg-type]
+    if source is None or own is None:
+        return "has no shape"
+    shape = list(source.shape)
+    for placement, gathers in ((move.have, True), (move.want, False)):
+        if not isinstance(placement, Shard):
+            continue
+        if not 0 <= placement.dim < len(shape):
+            return f"speaks of dim {placement.dim} of a tensor of shape {source.shape}"
+        parts = placement.outer if gathers else placement.outer * degree
+        if placement.outer < 1 or shape[placement.dim] % parts:
+            return f"cuts dim {placement.dim} of {tuple(shape)} into {parts}, which does not divide it"
+        shape[placement.dim] = shape[placement.dim] * degree if gathers else shape[placement.dim] // degree
+    if tuple(shape) != own.shape:
+        return f"is recorded to make {own.shape}, where {source.shape} over {degree} ranks becomes {tuple(shape)}"
+    if own.dtype != source.dtype:
+        return f"is recorded to make {own.dtype} of {source.dtype}"
+    return None

@@ -1,0 +1,56 @@
+"""Specs of what a lowered graph returns: losses, outputs, buffers and gradients, or what its other parts take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from galvatron_fx.ir.graph.layout import layout, placement_of
+from galvatron_fx.ir.graph.metadata import facts, output_ports, ports, signature
+from galvatron_fx.ir.graph.placement import Inside, Partial, Replicate
+
+
+def result_problems(graph: fx.GraphModule, whole: bool) -> Iterator[tuple[str, str]]:
+    """What is wrong with the results of ``graph``; ``whole``: it has a signature."""
+    own = layout(graph)
+    if not own.columns:
+        return
+    values = graph.graph.output_node().args[0]
+    if len(values) != len(own.outputs):  # type: ignore[arg-type]
+        yield "the graph", f"returns {len(values)} values, where its layout has {len(own.outputs)}"  # type: ignore[arg-type]
+        return
+    for position, (value, wanted) in enumerate(zip(values, own.outputs, strict=True)):  # type: ignore[arg-type]
+        found = placement_of(value)
+        absent = all(placed is None for placed in wanted)
+        if found != wanted and not (absent and value is None):
+            told = " ".join(map(str, found)) or "nothing"
+            yield f"output {position} ({value})", f"lies as {told}, where {' '.join(map(str, wanted))} is asked for"
+    if whole:
+        yield from _signature_problems(graph)
+
+
+def _signature_problems(graph: fx.GraphModule) -> Iterator[tuple[str, str]]:
+    own = layout(graph)
+    inputs = dict(zip(((p.kind, p.name) for p, _ in ports(graph)), own.inputs, strict=True))
+    specs = {(port.kind, port.name): facts(node).spec for port, node in ports(graph)}
+    for (port, node), placed in zip(output_ports(graph), own.outputs, strict=True):
+        if node is None:
+            continue
+        subject = f"{port.kind} '{port.name}' ({node.name})"
+        parameter = ("param", port.name)
+        if port.kind == "grad" and parameter in inputs:
+            if placed != inputs[parameter]:
+                lies = " ".join(map(str, placed))
+                yield subject, f"lies as {lies}, its parameter as {' '.join(map(str, inputs[parameter]))}"
+            if facts(node).spec.shape != specs[parameter].shape or facts(node).spec.dtype != specs[parameter].dtype:
+                yield subject, f"is {facts(node).spec}, its parameter {specs[parameter]}"
+        elif port.kind == "buffer" or (port.kind == "output" and _is_loss(graph, port.name)):
+            if not all(isinstance(placement, Replicate) for placement in placed):
+                yield subject, f"lies as {' '.join(map(str, placed))}, where every rank needs all of it"
+        elif any(isinstance(placement, (Partial, Inside)) for placement in placed):
+            yield subject, f"lies as {' '.join(map(str, placed))}: ranks would be given terms of it"
+
+
+def _is_loss(graph: fx.GraphModule, name: str) -> bool:
+    return signature(graph).loss is not None and name == str(signature(graph).loss)

@@ -1,0 +1,1 @@
+"""Which kernels run an operator on a device: attention, products by oneDNN."""

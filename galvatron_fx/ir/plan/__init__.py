@@ -1,0 +1,1 @@
+"""What a plan is: strategies, stages, schedules, precision, and what the search tells of it. Read without torch."""

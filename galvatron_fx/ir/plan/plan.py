@@ -1,0 +1,364 @@
+"""The plan: one strategy for every layer block, over the prime axes of one mesh, and what it is predicted to cost.
+
+Search writes plans and lowering reads them; they meet nowhere else. A plan is searched, or written by
+hand with :meth:`Plan.uniform` and :meth:`Plan.from_roles`, and kept as JSON.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from galvatron_fx.ir.errors import PlanError
+from galvatron_fx.ir.plan import plan_json, plan_table
+from galvatron_fx.ir.plan.arguments import check_arguments, shown
+from galvatron_fx.ir.plan.pipelining import BY_HAND, ONE_STAGE, Pipelining
+from galvatron_fx.ir.plan.precision_policy import describe_policy, policy_from_dict, policy_to_dict
+from galvatron_fx.ir.plan.schedule import legal
+from galvatron_fx.ir.plan.search_report import SearchReport
+from galvatron_fx.ir.plan.strategy import PIPELINE, Strategy
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+__all__ = ["WILDCARD", "BlockPlan", "Plan", "prime_factors"]
+
+WILDCARD = "*"
+"""The name of a block plan that stands alone and applies to any number of blocks."""
+
+_MAX_AXIS_SIZE = 2**20
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """The decision for one layer block.
+
+    ``fingerprint`` is that of the block in the captured graph, or "" for a plan tied to no model;
+    ``time_s`` is the predicted share of the step in seconds, ``memory_bytes`` of the memory per rank
+    in bytes; both are 0 where the plan was not priced.
+    """
+
+    name: str
+    strategy: Strategy
+    fingerprint: str
+    time_s: float
+    memory_bytes: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "time_s", _as_float(self.time_s))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A strategy for every block of a model on a mesh, with the predictions it was chosen by.
+
+    ``axis_sizes`` has the ranks along each mesh axis, outermost first, each a prime; it is () for one
+    device. ``graph_fingerprint`` is that of the captured graph, or "" for a plan that fits any model.
+    ``step_time_s`` is seconds, ``peak_memory_bytes`` and ``memory_budget_bytes`` are bytes per rank
+    (0 where not priced, None for no budget). ``pipelining`` has the stages and micro-batches; the axes
+    whose role is ``pipeline``, the same in every block, hold the stages. ``mixed_precision`` is the policy that the
+    plan was priced with. ``report`` says why a search chose the plan;
+    it is no part of the plan itself: plans that were read, written by hand or changed have None.
+
+    Raises PlanError when the parts do not fit each other or ``plan_schema.json``.
+    """
+
+    axis_sizes: tuple[int, ...]
+    blocks: tuple[BlockPlan, ...]
+    graph_fingerprint: str
+    step_time_s: float
+    peak_memory_bytes: int
+    memory_budget_bytes: int | None
+    optimizer: str = "adam"
+    notes: tuple[str, ...] = ()
+    pipelining: Pipelining = ONE_STAGE
+    mixed_precision: MixedPrecisionPolicy | None = None
+    report: SearchReport | None = field(default=None, init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "step_time_s", _as_float(self.step_time_s))
+        if not isinstance(self.pipelining, Pipelining):
+            raise PlanError(f"pipelining of a plan is {shown(self.pipelining)}; give a Pipelining(...)")
+        for name in ("axis_sizes", "blocks", "notes"):
+            if not isinstance(getattr(self, name), tuple):
+                raise PlanError(f"{name} of a plan is a {type(getattr(self, name)).__name__}; give a tuple")
+        plan_json.validate(_to_document(self))
+        for axis, size in enumerate(self.axis_sizes):
+            if prime_factors(size) != (size,):
+                raise PlanError(
+                    f"mesh axis {axis} of the plan has size {size}, where a prime was expected; split it into "
+                    f"{prime_factors(size)} and give each its role, or build the plan with Plan.from_roles"
+                )
+        _check_blocks(self)
+        _check_stages(self)
+
+    @classmethod
+    def uniform(
+        cls,
+        axis_sizes: Sequence[int],
+        roles: Sequence[str],
+        *,
+        recompute: bool = False,
+        keep_gathered: bool = False,
+        gather_late: bool = False,
+        num_blocks: int | None = None,
+        pipelining: Pipelining = ONE_STAGE,
+    ) -> Plan:
+        """Write a plan by hand that treats every block alike.
+
+        ``axis_sizes`` has the ranks along each mesh axis and ``roles`` the role of each, outermost
+        first; every prime factor of an axis gets its role, and axes of size 1 vanish. With
+        ``num_blocks`` the plan fits models of so many blocks, without it any. Raises PlanError for
+        unknown roles, and when there are not as many roles as axes.
+        """
+        check_arguments(axis_sizes=axis_sizes, roles=roles, num_blocks=num_blocks)
+        strategy = Strategy(tuple(roles), recompute, keep_gathered, gather_late)
+        if num_blocks is not None:
+            return cls.from_roles(axis_sizes, [strategy] * num_blocks, pipelining)
+        split = _split_roles(strategy, tuple(axis_sizes), [prime_factors(size) for size in axis_sizes])
+        primes = tuple(prime for size in axis_sizes for prime in prime_factors(size))
+        blocks = (BlockPlan(WILDCARD, split, "", 0.0, 0),)
+        return cls(primes, blocks, "", 0.0, 0, None, pipelining=pipelining)
+
+    @classmethod
+    def from_roles(
+        cls, axis_sizes: Sequence[int], strategies: Sequence[Strategy], pipelining: Pipelining = ONE_STAGE
+    ) -> Plan:
+        """Write a plan by hand with one strategy per block, in the order of the blocks.
+
+        The axes are split into primes as in :meth:`uniform`. Raises PlanError for no strategies, and
+        for one with not as many roles as axes.
+        """
+        check_arguments(axis_sizes=axis_sizes, strategies=strategies)
+        sizes = tuple(axis_sizes)
+        factors = [prime_factors(size) for size in sizes]
+        blocks = tuple(
+            BlockPlan(f"block_{index}", _split_roles(strategy, sizes, factors), "", 0.0, 0)
+            for index, strategy in enumerate(strategies)
+        )
+        primes = tuple(prime for primes in factors for prime in primes)
+        return cls(primes, blocks, "", 0.0, 0, None, pipelining=pipelining)
+
+    @property
+    def pipeline_axes(self) -> tuple[int, ...]:
+        """The mesh axes that hold the stages."""
+        return tuple(axis for axis, role in enumerate(self.blocks[0].strategy.roles) if role == PIPELINE)
+
+    @property
+    def num_pipeline_ranks(self) -> int:
+        """The product of the sizes of the pipeline axes."""
+        return prod(self.axis_sizes[axis] for axis in self.pipeline_axes)
+
+    @property
+    def is_wildcard(self) -> bool:
+        """Whether the plan has one strategy for any number of blocks."""
+        return len(self.blocks) == 1 and self.blocks[0].name == WILDCARD
+
+    def strategy_of(self, block_index: int, num_blocks: int) -> Strategy:
+        """Return the strategy of block ``block_index`` (from 0) of a model with ``num_blocks`` blocks.
+
+        Raises PlanError when the plan has another number of blocks, and when there is no such block.
+        """
+        self._check_count(num_blocks)
+        if not 0 <= block_index < num_blocks:
+            raise PlanError(f"block {block_index} of a model with {num_blocks} blocks; give 0 to {num_blocks - 1}")
+        return self.blocks[0 if self.is_wildcard else block_index].strategy
+
+    def check(
+        self,
+        graph_fingerprint: str,
+        block_fingerprints: Sequence[str],
+        axis_sizes: Sequence[int],
+        mixed_precision: MixedPrecisionPolicy | None = None,
+    ) -> None:
+        """Raise PlanError, naming what differs and the remedy, unless the plan fits this model, mesh and precision.
+
+        ``block_fingerprints`` has one entry per block; ``axis_sizes`` is compared prime by prime, so
+        that a mesh of (8,) fits a plan for (2, 2, 2). A fingerprint of "" in the plan fits any; a plan with no
+        fingerprints and no policy of its own fits any precision.
+        """
+        if self.with_precision(mixed_precision).mixed_precision != mixed_precision:
+            raise PlanError(
+                f"the plan was made for mixed precision '{describe_policy(self.mixed_precision)}' and this is "
+                f"'{describe_policy(mixed_precision)}'; pass mixed_precision=plan.mixed_precision, or search the plan "
+                f"again"
+            )
+        primes = tuple(prime for size in axis_sizes for prime in prime_factors(size))
+        if primes != self.axis_sizes:
+            raise PlanError(
+                f"the plan is for a mesh with axes {self.axis_sizes} and this mesh has {primes}; "
+                f"run on the mesh of the plan, or search a plan for this one"
+            )
+        self._check_count(len(block_fingerprints))
+        for index, (block, found) in enumerate(zip(self.blocks, block_fingerprints, strict=False)):
+            if block.fingerprint not in ("", found):
+                raise PlanError(
+                    f"block {index} ('{block.name}') of the plan has fingerprint {block.fingerprint} and that of the "
+                    f"model {found}: the model or its inputs changed since; search the plan again"
+                )
+        if self.graph_fingerprint not in ("", graph_fingerprint):
+            raise PlanError(
+                f"the plan was made for graph {self.graph_fingerprint} and this is graph {graph_fingerprint}, though "
+                f"the blocks agree: the model or its inputs changed since; search the plan again"
+            )
+
+    def with_precision(self, policy: MixedPrecisionPolicy | None) -> Plan:
+        """Return a plan that is tied to no model, and says nothing of precision, with ``policy``; others unchanged."""
+        is_tied = self.graph_fingerprint or any(block.fingerprint for block in self.blocks)
+        if is_tied or self.mixed_precision is not None or policy is None:
+            return self
+        return replace(self, mixed_precision=policy)
+
+    def to_json(self) -> str:
+        """Return the plan as JSON text, byte-identical for equal plans."""
+        return plan_json.serialize(_to_document(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read what :meth:`to_json` wrote; raises PlanError, and nothing else, for any other text."""
+        document = plan_json.parse(text)
+        del document["version"]
+        blocks = tuple(
+            BlockPlan(**{**fields, "strategy": Strategy.from_dict(fields["strategy"])})
+            for fields in document.pop("blocks")
+        )
+        axis_sizes, notes = tuple(document.pop("axis_sizes")), tuple(document.pop("notes"))
+        pipelining = Pipelining.from_dict(document.pop("pipelining"))
+        policy = policy_from_dict(document.pop("mixed_precision", None))
+        return cls(
+            axis_sizes=axis_sizes,
+            blocks=blocks,
+            notes=notes,
+            pipelining=pipelining,
+            mixed_precision=policy,
+            **document,
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to ``path``, all at once or not at all; raises OSError."""
+        check_arguments(path=path)
+        plan_json.write(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read the plan at ``path``; raises PlanError naming the path for a missing or malformed file."""
+        check_arguments(path=path)
+        text = plan_json.read(path)
+        try:
+            return cls.from_json(text)
+        except PlanError as error:
+            raise PlanError(f"{os.fspath(path)}: {error}") from error
+
+    def with_report(self, report: SearchReport) -> Plan:
+        """Return the plan with the report of the search that chose it."""
+        told = copy.copy(self)
+        object.__setattr__(told, "report", report)
+        return told
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the JSON text, in hexadecimal, for ranks to compare."""
+        return hashlib.sha256(self.to_json().encode("ascii")).hexdigest()
+
+    def __str__(self) -> str:
+        """Return the plan as a table of plain text."""
+        return plan_table.render(self)
+
+    def _check_count(self, num_blocks: int) -> None:
+        if not self.is_wildcard and num_blocks != len(self.blocks):
+            raise PlanError(
+                f"the plan has {len(self.blocks)} blocks and the model {num_blocks}; search a plan for this model, "
+                f"or write one for any number of blocks with Plan.uniform"
+            )
+
+
+def prime_factors(size: int) -> tuple[int, ...]:
+    """Return the prime factors of the size of a mesh axis, ascending: 12 -> (2, 2, 3), 1 -> ().
+
+    Raises PlanError unless ``size`` is an int from 1 to 2**20.
+    """
+    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= _MAX_AXIS_SIZE:
+        raise PlanError(
+            f"a mesh axis has size {size!r}, where an int from 1 to {_MAX_AXIS_SIZE} was expected; "
+            f"give the number of ranks along it"
+        )
+    factors, divisor = [], 2
+    while divisor * divisor <= size:
+        while size % divisor == 0:
+            factors.append(divisor)
+            size //= divisor
+        divisor += 1
+    return (*factors, size) if size > 1 else tuple(factors)
+
+
+def _split_roles(strategy: Strategy, sizes: tuple[int, ...], factors: list[tuple[int, ...]]) -> Strategy:
+    """Give every prime factor of an axis the role of the axis; raises PlanError for a wrong number of roles."""
+    if len(strategy.roles) != len(sizes):
+        raise PlanError(
+            f"strategy '{strategy}' has {len(strategy.roles)} roles for a mesh with axes {sizes}; give one role per "
+            f"axis, or name the prime axes {tuple(prime for primes in factors for prime in primes)} to tell them apart"
+        )
+    roles = (role for role, primes in zip(strategy.roles, factors, strict=True) for _ in primes)
+    return replace(strategy, roles=tuple(roles))
+
+
+def _check_blocks(plan: Plan) -> None:
+    """Raise PlanError for a strategy of another mesh, and for a wildcard that is not alone and free."""
+    for index, block in enumerate(plan.blocks):
+        if len(block.strategy.roles) != len(plan.axis_sizes):
+            raise PlanError(
+                f"block {index} ('{block.name}') has strategy '{block.strategy}' with {len(block.strategy.roles)} "
+                f"roles for a mesh with axes {plan.axis_sizes}; give one role per axis"
+            )
+        if block.name == WILDCARD and (len(plan.blocks) > 1 or block.fingerprint or plan.graph_fingerprint):
+            raise PlanError(
+                f"block {index} is named '{WILDCARD}', which stands for all blocks of any model, in a plan with "
+                f"{len(plan.blocks)} blocks and graph fingerprint '{plan.graph_fingerprint}'; name the block"
+            )
+
+
+def _check_stages(plan: Plan) -> None:
+    """Raise PlanError for stages that the blocks, the axes or the schedule do not allow."""
+    for index, block in enumerate(plan.blocks):
+        own = tuple(axis for axis, role in enumerate(block.strategy.roles) if role == PIPELINE)
+        if own != plan.pipeline_axes:
+            raise PlanError(
+                f"block {index} ('{block.name}') gives the role {PIPELINE} to axes {own} and block 0 to axes "
+                f"{plan.pipeline_axes}; give it to the same axes in every block"
+            )
+    if not plan.is_wildcard:
+        plan.pipelining.cuts(len(plan.blocks))
+    ranks = plan.num_pipeline_ranks
+    if plan.pipelining.schedule == BY_HAND:
+        plan.pipelining.table(ranks)
+        return
+    reason = legal(plan.pipelining.schedule, ranks, plan.pipelining.num_stages, plan.pipelining.num_microbatches)
+    if reason is not None:
+        raise PlanError(f"{reason} (the plan has {ranks} pipeline ranks and {plan.pipelining.num_stages} stages)")
+
+
+def _to_document(plan: Plan) -> dict[str, Any]:
+    """Return the plan as plain JSON values, unchecked; without a policy there is no word of mixed precision."""
+    policy = policy_to_dict(plan.mixed_precision)
+    return {
+        "version": plan_json.PLAN_VERSION,
+        "axis_sizes": list(plan.axis_sizes),
+        "blocks": [{**vars(block), "strategy": block.strategy.to_dict()} for block in plan.blocks],
+        "graph_fingerprint": plan.graph_fingerprint,
+        "step_time_s": plan.step_time_s,
+        "peak_memory_bytes": plan.peak_memory_bytes,
+        "memory_budget_bytes": plan.memory_budget_bytes,
+        "optimizer": plan.optimizer,
+        "notes": list(plan.notes),
+        "pipelining": plan.pipelining.to_dict(),
+        **({} if policy is None else {"mixed_precision": policy}),
+    }
+
+
+def _as_float(value: float) -> float:
+    """Turn a time given as a small int into the float it equals, so that equal plans have equal text."""
+    return float(value) if type(value) is int and abs(value) < 2**53 else value

@@ -1,0 +1,124 @@
+"""A plan as a table of plain text, for people: equal neighbouring blocks share one row."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from math import prod
+from typing import TYPE_CHECKING
+
+from galvatron_fx.ir.plan import text_table
+from galvatron_fx.ir.plan.precision_policy import describe_policy
+from galvatron_fx.ir.plan.strategy import Strategy
+from galvatron_fx.ir.plan.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from galvatron_fx.ir.plan.plan import BlockPlan, Plan
+
+__all__ = ["describe_keeps", "describe_roles", "render"]
+
+_HEADINGS = ("blocks", "roles, outermost axis first", "keeps for backward", "time", "memory/rank")
+_UNPRICED = "-"
+
+
+def render(plan: Plan) -> str:
+    """Return ``plan`` as a table of at most 100 columns, followed by its totals, without colour codes.
+
+    Times and memory of a row are the sums over its blocks. Numbers that were not predicted show as "-".
+    """
+    casts = plan.mixed_precision is not None and plan.mixed_precision.param_dtype is not None
+    rows = [
+        (
+            "all" if plan.is_wildcard else _label(first, blocks),
+            describe_roles(blocks[0].strategy, plan.axis_sizes),
+            describe_keeps(blocks[0].strategy, casts),
+            _seconds(sum(block.time_s for block in blocks)),
+            _bytes(sum(block.memory_bytes for block in blocks)),
+        )
+        for first, blocks in _rows(plan)
+    ]
+    lines = [
+        _title(plan.axis_sizes),
+        "",
+        *text_table.render(_HEADINGS, rows, numbers_from=3),
+        "",
+        *_totals(plan),
+    ]
+    return "\n".join(lines)
+
+
+def describe_roles(strategy: Strategy, axis_sizes: tuple[int, ...]) -> str:
+    """Return the roles and their degrees, outermost first, neighbouring axes of one role together.
+
+    ``axis_sizes`` has the ranks along each mesh axis: ``data×4 · tensor×2``.
+    """
+    runs = groupby(zip(strategy.roles, axis_sizes, strict=True), key=lambda pair: pair[0])
+    return " · ".join(f"{role}×{prod(size for _, size in run)}" for role, run in runs) or "one device"
+
+
+def describe_keeps(strategy: Strategy, casts: bool = False) -> str:
+    """Return what a block keeps for backward, and whether parameters too that ``zero`` axes gathered or, without such
+    axes, that mixed precision cast (``casts``).
+
+    A block that is computed again gathers again, whatever ``keep_gathered`` says.
+    """
+    keeps = "recompute" if strategy.recompute else "all"
+    kept = strategy.keep_gathered and not strategy.recompute
+    if "zero" not in strategy.roles:
+        return f"{keeps}, casts {'kept' if kept else 'again'}" if casts else keeps
+    late = " and late" if strategy.gather_late else ""
+    return f"{keeps}, gathered kept" if kept else f"{keeps}, gathered again{late}"
+
+
+def _rows(plan: Plan) -> list[tuple[int, list[BlockPlan]]]:
+    """Return the first index and the blocks of every run of blocks with equal fingerprint and strategy."""
+    runs = groupby(enumerate(plan.blocks), key=lambda item: (item[1].fingerprint, item[1].strategy))
+    rows = [list(run) for _, run in runs]
+    return [(row[0][0], [block for _, block in row]) for row in rows]
+
+
+def _label(first: int, blocks: list[BlockPlan]) -> str:
+    if len(blocks) == 1:
+        return f"{first} {blocks[0].name}"
+    return f"{first}-{first + len(blocks) - 1} ({len(blocks)}x)"
+
+
+def _title(axis_sizes: tuple[int, ...]) -> str:
+    if not axis_sizes:
+        return "Plan for one device"
+    return f"Plan for {prod(axis_sizes)} ranks on a mesh of {'×'.join(map(str, axis_sizes))}"
+
+
+def _totals(plan: Plan) -> list[str]:
+    budget = "none" if plan.memory_budget_bytes is None else f"{format_bytes(plan.memory_budget_bytes)} per rank"
+    peak = f"{_bytes(plan.peak_memory_bytes)} per rank" if plan.peak_memory_bytes else _UNPRICED
+    totals = [
+        *_stages(plan),
+        f"predicted step time  {_seconds(plan.step_time_s)}",
+        f"predicted peak       {peak}",
+        f"memory budget        {budget}",
+        f"optimizer            {plan.optimizer}",
+    ]
+    if plan.mixed_precision is not None:
+        totals.append(f"mixed precision      {describe_policy(plan.mixed_precision)}")
+    return totals + [f"note                 {note}" for note in plan.notes]
+
+
+def _stages(plan: Plan) -> list[str]:
+    """Return what the stages and micro-batches are, nothing for one of each."""
+    own = plan.pipelining
+    if own.is_trivial:
+        return []
+    cuts = "cut evenly" if not own.first_blocks else f"from blocks {', '.join(map(str, own.first_blocks))}"
+    return [
+        f"stages               {own.num_stages} on {plan.num_pipeline_ranks} pipeline ranks, {cuts}",
+        f"micro-batches        {own.num_microbatches}, schedule {own.schedule}",
+        *(["rows                 sums over blocks that lie on several ranks"] if plan.num_pipeline_ranks > 1 else []),
+    ]
+
+
+def _seconds(value: float) -> str:
+    return format_seconds(value) if value else _UNPRICED
+
+
+def _bytes(value: int) -> str:
+    return format_bytes(value) if value else _UNPRICED

@@ -1,6 +1,0 @@
-"""What must hold at each stage of a graph, as a table of specs; checked after every pass."""
-
-from galvatron_fx.ir.verifier.calls import CallRules, Local, PlacedCall
-from galvatron_fx.ir.verifier.stages import STAGES, verify
-
-__all__ = ["STAGES", "CallRules", "Local", "PlacedCall", "verify"]

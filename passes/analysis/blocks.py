@@ -1,0 +1,60 @@
+"""What is read off a graph about its layer blocks: how many there are, and which of them are equal."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from types import FunctionType
+from typing import Any
+
+from torch import fx
+
+from galvatron_fx.ir.graph.metadata import TensorSpec, facts, ports
+from galvatron_fx.ir.graph.op_call import input_nodes
+from galvatron_fx.ir.graph.random_ops import comparable_args
+
+
+def num_blocks(graph: fx.GraphModule) -> int:
+    """Number of blocks in an annotated graph."""
+    return 1 + max((facts(n).block for n in graph.graph.nodes if n.op == "call_function"), default=0)
+
+
+def fingerprints(graph: fx.GraphModule) -> tuple[str, ...]:
+    """A hash of each block's operators, sizes and wiring; equal blocks have equal fingerprints in every process."""
+    members: dict[int, list[fx.Node]] = {}
+    for node in graph.graph.nodes:
+        if node.op == "call_function":
+            members.setdefault(facts(node).block, []).append(node)
+    keys = {node: _spec_key(facts(node).specs) for node in graph.graph.nodes if node.op != "output"}
+    return tuple(_fingerprint(members.get(i, []), keys) for i in range(num_blocks(graph)))
+
+
+def graph_fingerprint(graph: fx.GraphModule, marks: Sequence[str] | None = None) -> str:
+    """A hash of the whole graph: its inputs, blocks and their order; ``marks``: its :func:`fingerprints`, if known."""
+    digest = hashlib.sha256()
+    for port, node in ports(graph):
+        digest.update(repr((port.kind, port.name, port.requires_grad, _spec_key(facts(node).specs))).encode())
+    for block in fingerprints(graph) if marks is None else marks:
+        digest.update(block.encode())
+    return digest.hexdigest()[:32]
+
+
+def _fingerprint(nodes: Sequence[fx.Node], keys: Mapping[fx.Node, Any]) -> str:
+    number: dict[fx.Node, int] = {}
+    digest = hashlib.sha256()
+    for node in nodes:
+        wires = tuple(number.setdefault(source, len(number)) for source in input_nodes(node))
+        number.setdefault(node, len(number))
+        constants = fx.map_arg((comparable_args(node), node.kwargs), keys.__getitem__)
+        text = repr((_name(node.target), constants, wires, keys[node], facts(node).phase))
+        digest.update(text.encode())
+    return digest.hexdigest()[:16]
+
+
+def _name(target: Any) -> str:
+    """A name that is the same in every process: that of a function holds its address."""
+    return target.__qualname__ if isinstance(target, FunctionType) else str(target)
+
+
+def _spec_key(specs: tuple[TensorSpec | None, ...]) -> Any:
+    return tuple((s.shape, str(s.dtype)) if s is not None else None for s in specs)

@@ -1,0 +1,90 @@
+"""When the collectives of a lowered graph are waited for, and which of them nothing in the graph waits for.
+
+A collective starts where its node stands. Code generation places the waits, and simulation counts on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from galvatron_fx.ir.graph import collectives as c
+from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.graph.op_call import input_nodes
+
+aten = torch.ops.aten
+
+_REDUCTIONS = (c.all_reduce, c.reduce_scatter)
+# They hold an input as large as what is sent; a gather holds a shard, and an all-reduce works in its result.
+_HOLD_MUCH = (c.reduce_scatter, c.all_to_all)
+
+
+def waited_before(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For every collective, the node in front of which it is waited for: the first to use its result.
+
+    One that holds a large input is waited for before the next of its kind starts at the latest, so that no more than
+    two hold theirs. For those that are open it does not wait.
+    """
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    following: dict[Any, fx.Node] = {}  # by kind, the collective that comes next
+    found = {}
+    for node in reversed(graph.nodes):
+        if node.target not in c.COLLECTIVES or facts(node).open:
+            continue
+        until = [*node.users] or [node.next]
+        if node.target in _HOLD_MUCH and node.target in following:
+            until.append(following[node.target])
+        found[node] = min(until, key=place.__getitem__)
+        following[node.target] = node
+    return found
+
+
+def early_gathers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Gathers of what is there before the graph computes, each with the operators that lead to it, in order."""
+    chains: dict[fx.Node, list[fx.Node]] = {}
+    found = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            chains[node] = []
+        sources = input_nodes(node)
+        packs = node.target is aten.cat.default
+        if node.op != "call_function" or not (len(sources) == 1 or packs) or any(n not in chains for n in sources):
+            continue
+        is_gather = node.target is c.all_gather
+        if facts(node).multi_output or (node.target in c.COLLECTIVES and not is_gather):
+            continue
+        before = list(dict.fromkeys(link for source in sources for link in chains[source]))
+        if is_gather:
+            found[node] = before
+        chains[node] = [*before, node]
+    return found
+
+
+def late_reductions(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Reductions that only the graph's results wait for, each with the operators that follow from it, in order."""
+    after: dict[fx.Node, list[fx.Node] | None] = {}
+    for node in reversed(graph.nodes):
+        after[node] = _what_follows(node, after)
+    return {node: after[node] or [] for node in graph.nodes if node.target in _REDUCTIONS and after[node] is not None}
+
+
+def _what_follows(node: fx.Node, after: dict[fx.Node, list[fx.Node] | None]) -> list[fx.Node] | None:
+    """Operators that need ``node``, if they need nothing else that the graph computes; None where they do."""
+    follows: dict[fx.Node, None] = {}
+    for user in node.users:
+        if user.op == "output":
+            continue
+        others = [source for source in input_nodes(user) if source is not node]
+        later = after[user]
+        if later is None or any(source.op != "placeholder" for source in others):
+            return None
+        follows |= dict.fromkeys([user, *later])
+    return sorted(follows)
+
+
+def collectives_among(nodes: Sequence[fx.Node]) -> int:
+    """How many of ``nodes`` communicate."""
+    return sum(node.target in c.COLLECTIVES for node in nodes)

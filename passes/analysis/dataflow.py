@@ -1,0 +1,109 @@
+"""What values of a joint graph come from: inputs alone, the batch, a parameter, or the gradient of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from galvatron_fx.ir.graph.metadata import TensorSpec, facts, output_ports, ports
+from galvatron_fx.ir.graph.op_call import input_nodes
+from galvatron_fx.ir.graph.precision import cast_gradient
+from galvatron_fx.ir.graph.symbols import BATCH
+from galvatron_fx.ir.plan.strategy import original_name
+
+
+def input_only(graph: fx.GraphModule) -> set[fx.Node]:
+    """Nodes that follow from inputs and constants, not from parameters or gradients."""
+    free = {node for port, node in ports(graph) if port.kind not in ("param", "tangent")}
+    for node in graph.graph.nodes:
+        if node.op == "get_attr" or (node.op == "call_function" and all(n in free for n in input_nodes(node))):
+            free.add(node)
+    return free
+
+
+def portable_nodes(graph: fx.GraphModule) -> set[fx.Node]:
+    """Operators of forward that every rank could run, as it has the inputs."""
+    return {node for node in input_only(graph) if node.op == "call_function" and facts(node).phase == "forward"}
+
+
+def ancestors(nodes: Sequence[fx.Node], within: set[fx.Node]) -> set[fx.Node]:
+    """``nodes`` and what they are made of, as far as it lies within ``within``."""
+    found: set[fx.Node] = set()
+    pending = [node for node in nodes if node in within]
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += [n for n in input_nodes(node) if n in within]
+    return found
+
+
+def sums_over_batch(graph: fx.GraphModule) -> set[fx.Node]:
+    """Backward values without a batch that are made of values with one: what each part of a batch adds to a sum."""
+    free = input_only(graph)
+    varies: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node not in free:
+            carries = any(spec is not None and spec.dim_of(BATCH) is not None for spec in facts(node).specs)
+            if carries or any(source in varies for source in input_nodes(node)):
+                varies.add(node)
+    return {
+        node
+        for node in varies
+        if facts(node).phase == "backward" and not facts(node).multi_output and _is_batchless_float(facts(node).spec)
+    }
+
+
+def before_cast(graph: fx.GraphModule) -> set[fx.Node]:
+    """Values of backward that serve gradients alone, in front of their cast to the dtype that they are reduced in."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.graph.nodes):
+        if node.op != "call_function" or facts(node).phase != "backward" or node.target is cast_gradient:
+            continue
+        if node.users and all(user in found or user.target is cast_gradient for user in node.users):
+            found.add(node)
+    return found
+
+
+def _is_batchless_float(spec: TensorSpec) -> bool:
+    return spec.dim_of(BATCH) is None and spec.dtype.is_floating_point
+
+
+def parameter_owners(graph: fx.GraphModule) -> dict[fx.Node, int]:
+    """The block of each parameter: that of its first use; copies of it in other stages belong there too."""
+    order = {node: i for i, node in enumerate(graph.graph.nodes)}
+    owners = {}
+    by_name: dict[str, int] = {}
+    for port, node in ports(graph):
+        users = [user for user in node.users if user.op == "call_function"]
+        if port.kind == "param" and users:
+            first = max(facts(min(users, key=order.__getitem__)).block, 0)
+            owners[node] = by_name.setdefault(original_name(port.name), first)
+    return owners
+
+
+def original_parameters(graph: fx.GraphModule) -> dict[fx.Node, fx.Node]:
+    """Copies of parameters that later pipeline stages hold, each with the parameter: they lie alike."""
+    by_name = {port.name: node for port, node in ports(graph) if port.kind == "param"}
+    return {node: by_name[original_name(name)] for name, node in by_name.items() if original_name(name) != name}
+
+
+def gradient_parameters(graph: fx.GraphModule) -> dict[fx.Node, fx.Node]:
+    """Map every node that only adds up to a parameter's gradient to that parameter."""
+    by_name = {port.name: node for port, node in ports(graph) if port.kind == "param"}
+    found: dict[fx.Node, fx.Node] = {}
+    for port, node in output_ports(graph):
+        if port.kind != "grad" or node is None or port.name not in by_name:
+            continue
+        pending = [node]
+        while pending:
+            current = pending.pop()
+            if current.op != "call_function" or facts(current).multi_output or current in found:
+                continue
+            if facts(current).spec.shape != facts(by_name[port.name]).spec.shape:
+                continue
+            found[current] = by_name[port.name]
+            if str(current.target).startswith("aten.add"):
+                pending += [n for n in input_nodes(current) if len(n.users) == 1]
+    return found

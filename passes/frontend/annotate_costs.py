@@ -1,0 +1,42 @@
+"""Price every node with a formula in batch and sequence."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import sympy
+from torch import fx
+
+from cost_models.call_cost import call_cost
+from galvatron_fx.ir.graph.metadata import FREE, OpCost, facts, set_facts
+from galvatron_fx.ir.graph.op_call import op_call
+
+
+@dataclass(frozen=True)
+class AnnotateCosts:
+    """Give every compute node its cost: flops, bytes read and bytes written, as sympy expressions in ``b`` and ``s``.
+
+    Rewrite: facts with ``cost=None`` -> facts with an :class:`OpCost`; the graph is unchanged.
+    """
+
+    def run(self, graph: fx.GraphModule) -> fx.GraphModule:
+        """Annotate ``graph`` in place and return it; equal calls are priced once."""
+        for node in graph.graph.nodes:
+            if node.op != "call_function":
+                continue
+            if node.target is operator.getitem:
+                set_facts(node, facts(node).having(cost=FREE))
+                continue
+            set_facts(node, facts(node).having(cost=call_cost(op_call(node), symbolic=True)))
+        return graph
+
+
+def total_cost(graph: fx.GraphModule) -> OpCost:
+    """The sum over all annotated nodes: the formula of a whole training step."""
+    costs = [cost for n in graph.graph.nodes if n.op == "call_function" and (cost := facts(n).cost) is not None]
+    return OpCost(
+        sympy.Add(*(c.flops for c in costs)),
+        sympy.Add(*(c.read_bytes for c in costs)),
+        sympy.Add(*(c.written_bytes for c in costs)),
+    )

@@ -1,0 +1,358 @@
+"""Capture a model's training step as one joint forward-and-backward ATen graph on fake tensors."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+
+from galvatron_fx.ir.errors import CaptureError, GalvatronError, InputError
+from galvatron_fx.ir.graph.metadata import (
+    NodeFacts,
+    Port,
+    Signature,
+    TensorSpec,
+    facts,
+    output_ports,
+    ports,
+    set_facts,
+    set_signature,
+    signature,
+)
+from galvatron_fx.ir.graph.precision import Precision, computed_in, set_precision
+from galvatron_fx.ir.graph.rewrite import write_call
+from galvatron_fx.ir.graph.symbols import fit_symbols
+from galvatron_fx.ir.torch_compat import export_joint, failures_unlogged, module_of, new_fake_mode, pytree
+from passes.frontend.capture.attribute_writes import StateWritten
+from passes.frontend.capture.cleanup import CleanGraph
+from passes.frontend.capture.compare_layers import UnlikeUnits
+from passes.frontend.capture.effect_tokens import drop_tokens
+from passes.frontend.capture.fake_model import ROOT, FlatModel, fake_weights, module_names, passing_through
+from passes.frontend.capture.find_repeats import Repeat, find_repeats
+from passes.frontend.capture.flat_inputs import ExampleInputs, FlatInputs
+from passes.frontend.capture.missing_gradients import check_gradients
+from passes.frontend.capture.module_state import as_buffers, quoted, refuse_new_weights
+from passes.frontend.capture.repeat_layers import RepeatLayers
+from passes.frontend.capture.reruns import refuse_late_changes, refuse_replays, reruns
+from passes.frontend.capture.steady_state import steady_state
+from passes.frontend.capture.trace_errors import explained
+from passes.frontend.dense_lookups import dense_lookups
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+__all__ = ["Capture", "ExampleInputs", "FlatInputs"]
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Trace forward and backward of a model into one functional graph, without running it or holding weight memory.
+
+    Rewrite: ``nn.Module`` -> ``fx.GraphModule`` whose placeholders are parameters, buffers, inputs and the tangents of
+    the differentiable outputs, and whose outputs are updated buffers, the model's outputs and one gradient a parameter.
+
+    ``symbolic``: trace a second time at other batch and sequence sizes, so that every shape is known as an expression
+    in ``b`` and ``s`` (see :mod:`galvatron_fx.ir.graph.symbols`).
+    ``share_layers``: trace a few of a stack of equal layers and copy them, which gives the graph of the whole trace
+    in a fraction of its time (see :mod:`passes.frontend.capture.find_repeats` and
+    :mod:`passes.frontend.capture.repeat_layers`). ``policy``: the model sees parameters and inputs in the dtype that it
+    is to compute in, as if they had been cast before its forward;
+    :class:`passes.frontend.mixed_precision.MixedPrecision` writes the casts of parameters down.
+
+    If the model returns scalars that need gradients (its losses), they alone are differentiable, and the other outputs
+    (logits, hidden states) are returned detached; a model without such a scalar keeps every floating output
+    differentiable. The loss of a step is the output called ``loss``, or the only such scalar.
+    """
+
+    symbolic: bool = True
+    share_layers: bool = True
+    policy: MixedPrecisionPolicy | None = None
+
+    def run(self, model: nn.Module, example_inputs: ExampleInputs) -> fx.GraphModule:
+        """Capture ``model`` on ``example_inputs`` (a dict of keyword arguments, a tuple or one tensor; the global
+        batch).
+
+        Raises CaptureError where the model's control flow depends on tensor values, naming the user's line, and
+        InputError where the inputs do not fit the model's forward.
+        """
+        inputs = FlatInputs.of(example_inputs)
+        for name, tensor in zip(inputs.tensor_names, inputs.tensors, strict=True):
+            if tensor.is_nested or tensor.layout != torch.strided:
+                kind = "nested" if tensor.is_nested else "sparse"
+                raise InputError(f"input {name} is {kind}: give a dense tensor, padded, with a mask of what counts")
+        with failures_unlogged():
+            return self._run(model, inputs)
+
+    def _run(self, model: nn.Module, inputs: FlatInputs) -> fx.GraphModule:
+        held: tuple[str, ...] = ()
+        while True:
+            try:
+                with as_buffers(model, held):
+                    flat = FlatModel(model, inputs, self.policy)
+                    graph = self._once(flat)
+                    _check_state(flat)
+                    check_gradients(graph, flat)
+                    return graph
+            except StateWritten as attributes:
+                held = (*held, *attributes.names)
+
+    def _once(self, flat: FlatModel) -> fx.GraphModule:
+        if not self.share_layers:
+            return self._captured(flat, ())
+        try:
+            return self._with_shared_layers(flat)
+        except StateWritten:
+            raise
+        except Exception as error:
+            # Whatever it is. If the model is at fault, the whole trace raises too, and says so; if it does not, the
+            # fault is ours, and costs time alone.
+            graph = self._captured(flat, ())
+            warnings.warn(
+                f"equal layers of {type(flat.module).__name__} were traced one by one, which takes longer: tracing "
+                f"them once failed with {type(error).__name__}: {error}",
+                stacklevel=2,
+            )
+            return graph
+
+    def _with_shared_layers(self, flat: FlatModel) -> fx.GraphModule:
+        """Trace each stack of equal layers once; again with shorter stacks where the traced layers turn out unlike."""
+        repeats = find_repeats(flat)
+        while True:
+            try:
+                return self._captured(flat, repeats)
+            except UnlikeUnits as unlike:
+                tried = ((r.shorter if r is unlike.repeat else r) for r in repeats)
+                repeats = tuple(repeat for repeat in tried if repeat is not None)
+
+    def _captured(self, flat: FlatModel, repeats: tuple[Repeat, ...]) -> fx.GraphModule:
+        def trace(shapes: Sequence[tuple[int, ...]]) -> fx.GraphModule:
+            return _trace(flat, shapes, repeats)
+
+        inputs = flat.inputs
+        graph = trace(inputs.shapes)
+        if self.symbolic:
+            fit_symbols(graph, inputs.shapes, inputs.dtypes, trace)
+        if self.policy is not None:
+            own = dict(flat.module.named_parameters(remove_duplicate=False))
+            dtypes = {name: p.dtype for name, p in own.items() if p.is_floating_point()}
+            _refuse_rounded_updates(graph, own, self.policy)
+            set_precision(graph, Precision(self.policy, dtypes))
+        return RepeatLayers(repeats).run(CleanGraph().run(graph))
+
+
+def _refuse_rounded_updates(
+    graph: fx.GraphModule, parameters: Mapping[str, nn.Parameter], policy: MixedPrecisionPolicy
+) -> None:
+    """See that forward changes no parameter that it is given in a narrower dtype: small changes would be lost."""
+    written = [port.name for port, _ in output_ports(graph) if port.kind == "buffer" and port.name in parameters]
+    rounded = [name for name in written if computed_in(policy, parameters[name].dtype) != parameters[name].dtype]
+    if rounded:
+        raise CaptureError(
+            f"forward changes {quoted(rounded)}, of {parameters[rounded[0]].dtype}, and under mixed_precision computes "
+            f"with it in {policy.param_dtype}, which loses small changes: let what follows other weights be a buffer "
+            f"(register_buffer), update it after the optimizer's step, or leave mixed_precision out"
+        )
+
+
+def _check_state(flat: FlatModel) -> None:
+    """See that every step is the one that was traced, whatever forward does to attributes beside its buffers."""
+    refuse_new_weights(flat.changes)
+    if flat.changed_in_checkpoints:
+        warnings.warn(
+            f"forward changes {quoted(list(flat.changed_in_checkpoints))} inside of torch.utils.checkpoint: the "
+            f"compiled model changes it once a step, and eager may do so again in the rerun of backward. "
+            f"To have both alike, change it outside of the checkpoint",
+            stacklevel=2,
+        )
+    if all(change.place.table == "_buffers" and change.keeps_spec for change in flat.changes):
+        return
+    steady = steady_state(flat.module, flat.inputs, flat.policy)
+    if steady.carried:
+        raise StateWritten(steady.carried)
+    if steady.unknown:
+        warnings.warn(
+            f"forward changes {quoted(steady.unknown)} in every step, and the compiled model does not: what it decides "
+            f"by that stays as it was traced. Draw random numbers from torch, and keep in buffers what steps change",
+            stacklevel=2,
+        )
+    if steady.dropped:
+        warnings.warn(
+            f"forward stores {quoted(steady.dropped)} on the model and does not read it again: the compiled model does "
+            f"not keep it. Return it from forward to have it",
+            stacklevel=2,
+        )
+
+
+def _trace(flat: FlatModel, shapes: Sequence[tuple[int, ...]], repeats: tuple[Repeat, ...]) -> fx.GraphModule:
+    model, mode = flat.module, new_fake_mode()
+    args = flat.fake_arguments(shapes, mode)
+    cut = {module: forward for repeat in repeats for module, forward in repeat.cut.items()}
+    units = {
+        call.module: (number, at)
+        for number, repeat in enumerate(repeats)
+        for at, unit in enumerate(repeat.kept)
+        for call in unit
+    }
+    with (
+        dense_lookups(),
+        torch.inference_mode(False),
+        torch.enable_grad(),  # also at a first call for evaluation
+        fake_weights(model, mode, flat.policy),
+        module_names(flat, units),
+        passing_through(cut),
+        reruns(model) as rerun,
+    ):
+        try:
+            graph = export_joint(flat, args, mode)
+        except (StateWritten, GalvatronError):
+            raise
+        except Exception as error:
+            raise explained(error, model) from None  # torch's hundred lines more are its context
+    drop_tokens(graph)
+    _record(graph, flat)
+    flat.changed_in_checkpoints |= rerun.changed
+    refuse_late_changes(graph)
+    if rerun.restored:
+        refuse_replays(graph)
+    _merge_tied(graph, model)
+    return graph
+
+
+def _record(graph: fx.GraphModule, flat: FlatModel) -> None:
+    """Attach facts to every node and a signature to the graph."""
+    inputs = flat.inputs
+    input_ports: list[Port] = []
+    trained = {name for name, parameter in flat.named_parameters(remove_duplicate=False) if parameter.requires_grad}
+    for node in graph.graph.nodes:
+        if node.op == "output":
+            continue
+        set_facts(node, _node_facts(node))
+        if node.op == "placeholder":
+            input_ports.append(_input_port(node, trained))
+    output = graph.graph.output_node()
+    pairs = _outputs(output, flat)
+    set_signature(
+        graph,
+        Signature(
+            inputs=tuple(input_ports),
+            outputs=tuple(port for port, _ in pairs),
+            input_names=inputs.tensor_names,
+            loss=flat.outputs.loss,
+            input_spec=inputs,
+            output_spec=(flat.outputs.tree, flat.outputs.leaves),
+            input_specs=tuple(TensorSpec(tuple(t.shape), t.dtype) for t in inputs.tensors),
+            scalars=flat.outputs.scalars,
+            detached=flat.outputs.detached,
+            output_names=flat.outputs.names,
+        ),
+    )
+    output.args = (tuple(node for _, node in pairs),)
+
+
+def _outputs(output: fx.Node, flat: FlatModel) -> list[tuple[Port, fx.Node | None]]:
+    """What the graph returns with its ports, new values of buffers first; one that was assigned counts as assigned."""
+    absent = count()
+    own = len(flat.outputs.names)
+    assigned: list[tuple[Port, fx.Node | None]] = []
+    others: list[tuple[Port, fx.Node | None]] = []
+    for desc, node in zip(output.meta["desc"], pytree.arg_tree_leaves(*output.args), strict=True):
+        port = _output_port(desc, absent)
+        if port.kind == "output" and int(port.name) >= own:
+            assigned.append((Port("buffer", flat.rebound[int(port.name) - own]), node))
+        elif port.kind != "buffer" or port.name not in flat.rebound:
+            others.append((port, node))
+    changed = [*(pair for pair in others if pair[0].kind == "buffer"), *assigned]
+    return changed + [pair for pair in others if pair[0].kind != "buffer"]
+
+
+def _merge_tied(graph: fx.GraphModule, model: nn.Module) -> None:
+    """Make a parameter that is reached under several names one input, and its gradients one sum."""
+    identity = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    found = signature(graph)
+    output = graph.graph.output_node()
+    nodes = {port.name: node for port, node in ports(graph) if port.kind == "param"}
+    gradients = {port.name: node for port, node in output_ports(graph) if port.kind == "grad" and node is not None}
+    first: dict[int, str] = {}
+    dropped: set[str] = set()
+    for name, node in nodes.items():
+        keeper = first.setdefault(identity[name], name)
+        if keeper == name:
+            continue
+        dropped.add(name)
+        node.replace_all_uses_with(nodes[keeper])
+        graph.graph.erase_node(node)
+        total = _added(graph, output, gradients.get(keeper), gradients.pop(name, None), nodes[keeper])
+        if total is not None:
+            gradients[keeper] = total
+    values = [
+        gradients.get(port.name) if port.kind == "grad" and port.name in identity else value
+        for port, value in zip(found.outputs, output.args[0], strict=True)  # type: ignore[arg-type]
+    ]
+    kept = [not (port.kind == "grad" and port.name in dropped) for port in found.outputs]
+    output.args = (tuple(value for value, keep in zip(values, kept, strict=True) if keep),)
+    inputs = tuple(port for port in found.inputs if not (port.kind == "param" and port.name in dropped))
+    outputs = tuple(port for port, keep in zip(found.outputs, kept, strict=True) if keep)
+    set_signature(graph, found.having(inputs=inputs, outputs=outputs))
+
+
+def _added(
+    graph: fx.GraphModule, output: fx.Node, first: fx.Node | None, second: fx.Node | None, parameter: fx.Node
+) -> fx.Node | None:
+    if first is None or second is None:
+        return first if second is None else second
+    with graph.graph.inserting_before(output):
+        total = write_call(graph.graph, torch.ops.aten.add.Tensor, (first, second))
+    set_facts(total, facts(parameter).having(phase="backward", module=""))
+    return total
+
+
+def _node_facts(node: fx.Node) -> NodeFacts:
+    value = node.meta.get("val")
+    multi = isinstance(value, (tuple, list))
+    values = list(value) if isinstance(value, (tuple, list)) else [value]
+    specs = tuple(TensorSpec(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else None for v in values)
+    phase = "backward" if node.meta.get("partitioner_tag") == "is_backward" else "forward"
+    return NodeFacts(specs=specs, phase=phase, module=module_of(node), multi_output=multi)
+
+
+def _input_port(node: fx.Node, trained: set[str]) -> Port:
+    descriptor = node.meta["desc"]
+    kind = type(descriptor).__name__
+    if kind in ("ParamAOTInput", "BufferAOTInput"):
+        name = descriptor.target.removeprefix(f"{ROOT}.")
+        grad = descriptor.target in trained
+        return Port("param" if kind == "ParamAOTInput" else "buffer", name, grad)
+    if kind == "PlainAOTInput":
+        return Port("input", str(descriptor.idx), bool(node.meta["val"].requires_grad))
+    if kind == "TangentAOTInput":
+        written = getattr(descriptor.output, "mutated_input", None)
+        if written is not None:
+            raise CaptureError(
+                f"forward writes into '{getattr(written, 'target', written)}', which needs gradients: write into it "
+                f"under torch.no_grad() after the step"
+            )
+        return Port("tangent", str(descriptor.output.idx))
+    raise CaptureError(f"input '{node.name}' is of a kind that cannot be lowered ({descriptor})")
+
+
+def _output_port(descriptor: Any, absent: Iterator[int]) -> Port:
+    kind = type(descriptor).__name__ if descriptor is not None else ""
+    if kind == "PlainAOTOutput":
+        return Port("output", str(descriptor.idx))
+    if kind == "GradAOTOutput":
+        source = descriptor.grad_of
+        name = getattr(source, "target", None)
+        return Port("grad", name.removeprefix(f"{ROOT}.") if name else f"input {source.idx}")
+    if kind == "InputMutationAOTOutput":
+        source = descriptor.mutated_input
+        if not hasattr(source, "target"):
+            raise CaptureError(f"the model writes into its input {source.idx} in place: clone it first")
+        return Port("buffer", source.target.removeprefix(f"{ROOT}."))
+    if descriptor is None:
+        return Port("grad", f"none {next(absent)}")
+    raise CaptureError(f"an output is of a kind that cannot be lowered ({descriptor})")

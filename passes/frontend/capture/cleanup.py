@@ -1,0 +1,138 @@
+"""Drop nodes that compute nothing (aliases, undone transposes, whole slices, dead code), and write some plainly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from galvatron_fx.ir.graph.metadata import Dim, TensorSpec, facts, set_facts
+from galvatron_fx.ir.graph.rewrite import eliminate_dead_code, marks, write_call
+
+aten = torch.ops.aten
+
+# A functional graph has no writes, so an alias or a copy of a value is the value. (The lowering uses ``reshape`` for
+# ``view``, so memory formats need not be kept either.)
+_ALIASES = {
+    aten.detach.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten.lift_fresh_copy.default,
+    aten.contiguous.default,
+}
+
+_TRANSPOSES = (aten.t.default, aten.transpose.int)
+
+# What is filled with a number (None: with the one that is given), and takes only a dtype from a tensor.
+_FILLED_LIKE = {
+    aten.new_zeros.default: 0,
+    aten.new_ones.default: 1,
+    aten.new_empty.default: 0,
+    aten.new_full.default: None,
+}
+
+
+@dataclass(frozen=True)
+class CleanGraph:
+    """Remove no-ops, so that costs, blocks and rules see computation only.
+
+    Rewrite: ``y = detach(x); z = mul(y, 2)`` -> ``z = mul(x, 2)``;
+    ``y = cat([empty, x], -2); z = mul(y, 2)`` -> ``z = mul(x, 2)`` (``empty``: a new cache, of shape (0,));
+    ``y = t(x); z = t(y); w = mul(z, 2)`` -> ``w = mul(x, 2)``, so that gradients lie as their weights do;
+    ``y = new_zeros(x, size)`` -> ``y = full(size, 0)``, which neither keeps ``x`` nor asks how it is sharded;
+    ``y = repeat(x, [3, 1])`` -> ``y = reshape(expand(reshape(x)))``, whose rules split what is repeated.
+    """
+
+    def run(self, graph: fx.GraphModule) -> fx.GraphModule:
+        """Clean ``graph`` in place and return it."""
+        for node in list(graph.graph.nodes):
+            if node.target is aten.cat.default:
+                _drop_empty(node)
+            if node.op == "call_function" and _is_noop(node):
+                source = node.args[0]
+                node.replace_all_uses_with(source[0] if isinstance(source, (list, tuple)) else source)
+            elif _undoes(node):
+                node.replace_all_uses_with(node.args[0].args[0])
+            elif node.target in _FILLED_LIKE:
+                _fill_alone(node)
+            elif node.target is aten.repeat.default:
+                _view_copies(node)
+        eliminate_dead_code(graph)
+        graph.recompile()
+        return graph
+
+
+def _drop_empty(node: fx.Node) -> None:
+    """Take operands of shape (0,), which ``cat`` skips whatever its dim, from one whose dtype does not need them."""
+    operands, *dim = node.args
+    kept = [source for source in operands if facts(source).spec.shape != (0,)]  # type: ignore[union-attr, arg-type]
+    if any(facts(source).spec.dtype == facts(node).spec.dtype for source in kept):  # type: ignore[arg-type]
+        node.args = (kept, *dim)
+
+
+def _fill_alone(node: fx.Node) -> None:
+    """Fill without the tensor whose dtype it was."""
+    number = _FILLED_LIKE[node.target]  # type: ignore[index]
+    _, size, *given = node.args
+    node.args = (size, given[0] if number is None else number)
+    node.kwargs = {"dtype": facts(node).spec.dtype, "device": node.kwargs.get("device") or torch.device("cpu")}
+    node.target = aten.full.default
+
+
+def _view_copies(node: fx.Node) -> None:
+    """Give every dim one of copies before it, and merge the two."""
+    x, repeats = node.args
+    before, after = facts(x).spec, facts(node).spec  # type: ignore[arg-type]
+    ones = [1] * (len(after.shape) - len(before.shape))
+    own = [*zip([*ones, *before.shape], [*ones, *before.symbolic], strict=True)]
+    times = [
+        (count, count if more == count * dim else sympy.cancel(more / dim))
+        for count, (_, dim), more in zip(repeats, own, after.symbolic, strict=True)  # type: ignore[arg-type]
+    ]
+    apart = _written(node, aten.reshape.default, x, [size for each in own for size in ((1, 1), each)])
+    copies = _written(
+        node, aten.expand.default, apart, [size for pair in zip(times, own, strict=True) for size in pair]
+    )
+    node.target, node.args = aten.reshape.default, (copies, list(after.shape))
+
+
+def _written(node: fx.Node, target: Any, x: Any, sizes: Sequence[tuple[int, Dim]]) -> fx.Node:
+    """Write a view to ``sizes``, as numbers and expressions, in front of ``node``."""
+    shape = [size for size, _ in sizes]
+    with node.graph.inserting_before(node):
+        made = write_call(node.graph, target, (x, shape))
+    made.meta.update(marks(node))
+    dims = tuple(dim for _, dim in sizes) if facts(node).spec.dims else ()
+    set_facts(made, facts(node).having(specs=(TensorSpec(tuple(shape), facts(node).spec.dtype, dims),)))
+    return made
+
+
+def _is_noop(node: fx.Node) -> bool:
+    if node.target in _ALIASES:
+        return True
+    if node.target is aten.cat.default:
+        return len(node.args[0]) == 1  # type: ignore[arg-type]
+    if not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    if node.target is aten._to_copy.default:
+        return facts(node).spec.dtype == facts(node.args[0]).spec.dtype and "device" not in node.kwargs
+    same_shape_is_noop = (aten.slice.Tensor, aten.view.default, aten._unsafe_view.default, aten.expand.default)
+    if node.target in same_shape_is_noop:
+        return facts(node).spec.shape == facts(node.args[0]).spec.shape
+    return False
+
+
+def _undoes(node: fx.Node) -> bool:
+    """Whether a node transposes back what another has transposed."""
+    source = node.args[0] if node.target in _TRANSPOSES else None
+    return isinstance(source, fx.Node) and source.target is node.target and _dims(source) == _dims(node)
+
+
+def _dims(node: fx.Node) -> set[int]:
+    """What a node transposes."""
+    rank = max(1, len(facts(node).spec.shape))
+    return {int(dim) % rank for dim in node.args[1:]}  # type: ignore[arg-type]

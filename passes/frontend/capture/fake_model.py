@@ -1,0 +1,220 @@
+"""Run a model on fake tensors: weights without memory, nodes tagged with modules, repeated layers passed through."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.modules.module as module_hooks
+from torch import nn
+
+from galvatron_fx.ir.graph.precision import computed_in
+from galvatron_fx.ir.torch_compat import FakeTensorMode, annotate_module, leave_modules, pytree
+from passes.frontend.capture.attribute_writes import AttributeWrites
+from passes.frontend.capture.flat_inputs import FlatInputs, flatten
+from passes.frontend.capture.flat_outputs import FlatOutputs, flat_outputs
+from passes.frontend.capture.module_state import Change, ModuleState
+from passes.frontend.capture.outside_state import OutsideState
+from passes.frontend.capture.reruns import keep_weights
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+ROOT = "module"
+
+
+class FlatModel(nn.Module):
+    """The model with flat tensors in and out, cast as ``policy`` says; remembers how its outputs were nested."""
+
+    def __init__(self, model: nn.Module, inputs: FlatInputs, policy: MixedPrecisionPolicy | None = None) -> None:
+        super().__init__()
+        self.module = model
+        self._aliases = _aliases(model)
+        self._outside = OutsideState(model)
+        self.inputs = inputs
+        self.policy = policy
+        self._inputs_as = policy.param_dtype if policy is not None and policy.cast_forward_inputs else None
+        self._outputs_as = policy.output_dtype if policy is not None else None
+        self._outputs: FlatOutputs | None = None
+        self._changes: dict[str, Change] = {}
+        self.rebound: tuple[str, ...] = ()
+        self.changed_in_checkpoints: dict[str, None] = {}
+
+    @property
+    def outputs(self) -> FlatOutputs:
+        """What the model returned when it was last traced."""
+        assert self._outputs is not None, "the model was not traced yet"
+        return self._outputs
+
+    @property
+    def changes(self) -> list[Change]:
+        """What any run of the model changed of its attributes; all of it was put back."""
+        return list(self._changes.values())
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Call the model; see :class:`passes.frontend.capture.capture.Capture` for which outputs stay differentiable.
+
+        Behind the outputs come the new values of buffers that the model assigned (``rebound``).
+        """
+        with self.observed() as state:
+            returned = self.called(tensors)
+            changes = state.changes()
+            keep_weights(self.module, (leaf for leaf in flatten(returned)[0] if isinstance(leaf, torch.Tensor)))
+        self._changes |= {change.path: change for change in changes}
+        rebound = {c.path: c.after for c in changes if c.place.table == "_buffers" and c.keeps_spec}
+        self.rebound = tuple(rebound)
+        self._outputs, outputs = flat_outputs(returned, lambda leaf: _cast(leaf, self._outputs_as))
+        return (*outputs, *(value.detach().clone() for value in rebound.values()))
+
+    @contextlib.contextmanager
+    def observed(self) -> Iterator[ModuleState]:
+        """Let the model run inside, and undo what it does to its attributes, and to what its code names elsewhere."""
+        with _tied(self._aliases), self._outside.without_cache():
+            state = ModuleState(self.module, self._outside)
+            try:
+                with AttributeWrites({path: tensor for path, (_, tensor) in state.tensors.items()}):
+                    yield state
+            finally:
+                state.restore()
+
+    def called(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """What the model returns."""
+        args, kwargs = self.inputs.call([_cast(tensor, self._inputs_as) for tensor in tensors])
+        return self.module(*args, **kwargs)
+
+    def fake_arguments(self, shapes: Sequence[tuple[int, ...]], mode: FakeTensorMode) -> list[torch.Tensor]:
+        """Inputs of the given shapes without memory."""
+        with mode:
+            return [
+                torch.empty(shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+                for shape, tensor in zip(shapes, self.inputs.tensors, strict=True)
+            ]
+
+
+# Where a parameter is, and where else it is.
+_Place = tuple[nn.Module, str]
+
+
+def _aliases(model: nn.Module) -> list[tuple[_Place, _Place]]:
+    first: dict[int, _Place] = {}
+    found = []
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and first.setdefault(id(parameter), (module, name)) != (module, name):
+                found.append((first[id(parameter)], (module, name)))
+    return found
+
+
+@contextlib.contextmanager
+def _tied(aliases: Sequence[tuple[_Place, _Place]]) -> Iterator[None]:
+    """Let a parameter of several names be one tensor, as it is without tracing: ``parameters()`` counts it once.
+
+    Tracing puts a tensor of its own in every place.
+    """
+    own = [module._parameters[name] for _, (module, name) in aliases]
+    for (source, its_name), (module, name) in aliases:
+        module._parameters[name] = source._parameters[its_name]
+    try:
+        yield
+    finally:
+        for (_, (module, name)), parameter in zip(aliases, own, strict=True):
+            module._parameters[name] = parameter
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    """``value`` in ``dtype`` if it is a tensor of floating-point numbers."""
+    floats = dtype is not None and isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(dtype) if floats else value
+
+
+@dataclass(frozen=True)
+class PassThrough:
+    """What a module returns in place of its layer: each leaf of its result is a leaf of its arguments or a constant.
+
+    ``leaves``: (position among the argument leaves or None, constant), one per leaf of the result.
+    """
+
+    leaves: tuple[tuple[int | None, Any], ...]
+    tree: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given, _ = flatten((args, kwargs))
+        return pytree.tree_unflatten([c if at is None else given[at] for at, c in self.leaves], self.tree)
+
+
+@contextlib.contextmanager
+def passing_through(cut: Mapping[nn.Module, PassThrough]) -> Iterator[None]:
+    """Let modules return what they were given, without their own computation."""
+    own = {module: module.__dict__.get("forward") for module in cut}
+    try:
+        for module, forward in cut.items():
+            module.__dict__["forward"] = forward
+        yield
+    finally:
+        for module, before in own.items():
+            del module.__dict__["forward"]
+            if before is not None:
+                module.__dict__["forward"] = before
+
+
+@contextlib.contextmanager
+def fake_weights(model: nn.Module, mode: FakeTensorMode, policy: MixedPrecisionPolicy | None = None) -> Iterator[None]:
+    """Put fake CPU tensors in place of the parameters and buffers, sharing what is shared, and put them back.
+
+    Parameters have the dtype that ``policy`` computes in; buffers stay as they are.
+    """
+    fakes: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in fakes:
+            is_parameter = isinstance(tensor, nn.Parameter)
+            dtype = computed_in(policy, tensor.dtype) if is_parameter else tensor.dtype
+            with mode:
+                empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
+            if is_parameter:
+                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+            fakes[id(tensor)] = empty
+        return fakes[id(tensor)]
+
+    saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    try:
+        for module in model.modules():
+            for table in (module._parameters, module._buffers):
+                saved.append((table, dict(table)))
+                for name, tensor in table.items():
+                    if tensor is not None:
+                        table[name] = fake(tensor)  # type: ignore[assignment]
+        yield
+    finally:
+        for table, original in saved:
+            table.clear()
+            table.update(original)
+
+
+@contextlib.contextmanager
+def module_names(root: nn.Module, units: Mapping[nn.Module, tuple[int, int]]) -> Iterator[None]:
+    """Tag traced nodes with the qualified name of the module whose forward runs, and with its unit if it has one."""
+    names = {id(module): name.removeprefix(ROOT).removeprefix(".") for name, module in root.named_modules()}
+    open_scopes: list[contextlib.AbstractContextManager[Any]] = []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        scope = annotate_module(names.get(id(module), ""), units.get(module))
+        scope.__enter__()
+        open_scopes.append(scope)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        open_scopes.pop().__exit__(None, None, None)
+
+    handles = [
+        module_hooks.register_module_forward_pre_hook(enter),
+        module_hooks.register_module_forward_hook(leave, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        leave_modules(open_scopes)

@@ -1,0 +1,91 @@
+"""Say in the user's terms why a model could not be traced."""
+
+from __future__ import annotations
+
+import logging
+import os
+import traceback
+from traceback import FrameSummary
+from types import TracebackType
+
+import torch
+from torch import nn
+
+import galvatron_fx.ir
+import passes
+from galvatron_fx.ir.errors import CaptureError, GalvatronError, InputError
+from passes.frontend.capture.value_reads import remedy_for_read, remedy_for_shape
+
+_LOG = logging.getLogger("galvatron_fx.capture")
+
+# What a traced tensor cannot do, by words of torch's message: what the code does, and what to do instead.
+_UNTRACEABLE = {
+    ".numpy() is not supported": (
+        "leaves PyTorch for NumPy",
+        "use the function of torch, or compute it where batches are made and pass it as an input",
+    ),
+    "data pointer": (
+        "asks for the memory of a tensor, which has none while it is traced",
+        "save and print outside of forward; make a custom kernel known by torch.library.custom_op",
+    ),
+    "self.shape_env must not be None": (
+        "makes a nested tensor, whose rows are as long as values say",
+        "pad all rows to one length, and leave out what is too long by a mask",
+    ),
+    "unsupported format string": (
+        "prints the value of a tensor",
+        "return the tensor as one more output and print it after the step",
+    ),
+}
+_MOST_SHOWN = 200  # characters of torch's message
+# Frames of these are not the user's.
+_FOLDERS = tuple(
+    os.path.join(os.path.dirname(os.path.abspath(file)), "")
+    for file in (torch.__file__, passes.__file__, os.path.dirname(galvatron_fx.ir.__file__))
+)
+
+
+def explained(error: Exception, model: nn.Module) -> GalvatronError:
+    """Turn a tracing error into one that names the model's own line and what to do.
+
+    Torch's own error stays its ``__context__``, and is logged in full with ``TORCH_LOGS="+galvatron_fx"``.
+    """
+    if isinstance(error, GalvatronError):
+        return error
+    _LOG.debug("tracing %s failed", type(model).__name__, exc_info=error)
+    frame = _user_frame(error.__traceback__)
+    where = f'File "{frame.filename}", line {frame.lineno}, in {frame.name}: {frame.line}'
+    name, text = type(error).__name__, _first_line(error)
+    refusal = _refusal(error, name, frame)
+    if refusal is not None:
+        what, remedy = refusal
+        return CaptureError(
+            f"{type(model).__name__} {what}, so there is no one graph of it:\n  {where}\n{remedy} ({name}: {text})"
+        )
+    if isinstance(error, (TypeError, RuntimeError, ValueError, IndexError, KeyError)):
+        return InputError(
+            f"the example inputs do not fit {type(model).__name__}, or it cannot be traced: at {where}: {name}: {text}"
+        )
+    return CaptureError(f"{type(model).__name__} cannot be traced: at {where}: {name}: {text}")
+
+
+def _refusal(error: Exception, name: str, frame: FrameSummary) -> tuple[str, str] | None:
+    """What the code does that no graph can say, and what to do instead; None where that is not known."""
+    text = str(error)
+    if "DynamicOutputShape" in name or "dynamic shape" in text:
+        return remedy_for_shape(_first_line(error), frame)
+    if "DataDependent" in name:
+        return remedy_for_read(frame)
+    return next((reason for words, reason in _UNTRACEABLE.items() if words in text), None)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:_MOST_SHOWN] if text else "no message"
+
+
+def _user_frame(trace: TracebackType | None) -> FrameSummary:
+    """The innermost frame that is neither torch's nor ours."""
+    frames = traceback.extract_tb(trace)
+    users = [frame for frame in frames if not os.path.abspath(frame.filename).startswith(_FOLDERS)]
+    return users[-1] if users else frames[-1]

@@ -1,0 +1,199 @@
+"""Find layer blocks by graph structure: repeats in the forward pass, cut where the least crosses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import networkx as nx
+import numpy as np
+from torch import fx
+
+from galvatron_fx.ir.graph.metadata import facts, ports, set_facts
+from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
+
+_LEAST_PERIOD = 6  # operators: shorter repeats are parts of a layer
+_LEAST_SHARE = 0.08  # of the forward operators: smaller repeats are parts of a layer (its equal projections)
+
+
+@dataclass(frozen=True)
+class FindBlocks:
+    """Give every compute node the index of its layer block.
+
+    A stack of equal layers shows as a repeat in the sequence of forward operators (names play no part). Each repeat is
+    cut where the fewest bytes of activations cross. What lies before, between and after the stacks becomes blocks too,
+    split where a single activation crosses. Backward nodes join the block of the forward node they differentiate.
+
+    Rewrite: facts with ``block=-1`` -> facts with ``block=0 .. n-1`` in forward order; the graph is unchanged.
+    """
+
+    def run(self, graph: fx.GraphModule) -> fx.GraphModule:
+        """Annotate ``graph`` in place and return it."""
+        forward = [n for n in graph.graph.nodes if n.op == "call_function" and facts(n).phase == "forward"]
+        cuts = _cuts(forward, _crossing_bytes(graph, forward))
+        blocks = np.searchsorted(np.array(cuts), np.arange(len(forward)), side="right") if cuts else [0] * len(forward)
+        for node, block in zip(forward, blocks, strict=True):
+            source = node.args[0] if is_getitem(node) else node
+            own = facts(source).block if is_getitem(node) else int(block)
+            set_facts(node, facts(node).having(block=own))
+        _place_backward(graph)
+        return graph
+
+
+# ---- where to cut --------------------------------------------------------------------------------------------------
+
+
+def _crossing_bytes(graph: fx.GraphModule, forward: list[fx.Node]) -> np.ndarray:
+    """``crossing[i]``: bytes of activations made before operator ``i`` and used by it or a later one.
+
+    Activations depend on an input and on a parameter; masks, position tables and weights cross everywhere for free.
+    """
+    position = {node: i for i, node in enumerate(forward)}
+    from_param = _reachable(graph, "param")
+    from_input = _reachable(graph, "input")
+    delta = np.zeros(len(forward) + 1)
+    for node, i in position.items():
+        if node not in from_param or node not in from_input or facts(node).multi_output:
+            continue
+        uses = [position[user] for user in node.users if user in position]
+        if uses:
+            size = facts(node).spec.size_bytes
+            delta[i + 1] += size
+            delta[max(uses) + 1] -= size
+    crossing: np.ndarray = np.cumsum(delta)[: len(forward)]
+    crossing[[is_getitem(node) for node in forward]] = np.inf  # an operator and its outputs stay together
+    return crossing
+
+
+def _reachable(graph: fx.GraphModule, kind: str) -> set[fx.Node]:
+    """Forward nodes that depend on a placeholder of ``kind``."""
+    flow = nx.DiGraph()
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and facts(node).phase == "forward":
+            flow.add_edges_from((source, node) for source in input_nodes(node))
+    sources = [node for port, node in ports(graph) if port.kind == kind and node in flow]
+    found: set[fx.Node] = set()
+    for distance_layer in nx.bfs_layers(flow, sources) if sources else ():
+        found.update(distance_layer)
+    return found
+
+
+def _cuts(forward: list[fx.Node], crossing: np.ndarray) -> list[int]:
+    """Positions before which a new block begins."""
+    labels = _labels(forward)
+    cuts: list[int] = []
+    stacks = [stack for stack in _stacks(labels, 0, len(labels)) if _is_layers(forward, *stack)]
+    edge = 0
+    typical = max((period for _, _, period in stacks), default=40)
+    for start, end, period in stacks:
+        first, count = _align(crossing, start, end, period)
+        cuts += _irregular_cuts(forward, crossing, edge, first, typical)
+        cuts += [first + k * period for k in range(count + 1)]
+        edge = first + count * period
+    cuts += _irregular_cuts(forward, crossing, edge, len(forward), typical)
+    return sorted({cut for cut in cuts if 0 < cut < len(forward)})
+
+
+def _labels(forward: list[fx.Node]) -> np.ndarray:
+    """A number per operator: equal for equal kinds of calls, whatever the sizes."""
+    index: dict[Any, int] = {}
+    labels = []
+    for node in forward:
+        key = (
+            str(node.target),
+            tuple(len(s.shape) if s is not None else -1 for s in facts(node).specs),
+            tuple(n.op for n in input_nodes(node)),
+        )
+        labels.append(index.setdefault(key, len(index)))
+    return np.array(labels, dtype=np.int64)
+
+
+def _stacks(labels: np.ndarray, start: int, end: int) -> list[tuple[int, int, int]]:
+    """Repeats in ``labels[start:end]`` as (start, end, period), the longest first found, then those beside it."""
+    best = _longest_repeat(labels[start:end])
+    if best is None:
+        return []
+    low, high, period = best[0] + start, best[1] + start, best[2]
+    return [*_stacks(labels, start, low), (low, high, period), *_stacks(labels, high, end)]
+
+
+def _longest_repeat(labels: np.ndarray) -> tuple[int, int, int] | None:
+    """The repeat that covers most; of those that cover nearly as much, the one with the shortest period."""
+    found: list[tuple[int, int, int]] = []
+    for period in range(_LEAST_PERIOD, len(labels) // 2 + 1):
+        same = labels[:-period] == labels[period:]
+        if not same.any():
+            continue
+        edges = np.flatnonzero(np.diff(np.concatenate(([0], same.view(np.int8), [0]))))
+        starts, ends = edges[::2], edges[1::2]
+        longest = int(np.argmax(ends - starts))
+        if ends[longest] - starts[longest] >= period:
+            found.append((int(starts[longest]), int(ends[longest]) + period, period))
+    if not found:
+        return None
+    most = max(high - low for low, high, _ in found)
+    return next((low, high, period) for low, high, period in found if high - low >= 0.8 * most)
+
+
+def _is_layers(forward: list[fx.Node], start: int, end: int, period: int) -> bool:
+    """Whether a repeat is a stack of layers: each holds a weight, and the stack is a fair part of the model."""
+    weights = [
+        source
+        for node in forward[start : start + period]
+        for source in input_nodes(node)
+        if source.op == "placeholder" and len(facts(source).spec.shape) >= 2
+    ]
+    return bool(weights) and end - start >= max(_LEAST_SHARE * len(forward), 4 * _LEAST_PERIOD)
+
+
+def _align(crossing: np.ndarray, start: int, end: int, period: int) -> tuple[int, int]:
+    """Where the first whole block of a stack begins and how many follow: cut where the fewest bytes cross."""
+    best: tuple[float, int, int, int] | None = None
+    for offset in range(min(period, end - start)):
+        count = (end - start - offset) // period
+        if count < 1:
+            continue
+        positions = start + offset + period * np.arange(count + 1)
+        inside = positions[positions < len(crossing)]
+        inside = inside[inside > 0]
+        key = (float(crossing[inside].mean()) if len(inside) else 0.0, -count, start + offset, count)
+        best = key if best is None or key < best else best
+    assert best is not None
+    return best[2], best[3]
+
+
+def _irregular_cuts(forward: list[fx.Node], crossing: np.ndarray, start: int, end: int, least_length: int) -> list[int]:
+    """Cut a part that does not repeat where a narrow cut exists, into pieces about as long as a layer."""
+    cuts: list[int] = []
+    edge = start
+    while end - edge >= 2 * least_length:
+        window = crossing[edge + least_length : min(edge + 2 * least_length, end - least_length + 1)]
+        if not len(window):
+            break
+        edge = edge + least_length + int(np.argmin(window))
+        cuts.append(edge)
+    return cuts
+
+
+def _place_backward(graph: fx.GraphModule) -> None:
+    """Backward nodes belong to the block of the forward node with the same autograd sequence number."""
+    block_of: dict[Any, int] = {}
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and facts(node).phase == "forward":
+            block_of[node.meta.get("seq_nr")] = facts(node).block
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or facts(node).phase != "backward":
+            continue
+        number = node.meta.get("seq_nr")
+        sources = [facts(n).block for n in input_nodes(node) if n.op == "call_function"]
+        accumulates = str(node.target).startswith("aten.add.Tensor") and not facts(node).module
+        if is_getitem(node):
+            block = facts(node.args[0]).block
+        elif number in block_of and not accumulates:
+            block = block_of[number]
+        else:
+            backward = [
+                facts(n).block for n in input_nodes(node) if n.op == "call_function" and facts(n).phase == "backward"
+            ]
+            block = min(backward or sources or [0])
+        set_facts(node, facts(node).having(block=block))

@@ -1,0 +1,101 @@
+"""Replace causal attention masks that a model builds as tensors by the attention kernel's own causal mode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.graph.rewrite import eliminate_dead_code
+from passes.analysis.constant_folding import MOST_ELEMENTS, Constants
+
+aten = torch.ops.aten
+
+# Position of ``is_causal`` among the arguments, and of the query (whose length must be the key's, one behind it).
+_KERNELS: dict[Any, tuple[int, int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: (4, 0),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (7, 1),
+}
+
+
+@dataclass(frozen=True)
+class FoldCausalMasks:
+    """Use ``is_causal`` where a mask made of constants says just that, and no mask where it masks nothing.
+
+    Models traced without padding build ``[batch, 1, sequence, sequence]`` masks of ``arange``, ``index`` and ``where``.
+    They cost memory on every device, and kernels do half the work if causality is told by the flag.
+
+    Rewrite: ``attention(q, k, v, attn_mask=where(i >= j, 0, -inf))`` -> ``attention(q, k, v, 0.0, True)``, and so its
+    backward.
+
+    A mask that depends on an input, a parameter or a buffer stays, as does one of another form (sliding window,
+    padding) and one whose evaluation would hold a tensor of more than ``most_elements`` elements.
+    """
+
+    most_elements: int = MOST_ELEMENTS
+
+    def run(self, graph: fx.GraphModule) -> fx.GraphModule:
+        """Rewrite ``graph`` in place and return it."""
+        constants = Constants(graph, self.most_elements)
+        kinds: dict[int, str] = {}
+        for node in list(graph.graph.nodes):
+            mask = node.kwargs.get("attn_mask") if node.target in _KERNELS else None
+            if mask is None:
+                continue
+            kind = _kind_of(mask, constants, kinds)
+            if kind == "causal" and _is_square(node):
+                _set_causal(node)
+            elif kind != "open":
+                continue
+            node.kwargs = {key: value for key, value in node.kwargs.items() if key != "attn_mask"}
+        eliminate_dead_code(graph)
+        graph.recompile()
+        return graph
+
+
+def _is_square(node: fx.Node) -> bool:
+    """Whether there are as many queries as keys."""
+    query = _KERNELS[node.target][1]
+    lengths = [facts(node.args[at]).spec.shape[-2] for at in (query, query + 1)]  # type: ignore[arg-type]
+    return lengths[0] == lengths[1]
+
+
+def _set_causal(node: fx.Node) -> None:
+    """Set ``is_causal``, spelling out the dropout before it where that was left to its default."""
+    at = _KERNELS[node.target][0]
+    args = list(node.args)
+    if len(args) < at:
+        args.append(0.0)
+    node.args = (*args[:at], True, *args[at + 1 :])
+
+
+def _kind_of(mask: Any, constants: Constants, kinds: dict[int, str]) -> str:
+    """Tell what ``mask`` is: "causal", "open" (nothing is masked) or "other"; layers repeat the same ones."""
+    number = constants.number_of[mask]
+    if number is None:
+        return "other"
+    if number not in kinds:
+        value = constants.value(mask)
+        kinds[number] = "other" if value is None else _kind(value)
+    return kinds[number]
+
+
+def _kind(mask: Tensor) -> str:
+    """Tell a causal mask and one that masks nothing from others; ``mask`` is [.., queries, keys], repeats folded."""
+    if mask.dim() < 2 or any(size != 1 for size in mask.shape[:-2]):
+        return "other"
+    rows = mask.reshape(mask.shape[-2:])
+    if rows.dtype == torch.bool:
+        keeps, plain = rows, True
+    else:
+        keeps = rows == 0
+        plain = bool((keeps | (rows < torch.finfo(rows.dtype).min / 2)).all())
+    if not plain:
+        return "other"
+    if bool(keeps.all()):
+        return "open"
+    square = keeps.shape[0] == keeps.shape[1]
+    return "causal" if square and torch.equal(keeps, torch.ones_like(keeps).tril()) else "other"

@@ -1,0 +1,136 @@
+"""From a planned graph to the graphs of every pipeline stage."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from torch import fx
+
+from cost_models.collectives import collective_s
+from cost_models.node_time import NodeTime
+from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.errors import PlanError
+from galvatron_fx.ir.graph.layout import Layout, layout
+from galvatron_fx.ir.graph.metadata import Port, Signature, signature
+from galvatron_fx.ir.graph.placement import Placement
+from galvatron_fx.ir.plan.strategy import Strategy, stand_in_name
+from passes.lowering.communication.pipeline import ScheduleCommunication
+from passes.lowering.rematerialize import PlaceRecompute
+from passes.lowering.stages.relay_or_recompute import RelayOrRecompute
+from passes.lowering.stages.split_microbatches import Microbatched, SplitMicrobatches
+from passes.lowering.stages.split_stages import SplitStages, Stage, stage_of_node, stages_of_blocks
+from passes.lowering.stages.untie_weights import UntieStages
+from passes.sharding.placed_calls import verify_placed
+from passes.sharding.shard_graph import ShardGraph
+
+
+@dataclass(frozen=True)
+class LoweredStages:
+    """Rank-agnostic graphs of all stages, what surrounds the micro-batches, and the layout of inputs and outputs.
+
+    ``joint``: the whole lowered graph of one micro-batch; ``signature``: of the whole batch's graph.
+    """
+
+    joint: fx.GraphModule
+    stages: tuple[Stage, ...]
+    microbatched: Microbatched
+    layout: Layout
+    signature: Signature
+
+    def standing_for(self, stage_of: Sequence[int]) -> LoweredStages:
+        """The stages of a longer model, of which number i equals ``stages[stage_of[i]]`` with parameters of its own."""
+        uses: Counter[int] = Counter()
+        stages = []
+        for index, stand_in in enumerate(stage_of):
+            stages.append(_another(self.stages[stand_in], index, uses[stand_in]))
+            uses[stand_in] += 1
+        return replace(self, stages=tuple(stages))
+
+
+@dataclass(frozen=True)
+class LowerStages:
+    """Cut the batch into micro-batches, shard as the strategies say, and cut the model into stages.
+
+    ``strategies``: one a block, equal in where they play ``pipeline``; ``first_blocks``: of every stage;
+    ``fixed``, ``cache``, ``on_pass``: as of :class:`passes.lowering.lower_step.Lower`; ``keep_outputs``: outputs other
+    than numbers, too, which several micro-batches would have to keep to the end of the step.
+    """
+
+    strategies: Sequence[Strategy]
+    first_blocks: Sequence[int]
+    num_microbatches: int
+    cluster: Cluster
+    cache: dict[Any, Any] = field(default_factory=dict)
+    fixed: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
+    on_pass: Callable[[str, fx.GraphModule], None] | None = None
+    keep_outputs: bool = True
+
+    def run(self, graph: fx.GraphModule) -> LoweredStages:
+        """Return the lowered stages; ``graph`` stays as it is."""
+        microbatched = SplitMicrobatches(self.num_microbatches, self.cluster.device, self.keep_outputs).run(graph)
+        self._check_epilogue(microbatched)
+        self._done("SplitMicrobatches", microbatched.graph)
+        stage_of = stages_of_blocks(self.first_blocks, len(self.strategies))
+        untied = UntieStages(stage_of).run(microbatched.graph)
+        self._done("UntieStages", untied)
+        sharding = ShardGraph(self.strategies, self.cluster.axes, self.cluster.device, self.cache, self.fixed)
+        sharded = sharding.run(untied)
+        self._done("ShardGraph", sharded)
+        joint = PlaceRecompute(self.strategies).run(sharded)
+        self._done("PlaceRecompute", joint)
+        stages = SplitStages(self.first_blocks, self.strategies, self._relay(layout(sharded)).relayed).run(joint)
+        for stage in stages:
+            for name, task in stage.tasks.items():
+                part = f"{name} of stage {stage.index}"
+                verify_placed(task.graph, "scheduled", f"SplitStages, {part}")
+                seen = partial(self._scheduled, part)
+                ScheduleCommunication(self.strategies, layout(sharded), self.cluster, seen).run(task.graph)
+        return LoweredStages(joint, stages, microbatched, layout(sharded), signature(graph))
+
+    def _check_epilogue(self, split: Microbatched) -> None:
+        """Raise PlanError where what all samples change would have to be put together from several stages."""
+        buffers = [port.name for port in split.epilogue_ports if port.kind == "buffer"]
+        if buffers and len(self.first_blocks) > 1:
+            raise PlanError(
+                f"forward makes the new value of '{buffers[0]}' of all samples, which {self.num_microbatches} "
+                f"micro-batches in several stages do not see together: use num_microbatches=1, or one stage"
+            )
+
+    def _relay(self, placed: Layout) -> RelayOrRecompute:
+        prices = NodeTime(self.cluster)
+
+        def compute_s(node: fx.Node) -> float:
+            price = prices.price(node, placed)
+            return 0.0 if price is None else price.seconds
+
+        def send_s(size_bytes: int) -> float:
+            return float(collective_s("send_recv", float(size_bytes), [self.cluster.axes[0]]))
+
+        return RelayOrRecompute(lambda node: stage_of_node(node, self.first_blocks), compute_s, send_s)
+
+    def _scheduled(self, part: str, name: str, graph: fx.GraphModule) -> None:
+        verify_placed(graph, "scheduled", f"{name}, {part}")
+
+    def _done(self, name: str, graph: fx.GraphModule) -> None:
+        verify_placed(graph, "lowered", name)
+        if self.on_pass is not None:
+            self.on_pass(name, graph)
+
+
+def _another(stage: Stage, index: int, number: int) -> Stage:
+    """A stage that does the same with other parameters."""
+
+    named = ("param", "buffer", "grad")
+
+    def renamed(port: Port) -> Port:
+        return replace(port, name=stand_in_name(port.name, number)) if port.kind in named else port
+
+    gradients = tuple(
+        replace(g, port=replace(g.port, name=stand_in_name(g.port.name, number))) for g in stage.gradients
+    )
+    ports = {name: renamed(port) for name, port in stage.ports.items()}
+    return replace(stage, index=index, ports=ports, gradients=gradients)

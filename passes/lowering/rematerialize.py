@@ -1,0 +1,112 @@
+"""Compute again in backward what forward does not keep: recomputed blocks and gathered parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from galvatron_fx.ir.graph.collectives import all_gather
+from galvatron_fx.ir.graph.metadata import facts, ports, set_facts
+from galvatron_fx.ir.graph.op_call import input_nodes
+from galvatron_fx.ir.graph.precision import cast_parameter
+from galvatron_fx.ir.graph.rewrite import copy_node, eliminate_dead_code
+from galvatron_fx.ir.plan.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class PlaceRecompute:
+    """Copy forward operators into backward where a block's strategy says so.
+
+    Rewrite: ``h = gelu(x); ...; dx = gelu_backward(dy, x2(h))`` -> backward uses a copy ``h_again`` made right
+    before its
+    first use there. A block with ``recompute`` keeps only what enters it and what other blocks take from it; parameters
+    that were gathered (or cast) for forward are gathered again unless ``keep_gathered``. Random masks are functions of
+    a seed (:mod:`passes.frontend.functional_random`), so the copy draws the same ones.
+
+    ``strategies``: one per block.
+    """
+
+    strategies: Sequence[Strategy]
+
+    def run(self, graph: fx.GraphModule) -> fx.GraphModule:
+        """Rewrite ``graph`` in place and return it."""
+        dropped = self._dropped(graph)
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in list(graph.graph.nodes):
+            if node.op != "call_function" or facts(node).phase != "backward":
+                continue
+            for source in input_nodes(node):
+                if source in dropped:
+                    node.replace_input_with(source, _copy(graph.graph, source, node, dropped, copies))
+        eliminate_dead_code(graph)
+        return graph
+
+    def _dropped(self, graph: fx.GraphModule) -> set[fx.Node]:
+        """Forward nodes whose values are not kept for backward."""
+        from_parameters = _parameter_side(graph)
+        dropped: set[fx.Node] = set()
+        for node in graph.graph.nodes:
+            if node.op != "call_function" or facts(node).phase != "forward":
+                continue
+            strategy = self.strategies[max(facts(node).block, 0)]
+            if (strategy.recompute and not _leaves_block(node)) or (
+                node in from_parameters and not strategy.keep_gathered
+            ):
+                dropped.add(node)
+        return dropped
+
+
+def _leaves_block(node: fx.Node) -> bool:
+    block = facts(node).block
+    if facts(node).multi_output:
+        return any(_leaves_block(user) for user in node.users)
+    return any(
+        user.op == "output" or (facts(user).phase == "forward" and facts(user).block != block) for user in node.users
+    )
+
+
+def _parameter_side(graph: fx.GraphModule) -> set[fx.Node]:
+    """Forward nodes made from parameters alone, behind a gather or a cast: what is used of them, and views of it."""
+    alone = made_of_parameters(graph)
+    gathered: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        behind = node.target in (all_gather, cast_parameter) or any(source in gathered for source in input_nodes(node))
+        if node in alone and behind:
+            gathered.add(node)
+    return gathered
+
+
+def made_of_parameters(graph: fx.GraphModule) -> set[fx.Node]:
+    """Forward operators that depend on parameters and on nothing else."""
+    parameters = {node for port, node in ports(graph) if port.kind == "param"}
+    alone: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and facts(node).phase == "forward":
+            sources = input_nodes(node)
+            if sources and all(source in parameters or source in alone for source in sources):
+                alone.add(node)
+    return alone
+
+
+def _copy(
+    graph: fx.Graph, source: fx.Node, before: fx.Node, dropped: set[fx.Node], copies: dict[fx.Node, fx.Node]
+) -> fx.Node:
+    """Copy ``source`` and what it needs of ``dropped`` in front of ``before``, each once."""
+    pending = [source]
+    while pending:
+        node = pending[-1]
+        missing = [n for n in input_nodes(node) if n in dropped and n not in copies]
+        if missing and node not in copies:
+            pending += missing
+            continue
+        pending.pop()
+        if node in copies:
+            continue
+        with graph.inserting_before(before):
+            copy = copy_node(graph, node, lambda n: copies.get(n, n))
+        copy.meta = dict(node.meta)
+        set_facts(copy, facts(node).having(phase="backward", again=True))
+        copies[node] = copy
+    return copies[source]

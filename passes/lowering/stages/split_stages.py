@@ -1,0 +1,339 @@
+"""Cut a lowered joint graph into pipeline stages: small graphs, and the names of the values that pass between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from galvatron_fx.ir.errors import PlanError
+from galvatron_fx.ir.graph import collectives as c
+from galvatron_fx.ir.graph.metadata import Port, TensorSpec, facts, output_ports, ports
+from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
+from galvatron_fx.ir.graph.precision import cast_gradient, cast_parameter
+from galvatron_fx.ir.graph.rewrite import copied, eliminate_dead_code
+from galvatron_fx.ir.plan.strategy import Strategy
+from passes.analysis.dataflow import ancestors, portable_nodes
+from passes.lowering.rematerialize import made_of_parameters
+from passes.lowering.stages.stage_tasks import Draft, Task, names_of, write_tasks
+
+aten = torch.ops.aten
+
+# Operators that a sum passes through, so that gradients can be added up in front of them.
+_LINEAR = (
+    aten.t.default,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.view.default,
+    aten.reshape.default,
+    c.shard,
+    cast_gradient,
+)
+_REDUCES = (c.all_reduce, c.reduce_scatter)
+_MAKES_USABLE = (c.all_gather, cast_parameter)
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A gradient of a stage: ``term`` is what a micro-batch adds to it, ``total`` what finishing makes of the sum."""
+
+    port: Port
+    term: str
+    total: str
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage.
+
+    ``tasks``: by name: ``start`` runs once a step (parameters gathered for all micro-batches), ``finish`` once after
+    the last (gradients reduced); ``backward`` is ``input_grad`` and ``weight_grad`` in one.
+    ``ports``: the inputs of the graph that the stage takes, by name of value; ``receives`` and ``sends``: activations
+    from the stage before and for the next; ``receives_back`` and ``sends_back``: gradients from the next and for the
+    one before; ``results``: outputs of the graph made here; ``specs``: local shapes of what passes and of results.
+    """
+
+    index: int
+    tasks: dict[str, Task]
+    ports: dict[str, Port]
+    receives: tuple[str, ...]
+    sends: tuple[str, ...]
+    receives_back: tuple[str, ...]
+    sends_back: tuple[str, ...]
+    results: tuple[tuple[Port, str], ...]
+    gradients: tuple[Gradient, ...]
+    specs: dict[str, TensorSpec]
+
+
+@dataclass(frozen=True)
+class SplitStages:
+    """Make one set of graphs for every stage; all that crosses a cut is an explicit input or output.
+
+    A value needed further on is relayed by the stages between; what follows from the inputs alone (masks, positions)
+    is computed again where it is needed, as every rank has the inputs, unless it is one of those that ``relayed`` picks
+    from the graph. Slicing is done before sending, gathering after receiving.
+
+    Rewrite: one joint graph -> for each stage ``forward``, ``backward`` (whole and halved), ``start``, ``finish``.
+
+    ``first_blocks``: the first block of every stage; ``strategies``: one a block.
+    Raises PlanError where a value would have to travel backwards, naming it.
+    """
+
+    first_blocks: Sequence[int]
+    strategies: Sequence[Strategy]
+    relayed: Callable[[fx.GraphModule], set[fx.Node]] = lambda _: set()
+
+    def run(self, graph: fx.GraphModule) -> tuple[Stage, ...]:
+        """Return the stages in order; ``graph`` stays as it is."""
+        graph = _reuse_slices(graph, self.first_blocks)
+        cut = _Cut(graph, self.first_blocks, self.strategies, self.relayed(graph))
+        return tuple(cut.stage(index) for index in range(len(self.first_blocks)))
+
+
+def stages_of_blocks(first_blocks: Sequence[int], num_blocks: int) -> tuple[int, ...]:
+    """The stage of each block."""
+    return tuple(sum(first <= block for first in first_blocks) - 1 for block in range(num_blocks))
+
+
+def stage_of_node(node: fx.Node, first_blocks: Sequence[int]) -> int:
+    """The stage of a node's block."""
+    block = max(facts(node).block, 0)
+    return sum(first <= block for first in first_blocks) - 1
+
+
+def _phase(node: fx.Node) -> str:
+    """Outputs are taken apart where they are made: whole, all of them would be kept for the one that is needed."""
+    source = node.args[0] if is_getitem(node) else node
+    assert isinstance(source, fx.Node)
+    return facts(source).phase
+
+
+def _homes(graph: fx.GraphModule, first_blocks: Sequence[int], portable: set[fx.Node]) -> dict[fx.Node, int]:
+    """The stage of every operator but the portable: its block's, or for a slice of what is sent, the sender's.
+
+    What backward slices of another stage's activation is sliced where backward is, as it could not travel there.
+    """
+    homes: dict[fx.Node, int] = {}
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or node in portable:
+            continue
+        own = homes[node] = stage_of_node(node, first_blocks)
+        if is_getitem(node) or node.target is c.shard:
+            sender = homes.get(node.args[0], own)
+            if sender > own or facts(node).phase == "forward" or facts(node.args[0]).phase == "backward":
+                homes[node] = sender
+    return homes
+
+
+def _reuse_slices(graph: fx.GraphModule, first_blocks: Sequence[int]) -> fx.GraphModule:
+    """Let recomputed blocks keep the slices that they received; slicing again would take the whole to the stage.
+
+    Rewrite: ``s = shard(x); ...; s_again = shard(x); again = f(s_again)`` -> ``again = f(s)``, ``x`` of a stage before.
+    """
+    received: dict[tuple[object, ...], fx.Node] = {}
+    twins: dict[fx.Node, fx.Node] = {}
+    for node in graph.graph.nodes:
+        if node.target is not c.shard:
+            continue
+        own = stage_of_node(node, first_blocks)
+        if stage_of_node(_sliced(node), first_blocks) >= own:
+            continue
+        key = (own, twins.get(node.args[0], node.args[0]), *node.args[1:])
+        if facts(node).phase == "forward":
+            received[key] = node
+        elif key in received:
+            twins[node] = received[key]
+    if not twins:
+        return graph
+    names = {node.name: twin.name for node, twin in twins.items()}
+    result = copied(graph)
+    nodes = {node.name: node for node in result.graph.nodes}
+    for name, twin in names.items():
+        nodes[name].replace_all_uses_with(nodes[twin])
+    eliminate_dead_code(result)
+    return result
+
+
+def _sliced(node: fx.Node) -> fx.Node:
+    """What a slice, or a slice of a slice, is taken of."""
+    while node.target is c.shard:
+        assert isinstance(node.args[0], fx.Node)
+        node = node.args[0]
+    return node
+
+
+@dataclass
+class _Flow:
+    """What one stage exchanges with its neighbours."""
+
+    receives: dict[fx.Node, None] = field(default_factory=dict)
+    sends: dict[fx.Node, None] = field(default_factory=dict)
+    receives_back: dict[fx.Node, None] = field(default_factory=dict)
+    sends_back: dict[fx.Node, None] = field(default_factory=dict)
+
+
+class _Cut:
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        first_blocks: Sequence[int],
+        strategies: Sequence[Strategy],
+        relayed: set[fx.Node],
+    ) -> None:
+        self.graph = graph
+        self.strategies = strategies
+        self.portable = portable_nodes(graph) - relayed
+        self.home = _homes(graph, first_blocks, self.portable)
+        self.flows = [_Flow() for _ in first_blocks]
+        self.order = {node: i for i, node in enumerate(graph.graph.nodes)}
+        self._route()
+
+    # ---- what crosses ----
+
+    def _route(self) -> None:
+        for node, stage in self.home.items():
+            for source in input_nodes(node):
+                if source in self.home and self.home[source] != stage:
+                    self._cross(source, node, stage)
+
+    def _cross(self, source: fx.Node, taker: fx.Node, stage: int) -> None:
+        """Relay ``source`` from its stage to ``stage``, forward with forward or backward with backward."""
+        home = self.home[source]
+        ahead = home < stage
+        if ahead and facts(source).phase == "forward":
+            for hop in range(home, stage):
+                self.flows[hop].sends[source] = None
+                self.flows[hop + 1].receives[source] = None
+        elif not ahead and facts(taker).phase == "backward":
+            for hop in range(home, stage, -1):
+                self.flows[hop].sends_back[source] = None
+                self.flows[hop - 1].receives_back[source] = None
+        else:
+            raise PlanError(
+                f"'{source.name}' (block {facts(source).block}, stage {home}) is taken by '{taker.name}' (block "
+                f"{facts(taker).block}, stage {stage}), so it would have to travel against the pipeline: move the cut "
+                f"so that both are in one stage"
+            )
+
+    # ---- one stage ----
+
+    def stage(self, index: int) -> Stage:
+        flow = self.flows[index]
+        own = [node for node, stage in self.home.items() if stage == index]
+        forward = [n for n in own if _phase(n) == "forward"]
+        backward = [n for n in own if _phase(n) == "backward"]
+        results = [(p, n) for p, n in output_ports(self.graph) if p.kind != "grad" and self._made_at(n, index)]
+        gradients = [(p, n) for p, n in output_ports(self.graph) if p.kind == "grad" and self.home.get(n) == index]  # type: ignore[arg-type]
+        finish = self._finish([n for _, n in gradients if n is not None], backward)
+        start = self._start(forward)
+        lead = ancestors([n for n in flow.sends_back if n in set(backward)], set(backward) - finish)
+        lead |= {n for n in backward if is_getitem(n) and n.args[0] in lead}
+        ways = {
+            "start": [n for n in forward if n in start],
+            "forward": [n for n in forward if n not in start],
+            "backward": [n for n in backward if n not in finish],
+            "input_grad": [n for n in backward if n in lead],
+            "weight_grad": [n for n in backward if n not in lead and n not in finish],
+            "finish": [n for n in backward if n in finish],
+        }
+        ways["forward"] = self._with_portable(ways["forward"], backward, [n for _, n in results if n is not None])
+        terms = self._terms([(p, n) for p, n in gradients if n is not None], finish)
+        ahead = {*flow.sends, *(n for _, n in results if n is not None)}
+        tasks = write_tasks(self.graph, _drafts(ways, ahead, set(flow.sends_back), terms))
+        ports_taken = self._ports(ways.values(), [*(n for _, n in results), *(term for _, _, term in terms)])
+        passing = [*flow.receives, *flow.sends, *flow.receives_back, *flow.sends_back]
+        passing += [node for _, node in results if node is not None]
+        return Stage(
+            index,
+            tasks,
+            ports_taken,
+            names_of(flow.receives),
+            names_of(flow.sends),
+            names_of(flow.receives_back),
+            names_of(flow.sends_back),
+            tuple((port, node.name) for port, node in results if node is not None),
+            tuple(Gradient(p, term.name, n.name) for p, n, term in terms),
+            {node.name: facts(node).spec for node in passing},
+        )
+
+    def _made_at(self, node: fx.Node | None, index: int) -> bool:
+        """Whether an output is made in a stage; what follows from the inputs alone is, in the last."""
+        if node is None:
+            return False
+        return self.home.get(node, len(self.flows) - 1) == index
+
+    def _start(self, forward: Sequence[fx.Node]) -> set[fx.Node]:
+        """Gathers and casts of parameters that stay for all micro-batches, and what they need."""
+        alone = made_of_parameters(self.graph)
+        kept = [
+            n
+            for n in forward
+            if n in alone and n.target in _MAKES_USABLE and self.strategies[max(facts(n).block, 0)].keep_gathered
+        ]
+        return ancestors(kept, {n for n in forward if n in alone})
+
+    def _finish(self, gradients: Sequence[fx.Node], backward: Sequence[fx.Node]) -> set[fx.Node]:
+        """Reductions of gradients that can wait for the last micro-batch, and the views behind them."""
+        ends = set(gradients)
+        late: set[fx.Node] = set()
+        for node in reversed(backward):
+            calls = [u for u in node.users if u.op == "call_function"]
+            only_ends = bool(calls or node in ends) and all(u in late for u in calls)
+            if only_ends and (self._waits(node) or node.target in _LINEAR):
+                late.add(node)
+        useful: set[fx.Node] = set()
+        for node in backward:
+            if node in late and (node.target in _REDUCES or any(n in useful for n in input_nodes(node))):
+                useful.add(node)
+        return useful
+
+    def _waits(self, node: fx.Node) -> bool:
+        """Whether a reduction is done once a step; ZeRO's that gathers for every micro-batch scatters for each, too."""
+        if node.target is c.reduce_scatter:
+            return self.strategies[max(facts(node).block, 0)].keep_gathered
+        return node.target is c.all_reduce and node.args[1] == "sum"
+
+    def _terms(
+        self, gradients: Sequence[tuple[Port, fx.Node]], finish: set[fx.Node]
+    ) -> list[tuple[Port, fx.Node, fx.Node]]:
+        """Each gradient with the value that a micro-batch adds to it."""
+        found = []
+        for port, node in gradients:
+            term = node
+            while term in finish:
+                term = input_nodes(term)[0]
+            found.append((port, node, term))
+        return found
+
+    def _with_portable(
+        self, forward: Sequence[fx.Node], backward: Sequence[fx.Node], results: Sequence[fx.Node]
+    ) -> list[fx.Node]:
+        """``forward`` with the operators on inputs alone that the stage needs."""
+        wanted = [n for node in (*forward, *backward) for n in input_nodes(node)] + list(results)
+        needed = ancestors([n for n in wanted if n in self.portable], self.portable)
+        return sorted({*forward, *needed}, key=self.order.__getitem__)
+
+    def _ports(self, ways: Iterable[Sequence[fx.Node]], others: Sequence[fx.Node | None]) -> dict[str, Port]:
+        used = {n for nodes in ways for node in nodes for n in input_nodes(node)} | set(others)
+        return {node.name: port for port, node in ports(self.graph) if node in used}
+
+
+def _drafts(
+    ways: dict[str, list[fx.Node]],
+    ahead: set[fx.Node],
+    back: set[fx.Node],
+    terms: Sequence[tuple[Port, fx.Node, fx.Node]],
+) -> dict[str, Draft]:
+    """What every task computes, adds up and gives away: ``ahead`` after forward, ``back`` after backward."""
+    added = dict.fromkeys(term for _, _, term in terms)
+    lead = set(ways["input_grad"])
+    return {
+        "start": Draft(ways["start"]),
+        "forward": Draft(ways["forward"], leaving=ahead),
+        "backward": Draft(ways["backward"], tuple(added), back),
+        "input_grad": Draft(ways["input_grad"], tuple(term for term in added if term in lead), back),
+        "weight_grad": Draft(ways["weight_grad"], tuple(term for term in added if term not in lead)),
+        "finish": Draft(ways["finish"], leaving={total for _, total, _ in terms}),
+    }

@@ -1,0 +1,130 @@
+"""The tasks of a pipeline stage: small graphs, and the names of the values that pass between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from galvatron_fx.ir.graph.bound_ops import plus
+from galvatron_fx.ir.graph.layout import lay_part
+from galvatron_fx.ir.graph.local_program import record_step
+from galvatron_fx.ir.graph.metadata import facts, has_facts, set_facts
+from galvatron_fx.ir.graph.op_call import input_nodes
+from galvatron_fx.ir.graph.rewrite import copy_node, write_call
+from galvatron_fx.ir.torch_compat import graph_module
+
+# The tasks, each with those that may take its values later.
+LATER: dict[str, tuple[str, ...]] = {
+    "start": ("forward", "backward", "input_grad", "weight_grad"),
+    "forward": ("backward", "input_grad", "weight_grad"),
+    "backward": (),
+    "input_grad": ("weight_grad",),
+    "weight_grad": (),
+    "finish": (),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One graph of a stage: ``graph(*inputs, *sums)`` returns ``(*outputs, *sums)``; all are names of values.
+
+    ``sums``: terms of gradients that are added up over micro-batches; the graph takes what they came to so far, None
+    before the first, and returns what they come to now. ``dies``: the inputs that no later task, of this micro-batch or
+    another, takes.
+    """
+
+    graph: fx.GraphModule
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    sums: tuple[str, ...]
+    dies: frozenset[str] = frozenset()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to run."""
+        return not self.outputs and not self.sums
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What a task computes (``nodes`` of the joint graph), which ``terms`` it adds to their sums, and which values are
+    wanted outside of the stage's tasks (``leaving``).
+    """
+
+    nodes: Sequence[fx.Node]
+    terms: Sequence[fx.Node] = ()
+    leaving: set[fx.Node] = field(default_factory=set)
+
+    @property
+    def needs(self) -> list[fx.Node]:
+        """Values that come from outside."""
+        inside = set(self.nodes)
+        wanted = [n for node in self.nodes for n in input_nodes(node)] + list(self.terms)
+        return [n for n in dict.fromkeys(wanted) if n not in inside and n.op != "get_attr"]
+
+
+def write_tasks(graph: fx.GraphModule, drafts: Mapping[str, Draft]) -> dict[str, Task]:
+    """The graphs of all tasks, by name as the drafts."""
+    needs = {name: draft.needs for name, draft in drafts.items()}
+    whole_step = {*graph.graph.find_nodes(op="placeholder"), *drafts["start"].nodes}
+    tasks = {}
+    for name, draft in drafts.items():
+        wanted = draft.leaving | {node for other in LATER[name] for node in needs[other]}
+        task = _Writer(graph, draft).task(needs[name], [node for node in draft.nodes if node in wanted])
+        tasks[name] = replace(task, dies=frozenset(names_of(set(needs[name]) - wanted - whole_step)))
+    return tasks
+
+
+@dataclass
+class _Writer:
+    """Writes the graph of one task."""
+
+    joint: fx.GraphModule
+    draft: Draft
+    _graph: fx.Graph = field(default_factory=fx.Graph)
+    _copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    _sums: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def task(self, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> Task:
+        for node in inputs:
+            self._copies[node] = self._placeholder(node.name, node)
+        for term in self.draft.terms:
+            self._sums[term] = self._placeholder(f"{term.name}_so_far", term)
+        for term in self.draft.terms:
+            if term in self._copies:
+                self._add(term)
+        inside = set(self.draft.nodes)
+        used = [n for node in self.draft.nodes for n in input_nodes(node)]
+        constants = {n for n in (*used, *self.draft.terms) if n.op == "get_attr"}
+        for node in self.joint.graph.nodes:
+            if node in inside or node in constants:
+                self._copies[node] = copy_node(self._graph, node, lambda n: self._copies[n])
+                if node in self._sums:
+                    self._add(node)
+        results = [self._copies[node] for node in outputs] + list(self._sums.values())
+        self._graph.output(tuple(results))
+        graph = graph_module(self.joint, self._graph)
+        lay_part(graph, self.joint)
+        return Task(graph, names_of(inputs), names_of(outputs), names_of(self._sums))
+
+    def _placeholder(self, name: str, like: fx.Node) -> fx.Node:
+        node = self._graph.placeholder(name)
+        node.meta = dict(like.meta)
+        return node
+
+    def _add(self, term: fx.Node) -> None:
+        """As soon as the term is there, so that it need not live to the end of the task."""
+        total = write_call(self._graph, plus, (self._sums[term], self._copies[term]))
+        total.meta = dict(term.meta)
+        if has_facts(term):
+            set_facts(total, facts(term).having(step=None))
+            if facts(term).placements:
+                record_step(total, "sum over micro-batches", len(facts(term).placements[0]))
+        self._sums[term] = total
+
+
+def names_of(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    """The nodes' names."""
+    return tuple(node.name for node in nodes)

@@ -1,0 +1,169 @@
+"""What the price of a block is made of, whatever is decided on shardings: its operators, and who needs what of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from torch import fx
+
+from cost_models.call_cost import call_cost
+from cost_models.operator_time import dtype_name, is_free
+from cost_models.ops import kind_of
+from galvatron_fx.ir.arrays import Floats
+from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.graph.op_call import OpCall, input_nodes, is_getitem, op_call
+from galvatron_fx.ir.graph.precision import cast_parameter
+from passes.search.cost_table.graph_index import GraphIndex, is_view, storage_root, users_through_views
+
+
+@dataclass(frozen=True)
+class ComputeCall:
+    """An operator that computes, with what its price is made of; ``kind``: dtype, and kind of operator."""
+
+    node: fx.Node
+    call: OpCall
+    flops: float
+    kind: tuple[str, str]
+
+
+@dataclass
+class BlockFacts:
+    """The block ``index`` of a graph, as far as no sharding decision changes it; each fact is looked up once."""
+
+    graph: GraphIndex
+    index: int
+
+    @cached_property
+    def nodes(self) -> list[fx.Node]:
+        """The operators of the block."""
+        return self.graph.blocks.get(self.index, [])
+
+    @cached_property
+    def inside(self) -> frozenset[fx.Node]:
+        """The same as a set."""
+        return frozenset(self.nodes)
+
+    @cached_property
+    def weights_alone(self) -> set[fx.Node]:
+        """Parameters and what is made of them alone."""
+        return _parameter_side(self.nodes, self.graph.parameters)
+
+    @cached_property
+    def owned(self) -> frozenset[fx.Node]:
+        """The parameters whose first user is in the block."""
+        return frozenset(node for node in self.graph.parameters if self.graph.first_user.get(node) in self.inside)
+
+    @cached_property
+    def used(self) -> frozenset[fx.Node]:
+        """The parameters that the block uses."""
+        return frozenset(source for node in self.nodes for source in input_nodes(node)) & self.graph.parameters
+
+    @cached_property
+    def gradients(self) -> list[tuple[fx.Node, fx.Node]]:
+        """(parameter, gradient) pairs made in the block."""
+        return [(parameter, node) for parameter, node in self.graph.gradients if node in self.inside]
+
+    @cached_property
+    def final(self) -> set[fx.Node]:
+        """Gradients, and what they are only another view of."""
+        return {value for _, node in self.gradients for value in _through_views(node)}
+
+    @cached_property
+    def for_weights(self) -> set[fx.Node]:
+        """The backward operators that the gradients passed on to other blocks do not need."""
+        backward = [node for node in self.nodes if facts(node).phase == "backward"]
+        outside = {n for n in backward if any(user.op != "output" and user not in self.inside for user in n.users)}
+        passed = outside - self.graph.terms
+        for node in reversed(backward):
+            if node in passed:
+                passed.update(source for source in input_nodes(node) if source in self.inside)
+        return set(backward) - passed
+
+    @cached_property
+    def rebuilt(self) -> set[fx.Node]:
+        """The forward operators that backward needs something of."""
+        needed: set[fx.Node] = set()
+        for node in reversed(self.nodes):
+            if node in needed or facts(node).phase == "backward":
+                needed.update(source for source in input_nodes(node) if source.op == "call_function")
+        return {n for n in self.nodes if n in needed and facts(n).phase == "forward" and n not in self.weights_alone}
+
+    @cached_property
+    def calls(self) -> list[ComputeCall]:
+        """The operators that cost something; casts of parameters are priced with the gathers."""
+        found = []
+        for node in self.nodes:
+            if not is_getitem(node) and node.target is not cast_parameter:
+                call = op_call(node)
+                if not is_free(call):
+                    kind = dtype_name(call), kind_of(call.target)
+                    found.append(ComputeCall(node, call, float(call_cost(call).flops), kind))
+        return found
+
+    @cached_property
+    def kept(self) -> list[tuple[fx.Node, fx.Node, int]]:
+        """(storage, backward operator, position of the argument) of all that backward takes from forward."""
+        return [
+            (storage_root(source), node, position)
+            for node in self.nodes
+            if not is_getitem(node) and facts(node).phase == "backward"
+            for position, source in enumerate(input_nodes(node))
+            if source not in self.weights_alone and facts(source).phase == "forward"
+        ]
+
+    @cached_property
+    def deferred(self) -> list[tuple[fx.Node, fx.Node, int]]:
+        """The same of all that the weight gradients take, of forward and of the rest of backward."""
+        taken = [
+            (storage_root(source), node, position)
+            for node in self.nodes
+            if not is_getitem(node) and node in self.for_weights
+            for position, source in enumerate(input_nodes(node))
+        ]
+        own = self.for_weights | self.weights_alone
+        return [use for use in taken if use[0] not in own and use[0].op == "call_function"]
+
+    def lives(self, phase: str) -> tuple[list[fx.Node], Floats]:
+        """The values that one phase makes, and ``[step, value]`` from where each is made to its last use."""
+        if phase not in self._lives:
+            self._lives[phase] = self._find_lives(phase)
+        return self._lives[phase]
+
+    @cached_property
+    def _lives(self) -> dict[str, tuple[list[fx.Node], Floats]]:
+        return {}
+
+    def _find_lives(self, phase: str) -> tuple[list[fx.Node], Floats]:
+        nodes = [node for node in self.nodes if facts(node).phase == phase]
+        position = {node: i for i, node in enumerate(nodes)}
+        made, alive = [], []
+        for node, start in position.items():
+            if facts(node).multi_output or node in self.weights_alone or is_view(node):
+                continue
+            end = max((position[user] for user in users_through_views(node) if user in position), default=start)
+            span = np.zeros(len(nodes))
+            span[start : end + 1] = 1.0
+            alive.append(span)
+            made.append(node)
+        return made, np.array(alive).reshape(len(made), len(nodes)).T
+
+
+def _through_views(node: fx.Node) -> list[fx.Node]:
+    """A gradient and what it is only another view of: terms are added up in front of views as well as behind."""
+    found = [node]
+    while is_view(node) and input_nodes(node):
+        node = input_nodes(node)[0]
+        found.append(node)
+    return found
+
+
+def _parameter_side(nodes: list[fx.Node], parameters: frozenset[fx.Node]) -> set[fx.Node]:
+    """Parameters and what is made of them alone."""
+    alone = set(parameters)
+    for node in nodes:
+        sources = input_nodes(node)
+        if sources and facts(node).phase == "forward" and all(source in alone for source in sources):
+            alone.add(node)
+    return alone

@@ -1,0 +1,85 @@
+"""The intra-block solver's decisions for every role, degree and share of the batch, solved as rarely as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import fx
+
+from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.plan.strategy import BATCH_ROLES, RoleGroup
+from passes.sharding.assign_shardings import AssignShardings
+from passes.sharding.graph_values import GraphValues
+from passes.sharding.insert_collectives import AxisSharding
+from passes.sharding.prices import Prices
+from passes.sharding.roles import RoleRules
+
+_CLOSE_SHARES = 16.0  # shares of the batch that differ by no more are taken to have one of their two decisions
+
+
+@dataclass
+class Solutions:
+    """Decisions for the blocks ``only`` of a graph with ``batch`` samples and ``blocks`` blocks.
+
+    What micro-batches and other axes leave of the batch is a share of it. A decision's price grows evenly with
+    the share, so one that is best at two shares is best at all between: only where they differ is a third solved.
+    """
+
+    graph: fx.GraphModule
+    cluster: Cluster
+    blocks: int
+    batch: int
+    only: frozenset[int]
+    _known: dict[tuple[str, int], dict[float, AxisSharding]] = field(default_factory=dict)
+
+    @cached_property
+    def _values(self) -> GraphValues:
+        return GraphValues(self.graph)
+
+    def solve(self, wanted: Iterable[tuple[RoleGroup, float]]) -> None:
+        """Find decisions for role groups at shares of the batch."""
+        shares: dict[tuple[str, int], set[float]] = {}
+        group_of: dict[tuple[str, int], RoleGroup] = {}
+        for group, share in wanted:
+            key = group.role, group.degree
+            group_of.setdefault(key, group)
+            shares.setdefault(key, set()).add(1.0 if group.role in BATCH_ROLES else share)
+        for key, found in shares.items():
+            twin = self._solved_for_any_degree(key)
+            if twin is not None:
+                self._known[key] = {1.0: twin}
+            else:
+                self._between(group_of[key], min(found), max(found))
+
+    def at(self, group: RoleGroup, share: float) -> AxisSharding:
+        """The decision for a role group at a share of the batch."""
+        known = self._known[group.role, group.degree]
+        nearest = min(known, key=lambda at: (max(at / share, share / at), at))
+        return known[nearest]
+
+    def _between(self, group: RoleGroup, low: float, high: float) -> None:
+        """Solve at both ends, and between them as long as these differ."""
+        pair = self._solve(group, low), self._solve(group, high)
+        if pair[0] is not pair[1] and high / low > _CLOSE_SHARES:
+            middle = (low * high) ** 0.5
+            self._between(group, low, middle)
+            self._between(group, middle, high)
+
+    def _solve(self, group: RoleGroup, share: float) -> AxisSharding:
+        known = self._known.setdefault((group.role, group.degree), {})
+        if share not in known:
+            roles = [RoleRules(group.role, group.degree, self.batch)] * self.blocks
+            prices = Prices(self.cluster.device, tuple(self.cluster.axes[i] for i in group.axes), share)
+            found = AssignShardings(0, roles, prices, only=self.only).decide(self._values)
+            known[share] = next((other for other in known.values() if other == found), found)
+        return known[share]
+
+    def _solved_for_any_degree(self, key: tuple[str, int]) -> AxisSharding | None:
+        """Where a degree divides the batch, batch roles split the same dims as for another that does."""
+        role, degree = key
+        if role not in BATCH_ROLES or self.batch % degree:
+            return None
+        known = [s[1.0] for (r, d), s in self._known.items() if r == role and self.batch % d == 0]
+        return known[0] if known else None

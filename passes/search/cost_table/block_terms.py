@@ -1,0 +1,306 @@
+"""One block under one combination of roles, as arrays: what it computes, moves, keeps and holds, for any degrees.
+
+The decisions of the intra-block solver say over which roles each value is split. How many ranks play a role and how
+many micro-batches there are only divide bytes and flops, so one look at the block serves all meshes: prices
+are arrays over columns, a column being degrees, axes and micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import fx
+
+from galvatron_fx.ir.arrays import Bools, Floats, Ints
+from galvatron_fx.ir.graph.metadata import TensorSpec, facts
+from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
+from galvatron_fx.ir.graph.placement import REPLICATE, Partial, Placement, Shard
+from galvatron_fx.ir.graph.precision import cast_parameter
+from galvatron_fx.ir.graph.symbols import BATCH
+from passes.search.cost_table.block_facts import BlockFacts
+from passes.sharding.insert_collectives import AxisSharding
+
+Composition = tuple[tuple[str, AxisSharding], ...]
+"""Roles in lowering order, each with the solver's decision for it."""
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """``size[V]``, bytes (or flops) of the whole batch on one device; ``batch[V]``: whether a micro-batch has a share
+    of it; ``split[V, R]``: whether role r splits it."""
+
+    size: Floats
+    batch: Bools
+    split: Bools
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[float, bool, Sequence[bool]]], roles: int) -> Amounts:
+        """Gather (size, batch, split) triples."""
+        return cls(
+            np.array([size for size, _, _ in rows], dtype=np.float64),
+            np.array([batch for _, batch, _ in rows], dtype=np.bool_),
+            np.array([split for _, _, split in rows], dtype=np.bool_).reshape(len(rows), roles),
+        )
+
+    def on_rank(self, degrees: Floats, parts: Floats) -> Floats:
+        """``[V, C]``: what one rank has, for ``degrees[C, R]`` and ``parts[C]`` micro-batches."""
+        share = self.size[:, None] / np.where(self.batch[:, None], parts[None, :], 1.0)
+        for role in range(degrees.shape[1]):
+            share /= np.where(self.split[:, role, None], degrees[None, :, role], 1.0)
+        return share
+
+    def take(self, rows: Ints) -> Amounts:
+        """The amounts at ``rows``."""
+        return Amounts(self.size[rows], self.batch[rows], self.split[rows])
+
+
+@dataclass(frozen=True)
+class Operators:
+    """Operators that compute: their flops, the bytes of their tensors, and where each operator's tensors start.
+
+    ``for_weights``: those of backward that no other block waits for; ``rebuilt``: those of forward that recomputation
+    runs again.
+    """
+
+    flops: Amounts
+    tensors: Amounts
+    starts: Ints
+    backward: Bools
+    for_weights: Bools
+    rebuilt: Bools
+    kinds: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Move:
+    """A redistribution that role ``role`` makes.
+
+    ``kind`` of collective; ``slot``: what it counts to; ``rebuilt``: recomputation makes it again.
+    """
+
+    role: int
+    kind: str
+    slot: str
+    rebuilt: bool = False
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Parameters: ``amounts``, ``shapes`` of each, and which of them are trained, owned or used by the block.
+
+    ``computed`` and ``reduced``: bytes of what the block computes with and of a gradient before it is reduced, each
+    over those of the parameter; ``cast``: whether the two dtypes of the parameter differ.
+    """
+
+    amounts: Amounts
+    shapes: tuple[tuple[int, ...], ...]
+    trained: Bools
+    owned: Bools
+    used: Bools
+    computed: Floats
+    reduced: Floats
+    cast: Bools
+
+
+@dataclass(frozen=True)
+class Lives:
+    """Values of one phase that are not kept for another: ``alive[T, V]``, whether value v lives at step t."""
+
+    values: Amounts
+    alive: Floats
+
+
+@dataclass(frozen=True)
+class BlockTerms:
+    """All that a block's price is made of under one composition of roles."""
+
+    roles: tuple[str, ...]
+    operators: Operators
+    moves: tuple[Move, ...]
+    moved: Amounts
+    weights: Weights
+    saved: Amounts
+    entering: Bools
+    deferred: Amounts
+    lives: tuple[Lives, Lives]
+
+
+def read_terms(block: BlockFacts, composition: Composition) -> BlockTerms:
+    """The terms of a block under one composition."""
+    return _Reading(block, composition).terms()
+
+
+class _Reading:
+    def __init__(self, block: BlockFacts, composition: Composition) -> None:
+        self.block = block
+        self.graph = block.graph
+        self.nodes = block.nodes
+        self.shardings = [sharding for _, sharding in composition]
+        self.roles = tuple(role for role, _ in composition)
+
+    def terms(self) -> BlockTerms:
+        moves, moved = self._moves()
+        saved, entering = self._saved()
+        return BlockTerms(
+            self.roles,
+            self._operators(),
+            moves,
+            moved,
+            self._weights(),
+            saved,
+            entering,
+            self._kept_amounts(self._distinct(self.block.deferred)),
+            (self._lives("forward"), self._lives("backward")),
+        )
+
+    def _amounts(self, rows: Iterable[tuple[TensorSpec, Sequence[bool]]]) -> Amounts:
+        listed = [(float(spec.size_bytes), spec.dim_of(BATCH) is not None, split) for spec, split in rows]
+        return Amounts.of(listed, len(self.roles))
+
+    def _split(self, node: fx.Node) -> list[bool]:
+        """Which roles split a value as it was produced (or as it came from another block)."""
+        return [isinstance(_produced(sharding, node), Shard) for sharding in self.shardings]
+
+    # ---- time ----
+
+    def _operators(self) -> Operators:
+        flops: list[tuple[float, bool, list[bool]]] = []
+        tensors: list[tuple[TensorSpec, list[bool]]] = []
+        starts = []
+        calls = self.block.calls
+        for found in calls:
+            rules = [sharding.rules[found.node] for sharding in self.shardings]
+            starts.append(len(tensors))
+            for position, spec in enumerate(found.call.inputs):
+                tensors.append((spec, [isinstance(rule.inputs[position], Shard) for rule in rules]))
+            for position, made in enumerate(found.call.outputs):
+                if made is not None:
+                    tensors.append((made, [isinstance(rule.outputs[position], Shard) for rule in rules]))
+            batch = any(spec.dim_of(BATCH) is not None for spec, _ in tensors[starts[-1] :])
+            flops.append((found.flops, batch, [rule.splits_work for rule in rules]))
+        nodes = [found.node for found in calls]
+        return Operators(
+            Amounts.of(flops, len(self.roles)),
+            self._amounts(tensors),
+            np.array(starts, dtype=np.int64),
+            _flags(nodes, lambda node: facts(node).phase == "backward"),
+            _flags(nodes, self.block.for_weights.__contains__),
+            _flags(nodes, self.block.rebuilt.__contains__),
+            tuple(found.kind for found in calls),
+        )
+
+    def _moves(self) -> tuple[tuple[Move, ...], Amounts]:
+        """Redistributions, with the bytes that the other roles leave of each."""
+        moves, rows = [], []
+        for role, sharding in enumerate(self.shardings):
+            for source, want, phase, have, again in self._redistributions(sharding):
+                kind = _kind(have, want)
+                if kind is None:
+                    continue
+                finished = source in self.block.final and isinstance(have, Partial)
+                if self.roles[role] == "zero" and finished:
+                    kind = "reduce_scatter"
+                slot = phase if not finished else "reduce" if kind == "all_reduce" else "scatter"
+                moves.append(Move(role, kind, slot, again))
+                split = self._split(source)
+                if slot == "reduce":  # of what ``zero`` has scattered before
+                    split = [own or other == "zero" for own, other in zip(split, self.roles, strict=True)]
+                split[role] = False
+                rows.append((facts(source).spec, split))
+        return tuple(moves), self._amounts(rows)
+
+    def _redistributions(self, sharding: AxisSharding) -> list[tuple[fx.Node, Placement, str, Placement, bool]]:
+        """(value, wanted placement, phase, placement it has, made again by recomputation), each once, as the lowering
+        makes them."""
+        made: dict[tuple[fx.Node, Placement], tuple[fx.Node, Placement, str, Placement, bool]] = {}
+
+        def move(source: fx.Node, want: Placement, phase: str, have: Placement, again: bool = False) -> None:
+            if have != want:
+                known = made.setdefault((source, want), (source, want, phase, have, again))
+                made[source, want] = (*known[:4], known[4] or again)
+
+        for node in self.nodes:
+            if is_getitem(node):
+                continue
+            for source, want in zip(input_nodes(node), sharding.rules[node].inputs, strict=True):
+                move(source, want, facts(node).phase, self._entering(sharding, source), node in self.block.rebuilt)
+        for node in self.nodes:
+            if node in sharding.boundaries:
+                move(node, sharding.boundaries[node], facts(node).phase, sharding.placement(node))
+        for parameter, gradient in self.block.gradients:
+            want = sharding.inputs.get(parameter, REPLICATE)
+            move(gradient, want, "backward", sharding.placement(gradient))
+        return list(made.values())
+
+    def _entering(self, sharding: AxisSharding, source: fx.Node) -> Placement:
+        if source.op != "call_function" or max(facts(source).block, 0) == self.block.index:
+            return sharding.placement(source)
+        return sharding.boundaries.get(source, REPLICATE)
+
+    # ---- memory ----
+
+    def _weights(self) -> Weights:
+        owned, used = self.block.owned, self.block.used
+        nodes = sorted(owned | used, key=lambda node: node.name)
+        casts = {node: user for node in nodes for user in node.users if user.target is cast_parameter}
+        gradients = self.graph.gradient_of
+        return Weights(
+            self._amounts((facts(node).spec, self._split(node)) for node in nodes),
+            tuple(tuple(int(size) for size in facts(node).spec.shape) for node in nodes),
+            _flags(nodes, self.graph.trained.__contains__),
+            _flags(nodes, owned.__contains__),
+            _flags(nodes, used.__contains__),
+            _ratios(nodes, casts),
+            _ratios(nodes, gradients),
+            _flags(nodes, casts.__contains__),
+        )
+
+    def _saved(self) -> tuple[Amounts, Bools]:
+        """What backward keeps of forward, and which of it enters the block."""
+        kept = self._distinct(self.block.kept)
+        entering = _flags(
+            [root for root, _ in kept],
+            lambda node: node.op != "call_function" or max(facts(node).block, 0) != self.block.index,
+        )
+        return self._kept_amounts(kept), entering
+
+    def _distinct(self, uses: Iterable[tuple[fx.Node, fx.Node, int]]) -> list[tuple[fx.Node, tuple[Placement, ...]]]:
+        """Storages with the placements that they are wanted in."""
+        rules = [sharding.rules for sharding in self.shardings]
+        return list(
+            dict.fromkeys((root, tuple(r[node].inputs[position] for r in rules)) for root, node, position in uses)
+        )
+
+    def _kept_amounts(self, kept: Iterable[tuple[fx.Node, tuple[Placement, ...]]]) -> Amounts:
+        return self._amounts((facts(root).spec, [isinstance(want, Shard) for want in wants]) for root, wants in kept)
+
+    def _lives(self, phase: str) -> Lives:
+        made, alive = self.block.lives(phase)
+        return Lives(self._amounts((facts(node).spec, self._split(node)) for node in made), alive)
+
+
+def _ratios(nodes: Sequence[fx.Node], others: Mapping[fx.Node, fx.Node]) -> Floats:
+    """Bytes of an element of each node's partner over those of the node itself; 1 where it has none."""
+    sizes = [(facts(others.get(node, node)).spec.dtype.itemsize, facts(node).spec.dtype.itemsize) for node in nodes]
+    return np.array([partner / own for partner, own in sizes], dtype=np.float64)
+
+
+def _flags(nodes: Sequence[fx.Node], true: Callable[[fx.Node], bool]) -> Bools:
+    return np.array([true(node) for node in nodes], dtype=np.bool_)
+
+
+def _produced(sharding: AxisSharding, node: fx.Node) -> Placement:
+    try:
+        return sharding.placement(node)
+    except KeyError:  # another block made it, and this decision is about some blocks only
+        return sharding.boundaries.get(node, REPLICATE)
+
+
+def _kind(have: Placement, want: Placement) -> str | None:
+    if isinstance(have, Partial):
+        return "all_reduce" if want == REPLICATE else "reduce_scatter"
+    if isinstance(have, Shard):
+        return "all_to_all" if isinstance(want, Shard) and want.dim != have.dim else "all_gather"
+    return None

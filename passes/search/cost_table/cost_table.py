@@ -1,0 +1,294 @@
+"""Prices of all blocks under all strategies, as arrays that the searches work on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import numpy as np
+from torch import fx
+
+from cost_models.collectives import collective_s
+from galvatron_fx.ir.arrays import Bools, Floats, Ints
+from galvatron_fx.ir.cluster.cluster import Axis, Cluster
+from galvatron_fx.ir.errors import PlanError
+from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.plan.strategy import Boundary, Strategy, batch_ranks, batch_share, boundary
+from passes.analysis.blocks import fingerprints
+from passes.search.candidates import AxisKinds, fits_kinds
+from passes.search.cost_table.block_costs import BlockPricer, BlockPrices
+from passes.search.cost_table.block_facts import BlockFacts
+from passes.search.cost_table.block_shardings import Solutions
+from passes.search.cost_table.graph_index import GraphIndex
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Prices of all blocks: arrays over [block, strategy], of one micro-batch where a batch matters.
+
+    ``forward``, ``backward``, ``weight`` (of backward), ``once`` in seconds; ``static``, ``saved``, ``deferred``,
+    ``transient`` in bytes, as :class:`passes.search.cost_table.block_costs.BlockPrices` says;
+    ``kind[strategy]``: which boundary a strategy has, of those that ``change`` tells apart; ``change[block, kind,
+    kind]``: seconds from a block to the next, forward and back; ``crossing``: bytes of activations that pass in front
+    of each block; ``allowed``: by the constraints; ``marks``: fingerprints of the blocks; ``kinds``: axes that are
+    served as one, as the request says.
+    """
+
+    strategies: tuple[Strategy, ...]
+    parts: int
+    forward: Floats
+    backward: Floats
+    weight: Floats
+    once: Floats
+    static: Floats
+    saved: Floats
+    deferred: Floats
+    transient: Floats
+    kind: Ints
+    change: Floats
+    crossing: Floats
+    allowed: Bools
+    marks: tuple[str, ...]
+    kinds: AxisKinds = ()
+
+    @cached_property
+    def time(self) -> Floats:
+        """Seconds of a block in each of its micro-batches, what is done once a step shared among them."""
+        return self.forward + self.backward + self.once / self.parts
+
+    @property
+    def memory(self) -> Floats:
+        """Bytes kept with one micro-batch in flight."""
+        return self.static + self.saved
+
+    @cached_property
+    def fastest(self) -> Floats:
+        """``[block]``: seconds of each block at its fastest."""
+        best: Floats = np.where(self.allowed, self.time, np.inf).min(axis=1)
+        return best
+
+    @cached_property
+    def useful(self) -> Ints:
+        """The strategies that some section may take, whatever it has in flight."""
+        rows, _ = self.distinct
+        amounts = (self.time, self.static, self.saved, self.deferred, self.transient)
+        return useful(self.kind, [np.where(self.allowed, amount, np.inf)[rows] for amount in amounts])
+
+    @cached_property
+    def distinct(self) -> tuple[Ints, Ints]:
+        """The first of each kind of equal blocks, and how many there are of it."""
+        counts = Counter(self._alike)
+        return np.array([self._alike.index(like) for like in counts]), np.array(list(counts.values()))
+
+    @cached_property
+    def _alike(self) -> tuple[tuple[str, bytes], ...]:
+        return tuple((mark, row.tobytes()) for mark, row in zip(self.marks, self.allowed, strict=True))
+
+    def like(self, block: int) -> tuple[str, bytes]:
+        """What is equal for blocks that have equal prices and may take the same strategies."""
+        return self._alike[block]
+
+    def change_s(self, block: int, have: int, want: int) -> float:
+        """Seconds from ``block`` in one strategy to the next block in another."""
+        return float(self.change[block, self.kind[have], self.kind[want]])
+
+
+@dataclass(frozen=True)
+class ChainRequest:
+    """Strategies to price for one way to use the outermost axes, with ``parts`` micro-batches.
+
+    ``kinds``: the axes that are served as one, which the others tell apart; where it names none, those to which a
+    strategy gives one role, as if all blocks did.
+    """
+
+    strategies: tuple[Strategy, ...]
+    parts: int
+    kinds: AxisKinds = ()
+
+
+def chain_requests(strategies: Sequence[Strategy], parts: int, kinds: Sequence[AxisKinds]) -> list[ChainRequest]:
+    """A request for each of the ``kinds`` of axes, of the strategies that give axes of one kind one role; none of equal
+    strategies for more kinds."""
+    found: dict[tuple[Strategy, ...], ChainRequest] = {}
+    for each in kinds:
+        fitting = tuple(strategy for strategy in strategies if fits_kinds(strategy, each))
+        if fitting:
+            found.setdefault(fitting, ChainRequest(fitting, parts, each))
+    return list(found.values())
+
+
+@dataclass
+class Pricer:
+    """Prices chains of one graph and cluster; solutions of blocks, and chains, are found once for all searches."""
+
+    graph: fx.GraphModule
+    cluster: Cluster
+    constraints: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        self.marks = fingerprints(self.graph)
+        self._first = {mark: self.marks.index(mark) for mark in self.marks}
+        self._row = np.array([list(self._first).index(mark) for mark in self.marks], dtype=np.int64)
+        symbols = self.graph.meta.get("symbols")
+        self.batch = symbols.batch if symbols else 1
+        self._crossing = _crossing_bytes(self.graph, len(self.marks))
+        only = frozenset(self._first.values())
+        self._solutions = Solutions(self.graph, self.cluster, len(self.marks), self.batch, only)
+        self._constrained = _constrained_blocks(self.graph, self.constraints)
+        self._known: dict[ChainRequest, Chain | PlanError] = {}
+
+    def chains(self, requests: Sequence[ChainRequest]) -> list[Chain | PlanError]:
+        """Price all requests together; PlanError in place of a chain that the batch or the constraints rule out."""
+        new = [request for request in dict.fromkeys(requests) if request not in self._known]
+        self._known.update(zip(new, self._priced(new), strict=True))
+        return [self._known[request] for request in requests]
+
+    def _priced(self, requests: Sequence[ChainRequest]) -> list[Chain | PlanError]:
+        made = [self._usable(request) for request in requests]
+        wanted = [(s, r.parts, r.kinds) for r, usable in zip(requests, made, strict=True) for s in usable]
+        self._solutions.solve(
+            (group, batch_share(strategy, parts, self.cluster.shape))
+            for strategy, parts, _ in wanted
+            for group in strategy.groups(self.cluster.shape)
+        )
+        index = GraphIndex.of(self.graph)
+        pricers = [BlockPricer(BlockFacts(index, i), self.cluster, self._solutions) for i in self._first.values()]
+        prices = [pricer.prices(wanted) for pricer in pricers] if wanted else []
+        chains: list[Chain | PlanError] = []
+        start = 0
+        for request, usable in zip(requests, made, strict=True):
+            entries = slice(start, start + len(usable))
+            start += len(usable)
+            try:
+                chains.append(self._chain(request, usable, [found[entries] for found in prices]))
+            except PlanError as error:
+                chains.append(error)
+        return chains
+
+    def _usable(self, request: ChainRequest) -> tuple[Strategy, ...]:
+        """The strategies that find enough samples in a micro-batch: those that split it evenly, else any."""
+        batch = self.batch // request.parts
+        ranks = {strategy: batch_ranks(strategy, self.cluster.shape) for strategy in request.strategies}
+        even = tuple(s for s in request.strategies if batch % ranks[s] == 0)
+        return even or tuple(s for s in request.strategies if ranks[s] <= batch)
+
+    def _chain(self, request: ChainRequest, usable: tuple[Strategy, ...], prices: Sequence[BlockPrices]) -> Chain:
+        if not usable:
+            raise PlanError(f"a batch of {self.batch} in {request.parts} micro-batches gives some ranks no sample")
+
+        def rows(name: str) -> Floats:
+            return np.array([getattr(price, name) for price in prices])[self._row]
+
+        boundaries = [boundary(strategy) for strategy in usable]
+        kinds = sorted(set(boundaries))
+        crossing = self._crossing / request.parts
+        return Chain(
+            usable,
+            request.parts,
+            rows("forward_s"),
+            rows("backward_s"),
+            rows("weight_s"),
+            rows("once_s"),
+            rows("static_bytes"),
+            rows("saved_bytes"),
+            rows("deferred_bytes"),
+            rows("transient_bytes"),
+            np.array([kinds.index(kind) for kind in boundaries], dtype=np.int64),
+            _changes(kinds, crossing[1:], self.cluster.axes),
+            crossing,
+            _allowed(usable, self._constrained, len(self.marks)),
+            self.marks,
+            request.kinds,
+        )
+
+
+def useful(kind: Ints, amounts: Sequence[Floats]) -> Ints:
+    """Strategies that no other with an equal boundary beats in all ``amounts[block, strategy]``.
+
+    An infinite amount says that a block may not take a strategy; what none may take is of no use either.
+    """
+    rows = np.concatenate(amounts)
+    keep = np.atleast_1d(np.isfinite(amounts[0]).any(axis=0))
+    for each in np.unique(kind):
+        own = np.flatnonzero(kind == each)
+        at_most = (rows[:, own, None] <= rows[:, None, own]).all(axis=0)
+        later = np.triu(at_most & at_most.T).T  # of equal ones the first is kept
+        keep[own[(at_most & ~later).any(axis=0)]] = False
+    return np.flatnonzero(keep)
+
+
+def _crossing_bytes(graph: fx.GraphModule, blocks: int) -> Floats:
+    """Bytes of the activations that pass in front of each block: made before it, used in it or behind it."""
+    change = np.zeros(blocks + 1)
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or facts(node).multi_output or facts(node).phase != "forward":
+            continue
+        uses = [facts(u).block for u in node.users if u.op == "call_function" and facts(u).phase == "forward"]
+        last, block = max(uses, default=-1), facts(node).block
+        if last > block and node.meta.get("seq_nr") is not None and facts(node).spec.dtype.is_floating_point:
+            change[block + 1] += facts(node).spec.size_bytes
+            change[last + 1] -= facts(node).spec.size_bytes
+    return np.cumsum(change)[:blocks]
+
+
+def _changes(kinds: Sequence[Boundary], crossing: Floats, axes: Sequence[Axis]) -> Floats:
+    """``[block, kind, kind]``: seconds of passing boundaries on, forward and (backwards) their gradient."""
+    inner = axes[len(axes) - len(kinds[0]) :]
+    sizes, index = np.unique(crossing, return_inverse=True)
+    there = np.zeros((len(sizes), len(kinds), len(kinds)))
+    for i, have in enumerate(kinds):
+        for j, want in enumerate(kinds):
+            there[:, i, j] = _change_s(have, want, sizes, inner)
+    both: Floats = there + there.transpose(0, 2, 1)
+    return both[index]
+
+
+def _change_s(have: Boundary, want: Boundary, size: Floats, axes: Sequence[Axis]) -> Floats:
+    """Seconds to bring ``size`` bytes from one kind of boundary to another, axis by axis."""
+    total = np.zeros_like(size)
+    for i, (a, b) in enumerate(zip(have, want, strict=True)):
+        if a and a != b:
+            rest = prod(axis.size for j, axis in enumerate(axes) if j != i and have[j])
+            total += collective_s("all_to_all" if b else "all_gather", size / rest, [axes[i]])
+    return total
+
+
+def _constrained_blocks(graph: fx.GraphModule, constraints: Mapping[str, Any]) -> dict[str, tuple[Any, set[int]]]:
+    """By module name: the wanted strategy, and the blocks that hold operators of the module."""
+    found = {}
+    for name, wanted in constraints.items():
+        members = {
+            facts(n).block
+            for n in graph.graph.nodes
+            if n.op == "call_function" and (facts(n).module == name or facts(n).module.startswith(f"{name}."))
+        }
+        if not members:
+            raise PlanError(f"constraint on module {name!r}: the model has no such module that computes anything")
+        found[name] = wanted, members
+    return found
+
+
+def _allowed(strategies: Sequence[Strategy], constrained: Mapping[str, tuple[Any, set[int]]], blocks: int) -> Bools:
+    """Which strategies each block may take, by the constraints on the modules in it."""
+    allowed = np.ones((blocks, len(strategies)), dtype=bool)
+    for name, (wanted, members) in constrained.items():
+        fits = np.array([_matches(s, wanted) for s in strategies])
+        if not fits.any():
+            raise PlanError(
+                f"constraint {wanted} on module {name!r}: no searched strategy is like it; check roles and axes"
+            )
+        for block in members:
+            allowed[block] &= fits
+            if not allowed[block].any():
+                raise PlanError(f"the constraints on block {block} (module {name!r}) contradict each other")
+    return allowed
+
+
+def _matches(strategy: Strategy, wanted: Any) -> bool:
+    if isinstance(wanted, Strategy):
+        return strategy == wanted
+    return sorted(strategy.roles) == sorted(wanted)

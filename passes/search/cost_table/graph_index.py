@@ -1,0 +1,90 @@
+"""What the prices of a graph's blocks look up in it, found in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import fx
+
+from cost_models.operator_time import is_free
+from galvatron_fx.ir.graph.metadata import facts, output_ports, ports
+from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem, op_call
+
+
+@dataclass(frozen=True)
+class GraphIndex:
+    """The nodes of every block, parameters with their first users, and (parameter, gradient) pairs.
+
+    ``trained``: the parameters that require gradients; ``terms``: values that are only added up to gradients.
+    """
+
+    blocks: Mapping[int, list[fx.Node]]
+    parameters: frozenset[fx.Node]
+    trained: frozenset[fx.Node]
+    first_user: Mapping[fx.Node, fx.Node]
+    gradients: tuple[tuple[fx.Node, fx.Node], ...]
+    terms: frozenset[fx.Node]
+
+    @cached_property
+    def gradient_of(self) -> dict[fx.Node, fx.Node]:
+        """The gradient of each parameter that has one."""
+        return dict(self.gradients)
+
+    @classmethod
+    def of(cls, graph: fx.GraphModule) -> GraphIndex:
+        """Index ``graph``."""
+        named = {port.name: node for port, node in ports(graph) if port.kind == "param"}
+        parameters = frozenset(named.values())
+        blocks: dict[int, list[fx.Node]] = {}
+        first: dict[fx.Node, fx.Node] = {}
+        for node in graph.graph.nodes:
+            if node.op == "call_function":
+                blocks.setdefault(max(facts(node).block, 0), []).append(node)
+                for source in input_nodes(node):
+                    if source in parameters:
+                        first.setdefault(source, node)
+        gradients = tuple(
+            (named[port.name], node)
+            for port, node in output_ports(graph)
+            if port.kind == "grad" and node is not None and port.name in named
+        )
+        trained = frozenset(node for port, node in ports(graph) if port.kind == "param" and port.requires_grad)
+        return cls(blocks, parameters, trained, first, gradients, _terms(graph))
+
+
+def _terms(graph: fx.GraphModule) -> frozenset[fx.Node]:
+    found: set[fx.Node] = set()
+    for node in reversed(graph.graph.nodes):
+        users = list(node.users)
+        if node.op == "call_function" and facts(node).phase == "backward":
+            sums = (u for u in users if u.op != "output")
+            if users and all(u in found and u.target is torch.ops.aten.add.Tensor for u in sums):
+                found.add(node)
+    return frozenset(found)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether ``node`` makes no memory of its own."""
+    return not is_getitem(node) and not facts(node).multi_output and is_free(op_call(node))
+
+
+def storage_root(node: fx.Node) -> fx.Node:
+    """The value whose memory a view shares."""
+    while node.op == "call_function" and is_view(node) and input_nodes(node):
+        node = input_nodes(node)[0]
+    return node
+
+
+def users_through_views(node: fx.Node) -> list[fx.Node]:
+    """Users of a value and of its views."""
+    found: list[fx.Node] = []
+    pending = list(node.users)
+    while pending:
+        user = pending.pop()
+        found.append(user)
+        if user.op == "call_function" and is_view(user):
+            pending += list(user.users)
+    return found

@@ -1,0 +1,361 @@
+"""One configuration of a pipeline: where to cut the blocks into stages, and a strategy for each block.
+
+What is minimised is the time of the simulated schedule, with each stage's forward, backward and share of what is done
+once a step. A stage's strategies are the fastest that fit its rank's memory with as many micro-batches in flight
+as the schedule has there (:func:`passes.search.solvers.sections.best_picks`): the least sum of its own times, which is
+not always best for the schedule. So where blocks are few, the strategies of all stages are searched together from
+there, and the choice is proven to be the best (:mod:`passes.search.solvers.exact_stages`). Few cuts are all tried; of
+many, the search starts from those that balance time and those that balance memory (the bi-objective of Galvatron-BMW,
+Wang et al. 2023), and moves all cuts by a block at once while that helps (:mod:`passes.search.solvers.cuts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from math import prod
+
+import numpy as np
+
+from cost_models.schedule_time import Waiting
+from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.plan.pipelining import even_cuts
+from galvatron_fx.ir.plan.schedule import Schedule
+from galvatron_fx.ir.plan.strategy import Strategy
+from passes.search.candidates import FREE_AXES
+from passes.search.cost_table.cost_table import Chain
+from passes.search.solvers.cuts import Cuts, balanced, every_cuts, may_try, moved_together
+from passes.search.solvers.exact_stages import ExactPicks
+from passes.search.solvers.sections import (
+    SMALL,
+    Section,
+    best_picks,
+    least_picks,
+    side_by_side,
+)
+from passes.search.solvers.stage_bounds import StageBounds, slowest_s
+from passes.search.solvers.step_times import StepTimes, stages_waiting
+from passes.simulation.choice import Staging
+
+_ROUNDS = 16  # at most so many moves of all cuts
+_LITTLE = 1.01  # how much slower a choice of fewer kinds of axes may be
+_SAME = 1e-9  # share of a time that is rounding
+
+
+@dataclass(frozen=True, order=True)
+class Configuration:
+    """How many of the outermost axes hold stages, into how many, in which schedule, of how many micro-batches."""
+
+    pipeline_axes: int
+    num_stages: int
+    schedule: str
+    num_microbatches: int
+
+    @property
+    def is_trivial(self) -> bool:
+        """Whether there is one stage and one micro-batch."""
+        return self.num_stages == 1 and self.num_microbatches == 1
+
+
+@dataclass(frozen=True)
+class StageChoice:
+    """The first block of every stage, a strategy (by index) for every block, and the predicted seconds of a step."""
+
+    first_blocks: Cuts
+    picks: tuple[int, ...]
+    time_s: float
+
+
+@dataclass
+class StageSearch:
+    """Searches one configuration on a priced chain."""
+
+    chain: Chain
+    configuration: Configuration
+    cluster: Cluster
+    _sections: dict[tuple[Section, float], list[int] | None] = field(default_factory=dict)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The order of work, as a table."""
+        return self.times.schedule
+
+    @property
+    def filled(self) -> Schedule:
+        """The schedule, or one of fewer micro-batches that holds as many of them at once."""
+        return self.times.filled
+
+    @cached_property
+    def times(self) -> StepTimes:
+        """What times the choices."""
+        setting = self.configuration
+        return StepTimes(
+            self.chain, self.cluster, setting.schedule, self.num_ranks, setting.num_stages, setting.num_microbatches
+        )
+
+    @cached_property
+    def num_ranks(self) -> int:
+        """Pipeline ranks."""
+        return prod(axis.size for axis in self.cluster.axes[: self.configuration.pipeline_axes])
+
+    @property
+    def staging(self) -> Staging | None:
+        """How the stages run, for the simulation; None for one stage and one micro-batch."""
+        axes = self.cluster.axes[: self.configuration.pipeline_axes]
+        return None if self.configuration.is_trivial else Staging(self.schedule, self.filled, axes)
+
+    def strategies(self, choice: StageChoice) -> list[Strategy]:
+        """The strategy of every block in ``choice``."""
+        return [self.chain.strategies[pick] for pick in choice.picks]
+
+    def bound_s(self, limit: float) -> float:
+        """Seconds that no choice within ``limit`` bytes a rank beats; see :meth:`StageBounds.bound_s`."""
+        return self._bounds.bound_s(limit)
+
+    def estimate_s(self, limit: float) -> float:
+        """About the seconds of the best choice; see :meth:`StageBounds.estimate_s`."""
+        return self._bounds.estimate_s(limit)
+
+    def unmoved_s(self, budget: float) -> float:
+        """Seconds of the best choice with cuts that balance time, whose search is only the start of a whole one; zero
+        where all ways to cut are tried, and where nothing fits with these."""
+        if may_try(len(self.chain.marks), self.configuration.num_stages):
+            return 0.0
+        choice = self._choice(self._starts()[0], budget)
+        return choice.time_s if choice is not None else 0.0
+
+    @cached_property
+    def _bounds(self) -> StageBounds:
+        return StageBounds(self.times)
+
+    def run(self, budget: float) -> StageChoice | None:
+        """The fastest choice whose estimated memory is within ``budget`` bytes on every rank, or None; on meshes of
+        many axes as :meth:`alike`.
+        """
+        choice = self.quick(budget)
+        return self.alike(choice, budget) if choice is not None and self.may_be_alike else choice
+
+    def quick(self, budget: float, near: Cuts | None = None) -> StageChoice | None:
+        """The fastest choice found, which may tell more axes apart than it gains by; of many ways to cut, ``near`` is
+        the one to start from, if it is known.
+        """
+        return self._fastest(budget, near)
+
+    @property
+    def may_be_alike(self) -> bool:
+        """Whether the mesh has so many axes that strategies are picked by a rule of thumb."""
+        return len(self.cluster.axes) > FREE_AXES
+
+    def alike(self, choice: StageChoice, budget: float) -> StageChoice:
+        """A choice close to the fastest that tells no more axes apart than its main strategy, if there is one.
+
+        Axes among which any block tells apart are served one by one, so a small block must not part those that a large
+        one takes together.
+        """
+        alike = self._with_few_columns(choice)._fastest(budget, choice.first_blocks)
+        return alike if alike is not None and alike.time_s <= choice.time_s * _LITTLE else choice
+
+    def uniform(self, choice: StageChoice) -> StageSearch:
+        """The search among strategies with the roles of the main one of ``choice``."""
+        main = self._main_roles(choice)
+        return self._among([s.roles == main for s in self.chain.strategies])
+
+    def _with_few_columns(self, choice: StageChoice) -> StageSearch:
+        """The search among strategies that tell no axes apart but those that the main one does."""
+        parted = [a != b for a, b in pairwise(self._main_roles(choice))]
+        return self._among(
+            [
+                all(apart or a == b for apart, (a, b) in zip(parted, pairwise(strategy.roles), strict=True))
+                for strategy in self.chain.strategies
+            ]
+        )
+
+    def _main_roles(self, choice: StageChoice) -> tuple[str, ...]:
+        """The roles of the strategy that most time is spent under."""
+        spent = np.zeros(len(self.chain.strategies))
+        for block, pick in enumerate(choice.picks):
+            spent[pick] += self.chain.time[block, pick]
+        return self.chain.strategies[int(spent.argmax())].roles
+
+    def _among(self, fits: Sequence[bool]) -> StageSearch:
+        """The search among some of the strategies."""
+        allowed = self.chain.allowed & np.array(fits)[None, :]
+        return StageSearch(replace(self.chain, allowed=allowed), self.configuration, self.cluster)
+
+    def run_at(self, cuts: Cuts, budget: float) -> StageChoice | None:
+        """The fastest choice of one way to cut, or None; as :meth:`run` on meshes of few axes."""
+        return self._together([cuts], budget, self._choice(cuts, budget))
+
+    def _fastest(self, budget: float, near: Cuts | None = None) -> StageChoice | None:
+        ways = list(self._cuts(budget, near))
+        best: StageChoice | None = None
+        for cuts in ways:
+            if best is not None and self._cuts_bound_s(cuts) >= best.time_s:
+                continue
+            choice = self._choice(cuts, budget, best.time_s if best is not None else np.inf)
+            if choice is not None and (best is None or choice.time_s < best.time_s):
+                best = choice
+        return self._together(ways, budget, best)
+
+    def _together(self, ways: Iterable[Cuts], budget: float, best: StageChoice | None) -> StageChoice | None:
+        """Of small instances the best choice of all, where one is better than ``best`` by more than rounding."""
+        for cuts in ways if self.is_small else ():
+            below_s = best.time_s * (1 - _SAME) if best is not None else np.inf
+            found = ExactPicks(self.times, cuts, self._waiting, budget).run(below_s)
+            if found is not None:
+                best = self._timed(cuts, self._stages_side_by_side(cuts, found))
+        return best
+
+    def _stages_side_by_side(self, cuts: Cuts, picks: Sequence[int]) -> list[int]:
+        """The picks, like ones of each stage next to each other."""
+        ordered: list[int] = []
+        for waiting, first, end in zip(self._waiting, cuts, (*cuts[1:], len(self.chain.marks)), strict=True):
+            section = Section(tuple(range(first, end)), (waiting,) * (end - first))
+            ordered += side_by_side(self.chain, section, picks[first:end])
+        return ordered
+
+    @cached_property
+    def is_small(self) -> bool:
+        """Whether strategies are searched for all stages together, and not for each on its own.
+
+        That is exact unless a way to cut leaves more tuples than :mod:`passes.search.solvers.exact_stages` takes. One
+        stage alone is exact anyway.
+        """
+        return self.configuration.num_stages > 1 and len(self.chain.marks) <= SMALL and self.times.is_whole
+
+    def least(self) -> StageChoice:
+        """The choice that takes the least memory, cut evenly by number of blocks."""
+        cuts = even_cuts(len(self.chain.marks), self.configuration.num_stages)
+        picks = [0] * len(self.chain.marks)
+        for section in self._rank_sections(cuts):
+            for block, pick in zip(section.blocks, least_picks(self.chain, section), strict=True):
+                picks[block] = pick
+        return self._timed(cuts, picks)
+
+    def least_bytes(self) -> float:
+        """Estimated bytes of :meth:`least` on its fullest rank."""
+        choice = self.least()
+        sections = self._rank_sections(choice.first_blocks)
+        return max(s.bytes(self.chain, [choice.picks[b] for b in s.blocks]) for s in sections)
+
+    # ---- cuts ----
+
+    def _cuts(self, budget: float, near: Cuts | None) -> Iterator[Cuts]:
+        """Ways to cut that are worth a look: all where they are few."""
+        blocks, stages = len(self.chain.marks), self.configuration.num_stages
+        if may_try(blocks, stages):
+            yield from sorted(every_cuts(blocks, stages), key=lambda cuts: (self._cuts_bound_s(cuts), cuts))
+            return
+        starts = dict.fromkeys(self._starts() if near is None else [near])
+        looked: list[Cuts] = []
+        for start in starts:
+            # What lies a block from where other cuts were moved was looked at there.
+            if not any(max(abs(a - b) for a, b in zip(start, cuts, strict=True)) <= 1 for cuts in looked):
+                looked += [self._moved(start, budget), start]
+        yield from dict.fromkeys([*looked, *starts])
+
+    def _starts(self) -> list[Cuts]:
+        """Cuts that balance time, that balance memory, and that balance blocks."""
+        blocks, stages = len(self.chain.marks), self.configuration.num_stages
+        memory = np.where(self.chain.allowed, self.chain.memory, np.inf).min(axis=1)
+        return [balanced(self.chain.fastest, stages), balanced(memory, stages), even_cuts(blocks, stages)]
+
+    def _moved(self, cuts: Cuts, budget: float) -> Cuts:
+        """The cuts moved, as long as that shortens the steady part of the schedule with its filling and draining."""
+        most = self.chain.parts * self.configuration.num_stages // self.num_ranks
+        for _ in range(_ROUNDS):
+            moved = moved_together(
+                cuts, self.chain.fastest, lambda stage, a, b: self._stage_s(stage, a, b, budget), most
+            )
+            if moved is None or moved == cuts:
+                break
+            cuts = moved
+        return cuts
+
+    def _cuts_bound_s(self, cuts: Cuts) -> float:
+        """Seconds that no strategies beat: the slowest rank at its fastest."""
+        return slowest_s(self.chain, cuts, self.filled.rank_of_stage) * self.chain.parts * (1 - 1e-9)
+
+    def _stage_s(self, stage: int, first: int, end: int, budget: float) -> float:
+        """Seconds of a micro-batch on one stage, which has its share of its rank's memory; infinite if it is short."""
+        section = Section(tuple(range(first, end)), (self._waiting[stage],) * (end - first))
+        share = self.configuration.num_stages // self.num_ranks
+        picks = self._section_picks(section, budget / share)
+        if picks is None:
+            return float(np.inf)
+        moves = sum(self.chain.change_s(b, p, q) for b, (p, q) in enumerate(pairwise(picks), first))
+        return float(self.chain.time[list(section.blocks), picks].sum()) + moves
+
+    @cached_property
+    def _waiting(self) -> tuple[Waiting, ...]:
+        return stages_waiting(self.filled)
+
+    # ---- one way to cut ----
+
+    def _choice(self, cuts: Cuts, budget: float, below_s: float = np.inf) -> StageChoice | None:
+        """The fastest strategies; None where they do not fit, or where a rank is busy for ``below_s`` seconds."""
+        picks = [0] * len(self.chain.marks)
+        for section in sorted(self._rank_sections(cuts), key=self._least_held, reverse=True):
+            found = self._section_picks(section, budget)
+            if found is None or self.chain.time[list(section.blocks), found].sum() * self.chain.parts >= below_s:
+                return None
+            for block, pick in zip(section.blocks, found, strict=True):
+                picks[block] = pick
+        return self._timed(cuts, picks)
+
+    def _least_held(self, section: Section) -> float:
+        return float(section.held(self.chain).min(axis=1).sum())
+
+    def _rank_sections(self, cuts: Cuts) -> list[Section]:
+        """The blocks of each rank, with what the schedule has in flight where the rank holds most."""
+        ends = (*cuts[1:], len(self.chain.marks))
+        sections = []
+        for rank in range(self.num_ranks):
+            own = self.filled.stages_of(rank)
+            blocks = [b for stage in own for b in range(cuts[stage], ends[stage])]
+            waiting = [self._waiting[stage] for stage in own for _ in range(cuts[stage], ends[stage])]
+            sections.append(Section(tuple(blocks), tuple(waiting)))
+        return sections
+
+    def _section_picks(self, section: Section, budget: float) -> list[int] | None:
+        """Solved once for all sections of equal blocks with equally many in flight."""
+        like = self._like(section)
+        key = like, budget
+        if key not in self._sections:
+            fewer = self._fewer.get((self._blocks_alike(section), budget))
+            if fewer is not None and self._is_optimal_too(fewer[0], fewer[1], like, budget):
+                self._sections[key] = fewer[1]
+            else:
+                self._sections[key] = best_picks(self.chain, like, budget)
+            self._fewer[self._blocks_alike(section), budget] = like, self._sections[key]
+        return self._sections[key]
+
+    def _is_optimal_too(self, fewer: Section, picks: list[int] | None, more: Section, budget: float) -> bool:
+        """Whether what is best with fewer micro-batches in flight still fits with more: then nothing is better."""
+        held = fewer.held(self.chain)
+        if (held > more.held(self.chain)).any():
+            return False
+        return picks is None or more.bytes(self.chain, picks) <= budget
+
+    def _like(self, section: Section) -> Section:
+        """The first section that this one equals: it differs by which of equal blocks it holds."""
+        return self._known.setdefault((self._blocks_alike(section), section.waiting), section)
+
+    def _blocks_alike(self, section: Section) -> tuple[object, ...]:
+        sizes = [float(self.chain.crossing[b]) for b in section.blocks[1:]]
+        gaps = [b - a for a, b in pairwise(section.blocks)]
+        return tuple(self.chain.like(b) for b in section.blocks), tuple(sizes), tuple(gaps)
+
+    @cached_property
+    def _known(self) -> dict[object, Section]:
+        return {}
+
+    @cached_property
+    def _fewer(self) -> dict[object, tuple[Section, list[int] | None]]:
+        """The last solution by what it depends on beside the micro-batches in flight."""
+        return {}
+
+    def _timed(self, cuts: Cuts, picks: Sequence[int]) -> StageChoice:
+        return StageChoice(cuts, tuple(picks), self.times.timed(cuts, picks))

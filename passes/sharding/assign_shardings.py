@@ -1,0 +1,90 @@
+"""Decide one mesh axis: a sharding rule for every operator, block by block, each distinct block once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from galvatron_fx.ir.graph.metadata import ports
+from galvatron_fx.ir.graph.placement import REPLICATE, Partial, Placement, Shard
+from passes.sharding.axis_decisions import AxisDecisions
+from passes.sharding.block_ilp import BlockProblem, Decision
+from passes.sharding.graph_values import GraphValues
+from passes.sharding.insert_collectives import AxisSharding
+from passes.sharding.prices import Prices
+from passes.sharding.roles import RoleRules
+
+
+@dataclass(frozen=True)
+class AssignShardings:
+    """Choose the rules of one mesh axis for a whole graph.
+
+    ``axis``: its index in the lowering; ``roles``: what the axis does in each block; ``prices``: times of operators and
+    redistributions; ``fixed``: parameters, by name, whose placement is decided already. Blocks that are equal, and
+    enter and leave equally, are solved once (``cache``). ``only``: just these blocks (for prices; such a decision
+    cannot be lowered). ``outputs_as_terms``: outputs of the model may leave as terms of a sum. ``narrow_terms``: terms
+    may be added up in a narrower dtype than the parameters have, which rounds otherwise than one device does.
+    """
+
+    axis: int
+    roles: Sequence[RoleRules]
+    prices: Prices
+    cache: dict[Any, tuple[Decision, ...]] = field(default_factory=dict)
+    fixed: Mapping[str, Placement] = field(default_factory=dict)
+    only: frozenset[int] | None = None
+    outputs_as_terms: bool = False
+    narrow_terms: bool = False
+
+    def run(self, graph: fx.GraphModule) -> AxisSharding:
+        """Return the decision for ``graph``, whose shapes are those left by the axes lowered before."""
+        return self.decide(GraphValues(graph))
+
+    def decide(self, values: GraphValues) -> AxisSharding:
+        """The same for a graph whose values are known."""
+        decided = AxisDecisions(values, self.roles, self.prices, self.outputs_as_terms, self.narrow_terms)
+        self._place_inputs(decided)
+        for index, nodes in sorted(values.blocks.items()):
+            if self.only is None or index in self.only:
+                BlockProblem(decided, index, nodes).decide(self.cache)
+        placements = () if self.only is not None else tuple(_output(decided, *output) for output in values.outputs)
+        return AxisSharding(
+            axis=self.axis,
+            degree=decided.degree,
+            rules=decided.rules,
+            inputs=decided.inputs,
+            outputs=placements,
+            boundaries=decided.exits,
+        )
+
+    def _place_inputs(self, decided: AxisDecisions) -> None:
+        """Place what no block decides: inputs, constants, and parameters that are fixed or that no block owns."""
+        for port, node in ports(decided.values.graph):
+            if port.kind == "param" and port.name in self.fixed and not decided.leaves_terms(node):
+                decided.inputs[node] = self.fixed[port.name]
+            elif port.kind != "param" or node not in decided.values.owner:
+                decided.inputs[node] = REPLICATE
+        for node in decided.values.constants:
+            decided.inputs[node] = REPLICATE
+
+
+def _output(decided: AxisDecisions, port: Any, node: fx.Node | None) -> Placement | None:
+    if node is None:
+        return None
+    if port.kind == "grad":
+        parameter = decided.values.parameter_of(port)
+        if parameter is not None and decided.leaves_terms(parameter) and isinstance(decided.produced(node), Partial):
+            return decided.produced(node)
+        return decided.inputs[parameter] if parameter is not None else REPLICATE
+    if port.kind == "output" and decided.outputs_as_terms and isinstance(decided.produced(node), Partial):
+        return decided.produced(node)
+    if port.kind == "output" and decided.values.outputs_stay:
+        return _free_output(decided.exits.get(node, decided.produced(node)))
+    return REPLICATE
+
+
+def _free_output(placement: Placement) -> Placement:
+    """Outputs stay as they are made, as long as a DTensor can say how they lie."""
+    return placement if isinstance(placement, Shard) and placement.outer == 1 else REPLICATE

@@ -1,0 +1,272 @@
+"""One block of one mesh axis as a problem for the solver: built from its nodes, solved or recalled, written back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from galvatron_fx.ir.graph.metadata import Port, TensorSpec, facts
+from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem, op_call
+from galvatron_fx.ir.graph.placement import REPLICATE, Partial, Placement, Shard
+from passes.sharding.allowed_rules import AllowedRules
+from passes.sharding.axis_decisions import AxisDecisions
+from passes.sharding.rule_ilp import Choice, Item, Problem, solve
+from passes.sharding.rules import OpRule, has_rule
+
+# Price of what a role should not do, but must where an operator has no rule that suits it.
+_UNWANTED_S = 1.0
+
+# Per choice: a rule for an operator, a placement for an input, None for a sink.
+Decision = OpRule | Placement | None
+
+
+@dataclass
+class _Value:
+    """A value of the block's problem: its index, spec and the placements it may come in."""
+
+    index: int
+    spec: TensorSpec
+    candidates: dict[Placement, None]
+
+
+class BlockProblem:
+    """A block's problem; its solution is added to the decisions of the axis."""
+
+    def __init__(self, decided: AxisDecisions, index: int, nodes: list[fx.Node]) -> None:
+        self.decided = decided
+        self.index = index
+        self.nodes = nodes
+        self.role = decided.role(index)
+        self.degree = decided.degree
+        self.prices = decided.prices
+        narrowest = 0 if decided.narrow_terms else decided.values.parameter_itemsize
+        self.allowed = AllowedRules(self.role, decided.degree, narrowest)
+        self.inside = set(nodes)
+        self.parameter_side = _made_of_parameters(nodes, decided.values.parameters)
+        self.values: dict[fx.Node, _Value] = {}
+        self.items: list[Item] = []
+        self.decisions: list[list[Decision]] = []
+        self.targets: list[fx.Node | None] = []
+        self.problem = Problem()
+
+    def decide(self, cache: dict[Any, tuple[Decision, ...]]) -> None:
+        """Choose the block's rules and the placements of its parameters, or recall them from an equal block."""
+        entries = self._entries()
+        key = self._key(entries)
+        if key not in cache:
+            self._build(entries)
+            chosen = solve(self.problem).choices
+            picked = {t: self.decisions[i][chosen[i]] for i, t in enumerate(self.targets) if t is not None}
+            cache[key] = tuple(picked.get(node) for node in [*entries, *self.nodes])
+        for node, decision in zip([*entries, *self.nodes], cache[key], strict=True):
+            if isinstance(decision, OpRule):
+                self.decided.rules[node] = decision
+            elif decision is not None and node in self.decided.values.owner:
+                self.decided.inputs.setdefault(node, decision)
+
+    # ---- what crosses ----
+
+    def _entries(self) -> list[fx.Node]:
+        """Values from outside, in order of first use."""
+        seen: dict[fx.Node, None] = {}
+        for node in self.nodes:
+            for source in input_nodes(node):
+                if source not in self.inside:
+                    seen[source] = None
+        return list(seen)
+
+    def _entry_choices(self, node: fx.Node) -> list[Placement]:
+        decided = self.decided
+        original = decided.values.originals.get(node)
+        if original in decided.inputs:
+            return [decided.inputs[original]]
+        if node in decided.values.owner and node not in decided.inputs:
+            return self.role.parameter_choices(facts(node).spec)
+        if node in decided.inputs:
+            return [decided.inputs[node]]
+        return [decided.exit_placement(node)]
+
+    def _exit_choice(self, node: fx.Node) -> Placement | None:
+        """The placement in which a value leaves the block, or None where no other block takes it."""
+        source_block = max(facts(node).block, 0)
+        crosses = any(u.op == "call_function" and max(facts(u).block, 0) != source_block for u in node.users)
+        return self.decided.exit_placement(node) if crosses else None
+
+    def _key(self, entries: list[fx.Node]) -> Any:
+        """Everything the solution depends on: calls, wiring, entry and exit placements, role."""
+        number = {node: i for i, node in enumerate([*entries, *self.nodes])}
+        wires = tuple(tuple(number[n] for n in input_nodes(node)) for node in self.nodes)
+        calls = tuple(_call_key(node) for node in self.nodes)
+        enter = tuple((facts(n).specs, tuple(self._entry_choices(n)), n in self.decided.values.owner) for n in entries)
+        late = self.decided.values.unreduced
+        leave = tuple((self._leave_key(n), self._graph_outputs(n, number), n in late) for n in self.nodes)
+        return (self.role, self.degree, wires, calls, enter, leave)
+
+    def _leave_key(self, node: fx.Node) -> Any:
+        return None if facts(node).multi_output else self._exit_choice(node)
+
+    def _graph_outputs(self, node: fx.Node, number: dict[fx.Node, int]) -> tuple[Any, ...]:
+        """How the graph's outputs take a node: as whose gradient (by number in the block), or freely."""
+        values = self.decided.values
+        taken = [(port.kind, values.parameter_of(port)) for port in values.output_ports_of.get(node, ())]
+        return tuple((kind, number.get(parameter) if parameter is not None else None) for kind, parameter in taken)
+
+    # ---- the problem ----
+
+    def _build(self, entries: list[fx.Node]) -> None:
+        for node in entries:
+            self._add_entry(node)
+        for node in self.nodes:
+            if is_getitem(node):
+                continue
+            self._add_operator(node)
+        for node in self.nodes:
+            if not facts(node).multi_output:
+                self._add_sinks(node)
+        self.problem.items = self.items
+        wanted: dict[int, dict[Placement, None]] = {}
+        for item in self.items:
+            for position, value in enumerate(item.inputs):
+                for choice in item.choices:
+                    wanted.setdefault(value, {})[choice.inputs[position]] = None
+        for node, made in self.values.items():
+            self.problem.change_s[made.index] = self._changes(node, made, list(wanted.get(made.index, ())))
+
+    def _changes(
+        self, node: fx.Node, value: _Value, wanted: list[Placement]
+    ) -> dict[tuple[Placement, Placement], float]:
+        pairs = {}
+        parameter, late = node in self.parameter_side, node in self.decided.values.unreduced
+        for have in value.candidates:
+            for want in wanted:
+                time_s = self.prices.redistribute_s(value.spec, have, want)
+                if time_s is None:
+                    continue
+                may_change = self.role.may_change_parameter if parameter else self.role.may_change
+                too_early = late and isinstance(have, Partial)
+                wanted_so = have == want or (may_change(value.spec, have, want) and not too_early)
+                pairs[have, want] = time_s + (0.0 if wanted_so else _UNWANTED_S)
+        return pairs
+
+    def _new_value(self, node: fx.Node, spec: TensorSpec, candidates: Sequence[Placement]) -> _Value:
+        value = _Value(len(self.values), spec, dict.fromkeys(candidates))
+        self.values[node] = value
+        return value
+
+    def _item(
+        self,
+        node: fx.Node | None,
+        name: str,
+        ins: list[int],
+        outs: list[int],
+        choices: list[Choice],
+        what: list[Decision],
+    ) -> None:
+        self.items.append(Item(name, tuple(ins), tuple(outs), tuple(choices)))
+        self.decisions.append(what)
+        self.targets.append(node)
+
+    def _add_entry(self, node: fx.Node) -> None:
+        choices = self._entry_choices(node)
+        value = self._new_value(node, facts(node).spec, choices)
+        parameter = node in self.decided.values.owner and node not in self.decided.inputs
+        spec = facts(node).spec
+        costs = [self.prices.update_s(spec, p) if parameter else 0.0 for p in choices]
+        if parameter and self.role.splits_parameters(spec):
+            costs = [
+                cost + (0.0 if isinstance(p, Shard) else _UNWANTED_S) for p, cost in zip(choices, costs, strict=True)
+            ]
+        made = [Choice((), (p,), cost) for p, cost in zip(choices, costs, strict=True)]
+        self._item(node, node.name, [], [value.index], made, list(choices))
+
+    def _add_operator(self, node: fx.Node) -> None:
+        call = op_call(node)
+        if not has_rule(node.target):
+            warnings.warn(
+                f"operator {node.target} has no sharding rule, so every rank computes all of it (node '{node.name}', "
+                f"module "
+                f"'{facts(node).module}'): register one, see docs/adding-an-op-rule.md",
+                stacklevel=2,
+            )
+        sources = [self.values[n] for n in input_nodes(node)]
+        rules = self.allowed.of(call, [source.candidates for source in sources])
+        picks = {int(u.args[1]): u for u in node.users if is_getitem(u)} if facts(node).multi_output else {0: node}  # type: ignore[arg-type]
+        outs = []
+        positions = []
+        for position, spec in enumerate(call.outputs):
+            if position in picks and spec is not None:
+                candidates = [rule.outputs[position] for rule in rules]
+                outs.append(self._new_value(picks[position], spec, candidates).index)
+                positions.append(position)
+        choices = [
+            Choice(rule.inputs, tuple(rule.outputs[p] for p in positions), self.prices.operator_s(call, rule))
+            for rule in rules
+        ]
+        self._item(node, node.name, [s.index for s in sources], outs, choices, list(rules))
+
+    def _add_sinks(self, node: fx.Node) -> None:
+        value = self.values.get(node)
+        if value is None:
+            return
+        leave = self._exit_choice(node)
+        if leave is not None:
+            self._add_sink(f"exit of {node.name}", [value.index], [Choice((leave,), (), 0.0)])
+        for port in self.decided.values.output_ports_of.get(node, ()):
+            self._add_output_sink(port, node, value)
+
+    def _add_output_sink(self, port: Port, node: fx.Node, value: _Value) -> None:
+        parameter = self.decided.values.parameter_of(port)
+        if parameter is not None:
+            self._add_gradient_sink(node, parameter, value)
+            return
+        free: list[Placement] = [REPLICATE]
+        if port.kind == "output" and self.decided.values.outputs_stay:
+            free += [p for p in value.candidates if isinstance(p, Shard) and p.outer == 1]
+        if port.kind == "output" and self.decided.outputs_as_terms:
+            free += [p for p in value.candidates if isinstance(p, Partial)]
+        self._add_sink(f"output {node.name}", [value.index], [Choice((p,), (), 0.0) for p in free])
+
+    def _add_gradient_sink(self, node: fx.Node, parameter: fx.Node, value: _Value) -> None:
+        """A gradient leaves as its parameter lies, or as terms that are reduced later."""
+        name = f"gradient {node.name}"
+        placed = self.values.get(parameter)
+        if placed is None or parameter in self.decided.inputs:
+            lies = self.decided.inputs.get(parameter, self.decided.exit_placement(node))
+            self._add_sink(name, [value.index], self._gradient_choices(parameter, value, lies))
+        elif self.decided.leaves_terms(parameter):
+            lies = next(iter(placed.candidates))
+            self._add_sink(name, [value.index], self._gradient_choices(parameter, value, lies))
+        else:
+            choices = [Choice((p, p), (), 0.0) for p in placed.candidates]
+            self._add_sink(name, [value.index, placed.index], choices)
+
+    def _add_sink(self, name: str, ins: list[int], choices: list[Choice]) -> None:
+        """Something that takes values as one of ``choices`` says and makes none."""
+        self._item(None, name, ins, [], choices, [None] * len(choices))
+
+    def _gradient_choices(self, parameter: fx.Node, value: _Value, placed: Placement) -> list[Choice]:
+        """Reduced to the parameter's placement, or left as terms at the price of reducing them later."""
+        choices = [Choice((placed,), (), 0.0)]
+        if self.decided.leaves_terms(parameter):
+            terms = [p for p in value.candidates if isinstance(p, Partial)]
+            reduce_s = 0.0 if self.decided.outputs_as_terms else self.prices.reduce_s(value.spec)
+            choices += [Choice((p,), (), reduce_s) for p in terms]
+        return choices
+
+
+def _made_of_parameters(nodes: Sequence[fx.Node], parameters: set[fx.Node]) -> set[fx.Node]:
+    """The parameters, and the nodes that depend on nothing else."""
+    made = set(parameters)
+    for node in nodes:
+        sources = input_nodes(node)
+        if sources and all(source in made for source in sources):
+            made.add(node)
+    return made
+
+
+def _call_key(node: fx.Node) -> Any:
+    return op_call(node) if not is_getitem(node) else node.args[1]

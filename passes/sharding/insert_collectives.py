@@ -1,0 +1,250 @@
+"""Lower one mesh axis: make every tensor local to it and every change of placement a collective node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import sympy
+import torch
+from torch import fx
+
+from galvatron_fx.ir.errors import ShardingError
+from galvatron_fx.ir.graph.collectives import all_gather, all_reduce, all_to_all, only_first, reduce_scatter, shard
+from galvatron_fx.ir.graph.local_program import record_program, record_step, renewed
+from galvatron_fx.ir.graph.metadata import Dim, NodeFacts, Placements, TensorSpec, facts, set_facts
+from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
+from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard, local_shape
+from galvatron_fx.ir.graph.rewrite import copy_node, write_call
+from galvatron_fx.ir.torch_compat import graph_module
+from passes.sharding.expansions import EXPANSIONS, Emitter
+from passes.sharding.local_args import localize_args, lowered_target, map_inputs
+from passes.sharding.rules import OpRule
+
+
+@dataclass(frozen=True)
+class AxisSharding:
+    """The decision for one mesh axis over a whole graph.
+
+    ``axis``: index of the axis in the lowering mesh; ``degree``: its ranks; ``rules``: the rule of every operator;
+    ``inputs``: the placement of every placeholder and constant; ``outputs``: the placement of every graph output that
+    is not None, in order of the output tuple; ``boundaries``: (value, block) -> the placement in which another block
+    takes a value, where that differs from what its consumers ask for.
+    """
+
+    axis: int
+    degree: int
+    rules: Mapping[fx.Node, OpRule]
+    inputs: Mapping[fx.Node, Placement]
+    outputs: tuple[Placement | None, ...]
+    boundaries: Mapping[fx.Node, Placement] = field(default_factory=dict)
+
+    def placement(self, node: fx.Node) -> Placement:
+        """The placement in which ``node``'s value is produced."""
+        if is_getitem(node):
+            source, index = node.args
+            return self.rules[source].outputs[index]  # type: ignore[index]
+        if node in self.inputs:
+            return self.inputs[node]
+        return self.rules[node].outputs[0]
+
+
+@dataclass(frozen=True)
+class InsertCollectives:
+    """Apply an :class:`AxisSharding` to a graph.
+
+    Rewrite: ``y = mm(x, w)`` with ``x: S(1)``, ``w: S(0)`` and a consumer that takes ``y`` replicated ->
+    ``y = mm(x_local, w_local); y_1 = all_reduce(y, "sum", axis)``.
+    Raises ShardingError for a change of placement that has no meaning (Shard to Partial).
+    """
+
+    sharding: AxisSharding
+
+    def run(self, graph: fx.GraphModule) -> fx.GraphModule:
+        """Return a new graph whose shapes are local to the axis; ``graph`` is left as it is."""
+        lowered = _Lowering(self.sharding, fx.Graph())
+        for node in graph.graph.nodes:
+            lowered.add(node)
+        result = graph_module(graph, lowered.graph)
+        result.meta.update(graph.meta)
+        result.graph.lint()
+        return result
+
+
+class _Lowering:
+    """State of one run: the new graph, the new node of every old one, and the redistributions made so far."""
+
+    def __init__(self, sharding: AxisSharding, graph: fx.Graph) -> None:
+        self.sharding = sharding
+        self.graph = graph
+        self._new: dict[fx.Node, fx.Node] = {}
+        self._made: dict[tuple[fx.Node, Placement], fx.Node] = {}
+
+    def add(self, node: fx.Node) -> None:
+        if node.op == "output":
+            self._add_output(node)
+        elif node.op in ("placeholder", "get_attr"):
+            self._add_input(node)
+        elif is_getitem(node):
+            self._add_getitem(node)
+        else:
+            self._add_call(node)
+
+    def _copy_facts(
+        self, node: fx.Node, new: fx.Node, specs: tuple[TensorSpec | None, ...], placements: Placements
+    ) -> None:
+        new.meta = dict(node.meta)
+        step = facts(node).step
+        step = renewed(step, new) if step is not None else None
+        set_facts(new, facts(node).having(specs=specs, placements=placements, step=step))
+
+    def _add_input(self, node: fx.Node) -> None:
+        new = copy_node(self.graph, node)
+        placement = self.sharding.inputs[node]
+        spec = _localized(facts(node).specs[0], placement, self.sharding.degree)
+        if node.op == "get_attr" and placement != REPLICATE:
+            raise ShardingError(f"constant '{node.name}' must be replicated, found {placement}")
+        self._copy_facts(node, new, (spec,), _placed(node, (placement,)))
+        self._new[node] = new
+
+    def _add_getitem(self, node: fx.Node) -> None:
+        source, index = node.args
+        new_source = self._new[source]  # type: ignore[index]
+        if isinstance(new_source, list):
+            picked = self._new[node] = new_source[int(index)]  # type: ignore[arg-type]
+            self._record_picked(picked, node, self.sharding.placement(node))
+            return
+        new = copy_node(self.graph, node, lambda n: self._new[n])
+        record = facts(new_source)
+        specs = (record.specs[int(index)],)  # type: ignore[arg-type]
+        self._copy_facts(node, new, specs, _placed(node, (self.sharding.placement(node),)))
+        self._new[node] = new
+
+    def _record_picked(self, new: fx.Node, node: fx.Node, placement: Placement) -> None:
+        """Let a result of a local program lie as ``node`` did, which picked it out of the operator expanded here."""
+        placements = _placed(node, (placement,))
+        if facts(new).placements == placements:
+            return
+        set_facts(new, facts(new).having(placements=placements))
+        for user in new.users:
+            step = facts(user).step
+            if step is not None:
+                record_step(user, step.program, step.columns)
+
+    def _add_call(self, node: fx.Node) -> None:
+        rule = self.sharding.rules[node]
+        record = facts(node)
+        inputs = [
+            self._redistributed(source, want, record)
+            for source, want in zip(input_nodes(node), rule.inputs, strict=True)
+        ]
+        degree = self.sharding.degree
+        outputs = tuple(_localized(s, p, degree) for s, p in zip(record.specs, rule.outputs, strict=True))
+        placements = _placed(node, rule.outputs)
+        if rule.expansion:
+            emitter = Emitter(self.graph, record.having(placements=(), step=None), self.sharding.axis, degree)
+            made = EXPANSIONS[rule.expansion](emitter, node, inputs, outputs)
+            results = {result: (placed,) for result, placed in zip(made, placements, strict=True)}
+            record_program(rule.expansion, emitter.written, results, len(placements[0]))
+            self._new[node] = made if record.multi_output else made[0]  # type: ignore[assignment]
+            return
+        local = localize_args(node.target, node.args, outputs)
+        args, kwargs = map_inputs((local, node.kwargs), inputs)
+        new = write_call(self.graph, lowered_target(node.target), args, kwargs, node.name)
+        self._copy_facts(node, new, outputs, placements)
+        self._new[node] = new
+
+    def _add_output(self, node: fx.Node) -> None:
+        wanted = self.sharding.outputs
+        values = []
+        for value, want in zip(node.args[0], wanted, strict=True):  # type: ignore[arg-type]
+            values.append(
+                self._redistributed(value, want, facts(value)) if isinstance(value, fx.Node) and want else None
+            )
+        new = self.graph.output(tuple(values))
+        new.meta = dict(node.meta)
+
+    def _redistributed(self, source: fx.Node, want: Placement, consumer: NodeFacts) -> fx.Node:
+        """The new node that holds ``source`` in placement ``want``, inserting what is needed once."""
+        new = self._new[source]
+        have = self.sharding.placement(source)
+        boundary = self.sharding.boundaries.get(source)
+        if boundary is not None and consumer.block != facts(source).block and boundary != have:
+            new = self._change(new, have, boundary, facts(source))
+            have = boundary
+        return new if have == want else self._change(new, have, want, consumer)
+
+    def _change(self, new: fx.Node, have: Placement, want: Placement, consumer: NodeFacts) -> fx.Node:
+        made = self._made.get((new, want))
+        if made is None or _comes_too_late(made, consumer):
+            made = self._made[new, want] = self._emit_change(new, have, want, consumer)
+            placed = (*facts(new).placements[0][:-1], want)
+            set_facts(made, facts(made).having(placements=(placed,)))
+            if made.target is torch.ops.aten.div.Scalar:
+                record_step(made, "terms of an average", len(placed))
+        return made
+
+    def _emit_change(self, new: fx.Node, have: Placement, want: Placement, consumer: NodeFacts) -> fx.Node:
+        axis, degree = self.sharding.axis, self.sharding.degree
+        spec = facts(new).spec
+        emitter = Emitter(self.graph, consumer.having(step=None), axis, degree)
+        if isinstance(have, Partial) and isinstance(want, Replicate):
+            return emitter.emit(all_reduce, (new, have.op, axis), spec)
+        if isinstance(have, Partial) and isinstance(want, Shard):
+            out = _localized(spec, want, degree)
+            return emitter.emit(reduce_scatter, (new, have.op, want.dim, want.outer, axis), out)
+        if isinstance(have, Shard) and isinstance(want, Shard) and have.dim == want.dim:
+            return self._change(self._change(new, have, REPLICATE, consumer), REPLICATE, want, consumer)
+        if isinstance(have, Shard) and isinstance(want, Replicate):
+            return emitter.emit(all_gather, (new, have.dim, have.outer, axis), _whole(spec, have, degree))
+        if isinstance(have, Shard) and isinstance(want, Shard):
+            out = _localized(_whole(spec, have, degree), want, degree)
+            args = (new, have.dim, have.outer, want.dim, want.outer, axis)
+            return emitter.emit(all_to_all, args, out)
+        if isinstance(have, Replicate) and isinstance(want, Shard):
+            return emitter.emit(shard, (new, want.dim, want.outer, axis), _localized(spec, want, degree))
+        if isinstance(have, Replicate) and want == PARTIAL:
+            return emitter.emit(only_first, (new, axis), spec)
+        if have == Partial("avg") and want == PARTIAL:
+            return emitter.emit(torch.ops.aten.div.Scalar, (new, degree), spec)
+        raise ShardingError(f"'{new.name}' is placed {have} and cannot become {want}: give its consumer another rule")
+
+
+def _comes_too_late(made: fx.Node, consumer: NodeFacts) -> bool:
+    """Whether a value was brought there for backward alone, and is now returned by forward (a buffer, say)."""
+    return facts(made).phase == "backward" and consumer.phase == "forward"
+
+
+def _placed(node: fx.Node, own: tuple[Placement, ...]) -> Placements:
+    """The placements of every output of ``node`` on the axes that are lowered, and ``own`` on this one."""
+    earlier = facts(node).placements or ((),) * len(own)
+    return tuple((*placed, here) for placed, here in zip(earlier, own, strict=True))
+
+
+def _localized(spec: TensorSpec | None, placement: Placement, degree: int) -> TensorSpec | None:
+    if spec is None or not isinstance(placement, Shard):
+        return spec
+    shape = local_shape(placement, spec.shape, degree)
+    return TensorSpec(shape, spec.dtype, _scaled(spec, placement, 1, degree), _runs(spec, placement, 1, degree))
+
+
+def _whole(spec: TensorSpec, placement: Shard, degree: int) -> TensorSpec:
+    shape = list(spec.shape)
+    shape[placement.dim] *= degree
+    dims, runs = _scaled(spec, placement, degree, 1), _runs(spec, placement, degree, 1)
+    return TensorSpec(tuple(shape), spec.dtype, dims, runs)
+
+
+def _scaled(spec: TensorSpec, placement: Shard, times: int, over: int) -> tuple[Dim, ...]:
+    dims = list(spec.dims)
+    if dims:
+        dims[placement.dim] = sympy.Rational(times, over) * dims[placement.dim]
+    return tuple(dims)
+
+
+def _runs(spec: TensorSpec, placement: Shard, times: int, over: int) -> tuple[int, ...]:
+    """Runs before the batch, fewer or more where the shard splits what lies outside of the batch."""
+    runs = list(spec.batch_runs)
+    if runs and placement.outer < runs[placement.dim]:
+        runs[placement.dim] = runs[placement.dim] * times // over
+    return tuple(runs)

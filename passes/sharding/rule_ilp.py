@@ -1,0 +1,201 @@
+"""The exact search inside a block: one rule per operator on one mesh axis, at the least total time.
+
+An integer linear program, solved by HiGHS through scipy. For every operator ``v`` and rule ``r`` a binary
+``x[v,r]``; for
+every use ``e`` of a value ``u`` by an operator ``v``, ``g[e,q,p]`` says that ``u`` is produced in placement ``q``
+and taken in
+``p``; and ``f[u,q,p]`` that the change from ``q`` to ``p`` is made at all:
+
+    minimise    sum work[v,r] x[v,r]  +  sum redistribute[u,q,p] f[u,q,p]
+    subject to  sum_r x[v,r] = 1                                   one rule each
+                sum_p g[e,q,p] = sum_{r makes u as q} x[u,r]       a use sees the placement that is produced
+                sum_q g[e,q,p] = sum_{r takes e as p} x[v,r]       and gets the one that is taken
+                g[e,q,p] <= f[u,q,p]                               a change is paid once, however many uses share it
+
+Changes without meaning have no ``g``. Tying every use to both of its ends keeps the linear relaxation close to the
+integers: with ``f`` alone, one block of Swin took 35 s instead of 0.2 s.
+(Zheng et al. 2022, Alpa, section 4, and PyTorch's AutoParallel solve programs of this kind over whole graphs.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_matrix
+
+from galvatron_fx.ir.arrays import Floats
+from galvatron_fx.ir.errors import ShardingError
+from galvatron_fx.ir.graph.placement import Placement
+
+Value = int  # index into Problem.values
+
+_FRACTION = 1e-6  # how far a number that is taken to be integral may be from it
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One rule of one item: the placements it takes and makes, and its own time in seconds."""
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    time_s: float
+
+
+@dataclass(frozen=True)
+class Item:
+    """An operator, an input (no ``inputs``) or a sink (no ``outputs``) with its choices."""
+
+    name: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    choices: tuple[Choice, ...]
+
+
+@dataclass
+class Problem:
+    """Items in order, and for every value the time of each change of placement (absent: impossible)."""
+
+    items: list[Item] = field(default_factory=list)
+    change_s: dict[Value, dict[tuple[Placement, Placement], float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The index of the choice of every item, and the least time in seconds."""
+
+    choices: tuple[int, ...]
+    time_s: float
+
+
+class _Program:
+    """Rows and columns of the integer program under construction."""
+
+    def __init__(self) -> None:
+        self.costs: list[float] = []
+        self.integral: list[int] = []
+        self.rows: list[int] = []
+        self.columns: list[int] = []
+        self.entries: list[float] = []
+        self.lower: list[float] = []
+        self.upper: list[float] = []
+
+    def variable(self, cost: float, integral: bool) -> int:
+        self.costs.append(cost)
+        self.integral.append(int(integral))
+        return len(self.costs) - 1
+
+    def constrain(self, terms: Sequence[tuple[int, float]], lower: float, upper: float) -> None:
+        row = len(self.lower)
+        for column, entry in terms:
+            self.rows.append(row)
+            self.columns.append(column)
+            self.entries.append(entry)
+        self.lower.append(lower)
+        self.upper.append(upper)
+
+
+def solve(problem: Problem) -> Solution:
+    """Solve to optimality. Raises ShardingError naming the block's items where no assignment exists."""
+    program = _Program()
+    scale = _scale(problem)
+    picks = [[program.variable(c.time_s * scale, True) for c in item.choices] for item in problem.items]
+    for row in picks:
+        program.constrain([(column, 1.0) for column in row], 1.0, 1.0)
+    made = _producers(problem, picks)
+    uses = _uses(problem, picks)
+    for value, takers in uses.items():
+        _connect(program, problem.change_s.get(value, {}), made[value], takers, scale)
+    solution = _run(program, problem)
+    chosen = tuple(int(np.argmax(solution[row])) for row in picks)
+    return Solution(chosen, float(np.dot(program.costs, solution)) / scale)
+
+
+def _scale(problem: Problem) -> float:
+    """Bring times near one: HiGHS' tolerances are absolute."""
+    times = [c.time_s for item in problem.items for c in item.choices if c.time_s > 0]
+    times += [t for table in problem.change_s.values() for t in table.values() if t > 0]
+    return 1.0 / float(np.median(times)) if times else 1.0
+
+
+def _producers(problem: Problem, picks: list[list[int]]) -> dict[Value, dict[Placement, list[int]]]:
+    """For every value and placement, the variables whose choice makes it so."""
+    made: dict[Value, dict[Placement, list[int]]] = {}
+    for item, columns in zip(problem.items, picks, strict=True):
+        for position, value in enumerate(item.outputs):
+            table = made.setdefault(value, {})
+            for choice, column in zip(item.choices, columns, strict=True):
+                table.setdefault(choice.outputs[position], []).append(column)
+    return made
+
+
+def _uses(problem: Problem, picks: list[list[int]]) -> dict[Value, list[dict[Placement, list[int]]]]:
+    """For every value its uses: by placement, the variables whose choice takes it so."""
+    uses: dict[Value, list[dict[Placement, list[int]]]] = {}
+    for item, columns in zip(problem.items, picks, strict=True):
+        for position, value in enumerate(item.inputs):
+            takers: dict[Placement, list[int]] = {}
+            for choice, column in zip(item.choices, columns, strict=True):
+                takers.setdefault(choice.inputs[position], []).append(column)
+            uses.setdefault(value, []).append(takers)
+    return uses
+
+
+def _connect(
+    program: _Program,
+    changes: dict[tuple[Placement, Placement], float],
+    made: dict[Placement, list[int]],
+    uses: list[dict[Placement, list[int]]],
+    scale: float,
+) -> None:
+    """Tie all uses of one value to how it is produced, with ``g`` for each use and ``f`` shared between them."""
+    shared: dict[tuple[Placement, Placement], int] = {}
+    for takers in uses:
+        leaving: dict[Placement, list[tuple[int, float]]] = {produced: [] for produced in made}
+        for wanted, columns in takers.items():
+            arriving: list[tuple[int, float]] = []
+            for produced in made:
+                cost = 0.0 if produced == wanted else changes.get((produced, wanted))
+                if cost is None:
+                    continue
+                alone = len(uses) == 1
+                flow = program.variable(cost * scale if alone else 0.0, False)
+                arriving.append((flow, 1.0))
+                leaving[produced].append((flow, 1.0))
+                if cost and not alone:
+                    key = (produced, wanted)
+                    if key not in shared:
+                        shared[key] = program.variable(cost * scale, False)
+                    program.constrain([(flow, 1.0), (shared[key], -1.0)], -np.inf, 0.0)
+            program.constrain([*arriving, *((column, -1.0) for column in columns)], 0.0, 0.0)
+        for produced, flows in leaving.items():
+            program.constrain([*flows, *((maker, -1.0) for maker in made[produced])], 0.0, 0.0)
+
+
+def _run(program: _Program, problem: Problem) -> Floats:
+    """The linear relaxation first: mostly its best corner is integral, and then it is what the integer program finds,
+    in a third of the time (for Swin in a sixth)."""
+    integral = np.array(program.integral, dtype=np.bool_)
+    found = _solved(program, np.zeros(len(integral)), {"presolve": False}, problem)
+    if np.abs(found - found.round())[integral].max(initial=0.0) > _FRACTION:
+        found = _solved(program, integral.astype(float), {"mip_rel_gap": 1e-6}, problem)
+    return found
+
+
+def _solved(program: _Program, integrality: Floats, options: dict[str, Any], problem: Problem) -> Floats:
+    count = len(program.costs)
+    matrix = coo_matrix((program.entries, (program.rows, program.columns)), shape=(len(program.lower), count)).tocsr()
+    result = milp(
+        np.array(program.costs),
+        integrality=integrality,
+        bounds=Bounds(0, 1),
+        constraints=LinearConstraint(matrix, np.array(program.lower), np.array(program.upper)),
+        options=options,
+    )
+    if result.x is None:
+        names = ", ".join(item.name for item in problem.items[:8])
+        raise ShardingError(f"no assignment of sharding rules fits the block of {names}, ...: {result.message}")
+    return np.asarray(result.x)

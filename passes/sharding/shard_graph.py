@@ -1,0 +1,114 @@
+"""Lower all mesh axes of a plan, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from galvatron_fx.ir.cluster.cluster import Axis, Device
+from galvatron_fx.ir.graph.layout import Column, Layout, set_layout
+from galvatron_fx.ir.graph.metadata import facts, ports, set_facts, signature
+from galvatron_fx.ir.graph.placement import REPLICATE, Placement
+from galvatron_fx.ir.graph.rewrite import copied, write_call
+from galvatron_fx.ir.plan.strategy import BATCH_ROLES, LOWERING_ORDER, PIPELINE, Strategy
+from passes.sharding.assign_shardings import AssignShardings
+from passes.sharding.insert_collectives import InsertCollectives
+from passes.sharding.local_args import DENSE_ARGUMENTS, lowered_target
+from passes.sharding.prices import Prices
+from passes.sharding.restore_gradients import RestoreGradients
+from passes.sharding.roles import RoleRules
+from passes.sharding.shard_parameters import ShardParameters
+from passes.sharding.unalias_gradients import OwnGradients
+
+
+@dataclass(frozen=True)
+class ShardGraph:
+    """Make a graph local to one rank of a mesh: assign shardings and insert collectives, axis by axis.
+
+    ``strategies``: one per block; ``axes``: the prime axes, outermost first; ``device``: whose speeds the choice of
+    rules is priced with; ``cache``: solutions of blocks, shared between runs;
+    ``fixed``: placements of parameters, one a column, that are decided already (a second graph of the same model).
+    Batch roles are lowered first, then sequence, then tensor, so that inner choices see the sizes that are left.
+    """
+
+    strategies: Sequence[Strategy]
+    axes: tuple[Axis, ...]
+    device: Device
+    cache: dict[Any, Any] = field(default_factory=dict)
+    fixed: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
+
+    def run(self, graph: fx.GraphModule) -> fx.GraphModule:
+        """Return the sharded graph; ``graph`` stays as it is."""
+        symbols = graph.meta.get("symbols")
+        batches = [symbols.batch if symbols else 1] * len(self.strategies)
+        graph = _reshaping(graph)
+        columns = merge_axes(self.strategies, self.axes)
+        inputs: list[list[Placement]] = [[REPLICATE] * len(columns) for _ in ports(graph)]
+        outputs: list[list[Placement | None]] = [[None] * len(columns) for _ in signature(graph).outputs]
+        for index, column in enumerate(columns):
+            roles = [RoleRules(role, column.degree, batch) for role, batch in zip(column.roles, batches, strict=True)]
+            prices = Prices(self.device, tuple(self.axes[i] for i in column.axes))
+            fixed = {name: placements[index] for name, placements in self.fixed.items()}
+            sharding = AssignShardings(index, roles, prices, self.cache, fixed).run(graph)
+            for placed, (_, node) in zip(inputs, ports(graph), strict=True):
+                placed[index] = sharding.inputs[node]
+            for taken, out in zip(outputs, sharding.outputs, strict=True):
+                taken[index] = out
+            graph = InsertCollectives(sharding).run(graph)
+            batches = [_left(batch, role) for batch, role in zip(batches, roles, strict=True)]
+        shard = ShardParameters(columns, inputs, outputs, self.fixed)
+        graph = OwnGradients().run(_with_dense_arguments(RestoreGradients().run(shard.run(graph))))
+        set_layout(graph, Layout(columns, tuple(map(tuple, inputs)), tuple(map(tuple, outputs))))
+        return graph
+
+
+def _reshaping(graph: fx.GraphModule) -> fx.GraphModule:
+    """A copy with ``reshape`` for ``view``: local tensors may lie in memory otherwise than the traced ones did.
+
+    Its values are whole tensors to all columns, also where the graph is of one micro-batch.
+    """
+    result = copied(graph)
+    for node in result.graph.nodes:
+        node.target = lowered_target(node.target)
+        if node.op != "output":
+            record = facts(node)
+            set_facts(node, record.having(placements=((),) * len(record.specs), step=None))
+    return result
+
+
+def _with_dense_arguments(graph: fx.GraphModule) -> fx.GraphModule:
+    """Have kernels that read memory in order read it so: the traced copies that saw to it are gone (CleanGraph)."""
+    for node in list(graph.graph.nodes):
+        for position in DENSE_ARGUMENTS.get(node.target, ()):
+            source = node.args[position]
+            with graph.graph.inserting_before(node):
+                dense = write_call(graph.graph, torch.ops.aten.contiguous.default, (source,))
+            record = facts(source)
+            like = facts(node).having(specs=record.specs, placements=record.placements, step=None)
+            set_facts(dense, like.having(multi_output=False))
+            node.update_arg(position, dense)
+    return graph
+
+
+def _left(batch: int, role: RoleRules) -> int:
+    splits = role.role in BATCH_ROLES and batch % role.degree == 0
+    return batch // role.degree if splits else batch
+
+
+def merge_axes(strategies: Sequence[Strategy], axes: Sequence[Axis]) -> tuple[Column, ...]:
+    """Group the axes whose roles agree in every block, in the order of lowering, which is that of the lowering mesh."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for i, axis in enumerate(axes):
+        if axis.size > 1 and strategies[0].roles[i] != PIPELINE:
+            groups.setdefault(tuple(strategy.roles[i] for strategy in strategies), []).append(i)
+    columns = [Column(tuple(members), roles, prod(axes[i].size for i in members)) for roles, members in groups.items()]
+    return tuple(sorted(columns, key=_lowering_rank))
+
+
+def _lowering_rank(column: Column) -> tuple[int, tuple[int, ...]]:
+    return LOWERING_ORDER.index(column.main_role), column.axes

@@ -1,0 +1,230 @@
+"""ZeRO: keep a share of each parameter, gather it for use, reduce and scatter its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from galvatron_fx.ir.graph.collectives import all_gather, all_reduce, reduce_scatter, shard
+from galvatron_fx.ir.graph.layout import Column
+from galvatron_fx.ir.graph.metadata import (
+    NodeFacts,
+    Placements,
+    Port,
+    TensorSpec,
+    facts,
+    output_ports,
+    ports,
+    set_facts,
+)
+from galvatron_fx.ir.graph.op_call import input_nodes
+from galvatron_fx.ir.graph.placement import REPLICATE, Partial, Placement, Shard, fits, local_shape
+from galvatron_fx.ir.graph.precision import cast_parameter
+from galvatron_fx.ir.graph.rewrite import set_output, write_call
+from galvatron_fx.ir.plan.strategy import original_name
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class ShardParameters:
+    """Split the parameters of blocks whose columns play ``zero`` (Rajbhandari et al. 2020, ZeRO stage 3).
+
+    Runs after all columns are lowered, so that a parameter which tensor axes have split is split further inside its
+    part. A parameter none of whose dims divides stays whole, and its gradient is all-reduced. Sums over other columns
+    are those of the shares, which are fewer bytes.
+
+    Rewrite: ``t(w)`` ... ``grad: P`` -> ``t(all_gather(w_local))`` ... ``reduce_scatter(grad)``.
+
+    ``inputs`` and ``outputs``: placements by column of every placeholder and output; changed in place.
+    ``fixed``: placements that parameters already have.
+    """
+
+    columns: Sequence[Column]
+    inputs: list[list[Placement]]
+    outputs: list[list[Placement | None]]
+    fixed: Mapping[str, tuple[Placement, ...]]
+
+    def run(self, graph: fx.GraphModule) -> fx.GraphModule:
+        """Rewrite ``graph`` in place and return it."""
+        owners = _owners(graph)
+        for index, column in enumerate(self.columns):
+            if "zero" not in column.roles:
+                continue
+            for position, (port, node) in enumerate(ports(graph)):
+                if port.kind == "param" and node in owners and column.roles[owners[node]] == "zero":
+                    placement = self._placement(port, node, position, index, column.degree)
+                    self.inputs[position][index] = placement
+                    self._split(graph, port, node, placement, index, column.degree)
+        graph.recompile()
+        return graph
+
+    def _placement(self, port: Port, node: fx.Node, position: int, index: int, degree: int) -> Placement:
+        """The first dim that divides and that no later column splits: shards nest in the order of the mesh."""
+        if port.name in self.fixed:
+            return self.fixed[port.name][index]
+        shape = facts(node).spec.shape
+        later = {p.dim for p in self.inputs[position][index + 1 :] if isinstance(p, Shard)}
+        free = [dim for dim in range(len(shape)) if dim not in later]
+        return next((Shard(dim) for dim in free if fits(Shard(dim), shape, degree)), REPLICATE)
+
+    def _split(
+        self, graph: fx.GraphModule, port: Port, node: fx.Node, placement: Placement, index: int, degree: int
+    ) -> None:
+        whole = facts(node)
+        if isinstance(placement, Shard):
+            placed = _placed_on(whole.placements, index, placement)
+            set_facts(node, whole.having(specs=(_local(whole.spec, placement, degree),), placements=placed))
+            self._gather_for_users(graph, node, whole, placement, index)
+        for position, (out_port, gradient) in enumerate(output_ports(graph)):
+            if out_port.kind == "grad" and out_port.name == port.name and gradient is not None:
+                have = self.outputs[position][index]
+                reduced = self._reduce(graph, gradient, have, placement, index, degree)
+                set_output(graph, position, reduced)
+                self.outputs[position][index] = placement
+
+    def _gather_for_users(
+        self, graph: fx.GraphModule, node: fx.Node, whole: NodeFacts, placement: Shard, index: int
+    ) -> None:
+        """Gather for every block that uses the parameter; an output of the graph takes what the first use takes.
+
+        A block that casts it to a narrower dtype casts its share, and gathers that.
+        """
+        users = [user for user in node.users if user.op == "call_function"]
+        first = min(users, key={n: i for i, n in enumerate(graph.graph.nodes)}.__getitem__)
+        for block in sorted({facts(user).block for user in users}):
+            members = [user for user in users if facts(user).block == block]
+            is_first, shard_of, record = first in members, node, whole
+            if all(_narrows(user) for user in members):
+                (shard_of,) = members
+                record, local = facts(shard_of), facts(node).spec
+                placed = _placed_on(record.placements, index, placement)
+                local_spec = TensorSpec(local.shape, record.spec.dtype)
+                set_facts(shard_of, record.having(specs=(local_spec,), placements=placed))
+                members = [user for user in shard_of.users if user.op == "call_function"]
+            gathered = self._gather(graph, shard_of, record, placement, index, members)
+            for user in members:
+                user.replace_input_with(shard_of, gathered)
+            if is_first:
+                graph.graph.output_node().replace_input_with(shard_of, gathered)
+
+    def _gather(
+        self, graph: fx.GraphModule, node: fx.Node, whole: NodeFacts, placement: Shard, index: int, users: list[fx.Node]
+    ) -> fx.Node:
+        """One gather a block, in front of its first use."""
+        first = min(users, key={n: i for i, n in enumerate(graph.graph.nodes)}.__getitem__)
+        with graph.graph.inserting_before(first):
+            gathered = write_call(graph.graph, all_gather, (node, placement.dim, placement.outer, index))
+        record = facts(first)
+        like = record.having(specs=whole.specs, placements=whole.placements, step=None)
+        set_facts(gathered, like.having(multi_output=False))
+        return gathered
+
+    def _reduce(
+        self,
+        graph: fx.GraphModule,
+        gradient: fx.Node,
+        have: Placement | None,
+        placement: Placement,
+        index: int,
+        degree: int,
+    ) -> fx.Node:
+        if have == placement:
+            return gradient
+        if isinstance(have, Partial) and isinstance(placement, Shard):
+            total = _sum_made_last(gradient)
+            if total is not None:
+                return self._scatter_before(graph, total, have, placement, index, degree)
+        spec = facts(gradient).spec
+        output = graph.graph.output_node()
+        after = gradient.next if gradient.op == "call_function" else output
+        with graph.graph.inserting_before(after):
+            if isinstance(have, Partial) and isinstance(placement, Shard):
+                args = (gradient, have.op, placement.dim, placement.outer, index)
+                node = write_call(graph.graph, reduce_scatter, args)
+            elif isinstance(have, Partial):
+                node = write_call(graph.graph, all_reduce, (gradient, have.op, index))
+            elif isinstance(placement, Shard):
+                node = write_call(graph.graph, shard, (gradient, placement.dim, placement.outer, index))
+            else:
+                raise AssertionError(f"gradient '{gradient.name}' is placed {have}, its parameter {placement}")
+        made = _local(spec, placement, degree) if isinstance(placement, Shard) else spec
+        placed = _placed_on(facts(gradient).placements, index, placement)
+        set_facts(node, facts(gradient).having(specs=(made,), phase="backward", placements=placed, step=None))
+        return node
+
+    def _scatter_before(
+        self, graph: fx.GraphModule, total: fx.Node, have: Partial, placement: Shard, index: int, degree: int
+    ) -> fx.Node:
+        """Scatter what other columns sum up already, so that they sum up shares alone; sums may change places."""
+        (source,) = input_nodes(total)
+        share = self._reduce(graph, source, have, placement, index, degree)
+        total.replace_input_with(source, share)
+        if not share < total:
+            share.append(total)
+        placed = _placed_on(facts(total).placements, index, placement)
+        set_facts(total, facts(total).having(specs=facts(share).specs, placements=placed))
+        return total
+
+
+def _sum_made_last(gradient: fx.Node) -> fx.Node | None:
+    """The sum over another column that one gradient is, behind what reshapes it; None where there is none."""
+    above, first = gradient, None
+    while above.target is aten.reshape.default and len(above.users) == 1:
+        above, first = input_nodes(above)[0], above
+    results = gradient.graph.output_node().args[0]
+    if above.target is not all_reduce or above.args[1] != "sum" or len(above.users) > 1:
+        return None
+    if list(results).count(gradient) > 1:  # type: ignore[arg-type]
+        return None
+    if first is not None:
+        gradient.replace_all_uses_with(above)
+        first.replace_input_with(above, input_nodes(above)[0])
+        above.update_arg(0, gradient)
+        gradient.append(above)
+        whole = facts(gradient)
+        set_facts(above, facts(above).having(specs=whole.specs, placements=whole.placements))
+        _leave_terms(gradient, first, above)
+    return above
+
+
+def _leave_terms(last: fx.Node, first: fx.Node, total: fx.Node) -> None:
+    """Record that the reshapes from ``first`` to ``last`` are of terms now, which ``total`` sums up behind them."""
+    column, op = int(total.args[-1]), str(total.args[1])  # type: ignore[arg-type]
+    node = last
+    while True:
+        set_facts(node, facts(node).having(placements=_placed_on(facts(node).placements, column, Partial(op))))
+        if node is first:
+            break
+        node = input_nodes(node)[0]
+
+
+def _placed_on(placements: Placements, column: int, placement: Placement) -> Placements:
+    """The placements of one output with another on one column; none where none are recorded."""
+    return tuple((*placed[:column], placement, *placed[column + 1 :]) for placed in placements)
+
+
+def _local(spec: TensorSpec, placement: Shard, degree: int) -> TensorSpec:
+    return TensorSpec(local_shape(placement, spec.shape, degree), spec.dtype)
+
+
+def _narrows(node: fx.Node) -> bool:
+    """Whether a node casts a parameter to fewer bytes."""
+    if node.target is not cast_parameter:
+        return False
+    return facts(node).spec.dtype.itemsize < facts(node.args[0]).spec.dtype.itemsize  # type: ignore[arg-type]
+
+
+def _owners(graph: fx.GraphModule) -> dict[fx.Node, int]:
+    """The block of every parameter's first use; copies of it in other stages belong there too."""
+    owners: dict[str, int] = {}
+    names = {node: original_name(port.name) for port, node in ports(graph) if port.kind == "param"}
+    for node in graph.graph.nodes:
+        if node.op == "call_function":
+            for source in node.all_input_nodes:
+                if source in names:
+                    owners.setdefault(names[source], max(facts(node).block, 0))
+    return {node: owners[name] for node, name in names.items() if node.users and name in owners}

@@ -1,0 +1,164 @@
+"""Predict what strategies for all blocks really take: lowered and simulated, on a short model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import fx
+
+from cost_models.streams import Event
+from galvatron_fx.ir.arrays import Floats
+from galvatron_fx.ir.cluster.cluster import Axis, Cluster
+from galvatron_fx.ir.plan.prediction import MemoryUse
+from galvatron_fx.ir.plan.schedule import Schedule
+from galvatron_fx.ir.plan.strategy import Strategy
+from passes.lowering.lower_stages import LowerStages
+from passes.lowering.lower_step import Lower
+from passes.simulation.drop_blocks import DropBlocks
+from passes.simulation.events import GraphEvents
+from passes.simulation.short_model import Label, ShortModel
+from passes.simulation.stages import SimulateStages, StagesReport
+from passes.simulation.step import SimulateStep, StepReport
+
+Row = Mapping[Any, float]
+"""Seconds or bytes of a stage or rank, by what they are of."""
+
+
+class Measured(NamedTuple):
+    """Seconds of every stage as if nothing ran at once, bytes of every rank, and the events of every stage's graphs."""
+
+    seconds: Sequence[Row]
+    memory: Sequence[Row]
+    events: Sequence[Mapping[str, GraphEvents]]
+
+
+class Whole(NamedTuple):
+    """The same of the whole model, its events in one list a graph."""
+
+    seconds: list[dict[Any, float]]
+    memory: list[dict[Any, float]]
+    events: list[Mapping[str, Sequence[Event]]]
+
+
+_PARAMETER_BYTES = "parameter bytes"
+
+
+@dataclass(frozen=True)
+class Staging:
+    """How stages run: the ``schedule``, one that holds as many micro-batches at once (``filled``, which may have fewer
+    of them), and the mesh axes that hold the stages.
+    """
+
+    schedule: Schedule
+    filled: Schedule
+    axes: Sequence[Axis]
+
+
+@dataclass
+class SimulateChoice:
+    """Simulates choices of one graph; block solutions are shared among them. ``marks``: fingerprints of the blocks."""
+
+    graph: fx.GraphModule
+    cluster: Cluster
+    marks: Sequence[str]
+    _cache: dict[Any, Any] = field(default_factory=dict)
+    _simulator: SimulateStep = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._simulator = SimulateStep(self.cluster)
+
+    def run(
+        self, strategies: Sequence[Strategy], first_blocks: Sequence[int], staging: Staging | None
+    ) -> StepReport | StagesReport:
+        """Return the prediction of a step, for a strategy a block and the first block of every stage.
+
+        ``staging``: None for one stage and one micro-batch.
+        """
+        short = ShortModel.of(self.marks, strategies, first_blocks)
+        return self._one_stage(short, strategies) if staging is None else self._stages(short, strategies, staging)
+
+    def _one_stage(self, short: ShortModel, strategies: Sequence[Strategy]) -> StepReport:
+        def measure(model: ShortModel) -> Measured:
+            lowered = Lower([strategies[b] for b in model.keep], self.cluster, self._cache).run(self._graph(model))
+            step = self._simulator.parts(lowered)
+            seconds: dict[Any, float] = {**step.alone, _PARAMETER_BYTES: step.parameter_bytes}
+            return Measured([seconds], [_row(step.memory)], [step.events])
+
+        whole = _whole(short, measure)
+        (seconds,), (memory,), (events,) = whole
+        parameter_bytes = round(seconds.pop(_PARAMETER_BYTES))
+        return self._simulator.report(seconds, events.values(), _memory(memory), parameter_bytes)
+
+    def _stages(self, short: ShortModel, strategies: Sequence[Strategy], staging: Staging) -> StagesReport:
+        schedule = staging.schedule
+        simulate = SimulateStages(self.cluster, schedule, staging.axes)
+        filled = SimulateStages(self.cluster, staging.filled, staging.axes)
+
+        def measure(model: ShortModel) -> Measured:
+            kept = [strategies[b] for b in model.keep]
+            parts = schedule.num_microbatches
+            lower = LowerStages(kept, model.first_blocks, parts, self.cluster, self._cache, keep_outputs=False)
+            lowered = lower.run(self._graph(model)).standing_for(model.stage_of)
+            events = simulate.events(lowered)
+            return Measured(simulate.alone(lowered, events), [_row(use) for use in filled.memory(lowered)], events)
+
+        ranks = [schedule.stages_of(rank) for rank in range(schedule.num_ranks)]
+        whole = _whole(short, measure, ranks)
+        return simulate.report(whole.seconds, whole.events, [_memory(row) for row in whole.memory])
+
+    def _graph(self, model: ShortModel) -> fx.GraphModule:
+        return DropBlocks(model.keep, self.marks).run(self.graph)
+
+
+def _whole(
+    short: ShortModel, measure: Callable[[ShortModel], Measured], ranks: Sequence[Sequence[int]] | None = None
+) -> Whole:
+    """What ``measure`` would find on the whole model; ``ranks``: the stages of each."""
+    base = measure(short)
+    longer = {label: measure(short.longer(label)) for label in short.labels}
+    return Whole(
+        _extrapolated(short, base.seconds, {label: found.seconds for label, found in longer.items()}),
+        _extrapolated(short, base.memory, {label: found.memory for label, found in longer.items()}, ranks),
+        [_unrolled(short, stage, base, longer) for stage in range(len(short.whole))],
+    )
+
+
+def _unrolled(
+    short: ShortModel, stage: int, base: Measured, longer: Mapping[Label, Measured]
+) -> dict[str, Sequence[Event]]:
+    """The events of every graph of a stage of the whole model."""
+    return {
+        name: short.unrolled(stage, own, {label: found.events[stage][name] for label, found in longer.items()})
+        for name, own in base.events[stage].items()
+    }
+
+
+def _extrapolated(
+    short: ShortModel,
+    base: Sequence[Row],
+    longer: Mapping[Label, Sequence[Row]],
+    rows: Sequence[Sequence[int]] | None = None,
+) -> list[dict[Any, float]]:
+    """The amounts of the whole model; see :meth:`ShortModel.extrapolate`."""
+    keys = list(dict.fromkeys(key for found in (base, *longer.values()) for row in found for key in row))
+
+    def table(found: Sequence[Row]) -> Floats:
+        return np.array([[row.get(key, 0.0) for key in keys] for row in found], dtype=np.float64)
+
+    total = short.extrapolate(table(base), {label: table(found) for label, found in longer.items()}, rows)
+    return [dict(zip(keys, row, strict=True)) for row in total.tolist()]
+
+
+def _row(memory: MemoryUse) -> Row:
+    moments = {"step": memory.step, "update": memory.update}
+    return {(moment, kind): size for moment, held in moments.items() for kind, size in held.items()}
+
+
+def _memory(row: Row) -> MemoryUse:
+    held: dict[str, dict[str, int]] = {"step": {}, "update": {}}
+    for (moment, kind), size in row.items():
+        held[moment][kind] = round(size)
+    return MemoryUse(held["step"], held["update"])

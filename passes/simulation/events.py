@@ -1,0 +1,177 @@
+"""What one device does in a lowered graph, as events of a computing stream and of one communication stream a column."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from torch import fx
+
+from cost_models.node_time import Price
+from cost_models.streams import Event, Share, Start, Wait, Work
+from galvatron_fx.ir.graph import collectives as c
+from galvatron_fx.ir.graph.bundles import bytes_by_block
+from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.plan.prediction import Cause
+from passes.analysis.collective_schedule import early_gathers, waited_before
+
+__all__ = ["BlockEvents", "GraphEvents", "blocks_by_place", "node_events"]
+
+
+PriceOf = Callable[[fx.Node], Price | None]
+
+
+@dataclass(frozen=True)
+class BlockEvents:
+    """What a graph does from where a block starts computing to where the next one does.
+
+    ``gathers``: its own that start with it; ``ahead``: gathers for the blocks behind it that do; ``rest``. Waits tell
+    how many collectives may be left, so all three are equal for equal blocks in a row.
+    """
+
+    block: int
+    gathers: tuple[Event, ...]
+    ahead: tuple[Event, ...]
+    rest: tuple[Event, ...]
+
+    @property
+    def all(self) -> list[Event]:
+        """Every event in order."""
+        return [*self.gathers, *self.ahead, *self.rest]
+
+
+@dataclass(frozen=True)
+class GraphEvents:
+    """The events of a graph by block, in order; work of one cause that nothing interrupts is one event."""
+
+    blocks: tuple[BlockEvents, ...]
+
+    @classmethod
+    def of(cls, graph: fx.Graph, price: PriceOf, copies: Iterable[tuple[int, Work]]) -> GraphEvents:
+        """Price every node; ``copies``: work that is no node's, by block, done behind the rest of it.
+
+        A bundle of several blocks is so, too: each has the share of its bytes in the packing and in the collective.
+        """
+        parts: dict[int, tuple[list[Event], list[Event], list[Event]]] = {}
+        place, gathering, now = blocks_by_place(graph), _gathering(graph), 0
+        shares: list[tuple[int, Event]] = []
+        for node, events in node_events(graph, price):
+            if sizes := bytes_by_block(node):
+                shares += _shares(events, sizes)
+                events = [_without_shares(event) for event in events]
+            if place.get(node, now) not in parts:
+                now = place.get(node, now)
+                parts[now] = [], [], []
+            gathers, ahead, rest = parts[now]
+            early = node in gathering and not rest
+            (rest if not early else gathers if _block(node) == now else ahead).extend(events)
+        for block, event in (*shares, *copies):
+            parts.setdefault(block, ([], [], []))[2].append(event)
+        return cls(tuple(BlockEvents(block, *map(_merged, own)) for block, own in parts.items()))
+
+    @property
+    def all(self) -> list[Event]:
+        """Every event in order."""
+        return [event for block in self.blocks for event in block.all]
+
+    @property
+    def seconds(self) -> dict[Cause, float]:
+        """By cause, what work and collectives take alone."""
+        total: dict[Cause, float] = {}
+        for event in self.all:
+            if not isinstance(event, Wait) and event.seconds:
+                total[event.cause] = total.get(event.cause, 0.0) + event.seconds
+        return total
+
+
+def node_events(graph: fx.Graph, price: PriceOf) -> Iterable[tuple[fx.Node, list[Event]]]:
+    """Each operator with the waits in front of it and what it does; those that take no time among them."""
+    due: dict[fx.Node, list[fx.Node]] = {}
+    for node, moment in waited_before(graph).items():
+        due.setdefault(moment, []).append(node)
+    started: dict[int, int] = {}  # by stream, how many collectives
+    number: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        behind: dict[int, int] = {}
+        for done in due.get(node, ()):
+            stream = _stream(done)
+            behind[stream] = min(behind.get(stream, started[stream]), started[stream] - number[done])
+        events: list[Event] = [Wait(stream, left) for stream, left in behind.items()]
+        priced = price(node)
+        if node.target in c.COLLECTIVES:
+            number[node] = started[_stream(node)] = started.get(_stream(node), 0) + 1
+            priced = priced or Price(Cause(""), 0.0)
+            events.append(Start(priced.seconds, priced.cause, _stream(node), priced.start_s))
+        elif priced is not None and priced.seconds:
+            events.append(Work(priced.seconds, priced.cause))
+        yield node, events
+
+
+def blocks_by_place(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The block whose computing every operator stands in, or its own where that is no neighbour.
+
+    Gathers ahead of time stand in that of the block in front of which they are, what is left for later of a gradient in
+    that of the next block; what is left for the end of the graph is there with its own block.
+    """
+    gathering = _gathering(graph)
+    operators = [node for node in graph.nodes if node.op == "call_function"]
+    computing: dict[fx.Node, int] = {}
+    block = None
+    for node in reversed(operators):
+        block = _block(node) if node not in gathering or block is None else block
+        computing[node] = block
+    blocks, begun, now, ends = set(computing.values()), set[int](), -1, False
+    found: dict[fx.Node, int] = {}
+    for node in operators:
+        if (block := computing[node]) not in begun:
+            now = block
+            begun.add(block)
+        ends |= begun == blocks and abs(block - now) > 1
+        found[node] = block if ends or abs(block - now) > 1 else now
+    return found
+
+
+def _shares(events: Sequence[Event], sizes: Mapping[int, int]) -> list[tuple[int, Event]]:
+    """What every block has in the events of a bundle, by the bytes that it has in it."""
+    found: list[tuple[int, Event]] = []
+    for event in events:
+        for block, size in sizes.items():
+            if isinstance(event, Start):
+                found.append((block, Share(event.seconds * size / sum(sizes.values()), event.cause, event.stream)))
+            elif isinstance(event, Work):
+                found.append((block, Work(event.seconds * size / sum(sizes.values()), event.cause)))
+    return found
+
+
+def _without_shares(event: Event) -> Event:
+    """What is left of an event of a bundle where its shares are elsewhere."""
+    if isinstance(event, Start):
+        return event._replace(seconds=0.0, start_s=0.0, takes_shares=True)
+    return event._replace(seconds=0.0) if isinstance(event, Work) else event
+
+
+def _gathering(graph: fx.Graph) -> set[fx.Node]:
+    """Gathers that need not wait for anything, and what leads to them, of blocks that compute behind them."""
+    gathers = early_gathers(graph)
+    links = {*gathers, *(link for before in gathers.values() for link in before)}
+    computing = {_block(node) for node in graph.nodes if node.op == "call_function" and node not in links}
+    return {node for node in links if _block(node) in computing}
+
+
+def _merged(events: Sequence[Event]) -> tuple[Event, ...]:
+    found: list[Event] = []
+    for cause, group in groupby(events, lambda event: event.cause if isinstance(event, Work) else None):
+        if cause is None:
+            found += group
+        else:
+            found.append(Work(sum(event.seconds for event in group if isinstance(event, Work)), cause))
+    return tuple(found)
+
+
+def _stream(node: fx.Node) -> int:
+    return int(node.args[-1])  # type: ignore[arg-type]
+
+
+def _block(node: fx.Node) -> int:
+    return max(facts(node).block, 0)

@@ -1,0 +1,35 @@
+"""Seconds by cause of what runs at once: what a step takes longer for each collective, and what is hidden of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from cost_models.streams import Event, StreamRun
+from galvatron_fx.ir.cluster.overlap import Overlap
+from galvatron_fx.ir.plan.prediction import Cause
+
+__all__ = ["added", "overlapped"]
+
+
+def overlapped(
+    alone: Mapping[Cause, float], graphs: Iterable[Sequence[Event]], overlap: Overlap
+) -> tuple[dict[Cause, float], dict[Cause, float]]:
+    """Return (seconds, hidden) by cause where ``graphs`` run one after the other.
+
+    ``alone``: seconds as if nothing ran at once; those of local causes stay. What both hold of a collective adds up to
+    these, unless computing beside it costs more than waiting for it would.
+    """
+    exposed = added(StreamRun.of(events, overlap).exposed for events in graphs)
+    collectives = {cause: spent for cause, spent in alone.items() if not cause.is_local}
+    hidden = {cause: spent - exposed.get(cause, 0.0) for cause, spent in collectives.items()}
+    seconds = {cause: exposed.get(cause, 0.0) if cause in collectives else spent for cause, spent in alone.items()}
+    return seconds, {cause: spent for cause, spent in hidden.items() if spent > 1e-9 * collectives[cause]}
+
+
+def added(parts: Iterable[Mapping[Cause, float]]) -> dict[Cause, float]:
+    """Return the sums by cause."""
+    total: dict[Cause, float] = {}
+    for part in parts:
+        for cause, spent in part.items():
+            total[cause] = total.get(cause, 0.0) + spent
+    return total

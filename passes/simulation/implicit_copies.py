@@ -1,0 +1,43 @@
+"""Find the copies that no node of a lowered graph is named for: they depend on how tensors lie in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from galvatron_fx.ir.graph import collectives as c
+from galvatron_fx.ir.graph.bound_ops import BoundAxis, from_ranks, gather_ready, to_ranks
+from galvatron_fx.ir.graph.metadata import NodeFacts, facts, has_facts
+from galvatron_fx.ir.graph.rewrite import copy_graph
+from galvatron_fx.ir.torch_compat import pytree
+from passes.analysis.alias_analysis import laid_value
+from passes.analysis.strided_values import LaidTensor
+from passes.lowering.codegen import Codegen
+
+_MAY_COPY = {torch.ops.aten.reshape.default, gather_ready, to_ranks, from_ranks, c.take_run}
+
+
+def real_copies(graph: fx.GraphModule, degrees: Sequence[int]) -> Iterator[tuple[NodeFacts, int]]:
+    """Yield (facts of the node, bytes written) for every reshape, slice and buffer of a collective that is a copy.
+
+    The graph is bound to the last rank of every axis and run on tensors without data, whose strides are those of a real
+    run; what enters it is taken to be dense. ``degrees``: ranks along each column of the lowering mesh.
+    """
+    bound = copy_graph(graph.graph)
+    Codegen([BoundAxis("", degree, degree - 1) for degree in degrees]).bind(bound)
+    values: dict[fx.Node, Any] = {}
+    for node in bound.nodes:
+        if node.op == "output":
+            return
+        values[node] = laid_value(graph, node, values)
+        if node.target in _MAY_COPY and has_facts(node) and _is_new(values[node], node, values):
+            yield facts(node), values[node].size_bytes
+
+
+def _is_new(made: LaidTensor, node: fx.Node, values: dict[fx.Node, Any]) -> bool:
+    """Whether a value lies in memory of its own."""
+    given = (leaf for source in node.all_input_nodes for leaf in pytree.tree_leaves(values[source]))
+    return all(leaf is None or made.buffer is not leaf.buffer for leaf in given)

@@ -1,0 +1,202 @@
+"""Count the bytes alive while a lowered program runs, by running it on tensors without data.
+
+The graphs are bound to a rank as code generation binds them. What stands for tensors has shapes, strides and buffers:
+views share theirs and collectives copy as they do in a real run, so nothing is estimated but what operators allocate
+inside.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from galvatron_fx.ir.errors import VerifierError
+from galvatron_fx.ir.graph.bound_ops import BoundAxis, finished
+from galvatron_fx.ir.graph.metadata import facts, has_facts
+from galvatron_fx.ir.graph.rewrite import copy_graph
+from galvatron_fx.ir.plan.prediction import (
+    ACTIVATIONS,
+    BATCH,
+    GATHERED,
+    GRADIENTS,
+    PARAMETERS,
+    TRANSIENTS,
+    MemoryUse,
+    Storage,
+    by_kind,
+)
+from passes.analysis.strided_values import Buffer, LaidTensor, evaluate
+from passes.lowering.codegen import Codegen
+from passes.lowering.lower_step import Lowered
+
+_WEIGHTS = {PARAMETERS, GATHERED}
+
+
+def kind_of_port(kind: str) -> str:
+    """What the memory of a graph's input is, by the kind of its port."""
+    return PARAMETERS if kind in ("param", "buffer") else BATCH
+
+
+class MemoryMeter:
+    """Runs the two graphs on tensors without data and counts the bytes of buffers that are alive."""
+
+    def __init__(self, degrees: Sequence[int]) -> None:
+        self._degrees = degrees
+        self._live: Counter[Buffer] = Counter()
+        self._held: dict[Buffer, Storage] = {}
+        self.bytes = 0
+        self._most_bytes = 0
+        self.at_most: list[Storage] = []
+
+    def use(self, lowered: Lowered, update_bytes: int) -> MemoryUse:
+        """The most bytes alive beside optimizer states: parameters, inputs, gradients and outputs included.
+
+        ``update_bytes``: what the optimizer takes while it updates, when the gradients are all that backward left.
+        """
+        halves = lowered.halves
+        count = len(halves.result_ports)
+        inputs = [LaidTensor.empty(facts(node).spec) for node in _placeholders(halves.forward)]
+        for value, port in zip(inputs, halves.input_ports, strict=True):
+            self.hold(value, kind_of_port(port.kind))
+        results = self.run(halves.forward, inputs, owned=set())
+        self.label(results, ACTIVATIONS)
+        saved, produced = results[count:], set(map(id, results[:count]))
+        tangents = [LaidTensor.empty(facts(node).spec) for node in _placeholders(halves.backward)[len(saved) :]]
+        self.hold([*tangents, *(value for value in saved if id(value) in produced)])
+        borrowed = {i for i, source in enumerate(halves.saved_inputs) if source is not None}
+        owned = set(range(len(saved) + len(tangents))) - borrowed
+        self.label(self.run(halves.backward, [*saved, *tangents], owned), GRADIENTS)
+        update = by_kind(self._held.values())
+        update[TRANSIENTS] += update_bytes
+        return MemoryUse(by_kind(self.at_most), update)
+
+    def begin(self) -> list[Storage]:
+        """Return what is alive, and look for the most that is from here on."""
+        self.at_most, self._most_bytes = list(self._held.values()), self.bytes
+        return self.at_most
+
+    def hold(self, value: Any, kind: str = TRANSIENTS) -> None:
+        """Count one holder more of each tensor's storage, which is of ``kind`` if it is new."""
+        for tensor in _tensors(value):
+            key = tensor.buffer
+            if not self._live[key]:
+                self._held[key] = Storage(key.size_bytes, kind)
+                self._came(self._held[key])
+            self._live[key] += 1
+
+    def drop(self, value: Any) -> None:
+        """Count one holder less of each tensor's storage."""
+        for tensor in _tensors(value):
+            key = tensor.buffer
+            if key not in self._held:
+                continue
+            self._live[key] -= 1
+            if not self._live[key]:
+                self._went(self._held.pop(key))
+                del self._live[key]
+
+    def _came(self, storage: Storage) -> None:
+        self.bytes += storage.size_bytes
+        if self.bytes > self._most_bytes:
+            self.begin()
+
+    def _went(self, storage: Storage) -> None:
+        self.bytes -= storage.size_bytes
+
+    def label(self, value: Any, kind: str) -> None:
+        """Say what new storages turned out to be: what outlives a graph is no transient."""
+        for tensor in _tensors(value):
+            storage = self._held.get(tensor.buffer)
+            if storage is not None and storage.kind == TRANSIENTS:
+                storage.kind = kind
+
+    def kind_of(self, tensor: LaidTensor) -> str:
+        """The kind of a storage that is held."""
+        return self._held[tensor.buffer].kind
+
+    def run(self, graph: fx.GraphModule, inputs: list[Any], owned: set[int]) -> list[Any]:
+        """Run one graph; inputs in ``owned`` (already held) are dropped at their last use, outputs stay held."""
+        values: dict[fx.Node, Any] = {}
+        bound = self._bound(graph)
+        last = _last_uses(bound)
+        held: set[fx.Node] = set()
+        for i, node in enumerate(bound.find_nodes(op="placeholder")):
+            values[node] = inputs[i]
+            if i in owned:
+                held.add(node)
+                if node not in last:
+                    self.drop(values[node])
+        for node in bound.nodes:
+            if node.op == "placeholder":
+                continue
+            if node.op == "output":
+                outs = node.args[0]
+                return [values[n] if isinstance(n, fx.Node) else None for n in outs]
+            values[node] = self._evaluate(graph, node, values)
+            self.hold(values[node], self._new_kind(node, values))
+            held.add(node)
+            for used in {*node.all_input_nodes, node}:
+                if used in held and last.get(used, node) is node:
+                    self.drop(values.pop(used))
+                    held.discard(used)
+        raise AssertionError("the graph has no output")
+
+    def _new_kind(self, node: fx.Node, values: dict[fx.Node, Any]) -> str:
+        """Gathered, if it is made of parameters alone."""
+        keys = [tensor.buffer for used in node.all_input_nodes for tensor in _tensors(values[used])]
+        from_weights = [key in self._held and self._held[key].kind in _WEIGHTS for key in keys]
+        return GATHERED if from_weights and all(from_weights) else TRANSIENTS
+
+    def _bound(self, graph: fx.GraphModule) -> fx.Graph:
+        """A copy as the last rank of every axis runs it: collectives copy what their buffers need."""
+        bound = copy_graph(graph.graph)
+        Codegen([BoundAxis("", degree, degree - 1) for degree in self._degrees]).bind(bound)
+        return bound
+
+    def _evaluate(self, graph: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+        if node.op == "get_attr":
+            return LaidTensor.like(getattr(graph, str(node.target)))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
+        if node.target is finished:
+            return args[0]  # as it does; traced, it would make another
+        value = evaluate(node.target, args, kwargs)
+        _check(node, value)
+        return value
+
+
+def _check(node: fx.Node, value: Any) -> None:
+    """Thunder's habit: recompute every shape after a transformation and compare."""
+    if not has_facts(node):
+        return
+    found = [v.shape if isinstance(v, LaidTensor) else None for v in _outputs(value)]
+    said = [spec.shape if spec is not None else None for spec in facts(node).specs]
+    for position, (have, want) in enumerate(zip(found, said, strict=False)):
+        if want is not None and have is not None and have != want:
+            raise VerifierError(
+                f"node '{node.name}' ({node.target}) makes shape {have} as output {position}, its facts say {want}: "
+                f"the rule "
+                f"that placed it, or its sizes in passes/sharding/local_args.py, is wrong"
+            )
+
+
+def _outputs(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (tuple, list)) else [value]
+
+
+def _tensors(value: Any) -> list[LaidTensor]:
+    return [v for v in _outputs(value) if isinstance(v, LaidTensor)]
+
+
+def _placeholders(graph: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in graph.graph.nodes if node.op == "placeholder"]
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        for used in node.all_input_nodes:
+            last[used] = node
+    return last

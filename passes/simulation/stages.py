@@ -1,0 +1,263 @@
+"""Predict lowered stages: the time of a step from tasks and schedule, the memory of every pipeline rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeVar
+
+from cost_models.collectives import collective_s
+from cost_models.schedule_time import ScheduleReport, simulate_schedule
+from cost_models.shared_cores import simulate_sharing, slowdown_of
+from cost_models.streams import Event
+from galvatron_fx.ir.cluster.cluster import Axis, Cluster
+from galvatron_fx.ir.graph.metadata import TensorSpec, facts, ports
+from galvatron_fx.ir.plan.prediction import BATCH, IDLE, TRANSFER, TRANSIENTS, UPDATE, Cause, MemoryUse, RankUse
+from galvatron_fx.ir.plan.schedule import Schedule
+from galvatron_fx.ir.plan.strategy import stood_for_name
+from galvatron_fx.ir.torch_compat import orders_with_transfers
+from passes.lowering.lower_stages import LoweredStages
+from passes.lowering.stages.split_stages import Stage
+from passes.simulation.events import GraphEvents
+from passes.simulation.exposed_time import overlapped
+from passes.simulation.persistent_memory import HeldBytes
+from passes.simulation.rank_memory import Ledger, RankReplay, StageReplay
+from passes.simulation.step import SimulateStep
+from passes.simulation.task_memory import StageMemory
+
+StageTimes = Mapping[tuple[str, Cause], float]
+"""Seconds of one stage by task and cause; the tasks "send" and "send_back" pass on what forward and backward made."""
+
+StageEvents = Mapping[str, GraphEvents]
+"""What a rank does in each task of a stage."""
+
+Replay = TypeVar("Replay", bound=RankReplay)
+
+_ROUNDING = 1e-12  # of a step
+_PER_MICROBATCH = ("forward", "input_grad", "weight_grad")
+_ONCE = ("start", "finish")
+_SENDS_AFTER = {"send": ("forward",), "send_back": ("input_grad", "weight_grad")}
+_UPDATE = "update"  # the optimizer's, behind the schedule
+
+
+@dataclass(frozen=True)
+class StagesReport:
+    """One training step of all stages: when everything runs, and by pipeline rank what takes time and memory.
+
+    ``hidden``: what collectives take beyond ``times``, beside computing; ``sharing``: the device's, where ranks
+    share cores and are faster while others wait.
+    """
+
+    schedule: Schedule
+    times: tuple[StageTimes, ...]
+    hidden: tuple[StageTimes, ...]
+    updates_s: tuple[float, ...]
+    memory: tuple[MemoryUse, ...]
+    sharing: tuple[tuple[int, float], ...] = ()
+
+    @cached_property
+    def spans(self) -> ScheduleReport:
+        """When every action of the schedule runs."""
+        return self._simulated(sends=1.0)
+
+    @property
+    def step_time_s(self) -> float:
+        """Seconds of the schedule, and of what the slowest rank does once a step, the optimizer's update included."""
+        return self.spans.step_s + self._once_s
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """The most bytes on each rank."""
+        return tuple(use.peak_bytes for use in self.memory)
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """The most bytes on any rank."""
+        return max(self.peak_bytes)
+
+    def ranks(self) -> tuple[RankUse, ...]:
+        """The step by pipeline rank. What a rank waits for counts as transfer as far as faster links would spare it."""
+        transfer_s = max(0.0, self.spans.step_s - self._simulated(sends=0.0).step_s)
+        found = []
+        for rank, use in enumerate(self.memory):
+            seconds = self._seconds(rank)
+            waits_s = self.step_time_s - sum(seconds.values())
+            waits_s = waits_s if waits_s > _ROUNDING * self.step_time_s else 0.0
+            seconds[Cause(TRANSFER)] = min(transfer_s, waits_s)
+            seconds[Cause(IDLE)] = waits_s - seconds[Cause(TRANSFER)]
+            hidden = self._by_cause(rank, self.hidden, 1.0)
+            found.append(RankUse(self.schedule.stages_of(rank), seconds, use.at_peak, hidden))
+        return tuple(found)
+
+    def _seconds(self, rank: int) -> dict[Cause, float]:
+        """What a rank does in a step."""
+        seconds = {Cause(UPDATE): self.updates_s[rank]}
+        stages, count = self.schedule.stages_of(rank), self.schedule.num_microbatches
+        among_all_s = count * sum(_task_s(self.times[stage], task) for stage in stages for task in _PER_MICROBATCH)
+        faster = self.spans.busy_s[rank] / among_all_s if self.sharing and among_all_s else 1.0
+        for cause, spent in self._by_cause(rank, self.times, faster).items():
+            seconds[cause] = seconds.get(cause, 0.0) + spent
+        return seconds
+
+    def _by_cause(self, rank: int, times: Sequence[StageTimes], faster: float) -> dict[Cause, float]:
+        """Seconds of a rank's tasks in a step, of which those of every micro-batch take ``faster`` of their time."""
+        seconds: dict[Cause, float] = {}
+        for stage in self.schedule.stages_of(rank):
+            for (task, cause), spent in times[stage].items():
+                runs = self.schedule.num_microbatches * faster if task in _PER_MICROBATCH else float(task in _ONCE)
+                if runs:
+                    seconds[cause] = seconds.get(cause, 0.0) + runs * spent
+        return seconds
+
+    def once_s(self, rank: int, task: str) -> float:
+        """Seconds that a rank takes once a step for "start", "finish" or "update"."""
+        if task == "update":
+            return self.updates_s[rank]
+        return sum(_task_s(self.times[stage], task) for stage in self.schedule.stages_of(rank))
+
+    @property
+    def _once_s(self) -> float:
+        ranks = range(self.schedule.num_ranks)
+        return max(sum(self.once_s(rank, task) for task in (*_ONCE, "update")) for rank in ranks)
+
+    def _simulated(self, sends: float) -> ScheduleReport:
+        """The schedule, with the times of transfers multiplied by ``sends``."""
+        forward, input_grad, weight_grad = ([_task_s(times, task) for times in self.times] for task in _PER_MICROBATCH)
+        ahead = [sends * _task_s(times, "send") for times in self.times[:-1]]
+        back = [sends * _task_s(times, "send_back") for times in self.times[1:]]
+        amounts = forward, input_grad, weight_grad, ahead, back
+        if not self.sharing:
+            return simulate_schedule(self.schedule, *amounts)
+        return simulate_sharing(self.schedule, *amounts, slowdown_of(self.sharing, self.schedule.num_ranks))
+
+
+@dataclass(frozen=True)
+class SimulateStages:
+    """Simulate ``schedule`` with the tasks of lowered stages; ``pipeline_axes``: the axes that hold the stages.
+
+    What is done once a step (gathers kept for it, reductions of gradients, the optimizer's update) comes before and
+    after the schedule, as it does when it runs.
+    """
+
+    cluster: Cluster
+    schedule: Schedule
+    pipeline_axes: Sequence[Axis]
+    _simulator: SimulateStep = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_simulator", SimulateStep(self.cluster))
+
+    def run(self, lowered: LoweredStages) -> StagesReport:
+        """Return the prediction. Raises VerifierError where a node's shape is not the one its facts say."""
+        events = self.events(lowered)
+        alone, memory = self.alone(lowered, events), self.memory(lowered)
+        return self.report(alone, [{name: own.all for name, own in stage.items()} for stage in events], memory)
+
+    def events(self, lowered: LoweredStages) -> list[StageEvents]:
+        """What a rank does in the tasks of every stage."""
+        found = {
+            id(stage.tasks): {
+                name: self._simulator.graph_events(stage.tasks[name].graph, lowered.layout)
+                for name in (*_PER_MICROBATCH, *_ONCE)
+            }
+            for stage in distinct_stages(lowered)
+        }
+        return [found[id(stage.tasks)] for stage in lowered.stages]
+
+    def alone(self, lowered: LoweredStages, events: Sequence[StageEvents]) -> list[StageTimes]:
+        """Seconds of every stage, as if nothing ran at once."""
+        sizes = {p.name: facts(node).spec.size_bytes for p, node in ports(lowered.joint) if p.kind == "param"}
+        pairs = zip(lowered.stages, events, strict=True)
+        found = {id(stage.tasks): self._alone(stage, own, sizes) for stage, own in pairs}
+        return [found[id(stage.tasks)] for stage in lowered.stages]
+
+    def report(
+        self,
+        alone: Sequence[StageTimes],
+        events: Sequence[Mapping[str, Sequence[Event]]],
+        memory: Sequence[MemoryUse],
+    ) -> StagesReport:
+        """Put the stages' times and the ranks' memory together; ``events``: of every stage's tasks, which overlap."""
+        times, hidden = zip(*map(self._overlapped, alone, events), strict=True)
+        updates = tuple(
+            sum(_task_s(times[stage], _UPDATE) for stage in self.schedule.stages_of(rank))
+            for rank in range(len(memory))
+        )
+        sharing = tuple(dict(self.cluster.device.sharing).items())
+        return StagesReport(self.schedule, times, hidden, updates, tuple(memory), sharing)
+
+    def _overlapped(
+        self, alone: StageTimes, events: Mapping[str, Sequence[Event]]
+    ) -> tuple[dict[tuple[str, Cause], float], dict[tuple[str, Cause], float]]:
+        """Seconds by task and cause of a stage, and those that are hidden; who receives waits as in a collective."""
+        times = dict(alone)
+        hidden: dict[tuple[str, Cause], float] = {}
+        for task, own in events.items():
+            spent = {cause: seconds for (name, cause), seconds in alone.items() if name == task}
+            both = overlapped(spent, [own], self.cluster.overlap)
+            for found, seconds in zip((times, hidden), both, strict=True):
+                found |= {(task, cause): s for cause, s in seconds.items()}
+        for send, tasks in _SENDS_AFTER.items():
+            if times[send, Cause(TRANSFER)]:
+                computed_s = sum(_task_s(times, task) for task in tasks)
+                times[send, Cause(TRANSFER)] += self.cluster.overlap.skew.seconds(computed_s)
+        return times, hidden
+
+    def memory(self, lowered: LoweredStages) -> list[MemoryUse]:
+        """Bytes on every pipeline rank."""
+        held = HeldBytes.of(lowered, self.schedule)
+        found = []
+        for rank, replay in enumerate(self.replays(lowered, held, RankReplay)):
+            ledger, always, hoisted = replay.ledger, held.always(rank), {BATCH: held.hoisted_bytes(rank)}
+            update = {TRANSIENTS: held.update_bytes(rank)}
+            found.append(MemoryUse(_added(ledger.most, always, hoisted), _added(ledger.now, always, update)))
+        return found
+
+    def replays(self, lowered: LoweredStages, held: HeldBytes, kind: type[Replay]) -> list[Replay]:
+        """The step of every pipeline rank as its ledger saw it, from the first task to the gradients."""
+        kinds = {action.kind for order in self.schedule.orders for action in order}
+        measured = {
+            id(stage.tasks): StageMemory.of(stage, lowered.layout.shape, kinds) for stage in distinct_stages(lowered)
+        }
+        memory = [measured[id(stage.tasks)] for stage in lowered.stages]
+        rows = [[(a.stage, a.kind, a.microbatch) for a in order] for order in self.schedule.orders]
+        found = []
+        for rank, order in enumerate(orders_with_transfers(rows, self.schedule.rank_of_stage)):
+            ledger = Ledger()
+            own = {i: StageReplay(lowered.stages[i], memory[i], ledger) for i in self.schedule.stages_of(rank)}
+            replay = kind(own, ledger)
+            replay.run(order)
+            replay.finish(held.shared)
+            found.append(replay)
+        return found
+
+    def _alone(self, stage: Stage, events: StageEvents, sizes: Mapping[str, int]) -> StageTimes:
+        found = {("send", Cause(TRANSFER)): self._send_s(stage.specs, stage.sends)}
+        found["send_back", Cause(TRANSFER)] = self._send_s(stage.specs, stage.sends_back)
+        params = [port for port in stage.ports.values() if port.kind == "param" and port.requires_grad]
+        trained = [sizes[stood_for_name(port.name)] for port in params]
+        found[_UPDATE, Cause(UPDATE)] = self._simulator.update_s(trained)
+        for name, own in events.items():
+            found |= {(name, cause): spent for cause, spent in own.seconds.items()}
+        return found
+
+    def _send_s(self, specs: dict[str, TensorSpec], names: Sequence[str]) -> float:
+        """Seconds to send values to a neighbouring stage."""
+        if not names or not self.pipeline_axes:
+            return 0.0
+        link = self.pipeline_axes[0]
+        return sum(float(collective_s("send_recv", float(specs[name].size_bytes), [link])) for name in names)
+
+
+def _task_s(times: StageTimes, task: str) -> float:
+    return sum(spent for (name, _), spent in times.items() if name == task)
+
+
+def _added(held: Mapping[str, int], *more: Mapping[str, int]) -> dict[str, int]:
+    return {kind: size + sum(other.get(kind, 0) for other in more) for kind, size in held.items()}
+
+
+def distinct_stages(lowered: LoweredStages) -> list[Stage]:
+    """The stages that were lowered, without those that another stands for."""
+    return list({id(stage.tasks): stage for stage in lowered.stages}.values())

@@ -1,0 +1,157 @@
+"""Predict a lowered program: time from its operators and collectives, memory from the life of every tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, pairwise
+
+import numpy as np
+from torch import fx
+
+from cost_models.node_time import NodeTime
+from cost_models.operator_time import update_traffic_s
+from cost_models.ops import op_time_s
+from cost_models.streams import Event, Work
+from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.graph.layout import Layout
+from galvatron_fx.ir.graph.metadata import OpCost, facts
+from galvatron_fx.ir.plan.prediction import (
+    COMPUTE,
+    LOCAL_CAUSES,
+    RECOMPUTE,
+    STATES,
+    UPDATE,
+    Cause,
+    MemoryUse,
+    RankUse,
+)
+from passes.lowering.lower_step import Lowered
+from passes.simulation.events import GraphEvents
+from passes.simulation.exposed_time import added, overlapped
+from passes.simulation.implicit_copies import real_copies
+from passes.simulation.live_memory import MemoryMeter
+
+MOMENTS = 2  # Adam's, each as large as the parameter
+
+Seconds = dict[Cause, float]
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One training step on one rank: seconds by cause, and bytes beside which nothing else is alive.
+
+    ``seconds``: of a collective, by how much the step is longer for it; ``hidden``: what it takes beyond that, while
+    the rank computes.
+    """
+
+    seconds: Mapping[Cause, float]
+    memory: MemoryUse
+    parameter_bytes: int
+    hidden: Mapping[Cause, float] = field(default_factory=dict)
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of operators."""
+        return sum(s for cause, s in self.seconds.items() if cause.kind in LOCAL_CAUSES and cause.kind != UPDATE)
+
+    @property
+    def communication_s(self) -> float:
+        """Seconds by which the step is longer for its collectives."""
+        return sum(s for cause, s in self.seconds.items() if cause.kind not in LOCAL_CAUSES)
+
+    @property
+    def step_time_s(self) -> float:
+        """Seconds of forward, backward and update."""
+        return sum(self.seconds.values())
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """The most bytes alive."""
+        return self.memory.peak_bytes
+
+    def ranks(self) -> tuple[RankUse, ...]:
+        """The step by pipeline rank, of which there is one."""
+        return (RankUse((0,), self.seconds, self.memory.at_peak, self.hidden),)
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """What a prediction is put together from.
+
+    ``alone``: seconds by cause, as if nothing ran at once; ``events``: of the forward and the backward graph, by name.
+    """
+
+    alone: Seconds
+    events: Mapping[str, GraphEvents]
+    memory: MemoryUse
+    parameter_bytes: int
+
+
+@dataclass
+class SimulateStep:
+    """Simulate the graphs of ``lowered`` on one device of ``cluster``."""
+
+    cluster: Cluster
+    prices: NodeTime = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prices = NodeTime(self.cluster)
+
+    def run(self, lowered: Lowered) -> StepReport:
+        """Return the prediction. Raises VerifierError where a node's shape is not the one its facts say."""
+        parts = self.parts(lowered)
+        events = [own.all for own in parts.events.values()]
+        return self.report(parts.alone, events, parts.memory, parts.parameter_bytes)
+
+    def report(
+        self, alone: Seconds, events: Iterable[Sequence[Event]], memory: MemoryUse, parameter_bytes: int
+    ) -> StepReport:
+        """Let the ``events`` of both graphs overlap, which take the seconds ``alone`` as if nothing ran at once."""
+        seconds, hidden = overlapped(alone, [list(chain.from_iterable(events))], self.cluster.overlap)
+        return StepReport(seconds, memory, parameter_bytes, hidden)
+
+    def parts(self, lowered: Lowered) -> StepParts:
+        """Look at the two graphs, without letting anything overlap."""
+        halves, trained = lowered.halves, _parameter_bytes(lowered, trained_only=True)
+        memory = MemoryMeter(lowered.layout.shape).use(lowered, update_bytes(trained))
+        memory = MemoryUse(*({**held, STATES: MOMENTS * sum(trained)} for held in (memory.step, memory.update)))
+        graphs = {"forward": halves.forward, "backward": halves.backward}
+        events = {name: self.graph_events(graph, lowered.layout) for name, graph in graphs.items()}
+        alone = added(own.seconds for own in events.values()) | {Cause(UPDATE): self.update_s(trained)}
+        return StepParts(alone, events, memory, sum(_parameter_bytes(lowered, trained_only=False)))
+
+    def graph_events(self, graph: fx.GraphModule, layout: Layout) -> GraphEvents:
+        """The events of a graph that lies on the cluster as ``layout`` says."""
+        return GraphEvents.of(graph.graph, partial(self.prices.price, layout=layout), self._copies(graph, layout.shape))
+
+    def _copies(self, graph: fx.GraphModule, degrees: Sequence[int]) -> Iterator[tuple[int, Work]]:
+        """Copies that are no operators of their own, by block; only measured prices are worth the run on fakes."""
+        device = self.cluster.device
+        for record, size in real_copies(graph, degrees) if device.curves else ():
+            spent = float(op_time_s(OpCost(0, size, size), record.spec.dtype, device, "contiguous"))
+            yield max(record.block, 0), Work(spent, Cause(RECOMPUTE if record.again else COMPUTE))
+
+    def update_s(self, parameter_bytes: Sequence[int]) -> float:
+        """Seconds of the optimizer's update of parameters, one after the other."""
+        return float(update_traffic_s(self.cluster.device, np.array(parameter_bytes, dtype=np.float64)).sum())
+
+
+def update_bytes(trained: Sequence[int]) -> int:
+    """The most that torch's AdamW takes for itself while it updates parameters of these bytes, one after the other.
+
+    The denominator is made in two steps, while that of the parameter before is still there (measured on torch 2.13 with
+    benchmarks/common/tensor_memory.py).
+    """
+    return max((2 * own + before for before, own in pairwise([0, *trained])), default=0)
+
+
+def _parameter_bytes(lowered: Lowered, trained_only: bool) -> list[int]:
+    """Of each parameter (of each that is trained)."""
+    nodes = lowered.halves.forward.graph.find_nodes(op="placeholder")
+    return [
+        facts(node).spec.size_bytes
+        for node, port in zip(nodes, lowered.halves.input_ports, strict=True)
+        if port.kind == "param" and (port.requires_grad or not trained_only)
+    ]

@@ -1,0 +1,169 @@
+"""What the tasks of one pipeline stage do to memory, found by running each on tensors without data."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from galvatron_fx.ir.graph.bound_ops import plus
+from galvatron_fx.ir.graph.metadata import TensorSpec, facts
+from galvatron_fx.ir.plan.prediction import ACTIVATIONS, GATHERED, GRADIENTS, MEMORY_KINDS, TRANSIENTS, Storage, by_kind
+from passes.analysis.strided_values import Buffer, LaidTensor
+from passes.lowering.stages.split_stages import Stage
+from passes.lowering.stages.stage_tasks import Task
+from passes.simulation.live_memory import MemoryMeter, kind_of_port
+
+
+@dataclass(frozen=True)
+class TaskMemory:
+    """What one run of a task does.
+
+    ``peak``: by kind, the most beside what was alive before it, less what dies until then; ``fresh``: bytes and kind of
+    every storage that it makes and that outlives it; ``outputs``: for each output, then each sum, its storage: one of
+    the fresh by number, or that of an input or sum by name; ``strided``: outputs that are not contiguous.
+    """
+
+    peak: Mapping[str, int]
+    fresh: tuple[tuple[int, str], ...]
+    outputs: tuple[int | str, ...]
+    strided: frozenset[str]
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Memory of a stage on one rank.
+
+    ``port_bytes``: of the graph's inputs that it takes, by name of value; ``tasks``: by name, and by whether they add
+    to sums that are there: those of the first micro-batch do not.
+    """
+
+    port_bytes: Mapping[str, int]
+    tasks: Mapping[tuple[str, bool], TaskMemory]
+
+    @classmethod
+    def of(cls, stage: Stage, degrees: Sequence[int], kinds: Collection[str]) -> StageMemory:
+        """Measure ``stage`` under schedules with actions of these kinds (F, B, I, W); ``degrees``: ranks along each
+        column of the layout.
+
+        Raises VerifierError where a node's shape is not the one its facts say.
+        """
+        return _Measurement(stage, _Meter(degrees)).run(kinds)
+
+
+# What the values are that outlive a task.
+_MADE_BY = {"start": GATHERED, "forward": ACTIVATIONS, "finish": GRADIENTS}
+
+
+class _Meter(MemoryMeter):
+    """Runs every operator of a task once, however often the task is measured: counting is what differs."""
+
+    def __init__(self, degrees: Sequence[int]) -> None:
+        super().__init__(degrees)
+        self._made: dict[tuple[int, str], Any] = {}
+
+    def branch(self) -> _Meter:
+        """A meter that counts on from here."""
+        other = copy.copy(self)
+        other._live, other._held = self._live.copy(), self._held.copy()
+        return other
+
+    def _evaluate(self, graph: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+        key = id(graph), node.name
+        if node.target is plus or key not in self._made:
+            self._made[key] = super()._evaluate(graph, node, values)
+        return self._made[key]
+
+
+@dataclass
+class _Measurement:
+    """The values of one micro-batch, and a meter that counts them."""
+
+    stage: Stage
+    meter: _Meter
+    values: dict[str, Any] = field(default_factory=dict)
+    sums: dict[str, Any] = field(default_factory=dict)
+    found: dict[tuple[str, bool], TaskMemory] = field(default_factory=dict)
+
+    def run(self, kinds: Collection[str]) -> StageMemory:
+        stage, specs = self.stage, _port_specs(self.stage)
+        for name, spec in specs.items():
+            self._receive({name: spec}, kind_of_port(stage.ports[name].kind))
+        self._task("start")
+        self._receive({name: stage.specs[name] for name in stage.receives}, ACTIVATIONS)
+        self._task("forward")
+        self._receive({name: stage.specs[name] for name in stage.receives_back}, TRANSIENTS)
+        ways = {"B": ("backward",), "I": ("input_grad", "weight_grad")}
+        for way in (tasks for kind, tasks in ways.items() if kind in kinds):
+            first = self._branch({}, way)
+            # Other tensors than the terms, which are evaluated once.
+            again = self._branch(
+                {
+                    name: LaidTensor(value.strided, Buffer(value.buffer.size_bytes))
+                    for name, value in first.sums.items()
+                },
+                way,
+            )
+        again._task("finish")
+        return StageMemory({name: spec.size_bytes for name, spec in specs.items()}, self.found)
+
+    def _branch(self, sums: dict[str, Any], tasks: Sequence[str]) -> _Measurement:
+        """Run the tasks from here on, with sums that are there, and leave this moment as it is."""
+        other = _Measurement(self.stage, self.meter.branch(), dict(self.values), sums, self.found)
+        other.meter.hold(list(sums.values()), GRADIENTS)
+        for name in tasks:
+            other._task(name)
+        return other
+
+    def _receive(self, specs: Mapping[str, TensorSpec], kind: str) -> None:
+        made = {name: LaidTensor.empty(spec) for name, spec in specs.items()}
+        self.values |= made
+        self.meter.hold(list(made.values()), kind)
+
+    def _task(self, name: str) -> None:
+        """Run a task as :class:`galvatron_fx.runtime.stage_runner.StageRunner` does."""
+        task = self.stage.tasks[name]
+        if task.is_empty:
+            return
+        values = self.sums if name == "finish" else self.values
+        named = {n: values[n] for n in task.inputs} | {f"sum {n}": self.sums.get(n) for n in task.sums}
+        owned = {i for i, n in enumerate(named) if n in task.dies or i >= len(task.inputs)}
+        added = any(term in self.sums for term in task.sums)
+        count = len(task.outputs)
+        before = self.meter.begin()
+        made = self.meter.run(task.graph, list(named.values()), owned)
+        self.meter.label(made[:count], _MADE_BY.get(name, TRANSIENTS))
+        self.meter.label(made[count:], GRADIENTS)
+        self.found[name, added] = self._effect(task, named, made, before)
+        for dead in task.dies:
+            del values[dead]
+        values |= dict(zip(task.outputs, made[:count], strict=True))
+        self.sums |= dict(zip(task.sums, made[count:], strict=True))
+
+    def _effect(
+        self, task: Task, named: Mapping[str, Any], made: Sequence[Any], before: Sequence[Storage]
+    ) -> TaskMemory:
+        """What a run made, by storage."""
+        known = {value.buffer: name for name, value in named.items() if value is not None}
+        fresh: dict[Buffer, tuple[int, str]] = {}
+        outputs: list[int | str] = []
+        for value in made:
+            key = value.buffer
+            if key in known:
+                outputs.append(known[key])
+            else:
+                outputs.append(list(fresh).index(key) if key in fresh else len(fresh))
+                fresh[key] = key.size_bytes, self.meter.kind_of(value)
+        strided = {name for name, value in zip(task.outputs, made, strict=False) if not value.is_contiguous}
+        most, less = by_kind(self.meter.at_most), by_kind(before)
+        peak = {kind: most[kind] - less[kind] for kind in MEMORY_KINDS}
+        return TaskMemory(peak, tuple(fresh.values()), tuple(outputs), frozenset(strided))
+
+
+def _port_specs(stage: Stage) -> dict[str, TensorSpec]:
+    """Local specs of the graph's inputs that the stage's tasks take."""
+    nodes = [node for task in stage.tasks.values() for node in task.graph.graph.find_nodes(op="placeholder")]
+    return {node.name: facts(node).spec for node in nodes if node.name in stage.ports}

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from galvatron_fx.errors import GalvatronError, PlanError
+from galvatron_fx.ir.plan.strategy import LOWERING_ORDER, PIPELINE, ROLES, RoleGroup, Strategy
+
+STRATEGIES = st.builds(Strategy, st.lists(st.sampled_from(ROLES), max_size=5).map(tuple), st.booleans(), st.booleans())
+
+
+def test_groups_gathers_axes_by_role_in_lowering_order() -> None:
+    strategy = Strategy(("data", "tensor", "zero", "tensor"))
+    assert strategy.groups((2, 2, 3, 5)) == (
+        RoleGroup("zero", (2,), 3),
+        RoleGroup("data", (0,), 2),
+        RoleGroup("tensor", (1, 3), 10),
+    )
+
+
+def test_groups_drops_axes_of_size_one() -> None:
+    assert Strategy(("data", "tensor", "data")).groups((1, 1, 2)) == (RoleGroup("data", (2,), 2),)
+    assert Strategy(()).groups(()) == ()
+
+
+def test_lowering_order_has_every_role_once() -> None:
+    assert sorted((*LOWERING_ORDER, PIPELINE)) == sorted(ROLES)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "text"),
+    [
+        (Strategy(("data", "zero", "tensor"), recompute=True), "data zero tensor +recompute"),
+        (Strategy(("zero",), recompute=True, keep_gathered=True), "zero +recompute +keep_gathered"),
+        (Strategy(()), "one device"),
+    ],
+)
+def test_str(strategy: Strategy, text: str) -> None:
+    assert str(strategy) == text
+
+
+@given(STRATEGIES)
+def test_dict_round_trip(strategy: Strategy) -> None:
+    assert Strategy.from_dict(strategy.to_dict()) == strategy
+
+
+@given(STRATEGIES, STRATEGIES)
+def test_order_is_total(left: Strategy, right: Strategy) -> None:
+    assert (left < right) + (right < left) + (left == right) == 1
+
+
+def test_flags_default_to_false() -> None:
+    assert Strategy.from_dict({"roles": ["data"]}) == Strategy(("data",))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"roles": ["data", "expret"]}, "unknown role 'expret' for mesh axis 1; use one of data, zero, tensor, "),
+        ({"roles": [["data"]]}, r"unknown role \['data'\] for mesh axis 0"),
+        ({"roles": "data"}, "roles of a strategy is 'data'; give a list"),
+        ({}, "roles of a strategy is None; give a list"),
+        ({"roles": [], "recompute": 1}, "recompute is 1, where a bool was expected"),
+        ({"roles": [], "keep_gathered": "no"}, "keep_gathered is 'no', where a bool was expected"),
+        ({"roles": [], "recomputed": True}, r"unknown keys \['recomputed'\]"),
+    ],
+)
+def test_from_dict_refuses(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Strategy.from_dict(fields)
+
+
+def test_refuses_a_bare_string() -> None:
+    with pytest.raises(PlanError, match="roles is 'data', a str, where a tuple"):
+        Strategy("data")  # type: ignore[arg-type]
+
+
+def test_groups_refuses_another_number_of_axes() -> None:
+    with pytest.raises(PlanError, match=r"'data tensor' has 2 roles for a mesh of 3 axes with sizes \(2, 2, 2\)"):
+        Strategy(("data", "tensor")).groups((2, 2, 2))
+
+
+def test_errors_are_value_errors() -> None:
+    assert issubclass(PlanError, GalvatronError)
+    assert issubclass(GalvatronError, ValueError)

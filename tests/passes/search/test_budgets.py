@@ -1,0 +1,100 @@
+"""Budgets bind: less memory is never predicted faster, and plans are the same in every process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import galvatron_fx
+from galvatron_fx import Cluster, Plan
+from galvatron_fx.errors import BudgetError
+from galvatron_fx.ir.plan.strategy import SEARCHED_ROLES
+
+CLUSTER = Cluster.preset("4xA100-80GB")
+
+
+def small_llama() -> tuple[LlamaForCausalLM, dict[str, torch.Tensor]]:
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=344,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    ids = torch.zeros(16, 64, dtype=torch.long)
+    return model, {"input_ids": ids, "labels": ids}
+
+
+@cache
+def search(budget: int | str | None, roles: tuple[str, ...] = SEARCHED_ROLES) -> Plan:
+    model, inputs = small_llama()
+    return galvatron_fx.plan(model, CLUSTER, inputs, memory_budget=budget, roles=roles)
+
+
+@pytest.fixture(scope="module")
+def least_bytes() -> int:
+    with pytest.raises(BudgetError, match="the least is") as caught:
+        search(1000)
+    assert isinstance(caught.value.plan, Plan)
+    assert caught.value.plan.peak_memory_bytes == caught.value.least_bytes
+    return caught.value.least_bytes
+
+
+def test_less_memory_is_never_faster(least_bytes: int) -> None:
+    plans = [search(None)]
+    most = plans[0].peak_memory_bytes
+    plans += [search(int(least_bytes + (most - least_bytes) * share)) for share in (0.6, 0.3, 0.0)]
+    for plan in plans:
+        assert plan.memory_budget_bytes is not None
+        assert plan.peak_memory_bytes <= plan.memory_budget_bytes
+    times = [plan.step_time_s for plan in plans]
+    assert times == sorted(times)
+    assert not any(block.strategy.recompute for block in plans[0].blocks)
+    tightest = plans[-1].blocks
+    assert any(block.strategy.recompute for block in tightest)
+    assert any(set(block.strategy.roles) - {"data"} for block in tightest)
+
+
+def test_gathers_are_late_where_nothing_else_fits() -> None:
+    """A block ahead is a block more in memory: what fits without is found, and is as slow as it has to be."""
+    roles = ("data", "zero")
+    with pytest.raises(BudgetError) as caught:
+        search(1000, roles)
+    assert all(block.strategy.gather_late for block in search(caught.value.least_bytes, roles).blocks)
+    ahead = Plan.from_json(search(None, roles).to_json())
+    assert not any(block.strategy.gather_late for block in ahead.blocks)
+
+
+def test_roles_and_constraints_restrict_the_search() -> None:
+    model, inputs = small_llama()
+    plan = galvatron_fx.plan(model, CLUSTER, inputs, roles=("data", "tensor"), recompute=False)
+    assert {role for block in plan.blocks for role in block.strategy.roles} <= {"data", "tensor"}
+    assert not any(block.strategy.recompute for block in plan.blocks)
+    pinned = galvatron_fx.plan(model, CLUSTER, inputs, constraints={"model.layers.2": ("tensor", "tensor")})
+    assert any(block.strategy.roles == ("tensor", "tensor") for block in pinned.blocks)
+
+
+def test_plans_are_identical_in_every_process() -> None:
+    script = "from tests.passes.search.test_budgets import search; print(search('20MB').to_json(), end='')"
+    texts = [
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", script],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.getcwd()},
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert texts[0] == texts[1] == search("20MB").to_json()

@@ -1,0 +1,129 @@
+"""The integer program of a block equals brute force over all choices, and says so where there is none."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from galvatron_fx.errors import ShardingError
+from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Placement, Shard
+from passes.sharding.rule_ilp import Choice, Item, Problem, solve
+
+PLACEMENTS: tuple[Placement, ...] = (REPLICATE, Shard(0), PARTIAL)
+
+
+def price(problem: Problem, picks: tuple[int, ...]) -> float | None:
+    """The time of one assignment, each change of a value paid once; None where a change is impossible."""
+    chosen = [item.choices[pick] for item, pick in zip(problem.items, picks, strict=True)]
+    total = sum(choice.time_s for choice in chosen)
+    made = {
+        value: placement
+        for item, choice in zip(problem.items, chosen, strict=True)
+        for value, placement in zip(item.outputs, choice.outputs, strict=True)
+    }
+    changes = {
+        (value, made[value], want)
+        for item, choice in zip(problem.items, chosen, strict=True)
+        for value, want in zip(item.inputs, choice.inputs, strict=True)
+        if made[value] != want
+    }
+    for value, have, want in changes:
+        cost = problem.change_s.get(value, {}).get((have, want))
+        if cost is None:
+            return None
+        total += cost
+    return total
+
+
+def brute_force(problem: Problem) -> float | None:
+    prices = [price(problem, picks) for picks in itertools.product(*(range(len(i.choices)) for i in problem.items))]
+    return min((p for p in prices if p is not None), default=None)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """A few items that take any of the values made before them (one of them perhaps twice) and make one or two."""
+    time = st.integers(0, 8).map(float)
+    items: list[Item] = []
+    values = 0
+    for number in range(draw(st.integers(1, 5))):
+        inputs = tuple(draw(st.lists(st.integers(0, values - 1), max_size=2))) if values else ()
+        count = draw(st.integers(0 if inputs else 1, 2))
+        outputs = tuple(range(values, values + count))
+        values += count
+        placement = st.sampled_from(PLACEMENTS)
+        choices = tuple(
+            Choice(tuple(draw(placement) for _ in inputs), tuple(draw(placement) for _ in outputs), draw(time))
+            for _ in range(draw(st.integers(1, 4)))
+        )
+        items.append(Item(f"item {number}", inputs, outputs, choices))
+    pairs = list(itertools.permutations(PLACEMENTS, 2))
+    change = {
+        value: {pair: draw(time) for pair in pairs if draw(st.integers(0, 3))}  # a quarter of them is impossible
+        for value in range(values)
+    }
+    return Problem(items, change)
+
+
+@settings(max_examples=250)
+@given(problems(), st.sampled_from((1.0, 1e-7)))
+def test_equals_brute_force(problem: Problem, unit_s: float) -> None:
+    """Also where times are as short as those of real operators."""
+    problem = Problem(
+        [
+            Item(i.name, i.inputs, i.outputs, tuple(Choice(c.inputs, c.outputs, c.time_s * unit_s) for c in i.choices))
+            for i in problem.items
+        ],
+        {value: {pair: t * unit_s for pair, t in table.items()} for value, table in problem.change_s.items()},
+    )
+    expected = brute_force(problem)
+    if expected is None:
+        with pytest.raises(ShardingError, match="no assignment of sharding rules fits the block of item 0"):
+            solve(problem)
+        return
+    found = solve(problem)
+    assert found.time_s == pytest.approx(expected, rel=1e-5, abs=1e-5 * unit_s)
+    assert price(problem, found.choices) == pytest.approx(expected, rel=1e-5, abs=1e-5 * unit_s)
+
+
+def source(*placements: Placement) -> Item:
+    return Item("x", (), (0,), tuple(Choice((), (p,), 0.0) for p in placements))
+
+
+def taker(name: str, *choices: tuple[Placement, float]) -> Item:
+    return Item(name, (0,), (), tuple(Choice((p,), (), time_s) for p, time_s in choices))
+
+
+def test_a_change_that_two_uses_share_is_paid_once() -> None:
+    """Splitting twice saves 3 + 3 and costs one change of 5; alone, neither use would be worth it."""
+    items = [source(REPLICATE), *(taker(name, (REPLICATE, 4.0), (Shard(0), 1.0)) for name in "ab")]
+    change = {0: {(REPLICATE, Shard(0)): 5.0}}
+    assert solve(Problem(items, change)).time_s == pytest.approx(7.0)
+    assert solve(Problem(items, change)).choices == (0, 1, 1)
+    assert solve(Problem(items[:2], change)).choices == (0, 0)
+
+
+def test_equal_problems_have_equal_solutions() -> None:
+    items = [source(*PLACEMENTS), *(taker(str(i), *((p, 1.0) for p in PLACEMENTS)) for i in range(5))]
+    change = {0: dict.fromkeys(itertools.permutations(PLACEMENTS, 2), 1.0)}
+    found = {solve(Problem(items, change)).choices for _ in range(5)}
+    assert len(found) == 1
+
+
+def test_costs_far_apart() -> None:
+    """A price of a second for what should not be, among microseconds, drowns no difference between these."""
+    items = [source(REPLICATE, Shard(0)), taker("a", (REPLICATE, 3e-6), (Shard(0), 1e-6), (PARTIAL, 1.0))]
+    assert solve(Problem(items, {0: {}})).choices == (1, 1)
+
+
+def test_an_item_without_choices_is_refused() -> None:
+    with pytest.raises(ShardingError, match=r"fits the block of x, nothing, \.\.\.: .*nfeasible"):
+        solve(Problem([source(REPLICATE), Item("nothing", (0,), (), ())], {}))
+
+
+def test_the_error_names_the_items_that_cannot_meet() -> None:
+    with pytest.raises(ShardingError, match="the block of x, loss"):
+        solve(Problem([source(Shard(0)), taker("loss", (PARTIAL, 0.0))], {0: {}}))

@@ -1,0 +1,126 @@
+"""A choice simulated on a short model takes what it takes on the whole one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import fx
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.cluster.overlap import Overlap, Skew
+from galvatron_fx.ir.plan.schedule import make_schedule
+from galvatron_fx.ir.plan.strategy import PIPELINE, Strategy
+from passes.analysis.blocks import fingerprints
+from passes.search.solvers.stage_search import Configuration, StageSearch
+from passes.simulation import choice as simulate_choice
+from passes.simulation.choice import SimulateChoice, Staging
+from passes.simulation.short_model import ShortModel
+from passes.simulation.stages import StagesReport
+from tests.helpers import captured
+from tests.passes.search.small_chains import chain_of
+
+CLUSTER = Cluster.preset("4xA100-80GB")
+LATE = replace(CLUSTER, overlap=replace(CLUSTER.overlap, skew=Skew(2e-3)))  # who receives waits for the sender
+SHARED = replace(CLUSTER, overlap=Overlap(2.0, 2.0))  # gradients of all blocks are reduced together
+LAYERS = 8
+
+
+class WholeModel(ShortModel):
+    """Nothing is left out."""
+
+    @classmethod
+    def of(cls, *args: object) -> ShortModel:
+        stages = tuple(tuple(replace(s, kept=s.length) for s in stage) for stage in ShortModel.of(*args).whole)  # type: ignore[arg-type]
+        return cls(stages, stages, tuple(range(len(stages))))
+
+
+@pytest.fixture(scope="module")
+def graphs() -> dict[str, fx.GraphModule]:
+    gpt2 = GPT2Config(n_layer=LAYERS, n_embd=64, n_head=4, vocab_size=128, n_positions=32, use_cache=False)
+    llama = LlamaConfig(
+        num_hidden_layers=LAYERS,
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=4,
+        vocab_size=128,
+        use_cache=False,
+    )
+    ids = torch.zeros(16, 32, dtype=torch.long, device="meta")
+    with torch.device("meta"):
+        models = {"gpt2": GPT2LMHeadModel(gpt2), "llama": LlamaForCausalLM(llama)}
+    return {name: captured(model, {"input_ids": ids, "labels": ids}) for name, model in models.items()}
+
+
+def roles(text: str) -> Strategy:
+    """Roles, and whether to compute again: ``pipeline zero again``."""
+    words = text.split()
+    return Strategy(tuple(w for w in words if w != "again"), recompute="again" in words)
+
+
+DATA, ZERO, TENSOR, AGAIN = (roles(f"{PIPELINE} {rest}") for rest in ("data", "zero", "tensor", "data again"))
+ALONE, SPLIT = roles("data zero"), roles("tensor data again")
+ONLY, ONLY_AGAIN = roles(f"{PIPELINE} {PIPELINE}"), roles(f"{PIPELINE} {PIPELINE} again")
+
+# model, configuration, first blocks, strategies of the ten blocks
+CASES = {
+    "one stage": ("gpt2", Configuration(0, 1, "1f1b", 1), (0,), [ALONE] * 4 + [SPLIT] * 5 + [ALONE]),
+    "1f1b mixed": ("llama", Configuration(1, 2, "1f1b", 4), (0, 6), [AGAIN] * 3 + [ZERO] * 4 + [TENSOR] * 3),
+    "four ranks": ("gpt2", Configuration(2, 4, "1f1b", 4), (0, 3, 6, 8), [ONLY] * 10),
+    "segments of unlike lengths": (
+        "gpt2",
+        Configuration(2, 4, "1f1b", 4),
+        (0, 1, 4, 7),
+        [ONLY] + [ONLY_AGAIN] * 2 + [ONLY] + [ONLY_AGAIN] + [ONLY] * 2 + [ONLY_AGAIN] + [ONLY] * 2,
+    ),
+    "zbv": ("llama", Configuration(1, 4, "zbv", 4), (0, 3, 5, 8), [AGAIN] * 3 + [DATA] * 2 + [ZERO] * 3 + [DATA] * 2),
+}
+
+
+@pytest.mark.parametrize("cluster", [CLUSTER, LATE, SHARED], ids=["at once", "late", "shared cores"])
+@pytest.mark.parametrize("name", CASES)
+def test_as_the_whole_model(
+    name: str, cluster: Cluster, graphs: dict[str, fx.GraphModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, configuration, first_blocks, strategies = CASES[name]
+    graph = graphs[model]
+    marks = fingerprints(graph)
+    assert len(marks) == LAYERS + 2
+    distinct = tuple(dict.fromkeys(strategies))
+    prices = np.zeros((7, len(marks), len(distinct)))
+    change = np.zeros((len(marks), len(distinct), len(distinct)))
+    chain = replace(chain_of(prices, [0.0] * len(marks), change), strategies=distinct)
+    search = StageSearch(chain, configuration, cluster)
+
+    short = ShortModel.of(marks, strategies, first_blocks)
+    assert len(short.keep) <= len(marks)
+    simulate = SimulateChoice(graph, cluster, marks)
+    found = simulate.run(strategies, first_blocks, search.staging)
+    monkeypatch.setattr(simulate_choice, "ShortModel", WholeModel)
+    expected = simulate.run(strategies, first_blocks, search.staging)
+    assert found.step_time_s == pytest.approx(expected.step_time_s, rel=1e-9)
+    assert found.peak_memory_bytes == pytest.approx(expected.peak_memory_bytes, rel=1e-9)
+    for mine, theirs in zip(found.ranks(), expected.ranks(), strict=True):
+        assert sum(mine.memory.values()) == pytest.approx(sum(theirs.memory.values()), rel=1e-9)
+        assert mine.busy_s == pytest.approx(theirs.busy_s, rel=1e-9)
+
+
+def test_stages_wait_for_those_that_have_computed(graphs: dict[str, fx.GraphModule]) -> None:
+    """One micro-batch passes all stages and comes back: a wait each time, as long as the sender's computing says."""
+    marks, schedule = fingerprints(graphs["gpt2"]), make_schedule("1f1b", 4, 4, 1)
+    staging = Staging(schedule, schedule, CLUSTER.axes)
+
+    def simulated(cluster: Cluster) -> StagesReport:
+        report = SimulateChoice(graphs["gpt2"], cluster, marks).run([ONLY] * len(marks), (0, 3, 6, 8), staging)
+        assert isinstance(report, StagesReport)
+        return report
+
+    plain, late = simulated(CLUSTER), simulated(LATE)
+    stages = [{task: sum(s for (t, _), s in times.items() if t == task) for task, _ in times} for times in plain.times]
+    computed = [times["forward"] for times in stages[:-1]]
+    computed += [times["input_grad"] + times["weight_grad"] for times in stages[1:]]
+    waits_s = sum(LATE.overlap.skew.seconds(spent) for spent in computed)
+    assert late.step_time_s - plain.step_time_s == pytest.approx(waits_s)
