@@ -19,7 +19,7 @@ from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.bound_ops import plus
 from galvatron_fx.ir.graph.bundles import bytes_by_block
 from galvatron_fx.ir.graph.layout import Layout
-from galvatron_fx.ir.graph.metadata import facts, has_facts
+from galvatron_fx.ir.graph.metadata import has_meta, meta_of
 from galvatron_fx.ir.graph.op_call import OpCall, call_key, is_getitem, op_call
 from galvatron_fx.ir.plan.prediction import ACCUMULATE, COMPUTE, RECOMPUTE, Cause
 
@@ -43,10 +43,10 @@ class NodeTime:
 
     def price(self, node: fx.Node, layout: Layout) -> Price | None:
         """Why and how long a node takes; None for what is no operator."""
-        if node.op != "call_function" or not has_facts(node) or is_getitem(node):
+        if node.op != "call_function" or not has_meta(node) or is_getitem(node):
             return None
         if node.target in c.COLLECTIVES:
-            axes = layout.columns[int(node.args[-1])].axes  # type: ignore[arg-type]
+            axes = layout.merged_axes[int(node.args[-1])].axes  # type: ignore[arg-type]
             return self._collective(node, Cause(node.target.__name__, axes))
         return Price(Cause(_local_kind(node)), self._operator_s(node))
 
@@ -68,7 +68,7 @@ class NodeTime:
     def _collective(self, node: fx.Node, cause: Cause) -> Price:
         axes = tuple(self.cluster.axes[i] for i in cause.axes)
         degree = prod(axis.size for axis in axes)
-        source = facts(node.args[0]).spec.size_bytes  # type: ignore[arg-type]
+        source = meta_of(node.args[0]).spec.size_bytes  # type: ignore[arg-type]
         whole = source * degree if cause.kind in ("all_gather", "all_to_all") else source
         # A bundle of several blocks counts as a share of a full one, so that equal blocks add equally much to it.
         if bytes_by_block(node):
@@ -86,4 +86,4 @@ class NodeTime:
 def _local_kind(node: fx.Node) -> str:
     if node.target is plus:
         return ACCUMULATE
-    return RECOMPUTE if facts(node).again else COMPUTE
+    return RECOMPUTE if meta_of(node).again else COMPUTE

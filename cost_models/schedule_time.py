@@ -25,9 +25,9 @@ from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.plan.schedule import Action, Schedule
 
 __all__ = [
+    "InFlight",
     "ScheduleReport",
     "Span",
-    "Waiting",
     "action_times",
     "in_flight_counts",
     "peak_bytes",
@@ -35,7 +35,7 @@ __all__ = [
     "waiting_counts",
 ]
 
-Waiting = tuple[tuple[int, int], ...]
+InFlight = tuple[tuple[int, int], ...]
 """Numbers of micro-batches that wait for input gradients and, after these, for weight gradients, at some moments."""
 
 
@@ -178,7 +178,7 @@ def in_flight_counts(schedule: Schedule) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def waiting_counts(schedule: Schedule) -> tuple[Waiting, ...]:
+def waiting_counts(schedule: Schedule) -> tuple[InFlight, ...]:
     """Return for each stage how many micro-batches wait at once: those moments that no other exceeds in both numbers.
 
     From its F a micro-batch waits for its B or I, which needs all that was saved; where backward is split, it then
@@ -198,7 +198,7 @@ def waiting_counts(schedule: Schedule) -> tuple[Waiting, ...]:
     return tuple(_exceeded_by_none(moments) for moments in found)
 
 
-def _exceeded_by_none(moments: set[tuple[int, int]]) -> Waiting:
+def _exceeded_by_none(moments: set[tuple[int, int]]) -> InFlight:
     kept: list[tuple[int, int]] = []
     for whole, half in sorted(moments, reverse=True):
         if not kept or half > kept[-1][1]:

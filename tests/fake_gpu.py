@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from galvatron_fx.api import capture
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.graph.bound_ops import BoundAxis, finished
-from galvatron_fx.ir.graph.metadata import TensorSpec, facts, has_facts
+from galvatron_fx.ir.graph.metadata import TensorSpec, has_meta, meta_of
 from galvatron_fx.ir.kernels.select import Kernels
 from galvatron_fx.ir.plan.strategy import Strategy
 from galvatron_fx.ir.torch_compat import new_fake_mode
@@ -52,7 +52,7 @@ def differences(graph: fx.GraphModule) -> list[str]:
                 break
             values[node] = _value(node, graph, values)
             made = values[node] if isinstance(values[node], (tuple, list)) else [values[node]]
-            specs = facts(node).specs if has_facts(node) else ()
+            specs = meta_of(node).specs if has_meta(node) else ()
             for value, spec in zip(made, specs, strict=False):
                 if isinstance(value, Tensor) and spec is not None:
                     problems += [f"{node} ({node.target}): {problem}" for problem in _compared(value, spec)]
@@ -61,8 +61,8 @@ def differences(graph: fx.GraphModule) -> list[str]:
 
 def _value(node: fx.Node, graph: fx.GraphModule, values: dict[fx.Node, Any]) -> Any:
     if node.op == "placeholder":
-        fakes = [spec and torch.empty(spec.shape, dtype=spec.dtype, device="cuda") for spec in facts(node).specs]
-        return fakes if facts(node).multi_output else fakes[0]
+        fakes = [spec and torch.empty(spec.shape, dtype=spec.dtype, device="cuda") for spec in meta_of(node).specs]
+        return fakes if meta_of(node).multi_output else fakes[0]
     if node.op == "get_attr":
         return torch.empty_like(getattr(graph, str(node.target)), device="cuda")
     args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)

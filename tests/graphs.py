@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from galvatron_fx.ir.graph.metadata import Dim, NodeFacts, Port, Signature, TensorSpec, facts, set_facts, set_signature
+from galvatron_fx.ir.graph.metadata import Dim, NodeMeta, Port, Signature, TensorSpec, meta_of, set_meta, set_signature
 
 Shape = tuple[int, ...]
 
@@ -34,7 +34,7 @@ class Builder:
         dims: tuple[Dim, ...] = (),
     ) -> fx.Node:
         node = self.graph.placeholder(name)
-        set_facts(node, NodeFacts((TensorSpec(shape, dtype, dims),)))
+        set_meta(node, NodeMeta((TensorSpec(shape, dtype, dims),)))
         self._ports.append(Port(kind, name, kind == "param"))
         return node
 
@@ -46,7 +46,7 @@ class Builder:
     def constant(self, name: str, value: Tensor) -> fx.Node:
         self.root.register_buffer(name, value)
         node = self.graph.create_node("get_attr", name)
-        set_facts(node, NodeFacts((_spec(value, ()),)))
+        set_meta(node, NodeMeta((_spec(value, ()),)))
         return node
 
     def call(self, target: Callable[..., Any], *args: Any, dims: tuple[Dim, ...] = (), **kwargs: Any) -> fx.Node:
@@ -68,7 +68,7 @@ class Builder:
         """A node whose specs are given."""
         name = target.__name__.partition(".")[0]
         node = self.graph.create_node("call_function", target, args, kwargs, name)
-        set_facts(node, NodeFacts(tuple(specs), self.phase, self.block, multi_output=multi_output))
+        set_meta(node, NodeMeta(tuple(specs), self.phase, self.block, multi_output=multi_output))
         return node
 
     def finish(self, *outputs: tuple[str, str, fx.Node | None], loss: int | None = None) -> fx.GraphModule:
@@ -82,8 +82,8 @@ class Builder:
 
 
 def _meta(node: fx.Node) -> Any:
-    tensors = [torch.empty(s.shape, dtype=s.dtype, device="meta") if s else None for s in facts(node).specs]
-    return tuple(tensors) if facts(node).multi_output else tensors[0]
+    tensors = [torch.empty(s.shape, dtype=s.dtype, device="meta") if s else None for s in meta_of(node).specs]
+    return tuple(tensors) if meta_of(node).multi_output else tensors[0]
 
 
 def _spec(value: Tensor | None, dims: tuple[Dim, ...]) -> TensorSpec | None:
@@ -105,7 +105,7 @@ def _line(node: fx.Node) -> str:
         return f"{node.name} = constant: {_shapes(node)}"
     name = getattr(node.target, "__name__", str(node.target)).removesuffix(".default")
     words = [*map(_text, node.args), *(f"{key}={_text(value)}" for key, value in node.kwargs.items())]
-    mark = "'" if facts(node).phase == "backward" else ""
+    mark = "'" if meta_of(node).phase == "backward" else ""
     return f"{mark}{node.name} = {name}({', '.join(words)}): {_shapes(node)}"
 
 
@@ -116,4 +116,4 @@ def _text(value: Any) -> str:
 
 
 def _shapes(node: fx.Node) -> str:
-    return ", ".join(str(list(s.shape)) if s is not None else "-" for s in facts(node).specs)
+    return ", ".join(str(list(s.shape)) if s is not None else "-" for s in meta_of(node).specs)

@@ -78,9 +78,9 @@ def predict(graph: fx.GraphModule, cluster: gfx.Cluster, recompute: str, budget:
     wanted = {"off": False, "on": True}.get(recompute, "auto")
     most = int(cluster.device.memory_bytes * _MEMORY_SHARE) if budget is None else budget
     plan = search_plan(graph, cluster, SearchSettings(memory_budget=most, recompute=wanted).on(cluster))
-    marks = fingerprints(graph)
-    strategies = [plan.strategy_of(index, len(marks)) for index in range(len(marks))]
-    (use,) = SimulateChoice(graph, cluster, marks).run(strategies, (0,), None).ranks()
+    block_fingerprints = fingerprints(graph)
+    strategies = [plan.strategy_of(index, len(block_fingerprints)) for index in range(len(block_fingerprints))]
+    (use,) = SimulateChoice(graph, cluster, block_fingerprints).run(strategies, (0,), None).ranks()
     update_s = use.seconds[Cause(UPDATE)]
     total_s = sum(use.seconds.values())
     return Predicted(recompute, plan, total_s - update_s, update_s, sum(use.memory.values()), budget)

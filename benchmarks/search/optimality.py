@@ -130,7 +130,7 @@ def balances(layers: int, vocabulary: int) -> tuple[Table, Table, bool]:
     holds = True
     for search in (each for each in every_search(layers, ROLES, vocabulary) if each.num_ranks in (2, 4)):
         setting = search.configuration
-        weights = search.chain.fastest, search.chain.memory.min(axis=1)
+        weights = search.costs.fastest, search.costs.memory.min(axis=1)
         cuts = [balanced(weight, setting.num_stages) for weight in weights]
         for share in (1.1, 1.6):
             budget = share * search.least_bytes()

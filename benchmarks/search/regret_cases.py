@@ -87,7 +87,7 @@ def mixed_plans(picked: Plan, kinds: Sequence[str], seed: int) -> Iterator[Plan]
 
 def same(plan: Plan) -> str:
     """Equal for plans that run alike: the axes may change places, in all blocks at once."""
-    marks = [(block.strategy.recompute, block.strategy.keep_gathered) for block in plan.blocks]
+    block_fingerprints = [(block.strategy.recompute, block.strategy.keep_gathered) for block in plan.blocks]
     tables = [block.strategy.roles for block in plan.blocks]
     turned = [roles[::-1] for roles in tables]
-    return f"{min(tables, turned)} {marks} {plan.pipelining}"
+    return f"{min(tables, turned)} {block_fingerprints} {plan.pipelining}"

@@ -69,13 +69,13 @@ def picks(graph: fx.GraphModule, cluster: gfx.Cluster, budgets: Sequence[int]) -
 
 def predicted(graph: fx.GraphModule, cluster: gfx.Cluster, plans: Sequence[gfx.Plan]) -> list[Candidate]:
     """The plans with their predictions; the ranks share the work."""
-    marks = fingerprints(graph)
-    simulate = SimulateChoice(graph, cluster, marks)
+    block_fingerprints = fingerprints(graph)
+    simulate = SimulateChoice(graph, cluster, block_fingerprints)
     own = {}
     for number in mine(range(len(plans))):
         plan = plans[number]
-        strategies = [plan.strategy_of(index, len(marks)) for index in range(len(marks))]
-        step = simulate.run(strategies, plan.pipelining.cuts(len(marks)), staging_of(plan, cluster))
+        strategies = [plan.strategy_of(index, len(block_fingerprints)) for index in range(len(block_fingerprints))]
+        step = simulate.run(strategies, plan.pipelining.cuts(len(block_fingerprints)), staging_of(plan, cluster))
         own[number] = step.step_time_s, max(sum(rank.memory.values()) for rank in step.ranks())
     found = {number: numbers for part in all_ranks(own) for number, numbers in part.items()}
     return [Candidate(name_of(plan), plan, *found[number]) for number, plan in enumerate(plans)]

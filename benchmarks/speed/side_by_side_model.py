@@ -154,12 +154,12 @@ def fsdp_kept(size: Size, ranks: int, compiled: bool) -> ByHand:
 
 def _tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
     """Tensor parallelism with sequence parallelism between, as torch's tutorial has it for LLaMA."""
-    outer = {
+    split_factor = {
         "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
         "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
     }
-    parallelize_module(model, mesh, outer)
+    parallelize_module(model, mesh, split_factor)
     whole = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
     for layer in model.layers:
         plan = {

@@ -9,7 +9,7 @@ from itertools import takewhile
 from torch import fx
 
 from galvatron_fx.checking.steps import Key
-from galvatron_fx.ir.graph.metadata import facts, output_ports, ports
+from galvatron_fx.ir.graph.metadata import meta_of, output_ports, ports
 
 __all__ = ["block_names"]
 
@@ -24,14 +24,14 @@ def block_names(graph: fx.GraphModule, outputs: Sequence[Key]) -> dict[Key, str]
     for port, node in ports(graph):
         used = [user for user in node.users if user.op == "call_function"]
         if port.kind in ("param", "buffer") and used:
-            title = titles.get(min(facts(user).block for user in used), "")
+            title = titles.get(min(meta_of(user).block for user in used), "")
             kinds = ("parameter", "gradient") if port.kind == "param" else ("buffer",)
             found |= {(kind, port.name): title for kind in kinds}
     for port, maker in output_ports(graph):
         if port.kind == "buffer" and maker is not None:
-            found["buffer", port.name] = titles.get(facts(maker).block, "")
+            found["buffer", port.name] = titles.get(meta_of(maker).block, "")
         if port.kind == "output" and maker is not None and int(port.name) < len(outputs):
-            found[outputs[int(port.name)]] = titles.get(facts(maker).block, "")
+            found[outputs[int(port.name)]] = titles.get(meta_of(maker).block, "")
     return found
 
 
@@ -39,8 +39,8 @@ def _titles(graph: fx.GraphModule) -> dict[int, str]:
     """The number of every block and the module that most of its forward stands in."""
     modules: dict[int, Counter[str]] = {}
     for node in graph.graph.nodes:
-        if node.op == "call_function" and facts(node).phase == "forward":
-            modules.setdefault(facts(node).block, Counter())[facts(node).module] += 1
+        if node.op == "call_function" and meta_of(node).phase == "forward":
+            modules.setdefault(meta_of(node).block, Counter())[meta_of(node).module] += 1
     return {block: _title(block, counts) for block, counts in modules.items()}
 
 

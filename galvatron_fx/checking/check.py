@@ -22,7 +22,7 @@ from galvatron_fx.checking.subject import Subject, same_generators
 from galvatron_fx.checking.wide_floats import NARROW, widened
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.errors import InputError
-from galvatron_fx.ir.graph.metadata import facts, signature
+from galvatron_fx.ir.graph.metadata import meta_of, signature
 from galvatron_fx.ir.graph.precision import checked_policy
 from galvatron_fx.ir.plan.plan import Plan, prime_factors
 from galvatron_fx.search_settings import SearchSettings
@@ -192,7 +192,7 @@ class _Check:
         if not self.limits.exact or self.subject.mesh is None:
             return self.limits.exact
         calls = (node for node in graph.graph.nodes if node.op == "call_function")
-        return not any(spec.dtype in NARROW for node in calls for spec in facts(node).specs if spec is not None)
+        return not any(spec.dtype in NARROW for node in calls for spec in meta_of(node).specs if spec is not None)
 
     def _train(self, runner: StepRunner) -> list[Step]:
         return train(runner, self.steps, self.optimizer, self.seed)

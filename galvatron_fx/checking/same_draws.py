@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from galvatron_fx.ir.graph.metadata import NodeFacts, Port, Signature, TensorSpec, set_facts, set_signature
+from galvatron_fx.ir.graph.metadata import NodeMeta, Port, Signature, TensorSpec, set_meta, set_signature
 from galvatron_fx.ir.graph.random_ops import random_uniform
 from galvatron_fx.ir.torch_compat import TorchDispatchMode
 from passes.frontend.functional_random import FunctionalRandom, draws_numbers
@@ -70,14 +70,14 @@ class SameDraws(TorchDispatchMode):
         rest = iter(given)
         node = graph.call_function(op, tuple(next(rest) if isinstance(a, Tensor) else a for a in args), kwargs)
         several = len(op._schema.returns) > 1
-        set_facts(node, NodeFacts((spec,), multi_output=several))
+        set_meta(node, NodeMeta((spec,), multi_output=several))
         outputs = [node]
         if several:
             outputs = [graph.call_function(operator.getitem, (node, at)) for at in range(len(op._schema.returns))]
             for picked in outputs:
-                set_facts(picked, NodeFacts((spec,)))
+                set_meta(picked, NodeMeta((spec,)))
         for placeholder, tensor in zip(given, tensors, strict=True):
-            set_facts(placeholder, NodeFacts((TensorSpec(tuple(tensor.shape), tensor.dtype),)))
+            set_meta(placeholder, NodeMeta((TensorSpec(tuple(tensor.shape), tensor.dtype),)))
         graph.output(tuple(outputs))
         module = fx.GraphModule({}, graph)
         inputs = tuple(Port("input", str(i)) for i in range(len(tensors)))

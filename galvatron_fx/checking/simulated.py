@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from galvatron_fx.checking.whole_tensors import Whole, collect, distribute
-from galvatron_fx.ir.graph.metadata import Port, facts, ports, signature
+from galvatron_fx.ir.graph.metadata import Port, meta_of, ports, signature
 from galvatron_fx.ir.plan.schedule import Action, Schedule
 from galvatron_fx.ir.plan.strategy import original_name
 from galvatron_fx.runtime.lockstep import Simulator
@@ -53,7 +53,7 @@ def run_stages(lowered: LoweredStages, schedule: Schedule, value_of: ValueOf) ->
     simulator = Simulator(shape)
     placed = dict(zip(signature(lowered.joint).inputs, lowered.layout.inputs, strict=True))
     hoisted = hoisted_values(lowered.microbatched, value_of)
-    dtypes = {port: facts(node).spec.dtype for port, node in ports(lowered.joint)}
+    dtypes = {port: meta_of(node).spec.dtype for port, node in ports(lowered.joint)}
 
     def value(port: Port) -> list[Tensor]:
         given = value_of(port)

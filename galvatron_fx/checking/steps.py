@@ -15,7 +15,7 @@ from torch.func import functional_call
 from galvatron_fx.checking.same_draws import SameDraws
 from galvatron_fx.checking.simulated import Results, ValueOf
 from galvatron_fx.checking.wide_floats import WideFloats
-from galvatron_fx.ir.graph.metadata import Port, Signature, facts, ports, signature
+from galvatron_fx.ir.graph.metadata import Port, Signature, meta_of, ports, signature
 from galvatron_fx.ir.graph.precision import computed_in
 from galvatron_fx.ir.plan.strategy import original_name
 from galvatron_fx.ir.torch_compat import composites_in_python, pytree
@@ -190,7 +190,7 @@ class Simulated:
 
     def run(self, seed: Tensor) -> Any:
         """Run forward and backward on all ranks."""
-        specs = {port: facts(node).spec for port, node in ports(self.graph)}
+        specs = {port: meta_of(node).spec for port, node in ports(self.graph)}
 
         def value_of(port: Port) -> Tensor:
             if port.kind == "seed":

@@ -27,7 +27,7 @@ def distribute(whole: Tensor, placements: Sequence[Placement], shape: Sequence[i
     held = [whole]
     for placement, degree in zip(placements, shape, strict=True):
         if isinstance(placement, Shard):
-            held = [part for x in held for part in split_runs(x, placement.dim, placement.outer, degree)]
+            held = [part for x in held for part in split_runs(x, placement.dim, placement.split_factor, degree)]
         else:
             held = [x for x in held for _ in range(degree)]
     return held
@@ -39,7 +39,7 @@ def collect(held: Sequence[Tensor], placements: Sequence[Placement | None], shap
     for placement, degree in reversed(list(zip(placements, shape, strict=True))):
         groups = [parts[i : i + degree] for i in range(0, len(parts), degree)]
         if isinstance(placement, Shard):
-            parts = [join_runs(group, placement.dim, placement.outer) for group in groups]
+            parts = [join_runs(group, placement.dim, placement.split_factor) for group in groups]
             continue
         for first, *others in groups:
             spread = max([spread, *(difference(other, first) for other in others if other is not first)])

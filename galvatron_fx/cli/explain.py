@@ -17,7 +17,7 @@ examples:
   galvatron-fx explain --model llama --set num_hidden_layers=4 --cluster 8xA100-80GB --folder graphs
 
   # the lowered program of a given plan, on the terminal
-  galvatron-fx explain --model train:build --cluster 8xA100-80GB --plan plan.json --after PlaceRecompute
+  galvatron-fx explain --model train:build --cluster 8xA100-80GB --plan plan.json --after Rematerialize
 
   # one self-contained page: the plan, the candidates, time and memory
   galvatron-fx explain --model llama --cluster 64xA100-80GB --html page.html

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cost_models.operator_time import is_free
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.graph import collectives as c
-from galvatron_fx.ir.graph.metadata import TensorSpec, has_facts
+from galvatron_fx.ir.graph.metadata import TensorSpec, has_meta
 from galvatron_fx.ir.graph.op_call import OpCall, call_key, is_getitem, op_call
 from galvatron_fx.ir.kernels.select import Kernels
 from galvatron_fx.profiling.kernels import Kernel
@@ -56,7 +56,7 @@ def measure_calls(
 
 def _distinct(graphs: Iterable[fx.GraphModule]) -> dict[str, OpCall]:
     nodes = (node for graph in graphs for node in graph.graph.nodes)
-    calls = (op_call(node) for node in nodes if node.op == "call_function" and has_facts(node) and not is_getitem(node))
+    calls = (op_call(node) for node in nodes if node.op == "call_function" and has_meta(node) and not is_getitem(node))
     kept = (call for call in calls if call.target not in (*c.COLLECTIVES, *c.RANK_LOCAL) and not is_free(call))
     return dict(sorted((call_key(call), call) for call in kept if _bytes(call) >= _LEAST_BYTES))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from galvatron_fx.ir.graph import collectives as c
-from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.graph.printer import readable
 from galvatron_fx.ir.graph.rewrite import copy_node
 from galvatron_fx.report.collective_rows import task_graphs
@@ -79,7 +79,7 @@ def excerpt(name: str, chosen: Sequence[fx.Node]) -> fx.GraphModule | None:
 
 
 def _block(node: fx.Node) -> int:
-    return max(facts(node).block, 0) if node.op == "call_function" else -1
+    return max(meta_of(node).block, 0) if node.op == "call_function" else -1
 
 
 def _lines(graph: fx.GraphModule, reasons: Reasons) -> Iterator[tuple[str, str]]:

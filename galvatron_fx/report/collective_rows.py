@@ -13,7 +13,7 @@ from cost_models.node_time import NodeTime
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.layout import Layout
-from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.plan.prediction import TRANSFER, Cause
 from galvatron_fx.report.reasons import Reasons
 from passes.lowering.lower_step import Lowered
@@ -85,7 +85,7 @@ def collective_rows(
         for node in graph.graph.nodes:
             if node.target not in c.COLLECTIVES:
                 continue
-            block = max(facts(node).block, 0)
+            block = max(meta_of(node).block, 0)
             times = blocks[block].stands_for if block in own else program.short.stage_of.count(position)
             runs = times * (1 if task in _ONCE else num_microbatches)
             why = reasons.of(node)
@@ -129,9 +129,9 @@ def _row(
     source = node.args[0]
     assert isinstance(source, fx.Node)
     kind = node.target.__name__  # type: ignore[union-attr]
-    axes = layout.columns[int(node.args[-1])].axes  # type: ignore[arg-type]
+    axes = layout.merged_axes[int(node.args[-1])].axes  # type: ignore[arg-type]
     degree = prod(prices.cluster.axes[axis].size for axis in axes)
-    specs = facts(source).spec, facts(node).spec
+    specs = meta_of(source).spec, meta_of(node).spec
     spec = max(specs, key=lambda spec: spec.size_bytes)
     size = specs[0].size_bytes * (degree if kind in ("all_gather", "all_to_all") else 1)
     share = {"all_reduce": 2.0, "all_to_all": 1 / degree}.get(kind, 1.0) * (degree - 1) / degree

@@ -8,7 +8,7 @@ from torch import fx
 
 from cost_models.schedule_time import ScheduleReport
 from galvatron_fx.ir.cluster.cluster import Cluster
-from galvatron_fx.ir.graph.layout import Column
+from galvatron_fx.ir.graph.layout import MergedAxis
 from galvatron_fx.ir.plan.plan import BlockPlan, Plan
 from galvatron_fx.ir.plan.prediction import RankUse
 from galvatron_fx.plan_fit import staging_of
@@ -51,7 +51,7 @@ class Explained:
     operators: tuple[OperatorSpan, ...]
     collectives: tuple[CollectiveRow, ...]
     codes: tuple[BlockCode, ...]
-    columns: tuple[Column, ...]
+    columns: tuple[MergedAxis, ...]
     pipelines: tuple[Alternative, ...]
     uniform: tuple[Alternative, ...]
 
@@ -78,17 +78,17 @@ class _Explaining:
     def __init__(self, graph: fx.GraphModule, plan: Plan, cluster: Cluster) -> None:
         self.graph = graph
         self.cluster = cluster
-        self.marks = fingerprints(graph)
-        self.plan = _with_blocks(plan, self.marks)
-        self.cuts = plan.pipelining.cuts(len(self.marks))
+        self.block_fingerprints = fingerprints(graph)
+        self.plan = _with_blocks(plan, self.block_fingerprints)
+        self.cuts = plan.pipelining.cuts(len(self.block_fingerprints))
         self.staging = staging_of(plan, cluster)
-        self.simulate = SimulateChoice(graph, cluster, self.marks)
+        self.simulate = SimulateChoice(graph, cluster, self.block_fingerprints)
 
     def run(self) -> Explained:
         step = self._step(self.plan)
         parts = None if self.staging is None else self.staging.schedule.num_microbatches
-        strategies = strategies_on(self.plan, self.cluster, len(self.marks))
-        program = ShortProgram.of(self.graph, self.cluster, self.marks, strategies, self.cuts, parts)
+        strategies = strategies_on(self.plan, self.cluster, len(self.block_fingerprints))
+        program = ShortProgram.of(self.graph, self.cluster, self.block_fingerprints, strategies, self.cuts, parts)
         memory, operators = self._timelines(program, step)
         kinds = self._kinds()
         collectives = collective_rows(program, self.cluster, kinds, parts or 1)
@@ -98,7 +98,7 @@ class _Explaining:
         return Explained(
             plan=self.plan,
             cluster=self.cluster,
-            labels=tuple(zip(self.marks, strategies, strict=True)),
+            labels=tuple(zip(self.block_fingerprints, strategies, strict=True)),
             batch=sizes.batch if sizes else 0,
             sequence=sizes.sequence if sizes else 0,
             step_s=step.step_time_s,
@@ -108,13 +108,13 @@ class _Explaining:
             operators=operators,
             collectives=tuple(collectives),
             codes=tuple(block_codes(program, kinds)),
-            columns=program.lowered.layout.columns,
+            columns=program.lowered.layout.merged_axes,
             pipelines=tuple(other_pipelines(self.plan)),
             uniform=tuple(uniform_plans(self.plan, self.cluster, step.step_time_s, self._simulated)),
         )
 
     def _step(self, plan: Plan) -> StepReport | StagesReport:
-        strategies = strategies_on(plan, self.cluster, len(self.marks))
+        strategies = strategies_on(plan, self.cluster, len(self.block_fingerprints))
         return self.simulate.run(strategies, self.cuts, self.staging)
 
     def _simulated(self, plan: Plan) -> tuple[float, int]:
@@ -129,8 +129,8 @@ class _Explaining:
             timeline = StepTimeline.of(program, SimulateStep(self.cluster), step)
             return (timeline.memory,), timeline.spans
         assert self.staging is not None
-        strategies = strategies_on(self.plan, self.cluster, len(self.marks))
-        replay = StageTimelines(self.graph, self.cluster, self.marks)
+        strategies = strategies_on(self.plan, self.cluster, len(self.block_fingerprints))
+        replay = StageTimelines(self.graph, self.cluster, self.block_fingerprints)
         return replay.run(strategies, self.cuts, self.staging, step), ()
 
     def _kinds(self) -> frozenset[str]:
@@ -139,9 +139,11 @@ class _Explaining:
         return frozenset(action.kind for order in self.staging.schedule.orders for action in order)
 
 
-def _with_blocks(plan: Plan, marks: tuple[str, ...]) -> Plan:
+def _with_blocks(plan: Plan, block_fingerprints: tuple[str, ...]) -> Plan:
     """The plan with an entry for each block where it has one for all."""
     if not plan.is_wildcard:
         return plan
     strategy = plan.blocks[0].strategy
-    return replace(plan, blocks=tuple(BlockPlan(f"block {i}", strategy, mark, 0.0, 0) for i, mark in enumerate(marks)))
+    return replace(
+        plan, blocks=tuple(BlockPlan(f"block {i}", strategy, mark, 0.0, 0) for i, mark in enumerate(block_fingerprints))
+    )

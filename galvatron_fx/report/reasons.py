@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from galvatron_fx.ir.graph import collectives as c
-from galvatron_fx.ir.graph.metadata import facts, output_ports, ports
+from galvatron_fx.ir.graph.metadata import meta_of, output_ports, ports
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
 from galvatron_fx.ir.graph.precision import cast_gradient, cast_parameter
 
@@ -49,7 +49,7 @@ class Reasons:
 
         ``node``: of a graph made of the joint one, where it has the same name; of a bundle, all that it holds.
         """
-        bundled = facts(node).bundles
+        bundled = meta_of(node).bundles
         if not bundled:
             return self._of(self._nodes.get(node.name, node))
         return f"{len(bundled)} in one: " + "; ".join(dict.fromkeys(self._of(self._nodes[name]) for name in bundled))
@@ -100,5 +100,5 @@ def _named(kind: str, name: str) -> str:
 def _operator(node: fx.Node) -> str:
     """An operator and the module that it comes from: "mm of layers.0.up"."""
     name = str(getattr(node.target, "_opname", None) or getattr(node.target, "__name__", node.target))
-    module = facts(node).module
+    module = meta_of(node).module
     return f"{name} of {module}" if module else name

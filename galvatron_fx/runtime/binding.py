@@ -146,14 +146,14 @@ class StageBinder:
         return self.schedule.stages_of(self._rank)
 
 
-def _lowering_mesh(mesh: DeviceMesh, cluster: Cluster, layout: Layout, outer: tuple[int, ...]) -> DeviceMesh:
-    """The ranks of ``mesh`` with one dim for the axes ``outer`` (if any) and one per column of the layout."""
+def _lowering_mesh(mesh: DeviceMesh, cluster: Cluster, layout: Layout, split_factor: tuple[int, ...]) -> DeviceMesh:
+    """The ranks of ``mesh`` with one dim for the axes ``split_factor`` (if any) and one per column of the layout."""
     ranks = mesh.mesh.reshape([axis.size for axis in cluster.axes] or [1])
-    order = [*outer, *(axis for column in layout.columns for axis in column.axes)]
+    order = [*split_factor, *(axis for column in layout.merged_axes for axis in column.axes)]
     rest = [axis for axis in range(ranks.dim()) if axis not in order]
     shape = list(layout.shape) or [1]
-    names = ["_".join(f"a{axis}" for axis in column.axes) for column in layout.columns] or ["one"]
-    if outer:
+    names = ["_".join(f"a{axis}" for axis in column.axes) for column in layout.merged_axes] or ["one"]
+    if split_factor:
         shape = [-1, *shape]
         names = [_PIPELINE, *names]
     return DeviceMesh(mesh.device_type, ranks.permute(*order, *rest).reshape(shape), mesh_dim_names=tuple(names))
@@ -162,7 +162,7 @@ def _lowering_mesh(mesh: DeviceMesh, cluster: Cluster, layout: Layout, outer: tu
 def _axes(mesh: DeviceMesh, layout: Layout) -> list[BoundAxis]:
     return [
         BoundAxis(mesh.get_group(dim).group_name, mesh.size(dim), mesh.get_local_rank(dim))
-        for dim in range(len(layout.columns))
+        for dim in range(len(layout.merged_axes))
     ]
 
 

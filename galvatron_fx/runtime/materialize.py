@@ -82,7 +82,7 @@ def _shard_parameter(
     local = whole.detach()
     for dim, placement in enumerate(placements):
         if isinstance(placement, Shard):
-            local = take_run(local, placement.dim, placement.outer, mesh.size(dim), mesh.get_local_rank(dim))
+            local = take_run(local, placement.dim, placement.split_factor, mesh.size(dim), mesh.get_local_rank(dim))
     local = local.to(mesh.device_type, copy=True).contiguous()
     shown = [to_dtensor(p) for p in placements or (REPLICATE,)]
     whole_shape = torch.Size(parameter.shape)

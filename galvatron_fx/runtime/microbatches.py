@@ -50,7 +50,7 @@ def merge_outputs(split: Microbatched, made: Sequence[Mapping[Port, Any]]) -> di
 
 def _merged(placement: Placement, values: list[Tensor]) -> Tensor:
     if isinstance(placement, Shard):
-        return join_runs(values, placement.dim, placement.outer)
+        return join_runs(values, placement.dim, placement.split_factor)
     if not isinstance(placement, Partial):
         return values[-1]
     stacked = torch.stack(values)

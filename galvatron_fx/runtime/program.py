@@ -21,7 +21,7 @@ from galvatron_fx.ir.torch_compat import graph_module, keeps_graph
 from galvatron_fx.runtime.backends import Backend, Boxed, Eager, compile_graph
 from galvatron_fx.runtime.dtensor_views import lie_like
 from passes.lowering.batch_rows import RowsRead
-from passes.lowering.split_forward_backward import Halves
+from passes.lowering.split_forward_backward import ForwardBackward
 
 ValueOf = Callable[[Port], Any]
 
@@ -50,7 +50,7 @@ class Program:
     are several.
     """
 
-    halves: Halves
+    halves: ForwardBackward
     layout: Layout
     signature: Signature
     read: RowsRead

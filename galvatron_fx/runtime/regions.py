@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import facts, has_facts
+from galvatron_fx.ir.graph.metadata import has_meta, meta_of
 from galvatron_fx.ir.graph.op_call import is_getitem
 from galvatron_fx.ir.graph.random_ops import random_uniform
 from galvatron_fx.ir.graph.rewrite import copy_node
@@ -43,8 +43,8 @@ class Region:
     @property
     def has_tuples(self) -> bool:
         """Whether all outputs of an operator go in or out in one piece, as forward saves them for backward."""
-        passed = (node for node in (*self.inputs, *self.outputs) if has_facts(node) and not is_getitem(node))
-        return any(facts(node).multi_output for node in passed)
+        passed = (node for node in (*self.inputs, *self.outputs) if has_meta(node) and not is_getitem(node))
+        return any(meta_of(node).multi_output for node in passed)
 
 
 def split_regions(graph: fx.GraphModule) -> list[Region]:
@@ -55,7 +55,7 @@ def split_regions(graph: fx.GraphModule) -> list[Region]:
         if node.args and is_getitem(node) and node.args[0] in blocks:
             blocks[node] = blocks[node.args[0]]
         else:
-            blocks[node] = facts(node).block if has_facts(node) else blocks.get(before, 0)
+            blocks[node] = meta_of(node).block if has_meta(node) else blocks.get(before, 0)
     runs = (list(run) for _, run in groupby(calls, key=lambda node: (blocks[node], _stays_as_it_is(node))))
     return [_region(graph, run) for run in runs]
 

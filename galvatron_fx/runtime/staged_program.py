@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from cost_models.schedule_time import ScheduleReport, Span
 from galvatron_fx.ir.errors import InputError
-from galvatron_fx.ir.graph.metadata import Port, Signature, TensorSpec, facts, ports, signature
+from galvatron_fx.ir.graph.metadata import Port, Signature, TensorSpec, meta_of, ports, signature
 from galvatron_fx.ir.graph.placement import Placement
 from galvatron_fx.ir.plan.schedule import Schedule
 from galvatron_fx.ir.plan.strategy import original_name
@@ -179,7 +179,7 @@ class StagedProgram:
 
     @cached_property
     def _dtypes(self) -> dict[Port, torch.dtype]:
-        return {port: facts(node).spec.dtype for port, node in ports(self.lowered.joint)}
+        return {port: meta_of(node).spec.dtype for port, node in ports(self.lowered.joint)}
 
     @cached_property
     def _run_task(self) -> RunTask:

@@ -9,22 +9,22 @@ from torch import fx
 
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.bound_ops import finished
-from galvatron_fx.ir.graph.metadata import facts
-from passes.analysis.strided_values import LaidTensor, evaluate
+from galvatron_fx.ir.graph.metadata import meta_of
+from passes.analysis.strided_values import StridedTensor, evaluate
 
 _DENSE = {*c.COLLECTIVES, c.shard}
 _AS_THEY_LIE = {finished, c.local_index, c.only_first}
 
 
-def laid_value(graph: fx.GraphModule, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+def infer_strides(graph: fx.GraphModule, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     """What ``node`` makes of ``values``; what enters a graph is taken to be dense.
 
     ``graph``: holds the constants of ``node``, which is one of it or of a copy that is bound to a rank.
     """
     if node.op == "placeholder" or node.target in _DENSE:
-        made = [None if spec is None else LaidTensor.empty(spec) for spec in facts(node).specs]
-        return made if facts(node).multi_output else made[0]
+        made = [None if spec is None else StridedTensor.empty(spec) for spec in meta_of(node).specs]
+        return made if meta_of(node).multi_output else made[0]
     if node.op == "get_attr":
-        return LaidTensor.like(getattr(graph, str(node.target)))
+        return StridedTensor.like(getattr(graph, str(node.target)))
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: values[source])
     return args[0] if node.target in _AS_THEY_LIE else evaluate(node.target, args, kwargs)

@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import TensorSpec, facts, ports
+from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of, ports
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.random_ops import comparable_args
 
 
 def num_blocks(graph: fx.GraphModule) -> int:
     """Number of blocks in an annotated graph."""
-    return 1 + max((facts(n).block for n in graph.graph.nodes if n.op == "call_function"), default=0)
+    return 1 + max((meta_of(n).block for n in graph.graph.nodes if n.op == "call_function"), default=0)
 
 
 def fingerprints(graph: fx.GraphModule) -> tuple[str, ...]:
@@ -24,17 +24,19 @@ def fingerprints(graph: fx.GraphModule) -> tuple[str, ...]:
     members: dict[int, list[fx.Node]] = {}
     for node in graph.graph.nodes:
         if node.op == "call_function":
-            members.setdefault(facts(node).block, []).append(node)
-    keys = {node: _spec_key(facts(node).specs) for node in graph.graph.nodes if node.op != "output"}
+            members.setdefault(meta_of(node).block, []).append(node)
+    keys = {node: _spec_key(meta_of(node).specs) for node in graph.graph.nodes if node.op != "output"}
     return tuple(_fingerprint(members.get(i, []), keys) for i in range(num_blocks(graph)))
 
 
-def graph_fingerprint(graph: fx.GraphModule, marks: Sequence[str] | None = None) -> str:
-    """A hash of the whole graph: its inputs, blocks and their order; ``marks``: its :func:`fingerprints`, if known."""
+def graph_fingerprint(graph: fx.GraphModule, block_fingerprints: Sequence[str] | None = None) -> str:
+    """A hash of the whole graph: its inputs, blocks and their order; ``block_fingerprints``: its :func:`fingerprints`,
+    if known.
+    """
     digest = hashlib.sha256()
     for port, node in ports(graph):
-        digest.update(repr((port.kind, port.name, port.requires_grad, _spec_key(facts(node).specs))).encode())
-    for block in fingerprints(graph) if marks is None else marks:
+        digest.update(repr((port.kind, port.name, port.requires_grad, _spec_key(meta_of(node).specs))).encode())
+    for block in fingerprints(graph) if block_fingerprints is None else block_fingerprints:
         digest.update(block.encode())
     return digest.hexdigest()[:32]
 
@@ -46,7 +48,7 @@ def _fingerprint(nodes: Sequence[fx.Node], keys: Mapping[fx.Node, Any]) -> str:
         wires = tuple(number.setdefault(source, len(number)) for source in input_nodes(node))
         number.setdefault(node, len(number))
         constants = fx.map_arg((comparable_args(node), node.kwargs), keys.__getitem__)
-        text = repr((_name(node.target), constants, wires, keys[node], facts(node).phase))
+        text = repr((_name(node.target), constants, wires, keys[node], meta_of(node).phase))
         digest.update(text.encode())
     return digest.hexdigest()[:16]
 

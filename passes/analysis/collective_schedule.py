@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from galvatron_fx.ir.graph import collectives as c
-from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.graph.op_call import input_nodes
 
 aten = torch.ops.aten
@@ -22,7 +22,7 @@ _REDUCTIONS = (c.all_reduce, c.reduce_scatter)
 _HOLD_MUCH = (c.reduce_scatter, c.all_to_all)
 
 
-def waited_before(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+def wait_points(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """For every collective, the node in front of which it is waited for: the first to use its result.
 
     One that holds a large input is waited for before the next of its kind starts at the latest, so that no more than
@@ -32,7 +32,7 @@ def waited_before(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     following: dict[Any, fx.Node] = {}  # by kind, the collective that comes next
     found = {}
     for node in reversed(graph.nodes):
-        if node.target not in c.COLLECTIVES or facts(node).open:
+        if node.target not in c.COLLECTIVES or meta_of(node).open:
             continue
         until = [*node.users] or [node.next]
         if node.target in _HOLD_MUCH and node.target in following:
@@ -42,7 +42,7 @@ def waited_before(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return found
 
 
-def early_gathers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+def hoistable_gathers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """Gathers of what is there before the graph computes, each with the operators that lead to it, in order."""
     chains: dict[fx.Node, list[fx.Node]] = {}
     found = {}
@@ -54,7 +54,7 @@ def early_gathers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
         if node.op != "call_function" or not (len(sources) == 1 or packs) or any(n not in chains for n in sources):
             continue
         is_gather = node.target is c.all_gather
-        if facts(node).multi_output or (node.target in c.COLLECTIVES and not is_gather):
+        if meta_of(node).multi_output or (node.target in c.COLLECTIVES and not is_gather):
             continue
         before = list(dict.fromkeys(link for source in sources for link in chains[source]))
         if is_gather:
@@ -63,7 +63,7 @@ def early_gathers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return found
 
 
-def late_reductions(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+def sinkable_reductions(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """Reductions that only the graph's results wait for, each with the operators that follow from it, in order."""
     after: dict[fx.Node, list[fx.Node] | None] = {}
     for node in reversed(graph.nodes):

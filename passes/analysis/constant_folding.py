@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.graph.op_call import input_nodes
 
 aten = torch.ops.aten
@@ -59,7 +59,7 @@ class Constants:
         tags = getattr(node.target, "tags", None)
         if node.op != "call_function" or tags is None or torch.Tag.nondeterministic_seeded in tags:
             return None
-        if facts(node).multi_output or any(self.number_of[source] is None for source in input_nodes(node)):
+        if meta_of(node).multi_output or any(self.number_of[source] is None for source in input_nodes(node)):
             return None
         frozen = fx.map_arg((node.args, node.kwargs), lambda source: f"%{self.number_of[source]}")
         return self.numbers.setdefault((node.target, repr(frozen)), len(self.numbers))
@@ -68,7 +68,7 @@ class Constants:
         if node.op == "get_attr":
             held = getattr(self.graph, str(node.target))
             return held if type(held) in (Tensor, torch.nn.Parameter) and held.device.type != "meta" else None
-        shape = facts(node).spec.shape
+        shape = meta_of(node).spec.shape
         pointwise = _is_pointwise(node)
         folded = [_compact(values[source]).shape for source in input_nodes(node)]
         size = prod(torch.broadcast_shapes(*folded)) if pointwise else prod(shape)

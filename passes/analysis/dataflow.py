@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import TensorSpec, facts, output_ports, ports
+from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of, output_ports, ports
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.precision import cast_gradient
 from galvatron_fx.ir.graph.symbols import BATCH
@@ -22,9 +22,9 @@ def input_only(graph: fx.GraphModule) -> set[fx.Node]:
     return free
 
 
-def portable_nodes(graph: fx.GraphModule) -> set[fx.Node]:
+def input_only_ops(graph: fx.GraphModule) -> set[fx.Node]:
     """Operators of forward that every rank could run, as it has the inputs."""
-    return {node for node in input_only(graph) if node.op == "call_function" and facts(node).phase == "forward"}
+    return {node for node in input_only(graph) if node.op == "call_function" and meta_of(node).phase == "forward"}
 
 
 def ancestors(nodes: Sequence[fx.Node], within: set[fx.Node]) -> set[fx.Node]:
@@ -45,13 +45,15 @@ def sums_over_batch(graph: fx.GraphModule) -> set[fx.Node]:
     varies: set[fx.Node] = set()
     for node in graph.graph.nodes:
         if node.op == "call_function" and node not in free:
-            carries = any(spec is not None and spec.dim_of(BATCH) is not None for spec in facts(node).specs)
+            carries = any(spec is not None and spec.dim_of(BATCH) is not None for spec in meta_of(node).specs)
             if carries or any(source in varies for source in input_nodes(node)):
                 varies.add(node)
     return {
         node
         for node in varies
-        if facts(node).phase == "backward" and not facts(node).multi_output and _is_batchless_float(facts(node).spec)
+        if meta_of(node).phase == "backward"
+        and not meta_of(node).multi_output
+        and _is_batchless_float(meta_of(node).spec)
     }
 
 
@@ -59,7 +61,7 @@ def before_cast(graph: fx.GraphModule) -> set[fx.Node]:
     """Values of backward that serve gradients alone, in front of their cast to the dtype that they are reduced in."""
     found: set[fx.Node] = set()
     for node in reversed(graph.graph.nodes):
-        if node.op != "call_function" or facts(node).phase != "backward" or node.target is cast_gradient:
+        if node.op != "call_function" or meta_of(node).phase != "backward" or node.target is cast_gradient:
             continue
         if node.users and all(user in found or user.target is cast_gradient for user in node.users):
             found.add(node)
@@ -78,7 +80,7 @@ def parameter_owners(graph: fx.GraphModule) -> dict[fx.Node, int]:
     for port, node in ports(graph):
         users = [user for user in node.users if user.op == "call_function"]
         if port.kind == "param" and users:
-            first = max(facts(min(users, key=order.__getitem__)).block, 0)
+            first = max(meta_of(min(users, key=order.__getitem__)).block, 0)
             owners[node] = by_name.setdefault(original_name(port.name), first)
     return owners
 
@@ -99,9 +101,9 @@ def gradient_parameters(graph: fx.GraphModule) -> dict[fx.Node, fx.Node]:
         pending = [node]
         while pending:
             current = pending.pop()
-            if current.op != "call_function" or facts(current).multi_output or current in found:
+            if current.op != "call_function" or meta_of(current).multi_output or current in found:
                 continue
-            if facts(current).spec.shape != facts(by_name[port.name]).spec.shape:
+            if meta_of(current).spec.shape != meta_of(by_name[port.name]).spec.shape:
                 continue
             found[current] = by_name[port.name]
             if str(current.target).startswith("aten.add"):

@@ -39,20 +39,20 @@ class Buffer:
 
 
 @dataclass(frozen=True, eq=False)
-class LaidTensor:
+class StridedTensor:
     """A tensor without data: how it lies, and where."""
 
     strided: Strided
     buffer: Buffer
 
     @classmethod
-    def empty(cls, spec: TensorSpec) -> LaidTensor:
+    def empty(cls, spec: TensorSpec) -> StridedTensor:
         """A dense tensor in memory of its own."""
         stride = (*accumulate((max(size, 1) for size in spec.shape[:0:-1]), mul, initial=1),)[::-1]
         return cls(Strided(spec.shape, stride[: len(spec.shape)], spec.dtype), Buffer(spec.size_bytes))
 
     @classmethod
-    def like(cls, tensor: Tensor) -> LaidTensor:
+    def like(cls, tensor: Tensor) -> StridedTensor:
         """A tensor in memory of its own that lies as another does."""
         return cls(Strided.of(tensor), Buffer(tensor.untyped_storage().nbytes()))
 
@@ -85,24 +85,24 @@ def evaluate(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     """What ``target`` makes of arguments in which LaidTensors stand for tensors."""
     if target is getitem:
         return args[0][args[1]]
-    inputs: list[LaidTensor] = []
+    inputs: list[StridedTensor] = []
     frozen = _freeze(tuple(args), inputs), _freeze(tuple(sorted(kwargs.items())), inputs)
     buffers: dict[int, Buffer] = {}
 
-    def laid(result: _Result | None) -> LaidTensor | None:
+    def laid(result: _Result | None) -> StridedTensor | None:
         if result is None:
             return None
         number, size_bytes = result.fresh
         own = buffers.setdefault(number, Buffer(size_bytes)) if result.source is None else inputs[result.source].buffer
-        return LaidTensor(result.strided, own)
+        return StridedTensor(result.strided, own)
 
     results = _results(target, *frozen)
     return [laid(result) for result in results] if isinstance(results, tuple) else laid(results)
 
 
-def _freeze(value: Any, inputs: list[LaidTensor]) -> Any:
+def _freeze(value: Any, inputs: list[StridedTensor]) -> Any:
     """``value`` as a key, tensors noted in ``inputs``; numbers that are equal but of unlike types stay apart."""
-    if isinstance(value, LaidTensor):
+    if isinstance(value, StridedTensor):
         inputs.append(value)
         return value.strided
     if isinstance(value, (list, tuple)):

@@ -9,7 +9,7 @@ import sympy
 from torch import fx
 
 from cost_models.call_cost import call_cost
-from galvatron_fx.ir.graph.metadata import FREE, OpCost, facts, set_facts
+from galvatron_fx.ir.graph.metadata import FREE, OpCost, meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import op_call
 
 
@@ -26,15 +26,15 @@ class AnnotateCosts:
             if node.op != "call_function":
                 continue
             if node.target is operator.getitem:
-                set_facts(node, facts(node).having(cost=FREE))
+                set_meta(node, meta_of(node).having(cost=FREE))
                 continue
-            set_facts(node, facts(node).having(cost=call_cost(op_call(node), symbolic=True)))
+            set_meta(node, meta_of(node).having(cost=call_cost(op_call(node), symbolic=True)))
         return graph
 
 
 def total_cost(graph: fx.GraphModule) -> OpCost:
     """The sum over all annotated nodes: the formula of a whole training step."""
-    costs = [cost for n in graph.graph.nodes if n.op == "call_function" and (cost := facts(n).cost) is not None]
+    costs = [cost for n in graph.graph.nodes if n.op == "call_function" and (cost := meta_of(n).cost) is not None]
     return OpCost(
         sympy.Add(*(c.flops for c in costs)),
         sympy.Add(*(c.read_bytes for c in costs)),

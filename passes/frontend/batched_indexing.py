@@ -12,8 +12,8 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from galvatron_fx.ir.graph.metadata import Dim, TensorSpec, facts, set_facts
-from galvatron_fx.ir.graph.rewrite import eliminate_dead_code, marks, write_call
+from galvatron_fx.ir.graph.metadata import Dim, TensorSpec, meta_of, set_meta
+from galvatron_fx.ir.graph.rewrite import eliminate_dead_code, inherited_meta, write_call
 from passes.analysis.constant_folding import Constants
 
 aten = torch.ops.aten
@@ -23,7 +23,7 @@ Sizes = tuple[tuple[int, Dim], ...]
 
 
 @dataclass(frozen=True)
-class LookUpRows:
+class BatchedIndexing:
     """Turn lookups whose first places just count the rows into gathers, and writes of that kind into scatters.
 
     Models pick the last token of each sample so, the key of a mask, a patch: which rows are asked for is known before
@@ -100,7 +100,7 @@ class _Lookup:
     def of(cls, node: fx.Node, counters: _Counters) -> _Lookup | None:
         """The lookup that ``node`` is, if it keeps to rows."""
         table, places = node.args[:2]
-        if None in places or any(facts(p).spec.dtype not in (torch.int64, torch.int32) for p in places):  # type: ignore[union-attr, arg-type, operator]
+        if None in places or any(meta_of(p).spec.dtype not in (torch.int64, torch.int32) for p in places):  # type: ignore[union-attr, arg-type, operator]
             return None
         size = _sizes(table)
         counted = tuple(
@@ -197,11 +197,11 @@ class _Writer:
 
     def __call__(self, target: Any, args: tuple[Any, ...], sizes: Sizes, dtype: torch.dtype | None = None) -> fx.Node:
         node = write_call(self.graph, target, args)
-        node.meta.update(marks(self.like))
+        node.meta.update(inherited_meta(self.like))
         dims = tuple(dim for _, dim in sizes)
         symbolic = dims if any(isinstance(dim, sympy.Expr) for dim in dims) else ()
         spec = TensorSpec(tuple(size for size, _ in sizes), dtype or _dtype(args[0]), symbolic)
-        set_facts(node, facts(self.like).having(specs=(spec,)))
+        set_meta(node, meta_of(self.like).having(specs=(spec,)))
         return node
 
     def viewed(self, x: fx.Node, sizes: Sizes) -> fx.Node:
@@ -238,11 +238,11 @@ class _Writer:
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
-    return facts(node).spec.dtype
+    return meta_of(node).spec.dtype
 
 
 def _sizes(node: Any) -> Sizes:
-    spec = facts(node).spec
+    spec = meta_of(node).spec
     return tuple(zip(spec.shape, spec.symbolic, strict=True))
 
 

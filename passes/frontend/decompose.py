@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, fx
 
 from galvatron_fx.ir import torch_compat
-from galvatron_fx.ir.graph.metadata import Dim, NodeFacts, TensorSpec, facts, set_facts
+from galvatron_fx.ir.graph.metadata import Dim, NodeMeta, TensorSpec, meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import input_nodes, op_call
-from galvatron_fx.ir.graph.rewrite import copy_node, marks, replace_outputs
+from galvatron_fx.ir.graph.rewrite import copy_node, inherited_meta, replace_outputs
 from galvatron_fx.ir.graph.symbols import BATCH, SEQUENCE, Sizes
 from galvatron_fx.ir.graph.symbols import annotate as label_dims
 from galvatron_fx.ir.torch_compat import trace_decomposed
@@ -126,9 +126,9 @@ def _writes_by_mask(node: fx.Node) -> bool:
     if node.target is not aten.index_put.default or (len(node.args) > 3 and node.args[3]):
         return False
     places, value = node.args[1], node.args[2]
-    specs = [facts(place).spec for place in places if isinstance(place, fx.Node)]  # type: ignore[union-attr]
+    specs = [meta_of(place).spec for place in places if isinstance(place, fx.Node)]  # type: ignore[union-attr]
     masked = len(specs) == len(places) == 1 and specs[0].dtype is torch.bool  # type: ignore[arg-type]
-    return masked and facts(value).spec.numel == 1  # type: ignore[arg-type]
+    return masked and meta_of(value).spec.numel == 1  # type: ignore[arg-type]
 
 
 def _plain_views(graph: fx.GraphModule) -> None:
@@ -140,11 +140,11 @@ def _plain_views(graph: fx.GraphModule) -> None:
     """
     for node in graph.graph.nodes:
         if node.target in _SQUEEZES:
-            node.target, node.args = aten.view.default, (node.args[0], list(facts(node).spec.shape))
+            node.target, node.args = aten.view.default, (node.args[0], list(meta_of(node).spec.shape))
         if node.target is aten.as_strided.default and _covers(node, node.args[1:]):
             node.target, node.args = aten.view.default, node.args[:2]
         elif node.target is aten.as_strided_scatter.default and _covers(node, node.args[2:]):
-            node.target, node.args = aten.view.default, (node.args[1], list(facts(node).spec.shape))
+            node.target, node.args = aten.view.default, (node.args[1], list(meta_of(node).spec.shape))
 
 
 def _covers(node: fx.Node, window: Sequence[Any]) -> bool:
@@ -169,7 +169,7 @@ def _decomposition(target: Any) -> Callable[..., Any] | None:
 
 def _expansion(node: fx.Node, sizes: Sizes | None) -> fx.GraphModule | None:
     """The call at ``node`` as a graph of operators with rules, with facts; None where there is none."""
-    specs = [facts(source).spec for source in input_nodes(node)]
+    specs = [meta_of(source).spec for source in input_nodes(node)]
     table = {node.target: _decomposition(node.target)}
     if node.target in ALWAYS:
         table[aten.var_mean.correction] = _two_pass_var_mean
@@ -181,7 +181,7 @@ def _expansion(node: fx.Node, sizes: Sizes | None) -> fx.GraphModule | None:
             return None
         table |= more
         traced = _traced(node, (node.args, node.kwargs), shapes, table)
-    if traced is None or not _same_outputs(traced, facts(node).specs):
+    if traced is None or not _same_outputs(traced, meta_of(node).specs):
         return None
     if sizes is not None:
         _label(traced, node, specs, table, sizes)
@@ -196,7 +196,7 @@ def _traced(node: fx.Node, call: Any, shapes: Sequence[tuple[int, ...]], table: 
         args, kwargs = fx.map_arg(call, lambda _: next(rest))
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
-    dtypes = [facts(source).spec.dtype for source in input_nodes(node)]
+    dtypes = [meta_of(source).spec.dtype for source in input_nodes(node)]
     try:
         traced = trace_decomposed(function, list(zip(shapes, dtypes, strict=True)), table)
     except _FAILURES:
@@ -207,15 +207,15 @@ def _traced(node: fx.Node, call: Any, shapes: Sequence[tuple[int, ...]], table: 
         if made.op == "get_attr" or writes:
             return None
         if made.op != "output":
-            set_facts(made, _concrete_facts(made.meta["val"]))
+            set_meta(made, _concrete_facts(made.meta["val"]))
     return traced
 
 
-def _concrete_facts(value: Any) -> NodeFacts:
+def _concrete_facts(value: Any) -> NodeMeta:
     multi = isinstance(value, (tuple, list))
     values = value if multi else (value,)
     specs = tuple(TensorSpec(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else None for v in values)
-    return NodeFacts(specs, multi_output=multi)
+    return NodeMeta(specs, multi_output=multi)
 
 
 def _without_rules(graph: fx.GraphModule) -> list[Any]:
@@ -233,7 +233,8 @@ def _same_outputs(graph: fx.GraphModule, specs: Sequence[TensorSpec | None]) -> 
     """Whether the outputs of ``graph`` have these shapes and dtypes (None: an absent output, which may be anything)."""
     outputs = _outputs(graph)
     return len(outputs) == len(specs) and all(
-        spec is None or (out is not None and (facts(out).spec.shape, facts(out).spec.dtype) == (spec.shape, spec.dtype))
+        spec is None
+        or (out is not None and (meta_of(out).spec.shape, meta_of(out).spec.dtype) == (spec.shape, spec.dtype))
         for out, spec in zip(outputs, specs, strict=True)
     )
 
@@ -262,7 +263,7 @@ def _label(graph: fx.GraphModule, node: fx.Node, specs: Sequence[TensorSpec], ta
     """
     other = Sizes(base.batch + 1, base.sequence - 1 if base.sequence else 0)
     shapes = [_shape_at(spec, other) for spec in specs]
-    wanted = [spec and replace(spec, shape=_shape_at(spec, other)) for spec in facts(node).specs]
+    wanted = [spec and replace(spec, shape=_shape_at(spec, other)) for spec in meta_of(node).specs]
     pairs = [zip(spec.shape, shape, strict=True) for spec, shape in zip(specs, shapes, strict=True)]
     changes = {size: changed for pair in pairs for size, changed in pair if size != changed}
     for call in _resized_calls(node, changes):
@@ -320,7 +321,7 @@ def _splice(graph: fx.GraphModule, node: fx.Node, expansion: fx.GraphModule) -> 
         for made in expansion.graph.nodes:
             if made.op == "call_function":
                 copy = copies[made] = copy_node(graph.graph, made, copies.__getitem__)
-                copy.meta = marks(node)
-                own = facts(made)
-                set_facts(copy, facts(node).having(specs=own.specs, multi_output=own.multi_output))
+                copy.meta = inherited_meta(node)
+                own = meta_of(made)
+                set_meta(copy, meta_of(node).having(specs=own.specs, multi_output=own.multi_output))
     return [copies[out] if out is not None else None for out in _outputs(expansion)]

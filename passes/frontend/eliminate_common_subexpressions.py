@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.graph.rewrite import eliminate_dead_code
 
 
 @dataclass(frozen=True)
-class MergeDuplicates:
+class EliminateCommonSubexpressions:
     """Merge operators with equal arguments in one block and phase.
 
     Three projections of one tensor each flatten it first; with one flattened tensor, a redistribution of it is
@@ -29,7 +29,7 @@ class MergeDuplicates:
         for node in list(graph.graph.nodes):
             if node.op != "call_function" or _is_random(node):
                 continue
-            record = facts(node)
+            record = meta_of(node)
             key = (node.target, _frozen(node.args), _frozen(node.kwargs), record.block, record.phase)
             first = seen.setdefault(key, node)
             if first is not node:

@@ -9,7 +9,7 @@ import networkx as nx
 import numpy as np
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import facts, ports, set_facts
+from galvatron_fx.ir.graph.metadata import meta_of, ports, set_meta
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
 
 _LEAST_PERIOD = 6  # operators: shorter repeats are parts of a layer
@@ -29,13 +29,13 @@ class FindBlocks:
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Annotate ``graph`` in place and return it."""
-        forward = [n for n in graph.graph.nodes if n.op == "call_function" and facts(n).phase == "forward"]
+        forward = [n for n in graph.graph.nodes if n.op == "call_function" and meta_of(n).phase == "forward"]
         cuts = _cuts(forward, _crossing_bytes(graph, forward))
         blocks = np.searchsorted(np.array(cuts), np.arange(len(forward)), side="right") if cuts else [0] * len(forward)
         for node, block in zip(forward, blocks, strict=True):
             source = node.args[0] if is_getitem(node) else node
-            own = facts(source).block if is_getitem(node) else int(block)
-            set_facts(node, facts(node).having(block=own))
+            own = meta_of(source).block if is_getitem(node) else int(block)
+            set_meta(node, meta_of(node).having(block=own))
         _place_backward(graph)
         return graph
 
@@ -53,11 +53,11 @@ def _crossing_bytes(graph: fx.GraphModule, forward: list[fx.Node]) -> np.ndarray
     from_input = _reachable(graph, "input")
     delta = np.zeros(len(forward) + 1)
     for node, i in position.items():
-        if node not in from_param or node not in from_input or facts(node).multi_output:
+        if node not in from_param or node not in from_input or meta_of(node).multi_output:
             continue
         uses = [position[user] for user in node.users if user in position]
         if uses:
-            size = facts(node).spec.size_bytes
+            size = meta_of(node).spec.size_bytes
             delta[i + 1] += size
             delta[max(uses) + 1] -= size
     crossing: np.ndarray = np.cumsum(delta)[: len(forward)]
@@ -69,7 +69,7 @@ def _reachable(graph: fx.GraphModule, kind: str) -> set[fx.Node]:
     """Forward nodes that depend on a placeholder of ``kind``."""
     flow = nx.DiGraph()
     for node in graph.graph.nodes:
-        if node.op == "call_function" and facts(node).phase == "forward":
+        if node.op == "call_function" and meta_of(node).phase == "forward":
             flow.add_edges_from((source, node) for source in input_nodes(node))
     sources = [node for port, node in ports(graph) if port.kind == kind and node in flow]
     found: set[fx.Node] = set()
@@ -101,7 +101,7 @@ def _labels(forward: list[fx.Node]) -> np.ndarray:
     for node in forward:
         key = (
             str(node.target),
-            tuple(len(s.shape) if s is not None else -1 for s in facts(node).specs),
+            tuple(len(s.shape) if s is not None else -1 for s in meta_of(node).specs),
             tuple(n.op for n in input_nodes(node)),
         )
         labels.append(index.setdefault(key, len(index)))
@@ -141,7 +141,7 @@ def _is_layers(forward: list[fx.Node], start: int, end: int, period: int) -> boo
         source
         for node in forward[start : start + period]
         for source in input_nodes(node)
-        if source.op == "placeholder" and len(facts(source).spec.shape) >= 2
+        if source.op == "placeholder" and len(meta_of(source).spec.shape) >= 2
     ]
     return bool(weights) and end - start >= max(_LEAST_SHARE * len(forward), 4 * _LEAST_PERIOD)
 
@@ -179,21 +179,23 @@ def _place_backward(graph: fx.GraphModule) -> None:
     """Backward nodes belong to the block of the forward node with the same autograd sequence number."""
     block_of: dict[Any, int] = {}
     for node in graph.graph.nodes:
-        if node.op == "call_function" and facts(node).phase == "forward":
-            block_of[node.meta.get("seq_nr")] = facts(node).block
+        if node.op == "call_function" and meta_of(node).phase == "forward":
+            block_of[node.meta.get("seq_nr")] = meta_of(node).block
     for node in graph.graph.nodes:
-        if node.op != "call_function" or facts(node).phase != "backward":
+        if node.op != "call_function" or meta_of(node).phase != "backward":
             continue
         number = node.meta.get("seq_nr")
-        sources = [facts(n).block for n in input_nodes(node) if n.op == "call_function"]
-        accumulates = str(node.target).startswith("aten.add.Tensor") and not facts(node).module
+        sources = [meta_of(n).block for n in input_nodes(node) if n.op == "call_function"]
+        accumulates = str(node.target).startswith("aten.add.Tensor") and not meta_of(node).module
         if is_getitem(node):
-            block = facts(node.args[0]).block
+            block = meta_of(node.args[0]).block
         elif number in block_of and not accumulates:
             block = block_of[number]
         else:
             backward = [
-                facts(n).block for n in input_nodes(node) if n.op == "call_function" and facts(n).phase == "backward"
+                meta_of(n).block
+                for n in input_nodes(node)
+                if n.op == "call_function" and meta_of(n).phase == "backward"
             ]
             block = min(backward or sources or [0])
-        set_facts(node, facts(node).having(block=block))
+        set_meta(node, meta_of(node).having(block=block))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.graph.rewrite import eliminate_dead_code
 from passes.analysis.constant_folding import MOST_ELEMENTS, Constants
 
@@ -59,7 +59,7 @@ class FoldCausalMasks:
 def _is_square(node: fx.Node) -> bool:
     """Whether there are as many queries as keys."""
     query = _KERNELS[node.target][1]
-    lengths = [facts(node.args[at]).spec.shape[-2] for at in (query, query + 1)]  # type: ignore[arg-type]
+    lengths = [meta_of(node.args[at]).spec.shape[-2] for at in (query, query + 1)]  # type: ignore[arg-type]
     return lengths[0] == lengths[1]
 
 

@@ -13,12 +13,12 @@ from torch.fx.graph import CodeGen
 
 from galvatron_fx.ir.errors import CaptureError
 from galvatron_fx.ir.graph.metadata import (
-    NodeFacts,
+    NodeMeta,
     Port,
     TensorSpec,
-    facts,
+    meta_of,
     ports,
-    set_facts,
+    set_meta,
     set_signature,
     signature,
 )
@@ -91,7 +91,7 @@ def _is_random(node: fx.Node) -> bool:
 def _refusal(node: fx.Node) -> CaptureError:
     name = str(node.target).removeprefix("aten.")
     remedy = _REMEDIES.get(name.partition(".")[0], "draw it outside the model and pass it as an input")
-    where = f"module '{facts(node).module}'" if facts(node).module else "the model"
+    where = f"module '{meta_of(node).module}'" if meta_of(node).module else "the model"
     return CaptureError(
         f"'{node.name}' in {where} draws random numbers by {name}, which cannot be split over devices: {remedy}"
     )
@@ -104,7 +104,7 @@ def _add_seed(graph: fx.GraphModule) -> fx.Node:
     last = [node for port, node in given if port.kind != "tangent"][-1]
     with graph.graph.inserting_after(last):
         seed = graph.graph.placeholder("seed")
-    set_facts(seed, NodeFacts((TensorSpec((), torch.int64),)))
+    set_meta(seed, NodeMeta((TensorSpec((), torch.int64),)))
     tangents = signature(graph).inputs[len(kept) :]
     set_signature(graph, signature(graph).having(inputs=(*kept, Port("seed", "seed"), *tangents)))
     return seed
@@ -141,7 +141,7 @@ class _Draw:
         self._graph = graph
         self._streams = streams
         self._like = node
-        spec = facts(node).specs[0]
+        spec = meta_of(node).specs[0]
         assert spec is not None
         self.spec = spec
 
@@ -151,7 +151,7 @@ class _Draw:
 
     def cast(self, value: fx.Node, dtype: torch.dtype) -> fx.Node:
         """``value`` as ``dtype``."""
-        if facts(value).spec.dtype == dtype:
+        if meta_of(value).spec.dtype == dtype:
             return value
         return self._call(aten._to_copy.default, (value,), {"dtype": dtype}, replace(self.spec, dtype=dtype))
 
@@ -185,7 +185,7 @@ class _Draw:
     ) -> fx.Node:
         node = write_call(self._graph, target, args, kwargs)
         node.meta = {key: value for key, value in self._like.meta.items() if key not in ("val", "tensor_meta")}
-        set_facts(node, facts(self._like).having(specs=(spec,), multi_output=False))
+        set_meta(node, meta_of(self._like).having(specs=(spec,), multi_output=False))
         return node
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import sympy
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import TensorSpec, facts, set_facts
+from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.placement import Shard, through_view
 from galvatron_fx.ir.graph.symbols import BATCH
@@ -22,7 +22,8 @@ class LocateBatch:
     ``[sequence * batch, hidden]``, whose size alone is that of ``[batch * sequence, hidden]``. Views say which it is;
     other operators keep the order of an input dim of the same size.
 
-    Rewrite: ``batch_runs=()`` -> ``batch_runs=(s, 1)`` on ``[sequence * batch, hidden]``; the graph is unchanged.
+    Rewrite: ``batch_split_factors=()`` -> ``batch_split_factors=(s, 1)`` on ``[sequence * batch, hidden]``; the graph
+    is unchanged.
     """
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
@@ -36,11 +37,11 @@ class LocateBatch:
 
 
 def _annotate(node: fx.Node, batch: int) -> None:
-    record = facts(node)
-    sources = [facts(n).spec for n in input_nodes(node) if not facts(n).multi_output]
+    record = meta_of(node)
+    sources = [meta_of(n).spec for n in input_nodes(node) if not meta_of(n).multi_output]
     specs = tuple(spec and _located(spec, sources, node.target in VIEWS, batch) for spec in record.specs)
     if specs != record.specs:
-        set_facts(node, record.having(specs=specs))
+        set_meta(node, record.having(specs=specs))
 
 
 def _located(spec: TensorSpec, sources: list[TensorSpec], is_view: bool, batch: int) -> TensorSpec:
@@ -48,7 +49,7 @@ def _located(spec: TensorSpec, sources: list[TensorSpec], is_view: bool, batch: 
     for dim, size in enumerate(spec.dims):
         if isinstance(size, sympy.Expr) and BATCH in size.free_symbols and size != BATCH:
             runs[dim] = _through_view(spec, dim, sources[0], batch) if is_view else _kept(size, sources)
-    return replace(spec, batch_runs=tuple(runs)) if max(runs, default=1) > 1 else spec
+    return replace(spec, batch_split_factors=tuple(runs)) if max(runs, default=1) > 1 else spec
 
 
 def _through_view(spec: TensorSpec, dim: int, source: TensorSpec, batch: int) -> int:
@@ -56,10 +57,10 @@ def _through_view(spec: TensorSpec, dim: int, source: TensorSpec, batch: int) ->
     before = source.dim_of(BATCH)
     if before is None:
         return 1
-    after = through_view(Shard(before, source.runs_before_batch(before)), source.shape, spec.shape, batch)
-    return after.outer if after is not None and after.dim == dim else 1
+    after = through_view(Shard(before, source.batch_split_factor(before)), source.shape, spec.shape, batch)
+    return after.split_factor if after is not None and after.dim == dim else 1
 
 
 def _kept(size: sympy.Expr, sources: list[TensorSpec]) -> int:
-    same = (s.runs_before_batch(dim) for s in sources for dim, other in enumerate(s.dims) if other == size)
+    same = (s.batch_split_factor(dim) for s in sources for dim, other in enumerate(s.dims) if other == size)
     return max(same, default=1)

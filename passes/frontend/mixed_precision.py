@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import facts, output_ports, ports, set_facts
+from galvatron_fx.ir.graph.metadata import meta_of, output_ports, ports, set_meta
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.precision import cast_parameter, precision
 from galvatron_fx.ir.graph.rewrite import cast_behind, set_output, with_dtype, write_call
@@ -35,7 +35,7 @@ class MixedPrecision:
             return graph
         for position, (port, node) in enumerate(output_ports(graph)):
             if port.kind == "grad" and port.name in found.dtypes and node is not None:
-                _cast_terms(graph, position, node, found.reduced(facts(node).spec.dtype))
+                _cast_terms(graph, position, node, found.reduced(meta_of(node).spec.dtype))
         for port, node in ports(graph):
             if port.kind == "param" and port.name in found.dtypes:
                 _cast_for_blocks(graph, node, found.dtypes[port.name])
@@ -48,22 +48,22 @@ class MixedPrecision:
 
 def _cast_for_blocks(graph: fx.GraphModule, node: fx.Node, own: torch.dtype) -> None:
     """Cast a parameter in each block that uses it, in front of the first use there."""
-    shown = facts(node).spec
+    shown = meta_of(node).spec
     if shown.dtype == own:
         return
-    set_facts(node, facts(node).having(specs=(with_dtype(shown, own),)))
+    set_meta(node, meta_of(node).having(specs=(with_dtype(shown, own),)))
     users: dict[int, list[fx.Node]] = {}
     order = {user: i for i, user in enumerate(graph.graph.nodes) if user in node.users}
     for user in sorted(node.users, key=order.__getitem__):
         # What returns a parameter itself takes the cast of its first use.
-        block = facts(user).block if user.op == "call_function" else min(users, default=0)
+        block = meta_of(user).block if user.op == "call_function" else min(users, default=0)
         users.setdefault(block, []).append(user)
     for block, members in users.items():
         first = members[0]
         with graph.graph.inserting_before(first):
             cast = write_call(graph.graph, cast_parameter, (node, shown.dtype))
-        like = facts(first if first.op == "call_function" else node)
-        set_facts(cast, like.having(specs=(shown,), block=block, multi_output=False, cost=None))
+        like = meta_of(first if first.op == "call_function" else node)
+        set_meta(cast, like.having(specs=(shown,), block=block, multi_output=False, cost=None))
         for user in members:
             user.replace_input_with(node, cast)
 
@@ -76,11 +76,11 @@ def _cast_terms(graph: fx.GraphModule, position: int, gradient: fx.Node, dtype: 
     pending: list[tuple[fx.Node, fx.Node]] = [(gradient, graph.graph.output_node())]
     while pending:
         node, taker = pending.pop()
-        spec = facts(node).spec
+        spec = meta_of(node).spec
         if spec.dtype == dtype:
             continue
         if node.op == "call_function" and node.target is torch.ops.aten.add.Tensor and _is_sum(node):
-            set_facts(node, facts(node).having(specs=(with_dtype(spec, dtype),)))
+            set_meta(node, meta_of(node).having(specs=(with_dtype(spec, dtype),)))
             pending += [(source, node) for source in dict.fromkeys(input_nodes(node))]
         elif taker.op == "output":
             set_output(graph, position, cast_behind(graph, node, dtype))
@@ -90,6 +90,6 @@ def _cast_terms(graph: fx.GraphModule, position: int, gradient: fx.Node, dtype: 
 
 def _is_sum(node: fx.Node) -> bool:
     """Whether a node only adds up two terms of a gradient."""
-    own, terms = facts(node).spec, [facts(term).spec for term in input_nodes(node)]
+    own, terms = meta_of(node).spec, [meta_of(term).spec for term in input_nodes(node)]
     alike = len(terms) == 2 and all((spec.shape, spec.dtype) == (own.shape, own.dtype) for spec in terms)
     return alike and not node.kwargs and len(node.users) == 1

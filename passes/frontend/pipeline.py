@@ -12,10 +12,10 @@ from galvatron_fx.ir.errors import CaptureError, InputError
 from galvatron_fx.ir.gc_tuning import fewer_collections
 from galvatron_fx.ir.graph.verifier import verify
 from passes.frontend.annotate_costs import AnnotateCosts
-from passes.frontend.batched_indexing import LookUpRows
+from passes.frontend.batched_indexing import BatchedIndexing
 from passes.frontend.capture.capture import Capture, ExampleInputs
 from passes.frontend.decompose import Decompose
-from passes.frontend.eliminate_common_subexpressions import MergeDuplicates
+from passes.frontend.eliminate_common_subexpressions import EliminateCommonSubexpressions
 from passes.frontend.find_blocks import FindBlocks
 from passes.frontend.fold_causal_masks import FoldCausalMasks
 from passes.frontend.functional_random import FunctionalRandom
@@ -38,12 +38,12 @@ class GraphPass(Protocol):
 PASSES: tuple[tuple[GraphPass, str], ...] = (
     (FunctionalRandom(), "captured"),
     (FoldCausalMasks(), "captured"),
-    (LookUpRows(), "captured"),
+    (BatchedIndexing(), "captured"),
     (Decompose(), "captured"),
     (LocateBatch(), "captured"),
     (FindBlocks(), "blocked"),
     (MixedPrecision(), "blocked"),
-    (MergeDuplicates(), "blocked"),
+    (EliminateCommonSubexpressions(), "blocked"),
     (AnnotateCosts(), "annotated"),
 )
 

@@ -25,8 +25,8 @@ __all__ = ["check_batch", "check_plan", "expand", "lower", "strategies_on", "war
 
 def check_plan(plan: Plan, graph: fx.GraphModule, cluster: Cluster) -> None:
     """Refuse a plan for another model, mesh, batch or precision. Raises PlanError naming what differs."""
-    marks = fingerprints(graph)
-    plan.check(graph_fingerprint(graph, marks), marks, cluster.shape, policy_of(graph))
+    block_fingerprints = fingerprints(graph)
+    plan.check(graph_fingerprint(graph, block_fingerprints), block_fingerprints, cluster.shape, policy_of(graph))
     check_batch(plan, graph)
 
 

@@ -68,10 +68,10 @@ class RowsRead:
         parts = []
         for time in range(self.microbatches):
             rows = torch.arange(size)
-            for outer, _ in reader.by_time:
-                rows = take_run(rows, 0, outer, self.microbatches, time)
-            for outer, axis in reader.by_rank:
-                rows = take_run(rows, 0, outer, self.shape[axis], coordinate[axis])
+            for split_factor, _ in reader.by_time:
+                rows = take_run(rows, 0, split_factor, self.microbatches, time)
+            for split_factor, axis in reader.by_rank:
+                rows = take_run(rows, 0, split_factor, self.shape[axis], coordinate[axis])
             parts.append(rows)
         every: Tensor = torch.cat(parts).unique()
         return every
@@ -116,5 +116,5 @@ def _ends(node: fx.Node, slices: Slices = ()) -> Iterator[tuple[Slices, fx.Node]
     if len(cuts) < len(node.users):
         yield slices, node
     for cut in cuts:
-        _, _, outer, axis = cut.args
-        yield from _ends(cut, (*slices, (int(outer), int(axis))))  # type: ignore[arg-type]
+        _, _, split_factor, axis = cut.args
+        yield from _ends(cut, (*slices, (int(split_factor), int(axis))))  # type: ignore[arg-type]

@@ -13,13 +13,13 @@ from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.bound_ops import BoundAxis, c10d, finished, from_ranks, gather_ready, to_ranks
 from galvatron_fx.ir.graph.layout import has_layout
 from galvatron_fx.ir.graph.local_program import placements_of, record_program, record_step, renewed
-from galvatron_fx.ir.graph.metadata import TensorSpec, facts, has_facts, set_facts
+from galvatron_fx.ir.graph.metadata import TensorSpec, has_meta, meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.precision import cast_gradient, cast_parameter
 from galvatron_fx.ir.graph.rewrite import write_call
 from galvatron_fx.ir.kernels.select import Kernels
 from galvatron_fx.ir.torch_compat import all_gather_rows
-from passes.analysis.collective_schedule import waited_before
+from passes.analysis.collective_schedule import wait_points
 from passes.lowering.record_gpu_dtypes import RecordGpuDtypes
 from passes.sharding.placed_calls import verify_placed
 
@@ -38,7 +38,7 @@ class Codegen:
     """Replace rank-agnostic collectives by ``torch.ops._c10d_functional`` calls with explicit waits.
 
     Rewrite: ``y = all_reduce(x, "sum", 0)`` -> ``y = all_reduce(x, "sum", "group"); y = finished(y)``.
-    A collective is waited for where :func:`passes.analysis.collective_schedule.waited_before` says, so that it runs
+    A collective is waited for where :func:`passes.analysis.collective_schedule.wait_points` says, so that it runs
     beside what comes in between; those that are open are not.
     ``axes``: one per mesh axis of the lowering; ``kernels``: what operators are where it runs. Graphs are traced for
     CPUs; tensors that they make or hold are put on the device.
@@ -61,7 +61,7 @@ class Codegen:
     def bind(self, graph: fx.Graph) -> None:
         """Rewrite the nodes of ``graph`` in place."""
         _communicate_reals(graph)
-        moments = waited_before(graph)
+        moments = wait_points(graph)
         begins: dict[fx.Node, fx.Node] = {}  # what stands where a node was
         results: dict[fx.Node, fx.Node] = {}
         for node in list(graph.nodes):
@@ -94,15 +94,15 @@ class Codegen:
         node.target = kernel
         if moves:
             node.update_kwarg("device", torch.device(self.device))
-        record = facts(node)
+        record = meta_of(node)
         if record.step is not None:
-            set_facts(node, record.having(step=renewed(record.step, node)))
+            set_meta(node, record.having(step=renewed(record.step, node)))
         elif record.placements:
             record_step(node, "kernel", len(record.placements[0]))
 
     def _kernel(self, node: fx.Node) -> Callable[..., Any]:
         """What runs the operator of ``node``, which has tensors of known shapes, here."""
-        inputs = [facts(used).specs[0] if has_facts(used) else None for used in input_nodes(node)]
+        inputs = [meta_of(used).specs[0] if has_meta(used) else None for used in input_nodes(node)]
         return self.kernels.of(node.target, inputs, node.kwargs)  # type: ignore[arg-type]
 
     @property
@@ -126,12 +126,12 @@ class _Writer:
     @property
     def shape(self) -> Shape:
         """What the collective makes."""
-        return facts(self.like).spec.shape
+        return meta_of(self.like).spec.shape
 
     def __call__(self, shape: Shape, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         node = write_call(self.graph, target, args, kwargs)
-        record = facts(self.like)
-        set_facts(node, record.having(specs=(TensorSpec(shape, record.spec.dtype),), step=None))
+        record = meta_of(self.like)
+        set_meta(node, record.having(specs=(TensorSpec(shape, record.spec.dtype),), step=None))
         self._written.append(node)
         return node
 
@@ -143,7 +143,7 @@ class _Writer:
 
     def waited(self, shape: Shape, target: Callable[..., Any], *args: Any) -> fx.Node:
         started = self(shape, target, *args)
-        if facts(self.like).open:
+        if meta_of(self.like).open:
             return started
         return self(shape, finished, started, *(() if target in _OWN_BUFFER else args[:1]))
 
@@ -151,7 +151,7 @@ class _Writer:
 def _communicate_reals(graph: fx.Graph) -> None:
     """Let collectives of complex numbers move pairs of real ones, as gloo knows no others."""
     for node in [node for target in c.COLLECTIVES for node in graph.find_nodes(op="call_function", target=target)]:
-        record = facts(node)
+        record = meta_of(node)
         if not record.spec.dtype.is_complex or record.open:
             continue
         x, *rest = node.args
@@ -162,14 +162,14 @@ def _communicate_reals(graph: fx.Graph) -> None:
             back = write_call(graph, aten.view_as_complex.default, (node,))
         node.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user is not back)
         node.args = (pairs, *rest)
-        given = facts(x).specs[0]
+        given = meta_of(x).specs[0]
         for made, spec in (
             (plain, given),
             (pairs, _as_pairs(given)),
             (back, record.spec),
             (node, _as_pairs(record.spec)),
         ):
-            set_facts(made, record.having(specs=(spec,), step=None))
+            set_meta(made, record.having(specs=(spec,), step=None))
         if record.placements and record.placements[0]:
             columns = len(record.placements[0])
             record_program(f"pairs of {node.name}", (plain, pairs, node, back), {back: record.placements}, columns)
@@ -225,18 +225,20 @@ def _is_spent(value: Any) -> bool:
 
 def _bind_all_gather(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Node:
     axis = codegen.axis_of(node)
-    x, dim, outer = node.args[:3]
+    x, dim, split_factor = node.args[:3]
     local = _scaled(write.shape, dim, 1, axis.size)
     ready = write(local, gather_ready, x)
     stacked = _scaled(local, 0, axis.size)
     ranks = write.waited(stacked, all_gather_rows, ready, axis.size, axis.group_name)
-    return ranks if (dim, outer) == (0, 1) else write(write.shape, from_ranks, ranks, dim, outer, axis.size)
+    return (
+        ranks if (dim, split_factor) == (0, 1) else write(write.shape, from_ranks, ranks, dim, split_factor, axis.size)
+    )
 
 
 def _bind_reduce_scatter(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Node:
     axis = codegen.axis_of(node)
-    x, op, dim, outer = node.args[:4]
-    ranks = write(_scaled(write.shape, 0, axis.size), to_ranks, x, dim, outer, axis.size)
+    x, op, dim, split_factor = node.args[:4]
+    ranks = write(_scaled(write.shape, 0, axis.size), to_ranks, x, dim, split_factor, axis.size)
     return write.waited(write.shape, c10d.reduce_scatter_tensor.default, ranks, op, axis.size, axis.group_name)
 
 
@@ -253,8 +255,8 @@ def _bind_all_to_all(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Node
 
 def _bind_shard(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Node:
     axis = codegen.axis_of(node)
-    x, dim, outer = node.args[:3]
-    return write(write.shape, c.take_run, x, dim, outer, axis.size, axis.coordinate)
+    x, dim, split_factor = node.args[:3]
+    return write(write.shape, c.take_run, x, dim, split_factor, axis.size, axis.coordinate)
 
 
 def _bind_local_index(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Node:

@@ -19,11 +19,11 @@ from galvatron_fx.ir.graph.metadata import Port, Signature, signature
 from galvatron_fx.ir.graph.placement import Placement
 from galvatron_fx.ir.plan.strategy import Strategy, stand_in_name
 from passes.lowering.communication.pipeline import ScheduleCommunication
-from passes.lowering.rematerialize import PlaceRecompute
+from passes.lowering.rematerialize import Rematerialize
 from passes.lowering.stages.relay_or_recompute import RelayOrRecompute
 from passes.lowering.stages.split_microbatches import Microbatched, SplitMicrobatches
 from passes.lowering.stages.split_stages import SplitStages, Stage, stage_of_node, stages_of_blocks
-from passes.lowering.stages.untie_weights import UntieStages
+from passes.lowering.stages.untie_weights import UntieWeights
 from passes.sharding.placed_calls import verify_placed
 from passes.sharding.shard_graph import ShardGraph
 
@@ -75,13 +75,13 @@ class LowerStages:
         self._check_epilogue(microbatched)
         self._done("SplitMicrobatches", microbatched.graph)
         stage_of = stages_of_blocks(self.first_blocks, len(self.strategies))
-        untied = UntieStages(stage_of).run(microbatched.graph)
-        self._done("UntieStages", untied)
+        untied = UntieWeights(stage_of).run(microbatched.graph)
+        self._done("UntieWeights", untied)
         sharding = ShardGraph(self.strategies, self.cluster.axes, self.cluster.device, self.cache, self.fixed)
         sharded = sharding.run(untied)
         self._done("ShardGraph", sharded)
-        joint = PlaceRecompute(self.strategies).run(sharded)
-        self._done("PlaceRecompute", joint)
+        joint = Rematerialize(self.strategies).run(sharded)
+        self._done("Rematerialize", joint)
         stages = SplitStages(self.first_blocks, self.strategies, self._relay(layout(sharded)).relayed).run(joint)
         for stage in stages:
             for name, task in stage.tasks.items():

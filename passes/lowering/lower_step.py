@@ -13,11 +13,11 @@ from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.graph.layout import Layout, layout
 from galvatron_fx.ir.graph.placement import Placement
 from galvatron_fx.ir.plan.strategy import Strategy
-from passes.lowering.communication.defer_output_waits import LeaveResultsOpen
+from passes.lowering.communication.defer_output_waits import DeferOutputWaits
 from passes.lowering.communication.pipeline import ScheduleCommunication
 from passes.lowering.reduce_inputs_first import ReduceInputsFirst
-from passes.lowering.rematerialize import PlaceRecompute
-from passes.lowering.split_forward_backward import Halves, Partition
+from passes.lowering.rematerialize import Rematerialize
+from passes.lowering.split_forward_backward import ForwardBackward, SplitForwardBackward
 from passes.sharding.placed_calls import verify_placed
 from passes.sharding.shard_graph import ShardGraph
 
@@ -27,7 +27,7 @@ class Lowered:
     """Rank-agnostic forward and backward graphs and the layout of their inputs and outputs."""
 
     joint: fx.GraphModule
-    halves: Halves
+    halves: ForwardBackward
     layout: Layout
 
 
@@ -50,17 +50,17 @@ class Lower:
         sharding = ShardGraph(self.strategies, self.cluster.axes, self.cluster.device, self.cache, self.fixed)
         sharded = sharding.run(graph)
         self._done("ShardGraph", sharded)
-        joint = PlaceRecompute(self.strategies).run(sharded)
-        self._done("PlaceRecompute", joint)
+        joint = Rematerialize(self.strategies).run(sharded)
+        self._done("Rematerialize", joint)
         self._done("ReduceInputsFirst", ReduceInputsFirst().run(joint))
-        halves = Partition().run(joint)
+        halves = SplitForwardBackward().run(joint)
         for half in (halves.forward, halves.backward):
             verify_placed(half, "scheduled", "Partition")
         for phase, half in {"forward": halves.forward, "backward": halves.backward}.items():
             seen = partial(self._scheduled, phase)
             ScheduleCommunication(self.strategies, layout(sharded), self.cluster, seen).run(half)
-        LeaveResultsOpen(len(halves.result_ports)).run(halves.forward)
-        verify_placed(halves.forward, "scheduled", "LeaveResultsOpen")
+        DeferOutputWaits(len(halves.result_ports)).run(halves.forward)
+        verify_placed(halves.forward, "scheduled", "DeferOutputWaits")
         return Lowered(joint, halves, layout(sharded))
 
     def _scheduled(self, phase: str, name: str, graph: fx.GraphModule) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import facts, set_facts
+from galvatron_fx.ir.graph.metadata import meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import is_getitem
 
 __all__ = ["RecordGpuDtypes"]
@@ -36,7 +36,7 @@ class RecordGpuDtypes:
         is_forward = norm.target is aten.native_layer_norm.default
         x = norm.args[0 if is_forward else 1]
         assert isinstance(x, fx.Node)
-        if facts(x).spec.dtype not in _HALF:
+        if meta_of(x).spec.dtype not in _HALF:
             return
         if is_forward:
             for output in _STATISTICS:
@@ -51,8 +51,8 @@ class RecordGpuDtypes:
 
 def _widen(node: fx.Node, output: int) -> None:
     """Record float32 for one output of ``node``."""
-    record = facts(node)
+    record = meta_of(node)
     specs = list(record.specs)
     spec = specs[output]
     specs[output] = spec and replace(spec, dtype=torch.float32)
-    set_facts(node, record.having(specs=tuple(specs)))
+    set_meta(node, record.having(specs=tuple(specs)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from galvatron_fx.ir.graph import collectives as c
-from galvatron_fx.ir.graph.metadata import facts, ports, set_facts
+from galvatron_fx.ir.graph.metadata import meta_of, ports, set_meta
 from galvatron_fx.ir.graph.op_call import input_nodes
 
 
@@ -37,6 +37,6 @@ class ReduceInputsFirst:
         for node in calls:
             if node in wanted and first is not None:
                 first.prepend(node)
-                set_facts(node, facts(node).having(block=facts(first).block))
+                set_meta(node, meta_of(node).having(block=meta_of(first).block))
         graph.recompile()
         return graph

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from galvatron_fx.ir.graph.collectives import all_gather
-from galvatron_fx.ir.graph.metadata import facts, ports, set_facts
+from galvatron_fx.ir.graph.metadata import meta_of, ports, set_meta
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.precision import cast_parameter
 from galvatron_fx.ir.graph.rewrite import copy_node, eliminate_dead_code
@@ -16,7 +16,7 @@ from galvatron_fx.ir.plan.strategy import Strategy
 
 
 @dataclass(frozen=True)
-class PlaceRecompute:
+class Rematerialize:
     """Copy forward operators into backward where a block's strategy says so.
 
     Rewrite: ``h = gelu(x); ...; dx = gelu_backward(dy, x2(h))`` -> backward uses a copy ``h_again`` made right
@@ -35,7 +35,7 @@ class PlaceRecompute:
         dropped = self._dropped(graph)
         copies: dict[fx.Node, fx.Node] = {}
         for node in list(graph.graph.nodes):
-            if node.op != "call_function" or facts(node).phase != "backward":
+            if node.op != "call_function" or meta_of(node).phase != "backward":
                 continue
             for source in input_nodes(node):
                 if source in dropped:
@@ -48,9 +48,9 @@ class PlaceRecompute:
         from_parameters = _parameter_side(graph)
         dropped: set[fx.Node] = set()
         for node in graph.graph.nodes:
-            if node.op != "call_function" or facts(node).phase != "forward":
+            if node.op != "call_function" or meta_of(node).phase != "forward":
                 continue
-            strategy = self.strategies[max(facts(node).block, 0)]
+            strategy = self.strategies[max(meta_of(node).block, 0)]
             if (strategy.recompute and not _leaves_block(node)) or (
                 node in from_parameters and not strategy.keep_gathered
             ):
@@ -59,11 +59,12 @@ class PlaceRecompute:
 
 
 def _leaves_block(node: fx.Node) -> bool:
-    block = facts(node).block
-    if facts(node).multi_output:
+    block = meta_of(node).block
+    if meta_of(node).multi_output:
         return any(_leaves_block(user) for user in node.users)
     return any(
-        user.op == "output" or (facts(user).phase == "forward" and facts(user).block != block) for user in node.users
+        user.op == "output" or (meta_of(user).phase == "forward" and meta_of(user).block != block)
+        for user in node.users
     )
 
 
@@ -83,7 +84,7 @@ def made_of_parameters(graph: fx.GraphModule) -> set[fx.Node]:
     parameters = {node for port, node in ports(graph) if port.kind == "param"}
     alone: set[fx.Node] = set()
     for node in graph.graph.nodes:
-        if node.op == "call_function" and facts(node).phase == "forward":
+        if node.op == "call_function" and meta_of(node).phase == "forward":
             sources = input_nodes(node)
             if sources and all(source in parameters or source in alone for source in sources):
                 alone.add(node)
@@ -107,6 +108,6 @@ def _copy(
         with graph.inserting_before(before):
             copy = copy_node(graph, node, lambda n: copies.get(n, n))
         copy.meta = dict(node.meta)
-        set_facts(copy, facts(node).having(phase="backward", again=True))
+        set_meta(copy, meta_of(node).having(phase="backward", again=True))
         copies[node] = copy
     return copies[source]

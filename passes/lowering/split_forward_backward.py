@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from torch import fx
 
 from galvatron_fx.ir.graph.layout import lay_part
-from galvatron_fx.ir.graph.metadata import Port, facts, has_facts, output_ports, ports
+from galvatron_fx.ir.graph.metadata import Port, has_meta, meta_of, output_ports, ports
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.rewrite import copy_node
 from galvatron_fx.ir.torch_compat import graph_module
 
 
 @dataclass(frozen=True)
-class Halves:
+class ForwardBackward:
     """Forward and backward graph modules and how they are called.
 
     ``forward(*inputs)`` returns ``(*results, *saved)``: ``results`` follow ``result_ports`` (updated buffers and
@@ -35,18 +35,18 @@ class Halves:
         """Those of forward's results that it does not wait for, by their places among the results."""
         outputs: tuple[fx.Node, ...] = tuple(self.forward.graph.output_node().args[0])  # type: ignore[arg-type]
         results = enumerate(outputs[: len(self.result_ports)])
-        return {place: node for place, node in results if has_facts(node) and facts(node).open}
+        return {place: node for place, node in results if has_meta(node) and meta_of(node).open}
 
 
 @dataclass(frozen=True)
-class Partition:
+class SplitForwardBackward:
     """Split a joint graph by phase; what backward takes from forward is saved between the two.
 
     Rewrite: one graph ``(inputs, tangents) -> (results, gradients)`` ->
     ``forward: inputs -> (results, saved)`` and ``backward: (saved, tangents) -> gradients``.
     """
 
-    def run(self, graph: fx.GraphModule) -> Halves:
+    def run(self, graph: fx.GraphModule) -> ForwardBackward:
         """Return the halves; ``graph`` stays as it is."""
         given = ports(graph)
         taken = output_ports(graph)
@@ -54,10 +54,10 @@ class Partition:
         gradients = [(port, node) for port, node in taken if port.kind == "grad"]
         inputs = [(port, node) for port, node in given if port.kind != "tangent"]
         tangents = [(port, node) for port, node in given if port.kind == "tangent"]
-        backward_nodes = [n for n in graph.graph.nodes if n.op == "call_function" and facts(n).phase == "backward"]
+        backward_nodes = [n for n in graph.graph.nodes if n.op == "call_function" and meta_of(n).phase == "backward"]
         saved = _saved(backward_nodes, [n for _, n in gradients], [n for _, n in tangents])
         position = {node: i for i, (_, node) in enumerate(inputs)}
-        return Halves(
+        return ForwardBackward(
             forward=_extract(graph, [n for _, n in inputs], [*(n for _, n in results), *saved], "forward"),
             backward=_extract(graph, [*saved, *(n for _, n in tangents)], [n for _, n in gradients], "backward"),
             input_ports=tuple(port for port, _ in inputs),
@@ -89,7 +89,7 @@ def _extract(graph: fx.GraphModule, inputs: list[fx.Node], outputs: list[fx.Node
         copies[node] = new.placeholder(node.name)
         copies[node].meta = dict(node.meta)
     for node in graph.graph.nodes:
-        wanted = node.op == "get_attr" or (node.op == "call_function" and facts(node).phase == phase)
+        wanted = node.op == "get_attr" or (node.op == "call_function" and meta_of(node).phase == phase)
         if wanted and node not in copies:
             copies[node] = copy_node(new, node, lambda n: copies[n])
     new.output(tuple(copies[node] if node is not None else None for node in outputs))

@@ -13,11 +13,11 @@ FREE_AXES = 3  # up to so many mesh axes, every assignment of roles to axes is a
 _MODEL_RANKS = 16  # on more axes, tensor and sequence roles split a block among at most so many ranks
 
 
-AxisKinds = tuple[tuple[int, ...], ...]
+AxisPartition = tuple[tuple[int, ...], ...]
 """Mesh axes by kind: those of one kind have equal roles in every block, and so are served as one."""
 
 
-def axis_kinds(axis_sizes: Sequence[int], pipeline_axes: int) -> list[AxisKinds]:
+def axis_partitions(axis_sizes: Sequence[int], pipeline_axes: int) -> list[AxisPartition]:
     """All ways to tell apart the axes that hold no stages, on meshes of few axes: the fewest kinds first.
 
     On meshes of many axes there are too many: [()], which says nothing of any axis.
@@ -25,14 +25,14 @@ def axis_kinds(axis_sizes: Sequence[int], pipeline_axes: int) -> list[AxisKinds]
     real = [axis for axis in range(pipeline_axes, len(axis_sizes)) if axis_sizes[axis] > 1]
     if sum(size > 1 for size in axis_sizes) > FREE_AXES:
         return [()]
-    found: list[AxisKinds] = [()]
+    found: list[AxisPartition] = [()]
     for axis in real:
         joined = [(*kinds[:i], (*kind, axis), *kinds[i + 1 :]) for kinds in found for i, kind in enumerate(kinds)]
         found = [*joined, *((*kinds, (axis,)) for kinds in found)]
     return sorted(found, key=lambda kinds: (len(kinds), kinds))
 
 
-def fits_kinds(strategy: Strategy, kinds: AxisKinds) -> bool:
+def fits_partition(strategy: Strategy, kinds: AxisPartition) -> bool:
     """Whether axes of one kind have equal roles."""
     return all(len({strategy.roles[axis] for axis in kind}) == 1 for kind in kinds)
 

@@ -59,11 +59,11 @@ class Configurations:
         shapes = [shape for shape in self._shapes() if self.pins.num_stages in (None, shape.stages)]
         if not shapes:
             raise PlanError(self._no_shape())
-        tried = [(shape, parts) for shape in shapes for parts in self._parts(shape.ranks)]
-        reasons = [legal(shape.schedule, shape.ranks, shape.stages, parts) for shape, parts in tried]
+        tried = [(shape, count) for shape in shapes for count in self._parts(shape.ranks)]
+        reasons = [legal(shape.schedule, shape.ranks, shape.stages, count) for shape, count in tried]
         found = [
-            Configuration(shape.axes, shape.stages, shape.schedule, parts)
-            for (shape, parts), reason in zip(tried, reasons, strict=True)
+            Configuration(shape.axes, shape.stages, shape.schedule, count)
+            for (shape, count), reason in zip(tried, reasons, strict=True)
             if reason is None
         ]
         if not found:
@@ -101,7 +101,7 @@ class Configurations:
             return [1]
         divisors = _divisors(self.batch)
         most = _MOST_MICROBATCHES * ranks
-        return [parts for parts in divisors if ranks <= parts <= most] if ranks > 1 else divisors[:4]
+        return [count for count in divisors if ranks <= count <= most] if ranks > 1 else divisors[:4]
 
     # ---- what cannot be ----
 
@@ -114,12 +114,12 @@ class Configurations:
                 raise PlanError(f"{name} is {value!r}; give an int from 1, or None to search it")
         if pins.schedule is not None and pins.schedule not in SCHEDULES:
             raise PlanError(f"unknown schedule {pins.schedule!r}: use one of {', '.join(SCHEDULES)}")
-        parts = pins.num_microbatches
-        if parts is not None and self.batch % parts:
+        count = pins.num_microbatches
+        if count is not None and self.batch % count:
             divisors = _divisors(self.batch)
-            near = [d for d in divisors if d < parts][-1:] + [d for d in divisors if d > parts][:1]
+            near = [d for d in divisors if d < count][-1:] + [d for d in divisors if d > count][:1]
             raise PlanError(
-                f"{parts} micro-batches do not divide a batch of {self.batch}: use a divisor of the batch, such as "
+                f"{count} micro-batches do not divide a batch of {self.batch}: use a divisor of the batch, such as "
                 f"{' or '.join(map(str, near))}"
             )
 
@@ -163,7 +163,7 @@ class Configurations:
 
 
 def _divisors(number: int) -> list[int]:
-    return [parts for parts in range(1, number + 1) if number % parts == 0]
+    return [count for count in range(1, number + 1) if number % count == 0]
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -28,12 +28,12 @@ from galvatron_fx.ir.plan.search_report import SearchReport
 from galvatron_fx.ir.plan.strategy import Strategy
 from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 from passes.analysis.blocks import graph_fingerprint
-from passes.search.candidates import axis_kinds, candidates
+from passes.search.candidates import axis_partitions, candidates
 from passes.search.configurations import Configurations, Pins
-from passes.search.cost_table.cost_table import ChainRequest, Pricer, chain_requests
+from passes.search.cost_table.cost_table import CostTableRequest, Pricer, cost_table_requests
 from passes.search.record import Record, Watch
 from passes.search.solvers.stage_search import StageChoice, StageSearch
-from passes.search.trials import Trial, Waiting
+from passes.search.trials import QueueEntry, Trial
 from passes.simulation.choice import SimulateChoice
 from passes.simulation.stages import StagesReport
 from passes.simulation.step import StepReport
@@ -121,7 +121,7 @@ class _Search:
         self.is_cut_short = False
         self.record = Record()
         self.pricer = pricer
-        self.simulate = SimulateChoice(graph, cluster, self.pricer.marks)
+        self.simulate = SimulateChoice(graph, cluster, self.pricer.block_fingerprints)
 
     def run(self) -> Plan:
         """Take the choices in the order of their estimates, and simulate each until none left can be faster."""
@@ -145,7 +145,7 @@ class _Search:
         too, and the fastest by simulation is taken.
         """
         with self.watch.phase(SEARCH):
-            waiting = [Waiting.bound(search, limit) for search in searches]
+            waiting = [QueueEntry.bound(search, limit) for search in searches]
         self.record.begin(waiting)
         heapify(waiting)
         found: _Found | None = None
@@ -187,17 +187,17 @@ class _Search:
                 trial = trial.next(limit, other.peak_bytes)
         return found
 
-    def _closer(self, first: Waiting, limit: float) -> list[Waiting]:
+    def _closer(self, first: QueueEntry, limit: float) -> list[QueueEntry]:
         with self.watch.phase(SEARCH):
             following = first.closer(limit)
         self.record.look(first, following)
         self.watch.tell(searched=self.record.searched)
         return following
 
-    def _next(self, trial: Trial, limit: float, peak_bytes: int) -> list[Waiting]:
+    def _next(self, trial: Trial, limit: float, peak_bytes: int) -> list[QueueEntry]:
         with self.watch.phase(SEARCH):
             following = trial.next(limit, peak_bytes)
-        return [Waiting.of(following)] if following is not None else []
+        return [QueueEntry.of(following)] if following is not None else []
 
     def _simulate(self, search: StageSearch, choice: StageChoice, budget: float, limit: float) -> _Found:
         with self.watch.phase(SIMULATION):
@@ -213,31 +213,33 @@ class _Search:
         ``gather_late``: whether blocks gather right before use, which is slower, so it is left for when nothing fits.
         """
         with self.watch.phase(PRICING):
-            self.watch.tell(blocks=len(self.pricer.marks))
+            self.watch.tell(blocks=len(self.pricer.block_fingerprints))
             searches = self._priced(gather_late)
         self.watch.tell(configurations=len(searches))
         return searches
 
     def _priced(self, gather_late: bool) -> list[StageSearch]:
-        batch, blocks = self.pricer.batch, len(self.pricer.marks)
+        batch, blocks = self.pricer.batch, len(self.pricer.block_fingerprints)
         settings = Configurations(self.cluster, self.options.roles, self.options.pins, batch, blocks).all()
         keys = list(dict.fromkeys((setting.pipeline_axes, setting.num_microbatches) for setting in settings))
         casts = any(node.target is cast_parameter for node in self.graph.graph.nodes)
-        requests: dict[tuple[int, int], list[ChainRequest]] = {}
-        for axes, parts in keys:
+        requests: dict[tuple[int, int], list[CostTableRequest]] = {}
+        for axes, num_microbatches in keys:
             found = candidates(self.cluster, self.options.roles, self.options.recompute, axes, casts, gather_late)
-            requests[axes, parts] = chain_requests(found, parts, axis_kinds(self.cluster.shape, axes))
-        chains = iter(self.pricer.chains([request for made in requests.values() for request in made]))
-        priced = {key: [next(chains) for _ in made] for key, made in requests.items()}
+            requests[axes, num_microbatches] = cost_table_requests(
+                found, num_microbatches, axis_partitions(self.cluster.shape, axes)
+            )
+        cost_tables = iter(self.pricer.cost_tables([request for made in requests.values() for request in made]))
+        priced = {key: [next(cost_tables) for _ in made] for key, made in requests.items()}
         searches = [
-            StageSearch(chain, setting, self.cluster)
+            StageSearch(costs, setting, self.cluster)
             for setting in settings
-            for chain in priced[setting.pipeline_axes, setting.num_microbatches]
-            if not isinstance(chain, PlanError)
+            for costs in priced[setting.pipeline_axes, setting.num_microbatches]
+            if not isinstance(costs, PlanError)
         ]
         if not searches:
             # Constraints that speak of all axes just leave no axis for stages.
-            refusals = [chain for chain in priced.get((0, 1), []) if isinstance(chain, PlanError)]
+            refusals = [costs for costs in priced.get((0, 1), []) if isinstance(costs, PlanError)]
             raise refusals[-1] if refusals else PlanError(self._nothing())
         return searches
 
@@ -245,8 +247,8 @@ class _Search:
         batch = self.pricer.batch
         return (
             f"no plan with roles {', '.join(self.options.roles)} fits {self.cluster.num_devices} devices, a batch of "
-            f"{batch}, {len(self.pricer.marks)} blocks and {self.options.pins}: a batch is too small where roles can "
-            f"only split the batch; give a larger batch, allow tensor or sequence roles, or pin less"
+            f"{batch}, {len(self.pricer.block_fingerprints)} blocks and {self.options.pins}: a batch is too small "
+            f"where roles can only split the batch; give a larger batch, allow tensor or sequence roles, or pin less"
         )
 
     def _too_late(self) -> str:
@@ -260,14 +262,14 @@ class _Search:
     # ---- from a choice to a plan ----
 
     def _plan(self, found: _Found) -> Plan:
-        chain = found.search.chain
+        costs = found.search.costs
         blocks = tuple(
             BlockPlan(
                 f"block {i}",
-                self._planned(chain.strategies[p]),
-                chain.marks[i],
-                float(chain.time[i, p]) * chain.parts,
-                int(chain.memory[i, p]),
+                self._planned(costs.strategies[p]),
+                costs.block_fingerprints[i],
+                float(costs.time[i, p]) * costs.num_microbatches,
+                int(costs.memory[i, p]),
             )
             for i, p in enumerate(found.choice.picks)
         )
@@ -280,7 +282,7 @@ class _Search:
         return Plan(
             axis_sizes=tuple(size for size in self.cluster.shape if size > 1),
             blocks=blocks,
-            graph_fingerprint=graph_fingerprint(self.graph, self.pricer.marks),
+            graph_fingerprint=graph_fingerprint(self.graph, self.pricer.block_fingerprints),
             step_time_s=found.time_s,
             peak_memory_bytes=found.peak_bytes,
             memory_budget_bytes=self.options.memory_budget_bytes,

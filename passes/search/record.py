@@ -11,12 +11,12 @@ from math import inf, isfinite
 
 from galvatron_fx.ir.plan.progress import Observer, Progress
 from galvatron_fx.ir.plan.search_report import BOUND, ESTIMATE, SEARCHED, SIMULATED, Contender
-from passes.search.candidates import AxisKinds
+from passes.search.candidates import AxisPartition
 from passes.search.solvers.stage_search import Configuration, StageSearch
-from passes.search.trials import Waiting
+from passes.search.trials import QueueEntry
 
 _LEVELS = (BOUND, ESTIMATE, SEARCHED, SIMULATED)
-_Key = tuple[Configuration, AxisKinds]
+_Key = tuple[Configuration, AxisPartition]
 
 
 @dataclass
@@ -50,13 +50,13 @@ class Record:
     bound_s: float = 0.0
     simulations: int = 0
 
-    def begin(self, waiting: Iterable[Waiting]) -> None:
+    def begin(self, waiting: Iterable[QueueEntry]) -> None:
         """Every configuration stands for its bound."""
         for entry in waiting:
             self.seen.setdefault(_key(entry.search), _contender(entry.search, BOUND, entry.time_s))
         self.bound_s = min(contender.time_s for contender in self.seen.values())
 
-    def look(self, first: Waiting, closer: Iterable[Waiting]) -> None:
+    def look(self, first: QueueEntry, closer: Iterable[QueueEntry]) -> None:
         """A closer look has led to what follows; to nothing where no choice fits."""
         following = next(iter(closer), None)
         known = ESTIMATE if first.looks == 0 or (following is not None and following.trial is None) else SEARCHED
@@ -108,7 +108,7 @@ class Record:
 
 
 def _key(search: StageSearch) -> _Key:
-    return search.configuration, search.chain.kinds
+    return search.configuration, search.costs.kinds
 
 
 def _contender(

@@ -38,7 +38,7 @@ class Trial:
         """The choice under the real budget; estimates are high, so where there is none, under larger ones."""
         budget = limit
         while budget <= MOST_SLACK * limit:
-            choice = search.quick(budget)
+            choice = search.search_once(budget)
             if choice is not None:
                 return cls(search, choice, budget, is_rough=search.may_be_alike)
             budget *= 1 + 10 * _CLOSE
@@ -48,12 +48,12 @@ class Trial:
     def uniform(cls, search: StageSearch, choice: StageChoice, budget: float) -> Trial | None:
         """What has the main roles of ``choice`` in all blocks."""
         alike = search.uniform(choice)
-        found = alike.quick(budget, choice.first_blocks)
+        found = alike.search_once(budget, choice.first_blocks)
         return cls(alike, found, budget, tries=_UNIFORM_TRIES) if found is not None else None
 
     def refined(self) -> Trial:
         """The choice that is simulated: of a rough one, one that is alike."""
-        return replace(self, choice=self.search.alike(self.choice, self.budget), is_rough=False)
+        return replace(self, choice=self.search.with_fewer_axis_groups(self.choice, self.budget), is_rough=False)
 
     def next(self, limit: float, peak_bytes: int) -> Trial | None:
         """The trial that follows from what this one's simulation took; None where nothing is left to learn."""
@@ -75,7 +75,7 @@ class Trial:
 
 
 @dataclass(frozen=True, order=True)
-class Waiting:
+class QueueEntry:
     """A configuration with what it promises: a bound, an estimate or (with a trial) the time of a choice.
 
     ``looks``: how often an estimate was made.
@@ -88,17 +88,17 @@ class Waiting:
     looks: int = field(default=0, compare=False)
 
     @classmethod
-    def bound(cls, search: StageSearch, limit: float) -> Waiting:
+    def bound(cls, search: StageSearch, limit: float) -> QueueEntry:
         return cls(search.bound_s(MOST_SLACK * limit), search.configuration, search)
 
     @classmethod
-    def of(cls, trial: Trial) -> Waiting:
+    def of(cls, trial: Trial) -> QueueEntry:
         return cls(trial.choice.time_s, trial.search.configuration, trial.search, trial)
 
-    def closer(self, limit: float) -> list[Waiting]:
+    def closer(self, limit: float) -> list[QueueEntry]:
         """The same after a closer look, nothing where no choice fits."""
         if self.trial is not None:
-            return [Waiting.of(self.trial.refined())]
+            return [QueueEntry.of(self.trial.refined())]
         if self.looks == 0:
             estimates = (_ESTIMATE * self.search.estimate_s(share * limit) for share in (1.0, MOST_SLACK))
             estimate = next(filter(np.isfinite, estimates), None)
@@ -106,4 +106,4 @@ class Waiting:
         if self.looks == 1 and (at_least_s := _MOVED * self.search.unmoved_s(limit)) > self.time_s:
             return [replace(self, time_s=at_least_s, looks=2)]
         trial = Trial.first(self.search, limit)
-        return [Waiting.of(trial)] if trial is not None else []
+        return [QueueEntry.of(trial)] if trial is not None else []

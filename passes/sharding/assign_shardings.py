@@ -87,4 +87,4 @@ def _output(decided: AxisDecisions, port: Any, node: fx.Node | None) -> Placemen
 
 def _free_output(placement: Placement) -> Placement:
     """Outputs stay as they are made, as long as a DTensor can say how they lie."""
-    return placement if isinstance(placement, Shard) and placement.outer == 1 else REPLICATE
+    return placement if isinstance(placement, Shard) and placement.split_factor == 1 else REPLICATE

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.graph.op_call import is_getitem
 from galvatron_fx.ir.graph.placement import PARTIAL, Placement
 from passes.sharding.graph_values import GraphValues
@@ -61,7 +61,7 @@ class AxisDecisions:
         gradient of.
         """
         if node not in self.exits:
-            record = facts(node)
+            record = meta_of(node)
             parameter = self.values.gradient_of.get(node)
             if node in self._sums:
                 self.exits[node] = PARTIAL

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import Port, TensorSpec, facts
+from galvatron_fx.ir.graph.metadata import Port, TensorSpec, meta_of
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem, op_call
 from galvatron_fx.ir.graph.placement import REPLICATE, Partial, Placement, Shard
 from passes.sharding.allowed_rules import AllowedRules
@@ -85,15 +85,15 @@ class BlockProblem:
         if original in decided.inputs:
             return [decided.inputs[original]]
         if node in decided.values.owner and node not in decided.inputs:
-            return self.role.parameter_choices(facts(node).spec)
+            return self.role.parameter_choices(meta_of(node).spec)
         if node in decided.inputs:
             return [decided.inputs[node]]
         return [decided.exit_placement(node)]
 
     def _exit_choice(self, node: fx.Node) -> Placement | None:
         """The placement in which a value leaves the block, or None where no other block takes it."""
-        source_block = max(facts(node).block, 0)
-        crosses = any(u.op == "call_function" and max(facts(u).block, 0) != source_block for u in node.users)
+        source_block = max(meta_of(node).block, 0)
+        crosses = any(u.op == "call_function" and max(meta_of(u).block, 0) != source_block for u in node.users)
         return self.decided.exit_placement(node) if crosses else None
 
     def _key(self, entries: list[fx.Node]) -> Any:
@@ -101,13 +101,15 @@ class BlockProblem:
         number = {node: i for i, node in enumerate([*entries, *self.nodes])}
         wires = tuple(tuple(number[n] for n in input_nodes(node)) for node in self.nodes)
         calls = tuple(_call_key(node) for node in self.nodes)
-        enter = tuple((facts(n).specs, tuple(self._entry_choices(n)), n in self.decided.values.owner) for n in entries)
+        enter = tuple(
+            (meta_of(n).specs, tuple(self._entry_choices(n)), n in self.decided.values.owner) for n in entries
+        )
         late = self.decided.values.unreduced
         leave = tuple((self._leave_key(n), self._graph_outputs(n, number), n in late) for n in self.nodes)
         return (self.role, self.degree, wires, calls, enter, leave)
 
     def _leave_key(self, node: fx.Node) -> Any:
-        return None if facts(node).multi_output else self._exit_choice(node)
+        return None if meta_of(node).multi_output else self._exit_choice(node)
 
     def _graph_outputs(self, node: fx.Node, number: dict[fx.Node, int]) -> tuple[Any, ...]:
         """How the graph's outputs take a node: as whose gradient (by number in the block), or freely."""
@@ -125,7 +127,7 @@ class BlockProblem:
                 continue
             self._add_operator(node)
         for node in self.nodes:
-            if not facts(node).multi_output:
+            if not meta_of(node).multi_output:
                 self._add_sinks(node)
         self.problem.items = self.items
         wanted: dict[int, dict[Placement, None]] = {}
@@ -172,9 +174,9 @@ class BlockProblem:
 
     def _add_entry(self, node: fx.Node) -> None:
         choices = self._entry_choices(node)
-        value = self._new_value(node, facts(node).spec, choices)
+        value = self._new_value(node, meta_of(node).spec, choices)
         parameter = node in self.decided.values.owner and node not in self.decided.inputs
-        spec = facts(node).spec
+        spec = meta_of(node).spec
         costs = [self.prices.update_s(spec, p) if parameter else 0.0 for p in choices]
         if parameter and self.role.splits_parameters(spec):
             costs = [
@@ -189,12 +191,12 @@ class BlockProblem:
             warnings.warn(
                 f"operator {node.target} has no sharding rule, so every rank computes all of it (node '{node.name}', "
                 f"module "
-                f"'{facts(node).module}'): register one, see docs/adding-an-op-rule.md",
+                f"'{meta_of(node).module}'): register one, see docs/adding-an-op-rule.md",
                 stacklevel=2,
             )
         sources = [self.values[n] for n in input_nodes(node)]
         rules = self.allowed.of(call, [source.candidates for source in sources])
-        picks = {int(u.args[1]): u for u in node.users if is_getitem(u)} if facts(node).multi_output else {0: node}  # type: ignore[arg-type]
+        picks = {int(u.args[1]): u for u in node.users if is_getitem(u)} if meta_of(node).multi_output else {0: node}  # type: ignore[arg-type]
         outs = []
         positions = []
         for position, spec in enumerate(call.outputs):
@@ -225,7 +227,7 @@ class BlockProblem:
             return
         free: list[Placement] = [REPLICATE]
         if port.kind == "output" and self.decided.values.outputs_stay:
-            free += [p for p in value.candidates if isinstance(p, Shard) and p.outer == 1]
+            free += [p for p in value.candidates if isinstance(p, Shard) and p.split_factor == 1]
         if port.kind == "output" and self.decided.outputs_as_terms:
             free += [p for p in value.candidates if isinstance(p, Partial)]
         self._add_sink(f"output {node.name}", [value.index], [Choice((p,), (), 0.0) for p in free])

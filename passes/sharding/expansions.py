@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from galvatron_fx.ir.graph.collectives import all_gather, all_reduce, local_index
-from galvatron_fx.ir.graph.metadata import NodeFacts, TensorSpec, facts, set_facts
+from galvatron_fx.ir.graph.metadata import NodeMeta, TensorSpec, meta_of, set_meta
 from galvatron_fx.ir.graph.rewrite import write_call
 
 aten = torch.ops.aten
@@ -26,7 +26,7 @@ class Emitter:
     """Writes nodes with facts like those of the node being expanded; ``written``: all of them, in order."""
 
     graph: fx.Graph
-    like: NodeFacts
+    like: NodeMeta
     axis: int
     degree: int
     written: list[fx.Node] = field(default_factory=list)
@@ -34,20 +34,20 @@ class Emitter:
     def emit(self, target: Any, args: tuple[Any, ...], spec: TensorSpec | None, **kwargs: Any) -> fx.Node:
         """Append a call whose one output is ``spec``."""
         node = write_call(self.graph, target, args, kwargs)
-        set_facts(node, self.like.having(specs=(spec,), multi_output=False))
+        set_meta(node, self.like.having(specs=(spec,), multi_output=False))
         self.written.append(node)
         return node
 
     def emit_multi(self, target: Any, args: tuple[Any, ...], specs: Sequence[TensorSpec | None]) -> fx.Node:
         """Append a call with several outputs."""
         node = write_call(self.graph, target, args)
-        set_facts(node, self.like.having(specs=tuple(specs), multi_output=True))
+        set_meta(node, self.like.having(specs=tuple(specs), multi_output=True))
         self.written.append(node)
         return node
 
     def reduced(self, node: fx.Node, op: str = "sum") -> fx.Node:
         """Append the all-reduce of ``node`` over the axis."""
-        return self.emit(all_reduce, (node, op, self.axis), facts(node).spec)
+        return self.emit(all_reduce, (node, op, self.axis), meta_of(node).spec)
 
 
 Outputs = list[fx.Node]
@@ -55,7 +55,7 @@ Builder = Callable[[Emitter, fx.Node, list[fx.Node], tuple[TensorSpec | None, ..
 
 
 def _like(node: fx.Node, dtype: torch.dtype | None = None) -> TensorSpec:
-    spec = facts(node).spec
+    spec = meta_of(node).spec
     return TensorSpec(spec.shape, dtype or spec.dtype)
 
 
@@ -75,7 +75,7 @@ def _where(e: Emitter, mask: fx.Node, value: fx.Node) -> fx.Node:
 
 
 def _unsqueezed(e: Emitter, node: fx.Node, dim: int) -> fx.Node:
-    spec = facts(node).spec
+    spec = meta_of(node).spec
     shape = list(spec.shape)
     shape.insert(dim if dim >= 0 else len(shape), 1)
     return e.emit(aten.unsqueeze.default, (node, dim), TensorSpec(tuple(shape), spec.dtype))
@@ -86,7 +86,7 @@ def vocabulary_embedding(
 ) -> Outputs:
     """Look up the rows that lie on this rank, zero for the others: a Partial(sum)."""
     weight, index = inputs
-    rows, owned = _owned_rows(e, index, facts(weight).spec.shape[0])
+    rows, owned = _owned_rows(e, index, meta_of(weight).spec.shape[0])
     found = e.emit(aten.embedding.default, (weight, rows), outputs[0])
     return [_where(e, _unsqueezed(e, owned, -1), found)]
 
@@ -168,7 +168,7 @@ def _count(e: Emitter, counted: fx.Node, dtype: torch.dtype) -> fx.Node:
 def row_nll_loss(e: Emitter, node: fx.Node, inputs: list[fx.Node], outputs: tuple[TensorSpec | None, ...]) -> Outputs:
     """Rows are sharded: sum the local losses, divide by the global count of targets that are not ignored."""
     scores, targets = inputs
-    dtype = facts(scores).spec.dtype
+    dtype = meta_of(scores).spec.dtype
     scalar = TensorSpec((), dtype)
     counted, ignore = _counted(e, node, targets)
     total = e.reduced(_count(e, counted, dtype))
@@ -187,7 +187,7 @@ def gathered_nll_loss(
     For losses in a narrower dtype than the parameters', where summing terms would round visibly otherwise.
     """
     scores, targets = inputs
-    rows, dtype = facts(scores).spec.shape[0], facts(scores).spec.dtype
+    rows, dtype = meta_of(scores).spec.shape[0], meta_of(scores).spec.dtype
     whole, ignore = rows * e.degree, node.args[4]
     index = e.emit(aten.clamp.default, (targets, 0), _like(targets))
     picked = e.emit(aten.gather.default, (scores, 1, _unsqueezed(e, index, -1)), TensorSpec((rows, 1), dtype))
@@ -195,7 +195,7 @@ def gathered_nll_loss(
     zero = e.emit(aten.zeros_like.default, (targets,), _like(targets))
     marks = e.emit(aten.masked_fill.Scalar, (zero, left_out, ignore), _like(targets))
     all_picked = e.emit(all_gather, (picked, 0, 1, e.axis), TensorSpec((whole, 1), dtype))
-    all_marks = e.emit(all_gather, (marks, 0, 1, e.axis), TensorSpec((whole,), facts(marks).spec.dtype))
+    all_marks = e.emit(all_gather, (marks, 0, 1, e.axis), TensorSpec((whole,), meta_of(marks).spec.dtype))
     counted = e.emit(aten.ne.Scalar, (all_marks, ignore), _like(all_marks, torch.bool))
     pair = (TensorSpec((), dtype), TensorSpec((), dtype))
     made = e.emit_multi(aten.nll_loss_forward.default, (all_picked, all_marks, None, node.args[3], ignore), pair)
@@ -210,7 +210,7 @@ def vocabulary_nll_loss(
     The total weight is the count of targets that are not ignored, and zero where the losses are not reduced.
     """
     scores, targets = inputs
-    spec = facts(scores).spec
+    spec = meta_of(scores).spec
     rows, size = spec.shape
     counted, _ = _counted(e, node, targets)
     index, owned = _owned_rows(e, targets, size)
@@ -234,7 +234,7 @@ def vocabulary_nll_loss_backward(
 ) -> Outputs:
     """-gradient at the target's class where this rank owns it, zero elsewhere."""
     gradient, scores, targets, total = inputs
-    spec = facts(scores).spec
+    spec = meta_of(scores).spec
     rows, size = spec.shape
     counted = e.emit(aten.ne.Scalar, (targets, node.args[5]), _like(targets, torch.bool))
     index, owned = _owned_rows(e, targets, size)
@@ -243,7 +243,7 @@ def vocabulary_nll_loss_backward(
     if node.args[4] == 1:
         scale = e.emit(aten.div.Tensor, (gradient, total), _like(gradient))
     row = TensorSpec((rows,), spec.dtype)
-    if not facts(scale).spec.shape:
+    if not meta_of(scale).spec.shape:
         scale = e.emit(aten.expand.default, (scale, [rows]), row)
     negative = e.emit(aten.neg.default, (_where(e, mine, scale),), row)
     zeros = e.emit(aten.zeros_like.default, (scores,), spec)

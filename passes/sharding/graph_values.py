@@ -6,7 +6,7 @@ from functools import cached_property
 
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import Port, facts, output_ports, ports, signature
+from galvatron_fx.ir.graph.metadata import Port, meta_of, output_ports, ports, signature
 from galvatron_fx.ir.graph.precision import computed_in, policy_of
 from passes.analysis.dataflow import (
     before_cast,
@@ -47,7 +47,7 @@ class GraphValues:
         found: dict[int, list[fx.Node]] = {}
         for node in self.graph.graph.nodes:
             if node.op == "call_function":
-                found.setdefault(max(facts(node).block, 0), []).append(node)
+                found.setdefault(max(meta_of(node).block, 0), []).append(node)
         return found
 
     @cached_property
@@ -68,7 +68,7 @@ class GraphValues:
     def parameter_itemsize(self) -> int:
         """Bytes of an element of the widest parameters, as they are computed with."""
         policy = policy_of(self.graph)
-        dtypes = [computed_in(policy, facts(node).spec.dtype) for node in self.parameters]
+        dtypes = [computed_in(policy, meta_of(node).spec.dtype) for node in self.parameters]
         return max((dtype.itemsize for dtype in dtypes if dtype.is_floating_point), default=0)
 
     @cached_property

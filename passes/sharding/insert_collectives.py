@@ -12,7 +12,7 @@ from torch import fx
 from galvatron_fx.ir.errors import ShardingError
 from galvatron_fx.ir.graph.collectives import all_gather, all_reduce, all_to_all, only_first, reduce_scatter, shard
 from galvatron_fx.ir.graph.local_program import record_program, record_step, renewed
-from galvatron_fx.ir.graph.metadata import Dim, NodeFacts, Placements, TensorSpec, facts, set_facts
+from galvatron_fx.ir.graph.metadata import Dim, NodeMeta, Placements, TensorSpec, meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
 from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard, local_shape
 from galvatron_fx.ir.graph.rewrite import copy_node, write_call
@@ -94,14 +94,14 @@ class _Lowering:
         self, node: fx.Node, new: fx.Node, specs: tuple[TensorSpec | None, ...], placements: Placements
     ) -> None:
         new.meta = dict(node.meta)
-        step = facts(node).step
+        step = meta_of(node).step
         step = renewed(step, new) if step is not None else None
-        set_facts(new, facts(node).having(specs=specs, placements=placements, step=step))
+        set_meta(new, meta_of(node).having(specs=specs, placements=placements, step=step))
 
     def _add_input(self, node: fx.Node) -> None:
         new = copy_node(self.graph, node)
         placement = self.sharding.inputs[node]
-        spec = _localized(facts(node).specs[0], placement, self.sharding.degree)
+        spec = _localized(meta_of(node).specs[0], placement, self.sharding.degree)
         if node.op == "get_attr" and placement != REPLICATE:
             raise ShardingError(f"constant '{node.name}' must be replicated, found {placement}")
         self._copy_facts(node, new, (spec,), _placed(node, (placement,)))
@@ -115,7 +115,7 @@ class _Lowering:
             self._record_picked(picked, node, self.sharding.placement(node))
             return
         new = copy_node(self.graph, node, lambda n: self._new[n])
-        record = facts(new_source)
+        record = meta_of(new_source)
         specs = (record.specs[int(index)],)  # type: ignore[arg-type]
         self._copy_facts(node, new, specs, _placed(node, (self.sharding.placement(node),)))
         self._new[node] = new
@@ -123,17 +123,17 @@ class _Lowering:
     def _record_picked(self, new: fx.Node, node: fx.Node, placement: Placement) -> None:
         """Let a result of a local program lie as ``node`` did, which picked it out of the operator expanded here."""
         placements = _placed(node, (placement,))
-        if facts(new).placements == placements:
+        if meta_of(new).placements == placements:
             return
-        set_facts(new, facts(new).having(placements=placements))
+        set_meta(new, meta_of(new).having(placements=placements))
         for user in new.users:
-            step = facts(user).step
+            step = meta_of(user).step
             if step is not None:
                 record_step(user, step.program, step.columns)
 
     def _add_call(self, node: fx.Node) -> None:
         rule = self.sharding.rules[node]
-        record = facts(node)
+        record = meta_of(node)
         inputs = [
             self._redistributed(source, want, record)
             for source, want in zip(input_nodes(node), rule.inputs, strict=True)
@@ -159,50 +159,50 @@ class _Lowering:
         values = []
         for value, want in zip(node.args[0], wanted, strict=True):  # type: ignore[arg-type]
             values.append(
-                self._redistributed(value, want, facts(value)) if isinstance(value, fx.Node) and want else None
+                self._redistributed(value, want, meta_of(value)) if isinstance(value, fx.Node) and want else None
             )
         new = self.graph.output(tuple(values))
         new.meta = dict(node.meta)
 
-    def _redistributed(self, source: fx.Node, want: Placement, consumer: NodeFacts) -> fx.Node:
+    def _redistributed(self, source: fx.Node, want: Placement, consumer: NodeMeta) -> fx.Node:
         """The new node that holds ``source`` in placement ``want``, inserting what is needed once."""
         new = self._new[source]
         have = self.sharding.placement(source)
         boundary = self.sharding.boundaries.get(source)
-        if boundary is not None and consumer.block != facts(source).block and boundary != have:
-            new = self._change(new, have, boundary, facts(source))
+        if boundary is not None and consumer.block != meta_of(source).block and boundary != have:
+            new = self._change(new, have, boundary, meta_of(source))
             have = boundary
         return new if have == want else self._change(new, have, want, consumer)
 
-    def _change(self, new: fx.Node, have: Placement, want: Placement, consumer: NodeFacts) -> fx.Node:
+    def _change(self, new: fx.Node, have: Placement, want: Placement, consumer: NodeMeta) -> fx.Node:
         made = self._made.get((new, want))
         if made is None or _comes_too_late(made, consumer):
             made = self._made[new, want] = self._emit_change(new, have, want, consumer)
-            placed = (*facts(new).placements[0][:-1], want)
-            set_facts(made, facts(made).having(placements=(placed,)))
+            placed = (*meta_of(new).placements[0][:-1], want)
+            set_meta(made, meta_of(made).having(placements=(placed,)))
             if made.target is torch.ops.aten.div.Scalar:
                 record_step(made, "terms of an average", len(placed))
         return made
 
-    def _emit_change(self, new: fx.Node, have: Placement, want: Placement, consumer: NodeFacts) -> fx.Node:
+    def _emit_change(self, new: fx.Node, have: Placement, want: Placement, consumer: NodeMeta) -> fx.Node:
         axis, degree = self.sharding.axis, self.sharding.degree
-        spec = facts(new).spec
+        spec = meta_of(new).spec
         emitter = Emitter(self.graph, consumer.having(step=None), axis, degree)
         if isinstance(have, Partial) and isinstance(want, Replicate):
             return emitter.emit(all_reduce, (new, have.op, axis), spec)
         if isinstance(have, Partial) and isinstance(want, Shard):
             out = _localized(spec, want, degree)
-            return emitter.emit(reduce_scatter, (new, have.op, want.dim, want.outer, axis), out)
+            return emitter.emit(reduce_scatter, (new, have.op, want.dim, want.split_factor, axis), out)
         if isinstance(have, Shard) and isinstance(want, Shard) and have.dim == want.dim:
             return self._change(self._change(new, have, REPLICATE, consumer), REPLICATE, want, consumer)
         if isinstance(have, Shard) and isinstance(want, Replicate):
-            return emitter.emit(all_gather, (new, have.dim, have.outer, axis), _whole(spec, have, degree))
+            return emitter.emit(all_gather, (new, have.dim, have.split_factor, axis), _whole(spec, have, degree))
         if isinstance(have, Shard) and isinstance(want, Shard):
             out = _localized(_whole(spec, have, degree), want, degree)
-            args = (new, have.dim, have.outer, want.dim, want.outer, axis)
+            args = (new, have.dim, have.split_factor, want.dim, want.split_factor, axis)
             return emitter.emit(all_to_all, args, out)
         if isinstance(have, Replicate) and isinstance(want, Shard):
-            return emitter.emit(shard, (new, want.dim, want.outer, axis), _localized(spec, want, degree))
+            return emitter.emit(shard, (new, want.dim, want.split_factor, axis), _localized(spec, want, degree))
         if isinstance(have, Replicate) and want == PARTIAL:
             return emitter.emit(only_first, (new, axis), spec)
         if have == Partial("avg") and want == PARTIAL:
@@ -210,14 +210,14 @@ class _Lowering:
         raise ShardingError(f"'{new.name}' is placed {have} and cannot become {want}: give its consumer another rule")
 
 
-def _comes_too_late(made: fx.Node, consumer: NodeFacts) -> bool:
+def _comes_too_late(made: fx.Node, consumer: NodeMeta) -> bool:
     """Whether a value was brought there for backward alone, and is now returned by forward (a buffer, say)."""
-    return facts(made).phase == "backward" and consumer.phase == "forward"
+    return meta_of(made).phase == "backward" and consumer.phase == "forward"
 
 
 def _placed(node: fx.Node, own: tuple[Placement, ...]) -> Placements:
     """The placements of every output of ``node`` on the axes that are lowered, and ``own`` on this one."""
-    earlier = facts(node).placements or ((),) * len(own)
+    earlier = meta_of(node).placements or ((),) * len(own)
     return tuple((*placed, here) for placed, here in zip(earlier, own, strict=True))
 
 
@@ -244,7 +244,7 @@ def _scaled(spec: TensorSpec, placement: Shard, times: int, over: int) -> tuple[
 
 def _runs(spec: TensorSpec, placement: Shard, times: int, over: int) -> tuple[int, ...]:
     """Runs before the batch, fewer or more where the shard splits what lies outside of the batch."""
-    runs = list(spec.batch_runs)
-    if runs and placement.outer < runs[placement.dim]:
+    runs = list(spec.batch_split_factors)
+    if runs and placement.split_factor < runs[placement.dim]:
         runs[placement.dim] = runs[placement.dim] * times // over
     return tuple(runs)

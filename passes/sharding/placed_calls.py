@@ -79,7 +79,7 @@ def _has_rule(call: OpCall, rule: OpRule, degree: int) -> bool:
         return True
     if call.target in VIEWS:
         return _views(rule.inputs[0], rule.outputs[0], call, degree)
-    outers = {placement.outer for placement, _ in pairs if isinstance(placement, Shard)}
+    outers = {placement.split_factor for placement, _ in pairs if isinstance(placement, Shard)}
     return len(outers) == 1 and _unstrided(rule) in op_rules(call, degree)
 
 

@@ -78,7 +78,7 @@ class Prices:
 
     def _copy_s(self, size: float, have: Placement, want: Placement) -> float:
         """Collectives move dim 0; other dims are copied before or after."""
-        strided = any(isinstance(p, Shard) and (p.dim or p.outer > 1) for p in (have, want))
+        strided = any(isinstance(p, Shard) and (p.dim or p.split_factor > 1) for p in (have, want))
         return self._traffic_s(2 * size) if strided else 0.0
 
     def _traffic_s(self, size_bytes: float) -> float:

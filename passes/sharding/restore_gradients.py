@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import facts, output_ports, ports
+from galvatron_fx.ir.graph.metadata import meta_of, output_ports, ports
 from galvatron_fx.ir.graph.rewrite import cast_behind, set_output
 
 
@@ -21,10 +21,10 @@ class RestoreGradients:
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Rewrite ``graph`` in place and return it."""
-        own = {port.name: facts(node).spec.dtype for port, node in ports(graph) if port.kind == "param"}
+        own = {port.name: meta_of(node).spec.dtype for port, node in ports(graph) if port.kind == "param"}
         for position, (port, node) in enumerate(output_ports(graph)):
             if port.kind != "grad" or port.name not in own or node is None:
                 continue
-            if facts(node).spec.dtype != own[port.name]:
+            if meta_of(node).spec.dtype != own[port.name]:
                 set_output(graph, position, cast_behind(graph, node, own[port.name]))
         return graph

@@ -22,15 +22,15 @@ class RoleRules:
         """Whether the shard cuts the batch, and not what lies outside or inside of it in the same dim."""
         size = spec.symbolic[placement.dim]
         holds = BATCH in getattr(size, "free_symbols", ())
-        runs = spec.runs_before_batch(placement.dim)
-        return holds and runs <= placement.outer < runs * max(self.batch, 1)
+        runs = spec.batch_split_factor(placement.dim)
+        return holds and runs <= placement.split_factor < runs * max(self.batch, 1)
 
     def allows(self, spec: TensorSpec, placement: Placement) -> bool:
         """Whether a value inside a block may be placed so."""
         if not isinstance(placement, Shard):
             return True
         symbols = getattr(spec.symbolic[placement.dim], "free_symbols", ())
-        if placement.outer > 1 and not symbols:
+        if placement.split_factor > 1 and not symbols:
             return False
         if self.role == "tensor" and SEQUENCE in symbols and not self._splits_features(spec, placement):
             return False
@@ -39,7 +39,7 @@ class RoleRules:
     def _splits_features(self, spec: TensorSpec, placement: Shard) -> bool:
         """Whether the shard lies behind the batch and the sequence of a flattened dim (heads, say)."""
         size = spec.symbolic[placement.dim]
-        rest = spec.shape[placement.dim] // placement.outer
+        rest = spec.shape[placement.dim] // placement.split_factor
         factor = int(size.as_coeff_Mul()[0]) if hasattr(size, "as_coeff_Mul") else 1
         return rest <= factor
 
@@ -111,7 +111,7 @@ class RoleRules:
         if len(dims) != 1:
             return None
         mixed = symbol is SEQUENCE and BATCH in getattr(spec.dims[dims[0]], "free_symbols", ())
-        runs = spec.runs_before_batch(dims[0])
+        runs = spec.batch_split_factor(dims[0])
         if symbol is BATCH:
             shard = Shard(dims[0], runs)
         else:

@@ -118,17 +118,17 @@ def strided(rule: OpRule, call: OpCall, candidates: Iterable[Placement], degree:
     """
     if rule.expansion or not rule.splits_work:
         return []
-    outers = {p.outer for p in candidates if isinstance(p, Shard)} - {1}
+    outers = {p.split_factor for p in candidates if isinstance(p, Shard)} - {1}
 
-    def stride(placement: Placement, outer: int) -> Placement:
-        return Shard(placement.dim, outer) if isinstance(placement, Shard) else placement
+    def stride(placement: Placement, split_factor: int) -> Placement:
+        return Shard(placement.dim, split_factor) if isinstance(placement, Shard) else placement
 
     made = [
         OpRule(
-            tuple(stride(p, outer) for p in rule.outputs),
-            tuple(stride(p, outer) for p in rule.inputs),
+            tuple(stride(p, split_factor) for p in rule.outputs),
+            tuple(stride(p, split_factor) for p in rule.inputs),
         )
-        for outer in sorted(outers)
+        for split_factor in sorted(outers)
     ]
     return [instance for instance in made if _valid(instance, call, degree)]
 

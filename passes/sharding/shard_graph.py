@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from galvatron_fx.ir.cluster.cluster import Axis, Device
-from galvatron_fx.ir.graph.layout import Column, Layout, set_layout
-from galvatron_fx.ir.graph.metadata import facts, ports, set_facts, signature
+from galvatron_fx.ir.graph.layout import Layout, MergedAxis, set_layout
+from galvatron_fx.ir.graph.metadata import meta_of, ports, set_meta, signature
 from galvatron_fx.ir.graph.placement import REPLICATE, Placement
 from galvatron_fx.ir.graph.rewrite import copied, write_call
 from galvatron_fx.ir.plan.strategy import BATCH_ROLES, LOWERING_ORDER, PIPELINE, Strategy
@@ -23,7 +23,7 @@ from passes.sharding.prices import Prices
 from passes.sharding.restore_gradients import RestoreGradients
 from passes.sharding.roles import RoleRules
 from passes.sharding.shard_parameters import ShardParameters
-from passes.sharding.unalias_gradients import OwnGradients
+from passes.sharding.unalias_gradients import UnaliasGradients
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class ShardGraph:
             graph = InsertCollectives(sharding).run(graph)
             batches = [_left(batch, role) for batch, role in zip(batches, roles, strict=True)]
         shard = ShardParameters(columns, inputs, outputs, self.fixed)
-        graph = OwnGradients().run(_with_dense_arguments(RestoreGradients().run(shard.run(graph))))
+        graph = UnaliasGradients().run(_with_dense_arguments(RestoreGradients().run(shard.run(graph))))
         set_layout(graph, Layout(columns, tuple(map(tuple, inputs)), tuple(map(tuple, outputs))))
         return graph
 
@@ -76,8 +76,8 @@ def _reshaping(graph: fx.GraphModule) -> fx.GraphModule:
     for node in result.graph.nodes:
         node.target = lowered_target(node.target)
         if node.op != "output":
-            record = facts(node)
-            set_facts(node, record.having(placements=((),) * len(record.specs), step=None))
+            record = meta_of(node)
+            set_meta(node, record.having(placements=((),) * len(record.specs), step=None))
     return result
 
 
@@ -88,9 +88,9 @@ def _with_dense_arguments(graph: fx.GraphModule) -> fx.GraphModule:
             source = node.args[position]
             with graph.graph.inserting_before(node):
                 dense = write_call(graph.graph, torch.ops.aten.contiguous.default, (source,))
-            record = facts(source)
-            like = facts(node).having(specs=record.specs, placements=record.placements, step=None)
-            set_facts(dense, like.having(multi_output=False))
+            record = meta_of(source)
+            like = meta_of(node).having(specs=record.specs, placements=record.placements, step=None)
+            set_meta(dense, like.having(multi_output=False))
             node.update_arg(position, dense)
     return graph
 
@@ -100,15 +100,17 @@ def _left(batch: int, role: RoleRules) -> int:
     return batch // role.degree if splits else batch
 
 
-def merge_axes(strategies: Sequence[Strategy], axes: Sequence[Axis]) -> tuple[Column, ...]:
+def merge_axes(strategies: Sequence[Strategy], axes: Sequence[Axis]) -> tuple[MergedAxis, ...]:
     """Group the axes whose roles agree in every block, in the order of lowering, which is that of the lowering mesh."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for i, axis in enumerate(axes):
         if axis.size > 1 and strategies[0].roles[i] != PIPELINE:
             groups.setdefault(tuple(strategy.roles[i] for strategy in strategies), []).append(i)
-    columns = [Column(tuple(members), roles, prod(axes[i].size for i in members)) for roles, members in groups.items()]
+    columns = [
+        MergedAxis(tuple(members), roles, prod(axes[i].size for i in members)) for roles, members in groups.items()
+    ]
     return tuple(sorted(columns, key=_lowering_rank))
 
 
-def _lowering_rank(column: Column) -> tuple[int, tuple[int, ...]]:
+def _lowering_rank(column: MergedAxis) -> tuple[int, tuple[int, ...]]:
     return LOWERING_ORDER.index(column.main_role), column.axes

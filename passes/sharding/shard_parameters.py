@@ -9,16 +9,16 @@ import torch
 from torch import fx
 
 from galvatron_fx.ir.graph.collectives import all_gather, all_reduce, reduce_scatter, shard
-from galvatron_fx.ir.graph.layout import Column
+from galvatron_fx.ir.graph.layout import MergedAxis
 from galvatron_fx.ir.graph.metadata import (
-    NodeFacts,
+    NodeMeta,
     Placements,
     Port,
     TensorSpec,
-    facts,
+    meta_of,
     output_ports,
     ports,
-    set_facts,
+    set_meta,
 )
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.placement import REPLICATE, Partial, Placement, Shard, fits, local_shape
@@ -43,7 +43,7 @@ class ShardParameters:
     ``fixed``: placements that parameters already have.
     """
 
-    columns: Sequence[Column]
+    columns: Sequence[MergedAxis]
     inputs: list[list[Placement]]
     outputs: list[list[Placement | None]]
     fixed: Mapping[str, tuple[Placement, ...]]
@@ -66,7 +66,7 @@ class ShardParameters:
         """The first dim that divides and that no later column splits: shards nest in the order of the mesh."""
         if port.name in self.fixed:
             return self.fixed[port.name][index]
-        shape = facts(node).spec.shape
+        shape = meta_of(node).spec.shape
         later = {p.dim for p in self.inputs[position][index + 1 :] if isinstance(p, Shard)}
         free = [dim for dim in range(len(shape)) if dim not in later]
         return next((Shard(dim) for dim in free if fits(Shard(dim), shape, degree)), REPLICATE)
@@ -74,10 +74,10 @@ class ShardParameters:
     def _split(
         self, graph: fx.GraphModule, port: Port, node: fx.Node, placement: Placement, index: int, degree: int
     ) -> None:
-        whole = facts(node)
+        whole = meta_of(node)
         if isinstance(placement, Shard):
             placed = _placed_on(whole.placements, index, placement)
-            set_facts(node, whole.having(specs=(_local(whole.spec, placement, degree),), placements=placed))
+            set_meta(node, whole.having(specs=(_local(whole.spec, placement, degree),), placements=placed))
             self._gather_for_users(graph, node, whole, placement, index)
         for position, (out_port, gradient) in enumerate(output_ports(graph)):
             if out_port.kind == "grad" and out_port.name == port.name and gradient is not None:
@@ -87,7 +87,7 @@ class ShardParameters:
                 self.outputs[position][index] = placement
 
     def _gather_for_users(
-        self, graph: fx.GraphModule, node: fx.Node, whole: NodeFacts, placement: Shard, index: int
+        self, graph: fx.GraphModule, node: fx.Node, whole: NodeMeta, placement: Shard, index: int
     ) -> None:
         """Gather for every block that uses the parameter; an output of the graph takes what the first use takes.
 
@@ -95,15 +95,15 @@ class ShardParameters:
         """
         users = [user for user in node.users if user.op == "call_function"]
         first = min(users, key={n: i for i, n in enumerate(graph.graph.nodes)}.__getitem__)
-        for block in sorted({facts(user).block for user in users}):
-            members = [user for user in users if facts(user).block == block]
+        for block in sorted({meta_of(user).block for user in users}):
+            members = [user for user in users if meta_of(user).block == block]
             is_first, shard_of, record = first in members, node, whole
             if all(_narrows(user) for user in members):
                 (shard_of,) = members
-                record, local = facts(shard_of), facts(node).spec
+                record, local = meta_of(shard_of), meta_of(node).spec
                 placed = _placed_on(record.placements, index, placement)
                 local_spec = TensorSpec(local.shape, record.spec.dtype)
-                set_facts(shard_of, record.having(specs=(local_spec,), placements=placed))
+                set_meta(shard_of, record.having(specs=(local_spec,), placements=placed))
                 members = [user for user in shard_of.users if user.op == "call_function"]
             gathered = self._gather(graph, shard_of, record, placement, index, members)
             for user in members:
@@ -112,15 +112,15 @@ class ShardParameters:
                 graph.graph.output_node().replace_input_with(shard_of, gathered)
 
     def _gather(
-        self, graph: fx.GraphModule, node: fx.Node, whole: NodeFacts, placement: Shard, index: int, users: list[fx.Node]
+        self, graph: fx.GraphModule, node: fx.Node, whole: NodeMeta, placement: Shard, index: int, users: list[fx.Node]
     ) -> fx.Node:
         """One gather a block, in front of its first use."""
         first = min(users, key={n: i for i, n in enumerate(graph.graph.nodes)}.__getitem__)
         with graph.graph.inserting_before(first):
-            gathered = write_call(graph.graph, all_gather, (node, placement.dim, placement.outer, index))
-        record = facts(first)
+            gathered = write_call(graph.graph, all_gather, (node, placement.dim, placement.split_factor, index))
+        record = meta_of(first)
         like = record.having(specs=whole.specs, placements=whole.placements, step=None)
-        set_facts(gathered, like.having(multi_output=False))
+        set_meta(gathered, like.having(multi_output=False))
         return gathered
 
     def _reduce(
@@ -138,22 +138,22 @@ class ShardParameters:
             total = _sum_made_last(gradient)
             if total is not None:
                 return self._scatter_before(graph, total, have, placement, index, degree)
-        spec = facts(gradient).spec
+        spec = meta_of(gradient).spec
         output = graph.graph.output_node()
         after = gradient.next if gradient.op == "call_function" else output
         with graph.graph.inserting_before(after):
             if isinstance(have, Partial) and isinstance(placement, Shard):
-                args = (gradient, have.op, placement.dim, placement.outer, index)
+                args = (gradient, have.op, placement.dim, placement.split_factor, index)
                 node = write_call(graph.graph, reduce_scatter, args)
             elif isinstance(have, Partial):
                 node = write_call(graph.graph, all_reduce, (gradient, have.op, index))
             elif isinstance(placement, Shard):
-                node = write_call(graph.graph, shard, (gradient, placement.dim, placement.outer, index))
+                node = write_call(graph.graph, shard, (gradient, placement.dim, placement.split_factor, index))
             else:
                 raise AssertionError(f"gradient '{gradient.name}' is placed {have}, its parameter {placement}")
         made = _local(spec, placement, degree) if isinstance(placement, Shard) else spec
-        placed = _placed_on(facts(gradient).placements, index, placement)
-        set_facts(node, facts(gradient).having(specs=(made,), phase="backward", placements=placed, step=None))
+        placed = _placed_on(meta_of(gradient).placements, index, placement)
+        set_meta(node, meta_of(gradient).having(specs=(made,), phase="backward", placements=placed, step=None))
         return node
 
     def _scatter_before(
@@ -165,8 +165,8 @@ class ShardParameters:
         total.replace_input_with(source, share)
         if not share < total:
             share.append(total)
-        placed = _placed_on(facts(total).placements, index, placement)
-        set_facts(total, facts(total).having(specs=facts(share).specs, placements=placed))
+        placed = _placed_on(meta_of(total).placements, index, placement)
+        set_meta(total, meta_of(total).having(specs=meta_of(share).specs, placements=placed))
         return total
 
 
@@ -185,8 +185,8 @@ def _sum_made_last(gradient: fx.Node) -> fx.Node | None:
         first.replace_input_with(above, input_nodes(above)[0])
         above.update_arg(0, gradient)
         gradient.append(above)
-        whole = facts(gradient)
-        set_facts(above, facts(above).having(specs=whole.specs, placements=whole.placements))
+        whole = meta_of(gradient)
+        set_meta(above, meta_of(above).having(specs=whole.specs, placements=whole.placements))
         _leave_terms(gradient, first, above)
     return above
 
@@ -196,7 +196,7 @@ def _leave_terms(last: fx.Node, first: fx.Node, total: fx.Node) -> None:
     column, op = int(total.args[-1]), str(total.args[1])  # type: ignore[arg-type]
     node = last
     while True:
-        set_facts(node, facts(node).having(placements=_placed_on(facts(node).placements, column, Partial(op))))
+        set_meta(node, meta_of(node).having(placements=_placed_on(meta_of(node).placements, column, Partial(op))))
         if node is first:
             break
         node = input_nodes(node)[0]
@@ -215,7 +215,7 @@ def _narrows(node: fx.Node) -> bool:
     """Whether a node casts a parameter to fewer bytes."""
     if node.target is not cast_parameter:
         return False
-    return facts(node).spec.dtype.itemsize < facts(node.args[0]).spec.dtype.itemsize  # type: ignore[arg-type]
+    return meta_of(node).spec.dtype.itemsize < meta_of(node.args[0]).spec.dtype.itemsize  # type: ignore[arg-type]
 
 
 def _owners(graph: fx.GraphModule) -> dict[fx.Node, int]:
@@ -226,5 +226,5 @@ def _owners(graph: fx.GraphModule) -> dict[fx.Node, int]:
         if node.op == "call_function":
             for source in node.all_input_nodes:
                 if source in names:
-                    owners.setdefault(names[source], max(facts(node).block, 0))
+                    owners.setdefault(names[source], max(meta_of(node).block, 0))
     return {node: owners[name] for node, name in names.items() if node.users and name in owners}

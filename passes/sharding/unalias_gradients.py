@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import facts, output_ports, set_facts
+from galvatron_fx.ir.graph.metadata import meta_of, output_ports, set_meta
 from galvatron_fx.ir.graph.op_call import is_getitem
 from galvatron_fx.ir.graph.rewrite import write_call
-from passes.analysis.alias_analysis import laid_value
+from passes.analysis.alias_analysis import infer_strides
 
 Range = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class OwnGradients:
+class UnaliasGradients:
     """Copy gradients that lie where something else does.
 
     The gradients of ``a`` and ``b`` in ``x + a + b`` are one value, as are those of equal biases of branches that are
@@ -67,7 +67,7 @@ def _laid_values(graph: fx.GraphModule) -> dict[fx.Node, Any]:
     laid: dict[fx.Node, Any] = {}
     for node in graph.graph.nodes:
         if node.op != "output":
-            laid[node] = laid_value(graph, node, laid)
+            laid[node] = infer_strides(graph, node, laid)
     return laid
 
 
@@ -84,7 +84,7 @@ def _place(node: fx.Node, laid: Mapping[fx.Node, Any]) -> _Place:
         value = view.target(value, *view.args[1:], **view.kwargs)  # type: ignore[operator]
     start = value.storage_offset()
     end = start + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1
-    is_made = root.op == "call_function" and facts(root).phase == "backward"
+    is_made = root.op == "call_function" and meta_of(root).phase == "backward"
     return _Place(root, (start, end), is_made and value.is_contiguous())
 
 
@@ -112,5 +112,5 @@ def _clone(graph: fx.GraphModule, node: fx.Node) -> fx.Node:
     dense: dict[str, Any] = {"memory_format": torch.contiguous_format}
     with graph.graph.inserting_before(graph.graph.output_node()):
         made = write_call(graph.graph, torch.ops.aten.clone.default, (node,), dense)
-    set_facts(made, facts(node).having(specs=(facts(node).spec,), phase="backward", multi_output=False, step=None))
+    set_meta(made, meta_of(node).having(specs=(meta_of(node).spec,), phase="backward", multi_output=False, step=None))
     return made

@@ -59,11 +59,13 @@ class Staging:
 
 @dataclass
 class SimulateChoice:
-    """Simulates choices of one graph; block solutions are shared among them. ``marks``: fingerprints of the blocks."""
+    """Simulates choices of one graph; block solutions are shared among them. ``block_fingerprints``: fingerprints of
+    the blocks.
+    """
 
     graph: fx.GraphModule
     cluster: Cluster
-    marks: Sequence[str]
+    block_fingerprints: Sequence[str]
     _cache: dict[Any, Any] = field(default_factory=dict)
     _simulator: SimulateStep = field(init=False)
 
@@ -77,7 +79,7 @@ class SimulateChoice:
 
         ``staging``: None for one stage and one micro-batch.
         """
-        short = ShortModel.of(self.marks, strategies, first_blocks)
+        short = ShortModel.of(self.block_fingerprints, strategies, first_blocks)
         return self._one_stage(short, strategies) if staging is None else self._stages(short, strategies, staging)
 
     def _one_stage(self, short: ShortModel, strategies: Sequence[Strategy]) -> StepReport:
@@ -110,7 +112,7 @@ class SimulateChoice:
         return simulate.report(whole.seconds, whole.events, [_memory(row) for row in whole.memory])
 
     def _graph(self, model: ShortModel) -> fx.GraphModule:
-        return DropBlocks(model.keep, self.marks).run(self.graph)
+        return DropBlocks(model.keep, self.block_fingerprints).run(self.graph)
 
 
 def _whole(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from galvatron_fx.ir.errors import InputError
-from galvatron_fx.ir.graph.metadata import facts, ports, set_facts, set_signature, signature
+from galvatron_fx.ir.graph.metadata import meta_of, ports, set_meta, set_signature, signature
 from galvatron_fx.ir.graph.rewrite import copy_node
 from galvatron_fx.ir.torch_compat import graph_module
 from passes.analysis.blocks import fingerprints
@@ -25,18 +25,18 @@ class DropBlocks:
     Rewrite, keeping blocks 0 and 2 of three equal ones: ``h1 = f(h0, w1); h2 = f(h1, w2); h3 = f(h2, w3)`` ->
     ``h1 = f(h0, w1); h3 = f(h1, w3)``.
 
-    ``keep``: indices of blocks, ascending; ``marks``: fingerprints of all blocks. Raises InputError where a dropped
-    block whose values are needed has no twin on the side that it is needed from.
+    ``keep``: indices of blocks, ascending; ``block_fingerprints``: fingerprints of all blocks. Raises InputError where
+    a dropped block whose values are needed has no twin on the side that it is needed from.
     """
 
     keep: Sequence[int]
-    marks: Sequence[str]
+    block_fingerprints: Sequence[str]
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Return the shorter graph, its blocks numbered anew; ``graph`` stays as it is."""
-        if len(self.keep) == len(self.marks):
+        if len(self.keep) == len(self.block_fingerprints):
             return graph
-        return _Shortening(graph, list(self.keep), self.marks).run()
+        return _Shortening(graph, list(self.keep), self.block_fingerprints).run()
 
     @classmethod
     def of(cls, graph: fx.GraphModule, keep: Sequence[int]) -> DropBlocks:
@@ -45,13 +45,13 @@ class DropBlocks:
 
 
 class _Shortening:
-    def __init__(self, graph: fx.GraphModule, keep: list[int], marks: Sequence[str]) -> None:
+    def __init__(self, graph: fx.GraphModule, keep: list[int], block_fingerprints: Sequence[str]) -> None:
         self.graph = graph
         self.number = {block: i for i, block in enumerate(keep)}
         self.kept: dict[str, list[int]] = {}
         for block in keep:
-            self.kept.setdefault(marks[block], []).append(block)
-        self.marks = marks
+            self.kept.setdefault(block_fingerprints[block], []).append(block)
+        self.block_fingerprints = block_fingerprints
         self.members: dict[int, list[fx.Node]] = {}
         self.place: dict[fx.Node, int] = {}
         for node in graph.graph.nodes:
@@ -72,7 +72,7 @@ class _Shortening:
                 short.output(tuple(value[0] for value in values if value)).meta = dict(node.meta)
             elif node.op == "call_function" and _block(node) in self.number:
                 self.new[node] = copy_node(short, node, lambda n: self.new[self._twin(n)])
-                set_facts(self.new[node], facts(node).having(block=self.number[_block(node)]))
+                set_meta(self.new[node], meta_of(node).having(block=self.number[_block(node)]))
             elif (node.op == "placeholder" and node in used) or node.op == "get_attr":
                 self.new[node] = copy_node(short, node)
         inputs = [port for port, node in ports(self.graph) if node in used]
@@ -103,8 +103,8 @@ class _Shortening:
         if node.op != "call_function" or _block(node) in self.number:
             return node
         block = _block(node)
-        equal = self.kept.get(self.marks[block], [])
-        forward = facts(node).phase == "forward"
+        equal = self.kept.get(self.block_fingerprints[block], [])
+        forward = meta_of(node).phase == "forward"
         place = bisect_left(equal, block) - 1 if forward else bisect_right(equal, block)
         if not 0 <= place < len(equal):
             raise InputError(
@@ -115,4 +115,4 @@ class _Shortening:
 
 
 def _block(node: fx.Node) -> int:
-    return max(facts(node).block, 0)
+    return max(meta_of(node).block, 0)

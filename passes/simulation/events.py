@@ -12,9 +12,9 @@ from cost_models.node_time import Price
 from cost_models.streams import Event, Share, Start, Wait, Work
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.bundles import bytes_by_block
-from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.plan.prediction import Cause
-from passes.analysis.collective_schedule import early_gathers, waited_before
+from passes.analysis.collective_schedule import hoistable_gathers, wait_points
 
 __all__ = ["BlockEvents", "GraphEvents", "blocks_by_place", "node_events"]
 
@@ -88,7 +88,7 @@ class GraphEvents:
 def node_events(graph: fx.Graph, price: PriceOf) -> Iterable[tuple[fx.Node, list[Event]]]:
     """Each operator with the waits in front of it and what it does; those that take no time among them."""
     due: dict[fx.Node, list[fx.Node]] = {}
-    for node, moment in waited_before(graph).items():
+    for node, moment in wait_points(graph).items():
         due.setdefault(moment, []).append(node)
     started: dict[int, int] = {}  # by stream, how many collectives
     number: dict[fx.Node, int] = {}
@@ -153,7 +153,7 @@ def _without_shares(event: Event) -> Event:
 
 def _gathering(graph: fx.Graph) -> set[fx.Node]:
     """Gathers that need not wait for anything, and what leads to them, of blocks that compute behind them."""
-    gathers = early_gathers(graph)
+    gathers = hoistable_gathers(graph)
     links = {*gathers, *(link for before in gathers.values() for link in before)}
     computing = {_block(node) for node in graph.nodes if node.op == "call_function" and node not in links}
     return {node for node in links if _block(node) in computing}
@@ -174,4 +174,4 @@ def _stream(node: fx.Node) -> int:
 
 
 def _block(node: fx.Node) -> int:
-    return max(facts(node).block, 0)
+    return max(meta_of(node).block, 0)

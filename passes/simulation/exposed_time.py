@@ -8,10 +8,10 @@ from cost_models.streams import Event, StreamRun
 from galvatron_fx.ir.cluster.overlap import Overlap
 from galvatron_fx.ir.plan.prediction import Cause
 
-__all__ = ["added", "overlapped"]
+__all__ = ["added", "exposed_and_hidden"]
 
 
-def overlapped(
+def exposed_and_hidden(
     alone: Mapping[Cause, float], graphs: Iterable[Sequence[Event]], overlap: Overlap
 ) -> tuple[dict[Cause, float], dict[Cause, float]]:
     """Return (seconds, hidden) by cause where ``graphs`` run one after the other.

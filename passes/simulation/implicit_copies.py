@@ -10,17 +10,17 @@ from torch import fx
 
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.bound_ops import BoundAxis, from_ranks, gather_ready, to_ranks
-from galvatron_fx.ir.graph.metadata import NodeFacts, facts, has_facts
+from galvatron_fx.ir.graph.metadata import NodeMeta, has_meta, meta_of
 from galvatron_fx.ir.graph.rewrite import copy_graph
 from galvatron_fx.ir.torch_compat import pytree
-from passes.analysis.alias_analysis import laid_value
-from passes.analysis.strided_values import LaidTensor
+from passes.analysis.alias_analysis import infer_strides
+from passes.analysis.strided_values import StridedTensor
 from passes.lowering.codegen import Codegen
 
 _MAY_COPY = {torch.ops.aten.reshape.default, gather_ready, to_ranks, from_ranks, c.take_run}
 
 
-def real_copies(graph: fx.GraphModule, degrees: Sequence[int]) -> Iterator[tuple[NodeFacts, int]]:
+def implicit_copies(graph: fx.GraphModule, degrees: Sequence[int]) -> Iterator[tuple[NodeMeta, int]]:
     """Yield (facts of the node, bytes written) for every reshape, slice and buffer of a collective that is a copy.
 
     The graph is bound to the last rank of every axis and run on tensors without data, whose strides are those of a real
@@ -32,12 +32,12 @@ def real_copies(graph: fx.GraphModule, degrees: Sequence[int]) -> Iterator[tuple
     for node in bound.nodes:
         if node.op == "output":
             return
-        values[node] = laid_value(graph, node, values)
-        if node.target in _MAY_COPY and has_facts(node) and _is_new(values[node], node, values):
-            yield facts(node), values[node].size_bytes
+        values[node] = infer_strides(graph, node, values)
+        if node.target in _MAY_COPY and has_meta(node) and _is_new(values[node], node, values):
+            yield meta_of(node), values[node].size_bytes
 
 
-def _is_new(made: LaidTensor, node: fx.Node, values: dict[fx.Node, Any]) -> bool:
+def _is_new(made: StridedTensor, node: fx.Node, values: dict[fx.Node, Any]) -> bool:
     """Whether a value lies in memory of its own."""
     given = (leaf for source in node.all_input_nodes for leaf in pytree.tree_leaves(values[source]))
     return all(leaf is None or made.buffer is not leaf.buffer for leaf in given)

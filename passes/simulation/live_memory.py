@@ -15,7 +15,7 @@ from torch import fx
 
 from galvatron_fx.ir.errors import VerifierError
 from galvatron_fx.ir.graph.bound_ops import BoundAxis, finished
-from galvatron_fx.ir.graph.metadata import facts, has_facts
+from galvatron_fx.ir.graph.metadata import has_meta, meta_of
 from galvatron_fx.ir.graph.rewrite import copy_graph
 from galvatron_fx.ir.plan.prediction import (
     ACTIVATIONS,
@@ -28,7 +28,7 @@ from galvatron_fx.ir.plan.prediction import (
     Storage,
     by_kind,
 )
-from passes.analysis.strided_values import Buffer, LaidTensor, evaluate
+from passes.analysis.strided_values import Buffer, StridedTensor, evaluate
 from passes.lowering.codegen import Codegen
 from passes.lowering.lower_step import Lowered
 
@@ -58,13 +58,13 @@ class MemoryMeter:
         """
         halves = lowered.halves
         count = len(halves.result_ports)
-        inputs = [LaidTensor.empty(facts(node).spec) for node in _placeholders(halves.forward)]
+        inputs = [StridedTensor.empty(meta_of(node).spec) for node in _placeholders(halves.forward)]
         for value, port in zip(inputs, halves.input_ports, strict=True):
             self.hold(value, kind_of_port(port.kind))
         results = self.run(halves.forward, inputs, owned=set())
         self.label(results, ACTIVATIONS)
         saved, produced = results[count:], set(map(id, results[:count]))
-        tangents = [LaidTensor.empty(facts(node).spec) for node in _placeholders(halves.backward)[len(saved) :]]
+        tangents = [StridedTensor.empty(meta_of(node).spec) for node in _placeholders(halves.backward)[len(saved) :]]
         self.hold([*tangents, *(value for value in saved if id(value) in produced)])
         borrowed = {i for i, source in enumerate(halves.saved_inputs) if source is not None}
         owned = set(range(len(saved) + len(tangents))) - borrowed
@@ -113,7 +113,7 @@ class MemoryMeter:
             if storage is not None and storage.kind == TRANSIENTS:
                 storage.kind = kind
 
-    def kind_of(self, tensor: LaidTensor) -> str:
+    def kind_of(self, tensor: StridedTensor) -> str:
         """The kind of a storage that is held."""
         return self._held[tensor.buffer].kind
 
@@ -158,7 +158,7 @@ class MemoryMeter:
 
     def _evaluate(self, graph: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         if node.op == "get_attr":
-            return LaidTensor.like(getattr(graph, str(node.target)))
+            return StridedTensor.like(getattr(graph, str(node.target)))
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
         if node.target is finished:
             return args[0]  # as it does; traced, it would make another
@@ -169,10 +169,10 @@ class MemoryMeter:
 
 def _check(node: fx.Node, value: Any) -> None:
     """Thunder's habit: recompute every shape after a transformation and compare."""
-    if not has_facts(node):
+    if not has_meta(node):
         return
-    found = [v.shape if isinstance(v, LaidTensor) else None for v in _outputs(value)]
-    said = [spec.shape if spec is not None else None for spec in facts(node).specs]
+    found = [v.shape if isinstance(v, StridedTensor) else None for v in _outputs(value)]
+    said = [spec.shape if spec is not None else None for spec in meta_of(node).specs]
     for position, (have, want) in enumerate(zip(found, said, strict=False)):
         if want is not None and have is not None and have != want:
             raise VerifierError(
@@ -186,8 +186,8 @@ def _outputs(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (tuple, list)) else [value]
 
 
-def _tensors(value: Any) -> list[LaidTensor]:
-    return [v for v in _outputs(value) if isinstance(v, LaidTensor)]
+def _tensors(value: Any) -> list[StridedTensor]:
+    return [v for v in _outputs(value) if isinstance(v, StridedTensor)]
 
 
 def _placeholders(graph: fx.GraphModule) -> list[fx.Node]:

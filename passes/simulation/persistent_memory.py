@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from galvatron_fx.ir.graph import collectives as c
-from galvatron_fx.ir.graph.metadata import Port, facts, ports
+from galvatron_fx.ir.graph.metadata import Port, meta_of, ports
 from galvatron_fx.ir.plan.prediction import BATCH, PARAMETERS, STATES
 from galvatron_fx.ir.plan.schedule import Schedule
 from galvatron_fx.ir.plan.strategy import original_name, stood_for_name
 from passes.lowering.lower_stages import LoweredStages
 from passes.lowering.stages.split_microbatches import Microbatched
-from passes.simulation.step import MOMENTS, update_bytes
+from passes.simulation.step import ADAM_MOMENTS, update_bytes
 
 
 @dataclass(frozen=True)
-class HeldBytes:
+class PersistentMemory:
     """What every pipeline rank holds.
 
     ``tensors``: for each rank its parameters and buffers, by original name, with their bytes; ``trained``: parameters
@@ -31,9 +31,9 @@ class HeldBytes:
     hoisted: Sequence[int]
 
     @classmethod
-    def of(cls, lowered: LoweredStages, schedule: Schedule) -> HeldBytes:
+    def of(cls, lowered: LoweredStages, schedule: Schedule) -> PersistentMemory:
         """Look at the ports of all stages."""
-        sizes = {original_name(p.name): facts(n).spec.size_bytes for p, n in ports(lowered.joint) if _is_tensor(p)}
+        sizes = {original_name(p.name): meta_of(n).spec.size_bytes for p, n in ports(lowered.joint) if _is_tensor(p)}
         tensors: list[dict[str, int]] = []
         hoisted = []
         pieces = _hoisted_bytes(lowered.microbatched)
@@ -46,12 +46,12 @@ class HeldBytes:
         tensors[0] |= {name: size for name, size in sizes.items() if name not in everywhere}
         trained = frozenset(original_name(g.port.name) for stage in lowered.stages for g in stage.gradients)
         shared = frozenset(name for name in trained if sum(name in held for held in tensors) > 1)
-        batch = sum(facts(n).spec.size_bytes for p, n in ports(lowered.microbatched.graph) if p.kind == "input")
+        batch = sum(meta_of(n).spec.size_bytes for p, n in ports(lowered.microbatched.graph) if p.kind == "input")
         return cls(tensors, trained, shared, batch, hoisted)
 
     def always(self, rank: int) -> dict[str, int]:
         """Bytes held through the whole step, by kind: parameters, buffers, optimizer states and the batch."""
-        states = MOMENTS * sum(self._trained(rank))
+        states = ADAM_MOMENTS * sum(self._trained(rank))
         return {PARAMETERS: sum(self.tensors[rank].values()), STATES: states, BATCH: self.batch_bytes}
 
     def update_bytes(self, rank: int) -> int:
@@ -74,4 +74,4 @@ def _hoisted_bytes(split: Microbatched) -> list[int]:
     """Of all micro-batches' values of every "hoisted" port: slices are copies, what is equal for all is there once."""
     outputs = split.prologue.graph.output_node().args[0]
     copies = [split.num_microbatches if node.target is c.shard else 1 for node in outputs]  # type: ignore[union-attr]
-    return [n * facts(node).spec.size_bytes for n, node in zip(copies, outputs, strict=True)]  # type: ignore[arg-type]
+    return [n * meta_of(node).spec.size_bytes for n, node in zip(copies, outputs, strict=True)]  # type: ignore[arg-type]

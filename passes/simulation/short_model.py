@@ -50,9 +50,11 @@ class ShortModel:
     stage_of: tuple[int, ...]
 
     @classmethod
-    def of(cls, marks: Sequence[str], strategies: Sequence[Strategy], first_blocks: Sequence[int]) -> ShortModel:
+    def of(
+        cls, block_fingerprints: Sequence[str], strategies: Sequence[Strategy], first_blocks: Sequence[int]
+    ) -> ShortModel:
         """Shorten as far as can be."""
-        labels = list(zip(marks, strategies, strict=True))
+        labels = list(zip(block_fingerprints, strategies, strict=True))
         ends = (*first_blocks[1:], len(labels))
         whole = tuple(_segments(labels, first, end) for first, end in zip(first_blocks, ends, strict=True))
         chosen, stage_of = _stand_ins(whole)

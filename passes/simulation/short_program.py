@@ -55,7 +55,7 @@ class ShortProgram:
         cls,
         graph: fx.GraphModule,
         cluster: Cluster,
-        marks: Sequence[str],
+        block_fingerprints: Sequence[str],
         strategies: Sequence[Strategy],
         first_blocks: Sequence[int],
         num_microbatches: int | None,
@@ -64,11 +64,11 @@ class ShortProgram:
 
         Raises what lowering raises.
         """
-        short = ShortModel.of(marks, strategies, first_blocks)
+        short = ShortModel.of(block_fingerprints, strategies, first_blocks)
         for label in short.labels * _MORE:
             short = short.longer(label)
         kept = [strategies[block] for block in short.keep]
-        few = DropBlocks(short.keep, marks).run(graph)
+        few = DropBlocks(short.keep, block_fingerprints).run(graph)
         if num_microbatches is None:
             return cls(short, Lower(kept, cluster).run(few))
         lower = LowerStages(kept, short.first_blocks, num_microbatches, cluster, keep_outputs=False)

@@ -17,7 +17,7 @@ from galvatron_fx.ir.plan.strategy import Strategy
 from passes.lowering.lower_stages import LowerStages
 from passes.simulation.choice import Staging
 from passes.simulation.drop_blocks import DropBlocks
-from passes.simulation.persistent_memory import HeldBytes
+from passes.simulation.persistent_memory import PersistentMemory
 from passes.simulation.rank_memory import RankReplay
 from passes.simulation.short_model import ShortModel
 from passes.simulation.stages import SimulateStages, StagesReport
@@ -56,7 +56,7 @@ class StageTimelines:
 
     graph: fx.GraphModule
     cluster: Cluster
-    marks: Sequence[str]
+    block_fingerprints: Sequence[str]
     cache: dict[Any, Any] = field(default_factory=dict)
 
     def run(
@@ -74,13 +74,15 @@ class StageTimelines:
             kept = [strategies[block] for block in model.keep]
             parts = staging.schedule.num_microbatches
             lower = LowerStages(kept, model.first_blocks, parts, self.cluster, self.cache, keep_outputs=False)
-            lowered = lower.run(DropBlocks(model.keep, self.marks).run(self.graph)).standing_for(model.stage_of)
-            held = HeldBytes.of(lowered, staging.schedule)
+            lowered = lower.run(DropBlocks(model.keep, self.block_fingerprints).run(self.graph)).standing_for(
+                model.stage_of
+            )
+            held = PersistentMemory.of(lowered, staging.schedule)
             replays = simulate.replays(lowered, held, _Watched)
             actions[:] = [replay.actions for replay in replays]
             return _table(replays, held)
 
-        short = ShortModel.of(self.marks, strategies, first_blocks)
+        short = ShortModel.of(self.block_fingerprints, strategies, first_blocks)
         base = measure(short)
         ranks = [staging.schedule.stages_of(rank) for rank in range(staging.schedule.num_ranks)]
         table = short.extrapolate(base, {label: measure(short.longer(label)) for label in short.labels}, ranks)
@@ -89,7 +91,7 @@ class StageTimelines:
         )
 
 
-def _table(replays: Sequence[_Watched], held: HeldBytes) -> Floats:
+def _table(replays: Sequence[_Watched], held: PersistentMemory) -> Floats:
     """``[rank, amount]``: the ranks' moments, finishing and updating among them, kind by kind; zeros where a rank has
     fewer actions than others.
     """

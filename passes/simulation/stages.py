@@ -12,7 +12,7 @@ from cost_models.schedule_time import ScheduleReport, simulate_schedule
 from cost_models.shared_cores import simulate_sharing, slowdown_of
 from cost_models.streams import Event
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
-from galvatron_fx.ir.graph.metadata import TensorSpec, facts, ports
+from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of, ports
 from galvatron_fx.ir.plan.prediction import BATCH, IDLE, TRANSFER, TRANSIENTS, UPDATE, Cause, MemoryUse, RankUse
 from galvatron_fx.ir.plan.schedule import Schedule
 from galvatron_fx.ir.plan.strategy import stood_for_name
@@ -20,8 +20,8 @@ from galvatron_fx.ir.torch_compat import orders_with_transfers
 from passes.lowering.lower_stages import LoweredStages
 from passes.lowering.stages.split_stages import Stage
 from passes.simulation.events import GraphEvents
-from passes.simulation.exposed_time import overlapped
-from passes.simulation.persistent_memory import HeldBytes
+from passes.simulation.exposed_time import exposed_and_hidden
+from passes.simulation.persistent_memory import PersistentMemory
 from passes.simulation.rank_memory import Ledger, RankReplay, StageReplay
 from passes.simulation.step import SimulateStep
 from passes.simulation.task_memory import StageMemory
@@ -167,7 +167,7 @@ class SimulateStages:
 
     def alone(self, lowered: LoweredStages, events: Sequence[StageEvents]) -> list[StageTimes]:
         """Seconds of every stage, as if nothing ran at once."""
-        sizes = {p.name: facts(node).spec.size_bytes for p, node in ports(lowered.joint) if p.kind == "param"}
+        sizes = {p.name: meta_of(node).spec.size_bytes for p, node in ports(lowered.joint) if p.kind == "param"}
         pairs = zip(lowered.stages, events, strict=True)
         found = {id(stage.tasks): self._alone(stage, own, sizes) for stage, own in pairs}
         return [found[id(stage.tasks)] for stage in lowered.stages]
@@ -195,7 +195,7 @@ class SimulateStages:
         hidden: dict[tuple[str, Cause], float] = {}
         for task, own in events.items():
             spent = {cause: seconds for (name, cause), seconds in alone.items() if name == task}
-            both = overlapped(spent, [own], self.cluster.overlap)
+            both = exposed_and_hidden(spent, [own], self.cluster.overlap)
             for found, seconds in zip((times, hidden), both, strict=True):
                 found |= {(task, cause): s for cause, s in seconds.items()}
         for send, tasks in _SENDS_AFTER.items():
@@ -206,7 +206,7 @@ class SimulateStages:
 
     def memory(self, lowered: LoweredStages) -> list[MemoryUse]:
         """Bytes on every pipeline rank."""
-        held = HeldBytes.of(lowered, self.schedule)
+        held = PersistentMemory.of(lowered, self.schedule)
         found = []
         for rank, replay in enumerate(self.replays(lowered, held, RankReplay)):
             ledger, always, hoisted = replay.ledger, held.always(rank), {BATCH: held.hoisted_bytes(rank)}
@@ -214,7 +214,7 @@ class SimulateStages:
             found.append(MemoryUse(_added(ledger.most, always, hoisted), _added(ledger.now, always, update)))
         return found
 
-    def replays(self, lowered: LoweredStages, held: HeldBytes, kind: type[Replay]) -> list[Replay]:
+    def replays(self, lowered: LoweredStages, held: PersistentMemory, kind: type[Replay]) -> list[Replay]:
         """The step of every pipeline rank as its ledger saw it, from the first task to the gradients."""
         kinds = {action.kind for order in self.schedule.orders for action in order}
         measured = {

@@ -16,7 +16,7 @@ from cost_models.ops import op_time_s
 from cost_models.streams import Event, Work
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.graph.layout import Layout
-from galvatron_fx.ir.graph.metadata import OpCost, facts
+from galvatron_fx.ir.graph.metadata import OpCost, meta_of
 from galvatron_fx.ir.plan.prediction import (
     COMPUTE,
     LOCAL_CAUSES,
@@ -29,11 +29,11 @@ from galvatron_fx.ir.plan.prediction import (
 )
 from passes.lowering.lower_step import Lowered
 from passes.simulation.events import GraphEvents
-from passes.simulation.exposed_time import added, overlapped
-from passes.simulation.implicit_copies import real_copies
+from passes.simulation.exposed_time import added, exposed_and_hidden
+from passes.simulation.implicit_copies import implicit_copies
 from passes.simulation.live_memory import MemoryMeter
 
-MOMENTS = 2  # Adam's, each as large as the parameter
+ADAM_MOMENTS = 2  # Adam's, each as large as the parameter
 
 Seconds = dict[Cause, float]
 
@@ -109,14 +109,14 @@ class SimulateStep:
         self, alone: Seconds, events: Iterable[Sequence[Event]], memory: MemoryUse, parameter_bytes: int
     ) -> StepReport:
         """Let the ``events`` of both graphs overlap, which take the seconds ``alone`` as if nothing ran at once."""
-        seconds, hidden = overlapped(alone, [list(chain.from_iterable(events))], self.cluster.overlap)
+        seconds, hidden = exposed_and_hidden(alone, [list(chain.from_iterable(events))], self.cluster.overlap)
         return StepReport(seconds, memory, parameter_bytes, hidden)
 
     def parts(self, lowered: Lowered) -> StepParts:
         """Look at the two graphs, without letting anything overlap."""
         halves, trained = lowered.halves, _parameter_bytes(lowered, trained_only=True)
         memory = MemoryMeter(lowered.layout.shape).use(lowered, update_bytes(trained))
-        memory = MemoryUse(*({**held, STATES: MOMENTS * sum(trained)} for held in (memory.step, memory.update)))
+        memory = MemoryUse(*({**held, STATES: ADAM_MOMENTS * sum(trained)} for held in (memory.step, memory.update)))
         graphs = {"forward": halves.forward, "backward": halves.backward}
         events = {name: self.graph_events(graph, lowered.layout) for name, graph in graphs.items()}
         alone = added(own.seconds for own in events.values()) | {Cause(UPDATE): self.update_s(trained)}
@@ -129,7 +129,7 @@ class SimulateStep:
     def _copies(self, graph: fx.GraphModule, degrees: Sequence[int]) -> Iterator[tuple[int, Work]]:
         """Copies that are no operators of their own, by block; only measured prices are worth the run on fakes."""
         device = self.cluster.device
-        for record, size in real_copies(graph, degrees) if device.curves else ():
+        for record, size in implicit_copies(graph, degrees) if device.curves else ():
             spent = float(op_time_s(OpCost(0, size, size), record.spec.dtype, device, "contiguous"))
             yield max(record.block, 0), Work(spent, Cause(RECOMPUTE if record.again else COMPUTE))
 
@@ -151,7 +151,7 @@ def _parameter_bytes(lowered: Lowered, trained_only: bool) -> list[int]:
     """Of each parameter (of each that is trained)."""
     nodes = lowered.halves.forward.graph.find_nodes(op="placeholder")
     return [
-        facts(node).spec.size_bytes
+        meta_of(node).spec.size_bytes
         for node, port in zip(nodes, lowered.halves.input_ports, strict=True)
         if port.kind == "param" and (port.requires_grad or not trained_only)
     ]

@@ -14,7 +14,7 @@ from cost_models.streams import StreamRun, Wait
 from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.graph.bound_ops import finished
 from galvatron_fx.ir.graph.layout import Layout
-from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.plan.prediction import COMPUTE, MEMORY_KINDS, PARAMETERS, STATES, UPDATE, Cause, Storage
 from passes.lowering.lower_step import Lowered
 from passes.simulation.events import blocks_by_place, node_events
@@ -161,7 +161,7 @@ def _spans(
     numbers = [block.index for block in program.blocks]
     found = []
     for index, further, (begin,) in _unrolled(blocks, program.repeats, begins[:, None]):
-        record = facts(nodes[index])
+        record = meta_of(nodes[index])
         number = numbers[blocks[index]] + max(record.block, 0) - blocks[index] + further
         start = float(begin + delays[index])
         found.append(OperatorSpan(number, record.phase, causes[index], start, start + float(lengths[index])))

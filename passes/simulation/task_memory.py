@@ -10,9 +10,9 @@ from typing import Any
 from torch import fx
 
 from galvatron_fx.ir.graph.bound_ops import plus
-from galvatron_fx.ir.graph.metadata import TensorSpec, facts
+from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
 from galvatron_fx.ir.plan.prediction import ACTIVATIONS, GATHERED, GRADIENTS, MEMORY_KINDS, TRANSIENTS, Storage, by_kind
-from passes.analysis.strided_values import Buffer, LaidTensor
+from passes.analysis.strided_values import Buffer, StridedTensor
 from passes.lowering.stages.split_stages import Stage
 from passes.lowering.stages.stage_tasks import Task
 from passes.simulation.live_memory import MemoryMeter, kind_of_port
@@ -102,7 +102,7 @@ class _Measurement:
             # Other tensors than the terms, which are evaluated once.
             again = self._branch(
                 {
-                    name: LaidTensor(value.strided, Buffer(value.buffer.size_bytes))
+                    name: StridedTensor(value.strided, Buffer(value.buffer.size_bytes))
                     for name, value in first.sums.items()
                 },
                 way,
@@ -119,7 +119,7 @@ class _Measurement:
         return other
 
     def _receive(self, specs: Mapping[str, TensorSpec], kind: str) -> None:
-        made = {name: LaidTensor.empty(spec) for name, spec in specs.items()}
+        made = {name: StridedTensor.empty(spec) for name, spec in specs.items()}
         self.values |= made
         self.meter.hold(list(made.values()), kind)
 
@@ -166,4 +166,4 @@ class _Measurement:
 def _port_specs(stage: Stage) -> dict[str, TensorSpec]:
     """Local specs of the graph's inputs that the stage's tasks take."""
     nodes = [node for task in stage.tasks.values() for node in task.graph.graph.find_nodes(op="placeholder")]
-    return {node.name: facts(node).spec for node in nodes if node.name in stage.ports}
+    return {node.name: meta_of(node).spec for node in nodes if node.name in stage.ports}

@@ -18,7 +18,7 @@ from galvatron_fx import CheckReport, Cluster, Plan
 from galvatron_fx.checking import check as checking
 from galvatron_fx.errors import DifferenceError, GalvatronError, InputError, PlanError
 from galvatron_fx.ir.graph import collectives as c
-from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.plan.pipelining import Pipelining
 from passes.lowering.lower_stages import LoweredStages
 
@@ -232,7 +232,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, breaks: Break) -> None:
 
 def nodes(graph: fx.GraphModule, target: Any, module: str, phase: str = "backward") -> list[fx.Node]:
     calls = [n for n in graph.graph.nodes if n.op == "call_function" and n.target is target]
-    return [node for node in calls if facts(node).module.startswith(module) and facts(node).phase == phase]
+    return [node for node in calls if meta_of(node).module.startswith(module) and meta_of(node).phase == phase]
 
 
 def dropped_reduction(graph: fx.GraphModule) -> None:
@@ -252,7 +252,7 @@ def wrong_scale(graph: fx.GraphModule) -> None:
 
 def lost_gradient(graph: fx.GraphModule) -> None:
     output = graph.graph.output_node()
-    lost = {n for n in output.args[0] if isinstance(n, fx.Node) and facts(n).module == "layers.0.down"}
+    lost = {n for n in output.args[0] if isinstance(n, fx.Node) and meta_of(n).module == "layers.0.down"}
     output.args = (tuple(None if value in lost and len(value.users) == 1 else value for value in output.args[0]),)
 
 

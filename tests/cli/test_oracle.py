@@ -29,9 +29,9 @@ def watch() -> Watch:
 def changed(kind: str, which: int, path: str, value: Any) -> bytes:
     """A valid file with one value replaced; ``path``: keys and positions, joined by dots."""
     document = copy.deepcopy(json.loads(VALID[kind][which]))
-    *outer, last = [int(part) if part.isdecimal() else part for part in path.split(".")]
+    *split_factor, last = [int(part) if part.isdecimal() else part for part in path.split(".")]
     holder = document
-    for part in outer:
+    for part in split_factor:
         holder = holder[part]
     holder[last] = value
     return json.dumps(document).encode()

@@ -22,7 +22,7 @@ import galvatron_fx as gfx
 from tests.cli.tiny import build
 gfx.explain(*build()[:1], gfx.Cluster.preset("2xA100-80GB"), build()[1], plan=gfx.Plan.uniform((2,), ["zero"]))
 """
-_PASSES = ["Capture", "FindBlocks", "AnnotateCosts", "ShardGraph", "PlaceRecompute"]
+_PASSES = ["Capture", "FindBlocks", "AnnotateCosts", "ShardGraph", "Rematerialize"]
 
 
 def test_torch_trace_and_torch_logs(tmp_path: Path) -> None:

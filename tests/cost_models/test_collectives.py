@@ -123,9 +123,9 @@ def test_small_all_reduces_take_the_steps_of_recursive_doubling() -> None:
 
 def test_between_nodes_goes_an_eighth_on_each_of_eight_cards() -> None:
     cluster = Cluster.preset("16xA100-80GB")
-    size, outer = 1e9, cluster.axes[0]
+    size, split_factor = 1e9, cluster.axes[0]
     inner = cluster.axes[1:]
-    by_hand = reduce_scatter_s(size, inner) + all_reduce_s(size / 8, [outer]) + all_gather_s(size, inner)
+    by_hand = reduce_scatter_s(size, inner) + all_reduce_s(size / 8, [split_factor]) + all_gather_s(size, inner)
     assert all_reduce_s(size, cluster.axes) == pytest.approx(by_hand, rel=1e-3)
 
 

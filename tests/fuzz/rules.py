@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from galvatron_fx.errors import GalvatronError
-from galvatron_fx.ir.graph.metadata import NodeFacts, Port, Signature, facts, ports, set_facts, set_signature
+from galvatron_fx.ir.graph.metadata import NodeMeta, Port, Signature, meta_of, ports, set_meta, set_signature
 from galvatron_fx.ir.graph.op_call import OpCall, input_nodes, is_getitem, op_call
 from galvatron_fx.ir.graph.placement import Partial, Placement, Shard
 from galvatron_fx.ir.torch_compat import graph_module
@@ -54,7 +54,7 @@ def node_values(prepared: Prepared) -> dict[fx.Node, Any]:
     values: dict[fx.Node, Any] = {}
     for port, node in ports(graph):
         if port.kind == "tangent":
-            values[node] = torch.ones(facts(node).spec.shape, dtype=facts(node).spec.dtype)
+            values[node] = torch.ones(meta_of(node).spec.shape, dtype=meta_of(node).spec.dtype)
         elif port.kind == "seed":
             values[node] = torch.tensor(SEED)
         else:
@@ -131,7 +131,7 @@ def all_rules(call: OpCall, degree: int) -> list[OpRule]:
     """The rules that an operator has, and their instances with two and three runs."""
     plain = list(op_rules(call, degree))
     dims = range(max((len(spec.shape) for spec in call.inputs), default=0))
-    runs = [Shard(dim, outer) for dim in dims for outer in (2, 3, 4)]
+    runs = [Shard(dim, split_factor) for dim in dims for split_factor in (2, 3, 4)]
     if call.target in VIEWS:
         return [*plain, *(rule for rule in view_rules(call, runs, degree) if _valid(rule, call, degree))]
     return [*plain, *(instance for rule in plain for instance in strided(rule, call, runs, degree))]
@@ -140,14 +140,14 @@ def all_rules(call: OpCall, degree: int) -> list[OpRule]:
 def _difference(
     graph: fx.GraphModule, one: fx.Node, rule: OpRule, degree: int, given: list[Tensor], expected: Any
 ) -> str:
-    specs = facts(one).specs
+    specs = meta_of(one).specs
     outputs = tuple(p if spec is not None else None for p, spec in zip(rule.outputs, specs, strict=True))
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     sharding = AxisSharding(0, degree, {one: rule}, dict(zip(placeholders, rule.inputs, strict=True)), outputs)
     local = InsertCollectives(sharding).run(graph)
     fed = [terms(value, p, degree) for value, p in zip(given, rule.inputs, strict=True)]
     results = Simulator((degree,)).run(local, fed)
-    wanted = expected if facts(one).multi_output else [expected]
+    wanted = expected if meta_of(one).multi_output else [expected]
     # Terms in a narrow dtype round one by one; where a plan may have them is AllowedRules' to say.
     dtypes = {spec.dtype for spec in specs if spec is not None and spec.dtype.is_floating_point}
     tolerance = 1e-9 if dtypes <= {torch.float64} else 1e-6
@@ -167,19 +167,19 @@ def _alone(node: fx.Node) -> tuple[fx.GraphModule, fx.Node]:
 
     def placeholder(source: fx.Node) -> fx.Node:
         made.append(graph.placeholder(f"in{len(made)}"))
-        set_facts(made[-1], facts(source).having(phase="forward"))
+        set_meta(made[-1], meta_of(source).having(phase="forward"))
         return made[-1]
 
     args, kwargs = fx.map_arg((node.args, node.kwargs), placeholder)
     one = graph.create_node("call_function", node.target, args, kwargs)
-    set_facts(one, facts(node))
+    set_meta(one, meta_of(node))
     outputs: list[fx.Node | None] = [one]
-    if facts(node).multi_output:
+    if meta_of(node).multi_output:
         outputs = []
-        for index, spec in enumerate(facts(node).specs):
+        for index, spec in enumerate(meta_of(node).specs):
             picked = graph.call_function(operator.getitem, (one, index)) if spec is not None else None
             if picked is not None:
-                set_facts(picked, NodeFacts((spec,)))
+                set_meta(picked, NodeMeta((spec,)))
             outputs.append(picked)
     graph.output(tuple(outputs))
     module = graph_module(torch.nn.Module(), graph)

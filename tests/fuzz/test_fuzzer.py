@@ -116,8 +116,8 @@ def test_a_lost_collective_is_seen(lost: Any, monkeypatch: pytest.MonkeyPatch) -
 def test_statistics_that_are_no_longer_dense_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by the 70th of programs drawn from seed 6000 on; of those that find it, 6231 is the shortest."""
 
-    def as_view(rows: Tensor, shape: Sequence[int], dim: int, outer: int) -> Tensor:
-        runs = rows.reshape(len(rows), *shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :])
+    def as_view(rows: Tensor, shape: Sequence[int], dim: int, split_factor: int) -> Tensor:
+        runs = rows.reshape(len(rows), *shape[:dim], split_factor, shape[dim] // split_factor, *shape[dim + 1 :])
         return runs.movedim(0, dim + 1).reshape(*shape[:dim], len(rows) * shape[dim], *shape[dim + 1 :])
 
     prepared = Prepared(draw_program(6231))

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from galvatron_fx import Cluster, Strategy
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.layout import layout
-from galvatron_fx.ir.graph.metadata import facts, ports
+from galvatron_fx.ir.graph.metadata import meta_of, ports
 from passes.analysis.blocks import num_blocks
 from passes.frontend.pipeline import Frontend
 from passes.sharding.shard_graph import ShardGraph
@@ -41,9 +41,9 @@ def collectives(graph: fx.GraphModule, block: int, phase: str, least_bytes: int 
         node.target.__name__
         for node in graph.graph.nodes
         if node.target in c.COLLECTIVES
-        and facts(node).block == block
-        and facts(node).phase == phase
-        and facts(node).spec.size_bytes >= least_bytes
+        and meta_of(node).block == block
+        and meta_of(node).phase == phase
+        and meta_of(node).spec.size_bytes >= least_bytes
     )
 
 
@@ -53,7 +53,7 @@ def weight_dims(graph: fx.GraphModule) -> dict[str, int]:
     return {
         port.name: placed[0].dim
         for (port, node), placed in zip(ports(graph), how.inputs, strict=True)
-        if port.kind == "param" and len(facts(node).spec.shape) == 2
+        if port.kind == "param" and len(meta_of(node).spec.shape) == 2
     }
 
 
@@ -90,7 +90,7 @@ def test_the_loss_does_not_gather_the_logits(graph: fx.GraphModule, role: str) -
     gathered = [
         node.name
         for node in lowered.graph.nodes
-        if node.target in c.COLLECTIVES and VOCABULARY in facts(node).spec.shape and facts(node).phase == "forward"
+        if node.target in c.COLLECTIVES and VOCABULARY in meta_of(node).spec.shape and meta_of(node).phase == "forward"
     ]
     assert not gathered
 

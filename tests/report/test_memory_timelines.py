@@ -40,14 +40,14 @@ PLANS = {
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 def test_few_blocks_tell_the_timeline_of_all(graph: fx.GraphModule, plan: Plan) -> None:
-    marks, simulator = fingerprints(graph), SimulateStep(CLUSTER)
-    strategies = strategies_on(plan, CLUSTER, len(marks))
-    step = SimulateChoice(graph, CLUSTER, marks).run(strategies, (0,), None)
+    block_fingerprints, simulator = fingerprints(graph), SimulateStep(CLUSTER)
+    strategies = strategies_on(plan, CLUSTER, len(block_fingerprints))
+    step = SimulateChoice(graph, CLUSTER, block_fingerprints).run(strategies, (0,), None)
     assert isinstance(step, StepReport)
-    program = ShortProgram.of(graph, CLUSTER, marks, strategies, (0,), None)
-    assert program.repeats and sum(block.stands_for for block in program.blocks) == len(marks)
+    program = ShortProgram.of(graph, CLUSTER, block_fingerprints, strategies, (0,), None)
+    assert program.repeats and sum(block.stands_for for block in program.blocks) == len(block_fingerprints)
     few = StepTimeline.of(program, simulator, step)
-    short = ShortModel.of(marks, strategies, (0,))
+    short = ShortModel.of(block_fingerprints, strategies, (0,))
     uncut = replace(short, kept=tuple(tuple(replace(s, kept=s.length) for s in stage) for stage in short.kept))
     every = StepTimeline.of(ShortProgram(uncut, Lower(strategies, CLUSTER).run(graph)), simulator, step)
     assert np.array_equal(few.memory.size_bytes, every.memory.size_bytes)
@@ -61,13 +61,16 @@ def test_few_blocks_tell_the_timeline_of_all(graph: fx.GraphModule, plan: Plan) 
 
 @pytest.mark.parametrize(("schedule", "num_stages"), [("zb_h1", 2), ("zbv", 4), ("gpipe", 2)])
 def test_stages_reach_their_predicted_peaks(graph: fx.GraphModule, schedule: str, num_stages: int) -> None:
-    plan, marks = two_stages(schedule, num_stages), fingerprints(graph)
-    strategies, cuts = strategies_on(plan, CLUSTER, len(marks)), plan.pipelining.cuts(len(marks))
+    plan, block_fingerprints = two_stages(schedule, num_stages), fingerprints(graph)
+    strategies, cuts = (
+        strategies_on(plan, CLUSTER, len(block_fingerprints)),
+        plan.pipelining.cuts(len(block_fingerprints)),
+    )
     staging = staging_of(plan, CLUSTER)
     assert staging is not None
-    step = SimulateChoice(graph, CLUSTER, marks).run(strategies, cuts, staging)
+    step = SimulateChoice(graph, CLUSTER, block_fingerprints).run(strategies, cuts, staging)
     assert isinstance(step, StagesReport)
-    timelines = StageTimelines(graph, CLUSTER, marks).run(strategies, cuts, staging, step)
+    timelines = StageTimelines(graph, CLUSTER, block_fingerprints).run(strategies, cuts, staging, step)
     assert tuple(timeline.peak_bytes for timeline in timelines) == step.peak_bytes
     for rank, timeline in enumerate(timelines):
         assert len(timeline.starts_s) == 3 + 2 * len(staging.schedule.orders[rank])

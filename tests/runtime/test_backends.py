@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import galvatron_fx
 from galvatron_fx import Plan
 from galvatron_fx.errors import InputError
-from galvatron_fx.ir.graph.metadata import NodeFacts, TensorSpec, set_facts
+from galvatron_fx.ir.graph.metadata import NodeMeta, TensorSpec, set_meta
 from galvatron_fx.ir.graph.random_ops import random_uniform
 from galvatron_fx.ir.plan.pipelining import Pipelining
 from galvatron_fx.ir.torch_compat import missing_compiler
@@ -126,7 +126,7 @@ def test_what_an_operator_has_is_picked_in_its_region() -> None:
     picked = graph.call_function(operator.getitem, (both, 0))
     graph.output((picked, other))
     for node, block in ((both, 0), (other, 1), (picked, 0)):
-        set_facts(node, NodeFacts((TensorSpec((3,), torch.float32),), block=block))
+        set_meta(node, NodeMeta((TensorSpec((3,), torch.float32),), block=block))
     regions = split_regions(fx.GraphModule({}, graph))
     assert [region.outputs for region in regions] == [(picked,), (other,)]
 
@@ -140,7 +140,7 @@ def test_random_numbers_are_never_compiled() -> None:
     after = graph.call_function(torch.ops.aten.neg.default, (drawn,))
     graph.output((before, after))
     for node in (before, drawn, after):
-        set_facts(node, NodeFacts((TensorSpec((3,), torch.float32),), block=0))
+        set_meta(node, NodeMeta((TensorSpec((3,), torch.float32),), block=0))
     regions = split_regions(fx.GraphModule({}, graph))
     assert [(region.outputs, region.stays_as_it_is) for region in regions] == [
         ((before,), False), ((drawn,), True), ((after,), False),

@@ -31,18 +31,18 @@ def gather_ready(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-def to_ranks(x: Tensor, dim: int, outer: int, parts: int) -> Tensor:
-    """Lay the shards of Shard(dim, outer) one behind the other along dim 0."""
-    if dim == 0 and outer == 1:
+def to_ranks(x: Tensor, dim: int, split_factor: int, parts: int) -> Tensor:
+    """Lay the shards of Shard(dim, split_factor) one behind the other along dim 0."""
+    if dim == 0 and split_factor == 1:
         return x.contiguous()
-    return c.stack_runs(x, dim, outer, parts)
+    return c.stack_runs(x, dim, split_factor, parts)
 
 
-def from_ranks(x: Tensor, dim: int, outer: int, parts: int) -> Tensor:
+def from_ranks(x: Tensor, dim: int, split_factor: int, parts: int) -> Tensor:
     """Undo :func:`to_ranks`: shards one behind the other along dim 0 become the whole tensor."""
-    if dim == 0 and outer == 1:
+    if dim == 0 and split_factor == 1:
         return x
-    return c.join_runs(list(x.chunk(parts, dim=0)), dim, outer)
+    return c.join_runs(list(x.chunk(parts, dim=0)), dim, split_factor)
 
 
 def finished(result: Tensor, *read: Tensor) -> Tensor:

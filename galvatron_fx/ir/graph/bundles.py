@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.graph.op_call import input_nodes
 
 aten = torch.ops.aten
@@ -18,10 +18,10 @@ def bytes_by_block(node: fx.Node) -> dict[int, int]:
         return {}
     sizes: dict[int, int] = {}
     for part in input_nodes(packed):
-        block = max(facts(part).block, 0)
-        sizes[block] = sizes.get(block, 0) + facts(part).spec.size_bytes
+        block = max(meta_of(part).block, 0)
+        sizes[block] = sizes.get(block, 0) + meta_of(part).spec.size_bytes
     return sizes if len(sizes) > 1 else {}
 
 
 def _is_bundle(node: fx.Node) -> bool:
-    return node.op == "call_function" and bool(facts(node).bundles)
+    return node.op == "call_function" and bool(meta_of(node).bundles)

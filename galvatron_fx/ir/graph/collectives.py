@@ -25,13 +25,13 @@ def all_reduce(x: Tensor, op: str, axis: int) -> Tensor:
     raise _unbound("all_reduce")
 
 
-def all_gather(x: Tensor, dim: int, outer: int, axis: int) -> Tensor:
-    """Concatenate the shards of all ranks: Shard(dim, outer) -> Replicate."""
+def all_gather(x: Tensor, dim: int, split_factor: int, axis: int) -> Tensor:
+    """Concatenate the shards of all ranks: Shard(dim, split_factor) -> Replicate."""
     raise _unbound("all_gather")
 
 
-def reduce_scatter(x: Tensor, op: str, dim: int, outer: int, axis: int) -> Tensor:
-    """Combine terms and keep one shard: Partial -> Shard(dim, outer)."""
+def reduce_scatter(x: Tensor, op: str, dim: int, split_factor: int, axis: int) -> Tensor:
+    """Combine terms and keep one shard: Partial -> Shard(dim, split_factor)."""
     raise _unbound("reduce_scatter")
 
 
@@ -40,8 +40,8 @@ def all_to_all(x: Tensor, from_dim: int, from_outer: int, to_dim: int, to_outer:
     raise _unbound("all_to_all")
 
 
-def shard(x: Tensor, dim: int, outer: int, axis: int) -> Tensor:
-    """Keep this rank's slice: Replicate -> Shard(dim, outer). No communication."""
+def shard(x: Tensor, dim: int, split_factor: int, axis: int) -> Tensor:
+    """Keep this rank's slice: Replicate -> Shard(dim, split_factor). No communication."""
     raise _unbound("shard")
 
 
@@ -65,53 +65,53 @@ RANK_LOCAL: tuple[Callable[..., Any], ...] = (shard, local_index, only_first)
 # The local halves of the collectives: pure tensor functions, shared by the simulator and the generated code.
 
 
-def split_runs(x: Tensor, dim: int, outer: int, parts: int) -> list[Tensor]:
-    """Cut ``x`` into what each of ``parts`` ranks holds under Shard(dim, outer); contiguous copies."""
+def split_runs(x: Tensor, dim: int, split_factor: int, parts: int) -> list[Tensor]:
+    """Cut ``x`` into what each of ``parts`` ranks holds under Shard(dim, split_factor); contiguous copies."""
     shape = list(x.shape)
-    inner = shape[dim] // (outer * parts)
-    runs = x.reshape(*shape[:dim], outer, parts, inner, *shape[dim + 1 :])
-    local = [*shape[:dim], outer * inner, *shape[dim + 1 :]]
+    inner = shape[dim] // (split_factor * parts)
+    runs = x.reshape(*shape[:dim], split_factor, parts, inner, *shape[dim + 1 :])
+    local = [*shape[:dim], split_factor * inner, *shape[dim + 1 :]]
     return [runs.select(dim + 1, part).reshape(local).contiguous() for part in range(parts)]
 
 
-def stack_runs(x: Tensor, dim: int, outer: int, parts: int) -> Tensor:
-    """Lay what the ranks hold under Shard(dim, outer) one behind the other along dim 0: the local tensors of
+def stack_runs(x: Tensor, dim: int, split_factor: int, parts: int) -> Tensor:
+    """Lay what the ranks hold under Shard(dim, split_factor) one behind the other along dim 0: the local tensors of
     :func:`split_runs`, in one copy.
     """
     shape = list(x.shape)
-    inner = shape[dim] // (outer * parts)
-    local = [*shape[:dim], outer * inner, *shape[dim + 1 :]]
-    runs = x.reshape(*shape[:dim], outer, parts, inner, *shape[dim + 1 :]).movedim(dim + 1, 0)
+    inner = shape[dim] // (split_factor * parts)
+    local = [*shape[:dim], split_factor * inner, *shape[dim + 1 :]]
+    runs = x.reshape(*shape[:dim], split_factor, parts, inner, *shape[dim + 1 :]).movedim(dim + 1, 0)
     return runs.reshape(parts * local[0], *local[1:]).contiguous()
 
 
-def take_run(x: Tensor, dim: int, outer: int, parts: int, part: int) -> Tensor:
-    """What rank ``part`` of ``parts`` holds of ``x`` under Shard(dim, outer); a contiguous copy."""
+def take_run(x: Tensor, dim: int, split_factor: int, parts: int, part: int) -> Tensor:
+    """What rank ``part`` of ``parts`` holds of ``x`` under Shard(dim, split_factor); a contiguous copy."""
     shape = list(x.shape)
-    inner = shape[dim] // (outer * parts)
-    if outer == 1:
+    inner = shape[dim] // (split_factor * parts)
+    if split_factor == 1:
         return x.narrow(dim, part * inner, inner).clone(memory_format=torch.contiguous_format)
-    runs = x.reshape(*shape[:dim], outer, parts, inner, *shape[dim + 1 :])
-    local = [*shape[:dim], outer * inner, *shape[dim + 1 :]]
+    runs = x.reshape(*shape[:dim], split_factor, parts, inner, *shape[dim + 1 :])
+    local = [*shape[:dim], split_factor * inner, *shape[dim + 1 :]]
     return runs.select(dim + 1, part).clone(memory_format=torch.contiguous_format).reshape(local)
 
 
-def join_runs(shards: list[Tensor], dim: int, outer: int) -> Tensor:
-    """Put the shards of Shard(dim, outer) together again: the inverse of :func:`split_runs`."""
-    if outer == 1:
+def join_runs(shards: list[Tensor], dim: int, split_factor: int) -> Tensor:
+    """Put the shards of Shard(dim, split_factor) together again: the inverse of :func:`split_runs`."""
+    if split_factor == 1:
         return torch.cat(shards, dim=dim).contiguous()
     shape = list(shards[0].shape)
-    runs = [s.reshape(*shape[:dim], outer, 1, shape[dim] // outer, *shape[dim + 1 :]) for s in shards]
+    runs = [s.reshape(*shape[:dim], split_factor, 1, shape[dim] // split_factor, *shape[dim + 1 :]) for s in shards]
     full = [*shape[:dim], shape[dim] * len(shards), *shape[dim + 1 :]]
     return torch.cat(runs, dim=dim + 1).reshape(full).contiguous()
 
 
-def join_rows(rows: Tensor, shape: Sequence[int], dim: int, outer: int) -> Tensor:
-    """Put shards of ``shape`` under Shard(dim, outer), one flattened in each row, together again: in one copy.
+def join_rows(rows: Tensor, shape: Sequence[int], dim: int, split_factor: int) -> Tensor:
+    """Put shards of ``shape`` under Shard(dim, split_factor), one flattened in each row, together again: in one copy.
 
     The result is contiguous, also where a view of the rows would do: some kernels read the statistics of a norm as if
     they were dense, whatever their strides are.
     """
     parts, shape = rows.shape[0], list(shape)
-    runs = rows.reshape(parts, *shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :])
+    runs = rows.reshape(parts, *shape[:dim], split_factor, shape[dim] // split_factor, *shape[dim + 1 :])
     return runs.movedim(0, dim + 1).reshape(*shape[:dim], parts * shape[dim], *shape[dim + 1 :]).contiguous()

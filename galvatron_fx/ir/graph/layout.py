@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.graph.placement import Placement
 
 _KEY = "layout"
 
 
 @dataclass(frozen=True)
-class Column:
+class MergedAxis:
     """Mesh axes that play the same role as each other in every block, and are lowered as one.
 
     ``axes``: indices of the prime axes; ``roles``: the role in each block; ``degree``: ranks.
@@ -36,14 +36,14 @@ class Column:
 class Layout:
     """The lowering mesh and how every input and output of the graph lies on it, one placement a column."""
 
-    columns: tuple[Column, ...] = ()
+    merged_axes: tuple[MergedAxis, ...] = ()
     inputs: tuple[tuple[Placement, ...], ...] = ()
     outputs: tuple[tuple[Placement | None, ...], ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Ranks along each column."""
-        return tuple(column.degree for column in self.columns)
+        return tuple(column.degree for column in self.merged_axes)
 
 
 def layout(graph: fx.GraphModule) -> Layout:
@@ -70,7 +70,7 @@ def lay_part(part: fx.GraphModule, whole: fx.GraphModule) -> None:
         return
     inputs = tuple(placement_of(node) for node in part.graph.find_nodes(op="placeholder"))
     outputs = tuple(placement_of(node) for node in part.graph.output_node().args[0])  # type: ignore[union-attr]
-    set_layout(part, Layout(layout(whole).columns, inputs, outputs))
+    set_layout(part, Layout(layout(whole).merged_axes, inputs, outputs))
 
 
 def extend_layout(graph: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> None:
@@ -85,7 +85,7 @@ def placement_of(node: Any) -> tuple[Any, ...]:
     """The placements of what a graph takes or returns, as :class:`Layout` has them; nothing for an absent output."""
     if not isinstance(node, fx.Node):
         return ()
-    placements = facts(node).placements
+    placements = meta_of(node).placements
     return placements[0] if len(placements) == 1 else placements
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import Placements, Step, facts, has_facts, set_facts
+from galvatron_fx.ir.graph.metadata import Placements, Step, has_meta, meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.placement import Inside
 
@@ -34,22 +34,22 @@ def _frozen(value: Any) -> Any:
 
 def placements_of(node: fx.Node, columns: int | None = None) -> Placements:
     """The placements of every output of ``node`` on the first ``columns`` (all by default)."""
-    if not has_facts(node):
+    if not has_meta(node):
         return ()
-    placements = facts(node).placements
+    placements = meta_of(node).placements
     return placements if columns is None else tuple(placed[:columns] for placed in placements)
 
 
 def record_program(program: str, nodes: Sequence[fx.Node], results: Mapping[fx.Node, Placements], columns: int) -> None:
     """Record ``nodes``, in order, as the steps of a program; ``results``: the placements of what leaves it."""
     for index, node in enumerate(nodes):
-        record = facts(node)
+        record = meta_of(node)
         if node in results:
             placements = results[node]
         else:
             outputs = range(len(record.specs))
             placements = tuple((Inside(program, index, output),) * columns for output in outputs)
-        set_facts(node, record.having(placements=placements))
+        set_meta(node, record.having(placements=placements))
     for node in nodes:
         record_step(node, program, columns)
 
@@ -57,7 +57,7 @@ def record_program(program: str, nodes: Sequence[fx.Node], results: Mapping[fx.N
 def record_step(node: fx.Node, program: str, columns: int) -> None:
     """Record what ``node`` is now as what it has to be."""
     inputs = tuple(placements_of(source, columns) for source in input_nodes(node))
-    set_facts(node, facts(node).having(step=Step(program, columns, node.target, literals(node), inputs)))
+    set_meta(node, meta_of(node).having(step=Step(program, columns, node.target, literals(node), inputs)))
 
 
 def renewed(step: Step, node: fx.Node) -> Step:

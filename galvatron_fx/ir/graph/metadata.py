@@ -23,14 +23,14 @@ Placements = tuple[tuple[ValuePlacement, ...], ...]
 class TensorSpec:
     """Shape and dtype of one tensor; ``dims`` are the same sizes as expressions in batch ``b`` and sequence ``s``.
 
-    ``batch_runs``: for each dim, the number of equal runs inside which the batch is outermost: sequence x batch,
-    flattened, is as many runs as the sequence is long. Empty where that is 1 for all dims.
+    ``batch_split_factors``: for each dim, the number of equal runs inside which the batch is outermost: sequence x
+    batch, flattened, is as many runs as the sequence is long. Empty where that is 1 for all dims.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     dims: tuple[Dim, ...] = ()
-    batch_runs: tuple[int, ...] = ()
+    batch_split_factors: tuple[int, ...] = ()
 
     def __hash__(self) -> int:
         return self._hash
@@ -38,7 +38,7 @@ class TensorSpec:
     @cached_property
     def _hash(self) -> int:
         """Specs are looked up far more often than made, and their expressions take long to hash."""
-        return hash((self.shape, self.dtype, self.dims, self.batch_runs))
+        return hash((self.shape, self.dtype, self.dims, self.batch_split_factors))
 
     @property
     def numel(self) -> int:
@@ -58,9 +58,9 @@ class TensorSpec:
         """The symbolic shape where it is known, else the concrete one."""
         return self.dims or self.shape
 
-    def runs_before_batch(self, dim: int) -> int:
-        """The entry of ``batch_runs`` for ``dim``."""
-        return self.batch_runs[dim] if self.batch_runs else 1
+    def batch_split_factor(self, dim: int) -> int:
+        """The entry of ``batch_split_factors`` for ``dim``."""
+        return self.batch_split_factors[dim] if self.batch_split_factors else 1
 
     def dim_of(self, symbol: sympy.Symbol) -> int | None:
         """The first dim whose size holds ``symbol``, or None."""
@@ -102,7 +102,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class NodeFacts:
+class NodeMeta:
     """Facts of one node.
 
     ``specs`` has one entry per output tensor (None where an output is absent); ``phase`` is "forward" or "backward";
@@ -134,25 +134,25 @@ class NodeFacts:
             raise AssertionError("this node does not have exactly one output tensor")
         return first
 
-    def having(self, **changes: Any) -> NodeFacts:
+    def having(self, **changes: Any) -> NodeMeta:
         """Return a copy with some fields changed."""
         return replace(self, **changes)
 
 
-def facts(node: fx.Node) -> NodeFacts:
+def meta_of(node: fx.Node) -> NodeMeta:
     """Return the record of ``node``; every node but the output has one once captured."""
     record = node.meta.get(_KEY)
-    if not isinstance(record, NodeFacts):
+    if not isinstance(record, NodeMeta):
         raise AssertionError(f"node '{node.name}' ({node.target}) has no facts: was a pass run before capture?")
     return record
 
 
-def has_facts(node: fx.Node) -> bool:
+def has_meta(node: fx.Node) -> bool:
     """Tell whether ``node`` carries a record."""
-    return isinstance(node.meta.get(_KEY), NodeFacts)
+    return isinstance(node.meta.get(_KEY), NodeMeta)
 
 
-def set_facts(node: fx.Node, record: NodeFacts) -> None:
+def set_meta(node: fx.Node, record: NodeMeta) -> None:
     """Attach ``record`` to ``node``."""
     node.meta[_KEY] = record
 

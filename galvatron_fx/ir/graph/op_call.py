@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import TensorSpec, facts
+from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
 from galvatron_fx.ir.graph.random_ops import comparable_args
 
 
@@ -75,7 +75,7 @@ def _collect(values: Sequence[Any], found: list[fx.Node]) -> None:
 
 def op_call(node: fx.Node, spec_of: Callable[[fx.Node], TensorSpec] | None = None) -> OpCall:
     """Describe the call at ``node`` with the specs that ``spec_of`` gives its inputs (by default their facts')."""
-    lookup = spec_of or (lambda n: facts(n).spec)
+    lookup = spec_of or (lambda n: meta_of(n).spec)
 
     def freeze(value: Any) -> Any:
         if isinstance(value, fx.Node):
@@ -89,5 +89,5 @@ def op_call(node: fx.Node, spec_of: Callable[[fx.Node], TensorSpec] | None = Non
         args=freeze(comparable_args(node)),
         kwargs=tuple(sorted((key, freeze(value)) for key, value in node.kwargs.items())),
         inputs=tuple(lookup(n) for n in input_nodes(node)),
-        outputs=facts(node).specs,
+        outputs=meta_of(node).specs,
     )

@@ -1,10 +1,9 @@
 """How one tensor lies on one mesh axis.
 
-The vocabulary is DTensor's, with one addition: ``Shard(dim, outer)`` splits a dim that is ``outer`` runs of equal
-length
-inside each run (DTensor's ``_StridedShard``). ``[batch, sequence, hidden]`` split along the sequence and viewed as
-``[batch * sequence, hidden]`` is ``Shard(0, outer=batch)``: without it, views would hide the sequence from every
-matrix multiplication.
+The vocabulary is DTensor's, with one addition: ``Shard(dim, split_factor)`` splits a dim that is ``split_factor`` runs
+of equal length, and each rank holds a slice of every run (DTensor's ``_StridedShard``). ``[batch, sequence, hidden]``
+split along the sequence and viewed as ``[batch * sequence, hidden]`` is ``Shard(0, split_factor=batch)``: without it,
+views would hide the sequence from every matrix multiplication.
 
 A placement speaks of the tensor as it is after all earlier axes have been lowered, so that axes compose by
 lowering one after the other.
@@ -30,13 +29,13 @@ class Replicate:
 
 @dataclass(frozen=True, order=True)
 class Shard:
-    """Every rank holds an equal slice of ``dim``, taken inside each of ``outer`` equal runs."""
+    """Every rank holds an equal slice of ``dim``, taken inside each of ``split_factor`` equal runs."""
 
     dim: int
-    outer: int = 1
+    split_factor: int = 1
 
     def __str__(self) -> str:
-        return f"S({self.dim})" if self.outer == 1 else f"S({self.dim},{self.outer})"
+        return f"S({self.dim})" if self.split_factor == 1 else f"S({self.dim},{self.split_factor})"
 
 
 @dataclass(frozen=True, order=True)
@@ -81,7 +80,7 @@ def fits(placement: Placement, shape: Sequence[int], degree: int) -> bool:
     if placement.dim >= len(shape):
         return False
     size = shape[placement.dim]
-    return size > 0 and size % (placement.outer * degree) == 0
+    return size > 0 and size % (placement.split_factor * degree) == 0
 
 
 def local_shape(placement: Placement, shape: Sequence[int], degree: int) -> tuple[int, ...]:
@@ -96,7 +95,7 @@ def to_dtensor(placement: Placement) -> dtensor.Placement:
     """The same placement in DTensor's words; only unstrided shards and replicas occur on parameters."""
     if isinstance(placement, Replicate):
         return dtensor.Replicate()
-    if isinstance(placement, Shard) and placement.outer == 1:
+    if isinstance(placement, Shard) and placement.split_factor == 1:
         return dtensor.Shard(placement.dim)
     raise AssertionError(f"{placement} has no place in a DTensor that users see")
 
@@ -112,13 +111,13 @@ def through_view(placement: Shard, source: tuple[int, ...], target: tuple[int, .
     for source_dims, target_dims in _groups(source, target):
         if placement.dim not in source_dims:
             continue
-        before = prod(source[d] for d in source_dims if d < placement.dim) * placement.outer
+        before = prod(source[d] for d in source_dims if d < placement.dim) * placement.split_factor
         passed = 1
         for dim in target_dims:
             size = target[dim]
             if before < passed * size and before % passed == 0:
-                outer = before // passed
-                return Shard(dim, outer) if size % (outer * degree) == 0 else None
+                split_factor = before // passed
+                return Shard(dim, split_factor) if size % (split_factor * degree) == 0 else None
             passed *= size
     return None
 

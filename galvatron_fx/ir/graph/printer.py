@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import facts, has_facts
+from galvatron_fx.ir.graph.metadata import has_meta, meta_of
 
 
 def readable(graph: fx.GraphModule) -> str:
@@ -14,11 +14,11 @@ def readable(graph: fx.GraphModule) -> str:
     On a lowered graph these are the local shapes of one rank.
     """
     for node in graph.graph.nodes:
-        if has_facts(node):
+        if has_meta(node):
             values = [
                 torch.empty(spec.shape, dtype=spec.dtype, device="meta") if spec is not None else None
-                for spec in facts(node).specs
+                for spec in meta_of(node).specs
             ]
-            node.meta["val"] = tuple(values) if facts(node).multi_output else values[0]
+            node.meta["val"] = tuple(values) if meta_of(node).multi_output else values[0]
     text: str = graph.print_readable(print_output=False)
     return text

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import TensorSpec, facts, set_facts
+from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of, set_meta
 from galvatron_fx.ir.graph.precision import cast_gradient
 from galvatron_fx.ir.torch_compat import graph_module
 
@@ -36,7 +36,7 @@ def copy_node(graph: fx.Graph, node: fx.Node, of: Callable[[fx.Node], Any] | Non
     return _with_arguments(made, args, kwargs)
 
 
-def marks(node: fx.Node) -> dict[str, Any]:
+def inherited_meta(node: fx.Node) -> dict[str, Any]:
     """What else is known of a node, for those that are written in its place: all but what its value looks like."""
     return {key: value for key, value in node.meta.items() if key not in ("val", "tensor_meta")}
 
@@ -78,14 +78,14 @@ def eliminate_dead_code(graph: fx.GraphModule) -> None:
 def replace_outputs(graph: fx.GraphModule, node: fx.Node, outputs: Sequence[fx.Node | None]) -> None:
     """Put ``outputs`` in place of ``node`` (of what picks its outputs, if there are several), and erase it."""
     takers = [(node, outputs[0])]
-    if facts(node).multi_output:
+    if meta_of(node).multi_output:
         takers = [(user, outputs[user.args[1]]) for user in node.users]  # type: ignore[index]
     for old, new in takers:
         if new is None:
             raise AssertionError(f"'{old.name}' takes an output of '{node.name}' that nothing replaces")
         old.replace_all_uses_with(new)
         graph.graph.erase_node(old)
-    if facts(node).multi_output:
+    if meta_of(node).multi_output:
         graph.graph.erase_node(node)
 
 
@@ -93,13 +93,13 @@ def cast_behind(graph: fx.GraphModule, node: fx.Node, dtype: torch.dtype) -> fx.
     output = graph.graph.output_node()
     with graph.graph.inserting_before(node.next if node.op == "call_function" else output):
         cast = write_call(graph.graph, cast_gradient, (node, dtype))
-    spec = with_dtype(facts(node).spec, dtype)
-    set_facts(cast, facts(node).having(specs=(spec,), phase="backward", multi_output=False, cost=None, step=None))
+    spec = with_dtype(meta_of(node).spec, dtype)
+    set_meta(cast, meta_of(node).having(specs=(spec,), phase="backward", multi_output=False, cost=None, step=None))
     return cast
 
 
 def with_dtype(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:
-    return TensorSpec(spec.shape, dtype, spec.dims, spec.batch_runs)
+    return TensorSpec(spec.shape, dtype, spec.dims, spec.batch_split_factors)
 
 
 def set_output(graph: fx.GraphModule, position: int, node: fx.Node) -> None:

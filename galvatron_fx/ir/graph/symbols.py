@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from galvatron_fx.ir.errors import GalvatronError
-from galvatron_fx.ir.graph.metadata import Dim, TensorSpec, facts, set_facts
+from galvatron_fx.ir.graph.metadata import Dim, TensorSpec, meta_of, set_meta
 from galvatron_fx.ir.torch_compat import failures_unlogged
 
 BATCH = sympy.Symbol("b", positive=True, integer=True)
@@ -139,9 +139,9 @@ def annotate(graph: fx.GraphModule, second: fx.GraphModule, base: Sizes, other: 
     for first_node, second_node in pairs:
         if first_node.op == "output":
             continue
-        mine, theirs = facts(first_node), facts(second_node)
+        mine, theirs = meta_of(first_node), meta_of(second_node)
         specs = tuple(_symbolic(a, b, base, other) for a, b in zip(mine.specs, theirs.specs, strict=True))
-        set_facts(first_node, mine.having(specs=specs))
+        set_meta(first_node, mine.having(specs=specs))
     return True
 
 

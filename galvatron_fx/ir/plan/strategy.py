@@ -183,6 +183,6 @@ def batch_ranks(strategy: Strategy, axis_sizes: Sequence[int]) -> int:
     return prod(size for role, size in zip(strategy.roles, sizes, strict=True) if role in BATCH_ROLES)
 
 
-def batch_share(strategy: Strategy, parts: int, axis_sizes: Sequence[int]) -> float:
-    """The share of the batch that a rank has of one of ``parts`` micro-batches."""
-    return 1.0 / (parts * batch_ranks(strategy, axis_sizes))
+def batch_share(strategy: Strategy, num_microbatches: int, axis_sizes: Sequence[int]) -> float:
+    """The share of the batch that a rank has of one of ``num_microbatches`` micro-batches."""
+    return 1.0 / (num_microbatches * batch_ranks(strategy, axis_sizes))

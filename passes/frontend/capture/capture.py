@@ -13,14 +13,14 @@ from torch import fx, nn
 
 from galvatron_fx.ir.errors import CaptureError, GalvatronError, InputError
 from galvatron_fx.ir.graph.metadata import (
-    NodeFacts,
+    NodeMeta,
     Port,
     Signature,
     TensorSpec,
-    facts,
+    meta_of,
     output_ports,
     ports,
-    set_facts,
+    set_meta,
     set_signature,
     signature,
 )
@@ -231,7 +231,7 @@ def _record(graph: fx.GraphModule, flat: FlatModel) -> None:
     for node in graph.graph.nodes:
         if node.op == "output":
             continue
-        set_facts(node, _node_facts(node))
+        set_meta(node, _node_facts(node))
         if node.op == "placeholder":
             input_ports.append(_input_port(node, trained))
     output = graph.graph.output_node()
@@ -307,17 +307,17 @@ def _added(
         return first if second is None else second
     with graph.graph.inserting_before(output):
         total = write_call(graph.graph, torch.ops.aten.add.Tensor, (first, second))
-    set_facts(total, facts(parameter).having(phase="backward", module=""))
+    set_meta(total, meta_of(parameter).having(phase="backward", module=""))
     return total
 
 
-def _node_facts(node: fx.Node) -> NodeFacts:
+def _node_facts(node: fx.Node) -> NodeMeta:
     value = node.meta.get("val")
     multi = isinstance(value, (tuple, list))
     values = list(value) if isinstance(value, (tuple, list)) else [value]
     specs = tuple(TensorSpec(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else None for v in values)
     phase = "backward" if node.meta.get("partitioner_tag") == "is_backward" else "forward"
-    return NodeFacts(specs=specs, phase=phase, module=module_of(node), multi_output=multi)
+    return NodeMeta(specs=specs, phase=phase, module=module_of(node), multi_output=multi)
 
 
 def _input_port(node: fx.Node, trained: set[str]) -> Port:

@@ -10,8 +10,8 @@ import sympy
 import torch
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import Dim, TensorSpec, facts, set_facts
-from galvatron_fx.ir.graph.rewrite import eliminate_dead_code, marks, write_call
+from galvatron_fx.ir.graph.metadata import Dim, TensorSpec, meta_of, set_meta
+from galvatron_fx.ir.graph.rewrite import eliminate_dead_code, inherited_meta, write_call
 
 aten = torch.ops.aten
 
@@ -69,8 +69,8 @@ class CleanGraph:
 def _drop_empty(node: fx.Node) -> None:
     """Take operands of shape (0,), which ``cat`` skips whatever its dim, from one whose dtype does not need them."""
     operands, *dim = node.args
-    kept = [source for source in operands if facts(source).spec.shape != (0,)]  # type: ignore[union-attr, arg-type]
-    if any(facts(source).spec.dtype == facts(node).spec.dtype for source in kept):  # type: ignore[arg-type]
+    kept = [source for source in operands if meta_of(source).spec.shape != (0,)]  # type: ignore[union-attr, arg-type]
+    if any(meta_of(source).spec.dtype == meta_of(node).spec.dtype for source in kept):  # type: ignore[arg-type]
         node.args = (kept, *dim)
 
 
@@ -79,14 +79,14 @@ def _fill_alone(node: fx.Node) -> None:
     number = _FILLED_LIKE[node.target]  # type: ignore[index]
     _, size, *given = node.args
     node.args = (size, given[0] if number is None else number)
-    node.kwargs = {"dtype": facts(node).spec.dtype, "device": node.kwargs.get("device") or torch.device("cpu")}
+    node.kwargs = {"dtype": meta_of(node).spec.dtype, "device": node.kwargs.get("device") or torch.device("cpu")}
     node.target = aten.full.default
 
 
 def _view_copies(node: fx.Node) -> None:
     """Give every dim one of copies before it, and merge the two."""
     x, repeats = node.args
-    before, after = facts(x).spec, facts(node).spec  # type: ignore[arg-type]
+    before, after = meta_of(x).spec, meta_of(node).spec  # type: ignore[arg-type]
     ones = [1] * (len(after.shape) - len(before.shape))
     own = [*zip([*ones, *before.shape], [*ones, *before.symbolic], strict=True)]
     times = [
@@ -105,9 +105,9 @@ def _written(node: fx.Node, target: Any, x: Any, sizes: Sequence[tuple[int, Dim]
     shape = [size for size, _ in sizes]
     with node.graph.inserting_before(node):
         made = write_call(node.graph, target, (x, shape))
-    made.meta.update(marks(node))
-    dims = tuple(dim for _, dim in sizes) if facts(node).spec.dims else ()
-    set_facts(made, facts(node).having(specs=(TensorSpec(tuple(shape), facts(node).spec.dtype, dims),)))
+    made.meta.update(inherited_meta(node))
+    dims = tuple(dim for _, dim in sizes) if meta_of(node).spec.dims else ()
+    set_meta(made, meta_of(node).having(specs=(TensorSpec(tuple(shape), meta_of(node).spec.dtype, dims),)))
     return made
 
 
@@ -119,10 +119,10 @@ def _is_noop(node: fx.Node) -> bool:
     if not node.args or not isinstance(node.args[0], fx.Node):
         return False
     if node.target is aten._to_copy.default:
-        return facts(node).spec.dtype == facts(node.args[0]).spec.dtype and "device" not in node.kwargs
+        return meta_of(node).spec.dtype == meta_of(node.args[0]).spec.dtype and "device" not in node.kwargs
     same_shape_is_noop = (aten.slice.Tensor, aten.view.default, aten._unsafe_view.default, aten.expand.default)
     if node.target in same_shape_is_noop:
-        return facts(node).spec.shape == facts(node.args[0]).spec.shape
+        return meta_of(node).spec.shape == meta_of(node.args[0]).spec.shape
     return False
 
 
@@ -134,5 +134,5 @@ def _undoes(node: fx.Node) -> bool:
 
 def _dims(node: fx.Node) -> set[int]:
     """What a node transposes."""
-    rank = max(1, len(facts(node).spec.shape))
+    rank = max(1, len(meta_of(node).spec.shape))
     return {int(dim) % rank for dim in node.args[1:]}  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import facts, ports
+from galvatron_fx.ir.graph.metadata import meta_of, ports
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.torch_compat import constant_value, unit_of
 from passes.frontend.capture.call_signatures import relative, state_of
@@ -30,7 +30,7 @@ class UnlikeUnits(Exception):
 
 
 @dataclass(frozen=True)
-class Units:
+class RepeatedLayers:
     """The nodes of each traced unit, in graph order, and the placeholders of its parameters and buffers."""
 
     forward: list[list[fx.Node]]
@@ -38,7 +38,7 @@ class Units:
     state: list[dict[str, fx.Node]]
 
     @classmethod
-    def of(cls, graph: fx.GraphModule, index: int, repeat: Repeat) -> Units:
+    def of(cls, graph: fx.GraphModule, index: int, repeat: Repeat) -> RepeatedLayers:
         """Collect the nodes that were tagged as those of the repeat number ``index``."""
         forward: list[list[fx.Node]] = [[] for _ in repeat.kept]
         backward: list[list[fx.Node]] = [[] for _ in repeat.kept]
@@ -48,11 +48,11 @@ class Units:
                 continue
             unit = unit_of(node)
             own = unit[1] if unit is not None and unit[0] == index else None
-            if facts(node).phase == "forward":
+            if meta_of(node).phase == "forward":
                 if own is not None:
                     forward[own].append(node)
                 continue
-            last = last if unit is None and not facts(node).module else own
+            last = last if unit is None and not meta_of(node).module else own
             if last is not None:
                 backward[last].append(node)
         del backward[0][len(backward[1]) :]
@@ -82,14 +82,14 @@ class CopyPlan:
     """
 
     repeat: Repeat
-    units: Units
+    units: RepeatedLayers
     twin: dict[fx.Node, fx.Node]
     sources: dict[fx.Node, list[tuple[str, fx.Node]]] = field(default_factory=dict)
     numbers: dict[fx.Node, tuple[str, Any]] = field(default_factory=dict)
     number_twin: dict[Any, Any] = field(default_factory=dict)
 
 
-def compare_units(graph: fx.GraphModule, repeat: Repeat, units: Units) -> CopyPlan:
+def compare_layers(graph: fx.GraphModule, repeat: Repeat, units: RepeatedLayers) -> CopyPlan:
     """Check that units 0 and 1 are the same program, and tell where each argument of them comes from."""
 
     def unlike(reason: str) -> UnlikeUnits:
@@ -125,7 +125,7 @@ def _same_call(graph: fx.GraphModule, mine: fx.Node, theirs: fx.Node, repeat: Re
     if mine.op == "get_attr" or theirs.op == "get_attr":
         values = [_held(graph, node) for node in (mine, theirs)]
         return mine.op == theirs.op and values[0] is not None and values[0] == values[1]
-    here, there = facts(mine), facts(theirs)
+    here, there = meta_of(mine), meta_of(theirs)
     places = [place_of(record.module, unit) for record, unit in zip((here, there), repeat.kept, strict=False)]
     constants = [repr(fx.map_arg((node.args, node.kwargs), lambda _: None)) for node in (mine, theirs)]
     same = mine.target is theirs.target and constants[0] == constants[1] and places[0] == places[1]

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from galvatron_fx.ir.errors import CaptureError
-from galvatron_fx.ir.graph.metadata import facts, output_ports, ports
+from galvatron_fx.ir.graph.metadata import meta_of, output_ports, ports
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.torch_compat import compiling, new_fake_mode
 from passes.frontend.capture.fake_model import FlatModel, fake_weights
@@ -44,7 +44,7 @@ def _without_gradient(graph: fx.GraphModule) -> list[str]:
     seen = set(pending)
     while pending:
         for source in input_nodes(pending.pop()):
-            if source not in seen and facts(source).phase == "forward":
+            if source not in seen and meta_of(source).phase == "forward":
                 seen.add(source)
                 pending.append(source)
     return [name for node, name in silent.items() if node in seen]

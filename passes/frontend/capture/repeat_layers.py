@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import Port, facts, output_ports, ports, set_facts, set_signature, signature
+from galvatron_fx.ir.graph.metadata import Port, meta_of, output_ports, ports, set_meta, set_signature, signature
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.rewrite import copy_node
 from passes.frontend.capture.compare_layers import (
@@ -17,8 +17,8 @@ from passes.frontend.capture.compare_layers import (
     OUTSIDE,
     OWN,
     CopyPlan,
-    Units,
-    compare_units,
+    RepeatedLayers,
+    compare_layers,
     place_of,
     state_names,
     state_nodes,
@@ -46,7 +46,10 @@ class RepeatLayers:
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Rewrite ``graph``, which is cleaned, in place and return it."""
-        plans = [compare_units(graph, repeat, Units.of(graph, at, repeat)) for at, repeat in enumerate(self.repeats)]
+        plans = [
+            compare_layers(graph, repeat, RepeatedLayers.of(graph, at, repeat))
+            for at, repeat in enumerate(self.repeats)
+        ]
         for plan in plans:
             _Writer(graph, plan).write()
         if plans:
@@ -95,10 +98,10 @@ class _Writer:
     def _copy(self, node: fx.Node, copy: int) -> None:
         arguments = iter([self._from(kind, source, copy) for kind, source in self._plan.sources[node]])
         new = copy_node(self._graph.graph, node, lambda _: next(arguments))
-        record = facts(node)
+        record = meta_of(node)
         position, name = place_of(record.module, self._plan.repeat.kept[0])
         unit = self._plan.repeat.left_out[copy - 1]
-        set_facts(new, record.having(module=unit[position].name + name if position >= 0 else record.module))
+        set_meta(new, record.having(module=unit[position].name + name if position >= 0 else record.module))
         kind, number = self._plan.numbers[node]
         new.meta["seq_nr"] = number if kind == OUTSIDE else self._numbers[copy + _SHIFT[kind]][number]
         self._nodes[copy][node] = new

@@ -12,7 +12,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, fx, nn
 
 from galvatron_fx.ir.errors import CaptureError
-from galvatron_fx.ir.graph.metadata import facts, output_ports
+from galvatron_fx.ir.graph.metadata import meta_of, output_ports
 from galvatron_fx.ir.torch_compat import is_custom_backward
 from galvatron_fx.ir.traced_values import traced_value
 from passes.frontend.capture.module_state import quoted
@@ -150,7 +150,7 @@ def _refuse_changed(buffers: Sequence[str]) -> None:
 
 def is_backward(node: fx.Node | None) -> bool:
     """Whether a value is made in backward."""
-    return node is not None and node.op == "call_function" and facts(node).phase == "backward"
+    return node is not None and node.op == "call_function" and meta_of(node).phase == "backward"
 
 
 def refuse_replays(graph: fx.GraphModule) -> None:
@@ -159,5 +159,5 @@ def refuse_replays(graph: fx.GraphModule) -> None:
         if is_backward(node) and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise CaptureError(
                 f"an autograd.Function sets the state of random numbers in its backward, to draw again what forward of "
-                f"'{facts(node).module or 'the model'}' drew ({node.name}), which a trace does not see: {REMEDY}"
+                f"'{meta_of(node).module or 'the model'}' drew ({node.name}), which a trace does not see: {REMEDY}"
             )

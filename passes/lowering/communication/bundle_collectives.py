@@ -14,10 +14,10 @@ from cost_models.bundles import bundle_bytes
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.layout import Layout
-from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.graph.op_call import input_nodes
-from passes.analysis.collective_schedule import collectives_among, early_gathers, late_reductions
-from passes.lowering.communication.pack_bundle import WriteBundle
+from passes.analysis.collective_schedule import collectives_among, hoistable_gathers, sinkable_reductions
+from passes.lowering.communication.pack_bundle import PackBundle
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,20 @@ class BundleCollectives:
     @classmethod
     def over(cls, layout: Layout, cluster: Cluster) -> BundleCollectives:
         """The pass for graphs that lie on ``cluster`` as ``layout`` says."""
-        columns = [[cluster.axes[i] for i in column.axes] for column in layout.columns]
+        columns = [[cluster.axes[i] for i in column.axes] for column in layout.merged_axes]
         return cls(columns, across_blocks=not cluster.overlap.gains)
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Rewrite ``graph`` in place and return it, recompiled."""
         for level in count():
-            found = early_gathers(graph.graph)
+            found = hoistable_gathers(graph.graph)
             for bundle in self._bundles({n: chain for n, chain in found.items() if _gathers_of(chain) == level}):
                 self._gather(graph.graph, bundle, found)
             if all(_gathers_of(chain) <= level for chain in found.values()):
                 break
-        late = late_reductions(graph.graph)
+        late = sinkable_reductions(graph.graph)
         for level in sorted({collectives_among(after) for after in late.values()}, reverse=True):
-            late = late_reductions(graph.graph)
+            late = sinkable_reductions(graph.graph)
             for bundle in self._bundles({n: after for n, after in late.items() if collectives_among(after) == level}):
                 self._reduce(graph.graph, bundle, late)
         graph.graph.lint()
@@ -87,7 +87,7 @@ class BundleCollectives:
             for link in chains[node]:
                 if first < link:
                     first.prepend(link)
-        WriteBundle(graph, self._degree(first)).gather(bundle)
+        PackBundle(graph, self._degree(first)).gather(bundle)
 
     def _reduce(self, graph: fx.Graph, bundle: list[fx.Node], late: dict[fx.Node, list[fx.Node]]) -> None:
         """Bundle reductions where the last is, or at the end; what follows from the others is done after it."""
@@ -101,7 +101,7 @@ class BundleCollectives:
                 if link < last:
                     after.append(link)
                     after = link
-        WriteBundle(graph, self._degree(last)).reduce(bundle)
+        PackBundle(graph, self._degree(last)).reduce(bundle)
 
     def _across(self, node: fx.Node, links: Sequence[fx.Node]) -> bool:
         """Whether it goes with collectives of other blocks: not what is to be scattered, lest it stay whole so long."""
@@ -110,7 +110,7 @@ class BundleCollectives:
 
     def _key(self, node: fx.Node, links: Sequence[fx.Node]) -> tuple[Any, ...]:
         """What collectives of one bundle have in common."""
-        record = facts(node)
+        record = meta_of(node)
         op = None if node.target is c.all_gather else node.args[1]
         block = None if self._across(node, links) else record.block
         return node.target, op, _column(node), record.spec.dtype, block
@@ -130,4 +130,4 @@ def _column(node: fx.Node) -> int:
 def _whole_bytes(node: fx.Node) -> int:
     """Of the full tensor: what a gather makes, what a reduction takes."""
     whole = node if node.target is c.all_gather else input_nodes(node)[0]
-    return facts(whole).spec.size_bytes
+    return meta_of(whole).spec.size_bytes

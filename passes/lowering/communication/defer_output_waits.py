@@ -10,15 +10,15 @@ from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.bound_ops import finished
 from galvatron_fx.ir.graph.layout import extend_layout, has_layout
 from galvatron_fx.ir.graph.local_program import record_step
-from galvatron_fx.ir.graph.metadata import facts, set_facts
+from galvatron_fx.ir.graph.metadata import meta_of, set_meta
 from galvatron_fx.ir.graph.rewrite import write_call
 from passes.lowering.codegen import communicates
-from passes.lowering.split_forward_backward import Halves
+from passes.lowering.split_forward_backward import ForwardBackward
 from passes.sharding.placed_calls import verify_placed
 
 
 @dataclass(frozen=True)
-class LeaveResultsOpen:
+class DeferOutputWaits:
     """Mark the all-reduces that make nothing but results of a forward graph as open: it does not wait for them.
 
     Backward needs no loss, so the losses of all ranks are summed up beside it; see :class:`WaitInBackward`.
@@ -37,7 +37,7 @@ class LeaveResultsOpen:
         saved = set(results[self.num_results :])
         for node in results[: self.num_results]:
             if node.target is c.all_reduce and set(node.users) == {output} and node not in saved:
-                set_facts(node, facts(node).having(open=True))
+                set_meta(node, meta_of(node).having(open=True))
         return graph
 
 
@@ -51,7 +51,7 @@ class WaitInBackward:
     Rewrite: ``(saved, tangents) -> gradients`` -> ``(saved, tangents, loss) -> (gradients, finished(loss))``.
     """
 
-    def run(self, halves: Halves) -> Halves:
+    def run(self, halves: ForwardBackward) -> ForwardBackward:
         """Rewrite the backward graph in place and return the halves."""
         graph = halves.backward.graph
         first = next((node for node in graph.nodes if communicates(node)), graph.output_node())
@@ -63,10 +63,10 @@ class WaitInBackward:
             given_results.append(given)
             with graph.inserting_before(first):
                 waited.append(write_call(graph, finished, (given,)))
-            set_facts(given, facts(result).having(step=None))
-            set_facts(waited[-1], facts(result).having(step=None))
-            if facts(result).placements:
-                record_step(waited[-1], "wait", len(facts(result).placements[0]))
+            set_meta(given, meta_of(result).having(step=None))
+            set_meta(waited[-1], meta_of(result).having(step=None))
+            if meta_of(result).placements:
+                record_step(waited[-1], "wait", len(meta_of(result).placements[0]))
         output = graph.output_node()
         output.args = ((*output.args[0], *waited),)  # type: ignore[misc]
         extend_layout(halves.backward, given_results, waited)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from galvatron_fx.ir.graph import collectives as c
-from passes.analysis.collective_schedule import collectives_among, late_reductions
+from passes.analysis.collective_schedule import collectives_among, sinkable_reductions
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class FinishReductionsLate:
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Rewrite ``graph`` in place and return it, recompiled."""
-        late = late_reductions(graph.graph)
+        late = sinkable_reductions(graph.graph)
         for level in sorted({collectives_among(after) for after in late.values()}, reverse=True):
             self._finish([node for node, after in late.items() if collectives_among(after) == level], late)
         graph.graph.lint()

@@ -12,7 +12,7 @@ from torch import fx
 
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.local_program import placements_of, record_program
-from galvatron_fx.ir.graph.metadata import Placements, TensorSpec, facts, set_facts
+from galvatron_fx.ir.graph.metadata import Placements, TensorSpec, meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.rewrite import write_call
 
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class WriteBundle:
+class PackBundle:
     """Packs tensors side by side into rows, one row for each rank that a part goes to or comes from.
 
     ``degree``: ranks that take part. All tensors of a bundle have one dtype. One bundle is written by one of these.
@@ -36,14 +36,14 @@ class WriteBundle:
         sources = [input_nodes(node)[0] for node in gathers]
         with self.graph.inserting_before(first):
             packed = self._packed(gathers, sources, 1)
-            size = facts(packed).spec.shape[1]
+            size = meta_of(packed).spec.shape[1]
             whole = self._emit(first, c.all_gather, (packed, 0, 1, column), (self.degree, size), gathers)
         taken = {}
         for node, source, start, end in _spans(gathers, sources, 1):
             with self.graph.inserting_before(node):
                 piece = self._emit(node, aten.slice.Tensor, (whole, 1, start, end), (self.degree, end - start))
-                shape = facts(source).spec.shape
-                made = self._emit(node, c.join_rows, (piece, shape, *node.args[1:3]), facts(node).spec.shape)
+                shape = meta_of(source).spec.shape
+                made = self._emit(node, c.join_rows, (piece, shape, *node.args[1:3]), meta_of(node).spec.shape)
             taken[made] = placements_of(node)
             _replace(node, made)
         self._record(first.name, taken)
@@ -58,15 +58,15 @@ class WriteBundle:
             if scatters:
                 pairs = zip(reductions, sources, strict=True)
                 packed = self._packed(reductions, [self._ranks_first(node, source) for node, source in pairs], rows)
-                size = facts(packed).spec.shape[1]
+                size = meta_of(packed).spec.shape[1]
                 made = self._emit(last, c.reduce_scatter, (packed, op, 0, 1, column), (1, size), reductions)
             else:
                 packed = self._packed(reductions, sources, rows)
-                made = self._emit(last, c.all_reduce, (packed, op, column), facts(packed).spec.shape, reductions)
+                made = self._emit(last, c.all_reduce, (packed, op, column), meta_of(packed).spec.shape, reductions)
             taken = {}
             for node, _, start, end in _spans(reductions, sources, rows):
                 piece = self._emit(node, aten.slice.Tensor, (made, 1, start, end), (1, end - start))
-                shape = facts(node).spec.shape
+                shape = meta_of(node).spec.shape
                 part = self._emit(node, aten.reshape.default, (piece, list(shape)), shape)
                 taken[part] = placements_of(node)
                 _replace(node, part)
@@ -82,19 +82,19 @@ class WriteBundle:
         """What the collectives ``bundled`` send, side by side in ``rows`` rows."""
         flat = []
         for node, tensor in zip(bundled, tensors, strict=True):
-            columns = facts(tensor).spec.numel // rows
+            columns = meta_of(tensor).spec.numel // rows
             flat.append(self._emit(node, aten.reshape.default, (tensor, [rows, columns]), (rows, columns)))
-        size = sum(facts(node).spec.shape[1] for node in flat)
+        size = sum(meta_of(node).spec.shape[1] for node in flat)
         return self._emit(bundled[-1], aten.cat.default, (flat, 1), (rows, size))
 
     def _ranks_first(self, node: fx.Node, source: fx.Node) -> fx.Node:
         """What goes to each rank, one behind the other."""
-        dim, outer = node.args[2:4]
-        if (dim, outer) == (0, 1):
+        dim, split_factor = node.args[2:4]
+        if (dim, split_factor) == (0, 1):
             return source
-        local = facts(node).spec.shape
+        local = meta_of(node).spec.shape
         shape = (self.degree * local[0], *local[1:])
-        return self._emit(node, c.stack_runs, (source, dim, outer, self.degree), shape)
+        return self._emit(node, c.stack_runs, (source, dim, split_factor, self.degree), shape)
 
     def _emit(
         self,
@@ -105,20 +105,20 @@ class WriteBundle:
         bundled: Sequence[fx.Node] = (),
     ) -> fx.Node:
         node = write_call(self.graph, target, args)
-        record = facts(like)
+        record = meta_of(like)
         spec = record.spec if tuple(shape) == record.spec.shape else TensorSpec(tuple(shape), record.spec.dtype)
         # Packing is no recomputation, also where what is packed is gathered again.
         names = tuple(other.name for other in bundled)
         made = record.having(specs=(spec,), multi_output=False, again=record.again and bool(names), bundles=names)
         made = made.having(placements=(), step=None)
-        set_facts(node, made)
+        set_meta(node, made)
         self._written.append(node)
         return node
 
 
 def _spans(nodes: Sequence[fx.Node], tensors: Sequence[fx.Node], rows: int) -> list[tuple[fx.Node, fx.Node, int, int]]:
     """Each node with its tensor and the columns that it has in the packed rows."""
-    ends = list(accumulate(facts(tensor).spec.numel // rows for tensor in tensors))
+    ends = list(accumulate(meta_of(tensor).spec.numel // rows for tensor in tensors))
     return list(zip(nodes, tensors, [0, *ends[:-1]], ends, strict=True))
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.plan.strategy import Strategy
-from passes.analysis.collective_schedule import collectives_among, early_gathers
+from passes.analysis.collective_schedule import collectives_among, hoistable_gathers
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class PrefetchGathers:
         """Rewrite ``graph`` in place and return it, recompiled."""
         gathers = {
             node: before
-            for node, before in early_gathers(graph.graph).items()
+            for node, before in hoistable_gathers(graph.graph).items()
             if not collectives_among(before) and not self.strategies[_block(node)].gather_late
         }
         starts = _computing_starts(graph.graph, {*gathers, *(n for before in gathers.values() for n in before)})
@@ -61,4 +61,4 @@ def _computing_starts(graph: fx.Graph, gathering: set[fx.Node]) -> dict[int, fx.
 
 
 def _block(node: fx.Node) -> int:
-    return max(facts(node).block, 0)
+    return max(meta_of(node).block, 0)

@@ -8,9 +8,9 @@ from torch import fx
 
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.local_program import placements_of
-from galvatron_fx.ir.graph.metadata import facts, set_facts
+from galvatron_fx.ir.graph.metadata import meta_of, set_meta
 from galvatron_fx.ir.graph.placement import REPLICATE
-from passes.analysis.collective_schedule import late_reductions
+from passes.analysis.collective_schedule import sinkable_reductions
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class StartReductionsEarly:
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Rewrite ``graph`` in place and return it, recompiled."""
-        late = late_reductions(graph.graph)
+        late = sinkable_reductions(graph.graph)
         for node in late:
             _order_columns(node)
         for node, after in late.items():
@@ -54,7 +54,7 @@ def _order_columns(first: fx.Node) -> None:
     for node, column in zip(chain, columns, strict=True):
         node.update_arg(len(node.args) - 1, column)
         placed = tuple((*own[:column], REPLICATE, *own[column + 1 :]) for own in placed)
-        set_facts(node, facts(node).having(placements=placed))
+        set_meta(node, meta_of(node).having(placements=placed))
 
 
 def _summed_again(node: fx.Node) -> fx.Node | None:
@@ -65,4 +65,4 @@ def _summed_again(node: fx.Node) -> fx.Node | None:
 
 
 def _is_plain_sum(node: fx.Node) -> bool:
-    return node.target is c.all_reduce and node.args[1] == "sum" and facts(node).step is None
+    return node.target is c.all_reduce and node.args[1] == "sum" and meta_of(node).step is None

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import facts
-from passes.analysis.dataflow import ancestors, portable_nodes
+from galvatron_fx.ir.graph.metadata import meta_of
+from passes.analysis.dataflow import ancestors, input_only_ops
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class RelayOrRecompute:
 
     def relayed(self, graph: fx.GraphModule) -> set[fx.Node]:
         """Return the values that follow from the inputs alone and are relayed nevertheless."""
-        portable = portable_nodes(graph)
+        portable = input_only_ops(graph)
         found: set[fx.Node] = set()
         for node in graph.graph.nodes:
             if node in portable and self._is_sent_sooner(node, portable - found):
@@ -40,7 +40,7 @@ class RelayOrRecompute:
         home = self.stage_of(node)
         users = [user for user in node.users if user.op == "call_function"]
         takers = {self.stage_of(user) for user in users}
-        record = facts(node)
+        record = meta_of(node)
         # Gloo sends no truth values; and what another value is made of is needed wherever that one is computed.
         stays = record.multi_output or record.spec.dtype is torch.bool or any(user in portable for user in users)
         if stays or not takers - {home} or min(takers) < home:

@@ -11,9 +11,9 @@ from torch import fx
 from galvatron_fx.ir.cluster.cluster import Axis, Device
 from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.graph.collectives import COLLECTIVES, RANK_LOCAL, only_first
-from galvatron_fx.ir.graph.layout import Column, Layout, drop_layout, lay_part, set_layout
+from galvatron_fx.ir.graph.layout import Layout, MergedAxis, drop_layout, lay_part, set_layout
 from galvatron_fx.ir.graph.local_program import record_step
-from galvatron_fx.ir.graph.metadata import Port, facts, output_ports, ports, set_facts, set_signature, signature
+from galvatron_fx.ir.graph.metadata import Port, meta_of, output_ports, ports, set_meta, set_signature, signature
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement
 from galvatron_fx.ir.graph.rewrite import copied, copy_node, eliminate_dead_code
@@ -69,7 +69,7 @@ class Microbatched:
             return {}
         nodes = self.epilogue.graph.output_node().args[0]
         pairs = zip(self.epilogue_ports, nodes, strict=True)  # type: ignore[arg-type]
-        specs = {port: facts(node).spec for port, node in pairs}
+        specs = {port: meta_of(node).spec for port, node in pairs}
         return {port: spec.dtype for port, spec in specs.items() if not spec.shape}
 
 
@@ -155,7 +155,7 @@ class SplitMicrobatches:
     def _coupled(self, node: fx.Node) -> PlanError:
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        where = f"module '{facts(source).module}'" if facts(source).module else "the model"
+        where = f"module '{meta_of(source).module}'" if meta_of(source).module else "the model"
         return PlanError(
             f"'{source.name}' ({source.target}) in {where} couples the samples of a batch, so the batch cannot be cut "
             f"into {self.num_microbatches} micro-batches with the same result: use num_microbatches=1, or a model "
@@ -165,7 +165,7 @@ class SplitMicrobatches:
 
 def _time_layout(graph: fx.GraphModule, sharding: AxisSharding, roles: Sequence[RoleRules]) -> Layout:
     """How the whole batch lies on the axis of micro-batches, of which gradients are sums."""
-    column = Column((0,), tuple(role.role for role in roles), sharding.degree)
+    column = MergedAxis((0,), tuple(role.role for role in roles), sharding.degree)
     inputs = tuple((sharding.inputs[node],) for _, node in ports(graph))
     shared = [
         PARTIAL if port.kind == "grad" and node is not None and placement in (REPLICATE, Partial("avg")) else placement
@@ -198,7 +198,7 @@ def _numbers_only(graph: fx.GraphModule) -> fx.GraphModule:
     kept = [
         (port, node)
         for port, node in output_ports(result)
-        if port.kind != "output" or node is None or not facts(node).spec.shape
+        if port.kind != "output" or node is None or not meta_of(node).spec.shape
     ]
     result.graph.output_node().args = (tuple(node for _, node in kept),)
     set_signature(result, signature(result).having(outputs=tuple(port for port, _ in kept)))
@@ -223,10 +223,10 @@ def _share_equal_gradients(graph: fx.GraphModule, sharding: AxisSharding, count:
     results: list[fx.Node | None] = []
     for (port, node), placement in zip(output_ports(graph), sharding.outputs, strict=True):
         if port.kind == "grad" and node is not None and placement in (REPLICATE, Partial("avg")):
-            record = facts(node).having(specs=(facts(node).spec,), phase="backward", multi_output=False)
+            record = meta_of(node).having(specs=(meta_of(node).spec,), phase="backward", multi_output=False)
             with graph.graph.inserting_before(output):
                 node = graph.graph.call_function(torch.ops.aten.div.Scalar, (node, count))
-            set_facts(node, record.having(placements=((PARTIAL,),)))
+            set_meta(node, record.having(placements=((PARTIAL,),)))
             record_step(node, "share of an equal gradient", 1)
         results.append(node)
     output.args = (tuple(results),)
@@ -237,7 +237,7 @@ def _share_equal_terms(graph: fx.GraphModule, free: set[fx.Node], count: int) ->
     parts are made without asking which one runs.
     """
     for node in graph.graph.find_nodes(op="call_function", target=only_first):
-        if node not in free and facts(node).spec.dtype.is_floating_point:
+        if node not in free and meta_of(node).spec.dtype.is_floating_point:
             node.target, node.args = torch.ops.aten.div.Scalar, (node.args[0], count)
             record_step(node, "share of an equal term", 1)
 
@@ -292,7 +292,7 @@ def _hoist(graph: fx.GraphModule, moves: Sequence[fx.Node]) -> None:
     for index, node in enumerate(moves):
         with graph.graph.inserting_after(after):
             after = graph.graph.placeholder(f"hoisted_{index}")
-        set_facts(after, facts(node).having(block=-1))
+        set_meta(after, meta_of(node).having(block=-1))
         node.replace_all_uses_with(after)
         added.append(Port("hoisted", str(index)))
     eliminate_dead_code(graph)

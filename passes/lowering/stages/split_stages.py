@@ -10,12 +10,12 @@ from torch import fx
 
 from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.graph import collectives as c
-from galvatron_fx.ir.graph.metadata import Port, TensorSpec, facts, output_ports, ports
+from galvatron_fx.ir.graph.metadata import Port, TensorSpec, meta_of, output_ports, ports
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
 from galvatron_fx.ir.graph.precision import cast_gradient, cast_parameter
 from galvatron_fx.ir.graph.rewrite import copied, eliminate_dead_code
 from galvatron_fx.ir.plan.strategy import Strategy
-from passes.analysis.dataflow import ancestors, portable_nodes
+from passes.analysis.dataflow import ancestors, input_only_ops
 from passes.lowering.rematerialize import made_of_parameters
 from passes.lowering.stages.stage_tasks import Draft, Task, names_of, write_tasks
 
@@ -99,7 +99,7 @@ def stages_of_blocks(first_blocks: Sequence[int], num_blocks: int) -> tuple[int,
 
 def stage_of_node(node: fx.Node, first_blocks: Sequence[int]) -> int:
     """The stage of a node's block."""
-    block = max(facts(node).block, 0)
+    block = max(meta_of(node).block, 0)
     return sum(first <= block for first in first_blocks) - 1
 
 
@@ -107,7 +107,7 @@ def _phase(node: fx.Node) -> str:
     """Outputs are taken apart where they are made: whole, all of them would be kept for the one that is needed."""
     source = node.args[0] if is_getitem(node) else node
     assert isinstance(source, fx.Node)
-    return facts(source).phase
+    return meta_of(source).phase
 
 
 def _homes(graph: fx.GraphModule, first_blocks: Sequence[int], portable: set[fx.Node]) -> dict[fx.Node, int]:
@@ -122,7 +122,7 @@ def _homes(graph: fx.GraphModule, first_blocks: Sequence[int], portable: set[fx.
         own = homes[node] = stage_of_node(node, first_blocks)
         if is_getitem(node) or node.target is c.shard:
             sender = homes.get(node.args[0], own)
-            if sender > own or facts(node).phase == "forward" or facts(node.args[0]).phase == "backward":
+            if sender > own or meta_of(node).phase == "forward" or meta_of(node.args[0]).phase == "backward":
                 homes[node] = sender
     return homes
 
@@ -141,7 +141,7 @@ def _reuse_slices(graph: fx.GraphModule, first_blocks: Sequence[int]) -> fx.Grap
         if stage_of_node(_sliced(node), first_blocks) >= own:
             continue
         key = (own, twins.get(node.args[0], node.args[0]), *node.args[1:])
-        if facts(node).phase == "forward":
+        if meta_of(node).phase == "forward":
             received[key] = node
         elif key in received:
             twins[node] = received[key]
@@ -184,7 +184,7 @@ class _Cut:
     ) -> None:
         self.graph = graph
         self.strategies = strategies
-        self.portable = portable_nodes(graph) - relayed
+        self.portable = input_only_ops(graph) - relayed
         self.home = _homes(graph, first_blocks, self.portable)
         self.flows = [_Flow() for _ in first_blocks]
         self.order = {node: i for i, node in enumerate(graph.graph.nodes)}
@@ -202,19 +202,19 @@ class _Cut:
         """Relay ``source`` from its stage to ``stage``, forward with forward or backward with backward."""
         home = self.home[source]
         ahead = home < stage
-        if ahead and facts(source).phase == "forward":
+        if ahead and meta_of(source).phase == "forward":
             for hop in range(home, stage):
                 self.flows[hop].sends[source] = None
                 self.flows[hop + 1].receives[source] = None
-        elif not ahead and facts(taker).phase == "backward":
+        elif not ahead and meta_of(taker).phase == "backward":
             for hop in range(home, stage, -1):
                 self.flows[hop].sends_back[source] = None
                 self.flows[hop - 1].receives_back[source] = None
         else:
             raise PlanError(
-                f"'{source.name}' (block {facts(source).block}, stage {home}) is taken by '{taker.name}' (block "
-                f"{facts(taker).block}, stage {stage}), so it would have to travel against the pipeline: move the cut "
-                f"so that both are in one stage"
+                f"'{source.name}' (block {meta_of(source).block}, stage {home}) is taken by '{taker.name}' "
+                f"(block {meta_of(taker).block}, stage {stage}), so it would have to travel against the pipeline: move "
+                f"the cut so that both are in one stage"
             )
 
     # ---- one stage ----
@@ -255,7 +255,7 @@ class _Cut:
             names_of(flow.sends_back),
             tuple((port, node.name) for port, node in results if node is not None),
             tuple(Gradient(p, term.name, n.name) for p, n, term in terms),
-            {node.name: facts(node).spec for node in passing},
+            {node.name: meta_of(node).spec for node in passing},
         )
 
     def _made_at(self, node: fx.Node | None, index: int) -> bool:
@@ -270,7 +270,7 @@ class _Cut:
         kept = [
             n
             for n in forward
-            if n in alone and n.target in _MAKES_USABLE and self.strategies[max(facts(n).block, 0)].keep_gathered
+            if n in alone and n.target in _MAKES_USABLE and self.strategies[max(meta_of(n).block, 0)].keep_gathered
         ]
         return ancestors(kept, {n for n in forward if n in alone})
 
@@ -292,7 +292,7 @@ class _Cut:
     def _waits(self, node: fx.Node) -> bool:
         """Whether a reduction is done once a step; ZeRO's that gathers for every micro-batch scatters for each, too."""
         if node.target is c.reduce_scatter:
-            return self.strategies[max(facts(node).block, 0)].keep_gathered
+            return self.strategies[max(meta_of(node).block, 0)].keep_gathered
         return node.target is c.all_reduce and node.args[1] == "sum"
 
     def _terms(

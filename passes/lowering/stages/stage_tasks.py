@@ -10,7 +10,7 @@ from torch import fx
 from galvatron_fx.ir.graph.bound_ops import plus
 from galvatron_fx.ir.graph.layout import lay_part
 from galvatron_fx.ir.graph.local_program import record_step
-from galvatron_fx.ir.graph.metadata import facts, has_facts, set_facts
+from galvatron_fx.ir.graph.metadata import has_meta, meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.rewrite import copy_node, write_call
 from galvatron_fx.ir.torch_compat import graph_module
@@ -118,10 +118,10 @@ class _Writer:
         """As soon as the term is there, so that it need not live to the end of the task."""
         total = write_call(self._graph, plus, (self._sums[term], self._copies[term]))
         total.meta = dict(term.meta)
-        if has_facts(term):
-            set_facts(total, facts(term).having(step=None))
-            if facts(term).placements:
-                record_step(total, "sum over micro-batches", len(facts(term).placements[0]))
+        if has_meta(term):
+            set_meta(total, meta_of(term).having(step=None))
+            if meta_of(term).placements:
+                record_step(total, "sum over micro-batches", len(meta_of(term).placements[0]))
         self._sums[term] = total
 
 

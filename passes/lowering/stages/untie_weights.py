@@ -9,12 +9,12 @@ import torch
 from torch import fx
 
 from galvatron_fx.ir.graph.metadata import (
-    NodeFacts,
+    NodeMeta,
     Port,
-    facts,
+    meta_of,
     output_ports,
     ports,
-    set_facts,
+    set_meta,
     set_signature,
     signature,
 )
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class UntieStages:
+class UntieWeights:
     """Cut the ties between stages: tied embeddings, weights shared by layers of different stages.
 
     The copy of a later stage is an input called ``name@stage``; it starts equal to the parameter, and each stage's
@@ -70,7 +70,7 @@ class UntieStages:
                 with graph.graph.inserting_after(node):
                     copy = copy_node(graph.graph, node)
                 copy.meta = dict(node.meta)
-                set_facts(copy, facts(node).having(block=min(map(_block, members))))
+                set_meta(copy, meta_of(node).having(block=min(map(_block, members))))
                 for user in members:
                     user.replace_input_with(node, copy)
         eliminate_dead_code(graph)
@@ -87,11 +87,11 @@ class UntieStages:
             while pending:
                 node = pending.pop()
                 if node.op == "call_function" and self._stage(node) < self.stage_of[max(home, 0)]:
-                    set_facts(node, facts(node).having(block=home))
-                    pending += [n for n in input_nodes(node) if len(n.users) == 1 and facts(n).phase == "backward"]
+                    set_meta(node, meta_of(node).having(block=home))
+                    pending += [n for n in input_nodes(node) if len(n.users) == 1 and meta_of(n).phase == "backward"]
 
     def _stage(self, node: fx.Node) -> int:
-        return self.stage_of[max(facts(node).block, 0)]
+        return self.stage_of[max(meta_of(node).block, 0)]
 
     def _split(
         self,
@@ -102,7 +102,7 @@ class UntieStages:
         stages: Sequence[int],
         gradient: fx.Node | None,
     ) -> None:
-        terms = _terms(gradient, facts(node).spec.shape) if gradient is not None else []
+        terms = _terms(gradient, meta_of(node).spec.shape) if gradient is not None else []
         copies: list[Port] = []
         after = node
         for stage in stages[1:]:
@@ -125,7 +125,7 @@ def _terms(gradient: fx.Node, shape: tuple[int, ...]) -> list[fx.Node]:
         node = pending.pop()
         sources = input_nodes(node)
         adds = node.target is aten.add.Tensor and len(sources) == 2 and not node.kwargs
-        if adds and all(facts(n).spec.shape == shape for n in sources):
+        if adds and all(meta_of(n).spec.shape == shape for n in sources):
             pending += reversed(sources)
         else:
             found.append(node)
@@ -141,17 +141,17 @@ def _sum(graph: fx.GraphModule, terms: Sequence[fx.Node]) -> fx.Node | None:
         with graph.graph.inserting_before(graph.graph.output_node()):
             added = write_call(graph.graph, aten.add.Tensor, (total, term))
         low = min(total, term, key=_block)
-        set_facts(added, _added_facts(facts(low)))
+        set_meta(added, _added_facts(meta_of(low)))
         added.meta["seq_nr"] = low.meta.get("seq_nr")
         total = added
     return total
 
 
 def _block(node: fx.Node) -> int:
-    return facts(node).block
+    return meta_of(node).block
 
 
-def _added_facts(like: NodeFacts) -> NodeFacts:
+def _added_facts(like: NodeMeta) -> NodeMeta:
     return like.having(phase="backward", module="", cost=None)
 
 

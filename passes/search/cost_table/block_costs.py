@@ -25,7 +25,7 @@ from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.cluster.overlap import Overlap
 from galvatron_fx.ir.graph.metadata import OpCost
 from galvatron_fx.ir.plan.strategy import PIPELINE, RoleGroup, Strategy, batch_share
-from passes.search.candidates import AxisKinds
+from passes.search.candidates import AxisPartition
 from passes.search.cost_table.block_facts import BlockFacts
 from passes.search.cost_table.block_shardings import Solutions
 from passes.search.cost_table.block_terms import Amounts, BlockTerms, Composition, read_terms
@@ -116,26 +116,37 @@ class BlockPricer:
     solutions: Solutions
     _terms: dict[tuple[tuple[str, int], ...], BlockTerms] = field(default_factory=dict)
 
-    def prices(self, wanted: Sequence[tuple[Strategy, int, AxisKinds]]) -> BlockPrices:
+    def prices(self, wanted: Sequence[tuple[Strategy, int, AxisPartition]]) -> BlockPrices:
         """The prices of (strategy, number of micro-batches, axes that are served as one), in order."""
         groups = {strategy: strategy.groups(self.cluster.shape) for strategy, _, _ in wanted}
-        share = {(strategy, parts): batch_share(strategy, parts, self.cluster.shape) for strategy, parts, _ in wanted}
-        distinct = {(groups[strategy], parts, kinds): share[strategy, parts] for strategy, parts, kinds in wanted}
+        share = {
+            (strategy, num_microbatches): batch_share(strategy, num_microbatches, self.cluster.shape)
+            for strategy, num_microbatches, _ in wanted
+        }
+        distinct = {
+            (groups[strategy], num_microbatches, kinds): share[strategy, num_microbatches]
+            for strategy, num_microbatches, kinds in wanted
+        }
         columns = self._columns(list(distinct), list(distinct.values()))
         position = {key: i for i, key in enumerate(distinct)}
-        rows = np.array([position[groups[s], parts, kinds] for s, parts, kinds in wanted], dtype=np.int64)
+        rows = np.array(
+            [position[groups[s], num_microbatches, kinds] for s, num_microbatches, kinds in wanted], dtype=np.int64
+        )
         terms = _Columns(**{f.name: getattr(columns, f.name)[rows] for f in fields(columns)})
         return _prices(
             terms,
             np.array([strategy.recompute for strategy, _, _ in wanted], dtype=np.bool_),
             np.array([strategy.keep_gathered for strategy, _, _ in wanted], dtype=np.bool_),
             np.array([strategy.gather_late for strategy, _, _ in wanted], dtype=np.bool_),
-            np.array([parts > 1 for _, parts, _ in wanted], dtype=np.bool_),
-            np.array([parts > 1 or PIPELINE in strategy.roles for strategy, parts, _ in wanted], dtype=np.bool_),
+            np.array([num_microbatches > 1 for _, num_microbatches, _ in wanted], dtype=np.bool_),
+            np.array(
+                [num_microbatches > 1 or PIPELINE in strategy.roles for strategy, num_microbatches, _ in wanted],
+                dtype=np.bool_,
+            ),
             self.cluster,
         )
 
-    def _columns(self, wanted: Sequence[tuple[Groups, int, AxisKinds]], shares: Sequence[float]) -> _Columns:
+    def _columns(self, wanted: Sequence[tuple[Groups, int, AxisPartition]], shares: Sequence[float]) -> _Columns:
         """Terms of (role groups, micro-batches, kinds of axes); those of one composition are computed together."""
         alike: dict[tuple[tuple[str, int], ...], list[int]] = {}
         composed: dict[tuple[tuple[str, int], ...], Composition] = {}
@@ -234,17 +245,19 @@ class _Sent(NamedTuple):
 class _Evaluation:
     """The terms of a block at the degrees, axes and micro-batches of some columns."""
 
-    def __init__(self, terms: BlockTerms, cluster: Cluster, wanted: Sequence[tuple[Groups, int, AxisKinds]]) -> None:
+    def __init__(
+        self, terms: BlockTerms, cluster: Cluster, wanted: Sequence[tuple[Groups, int, AxisPartition]]
+    ) -> None:
         self.terms = terms
         self.cluster = cluster
         count = len(wanted)
         degrees = [[group.degree for group in groups] for groups, _, _ in wanted]
         self.degrees = np.array(degrees, dtype=np.float64).reshape(count, len(terms.roles))
-        self.parts = np.array([parts for _, parts, _ in wanted], dtype=np.float64)
+        self.num_microbatches = np.array([num_microbatches for _, num_microbatches, _ in wanted], dtype=np.float64)
         # Columns by the axes that a role has in them, by kind: collectives over equal axes are priced together.
-        self.axes: list[dict[AxisKinds, Ints]] = []
+        self.axes: list[dict[AxisPartition, Ints]] = []
         for role in range(len(terms.roles)):
-            rows: dict[AxisKinds, list[int]] = {}
+            rows: dict[AxisPartition, list[int]] = {}
             for column, (groups, _, kinds) in enumerate(wanted):
                 own = groups[role].axes
                 served = tuple(kind for kind in kinds if kind[0] in own) if kinds else (own,)
@@ -292,14 +305,14 @@ class _Evaluation:
         )
 
     def _on_rank(self, amounts: Amounts) -> Floats:
-        return amounts.on_rank(self.degrees, self.parts)
+        return amounts.on_rank(self.degrees, self.num_microbatches)
 
     def _compute(self) -> list[Floats]:
         """Seconds of the operators in forward, in backward, of those that are for weights alone, and recomputed."""
         operators = self.terms.operators
         picked = (~operators.backward, operators.backward, operators.for_weights, operators.rebuilt)
         if not len(operators.starts):
-            return [np.zeros(len(self.parts)) for _ in picked]
+            return [np.zeros(len(self.num_microbatches)) for _ in picked]
         flops = self._on_rank(operators.flops)
         moved = np.add.reduceat(self._on_rank(operators.tensors), operators.starts, axis=0)
         seconds = np.zeros_like(flops)
@@ -314,7 +327,7 @@ class _Evaluation:
     def _moves(self) -> dict[str, _Sent]:
         """The redistributions by phase, and finished gradients that are scattered or all-reduced."""
         slots = ("forward", "backward", "scatter", "reduce", "again")
-        moved = dict.fromkeys(slots, _Sent(*(np.zeros(len(self.parts)) for _ in _Sent._fields)))
+        moved = dict.fromkeys(slots, _Sent(*(np.zeros(len(self.num_microbatches)) for _ in _Sent._fields)))
         size = self._on_rank(self.terms.moved)
         for move in dict.fromkeys(self.terms.moves):
             rows = np.flatnonzero([other == move for other in self.terms.moves])
@@ -325,7 +338,7 @@ class _Evaluation:
 
     def _sent(self, kind: str, size: Floats, role: int, bundled: bool) -> _Sent:
         """Collectives of ``size[V, C]`` bytes over the axes of a role, one kind of axes after the other, added up."""
-        seconds, starts, packing, count = (np.zeros(len(self.parts)) for _ in _Sent._fields)
+        seconds, starts, packing, count = (np.zeros(len(self.num_microbatches)) for _ in _Sent._fields)
         for served, columns in self.axes[role].items():
             for group, own in self._by_kind(kind, size[:, columns], served):
                 if not bundled:
@@ -342,7 +355,7 @@ class _Evaluation:
                 packing[columns] += device.launch_overhead_s * found.packed
         return _Sent(seconds, starts, packing, count)
 
-    def _by_kind(self, kind: str, size: Floats, served: AxisKinds) -> Iterator[tuple[list[Axis], Floats]]:
+    def _by_kind(self, kind: str, size: Floats, served: AxisPartition) -> Iterator[tuple[list[Axis], Floats]]:
         """The axes of each kind, and the bytes of a collective over these alone: of what the kinds before it leave."""
         groups = [[self.cluster.axes[i] for i in own] for own in served]
         degrees = [prod(axis.size for axis in group) for group in groups]
@@ -359,7 +372,7 @@ class _Evaluation:
         """``[W, C]``: ranks among which ``zero`` splits a parameter, 1 where none of its dims divides."""
         weights, roles = self.terms.weights, self.terms.roles
         if "zero" not in roles:
-            return np.ones((len(weights.shapes), len(self.parts)))
+            return np.ones((len(weights.shapes), len(self.num_microbatches)))
         degree = self.degrees[:, roles.index("zero")][None, :]
         whole = np.where(weights.amounts.split[:, None, :], self.degrees[None, :, :], 1.0).prod(axis=2)
         divides = np.zeros(whole.shape, dtype=np.bool_)
@@ -376,7 +389,7 @@ class _Evaluation:
         own = self._on_rank(weights.amounts)[weights.used]
         computed, cast = weights.computed[weights.used, None], weights.cast[weights.used, None]
         read = np.where(cast, own * (1 + computed) / np.where(computed < 1, degrees, 1.0), 0.0)
-        nothing = np.zeros(len(self.parts))
+        nothing = np.zeros(len(self.num_microbatches))
         made = _Sent(nothing, nothing, traffic_s(self.cluster.device, read.sum(axis=0)), nothing)
         if "zero" in roles:
             moved = np.where(degrees > 1, own * np.minimum(computed, 1.0), 0.0)

@@ -12,7 +12,7 @@ from cost_models.call_cost import call_cost
 from cost_models.operator_time import dtype_name, is_free
 from cost_models.ops import kind_of
 from galvatron_fx.ir.arrays import Floats
-from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.graph.op_call import OpCall, input_nodes, is_getitem, op_call
 from galvatron_fx.ir.graph.precision import cast_parameter
 from passes.search.cost_table.graph_index import GraphIndex, is_view, storage_root, users_through_views
@@ -73,7 +73,7 @@ class BlockFacts:
     @cached_property
     def for_weights(self) -> set[fx.Node]:
         """The backward operators that the gradients passed on to other blocks do not need."""
-        backward = [node for node in self.nodes if facts(node).phase == "backward"]
+        backward = [node for node in self.nodes if meta_of(node).phase == "backward"]
         outside = {n for n in backward if any(user.op != "output" and user not in self.inside for user in n.users)}
         passed = outside - self.graph.terms
         for node in reversed(backward):
@@ -86,9 +86,9 @@ class BlockFacts:
         """The forward operators that backward needs something of."""
         needed: set[fx.Node] = set()
         for node in reversed(self.nodes):
-            if node in needed or facts(node).phase == "backward":
+            if node in needed or meta_of(node).phase == "backward":
                 needed.update(source for source in input_nodes(node) if source.op == "call_function")
-        return {n for n in self.nodes if n in needed and facts(n).phase == "forward" and n not in self.weights_alone}
+        return {n for n in self.nodes if n in needed and meta_of(n).phase == "forward" and n not in self.weights_alone}
 
     @cached_property
     def calls(self) -> list[ComputeCall]:
@@ -108,9 +108,9 @@ class BlockFacts:
         return [
             (storage_root(source), node, position)
             for node in self.nodes
-            if not is_getitem(node) and facts(node).phase == "backward"
+            if not is_getitem(node) and meta_of(node).phase == "backward"
             for position, source in enumerate(input_nodes(node))
-            if source not in self.weights_alone and facts(source).phase == "forward"
+            if source not in self.weights_alone and meta_of(source).phase == "forward"
         ]
 
     @cached_property
@@ -136,11 +136,11 @@ class BlockFacts:
         return {}
 
     def _find_lives(self, phase: str) -> tuple[list[fx.Node], Floats]:
-        nodes = [node for node in self.nodes if facts(node).phase == phase]
+        nodes = [node for node in self.nodes if meta_of(node).phase == phase]
         position = {node: i for i, node in enumerate(nodes)}
         made, alive = [], []
         for node, start in position.items():
-            if facts(node).multi_output or node in self.weights_alone or is_view(node):
+            if meta_of(node).multi_output or node in self.weights_alone or is_view(node):
                 continue
             end = max((position[user] for user in users_through_views(node) if user in position), default=start)
             span = np.zeros(len(nodes))
@@ -164,6 +164,6 @@ def _parameter_side(nodes: list[fx.Node], parameters: frozenset[fx.Node]) -> set
     alone = set(parameters)
     for node in nodes:
         sources = input_nodes(node)
-        if sources and facts(node).phase == "forward" and all(source in alone for source in sources):
+        if sources and meta_of(node).phase == "forward" and all(source in alone for source in sources):
             alone.add(node)
     return alone

@@ -14,7 +14,7 @@ import numpy as np
 from torch import fx
 
 from galvatron_fx.ir.arrays import Bools, Floats, Ints
-from galvatron_fx.ir.graph.metadata import TensorSpec, facts
+from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
 from galvatron_fx.ir.graph.placement import REPLICATE, Partial, Placement, Shard
 from galvatron_fx.ir.graph.precision import cast_parameter
@@ -44,9 +44,9 @@ class Amounts:
             np.array([split for _, _, split in rows], dtype=np.bool_).reshape(len(rows), roles),
         )
 
-    def on_rank(self, degrees: Floats, parts: Floats) -> Floats:
-        """``[V, C]``: what one rank has, for ``degrees[C, R]`` and ``parts[C]`` micro-batches."""
-        share = self.size[:, None] / np.where(self.batch[:, None], parts[None, :], 1.0)
+    def on_rank(self, degrees: Floats, num_microbatches: Floats) -> Floats:
+        """``[V, C]``: what one rank has, for ``degrees[C, R]`` and ``num_microbatches[C]`` micro-batches."""
+        share = self.size[:, None] / np.where(self.batch[:, None], num_microbatches[None, :], 1.0)
         for role in range(degrees.shape[1]):
             share /= np.where(self.split[:, role, None], degrees[None, :, role], 1.0)
         return share
@@ -74,7 +74,7 @@ class Operators:
 
 
 @dataclass(frozen=True)
-class Move:
+class Redistribution:
     """A redistribution that role ``role`` makes.
 
     ``kind`` of collective; ``slot``: what it counts to; ``rebuilt``: recomputation makes it again.
@@ -105,7 +105,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Lives:
+class LiveRanges:
     """Values of one phase that are not kept for another: ``alive[T, V]``, whether value v lives at step t."""
 
     values: Amounts
@@ -118,13 +118,13 @@ class BlockTerms:
 
     roles: tuple[str, ...]
     operators: Operators
-    moves: tuple[Move, ...]
+    moves: tuple[Redistribution, ...]
     moved: Amounts
     weights: Weights
     saved: Amounts
     entering: Bools
     deferred: Amounts
-    lives: tuple[Lives, Lives]
+    lives: tuple[LiveRanges, LiveRanges]
 
 
 def read_terms(block: BlockFacts, composition: Composition) -> BlockTerms:
@@ -185,13 +185,13 @@ class _Reading:
             Amounts.of(flops, len(self.roles)),
             self._amounts(tensors),
             np.array(starts, dtype=np.int64),
-            _flags(nodes, lambda node: facts(node).phase == "backward"),
+            _flags(nodes, lambda node: meta_of(node).phase == "backward"),
             _flags(nodes, self.block.for_weights.__contains__),
             _flags(nodes, self.block.rebuilt.__contains__),
             tuple(found.kind for found in calls),
         )
 
-    def _moves(self) -> tuple[tuple[Move, ...], Amounts]:
+    def _moves(self) -> tuple[tuple[Redistribution, ...], Amounts]:
         """Redistributions, with the bytes that the other roles leave of each."""
         moves, rows = [], []
         for role, sharding in enumerate(self.shardings):
@@ -203,12 +203,12 @@ class _Reading:
                 if self.roles[role] == "zero" and finished:
                     kind = "reduce_scatter"
                 slot = phase if not finished else "reduce" if kind == "all_reduce" else "scatter"
-                moves.append(Move(role, kind, slot, again))
+                moves.append(Redistribution(role, kind, slot, again))
                 split = self._split(source)
                 if slot == "reduce":  # of what ``zero`` has scattered before
                     split = [own or other == "zero" for own, other in zip(split, self.roles, strict=True)]
                 split[role] = False
-                rows.append((facts(source).spec, split))
+                rows.append((meta_of(source).spec, split))
         return tuple(moves), self._amounts(rows)
 
     def _redistributions(self, sharding: AxisSharding) -> list[tuple[fx.Node, Placement, str, Placement, bool]]:
@@ -225,17 +225,17 @@ class _Reading:
             if is_getitem(node):
                 continue
             for source, want in zip(input_nodes(node), sharding.rules[node].inputs, strict=True):
-                move(source, want, facts(node).phase, self._entering(sharding, source), node in self.block.rebuilt)
+                move(source, want, meta_of(node).phase, self._entering(sharding, source), node in self.block.rebuilt)
         for node in self.nodes:
             if node in sharding.boundaries:
-                move(node, sharding.boundaries[node], facts(node).phase, sharding.placement(node))
+                move(node, sharding.boundaries[node], meta_of(node).phase, sharding.placement(node))
         for parameter, gradient in self.block.gradients:
             want = sharding.inputs.get(parameter, REPLICATE)
             move(gradient, want, "backward", sharding.placement(gradient))
         return list(made.values())
 
     def _entering(self, sharding: AxisSharding, source: fx.Node) -> Placement:
-        if source.op != "call_function" or max(facts(source).block, 0) == self.block.index:
+        if source.op != "call_function" or max(meta_of(source).block, 0) == self.block.index:
             return sharding.placement(source)
         return sharding.boundaries.get(source, REPLICATE)
 
@@ -247,8 +247,8 @@ class _Reading:
         casts = {node: user for node in nodes for user in node.users if user.target is cast_parameter}
         gradients = self.graph.gradient_of
         return Weights(
-            self._amounts((facts(node).spec, self._split(node)) for node in nodes),
-            tuple(tuple(int(size) for size in facts(node).spec.shape) for node in nodes),
+            self._amounts((meta_of(node).spec, self._split(node)) for node in nodes),
+            tuple(tuple(int(size) for size in meta_of(node).spec.shape) for node in nodes),
             _flags(nodes, self.graph.trained.__contains__),
             _flags(nodes, owned.__contains__),
             _flags(nodes, used.__contains__),
@@ -262,7 +262,7 @@ class _Reading:
         kept = self._distinct(self.block.kept)
         entering = _flags(
             [root for root, _ in kept],
-            lambda node: node.op != "call_function" or max(facts(node).block, 0) != self.block.index,
+            lambda node: node.op != "call_function" or max(meta_of(node).block, 0) != self.block.index,
         )
         return self._kept_amounts(kept), entering
 
@@ -274,16 +274,16 @@ class _Reading:
         )
 
     def _kept_amounts(self, kept: Iterable[tuple[fx.Node, tuple[Placement, ...]]]) -> Amounts:
-        return self._amounts((facts(root).spec, [isinstance(want, Shard) for want in wants]) for root, wants in kept)
+        return self._amounts((meta_of(root).spec, [isinstance(want, Shard) for want in wants]) for root, wants in kept)
 
-    def _lives(self, phase: str) -> Lives:
+    def _lives(self, phase: str) -> LiveRanges:
         made, alive = self.block.lives(phase)
-        return Lives(self._amounts((facts(node).spec, self._split(node)) for node in made), alive)
+        return LiveRanges(self._amounts((meta_of(node).spec, self._split(node)) for node in made), alive)
 
 
 def _ratios(nodes: Sequence[fx.Node], others: Mapping[fx.Node, fx.Node]) -> Floats:
     """Bytes of an element of each node's partner over those of the node itself; 1 where it has none."""
-    sizes = [(facts(others.get(node, node)).spec.dtype.itemsize, facts(node).spec.dtype.itemsize) for node in nodes]
+    sizes = [(meta_of(others.get(node, node)).spec.dtype.itemsize, meta_of(node).spec.dtype.itemsize) for node in nodes]
     return np.array([partner / own for partner, own in sizes], dtype=np.float64)
 
 

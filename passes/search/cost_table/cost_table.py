@@ -16,10 +16,10 @@ from cost_models.collectives import collective_s
 from galvatron_fx.ir.arrays import Bools, Floats, Ints
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.errors import PlanError
-from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.plan.strategy import Boundary, Strategy, batch_ranks, batch_share, boundary
 from passes.analysis.blocks import fingerprints
-from passes.search.candidates import AxisKinds, fits_kinds
+from passes.search.candidates import AxisPartition, fits_partition
 from passes.search.cost_table.block_costs import BlockPricer, BlockPrices
 from passes.search.cost_table.block_facts import BlockFacts
 from passes.search.cost_table.block_shardings import Solutions
@@ -27,19 +27,19 @@ from passes.search.cost_table.graph_index import GraphIndex
 
 
 @dataclass(frozen=True)
-class Chain:
+class CostTable:
     """Prices of all blocks: arrays over [block, strategy], of one micro-batch where a batch matters.
 
     ``forward``, ``backward``, ``weight`` (of backward), ``once`` in seconds; ``static``, ``saved``, ``deferred``,
     ``transient`` in bytes, as :class:`passes.search.cost_table.block_costs.BlockPrices` says;
     ``kind[strategy]``: which boundary a strategy has, of those that ``change`` tells apart; ``change[block, kind,
     kind]``: seconds from a block to the next, forward and back; ``crossing``: bytes of activations that pass in front
-    of each block; ``allowed``: by the constraints; ``marks``: fingerprints of the blocks; ``kinds``: axes that are
-    served as one, as the request says.
+    of each block; ``allowed``: by the constraints; ``block_fingerprints``: fingerprints of the blocks; ``kinds``: axes
+    that are served as one, as the request says.
     """
 
     strategies: tuple[Strategy, ...]
-    parts: int
+    num_microbatches: int
     forward: Floats
     backward: Floats
     weight: Floats
@@ -52,13 +52,13 @@ class Chain:
     change: Floats
     crossing: Floats
     allowed: Bools
-    marks: tuple[str, ...]
-    kinds: AxisKinds = ()
+    block_fingerprints: tuple[str, ...]
+    kinds: AxisPartition = ()
 
     @cached_property
     def time(self) -> Floats:
         """Seconds of a block in each of its micro-batches, what is done once a step shared among them."""
-        return self.forward + self.backward + self.once / self.parts
+        return self.forward + self.backward + self.once / self.num_microbatches
 
     @property
     def memory(self) -> Floats:
@@ -86,7 +86,7 @@ class Chain:
 
     @cached_property
     def _alike(self) -> tuple[tuple[str, bytes], ...]:
-        return tuple((mark, row.tobytes()) for mark, row in zip(self.marks, self.allowed, strict=True))
+        return tuple((mark, row.tobytes()) for mark, row in zip(self.block_fingerprints, self.allowed, strict=True))
 
     def like(self, block: int) -> tuple[str, bytes]:
         """What is equal for blocks that have equal prices and may take the same strategies."""
@@ -98,26 +98,28 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class ChainRequest:
-    """Strategies to price for one way to use the outermost axes, with ``parts`` micro-batches.
+class CostTableRequest:
+    """Strategies to price for one way to use the outermost axes, with ``num_microbatches`` micro-batches.
 
     ``kinds``: the axes that are served as one, which the others tell apart; where it names none, those to which a
     strategy gives one role, as if all blocks did.
     """
 
     strategies: tuple[Strategy, ...]
-    parts: int
-    kinds: AxisKinds = ()
+    num_microbatches: int
+    kinds: AxisPartition = ()
 
 
-def chain_requests(strategies: Sequence[Strategy], parts: int, kinds: Sequence[AxisKinds]) -> list[ChainRequest]:
+def cost_table_requests(
+    strategies: Sequence[Strategy], num_microbatches: int, kinds: Sequence[AxisPartition]
+) -> list[CostTableRequest]:
     """A request for each of the ``kinds`` of axes, of the strategies that give axes of one kind one role; none of equal
     strategies for more kinds."""
-    found: dict[tuple[Strategy, ...], ChainRequest] = {}
+    found: dict[tuple[Strategy, ...], CostTableRequest] = {}
     for each in kinds:
-        fitting = tuple(strategy for strategy in strategies if fits_kinds(strategy, each))
+        fitting = tuple(strategy for strategy in strategies if fits_partition(strategy, each))
         if fitting:
-            found.setdefault(fitting, ChainRequest(fitting, parts, each))
+            found.setdefault(fitting, CostTableRequest(fitting, num_microbatches, each))
     return list(found.values())
 
 
@@ -130,65 +132,69 @@ class Pricer:
     constraints: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        self.marks = fingerprints(self.graph)
-        self._first = {mark: self.marks.index(mark) for mark in self.marks}
-        self._row = np.array([list(self._first).index(mark) for mark in self.marks], dtype=np.int64)
+        self.block_fingerprints = fingerprints(self.graph)
+        self._first = {mark: self.block_fingerprints.index(mark) for mark in self.block_fingerprints}
+        self._row = np.array([list(self._first).index(mark) for mark in self.block_fingerprints], dtype=np.int64)
         symbols = self.graph.meta.get("symbols")
         self.batch = symbols.batch if symbols else 1
-        self._crossing = _crossing_bytes(self.graph, len(self.marks))
+        self._crossing = _crossing_bytes(self.graph, len(self.block_fingerprints))
         only = frozenset(self._first.values())
-        self._solutions = Solutions(self.graph, self.cluster, len(self.marks), self.batch, only)
+        self._solutions = Solutions(self.graph, self.cluster, len(self.block_fingerprints), self.batch, only)
         self._constrained = _constrained_blocks(self.graph, self.constraints)
-        self._known: dict[ChainRequest, Chain | PlanError] = {}
+        self._known: dict[CostTableRequest, CostTable | PlanError] = {}
 
-    def chains(self, requests: Sequence[ChainRequest]) -> list[Chain | PlanError]:
+    def cost_tables(self, requests: Sequence[CostTableRequest]) -> list[CostTable | PlanError]:
         """Price all requests together; PlanError in place of a chain that the batch or the constraints rule out."""
         new = [request for request in dict.fromkeys(requests) if request not in self._known]
         self._known.update(zip(new, self._priced(new), strict=True))
         return [self._known[request] for request in requests]
 
-    def _priced(self, requests: Sequence[ChainRequest]) -> list[Chain | PlanError]:
+    def _priced(self, requests: Sequence[CostTableRequest]) -> list[CostTable | PlanError]:
         made = [self._usable(request) for request in requests]
-        wanted = [(s, r.parts, r.kinds) for r, usable in zip(requests, made, strict=True) for s in usable]
+        wanted = [(s, r.num_microbatches, r.kinds) for r, usable in zip(requests, made, strict=True) for s in usable]
         self._solutions.solve(
-            (group, batch_share(strategy, parts, self.cluster.shape))
-            for strategy, parts, _ in wanted
+            (group, batch_share(strategy, num_microbatches, self.cluster.shape))
+            for strategy, num_microbatches, _ in wanted
             for group in strategy.groups(self.cluster.shape)
         )
         index = GraphIndex.of(self.graph)
         pricers = [BlockPricer(BlockFacts(index, i), self.cluster, self._solutions) for i in self._first.values()]
         prices = [pricer.prices(wanted) for pricer in pricers] if wanted else []
-        chains: list[Chain | PlanError] = []
+        cost_tables: list[CostTable | PlanError] = []
         start = 0
         for request, usable in zip(requests, made, strict=True):
             entries = slice(start, start + len(usable))
             start += len(usable)
             try:
-                chains.append(self._chain(request, usable, [found[entries] for found in prices]))
+                cost_tables.append(self._chain(request, usable, [found[entries] for found in prices]))
             except PlanError as error:
-                chains.append(error)
-        return chains
+                cost_tables.append(error)
+        return cost_tables
 
-    def _usable(self, request: ChainRequest) -> tuple[Strategy, ...]:
+    def _usable(self, request: CostTableRequest) -> tuple[Strategy, ...]:
         """The strategies that find enough samples in a micro-batch: those that split it evenly, else any."""
-        batch = self.batch // request.parts
+        batch = self.batch // request.num_microbatches
         ranks = {strategy: batch_ranks(strategy, self.cluster.shape) for strategy in request.strategies}
         even = tuple(s for s in request.strategies if batch % ranks[s] == 0)
         return even or tuple(s for s in request.strategies if ranks[s] <= batch)
 
-    def _chain(self, request: ChainRequest, usable: tuple[Strategy, ...], prices: Sequence[BlockPrices]) -> Chain:
+    def _chain(
+        self, request: CostTableRequest, usable: tuple[Strategy, ...], prices: Sequence[BlockPrices]
+    ) -> CostTable:
         if not usable:
-            raise PlanError(f"a batch of {self.batch} in {request.parts} micro-batches gives some ranks no sample")
+            raise PlanError(
+                f"a batch of {self.batch} in {request.num_microbatches} micro-batches gives some ranks no sample"
+            )
 
         def rows(name: str) -> Floats:
             return np.array([getattr(price, name) for price in prices])[self._row]
 
         boundaries = [boundary(strategy) for strategy in usable]
         kinds = sorted(set(boundaries))
-        crossing = self._crossing / request.parts
-        return Chain(
+        crossing = self._crossing / request.num_microbatches
+        return CostTable(
             usable,
-            request.parts,
+            request.num_microbatches,
             rows("forward_s"),
             rows("backward_s"),
             rows("weight_s"),
@@ -200,8 +206,8 @@ class Pricer:
             np.array([kinds.index(kind) for kind in boundaries], dtype=np.int64),
             _changes(kinds, crossing[1:], self.cluster.axes),
             crossing,
-            _allowed(usable, self._constrained, len(self.marks)),
-            self.marks,
+            _allowed(usable, self._constrained, len(self.block_fingerprints)),
+            self.block_fingerprints,
             request.kinds,
         )
 
@@ -225,13 +231,13 @@ def _crossing_bytes(graph: fx.GraphModule, blocks: int) -> Floats:
     """Bytes of the activations that pass in front of each block: made before it, used in it or behind it."""
     change = np.zeros(blocks + 1)
     for node in graph.graph.nodes:
-        if node.op != "call_function" or facts(node).multi_output or facts(node).phase != "forward":
+        if node.op != "call_function" or meta_of(node).multi_output or meta_of(node).phase != "forward":
             continue
-        uses = [facts(u).block for u in node.users if u.op == "call_function" and facts(u).phase == "forward"]
-        last, block = max(uses, default=-1), facts(node).block
-        if last > block and node.meta.get("seq_nr") is not None and facts(node).spec.dtype.is_floating_point:
-            change[block + 1] += facts(node).spec.size_bytes
-            change[last + 1] -= facts(node).spec.size_bytes
+        uses = [meta_of(u).block for u in node.users if u.op == "call_function" and meta_of(u).phase == "forward"]
+        last, block = max(uses, default=-1), meta_of(node).block
+        if last > block and node.meta.get("seq_nr") is not None and meta_of(node).spec.dtype.is_floating_point:
+            change[block + 1] += meta_of(node).spec.size_bytes
+            change[last + 1] -= meta_of(node).spec.size_bytes
     return np.cumsum(change)[:blocks]
 
 
@@ -262,9 +268,9 @@ def _constrained_blocks(graph: fx.GraphModule, constraints: Mapping[str, Any]) -
     found = {}
     for name, wanted in constraints.items():
         members = {
-            facts(n).block
+            meta_of(n).block
             for n in graph.graph.nodes
-            if n.op == "call_function" and (facts(n).module == name or facts(n).module.startswith(f"{name}."))
+            if n.op == "call_function" and (meta_of(n).module == name or meta_of(n).module.startswith(f"{name}."))
         }
         if not members:
             raise PlanError(f"constraint on module {name!r}: the model has no such module that computes anything")

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from cost_models.operator_time import is_free
-from galvatron_fx.ir.graph.metadata import facts, output_ports, ports
+from galvatron_fx.ir.graph.metadata import meta_of, output_ports, ports
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem, op_call
 
 
@@ -42,7 +42,7 @@ class GraphIndex:
         first: dict[fx.Node, fx.Node] = {}
         for node in graph.graph.nodes:
             if node.op == "call_function":
-                blocks.setdefault(max(facts(node).block, 0), []).append(node)
+                blocks.setdefault(max(meta_of(node).block, 0), []).append(node)
                 for source in input_nodes(node):
                     if source in parameters:
                         first.setdefault(source, node)
@@ -59,7 +59,7 @@ def _terms(graph: fx.GraphModule) -> frozenset[fx.Node]:
     found: set[fx.Node] = set()
     for node in reversed(graph.graph.nodes):
         users = list(node.users)
-        if node.op == "call_function" and facts(node).phase == "backward":
+        if node.op == "call_function" and meta_of(node).phase == "backward":
             sums = (u for u in users if u.op != "output")
             if users and all(u in found and u.target is torch.ops.aten.add.Tensor for u in sums):
                 found.add(node)
@@ -68,7 +68,7 @@ def _terms(graph: fx.GraphModule) -> frozenset[fx.Node]:
 
 def is_view(node: fx.Node) -> bool:
     """Whether ``node`` makes no memory of its own."""
-    return not is_getitem(node) and not facts(node).multi_output and is_free(op_call(node))
+    return not is_getitem(node) and not meta_of(node).multi_output and is_free(op_call(node))
 
 
 def storage_root(node: fx.Node) -> fx.Node:

@@ -16,7 +16,7 @@ from itertools import accumulate
 import numpy as np
 
 from cost_models.many_steps import many_step_s
-from cost_models.schedule_time import Waiting
+from cost_models.schedule_time import InFlight
 from galvatron_fx.ir.arrays import Bools, Floats, Ints
 from passes.search.solvers.cuts import Cuts
 from passes.search.solvers.sections import Section
@@ -85,7 +85,7 @@ class ExactPicks:
 
     times: StepTimes
     cuts: Cuts
-    waiting: Sequence[Waiting]
+    waiting: Sequence[InFlight]
     budget: float
 
     def run(self, below_s: float) -> list[int] | None:
@@ -109,29 +109,29 @@ class ExactPicks:
 
     def _options(self, stage: int) -> list[_Tuples]:
         """The strategies of each block of a stage."""
-        chain = self.times.chain
-        blocks = range(self.cuts[stage], (*self.cuts[1:], len(chain.marks))[stage])
-        held = Section(tuple(blocks), (self.waiting[stage],) * len(blocks)).held(chain)
-        weight = chain.backward if stage == 0 else chain.weight  # the first stage passes no gradient on
+        costs = self.times.costs
+        blocks = range(self.cuts[stage], (*self.cuts[1:], len(costs.block_fingerprints))[stage])
+        held = Section(tuple(blocks), (self.waiting[stage],) * len(blocks)).held(costs)
+        weight = costs.backward if stage == 0 else costs.weight  # the first stage passes no gradient on
         found = []
         for block, kept in zip(blocks, held, strict=True):
             late = weight[block] if self.times.filled.splits_backward else np.zeros_like(weight[block])
             amounts = (
-                chain.forward[block],
-                chain.backward[block] - late,
+                costs.forward[block],
+                costs.backward[block] - late,
                 late,
-                chain.once[block],
+                costs.once[block],
                 kept,
-                chain.transient[block],
+                costs.transient[block],
             )
-            every = np.arange(len(chain.strategies))[:, None]
-            options = _Tuples(np.stack(amounts, axis=1), every, chain.kind, chain.kind)[chain.allowed[block]]
+            every = np.arange(len(costs.strategies))[:, None]
+            options = _Tuples(np.stack(amounts, axis=1), every, costs.kind, costs.kind)[costs.allowed[block]]
             found.append(options[options.cost[:, _HELD] + options.cost[:, _TRANSIENT] <= self.budget])
         return found
 
     def _grown(self, stage: int, blocks: Sequence[_Tuples], least: Sequence[Floats], below_s: float) -> _Tuples:
         """The tuples of a stage that may be part of a better choice; ``least``: of every stage, what it takes."""
-        change = self.times.chain.change / 2
+        change = self.times.costs.change / 2
         behind = [*accumulate((options.least for options in reversed(blocks[1:])), _together)][::-1]
         grown: _Tuples | None = None
         for place, options in enumerate(blocks):

@@ -91,14 +91,14 @@ def solve_layers(
 
     Raises InputError for arrays that do not match.
     """
-    chain = _checked(time_s, memory_bytes, transition_s, budget_bytes)
-    _, least, _ = chain.by_memory.cheapest(0.0)
-    if not least <= chain.budget:
+    costs = _checked(time_s, memory_bytes, transition_s, budget_bytes)
+    _, least, _ = costs.by_memory.cheapest(0.0)
+    if not least <= costs.budget:
         return None
     gap = max(gap, _SLACK)
-    incumbent, price = _incumbent(chain, known_s * (1 - gap))
-    picks = _labels(chain, incumbent, price, gap, known_s)
-    return picks, *chain.measure(picks)
+    incumbent, price = _incumbent(costs, known_s * (1 - gap))
+    picks = _labels(costs, incumbent, price, gap, known_s)
+    return picks, *costs.measure(picks)
 
 
 def cheapest_layers(time_s: Floats, transition_s: Floats) -> list[int]:
@@ -140,83 +140,83 @@ def _checked(time_s: ArrayLike, memory_bytes: ArrayLike, transition_s: ArrayLike
     return _Chain(np.where(impossible, np.inf, time), np.where(impossible, 0.0, memory), transition, float(budget))
 
 
-def _incumbent(chain: _Chain, below_s: float) -> tuple[list[int], float]:
+def _incumbent(costs: _Chain, below_s: float) -> tuple[list[int], float]:
     """A feasible chain and the price of memory that gives the strongest bound, or one that rules out ``below_s``.
 
     The price moves from one breakpoint of the dual to the next: where the best chains known on both sides of the
     budget cost the same.
     """
-    greedy, greedy_time, greedy_memory = chain.cheapest(0.0)
-    if greedy_memory <= chain.budget:
+    greedy, greedy_time, greedy_memory = costs.cheapest(0.0)
+    if greedy_memory <= costs.budget:
         return greedy, 0.0
-    feasible = chain.by_memory.cheapest(0.0)[0]
-    time, memory = chain.measure(feasible)
+    feasible = costs.by_memory.cheapest(0.0)[0]
+    time, memory = costs.measure(feasible)
     best, best_time, price = feasible, time, 0.0
     for _ in range(_PRICE_STEPS):
         price = (time - greedy_time) / (greedy_memory - memory)
-        picks, found_time, found_memory = chain.cheapest(price)
+        picks, found_time, found_memory = costs.cheapest(price)
         if found_time + price * found_memory >= (time + price * memory) * (1 - _SLACK):
             break
-        if found_memory > chain.budget:
+        if found_memory > costs.budget:
             greedy, greedy_time, greedy_memory = picks, found_time, found_memory
         else:
             feasible, time, memory = picks, found_time, found_memory
         if time < best_time:
             best, best_time = feasible, time
-        if found_time + price * (found_memory - chain.budget) >= below_s:
+        if found_time + price * (found_memory - costs.budget) >= below_s:
             break
-    return _spliced(chain, greedy, best), price
+    return _spliced(costs, greedy, best), price
 
 
-def _spliced(chain: _Chain, greedy: list[int], feasible: list[int]) -> list[int]:
+def _spliced(costs: _Chain, greedy: list[int], feasible: list[int]) -> list[int]:
     """The fastest feasible chain that is ``greedy`` on one side of a block and ``feasible`` on the other.
 
     Equal blocks all change their strategy at one price of memory; a mixture of the two sides lies between.
     """
-    best, (best_time, _) = feasible, chain.measure(feasible)
+    best, (best_time, _) = feasible, costs.measure(feasible)
     for head, tail in ((greedy, feasible), (feasible, greedy)):
-        time, memory = _joined(chain, head, tail)
-        fits = np.where(memory <= chain.budget, time, np.inf)
+        time, memory = _joined(costs, head, tail)
+        fits = np.where(memory <= costs.budget, time, np.inf)
         cut = int(fits.argmin()) if len(fits) else 0
         if len(fits) and fits[cut] < best_time:
             best, best_time = head[: cut + 1] + tail[cut + 1 :], float(fits[cut])
     return best
 
 
-def _joined(chain: _Chain, head: list[int], tail: list[int]) -> tuple[Floats, Floats]:
+def _joined(costs: _Chain, head: list[int], tail: list[int]) -> tuple[Floats, Floats]:
     """``[L-1]``: time and memory of the chains that are ``head`` up to a layer and ``tail`` behind it."""
     layers, steps = np.arange(len(head)), np.arange(len(head) - 1)
     before, behind = np.array(head), np.array(tail)
-    time_before = chain.time[layers, before].cumsum()[:-1]
-    time_before[1:] += chain.transition[steps, before[:-1], before[1:]].cumsum()[:-1]
-    reversed_s = chain.time[layers, behind][::-1].cumsum()[:-1]
-    reversed_s[1:] += chain.transition[steps, behind[:-1], behind[1:]][::-1].cumsum()[:-1]
-    across = chain.transition[steps, before[:-1], behind[1:]]
-    memory_behind = chain.memory[layers, behind][::-1].cumsum()[:-1][::-1]
-    return time_before + across + reversed_s[::-1], chain.memory[layers, before].cumsum()[:-1] + memory_behind
+    time_before = costs.time[layers, before].cumsum()[:-1]
+    time_before[1:] += costs.transition[steps, before[:-1], before[1:]].cumsum()[:-1]
+    reversed_s = costs.time[layers, behind][::-1].cumsum()[:-1]
+    reversed_s[1:] += costs.transition[steps, behind[:-1], behind[1:]][::-1].cumsum()[:-1]
+    across = costs.transition[steps, before[:-1], behind[1:]]
+    memory_behind = costs.memory[layers, behind][::-1].cumsum()[:-1][::-1]
+    return time_before + across + reversed_s[::-1], costs.memory[layers, before].cumsum()[:-1] + memory_behind
 
 
-def _labels(chain: _Chain, incumbent: list[int], price: float, gap: float, known_s: float) -> list[int]:
+def _labels(costs: _Chain, incumbent: list[int], price: float, gap: float, known_s: float) -> list[int]:
     """Extend Pareto-optimal labels block by block; returns the picks of the best chain, if it is below ``known_s``."""
-    best_time = min(chain.measure(incumbent)[0], known_s)
-    time_to_go = chain.to_go(0.0)
-    memory_to_go = chain.by_memory.to_go(0.0)
-    priced_to_go = chain.to_go(price)
-    layers, strategies = chain.time.shape
+    best_time = min(costs.measure(incumbent)[0], known_s)
+    time_to_go = costs.to_go(0.0)
+    memory_to_go = costs.by_memory.to_go(0.0)
+    priced_to_go = costs.to_go(price)
+    layers, strategies = costs.time.shape
     history: list[tuple[Ints, Ints]] = []
-    where = np.flatnonzero(np.isfinite(chain.time[0]))
-    time, memory, parent = chain.time[0][where], chain.memory[0][where], np.full(len(where), -1)
+    where = np.flatnonzero(np.isfinite(costs.time[0]))
+    time, memory, parent = costs.time[0][where], costs.memory[0][where], np.full(len(where), -1)
     for layer in range(layers):
         if layer:
-            step = chain.transition[layer - 1][where] + chain.time[layer][None, :]
+            step = costs.transition[layer - 1][where] + costs.time[layer][None, :]
             time = (time[:, None] + step).ravel()
-            memory = (memory[:, None] + chain.memory[layer][None, :]).ravel()
+            memory = (memory[:, None] + costs.memory[layer][None, :]).ravel()
             parent = np.repeat(np.arange(len(where)), strategies)
             where = np.tile(np.arange(strategies), len(where))
-        fits = memory + memory_to_go[layer][where] <= chain.budget
+        fits = memory + memory_to_go[layer][where] <= costs.budget
         bound = np.maximum(
             time + time_to_go[layer][where],
-            time + price * memory + priced_to_go[layer][where] - price * chain.budget,
+            time + price * memory + priced_to_go[layer][where] - price * costs.budget,
         )
         keep = np.flatnonzero(fits & (bound < best_time * (1 - gap)))
         keep = keep[_pareto(where[keep], time[keep], memory[keep])]

@@ -8,10 +8,10 @@ from itertools import groupby, pairwise
 
 import numpy as np
 
-from cost_models.schedule_time import Waiting
+from cost_models.schedule_time import InFlight
 from galvatron_fx.ir.arrays import Bools, Floats, Ints
 from galvatron_fx.ir.errors import PlanError
-from passes.search.cost_table.cost_table import Chain, useful
+from passes.search.cost_table.cost_table import CostTable, useful
 from passes.search.solvers.layer_dp import cheapest_layers, relaxed_s, solve_layers
 
 SMALL = 6  # blocks of a model up to which the search is exact
@@ -25,27 +25,27 @@ class Section:
     """Blocks that share one device's memory, with the micro-batches of each that wait for backward at once."""
 
     blocks: tuple[int, ...]
-    waiting: tuple[Waiting, ...]
+    waiting: tuple[InFlight, ...]
 
-    def held(self, chain: Chain) -> Floats:
+    def held(self, costs: CostTable) -> Floats:
         """``[block, strategy]``: bytes of what is kept, with all that is in flight."""
-        return chain.static[list(self.blocks)] + waiting_bytes(chain, self.blocks, self.waiting)
+        return costs.static[list(self.blocks)] + waiting_bytes(costs, self.blocks, self.waiting)
 
-    def bytes(self, chain: Chain, picks: Sequence[int]) -> float:
+    def bytes(self, costs: CostTable, picks: Sequence[int]) -> float:
         """What a strategy for each of the blocks keeps, with the largest transient."""
         rows, columns = list(self.blocks), list(picks)
-        held = self.held(chain)[np.arange(len(rows)), columns]
-        return float(held.sum() + chain.transient[rows, columns].max())
+        held = self.held(costs)[np.arange(len(rows)), columns]
+        return float(held.sum() + costs.transient[rows, columns].max())
 
 
-def waiting_bytes(chain: Chain, blocks: Sequence[int], waiting: Sequence[Waiting]) -> Floats:
+def waiting_bytes(costs: CostTable, blocks: Sequence[int], waiting: Sequence[InFlight]) -> Floats:
     """``[block, strategy]``: the most bytes that waiting micro-batches keep."""
-    most = np.zeros((len(blocks), len(chain.strategies)))
+    most = np.zeros((len(blocks), len(costs.strategies)))
     for kind in dict.fromkeys(waiting):
         own = np.flatnonzero([other == kind for other in waiting])
         rows = np.array(blocks)[own]
         for whole, half in kind:
-            most[own] = np.maximum(most[own], whole * chain.saved[rows] + half * chain.deferred[rows])
+            most[own] = np.maximum(most[own], whole * costs.saved[rows] + half * costs.deferred[rows])
     return most
 
 
@@ -65,20 +65,20 @@ class _Problem:
     counts: Ints
 
     @classmethod
-    def of(cls, chain: Chain, section: Section) -> _Problem:
+    def of(cls, costs: CostTable, section: Section) -> _Problem:
         rows = list(section.blocks)
-        distinct, counts = distinct_rows(chain, section)
-        grid = np.ix_(np.array(rows), chain.useful)
-        forbidden = ~chain.allowed[grid]
-        time = np.where(forbidden, np.inf, chain.time[grid])
-        held = np.where(forbidden, np.inf, section.held(chain)[:, chain.useful])
-        transient = np.where(forbidden, np.inf, chain.transient[grid])
-        columns = useful(chain.kind[chain.useful], [time[distinct], held[distinct], transient[distinct]])
+        distinct, counts = distinct_rows(costs, section)
+        grid = np.ix_(np.array(rows), costs.useful)
+        forbidden = ~costs.allowed[grid]
+        time = np.where(forbidden, np.inf, costs.time[grid])
+        held = np.where(forbidden, np.inf, section.held(costs)[:, costs.useful])
+        transient = np.where(forbidden, np.inf, costs.transient[grid])
+        columns = useful(costs.kind[costs.useful], [time[distinct], held[distinct], transient[distinct]])
         time, held, transient = time[:, columns], held[:, columns], transient[:, columns]
-        columns = chain.useful[columns]
-        kinds = chain.kind[columns]
+        columns = costs.useful[columns]
+        kinds = costs.kind[columns]
         nothing = np.zeros((len(columns), len(columns)))
-        steps = [chain.change[a][np.ix_(kinds, kinds)] if b == a + 1 else nothing for a, b in pairwise(rows)]
+        steps = [costs.change[a][np.ix_(kinds, kinds)] if b == a + 1 else nothing for a, b in pairwise(rows)]
         change = np.array(steps).reshape(-1, len(columns), len(columns))
         return cls(columns, time, held, transient, change, distinct, counts)
 
@@ -88,31 +88,31 @@ class _Problem:
         return float(self.held[rows, found].sum() + self.transient[rows, found].max())
 
 
-def side_by_side(chain: Chain, section: Section, picks: Sequence[int]) -> list[int]:
+def side_by_side(costs: CostTable, section: Section, picks: Sequence[int]) -> list[int]:
     """The picks, like ones side by side: neighbours that are equal blocks with equal boundaries may change places."""
     gaps = np.cumsum([0, *(b != a + 1 for a, b in pairwise(section.blocks))]).tolist()
-    kinds = chain.kind[list(picks)].tolist()
-    same = zip(map(chain.like, section.blocks), section.waiting, gaps, kinds, strict=True)
+    kinds = costs.kind[list(picks)].tolist()
+    same = zip(map(costs.like, section.blocks), section.waiting, gaps, kinds, strict=True)
     runs = groupby(zip(same, picks, strict=True), lambda pair: pair[0])
     return [int(pick) for _, run in runs for _, pick in sorted(run)]
 
 
-def best_picks(chain: Chain, section: Section, budget: float) -> list[int] | None:
+def best_picks(costs: CostTable, section: Section, budget: float) -> list[int] | None:
     """The fastest strategies of a section whose kept memory and largest transient are within ``budget``, or None.
 
     Blocks that follow each other in the model are joined by the chain's changes of boundary, others by nothing.
     """
-    problem = _Problem.of(chain, section)
+    problem = _Problem.of(costs, section)
 
     def picks(found: Sequence[int]) -> list[int]:
-        return side_by_side(chain, section, [int(problem.columns[p]) for p in found])
+        return side_by_side(costs, section, [int(problem.columns[p]) for p in found])
 
     free = cheapest_layers(problem.time, problem.change)
     if problem.bytes(free) <= budget:
         return picks(free)
-    gap = _GAP if len(chain.marks) > EXACT_BLOCKS else 0.0
+    gap = _GAP if len(costs.block_fingerprints) > EXACT_BLOCKS else 0.0
     best, best_s = None, np.inf
-    bounds = _transient_bounds(problem.transient, None if len(chain.marks) <= SMALL else _TRANSIENTS)
+    bounds = _transient_bounds(problem.transient, None if len(costs.block_fingerprints) <= SMALL else _TRANSIENTS)
     relaxed = _relaxed_s(problem, bounds, budget)
     for bound, at_least_s in sorted(zip(bounds, relaxed.tolist(), strict=True), key=lambda pair: pair[1]):
         if at_least_s >= best_s * (1 - gap):
@@ -133,14 +133,14 @@ def _relaxed_s(problem: _Problem, bounds: Sequence[float], budget: float) -> Flo
     return relaxed_s(time, held, problem.counts, budget - most)
 
 
-def least_picks(chain: Chain, section: Section) -> list[int]:
+def least_picks(costs: CostTable, section: Section) -> list[int]:
     """The strategies that take the least memory. Raises PlanError where the constraints leave none."""
     rows = list(section.blocks)
-    held = section.held(chain)
-    transient = np.where(chain.allowed[rows], chain.transient[rows], np.inf)
+    held = section.held(costs)
+    transient = np.where(costs.allowed[rows], costs.transient[rows], np.inf)
     best: tuple[float, list[int]] | None = None
     for bound in _transient_bounds(transient, _TRANSIENTS):
-        memory = np.where((transient > bound) | ~chain.allowed[rows], np.inf, held)
+        memory = np.where((transient > bound) | ~costs.allowed[rows], np.inf, held)
         total = float(memory.min(axis=1).sum()) + bound
         if np.isfinite(total) and (best is None or total < best[0]):
             best = total, [int(p) for p in memory.argmin(axis=1)]
@@ -149,12 +149,12 @@ def least_picks(chain: Chain, section: Section) -> list[int]:
     return best[1]
 
 
-def distinct_rows(chain: Chain, section: Section) -> tuple[Ints, Ints]:
+def distinct_rows(costs: CostTable, section: Section) -> tuple[Ints, Ints]:
     """Positions of the blocks that differ from those before them, and how many are equal to each."""
     first: dict[object, int] = {}
     counts: dict[object, int] = {}
     for i, (block, held) in enumerate(zip(section.blocks, section.waiting, strict=True)):
-        key = chain.like(block), held
+        key = costs.like(block), held
         first.setdefault(key, i)
         counts[key] = counts.get(key, 0) + 1
     return np.array(list(first.values())), np.array(list(counts.values()))

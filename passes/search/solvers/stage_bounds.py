@@ -10,10 +10,10 @@ from math import comb
 import numpy as np
 
 from cost_models.many_steps import many_step_s
-from cost_models.schedule_time import Waiting, simulate_schedule
+from cost_models.schedule_time import InFlight, simulate_schedule
 from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.plan.schedule import Schedule
-from passes.search.cost_table.cost_table import Chain
+from passes.search.cost_table.cost_table import CostTable
 from passes.search.solvers.cuts import Cuts, balanced, every_cuts
 from passes.search.solvers.layer_dp import relaxed_s
 from passes.search.solvers.sections import EXACT_BLOCKS, waiting_bytes
@@ -31,7 +31,7 @@ class StageBounds:
 
     def bound_s(self, limit: float) -> float:
         """Seconds that no choice within ``limit`` bytes a rank beats: all ranks busy, one micro-batch in flight."""
-        return self._relaxed_s(limit, [(1.0, (((1, 0),),))]) * self.times.chain.parts / self.times.num_ranks
+        return self._relaxed_s(limit, [(1.0, (((1, 0),),))]) * self.times.costs.num_microbatches / self.times.num_ranks
 
     def estimate_s(self, limit: float) -> float:
         """About the seconds of the best choice: blocks shared as evenly among equal ranks as whole blocks can be.
@@ -41,75 +41,75 @@ class StageBounds:
         """
         if self._may_try_cuts:
             return max(self.bound_s(limit), self._quickest_s)
-        chain = self.times.chain
+        costs = self.times.costs
         like = self.times.stand_ins
         waiting = [(weight, stages_waiting(schedule)) for weight, schedule in like]
         share_s = self._relaxed_s(limit, waiting) / self.times.num_ranks
         if not np.isfinite(share_s):
             return float(np.inf)
-        most_s = slowest_s(chain, balanced(chain.fastest, self.times.num_ranks), range(self.times.num_ranks))
-        quickest = np.where(chain.allowed, chain.time, np.inf).argmin(axis=1)
-        once_s = float(chain.once[np.arange(len(quickest)), quickest].sum()) / chain.parts
-        repeated = 1 - once_s / float(chain.fastest.sum())  # what is done once a step leaves no gaps in the schedule
+        most_s = slowest_s(costs, balanced(costs.fastest, self.times.num_ranks), range(self.times.num_ranks))
+        quickest = np.where(costs.allowed, costs.time, np.inf).argmin(axis=1)
+        once_s = float(costs.once[np.arange(len(quickest)), quickest].sum()) / costs.num_microbatches
+        repeated = 1 - once_s / float(costs.fastest.sum())  # what is done once a step leaves no gaps in the schedule
         busy_s = max(share_s, most_s)
         # The slowest rank has no gaps; the others, whose mean this is, fill and drain the pipeline.
         others_s = (share_s * self.times.num_ranks - busy_s) / max(self.times.num_ranks - 1, 1)
         bubble = sum(weight * _bubble(schedule) for weight, schedule in like)
-        return max(others_s, 0.0) * repeated * bubble + busy_s * chain.parts
+        return max(others_s, 0.0) * repeated * bubble + busy_s * costs.num_microbatches
 
     @cached_property
     def _quickest_s(self) -> float:
         """Seconds that no choice beats, whatever its memory: the best cuts, if every amount were at its least."""
-        chain, times = self.times.chain, self.times
-        cuts = np.array(list(every_cuts(len(chain.marks), times.num_stages)))
-        ends = np.concatenate([cuts[:, 1:], np.full((len(cuts), 1), len(chain.marks))], axis=1)
+        costs, times = self.times.costs, self.times
+        cuts = np.array(list(every_cuts(len(costs.block_fingerprints), times.num_stages)))
+        ends = np.concatenate([cuts[:, 1:], np.full((len(cuts), 1), len(costs.block_fingerprints))], axis=1)
 
         def least(amount: Floats) -> list[Floats]:
-            total = np.concatenate([[0.0], np.cumsum(np.where(chain.allowed, amount, np.inf).min(axis=1))])
+            total = np.concatenate([[0.0], np.cumsum(np.where(costs.allowed, amount, np.inf).min(axis=1))])
             return list((total[ends] - total[cuts]).T)
 
-        forward, inputs, weights = least(chain.forward), least(chain.backward - chain.weight), least(chain.weight)
+        forward, inputs, weights = least(costs.forward), least(costs.backward - costs.weight), least(costs.weight)
         # All of the first stage's backward is for weights: nothing waits for it.
-        inputs[0], weights[0] = np.zeros(len(cuts)), least(chain.backward)[0]
-        once = least(chain.once)
+        inputs[0], weights[0] = np.zeros(len(cuts)), least(costs.backward)[0]
+        once = least(costs.once)
         ranks = [times.filled.stages_of(rank) for rank in range(times.num_ranks)]
         most = np.max([np.sum([once[stage] for stage in own], axis=0) for own in ranks], axis=0)
-        sends = np.array([0.0, *(times.quickest_send_s(cut) for cut in range(1, len(chain.marks)))])
+        sends = np.array([0.0, *(times.quickest_send_s(cut) for cut in range(1, len(costs.block_fingerprints)))])
         stages = list(zip(forward, inputs, weights, strict=True))
         transfers = list(sends[cuts[:, 1:]].T)
         steps = many_step_s(self.times.schedule, stages, transfers, transfers) + most
         return float(steps.min()) * (1 - _ROUNDING)
 
-    def _relaxed_s(self, limit: float, waiting: Sequence[tuple[float, Sequence[Waiting]]]) -> float:
+    def _relaxed_s(self, limit: float, waiting: Sequence[tuple[float, Sequence[InFlight]]]) -> float:
         """The bound on a micro-batch through all blocks, which wait as in the mean of stages; all memory as one.
 
         ``waiting``: what waits on every stage of schedules, each with a weight.
         """
-        chain = self.times.chain
-        rows, counts = chain.distinct
-        allowed = chain.allowed[rows]
-        shares: dict[Waiting, float] = {}
+        costs = self.times.costs
+        rows, counts = costs.distinct
+        allowed = costs.allowed[rows]
+        shares: dict[InFlight, float] = {}
         for weight, kinds in waiting:
             for kind in kinds:
                 shares[kind] = shares.get(kind, 0.0) + weight / len(kinds)
-        kept = sum(share * waiting_bytes(chain, rows.tolist(), [kind] * len(rows)) for kind, share in shares.items())
-        held = np.where(allowed, chain.static[rows] + kept, np.inf)
-        time = np.where(allowed, chain.time[rows], np.inf)
+        kept = sum(share * waiting_bytes(costs, rows.tolist(), [kind] * len(rows)) for kind, share in shares.items())
+        held = np.where(allowed, costs.static[rows] + kept, np.inf)
+        time = np.where(allowed, costs.time[rows], np.inf)
         (bound_s,) = relaxed_s(time[None], held[None], counts, np.array([limit * self.times.num_ranks]))
         return float(bound_s)
 
     @property
     def _may_try_cuts(self) -> bool:
         """Whether a bound on every way to cut takes no longer than an estimate is worth."""
-        blocks, stages = len(self.times.chain.marks), self.times.num_stages
+        blocks, stages = len(self.times.costs.block_fingerprints), self.times.num_stages
         few = blocks <= EXACT_BLOCKS and comb(blocks - 1, stages - 1) <= _MOST_CUTS
         return stages > 1 and few and self.times.is_whole
 
 
-def slowest_s(chain: Chain, cuts: Cuts, rank_of_stage: Sequence[int]) -> float:
+def slowest_s(costs: CostTable, cuts: Cuts, rank_of_stage: Sequence[int]) -> float:
     """Seconds of a micro-batch on the rank that has most to do, each block at its fastest."""
     busy = np.zeros(max(rank_of_stage) + 1)
-    np.add.at(busy, list(rank_of_stage), np.add.reduceat(chain.fastest, list(cuts)))
+    np.add.at(busy, list(rank_of_stage), np.add.reduceat(costs.fastest, list(cuts)))
     return float(busy.max())
 
 

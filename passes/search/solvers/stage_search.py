@@ -19,13 +19,13 @@ from math import prod
 
 import numpy as np
 
-from cost_models.schedule_time import Waiting
+from cost_models.schedule_time import InFlight
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.plan.pipelining import even_cuts
 from galvatron_fx.ir.plan.schedule import Schedule
 from galvatron_fx.ir.plan.strategy import Strategy
 from passes.search.candidates import FREE_AXES
-from passes.search.cost_table.cost_table import Chain
+from passes.search.cost_table.cost_table import CostTable
 from passes.search.solvers.cuts import Cuts, balanced, every_cuts, may_try, moved_together
 from passes.search.solvers.exact_stages import ExactPicks
 from passes.search.solvers.sections import (
@@ -72,7 +72,7 @@ class StageChoice:
 class StageSearch:
     """Searches one configuration on a priced chain."""
 
-    chain: Chain
+    costs: CostTable
     configuration: Configuration
     cluster: Cluster
     _sections: dict[tuple[Section, float], list[int] | None] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class StageSearch:
         """What times the choices."""
         setting = self.configuration
         return StepTimes(
-            self.chain, self.cluster, setting.schedule, self.num_ranks, setting.num_stages, setting.num_microbatches
+            self.costs, self.cluster, setting.schedule, self.num_ranks, setting.num_stages, setting.num_microbatches
         )
 
     @cached_property
@@ -108,7 +108,7 @@ class StageSearch:
 
     def strategies(self, choice: StageChoice) -> list[Strategy]:
         """The strategy of every block in ``choice``."""
-        return [self.chain.strategies[pick] for pick in choice.picks]
+        return [self.costs.strategies[pick] for pick in choice.picks]
 
     def bound_s(self, limit: float) -> float:
         """Seconds that no choice within ``limit`` bytes a rank beats; see :meth:`StageBounds.bound_s`."""
@@ -121,7 +121,7 @@ class StageSearch:
     def unmoved_s(self, budget: float) -> float:
         """Seconds of the best choice with cuts that balance time, whose search is only the start of a whole one; zero
         where all ways to cut are tried, and where nothing fits with these."""
-        if may_try(len(self.chain.marks), self.configuration.num_stages):
+        if may_try(len(self.costs.block_fingerprints), self.configuration.num_stages):
             return 0.0
         choice = self._choice(self._starts()[0], budget)
         return choice.time_s if choice is not None else 0.0
@@ -132,12 +132,12 @@ class StageSearch:
 
     def run(self, budget: float) -> StageChoice | None:
         """The fastest choice whose estimated memory is within ``budget`` bytes on every rank, or None; on meshes of
-        many axes as :meth:`alike`.
+        many axes as :meth:`with_fewer_axis_groups`.
         """
-        choice = self.quick(budget)
-        return self.alike(choice, budget) if choice is not None and self.may_be_alike else choice
+        choice = self.search_once(budget)
+        return self.with_fewer_axis_groups(choice, budget) if choice is not None and self.may_be_alike else choice
 
-    def quick(self, budget: float, near: Cuts | None = None) -> StageChoice | None:
+    def search_once(self, budget: float, near: Cuts | None = None) -> StageChoice | None:
         """The fastest choice found, which may tell more axes apart than it gains by; of many ways to cut, ``near`` is
         the one to start from, if it is known.
         """
@@ -148,7 +148,7 @@ class StageSearch:
         """Whether the mesh has so many axes that strategies are picked by a rule of thumb."""
         return len(self.cluster.axes) > FREE_AXES
 
-    def alike(self, choice: StageChoice, budget: float) -> StageChoice:
+    def with_fewer_axis_groups(self, choice: StageChoice, budget: float) -> StageChoice:
         """A choice close to the fastest that tells no more axes apart than its main strategy, if there is one.
 
         Axes among which any block tells apart are served one by one, so a small block must not part those that a large
@@ -160,7 +160,7 @@ class StageSearch:
     def uniform(self, choice: StageChoice) -> StageSearch:
         """The search among strategies with the roles of the main one of ``choice``."""
         main = self._main_roles(choice)
-        return self._among([s.roles == main for s in self.chain.strategies])
+        return self._among([s.roles == main for s in self.costs.strategies])
 
     def _with_few_columns(self, choice: StageChoice) -> StageSearch:
         """The search among strategies that tell no axes apart but those that the main one does."""
@@ -168,21 +168,21 @@ class StageSearch:
         return self._among(
             [
                 all(apart or a == b for apart, (a, b) in zip(parted, pairwise(strategy.roles), strict=True))
-                for strategy in self.chain.strategies
+                for strategy in self.costs.strategies
             ]
         )
 
     def _main_roles(self, choice: StageChoice) -> tuple[str, ...]:
         """The roles of the strategy that most time is spent under."""
-        spent = np.zeros(len(self.chain.strategies))
+        spent = np.zeros(len(self.costs.strategies))
         for block, pick in enumerate(choice.picks):
-            spent[pick] += self.chain.time[block, pick]
-        return self.chain.strategies[int(spent.argmax())].roles
+            spent[pick] += self.costs.time[block, pick]
+        return self.costs.strategies[int(spent.argmax())].roles
 
     def _among(self, fits: Sequence[bool]) -> StageSearch:
         """The search among some of the strategies."""
-        allowed = self.chain.allowed & np.array(fits)[None, :]
-        return StageSearch(replace(self.chain, allowed=allowed), self.configuration, self.cluster)
+        allowed = self.costs.allowed & np.array(fits)[None, :]
+        return StageSearch(replace(self.costs, allowed=allowed), self.configuration, self.cluster)
 
     def run_at(self, cuts: Cuts, budget: float) -> StageChoice | None:
         """The fastest choice of one way to cut, or None; as :meth:`run` on meshes of few axes."""
@@ -211,9 +211,11 @@ class StageSearch:
     def _stages_side_by_side(self, cuts: Cuts, picks: Sequence[int]) -> list[int]:
         """The picks, like ones of each stage next to each other."""
         ordered: list[int] = []
-        for waiting, first, end in zip(self._waiting, cuts, (*cuts[1:], len(self.chain.marks)), strict=True):
+        for waiting, first, end in zip(
+            self._waiting, cuts, (*cuts[1:], len(self.costs.block_fingerprints)), strict=True
+        ):
             section = Section(tuple(range(first, end)), (waiting,) * (end - first))
-            ordered += side_by_side(self.chain, section, picks[first:end])
+            ordered += side_by_side(self.costs, section, picks[first:end])
         return ordered
 
     @cached_property
@@ -223,14 +225,14 @@ class StageSearch:
         That is exact unless a way to cut leaves more tuples than :mod:`passes.search.solvers.exact_stages` takes. One
         stage alone is exact anyway.
         """
-        return self.configuration.num_stages > 1 and len(self.chain.marks) <= SMALL and self.times.is_whole
+        return self.configuration.num_stages > 1 and len(self.costs.block_fingerprints) <= SMALL and self.times.is_whole
 
     def least(self) -> StageChoice:
         """The choice that takes the least memory, cut evenly by number of blocks."""
-        cuts = even_cuts(len(self.chain.marks), self.configuration.num_stages)
-        picks = [0] * len(self.chain.marks)
+        cuts = even_cuts(len(self.costs.block_fingerprints), self.configuration.num_stages)
+        picks = [0] * len(self.costs.block_fingerprints)
         for section in self._rank_sections(cuts):
-            for block, pick in zip(section.blocks, least_picks(self.chain, section), strict=True):
+            for block, pick in zip(section.blocks, least_picks(self.costs, section), strict=True):
                 picks[block] = pick
         return self._timed(cuts, picks)
 
@@ -238,13 +240,13 @@ class StageSearch:
         """Estimated bytes of :meth:`least` on its fullest rank."""
         choice = self.least()
         sections = self._rank_sections(choice.first_blocks)
-        return max(s.bytes(self.chain, [choice.picks[b] for b in s.blocks]) for s in sections)
+        return max(s.bytes(self.costs, [choice.picks[b] for b in s.blocks]) for s in sections)
 
     # ---- cuts ----
 
     def _cuts(self, budget: float, near: Cuts | None) -> Iterator[Cuts]:
         """Ways to cut that are worth a look: all where they are few."""
-        blocks, stages = len(self.chain.marks), self.configuration.num_stages
+        blocks, stages = len(self.costs.block_fingerprints), self.configuration.num_stages
         if may_try(blocks, stages):
             yield from sorted(every_cuts(blocks, stages), key=lambda cuts: (self._cuts_bound_s(cuts), cuts))
             return
@@ -258,16 +260,16 @@ class StageSearch:
 
     def _starts(self) -> list[Cuts]:
         """Cuts that balance time, that balance memory, and that balance blocks."""
-        blocks, stages = len(self.chain.marks), self.configuration.num_stages
-        memory = np.where(self.chain.allowed, self.chain.memory, np.inf).min(axis=1)
-        return [balanced(self.chain.fastest, stages), balanced(memory, stages), even_cuts(blocks, stages)]
+        blocks, stages = len(self.costs.block_fingerprints), self.configuration.num_stages
+        memory = np.where(self.costs.allowed, self.costs.memory, np.inf).min(axis=1)
+        return [balanced(self.costs.fastest, stages), balanced(memory, stages), even_cuts(blocks, stages)]
 
     def _moved(self, cuts: Cuts, budget: float) -> Cuts:
         """The cuts moved, as long as that shortens the steady part of the schedule with its filling and draining."""
-        most = self.chain.parts * self.configuration.num_stages // self.num_ranks
+        most = self.costs.num_microbatches * self.configuration.num_stages // self.num_ranks
         for _ in range(_ROUNDS):
             moved = moved_together(
-                cuts, self.chain.fastest, lambda stage, a, b: self._stage_s(stage, a, b, budget), most
+                cuts, self.costs.fastest, lambda stage, a, b: self._stage_s(stage, a, b, budget), most
             )
             if moved is None or moved == cuts:
                 break
@@ -276,7 +278,7 @@ class StageSearch:
 
     def _cuts_bound_s(self, cuts: Cuts) -> float:
         """Seconds that no strategies beat: the slowest rank at its fastest."""
-        return slowest_s(self.chain, cuts, self.filled.rank_of_stage) * self.chain.parts * (1 - 1e-9)
+        return slowest_s(self.costs, cuts, self.filled.rank_of_stage) * self.costs.num_microbatches * (1 - 1e-9)
 
     def _stage_s(self, stage: int, first: int, end: int, budget: float) -> float:
         """Seconds of a micro-batch on one stage, which has its share of its rank's memory; infinite if it is short."""
@@ -285,32 +287,35 @@ class StageSearch:
         picks = self._section_picks(section, budget / share)
         if picks is None:
             return float(np.inf)
-        moves = sum(self.chain.change_s(b, p, q) for b, (p, q) in enumerate(pairwise(picks), first))
-        return float(self.chain.time[list(section.blocks), picks].sum()) + moves
+        moves = sum(self.costs.change_s(b, p, q) for b, (p, q) in enumerate(pairwise(picks), first))
+        return float(self.costs.time[list(section.blocks), picks].sum()) + moves
 
     @cached_property
-    def _waiting(self) -> tuple[Waiting, ...]:
+    def _waiting(self) -> tuple[InFlight, ...]:
         return stages_waiting(self.filled)
 
     # ---- one way to cut ----
 
     def _choice(self, cuts: Cuts, budget: float, below_s: float = np.inf) -> StageChoice | None:
         """The fastest strategies; None where they do not fit, or where a rank is busy for ``below_s`` seconds."""
-        picks = [0] * len(self.chain.marks)
+        picks = [0] * len(self.costs.block_fingerprints)
         for section in sorted(self._rank_sections(cuts), key=self._least_held, reverse=True):
             found = self._section_picks(section, budget)
-            if found is None or self.chain.time[list(section.blocks), found].sum() * self.chain.parts >= below_s:
+            if (
+                found is None
+                or self.costs.time[list(section.blocks), found].sum() * self.costs.num_microbatches >= below_s
+            ):
                 return None
             for block, pick in zip(section.blocks, found, strict=True):
                 picks[block] = pick
         return self._timed(cuts, picks)
 
     def _least_held(self, section: Section) -> float:
-        return float(section.held(self.chain).min(axis=1).sum())
+        return float(section.held(self.costs).min(axis=1).sum())
 
     def _rank_sections(self, cuts: Cuts) -> list[Section]:
         """The blocks of each rank, with what the schedule has in flight where the rank holds most."""
-        ends = (*cuts[1:], len(self.chain.marks))
+        ends = (*cuts[1:], len(self.costs.block_fingerprints))
         sections = []
         for rank in range(self.num_ranks):
             own = self.filled.stages_of(rank)
@@ -328,25 +333,25 @@ class StageSearch:
             if fewer is not None and self._is_optimal_too(fewer[0], fewer[1], like, budget):
                 self._sections[key] = fewer[1]
             else:
-                self._sections[key] = best_picks(self.chain, like, budget)
+                self._sections[key] = best_picks(self.costs, like, budget)
             self._fewer[self._blocks_alike(section), budget] = like, self._sections[key]
         return self._sections[key]
 
     def _is_optimal_too(self, fewer: Section, picks: list[int] | None, more: Section, budget: float) -> bool:
         """Whether what is best with fewer micro-batches in flight still fits with more: then nothing is better."""
-        held = fewer.held(self.chain)
-        if (held > more.held(self.chain)).any():
+        held = fewer.held(self.costs)
+        if (held > more.held(self.costs)).any():
             return False
-        return picks is None or more.bytes(self.chain, picks) <= budget
+        return picks is None or more.bytes(self.costs, picks) <= budget
 
     def _like(self, section: Section) -> Section:
         """The first section that this one equals: it differs by which of equal blocks it holds."""
         return self._known.setdefault((self._blocks_alike(section), section.waiting), section)
 
     def _blocks_alike(self, section: Section) -> tuple[object, ...]:
-        sizes = [float(self.chain.crossing[b]) for b in section.blocks[1:]]
+        sizes = [float(self.costs.crossing[b]) for b in section.blocks[1:]]
         gaps = [b - a for a, b in pairwise(section.blocks)]
-        return tuple(self.chain.like(b) for b in section.blocks), tuple(sizes), tuple(gaps)
+        return tuple(self.costs.like(b) for b in section.blocks), tuple(sizes), tuple(gaps)
 
     @cached_property
     def _known(self) -> dict[object, Section]:

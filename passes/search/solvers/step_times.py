@@ -9,13 +9,13 @@ from math import prod
 
 import numpy as np
 
-from cost_models.schedule_time import Waiting, simulate_schedule, waiting_counts
+from cost_models.schedule_time import InFlight, simulate_schedule, waiting_counts
 from galvatron_fx.ir.arrays import Floats, Ints
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.cluster.overlap import Amount
 from galvatron_fx.ir.plan.schedule import Schedule, legal, make_schedule
 from galvatron_fx.ir.plan.strategy import PIPELINE, Strategy
-from passes.search.cost_table.cost_table import Chain
+from passes.search.cost_table.cost_table import CostTable
 from passes.search.solvers.cuts import Cuts
 
 Kinds = Ints | np.int64
@@ -29,28 +29,34 @@ _WHOLE = 512  # micro-batches times stages up to which a schedule is simulated w
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Times one configuration on a priced chain: ``schedule_name`` on ``num_ranks`` ranks, ``parts`` micro-batches."""
+    """Times one configuration on a priced chain: ``schedule_name`` on ``num_ranks`` ranks, ``num_microbatches``
+    micro-batches.
+    """
 
-    chain: Chain
+    costs: CostTable
     cluster: Cluster
     schedule_name: str
     num_ranks: int
     num_stages: int
-    parts: int
+    num_microbatches: int
 
     @property
     def schedule(self) -> Schedule:
         """The order of work, as a table."""
-        return self._schedule_of(self.parts)
+        return self._schedule_of(self.num_microbatches)
 
     @property
     def filled(self) -> Schedule:
         """The schedule, or one of fewer micro-batches that holds as many of them at once."""
-        return self._schedule_of(self._filled_parts)
+        return self._schedule_of(self._filled_microbatches)
 
     @property
-    def _filled_parts(self) -> int:
-        return self.parts if self.schedule_name in _NEVER_FULL else min(self.parts, _SUMMED * self.num_ranks)
+    def _filled_microbatches(self) -> int:
+        return (
+            self.num_microbatches
+            if self.schedule_name in _NEVER_FULL
+            else min(self.num_microbatches, _SUMMED * self.num_ranks)
+        )
 
     @cached_property
     def stand_ins(self) -> tuple[tuple[float, Schedule], ...]:
@@ -68,35 +74,40 @@ class StepTimes:
 
     def _on_ranks(self, ranks: int) -> Schedule | None:
         """The filled schedule with as many stages and micro-batches for each of so many ranks, if there is one."""
-        stages, parts = self.num_stages * ranks // self.num_ranks, self._filled_parts * ranks // self.num_ranks
-        exists = parts * self.num_ranks == self._filled_parts * ranks
-        exists = exists and legal(self.schedule_name, ranks, stages, parts) is None
-        return _made(self.schedule_name, ranks, stages, parts) if exists else None
+        stages, num_microbatches = (
+            self.num_stages * ranks // self.num_ranks,
+            self._filled_microbatches * ranks // self.num_ranks,
+        )
+        exists = num_microbatches * self.num_ranks == self._filled_microbatches * ranks
+        exists = exists and legal(self.schedule_name, ranks, stages, num_microbatches) is None
+        return _made(self.schedule_name, ranks, stages, num_microbatches) if exists else None
 
-    def _schedule_of(self, parts: int) -> Schedule:
-        return _made(self.schedule_name, self.num_ranks, self.num_stages, parts)
+    def _schedule_of(self, num_microbatches: int) -> Schedule:
+        return _made(self.schedule_name, self.num_ranks, self.num_stages, num_microbatches)
 
     @property
     def is_whole(self) -> bool:
         """Whether the schedule is simulated with all micro-batches, so that no stage gains by being slower."""
-        return self.parts <= (_FULL + 1) * self.num_ranks or self.parts * self.num_stages <= _WHOLE
+        return (
+            self.num_microbatches <= (_FULL + 1) * self.num_ranks or self.num_microbatches * self.num_stages <= _WHOLE
+        )
 
     def timed(self, cuts: Cuts, picks: Sequence[int]) -> float:
         """Seconds of the simulated schedule, and of what is done once a step on the rank that has most of it."""
-        chain = self.chain
-        ends = (*cuts[1:], len(chain.marks))
+        costs = self.costs
+        ends = (*cuts[1:], len(costs.block_fingerprints))
         forward, backward, weight = [], [], []
         once = [0.0] * self.num_ranks
         for rank, first, end in zip(self.filled.rank_of_stage, cuts, ends, strict=True):
             rows, columns = list(range(first, end)), list(picks[first:end])
-            moves = sum(chain.change_s(b, picks[b], picks[b + 1]) for b in range(first, end - 1)) / 2
-            back, late = (float(part[rows, columns].sum()) for part in (chain.backward, chain.weight))
+            moves = sum(costs.change_s(b, picks[b], picks[b + 1]) for b in range(first, end - 1)) / 2
+            back, late = (float(part[rows, columns].sum()) for part in (costs.backward, costs.weight))
             late = back if first == 0 else late
-            forward.append(float(chain.forward[rows, columns].sum()) + moves)
+            forward.append(float(costs.forward[rows, columns].sum()) + moves)
             backward.append(back - late + moves)
             weight.append(late)
-            once[rank] += float(chain.once[rows, columns].sum())
-        kinds = [(chain.kind[picks[cut - 1]], chain.kind[picks[cut]]) for cut in cuts[1:]]
+            once[rank] += float(costs.once[rows, columns].sum())
+        kinds = [(costs.kind[picks[cut - 1]], costs.kind[picks[cut]]) for cut in cuts[1:]]
         sends = [float(self.sends_s(cut, *pair)) for cut, pair in zip(cuts[1:], kinds, strict=True)]
         return self._step_s(forward, backward, weight, sends) + max(once)
 
@@ -114,10 +125,10 @@ class StepTimes:
             return simulate_schedule(self._schedule_of(count), *amounts).step_s
 
         if self.is_whole or self.schedule_name in _NEVER_FULL:
-            return step_s(self.parts)
+            return step_s(self.num_microbatches)
         full = _FULL * self.num_ranks
         filled, longer = step_s(full), step_s(full + self.num_ranks)
-        return filled + (longer - filled) / self.num_ranks * (self.parts - full)
+        return filled + (longer - filled) / self.num_ranks * (self.num_microbatches - full)
 
     def both_ways_s(
         self, sends: Sequence[Amount], forward: Sequence[Amount], backward: Sequence[Amount]
@@ -136,8 +147,8 @@ class StepTimes:
         ``leaves`` and ``enters``: kinds of boundaries of the sender and of the receiver, an entry for each pair.
         """
         link = self.cluster.axes[0]
-        size = self.chain.crossing[cut] / self._shards[leaves]
-        change = self.chain.change[cut - 1, leaves, enters] / 2
+        size = self.costs.crossing[cut] / self._shards[leaves]
+        change = self.costs.change[cut - 1, leaves, enters] / 2
         seconds: Floats = link.latency_s + size / link.bandwidth_bytes_per_s + change
         return seconds
 
@@ -149,19 +160,19 @@ class StepTimes:
     @cached_property
     def _shards(self) -> Floats:
         """``[kind]``: among how many ranks a boundary is split."""
-        shards = np.ones(self.chain.change.shape[-1])
-        for kind, strategy in zip(self.chain.kind, self.chain.strategies, strict=True):
+        shards = np.ones(self.costs.change.shape[-1])
+        for kind, strategy in zip(self.costs.kind, self.costs.strategies, strict=True):
             shards[kind] = _shards(strategy, self.cluster)
         return shards
 
 
 @cache
-def _made(name: str, ranks: int, stages: int, parts: int) -> Schedule:
-    return make_schedule(name, ranks, stages, parts)
+def _made(name: str, ranks: int, stages: int, num_microbatches: int) -> Schedule:
+    return make_schedule(name, ranks, stages, num_microbatches)
 
 
 @cache
-def stages_waiting(schedule: Schedule) -> tuple[Waiting, ...]:
+def stages_waiting(schedule: Schedule) -> tuple[InFlight, ...]:
     """What waits on each stage; the first passes no gradient on, so all of its backward is for weights."""
     first, *others = waiting_counts(schedule)
     return ((max(whole + half for whole, half in first), 0),), *others

@@ -16,7 +16,7 @@ from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.bound_ops import BoundAxis, finished, from_ranks, to_ranks
 from galvatron_fx.ir.graph.layout import layout
-from galvatron_fx.ir.graph.metadata import facts, set_facts
+from galvatron_fx.ir.graph.metadata import meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.rewrite import copied, eliminate_dead_code, write_call
 from galvatron_fx.ir.graph.verifier.moves import read_move
@@ -179,7 +179,7 @@ _DIMS: dict[Any, tuple[int, ...]] = {
 
 def other_dim(node: fx.Node, columns: int) -> bool:
     """Another dim of the tensor."""
-    rank = len(facts(input_nodes(node)[0]).spec.shape)
+    rank = len(meta_of(input_nodes(node)[0]).spec.shape)
     if node.target not in _DIMS or rank < 2:
         return False
     position = _DIMS[node.target][-1]
@@ -200,7 +200,7 @@ def twice(node: fx.Node, columns: int) -> bool:
     """Once more, behind itself."""
     with node.graph.inserting_after(node):
         again = write_call(node.graph, node.target, (node, *node.args[1:]), node.kwargs)
-    set_facts(again, facts(node))
+    set_meta(again, meta_of(node))
     node.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again)
     return True
 
@@ -223,7 +223,7 @@ def extra_reduction(node: fx.Node, columns: int) -> bool:
     source = input_nodes(node)[0]
     with node.graph.inserting_before(node):
         extra = write_call(node.graph, c.all_reduce, (source, "sum", node.args[-1]))
-    set_facts(extra, facts(source).having(step=None))
+    set_meta(extra, meta_of(source).having(step=None))
     node.replace_input_with(source, extra)
     return node.target is not c.all_reduce
 
@@ -242,12 +242,12 @@ def _recorded(mutation: Mutation) -> Mutation:
     def mutate(node: fx.Node, columns: int) -> bool:
         if not mutation(node, columns):
             return False
-        source = facts(input_nodes(node)[0])
+        source = meta_of(input_nodes(node)[0])
         move = read_move(node, columns)
         if isinstance(move, str) or move.want is None:
             return False
         placed = tuple((*p[: move.column], move.want, *p[move.column + 1 :]) for p in source.placements)
-        set_facts(node, source.having(placements=placed, step=None, phase=facts(node).phase))
+        set_meta(node, source.having(placements=placed, step=None, phase=meta_of(node).phase))
         return True
 
     mutate.__name__ = f"{mutation.__name__}, recorded"
@@ -326,7 +326,7 @@ def rows(programs: int | None = None) -> Iterator[Row]:
 def _kind(node: fx.Node) -> str | None:
     """What a row speaks of: a collective, in a local program or not; in bound graphs whatever stands for one."""
     if node.target in MOVES:
-        part = "" if facts(node).step is None else f" of {facts(node).step.program.split()[0]}"  # type: ignore[union-attr]
+        part = "" if meta_of(node).step is None else f" of {meta_of(node).step.program.split()[0]}"  # type: ignore[union-attr]
         return f"{node.target.__name__}{part}"  # type: ignore[union-attr]
     is_c10d = getattr(node.target, "namespace", "") == "_c10d_functional"
     if is_c10d or node.target in (finished, from_ranks, to_ranks, c.take_run):
@@ -337,7 +337,7 @@ def _kind(node: fx.Node) -> str | None:
 def _mutated(case: Case, name: str, mutation: Mutation) -> fx.GraphModule | None:
     graph = copied(case.graph)
     node = next(node for node in graph.graph.nodes if node.name == name)
-    if not mutation(node, len(layout(case.graph).columns)):
+    if not mutation(node, len(layout(case.graph).merged_axes)):
         return None
     eliminate_dead_code(graph)
     return graph

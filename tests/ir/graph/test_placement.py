@@ -32,17 +32,17 @@ OUTER = st.integers(1, 4)
 @st.composite
 def sharded_shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], Shard, int]:
     """A shape, a shard that divides it, and the number of ranks."""
-    parts, outer = draw(PARTS), draw(OUTER)
+    parts, split_factor = draw(PARTS), draw(OUTER)
     shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     dim = draw(st.integers(0, len(shape) - 1))
-    shape[dim] *= parts * outer
-    return tuple(shape), Shard(dim, outer), parts
+    shape[dim] *= parts * split_factor
+    return tuple(shape), Shard(dim, split_factor), parts
 
 
 def owners(shape: tuple[int, ...], shard: Shard, degree: int) -> np.ndarray:
     """The rank that holds each element, by the definition: runs, then ranks, then what a rank holds of a run."""
     index = np.indices(shape)[shard.dim]
-    run = shape[shard.dim] // shard.outer
+    run = shape[shard.dim] // shard.split_factor
     owner: np.ndarray = index % run // (run // degree)
     return owner
 
@@ -51,18 +51,18 @@ def owners(shape: tuple[int, ...], shard: Shard, degree: int) -> np.ndarray:
 def test_join_undoes_split(case: tuple[tuple[int, ...], Shard, int]) -> None:
     shape, shard, degree = case
     x = torch.arange(prod(shape)).reshape(shape)
-    parts = split_runs(x, shard.dim, shard.outer, degree)
+    parts = split_runs(x, shard.dim, shard.split_factor, degree)
     assert {tuple(part.shape) for part in parts} == {local_shape(shard, shape, degree)}
-    assert torch.equal(join_runs(parts, shard.dim, shard.outer), x)
+    assert torch.equal(join_runs(parts, shard.dim, shard.split_factor), x)
 
 
 @given(sharded_shapes())
 def test_rows_of_a_bundle_are_joined_densely(case: tuple[tuple[int, ...], Shard, int]) -> None:
     shape, shard, degree = case
     x = torch.arange(prod(shape)).reshape(shape)
-    parts = split_runs(x, shard.dim, shard.outer, degree)
+    parts = split_runs(x, shard.dim, shard.split_factor, degree)
     bundle = torch.stack([torch.cat([part.flatten(), torch.zeros(5, dtype=x.dtype)]) for part in parts])
-    joined = join_rows(bundle[:, : parts[0].numel()], parts[0].shape, shard.dim, shard.outer)
+    joined = join_rows(bundle[:, : parts[0].numel()], parts[0].shape, shard.dim, shard.split_factor)
     assert torch.equal(joined, x) and joined.is_contiguous()
 
 
@@ -71,7 +71,7 @@ def test_split_undoes_join(case: tuple[tuple[int, ...], Shard, int]) -> None:
     shape, shard, degree = case
     local = local_shape(shard, shape, degree)
     parts = [torch.arange(prod(local)).reshape(local) + 1000 * rank for rank in range(degree)]
-    again = split_runs(join_runs(parts, shard.dim, shard.outer), shard.dim, shard.outer, degree)
+    again = split_runs(join_runs(parts, shard.dim, shard.split_factor), shard.dim, shard.split_factor, degree)
     assert all(torch.equal(a, b) for a, b in zip(again, parts, strict=True))
 
 
@@ -81,8 +81,8 @@ def test_a_rank_takes_what_split_gives_it(case: tuple[tuple[int, ...], Shard, in
     x = torch.arange(prod(shape)).reshape(shape)
     if transposed:
         x = x.reshape(shape[::-1]).permute(*reversed(range(len(shape))))
-    for rank, part in enumerate(split_runs(x, shard.dim, shard.outer, degree)):
-        taken = take_run(x, shard.dim, shard.outer, degree, rank)
+    for rank, part in enumerate(split_runs(x, shard.dim, shard.split_factor, degree)):
+        taken = take_run(x, shard.dim, shard.split_factor, degree, rank)
         assert torch.equal(taken, part) and taken.is_contiguous() and part.is_contiguous()
         assert taken.data_ptr() != x.data_ptr(), "a copy, that later writes to x do not reach"
         expected = x.numpy()[owners(shape, shard, degree) == rank]
@@ -104,10 +104,10 @@ def views(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 @given(views(), st.integers(0, 5), st.integers(1, 6), st.integers(2, 4))
 def test_through_view_keeps_every_element_on_its_rank(
-    shapes: tuple[tuple[int, ...], tuple[int, ...]], dim: int, outer: int, degree: int
+    shapes: tuple[tuple[int, ...], tuple[int, ...]], dim: int, split_factor: int, degree: int
 ) -> None:
     source, target = shapes
-    shard = Shard(dim % len(source), outer)
+    shard = Shard(dim % len(source), split_factor)
     assume(fits(shard, source, degree))
     after = through_view(shard, source, target, degree)
     held = owners(source, shard, degree).reshape(target)
@@ -125,10 +125,10 @@ def test_through_view_keeps_every_element_on_its_rank(
 
 @given(views(), st.integers(0, 5), st.integers(1, 6), st.integers(2, 4))
 def test_through_view_and_back(
-    shapes: tuple[tuple[int, ...], tuple[int, ...]], dim: int, outer: int, degree: int
+    shapes: tuple[tuple[int, ...], tuple[int, ...]], dim: int, split_factor: int, degree: int
 ) -> None:
     source, target = shapes
-    shard = Shard(dim % len(source), outer)
+    shard = Shard(dim % len(source), split_factor)
     assume(fits(shard, source, degree))
     after = through_view(shard, source, target, degree)
     if after is not None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 from galvatron_fx.errors import CaptureError
-from galvatron_fx.ir.graph.metadata import Dim, facts
+from galvatron_fx.ir.graph.metadata import Dim, meta_of
 from galvatron_fx.ir.graph.symbols import BATCH, SEQUENCE, Shapes, Sizes, annotate, fit_symbols
 from tests.graphs import Builder
 
@@ -29,7 +29,7 @@ def flattened(batch: int, sequence: int) -> fx.GraphModule:
 
 
 def dims(graph: fx.GraphModule) -> dict[str, tuple[Dim, ...]]:
-    return {node.name: facts(node).spec.dims for node in graph.graph.nodes if node.op != "output"}
+    return {node.name: meta_of(node).spec.dims for node in graph.graph.nodes if node.op != "output"}
 
 
 def test_two_traces_give_expressions() -> None:

@@ -11,7 +11,7 @@ from torch import fx, nn
 from galvatron_fx.errors import VerifierError
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.graph.collectives import all_reduce, shard
-from galvatron_fx.ir.graph.metadata import FREE, Port, facts, set_facts, set_signature, signature
+from galvatron_fx.ir.graph.metadata import FREE, Port, meta_of, set_meta, set_signature, signature
 from galvatron_fx.ir.graph.random_ops import random_uniform
 from galvatron_fx.ir.graph.verifier import STAGES, verify
 from passes.frontend.capture.capture import Capture
@@ -37,7 +37,7 @@ def good() -> fx.GraphModule:
         ("output", "0", y), ("grad", "x", build.call(aten.mul.Tensor, tangent, y)), ("grad", "w", None)
     )
     for node in calls(graph):
-        set_facts(node, facts(node).having(cost=FREE))
+        set_meta(node, meta_of(node).having(cost=FREE))
     return graph
 
 
@@ -71,34 +71,34 @@ def late_input(graph: fx.GraphModule) -> None:
     source = calls(graph)[-1]
     with graph.graph.inserting_after(source):
         new = graph.graph.call_function(aten.neg.default, (source,))
-    set_facts(new, facts(source).having(phase="forward"))
+    set_meta(new, meta_of(source).having(phase="forward"))
 
 
 def collective(graph: fx.GraphModule) -> None:
     with graph.graph.inserting_after(named(graph, "exp")):
         new = graph.graph.call_function(all_reduce, (named(graph, "exp"), "sum", 0))
-    set_facts(new, facts(named(graph, "exp")))
+    set_meta(new, meta_of(named(graph, "exp")))
 
 
 def no_block(graph: fx.GraphModule) -> None:
-    set_facts(named(graph, "exp"), facts(named(graph, "exp")).having(block=-1))
+    set_meta(named(graph, "exp"), meta_of(named(graph, "exp")).having(block=-1))
 
 
 def no_cost(graph: fx.GraphModule) -> None:
-    set_facts(named(graph, "exp"), facts(named(graph, "exp")).having(cost=None))
+    set_meta(named(graph, "exp"), meta_of(named(graph, "exp")).having(cost=None))
 
 
 def call_method(graph: fx.GraphModule) -> None:
     with graph.graph.inserting_after(named(graph, "exp")):
         new = graph.graph.call_method("relu", (named(graph, "exp"),))
-    set_facts(new, facts(named(graph, "exp")))
+    set_meta(new, meta_of(named(graph, "exp")))
 
 
 def call_module(graph: fx.GraphModule) -> None:
     graph.add_module("activation", nn.ReLU())
     with graph.graph.inserting_after(named(graph, "exp")):
         new = graph.graph.call_module("activation", (named(graph, "exp"),))
-    set_facts(new, facts(named(graph, "exp")))
+    set_meta(new, meta_of(named(graph, "exp")))
 
 
 def wrong_order(graph: fx.GraphModule) -> None:
@@ -168,7 +168,7 @@ def test_collectives_are_of_the_lowered_stage(target: Callable[..., torch.Tensor
     build = Builder()
     x = build.input("x", (4,))
     args = ("sum", 0) if target is all_reduce else (0, 1, 0)
-    graph = build.finish(("output", "0", build.write(target, x, *args, specs=[facts(x).spec])))
+    graph = build.finish(("output", "0", build.write(target, x, *args, specs=[meta_of(x).spec])))
     verify(graph, "lowered", "MyPass")
     with pytest.raises(VerifierError, match="is no ATen operator"):
         verify(graph, "captured", "MyPass")
@@ -199,5 +199,5 @@ def test_every_stage_of_a_model_passes(model: nn.Module) -> None:
     Lower(uniform(graph, "data"), Cluster.preset("2xA100-80GB"), on_pass=lambda name, _: seen.append(name)).run(graph)
     scheduling = ("StartReductionsEarly", "BundleCollectives", "FinishReductionsLate", "PrefetchGathers")
     halves = [f"{name}.{phase}" for phase in ("forward", "backward") for name in scheduling]
-    lowering = ["ShardGraph", "PlaceRecompute", "ReduceInputsFirst", *halves]
+    lowering = ["ShardGraph", "Rematerialize", "ReduceInputsFirst", *halves]
     assert seen == ["Capture", *(type(step).__name__ for step, _ in PASSES), *lowering]

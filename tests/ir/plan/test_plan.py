@@ -44,11 +44,18 @@ def plans(draw: st.DrawFn) -> Plan:
         tuple
     )
     strategies = st.builds(Strategy, roles, st.booleans(), st.booleans())
-    names, marks = LINES.filter(lambda name: name not in ("", "*")), st.from_regex(r"[0-9a-f]{0,8}", fullmatch=True)
+    names, block_fingerprints = (
+        LINES.filter(lambda name: name not in ("", "*")),
+        st.from_regex(r"[0-9a-f]{0,8}", fullmatch=True),
+    )
     seconds, sizes = st.floats(0, 1e18), st.integers(0, 10**18)
-    blocks = st.lists(st.builds(BlockPlan, names, strategies, marks, seconds, sizes), min_size=1, max_size=4).map(tuple)
+    blocks = st.lists(
+        st.builds(BlockPlan, names, strategies, block_fingerprints, seconds, sizes), min_size=1, max_size=4
+    ).map(tuple)
     budget, notes = st.none() | sizes, st.lists(LINES, max_size=2).map(tuple)
-    return draw(st.builds(Plan, st.just(axis_sizes), blocks, marks, seconds, sizes, budget, st.just("sgd"), notes))
+    return draw(
+        st.builds(Plan, st.just(axis_sizes), blocks, block_fingerprints, seconds, sizes, budget, st.just("sgd"), notes)
+    )
 
 
 @given(plans())

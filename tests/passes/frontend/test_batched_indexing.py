@@ -15,7 +15,7 @@ from galvatron_fx import Strategy
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.plan.schedule import make_schedule
 from passes.analysis.blocks import num_blocks
-from passes.frontend.batched_indexing import LookUpRows
+from passes.frontend.batched_indexing import BatchedIndexing
 from passes.lowering.stages.split_microbatches import SplitMicrobatches
 from passes.sharding.shard_graph import ShardGraph
 from tests.graphs import Builder
@@ -39,7 +39,7 @@ def rewritten(write: Callable[[Builder, fx.Node, fx.Node], fx.Node]) -> tuple[li
     torch.manual_seed(0)
     given = torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64), torch.randint(-LENGTH, LENGTH, (ROWS, 2))
     expected = graph(*given)[0]
-    graph = LookUpRows().run(graph)
+    graph = BatchedIndexing().run(graph)
     graph.graph.lint()
     names = [node.target.__name__ for node in graph.graph.nodes if node.op == "call_function"]  # type: ignore[union-attr]
     return names, [graph(*given)[0], expected]
@@ -150,7 +150,7 @@ def test_any_places_give_the_same(data: st.DataObject) -> None:
     put = build.call(aten.index_put.default, x, [counts, *places], found, True)
     graph = build.finish(("output", "0", found), ("output", "1", put))
     expected = graph(*values)
-    got = LookUpRows().run(graph)(*values)
+    got = BatchedIndexing().run(graph)(*values)
     assert not any("index" in str(node.target) for node in graph.graph.nodes)
     torch.testing.assert_close(list(got), list(expected), rtol=0, atol=1e-12)
 

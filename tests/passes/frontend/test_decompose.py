@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.testing import FileCheck
 
-from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.graph.op_call import is_getitem
 from galvatron_fx.ir.graph.symbols import BATCH, SEQUENCE
 from passes.frontend.capture.capture import Capture
@@ -74,7 +74,7 @@ class TestGraph(expecttest.TestCase):
         graph = decomposed(Applied(F.mse_loss).double(), pair())
         start = next(i for i, node in enumerate(graph.graph.nodes) if node.target is aten.sub.Tensor)
         nodes = [node for node in list(graph.graph.nodes)[start : start + 7] if node.target is not aten.view.default]
-        lines = [f"{n.target.__name__}{n.args}: {facts(n).spec.dims} {facts(n).phase}" for n in nodes]
+        lines = [f"{n.target.__name__}{n.args}: {meta_of(n).spec.dims} {meta_of(n).phase}" for n in nodes]
         self.assertExpectedInline(
             "\n".join(lines),
             """\
@@ -189,8 +189,8 @@ def test_batch_norm_keeps_activations_split() -> None:
 def test_batch_is_told_from_channels_of_the_same_size(norm: nn.Module) -> None:
     graph = decomposed(Images(norm).double(), images())
     for node in graph.graph.nodes:
-        if node.op == "call_function" and not facts(node).multi_output:
-            spec = facts(node).spec
+        if node.op == "call_function" and not meta_of(node).multi_output:
+            spec = meta_of(node).spec
             if len(spec.shape) == 4 and spec.shape[2:] == (6, 6):
                 assert spec.dims[0] == BATCH and spec.dims[1:2] != (BATCH,), node.format_node()
             if spec.shape == (1, 4, 1, 1):
@@ -199,11 +199,11 @@ def test_batch_is_told_from_channels_of_the_same_size(norm: nn.Module) -> None:
 
 def test_new_nodes_carry_the_facts_of_the_old() -> None:
     graph = Capture().run(Applied(F.huber_loss).double(), pair())
-    old = {facts(n).phase: n.meta.get("seq_nr") for n in graph.graph.nodes if "huber" in str(n.target)}
+    old = {meta_of(n).phase: n.meta.get("seq_nr") for n in graph.graph.nodes if "huber" in str(n.target)}
     for node in Decompose().run(graph).graph.nodes:
         if node.target is aten.abs.default:
-            assert (facts(node).phase, node.meta.get("seq_nr")) == ("forward", old["forward"])
-            assert facts(node).spec.dims == (BATCH, SEQUENCE, 8)
+            assert (meta_of(node).phase, node.meta.get("seq_nr")) == ("forward", old["forward"])
+            assert meta_of(node).spec.dims == (BATCH, SEQUENCE, 8)
 
 
 def test_operators_without_a_usable_decomposition_stay() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from galvatron_fx.ir.graph.random_ops import random_uniform
-from passes.frontend.eliminate_common_subexpressions import MergeDuplicates
+from passes.frontend.eliminate_common_subexpressions import EliminateCommonSubexpressions
 from tests.graphs import Builder, listing
 
 aten = torch.ops.aten
@@ -26,7 +26,7 @@ class TestGraph(expecttest.TestCase):
         made = [build.call(aten.mm.default, f, weight) for f, weight in zip(flat, (w, v), strict=True)]
         graph = build.finish(("output", "0", made[0]), ("output", "1", made[1]))
         self.assertExpectedInline(
-            listing(MergeDuplicates().run(graph)),
+            listing(EliminateCommonSubexpressions().run(graph)),
             """\
 x: [2, 3, 4]
 w: [4, 4]
@@ -49,7 +49,7 @@ return [mm, mm_1]""",
             ends.append(build.call(aten.mul.Tensor, build.call(aten.exp.default, values), places))
         graph = build.finish(("output", "0", build.call(aten.add.Tensor, *ends)))
         self.assertExpectedInline(
-            listing(MergeDuplicates().run(graph)),
+            listing(EliminateCommonSubexpressions().run(graph)),
             """\
 x: [4, 6]
 max_1 = max.dim(x, 1): [4], [4]
@@ -71,7 +71,7 @@ return [add]""",
         made += [build.call(aten.exp.default, x) for _ in range(2)]
         graph = build.finish(*(("output", str(i), node) for i, node in enumerate(made)))
         self.assertExpectedInline(
-            listing(MergeDuplicates().run(graph)),
+            listing(EliminateCommonSubexpressions().run(graph)),
             """\
 x: [4]
 exp = exp(x): [4]
@@ -86,7 +86,7 @@ def merged(first: Callable[[Builder, fx.Node], fx.Node], second: Callable[[Build
     build = Builder()
     x = build.input("x", (4, 6))
     graph = build.finish(("output", "0", first(build, x)), ("output", "1", second(build, x)))
-    MergeDuplicates().run(graph)
+    EliminateCommonSubexpressions().run(graph)
     one, other = graph.graph.output_node().args[0]
     return one is other
 
@@ -132,7 +132,7 @@ def test_random_masks_are_one_where_they_are_of_one_stream(streams: tuple[int, i
     rows = build.call(aten.arange.default, 4)
     made = [build.call(random_uniform, seed, stream, [4], [rows]) for stream in streams]
     graph = build.finish(("output", "0", made[0]), ("output", "1", made[1]))
-    MergeDuplicates().run(graph)
+    EliminateCommonSubexpressions().run(graph)
     one, other = graph.graph.output_node().args[0]
     assert (one is other) == (streams[0] == streams[1])
 
@@ -145,7 +145,7 @@ def test_it_runs_as_before_and_a_second_time_changes_nothing() -> None:
     graph = build.finish(("output", "0", total))
     value = torch.arange(24.0, dtype=torch.float64).reshape(4, 6)
     before = graph(value)
-    once = listing(MergeDuplicates().run(graph))
+    once = listing(EliminateCommonSubexpressions().run(graph))
     torch.testing.assert_close(graph(value), before, rtol=0, atol=0)
-    assert listing(MergeDuplicates().run(graph)) == once
+    assert listing(EliminateCommonSubexpressions().run(graph)) == once
     assert sum(node.target is aten.exp.default for node in graph.graph.nodes) == 1

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.graph.metadata import meta_of
 from passes.analysis.blocks import fingerprints, graph_fingerprint, num_blocks
 from passes.frontend.capture.capture import Capture
 from passes.frontend.find_blocks import FindBlocks
@@ -90,8 +90,8 @@ def modules(graph: fx.GraphModule, phase: str = "forward") -> list[set[str]]:
     """The modules that have operators in each block."""
     found: list[set[str]] = [set() for _ in range(num_blocks(graph))]
     for node in graph.graph.nodes:
-        if node.op == "call_function" and facts(node).phase == phase:
-            found[facts(node).block].add(facts(node).module)
+        if node.op == "call_function" and meta_of(node).phase == phase:
+            found[meta_of(node).block].add(meta_of(node).module)
     return found
 
 
@@ -174,8 +174,8 @@ def test_a_long_part_without_a_repeat_is_cut_where_little_crosses() -> None:
         value = build.call(getattr(aten, name).default, value)
     graph = FindBlocks().run(build.finish(("output", "0", value)))
     assert num_blocks(graph) == 2
-    last = next(node for node in reversed(graph.graph.nodes) if node.op == "call_function" and facts(node).block == 0)
-    assert facts(last).spec.shape == (4, 1)
+    last = next(node for node in reversed(graph.graph.nodes) if node.op == "call_function" and meta_of(node).block == 0)
+    assert meta_of(last).spec.shape == (4, 1)
 
 
 def test_a_graph_of_one_operator() -> None:
@@ -187,9 +187,9 @@ def test_a_graph_of_one_operator() -> None:
 
 def test_every_node_has_a_block_and_forward_goes_up(five: fx.GraphModule) -> None:
     calls = [node for node in five.graph.nodes if node.op == "call_function"]
-    order = [facts(node).block for node in calls if facts(node).phase == "forward"]
+    order = [meta_of(node).block for node in calls if meta_of(node).phase == "forward"]
     assert order == sorted(order) and set(order) == set(range(num_blocks(five)))
-    assert all(0 <= facts(node).block < num_blocks(five) for node in calls)
+    assert all(0 <= meta_of(node).block < num_blocks(five) for node in calls)
 
 
 def test_backward_joins_its_forward(five: fx.GraphModule) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.testing import FileCheck
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.graph.metadata import meta_of
 from passes.frontend.capture.capture import Capture
 from passes.frontend.find_blocks import FindBlocks
 from passes.frontend.fold_causal_masks import FoldCausalMasks
@@ -186,4 +186,4 @@ def test_a_new_cache_leaves_no_trace() -> None:
     graph = Capture(symbolic=False).run(model_of("llama", use_cache=True), tokens())
     assert all(node.op != "get_attr" for node in graph.graph.nodes)
     joins = [node for node in graph.graph.nodes if node.target is aten.cat.default]
-    assert joins and all(facts(source).spec.numel for node in joins for source in node.args[0])
+    assert joins and all(meta_of(source).spec.numel for node in joins for source in node.args[0])

@@ -14,7 +14,7 @@ from torch.fx.graph import CodeGen
 from torch.testing import FileCheck
 
 from galvatron_fx.errors import CaptureError
-from galvatron_fx.ir.graph.metadata import facts, ports, signature
+from galvatron_fx.ir.graph.metadata import meta_of, ports, signature
 from galvatron_fx.ir.graph.random_ops import random_uniform
 from passes.analysis.blocks import fingerprints
 from passes.frontend.capture.capture import Capture
@@ -78,14 +78,14 @@ class Draws(fx.Interpreter):
     def run_node(self, n: fx.Node) -> object:
         value = super().run_node(n)
         if isinstance(value, Tensor) and n.op == "call_function":
-            assert (tuple(value.shape), value.dtype) == (facts(n).spec.shape, facts(n).spec.dtype), n.format_node()
+            assert (tuple(value.shape), value.dtype) == (meta_of(n).spec.shape, meta_of(n).spec.dtype), n.format_node()
         return value
 
 
 def drawn(graph: fx.GraphModule, seed: int = 7) -> dict[str, Tensor]:
     """Values by node name, on inputs of ones (weights zero, bias one, so that the layer's output is one)."""
     seeds = {port.kind: torch.tensor(seed) for port, _ in ports(graph) if port.kind == "seed"}
-    given = [seeds.get(port.kind, torch.ones(facts(node).spec.shape)) for port, node in ports(graph)]
+    given = [seeds.get(port.kind, torch.ones(meta_of(node).spec.shape)) for port, node in ports(graph)]
     given[0].zero_()
     run = Draws(graph)
     run.run(*given)
@@ -100,7 +100,7 @@ def result(graph: fx.GraphModule) -> str:
 
 def printed(graph: fx.GraphModule) -> str:
     """The forward nodes behind the linear layer, one a line."""
-    nodes = [n for n in graph.graph.nodes if n.op == "call_function" and facts(n).phase == "forward"]
+    nodes = [n for n in graph.graph.nodes if n.op == "call_function" and meta_of(n).phase == "forward"]
     behind = next(i for i, n in enumerate(nodes) if n.target is torch.ops.aten.arange.default)
     return "\n".join(f"{n.name} = {getattr(n.target, '__name__', n.target)}{n.args}" for n in nodes[behind:])
 
@@ -301,4 +301,4 @@ def test_each_rank_draws_only_its_shard(stack: Traced) -> None:
     for node in local.graph.nodes:
         if node.target is random_uniform:
             assert node.args[2][0] == 4
-            assert facts(node).spec.shape == (2, *node.args[2][1:])
+            assert meta_of(node).spec.shape == (2, *node.args[2][1:])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from galvatron_fx.ir.graph.metadata import TensorSpec, facts
+from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
 from galvatron_fx.ir.graph.placement import Shard
 from galvatron_fx.ir.graph.symbols import BATCH, SEQUENCE
 from passes.sharding.roles import RoleRules
@@ -36,8 +36,8 @@ def case() -> tuple[nn.Module, tuple[Tensor, ...]]:
 def test_runs_before_the_batch() -> None:
     graph = captured(*case())
     (tanh,) = graph.graph.find_nodes(op="call_function", target=aten.tanh.default)
-    assert facts(tanh).spec.dims == (BATCH * SEQUENCE, 8)
-    assert facts(tanh).spec.batch_runs == (6, 1), "six tokens, each of all samples"
+    assert meta_of(tanh).spec.dims == (BATCH * SEQUENCE, 8)
+    assert meta_of(tanh).spec.batch_split_factors == (6, 1), "six tokens, each of all samples"
 
 
 @pytest.mark.parametrize(("role", "rows"), [("data", 12), ("sequence", 12)])
@@ -46,8 +46,8 @@ def test_products_are_split(role: str, rows: int) -> None:
     graph = captured(model, inputs)
     sharded = ShardGraph(uniform(graph, role), axes((2,)), DEVICE, {}).run(graph)
     (tanh,) = sharded.graph.find_nodes(op="call_function", target=aten.tanh.default)
-    assert facts(tanh).spec.shape == (rows, 8)
-    assert facts(tanh).spec.batch_runs == ((6, 1) if role == "data" else (3, 1))
+    assert meta_of(tanh).spec.shape == (rows, 8)
+    assert meta_of(tanh).spec.batch_split_factors == ((6, 1) if role == "data" else (3, 1))
     assert_exact(simulate(graph, model, inputs, (2,), uniform(graph, role), {}), one_device(model, inputs), role)
 
 
@@ -56,8 +56,16 @@ def test_roles_tell_batch_from_sequence() -> None:
     batch_first = TensorSpec((24, 8), torch.float64, (mixed, 8))
     sequence_first = TensorSpec((24, 8), torch.float64, (mixed, 8), (6, 1))
     role = RoleRules("data", 2, batch=4)
-    assert [role.splits_batch(batch_first, Shard(0, outer)) for outer in (1, 4, 6)] == [True, False, False]
-    assert [role.splits_batch(sequence_first, Shard(0, outer)) for outer in (1, 3, 6)] == [False, False, True]
+    assert [role.splits_batch(batch_first, Shard(0, split_factor)) for split_factor in (1, 4, 6)] == [
+        True,
+        False,
+        False,
+    ]
+    assert [role.splits_batch(sequence_first, Shard(0, split_factor)) for split_factor in (1, 3, 6)] == [
+        False,
+        False,
+        True,
+    ]
     assert role.boundary(sequence_first) == Shard(0, 6)
     assert RoleRules("sequence", 2, 4).boundary(batch_first) == Shard(0, 4)
     assert RoleRules("sequence", 2, 4).boundary(sequence_first) == Shard(0)

@@ -17,7 +17,7 @@ import galvatron_fx
 from galvatron_fx import Cluster, Plan, Strategy
 from galvatron_fx.errors import InputError, PlanError
 from galvatron_fx.ir.graph import collectives as c
-from galvatron_fx.ir.graph.metadata import facts, output_ports, ports
+from galvatron_fx.ir.graph.metadata import meta_of, output_ports, ports
 from galvatron_fx.ir.graph.precision import cast_gradient, cast_parameter
 from galvatron_fx.ir.graph.printer import readable
 from galvatron_fx.ir.plan.schedule import make_schedule
@@ -26,7 +26,7 @@ from passes.frontend.capture.capture import Capture, FlatInputs
 from passes.frontend.find_blocks import FindBlocks
 from passes.frontend.mixed_precision import MixedPrecision
 from passes.frontend.pipeline import Frontend
-from passes.lowering.rematerialize import PlaceRecompute
+from passes.lowering.rematerialize import Rematerialize
 from passes.sharding.shard_graph import ShardGraph
 from tests.helpers import DEVICE, assert_exact, axes, simulate, simulate_stages
 from tests.models import zoo
@@ -73,7 +73,7 @@ def one_device(model: nn.Module, given: Any, policy: MixedPrecisionPolicy) -> di
 
 def lowered(graph: fx.GraphModule, *roles: str, **options: bool) -> fx.GraphModule:
     strategies = [Strategy(roles, **options)] * num_blocks(graph)
-    return PlaceRecompute(strategies).run(ShardGraph(strategies, axes((2,) * len(roles)), DEVICE, {}).run(graph))
+    return Rematerialize(strategies).run(ShardGraph(strategies, axes((2,) * len(roles)), DEVICE, {}).run(graph))
 
 
 def calls(graph: fx.GraphModule, *targets: Callable[..., Any]) -> list[fx.Node]:
@@ -98,15 +98,15 @@ def same(got: dict[str, Tensor], expected: dict[str, Tensor], loss: float, gradi
 def test_casts_of_parameters_inputs_and_gradients() -> None:
     graph = captured(Net(), inputs(), HALF)
     parameters = [node for port, node in ports(graph) if port.kind == "param"]
-    assert {facts(node).spec.dtype for node in parameters} == {torch.float32}
+    assert {meta_of(node).spec.dtype for node in parameters} == {torch.float32}
     casts = calls(graph, cast_parameter)
     assert {cast.args[0] for cast in casts} == set(parameters)
     assert all(user in casts for node in parameters for user in node.users if user.op == "call_function")
     for cast in casts:
-        assert {facts(user).block for user in cast.users} == {facts(cast).block}
-    assert {facts(node).spec.dtype for node in calls(graph, torch.ops.aten.addmm.default)} == {torch.bfloat16}
+        assert {meta_of(user).block for user in cast.users} == {meta_of(cast).block}
+    assert {meta_of(node).spec.dtype for node in calls(graph, torch.ops.aten.addmm.default)} == {torch.bfloat16}
     for node in gradients(graph).values():
-        assert node.target is cast_gradient and facts(node).spec.dtype == torch.float32
+        assert node.target is cast_gradient and meta_of(node).spec.dtype == torch.float32
 
 
 def test_inputs_stay_and_outputs_are_cast_where_the_policy_says_so() -> None:
@@ -114,46 +114,46 @@ def test_inputs_stay_and_outputs_are_cast_where_the_policy_says_so() -> None:
     graph = captured(Net(), inputs(), policy)
     assert not calls(graph, cast_parameter)
     loss = next(node for port, node in output_ports(graph) if port.kind == "output")
-    assert loss is not None and facts(loss).spec.dtype == torch.float64
-    assert {facts(node).spec.dtype for node in calls(graph, torch.ops.aten.addmm.default)} == {torch.float32}
+    assert loss is not None and meta_of(loss).spec.dtype == torch.float64
+    assert {meta_of(node).spec.dtype for node in calls(graph, torch.ops.aten.addmm.default)} == {torch.float32}
 
 
 def test_zero_gathers_narrow_copies_again_and_reduces_wide_gradients() -> None:
     graph = lowered(captured(Net(), inputs(), HALF), "zero")
-    gathers, again = calls(graph, c.all_gather), [n for n in calls(graph, c.all_gather) if facts(n).again]
-    assert {facts(node).spec.dtype for node in gathers} == {torch.bfloat16}
+    gathers, again = calls(graph, c.all_gather), [n for n in calls(graph, c.all_gather) if meta_of(n).again]
+    assert {meta_of(node).spec.dtype for node in gathers} == {torch.bfloat16}
     assert {node.args[0].target for node in gathers} == {cast_parameter}
     assert again, "backward gathers again"
     scatters = calls(graph, c.reduce_scatter)
     assert len(scatters) == len(gradients(graph)) == 6
-    assert {facts(node).spec.dtype for node in scatters} == {torch.float32}
+    assert {meta_of(node).spec.dtype for node in scatters} == {torch.float32}
     assert {node.args[0].target for node in scatters} == {cast_gradient}
 
 
 def test_wider_copies_are_made_behind_the_gather() -> None:
     graph = lowered(captured(Net(), inputs(), WIDE), "zero", keep_gathered=True)
-    assert {facts(node).spec.dtype for node in calls(graph, c.all_gather)} == {torch.float32}
-    assert not [node for node in calls(graph, c.all_gather, cast_parameter) if facts(node).again]
+    assert {meta_of(node).spec.dtype for node in calls(graph, c.all_gather)} == {torch.float32}
+    assert not [node for node in calls(graph, c.all_gather, cast_parameter) if meta_of(node).again]
 
 
 def test_reduced_as_computed_is_cast_behind_the_reduction() -> None:
     graph = lowered(captured(Net(), inputs(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)), "zero")
-    assert {facts(node).spec.dtype for node in calls(graph, c.reduce_scatter)} == {torch.bfloat16}
+    assert {meta_of(node).spec.dtype for node in calls(graph, c.reduce_scatter)} == {torch.bfloat16}
     for node in gradients(graph).values():
         assert node.target is cast_gradient and node.args[0].target is c.reduce_scatter
-        assert facts(node).spec.dtype == torch.float32
+        assert meta_of(node).spec.dtype == torch.float32
 
 
 def test_activations_are_reduced_as_they_are_computed() -> None:
     """Of a tensor axis nothing but activations is reduced; of a data axis gradients, in float32, and the loss."""
     model, given = zoo.llama(layers=1)
     graph = captured(model.float(), given, HALF)
-    of_tensor = [n for n in calls(lowered(graph, "tensor"), *REDUCTIONS) if facts(n).spec.shape]
-    wide = [n for n in of_tensor if facts(n).spec.dtype != torch.bfloat16]
+    of_tensor = [n for n in calls(lowered(graph, "tensor"), *REDUCTIONS) if meta_of(n).spec.shape]
+    wide = [n for n in of_tensor if meta_of(n).spec.dtype != torch.bfloat16]
     assert of_tensor and len(wide) <= 3, "only the vocabulary-parallel loss, which the model computes in float32"
     sharded = lowered(graph, "data")
     reduced = calls(sharded, *REDUCTIONS)
-    assert {facts(node).spec.dtype for node in reduced} == {torch.float32}
+    assert {meta_of(node).spec.dtype for node in reduced} == {torch.float32}
     assert all(gradient in reduced for gradient in gradients(sharded).values())
 
 
@@ -178,8 +178,8 @@ def test_gradients_made_of_parts_are_reduced_behind_the_cast() -> None:
         while pending:
             node = pending.pop()
             if node.target in REDUCTIONS:
-                assert facts(node).spec.dtype == torch.float32, f"{name}: {node.format_node()}"
-            pending += [n for n in node.all_input_nodes if facts(n).spec.shape == facts(node).spec.shape][:2]
+                assert meta_of(node).spec.dtype == torch.float32, f"{name}: {node.format_node()}"
+            pending += [n for n in node.all_input_nodes if meta_of(n).spec.shape == meta_of(node).spec.shape][:2]
     expected = one_device(model := Odd().double(), given := (inputs()[0].double(),), NARROW)
     graph = captured(model, given, NARROW)
     for roles in (("data",), ("zero",), ("tensor",)):
@@ -201,10 +201,13 @@ def test_equal_layers_are_traced_once() -> None:
         Capture(symbolic=False, share_layers=share, policy=NARROW).run(model, given) for share in (True, False)
     )
     for one, other in zip(short.graph.nodes, whole.graph.nodes, strict=True):
-        assert one.op == other.op == "output" or (one.target, facts(one).specs) == (other.target, facts(other).specs)
-    marks = fingerprints(MixedPrecision().run(FindBlocks().run(short)))
+        assert one.op == other.op == "output" or (one.target, meta_of(one).specs) == (
+            other.target,
+            meta_of(other).specs,
+        )
+    block_fingerprints = fingerprints(MixedPrecision().run(FindBlocks().run(short)))
     assert len(calls(short, cast_parameter)) == len(list(model.parameters()))
-    assert len(marks) > len(set(marks))
+    assert len(block_fingerprints) > len(set(block_fingerprints))
 
 
 class Kinds(nn.Module):
@@ -229,17 +232,17 @@ def test_what_is_no_real_number_is_left_alone() -> None:
     named = {port.name: node for port, node in ports(graph)}
     cast = {name for name, node in named.items() if any(user.target is cast_parameter for user in node.users)}
     assert cast == {"weight", "frozen"}
-    dtypes = {name: facts(named[name]).spec.dtype for name in ("turn", "order", "keep", "scale")}
+    dtypes = {name: meta_of(named[name]).spec.dtype for name in ("turn", "order", "keep", "scale")}
     assert list(dtypes.values()) == [torch.complex64, torch.int64, torch.bool, torch.float32]
     assert gradients(graph).keys() == {"weight", "turn"}
-    assert facts(gradients(graph)["turn"]).spec.dtype == torch.complex64
+    assert meta_of(gradients(graph)["turn"]).spec.dtype == torch.complex64
 
 
 def test_a_model_in_half_precision_reduces_in_single() -> None:
     graph = lowered(captured(Net().bfloat16(), inputs(), MixedPrecisionPolicy(reduce_dtype=torch.float32)), "zero")
     assert not calls(graph, cast_parameter)
-    assert {facts(node).spec.dtype for node in calls(graph, c.reduce_scatter)} == {torch.float32}
-    assert {facts(node).spec.dtype for node in gradients(graph).values()} == {torch.bfloat16}
+    assert {meta_of(node).spec.dtype for node in calls(graph, c.reduce_scatter)} == {torch.float32}
+    assert {meta_of(node).spec.dtype for node in gradients(graph).values()} == {torch.bfloat16}
 
 
 # ---- what it computes ----------------------------------------------------------------------------------------------

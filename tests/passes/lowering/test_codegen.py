@@ -18,13 +18,13 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_proc
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.bound_ops import BoundAxis
 from galvatron_fx.ir.graph.layout import layout
-from galvatron_fx.ir.graph.metadata import TensorSpec, facts, has_facts, ports
+from galvatron_fx.ir.graph.metadata import TensorSpec, has_meta, meta_of, ports
 from galvatron_fx.ir.kernels.select import Kernels
 from galvatron_fx.ir.torch_compat import num_holders
 from galvatron_fx.runtime.lockstep import Simulator
 from passes.lowering.codegen import Codegen
-from passes.lowering.rematerialize import PlaceRecompute
-from passes.lowering.split_forward_backward import Partition
+from passes.lowering.rematerialize import Rematerialize
+from passes.lowering.split_forward_backward import SplitForwardBackward
 from passes.sharding.shard_graph import ShardGraph
 from tests.graphs import Builder, Shape, listing
 from tests.helpers import DEVICE, axes, captured, distribute, uniform
@@ -101,16 +101,16 @@ def cases(n: int) -> list[Case]:
     listed.append((c.all_reduce, ("sum",), (), ()))
     listed.append((c.only_first, (), (3, 5), (3, 5)))
     listed.append((c.local_index, (7,), (3, 5), (3, 5)))
-    for dim, outer in itertools.product(range(3), (1, 2, 3)):
-        local = grown((3, 5, 1), dim, outer)
+    for dim, split_factor in itertools.product(range(3), (1, 2, 3)):
+        local = grown((3, 5, 1), dim, split_factor)
         whole = grown(local, dim, n)
-        listed.append((c.all_gather, (dim, outer), local, whole))
-        listed.append((c.shard, (dim, outer), whole, local))
-        listed += [(c.reduce_scatter, (op, dim, outer), whole, local) for op in ("sum", "avg")]
+        listed.append((c.all_gather, (dim, split_factor), local, whole))
+        listed.append((c.shard, (dim, split_factor), whole, local))
+        listed += [(c.reduce_scatter, (op, dim, split_factor), whole, local) for op in ("sum", "avg")]
     for dim, to_dim in itertools.permutations(range(3), 2):
-        for outer, to_outer in ((1, 1), (2, 1), (1, 3), (2, 3)):
-            part = grown(grown((3, 5, 1), dim, outer), to_dim, to_outer)
-            args = (dim, outer, to_dim, to_outer)
+        for split_factor, to_outer in ((1, 1), (2, 1), (1, 3), (2, 3)):
+            part = grown(grown((3, 5, 1), dim, split_factor), to_dim, to_outer)
+            args = (dim, split_factor, to_dim, to_outer)
             listed.append((c.all_to_all, args, grown(part, to_dim, n), grown(part, dim, n)))
     return listed
 
@@ -190,9 +190,9 @@ return [finished]""",
         build = Builder()
         x, w = build.input("x", (4, 6)), build.input("w", (6, 2))
         partial_sum = build.call(aten.view.default, build.call(aten.mm.default, x, w), [2, 4])
-        once = build.write(c.all_reduce, partial_sum, "sum", 0, specs=[facts(partial_sum).spec])
+        once = build.write(c.all_reduce, partial_sum, "sum", 0, specs=[meta_of(partial_sum).spec])
         kept = build.call(aten.mul.Tensor, once, 2)
-        twice = build.write(c.all_reduce, kept, "sum", 0, specs=[facts(kept).spec])
+        twice = build.write(c.all_reduce, kept, "sum", 0, specs=[meta_of(kept).spec])
         self.assertExpectedInline(
             self.bound(build.finish(("output", "0", build.call(aten.add.Tensor, kept, twice)))),
             """\
@@ -288,7 +288,7 @@ return [finished, neg_1]""",
     def test_local_nodes(self) -> None:
         build = Builder()
         x = build.input("x", (4, 6))
-        spec = [facts(x).spec]
+        spec = [meta_of(x).spec]
         first = build.write(c.only_first, x, 0, specs=spec)
         zeros = build.write(c.only_first, first, 1, specs=spec)
         index = build.write(c.local_index, zeros, 5, 1, specs=spec)
@@ -353,7 +353,7 @@ def test_a_whole_step_equals_the_simulator() -> None:
     graph = captured(model, inputs)
     strategies = uniform(graph, "zero", "tensor")
     sharded = ShardGraph(strategies, axes((2, 2)), DEVICE).run(graph)
-    halves = Partition().run(PlaceRecompute(strategies).run(sharded))
+    halves = SplitForwardBackward().run(Rematerialize(strategies).run(sharded))
     named = {**dict(model.named_parameters()), "0": inputs[0]}
     fed = [
         distribute(named[port.name].detach(), placements, (2, 2))
@@ -370,5 +370,5 @@ def test_a_whole_step_equals_the_simulator() -> None:
     for got, wanted in zip(out, expected, strict=True):
         for have, want in zip(got, wanted, strict=True):
             torch.testing.assert_close(have, want, rtol=1e-14, atol=1e-15)
-    used = {node.target for half in (halves.forward, halves.backward) for node in half.graph.nodes if has_facts(node)}
+    used = {node.target for half in (halves.forward, halves.backward) for node in half.graph.nodes if has_meta(node)}
     assert {c.all_reduce, c.all_gather, c.reduce_scatter} <= used

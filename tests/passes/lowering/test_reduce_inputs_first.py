@@ -9,10 +9,10 @@ from torch import fx
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.bound_ops import BoundAxis, finished
-from galvatron_fx.ir.graph.metadata import TensorSpec, facts
-from passes.analysis.collective_schedule import waited_before
+from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
+from passes.analysis.collective_schedule import wait_points
 from passes.lowering.codegen import Codegen, communicates
-from passes.lowering.communication.defer_output_waits import LeaveResultsOpen, WaitInBackward
+from passes.lowering.communication.defer_output_waits import DeferOutputWaits, WaitInBackward
 from passes.lowering.lower_step import Lower
 from passes.lowering.reduce_inputs_first import ReduceInputsFirst
 from tests.graphs import Builder, listing
@@ -56,7 +56,7 @@ all_reduce_1 = all_reduce(div, sum, 0): []
 return [all_reduce_1, all_reduce]""",
         )
         first, last = (node for node in graph.graph.nodes if node.target is c.all_reduce)
-        assert (facts(first).block, facts(last).block) == (0, 1)
+        assert (meta_of(first).block, meta_of(last).block) == (0, 1)
 
 
 def test_a_graph_of_nothing_else_stays() -> None:
@@ -71,15 +71,15 @@ def test_only_the_caller_waits_for_the_loss() -> None:
     """Not for what the graph uses itself, nor for what is saved."""
     graph = mean_loss()
     number, loss = (node for node in graph.graph.nodes if node.target is c.all_reduce)
-    LeaveResultsOpen(2).run(graph)
-    assert [facts(node).open for node in (number, loss)] == [False, True]
-    assert set(waited_before(graph.graph)) == {number}
+    DeferOutputWaits(2).run(graph)
+    assert [meta_of(node).open for node in (number, loss)] == [False, True]
+    assert set(wait_points(graph.graph)) == {number}
     bound = Codegen([BoundAxis("g", 2, 0)]).run(graph)
     assert sum(node.target is finished for node in bound.graph.nodes) == 1
 
     graph = mean_loss()
-    LeaveResultsOpen(0).run(graph)
-    assert not any(facts(node).open for node in graph.graph.nodes if node.target is c.all_reduce)
+    DeferOutputWaits(0).run(graph)
+    assert not any(meta_of(node).open for node in graph.graph.nodes if node.target is c.all_reduce)
 
 
 def test_backward_waits_for_the_loss_before_it_communicates() -> None:

@@ -10,12 +10,12 @@ import torch
 from torch import fx
 
 from galvatron_fx.ir.graph.collectives import all_gather
-from galvatron_fx.ir.graph.metadata import TensorSpec, facts
+from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
 from galvatron_fx.ir.graph.random_ops import random_uniform
 from galvatron_fx.ir.plan.strategy import Strategy
 from galvatron_fx.runtime.lockstep import Simulator
-from passes.lowering.rematerialize import PlaceRecompute
-from passes.lowering.split_forward_backward import Partition
+from passes.lowering.rematerialize import Rematerialize
+from passes.lowering.split_forward_backward import SplitForwardBackward
 from tests.graphs import Builder, listing
 
 aten = torch.ops.aten
@@ -59,11 +59,11 @@ def gathered() -> fx.GraphModule:
 class TestGraph(expecttest.TestCase):
     def backward(self, graph: fx.GraphModule, *strategies: Strategy) -> str:
         """Backward, with what it is given."""
-        return listing(Partition().run(PlaceRecompute(strategies).run(graph)).backward)
+        return listing(SplitForwardBackward().run(Rematerialize(strategies).run(graph)).backward)
 
     def test_all_is_kept(self) -> None:
         before = listing(two_blocks())
-        assert listing(PlaceRecompute((KEEP, KEEP)).run(two_blocks())) == before
+        assert listing(Rematerialize((KEEP, KEEP)).run(two_blocks())) == before
         self.assertExpectedInline(
             self.backward(two_blocks(), KEEP, KEEP),
             """\
@@ -181,9 +181,9 @@ return [mul]""",
 
 
 def test_copies_are_of_the_backward_phase_and_of_their_block() -> None:
-    graph = PlaceRecompute((AGAIN, AGAIN)).run(two_blocks())
+    graph = Rematerialize((AGAIN, AGAIN)).run(two_blocks())
     copies = [node for node in graph.graph.nodes if node.name in ("exp_1", "relu_1", "tanh_1")]
-    assert [(facts(n).phase, facts(n).block) for n in copies] == [("backward", 1), ("backward", 1), ("backward", 0)]
+    assert [(meta_of(n).phase, meta_of(n).block) for n in copies] == [("backward", 1), ("backward", 1), ("backward", 0)]
     graph.graph.lint()
 
 
@@ -193,7 +193,7 @@ def test_the_values_stay(first: Strategy, second: Strategy) -> None:
     torch.manual_seed(0)
     inputs = [torch.randn(4, dtype=torch.float64), torch.tensor(2.0, dtype=torch.float64)]
     expected = two_blocks()(*inputs)
-    halves = Partition().run(PlaceRecompute((first, second)).run(two_blocks()))
+    halves = SplitForwardBackward().run(Rematerialize((first, second)).run(two_blocks()))
     loss, *saved = halves.forward(*inputs[:1])
     torch.testing.assert_close((loss, *halves.backward(*saved, inputs[1])), tuple(expected), rtol=0, atol=0)
 
@@ -203,7 +203,7 @@ def test_gathered_again_on_two_ranks() -> None:
     x, w = torch.randn(4, 6, dtype=torch.float64), torch.randn(2, 6, dtype=torch.float64)
     results = []
     for strategy in (GATHERED_ONCE, GATHERED_AGAIN, ALL_AGAIN):
-        graph = PlaceRecompute((strategy,)).run(gathered())
+        graph = Rematerialize((strategy,)).run(gathered())
         graph.graph.lint()
         fed = [[x, x], list(w.split(1)), [torch.ones((), dtype=torch.float64)] * 2]
         results.append(Simulator((2,)).run(graph, fed)[1][0])
@@ -213,9 +213,9 @@ def test_gathered_again_on_two_ranks() -> None:
 
 
 def test_a_recomputed_block_gathers_again_whatever_its_strategy_keeps() -> None:
-    kept, again = (PlaceRecompute((strategy,)).run(gathered()) for strategy in (BOTH, ALL_AGAIN))
+    kept, again = (Rematerialize((strategy,)).run(gathered()) for strategy in (BOTH, ALL_AGAIN))
     assert listing(kept) == listing(again)
-    assert [facts(node).phase for node in kept.graph.nodes if node.target is all_gather] == ["forward", "backward"]
+    assert [meta_of(node).phase for node in kept.graph.nodes if node.target is all_gather] == ["forward", "backward"]
 
 
 def test_masks_are_drawn_again_from_the_same_stream() -> None:
@@ -227,7 +227,7 @@ def test_masks_are_drawn_again_from_the_same_stream() -> None:
     tangent = build.begin_backward()
     grad = build.call(aten.mul.Tensor, mask, tangent)
     graph = build.finish(("output", "0", loss), ("grad", "x", grad), loss=0)
-    halves = Partition().run(PlaceRecompute((AGAIN,)).run(graph))
+    halves = SplitForwardBackward().run(Rematerialize((AGAIN,)).run(graph))
     assert halves.saved_inputs == (1,), "the seed alone is saved"
     x_value, one = torch.ones(4, dtype=torch.float64), torch.ones((), dtype=torch.float64)
     loss_value, *saved = halves.forward(x_value, torch.tensor(7))

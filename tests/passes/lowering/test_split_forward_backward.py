@@ -8,8 +8,8 @@ import expecttest
 import torch
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import Port, facts
-from passes.lowering.split_forward_backward import Halves, Partition
+from galvatron_fx.ir.graph.metadata import Port, meta_of
+from passes.lowering.split_forward_backward import ForwardBackward, SplitForwardBackward
 from tests.graphs import Builder, listing
 
 aten = torch.ops.aten
@@ -36,7 +36,7 @@ def layer() -> fx.GraphModule:
 
 class TestGraph(expecttest.TestCase):
     def test_layer(self) -> None:
-        halves = Partition().run(layer())
+        halves = SplitForwardBackward().run(layer())
         self.assertExpectedInline(
             listing(halves.forward),
             """\
@@ -75,7 +75,7 @@ return [mm_1, None]""",
         build.phase = "backward"
         tangent = build.input("tangent", (4,), "tangent")
         grad = build.call(aten.mul.Tensor, tangent, places)
-        halves = Partition().run(build.finish(("output", "0", values), ("grad", "x", grad)))
+        halves = SplitForwardBackward().run(build.finish(("output", "0", values), ("grad", "x", grad)))
         self.assertExpectedInline(
             listing(halves.forward),
             """\
@@ -101,7 +101,7 @@ return [mul]""",
         two = build.call(aten.full.default, [4], 2.0, dtype=torch.float64)
         loss = build.call(aten.sum.default, build.call(aten.mul.Tensor, x, two))
         graph = build.finish(("output", "0", loss), ("grad", "x", two), ("grad", "y", x))
-        halves = Partition().run(graph)
+        halves = SplitForwardBackward().run(graph)
         self.assertExpectedInline(
             listing(halves.forward),
             """\
@@ -121,7 +121,7 @@ return [full, x]""",
 
 
 def test_ports() -> None:
-    halves = Partition().run(layer())
+    halves = SplitForwardBackward().run(layer())
     kinds = [(port.kind, port.name) for port in halves.input_ports]
     assert kinds == [("input", "x"), ("param", "w"), ("param", "unused"), ("buffer", "count")]
     assert halves.result_ports == (Port("buffer", "count"), Port("output", "0"))
@@ -130,7 +130,7 @@ def test_ports() -> None:
     assert halves.saved_inputs == (None, 0), "exp(...) is made in forward, x is the first input"
 
 
-def run(halves: Halves, inputs: list[torch.Tensor], tangents: list[torch.Tensor]) -> list[torch.Tensor | None]:
+def run(halves: ForwardBackward, inputs: list[torch.Tensor], tangents: list[torch.Tensor]) -> list[torch.Tensor | None]:
     out = halves.forward(*inputs)
     count = len(halves.result_ports)
     return [*out[:count], *halves.backward(*out[count:], *tangents)]
@@ -139,18 +139,20 @@ def run(halves: Halves, inputs: list[torch.Tensor], tangents: list[torch.Tensor]
 def test_the_halves_together_are_the_whole() -> None:
     graph = layer()
     torch.manual_seed(0)
-    inputs = [torch.randn(facts(n).spec.shape, dtype=torch.float64) for n in graph.graph.nodes if n.op == "placeholder"]
+    inputs = [
+        torch.randn(meta_of(n).spec.shape, dtype=torch.float64) for n in graph.graph.nodes if n.op == "placeholder"
+    ]
     whole = graph(*inputs)
-    for got, expected in zip(run(Partition().run(graph), inputs[:-1], inputs[-1:]), whole, strict=True):
+    for got, expected in zip(run(SplitForwardBackward().run(graph), inputs[:-1], inputs[-1:]), whole, strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 def test_the_graph_stays_and_facts_go_along() -> None:
     graph = layer()
     before = listing(graph)
-    halves = Partition().run(graph)
+    halves = SplitForwardBackward().run(graph)
     assert listing(graph) == before
     for half, phase in ((halves.forward, "forward"), (halves.backward, "backward")):
         half.graph.lint()
         calls = [node for node in half.graph.nodes if node.op == "call_function"]
-        assert calls and {facts(node).phase for node in calls} == {phase}
+        assert calls and {meta_of(node).phase for node in calls} == {phase}

@@ -12,7 +12,7 @@ from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.cluster.overlap import Overlap, Skew
 from galvatron_fx.ir.plan.schedule import legal
 from galvatron_fx.ir.plan.strategy import PIPELINE, Strategy
-from passes.search.cost_table.cost_table import Chain
+from passes.search.cost_table.cost_table import CostTable
 from passes.search.solvers.stage_search import Configuration, StageSearch
 from tests.helpers import DEVICE
 
@@ -21,31 +21,33 @@ SCHEDULES = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "interleaved_1f1b": 2, "zbv": 2}
 AXES: dict[int, tuple[int, ...]] = {1: (), 2: (2,), 3: (3,), 4: (2, 2)}  # by pipeline ranks
 
 
-def search_of(chain: Chain, ranks: int, schedule: str, parts: int, late_s: float = 0.0) -> StageSearch:
+def search_of(costs: CostTable, ranks: int, schedule: str, parts: int, late_s: float = 0.0) -> StageSearch:
     """The search of one configuration on ``ranks`` pipeline ranks, each a group of two devices.
 
     ``late_s``: what a stage waits for another which has computed for a second.
     """
-    outer = AXES[ranks]
-    axes = tuple(Axis(f"a{i}", size, 0.0, 1.0) for i, size in enumerate((*outer, 2)))
+    split_factor = AXES[ranks]
+    axes = tuple(Axis(f"a{i}", size, 0.0, 1.0) for i, size in enumerate((*split_factor, 2)))
     stages = ranks * SCHEDULES[schedule]
     cluster = Cluster(DEVICE, axes, Overlap(skew=Skew(late_s)))
-    return StageSearch(chain, Configuration(len(outer), stages, schedule, parts), cluster)
+    return StageSearch(costs, Configuration(len(split_factor), stages, schedule, parts), cluster)
 
 
 def chain_of(
     prices: np.ndarray, crossing: Sequence[float], change: np.ndarray, ranks: int = 2, parts: int = 2
-) -> Chain:
+) -> CostTable:
     """A chain of ``prices[amount, block, strategy]``: forward, two kinds of backward, once; static, saved, transient.
 
     ``change[block, kind, kind]``: one kind for every strategy. Blocks with equal prices are equal.
     """
     forward, inputs, weights, once, static, saved, transient = prices
     count = forward.shape[1]
-    outer = (PIPELINE,) * len(AXES[ranks])
-    strategies = tuple(Strategy((*outer, ROLES[i % len(ROLES)]), recompute=i >= len(ROLES)) for i in range(count))
-    marks = tuple(prices[:, block].tobytes().hex() for block in range(len(forward)))
-    return Chain(
+    split_factor = (PIPELINE,) * len(AXES[ranks])
+    strategies = tuple(
+        Strategy((*split_factor, ROLES[i % len(ROLES)]), recompute=i >= len(ROLES)) for i in range(count)
+    )
+    block_fingerprints = tuple(prices[:, block].tobytes().hex() for block in range(len(forward)))
+    return CostTable(
         strategies,
         parts,
         forward,
@@ -60,7 +62,7 @@ def chain_of(
         change,
         np.array(crossing, dtype=float),
         np.ones(forward.shape, dtype=np.bool_),
-        marks,
+        block_fingerprints,
     )
 
 
@@ -85,27 +87,27 @@ def searches(draw: st.DrawFn, most_plans: int = 4096) -> StageSearch:
     prices = np.concatenate([numbers(9, 4, distinct, count) + 1, numbers(9, 3, distinct, count)])[:, rows]
     one_way = numbers(3, blocks, count, count) * (1 - np.eye(count))
     change = one_way + one_way.transpose(0, 2, 1)
-    chain = chain_of(prices, numbers(4, blocks), change, ranks, parts)
-    return search_of(chain, ranks, schedule, parts, draw(st.sampled_from((0.0, 4.0))))
+    costs = chain_of(prices, numbers(4, blocks), change, ranks, parts)
+    return search_of(costs, ranks, schedule, parts, draw(st.sampled_from((0.0, 4.0))))
 
 
 def cuts_of(search: StageSearch) -> Iterator[tuple[int, ...]]:
     """Every way to cut the blocks into stages."""
-    blocks = range(1, len(search.chain.marks))
+    blocks = range(1, len(search.costs.block_fingerprints))
     return ((0, *inner) for inner in combinations(blocks, search.configuration.num_stages - 1))
 
 
 def fits(search: StageSearch, cuts: tuple[int, ...], picks: Sequence[int], budget: float) -> bool:
     """Whether every pipeline rank keeps to its bytes."""
     sections = search._rank_sections(cuts)
-    return all(s.bytes(search.chain, [picks[b] for b in s.blocks]) <= budget for s in sections)
+    return all(s.bytes(search.costs, [picks[b] for b in s.blocks]) <= budget for s in sections)
 
 
 def brute_force(search: StageSearch, budget: float) -> float:
     """Seconds of the fastest of all plans that fit; infinite where none does."""
-    chain, best = search.chain, np.inf
+    costs, best = search.costs, np.inf
     for cuts in cuts_of(search):
-        for picks in product(range(len(chain.strategies)), repeat=len(chain.marks)):
+        for picks in product(range(len(costs.strategies)), repeat=len(costs.block_fingerprints)):
             if fits(search, cuts, picks, budget):
                 best = min(best, search.times.timed(cuts, picks))
     return best

@@ -18,8 +18,8 @@ def test_a_uniform_choice_has_the_main_roles_in_all_blocks() -> None:
         assert choice is not None
         uniform = search.uniform(choice).run(BUDGET)
         assert uniform is not None and uniform.time_s >= choice.time_s * (1 - 1e-9)
-        assert {search.chain.strategies[pick].roles for pick in uniform.picks} == {search._main_roles(choice)}
-        mixed += len({search.chain.strategies[pick].roles for pick in choice.picks}) > 1
+        assert {search.costs.strategies[pick].roles for pick in uniform.picks} == {search._main_roles(choice)}
+        mixed += len({search.costs.strategies[pick].roles for pick in choice.picks}) > 1
     assert mixed, "or this shows nothing"
 
 

@@ -98,7 +98,7 @@ def test_a_real_model_on_eight_devices() -> None:
 def by_balance(search: StageSearch, budget: float) -> tuple[float, float]:
     """Seconds of the cuts that balance time, and memory, with the best strategies for them."""
     stages = search.configuration.num_stages
-    cuts = balanced(search.chain.fastest, stages), balanced(search.chain.memory.min(axis=1), stages)
+    cuts = balanced(search.costs.fastest, stages), balanced(search.costs.memory.min(axis=1), stages)
     return time_s(search.run_at(cuts[0], budget)), time_s(search.run_at(cuts[1], budget))
 
 
@@ -131,8 +131,8 @@ def test_a_compromise_beats_both_balances() -> None:
     prices[4] = np.array([10, 10, 4, 4, 1, 1, 1, 1])[:, None]
     prices[5] = 4.0, 0.5
     search = search_of(chain_of(prices, [0.0] * 8, np.zeros((8, 2, 2)), 2, 8), 2, "1f1b", 8)
-    assert balanced(search.chain.fastest, 2) == (0, 4)
-    assert balanced(search.chain.memory.min(axis=1), 2) == (0, 2)
+    assert balanced(search.costs.fastest, 2) == (0, 4)
+    assert balanced(search.costs.memory.min(axis=1), 2) == (0, 2)
     found = search.run(48.0)
     assert found is not None and found.first_blocks == (0, 3)
     assert found.time_s == brute_force(search, 48.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cost_models.schedule_time import Waiting, waiting_counts
+from cost_models.schedule_time import InFlight, waiting_counts
 from galvatron_fx.ir.plan.schedule import Action, Schedule, make_schedule
 
 
@@ -19,7 +19,7 @@ from galvatron_fx.ir.plan.schedule import Action, Schedule, make_schedule
         ("1f1b", 1, 5, [((1, 0),)]),
     ],
 )
-def test_whole_backward(name: str, ranks: int, parts: int, expected: list[Waiting]) -> None:
+def test_whole_backward(name: str, ranks: int, parts: int, expected: list[InFlight]) -> None:
     assert list(waiting_counts(make_schedule(name, ranks, ranks, parts))) == expected
 
 

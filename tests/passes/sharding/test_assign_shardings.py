@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.testing import FileCheck
 
 from galvatron_fx.ir.cluster.cluster import Axis
-from galvatron_fx.ir.graph.metadata import facts, ports
+from galvatron_fx.ir.graph.metadata import meta_of, ports
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Placement, Shard
 from passes.analysis.blocks import num_blocks
@@ -242,7 +242,7 @@ def test_rules_and_placements_are_complete(sequences: fx.GraphModule, role: str)
     for node in sequences.graph.nodes:
         if node.op == "placeholder":
             assert node in sharding.inputs
-        elif node.op == "call_function" and not facts(node).multi_output:
+        elif node.op == "call_function" and not meta_of(node).multi_output:
             rule = sharding.rules[node]
             assert len(rule.inputs) == len(input_nodes(node)) and len(rule.outputs) == 1
     assert len(sharding.outputs) == len(sequences.graph.output_node().args[0])
@@ -254,7 +254,7 @@ def test_fixed_parameters_are_obeyed(rows: fx.GraphModule) -> None:
     sharding = assigned(rows, "tensor", fixed=fixed)
     assert parameters(rows, sharding) == fixed
     lowered = InsertCollectives(sharding).run(rows)
-    shapes = {port.name: facts(node).spec.shape for port, node in ports(lowered)}
+    shapes = {port.name: meta_of(node).spec.shape for port, node in ports(lowered)}
     assert shapes["up.weight"] == (HIDDEN, WIDTH // 2) and shapes["down.weight"] == (WIDTH // 2, HIDDEN)
 
 
@@ -293,7 +293,7 @@ def test_only_some_blocks() -> None:
     with torch.device("meta"):
         graph = captured(nn.Sequential(*(Layer() for _ in range(4)), nn.Linear(64, 1)), (torch.empty(64, 32, 64),))
     sharding = assigned(graph, "tensor", only=frozenset({1}))
-    assert {facts(node).block for node in sharding.rules} == {1}
+    assert {meta_of(node).block for node in sharding.rules} == {1}
     assert sharding.outputs == ()
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from galvatron_fx.errors import ShardingError
-from galvatron_fx.ir.graph.metadata import TensorSpec, facts
+from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
 from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement, Shard
 from galvatron_fx.ir.graph.symbols import BATCH
 from galvatron_fx.runtime.lockstep import Simulator
@@ -222,9 +222,9 @@ def test_symbolic_sizes_become_local() -> None:
     sharding = AxisSharding(0, 2, {y: OpRule((Shard(0),), (Shard(0),))}, {x: Shard(0)}, (REPLICATE,))
     local = InsertCollectives(sharding).run(graph)
     relu, gathered = (node for node in local.graph.nodes if node.op == "call_function")
-    assert facts(relu).spec == TensorSpec((2, 8), torch.float64, (BATCH / 2, 8))
-    assert facts(gathered).spec == TensorSpec((4, 8), torch.float64, (BATCH, 8))
-    assert facts(y).spec.shape == (4, 8), "the graph given stays as it is"
+    assert meta_of(relu).spec == TensorSpec((2, 8), torch.float64, (BATCH / 2, 8))
+    assert meta_of(gathered).spec == TensorSpec((4, 8), torch.float64, (BATCH, 8))
+    assert meta_of(y).spec.shape == (4, 8), "the graph given stays as it is"
 
 
 def test_a_collective_belongs_to_the_block_and_phase_that_need_it() -> None:
@@ -237,7 +237,7 @@ def test_a_collective_belongs_to_the_block_and_phase_that_need_it() -> None:
     rules = {y: OpRule((PARTIAL,), (PARTIAL,)), z: OpRule((REPLICATE,), (REPLICATE,))}
     local = InsertCollectives(AxisSharding(0, 2, rules, {x: PARTIAL}, (REPLICATE,))).run(graph)
     (reduced,) = (node for node in local.graph.nodes if node.name == "all_reduce")
-    assert (facts(reduced).phase, facts(reduced).block) == ("backward", 1)
+    assert (meta_of(reduced).phase, meta_of(reduced).block) == ("backward", 1)
 
 
 @pytest.mark.parametrize(
@@ -296,5 +296,5 @@ def test_a_change_of_placement_keeps_the_tensor(have: Placement, want: Placement
     whole = torch.arange(float(shape[0] ** 3), dtype=torch.float64).reshape(shape)
     (held,) = Simulator((degree,)).run(local, [placed(whole, have, degree)])
     (out,) = local.graph.output_node().args[0]
-    assert {tuple(x.shape) for x in held} == {facts(out).spec.shape}
+    assert {tuple(x.shape) for x in held} == {meta_of(out).spec.shape}
     torch.testing.assert_close(together(held, want), whole, rtol=0, atol=0)

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from galvatron_fx.errors import ShardingError
 from galvatron_fx.ir.graph import collectives as c
-from galvatron_fx.ir.graph.metadata import TensorSpec, facts
+from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
 from galvatron_fx.ir.graph.op_call import op_call
 from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement, Shard
 from galvatron_fx.ir.graph.precision import cast_gradient, cast_parameter
@@ -382,8 +382,8 @@ def one_operator(call: Call) -> tuple[fx.GraphModule, fx.Node, list[Tensor]]:
     keywords = {key: mapped(value, placeholder) for key, value in kwargs.items()}
     node = build.call(target, *arguments, **keywords)
     outputs: list[fx.Node | None] = [node]
-    if facts(node).multi_output:
-        specs = facts(node).specs
+    if meta_of(node).multi_output:
+        specs = meta_of(node).specs
         outputs = [build.call(operator.getitem, node, i) if spec else None for i, spec in enumerate(specs)]
     return build.finish(*(("output", str(i), out) for i, out in enumerate(outputs))), node, values
 
@@ -420,7 +420,7 @@ def check(call: Call, rule: OpRule, degree: int = 2) -> None:
     for held, placement, want, out in zip(results, outputs, expected, local.graph.output_node().args[0], strict=True):
         if placement is None:
             continue
-        assert {tuple(x.shape) for x in held} == {facts(out).spec.shape}, f"{rule}: not of the shape its facts say"
+        assert {tuple(x.shape) for x in held} == {meta_of(out).spec.shape}, f"{rule}: not of the shape its facts say"
         close = 1e-10 if want.dtype == f64 else 1e-6
         torch.testing.assert_close(
             together(held, placement), want, rtol=close, atol=close, msg=lambda m: f"{rule}: {m}"
@@ -499,10 +499,10 @@ def collective_calls() -> list[tuple[Any, tuple[int, ...], tuple[int, ...], tupl
     shape = (4, 8, 4)
     return [
         *((c.all_reduce, shape, shape, (op,)) for op in ("sum", "avg", "max", "min")),
-        *((c.all_gather, shape, (4, 16, 4), (1, outer)) for outer in (1, 2)),
+        *((c.all_gather, shape, (4, 16, 4), (1, split_factor)) for split_factor in (1, 2)),
         *(
-            (c.reduce_scatter, shape, (4, 4, 4), (op, 1, outer))
-            for op, outer in itertools.product(("sum", "avg"), (1, 2))
+            (c.reduce_scatter, shape, (4, 4, 4), (op, 1, split_factor))
+            for op, split_factor in itertools.product(("sum", "avg"), (1, 2))
         ),
         (c.all_to_all, shape, (8, 4, 4), (0, 2, 1, 1)),
         (c.shard, shape, (4, 4, 4), (1, 2)),
@@ -535,7 +535,7 @@ def test_collectives_of_an_earlier_axis(case: tuple[Any, tuple[int, ...], tuple[
 def test_local_indices_of_an_earlier_axis() -> None:
     build = Builder()
     x = build.input("x", (4, 8), dtype=torch.int64)
-    node = build.write(c.local_index, x, 5, 0, specs=[facts(x).spec])
+    node = build.write(c.local_index, x, 5, 0, specs=[meta_of(x).spec])
     assert set(op_rules(op_call(node), 2)) == {
         OpRule((REPLICATE,), (REPLICATE,)),
         OpRule((Shard(0),), (Shard(0),)),

@@ -10,11 +10,11 @@ import torch
 from torch import fx
 
 from galvatron_fx.ir.graph import collectives as c
-from galvatron_fx.ir.graph.layout import Column
-from galvatron_fx.ir.graph.metadata import TensorSpec, facts
+from galvatron_fx.ir.graph.layout import MergedAxis
+from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
 from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement, Shard
 from galvatron_fx.runtime.lockstep import Simulator
-from passes.lowering.split_forward_backward import Partition
+from passes.lowering.split_forward_backward import SplitForwardBackward
 from passes.sharding.shard_parameters import ShardParameters
 from tests.graphs import Builder, listing
 from tests.helpers import collect, distribute
@@ -22,8 +22,8 @@ from tests.helpers import collect, distribute
 aten = torch.ops.aten
 
 
-def column(role: str, degree: int = 2, blocks: int = 2, axis: int = 0) -> Column:
-    return Column((axis,), (role,) * blocks, degree)
+def column(role: str, degree: int = 2, blocks: int = 2, axis: int = 0) -> MergedAxis:
+    return MergedAxis((axis,), (role,) * blocks, degree)
 
 
 def two_uses() -> fx.GraphModule:
@@ -52,7 +52,7 @@ def two_uses() -> fx.GraphModule:
 
 def sharded(
     graph: fx.GraphModule,
-    *columns: Column,
+    *columns: MergedAxis,
     inputs: Mapping[str, Placement] | None = None,
     gradients: Placement = PARTIAL,
     fixed: Mapping[str, tuple[Placement, ...]] | None = None,
@@ -212,7 +212,7 @@ def gathers(graph: fx.GraphModule) -> list[fx.Node]:
 def test_a_gather_belongs_to_its_block_and_keeps_the_whole_shape() -> None:
     graph = two_uses()
     sharded(graph, column("zero"))
-    assert [(facts(n).block, facts(n).phase, facts(n).spec.shape) for n in gathers(graph)] == [
+    assert [(meta_of(n).block, meta_of(n).phase, meta_of(n).spec.shape) for n in gathers(graph)] == [
         (0, "forward", (3, 4)),
         (1, "forward", (3, 4)),
     ]
@@ -230,9 +230,9 @@ def test_other_roles_change_nothing(role: str) -> None:
 def test_the_block_of_the_first_use_decides() -> None:
     first, second = two_uses(), two_uses()
     before = listing(second)
-    sharded(first, Column((0,), ("zero", "data"), 2))
-    assert [facts(node).block for node in gathers(first)] == [0, 1], "the other block gathers what it borrows"
-    sharded(second, Column((0,), ("data", "zero"), 2))
+    sharded(first, MergedAxis((0,), ("zero", "data"), 2))
+    assert [meta_of(node).block for node in gathers(first)] == [0, 1], "the other block gathers what it borrows"
+    sharded(second, MergedAxis((0,), ("data", "zero"), 2))
     assert listing(second) == before
 
 
@@ -271,7 +271,7 @@ def test_it_computes_the_same(gradient: Partial) -> None:
     graph = two_uses()
     inputs, outputs = sharded(graph, column("zero"), gradients=gradient)
     fed = [distribute(value, inputs[name], (2,)) for name, value in whole.items()]
-    halves, simulator = Partition().run(graph), Simulator((2,))
+    halves, simulator = SplitForwardBackward().run(graph), Simulator((2,))
     loss, *saved = simulator.run(halves.forward, fed[:-1])
     results = [loss, *simulator.run(halves.backward, [*saved, fed[-1]])]
     times = 2.0 if gradient == PARTIAL else 1.0

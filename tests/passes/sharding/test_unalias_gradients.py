@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import galvatron_fx
 from galvatron_fx import Pipelining, Plan
-from passes.sharding.unalias_gradients import OwnGradients
+from passes.sharding.unalias_gradients import UnaliasGradients
 from tests.graphs import Builder
 
 aten = torch.ops.aten
@@ -60,7 +60,7 @@ def test_what_lies_elsewhere_is_copied(
     values["loss"] = build.call(aten.sin.default, values["g"])
     found = gradients(build, values)
     graph = build.finish(("output", "0", values["loss"]), *(("grad", str(i), node) for i, node in enumerate(found)))
-    OwnGradients().run(graph)
+    UnaliasGradients().run(graph)
     graph.graph.lint()
     _, *results = graph.graph.output_node().args[0]
     assert [node.target is aten.clone.default for node in results] == copied

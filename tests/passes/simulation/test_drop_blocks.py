@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from galvatron_fx.errors import InputError
-from galvatron_fx.ir.graph.metadata import facts, signature
+from galvatron_fx.ir.graph.metadata import meta_of, signature
 from passes.analysis.blocks import fingerprints
 from passes.simulation.drop_blocks import DropBlocks
 from tests.graphs import Builder, listing
@@ -69,7 +69,7 @@ def test_blocks_are_numbered_anew_and_the_graph_stays() -> None:
     graph = three_layers()
     before = listing(graph)
     short = DropBlocks((0, 2, 3), MARKS).run(graph)
-    assert [facts(n).block for n in short.graph.nodes if n.op == "call_function"] == [0, 1, 2, 2, 1, 1, 1, 0, 0, 0]
+    assert [meta_of(n).block for n in short.graph.nodes if n.op == "call_function"] == [0, 1, 2, 2, 1, 1, 1, 0, 0, 0]
     assert listing(graph) == before
     short.graph.lint()
 

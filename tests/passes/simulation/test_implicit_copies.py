@@ -10,7 +10,7 @@ from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.plan.plan import Plan
 from passes.lowering.apply_plan import lower
 from passes.lowering.lower_step import Lowered
-from passes.simulation.implicit_copies import real_copies
+from passes.simulation.implicit_copies import implicit_copies
 from tests.helpers import captured
 
 CLUSTER = Cluster.preset("2xA100-80GB")
@@ -35,4 +35,4 @@ def test_a_reshape_copies_only_what_lies_in_another_order(swap, found) -> None:
     graph = captured(Heads(swap), (torch.ones(8, 4, 16, dtype=torch.float32),))
     lowered = lower(graph, Plan.uniform((2,), ["data"]), CLUSTER)
     assert isinstance(lowered, Lowered)
-    assert [size for _, size in real_copies(lowered.halves.forward, lowered.layout.shape)] == found
+    assert [size for _, size in implicit_copies(lowered.halves.forward, lowered.layout.shape)] == found

@@ -87,17 +87,17 @@ def test_as_the_whole_model(
 ) -> None:
     model, configuration, first_blocks, strategies = CASES[name]
     graph = graphs[model]
-    marks = fingerprints(graph)
-    assert len(marks) == LAYERS + 2
+    block_fingerprints = fingerprints(graph)
+    assert len(block_fingerprints) == LAYERS + 2
     distinct = tuple(dict.fromkeys(strategies))
-    prices = np.zeros((7, len(marks), len(distinct)))
-    change = np.zeros((len(marks), len(distinct), len(distinct)))
-    chain = replace(chain_of(prices, [0.0] * len(marks), change), strategies=distinct)
+    prices = np.zeros((7, len(block_fingerprints), len(distinct)))
+    change = np.zeros((len(block_fingerprints), len(distinct), len(distinct)))
+    chain = replace(chain_of(prices, [0.0] * len(block_fingerprints), change), strategies=distinct)
     search = StageSearch(chain, configuration, cluster)
 
-    short = ShortModel.of(marks, strategies, first_blocks)
-    assert len(short.keep) <= len(marks)
-    simulate = SimulateChoice(graph, cluster, marks)
+    short = ShortModel.of(block_fingerprints, strategies, first_blocks)
+    assert len(short.keep) <= len(block_fingerprints)
+    simulate = SimulateChoice(graph, cluster, block_fingerprints)
     found = simulate.run(strategies, first_blocks, search.staging)
     monkeypatch.setattr(simulate_choice, "ShortModel", WholeModel)
     expected = simulate.run(strategies, first_blocks, search.staging)
@@ -110,11 +110,13 @@ def test_as_the_whole_model(
 
 def test_stages_wait_for_those_that_have_computed(graphs: dict[str, fx.GraphModule]) -> None:
     """One micro-batch passes all stages and comes back: a wait each time, as long as the sender's computing says."""
-    marks, schedule = fingerprints(graphs["gpt2"]), make_schedule("1f1b", 4, 4, 1)
+    block_fingerprints, schedule = fingerprints(graphs["gpt2"]), make_schedule("1f1b", 4, 4, 1)
     staging = Staging(schedule, schedule, CLUSTER.axes)
 
     def simulated(cluster: Cluster) -> StagesReport:
-        report = SimulateChoice(graphs["gpt2"], cluster, marks).run([ONLY] * len(marks), (0, 3, 6, 8), staging)
+        report = SimulateChoice(graphs["gpt2"], cluster, block_fingerprints).run(
+            [ONLY] * len(block_fingerprints), (0, 3, 6, 8), staging
+        )
         assert isinstance(report, StagesReport)
         return report
 

@@ -8,7 +8,7 @@ from torch import fx
 
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.graph.bound_ops import plus
-from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.plan.prediction import ACTIVATIONS, GRADIENTS, TRANSIENTS, Storage
 from galvatron_fx.ir.plan.schedule import Schedule, make_schedule
 from galvatron_fx.ir.plan.strategy import Strategy
@@ -16,7 +16,7 @@ from galvatron_fx.ir.torch_compat import orders_with_transfers
 from galvatron_fx.runtime.microbatches import hoisted_values
 from passes.lowering.lower_stages import LoweredStages, LowerStages
 from passes.lowering.stages.split_stages import SplitStages, Stage
-from passes.simulation.persistent_memory import HeldBytes
+from passes.simulation.persistent_memory import PersistentMemory
 from passes.simulation.rank_memory import Ledger, RankReplay, StageReplay
 from passes.simulation.task_memory import StageMemory
 from tests.graphs import Builder
@@ -160,13 +160,13 @@ def test_no_task_takes_all_outputs_of_an_operator() -> None:
     for stage in lowered(captured(*zoo.bert()), parts=2, recompute=True).stages:
         for task in stage.tasks.values():
             taken = task.graph.graph.find_nodes(op="placeholder")
-            assert not [node.name for node in taken if facts(node).multi_output]
+            assert not [node.name for node in taken if meta_of(node).multi_output]
 
 
 def test_what_is_held_beside_the_tasks() -> None:
     """Tied embeddings are on both ranks, the batch on all, and its slices for the micro-batches where they are used."""
     model, inputs = zoo.gpt2()
-    held = HeldBytes.of(lowered(captured(model, inputs), parts=2), make_schedule("1f1b", 2, 2, 2))
+    held = PersistentMemory.of(lowered(captured(model, inputs), parts=2), make_schedule("1f1b", 2, 2, 2))
     tied = "transformer.wte.weight"
     assert held.shared == {tied} and all(tied in tensors for tensors in held.tensors)
     batch = sum(tensor.nbytes for tensor in inputs.values())
@@ -181,7 +181,7 @@ def test_a_rank_cuts_only_what_its_stages_take_out_of_the_batch() -> None:
     """The first takes tokens, the last labels: what is held for a step is what is predicted."""
     model, inputs = zoo.gpt2()
     split = lowered(captured(model, inputs), parts=2)
-    held = HeldBytes.of(split, make_schedule("1f1b", 2, 2, 2))
+    held = PersistentMemory.of(split, make_schedule("1f1b", 2, 2, 2))
     given = {str(i): tensor for i, tensor in enumerate(inputs.values())}
     for rank, stage in enumerate(split.stages):
         taken = {int(port.name) for port in stage.ports.values() if port.kind == "hoisted"}

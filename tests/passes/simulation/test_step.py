@@ -19,8 +19,8 @@ from galvatron_fx.errors import VerifierError
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.bound_ops import BoundAxis
-from galvatron_fx.ir.graph.layout import Column, Layout
-from galvatron_fx.ir.graph.metadata import OpCost, TensorSpec, facts, set_facts, signature
+from galvatron_fx.ir.graph.layout import Layout, MergedAxis
+from galvatron_fx.ir.graph.metadata import OpCost, TensorSpec, meta_of, set_meta, signature
 from galvatron_fx.ir.plan.prediction import (
     ACTIVATIONS,
     BATCH,
@@ -41,7 +41,7 @@ from galvatron_fx.runtime.program import Program
 from passes.lowering.batch_rows import rows_read
 from passes.lowering.codegen import Codegen
 from passes.lowering.lower_step import Lower, Lowered
-from passes.lowering.split_forward_backward import Partition
+from passes.lowering.split_forward_backward import SplitForwardBackward
 from passes.simulation.live_memory import MemoryMeter
 from passes.simulation.step import SimulateStep, StepReport, update_bytes
 from tests.graphs import Builder, Shape
@@ -52,8 +52,8 @@ f64 = torch.float64
 CLUSTER = Cluster.preset("2xA100-80GB")
 
 
-def simulated(graph: fx.GraphModule, *columns: Column) -> StepReport:
-    return SimulateStep(CLUSTER).run(Lowered(graph, Partition().run(graph), Layout(columns)))
+def simulated(graph: fx.GraphModule, *columns: MergedAxis) -> StepReport:
+    return SimulateStep(CLUSTER).run(Lowered(graph, SplitForwardBackward().run(graph), Layout(columns)))
 
 
 def layer() -> fx.GraphModule:
@@ -187,7 +187,7 @@ def communicating(target: Any, before: Shape, after: Shape, *args: Any) -> fx.Gr
     return build.finish(("output", "0", build.write(target, x, *args, 0, specs=[TensorSpec(after, f64)])))
 
 
-COLUMN = Column((0,), ("data",), 2)
+COLUMN = MergedAxis((0,), ("data",), 2)
 # target, shape before and after, arguments, bytes of the whole tensor, bytes of copies that are alive beside both.
 COLLECTIVES = [
     (c.all_reduce, (4, 8), (4, 8), ("sum",), 256, 0),
@@ -250,7 +250,7 @@ def test_the_step_is_the_sum() -> None:
 def test_a_shape_that_is_not_what_its_facts_say() -> None:
     graph = layer()
     node = next(node for node in graph.graph.nodes if node.name == "exp")
-    set_facts(node, facts(node).having(specs=(TensorSpec((4, 3), f64),)))
+    set_meta(node, meta_of(node).having(specs=(TensorSpec((4, 3), f64),)))
     with pytest.raises(VerifierError, match=r"node 'exp' \(aten.exp.default\) makes shape \(4, 2\) .* say \(4, 3\)"):
         simulated(graph)
 
@@ -348,11 +348,11 @@ def test_what_is_measured(
     """The predicted peak of forward and backward is, to the byte, what a rank that runs the program has alive."""
     cluster = Cluster.preset("4xA100-80GB")
     lowered = Lower(uniform(stack, *roles, **options), cluster).run(stack)
-    degrees = [column.degree for column in lowered.layout.columns]
+    degrees = [column.degree for column in lowered.layout.merged_axes]
     predicted = MemoryMeter(degrees).use(lowered, update_bytes=0).peak_bytes
     ports = lowered.halves.input_ports
     nodes = lowered.halves.forward.graph.find_nodes(op="placeholder")
-    inputs = {port: torch.ones(facts(n).spec.shape) for port, n in zip(ports, nodes, strict=True)}
+    inputs = {port: torch.ones(meta_of(n).spec.shape) for port, n in zip(ports, nodes, strict=True)}
     for half in (lowered.halves.forward, lowered.halves.backward):
         Codegen([fake_groups[degree] for degree in degrees]).run(half)
     program = Program(lowered.halves, lowered.layout, signature(lowered.joint), rows_read(lowered.joint, ()))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.placement import ValuePlacement
 from galvatron_fx.ir.graph.random_ops import comparable_args
@@ -45,13 +45,13 @@ CallRules = Callable[[PlacedCall], str | None]
 
 def placed_call(node: fx.Node, degrees: Sequence[int], first: int) -> PlacedCall:
     """Describe the call at ``node``, whose inputs and outputs have placements."""
-    record = facts(node)
+    record = meta_of(node)
     return PlacedCall(
         node.target,
         _frozen(comparable_args(node)),
         tuple((name, _frozen(node.kwargs[name])) for name in node.kwargs),
         tuple(None if spec is None else Local(spec.shape, spec.dtype) for spec in record.specs),
-        tuple(facts(source).placements[0] for source in input_nodes(node)),
+        tuple(meta_of(source).placements[0] for source in input_nodes(node)),
         record.placements,
         tuple(degrees),
         first,
@@ -60,7 +60,7 @@ def placed_call(node: fx.Node, degrees: Sequence[int], first: int) -> PlacedCall
 
 def _frozen(value: Any) -> Any:
     if isinstance(value, fx.Node):
-        spec = facts(value).specs[0]
+        spec = meta_of(value).specs[0]
         assert spec is not None
         return Local(spec.shape, spec.dtype)
     if isinstance(value, (tuple, list)):

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from galvatron_fx.ir.graph import collectives as c
-from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement, Shard
 
 _REDUCTIONS = ("sum", "avg", "max", "min")
@@ -36,12 +36,15 @@ class MoveSpec:
 
 MOVES: dict[Any, MoveSpec] = {
     c.all_reduce: MoveSpec((str, int), lambda op: (Partial(op), REPLICATE)),
-    c.all_gather: MoveSpec((int, int, int), lambda dim, outer: (Shard(dim, outer), REPLICATE)),
-    c.reduce_scatter: MoveSpec((str, int, int, int), lambda op, dim, outer: (Partial(op), Shard(dim, outer))),
-    c.all_to_all: MoveSpec(
-        (int, int, int, int, int), lambda d, outer, to, to_outer: (Shard(d, outer), Shard(to, to_outer))
+    c.all_gather: MoveSpec((int, int, int), lambda dim, split_factor: (Shard(dim, split_factor), REPLICATE)),
+    c.reduce_scatter: MoveSpec(
+        (str, int, int, int), lambda op, dim, split_factor: (Partial(op), Shard(dim, split_factor))
     ),
-    c.shard: MoveSpec((int, int, int), lambda dim, outer: (REPLICATE, Shard(dim, outer))),
+    c.all_to_all: MoveSpec(
+        (int, int, int, int, int),
+        lambda d, split_factor, to, to_split_factor: (Shard(d, split_factor), Shard(to, to_split_factor)),
+    ),
+    c.shard: MoveSpec((int, int, int), lambda dim, split_factor: (REPLICATE, Shard(dim, split_factor))),
     c.local_index: MoveSpec((int, int), lambda size: (None, None)),
     c.only_first: MoveSpec((int,), lambda: (REPLICATE, PARTIAL)),
 }
@@ -67,7 +70,7 @@ def read_move(node: fx.Node, columns: int) -> Move | str:
 
 def shape_problem(node: fx.Node, move: Move, degree: int) -> str | None:
     """What is wrong with the shape and the dtype that a collective over ``degree`` ranks is recorded to make."""
-    source, own = facts(node.args[0]).specs[0], facts(node).specs[0]  # type: ignore[arg-type]
+    source, own = meta_of(node.args[0]).specs[0], meta_of(node).specs[0]  # type: ignore[arg-type]
     if source is None or own is None:
         return "has no shape"
     shape = list(source.shape)
@@ -76,8 +79,8 @@ def shape_problem(node: fx.Node, move: Move, degree: int) -> str | None:
             continue
         if not 0 <= placement.dim < len(shape):
             return f"speaks of dim {placement.dim} of a tensor of shape {source.shape}"
-        parts = placement.outer if gathers else placement.outer * degree
-        if placement.outer < 1 or shape[placement.dim] % parts:
+        parts = placement.split_factor if gathers else placement.split_factor * degree
+        if placement.split_factor < 1 or shape[placement.dim] % parts:
             return f"cuts dim {placement.dim} of {tuple(shape)} into {parts}, which does not divide it"
         shape[placement.dim] = shape[placement.dim] * degree if gathers else shape[placement.dim] // degree
     if tuple(shape) != own.shape:

@@ -8,7 +8,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from galvatron_fx.ir.graph import collectives
-from galvatron_fx.ir.graph.metadata import facts, has_facts
+from galvatron_fx.ir.graph.metadata import has_meta, meta_of
 from galvatron_fx.ir.graph.precision import CASTS
 from galvatron_fx.ir.graph.random_ops import random_uniform
 
@@ -24,7 +24,7 @@ def is_flat(node: fx.Node) -> str | None:
 
 def is_captured(node: fx.Node) -> str | None:
     """It has facts, and what it calls is known to rules and costs."""
-    if not has_facts(node):
+    if not has_meta(node):
         return "has no facts"
     if node.op == "call_function" and not isinstance(node.target, OpOverload) and node.target not in _PYTHON_TARGETS:
         return f"calls {node.target}, which is no ATen operator"
@@ -33,28 +33,28 @@ def is_captured(node: fx.Node) -> str | None:
 
 def is_blocked(node: fx.Node) -> str | None:
     """It belongs to a block."""
-    outside = node.op == "call_function" and facts(node).block < 0
+    outside = node.op == "call_function" and meta_of(node).block < 0
     return "belongs to no layer block" if outside else None
 
 
 def is_annotated(node: fx.Node) -> str | None:
     """It is priced."""
-    return "has no cost" if node.op == "call_function" and facts(node).cost is None else None
+    return "has no cost" if node.op == "call_function" and meta_of(node).cost is None else None
 
 
 def is_lowered(node: fx.Node) -> str | None:
     """It has facts, and calls an operator, a collective, or what a pass has recorded (bundles, bound collectives)."""
-    if not has_facts(node):
+    if not has_meta(node):
         return "has no facts"
     is_known = isinstance(node.target, OpOverload) or node.target in _LOWERED_TARGETS
-    if node.op == "call_function" and not is_known and facts(node).step is None:
+    if node.op == "call_function" and not is_known and meta_of(node).step is None:
         return f"calls {node.target}, which is neither an ATen operator nor a collective"
     return None
 
 
 def is_forward_first(node: fx.Node) -> str | None:
     """Forward takes nothing from backward."""
-    if node.op != "call_function" or facts(node).phase != "forward":
+    if node.op != "call_function" or meta_of(node).phase != "forward":
         return None
-    late = [n.name for n in node.all_input_nodes if n.op == "call_function" and facts(n).phase == "backward"]
+    late = [n.name for n in node.all_input_nodes if n.op == "call_function" and meta_of(n).phase == "backward"]
     return f"is of the forward phase but takes {late} from backward" if late else None

@@ -9,7 +9,7 @@ from torch import fx
 
 from galvatron_fx.ir.graph.layout import Layout, layout, placement_of
 from galvatron_fx.ir.graph.local_program import literals, placements_of
-from galvatron_fx.ir.graph.metadata import Step, facts, has_facts
+from galvatron_fx.ir.graph.metadata import Step, has_meta, meta_of
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
 from galvatron_fx.ir.graph.placement import Replicate
 from galvatron_fx.ir.graph.verifier.calls import CallRules, call_problem, placed_call
@@ -42,8 +42,8 @@ class Placements:
 
     def problem(self, node: fx.Node) -> str | None:
         """What is wrong with a node's placements or with the call that makes them, None if nothing is."""
-        columns = len(self.layout.columns)
-        record = facts(node)
+        columns = len(self.layout.merged_axes)
+        record = meta_of(node)
         placements = record.placements or (((),) * len(record.specs) if not columns else ())
         if len(placements) != len(record.specs) or any(len(placed) != columns for placed in placements):
             return f"has placements {record.placements}, where each of its outputs needs one on {columns} mesh columns"
@@ -55,7 +55,7 @@ class Placements:
         if node.op == "get_attr":
             whole = all(isinstance(placed, Replicate) for placed in placements[0])
             return None if whole else f"is a constant, which every rank has whole, and lies as {text(placements[0])}"
-        unplaced = [n.name for n in node.all_input_nodes if not has_facts(n)]
+        unplaced = [n.name for n in node.all_input_nodes if not has_meta(n)]
         if unplaced:
             return f"takes {unplaced}, which have no facts"
         return self._call_problem(node, record.step)
@@ -75,15 +75,15 @@ class Placements:
 
     def _rule_problem(self, node: fx.Node, first: int) -> str | None:
         """An operator between tensors has to have a rule, on every mesh column that no program speaks of."""
-        if first == len(self.layout.columns):
+        if first == len(self.layout.merged_axes):
             return None
-        several = [n.name for n in input_nodes(node) if facts(n).multi_output]
+        several = [n.name for n in input_nodes(node) if meta_of(n).multi_output]
         if several:
             return f"takes all outputs of {several} at once"
         return call_problem(placed_call(node, self.layout.shape, first), self.rules)
 
     def _move_problem(self, node: fx.Node, first: int) -> str | None:
-        move = read_move(node, len(self.layout.columns))
+        move = read_move(node, len(self.layout.merged_axes))
         if isinstance(move, str):
             return move
         wrong_shape = shape_problem(node, move, self.layout.shape[move.column])
@@ -129,12 +129,12 @@ def _each(inputs: tuple[Any, ...]) -> str:
 
 def _getitem_problem(node: fx.Node, first: int) -> str | None:
     source, index = node.args
-    given = facts(source)  # type: ignore[arg-type]
+    given = meta_of(source)  # type: ignore[arg-type]
     if not isinstance(index, int) or not 0 <= index < len(given.specs):
         return f"takes output {index} of {source}, which has {len(given.specs)}"
     found, wanted = placements_of(node)[0][first:], given.placements[index][first:]
     if found != wanted:
         return f"lies as {text(found)}, where output {index} of {source} lies as {text(wanted)}"
-    if facts(node).specs[0] != given.specs[index]:
-        return f"is recorded as {facts(node).specs[0]}, where output {index} of {source} is {given.specs[index]}"
+    if meta_of(node).specs[0] != given.specs[index]:
+        return f"is recorded as {meta_of(node).specs[0]}, where output {index} of {source} is {given.specs[index]}"
     return None

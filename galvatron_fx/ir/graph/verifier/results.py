@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from torch import fx
 
 from galvatron_fx.ir.graph.layout import layout, placement_of
-from galvatron_fx.ir.graph.metadata import facts, output_ports, ports, signature
+from galvatron_fx.ir.graph.metadata import meta_of, output_ports, ports, signature
 from galvatron_fx.ir.graph.placement import Inside, Partial, Replicate
 
 
 def result_problems(graph: fx.GraphModule, whole: bool) -> Iterator[tuple[str, str]]:
     """What is wrong with the results of ``graph``; ``whole``: it has a signature."""
     own = layout(graph)
-    if not own.columns:
+    if not own.merged_axes:
         return
     values = graph.graph.output_node().args[0]
     if len(values) != len(own.outputs):  # type: ignore[arg-type]
@@ -33,7 +33,7 @@ def result_problems(graph: fx.GraphModule, whole: bool) -> Iterator[tuple[str, s
 def _signature_problems(graph: fx.GraphModule) -> Iterator[tuple[str, str]]:
     own = layout(graph)
     inputs = dict(zip(((p.kind, p.name) for p, _ in ports(graph)), own.inputs, strict=True))
-    specs = {(port.kind, port.name): facts(node).spec for port, node in ports(graph)}
+    specs = {(port.kind, port.name): meta_of(node).spec for port, node in ports(graph)}
     for (port, node), placed in zip(output_ports(graph), own.outputs, strict=True):
         if node is None:
             continue
@@ -43,8 +43,8 @@ def _signature_problems(graph: fx.GraphModule) -> Iterator[tuple[str, str]]:
             if placed != inputs[parameter]:
                 lies = " ".join(map(str, placed))
                 yield subject, f"lies as {lies}, its parameter as {' '.join(map(str, inputs[parameter]))}"
-            if facts(node).spec.shape != specs[parameter].shape or facts(node).spec.dtype != specs[parameter].dtype:
-                yield subject, f"is {facts(node).spec}, its parameter {specs[parameter]}"
+            if meta_of(node).spec.shape != specs[parameter].shape or meta_of(node).spec.dtype != specs[parameter].dtype:
+                yield subject, f"is {meta_of(node).spec}, its parameter {specs[parameter]}"
         elif port.kind == "buffer" or (port.kind == "output" and _is_loss(graph, port.name)):
             if not all(isinstance(placement, Replicate) for placement in placed):
                 yield subject, f"lies as {' '.join(map(str, placed))}, where every rank needs all of it"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.graph.symbols import BATCH, SEQUENCE
 from passes.frontend.capture.cleanup import CleanGraph
 from tests.graphs import Builder
@@ -106,4 +106,4 @@ def test_copies_are_views_made_dense(repeats: tuple[int, ...]) -> None:
     torch.testing.assert_close(graph(value)[0], value.repeat(repeats).sin(), rtol=0, atol=0)
     (expanded,) = graph.graph.find_nodes(op="call_function", target=aten.expand.default)
     own = (*[1] * len(lead), BATCH, SEQUENCE - 1, 4)
-    assert facts(expanded).spec.dims == tuple(size for pair in zip(repeats, own, strict=True) for size in pair)
+    assert meta_of(expanded).spec.dims == tuple(size for pair in zip(repeats, own, strict=True) for size in pair)

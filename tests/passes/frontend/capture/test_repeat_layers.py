@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx import traceback as fx_traceback
 
-from galvatron_fx.ir.graph.metadata import facts, signature
+from galvatron_fx.ir.graph.metadata import meta_of, signature
 from galvatron_fx.ir.graph.verifier import verify
 from galvatron_fx.ir.torch_compat import compiling
 from passes.analysis.blocks import fingerprints, graph_fingerprint
@@ -33,7 +33,7 @@ def nodes(graph: fx.GraphModule) -> list[Any]:
         position[node] = len(position)
         wired = repr(fx.map_arg((node.args, node.kwargs), lambda source: f"%{position[source]}"))
         target = node.target if node.op == "call_function" else ""
-        rows.append((node.op, target, wired, None if node.op == "output" else facts(node)))
+        rows.append((node.op, target, wired, None if node.op == "output" else meta_of(node)))
     return rows
 
 

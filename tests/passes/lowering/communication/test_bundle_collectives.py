@@ -14,7 +14,7 @@ from cost_models.bundles import bundle_bytes
 from galvatron_fx.ir.cluster.cluster import Axis
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.bundles import bytes_by_block
-from galvatron_fx.ir.graph.metadata import TensorSpec, facts
+from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
 from galvatron_fx.runtime.lockstep import Simulator
 from passes.lowering.communication.bundle_collectives import BundleCollectives
 from tests.graphs import Builder, listing
@@ -145,7 +145,7 @@ def test_all_reduces_of_several_blocks_go_together_at_the_end() -> None:
     assert names(BundleCollectives(columns(2, 2)).run(copy.deepcopy(graph))) == ["all_reduce"] * 4 + ["reduce_scatter"]
     BundleCollectives(columns(2, 2), across_blocks=True).run(graph)
     assert names(graph) == ["all_reduce", "reduce_scatter", "all_reduce"]
-    together = next(n for n in graph.graph.nodes if n.target is c.all_reduce and facts(n).bundles)
+    together = next(n for n in graph.graph.nodes if n.target is c.all_reduce and meta_of(n).bundles)
     assert bytes_by_block(together) == {2: 2 * 12 * FLOAT, 1: 12 * FLOAT, 0: 12 * FLOAT}
     computing = [n for n in graph.graph.nodes if n.target in (aten.exp.default, aten.neg.default)]
     assert all(node < together for node in computing)
@@ -195,10 +195,10 @@ def test_same_bits(data: st.DataObject) -> None:
     for node, whole in [(build.input(f"x{i}", tuple(shape)), shape) for i, shape in enumerate(shapes)]:
         rank = len(whole)
         dim = draw(st.integers(0, rank - 1))
-        outer = draw(st.sampled_from([n for n in (1, 2) if whole[dim] % n == 0]))
+        split_factor = draw(st.sampled_from([n for n in (1, 2) if whole[dim] % n == 0]))
         for axis in draw(st.sampled_from([(0,), (1,), (0, 1)])):
             whole[dim] *= mesh[axis]
-            node = build.write(c.all_gather, node, dim, outer, axis, specs=spec(*whole))
+            node = build.write(c.all_gather, node, dim, split_factor, axis, specs=spec(*whole))
         build.block = draw(st.integers(0, 2))
         node = build.call(aten.mul.Tensor, node, 3)
         axis = draw(st.integers(0, 1))
@@ -213,7 +213,7 @@ def test_same_bits(data: st.DataObject) -> None:
         wanted.append(node)
     graph = build.finish(*(("grad", str(i), node) for i, node in enumerate(wanted)))
     inputs = [
-        [torch.randint(-4, 5, facts(node).spec.shape).double() for _ in range(mesh[0] * mesh[1])]
+        [torch.randint(-4, 5, meta_of(node).spec.shape).double() for _ in range(mesh[0] * mesh[1])]
         for node in graph.graph.find_nodes(op="placeholder")
     ]
     alone = Simulator(mesh).run(graph, inputs)

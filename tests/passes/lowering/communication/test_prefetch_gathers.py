@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.cluster.overlap import Overlap
 from galvatron_fx.ir.graph import collectives as c
-from galvatron_fx.ir.graph.metadata import TensorSpec, facts
+from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
 from galvatron_fx.ir.plan.strategy import Strategy
 from passes.lowering.communication.prefetch_gathers import PrefetchGathers
 from passes.lowering.lower_step import Lower
@@ -121,8 +121,8 @@ def test_only_where_it_gains(overlap: Overlap, late: bool, ahead: bool) -> None:
     for half, order in ((lowered.halves.forward, range(4)), (lowered.halves.backward, range(3, -1, -1))):
         nodes = list(half.graph.nodes)
         for before, block in pairwise(order):
-            gather = next(i for i, n in enumerate(nodes) if n.target is c.all_gather and facts(n).block == block)
-            product = next(i for i, n in enumerate(nodes) if n.target in products and facts(n).block == before)
+            gather = next(i for i, n in enumerate(nodes) if n.target is c.all_gather and meta_of(n).block == block)
+            product = next(i for i, n in enumerate(nodes) if n.target in products and meta_of(n).block == before)
             assert (gather < product) == ahead
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from galvatron_fx.ir.cluster.cluster import Cluster
-from galvatron_fx.ir.graph.metadata import facts
+from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.plan.schedule import make_schedule
 from passes.analysis.blocks import num_blocks
 from passes.lowering.lower_stages import LowerStages
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 def block_of(node: fx.Node) -> int:
     """Every block a stage."""
-    return max(facts(node).block, 0)
+    return max(meta_of(node).block, 0)
 
 
 def masked(blocks: Sequence[int]) -> fx.GraphModule:
