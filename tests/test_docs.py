@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -101,3 +103,12 @@ def test_the_checks_find_what_is_missing(tmp_path: Path) -> None:
         document.write_text(text)
         with pytest.raises(AssertionError):
             check(document)
+
+
+def test_the_first_program_of_the_readme_runs_as_printed(tmp_path: Path) -> None:
+    program = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    script = tmp_path / "train.py"
+    script.write_text(program)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(script)]
+    done = subprocess.run(launch, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300)
+    assert "Plan for one device" in done.stdout and "tensor(" in done.stdout

@@ -55,7 +55,7 @@ class Lower:
         self._done("ReduceInputsFirst", ReduceInputsFirst().run(joint))
         halves = SplitForwardBackward().run(joint)
         for half in (halves.forward, halves.backward):
-            verify_placed(half, "scheduled", "Partition")
+            verify_placed(half, "scheduled", "SplitForwardBackward")
         for phase, half in {"forward": halves.forward, "backward": halves.backward}.items():
             seen = partial(self._scheduled, phase)
             ScheduleCommunication(self.strategies, layout(sharded), self.cluster, seen).run(half)

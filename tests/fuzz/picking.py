@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from galvatron_fx.ir.graph.placement import Placement
-from passes.sharding import rule_ilp as intra_block
+from passes.sharding import rule_ilp
 from passes.sharding.rule_ilp import Choice, Item, Problem, Solution
 
 # Above this time a choice is one that a role makes only where there is no other.
@@ -43,21 +43,21 @@ def _solve(seed: int | None, problem: Problem) -> Solution:
     try:
         return _walked(problem, partial(_by_chance, seed)) if seed is not None else _by_price(problem)
     except _Stuck:
-        return intra_block.solve(problem)
+        return rule_ilp.solve(problem)
 
 
 def _by_price(problem: Problem) -> Solution:
     try:
-        with patch.object(intra_block, "_run", _relaxed):
-            return intra_block.solve(problem)
+        with patch.object(rule_ilp, "_run", _relaxed):
+            return rule_ilp.solve(problem)
     except _Fractional:
         return _walked(problem, _cheapest)
 
 
 def _relaxed(program: Any, problem: Problem) -> NDArray[np.float64]:
     integral = np.array(program.integral, dtype=np.bool_)
-    found = intra_block._solved(program, np.zeros(len(integral)), {"presolve": False}, problem)
-    if np.abs(found - found.round())[integral].max(initial=0.0) > intra_block._FRACTION:
+    found = rule_ilp._solved(program, np.zeros(len(integral)), {"presolve": False}, problem)
+    if np.abs(found - found.round())[integral].max(initial=0.0) > rule_ilp._FRACTION:
         raise _Fractional
     return found
 
