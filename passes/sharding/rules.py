@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -58,6 +58,10 @@ class OpRule:
 RuleMaker = Callable[[OpCall, int], list[OpRule]]
 _OWN: dict[Any, RuleMaker] = {}
 
+# What arguments that count dims are called, and the operators whose output has a dim more to count.
+_DIMS = ("dim", "dims", "dim0", "dim1")
+_ADD_A_DIM = (torch.ops.aten.unsqueeze.default, torch.ops.aten.stack.default)
+
 
 def register_rule(*targets: Any) -> Callable[[RuleMaker], RuleMaker]:
     """Register the maker of rules for operators; it takes the call and the axis' degree, and wins over torch's rule.
@@ -88,7 +92,8 @@ def _own_rule(target: Any) -> RuleMaker | None:
 
 
 def torch_rules(call: OpCall, degree: int) -> list[OpRule]:
-    """What torch's registered strategies say of ``call``."""
+    """What torch's registered strategies say of ``call``; not all of them read dims that are counted from the back."""
+    call = _counted_from_the_front(call)
     return _single_axis(call) or _multi_axis(call, degree)
 
 
@@ -139,6 +144,24 @@ def _valid(rule: OpRule, call: OpCall, degree: int) -> bool:
 
 
 # ---- torch's rules -------------------------------------------------------------------------------------------------
+
+
+def _counted_from_the_front(call: OpCall) -> OpCall:
+    schema = getattr(call.target, "_schema", None)
+    if schema is None or not call.inputs:
+        return call
+    ndim = len(call.inputs[0].shape) + (call.target in _ADD_A_DIM)
+    names = [argument.name for argument in schema.arguments]
+    given = zip(names, call.args, strict=False)
+    args = tuple(_from_the_front(value, ndim) if name in _DIMS else value for name, value in given)
+    kwargs = tuple((name, _from_the_front(value, ndim) if name in _DIMS else value) for name, value in call.kwargs)
+    return replace(call, args=args, kwargs=kwargs)
+
+
+def _from_the_front(dims: Any, ndim: int) -> Any:
+    if isinstance(dims, tuple):
+        return tuple(_from_the_front(dim, ndim) for dim in dims)
+    return dims + ndim if isinstance(dims, int) and -ndim <= dims < 0 else dims
 
 
 def _tensor_meta(spec: TensorSpec) -> TensorMeta:

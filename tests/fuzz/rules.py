@@ -6,6 +6,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from galvatron_fx.runtime.lockstep import Simulator
 from passes.frontend.capture.flat_inputs import FlatInputs
 from passes.sharding.allowed_rules import AllowedRules  # noqa: F401  (registers rules)
 from passes.sharding.insert_collectives import AxisSharding, InsertCollectives
-from passes.sharding.local_args import lowered_target
+from passes.sharding.local_args import DENSE_ARGUMENTS, lowered_target
 from passes.sharding.own_rules import VIEWS, view_rules
 from passes.sharding.rules import OpRule, _valid, op_rules, strided
 from tests.fuzz.runner import Prepared
@@ -63,7 +64,7 @@ def node_values(prepared: Prepared) -> dict[fx.Node, Any]:
         if node.op == "get_attr":
             values[node] = getattr(graph, str(node.target))
         elif node.op == "call_function":
-            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), partial(_given, values, node))
             values[node] = lowered_target(node.target)(*args, **kwargs)
     return values
 
@@ -84,6 +85,11 @@ class Known:
         return left
 
 
+def _given(values: dict[fx.Node, Any], node: fx.Node, source: fx.Node) -> Any:
+    """What ``node`` gets of ``source``: dense where its kernel reads memory in order, as lowering sees to."""
+    return values[source].contiguous() if node.target in DENSE_ARGUMENTS else values[source]
+
+
 def bad_rules(prepared: Prepared, known: Known) -> Iterator[BadRule]:
     """Check the rules of all calls that are not ``known`` yet, and add them to those; needs no plan."""
     values = node_values(prepared)
@@ -91,7 +97,7 @@ def bad_rules(prepared: Prepared, known: Known) -> Iterator[BadRule]:
         if node.op != "call_function" or is_getitem(node):
             continue
         call = op_call(node)
-        given = [values[source] for source in input_nodes(node)]
+        given = [_given(values, node, source) for source in input_nodes(node)]
         key = (
             call.target,
             call.args,
@@ -149,7 +155,7 @@ def _difference(
     results = Simulator((degree,)).run(local, fed)
     wanted = expected if meta_of(one).multi_output else [expected]
     # Terms in a narrow dtype round one by one; where a plan may have them is AllowedRules' to say.
-    dtypes = {spec.dtype for spec in specs if spec is not None and spec.dtype.is_floating_point}
+    dtypes = {value.dtype for value in (*given, *wanted) if value is not None and value.is_floating_point()}
     tolerance = 1e-9 if dtypes <= {torch.float64} else 1e-6
     for held, placement, want in zip(results, outputs, wanted, strict=True):
         if placement is None or want is None or want.numel() == 0:

@@ -53,6 +53,7 @@ class UntieWeights:
             stages = sorted({self._stage(user) for user in users})
             if len(stages) > 1:
                 self._split(graph, port, node, users, stages, gradients.get(port.name))
+        eliminate_dead_code(graph)  # the sum over stages, which is no gradient any more
         self._keep_gradients(graph)
         graph.recompile()
         return graph

@@ -301,6 +301,12 @@ TORCH_CALLS: list[Call] = [
     (aten.unsqueeze.default, (real(4, 8), 1), {}),
     (aten.squeeze.dim, (real(4, 1, 8), 1), {}),
     *(
+        (op, (real(4, 8, 4), dim), {})
+        for op in (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default)
+        for dim in (-1, -2, 1)
+    ),
+    (aten.unsqueeze.default, (real(4, 8), -1), {}),
+    *(
         (op, (real(4, 8), real(4, 8)), {})
         for op in (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
     ),
