@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.launch import ROOT, fork_ranks, launched
+from benchmarks.accuracy.stage_memory_rank import Case, captured, measure_all
+from tests.runtime.launch import fork_ranks, launched
 
 RANKS = 4
 # Communication threads let go of their tensors a moment after they are waited for.
@@ -42,9 +43,6 @@ def test_predicted_is_measured(peaks: dict[str, list[tuple[int, int]]], schedule
 
 def main() -> None:
     """Measure on forked ranks; every graph is captured before."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from stage_memory_rank import Case, captured, measure_all
-
     cases = [Case(schedule=name, **fields) for name, fields in CASES.items()]
     work = partial(measure_all, cases, Path(sys.argv[1]))
     fork_ranks((2, 2), work, lambda: [captured(case.model, case.policy()) for case in cases])
