@@ -20,9 +20,7 @@ from passes.simulation.short_program import ShortProgram
 __all__ = ["BlockCode", "block_codes"]
 
 _FREED = re.compile(r";(\s+\w+ =)+ None(  # |$)")
-_CALL = re.compile(
-    r"(?:galvatron_fx_ir_graph_collectives|galvatron_fx_ir_graph_bound_ops|galvatron_fx_ir_graph_precision)_(\w+)\("
-)
+_CALL = re.compile(r"galvatron_fx_ir_graph_(?:collectives|bound_ops|precision|random_ops)_(\w+)\(")
 _ASSIGNED = re.compile(r"^\s*(\w+)\s*[:=]")
 
 
