@@ -26,7 +26,7 @@ __all__ = ["plan_batch"]
 _RISES = 1.01  # a batch whose throughput is less than this times the best before it is no better
 _PATIENCE = 2  # doublings in a row that are no better, after which larger batches are not tried
 _CLOSE = 8  # batches nearer to the best than this part of it are not told apart
-_OF_CAPTURE = ("mixed_precision", "on_pass")
+_OF_CAPTURE = ("mixed_precision", "on_pass", "passes")
 _MOST_TOO_SMALL = 16  # samples a device up to which batches may be too small for roles and pins
 
 

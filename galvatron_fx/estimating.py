@@ -6,18 +6,16 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from galvatron_fx.api import capture
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.prediction import RankUse, busiest
-from galvatron_fx.ir.plan.progress import CAPTURE, SIMULATION, Observer
+from galvatron_fx.ir.plan.progress import SIMULATION, Observer
 from galvatron_fx.ir.plan.search_report_table import render_use
 from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 from galvatron_fx.plan_fit import simulated
+from galvatron_fx.planning_session import PlanningSession
 from passes.analysis.blocks import num_blocks
 from passes.frontend.capture.capture import ExampleInputs
-from passes.lowering.apply_plan import check_plan
-from passes.search.record import Watch
 
 __all__ = ["Estimate", "estimate"]
 
@@ -65,11 +63,10 @@ def estimate(
     ``progress``: as of :func:`galvatron_fx.plan`. Raises PlanError where the plan does not fit model, batch or mesh,
     and what :func:`galvatron_fx.capture` raises.
     """
-    watch = Watch(progress)
-    with watch.phase(CAPTURE):
-        graph = capture(model, example_inputs, mixed_precision=plan.mixed_precision)
-    check_plan(plan, graph, cluster)
-    watch.tell(blocks=num_blocks(graph))
-    with watch.phase(SIMULATION):
+    session = PlanningSession(cluster, given=plan, policy=plan.mixed_precision, progress=progress)
+    graph = session.capture(model, example_inputs)
+    session.check(graph, plan)
+    session.watch.tell(blocks=num_blocks(graph))
+    with session.watch.phase(SIMULATION):
         found = simulated(graph, cluster, plan)
     return Estimate(found.step_time_s, found.ranks())

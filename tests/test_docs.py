@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ FOREIGN = {"--nproc-per-node", "--max-restarts", "--strict", "--check"}
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"(?<![\w/.-])([\w-]+(?:/[\w.-]+)*\.(?:py|md))\b")
+PROGRAM = re.compile(r"```python\n# (\w+\.py)\n(.*?)```", re.DOTALL)  # a program that is shown whole, by its file
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 COMMAND = re.compile(r"galvatron-fx ([a-z]+)((?:[^\n`]|\\\n)*)")
 SCRIPT = re.compile(r"(?<![\w/])((?:benchmarks|examples)(?:/\w+)+\.py)((?:[^\n`]|\\\n)*)")
@@ -66,8 +68,9 @@ def test_what_a_document_names_is_there(document: Path) -> None:
         lines = target.read_text().splitlines() if heading else []
         headings = {anchor(line.lstrip("# ")) for line in lines if line.startswith("#")}
         assert not heading or heading in headings, f"{place} has no heading for {link}"
+    shown = {name for name, _ in PROGRAM.findall(text)}
     for code in re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL):
-        for name in FILE.findall(code):
+        for name in set(FILE.findall(code)) - shown:
             assert any(f"/{path}".endswith(f"/{name}") for path in files()), f"there is no file {name}"
 
 
@@ -112,3 +115,16 @@ def test_the_first_program_of_the_readme_runs_as_printed(tmp_path: Path) -> None
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(script)]
     done = subprocess.run(launch, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300)
     assert "Plan for one device" in done.stdout and "tensor(" in done.stdout
+
+
+def test_the_first_pass_is_written_run_and_tested_as_printed(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "adding-a-pass.md").read_text()
+    for name, program in PROGRAM.findall(text):
+        (tmp_path / name).write_text(program)
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    run = partial(subprocess.run, cwd=tmp_path, env=env, capture_output=True, text=True, check=True, timeout=300)
+    (printed,) = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
+    assert run([sys.executable, "try_it.py"]).stdout == printed
+    assert "1 passed" in run([sys.executable, "-m", "pytest", "-q", "test_fuse_negations.py"]).stdout
+    for command in re.findall(r"```sh\n(.*?)```", text, re.DOTALL):
+        assert "FunctionalRandom" in run(["bash", "-c", command.replace("python", sys.executable, 1)]).stdout

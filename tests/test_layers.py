@@ -50,7 +50,15 @@ MODULES = modules()
 
 
 def imported(name: str) -> Iterator[str]:
-    """The modules of ours that a module imports, anywhere in it."""
+    """The modules of ours that a module imports, anywhere in it, and the packages that they are in and it is not."""
+    for module in named(name):
+        yield module
+        packages = {module.rsplit(".", depth)[0] for depth in range(1, module.count(".") + 1)} - {"galvatron_fx"}
+        yield from (package for package in packages if package in MODULES and not f"{name}.".startswith(f"{package}."))
+
+
+def named(name: str) -> Iterator[str]:
+    """The modules of ours that a module's imports name."""
     for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in MODULES)

@@ -36,7 +36,7 @@ from benchmarks.accuracy.gpu_model import POLICY, SCALES, Scale, model_flops
 from benchmarks.accuracy.gpu_steps import Measured, measure, workspace_bytes
 from benchmarks.common import machine
 from benchmarks.common.small_models import Batch
-from galvatron_fx.api import compile_captured
+from galvatron_fx.compiling import compile_captured
 from galvatron_fx.errors import BudgetError
 from galvatron_fx.ir.plan.prediction import UPDATE, Cause
 from galvatron_fx.ir.plan.units import format_bytes, format_seconds

@@ -20,7 +20,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import galvatron_fx as gfx
 from benchmarks.common.tensor_memory import TensorMemory, held_tensors
 from benchmarks.demo.demo_task import update
-from galvatron_fx.api import capture, compile_captured
+from galvatron_fx.api import capture
+from galvatron_fx.compiling import compile_captured
 from galvatron_fx.ir.plan.pipelining import Pipelining
 from galvatron_fx.runtime.staged_program import StagedProgram
 from passes.lowering.apply_plan import lower

@@ -23,7 +23,7 @@ import galvatron_fx as gfx
 from benchmarks.common.contender import WARM_UP, Contender
 from benchmarks.common.small_models import build
 from benchmarks.search.regret_cases import MODELS, mixed_plans, name_of, same, uniform_plans
-from galvatron_fx.api import compile_captured
+from galvatron_fx.compiling import compile_captured
 from galvatron_fx.plan_fit import staging_of
 from galvatron_fx.profiling import measure_cluster
 from galvatron_fx.search_settings import SearchSettings

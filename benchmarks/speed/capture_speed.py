@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from benchmarks.common import machine
 from benchmarks.search.plan_speed import llama_7b
+from galvatron_fx.ir.graph.pass_pipeline import PassControl
 from passes.analysis.blocks import graph_fingerprint
 from passes.frontend.capture.capture import Capture
 from passes.frontend.pipeline import PASSES, Frontend
@@ -23,17 +24,9 @@ from passes.frontend.pipeline import PASSES, Frontend
 
 def pass_seconds(model: nn.Module, ids: torch.Tensor) -> tuple[dict[str, float], fx.GraphModule]:
     """Seconds by pass, each with the check of the graph behind it, and the graph."""
-    seconds: dict[str, float] = {}
-    last = time.perf_counter()
-
-    def done(name: str, graph: fx.GraphModule) -> None:
-        nonlocal last
-        now = time.perf_counter()
-        seconds[name] = now - last
-        last = now
-
-    graph = Frontend(on_pass=done).run(model, {"input_ids": ids, "labels": ids.clone()})
-    return seconds, graph
+    control = PassControl()
+    graph = Frontend(control).run(model, {"input_ids": ids, "labels": ids.clone()})
+    return {run.name: run.seconds + run.verify_s for run in control.runs}, graph
 
 
 def whole_capture(model: nn.Module, ids: torch.Tensor) -> tuple[float, str]:

@@ -25,11 +25,10 @@ from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.metadata import meta_of, signature
 from galvatron_fx.ir.graph.precision import checked_policy
 from galvatron_fx.ir.plan.plan import Plan, prime_factors
-from galvatron_fx.search_settings import SearchSettings
+from galvatron_fx.planning_session import PlanningSession
 from passes.frontend.capture.capture import ExampleInputs, FlatInputs
-from passes.lowering.apply_plan import check_plan, lower
+from passes.lowering.apply_plan import lower
 from passes.lowering.lower_stages import LoweredStages
-from passes.search.plan_search import search_plan
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -150,9 +149,9 @@ class _Check:
     # ---- what runs ----
 
     def _planned(self, graph: fx.GraphModule, plan: Plan | None) -> Plan:
-        chosen = search_plan(graph, self.cluster, SearchSettings().on(self.cluster)) if plan is None else plan
-        chosen = chosen.with_precision(self.policy)
-        check_plan(chosen, graph, self.cluster)
+        session = PlanningSession(self.cluster, given=plan, policy=self.policy)
+        chosen = session.choose(graph)
+        session.check(graph, chosen)
         return chosen
 
     def _by_plan(self, graph: fx.GraphModule, plan: Plan) -> list[Step]:

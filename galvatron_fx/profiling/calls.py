@@ -16,12 +16,12 @@ from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.metadata import TensorSpec, has_meta
 from galvatron_fx.ir.graph.op_call import OpCall, call_key, is_getitem, op_call
 from galvatron_fx.ir.kernels.select import Kernels
+from galvatron_fx.profiling.kernel_choice import fastest_kernels
 from galvatron_fx.profiling.kernels import Kernel
 from galvatron_fx.profiling.operators import timed
 from galvatron_fx.profiling.ranks import Ranks
 from galvatron_fx.profiling.tensors import Pool
 from galvatron_fx.profiling.timing import slowdown_among_all
-from galvatron_fx.runtime.kernel_choice import fastest_kernels
 
 __all__ = ["measure_calls"]
 

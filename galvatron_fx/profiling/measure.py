@@ -14,6 +14,7 @@ from galvatron_fx.ir.cluster.device import Device
 from galvatron_fx.ir.cluster.overlap import Overlap
 from galvatron_fx.ir.plan.arguments import check_arguments
 from galvatron_fx.profiling.collectives import groups_of, measure_collectives
+from galvatron_fx.profiling.kernel_choice import fastest_kernels
 from galvatron_fx.profiling.machine import origin_of
 from galvatron_fx.profiling.operators import all_kernels, measure_operators
 from galvatron_fx.profiling.overlap import measure_overlap, measure_sharing
@@ -23,7 +24,6 @@ from galvatron_fx.profiling.tensors import Pool
 from galvatron_fx.profiling.timing import slowdown_among_all
 from galvatron_fx.profiling.updates import measure_updates
 from galvatron_fx.runtime.agreement import require_all_ranks
-from galvatron_fx.runtime.kernel_choice import fastest_kernels
 
 __all__ = ["PHASES", "ProfileProgress", "measure_cluster"]
 

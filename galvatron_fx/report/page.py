@@ -7,19 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from galvatron_fx.api import capture
 from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.graph.precision import checked_policy
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.plan_json import write
-from galvatron_fx.ir.plan.progress import CAPTURE, LOWERING, Observer
-from galvatron_fx.plan_fit import check_budget
+from galvatron_fx.ir.plan.progress import LOWERING, Observer
+from galvatron_fx.planning_session import PlanningSession
 from galvatron_fx.report.explained import explained
 from galvatron_fx.report.html import render
 from galvatron_fx.search_settings import SearchSettings
 from passes.frontend.capture.capture import ExampleInputs
-from passes.lowering.apply_plan import check_plan
-from passes.search.plan_search import search_plan
-from passes.search.record import Watch
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -49,19 +46,10 @@ def write_page(
     Raises what :func:`galvatron_fx.plan` raises, PlanError where ``plan`` does not fit model, batch or mesh, and
     OSError.
     """
-    watch = Watch(progress)
-    settings = SearchSettings(**options)
-    searched = settings.on(cluster)
-    if plan is not None:
-        settings.refuse_beside_a_plan()
     policy = mixed_precision if plan is None or mixed_precision is not None else plan.mixed_precision
-    with watch.phase(CAPTURE):
-        graph = capture(model, example_inputs, mixed_precision=policy)
-    chosen = plan or search_plan(graph, cluster, searched, watch)
-    check_plan(chosen, graph, cluster)
-    if plan is not None:
-        check_budget(plan, graph, cluster, settings.budget_bytes)
-    with watch.phase(LOWERING):
+    session = PlanningSession(cluster, SearchSettings(**options), plan, checked_policy(policy), progress=progress)
+    chosen, graph = session.run(model, example_inputs)
+    with session.watch.phase(LOWERING):
         text = render(explained(graph, chosen, cluster), type(model).__name__)
     write(path, text)
     return chosen

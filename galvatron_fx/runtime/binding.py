@@ -18,8 +18,8 @@ from galvatron_fx.ir.kernels.select import Kernels
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.schedule import Schedule
 from galvatron_fx.ir.plan.strategy import original_name
+from galvatron_fx.profiling.kernel_choice import fastest_kernels
 from galvatron_fx.runtime.backends import Backend
-from galvatron_fx.runtime.kernel_choice import fastest_kernels
 from galvatron_fx.runtime.program import Program
 from galvatron_fx.runtime.staged_program import PipelineGroup, StagedProgram
 from passes.analysis.gradient_sources import gradient_sources

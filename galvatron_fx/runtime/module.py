@@ -10,12 +10,12 @@ from typing import Any, NoReturn, Self, SupportsIndex
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cost_models.schedule_time import ScheduleReport
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.metadata import Port, Signature
+from galvatron_fx.ir.graph.pass_pipeline import run_table
 from galvatron_fx.ir.graph.placement import Placement, Shard, to_dtensor
 from galvatron_fx.ir.graph.printer import readable
 from galvatron_fx.ir.plan.arguments import check_arguments
@@ -25,6 +25,7 @@ from galvatron_fx.ir.torch_compat import pytree, scale_all
 from galvatron_fx.runtime.agreement import together
 from galvatron_fx.runtime.batch_rows import BatchRows, unmarked
 from galvatron_fx.runtime.call_key import call_key, described
+from galvatron_fx.runtime.compiled import AnyProgram, Compiled
 from galvatron_fx.runtime.detached import detached_output
 from galvatron_fx.runtime.dtensor_views import local_part, write_whole
 from galvatron_fx.runtime.gradients import accumulate
@@ -40,16 +41,11 @@ from galvatron_fx.runtime.lost_ranks import StepWatch
 from galvatron_fx.runtime.modes import mark
 from galvatron_fx.runtime.module_tree import ModuleTree, module_at, refuse_conversion
 from galvatron_fx.runtime.one_at_a_time import OneAtATime, refuse_autocast, without_autocast
-from galvatron_fx.runtime.original import LateChanges
-from galvatron_fx.runtime.program import Call, Program
+from galvatron_fx.runtime.program import Call
 from galvatron_fx.runtime.same_batch import BatchComparison
 from galvatron_fx.runtime.same_copies import CopyComparison
 from galvatron_fx.runtime.stage_tensors import as_stage_tensor, mark_of_stage, of_one_stage
-from galvatron_fx.runtime.staged_program import StagedProgram
 from passes.frontend.capture.capture import FlatInputs
-
-AnyProgram = Program | StagedProgram
-Compiler = Callable[[nn.Module, FlatInputs], AnyProgram]
 
 
 class DistributedGraphModule(nn.Module):
@@ -70,27 +66,49 @@ class DistributedGraphModule(nn.Module):
     """
 
     plan: Plan
-    _rows: BatchRows
-    _comparison: BatchComparison
+    _main: AnyProgram | None = None
     _trained: AnyProgram | None = None
 
-    def __init__(self, mesh: DeviceMesh, plan: Plan, compiler: Compiler, seed: int, twin: nn.Module) -> None:
+    def __init__(self, compiled: Compiled) -> None:
         super().__init__()
-        self._tree = ModuleTree(twin)
+        self._tree = ModuleTree(compiled.skeleton)
         self._one = OneAtATime()
         self._places: dict[str, tuple[dict[str, Any], str]] = {}
         self._in_step = False
         self._made: Any = None
-        self.mesh = mesh
-        self.plan = plan
-        self._compiler = compiler
-        self._programs: dict[Any, AnyProgram] = {}
+        self.mesh = compiled.mesh
+        self.plan = compiled.plan
+        self._compile_inputs = compiled.compile_inputs
         self._descriptions: dict[Any, str] = {}
-        self._main: AnyProgram | None = None
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(compiled.seed)
         self._watch = StepWatch()
-        self._stage_group: dist.ProcessGroup | None = None
-        self._elsewhere: frozenset[str] = frozenset()
+        self._late = compiled.late
+        self._register(compiled.tensors, compiled.persistent)
+        self._stages = compiled.copies
+        for parameter in self.parameters() if compiled.copies is not None else ():
+            mark_of_stage(parameter)
+        self._held = dict(self.named_parameters())
+        self._memory = MemoryOfParameters(self._held)
+        self._flags = self._trained_flags()
+        device = self.mesh.device_type
+        self._rows = BatchRows(self.mesh, compiled.program.read, compiled.inputs.tensor_names, compiled.is_local)
+        self._comparison = BatchComparison(compiled.compare_batches, device, compiled.is_local)
+        self._copies = CopyComparison(device)
+        self._programs = {(call_key(compiled.inputs), self._tree.modes, self._flags): compiled.program}
+        self._pass_runs = compiled.pass_runs
+        self._main = compiled.program
+
+    def _register(self, tensors: Mapping[str, Tensor | None], persistent: Mapping[str, bool]) -> None:
+        """Take parameters and buffers under their original dotted names."""
+        self._tree.fill(self)
+        for name, tensor in tensors.items():
+            path, _, leaf = name.rpartition(".")
+            owner = module_at(self, path)
+            table: dict[str, Any] = owner._parameters if isinstance(tensor, nn.Parameter) else owner._buffers
+            table[leaf] = tensor
+            self._places[name] = table, leaf
+            if not persistent.get(name, True):
+                owner._non_persistent_buffers_set.add(leaf)
 
     # ---- training ----
 
@@ -181,12 +199,12 @@ class DistributedGraphModule(nn.Module):
         """
         check_arguments(max_norm=max_norm, norm_type=norm_type)
         gradients = {name: of_one_stage(p.grad) for name, p in self.named_parameters() if p.grad is not None}
-        counted = [gradient for name, gradient in gradients.items() if name not in self._elsewhere]
+        counted = [gradient for name, gradient in gradients.items() if name not in self.stage_copies]
         with self._watch.collectives():
             norm = torch.nn.utils.get_total_norm(counted, norm_type)
             total = norm.full_tensor() if isinstance(norm, DTensor) else norm
-            if self._stage_group is not None:
-                total = _norm_over(total, norm_type, self._stage_group)
+            if self._stages is not None:
+                total = _norm_over(total, norm_type, self._stages.group)
             if gradients:
                 factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as torch's
                 scale_all([local_part(gradient) for gradient in gradients.values()], factor)
@@ -200,7 +218,7 @@ class DistributedGraphModule(nn.Module):
         Torch's ``full_state_dict=True`` and ``torch.save`` of it raise InputError there.
         """
         state = super().state_dict(*args, **kwargs)
-        if self._stage_group is not None:
+        if self._stages is not None:
             for name, value in state.items():
                 if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
                     state[name] = as_stage_tensor(value)
@@ -208,9 +226,9 @@ class DistributedGraphModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A model with weights, flags and modes of its own, on the same mesh and of the same programs."""
-        programs = self._compiler, self._programs, self._main, self._trained, self._rows
+        programs = self._compile_inputs, self._programs, self._main, self._trained, self._rows
         compared = self._comparison, self._copies
-        shared = self.mesh, self.plan, *programs, *compared, self._watch, self._one, self._late, self._stage_group
+        shared = self.mesh, self.plan, *programs, *compared, self._watch, self._one, self._late, self._stages
         memo |= {id(value): value for value in shared}
         memo[id(self._generator)] = self._generator.clone_state()
         new = type(self).__new__(type(self))
@@ -250,7 +268,7 @@ class DistributedGraphModule(nn.Module):
     def stage_copies(self) -> frozenset[str]:
         """Names of parameters and buffers here that the ranks of an earlier stage hold, too: who holds them first saves
         and counts them."""
-        return self._elsewhere
+        return self._stages.names if self._stages is not None else frozenset()
 
     @property
     def batch_rows(self) -> tuple[int, ...]:
@@ -276,6 +294,11 @@ class DistributedGraphModule(nn.Module):
             print(text)
         return text
 
+    def pass_table(self) -> str:
+        """Return a table of the passes that made the program: runs, seconds with and without verifying, nodes."""
+        self._compiled()
+        return run_table(self._pass_runs)
+
     def _compiled(self) -> AnyProgram:
         if self._main is None:
             raise InputError("nothing is compiled yet: pass example_inputs to compile, or call the module once")
@@ -285,43 +308,6 @@ class DistributedGraphModule(nn.Module):
         return f"{len(list(self.parameters()))} parameters on {tuple(self.mesh.shape)} ranks"
 
     # ---- inside ----
-
-    def adopt(self, inputs: FlatInputs, program: AnyProgram, is_local: bool, compare_batches: int) -> None:
-        """Take a program compiled for ``inputs``, those of the global batch, as the module's main one.
-
-        ``is_local``: whether each rank brings its own rows of it; ``compare_batches``: how often ranks compare theirs.
-        """
-        self._held = dict(self.named_parameters())
-        self._memory = MemoryOfParameters(self._held)
-        self._flags = self._trained_flags()
-        self._programs[call_key(inputs), self._tree.modes, self._flags] = program
-        self._main = program
-        self._rows = BatchRows(self.mesh, program.read, inputs.tensor_names, is_local)
-        self._comparison = BatchComparison(compare_batches, self.mesh.device_type, is_local)
-        self._copies = CopyComparison(self.mesh.device_type)
-
-    def adopt_tensors(self, tensors: Mapping[str, Tensor | None], persistent: Mapping[str, bool]) -> None:
-        """Register parameters and buffers under their original dotted names."""
-        self._tree.fill(self)
-        for name, tensor in tensors.items():
-            path, _, leaf = name.rpartition(".")
-            owner = module_at(self, path)
-            table: dict[str, Any] = owner._parameters if isinstance(tensor, nn.Parameter) else owner._buffers
-            table[leaf] = tensor
-            self._places[name] = table, leaf
-            if not persistent.get(name, True):
-                owner._non_persistent_buffers_set.add(leaf)
-
-    def adopt_original(self, late: LateChanges) -> None:
-        """Say who notices what is done to the original too late."""
-        self._late = late
-
-    def adopt_stages(self, group: dist.ProcessGroup, elsewhere: frozenset[str]) -> None:
-        """Say that ``group`` holds the stages, and which parameters here are copies of an earlier stage's."""
-        self._stage_group = group
-        for parameter in self.parameters():
-            mark_of_stage(parameter)
-        self._elsewhere = elsewhere
 
     def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[AnyProgram, FlatInputs, list[int]]:
         """The program for a call, its inputs, and the positions of those of which this rank has but its own rows."""
@@ -338,7 +324,7 @@ class DistributedGraphModule(nn.Module):
         self._compare(key, given, own)
         if key not in self._programs:
             self._tree.train_parameters(dict(zip(self._held, flags, strict=True)))
-            self._programs[key] = together(lambda: self._compiler(self._tree.twin, flat))
+            self._programs[key] = together(lambda: self._compile_inputs(self._tree.twin, flat))
         return self._programs[key], flat, own
 
     def _compare(self, key: Any, given: FlatInputs, own: Collection[int]) -> None:
@@ -372,7 +358,7 @@ class DistributedGraphModule(nn.Module):
     def _refuse_flags_of_stages(self, flags: tuple[bool, ...]) -> None:
         """Other ranks do not see the flags of parameters that they do not hold."""
         names = [name for name, now, then in zip(self._held, flags, self._flags, strict=True) if now != then]
-        if names and self._stage_group is not None:
+        if names and self._stages is not None:
             raise InputError(
                 f"requires_grad of '{names[0]}' was changed after compile, under a plan with stages, whose other ranks "
                 f"do not see it: set it before compile, and compile again"

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import fx, nn
 
 from galvatron_fx.ir.errors import CaptureError, InputError
 from galvatron_fx.ir.gc_tuning import fewer_collections
-from galvatron_fx.ir.graph.verifier import verify
+from galvatron_fx.ir.graph.pass_pipeline import GraphPass, PassControl, PassPipeline
 from passes.frontend.annotate_costs import AnnotateCosts
 from passes.frontend.batched_indexing import BatchedIndexing
 from passes.frontend.capture.capture import Capture, ExampleInputs
@@ -26,15 +25,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
-class GraphPass(Protocol):
-    """A pass over a graph: a frozen dataclass with its options as fields."""
-
-    def run(self, graph: fx.GraphModule) -> fx.GraphModule:
-        """Return the rewritten graph."""
-        ...
-
-
-# Each pass with the stage that the graph is in after it.
 PASSES: tuple[tuple[GraphPass, str], ...] = (
     (FunctionalRandom(), "captured"),
     (FoldCausalMasks(), "captured"),
@@ -47,33 +37,29 @@ PASSES: tuple[tuple[GraphPass, str], ...] = (
     (AnnotateCosts(), "annotated"),
 )
 
+FRONTEND = PassPipeline("front end", {Capture: "captured", **{type(step): stage for step, stage in PASSES}})
+
 
 @dataclass(frozen=True)
 class Frontend:
-    """Capture a model and prepare its graph for pricing and sharding; ``on_pass(name, graph)`` sees every stage.
+    """Capture a model and prepare its graph for pricing and sharding.
 
-    ``policy``: of mixed precision; None computes in the dtypes of the parameters.
+    ``control``: who sees the graph after each pass, and what else runs; ``policy``: of mixed precision; None computes
+    in the dtypes of the parameters.
     """
 
-    on_pass: Callable[[str, fx.GraphModule], None] | None = None
-    passes: tuple[tuple[GraphPass, str], ...] = PASSES
+    control: PassControl = field(default_factory=PassControl)
     policy: MixedPrecisionPolicy | None = None
 
     @fewer_collections()
     def run(self, model: nn.Module, example_inputs: ExampleInputs) -> fx.GraphModule:
         """Return the blocked joint graph. Raises what :class:`passes.frontend.capture.capture.Capture` raises."""
+        apply = FRONTEND.under(self.control)
         try:
-            graph = Capture(policy=self.policy).run(model, example_inputs)
+            graph = apply.first(capture := Capture(policy=self.policy), lambda: capture.run(model, example_inputs))
         except (CaptureError, InputError) as error:
             # The model is at fault: where in the capture it was noticed says nothing to the user.
             raise error.with_traceback(None) from error.__cause__
-        self._done("Capture", "captured", graph)
-        for step, stage in self.passes:
-            graph = step.run(graph)
-            self._done(type(step).__name__, stage, graph)
+        for step, _ in PASSES:
+            graph = apply(step, graph)
         return graph
-
-    def _done(self, name: str, stage: str, graph: fx.GraphModule) -> None:
-        verify(graph, stage, name)
-        if self.on_pass is not None:
-            self.on_pass(name, graph)

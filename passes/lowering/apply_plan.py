@@ -11,7 +11,7 @@ from torch import fx
 
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import PlanError
-from galvatron_fx.ir.graph.pass_dump import OnPass, dumping
+from galvatron_fx.ir.graph.pass_pipeline import PassControl
 from galvatron_fx.ir.graph.placement import Placement
 from galvatron_fx.ir.graph.precision import policy_of
 from galvatron_fx.ir.plan.plan import Plan
@@ -91,18 +91,18 @@ def lower(
     cluster: Cluster,
     cache: dict[Any, Any] | None = None,
     fixed: Mapping[str, tuple[Placement, ...]] | None = None,
-    on_pass: OnPass | None = None,
+    control: PassControl | None = None,
     training: bool = True,
 ) -> Lowered | LoweredStages:
     """Lower a captured graph by a plan: forward and backward, or the tasks of every stage."""
     blocks = num_blocks(graph)
     strategies = strategies_on(plan, cluster, blocks)
     held = {} if cache is None else cache
-    on_pass = dumping(on_pass)
+    asked = PassControl() if control is None else control
     if plan.pipelining.is_trivial:
-        return Lower(strategies, cluster, held, fixed or {}, on_pass).run(graph)
+        return Lower(strategies, cluster, held, fixed or {}, asked).run(graph)
     planned = blocks if plan.is_wildcard else len(plan.blocks)
     cuts = [first * blocks // planned for first in plan.pipelining.cuts(planned)]
     count = plan.pipelining.num_microbatches
-    stages = LowerStages(strategies, cuts, count, cluster, held, fixed or {}, on_pass, keep_outputs=not training)
+    stages = LowerStages(strategies, cuts, count, cluster, held, fixed or {}, asked, keep_outputs=not training)
     return stages.run(graph)

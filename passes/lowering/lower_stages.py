@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from torch import fx
@@ -16,6 +15,7 @@ from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.graph.layout import Layout, layout
 from galvatron_fx.ir.graph.metadata import Port, Signature, signature
+from galvatron_fx.ir.graph.pass_pipeline import PassControl, PassPipeline
 from galvatron_fx.ir.graph.placement import Placement
 from galvatron_fx.ir.plan.strategy import Strategy, stand_in_name
 from passes.lowering.communication.pipeline import ScheduleCommunication
@@ -51,12 +51,25 @@ class LoweredStages:
         return replace(self, stages=tuple(stages))
 
 
+STAGING = PassPipeline(
+    "lowering by stages",
+    {
+        SplitMicrobatches: "lowered",
+        UntieWeights: "lowered",
+        ShardGraph: "lowered",
+        Rematerialize: "lowered",
+        SplitStages: "scheduled",
+    },
+    verify_placed,
+)
+
+
 @dataclass(frozen=True)
 class LowerStages:
     """Cut the batch into micro-batches, shard as the strategies say, and cut the model into stages.
 
     ``strategies``: one a block, equal in where they play ``pipeline``; ``first_blocks``: of every stage;
-    ``fixed``, ``cache``, ``on_pass``: as of :class:`passes.lowering.lower_step.Lower`; ``keep_outputs``: outputs other
+    ``fixed``, ``cache``, ``control``: as of :class:`passes.lowering.lower_step.Lower`; ``keep_outputs``: outputs other
     than numbers, too, which several micro-batches would have to keep to the end of the step.
     """
 
@@ -66,29 +79,26 @@ class LowerStages:
     cluster: Cluster
     cache: dict[Any, Any] = field(default_factory=dict)
     fixed: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
-    on_pass: Callable[[str, fx.GraphModule], None] | None = None
+    control: PassControl = field(default_factory=PassControl)
     keep_outputs: bool = True
 
     def run(self, graph: fx.GraphModule) -> LoweredStages:
         """Return the lowered stages; ``graph`` stays as it is."""
-        microbatched = SplitMicrobatches(self.num_microbatches, self.cluster.device, self.keep_outputs).run(graph)
+        apply = STAGING.under(self.control)
+        split = SplitMicrobatches(self.num_microbatches, self.cluster.device, self.keep_outputs)
+        microbatched = apply.cut(split, graph, lambda parts: {"": parts.graph})
         self._check_epilogue(microbatched)
-        self._done("SplitMicrobatches", microbatched.graph)
         stage_of = stages_of_blocks(self.first_blocks, len(self.strategies))
-        untied = UntieWeights(stage_of).run(microbatched.graph)
-        self._done("UntieWeights", untied)
-        sharding = ShardGraph(self.strategies, self.cluster.axes, self.cluster.device, self.cache, self.fixed)
-        sharded = sharding.run(untied)
-        self._done("ShardGraph", sharded)
-        joint = Rematerialize(self.strategies).run(sharded)
-        self._done("Rematerialize", joint)
-        stages = SplitStages(self.first_blocks, self.strategies, self._relay(layout(sharded)).relayed).run(joint)
-        for stage in stages:
-            for name, task in stage.tasks.items():
-                part = f"{name} of stage {stage.index}"
-                verify_placed(task.graph, "scheduled", f"SplitStages, {part}")
-                seen = partial(self._scheduled, part)
-                ScheduleCommunication(self.strategies, layout(sharded), self.cluster, seen).run(task.graph)
+        untied = apply(UntieWeights(stage_of), microbatched.graph)
+        sharding = ShardGraph(
+            self.strategies, self.cluster.axes, self.cluster.device, self.cache, self.fixed, self.control
+        )
+        sharded = apply(sharding, untied)
+        joint = apply(Rematerialize(self.strategies), sharded)
+        cut = SplitStages(self.first_blocks, self.strategies, self._relay(layout(sharded)).relayed)
+        stages = apply.cut(cut, joint, _tasks)
+        for part, task in _tasks(stages).items():
+            ScheduleCommunication(self.strategies, layout(sharded), self.cluster, part, self.control).run(task)
         return LoweredStages(joint, stages, microbatched, layout(sharded), signature(graph))
 
     def _check_epilogue(self, split: Microbatched) -> None:
@@ -112,13 +122,10 @@ class LowerStages:
 
         return RelayOrRecompute(lambda node: stage_of_node(node, self.first_blocks), compute_s, send_s)
 
-    def _scheduled(self, part: str, name: str, graph: fx.GraphModule) -> None:
-        verify_placed(graph, "scheduled", f"{name}, {part}")
 
-    def _done(self, name: str, graph: fx.GraphModule) -> None:
-        verify_placed(graph, "lowered", name)
-        if self.on_pass is not None:
-            self.on_pass(name, graph)
+def _tasks(stages: Sequence[Stage]) -> dict[str, fx.GraphModule]:
+    """The graphs of all stages."""
+    return {f"stage{stage.index}.{name}": task.graph for stage in stages for name, task in stage.tasks.items()}
 
 
 def _another(stage: Stage, index: int, number: int) -> Stage:

@@ -30,6 +30,10 @@ class ForwardBackward:
     tangent_ports: tuple[Port, ...]
     saved_inputs: tuple[int | None, ...]
 
+    def graphs(self) -> dict[str, fx.GraphModule]:
+        """Both, by what they are called."""
+        return {"forward": self.forward, "backward": self.backward}
+
     @property
     def open_results(self) -> dict[int, fx.Node]:
         """Those of forward's results that it does not wait for, by their places among the results."""

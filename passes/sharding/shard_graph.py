@@ -7,23 +7,36 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-import torch
 from torch import fx
 
 from galvatron_fx.ir.cluster.cluster import Axis, Device
 from galvatron_fx.ir.graph.layout import Layout, MergedAxis, set_layout
 from galvatron_fx.ir.graph.metadata import meta_of, ports, set_meta, signature
+from galvatron_fx.ir.graph.pass_pipeline import PassControl, PassPipeline
 from galvatron_fx.ir.graph.placement import REPLICATE, Placement
-from galvatron_fx.ir.graph.rewrite import copied, write_call
+from galvatron_fx.ir.graph.rewrite import copied
 from galvatron_fx.ir.plan.strategy import BATCH_ROLES, LOWERING_ORDER, PIPELINE, Strategy
 from passes.sharding.assign_shardings import AssignShardings
+from passes.sharding.dense_arguments import DenseArguments
 from passes.sharding.insert_collectives import InsertCollectives
-from passes.sharding.local_args import DENSE_ARGUMENTS, lowered_target
+from passes.sharding.local_args import lowered_target
 from passes.sharding.prices import Prices
 from passes.sharding.restore_gradients import RestoreGradients
 from passes.sharding.roles import RoleRules
 from passes.sharding.shard_parameters import ShardParameters
 from passes.sharding.unalias_gradients import UnaliasGradients
+
+SHARDING = PassPipeline(
+    "sharding",
+    {
+        AssignShardings: None,
+        InsertCollectives: "sharding",
+        ShardParameters: "sharding",
+        RestoreGradients: "sharding",
+        DenseArguments: "sharding",
+        UnaliasGradients: "sharding",
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +45,11 @@ class ShardGraph:
 
     ``strategies``: one per block; ``axes``: the prime axes, outermost first; ``device``: whose speeds the choice of
     rules is priced with; ``cache``: solutions of blocks, shared between runs;
-    ``fixed``: placements of parameters, one a column, that are decided already (a second graph of the same model).
+    ``fixed``: placements of parameters, one a column, that are decided already (a second graph of the same model);
+    ``control``: who sees the graph after each pass, and what else runs.
+
+    Rewrite: ``y = mm(x, w)`` -> ``w1 = all_gather(w, 0, 0); y = mm(x, w1)`` on this rank's rows of ``x``.
+
     Batch roles are lowered first, then sequence, then tensor, so that inner choices see the sizes that are left.
     """
 
@@ -41,6 +58,7 @@ class ShardGraph:
     device: Device
     cache: dict[Any, Any] = field(default_factory=dict)
     fixed: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
+    control: PassControl = field(default_factory=PassControl)
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Return the sharded graph; ``graph`` stays as it is."""
@@ -54,15 +72,17 @@ class ShardGraph:
             roles = [RoleRules(role, column.degree, batch) for role, batch in zip(column.roles, batches, strict=True)]
             prices = Prices(self.device, tuple(self.axes[i] for i in column.axes))
             fixed = {name: placements[index] for name, placements in self.fixed.items()}
-            sharding = AssignShardings(index, roles, prices, self.cache, fixed).run(graph)
+            apply = SHARDING.under(self.control, f"axis{index}")
+            sharding = apply.decide(AssignShardings(index, roles, prices, self.cache, fixed), graph)
             for placed, (_, node) in zip(inputs, ports(graph), strict=True):
                 placed[index] = sharding.inputs[node]
             for taken, out in zip(outputs, sharding.outputs, strict=True):
                 taken[index] = out
-            graph = InsertCollectives(sharding).run(graph)
+            graph = apply(InsertCollectives(sharding), graph)
             batches = [_left(batch, role) for batch, role in zip(batches, roles, strict=True)]
-        shard = ShardParameters(columns, inputs, outputs, self.fixed)
-        graph = UnaliasGradients().run(_with_dense_arguments(RestoreGradients().run(shard.run(graph))))
+        steps = ShardParameters(columns, inputs, outputs, self.fixed), RestoreGradients(), DenseArguments()
+        for step in (*steps, UnaliasGradients()):
+            graph = SHARDING.under(self.control)(step, graph)
         set_layout(graph, Layout(columns, tuple(map(tuple, inputs)), tuple(map(tuple, outputs))))
         return graph
 
@@ -79,20 +99,6 @@ def _reshaping(graph: fx.GraphModule) -> fx.GraphModule:
             record = meta_of(node)
             set_meta(node, record.having(placements=((),) * len(record.specs), step=None))
     return result
-
-
-def _with_dense_arguments(graph: fx.GraphModule) -> fx.GraphModule:
-    """Have kernels that read memory in order read it so: the traced copies that saw to it are gone (CleanGraph)."""
-    for node in list(graph.graph.nodes):
-        for position in DENSE_ARGUMENTS.get(node.target, ()):
-            source = node.args[position]
-            with graph.graph.inserting_before(node):
-                dense = write_call(graph.graph, torch.ops.aten.contiguous.default, (source,))
-            record = meta_of(source)
-            like = meta_of(node).having(specs=record.specs, placements=record.placements, step=None)
-            set_meta(dense, like.having(multi_output=False))
-            node.update_arg(position, dense)
-    return graph
 
 
 def _left(batch: int, role: RoleRules) -> int:

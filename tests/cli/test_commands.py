@@ -189,7 +189,7 @@ def test_explain_writes_a_file_a_pass(run: Run, tmp_path: Path) -> None:
     code, text, _ = run("explain", *OWN, "--plan", plan, "--folder", folder)
     assert code == 0
     names = sorted(path.name for path in folder.iterdir())
-    assert names[0] == "00_Capture.py" and names[-1].endswith("_PrefetchGathers.backward.py")
+    assert names[0] == "00_Capture.py" and names[-1].endswith("_DeferOutputWaits.forward.py")
     assert all(name in text for name in names)
     assert "all_reduce" in (folder / names[-1]).read_text()
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import galvatron_fx
 from galvatron_fx import Plan, Strategy
-from galvatron_fx.api import compile_captured
+from galvatron_fx.compiling import compile_captured
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.plan.pipelining import Pipelining
 from passes.analysis.blocks import num_blocks

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import galvatron_fx
 from galvatron_fx import Plan
-from galvatron_fx.api import compile_captured
+from galvatron_fx.compiling import compile_captured
 from galvatron_fx.errors import PlanError
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.plan.pipelining import BY_HAND, Pipelining

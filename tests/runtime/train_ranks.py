@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 import galvatron_fx
 from galvatron_fx import Plan, Strategy
-from galvatron_fx.api import compile_captured
+from galvatron_fx.compiling import compile_captured
 from galvatron_fx.errors import InputError, PlanError, TimeLimitError
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.cluster.overlap import Overlap

@@ -47,7 +47,8 @@ SEARCH: dict[str, list[Any]] = {
 }
 # Arguments that an error may call by another name.
 OTHER_WORDS = {"axis_sizes": "axis", "roles": "role"}
-WATCHERS = {"progress": NONSENSE, "on_pass": NONSENSE}
+PASSES = {"passes": [value for value in NONSENSE if value != {}]}
+WATCHERS = {"progress": NONSENSE, "on_pass": NONSENSE, **PASSES}
 MODEL = {"model": [*NONSENSE, None, Regression]}
 INPUTS = {"example_inputs": [value for value in NONSENSE if value != 0]}
 
@@ -76,7 +77,7 @@ def test_capture() -> None:
     refused(
         galvatron_fx.capture,
         {"model": Regression(), "example_inputs": BATCH},
-        {**MODEL, **INPUTS, "mixed_precision": NONSENSE, "on_pass": NONSENSE},
+        {**MODEL, **INPUTS, "mixed_precision": NONSENSE, "on_pass": NONSENSE, **PASSES},
     )
 
 
@@ -100,7 +101,7 @@ def test_plan_batch() -> None:
 def test_explain() -> None:
     right = {"model": Regression(), "cluster": CLUSTER, "example_inputs": BATCH}
     wrong = {**MODEL, **INPUTS, **SEARCH, "cluster": [*NONSENSE, None], "plan": NONSENSE[1:], "after": NONSENSE[1:]}
-    refused(galvatron_fx.explain, right, {**wrong, "folder": NOT_TEXT, "progress": NONSENSE})
+    refused(galvatron_fx.explain, right, {**wrong, "folder": NOT_TEXT, "progress": NONSENSE, **PASSES})
 
 
 def test_compile(mesh: DeviceMesh) -> None:

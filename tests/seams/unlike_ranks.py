@@ -8,22 +8,25 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import galvatron_fx
 from galvatron_fx import Pipelining, Plan, own_rows
 from galvatron_fx.errors import InputError, PlanError
+from galvatron_fx.ir.graph.metadata import meta_of, set_meta
 from tests.models import zoo
 from tests.runtime.launch import Check, fork_checks
 from tests.runtime.train_ranks import same, same_parameters
 
+aten = torch.ops.aten
 ROWS, WIDTH, CLASSES = 8, 6, 5
 
 
@@ -438,6 +441,37 @@ def local_refusals(mesh: DeviceMesh) -> None:
     same(loss, model_of()(**joined(0))["loss"], "loss after refusals")
 
 
+@dataclass(frozen=True)
+class SpellOutGradientOfRelu:
+    """``threshold_backward(dy, y, 0)`` -> ``where(y <= 0, 0, dy)``, in a layer's own block."""
+
+    def run(self, graph: fx.GraphModule) -> fx.GraphModule:
+        """Rewrite ``graph`` in place and return it."""
+        for node in graph.graph.find_nodes(op="call_function", target=aten.threshold_backward.default):
+            gradient, kept, _ = node.args
+            like = meta_of(node)
+            with graph.graph.inserting_before(node):
+                sign = graph.graph.call_function(aten.le.Scalar, (kept, 0))
+                set_meta(sign, like.having(specs=(replace(like.spec, dtype=torch.bool),)))
+                zero = graph.graph.call_function(aten.zeros_like.default, (gradient,))
+                set_meta(zero, like)
+            node.target, node.args = aten.where.self, (sign, zero, gradient)
+        return graph
+
+
+def passes_of_the_users(mesh: DeviceMesh) -> None:
+    """An inserted pass runs on every rank, exactly; one on some ranks alone is refused."""
+    passes = {"Decompose": SpellOutGradientOfRelu()}
+    for role in ("zero", "tensor"):
+        compiled = galvatron_fx.compile(model_of(), mesh, batch(), plan=uniform(role, mesh), passes=passes)
+        assert "SpellOutGradientOfRelu" in compiled.pass_table()
+        assert "aten.threshold_backward" not in compiled.print_readable(print_output=False)
+        trains_as(compiled, model_of())
+    with refused(PlanError, r"another passes than rank 0 .*SpellOutGradientOfRelu\(\) behind Decompose"):
+        mine = passes if dist.get_rank() == 0 else None
+        galvatron_fx.compile(model_of(), mesh, batch(), plan=uniform("zero", mesh), passes=mine)
+
+
 WEIGHTS: dict[str, Check] = {
     **{f"another_seed_{role}": partial(another_seed, role) for role in ("data", "zero", "tensor")},
     "another_buffer": another_buffer,
@@ -449,6 +483,7 @@ WEIGHTS: dict[str, Check] = {
     "changed_later": changed_later,
     "only_first_has_weights": only_first_has_weights,
     "unlike_options": unlike_options,
+    "passes_of_the_users": passes_of_the_users,
 }
 BATCHES: dict[str, Check] = {
     **{f"other_rows_{role}": partial(other_rows, role) for role in ("data", "tensor")},

@@ -2,41 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from torch import fx
 
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.graph.layout import Layout
+from galvatron_fx.ir.graph.pass_pipeline import PassControl, PassPipeline
 from galvatron_fx.ir.plan.strategy import Strategy
 from passes.lowering.communication.bundle_collectives import BundleCollectives
 from passes.lowering.communication.finish_reductions_late import FinishReductionsLate
 from passes.lowering.communication.prefetch_gathers import PrefetchGathers
 from passes.lowering.communication.start_reductions_early import StartReductionsEarly
+from passes.sharding.placed_calls import verify_placed
+
+COMMUNICATION = PassPipeline(
+    "communication",
+    dict.fromkeys((StartReductionsEarly, BundleCollectives, FinishReductionsLate, PrefetchGathers), "scheduled"),
+    verify_placed,
+)
 
 
 @dataclass(frozen=True)
 class ScheduleCommunication:
     """The passes over a forward or backward graph, or a stage's task, that lies on ``cluster`` as ``layout`` says.
 
-    ``strategies``: one a block; ``on_pass`` sees the graph after each of them.
+    ``strategies``: one a block; ``part``: which graph of the program it is; ``control``: as of
+    :class:`passes.lowering.lower_step.Lower`.
     """
 
     strategies: Sequence[Strategy]
     layout: Layout
     cluster: Cluster
-    on_pass: Callable[[str, fx.GraphModule], None] | None = None
+    part: str = ""
+    control: PassControl = field(default_factory=PassControl)
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Rewrite ``graph`` in place and return it, recompiled."""
-        self._done(StartReductionsEarly().run(graph), "StartReductionsEarly")
-        self._done(BundleCollectives.over(self.layout, self.cluster).run(graph), "BundleCollectives")
-        self._done(FinishReductionsLate().run(graph), "FinishReductionsLate")
+        apply = COMMUNICATION.under(self.control, self.part)
+        apply.in_place(StartReductionsEarly(), graph)
+        apply.in_place(BundleCollectives.over(self.layout, self.cluster), graph)
+        apply.in_place(FinishReductionsLate(), graph)
         if self.cluster.overlap.gains:
-            self._done(PrefetchGathers(self.strategies).run(graph), "PrefetchGathers")
+            apply.in_place(PrefetchGathers(self.strategies), graph)
         return graph
-
-    def _done(self, graph: fx.GraphModule, name: str) -> None:
-        if self.on_pass is not None:
-            self.on_pass(name, graph)

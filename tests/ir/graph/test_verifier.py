@@ -12,6 +12,7 @@ from galvatron_fx.errors import VerifierError
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.graph.collectives import all_reduce, shard
 from galvatron_fx.ir.graph.metadata import FREE, Port, meta_of, set_meta, set_signature, signature
+from galvatron_fx.ir.graph.pass_pipeline import PassControl
 from galvatron_fx.ir.graph.random_ops import random_uniform
 from galvatron_fx.ir.graph.verifier import STAGES, verify
 from passes.frontend.capture.capture import Capture
@@ -186,7 +187,7 @@ def test_a_pass_that_breaks_the_graph_is_named(model: nn.Module) -> None:
             drop.meta = {}
             return graph
 
-    frontend = Frontend(passes=(*PASSES[:1], (Forgetful(), "captured"), *PASSES[1:]))
+    frontend = Frontend(PassControl(inserted={"FunctionalRandom": (Forgetful(),)}))
     with pytest.raises(VerifierError, match=r"^after Forgetful: node 't' .* has no facts"):
         frontend.run(model, (torch.ones(2, 4),))
 
@@ -194,10 +195,13 @@ def test_a_pass_that_breaks_the_graph_is_named(model: nn.Module) -> None:
 def test_every_stage_of_a_model_passes(model: nn.Module) -> None:
     inputs = (torch.ones(2, 4),)
     verify(Capture().run(model, inputs), "captured", "Capture")
-    seen: list[str] = []
-    graph = Frontend(lambda name, _: seen.append(name)).run(model, inputs)
-    Lower(uniform(graph, "data"), Cluster.preset("2xA100-80GB"), on_pass=lambda name, _: seen.append(name)).run(graph)
+    control = PassControl()
+    graph = Frontend(control).run(model, inputs)
+    Lower(uniform(graph, "data"), Cluster.preset("2xA100-80GB"), control=control).run(graph)
+    sharding = ["AssignShardings.axis0", "InsertCollectives.axis0"]
+    sharding += ["ShardParameters", "RestoreGradients", "DenseArguments", "UnaliasGradients"]
     scheduling = ("StartReductionsEarly", "BundleCollectives", "FinishReductionsLate", "PrefetchGathers")
     halves = [f"{name}.{phase}" for phase in ("forward", "backward") for name in scheduling]
-    lowering = ["ShardGraph", "Rematerialize", "ReduceInputsFirst", *halves]
-    assert seen == ["Capture", *(type(step).__name__ for step, _ in PASSES), *lowering]
+    lowering = [*sharding, "ShardGraph", "Rematerialize", "ReduceInputsFirst", "SplitForwardBackward", *halves]
+    front = ["Capture", *(type(step).__name__ for step, _ in PASSES)]
+    assert [run.name for run in control.runs] == [*front, *lowering, "DeferOutputWaits.forward"]

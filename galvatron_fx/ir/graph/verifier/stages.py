@@ -41,6 +41,7 @@ STAGES: dict[str, Stage] = {
     "captured": Stage((is_flat, is_captured, is_forward_first)),
     "blocked": Stage((is_flat, is_captured, is_forward_first, is_blocked)),
     "annotated": Stage((is_flat, is_captured, is_forward_first, is_blocked, is_annotated)),
+    "sharding": Stage((is_flat, is_lowered, is_forward_first)),
     "lowered": Stage((is_flat, is_lowered, is_forward_first), placed=True),
     "scheduled": Stage((is_flat, is_lowered, is_forward_first), placed=True, whole=False),
     "bound": Stage((is_flat, is_lowered, is_forward_first), placed=True, whole=False),

@@ -1,0 +1,241 @@
+"""From a model and its first batch to this rank's module: agree on a plan, lower it, place the weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.errors import InputError, PlanError
+from galvatron_fx.ir.graph.metadata import signature
+from galvatron_fx.ir.graph.placement import Placement
+from galvatron_fx.ir.plan.plan import Plan
+from galvatron_fx.ir.plan.precision_policy import describe_policy
+from galvatron_fx.ir.plan.strategy import original_name
+from galvatron_fx.ir.torch_compat import look_for_infinities_in_all_shards
+from galvatron_fx.pass_insertion import describe_passes, require_all_ran
+from galvatron_fx.planning_session import PlanningSession
+from galvatron_fx.runtime.agreement import Facts, agreed
+from galvatron_fx.runtime.backends import Backend, new_backend
+from galvatron_fx.runtime.batch_rows import global_inputs
+from galvatron_fx.runtime.binding import Binder, StageBinder
+from galvatron_fx.runtime.compiled import Compiled, StageCopies
+from galvatron_fx.runtime.gloo_shutdown import end_after_gloo
+from galvatron_fx.runtime.malloc import keep_freed_memory
+from galvatron_fx.runtime.materialize import materialize
+from galvatron_fx.runtime.module import DistributedGraphModule
+from galvatron_fx.runtime.one_at_a_time import refuse_autocast, without_autocast
+from galvatron_fx.runtime.original import LateChanges, check_hooks, watch_optimizers
+from galvatron_fx.runtime.program import Program
+from galvatron_fx.runtime.same_weights import describe_constants, describe_model, unlike_tensors
+from galvatron_fx.runtime.staged_program import StagedProgram
+from passes.analysis.blocks import graph_fingerprint
+from passes.frontend.capture.capture import FlatInputs
+from passes.frontend.capture.module_state import ModuleState, as_buffers
+from passes.frontend.pipeline import Frontend
+from passes.lowering.apply_plan import check_plan, lower
+from passes.lowering.lower_stages import LoweredStages
+
+__all__ = ["CompileOptions", "compile_captured", "compile_model"]
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """The options of :func:`galvatron_fx.compile`, those of planning in ``session``.
+
+    Raises InputError for a ``batch`` that is neither "global" nor "local", and for ``compare_batches`` that is no
+    count.
+    """
+
+    mesh: DeviceMesh
+    session: PlanningSession
+    backend: Backend
+    seed: int = 0
+    batch: str = "global"
+    compare_batches: int = 100
+
+    def __post_init__(self) -> None:
+        if self.batch not in ("global", "local"):
+            raise InputError(f"batch is {self.batch!r}: use 'global' or 'local'")
+        if not isinstance(self.compare_batches, int) or self.compare_batches < 0:
+            raise InputError(f"compare_batches is {self.compare_batches!r}: give a number of calls, or 0 for never")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether each rank brings its own rows of the batch."""
+        return self.batch == "local"
+
+
+def compile_model(model: nn.Module, inputs: FlatInputs, options: CompileOptions) -> DistributedGraphModule:
+    """Compile ``model`` for a first batch, as this rank brings it."""
+    refuse_autocast(options.mesh.device_type, options.session.policy)
+    check_hooks(model)
+    with without_autocast(options.mesh.device_type):
+        whole = global_inputs(inputs) if options.is_local else inputs
+        plan, graph = _agreed_plan(model, inputs, whole, options)
+        return _assemble(model, whole, graph, plan, options)
+
+
+def compile_captured(
+    model: nn.Module, graph: fx.GraphModule, mesh: DeviceMesh, plan: Plan, cluster: Cluster, backend: str = "eager"
+) -> DistributedGraphModule:
+    """What :func:`galvatron_fx.compile` makes of ``plan``, from a ``graph`` of :func:`galvatron_fx.capture`: many plans
+    of one trace.
+
+    Every rank calls it with equal arguments: nothing is compared. Raises PlanError where the plan does not fit the
+    model, the batch or ``cluster``, which describes ``mesh``.
+    """
+    check_plan(plan, graph, cluster)
+    session = PlanningSession(cluster, given=plan, policy=plan.mixed_precision)
+    options = CompileOptions(mesh, session, new_backend(backend, mesh.device_type))
+    return _assemble(model, signature(graph).input_spec, graph, plan, options)
+
+
+def _agreed_plan(
+    model: nn.Module, inputs: FlatInputs, whole: FlatInputs, options: CompileOptions
+) -> tuple[Plan, fx.GraphModule]:
+    """The plan, given or searched, checked against model, mesh and batch; and the captured graph.
+
+    ``inputs``: as this rank brings them; ``whole``: those of the global batch.
+    """
+    session, mesh = options.session, options.mesh
+
+    def capture() -> fx.GraphModule:
+        if session.cluster.num_devices != mesh.size():
+            raise PlanError(
+                f"the cluster has {session.cluster.num_devices} devices, the mesh {mesh.size()}: describe its machine"
+            )
+        return session.capture(model, whole)
+
+    def describe(graph: fx.GraphModule) -> Facts:
+        return {"model": graph_fingerprint(graph), "constant tensor": describe_constants(graph)}
+
+    is_timed = session.settings.search_seconds is not None
+    return agreed(
+        capture, session.choose, session.check, describe, lambda: _described(model, inputs, options), is_timed
+    )
+
+
+def _described(model: nn.Module, inputs: FlatInputs, options: CompileOptions) -> Facts:
+    """What has to be equal on all ranks before anything is traced."""
+    session, mesh = options.session, options.mesh
+    names = (name.strip("[]'") for name in inputs.tensor_names)
+    shapes = zip(names, inputs.shapes, inputs.dtypes, strict=True)
+    return {
+        "batch": ", ".join(f"{name} {shape} {dtype}" for name, shape, dtype in shapes),
+        "mixed precision": describe_policy(session.policy),
+        **{name: repr(value) for name, value in vars(session.settings).items()},
+        "seed": str(options.seed),
+        "batch=": options.batch,
+        "compare_batches": str(options.compare_batches),
+        "backend": type(options.backend).__name__.lower(),
+        "passes": describe_passes(session.control),
+        "mesh": f"{mesh.device_type} {mesh.mesh.tolist()}",
+        "cluster": session.cluster.to_json().splitlines(),
+        **describe_model(model),
+    }
+
+
+def _assemble(
+    model: nn.Module, inputs: FlatInputs, graph: fx.GraphModule, plan: Plan, options: CompileOptions
+) -> DistributedGraphModule:
+    """The module of this rank, with its weights."""
+    device_type = options.mesh.device_type
+    if device_type == "cpu":
+        keep_freed_memory()
+        end_after_gloo()
+    with as_buffers(model, _attributes(model, graph)):
+        builder = _Builder(options, plan)
+        unlike = unlike_tensors(model, device_type)
+        binder = builder.binder(graph)
+        require_all_ran(options.session.control)
+        skeleton = _skeleton(model)
+        placed = {original_name(name): placements for name, placements in binder.placements().items()}
+        tensors = materialize(model, binder.mesh, placed, options.seed, binder.elsewhere(), unlike)
+        module = DistributedGraphModule(
+            Compiled(
+                binder.mesh,
+                plan,
+                inputs,
+                binder.bind(binder.lowered),
+                lambda twin, others: builder.program(binder, twin, others),
+                skeleton,
+                tensors,
+                _persistence(model),
+                options.seed,
+                LateChanges(model),
+                options.is_local,
+                options.compare_batches,
+                _copies(binder),
+                options.session.control.runs,
+            )
+        )
+    watch_optimizers(model)
+    look_for_infinities_in_all_shards()
+    return module
+
+
+def _attributes(model: nn.Module, graph: fx.GraphModule) -> list[str]:
+    """Plain attributes that the graph takes as buffers, as forward changes and reads them."""
+    known = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    return [port.name for port in signature(graph).inputs if port.kind == "buffer" and port.name not in known]
+
+
+def _copies(binder: Binder | StageBinder) -> StageCopies | None:
+    if isinstance(binder, StageBinder) and binder.pipeline.group is not None:
+        return StageCopies(binder.pipeline.group, binder.copies())
+    return None
+
+
+@dataclass(frozen=True)
+class _Builder:
+    """Compiles graphs of one model under one plan."""
+
+    options: CompileOptions
+    plan: Plan
+    cache: dict[Any, Any] = field(default_factory=dict)
+
+    def binder(self, graph: fx.GraphModule) -> Binder | StageBinder:
+        """Lower ``graph`` and make what binds it, and further graphs of the model, to this rank."""
+        mesh, cluster, backend = self.options.mesh, self.options.session.cluster, self.options.backend
+        lowered = self._lower(graph, {}, training=True)
+        if isinstance(lowered, LoweredStages):
+            return StageBinder.build(mesh, cluster, self.plan, lowered, backend)
+        return Binder.build(mesh, cluster, lowered, backend)
+
+    def program(self, binder: Binder | StageBinder, twin: nn.Module, inputs: FlatInputs) -> Program | StagedProgram:
+        """A model without weights, for other inputs or as it is switched, on the parameters as they lie."""
+        session = self.options.session
+        graph = Frontend(session.control, session.policy).run(twin, inputs)
+        return binder.bind(self._lower(graph, binder.placements(), twin.training))
+
+    def _lower(self, graph: fx.GraphModule, fixed: Mapping[str, tuple[Placement, ...]], training: bool) -> Any:
+        session = self.options.session
+        return lower(graph, self.plan, session.cluster, self.cache, fixed, session.control, training)
+
+
+def _skeleton(model: nn.Module) -> nn.Module:
+    """A copy of the model without weight memory, tied parameters still tied."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        empty = torch.empty_like(parameter, device="meta")
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for _, tensor in ModuleState(model).tensors.values():
+        if tensor.grad_fn is not None:  # left by a forward before; torch does not copy it
+            memo[id(tensor)] = tensor.detach()
+    return copy.deepcopy(model, memo)
+
+
+def _persistence(model: nn.Module) -> dict[str, bool]:
+    """Whether each buffer belongs to the state dict."""
+    return {
+        f"{prefix}.{name}" if prefix else name: name not in module._non_persistent_buffers_set
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name in module._buffers
+    }

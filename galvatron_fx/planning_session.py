@@ -1,0 +1,83 @@
+"""From a model to a plan that fits it: capture, search or take the given plan, check."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import fx, nn
+
+from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.graph.pass_pipeline import PassControl
+from galvatron_fx.ir.plan.plan import Plan
+from galvatron_fx.ir.plan.progress import CAPTURE, LOWERING, Observer
+from galvatron_fx.plain_model import plain_model
+from galvatron_fx.plan_fit import check_budget
+from galvatron_fx.search_settings import SearchSettings
+from passes.frontend.capture.capture import ExampleInputs, FlatInputs
+from passes.frontend.pipeline import Frontend
+from passes.lowering.apply_plan import check_plan, lower, warn_without_sequence
+from passes.lowering.lower_stages import LoweredStages
+from passes.lowering.lower_step import Lowered
+from passes.search.plan_search import SearchOptions, search_plan
+from passes.search.record import Watch
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+__all__ = ["PlanningSession"]
+
+
+@dataclass(frozen=True)
+class PlanningSession:
+    """What :func:`galvatron_fx.plan`, ``compile``, ``explain`` and the page have in common.
+
+    ``settings``: what to search; ``given``: a plan to take instead; ``policy``: of mixed precision, None for that of
+    the given plan; ``control``: of all passes. Made before anything is traced, it refuses settings that no search can
+    use, or that the given plan has decided: InputError, PlanError, ClusterError.
+    """
+
+    cluster: Cluster
+    settings: SearchSettings = field(default_factory=SearchSettings)
+    given: Plan | None = None
+    policy: MixedPrecisionPolicy | None = None
+    control: PassControl = field(default_factory=PassControl)
+    progress: Observer | None = None
+    watch: Watch = field(init=False)
+    options: SearchOptions = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "options", self.settings.on(self.cluster))
+        object.__setattr__(self, "watch", Watch(self.progress))
+        if self.given is not None:
+            self.settings.refuse_beside_a_plan()
+
+    def capture(self, model: nn.Module, inputs: ExampleInputs | FlatInputs) -> fx.GraphModule:
+        """Trace ``model``: the graph that is planned. Raises CaptureError and InputError."""
+        with self.watch.phase(CAPTURE):
+            return Frontend(self.control, self.policy).run(plain_model(model), inputs)
+
+    def choose(self, graph: fx.GraphModule) -> Plan:
+        """The given plan, or the best there is. Raises BudgetError, PlanError and TimeLimitError."""
+        if self.given is not None:
+            return self.given.with_precision(self.policy)
+        return search_plan(graph, self.cluster, self.options, self.watch)
+
+    def check(self, graph: fx.GraphModule, plan: Plan) -> None:
+        """Refuse a plan that fits neither model, mesh nor budget. Raises PlanError and BudgetError."""
+        check_plan(plan, graph, self.cluster)
+        if self.given is not None:
+            warn_without_sequence(plan, graph)
+            check_budget(plan, graph, self.cluster, self.settings.budget_bytes)
+
+    def run(self, model: nn.Module, inputs: ExampleInputs) -> tuple[Plan, fx.GraphModule]:
+        """The plan, checked, and the graph it is of."""
+        graph = self.capture(model, inputs)
+        plan = self.choose(graph)
+        self.check(graph, plan)
+        return plan, graph
+
+    def lower(self, graph: fx.GraphModule, plan: Plan) -> Lowered | LoweredStages:
+        """The graphs of all ranks."""
+        with self.watch.phase(LOWERING):
+            return lower(graph, plan, self.cluster, control=self.control)

@@ -1,0 +1,33 @@
+"""Kernels that read memory in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from galvatron_fx.ir.graph.metadata import meta_of, set_meta
+from galvatron_fx.ir.graph.rewrite import write_call
+from passes.sharding.local_args import DENSE_ARGUMENTS
+
+
+@dataclass(frozen=True)
+class DenseArguments:
+    """Have kernels that read memory in order read it so: the traced copies that saw to it are gone (CleanGraph).
+
+    Rewrite: ``group_norm(x, ...)`` -> ``dense = contiguous(x); group_norm(dense, ...)``.
+    """
+
+    def run(self, graph: fx.GraphModule) -> fx.GraphModule:
+        """Rewrite ``graph`` in place and return it."""
+        for node in list(graph.graph.nodes):
+            for position in DENSE_ARGUMENTS.get(node.target, ()):
+                source = node.args[position]
+                with graph.graph.inserting_before(node):
+                    dense = write_call(graph.graph, torch.ops.aten.contiguous.default, (source,))
+                record = meta_of(source)
+                like = meta_of(node).having(specs=record.specs, placements=record.placements, step=None)
+                set_meta(dense, like.having(multi_output=False))
+                node.update_arg(position, dense)
+        return graph
