@@ -29,7 +29,8 @@ from benchmarks.common.on_ranks import on_ranks
 from cost_models.schedule_time import ScheduleReport, Span, in_flight_counts, simulate_schedule
 from galvatron_fx.ir.plan.schedule import Action, Schedule, make_schedule
 from galvatron_fx.ir.plan.units import format_seconds
-from galvatron_fx.report.timeline import draw_timeline, write_trace
+from galvatron_fx.report.pictures import draw_timeline
+from galvatron_fx.report.schedule_trace import write_trace
 
 STAGES_A_RANK = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "interleaved_1f1b": 2, "zbv": 2, "dualpipev": 2}
 

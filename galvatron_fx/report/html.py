@@ -98,7 +98,7 @@ def _pictures(told: Explained) -> dict[str, Picture]:
         "time": time_picture(told.ranks),
         "memory": memory_picture(told.ranks, budget),
         "memory_timeline": memory_timeline_picture(told.memory, shown_ranks(told.ranks, _MOST_AREAS), budget),
-        "timeline": operators_picture(told.operators, told.step_s) if schedule is None else schedule_picture(schedule),
+        "timeline": schedule_picture({"": schedule}) if schedule else operators_picture(told.operators, told.step_s),
     }
 
 

@@ -14,11 +14,12 @@ from galvatron_fx.report import bars, timelines
 from galvatron_fx.report.alternatives import Alternative
 from galvatron_fx.report.drawing import Band, Boxes, Line, Picture, Rect, Shape, Text
 from galvatron_fx.report.palette import COLOURS
-from galvatron_fx.report.timeline import draw_timeline, new_figure, save_figure
+from galvatron_fx.report.schedule_trace import ScheduleReports, titled
 from passes.simulation.step_timeline import MemoryTimeline, OperatorSpan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = [
     "draw",
@@ -62,6 +63,11 @@ def draw_memory_timeline(timeline: Sequence[MemoryTimeline], budget_bytes: int |
     draw(timelines.memory_timeline_picture(timeline, range(len(timeline)), budget_bytes), path)
 
 
+def draw_timeline(reports: ScheduleReports, path: PathLike) -> None:
+    """Draw what every pipeline rank does when: one report, or several by title, over one axis of time."""
+    draw(timelines.schedule_picture(titled(reports)), path)
+
+
 def draw_operators(spans: Sequence[OperatorSpan], step_s: float, path: PathLike) -> None:
     """Draw when the blocks, operators and collectives of a plan with one stage run."""
     draw(timelines.operators_picture(spans, step_s), path)
@@ -78,14 +84,23 @@ def draw(picture: Picture, path: PathLike) -> None:
     if suffix not in (".png", ".svg"):
         raise InputError(f"a picture is drawn as .png or .svg, and {os.fspath(path)} has neither suffix")
     width, height = picture.width + 2 * _MARGIN, picture.height + 2 * _MARGIN
-    figure = new_figure(width / _PER_INCH, height / _PER_INCH)
+    figure = _new_figure(width / _PER_INCH, height / _PER_INCH)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_xlim(-_MARGIN, picture.width + _MARGIN)
     axes.set_ylim(picture.height + _MARGIN, -_MARGIN)
     axes.set_axis_off()
     for order, shape in enumerate(picture.shapes):
         _add(axes, shape, order)
-    save_figure(figure, path, suffix)
+    _save(figure, path, suffix)
+
+
+def _new_figure(width_inch: float, height_inch: float) -> Figure:
+    """Make a figure apart from what other code draws; raises InputError where matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise InputError(f"a picture is drawn with matplotlib, and there is none here: {error}; install it") from error
+    return Figure(figsize=(width_inch, height_inch))
 
 
 def _add(axes: Axes, shape: Shape, order: int) -> None:
@@ -123,3 +138,12 @@ def _write(axes: Axes, text: Text, order: int) -> None:
 
 def _colour(name: str) -> str:
     return COLOURS[name][0]
+
+
+def _save(figure: Figure, path: PathLike, suffix: str) -> None:
+    """Save without dates and random identifiers."""
+    from matplotlib import rc_context
+
+    metadata = {"Date": None} if suffix == ".svg" else {"Software": None}
+    with rc_context({"svg.hashsalt": "galvatron-fx"}):
+        figure.savefig(path, format=suffix[1:], dpi=150, metadata=metadata)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from cost_models.schedule_time import ScheduleReport
 from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.plan.prediction import LOCAL_CAUSES, MEMORY_KINDS
-from galvatron_fx.ir.plan.schedule import Action
+from galvatron_fx.ir.plan.schedule import ACTION_NAMES, Action
 from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 from galvatron_fx.report.bars import FAR
 from galvatron_fx.report.drawing import WIDTH, Band, Boxes, Line, Picture, Rect, Shape, Text, merged, text_width, ticks
@@ -23,7 +23,6 @@ _LABELS = 132.0
 _COLUMNS = 320
 _LANE = 24.0
 _THIN = 0.5  # pixels: what strays from a block among the operators of another
-_NAMES = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
 
 
 def memory_timeline_picture(
@@ -66,32 +65,51 @@ def memory_timeline_picture(
     return picture
 
 
-def schedule_picture(report: ScheduleReport) -> Picture:
-    """What every pipeline rank does when; the number in a box is its micro-batch, light boxes are later stages."""
-    picture = Picture(f"When each pipeline rank works on which micro-batch, schedule {report.schedule.name}")
-    ranks, right = report.schedule.num_ranks, WIDTH - 84
-    place = _axis(picture, ranks * _LANE, right, report.step_s)
-    scale = (right - _LABELS) / report.step_s if report.step_s else 0.0
-    used = []
+def schedule_picture(reports: Mapping[str, ScheduleReport]) -> Picture:
+    """What every pipeline rank does when: the reports one below the other, each under its title, over one axis.
+
+    The number in a box is its micro-batch; light boxes are later stages of a rank. At the right stands the share of the
+    step that a rank is idle.
+    """
+    names = ", ".join(dict.fromkeys(report.schedule.name for report in reports.values()))
+    picture = Picture(f"When each pipeline rank works on which micro-batch, schedule {names}")
+    tops: list[float] = []
+    for title, report in reports.items():
+        if title:
+            said = f"{title}: {format_seconds(report.step_s)}"
+            picture.add(Text(_LABELS, picture.height + 12, said, "start", "ink", 12, True))
+            picture.height += _LANE
+        tops.append(picture.height)
+        picture.height += report.schedule.num_ranks * _LANE
+    end_s = max(report.step_s for report in reports.values())
+    place = picture.scale(_LABELS, WIDTH - 84, 0.0, end_s, format_seconds, "time in the step")
+    lanes = (_lanes(picture, report, top, place) for top, report in zip(tops, reports.values(), strict=True))
+    colours = [colour for each in lanes for colour in each]
+    picture.legend([*sorted(dict.fromkeys(colours), key=lambda name: ("later" in name, name)), "idle"], _LABELS)
+    return picture
+
+
+def _lanes(picture: Picture, report: ScheduleReport, top: float, place: Callable[[float], float]) -> Iterator[str]:
+    """A lane for each pipeline rank; gives the colours it takes."""
+    right, end = WIDTH - 84, place(report.step_s)
+    scale = (end - _LABELS) / report.step_s if report.step_s else 0.0
     for rank, idle_s in enumerate(report.idle_s):
-        y = rank * _LANE
+        y = top + rank * _LANE
         picture.add(Text(_LABELS - 10, y + 11, f"pipeline rank {rank}", "end"))
-        picture.add(Rect(_LABELS, y + 2, right - _LABELS, _LANE - 5, "idle"))
-        spans = [span for span in report.spans if span.rank == rank]
-        for colour in dict.fromkeys(_action_colour(report, span.action) for span in spans):
-            own = [s for s in spans if _action_colour(report, s.action) == colour]
-            boxes = [(place(s.start_s), place(s.end_s) - _hairline(s.end_s - s.start_s, scale)) for s in own]
+        picture.add(Rect(_LABELS, y + 2, end - _LABELS, _LANE - 5, "idle"))
+        spans = [(_action_colour(report, span.action), span) for span in report.spans if span.rank == rank]
+        for colour in dict.fromkeys(colour for colour, _ in spans):
+            same = [span for other, span in spans if other == colour]
+            boxes = [(place(s.start_s), place(s.end_s) - _hairline(s.end_s - s.start_s, scale)) for s in same]
             picture.add(Boxes(y + 2, _LANE - 5, merged(boxes, 0.0), colour))
-            used.append(colour)
-        for span in spans:
+            yield colour
+        for colour, span in spans:
             text, width = str(span.action.microbatch), (span.end_s - span.start_s) * scale
             if text_width(text, 10) + 2 < width:
-                light = "on light" if "later" in _action_colour(report, span.action) else "on colour"
-                picture.add(Text((place(span.start_s) + place(span.end_s)) / 2, y + 12, text, "middle", light, 10))
+                ink = "on light" if "later" in colour else "on colour"
+                picture.add(Text((place(span.start_s) + place(span.end_s)) / 2, y + 12, text, "middle", ink, 10))
         share = idle_s / report.step_s if report.step_s else 0.0
         picture.add(Text(right + 8, y + 11, f"{share:.1%} idle", "start", "muted", 11))
-    picture.legend([*sorted(dict.fromkeys(used), key=lambda name: ("later" in name, name)), "idle"], _LABELS)
-    return picture
 
 
 def operators_picture(spans: Sequence[OperatorSpan], step_s: float) -> Picture:
@@ -155,7 +173,7 @@ def _thinned(timeline: MemoryTimeline) -> tuple[Floats, Floats]:
 def _action_colour(report: ScheduleReport, action: Action) -> str:
     stages = report.schedule.stages_of(report.schedule.rank_of_stage[action.stage])
     later = ", later stage" if action.stage != stages[0] else ""
-    return _NAMES[action.kind] + later
+    return ACTION_NAMES[action.kind] + later
 
 
 def _hairline(seconds: float, scale: float) -> float:

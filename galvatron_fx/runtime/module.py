@@ -246,9 +246,9 @@ class DistributedGraphModule(nn.Module):
     def measured_schedule(self) -> ScheduleReport:
         """Return when the pipeline's ranks computed what in the last :meth:`forward_backward`; each of them calls it.
 
-        What :func:`galvatron_fx.report.timeline.draw_timeline` and ``write_trace`` take. Raises InputError before the
-        first step, for plans without stages and micro-batches, and where ranks are on several machines, whose clocks
-        differ.
+        What ``galvatron_fx.report.pictures.draw_timeline`` and ``galvatron_fx.report.schedule_trace.write_trace`` take.
+        Raises InputError before the first step, for plans without stages and micro-batches, and where ranks are on
+        several machines, whose clocks differ.
         """
         if self._trained is None:
             raise InputError("no step was measured yet: call forward_backward(...) before")

@@ -15,7 +15,7 @@ from galvatron_fx.report.drawing import Picture, Rect, ticks
 from galvatron_fx.report.explained import Explained, explained
 from galvatron_fx.report.step_trace import write_step_trace
 from tests.report.explained_models import CLUSTER, Stack, inputs, one_stage
-from tests.report.test_timeline import svg_texts
+from tests.report.test_schedule_trace import svg_texts
 
 
 @pytest.fixture(scope="module")

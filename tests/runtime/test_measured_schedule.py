@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import galvatron_fx
 from galvatron_fx import Pipelining, Plan
 from galvatron_fx.errors import InputError
-from galvatron_fx.report.timeline import write_trace
+from galvatron_fx.report.schedule_trace import write_trace
 from galvatron_fx.runtime.module import DistributedGraphModule
 from tests.models.test_odd_sizes import untidy
 

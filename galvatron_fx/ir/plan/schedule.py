@@ -29,6 +29,7 @@ from typing import NamedTuple
 from galvatron_fx.ir.errors import PlanError
 
 __all__ = [
+    "ACTION_NAMES",
     "KINDS",
     "SCHEDULES",
     "Action",
@@ -42,8 +43,10 @@ __all__ = [
 
 SCHEDULES: tuple[str, ...] = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev")
 
-KINDS: tuple[str, ...] = ("F", "B", "I", "W")
-"""Forward, full backward, backward for the input gradients only, backward for the weight gradients only."""
+ACTION_NAMES = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
+"""What an action of each kind computes; "B" is "I" and "W" in one."""
+
+KINDS = tuple(ACTION_NAMES)
 
 _ONE_STAGE = ("gpipe", "1f1b", "zb_h1")
 _IN_A_V = ("zbv", "dualpipev")

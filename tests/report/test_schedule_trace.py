@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from cost_models.schedule_time import ScheduleReport, simulate_schedule
 from galvatron_fx.errors import InputError
 from galvatron_fx.ir.plan.schedule import make_schedule
-from galvatron_fx.report.timeline import draw_timeline, write_trace
+from galvatron_fx.ir.plan.units import format_seconds
+from galvatron_fx.report.pictures import draw_timeline
+from galvatron_fx.report.schedule_trace import write_trace
 
 
 def report_of(
@@ -32,10 +34,10 @@ def test_a_picture_names_ranks_idle_shares_kinds_and_microbatches(tmp_path: Path
     report, path = report_of("zbv", 2, 4, 3), tmp_path / "step.svg"
     draw_timeline(report, path)
     texts = svg_texts(path)
-    assert [text for text in texts if text.startswith("rank")] == ["rank 0", "rank 1"]
+    assert [text for text in texts if "rank" in text] == ["pipeline rank 0", "pipeline rank 1"]
     assert len([text for text in texts if re.fullmatch(r"\d+\.\d% idle", text)]) == 2
-    assert {"forward", "input gradients", "weight gradients", "idle", "time in ms"} <= set(texts)
-    assert {"lighter: later stages of a rank", f"zbv: {report.step_s * 1e3:.4g} ms"} <= set(texts)
+    assert {"forward", "input gradients", "weight gradients", "idle", "time in the step"} <= set(texts)
+    assert {"forward, later stage", f"zbv: {format_seconds(report.step_s)}"} <= set(texts)
     assert "backward" not in texts
     assert texts.count("2") >= 12
 
@@ -52,9 +54,9 @@ def test_predicted_and_measured_are_stacked_over_one_axis(tmp_path: Path) -> Non
     draw_timeline(reports, path)
     texts = svg_texts(path)
     assert [text for text in texts if "ed: " in text] == ["predicted: 19 ms", "measured: 38 ms"]
-    assert texts.count("time in ms") == 1
-    assert texts.count("rank 2") == 2
-    assert "lighter: later stages of a rank" not in texts
+    assert texts.count("time in the step") == 1
+    assert texts.count("pipeline rank 2") == 2
+    assert not any("later stage" in text for text in texts)
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "PNG"])
