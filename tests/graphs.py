@@ -8,7 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from galvatron_fx.ir.graph.metadata import Dim, NodeMeta, Port, Signature, TensorSpec, meta_of, set_meta, set_signature
+from galvatron_fx.ir.graph.metadata import (
+    Dim,
+    InputSpec,
+    NodeMeta,
+    OutputSpec,
+    Signature,
+    TensorSpec,
+    meta_of,
+    set_meta,
+    set_signature,
+)
 
 Shape = tuple[int, ...]
 
@@ -23,7 +33,7 @@ class Builder:
         self.graph = fx.Graph()
         self.root = torch.nn.Module()
         self.phase, self.block = "forward", 0
-        self._ports: list[Port] = []
+        self._ports: list[InputSpec] = []
 
     def input(
         self,
@@ -35,7 +45,7 @@ class Builder:
     ) -> fx.Node:
         node = self.graph.placeholder(name)
         set_meta(node, NodeMeta((TensorSpec(shape, dtype, dims),)))
-        self._ports.append(Port(kind, name, kind == "param"))
+        self._ports.append(InputSpec(kind, name, kind == "param"))
         return node
 
     def begin_backward(self) -> fx.Node:
@@ -75,7 +85,7 @@ class Builder:
         """The graph with outputs of the given (kind, name, node)."""
         self.graph.output(tuple(node for _, _, node in outputs))
         graph = fx.GraphModule(self.root, self.graph)
-        ports = tuple(Port(kind, name) for kind, name, _ in outputs)
+        ports = tuple(OutputSpec(kind, name) for kind, name, _ in outputs)
         names = tuple(port.name for port in self._ports if port.kind == "input")
         set_signature(graph, Signature(tuple(self._ports), ports, names, loss))
         return graph

@@ -14,7 +14,7 @@ from galvatron_fx.checking.simulated import Results, ValueOf, run_stages, run_st
 from galvatron_fx.checking.whole_tensors import distribute
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.cluster.overlap import Overlap
-from galvatron_fx.ir.graph.metadata import Port, meta_of, ports
+from galvatron_fx.ir.graph.metadata import InputSpec, meta_of, ports
 from galvatron_fx.ir.graph.placement import Placement
 from galvatron_fx.ir.plan.schedule import Schedule
 from galvatron_fx.ir.plan.strategy import Strategy, original_name
@@ -91,7 +91,7 @@ def _values(graph: fx.GraphModule, model: nn.Module, inputs: Any) -> ValueOf:
     }
     tangents = {port: meta_of(node).spec for port, node in ports(graph) if port.kind == "tangent"}
 
-    def value_of(port: Port) -> torch.Tensor:
+    def value_of(port: InputSpec) -> torch.Tensor:
         if port.kind == "tangent":
             return torch.ones(tangents[port].shape, dtype=tangents[port].dtype)
         if port.kind == "seed":

@@ -27,11 +27,11 @@ def block_names(graph: fx.GraphModule, outputs: Sequence[Key]) -> dict[Key, str]
             title = titles.get(min(meta_of(user).block for user in used), "")
             kinds = ("parameter", "gradient") if port.kind == "param" else ("buffer",)
             found |= {(kind, port.name): title for kind in kinds}
-    for port, maker in output_ports(graph):
-        if port.kind == "buffer" and maker is not None:
-            found["buffer", port.name] = titles.get(meta_of(maker).block, "")
-        if port.kind == "output" and maker is not None and int(port.name) < len(outputs):
-            found[outputs[int(port.name)]] = titles.get(meta_of(maker).block, "")
+    for output, maker in output_ports(graph):
+        if output.kind == "buffer" and maker is not None:
+            found["buffer", output.name] = titles.get(meta_of(maker).block, "")
+        if output.kind == "output" and maker is not None and int(output.name) < len(outputs):
+            found[outputs[int(output.name)]] = titles.get(meta_of(maker).block, "")
     return found
 
 

@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from galvatron_fx.ir.graph.metadata import NodeMeta, Port, Signature, TensorSpec, set_meta, set_signature
+from galvatron_fx.ir.graph.metadata import (
+    InputSpec,
+    NodeMeta,
+    Signature,
+    TensorSpec,
+    set_meta,
+    set_signature,
+)
 from galvatron_fx.ir.graph.random_ops import random_uniform
 from galvatron_fx.ir.torch_compat import TorchDispatchMode
 from passes.frontend.functional_random import FunctionalRandom, draws_numbers
@@ -80,7 +87,7 @@ class SameDraws(TorchDispatchMode):
             set_meta(placeholder, NodeMeta((TensorSpec(tuple(tensor.shape), tensor.dtype),)))
         graph.output(tuple(outputs))
         module = fx.GraphModule({}, graph)
-        inputs = tuple(Port("input", str(i)) for i in range(len(tensors)))
+        inputs = tuple(InputSpec("input", str(i)) for i in range(len(tensors)))
         set_signature(module, Signature(inputs, (), (), None))
         FunctionalRandom().run(module)
         self._continue_streams(module)

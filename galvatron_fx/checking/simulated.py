@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from galvatron_fx.checking.whole_tensors import Whole, collect, distribute
-from galvatron_fx.ir.graph.metadata import Port, meta_of, ports, signature
+from galvatron_fx.ir.graph.metadata import InputSpec, OutputSpec, meta_of, ports, signature
 from galvatron_fx.ir.plan.schedule import Action, Schedule
 from galvatron_fx.ir.plan.strategy import original_name
 from galvatron_fx.runtime.lockstep import Simulator
@@ -22,10 +22,10 @@ from passes.lowering.stages.stage_tasks import Task
 
 __all__ = ["Results", "ValueOf", "replay", "run_stages", "run_step"]
 
-ValueOf = Callable[[Port], Tensor]
+ValueOf = Callable[[InputSpec], Tensor]
 """The whole value of an input of the joint graph; of a tangent, that of the output."""
 
-Results = dict[Port, Whole]
+Results = dict[OutputSpec, Whole]
 """Outputs, updated buffers and gradients; a gradient's port has the parameter's own name, also under stages."""
 
 
@@ -36,7 +36,7 @@ def run_step(lowered: Lowered, value_of: ValueOf) -> Results:
     inputs = dict(zip(signature(lowered.joint).inputs, layout.inputs, strict=True))
     outputs = dict(zip(signature(lowered.joint).outputs, layout.outputs, strict=True))
 
-    def held(port: Port) -> list[Tensor]:
+    def held(port: InputSpec) -> list[Tensor]:
         return distribute(value_of(port), inputs[port], layout.shape)
 
     made = simulator.run(halves.forward, [held(port) for port in halves.input_ports])
@@ -55,7 +55,7 @@ def run_stages(lowered: LoweredStages, schedule: Schedule, value_of: ValueOf) ->
     hoisted = hoisted_values(lowered.microbatched, value_of)
     dtypes = {port: meta_of(node).spec.dtype for port, node in ports(lowered.joint)}
 
-    def value(port: Port) -> list[Tensor]:
+    def value(port: InputSpec) -> list[Tensor]:
         given = value_of(port)
         return distribute(given.to(dtypes[port]) if port.kind == "tangent" else given, placed[port], shape)
 
@@ -114,9 +114,9 @@ def _gathered(lowered: LoweredStages, runners: Sequence[StageRunner]) -> Results
     """Outputs and gradients of the whole step, copies of tied parameters added up."""
     shape = lowered.layout.shape
     placed = dict(zip(signature(lowered.joint).outputs, lowered.layout.outputs, strict=True))
-    spreads: dict[Port, float] = {}
+    spreads: dict[OutputSpec, float] = {}
     results: Results = {}
-    by_microbatch: list[dict[Port, Tensor]] = [{} for _ in range(lowered.microbatched.num_microbatches)]
+    by_microbatch: list[dict[OutputSpec, Tensor]] = [{} for _ in range(lowered.microbatched.num_microbatches)]
     for runner in runners:
         assert not runner._live, "values of a micro-batch are left"
         for index, made in runner.results.items():
@@ -126,7 +126,7 @@ def _gathered(lowered: LoweredStages, runners: Sequence[StageRunner]) -> Results
                 spreads[port] = max(whole.spread, spreads.get(port, 0.0))
         known = {gradient.port.name: gradient.port for gradient in runner.stage.gradients}
         for name, held in runner.finish().items():
-            whole, port = collect(held, placed[known[name]], shape), Port("grad", original_name(name))
+            whole, port = collect(held, placed[known[name]], shape), OutputSpec("grad", original_name(name))
             other = results.get(port)
             if other is not None:
                 whole = Whole(other.value + whole.value, max(other.spread, whole.spread))

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from galvatron_fx.checking.same_draws import SameDraws
 from galvatron_fx.checking.simulated import Results, ValueOf
 from galvatron_fx.checking.wide_floats import WideFloats
-from galvatron_fx.ir.graph.metadata import Port, Signature, meta_of, ports, signature
+from galvatron_fx.ir.graph.metadata import InputSpec, OutputSpec, Signature, meta_of, ports, signature
 from galvatron_fx.ir.graph.precision import computed_in
 from galvatron_fx.ir.plan.strategy import original_name
 from galvatron_fx.ir.torch_compat import composites_in_python, pytree
@@ -192,7 +192,7 @@ class Simulated:
         """Run forward and backward on all ranks."""
         specs = {port: meta_of(node).spec for port, node in ports(self.graph)}
 
-        def value_of(port: Port) -> Tensor:
+        def value_of(port: InputSpec) -> Tensor:
             if port.kind == "seed":
                 return seed
             if port.kind == "tangent":
@@ -219,11 +219,11 @@ class Simulated:
         leaves: list[Any] = []
         position = 0
         for is_tensor, value in plain:
-            whole = results.get(Port("output", str(position))) if is_tensor else None
+            whole = results.get(OutputSpec("output", str(position))) if is_tensor else None
             leaves.append(whole.value if whole is not None else None if is_tensor else value)
             position += is_tensor
         nested = pytree.tree_unflatten(leaves, spec)
-        spreads = [whole for at in range(position) if (whole := results.get(Port("output", str(at)))) is not None]
+        spreads = [whole for at in range(position) if (whole := results.get(OutputSpec("output", str(at)))) is not None]
         for (name, value), whole in zip(named_tensors(nested), spreads, strict=True):
             self.spread[_key(name, value)] = whole.spread
         return nested

@@ -12,7 +12,7 @@ from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.graph.bound_ops import BoundAxis
 from galvatron_fx.ir.graph.layout import Layout
-from galvatron_fx.ir.graph.metadata import Port, signature
+from galvatron_fx.ir.graph.metadata import InputSpec, signature
 from galvatron_fx.ir.graph.placement import Placement
 from galvatron_fx.ir.kernels.select import Kernels
 from galvatron_fx.ir.plan.plan import Plan
@@ -166,7 +166,7 @@ def _axes(mesh: DeviceMesh, layout: Layout) -> list[BoundAxis]:
     ]
 
 
-def _placements(ports: Sequence[Port], layout: Layout) -> Placements:
+def _placements(ports: Sequence[InputSpec], layout: Layout) -> Placements:
     return {port.name: placed for port, placed in zip(ports, layout.inputs, strict=True) if port.kind == "param"}
 
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, fx
 
 from galvatron_fx.ir.graph.collectives import join_runs
-from galvatron_fx.ir.graph.metadata import Port
+from galvatron_fx.ir.graph.metadata import InputSpec, OutputSpec
 from galvatron_fx.ir.graph.placement import Partial, Placement, Shard
 from galvatron_fx.runtime.lockstep import Simulator
 from passes.lowering.stages.split_microbatches import Microbatched
 
 
 def hoisted_values(
-    split: Microbatched, value_of: Callable[[Port], Any], prologue: fx.GraphModule | None = None
+    split: Microbatched, value_of: Callable[[InputSpec], Any], prologue: fx.GraphModule | None = None
 ) -> list[list[Tensor]]:
     """Run the prologue on the whole batch; returns ``values[i][microbatch]`` of the "hoisted" port ``i``.
 
@@ -27,13 +27,13 @@ def hoisted_values(
     return Simulator((count,)).run(prologue or split.prologue, given)
 
 
-def merge_outputs(split: Microbatched, made: Sequence[Mapping[Port, Any]]) -> dict[Port, Any]:
+def merge_outputs(split: Microbatched, made: Sequence[Mapping[OutputSpec, Any]]) -> dict[OutputSpec, Any]:
     """Outputs of the whole batch from those of each micro-batch (by port).
 
     Terms of a sum are added, parts of a batch concatenated, updated buffers taken from the last; outputs that need all
     samples are computed here, from the "piece" ports.
     """
-    merged: dict[Port, Any] = {}
+    merged: dict[OutputSpec, Any] = {}
     for port in made[0]:
         values = [results[port] for results in made]
         if port.kind == "output":

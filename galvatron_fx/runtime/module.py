@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from cost_models.schedule_time import ScheduleReport
 from galvatron_fx.ir.errors import InputError
-from galvatron_fx.ir.graph.metadata import Port, Signature
+from galvatron_fx.ir.graph.metadata import InputSpec, OutputSpec, Signature
 from galvatron_fx.ir.graph.pass_pipeline import run_table
 from galvatron_fx.ir.graph.placement import Placement, Shard, to_dtensor
 from galvatron_fx.ir.graph.printer import readable
@@ -364,7 +364,7 @@ class DistributedGraphModule(nn.Module):
                 f"do not see it: set it before compile, and compile again"
             )
 
-    def _tensor(self, port: Port) -> Tensor:
+    def _tensor(self, port: InputSpec | OutputSpec) -> Tensor:
         table, leaf = self._places[original_name(port.name)]
         tensor: Tensor = table[leaf]
         return tensor
@@ -388,12 +388,12 @@ class DistributedGraphModule(nn.Module):
 
     register_parameter = register_buffer = add_module = register_module = _refuse_part
 
-    def _values(self, flat: FlatInputs) -> Callable[[Port], Any]:
+    def _values(self, flat: FlatInputs) -> Callable[[InputSpec], Any]:
         """What every input of the graph is on this rank in this step."""
         device = self.mesh.device_type
         seed = torch.randint(2**62, (), generator=self._generator).to(device)
 
-        def value_of(port: Port) -> Any:
+        def value_of(port: InputSpec) -> Any:
             if port.kind == "seed":
                 return seed
             if port.kind != "input":
@@ -404,10 +404,10 @@ class DistributedGraphModule(nn.Module):
 
         return value_of
 
-    def _versions(self, flat: FlatInputs) -> Callable[[Port], int]:
+    def _versions(self, flat: FlatInputs) -> Callable[[InputSpec], int]:
         """How often every input of the graph was written to."""
 
-        def version_of(port: Port) -> int:
+        def version_of(port: InputSpec) -> int:
             if port.kind == "seed":
                 return 0
             tensor = flat.tensors[int(port.name)] if port.kind == "input" else self._tensor(port)
@@ -416,17 +416,17 @@ class DistributedGraphModule(nn.Module):
 
         return version_of
 
-    def _update_state(self, results: Mapping[Port, Any]) -> None:
+    def _update_state(self, results: Mapping[OutputSpec, Any]) -> None:
         """Write what forward makes of buffers, and of parameters that it changes."""
         write_whole([(self._tensor(port), value) for port, value in results.items() if port.kind == "buffer"])
 
-    def _accumulate(self, gradients: Iterable[tuple[Port, Any]]) -> None:
+    def _accumulate(self, gradients: Iterable[tuple[OutputSpec, Any]]) -> None:
         for port, gradient in gradients:
             if port.name.startswith(("none ", "input ")):
                 continue
             accumulate(port.name, self._tensor(port), gradient)
 
-    def _outputs(self, program: AnyProgram, results: Mapping[Port, Any], detached: Collection[int] = ()) -> Any:
+    def _outputs(self, program: AnyProgram, results: Mapping[OutputSpec, Any], detached: Collection[int] = ()) -> Any:
         """Nest the outputs as the model does, sharded ones as DTensors; those made elsewhere are None.
 
         ``detached``: positions of outputs at which no gradient may arrive.

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.bound_ops import finished
 from galvatron_fx.ir.graph.layout import Layout
-from galvatron_fx.ir.graph.metadata import Port, Signature
+from galvatron_fx.ir.graph.metadata import InputSpec, OutputSpec, Signature
 from galvatron_fx.ir.graph.placement import Placement
 from galvatron_fx.ir.graph.rewrite import copy_graph
 from galvatron_fx.ir.torch_compat import graph_module, keeps_graph
@@ -23,7 +23,7 @@ from galvatron_fx.runtime.dtensor_views import lie_like
 from passes.lowering.batch_rows import RowsRead
 from passes.lowering.split_forward_backward import ForwardBackward
 
-ValueOf = Callable[[Port], Any]
+ValueOf = Callable[[InputSpec], Any]
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Call:
     """
 
     value_of: ValueOf
-    version_of: Callable[[Port], int]
-    update: Callable[[dict[Port, Any]], None]
+    version_of: Callable[[InputSpec], int]
+    update: Callable[[dict[OutputSpec, Any]], None]
     alone: Callable[[], AbstractContextManager[None]]
 
 
@@ -85,11 +85,11 @@ class Program:
         return {"forward": self.halves.forward, "backward": self.halves.backward}
 
     @property
-    def trained_ports(self) -> list[Port]:
+    def trained_ports(self) -> list[InputSpec]:
         """Parameters that are trained, in the order of the forward graph's inputs."""
         return [port for port in self.halves.input_ports if port.kind == "param" and port.requires_grad]
 
-    def train(self, value_of: ValueOf) -> tuple[dict[Port, Any], list[tuple[Port, Any]]]:
+    def train(self, value_of: ValueOf) -> tuple[dict[OutputSpec, Any], list[tuple[OutputSpec, Any]]]:
         """Run forward and backward; returns outputs by port and the gradients of parameters."""
         results, saved = self.run_forward([value_of(port) for port in self.halves.input_ports])
         arguments = [*saved, *self.tangents(results), *(results[i] for i in self._open)]
@@ -97,7 +97,7 @@ class Program:
         gradients = self.gradients_of(self.run_backward(arguments), {str(self.signature.loss)})
         return dict(zip(self.halves.result_ports, results, strict=True)), gradients
 
-    def evaluate(self, value_of: ValueOf) -> dict[Port, Any]:
+    def evaluate(self, value_of: ValueOf) -> dict[OutputSpec, Any]:
         """Run forward only; returns outputs by port."""
         results = list(self.inference([value_of(port) for port in self.halves.input_ports]))
         self.finish_results(results)
@@ -111,12 +111,14 @@ class Program:
         count = len(self.halves.result_ports)
         return out[:count], out[count:]
 
-    def run_backward(self, arguments: list[Any]) -> list[tuple[Port, Any]]:
+    def run_backward(self, arguments: list[Any]) -> list[tuple[OutputSpec, Any]]:
         """Run backward on what is saved, tangents, and results that are on their way; returns gradients by port."""
         ports = self.halves.gradient_ports
         return list(zip(ports, self.backward(arguments)[: len(ports)], strict=True))
 
-    def gradients_of(self, gradients: Iterable[tuple[Port, Any]], given: Collection[str]) -> list[tuple[Port, Any]]:
+    def gradients_of(
+        self, gradients: Iterable[tuple[OutputSpec, Any]], given: Collection[str]
+    ) -> list[tuple[OutputSpec, Any]]:
         """The gradients that there are where only the tangents ``given`` are: of the others None, not zeros."""
         return [
             (port, value)
@@ -143,7 +145,7 @@ class Program:
             "the plan has no stages and no micro-batches, so nothing is scheduled: give num_stages or num_microbatches"
         )
 
-    def differentiable(self, call: Call, *parameters: Tensor) -> dict[Port, Any]:
+    def differentiable(self, call: Call, *parameters: Tensor) -> dict[OutputSpec, Any]:
         """Run forward so that its results can be differentiated with ``backward()``, outputs by port.
 
         ``parameters``: as the module holds them, in the order of ``trained_ports``.
@@ -151,11 +153,11 @@ class Program:
         results = Step.apply(self, call, *parameters)
         return dict(zip(self.halves.result_ports, results, strict=True))
 
-    def placements(self, port: Port) -> tuple[Placement, ...]:
+    def placements(self, port: InputSpec) -> tuple[Placement, ...]:
         """How an input lies on the lowering mesh, one placement a column."""
         return self.layout.inputs[self.signature.inputs.index(port)]
 
-    def result_placements(self, port: Port) -> tuple[Placement | None, ...]:
+    def result_placements(self, port: OutputSpec) -> tuple[Placement | None, ...]:
         """How an output lies on the lowering mesh."""
         return self.layout.outputs[self.signature.outputs.index(port)]
 
@@ -235,7 +237,7 @@ class Step(torch.autograd.Function):
         return (None, None, *gradients)
 
 
-def _refuse_changes(versions: Sequence[tuple[Port, int]], call: Call, input_names: Sequence[str]) -> None:
+def _refuse_changes(versions: Sequence[tuple[InputSpec, int]], call: Call, input_names: Sequence[str]) -> None:
     for port, version in versions:
         if call.version_of(port) != version:
             kind = "parameter" if port.kind == "param" else port.kind

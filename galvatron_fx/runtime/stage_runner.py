@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from galvatron_fx.ir.graph.metadata import Port
+from galvatron_fx.ir.graph.metadata import OutputSpec
 from passes.lowering.stages.split_stages import Stage
 from passes.lowering.stages.stage_tasks import Task
 
@@ -30,7 +30,7 @@ class StageRunner:
     step_values: dict[str, Any]
     microbatch_values: Callable[[int], Mapping[str, Any]]
     sums: dict[str, Any] = field(default_factory=dict)
-    results: dict[int, dict[Port, Any]] = field(default_factory=dict)
+    results: dict[int, dict[OutputSpec, Any]] = field(default_factory=dict)
     _live: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def start(self) -> None:

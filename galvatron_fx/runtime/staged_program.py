@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from cost_models.schedule_time import ScheduleReport, Span
 from galvatron_fx.ir.errors import InputError
-from galvatron_fx.ir.graph.metadata import Port, Signature, TensorSpec, meta_of, ports, signature
+from galvatron_fx.ir.graph.metadata import InputSpec, OutputSpec, Signature, TensorSpec, meta_of, ports, signature
 from galvatron_fx.ir.graph.placement import Placement
 from galvatron_fx.ir.plan.schedule import Schedule
 from galvatron_fx.ir.plan.strategy import original_name
@@ -28,7 +28,7 @@ from passes.lowering.lower_stages import LoweredStages
 from passes.lowering.stages.split_stages import Stage
 from passes.lowering.stages.stage_tasks import Task
 
-ValueOf = Callable[[Port], Any]
+ValueOf = Callable[[InputSpec], Any]
 
 
 @dataclass(frozen=True)
@@ -80,15 +80,15 @@ class StagedProgram:
         }
 
     @property
-    def trained_ports(self) -> list[Port]:
+    def trained_ports(self) -> list[InputSpec]:
         """Parameters that this rank holds and trains."""
         held = {port.name: port for stage in self.stages for port in stage.ports.values() if port.kind == "param"}
         return [port for port in held.values() if port.requires_grad]
 
-    def train(self, value_of: ValueOf) -> tuple[dict[Port, Any], list[tuple[Port, Any]]]:
+    def train(self, value_of: ValueOf) -> tuple[dict[OutputSpec, Any], list[tuple[OutputSpec, Any]]]:
         """Run one step; returns outputs of the whole batch by port, and gradients of this rank's parameters."""
         runners = self._run(value_of, forward_only=False)
-        gradients: dict[str, tuple[Port, Any]] = {}
+        gradients: dict[str, tuple[OutputSpec, Any]] = {}
         for runner in runners:
             ports_by_name = {gradient.port.name: gradient.port for gradient in runner.stage.gradients}
             for name, value in runner.finish().items():
@@ -98,7 +98,7 @@ class StagedProgram:
         self._add_copies(gradients, value_of)
         return self._outputs(runners), [entry for name, entry in gradients.items() if name not in self._unreached]
 
-    def evaluate(self, value_of: ValueOf) -> dict[Port, Any]:
+    def evaluate(self, value_of: ValueOf) -> dict[OutputSpec, Any]:
         """Run forward only; returns outputs of the whole batch by port."""
         return self._outputs(self._run(value_of, forward_only=True))
 
@@ -131,7 +131,7 @@ class StagedProgram:
             "instead of loss.backward(), or evaluate under torch.no_grad()"
         )
 
-    def result_placements(self, port: Port) -> tuple[Placement | None, ...]:
+    def result_placements(self, port: OutputSpec) -> tuple[Placement | None, ...]:
         """How an output lies on the mesh of a stage."""
         placed = zip(signature(self.lowered.joint).outputs, self.lowered.layout.outputs, strict=True)
         return dict(placed).get(port, ())
@@ -163,7 +163,7 @@ class StagedProgram:
         taken = {int(port.name) for stage in self.stages for port in stage.ports.values() if port.kind == "hoisted"}
         return self.lowered.microbatched.prologue_for(taken)
 
-    def _value(self, port: Port, value_of: ValueOf) -> Any:
+    def _value(self, port: InputSpec, value_of: ValueOf) -> Any:
         if port.kind != "tangent":
             return value_of(port)
         like = self._dtypes[port]
@@ -178,7 +178,7 @@ class StagedProgram:
         return {original_name(name) for name in sources} - reached
 
     @cached_property
-    def _dtypes(self) -> dict[Port, torch.dtype]:
+    def _dtypes(self) -> dict[InputSpec, torch.dtype]:
         return {port: meta_of(node).spec.dtype for port, node in ports(self.lowered.joint)}
 
     @cached_property
@@ -192,21 +192,21 @@ class StagedProgram:
 
         return run
 
-    def _add_copies(self, gradients: dict[str, tuple[Port, Any]], value_of: ValueOf) -> None:
+    def _add_copies(self, gradients: dict[str, tuple[OutputSpec, Any]], value_of: ValueOf) -> None:
         """Add up the gradients of a parameter over all ranks that hold a copy, in place."""
         for name, group in self.pipeline.shared.items():
             if name not in gradients:
-                port = Port("param", name, True)
-                gradients[name] = Port("grad", name), torch.zeros_like(value_of(port))
+                parameter = value_of(InputSpec("param", name, True))
+                gradients[name] = OutputSpec("grad", name), torch.zeros_like(parameter)
             port, value = gradients[name]
             total = value.contiguous().clone()
             dist.all_reduce(total, group=group)
             gradients[name] = port, total
 
-    def _outputs(self, runners: Sequence[StageRunner]) -> dict[Port, Any]:
+    def _outputs(self, runners: Sequence[StageRunner]) -> dict[OutputSpec, Any]:
         """Outputs made on this rank; numbers (losses) are told to all stages."""
         count = self.lowered.microbatched.num_microbatches
-        made: list[dict[Port, Any]] = [{} for _ in range(count)]
+        made: list[dict[OutputSpec, Any]] = [{} for _ in range(count)]
         for runner in runners:
             for index, results in runner.results.items():
                 made[index] |= results
@@ -220,7 +220,7 @@ class StagedProgram:
             self._tell_state(merged)
         return merged
 
-    def _tell_state(self, merged: dict[Port, Any]) -> None:
+    def _tell_state(self, merged: dict[OutputSpec, Any]) -> None:
         """Give new values of buffers and parameters to all ranks that hold them, and to no others."""
         for port, (maker, holders, spec) in self._state.items():
             if holders != {maker}:
@@ -231,23 +231,23 @@ class StagedProgram:
                 merged.pop(port, None)
 
     @cached_property
-    def _state(self) -> dict[Port, tuple[int, set[int], TensorSpec]]:
+    def _state(self) -> dict[OutputSpec, tuple[int, set[int], TensorSpec]]:
         """What forward changes: the pipeline rank that makes its new value, those that hold it, and its spec."""
         ranks = self.schedule.rank_of_stage
         holders: dict[str, set[int]] = {}
-        made: dict[Port, tuple[int, TensorSpec]] = {}
+        made: dict[OutputSpec, tuple[int, TensorSpec]] = {}
         for stage in self.lowered.stages:
             for port in stage.ports.values():
                 if port.kind in ("param", "buffer"):
                     holders.setdefault(original_name(port.name), set()).add(ranks[stage.index])
-            for port, name in stage.results:
-                if port.kind == "buffer":
-                    made[port] = ranks[stage.index], stage.specs[name]
+            for output, name in stage.results:
+                if output.kind == "buffer":
+                    made[output] = ranks[stage.index], stage.specs[name]
         first = {0}  # what no stage takes lies there
         pairs = sorted(made.items(), key=lambda item: item[0].name)
-        return {port: (rank, holders.get(original_name(port.name), first), spec) for port, (rank, spec) in pairs}
+        return {output: (rank, holders.get(original_name(output.name), first), spec) for output, (rank, spec) in pairs}
 
-    def _tell_pieces(self, made: Sequence[dict[Port, Any]]) -> None:
+    def _tell_pieces(self, made: Sequence[dict[OutputSpec, Any]]) -> None:
         """Give every rank the pieces of the epilogue where stages of several ranks make some."""
         if self.pipeline.group is None or len({rank for rank, _ in self._pieces.values()}) < 2:
             return
@@ -259,7 +259,7 @@ class StagedProgram:
                 dist.broadcast(results[port], src=self.pipeline.peers[rank], group=self.pipeline.group)
 
     @cached_property
-    def _pieces(self) -> dict[Port, tuple[int, TensorSpec]]:
+    def _pieces(self) -> dict[OutputSpec, tuple[int, TensorSpec]]:
         """What the epilogue takes of every micro-batch: the pipeline rank that makes it, and its shape and dtype."""
         found = {
             port: (self.schedule.rank_of_stage[stage.index], stage.specs[name])
@@ -270,10 +270,10 @@ class StagedProgram:
         return dict(sorted(found.items(), key=lambda item: int(item[0].name)))
 
     @cached_property
-    def _scalars(self) -> dict[Port, tuple[int, torch.dtype]]:
+    def _scalars(self) -> dict[OutputSpec, tuple[int, torch.dtype]]:
         """Outputs without dims: the pipeline rank that makes each, and its dtype."""
         split = self.lowered.microbatched
-        found: dict[Port, tuple[int, torch.dtype]] = {}
+        found: dict[OutputSpec, tuple[int, torch.dtype]] = {}
         for stage in self.lowered.stages:
             rank = self.schedule.rank_of_stage[stage.index]
             for port, name in stage.results:

@@ -13,8 +13,8 @@ from torch.fx.graph import CodeGen
 
 from galvatron_fx.ir.errors import CaptureError
 from galvatron_fx.ir.graph.metadata import (
+    InputSpec,
     NodeMeta,
-    Port,
     TensorSpec,
     meta_of,
     ports,
@@ -106,7 +106,7 @@ def _add_seed(graph: fx.GraphModule) -> fx.Node:
         seed = graph.graph.placeholder("seed")
     set_meta(seed, NodeMeta((TensorSpec((), torch.int64),)))
     tangents = signature(graph).inputs[len(kept) :]
-    set_signature(graph, signature(graph).having(inputs=(*kept, Port("seed", "seed"), *tangents)))
+    set_signature(graph, signature(graph).having(inputs=(*kept, InputSpec("seed", "seed"), *tangents)))
     return seed
 
 

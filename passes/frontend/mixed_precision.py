@@ -33,9 +33,9 @@ class MixedPrecision:
         found = precision(graph)
         if found is None:
             return graph
-        for position, (port, node) in enumerate(output_ports(graph)):
-            if port.kind == "grad" and port.name in found.dtypes and node is not None:
-                _cast_terms(graph, position, node, found.reduced(meta_of(node).spec.dtype))
+        for position, (output, maker) in enumerate(output_ports(graph)):
+            if output.kind == "grad" and output.name in found.dtypes and maker is not None:
+                _cast_terms(graph, position, maker, found.reduced(meta_of(maker).spec.dtype))
         for port, node in ports(graph):
             if port.kind == "param" and port.name in found.dtypes:
                 _cast_for_blocks(graph, node, found.dtypes[port.name])

@@ -14,7 +14,7 @@ from cost_models.node_time import NodeTime
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.graph.layout import Layout, layout
-from galvatron_fx.ir.graph.metadata import Port, Signature, signature
+from galvatron_fx.ir.graph.metadata import InputSpec, Signature, signature
 from galvatron_fx.ir.graph.pass_pipeline import PassControl, PassPipeline
 from galvatron_fx.ir.graph.placement import Placement
 from galvatron_fx.ir.plan.strategy import Strategy, stand_in_name
@@ -133,7 +133,7 @@ def _another(stage: Stage, index: int, number: int) -> Stage:
 
     named = ("param", "buffer", "grad")
 
-    def renamed(port: Port) -> Port:
+    def renamed(port: InputSpec) -> InputSpec:
         return replace(port, name=stand_in_name(port.name, number)) if port.kind in named else port
 
     gradients = tuple(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from galvatron_fx.ir.graph.layout import lay_part
-from galvatron_fx.ir.graph.metadata import Port, has_meta, meta_of, output_ports, ports
+from galvatron_fx.ir.graph.metadata import InputSpec, OutputSpec, has_meta, meta_of, output_ports, ports
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.rewrite import copy_node
 from galvatron_fx.ir.torch_compat import graph_module
@@ -24,10 +24,10 @@ class ForwardBackward:
 
     forward: fx.GraphModule
     backward: fx.GraphModule
-    input_ports: tuple[Port, ...]
-    result_ports: tuple[Port, ...]
-    gradient_ports: tuple[Port, ...]
-    tangent_ports: tuple[Port, ...]
+    input_ports: tuple[InputSpec, ...]
+    result_ports: tuple[OutputSpec, ...]
+    gradient_ports: tuple[OutputSpec, ...]
+    tangent_ports: tuple[InputSpec, ...]
     saved_inputs: tuple[int | None, ...]
 
     def graphs(self) -> dict[str, fx.GraphModule]:

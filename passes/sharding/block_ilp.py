@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import Port, TensorSpec, meta_of
+from galvatron_fx.ir.graph.metadata import OutputSpec, TensorSpec, meta_of
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem, op_call
 from galvatron_fx.ir.graph.placement import REPLICATE, Partial, Placement, Shard
 from passes.sharding.allowed_rules import AllowedRules
@@ -220,7 +220,7 @@ class BlockProblem:
         for port in self.decided.values.output_ports_of.get(node, ()):
             self._add_output_sink(port, node, value)
 
-    def _add_output_sink(self, port: Port, node: fx.Node, value: _Value) -> None:
+    def _add_output_sink(self, port: OutputSpec, node: fx.Node, value: _Value) -> None:
         parameter = self.decided.values.parameter_of(port)
         if parameter is not None:
             self._add_gradient_sink(node, parameter, value)

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import Port, meta_of, output_ports, ports, signature
+from galvatron_fx.ir.graph.metadata import OutputSpec, meta_of, output_ports, ports, signature
 from galvatron_fx.ir.graph.precision import computed_in, policy_of
 from passes.analysis.dataflow import (
     before_cast,
@@ -31,13 +31,13 @@ class GraphValues:
         self.owner = parameter_owners(graph)
         self.originals = original_parameters(graph)
         self.unreduced = before_cast(graph)
-        self.outputs: list[tuple[Port, fx.Node | None]] = output_ports(graph)
+        self.outputs: list[tuple[OutputSpec, fx.Node | None]] = output_ports(graph)
         self._named = {port.name: node for port, node in ports(graph) if port.kind == "param"}
         self.parameters = set(self._named.values())
         # Without a loss of its own, the model's caller computes one from whole outputs.
         self.outputs_stay = signature(graph).loss is not None
 
-    def parameter_of(self, port: Port) -> fx.Node | None:
+    def parameter_of(self, port: OutputSpec) -> fx.Node | None:
         """The parameter whose gradient an output is."""
         return self._named.get(port.name) if port.kind == "grad" else None
 
@@ -56,9 +56,9 @@ class GraphValues:
         return [node for node in self.graph.graph.nodes if node.op == "get_attr"]
 
     @cached_property
-    def output_ports_of(self) -> dict[fx.Node, list[Port]]:
+    def output_ports_of(self) -> dict[fx.Node, list[OutputSpec]]:
         """As what the graph returns each value that it returns."""
-        found: dict[fx.Node, list[Port]] = {}
+        found: dict[fx.Node, list[OutputSpec]] = {}
         for port, node in self.outputs:
             if node is not None:
                 found.setdefault(node, []).append(port)

@@ -11,9 +11,9 @@ from torch import fx
 from galvatron_fx.ir.graph.collectives import all_gather, all_reduce, reduce_scatter, shard
 from galvatron_fx.ir.graph.layout import MergedAxis
 from galvatron_fx.ir.graph.metadata import (
+    InputSpec,
     NodeMeta,
     Placements,
-    Port,
     TensorSpec,
     meta_of,
     output_ports,
@@ -62,7 +62,7 @@ class ShardParameters:
         graph.recompile()
         return graph
 
-    def _placement(self, port: Port, node: fx.Node, position: int, index: int, degree: int) -> Placement:
+    def _placement(self, port: InputSpec, node: fx.Node, position: int, index: int, degree: int) -> Placement:
         """The first dim that divides and that no later column splits: shards nest in the order of the mesh."""
         if port.name in self.fixed:
             return self.fixed[port.name][index]
@@ -72,7 +72,7 @@ class ShardParameters:
         return next((Shard(dim) for dim in free if fits(Shard(dim), shape, degree)), REPLICATE)
 
     def _split(
-        self, graph: fx.GraphModule, port: Port, node: fx.Node, placement: Placement, index: int, degree: int
+        self, graph: fx.GraphModule, port: InputSpec, node: fx.Node, placement: Placement, index: int, degree: int
     ) -> None:
         whole = meta_of(node)
         if isinstance(placement, Shard):

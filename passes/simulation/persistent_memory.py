@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from galvatron_fx.ir.graph import collectives as c
-from galvatron_fx.ir.graph.metadata import Port, meta_of, ports
+from galvatron_fx.ir.graph.metadata import InputSpec, meta_of, ports
 from galvatron_fx.ir.plan.prediction import BATCH, PARAMETERS, STATES
 from galvatron_fx.ir.plan.schedule import Schedule
 from galvatron_fx.ir.plan.strategy import original_name, stood_for_name
@@ -66,7 +66,7 @@ class PersistentMemory:
         return [size for name, size in self.tensors[rank].items() if name in self.trained]
 
 
-def _is_tensor(port: Port) -> bool:
+def _is_tensor(port: InputSpec) -> bool:
     return port.kind in ("param", "buffer")
 
 

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor, fx
 
 from galvatron_fx.errors import GalvatronError
-from galvatron_fx.ir.graph.metadata import NodeMeta, Port, Signature, meta_of, ports, set_meta, set_signature
+from galvatron_fx.ir.graph.metadata import (
+    InputSpec,
+    NodeMeta,
+    OutputSpec,
+    Signature,
+    meta_of,
+    ports,
+    set_meta,
+    set_signature,
+)
 from galvatron_fx.ir.graph.op_call import OpCall, input_nodes, is_getitem, op_call
 from galvatron_fx.ir.graph.placement import Partial, Placement, Shard
 from galvatron_fx.ir.torch_compat import graph_module
@@ -189,8 +198,8 @@ def _alone(node: fx.Node) -> tuple[fx.GraphModule, fx.Node]:
             outputs.append(picked)
     graph.output(tuple(outputs))
     module = graph_module(torch.nn.Module(), graph)
-    inputs = tuple(Port("input", str(i)) for i in range(len(made)))
-    set_signature(module, Signature(inputs, tuple(Port("output", str(i)) for i in range(len(outputs))), (), None))
+    inputs = tuple(InputSpec("input", str(i)) for i in range(len(made)))
+    set_signature(module, Signature(inputs, tuple(OutputSpec("output", str(i)) for i in range(len(outputs))), (), None))
     return module, one
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import sympy
 import torch
@@ -157,19 +157,33 @@ def set_meta(node: fx.Node, record: NodeMeta) -> None:
     node.meta[_KEY] = record
 
 
-@dataclass(frozen=True)
-class Port:
-    """One input or output of the joint graph.
+InputKind: TypeAlias = Literal["param", "buffer", "input", "hoisted", "seed", "tangent"]
+OutputKind: TypeAlias = Literal["output", "buffer", "grad", "piece"]
 
-    ``kind``: for inputs "param", "buffer", "input", "hoisted" (what a micro-batch takes from the prologue), "seed" or
-    "tangent"; for outputs "output", "buffer" (the new value of a buffer, or of a
-    parameter that forward changes), "grad" or "piece" (what a micro-batch gives to the
-    epilogue). ``name``: the qualified name of the parameter or buffer, else the position as text.
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One input of a graph.
+
+    ``kind``: among others "hoisted" (what a micro-batch takes from the prologue), "seed" (of random numbers) and
+    "tangent" (the gradient of an output); ``name``: of the parameter or buffer, else the position as text.
     """
 
-    kind: str
+    kind: InputKind
     name: str
     requires_grad: bool = False
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """One output of a graph.
+
+    ``kind``: "output" of the model, "buffer" (its new value, or that of a parameter that forward changes), "grad" or
+    "piece" (what a micro-batch gives to the epilogue); ``name``: as of :class:`InputSpec`.
+    """
+
+    kind: OutputKind
+    name: str
 
 
 @dataclass(frozen=True)
@@ -181,8 +195,8 @@ class Signature:
     say where each is in what the model returns.
     """
 
-    inputs: tuple[Port, ...]
-    outputs: tuple[Port, ...]
+    inputs: tuple[InputSpec, ...]
+    outputs: tuple[OutputSpec, ...]
     input_names: tuple[str, ...]
     loss: int | None
     input_spec: Any = None
@@ -210,12 +224,12 @@ def set_signature(graph: fx.GraphModule, value: Signature) -> None:
     graph.meta[_KEY] = value
 
 
-def ports(graph: fx.GraphModule) -> list[tuple[Port, fx.Node]]:
+def ports(graph: fx.GraphModule) -> list[tuple[InputSpec, fx.Node]]:
     """Pair every placeholder with its port."""
     nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
     return list(zip(signature(graph).inputs, nodes, strict=True))
 
 
-def output_ports(graph: fx.GraphModule) -> list[tuple[Port, fx.Node | None]]:
+def output_ports(graph: fx.GraphModule) -> list[tuple[OutputSpec, fx.Node | None]]:
     """Pair every output with the node that makes it (None for an absent gradient)."""
     return list(zip(signature(graph).outputs, graph.graph.output_node().args[0], strict=True))  # type: ignore[arg-type]

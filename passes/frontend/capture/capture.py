@@ -13,8 +13,9 @@ from torch import fx, nn
 
 from galvatron_fx.ir.errors import CaptureError, GalvatronError, InputError
 from galvatron_fx.ir.graph.metadata import (
+    InputSpec,
     NodeMeta,
-    Port,
+    OutputSpec,
     Signature,
     TensorSpec,
     meta_of,
@@ -226,7 +227,7 @@ def _trace(flat: FlatModel, shapes: Sequence[tuple[int, ...]], repeats: tuple[Re
 def _record(graph: fx.GraphModule, flat: FlatModel) -> None:
     """Attach facts to every node and a signature to the graph."""
     inputs = flat.inputs
-    input_ports: list[Port] = []
+    input_ports: list[InputSpec] = []
     trained = {name for name, parameter in flat.named_parameters(remove_duplicate=False) if parameter.requires_grad}
     for node in graph.graph.nodes:
         if node.op == "output":
@@ -254,16 +255,16 @@ def _record(graph: fx.GraphModule, flat: FlatModel) -> None:
     output.args = (tuple(node for _, node in pairs),)
 
 
-def _outputs(output: fx.Node, flat: FlatModel) -> list[tuple[Port, fx.Node | None]]:
+def _outputs(output: fx.Node, flat: FlatModel) -> list[tuple[OutputSpec, fx.Node | None]]:
     """What the graph returns with its ports, new values of buffers first; one that was assigned counts as assigned."""
     absent = count()
     own = len(flat.outputs.names)
-    assigned: list[tuple[Port, fx.Node | None]] = []
-    others: list[tuple[Port, fx.Node | None]] = []
+    assigned: list[tuple[OutputSpec, fx.Node | None]] = []
+    others: list[tuple[OutputSpec, fx.Node | None]] = []
     for desc, node in zip(output.meta["desc"], pytree.arg_tree_leaves(*output.args), strict=True):
         port = _output_port(desc, absent)
         if port.kind == "output" and int(port.name) >= own:
-            assigned.append((Port("buffer", flat.rebound[int(port.name) - own]), node))
+            assigned.append((OutputSpec("buffer", flat.rebound[int(port.name) - own]), node))
         elif port.kind != "buffer" or port.name not in flat.rebound:
             others.append((port, node))
     changed = [*(pair for pair in others if pair[0].kind == "buffer"), *assigned]
@@ -320,15 +321,15 @@ def _node_facts(node: fx.Node) -> NodeMeta:
     return NodeMeta(specs=specs, phase=phase, module=module_of(node), multi_output=multi)
 
 
-def _input_port(node: fx.Node, trained: set[str]) -> Port:
+def _input_port(node: fx.Node, trained: set[str]) -> InputSpec:
     descriptor = node.meta["desc"]
     kind = type(descriptor).__name__
     if kind in ("ParamAOTInput", "BufferAOTInput"):
         name = descriptor.target.removeprefix(f"{ROOT}.")
         grad = descriptor.target in trained
-        return Port("param" if kind == "ParamAOTInput" else "buffer", name, grad)
+        return InputSpec("param" if kind == "ParamAOTInput" else "buffer", name, grad)
     if kind == "PlainAOTInput":
-        return Port("input", str(descriptor.idx), bool(node.meta["val"].requires_grad))
+        return InputSpec("input", str(descriptor.idx), bool(node.meta["val"].requires_grad))
     if kind == "TangentAOTInput":
         written = getattr(descriptor.output, "mutated_input", None)
         if written is not None:
@@ -336,23 +337,23 @@ def _input_port(node: fx.Node, trained: set[str]) -> Port:
                 f"forward writes into '{getattr(written, 'target', written)}', which needs gradients: write into it "
                 f"under torch.no_grad() after the step"
             )
-        return Port("tangent", str(descriptor.output.idx))
+        return InputSpec("tangent", str(descriptor.output.idx))
     raise CaptureError(f"input '{node.name}' is of a kind that cannot be lowered ({descriptor})")
 
 
-def _output_port(descriptor: Any, absent: Iterator[int]) -> Port:
+def _output_port(descriptor: Any, absent: Iterator[int]) -> OutputSpec:
     kind = type(descriptor).__name__ if descriptor is not None else ""
     if kind == "PlainAOTOutput":
-        return Port("output", str(descriptor.idx))
+        return OutputSpec("output", str(descriptor.idx))
     if kind == "GradAOTOutput":
         source = descriptor.grad_of
         name = getattr(source, "target", None)
-        return Port("grad", name.removeprefix(f"{ROOT}.") if name else f"input {source.idx}")
+        return OutputSpec("grad", name.removeprefix(f"{ROOT}.") if name else f"input {source.idx}")
     if kind == "InputMutationAOTOutput":
         source = descriptor.mutated_input
         if not hasattr(source, "target"):
             raise CaptureError(f"the model writes into its input {source.idx} in place: clone it first")
-        return Port("buffer", source.target.removeprefix(f"{ROOT}."))
+        return OutputSpec("buffer", source.target.removeprefix(f"{ROOT}."))
     if descriptor is None:
-        return Port("grad", f"none {next(absent)}")
+        return OutputSpec("grad", f"none {next(absent)}")
     raise CaptureError(f"an output is of a kind that cannot be lowered ({descriptor})")

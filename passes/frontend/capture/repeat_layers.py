@@ -8,7 +8,16 @@ from typing import Any
 
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import Port, meta_of, output_ports, ports, set_meta, set_signature, signature
+from galvatron_fx.ir.graph.metadata import (
+    OutputKind,
+    OutputSpec,
+    meta_of,
+    output_ports,
+    ports,
+    set_meta,
+    set_signature,
+    signature,
+)
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.rewrite import copy_node
 from passes.frontend.capture.compare_layers import (
@@ -27,6 +36,7 @@ from passes.frontend.capture.find_repeats import Repeat
 
 # By how many copies an argument lies away.
 _SHIFT = {OWN: 0, BEFORE: -1, BEHIND: 1}
+_OF_STATE: tuple[OutputKind, ...] = ("grad", "buffer")
 
 
 @dataclass(frozen=True)
@@ -119,17 +129,18 @@ class _Writer:
             place.args, place.kwargs = fx.map_arg((place.args, place.kwargs), lambda _: next(arguments))
 
     def _bind_outputs(self) -> None:
-        """Give the gradients and updated buffers of the copies to the ports of their parameters and buffers."""
+        """Give the gradients and updated buffers of the copies to the outputs of their parameters and buffers."""
         graph = self._graph
-        made: dict[tuple[str, str], fx.Node] = {}
-        for kind in ("grad", "buffer"):
+        copied: dict[OutputSpec, fx.Node] = {}
+        for kind in _OF_STATE:
             values = {port.name: node for port, node in output_ports(graph) if port.kind == kind and node is not None}
             template = state_nodes(values, self._plan.repeat.kept[0])
             for copy, unit in enumerate(self._plan.repeat.left_out, 1):
                 names = state_names(unit)
-                made |= {(kind, names[key]): self._nodes[copy].get(node, node) for key, node in template.items()}
-        outputs = [(port, made.pop((port.kind, port.name), node)) for port, node in output_ports(graph)]
-        outputs += [(Port(*place), node) for place, node in made.items()]
+                for key, node in template.items():
+                    copied[OutputSpec(kind, names[key])] = self._nodes[copy].get(node, node)
+        outputs = [(port, copied.pop(port, node)) for port, node in output_ports(graph)]
+        outputs += copied.items()
         position = {port.name: i for i, (port, _) in enumerate(ports(graph)) if port.kind in ("param", "buffer")}
         buffers = sorted(
             (pair for pair in outputs if pair[0].kind == "buffer"), key=lambda pair: position[pair[0].name]

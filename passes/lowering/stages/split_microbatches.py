@@ -13,7 +13,16 @@ from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.graph.collectives import COLLECTIVES, RANK_LOCAL, only_first
 from galvatron_fx.ir.graph.layout import Layout, MergedAxis, drop_layout, lay_part, set_layout
 from galvatron_fx.ir.graph.local_program import record_step
-from galvatron_fx.ir.graph.metadata import Port, meta_of, output_ports, ports, set_meta, set_signature, signature
+from galvatron_fx.ir.graph.metadata import (
+    InputSpec,
+    OutputSpec,
+    meta_of,
+    output_ports,
+    ports,
+    set_meta,
+    set_signature,
+    signature,
+)
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement
 from galvatron_fx.ir.graph.rewrite import copied, copy_node, eliminate_dead_code
@@ -47,10 +56,10 @@ class Microbatched:
 
     graph: fx.GraphModule
     prologue: fx.GraphModule
-    prologue_ports: tuple[Port, ...]
+    prologue_ports: tuple[InputSpec, ...]
     outputs: dict[str, Placement]
     epilogue: fx.GraphModule | None
-    epilogue_ports: tuple[Port, ...]
+    epilogue_ports: tuple[OutputSpec, ...]
     num_microbatches: int
 
     def prologue_for(self, positions: Collection[int]) -> fx.GraphModule:
@@ -63,7 +72,7 @@ class Microbatched:
         prologue.recompile()
         return prologue
 
-    def late_scalars(self) -> dict[Port, torch.dtype]:
+    def late_scalars(self) -> dict[OutputSpec, torch.dtype]:
         """Outputs of the epilogue that are numbers, with their dtypes."""
         if self.epilogue is None:
             return {}
@@ -242,7 +251,7 @@ def _share_equal_terms(graph: fx.GraphModule, free: set[fx.Node], count: int) ->
             record_step(node, "share of an equal term", 1)
 
 
-def _cut_epilogue(graph: fx.GraphModule, late: Sequence[fx.Node]) -> tuple[fx.GraphModule, tuple[Port, ...]]:
+def _cut_epilogue(graph: fx.GraphModule, late: Sequence[fx.Node]) -> tuple[fx.GraphModule, tuple[OutputSpec, ...]]:
     """Take ``late`` out of ``graph``, which returns what they need as outputs of kind "piece" instead."""
     inside = set(late)
     pieces = list(dict.fromkeys(n for node in late for n in input_nodes(node) if n not in inside))
@@ -257,14 +266,14 @@ def _cut_epilogue(graph: fx.GraphModule, late: Sequence[fx.Node]) -> tuple[fx.Gr
     kept = [(port, node) for port, node in output_ports(graph) if node not in inside]
     output = graph.graph.output_node()
     output.args = ((*(node for _, node in kept), *pieces),)
-    outputs = (*(port for port, _ in kept), *(Port("piece", str(i)) for i in range(len(pieces))))
+    outputs = (*(port for port, _ in kept), *(OutputSpec("piece", str(i)) for i in range(len(pieces))))
     set_signature(graph, signature(graph).having(outputs=outputs))
     for node in reversed(late):
         graph.graph.erase_node(node)
     return graph_module(graph, new, class_name="Epilogue"), tuple(port for port, _ in made)
 
 
-def _prologue(graph: fx.GraphModule, moves: Sequence[fx.Node]) -> tuple[fx.GraphModule, tuple[Port, ...]]:
+def _prologue(graph: fx.GraphModule, moves: Sequence[fx.Node]) -> tuple[fx.GraphModule, tuple[InputSpec, ...]]:
     """The part of ``graph`` that makes ``moves``, with the ports it takes."""
     needed: set[fx.Node] = set()
     pending: list[fx.Node] = list(moves)
@@ -287,14 +296,14 @@ def _hoist(graph: fx.GraphModule, moves: Sequence[fx.Node]) -> None:
     """Put a placeholder in place of each of ``moves``, behind the last that is not a tangent."""
     kept = [(port, node) for port, node in ports(graph) if port.kind != "tangent"]
     tangents = signature(graph).inputs[len(kept) :]
-    added: list[Port] = []
+    added: list[InputSpec] = []
     after = kept[-1][1]
     for index, node in enumerate(moves):
         with graph.graph.inserting_after(after):
             after = graph.graph.placeholder(f"hoisted_{index}")
         set_meta(after, meta_of(node).having(block=-1))
         node.replace_all_uses_with(after)
-        added.append(Port("hoisted", str(index)))
+        added.append(InputSpec("hoisted", str(index)))
     eliminate_dead_code(graph)
     inputs = (*(port for port, _ in kept), *added, *tangents)
     set_signature(graph, signature(graph).having(inputs=inputs))

@@ -10,7 +10,7 @@ from torch import fx
 
 from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.graph import collectives as c
-from galvatron_fx.ir.graph.metadata import Port, TensorSpec, meta_of, output_ports, ports
+from galvatron_fx.ir.graph.metadata import InputSpec, OutputSpec, TensorSpec, meta_of, output_ports, ports
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
 from galvatron_fx.ir.graph.precision import cast_gradient, cast_parameter
 from galvatron_fx.ir.graph.rewrite import copied, eliminate_dead_code
@@ -39,7 +39,7 @@ _MAKES_USABLE = (c.all_gather, cast_parameter)
 class Gradient:
     """A gradient of a stage: ``term`` is what a micro-batch adds to it, ``total`` what finishing makes of the sum."""
 
-    port: Port
+    port: OutputSpec
     term: str
     total: str
 
@@ -57,12 +57,12 @@ class Stage:
 
     index: int
     tasks: dict[str, Task]
-    ports: dict[str, Port]
+    ports: dict[str, InputSpec]
     receives: tuple[str, ...]
     sends: tuple[str, ...]
     receives_back: tuple[str, ...]
     sends_back: tuple[str, ...]
-    results: tuple[tuple[Port, str], ...]
+    results: tuple[tuple[OutputSpec, str], ...]
     gradients: tuple[Gradient, ...]
     specs: dict[str, TensorSpec]
 
@@ -296,8 +296,8 @@ class _Cut:
         return node.target is c.all_reduce and node.args[1] == "sum"
 
     def _terms(
-        self, gradients: Sequence[tuple[Port, fx.Node]], finish: set[fx.Node]
-    ) -> list[tuple[Port, fx.Node, fx.Node]]:
+        self, gradients: Sequence[tuple[OutputSpec, fx.Node]], finish: set[fx.Node]
+    ) -> list[tuple[OutputSpec, fx.Node, fx.Node]]:
         """Each gradient with the value that a micro-batch adds to it."""
         found = []
         for port, node in gradients:
@@ -315,7 +315,7 @@ class _Cut:
         needed = ancestors([n for n in wanted if n in self.portable], self.portable)
         return sorted({*forward, *needed}, key=self.order.__getitem__)
 
-    def _ports(self, ways: Iterable[Sequence[fx.Node]], others: Sequence[fx.Node | None]) -> dict[str, Port]:
+    def _ports(self, ways: Iterable[Sequence[fx.Node]], others: Sequence[fx.Node | None]) -> dict[str, InputSpec]:
         used = {n for nodes in ways for node in nodes for n in input_nodes(node)} | set(others)
         return {node.name: port for port, node in ports(self.graph) if node in used}
 
@@ -324,7 +324,7 @@ def _drafts(
     ways: dict[str, list[fx.Node]],
     ahead: set[fx.Node],
     back: set[fx.Node],
-    terms: Sequence[tuple[Port, fx.Node, fx.Node]],
+    terms: Sequence[tuple[OutputSpec, fx.Node, fx.Node]],
 ) -> dict[str, Draft]:
     """What every task computes, adds up and gives away: ``ahead`` after forward, ``back`` after backward."""
     added = dict.fromkeys(term for _, _, term in terms)

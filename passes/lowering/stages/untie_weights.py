@@ -9,8 +9,9 @@ import torch
 from torch import fx
 
 from galvatron_fx.ir.graph.metadata import (
+    InputSpec,
     NodeMeta,
-    Port,
+    OutputSpec,
     meta_of,
     output_ports,
     ports,
@@ -97,20 +98,20 @@ class UntieWeights:
     def _split(
         self,
         graph: fx.GraphModule,
-        port: Port,
+        port: InputSpec,
         node: fx.Node,
         users: Sequence[fx.Node],
         stages: Sequence[int],
         gradient: fx.Node | None,
     ) -> None:
         terms = _terms(gradient, meta_of(node).spec.shape) if gradient is not None else []
-        copies: list[Port] = []
+        copies: list[InputSpec] = []
         after = node
         for stage in stages[1:]:
             with graph.graph.inserting_after(after):
                 after = graph.graph.placeholder(f"{node.name}_at_{stage}")
             after.meta = dict(node.meta)
-            copies.append(Port("param", copy_name(port.name, stage), port.requires_grad))
+            copies.append(InputSpec("param", copy_name(port.name, stage), port.requires_grad))
             for user in users:
                 if self._stage(user) == stage:
                     user.replace_input_with(node, after)
@@ -156,17 +157,19 @@ def _added_facts(like: NodeMeta) -> NodeMeta:
     return like.having(phase="backward", module="", cost=None)
 
 
-def _replace_ports(graph: fx.GraphModule, port: Port, copies: Sequence[Port], sums: Sequence[fx.Node | None]) -> None:
+def _replace_ports(
+    graph: fx.GraphModule, port: InputSpec, copies: Sequence[InputSpec], sums: Sequence[fx.Node | None]
+) -> None:
     """Announce the copies behind the parameter's own port, and their gradients behind its gradient."""
     found = signature(graph)
     inputs = _expanded(found.inputs, lambda own: [own, *copies] if own == port else [own])
     output = graph.graph.output_node()
     values: list[fx.Node | None] = []
-    outputs: list[Port] = []
+    outputs: list[OutputSpec] = []
     for own, value in zip(found.outputs, output.args[0], strict=True):  # type: ignore[arg-type]
         if sums and own.kind == "grad" and own.name == port.name:
             values += sums
-            outputs += [own, *(Port("grad", copy.name) for copy in copies)]
+            outputs += [own, *(OutputSpec("grad", copy.name) for copy in copies)]
         else:
             values.append(value)
             outputs.append(own)
@@ -174,5 +177,5 @@ def _replace_ports(graph: fx.GraphModule, port: Port, copies: Sequence[Port], su
     set_signature(graph, found.having(inputs=tuple(inputs), outputs=tuple(outputs)))
 
 
-def _expanded(own: Sequence[Port], change: Callable[[Port], list[Port]]) -> list[Port]:
+def _expanded(own: Sequence[InputSpec], change: Callable[[InputSpec], list[InputSpec]]) -> list[InputSpec]:
     return [made for port in own for made in change(port)]

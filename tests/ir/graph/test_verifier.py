@@ -11,7 +11,7 @@ from torch import fx, nn
 from galvatron_fx.errors import VerifierError
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.graph.collectives import all_reduce, shard
-from galvatron_fx.ir.graph.metadata import FREE, Port, meta_of, set_meta, set_signature, signature
+from galvatron_fx.ir.graph.metadata import FREE, InputSpec, meta_of, set_meta, set_signature, signature
 from galvatron_fx.ir.graph.pass_pipeline import PassControl
 from galvatron_fx.ir.graph.random_ops import random_uniform
 from galvatron_fx.ir.graph.verifier import STAGES, verify
@@ -107,7 +107,7 @@ def wrong_order(graph: fx.GraphModule) -> None:
 
 
 def port_too_many(graph: fx.GraphModule) -> None:
-    set_signature(graph, signature(graph).having(inputs=(*signature(graph).inputs, Port("input", "y"))))
+    set_signature(graph, signature(graph).having(inputs=(*signature(graph).inputs, InputSpec("input", "y"))))
 
 
 def output_too_few(graph: fx.GraphModule) -> None:

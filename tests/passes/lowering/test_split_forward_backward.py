@@ -8,7 +8,7 @@ import expecttest
 import torch
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import Port, meta_of
+from galvatron_fx.ir.graph.metadata import OutputSpec, meta_of
 from passes.lowering.split_forward_backward import ForwardBackward, SplitForwardBackward
 from tests.graphs import Builder, listing
 
@@ -124,8 +124,8 @@ def test_ports() -> None:
     halves = SplitForwardBackward().run(layer())
     kinds = [(port.kind, port.name) for port in halves.input_ports]
     assert kinds == [("input", "x"), ("param", "w"), ("param", "unused"), ("buffer", "count")]
-    assert halves.result_ports == (Port("buffer", "count"), Port("output", "0"))
-    assert halves.gradient_ports == (Port("grad", "w"), Port("grad", "unused"))
+    assert halves.result_ports == (OutputSpec("buffer", "count"), OutputSpec("output", "0"))
+    assert halves.gradient_ports == (OutputSpec("grad", "w"), OutputSpec("grad", "unused"))
     assert [port.name for port in halves.tangent_ports] == ["tangent"]
     assert halves.saved_inputs == (None, 0), "exp(...) is made in forward, x is the first input"
 
