@@ -15,6 +15,7 @@ from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.graph.pass_dump import OnPass
 from galvatron_fx.ir.graph.precision import checked_policy
 from galvatron_fx.ir.plan.arguments import check_arguments
+from galvatron_fx.ir.plan.optimizers import ADAM
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.progress import Observer
 from galvatron_fx.ir.plan.strategy import SEARCHED_ROLES
@@ -66,6 +67,7 @@ def plan(
     num_microbatches: int | None = None,
     schedule: str | None = None,
     search_seconds: float | None = None,
+    optimizer: str = ADAM,
     mixed_precision: MixedPrecisionPolicy | None = None,
     progress: Observer | None = None,
     on_pass: OnPass | None = None,
@@ -81,6 +83,7 @@ def plan(
     ``num_stages``, ``num_microbatches``, ``schedule`` (one of :data:`galvatron_fx.ir.plan.schedule.SCHEDULES`): pinned,
     or searched where None;
     ``search_seconds``: when to take the best plan found so far, at the next configuration (its ``notes`` say so);
+    ``optimizer``: whose states and update count (one of :data:`galvatron_fx.ir.plan.optimizers.OPTIMIZERS`);
     ``mixed_precision``: a ``torch.distributed.fsdp.MixedPrecisionPolicy``, the dtypes to compute and to reduce in;
     ``progress``: called with every :class:`galvatron_fx.ir.plan.progress.Progress`;
     ``on_pass``: called with the name of every pass and its graph; ``passes``: your own passes to run behind ours, by
@@ -92,7 +95,7 @@ def plan(
     """
     check_arguments(model=model, progress=progress)
     settings = SearchSettings(
-        memory_budget, roles, recompute, constraints, num_stages, num_microbatches, schedule, search_seconds
+        memory_budget, roles, recompute, constraints, num_stages, num_microbatches, schedule, search_seconds, optimizer
     )
     control = pass_control(on_pass, passes, [FRONTEND])
     session = PlanningSession(cluster, settings, None, checked_policy(mixed_precision), control, progress)
@@ -114,6 +117,7 @@ def compile(
     num_microbatches: int | None = None,
     schedule: str | None = None,
     search_seconds: float | None = None,
+    optimizer: str = ADAM,
     mixed_precision: MixedPrecisionPolicy | None = None,
     backend: str = "eager",
     seed: int = 0,
@@ -145,7 +149,7 @@ def compile(
     check_arguments(mesh=mesh, seed=seed, progress=progress)
     require_all_ranks(mesh)
     settings = SearchSettings(
-        memory_budget, roles, recompute, constraints, num_stages, num_microbatches, schedule, search_seconds
+        memory_budget, roles, recompute, constraints, num_stages, num_microbatches, schedule, search_seconds, optimizer
     )
     machine = Cluster.from_json(told_by_first(Cluster.from_mesh(mesh).to_json())) if cluster is None else cluster
     control = pass_control(on_pass, passes)

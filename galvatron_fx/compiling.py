@@ -31,6 +31,7 @@ from galvatron_fx.runtime.malloc import keep_freed_memory
 from galvatron_fx.runtime.materialize import materialize
 from galvatron_fx.runtime.module import DistributedGraphModule
 from galvatron_fx.runtime.one_at_a_time import refuse_autocast, without_autocast
+from galvatron_fx.runtime.optimizer_states import watch_states
 from galvatron_fx.runtime.original import LateChanges, check_hooks, watch_optimizers
 from galvatron_fx.runtime.program import Program
 from galvatron_fx.runtime.same_weights import describe_constants, describe_model, unlike_tensors
@@ -177,6 +178,8 @@ def _assemble(
             )
         )
     watch_optimizers(model)
+    if plan.peak_memory_bytes:
+        watch_states(module, plan.optimizer)
     look_for_infinities_in_all_shards()
     return module
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from cost_models.optimizer import optimizer_model
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.plan.budget_error import BudgetError
 from galvatron_fx.ir.plan.plan import Plan
@@ -40,7 +41,8 @@ def simulated(graph: fx.GraphModule, cluster: Cluster, plan: Plan) -> StepReport
     marks = fingerprints(graph)
     strategies = strategies_on(plan, cluster, len(marks))
     first_blocks = plan.pipelining.cuts(len(marks))
-    return SimulateChoice(graph, cluster, marks).run(strategies, first_blocks, staging_of(plan, cluster))
+    simulate = SimulateChoice(graph, cluster, marks, optimizer_model(plan.optimizer))
+    return simulate.run(strategies, first_blocks, staging_of(plan, cluster))
 
 
 def staging_of(plan: Plan, cluster: Cluster) -> Staging | None:

@@ -9,6 +9,7 @@ from galvatron_fx.arguments import check_cluster
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import InputError, PlanError
 from galvatron_fx.ir.plan.arguments import check_arguments, shown
+from galvatron_fx.ir.plan.optimizers import ADAM, check_optimizer
 from galvatron_fx.ir.plan.strategy import ROLES, SEARCHED_ROLES, Strategy
 from galvatron_fx.ir.plan.units import parse_bytes
 from passes.search.configurations import Pins
@@ -31,11 +32,14 @@ class SearchSettings:
     num_microbatches: int | None = None
     schedule: str | None = None
     search_seconds: float | None = None
+    optimizer: str = ADAM
 
     def on(self, cluster: Cluster) -> SearchOptions:
         """What to search on ``cluster``; raises InputError and PlanError for what no search can use."""
         check_cluster(cluster)
-        check_arguments(**{name: value for name, value in vars(self).items() if name != "memory_budget"})
+        checked_elsewhere = ("memory_budget", "optimizer")
+        check_arguments(**{name: value for name, value in vars(self).items() if name not in checked_elsewhere})
+        check_optimizer(self.optimizer)
         budget = self.budget_bytes
         unknown = [role for role in self.roles if role not in ROLES]
         if unknown or not self.roles:
@@ -48,6 +52,7 @@ class SearchSettings:
             dict(self.constraints or {}),
             pins,
             self.search_seconds,
+            self.optimizer,
         )
 
     @property

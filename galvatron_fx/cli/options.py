@@ -13,6 +13,7 @@ from galvatron_fx.cli.model_config import parse_override
 from galvatron_fx.cli.model_tasks import TASKS
 from galvatron_fx.cli.models import DTYPES
 from galvatron_fx.ir.errors import GalvatronError
+from galvatron_fx.ir.plan.optimizers import ADAM, OPTIMIZERS
 from galvatron_fx.ir.plan.schedule import SCHEDULES
 from galvatron_fx.ir.plan.strategy import PIPELINE, ROLES
 from galvatron_fx.ir.plan.units import parse_bytes
@@ -136,6 +137,12 @@ def add_search(parser: argparse.ArgumentParser) -> None:
         "true}}",
     )
     group.add_argument(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        default=ADAM,
+        help="whose states and update the memory and time hold for (default: %(default)s)",
+    )
+    group.add_argument(
         "--mixed-precision",
         type=typed(_precision),
         metavar="DTYPE[,DTYPE]",
@@ -167,6 +174,7 @@ def search_of(options: argparse.Namespace) -> dict[str, Any]:
         "schedule": options.schedule,
         "constraints": constraints_of(options.constraints, options.constrain),
         "search_seconds": options.search_seconds,
+        "optimizer": options.optimizer,
         "mixed_precision": _policy(options.mixed_precision),
     }
 

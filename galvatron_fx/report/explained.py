@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from cost_models.optimizer import optimizer_model
 from cost_models.schedule_time import ScheduleReport
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.graph.layout import MergedAxis
@@ -82,7 +83,8 @@ class _Explaining:
         self.plan = _with_blocks(plan, self.block_fingerprints)
         self.cuts = plan.pipelining.cuts(len(self.block_fingerprints))
         self.staging = staging_of(plan, cluster)
-        self.simulate = SimulateChoice(graph, cluster, self.block_fingerprints)
+        self.optimizer = optimizer_model(plan.optimizer)
+        self.simulate = SimulateChoice(graph, cluster, self.block_fingerprints, self.optimizer)
 
     def run(self) -> Explained:
         step = self._step(self.plan)
@@ -126,11 +128,11 @@ class _Explaining:
         self, program: ShortProgram, step: StepReport | StagesReport
     ) -> tuple[tuple[MemoryTimeline, ...], tuple[OperatorSpan, ...]]:
         if isinstance(step, StepReport):
-            timeline = StepTimeline.of(program, SimulateStep(self.cluster), step)
+            timeline = StepTimeline.of(program, SimulateStep(self.cluster, self.optimizer), step)
             return (timeline.memory,), timeline.spans
         assert self.staging is not None
         strategies = strategies_on(self.plan, self.cluster, len(self.block_fingerprints))
-        replay = StageTimelines(self.graph, self.cluster, self.block_fingerprints)
+        replay = StageTimelines(self.graph, self.cluster, self.block_fingerprints, self.optimizer)
         return replay.run(strategies, self.cuts, self.staging, step), ()
 
     def _kinds(self) -> frozenset[str]:

@@ -16,10 +16,12 @@ from typing import Any
 
 from torch import fx
 
+from cost_models.optimizer import optimizer_model
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import PlanError, TimeLimitError
 from galvatron_fx.ir.gc_tuning import fewer_collections
 from galvatron_fx.ir.graph.precision import cast_parameter, policy_of
+from galvatron_fx.ir.plan import optimizers
 from galvatron_fx.ir.plan.budget_error import BudgetError
 from galvatron_fx.ir.plan.pipelining import ONE_STAGE, Pipelining
 from galvatron_fx.ir.plan.plan import BlockPlan, Plan
@@ -54,6 +56,7 @@ class SearchOptions:
     constraints: Mapping[str, Any] = field(default_factory=dict)
     pins: Pins = field(default_factory=Pins)
     search_seconds: float | None = None
+    optimizer: str = optimizers.ADAM
 
 
 @dataclass(frozen=True)
@@ -98,13 +101,13 @@ def search_plan(
 ) -> Plan:
     """Return the fastest plan whose lowered program stays within the budget, with a report of the search.
 
-    ``pricer``: of the same graph, cluster and constraints, where several searches share one.
+    ``pricer``: of the same graph, cluster, constraints and optimizer, where several searches share one.
 
     Raises BudgetError with the least feasible budget and its plan where none does, PlanError for constraints on
     modules that the model does not have and for pins that cannot be, and TimeLimitError where the options' time is
     over before there is any plan.
     """
-    priced = pricer or Pricer(graph, cluster, options.constraints)
+    priced = pricer or Pricer(graph, cluster, options.constraints, optimizer_model(options.optimizer))
     return _Search(graph, cluster, options, watch or Watch(), priced).run()
 
 
@@ -121,7 +124,7 @@ class _Search:
         self.is_cut_short = False
         self.record = Record()
         self.pricer = pricer
-        self.simulate = SimulateChoice(graph, cluster, self.pricer.block_fingerprints)
+        self.simulate = SimulateChoice(graph, cluster, self.pricer.block_fingerprints, self.pricer.optimizer)
 
     def run(self) -> Plan:
         """Take the choices in the order of their estimates, and simulate each until none left can be faster."""
@@ -286,6 +289,7 @@ class _Search:
             step_time_s=found.time_s,
             peak_memory_bytes=found.peak_bytes,
             memory_budget_bytes=self.options.memory_budget_bytes,
+            optimizer=self.options.optimizer,
             notes=self._notes(found),
             pipelining=pipelining,
             mixed_precision=policy_of(self.graph),

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 
+import numpy as np
+
 from cost_models.call_cost import call_cost
 from cost_models.collectives import collective_s
-from cost_models.operator_time import dtype_name, is_free, traffic_s, update_traffic_s
+from cost_models.operator_time import dtype_name, is_free, traffic_s
 from cost_models.ops import kind_of, op_time_s
+from cost_models.optimizer import ADAM
 from galvatron_fx.ir.cluster.cluster import Axis, Device
 from galvatron_fx.ir.graph.metadata import OpCost, TensorSpec
 from galvatron_fx.ir.graph.op_call import OpCall
@@ -73,8 +76,9 @@ class Prices:
         return _collective_s("reduce_scatter", self._size(spec), self.axes)
 
     def update_s(self, spec: TensorSpec, placement: Placement) -> float:
-        """Seconds of the optimizer's update of a parameter."""
-        return update_traffic_s(self.device, self._bytes((spec,), (placement,)))
+        """Seconds of Adam's update of a parameter, whatever the plan is for: its graphs depend on no optimizer."""
+        size_bytes = np.array([self._bytes((spec,), (placement,))])
+        return float(ADAM.updates([spec.shape], [spec.dtype.itemsize]).update_s(self.device, size_bytes)[0])
 
     def _copy_s(self, size: float, have: Placement, want: Placement) -> float:
         """Collectives move dim 0; other dims are copied before or after."""

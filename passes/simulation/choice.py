@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import fx
 
+from cost_models.optimizer import ADAM, OptimizerModel
 from cost_models.streams import Event
 from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
@@ -60,17 +61,18 @@ class Staging:
 @dataclass
 class SimulateChoice:
     """Simulates choices of one graph; block solutions are shared among them. ``block_fingerprints``: fingerprints of
-    the blocks.
+    the blocks; ``optimizer``: what updates the parameters.
     """
 
     graph: fx.GraphModule
     cluster: Cluster
     block_fingerprints: Sequence[str]
+    optimizer: OptimizerModel = ADAM
     _cache: dict[Any, Any] = field(default_factory=dict)
     _simulator: SimulateStep = field(init=False)
 
     def __post_init__(self) -> None:
-        self._simulator = SimulateStep(self.cluster)
+        self._simulator = SimulateStep(self.cluster, self.optimizer)
 
     def run(
         self, strategies: Sequence[Strategy], first_blocks: Sequence[int], staging: Staging | None
@@ -96,8 +98,8 @@ class SimulateChoice:
 
     def _stages(self, short: ShortModel, strategies: Sequence[Strategy], staging: Staging) -> StagesReport:
         schedule = staging.schedule
-        simulate = SimulateStages(self.cluster, schedule, staging.axes)
-        filled = SimulateStages(self.cluster, staging.filled, staging.axes)
+        simulate = SimulateStages(self.cluster, schedule, staging.axes, self.optimizer)
+        filled = SimulateStages(self.cluster, staging.filled, staging.axes, self.optimizer)
 
         def measure(model: ShortModel) -> Measured:
             kept = [strategies[b] for b in model.keep]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from cost_models.optimizer import OptimizerModel, ParameterShard
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.metadata import InputSpec, meta_of, ports
 from galvatron_fx.ir.plan.prediction import BATCH, PARAMETERS, STATES
@@ -12,58 +13,62 @@ from galvatron_fx.ir.plan.schedule import Schedule
 from galvatron_fx.ir.plan.strategy import original_name, stood_for_name
 from passes.lowering.lower_stages import LoweredStages
 from passes.lowering.stages.split_microbatches import Microbatched
-from passes.simulation.step import ADAM_MOMENTS, update_bytes
+from passes.simulation.step import shard_of
 
 
 @dataclass(frozen=True)
 class PersistentMemory:
     """What every pipeline rank holds.
 
-    ``tensors``: for each rank its parameters and buffers, by original name, with their bytes; ``trained``: parameters
-    that get gradients; ``shared``: those of which several ranks hold copies; ``batch_bytes``: the whole batch, which
-    the caller has on every rank; ``hoisted``: for each rank what it takes of the batch before the first micro-batch.
+    ``optimizer``: what updates the parameters; ``tensors``: for each rank its parameters and buffers, by original
+    name; ``trained``: parameters that get gradients; ``shared``: those of which several ranks hold copies;
+    ``batch_bytes``: the whole batch, which the caller has on every rank; ``hoisted``: for each rank what it takes of
+    the batch before the first micro-batch.
     """
 
-    tensors: Sequence[Mapping[str, int]]
+    optimizer: OptimizerModel
+    tensors: Sequence[Mapping[str, ParameterShard]]
     trained: frozenset[str]
     shared: frozenset[str]
     batch_bytes: int
     hoisted: Sequence[int]
 
     @classmethod
-    def of(cls, lowered: LoweredStages, schedule: Schedule) -> PersistentMemory:
+    def of(cls, lowered: LoweredStages, schedule: Schedule, optimizer: OptimizerModel) -> PersistentMemory:
         """Look at the ports of all stages."""
-        sizes = {original_name(p.name): meta_of(n).spec.size_bytes for p, n in ports(lowered.joint) if _is_tensor(p)}
-        tensors: list[dict[str, int]] = []
+        degrees = lowered.layout.shape
+        shards = {original_name(p.name): shard_of(n, degrees) for p, n in ports(lowered.joint) if _is_tensor(p)}
+        tensors: list[dict[str, ParameterShard]] = []
         hoisted = []
         pieces = _hoisted_bytes(lowered.microbatched)
         for rank in range(schedule.num_ranks):
             own = [port for i in schedule.stages_of(rank) for port in lowered.stages[i].ports.values()]
             names = dict.fromkeys(original_name(port.name) for port in own if _is_tensor(port))
-            tensors.append({name: sizes[stood_for_name(name)] for name in names})
+            tensors.append({name: shards[stood_for_name(name)] for name in names})
             hoisted.append(sum(pieces[i] for i in {int(port.name) for port in own if port.kind == "hoisted"}))
         everywhere = {name for held in tensors for name in held}
-        tensors[0] |= {name: size for name, size in sizes.items() if name not in everywhere}
+        tensors[0] |= {name: shard for name, shard in shards.items() if name not in everywhere}
         trained = frozenset(original_name(g.port.name) for stage in lowered.stages for g in stage.gradients)
         shared = frozenset(name for name in trained if sum(name in held for held in tensors) > 1)
         batch = sum(meta_of(n).spec.size_bytes for p, n in ports(lowered.microbatched.graph) if p.kind == "input")
-        return cls(tensors, trained, shared, batch, hoisted)
+        return cls(optimizer, tensors, trained, shared, batch, hoisted)
 
     def always(self, rank: int) -> dict[str, int]:
         """Bytes held through the whole step, by kind: parameters, buffers, optimizer states and the batch."""
-        states = ADAM_MOMENTS * sum(self._trained(rank))
-        return {PARAMETERS: sum(self.tensors[rank].values()), STATES: states, BATCH: self.batch_bytes}
+        held = sum(shard.size_bytes for shard in self.tensors[rank].values())
+        states = self.optimizer.state_bytes(self._trained(rank))
+        return {PARAMETERS: held, STATES: states, BATCH: self.batch_bytes}
 
     def update_bytes(self, rank: int) -> int:
         """The most that the optimizer takes for itself."""
-        return update_bytes(self._trained(rank))
+        return self.optimizer.temporary_bytes(self._trained(rank))
 
     def hoisted_bytes(self, rank: int) -> int:
         """Held from the start of the step until all gradients are there."""
         return self.hoisted[rank]
 
-    def _trained(self, rank: int) -> list[int]:
-        return [size for name, size in self.tensors[rank].items() if name in self.trained]
+    def _trained(self, rank: int) -> list[ParameterShard]:
+        return [shard for name, shard in self.tensors[rank].items() if name in self.trained]
 
 
 def _is_tensor(port: InputSpec) -> bool:

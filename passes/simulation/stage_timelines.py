@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import fx
 
+from cost_models.optimizer import ADAM, OptimizerModel
 from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.plan.prediction import BATCH, MEMORY_KINDS, TRANSIENTS
@@ -57,6 +58,7 @@ class StageTimelines:
     graph: fx.GraphModule
     cluster: Cluster
     block_fingerprints: Sequence[str]
+    optimizer: OptimizerModel = ADAM
     cache: dict[Any, Any] = field(default_factory=dict)
 
     def run(
@@ -67,7 +69,7 @@ class StageTimelines:
         step: StagesReport,
     ) -> tuple[MemoryTimeline, ...]:
         """One timeline a pipeline rank; ``step``: the prediction for the whole model."""
-        simulate = SimulateStages(self.cluster, staging.schedule, staging.axes)
+        simulate = SimulateStages(self.cluster, staging.schedule, staging.axes, self.optimizer)
         actions: list[list[Action]] = []
 
         def measure(model: ShortModel) -> Floats:
@@ -77,7 +79,7 @@ class StageTimelines:
             lowered = lower.run(DropBlocks(model.keep, self.block_fingerprints).run(self.graph)).standing_for(
                 model.stage_of
             )
-            held = PersistentMemory.of(lowered, staging.schedule)
+            held = PersistentMemory.of(lowered, staging.schedule, self.optimizer)
             replays = simulate.replays(lowered, held, _Watched)
             actions[:] = [replay.actions for replay in replays]
             return _table(replays, held)

@@ -8,11 +8,12 @@ from functools import cached_property
 from typing import TypeVar
 
 from cost_models.collectives import collective_s
+from cost_models.optimizer import ADAM, OptimizerModel, ParameterShard
 from cost_models.schedule_time import ScheduleReport, simulate_schedule
 from cost_models.shared_cores import simulate_sharing, slowdown_of
 from cost_models.streams import Event
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
-from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of, ports
+from galvatron_fx.ir.graph.metadata import TensorSpec, ports
 from galvatron_fx.ir.plan.prediction import BATCH, IDLE, TRANSFER, TRANSIENTS, UPDATE, Cause, MemoryUse, RankUse
 from galvatron_fx.ir.plan.schedule import Schedule
 from galvatron_fx.ir.plan.strategy import stood_for_name
@@ -23,7 +24,7 @@ from passes.simulation.events import GraphEvents
 from passes.simulation.exposed_time import exposed_and_hidden
 from passes.simulation.persistent_memory import PersistentMemory
 from passes.simulation.rank_memory import Ledger, RankReplay, StageReplay
-from passes.simulation.step import SimulateStep
+from passes.simulation.step import SimulateStep, shard_of
 from passes.simulation.task_memory import StageMemory
 
 StageTimes = Mapping[tuple[str, Cause], float]
@@ -134,7 +135,8 @@ class StagesReport:
 
 @dataclass(frozen=True)
 class SimulateStages:
-    """Simulate ``schedule`` with the tasks of lowered stages; ``pipeline_axes``: the axes that hold the stages.
+    """Simulate ``schedule`` with the tasks of lowered stages; ``pipeline_axes``: the axes that hold the stages;
+    ``optimizer``: what updates the parameters.
 
     What is done once a step (gathers kept for it, reductions of gradients, the optimizer's update) comes before and
     after the schedule, as it does when it runs.
@@ -143,10 +145,11 @@ class SimulateStages:
     cluster: Cluster
     schedule: Schedule
     pipeline_axes: Sequence[Axis]
+    optimizer: OptimizerModel = ADAM
     _simulator: SimulateStep = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_simulator", SimulateStep(self.cluster))
+        object.__setattr__(self, "_simulator", SimulateStep(self.cluster, self.optimizer))
 
     def run(self, lowered: LoweredStages) -> StagesReport:
         """Return the prediction. Raises VerifierError where a node's shape is not the one its facts say."""
@@ -167,9 +170,10 @@ class SimulateStages:
 
     def alone(self, lowered: LoweredStages, events: Sequence[StageEvents]) -> list[StageTimes]:
         """Seconds of every stage, as if nothing ran at once."""
-        sizes = {p.name: meta_of(node).spec.size_bytes for p, node in ports(lowered.joint) if p.kind == "param"}
+        degrees = lowered.layout.shape
+        shards = {p.name: shard_of(node, degrees) for p, node in ports(lowered.joint) if p.kind == "param"}
         pairs = zip(lowered.stages, events, strict=True)
-        found = {id(stage.tasks): self._alone(stage, own, sizes) for stage, own in pairs}
+        found = {id(stage.tasks): self._alone(stage, own, shards) for stage, own in pairs}
         return [found[id(stage.tasks)] for stage in lowered.stages]
 
     def report(
@@ -206,7 +210,7 @@ class SimulateStages:
 
     def memory(self, lowered: LoweredStages) -> list[MemoryUse]:
         """Bytes on every pipeline rank."""
-        held = PersistentMemory.of(lowered, self.schedule)
+        held = PersistentMemory.of(lowered, self.schedule, self.optimizer)
         found = []
         for rank, replay in enumerate(self.replays(lowered, held, RankReplay)):
             ledger, always, hoisted = replay.ledger, held.always(rank), {BATCH: held.hoisted_bytes(rank)}
@@ -232,11 +236,11 @@ class SimulateStages:
             found.append(replay)
         return found
 
-    def _alone(self, stage: Stage, events: StageEvents, sizes: Mapping[str, int]) -> StageTimes:
+    def _alone(self, stage: Stage, events: StageEvents, shards: Mapping[str, ParameterShard]) -> StageTimes:
         found = {("send", Cause(TRANSFER)): self._send_s(stage.specs, stage.sends)}
         found["send_back", Cause(TRANSFER)] = self._send_s(stage.specs, stage.sends_back)
         params = [port for port in stage.ports.values() if port.kind == "param" and port.requires_grad]
-        trained = [sizes[stood_for_name(port.name)] for port in params]
+        trained = [shards[stood_for_name(port.name)] for port in params]
         found[_UPDATE, Cause(UPDATE)] = self._simulator.update_s(trained)
         for name, own in events.items():
             found |= {(name, cause): spent for cause, spent in own.seconds.items()}

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain
 
-import numpy as np
 from torch import fx
 
 from cost_models.node_time import NodeTime
-from cost_models.operator_time import update_traffic_s
 from cost_models.ops import op_time_s
+from cost_models.optimizer import ADAM, OptimizerModel, ParameterShard
 from cost_models.streams import Event, Work
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.graph.layout import Layout
 from galvatron_fx.ir.graph.metadata import OpCost, meta_of
+from galvatron_fx.ir.graph.placement import Shard
 from galvatron_fx.ir.plan.prediction import (
     COMPUTE,
     LOCAL_CAUSES,
@@ -32,8 +32,6 @@ from passes.simulation.events import GraphEvents
 from passes.simulation.exposed_time import added, exposed_and_hidden
 from passes.simulation.implicit_copies import implicit_copies
 from passes.simulation.live_memory import MemoryMeter
-
-ADAM_MOMENTS = 2  # Adam's, each as large as the parameter
 
 Seconds = dict[Cause, float]
 
@@ -91,9 +89,10 @@ class StepParts:
 
 @dataclass
 class SimulateStep:
-    """Simulate the graphs of ``lowered`` on one device of ``cluster``."""
+    """Simulate the graphs of ``lowered`` on one device of ``cluster``, and the update of ``optimizer`` behind them."""
 
     cluster: Cluster
+    optimizer: OptimizerModel = ADAM
     prices: NodeTime = field(init=False)
 
     def __post_init__(self) -> None:
@@ -114,13 +113,15 @@ class SimulateStep:
 
     def parts(self, lowered: Lowered) -> StepParts:
         """Look at the two graphs, without letting anything overlap."""
-        halves, trained = lowered.halves, _parameter_bytes(lowered, trained_only=True)
-        memory = MemoryMeter(lowered.layout.shape).use(lowered, update_bytes(trained))
-        memory = MemoryUse(*({**held, STATES: ADAM_MOMENTS * sum(trained)} for held in (memory.step, memory.update)))
+        halves, trained = lowered.halves, _parameters(lowered, trained_only=True)
+        memory = MemoryMeter(lowered.layout.shape).use(lowered, self.optimizer.temporary_bytes(trained))
+        states = {STATES: self.optimizer.state_bytes(trained)}
+        memory = MemoryUse({**memory.step, **states}, {**memory.update, **states})
         graphs = {"forward": halves.forward, "backward": halves.backward}
         events = {name: self.graph_events(graph, lowered.layout) for name, graph in graphs.items()}
         alone = added(own.seconds for own in events.values()) | {Cause(UPDATE): self.update_s(trained)}
-        return StepParts(alone, events, memory, sum(_parameter_bytes(lowered, trained_only=False)))
+        held = sum(shard.size_bytes for shard in _parameters(lowered, trained_only=False))
+        return StepParts(alone, events, memory, held)
 
     def graph_events(self, graph: fx.GraphModule, layout: Layout) -> GraphEvents:
         """The events of a graph that lies on the cluster as ``layout`` says."""
@@ -133,25 +134,27 @@ class SimulateStep:
             spent = float(op_time_s(OpCost(0, size, size), record.spec.dtype, device, "contiguous"))
             yield max(record.block, 0), Work(spent, Cause(RECOMPUTE if record.again else COMPUTE))
 
-    def update_s(self, parameter_bytes: Sequence[int]) -> float:
+    def update_s(self, trained: Sequence[ParameterShard]) -> float:
         """Seconds of the optimizer's update of parameters, one after the other."""
-        return float(update_traffic_s(self.cluster.device, np.array(parameter_bytes, dtype=np.float64)).sum())
+        return self.optimizer.update_s(self.cluster.device, trained)
 
 
-def update_bytes(trained: Sequence[int]) -> int:
-    """The most that torch's AdamW takes for itself while it updates parameters of these bytes, one after the other.
+def shard_of(node: fx.Node, degrees: Sequence[int]) -> ParameterShard:
+    """What a rank holds of a lowered graph's parameter; ``degrees``: ranks along each column of the layout."""
+    record = meta_of(node)
+    shape = list(record.spec.shape)
+    placements = record.placements[0] if record.placements else ()
+    for placement, degree in zip(placements, degrees, strict=False):
+        if isinstance(placement, Shard):
+            shape[placement.dim] *= degree
+    return ParameterShard(tuple(shape), record.spec.size_bytes, record.spec.dtype.itemsize)
 
-    The denominator is made in two steps, while that of the parameter before is still there (measured on torch 2.13 with
-    benchmarks/common/tensor_memory.py).
-    """
-    return max((2 * own + before for before, own in pairwise([0, *trained])), default=0)
 
-
-def _parameter_bytes(lowered: Lowered, trained_only: bool) -> list[int]:
-    """Of each parameter (of each that is trained)."""
+def _parameters(lowered: Lowered, trained_only: bool) -> list[ParameterShard]:
+    """Each parameter (each that is trained)."""
     nodes = lowered.halves.forward.graph.find_nodes(op="placeholder")
     return [
-        meta_of(node).spec.size_bytes
+        shard_of(node, lowered.layout.shape)
         for node, port in zip(nodes, lowered.halves.input_ports, strict=True)
         if port.kind == "param" and (port.requires_grad or not trained_only)
     ]

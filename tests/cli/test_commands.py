@@ -116,6 +116,13 @@ def test_pins_that_cannot_be(run: Run) -> None:
     assert code == 3 and "num_stages" in errors
 
 
+def test_the_optimizer_is_said(run: Run) -> None:
+    code, text, _ = run("plan", *OWN, "--no-pipeline", "--optimizer", "adafactor", "--json")
+    assert code == 0 and json.loads(text)["plan"]["optimizer"] == "adafactor"
+    code, _, errors = run("plan", *OWN, "--optimizer", "adma")
+    assert code == 2 and "choose from" in errors and "adafactor" in errors
+
+
 def test_the_batch_is_searched(run: Run) -> None:
     search = (*OWN, "--no-pipeline", "--search-batch")
     code, text, errors = run("plan", *search, "8,32", "--json")

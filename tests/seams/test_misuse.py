@@ -43,6 +43,7 @@ SEARCH: dict[str, list[Any]] = {
     "num_microbatches": COUNTS,
     "schedule": NONSENSE[1:],
     "search_seconds": [value for value in NONSENSE if value not in (3, 1.5)],
+    "optimizer": [*NONSENSE, None],
     "mixed_precision": NONSENSE,
 }
 # Arguments that an error may call by another name.
@@ -136,6 +137,7 @@ BESIDE_A_PLAN = {
     "num_microbatches": 2,
     "schedule": "1f1b",
     "search_seconds": 5,
+    "optimizer": "sgd",
 }
 
 

@@ -776,3 +776,29 @@ def test_a_scaler_scales_the_loss(mesh: DeviceMesh) -> None:
     assert scales[0] == scales[1]
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(compiled.get_parameter(name).full_tensor(), parameter, rtol=1e-10, atol=1e-12)
+
+
+# ---- optimizers ----
+
+
+def test_states_that_the_plan_does_not_count_are_told_of_once(mesh: DeviceMesh) -> None:
+    plain = Net(with_logits).double()
+    compiled = galvatron_fx.compile(plain, mesh, batch(), optimizer="sgd")
+    optimizer = torch.optim.AdamW(compiled.parameters())
+    compiled.forward_backward(**batch())
+    states = 2 * 8 * (6 * 8 + 8 + 8 * 3 + 3)
+    with pytest.warns(UserWarning, match=rf"this AdamW keeps .*\({states} bytes\) .* counts 0 B \(0 bytes\).*='sgd'"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        torch.optim.SGD(compiled.parameters(), lr=0.1).step()
+
+
+def test_states_that_the_plan_counts_are_not_told_of(mesh: DeviceMesh) -> None:
+    compiled = galvatron_fx.compile(Net(with_logits).double(), mesh, batch())
+    compiled.forward_backward(**batch())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for make in (torch.optim.AdamW, torch.optim.Adafactor):
+            make(compiled.parameters()).step()

@@ -273,6 +273,7 @@ def unlike_options(mesh: DeviceMesh) -> None:
             {"backend": "inductor" if odd else "eager"},
         ),
         (r"another search_seconds than rank 0 \(5, and None\)", model_of(), {"search_seconds": 5 if odd else None}),
+        (r"another optimizer than rank 0 \('adamw', and 'sgd'\)", model_of(), {"optimizer": "adamw" if odd else "sgd"}),
         (r"another memory_budget than rank 0", model_of(), {"memory_budget": "1GB" if odd else "2GB"}),
         (r"another constant tensor than rank 0 \(.*\(5,\)", Constant(), {"plan": uniform("data", mesh)}),
     ]

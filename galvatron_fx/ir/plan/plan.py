@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.plan import plan_json, plan_table
 from galvatron_fx.ir.plan.arguments import check_arguments, shown
+from galvatron_fx.ir.plan.optimizers import ADAM, check_optimizer
 from galvatron_fx.ir.plan.pipelining import BY_HAND, ONE_STAGE, Pipelining
 from galvatron_fx.ir.plan.precision_policy import describe_policy, policy_from_dict, policy_to_dict
 from galvatron_fx.ir.plan.schedule import legal
@@ -60,10 +61,10 @@ class Plan:
     ``axis_sizes`` has the ranks along each mesh axis, outermost first, each a prime; it is () for one
     device. ``graph_fingerprint`` is that of the captured graph, or "" for a plan that fits any model.
     ``step_time_s`` is seconds, ``peak_memory_bytes`` and ``memory_budget_bytes`` are bytes per rank
-    (0 where not priced, None for no budget). ``pipelining`` has the stages and micro-batches; the axes
-    whose role is ``pipeline``, the same in every block, hold the stages. ``mixed_precision`` is the policy that the
-    plan was priced with. ``report`` says why a search chose the plan;
-    it is no part of the plan itself: plans that were read, written by hand or changed have None.
+    (0 where not priced, None for no budget). ``optimizer`` is the one of OPTIMIZERS whose states and update they count.
+    ``pipelining`` has the stages and micro-batches; the axes whose role is ``pipeline``, the same in every block, hold
+    the stages. ``mixed_precision`` is the policy that the plan was priced with. ``report`` says why a search chose the
+    plan; it is no part of the plan itself: plans that were read, written by hand or changed have None.
 
     Raises PlanError when the parts do not fit each other or ``plan_schema.json``.
     """
@@ -74,7 +75,7 @@ class Plan:
     step_time_s: float
     peak_memory_bytes: int
     memory_budget_bytes: int | None
-    optimizer: str = "adam"
+    optimizer: str = ADAM
     notes: tuple[str, ...] = ()
     pipelining: Pipelining = ONE_STAGE
     mixed_precision: MixedPrecisionPolicy | None = None
@@ -88,6 +89,7 @@ class Plan:
             if not isinstance(getattr(self, name), tuple):
                 raise PlanError(f"{name} of a plan is a {type(getattr(self, name)).__name__}; give a tuple")
         plan_json.validate(_to_document(self))
+        check_optimizer(self.optimizer)
         for axis, size in enumerate(self.axis_sizes):
             if prime_factors(size) != (size,):
                 raise PlanError(

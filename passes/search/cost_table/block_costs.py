@@ -17,8 +17,9 @@ import numpy as np
 
 from cost_models.bundles import bundled_s
 from cost_models.collectives import collective_s
-from cost_models.operator_time import traffic_s, update_traffic_s
+from cost_models.operator_time import traffic_s
 from cost_models.ops import op_time_s, price_class
+from cost_models.optimizer import OptimizerModel
 from cost_models.streams import exposed_s
 from galvatron_fx.ir.arrays import Bools, Floats, Ints
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
@@ -30,8 +31,6 @@ from passes.search.cost_table.block_facts import BlockFacts
 from passes.search.cost_table.block_shardings import Solutions
 from passes.search.cost_table.block_terms import Amounts, BlockTerms, Composition, read_terms
 
-# Adam keeps two moments beside each parameter and its gradient, all of the parameter's own dtype.
-STATES_PER_PARAMETER = 4
 _PACKING_PASSES = 2  # what is packed, or taken out, is read and written
 _ADDING_PASSES = 3  # a term is added to a sum: both are read, a new sum is written
 
@@ -109,11 +108,12 @@ class _Columns:
 
 @dataclass
 class BlockPricer:
-    """Prices strategies of one block by the ``solutions`` for their roles."""
+    """Prices strategies of one block by the ``solutions`` for their roles; ``optimizer``: what updates parameters."""
 
     block: BlockFacts
     cluster: Cluster
     solutions: Solutions
+    optimizer: OptimizerModel
     _terms: dict[tuple[tuple[str, int], ...], BlockTerms] = field(default_factory=dict)
 
     def prices(self, wanted: Sequence[tuple[Strategy, int, AxisPartition]]) -> BlockPrices:
@@ -159,7 +159,8 @@ class BlockPricer:
         for key, rows in alike.items():
             if key not in self._terms:
                 self._terms[key] = read_terms(self.block, composed[key])
-            found = _Evaluation(self._terms[key], self.cluster, [wanted[i] for i in rows]).columns()
+            asked = [wanted[i] for i in rows]
+            found = _Evaluation(self._terms[key], self.cluster, self.optimizer, asked).columns()
             for f in fields(_Columns):
                 getattr(result, f.name)[rows] = getattr(found, f.name)
         return result
@@ -246,10 +247,15 @@ class _Evaluation:
     """The terms of a block at the degrees, axes and micro-batches of some columns."""
 
     def __init__(
-        self, terms: BlockTerms, cluster: Cluster, wanted: Sequence[tuple[Groups, int, AxisPartition]]
+        self,
+        terms: BlockTerms,
+        cluster: Cluster,
+        optimizer: OptimizerModel,
+        wanted: Sequence[tuple[Groups, int, AxisPartition]],
     ) -> None:
         self.terms = terms
         self.cluster = cluster
+        self.optimizer = optimizer
         count = len(wanted)
         degrees = [[group.degree for group in groups] for groups, _, _ in wanted]
         self.degrees = np.array(degrees, dtype=np.float64).reshape(count, len(terms.roles))
@@ -400,10 +406,12 @@ class _Evaluation:
     def _static(self) -> tuple[Floats, Floats]:
         """Bytes of parameters with gradients and optimizer states, and seconds of the update."""
         weights = self.terms.weights
-        size = (self._on_rank(weights.amounts) / self._zero_degrees())[weights.owned]
-        trained = weights.trained[weights.owned][:, None]
-        states = (size * np.where(trained, STATES_PER_PARAMETER, 1)).sum(axis=0)
-        return states, update_traffic_s(self.cluster.device, np.where(trained, size, 0.0)).sum(axis=0)
+        size = self._on_rank(weights.amounts) / self._zero_degrees()
+        trained = weights.trained[:, None]
+        updates = self.optimizer.updates(weights.shapes, weights.itemsizes)
+        held = np.where(trained, 2 * size + updates.state_bytes(size), size)  # gradients are as large as parameters
+        update_s = np.where(trained, updates.update_s(self.cluster.device, size), 0.0)
+        return held[weights.owned].sum(axis=0), update_s[weights.owned].sum(axis=0)
 
     def _gradients(self) -> tuple[Floats, Floats, Floats]:
         """Bytes of the gradients, of the same before ``zero`` axes scatter them, and of the largest of these."""

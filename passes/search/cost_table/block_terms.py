@@ -88,7 +88,8 @@ class Redistribution:
 
 @dataclass(frozen=True)
 class Weights:
-    """Parameters: ``amounts``, ``shapes`` of each, and which of them are trained, owned or used by the block.
+    """Parameters: ``amounts``, ``shapes`` and bytes of an element (``itemsizes``) of each, and which of them are
+    trained, owned or used by the block.
 
     ``computed`` and ``reduced``: bytes of what the block computes with and of a gradient before it is reduced, each
     over those of the parameter; ``cast``: whether the two dtypes of the parameter differ.
@@ -96,6 +97,7 @@ class Weights:
 
     amounts: Amounts
     shapes: tuple[tuple[int, ...], ...]
+    itemsizes: tuple[int, ...]
     trained: Bools
     owned: Bools
     used: Bools
@@ -249,6 +251,7 @@ class _Reading:
         return Weights(
             self._amounts((meta_of(node).spec, self._split(node)) for node in nodes),
             tuple(tuple(int(size) for size in meta_of(node).spec.shape) for node in nodes),
+            tuple(meta_of(node).spec.dtype.itemsize for node in nodes),
             _flags(nodes, self.graph.trained.__contains__),
             _flags(nodes, owned.__contains__),
             _flags(nodes, used.__contains__),

@@ -13,6 +13,7 @@ import numpy as np
 from torch import fx
 
 from cost_models.collectives import collective_s
+from cost_models.optimizer import ADAM, OptimizerModel
 from galvatron_fx.ir.arrays import Bools, Floats, Ints
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.errors import PlanError
@@ -130,6 +131,7 @@ class Pricer:
     graph: fx.GraphModule
     cluster: Cluster
     constraints: Mapping[str, Any]
+    optimizer: OptimizerModel = ADAM
 
     def __post_init__(self) -> None:
         self.block_fingerprints = fingerprints(self.graph)
@@ -158,7 +160,8 @@ class Pricer:
             for group in strategy.groups(self.cluster.shape)
         )
         index = GraphIndex.of(self.graph)
-        pricers = [BlockPricer(BlockFacts(index, i), self.cluster, self._solutions) for i in self._first.values()]
+        facts = [BlockFacts(index, i) for i in self._first.values()]
+        pricers = [BlockPricer(block, self.cluster, self._solutions, self.optimizer) for block in facts]
         prices = [pricer.prices(wanted) for pricer in pricers] if wanted else []
         cost_tables: list[CostTable | PlanError] = []
         start = 0

@@ -300,6 +300,7 @@ def test_hand_written_plans_refuse_another_number_of_roles() -> None:
         ({"peak_memory_bytes": -1}, r"at \$.peak_memory_bytes: -1 is less than the minimum"),
         ({"memory_budget_bytes": 1.5}, r"at \$.memory_budget_bytes: 1.5 is neither null nor a whole number"),
         ({"optimizer": ""}, r"at \$.optimizer: '' should be non-empty"),
+        ({"optimizer": "adma"}, "optimizer is 'adma': use one of adam, adamw, sgd, sgd_momentum, adafactor, muon"),
         ({"notes": ("two\nlines",)}, r"at \$.notes\[0\]: 'two\\nlines' holds characters that are not allowed"),
         ({"graph_fingerprint": "g 7"}, r"at \$.graph_fingerprint: 'g 7' holds characters"),
     ],

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import fx
 
+from cost_models.optimizer import ADAM
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.graph.bound_ops import plus
 from galvatron_fx.ir.graph.metadata import meta_of
@@ -166,7 +167,7 @@ def test_no_task_takes_all_outputs_of_an_operator() -> None:
 def test_what_is_held_beside_the_tasks() -> None:
     """Tied embeddings are on both ranks, the batch on all, and its slices for the micro-batches where they are used."""
     model, inputs = zoo.gpt2()
-    held = PersistentMemory.of(lowered(captured(model, inputs), parts=2), make_schedule("1f1b", 2, 2, 2))
+    held = PersistentMemory.of(lowered(captured(model, inputs), parts=2), make_schedule("1f1b", 2, 2, 2), ADAM)
     tied = "transformer.wte.weight"
     assert held.shared == {tied} and all(tied in tensors for tensors in held.tensors)
     batch = sum(tensor.nbytes for tensor in inputs.values())
@@ -181,7 +182,7 @@ def test_a_rank_cuts_only_what_its_stages_take_out_of_the_batch() -> None:
     """The first takes tokens, the last labels: what is held for a step is what is predicted."""
     model, inputs = zoo.gpt2()
     split = lowered(captured(model, inputs), parts=2)
-    held = PersistentMemory.of(split, make_schedule("1f1b", 2, 2, 2))
+    held = PersistentMemory.of(split, make_schedule("1f1b", 2, 2, 2), ADAM)
     given = {str(i): tensor for i, tensor in enumerate(inputs.values())}
     for rank, stage in enumerate(split.stages):
         taken = {int(port.name) for port in stage.ports.values() if port.kind == "hoisted"}
