@@ -140,14 +140,9 @@ def relative_errors(got: dict[str, torch.Tensor], expected: dict[str, torch.Tens
     Some gradients are zero but for rounding (an attention key's bias moves no softmax), so a value counts as at least a
     millionth of the largest gradient.
     """
-    scales = error_scales(expected)
-    return {name: float((got[name] - value).abs().max()) / scales[name] for name, value in expected.items()}
-
-
-def error_scales(expected: dict[str, torch.Tensor]) -> dict[str, float]:
-    """What the difference of each value is relative to."""
     largest = max((float(v.abs().max()) for n, v in expected.items() if n.startswith("grad")), default=1.0)
-    return {name: max(float(value.abs().max()), 1e-6 * largest) or 1.0 for name, value in expected.items()}
+    scales = {name: max(float(value.abs().max()), 1e-6 * largest) or 1.0 for name, value in expected.items()}
+    return {name: float((got[name] - value).abs().max()) / scales[name] for name, value in expected.items()}
 
 
 def uniform(graph: fx.GraphModule, *roles: str, **options: bool) -> list[Strategy]:
