@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor, fx
 
 from galvatron_fx.ir import torch_compat
-from galvatron_fx.ir.graph.metadata import Dim, NodeMeta, TensorSpec, meta_of, set_meta
+from galvatron_fx.ir.errors import InputError
+from galvatron_fx.ir.graph.metadata import NodeMeta, TensorSpec, meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import input_nodes, op_call
 from galvatron_fx.ir.graph.rewrite import copy_node, inherited_meta, replace_outputs
-from galvatron_fx.ir.graph.symbols import BATCH, SEQUENCE, Sizes
+from galvatron_fx.ir.graph.symbols import Sizes, value_at
 from galvatron_fx.ir.graph.symbols import annotate as label_dims
 from galvatron_fx.ir.torch_compat import trace_decomposed
 from passes.frontend.capture.cleanup import CleanGraph
@@ -262,8 +262,11 @@ def _label(graph: fx.GraphModule, node: fx.Node, specs: Sequence[TensorSpec], ta
     Arguments that spell out sizes must change with them; which ones do is told by the shapes of the outputs.
     """
     other = Sizes(base.batch + 1, base.sequence - 1 if base.sequence else 0)
-    shapes = [_shape_at(spec, other) for spec in specs]
-    wanted = [spec and replace(spec, shape=_shape_at(spec, other)) for spec in meta_of(node).specs]
+    try:
+        shapes = [_shape_at(spec, other) for spec in specs]
+        wanted = [spec and replace(spec, shape=_shape_at(spec, other)) for spec in meta_of(node).specs]
+    except InputError:  # an expression that holds at the traced sizes alone
+        return
     pairs = [zip(spec.shape, shape, strict=True) for spec, shape in zip(specs, shapes, strict=True)]
     changes = {size: changed for pair in pairs for size, changed in pair if size != changed}
     for call in _resized_calls(node, changes):
@@ -273,12 +276,7 @@ def _label(graph: fx.GraphModule, node: fx.Node, specs: Sequence[TensorSpec], ta
 
 
 def _shape_at(spec: TensorSpec, sizes: Sizes) -> tuple[int, ...]:
-    values = {BATCH: sizes.batch, SEQUENCE: sizes.sequence}
-
-    def size(dim: Dim) -> int:
-        return int(dim.subs(values)) if isinstance(dim, sympy.Expr) else dim
-
-    return tuple(size(dim) for dim in spec.symbolic)
+    return tuple(value_at(dim, sizes) for dim in spec.symbolic)
 
 
 def _resized_calls(node: fx.Node, changes: dict[int, int]) -> Iterator[Any]:

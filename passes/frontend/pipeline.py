@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,8 @@ from galvatron_fx.ir.gc_tuning import fewer_collections
 from galvatron_fx.ir.graph.pass_pipeline import GraphPass, PassControl, PassPipeline
 from passes.frontend.annotate_costs import AnnotateCosts
 from passes.frontend.batched_indexing import BatchedIndexing
-from passes.frontend.capture.capture import Capture, ExampleInputs
+from passes.frontend.capture.capture import Capture, ExampleInputs, FlatInputs
+from passes.frontend.capture.trace import Trace
 from passes.frontend.decompose import Decompose
 from passes.frontend.eliminate_common_subexpressions import EliminateCommonSubexpressions
 from passes.frontend.find_blocks import FindBlocks
@@ -51,15 +53,27 @@ class Frontend:
     control: PassControl = field(default_factory=PassControl)
     policy: MixedPrecisionPolicy | None = None
 
-    @fewer_collections()
     def run(self, model: nn.Module, example_inputs: ExampleInputs) -> fx.GraphModule:
         """Return the blocked joint graph. Raises what :class:`passes.frontend.capture.capture.Capture` raises."""
-        apply = FRONTEND.under(self.control)
+        return self._finished(lambda: self.trace(model, example_inputs).whole)
+
+    @fewer_collections()
+    def trace(self, model: nn.Module, example_inputs: ExampleInputs) -> Trace:
+        """Trace a model for :meth:`resized`; raises as :meth:`run` does."""
         try:
-            graph = apply.first(capture := Capture(policy=self.policy), lambda: capture.run(model, example_inputs))
+            return Capture(policy=self.policy).trace(model, example_inputs)
         except (CaptureError, InputError) as error:
             # The model is at fault: where in the capture it was noticed says nothing to the user.
             raise error.with_traceback(None) from error.__cause__
+
+    def resized(self, trace: Trace, inputs: FlatInputs) -> fx.GraphModule:
+        """Return the blocked joint graph for other inputs. Raises OtherSizes where they need a capture of their own."""
+        return self._finished(lambda: trace.at(inputs))
+
+    @fewer_collections()
+    def _finished(self, capture: Callable[[], fx.GraphModule]) -> fx.GraphModule:
+        apply = FRONTEND.under(self.control)
+        graph = apply.first(Capture(policy=self.policy), capture)
         for step, _ in PASSES:
             graph = apply(step, graph)
         return graph

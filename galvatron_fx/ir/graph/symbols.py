@@ -2,8 +2,8 @@
 
 Tracing with symbolic sizes costs nearly four times a concrete trace (LLaMA-7B, 32 layers: 22.5 s against 6.0 s on one
 core), so every shape is traced concretely at two different (batch, sequence) sizes and each size is matched to the
-simplest expression ``c * b**i * s**j + k`` or ``b**i * (s + k)`` that holds at both. The concrete trace stays the
-truth: expressions serve prices and tell which dim of a tensor is the batch and which the sequence.
+simplest expression ``c * b**i * s**j + k``, ``b**i * (s + k)`` or ``c * b**i * (s +- 1)`` that holds at both. The
+concrete trace stays the truth: expressions serve prices, and other sizes where a further trace confirms them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sympy
 import torch
 from torch import fx
 
-from galvatron_fx.ir.errors import GalvatronError
+from galvatron_fx.ir.errors import GalvatronError, InputError
 from galvatron_fx.ir.graph.metadata import Dim, TensorSpec, meta_of, set_meta
 from galvatron_fx.ir.torch_compat import failures_unlogged
 
@@ -39,33 +39,64 @@ class Sizes:
     sequence: int
 
 
+@dataclass(frozen=True)
+class SecondTrace:
+    """The same program as a first trace, at other ``sizes``; their ``sequence`` is 0 where only the batch varies."""
+
+    sizes: Sizes
+    graph: fx.GraphModule
+
+
 def fit_symbols(
     graph: fx.GraphModule,
     shapes: Shapes,
     dtypes: Sequence[torch.dtype],
     retrace: Callable[[Shapes], fx.GraphModule],
-) -> None:
-    """Give every node's spec its symbolic ``dims``, by tracing again at other sizes.
+) -> SecondTrace | None:
+    """Give every node's spec its symbolic ``dims``, by tracing again at other sizes; return that trace.
 
     Where the model cannot be traced at another sequence size (convolutions over images, fixed windows), only the
-    batch varies; where it cannot be at another batch size either, shapes stay concrete and the graph says so in
-    ``graph.meta["symbols"]``, the :class:`Sizes` of the trace or None.
+    batch varies; where it cannot be at another batch size either, shapes stay concrete, there is no second trace, and
+    the graph says so in ``graph.meta["symbols"]``, the :class:`Sizes` of the trace or None.
     """
-    batch, sequence = _input_sizes(shapes, dtypes)
+    batch, sequence = input_sizes(shapes, dtypes)
     graph.meta["symbols"] = None
     for other in _other_sizes(batch, sequence):
         try:
             with failures_unlogged():
-                second = retrace(_resized(shapes, dtypes, (batch, sequence), other))
+                second = retrace(resized_shapes(shapes, dtypes, other))
         except GalvatronError:
             continue
         base = Sizes(batch, sequence if other.sequence else 0)
         if annotate(graph, second, base, other):
             graph.meta["symbols"] = base
-            return
+            return SecondTrace(other, second)
+    return None
 
 
-def _input_sizes(shapes: Shapes, dtypes: Sequence[torch.dtype]) -> tuple[int, int]:
+def value_at(dim: Dim, sizes: Sizes) -> int:
+    """The number that an expression is at ``sizes``.
+
+    Raises InputError where it is none, as halves of odd sizes and sequences of models without one.
+    """
+    if isinstance(dim, int):
+        return dim
+    value = _value_at(dim, sizes)
+    if value is None:
+        raise InputError(f"{dim} is no whole number at a batch of {sizes.batch} and a sequence of {sizes.sequence}")
+    return value
+
+
+@lru_cache(maxsize=65536)
+def _value_at(dim: sympy.Expr, sizes: Sizes) -> int | None:
+    known = {BATCH: sympy.Integer(sizes.batch)}
+    if sizes.sequence:
+        known[SEQUENCE] = sympy.Integer(sizes.sequence)
+    value = dim.xreplace(known)
+    return int(value) if isinstance(value, sympy.Integer) else None
+
+
+def input_sizes(shapes: Shapes, dtypes: Sequence[torch.dtype]) -> tuple[int, int]:
     """The commonest first size, and the commonest second size of inputs that may have a sequence dim."""
     seconds = Counter(shape[1] for shape, dtype in zip(shapes, dtypes, strict=True) if _may_have_sequence(shape, dtype))
     return batch_size([shape[0] for shape in shapes if shape]), (seconds.most_common(1)[0][0] if seconds else 0)
@@ -111,13 +142,14 @@ def _tells(base: Sizes, other: Sizes) -> bool:
     if not _all_change((base.batch, base.sequence), (other.batch, other.sequence)):
         return False
     read = {
-        more: _fit(*(size.batch * (size.sequence + more) for size in (base, other)), base, other) for more in (-1, 1)
+        more: fit(*(size.batch * (size.sequence + more) for size in (base, other)), base, other) for more in (-1, 1)
     }
     return read == {more: BATCH * (SEQUENCE + more) for more in (-1, 1)}
 
 
-def _resized(shapes: Shapes, dtypes: Sequence[torch.dtype], base: tuple[int, int], other: Sizes) -> Shapes:
-    batch, sequence = base
+def resized_shapes(shapes: Shapes, dtypes: Sequence[torch.dtype], other: Sizes) -> Shapes:
+    """Shapes of inputs at other sizes: dims that are the batch change, and sequences unless ``other.sequence`` is 0."""
+    batch, sequence = input_sizes(shapes, dtypes)
     resized = []
     for shape, dtype in zip(shapes, dtypes, strict=True):
         sizes = list(shape)
@@ -148,12 +180,12 @@ def annotate(graph: fx.GraphModule, second: fx.GraphModule, base: Sizes, other: 
 def _symbolic(first: TensorSpec | None, second: TensorSpec | None, base: Sizes, other: Sizes) -> TensorSpec | None:
     if first is None or second is None or len(first.shape) != len(second.shape):
         return first
-    dims = tuple(_fit(a, b, base, other) for a, b in zip(first.shape, second.shape, strict=True))
+    dims = tuple(fit(a, b, base, other) for a, b in zip(first.shape, second.shape, strict=True))
     return replace(first, dims=dims)
 
 
 @lru_cache(maxsize=65536)
-def _fit(first: int, second: int, base: Sizes, other: Sizes) -> Dim:
+def fit(first: int, second: int, base: Sizes, other: Sizes) -> Dim:
     """The simplest expression that is ``first`` at ``base`` and ``second`` at ``other`` (the first size if none)."""
     for offset in _OFFSETS:
         for i, j in _MONOMIALS:
@@ -164,12 +196,26 @@ def _fit(first: int, second: int, base: Sizes, other: Sizes) -> Dim:
             factor, rest = divmod(first - offset, at_base)
             if not rest and (factor or not offset) and factor * at_other + offset == second:
                 return factor * BATCH**i * SEQUENCE**j + offset if i or j else first
-    # Losses drop the last token, convolutions pad, prompts come before: of two readings, that nearer to the sequence.
-    shifted: list[tuple[int, int]] = []
+    return _shifted(first, second, base, other) if base.sequence else first
+
+
+def _shifted(first: int, second: int, base: Sizes, other: Sizes) -> Dim:
+    """As :func:`fit`, for a sequence that is longer or shorter by a few tokens, also times a number.
+
+    Losses drop the last token, convolutions pad, prompts come before: of two readings, that nearer to the sequence.
+    """
+    shifts: list[tuple[int, int]] = []
     for i in (0, 1):
         (length, rest), (other_length, other_rest) = divmod(first, base.batch**i), divmod(second, other.batch**i)
         longer = length - base.sequence
-        if base.sequence and not rest and not other_rest and other_length - other.sequence == longer:
-            shifted.append((i, longer))
-    i, longer = min(shifted, key=lambda shift: abs(shift[1]), default=(0, 0))
-    return BATCH**i * (SEQUENCE + longer) if shifted else first
+        if not rest and not other_rest and other_length - other.sequence == longer:
+            shifts.append((i, longer))
+    if shifts:
+        i, longer = min(shifts, key=lambda shift: abs(shift[1]))
+        return BATCH**i * (SEQUENCE + longer)
+    for i in (0, 1):
+        for longer in (-1, 1):
+            factor, rest = divmod(first, base.batch**i * (base.sequence + longer))
+            if factor and not rest and factor * other.batch**i * (other.sequence + longer) == second:
+                return factor * BATCH**i * (SEQUENCE + longer)
+    return first

@@ -115,6 +115,8 @@ _ARGUMENTS: dict[str, _Argument] = {
         "give one Strategy per block, such as [Strategy(('data',))] * 4",
         PlanError,
     ),
+    "batch": _Argument(_count(1), "give a number of samples from 1, or None for that of the example inputs"),
+    "sequence": _Argument(_count(1), "give a number of tokens from 1, or None for that of the example inputs"),
     "num_blocks": _Argument(_count(1), "give an int from 1, or None for any number of blocks", PlanError),
     "roles": _Argument(_is_sequence, _EXAMPLE_ROLES, PlanError),
     "recompute": _Argument(

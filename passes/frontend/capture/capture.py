@@ -30,7 +30,6 @@ from galvatron_fx.ir.graph.rewrite import write_call
 from galvatron_fx.ir.graph.symbols import fit_symbols
 from galvatron_fx.ir.torch_compat import export_joint, failures_unlogged, module_of, new_fake_mode, pytree
 from passes.frontend.capture.attribute_writes import StateWritten
-from passes.frontend.capture.cleanup import CleanGraph
 from passes.frontend.capture.compare_layers import UnlikeUnits
 from passes.frontend.capture.effect_tokens import drop_tokens
 from passes.frontend.capture.fake_model import ROOT, FlatModel, fake_weights, module_names, passing_through
@@ -38,9 +37,9 @@ from passes.frontend.capture.find_repeats import Repeat, find_repeats
 from passes.frontend.capture.flat_inputs import ExampleInputs, FlatInputs
 from passes.frontend.capture.missing_gradients import check_gradients
 from passes.frontend.capture.module_state import as_buffers, quoted, refuse_new_weights
-from passes.frontend.capture.repeat_layers import RepeatLayers
 from passes.frontend.capture.reruns import refuse_late_changes, refuse_replays, reruns
 from passes.frontend.capture.steady_state import steady_state
+from passes.frontend.capture.trace import Trace
 from passes.frontend.capture.trace_errors import explained
 from passes.frontend.dense_lookups import dense_lookups
 
@@ -81,6 +80,10 @@ class Capture:
         Raises CaptureError where the model's control flow depends on tensor values, naming the user's line, and
         InputError where the inputs do not fit the model's forward.
         """
+        return self.trace(model, example_inputs).whole
+
+    def trace(self, model: nn.Module, example_inputs: ExampleInputs) -> Trace:
+        """Trace as :meth:`run` does, and keep what the graph at other sizes is made of; raises the same."""
         inputs = FlatInputs.of(example_inputs)
         for name, tensor in zip(inputs.tensor_names, inputs.tensors, strict=True):
             if tensor.is_nested or tensor.layout != torch.strided:
@@ -89,61 +92,71 @@ class Capture:
         with failures_unlogged():
             return self._run(model, inputs)
 
-    def _run(self, model: nn.Module, inputs: FlatInputs) -> fx.GraphModule:
+    def _run(self, model: nn.Module, inputs: FlatInputs) -> Trace:
         held: tuple[str, ...] = ()
         while True:
             try:
                 with as_buffers(model, held):
                     flat = FlatModel(model, inputs, self.policy)
-                    graph = self._once(flat)
+                    trace = self._once(flat, held)
                     _check_state(flat)
-                    check_gradients(graph, flat)
-                    return graph
+                    check_gradients(trace.whole, flat)
+                    return trace
             except StateWritten as attributes:
                 held = (*held, *attributes.names)
 
-    def _once(self, flat: FlatModel) -> fx.GraphModule:
+    def _once(self, flat: FlatModel, held: Sequence[str]) -> Trace:
         if not self.share_layers:
-            return self._captured(flat, ())
+            return self._captured(flat, (), held)
         try:
-            return self._with_shared_layers(flat)
+            return self._with_shared_layers(flat, held)
         except StateWritten:
             raise
         except Exception as error:
             # Whatever it is. If the model is at fault, the whole trace raises too, and says so; if it does not, the
             # fault is ours, and costs time alone.
-            graph = self._captured(flat, ())
+            trace = self._captured(flat, (), held)
             warnings.warn(
                 f"equal layers of {type(flat.module).__name__} were traced one by one, which takes longer: tracing "
                 f"them once failed with {type(error).__name__}: {error}",
                 stacklevel=2,
             )
-            return graph
+            return trace
 
-    def _with_shared_layers(self, flat: FlatModel) -> fx.GraphModule:
+    def _with_shared_layers(self, flat: FlatModel, held: Sequence[str]) -> Trace:
         """Trace each stack of equal layers once; again with shorter stacks where the traced layers turn out unlike."""
         repeats = find_repeats(flat)
         while True:
             try:
-                return self._captured(flat, repeats)
+                return self._captured(flat, repeats, held)
             except UnlikeUnits as unlike:
                 tried = ((r.shorter if r is unlike.repeat else r) for r in repeats)
                 repeats = tuple(repeat for repeat in tried if repeat is not None)
 
-    def _captured(self, flat: FlatModel, repeats: tuple[Repeat, ...]) -> fx.GraphModule:
+    def _captured(self, flat: FlatModel, repeats: tuple[Repeat, ...], held: Sequence[str]) -> Trace:
         def trace(shapes: Sequence[tuple[int, ...]]) -> fx.GraphModule:
             return _trace(flat, shapes, repeats)
 
         inputs = flat.inputs
         graph = trace(inputs.shapes)
-        if self.symbolic:
-            fit_symbols(graph, inputs.shapes, inputs.dtypes, trace)
+        second = fit_symbols(graph, inputs.shapes, inputs.dtypes, trace) if self.symbolic else None
         if self.policy is not None:
             own = dict(flat.module.named_parameters(remove_duplicate=False))
             dtypes = {name: p.dtype for name, p in own.items() if p.is_floating_point()}
             _refuse_rounded_updates(graph, own, self.policy)
             set_precision(graph, Precision(self.policy, dtypes))
-        return RepeatLayers(repeats).run(CleanGraph().run(graph))
+        return Trace(inputs, repeats, graph, second, lambda shapes: _trace_again(flat, shapes, repeats, held))
+
+
+def _trace_again(
+    flat: FlatModel, shapes: Sequence[tuple[int, ...]], repeats: tuple[Repeat, ...], held: Sequence[str]
+) -> fx.GraphModule:
+    """Trace once more, when the capture is long done; raises CaptureError where the model cannot be traced so."""
+    with failures_unlogged(), as_buffers(flat.module, held):
+        try:
+            return _trace(flat, shapes, repeats)
+        except StateWritten as attributes:
+            raise CaptureError(f"forward writes into {attributes} at the shapes {list(shapes)}") from None
 
 
 def _refuse_rounded_updates(

@@ -162,6 +162,8 @@ def test_what_is_found_holds_at_both_sizes(
         (65, 64, s + 1),
         (63, 62, s - 1),
         (70, 84, 14 * b),
+        (8 * 5 * 63, 8 * 6 * 62, 8 * b * (s - 1)),
+        (3 * 65, 3 * 64, 3 * (s + 1)),
         (100, 7, 100),  # no expression: the number
     ],
 )
