@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from cost_models.bundles import share_s, start_s
-from cost_models.call_cost import call_cost
 from cost_models.collectives import collective_s
-from cost_models.operator_time import dtype_name, is_free
-from cost_models.ops import kind_of, op_time_s
+from cost_models.node_cost import node_cost
+from cost_models.operator_time import dtype_name
+from cost_models.ops import is_free, kind_of, op_time_s
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.bound_ops import plus
@@ -53,17 +53,17 @@ class NodeTime:
     def _operator_s(self, node: fx.Node) -> float:
         call = op_call(node)
         if call not in self._known:
-            self._known[call] = self._call_s(call)
+            self._known[call] = self._call_s(node, call)
         return self._known[call]
 
-    def _call_s(self, call: OpCall) -> float:
+    def _call_s(self, node: fx.Node, call: OpCall) -> float:
         device = self.cluster.device
-        if call.target in c.RANK_LOCAL or is_free(call):
+        if call.target in c.RANK_LOCAL or is_free(call.target):
             return device.view_s
         measured = device.measured_calls.get(call_key(call)) if device.calls else None
         if measured is not None:
             return measured
-        return float(op_time_s(call_cost(call), dtype_name(call), device, kind_of(call.target)))
+        return float(op_time_s(node_cost(node), dtype_name(call), device, kind_of(call.target)))
 
     def _collective(self, node: fx.Node, cause: Cause) -> Price:
         axes = tuple(self.cluster.axes[i] for i in cause.axes)

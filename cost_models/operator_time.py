@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from cost_models.call_cost import call_cost
 from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.cluster.cluster import Device
 from galvatron_fx.ir.graph.op_call import OpCall
@@ -22,9 +21,3 @@ def dtype_name(call: OpCall) -> str:
     """Name of the dtype that an operator computes in."""
     spec = next((s for s in (*call.outputs, *call.inputs) if s is not None), None)
     return str(spec.dtype).removeprefix("torch.") if spec is not None else "float32"
-
-
-def is_free(call: OpCall) -> bool:
-    """Whether an operator costs nothing: views."""
-    cost = call_cost(call)
-    return not cost.flops and not cost.read_bytes and not cost.written_bytes

@@ -30,7 +30,7 @@ from galvatron_fx.ir.cluster.curves import OperatorCurve
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.metadata import FREE, OpCost
 
-__all__ = ["Dim", "TensorFacts", "is_matmul", "kind_of", "op_cost", "op_time_s", "price_class"]
+__all__ = ["Dim", "TensorFacts", "is_free", "is_matmul", "kind_of", "op_cost", "op_time_s", "price_class"]
 
 Dim: TypeAlias = int | sympy.Expr
 
@@ -67,7 +67,7 @@ def op_cost(
     Pointwise operators and all others unknown here take one flop an element of their (first) output.
     """
     name = _name(target)
-    if not outputs or _is_free(target, name):
+    if not outputs or is_free(target):
         return FREE
     read = _total([*(tensor.size_bytes for tensor in inputs), *_unread(name, inputs, outputs)])
     written = _total(tensor.size_bytes for tensor in outputs)
@@ -202,8 +202,9 @@ _FREE_NAMES |= {"new_empty_strided", "sym_numel", "sym_size", "sym_storage_offse
 _COPYING_VIEWS = {"contiguous", "to"}
 
 
-def _is_free(target: Callable[..., Any], name: str) -> bool:
-    """Tell whether a call moves and computes nothing."""
+def is_free(target: Callable[..., Any]) -> bool:
+    """Tell whether calls of ``target`` move and compute nothing: views, allocation, questions about shapes."""
+    name = _name(target)
     if not isinstance(target, OpOverload):
         return target is operator.getitem
     if target.namespace in _COLLECTIVES or name in _FREE_NAMES:

@@ -16,9 +16,8 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 import galvatron_fx
-from cost_models.call_cost import call_cost
+from cost_models.node_cost import node_cost
 from cost_models.ops import is_matmul
-from galvatron_fx.ir.graph.op_call import op_call
 from galvatron_fx.ir.plan.units import format_bytes
 
 
@@ -29,7 +28,7 @@ def count_flops(model: nn.Module, batch: Mapping[str, Any]) -> int:
     """
     graph = galvatron_fx.capture(model, batch)
     calls = [node for node in graph.graph.nodes if node.op == "call_function" and node.target is not getitem]
-    return sum(int(call_cost(op_call(node)).flops) for node in calls if is_matmul(node.target))
+    return sum(int(node_cost(node, graph.meta["symbols"]).flops) for node in calls if is_matmul(node.target))
 
 
 def peak_bytes(device: str) -> int:

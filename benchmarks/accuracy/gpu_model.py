@@ -9,9 +9,8 @@ from torch import fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from benchmarks.common.small_models import Batch, Size, llama
-from cost_models.call_cost import call_cost
+from cost_models.node_cost import node_cost
 from cost_models.ops import is_matmul
-from galvatron_fx.ir.graph.op_call import op_call
 
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
@@ -47,4 +46,4 @@ SCALES = {
 def model_flops(graph: fx.GraphModule) -> int:
     """Flops of all products of a captured graph, causal attention counted half: nothing is recomputed in it."""
     calls = (node for node in graph.graph.nodes if node.op == "call_function" and is_matmul(node.target))
-    return sum(int(call_cost(op_call(node)).flops) for node in calls)
+    return sum(int(node_cost(node, graph.meta["symbols"]).flops) for node in calls)

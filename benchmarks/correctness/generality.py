@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import machine
-from cost_models.call_cost import call_cost
+from cost_models.node_cost import node_cost
 from galvatron_fx import Cluster
 from galvatron_fx.api import capture
-from galvatron_fx.ir.graph.op_call import is_getitem, op_call
+from galvatron_fx.ir.graph.op_call import is_getitem
 from passes.analysis.blocks import num_blocks
 from passes.lowering.apply_plan import expand
 from passes.search.plan_search import SearchOptions, search_plan
@@ -130,7 +130,7 @@ def share(graph: torch.fx.GraphModule, role: str) -> float:
 def work(graph: torch.fx.GraphModule) -> float:
     """Floating point operations of a graph."""
     calls = [node for node in graph.graph.nodes if node.op == "call_function" and not is_getitem(node)]
-    return sum(float(call_cost(op_call(node)).flops) for node in calls) or 1.0
+    return sum(float(node_cost(node, graph.meta["symbols"]).flops) for node in calls) or 1.0
 
 
 def measured(name: str, make: Make, seconds: int) -> Row:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from cost_models.operator_time import is_free
+from cost_models.ops import is_free
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.metadata import TensorSpec, has_meta
@@ -57,7 +57,7 @@ def measure_calls(
 def _distinct(graphs: Iterable[fx.GraphModule]) -> dict[str, OpCall]:
     nodes = (node for graph in graphs for node in graph.graph.nodes)
     calls = (op_call(node) for node in nodes if node.op == "call_function" and has_meta(node) and not is_getitem(node))
-    kept = (call for call in calls if call.target not in (*c.COLLECTIVES, *c.RANK_LOCAL) and not is_free(call))
+    kept = (call for call in calls if call.target not in (*c.COLLECTIVES, *c.RANK_LOCAL) and not is_free(call.target))
     return dict(sorted((call_key(call), call) for call in kept if _bytes(call) >= _LEAST_BYTES))
 
 

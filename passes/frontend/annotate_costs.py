@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 
 import sympy
 from torch import fx
 
-from cost_models.call_cost import call_cost
+from cost_models.node_cost import call_formula
 from galvatron_fx.ir.graph.metadata import FREE, OpCost, meta_of, set_meta
-from galvatron_fx.ir.graph.op_call import op_call
+from galvatron_fx.ir.graph.op_call import is_getitem, op_call
 
 
 @dataclass(frozen=True)
@@ -23,12 +22,9 @@ class AnnotateCosts:
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Annotate ``graph`` in place and return it; equal calls are priced once."""
         for node in graph.graph.nodes:
-            if node.op != "call_function":
-                continue
-            if node.target is operator.getitem:
-                set_meta(node, meta_of(node).having(cost=FREE))
-                continue
-            set_meta(node, meta_of(node).having(cost=call_cost(op_call(node), symbolic=True)))
+            if node.op == "call_function":
+                cost = FREE if is_getitem(node) else call_formula(op_call(node))
+                set_meta(node, meta_of(node).having(cost=cost))
         return graph
 
 

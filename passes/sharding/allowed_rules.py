@@ -8,8 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from cost_models.operator_time import is_free
-from cost_models.ops import is_matmul
+from cost_models.ops import is_free, is_matmul
 from galvatron_fx.ir.graph.op_call import OpCall
 from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement, Shard, fits
 from galvatron_fx.ir.graph.precision import cast_gradient
@@ -92,7 +91,7 @@ class AllowedRules:
 
     def _splits(self, rule: OpRule, call: OpCall) -> bool:
         """Whether the rule splits what the role is there to split, as far as an output holds it (views are free)."""
-        return (is_free(call) and self.role.role not in BATCH_ROLES) or all(
+        return (is_free(call.target) and self.role.role not in BATCH_ROLES) or all(
             spec is None or p != REPLICATE or not self.role.must_split(spec)
             for p, spec in zip(rule.outputs, call.outputs, strict=True)
         )

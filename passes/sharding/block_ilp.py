@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from cost_models.node_cost import node_cost
 from galvatron_fx.ir.graph.metadata import OutputSpec, TensorSpec, meta_of
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem, op_call
 from galvatron_fx.ir.graph.placement import REPLICATE, Partial, Placement, Shard
@@ -204,8 +205,9 @@ class BlockProblem:
                 candidates = [rule.outputs[position] for rule in rules]
                 outs.append(self._new_value(picks[position], spec, candidates).index)
                 positions.append(position)
+        cost = node_cost(node, self.decided.values.sizes)
         choices = [
-            Choice(rule.inputs, tuple(rule.outputs[p] for p in positions), self.prices.operator_s(call, rule))
+            Choice(rule.inputs, tuple(rule.outputs[p] for p in positions), self.prices.operator_s(call, cost, rule))
             for rule in rules
         ]
         self._item(node, node.name, [s.index for s in sources], outs, choices, list(rules))

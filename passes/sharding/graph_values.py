@@ -8,6 +8,7 @@ from torch import fx
 
 from galvatron_fx.ir.graph.metadata import OutputSpec, meta_of, output_ports, ports, signature
 from galvatron_fx.ir.graph.precision import computed_in, policy_of
+from galvatron_fx.ir.graph.symbols import Sizes
 from passes.analysis.dataflow import (
     before_cast,
     gradient_parameters,
@@ -20,6 +21,7 @@ from passes.analysis.dataflow import (
 class GraphValues:
     """Facts of a graph as it stands, each found once; one for all decisions on a graph that does not change.
 
+    ``sizes``: batch and sequence that its expressions stand for, None where it has none;
     ``gradient_of``: parameter of each gradient, the first where one value is that of several; ``owner``: block that
     uses a parameter first; ``originals``: what a parameter is only another view of; ``unreduced``: values whose terms
     are to be added up further on.
@@ -27,6 +29,7 @@ class GraphValues:
 
     def __init__(self, graph: fx.GraphModule) -> None:
         self.graph = graph
+        self.sizes: Sizes | None = graph.meta.get("symbols")
         self.gradient_of = gradient_parameters(graph)
         self.owner = parameter_owners(graph)
         self.originals = original_parameters(graph)

@@ -9,10 +9,9 @@ from math import prod
 
 import numpy as np
 
-from cost_models.call_cost import call_cost
 from cost_models.collectives import collective_s
-from cost_models.operator_time import dtype_name, is_free, traffic_s
-from cost_models.ops import kind_of, op_time_s
+from cost_models.operator_time import dtype_name, traffic_s
+from cost_models.ops import is_free, kind_of, op_time_s
 from cost_models.optimizer import ADAM
 from galvatron_fx.ir.cluster.cluster import Axis, Device
 from galvatron_fx.ir.graph.metadata import OpCost, TensorSpec
@@ -41,14 +40,13 @@ class Prices:
         """Ranks on the axis."""
         return prod(axis.size for axis in self.axes)
 
-    def operator_s(self, call: OpCall, rule: OpRule) -> float:
-        """Seconds of an operator on one rank under ``rule``."""
-        cost = call_cost(call)
+    def operator_s(self, call: OpCall, cost: OpCost, rule: OpRule) -> float:
+        """Seconds of an operator on one rank under ``rule``; ``cost``: of the whole call, in numbers."""
         share = 1.0 / self.degree if rule.splits_work else 1.0
         if any(spec is not None and spec.dim_of(BATCH) is not None for spec in (*call.inputs, *call.outputs)):
             share *= self.batch_share
         moved = self._bytes(call.inputs, rule.inputs) + self._bytes(call.outputs, rule.outputs)
-        if is_free(call):
+        if is_free(call.target):
             return self._traffic_s(_HOLDING * self._bytes(call.outputs, rule.outputs))
         local = OpCost(cost.flops * share, moved, 0)
         time_s = float(op_time_s(local, dtype_name(call), self.device, kind_of(call.target)))

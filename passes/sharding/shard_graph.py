@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from cost_models.node_cost import cost_at
 from galvatron_fx.ir.cluster.cluster import Axis, Device
 from galvatron_fx.ir.graph.layout import Layout, MergedAxis, set_layout
 from galvatron_fx.ir.graph.metadata import meta_of, ports, set_meta, signature
@@ -90,14 +91,16 @@ class ShardGraph:
 def _reshaping(graph: fx.GraphModule) -> fx.GraphModule:
     """A copy with ``reshape`` for ``view``: local tensors may lie in memory otherwise than the traced ones did.
 
-    Its values are whole tensors to all columns, also where the graph is of one micro-batch.
+    Its values are whole tensors to all columns, also where the graph is of one micro-batch. Costs are numbers from here
+    on: shards need not be parts of an expression.
     """
     result = copied(graph)
     for node in result.graph.nodes:
         node.target = lowered_target(node.target)
         if node.op != "output":
             record = meta_of(node)
-            set_meta(node, record.having(placements=((),) * len(record.specs), step=None))
+            cost = record.cost and cost_at(record.cost, graph.meta.get("symbols"))
+            set_meta(node, record.having(placements=((),) * len(record.specs), step=None, cost=cost))
     return result
 
 

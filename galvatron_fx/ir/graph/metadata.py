@@ -107,7 +107,8 @@ class NodeMeta:
 
     ``specs`` has one entry per output tensor (None where an output is absent); ``phase`` is "forward" or "backward";
     ``block`` the index of the layer block, -1 before blocks are found; ``module`` the qualified module name, which
-    is for people and for pinning, never for decisions; ``cost`` what the node costs, None before it is annotated;
+    is for people and for pinning, never for decisions; ``cost`` what the node costs, None before it is annotated and
+    where it was written or given other specs since (:func:`cost_models.node_cost.node_cost` fills it in);
     ``again``: whether backward repeats here what forward did and did not keep; ``bundles``: names of the collectives
     that this one takes the place of; ``open``: whether the graph leaves this collective for another to wait for;
     ``placements``: of every output, one for each mesh column that is lowered; ``step``: what the node has to be, where
@@ -135,7 +136,9 @@ class NodeMeta:
         return first
 
     def having(self, **changes: Any) -> NodeMeta:
-        """Return a copy with some fields changed."""
+        """Return a copy with some fields changed; with other ``specs`` it has no cost, unless one is given."""
+        if "specs" in changes:
+            changes.setdefault("cost", None)
         return replace(self, **changes)
 
 

@@ -64,7 +64,7 @@ class WaitInBackward:
             with graph.inserting_before(first):
                 waited.append(write_call(graph, finished, (given,)))
             set_meta(given, meta_of(result).having(step=None))
-            set_meta(waited[-1], meta_of(result).having(step=None))
+            set_meta(waited[-1], meta_of(result).having(step=None, cost=None))
             if meta_of(result).placements:
                 record_step(waited[-1], "wait", len(meta_of(result).placements[0]))
         output = graph.output_node()

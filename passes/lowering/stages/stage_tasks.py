@@ -119,7 +119,7 @@ class _Writer:
         total = write_call(self._graph, plus, (self._sums[term], self._copies[term]))
         total.meta = dict(term.meta)
         if has_meta(term):
-            set_meta(total, meta_of(term).having(step=None))
+            set_meta(total, meta_of(term).having(step=None, cost=None))
             if meta_of(term).placements:
                 record_step(total, "sum over micro-batches", len(meta_of(term).placements[0]))
         self._sums[term] = total

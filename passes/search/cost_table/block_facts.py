@@ -8,9 +8,9 @@ from functools import cached_property
 import numpy as np
 from torch import fx
 
-from cost_models.call_cost import call_cost
-from cost_models.operator_time import dtype_name, is_free
-from cost_models.ops import kind_of
+from cost_models.node_cost import node_cost
+from cost_models.operator_time import dtype_name
+from cost_models.ops import is_free, kind_of
 from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.graph.op_call import OpCall, input_nodes, is_getitem, op_call
@@ -95,11 +95,11 @@ class BlockFacts:
         """The operators that cost something; casts of parameters are priced with the gathers."""
         found = []
         for node in self.nodes:
-            if not is_getitem(node) and node.target is not cast_parameter:
+            if not is_free(node.target) and node.target is not cast_parameter:  # type: ignore[arg-type]
                 call = op_call(node)
-                if not is_free(call):
-                    kind = dtype_name(call), kind_of(call.target)
-                    found.append(ComputeCall(node, call, float(call_cost(call).flops), kind))
+                kind = dtype_name(call), kind_of(call.target)
+                flops = float(node_cost(node, self.graph.sizes).flops)
+                found.append(ComputeCall(node, call, flops, kind))
         return found
 
     @cached_property

@@ -9,18 +9,21 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from cost_models.operator_time import is_free
+from cost_models.ops import is_free
 from galvatron_fx.ir.graph.metadata import meta_of, output_ports, ports
-from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem, op_call
+from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
+from galvatron_fx.ir.graph.symbols import Sizes
 
 
 @dataclass(frozen=True)
 class GraphIndex:
     """The nodes of every block, parameters with their first users, and (parameter, gradient) pairs.
 
-    ``trained``: the parameters that require gradients; ``terms``: values that are only added up to gradients.
+    ``sizes``: what its expressions stand for; ``trained``: the parameters that require gradients; ``terms``: values
+    that are only added up to gradients.
     """
 
+    sizes: Sizes | None
     blocks: Mapping[int, list[fx.Node]]
     parameters: frozenset[fx.Node]
     trained: frozenset[fx.Node]
@@ -52,7 +55,7 @@ class GraphIndex:
             if port.kind == "grad" and node is not None and port.name in named
         )
         trained = frozenset(node for port, node in ports(graph) if port.kind == "param" and port.requires_grad)
-        return cls(blocks, parameters, trained, first, gradients, _terms(graph))
+        return cls(graph.meta.get("symbols"), blocks, parameters, trained, first, gradients, _terms(graph))
 
 
 def _terms(graph: fx.GraphModule) -> frozenset[fx.Node]:
@@ -68,7 +71,7 @@ def _terms(graph: fx.GraphModule) -> frozenset[fx.Node]:
 
 def is_view(node: fx.Node) -> bool:
     """Whether ``node`` makes no memory of its own."""
-    return not is_getitem(node) and not meta_of(node).multi_output and is_free(op_call(node))
+    return not is_getitem(node) and not meta_of(node).multi_output and is_free(node.target)  # type: ignore[arg-type]
 
 
 def storage_root(node: fx.Node) -> fx.Node:

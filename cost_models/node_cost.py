@@ -1,0 +1,71 @@
+"""What the nodes of a graph cost: formulas in their records, and numbers at the sizes of the graph."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from torch import fx
+
+from cost_models.ops import TensorFacts, op_cost
+from galvatron_fx.ir.graph.metadata import OpCost, TensorSpec, meta_of, set_meta
+from galvatron_fx.ir.graph.op_call import OpCall, op_call
+from galvatron_fx.ir.graph.symbols import Sizes, value_at
+
+__all__ = ["call_formula", "cost_at", "node_cost"]
+
+_MOST_KEPT = 1 << 16
+
+
+def node_cost(node: fx.Node, sizes: Sizes | None = None) -> OpCost:
+    """Return the numbers of the cost in a node's record, at the ``sizes`` of its graph.
+
+    A node that was written, or given other shapes, since costs were annotated is of one plan at one size. Its cost is
+    a number, which is written into its record here, by the same :func:`cost_models.ops.op_cost`.
+    """
+    record = meta_of(node)
+    if record.cost is None:
+        record = record.having(cost=_call_numbers(op_call(node)))
+        set_meta(node, record)
+    assert record.cost is not None
+    return cost_at(record.cost, sizes)
+
+
+@lru_cache(maxsize=_MOST_KEPT)
+def cost_at(cost: OpCost, sizes: Sizes | None) -> OpCost:
+    """Return the exact numbers of formulas at ``sizes``; equal ones are evaluated once.
+
+    ``sizes``: None for numbers, which stay. Raises InputError where a formula is no whole number there.
+    """
+    if sizes is None:
+        return cost
+    return OpCost(*(value_at(part, sizes) for part in (cost.flops, cost.read_bytes, cost.written_bytes)))
+
+
+@lru_cache(maxsize=_MOST_KEPT)
+def call_formula(call: OpCall) -> OpCost:
+    """Return the cost of a call in batch ``b`` and sequence ``s``, as far as its sizes are known as expressions."""
+    return _cost(*_facts(call, symbolic=True))
+
+
+@lru_cache(maxsize=_MOST_KEPT)
+def _call_numbers(call: OpCall) -> OpCost:
+    return _cost(*_facts(call, symbolic=False))
+
+
+@lru_cache(maxsize=_MOST_KEPT)
+def _cost(target: Any, args: Any, kwargs: Any, inputs: Any, outputs: Any) -> OpCost:
+    """Calls that are equal but for their sizes as numbers have one formula."""
+    return op_cost(target, args, dict(kwargs), inputs, outputs)
+
+
+def _facts(call: OpCall, symbolic: bool) -> tuple[Any, ...]:
+    """A call as :func:`cost_models.ops.op_cost` takes it."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, TensorSpec):
+            return TensorFacts(value.symbolic if symbolic else value.shape, value.dtype)
+        return tuple(map(convert, value)) if isinstance(value, tuple) else value
+
+    outputs = tuple(convert(spec) for spec in call.outputs if spec is not None)
+    return call.target, convert(call.args), convert(call.kwargs), convert(call.inputs), outputs
