@@ -28,10 +28,10 @@ class Captured:
     """A model's training step with its sizes as expressions: traced once, for plans at every batch and sequence.
 
     ``example_inputs``: a global batch as of :func:`galvatron_fx.capture`, of two samples or more;
-    ``mixed_precision``, ``on_pass``, ``passes``: as there. Each graph is that of a capture at its sizes. Where a size in the model
-    is no expression of batch and sequence (a constant of a fixed length, layers that depend on the length) the model
-    is captured anew, with a warning that says which operator is why. The model must stay as it is meanwhile. Raises
-    what :func:`galvatron_fx.capture` raises.
+    ``mixed_precision``, ``on_pass``, ``passes``: as there. Each graph is that of a capture at its sizes. Where a size
+    in the model is no expression of batch and sequence (a constant of a fixed length, layers that depend on the length)
+    the model is captured anew, with a warning that says which operator is why. The model must stay as it is meanwhile.
+    Raises what :func:`galvatron_fx.capture` raises.
     """
 
     def __init__(
