@@ -12,7 +12,7 @@ from galvatron_fx.ir.graph.metadata import OpCost, TensorSpec, meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import OpCall, op_call
 from galvatron_fx.ir.graph.symbols import Sizes, value_at
 
-__all__ = ["call_formula", "cost_at", "node_cost"]
+__all__ = ["call_formula", "cost_at", "node_cost", "shown_cost"]
 
 _MOST_KEPT = 1 << 16
 
@@ -23,12 +23,16 @@ def node_cost(node: fx.Node, sizes: Sizes | None = None) -> OpCost:
     A node that was written, or given other shapes, since costs were annotated is of one plan at one size. Its cost is
     a number, which is written into its record here, by the same :func:`cost_models.ops.op_cost`.
     """
+    cost = shown_cost(node)
+    if meta_of(node).cost is None:
+        set_meta(node, meta_of(node).having(cost=cost))
+    return cost_at(cost, sizes)
+
+
+def shown_cost(node: fx.Node) -> OpCost:
+    """Return the cost in a node's record, a formula where it is one, or what would be written there."""
     record = meta_of(node)
-    if record.cost is None:
-        record = record.having(cost=_call_numbers(op_call(node)))
-        set_meta(node, record)
-    assert record.cost is not None
-    return cost_at(record.cost, sizes)
+    return record.cost if record.cost is not None else _call_numbers(op_call(node))
 
 
 @lru_cache(maxsize=_MOST_KEPT)

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 from galvatron_fx._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from cost_models.graph_cost import GraphCost, graph_cost
     from galvatron_fx import errors as errors
     from galvatron_fx.api import capture, compile, plan
     from galvatron_fx.batch_search import plan_batch
+    from galvatron_fx.captured import Captured
     from galvatron_fx.checking.check import check
     from galvatron_fx.checking.report import CheckReport
     from galvatron_fx.checkpoint import Checkpointer
@@ -29,10 +31,12 @@ if TYPE_CHECKING:
     from galvatron_fx.weights import load_weights, save_weights
 
 __all__ = [
+    "Captured",
     "CheckReport",
     "Checkpointer",
     "Cluster",
     "DistributedGraphModule",
+    "GraphCost",
     "Pipelining",
     "Plan",
     "Strategy",
@@ -41,6 +45,7 @@ __all__ = [
     "compile",
     "errors",
     "explain",
+    "graph_cost",
     "load_weights",
     "measure_cluster",
     "own_rows",
@@ -50,10 +55,12 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Captured": "galvatron_fx.captured",
     "CheckReport": "galvatron_fx.checking.report",
     "Checkpointer": "galvatron_fx.checkpoint",
     "Cluster": "galvatron_fx.ir.cluster.cluster",
     "DistributedGraphModule": "galvatron_fx.runtime.module",
+    "GraphCost": "cost_models.graph_cost",
     "Pipelining": "galvatron_fx.ir.plan.pipelining",
     "Plan": "galvatron_fx.ir.plan.plan",
     "Strategy": "galvatron_fx.ir.plan.strategy",
@@ -61,6 +68,7 @@ _HOMES = {
     "check": "galvatron_fx.checking.check",
     "compile": "galvatron_fx.api",
     "explain": "galvatron_fx.explaining",
+    "graph_cost": "cost_models.graph_cost",
     "load_weights": "galvatron_fx.weights",
     "measure_cluster": "galvatron_fx.profiling",
     "own_rows": "galvatron_fx.runtime.batch_rows",

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
+from cost_models.formula_text import cost_note
 from cost_models.schedule_time import ScheduleReport
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.metadata import InputSpec, OutputSpec, Signature
@@ -287,9 +288,12 @@ class DistributedGraphModule(nn.Module):
     def _graph(self, task: str) -> fx.GraphModule:
         return next(graph for name, graph in self._compiled().graphs.items() if name.endswith(task))
 
-    def print_readable(self, print_output: bool = True) -> str:
-        """Return (and print) the lowered program as Python."""
-        text = "\n".join(f"# {name}\n{readable(graph)}" for name, graph in self._compiled().graphs.items())
+    def print_readable(self, print_output: bool = True, *, costs: bool = False) -> str:
+        """Return (and print) the lowered program as Python; ``costs``: with what each line costs this rank, and how its
+        results lie on the mesh.
+        """
+        note = cost_note if costs else None
+        text = "\n".join(f"# {name}\n{readable(graph, note)}" for name, graph in self._compiled().graphs.items())
         if print_output:
             print(text)
         return text

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import sympy
 from torch import fx
 
 from cost_models.node_cost import call_formula
-from galvatron_fx.ir.graph.metadata import FREE, OpCost, meta_of, set_meta
+from galvatron_fx.ir.graph.metadata import FREE, meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import is_getitem, op_call
 
 
@@ -26,13 +25,3 @@ class AnnotateCosts:
                 cost = FREE if is_getitem(node) else call_formula(op_call(node))
                 set_meta(node, meta_of(node).having(cost=cost))
         return graph
-
-
-def total_cost(graph: fx.GraphModule) -> OpCost:
-    """The sum over all annotated nodes: the formula of a whole training step."""
-    costs = [cost for n in graph.graph.nodes if n.op == "call_function" and (cost := meta_of(n).cost) is not None]
-    return OpCost(
-        sympy.Add(*(c.flops for c in costs)),
-        sympy.Add(*(c.read_bytes for c in costs)),
-        sympy.Add(*(c.written_bytes for c in costs)),
-    )

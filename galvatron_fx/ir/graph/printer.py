@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 import torch
 from torch import fx
 
 from galvatron_fx.ir.graph.metadata import has_meta, meta_of
 
+_ASSIGNED = re.compile(r"^ +(\w+)(?:: .*?)? = ")
 
-def readable(graph: fx.GraphModule) -> str:
+
+def readable(graph: fx.GraphModule, note: Callable[[fx.Node], str] | None = None) -> str:
     """Return the graph as Python, each value with its dtype and the shape that its facts give it.
 
-    On a lowered graph these are the local shapes of one rank.
+    On a lowered graph these are the local shapes of one rank. ``note``: what to say of a node behind its line, if
+    anything, such as :func:`cost_models.formula_text.cost_note`.
     """
     for node in graph.graph.nodes:
         if has_meta(node):
@@ -21,4 +27,15 @@ def readable(graph: fx.GraphModule) -> str:
             ]
             node.meta["val"] = tuple(values) if meta_of(node).multi_output else values[0]
     text: str = graph.print_readable(print_output=False)
-    return text
+    return text if note is None else _noted(text, graph, note)
+
+
+def _noted(text: str, graph: fx.GraphModule, note: Callable[[fx.Node], str]) -> str:
+    """The code with a comment behind the line of every node of which there is something to say."""
+    notes = {node.name: note(node) for node in graph.graph.nodes if node.op == "call_function"}
+    lines = []
+    for line in text.split("\n"):
+        assigned = _ASSIGNED.match(line)
+        said = notes.get(assigned[1], "") if assigned else ""
+        lines.append(f"{line}  # {said}" if said else line)
+    return "\n".join(lines)
