@@ -32,7 +32,7 @@ class Line(nn.Module):
 
 
 def test_a_llama_costs_what_the_textbook_says() -> None:
-    """6 flops a parameter of products and token; 7 b h s^2 a layer: causal attention counts half, 2 forth and 5 back."""
+    """6 flops a parameter of products and token; 7 b h s^2 a layer, causal attention counting half: 2 forth, 5 back."""
     layers = 3
     model, inputs = zoo.llama(layers)
     cost = galvatron_fx.graph_cost(captured(model, inputs))
