@@ -16,8 +16,10 @@ from typing import Any
 
 from galvatron_fx.ir.errors import CheckpointError
 from galvatron_fx.ir.regular_file import open_regular
+from galvatron_fx.ir.strict_json import parse_object, read_bytes
 
 NAME = "manifest.json"
+_MOST_BYTES = 200_000_000  # a line for every file of every rank
 UNKNOWN = -1
 """What :attr:`Manifest.after` is in a manifest of an earlier version, which did not say."""
 
@@ -66,9 +68,8 @@ def parse(folder: Path) -> Manifest:
     """Read the manifest alone. Raises CheckpointError where it is missing, unreadable or altered."""
     path = folder / NAME
     try:
-        with open_regular(path) as file:
-            text = file.read().decode("utf-8")
-        body = json.loads(text)
+        text = read_bytes(path, _MOST_BYTES).decode("utf-8")
+        body = parse_object(text)
         del body["sha256"]
         after = body.get("after", UNKNOWN)
         files = {name: FileSum(name, size, digest) for name, (size, digest) in body["files"].items()}
@@ -77,7 +78,7 @@ def parse(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} is missing: the checkpoint was never completed, or is damaged") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}; load another checkpoint") from error
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         intact = False
     if not intact:
         raise CheckpointError(f"{path} is not as it was written: the checkpoint is damaged; load another")

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from galvatron_fx.cli.exits import UsageError
-from galvatron_fx.cli.files import read_object, refuse
+from galvatron_fx.cli.files import refuse
 from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.plan.strategy import Strategy
+from galvatron_fx.ir.strict_json import read_object
 
 __all__ = ["constraints_of", "parse_constraint"]
 

@@ -12,8 +12,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from galvatron_fx.cli.files import parse_object, read_object
 from galvatron_fx.ir.errors import GalvatronError, InputError
+from galvatron_fx.ir.strict_json import parse_object, read_object
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

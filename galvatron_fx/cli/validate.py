@@ -10,6 +10,7 @@ from galvatron_fx.cli import files, models, options, output
 from galvatron_fx.cli.exits import UsageError
 from galvatron_fx.cli.output import Result
 from galvatron_fx.ir.errors import PlanError
+from galvatron_fx.ir.strict_json import read_object
 
 if TYPE_CHECKING:
     from galvatron_fx.ir.plan.plan import Plan
@@ -59,7 +60,7 @@ def run(given: argparse.Namespace) -> Result:
 
 def _kind(path: str) -> str:
     """What the file is by its keys; what has those of neither counts as a plan, and is refused as one."""
-    found = files.read_object(path, "a plan or a cluster")
+    found = read_object(path, "a plan or a cluster")
     return CLUSTER if "device" in found and "blocks" not in found else PLAN
 
 

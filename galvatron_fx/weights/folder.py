@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,11 +11,13 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from galvatron_fx.checkpoint.model_state import dtype_name
-from galvatron_fx.ir.errors import CheckpointError
+from galvatron_fx.ir.errors import CheckpointError, InputError
 from galvatron_fx.ir.regular_file import open_regular
+from galvatron_fx.ir.strict_json import read_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_MOST_INDEX_BYTES = 200_000_000
 SHARD = "model-{number:05d}-of-{count:05d}.safetensors"
 
 
@@ -77,10 +78,9 @@ def _header(folder: Path, name: str) -> dict[str, StoredTensor]:
 
 def _weight_map(path: Path) -> dict[str, str]:
     try:
-        with open_regular(path) as index:
-            weight_map = json.loads(index.read().decode("utf-8"))["weight_map"]
+        weight_map = read_object(path, "an index of weights", _MOST_INDEX_BYTES)["weight_map"]
         files = {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (InputError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} is not an index of weights: {type(error).__name__}: {error}") from error
     outside = [file for file in files.values() if Path(file).name != file]
     if outside:

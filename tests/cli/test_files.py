@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from galvatron_fx import Plan
-from galvatron_fx.cli.files import parse_object, read_text
+from galvatron_fx import Cluster, Plan
 from galvatron_fx.cli.model_config import config_from_name
 from galvatron_fx.errors import InputError, PlanError
+from galvatron_fx.ir.strict_json import parse_object, read_text
 from tests.cli.hostile import BY_HAND, READERS, VALID, Watch, damaged, outcome
 
 _WATCH = Watch([])
@@ -85,6 +85,10 @@ def test_what_is_no_file(tmp_path: Path) -> None:
             read_text(path, "a plan")
     with pytest.raises(PlanError, match="it is no regular file"):
         Plan.load(tmp_path / "pipe")
+    with pytest.raises(OSError, match="it is no regular file"):
+        Cluster.load(tmp_path / "pipe")
+    with pytest.raises(PlanError, match="null byte"):
+        Plan.load("a\0b")
     with pytest.raises(InputError, match=r"cannot read a plan from .*: Is a directory"):
         read_text(tmp_path, "a plan")
     with pytest.raises(InputError, match=r"cannot read a plan from .*null byte"):

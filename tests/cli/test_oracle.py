@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from galvatron_fx.cli import files
-from galvatron_fx.ir.cluster import cluster, cluster_json, curves, device
-from galvatron_fx.ir.plan import pipelining, plan, plan_json, strategy
+from galvatron_fx.ir import strict_json
+from galvatron_fx.ir.cluster import cluster, curves, device
+from galvatron_fx.ir.plan import pipelining, plan, strategy
 from tests.cli.hostile import READERS, VALID, Watch, outcome
 
 _WATCH = Watch([])
@@ -100,11 +100,11 @@ def _nothing(*_: Any, **__: Any) -> None:
     """A check that is gone."""
 
 
-def _any_schema() -> Any:
+def _any_schema(_: str) -> Any:
     return SimpleNamespace(first_error=_nothing)
 
 
-def _of_pairs(pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
+def _of_pairs(the: str, error: type, pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
     return dict(pairs)
 
 
@@ -120,8 +120,8 @@ def _without(kind: type, name: str) -> Callable[..., Any]:
 
 
 REMOVED: dict[str, tuple[Any, str, Any, str]] = {
-    "the schema of plans": (plan_json, "_schema", _any_schema, "time below zero"),
-    "repeated keys in plans": (plan_json, "_unique_keys", _of_pairs, "a key twice"),
+    "the schema of plans": (strict_json, "_schema", _any_schema, "time below zero"),
+    "repeated keys in plans": (strict_json, "_unique_keys", _of_pairs, "a key twice"),
     "primes": (plan, "prime_factors", lambda size: (size,), "an axis of 4"),
     "roles": (strategy, "ROLES", (*strategy.ROLES, "expert"), "an unknown role"),
     "blocks": (plan, "_check_blocks", _nothing, "a wildcard of one model"),
@@ -133,14 +133,14 @@ REMOVED: dict[str, tuple[Any, str, Any, str]] = {
     "tables": (pipelining, "check_schedule", _nothing, "a table without an action"),
     "circles": (pipelining, "check_schedule", _nothing, "a table that never ends"),
     "roles of constraints": (strategy.Strategy, "__post_init__", _nothing, "a role in a constraint"),
-    "the schema of clusters": (cluster_json, "_schema", _any_schema, "an axis of True"),
-    "repeated keys in clusters": (cluster_json, "_unique_keys", _of_pairs, "a cluster's key twice"),
+    "the schema of clusters": (strict_json, "_schema", _any_schema, "an axis of True"),
+    "repeated keys in clusters": (strict_json, "_unique_keys", _of_pairs, "a cluster's key twice"),
     "primes of clusters": (cluster.sympy, "isprime", lambda _: True, "an axis of 4 in a cluster"),
     "names of axes": (cluster.Cluster, "__post_init__", _nothing, "axes of one name"),
     "numbers of devices": (device, "checked_number", _number, "memory below zero"),
     "numbers of axes": (cluster, "checked_number", _number, "a bandwidth of zero"),
     "curves": (curves, "pairwise", lambda _: (), "points that fall"),
-    "repeated keys elsewhere": (files, "_unique", _of_pairs, "a constraint twice"),
+    "repeated keys elsewhere": (strict_json, "_unique_keys", _of_pairs, "a constraint twice"),
 }  # fmt: skip
 
 

@@ -183,7 +183,10 @@ class Cluster:
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
         """Read what :meth:`save` wrote; raises OSError and ClusterError."""
         check_arguments(path=path)
-        return cls.from_json(Path(path).read_text(encoding="utf-8", errors="replace"))
+        from galvatron_fx.ir.cluster.cluster_json import MOST_CHARACTERS
+        from galvatron_fx.ir.strict_json import read_bytes
+
+        return cls.from_json(read_bytes(path, MOST_CHARACTERS).decode("utf-8", errors="replace"))
 
 
 def _primes(size: int) -> list[int]:

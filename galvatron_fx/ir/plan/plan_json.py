@@ -10,23 +10,30 @@ import json
 import math
 import os
 import secrets
-from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from jsonschema.exceptions import ValidationError
-
+from galvatron_fx.ir import strict_json
 from galvatron_fx.ir.errors import PlanError
-from galvatron_fx.ir.json_schema import Schema
-from galvatron_fx.ir.regular_file import open_regular
 
 __all__ = ["MAX_PLAN_BYTES", "PLAN_VERSION", "parse", "read", "serialize", "validate", "write"]
 
 PLAN_VERSION = 2
-MAX_PLAN_BYTES = 16_000_000
+MAX_PLAN_BYTES = strict_json.MOST_BYTES
 """The largest plan that is read, in bytes; a plan of a thousand blocks has about a fortieth of it."""
 
-_MAX_SHOWN = 200
+_FORMAT = strict_json.JsonFormat(
+    name="plan",
+    error=PlanError,
+    schema_file="plan_schema.json",
+    version=PLAN_VERSION,
+    too_long="a plan of {size} characters; at most {most} are read: is it a plan at all?",
+    non_finite="{found} in the plan, where a finite number was expected; price the plan again",
+    other_version=f"plan version {{found}}, where {PLAN_VERSION} was expected: it was written by another release; "
+    f"search the plan again with this one",
+    misfit="malformed plan at {place}: {what}; mend it there, or write it with plan.save",
+    nullable="a whole number of bytes",
+)
 
 
 def serialize(document: dict[str, Any]) -> str:
@@ -35,25 +42,10 @@ def serialize(document: dict[str, Any]) -> str:
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Return the JSON object in ``text``, checked against the schema.
-
-    Raises PlanError for text over MAX_PLAN_BYTES characters, bad or too deeply nested JSON, repeated
-    keys, NaN and infinities, and everything that :func:`validate` refuses.
-    """
-    if not isinstance(text, str):
-        raise PlanError(f"a plan is read from str, and this is {type(text).__name__}; decode it as UTF-8 first")
-    if len(text) > MAX_PLAN_BYTES:
-        raise PlanError(f"a plan of {len(text)} characters; at most {MAX_PLAN_BYTES} are read: is it a plan at all?")
-    try:
-        document = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
-        validate(document)
-    except PlanError:
-        raise
-    except RecursionError:
-        raise PlanError("the plan is nested too deeply to be a plan; write it again with plan.save") from None
-    except ValueError as error:
-        raise PlanError(f"the plan is not JSON: {_shorten(str(error))}; write it again with plan.save") from None
-    return document  # type: ignore[no-any-return]
+    """Return the plan in ``text``; raises PlanError for all that is no JSON, and that :func:`validate` refuses."""
+    document = _FORMAT.parse(text, MAX_PLAN_BYTES)
+    _refuse_non_finite(document, "$")
+    return document
 
 
 def validate(document: object) -> None:
@@ -61,30 +53,13 @@ def validate(document: object) -> None:
 
     Raises PlanError naming the place, what was found there and what was expected.
     """
-    if isinstance(document, dict) and (version := document.get("version", PLAN_VERSION)) != PLAN_VERSION:
-        raise PlanError(
-            f"plan version {_shorten(repr(version))}, where {PLAN_VERSION} was expected: it was written by another "
-            f"release; search the plan again with this one"
-        )
-    error = _schema().first_error(document)
-    if error is not None:
-        place = _shorten(error.json_path)
-        raise PlanError(f"malformed plan at {place}: {_explain(error)}; mend it there, or write it with plan.save")
+    _FORMAT.check(document)
     _refuse_non_finite(document, "$")
 
 
 def read(path: str | os.PathLike[str]) -> str:
     """Return the text of the file at ``path``; raises PlanError if it is unreadable, too large or not UTF-8."""
-    try:
-        with open_regular(path) as file:
-            content = file.read(MAX_PLAN_BYTES + 1)
-        if len(content) > MAX_PLAN_BYTES:
-            raise PlanError(f"{path} has over {MAX_PLAN_BYTES} bytes; a plan has fewer: is it a plan at all?")
-        return content.decode("utf-8")
-    except OSError as error:
-        raise PlanError(f"cannot read a plan from {path}: {error.strerror}; give the path of a saved plan") from error
-    except UnicodeDecodeError as error:
-        raise PlanError(f"{path} is not UTF-8 at byte {error.start}; give the path of a saved plan") from None
+    return strict_json.read_text(path, "a plan", MAX_PLAN_BYTES, PlanError)
 
 
 def write(path: str | os.PathLike[str], text: str) -> None:
@@ -101,41 +76,9 @@ def write(path: str | os.PathLike[str], text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-@cache
-def _schema() -> Schema:
-    return Schema("plan_schema.json")
-
-
-def _explain(error: ValidationError) -> str:
-    """Say in words what a schema error found and expected; regular expressions are left out."""
-    found = _shorten(repr(error.instance))
-    if error.validator == "not":
-        return f"{found} holds characters that are not allowed there"
-    if error.validator == "anyOf":
-        return f"{found} is neither null nor a whole number of bytes"
-    return _shorten(error.message)
-
-
 def _refuse_non_finite(value: object, place: str) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise PlanError(f"malformed plan at {place}: {value} is not a finite number; price the plan again")
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
         _refuse_non_finite(item, f"{place}.{key}")
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in fields:
-            raise PlanError(f"key {_shorten(repr(key))} stands twice in one object of the plan; keep one of them")
-        fields[key] = value
-    return fields
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise PlanError(f"{name} in the plan, where a finite number was expected; price the plan again")
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
