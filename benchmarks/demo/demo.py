@@ -43,7 +43,6 @@ def run_alone(steps: int, parts: int, console: Console) -> tuple[list[float], fl
 
     The batch is passed in ``parts`` equal parts whose gradients add up, which changes nothing but rounding.
     """
-    torch.set_num_threads(1)  # as every rank has
     text, model = Text.of_standard_library(), build_model()
     optimizer = new_optimizer(model)
     losses, times = [], []
@@ -113,6 +112,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Run the demo."""
     options, console = arguments(), Console(soft_wrap=True, highlight=False)
+    torch.set_num_threads(1)  # as every rank has
     console.print(f"{machine.describe()}\n")
     parameters = sum(p.numel() for p in build_model().parameters())
     console.print(

@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
+from galvatron_fx.ir.plan.strategy import ROLES
 from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 from galvatron_fx.report import words
 from galvatron_fx.report.bars import alternatives_picture, memory_picture, roles_picture, shown_ranks, time_picture
@@ -26,7 +27,6 @@ from galvatron_fx.report.timelines import memory_timeline_picture, operators_pic
 __all__ = ["render"]
 
 _MOST_AREAS = 8
-_ROLES = ("data", "zero", "tensor", "tensor_sequence", "sequence", "pipeline")
 _TASKS = {
     "start": "before the first micro-batch",
     "input_grad": "input gradients",
@@ -39,7 +39,7 @@ def render(told: Explained, model_name: str) -> str:
     """Return the page; equal arguments give equal pages."""
     style, script = _asset("page.css"), _asset("page.js")
     style = style.replace("LIGHT", css_variables(False)).replace("DARK", css_variables(True))
-    style += "".join(f"td.{role} {{ background: var(--{role.replace('_', '-')}); }}\n" for role in _ROLES)
+    style += "".join(f"td.{role} {{ background: var(--{role.replace('_', '-')}); }}\n" for role in ROLES)
     has_stages = told.plan.pipelining.num_stages > 1
     blocks = block_rows(told)
     text = told.plan.to_json()
