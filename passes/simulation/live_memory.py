@@ -8,7 +8,7 @@ inside.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -40,16 +40,70 @@ def kind_of_port(kind: str) -> str:
     return PARAMETERS if kind in ("param", "buffer") else BATCH
 
 
-class MemoryMeter:
-    """Runs the two graphs on tensors without data and counts the bytes of buffers that are alive."""
+class LiveMemory:
+    """Counts the bytes of storages as long as anyone holds them: by kind, now and when they were most.
+
+    A storage may turn out later to be of another kind: what is counted says so then, also of the moment of the most.
+    """
+
+    def __init__(self) -> None:
+        self._holders: Counter[Storage] = Counter()
+        self._bytes = 0
+        self._most_bytes = 0
+        self._at_most: list[Storage] = []
+        self._beside: Mapping[str, int] = {}
+
+    @property
+    def now(self) -> dict[str, int]:
+        """Bytes alive."""
+        return by_kind(self._holders)
+
+    @property
+    def most(self) -> dict[str, int]:
+        """Bytes when most was alive."""
+        return {kind: size + self._beside.get(kind, 0) for kind, size in by_kind(self._at_most).items()}
+
+    def begin(self) -> list[Storage]:
+        """Return what is alive, and look for the most that is from here on."""
+        self._at_most, self._most_bytes, self._beside = list(self._holders), self._bytes, {}
+        return self._at_most
+
+    def hold(self, storages: Iterable[Storage]) -> None:
+        """Count one holder more of each."""
+        for storage in storages:
+            self._holders[storage] += 1
+            if self._holders[storage] == 1:
+                self._came(storage)
+
+    def drop(self, storages: Iterable[Storage]) -> None:
+        """Count one holder less of each."""
+        for storage in storages:
+            self._holders[storage] -= 1
+            if not self._holders[storage]:
+                del self._holders[storage]
+                self._went(storage)
+
+    def passing(self, more: Mapping[str, int]) -> None:
+        """Note that so much more (or less) of each kind is alive for a moment than what is held."""
+        total = self._bytes + sum(more.values())
+        if total > self._most_bytes:
+            self._at_most, self._most_bytes, self._beside = list(self._holders), total, more
+
+    def _came(self, storage: Storage) -> None:
+        self._bytes += storage.size_bytes
+        self.passing({})
+
+    def _went(self, storage: Storage) -> None:
+        self._bytes -= storage.size_bytes
+
+
+class GraphMemory(LiveMemory):
+    """Runs lowered graphs on tensors without data; ``degrees``: ranks along each column of their layout."""
 
     def __init__(self, degrees: Sequence[int]) -> None:
+        super().__init__()
         self._degrees = degrees
-        self._live: Counter[Buffer] = Counter()
-        self._held: dict[Buffer, Storage] = {}
-        self.bytes = 0
-        self._most_bytes = 0
-        self.at_most: list[Storage] = []
+        self._storages: dict[Buffer, Storage] = {}
 
     def use(self, lowered: Lowered, update_bytes: int) -> MemoryUse:
         """The most bytes alive beside optimizer states: parameters, inputs, gradients and outputs included.
@@ -60,62 +114,44 @@ class MemoryMeter:
         count = len(halves.result_ports)
         inputs = [StridedTensor.empty(meta_of(node).spec) for node in _placeholders(halves.forward)]
         for value, port in zip(inputs, halves.input_ports, strict=True):
-            self.hold(value, kind_of_port(port.kind))
+            self.hold_values(value, kind_of_port(port.kind))
         results = self.run(halves.forward, inputs, owned=set())
         self.label(results, ACTIVATIONS)
         saved, produced = results[count:], set(map(id, results[:count]))
         tangents = [StridedTensor.empty(meta_of(node).spec) for node in _placeholders(halves.backward)[len(saved) :]]
-        self.hold([*tangents, *(value for value in saved if id(value) in produced)])
+        self.hold_values([*tangents, *(value for value in saved if id(value) in produced)])
         borrowed = {i for i, source in enumerate(halves.saved_inputs) if source is not None}
         owned = set(range(len(saved) + len(tangents))) - borrowed
         self.label(self.run(halves.backward, [*saved, *tangents], owned), GRADIENTS)
-        update = by_kind(self._held.values())
+        update = self.now
         update[TRANSIENTS] += update_bytes
-        return MemoryUse(by_kind(self.at_most), update)
+        return MemoryUse(self.most, update)
 
-    def begin(self) -> list[Storage]:
-        """Return what is alive, and look for the most that is from here on."""
-        self.at_most, self._most_bytes = list(self._held.values()), self.bytes
-        return self.at_most
-
-    def hold(self, value: Any, kind: str = TRANSIENTS) -> None:
+    def hold_values(self, value: Any, kind: str = TRANSIENTS) -> None:
         """Count one holder more of each tensor's storage, which is of ``kind`` if it is new."""
         for tensor in _tensors(value):
-            key = tensor.buffer
-            if not self._live[key]:
-                self._held[key] = Storage(key.size_bytes, kind)
-                self._came(self._held[key])
-            self._live[key] += 1
+            new = Storage(tensor.buffer.size_bytes, kind)
+            self.hold([self._storages.setdefault(tensor.buffer, new)])
 
-    def drop(self, value: Any) -> None:
-        """Count one holder less of each tensor's storage."""
+    def drop_values(self, value: Any) -> None:
+        """Count one holder less of each tensor's storage, of those that are held."""
         for tensor in _tensors(value):
-            key = tensor.buffer
-            if key not in self._held:
-                continue
-            self._live[key] -= 1
-            if not self._live[key]:
-                self._went(self._held.pop(key))
-                del self._live[key]
-
-    def _came(self, storage: Storage) -> None:
-        self.bytes += storage.size_bytes
-        if self.bytes > self._most_bytes:
-            self.begin()
-
-    def _went(self, storage: Storage) -> None:
-        self.bytes -= storage.size_bytes
+            storage = self._storages.get(tensor.buffer)
+            if storage is not None:
+                self.drop([storage])
+                if storage not in self._holders:
+                    del self._storages[tensor.buffer]
 
     def label(self, value: Any, kind: str) -> None:
         """Say what new storages turned out to be: what outlives a graph is no transient."""
         for tensor in _tensors(value):
-            storage = self._held.get(tensor.buffer)
+            storage = self._storages.get(tensor.buffer)
             if storage is not None and storage.kind == TRANSIENTS:
                 storage.kind = kind
 
     def kind_of(self, tensor: StridedTensor) -> str:
         """The kind of a storage that is held."""
-        return self._held[tensor.buffer].kind
+        return self._storages[tensor.buffer].kind
 
     def run(self, graph: fx.GraphModule, inputs: list[Any], owned: set[int]) -> list[Any]:
         """Run one graph; inputs in ``owned`` (already held) are dropped at their last use, outputs stay held."""
@@ -128,7 +164,7 @@ class MemoryMeter:
             if i in owned:
                 held.add(node)
                 if node not in last:
-                    self.drop(values[node])
+                    self.drop_values(values[node])
         for node in bound.nodes:
             if node.op == "placeholder":
                 continue
@@ -136,18 +172,18 @@ class MemoryMeter:
                 outs = node.args[0]
                 return [values[n] if isinstance(n, fx.Node) else None for n in outs]
             values[node] = self._evaluate(graph, node, values)
-            self.hold(values[node], self._new_kind(node, values))
+            self.hold_values(values[node], self._new_kind(node, values))
             held.add(node)
             for used in {*node.all_input_nodes, node}:
                 if used in held and last.get(used, node) is node:
-                    self.drop(values.pop(used))
+                    self.drop_values(values.pop(used))
                     held.discard(used)
         raise AssertionError("the graph has no output")
 
     def _new_kind(self, node: fx.Node, values: dict[fx.Node, Any]) -> str:
         """Gathered, if it is made of parameters alone."""
         keys = [tensor.buffer for used in node.all_input_nodes for tensor in _tensors(values[used])]
-        from_weights = [key in self._held and self._held[key].kind in _WEIGHTS for key in keys]
+        from_weights = [key in self._storages and self._storages[key].kind in _WEIGHTS for key in keys]
         return GATHERED if from_weights and all(from_weights) else TRANSIENTS
 
     def _bound(self, graph: fx.GraphModule) -> fx.Graph:

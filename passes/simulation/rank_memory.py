@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from galvatron_fx.ir.plan.prediction import ACTIVATIONS, GRADIENTS, MEMORY_KINDS, TRANSIENTS, Storage
+from galvatron_fx.ir.plan.prediction import ACTIVATIONS, GRADIENTS, TRANSIENTS, Storage
 from galvatron_fx.ir.plan.strategy import original_name
 from passes.lowering.stages.split_stages import Stage
+from passes.simulation.live_memory import LiveMemory
 from passes.simulation.task_memory import StageMemory
 
 # What a rank does: stage, kind (F, B, I, W and their transfers) and micro-batch.
@@ -22,57 +22,15 @@ Values = dict[str, Storage]
 
 
 @dataclass
-class Ledger:
-    """Counts the bytes of storages as long as anyone holds them: by kind, now and when they were most."""
-
-    now: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MEMORY_KINDS, 0))
-    most: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MEMORY_KINDS, 0))
-    _bytes: int = 0
-    _most_bytes: int = 0
-    _holders: Counter[Storage] = field(default_factory=Counter)
-
-    def begin(self) -> None:
-        """Look for the most that is from here on."""
-        self.most, self._most_bytes = dict(self.now), self._bytes
-
-    def hold(self, storages: Iterable[Storage]) -> None:
-        """Count one holder more of each."""
-        for storage in storages:
-            if not self._holders[storage]:
-                self._count(storage, storage.size_bytes)
-            self._holders[storage] += 1
-        self.passing({})
-
-    def drop(self, storages: Iterable[Storage]) -> None:
-        """Count one holder less of each."""
-        for storage in storages:
-            self._holders[storage] -= 1
-            if not self._holders[storage]:
-                self._count(storage, -storage.size_bytes)
-                del self._holders[storage]
-
-    def passing(self, more: Mapping[str, int]) -> None:
-        """Note that so much more (or less) of each kind is alive for a moment than what is held."""
-        total = self._bytes + sum(more.values())
-        if total > self._most_bytes:
-            self._most_bytes = total
-            self.most = {kind: size + more.get(kind, 0) for kind, size in self.now.items()}
-
-    def _count(self, storage: Storage, size_bytes: int) -> None:
-        self._bytes += size_bytes
-        self.now[storage.kind] += size_bytes
-
-
-@dataclass
 class StageReplay:
-    """Does to a ledger what :class:`galvatron_fx.runtime.stage_runner.StageRunner` does to tensors.
+    """Does to live memory what :class:`galvatron_fx.runtime.stage_runner.StageRunner` does to tensors.
 
     ``stage`` and its ``memory``; values of the step, sums, results and what lives of each micro-batch are held.
     """
 
     stage: Stage
     memory: StageMemory
-    ledger: Ledger
+    live: LiveMemory
     step_values: Values = field(default_factory=dict)
     sums: Values = field(default_factory=dict)
     results: list[Storage] = field(default_factory=list)
@@ -106,14 +64,14 @@ class StageReplay:
 
     def end(self) -> None:
         """Let go of what all micro-batches shared."""
-        self.ledger.drop(self.step_values.values())
+        self.live.drop(self.step_values.values())
 
     def finish(self) -> dict[str, Storage]:
         """The gradients by name of parameter, each held."""
         made = self._run("finish", self.sums) | self.sums
         gradients = {gradient.port.name: made[gradient.total] for gradient in self.stage.gradients}
-        self.ledger.hold(gradients.values())
-        self.ledger.drop(made.values())
+        self.live.hold(gradients.values())
+        self.live.drop(made.values())
         return gradients
 
     def ready(self, names: Sequence[str], values: Sequence[Storage]) -> list[Storage]:
@@ -121,8 +79,8 @@ class StageReplay:
         strided = {name for effect in self.memory.tasks.values() for name in effect.strided}
         sizes = {name: self.stage.specs[name].size_bytes for name in names}
         ready = [Storage(sizes[n]) if n in strided else value for n, value in zip(names, values, strict=True)]
-        self.ledger.hold(ready)
-        self.ledger.drop(values)
+        self.live.hold(ready)
+        self.live.drop(values)
         return ready
 
     def _run(self, name: str, values: Values) -> Values:
@@ -131,27 +89,27 @@ class StageReplay:
         if task.is_empty:
             return {}
         effect = self.memory.tasks[name, any(term in self.sums for term in task.sums)]
-        self.ledger.passing(effect.peak)
+        self.live.passing(effect.peak)
         fresh = [Storage(size, kind) for size, kind in effect.fresh]
         named = {**self.step_values, **values, **{f"sum {term}": total for term, total in self.sums.items()}}
         made = [fresh[key] if isinstance(key, int) else named.get(key, OUTSIDE) for key in effect.outputs]
         # What dies has died before the last output is there: the peak says what both came to.
-        self.ledger.drop(values.pop(dead) for dead in task.dies)
-        self.ledger.drop(self.sums.pop(term) for term in task.sums if term in self.sums)
-        self.ledger.hold(made)
+        self.live.drop(values.pop(dead) for dead in task.dies)
+        self.live.drop(self.sums.pop(term) for term in task.sums if term in self.sums)
+        self.live.hold(made)
         count = len(task.outputs)
         self.sums |= dict(zip(task.sums, made[count:], strict=True))
         return dict(zip(task.outputs, made[:count], strict=True))
 
     def _held(self, values: Values, names: Sequence[str]) -> list[Storage]:
         found = [values.get(name, self.step_values.get(name, OUTSIDE)) for name in names]
-        self.ledger.hold(found)
+        self.live.hold(found)
         return found
 
     def _only(self, values: Values, names: Iterable[str]) -> Values:
         """Keep the named values and drop the others."""
         wanted = set(names)
-        self.ledger.drop(value for name, value in values.items() if name not in wanted)
+        self.live.drop(value for name, value in values.items() if name not in wanted)
         return {name: value for name, value in values.items() if name in wanted}
 
 
@@ -159,11 +117,11 @@ class StageReplay:
 class RankReplay:
     """Walks the order of one pipeline rank as :mod:`galvatron_fx.runtime.torch_pipeline` does.
 
-    ``stages``: the rank's own, by number, on one ledger.
+    ``stages``: the rank's own, by number, in one live memory.
     """
 
     stages: Mapping[int, StageReplay]
-    ledger: Ledger
+    live: LiveMemory
     _activations: dict[tuple[int, int], list[Storage]] = field(default_factory=dict)
     _gradients: dict[tuple[int, int], list[Storage]] = field(default_factory=dict)
     _outgoing: dict[Row, list[Storage]] = field(default_factory=dict)
@@ -176,7 +134,7 @@ class RankReplay:
         for row in order:
             self._act(*row)
         for sent in self._under_way.values():
-            self.ledger.drop(sent)
+            self.live.drop(sent)
         for stage in self.stages.values():
             stage.end()
 
@@ -193,8 +151,8 @@ class RankReplay:
     def _replaced(self, *old: Storage) -> Storage:
         """A new storage of the size, made of the old ones, which are dropped."""
         new = Storage(old[0].size_bytes, GRADIENTS)
-        self.ledger.hold([new])
-        self.ledger.drop(old)
+        self.live.hold([new])
+        self.live.drop(old)
         return new
 
     def _act(self, index: int, kind: str, part: int) -> None:
@@ -204,11 +162,11 @@ class RankReplay:
             names = stage.stage.receives if ahead else stage.stage.receives_back
             what = ACTIVATIONS if ahead else TRANSIENTS
             buffers = [Storage(stage.stage.specs[name].size_bytes, what) for name in names]
-            self.ledger.hold(buffers)
+            self.live.hold(buffers)
             (self._activations if ahead else self._gradients)[index, part] = buffers
         elif kind.startswith("SEND"):
             names = stage.stage.sends if kind.endswith("F") else stage.stage.sends_back
-            self.ledger.drop(self._under_way.pop((index, kind), []))
+            self.live.drop(self._under_way.pop((index, kind), []))
             self._under_way[index, kind] = stage.ready(names, self._outgoing.pop((index, kind, part)))
         elif kind == "F":
             sends = stage.forward(part, self._activations.pop((index, part), []))

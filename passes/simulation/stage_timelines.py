@@ -38,15 +38,15 @@ class _Watched(RankReplay):
 
     def _act(self, index: int, kind: str, part: int) -> None:
         if not self.moments:
-            self._note(self.ledger.most)
+            self._note(self.live.most)
         super()._act(index, kind, part)
         if kind in KINDS:
             self.actions.append(Action(kind, index, part))
-            self._note(self.ledger.most, self.ledger.now)
+            self._note(self.live.most, self.live.now)
 
     def _note(self, *moments: Mapping[str, int]) -> None:
         self.moments += map(dict, moments)
-        self.ledger.begin()
+        self.live.begin()
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ def _table(replays: Sequence[_Watched], held: PersistentMemory) -> Floats:
     for rank, replay in enumerate(replays):
         always = kinds_array(held.always(rank))
         hoisted = kinds_array({BATCH: held.hoisted_bytes(rank)})
-        step = [kinds_array(moment) + always + hoisted for moment in (*replay.moments, replay.ledger.most)]
+        step = [kinds_array(moment) + always + hoisted for moment in (*replay.moments, replay.live.most)]
         update = {TRANSIENTS: held.update_bytes(rank)}
-        rows.append(np.concatenate([*step, kinds_array(replay.ledger.now) + always + kinds_array(update)]))
+        rows.append(np.concatenate([*step, kinds_array(replay.live.now) + always + kinds_array(update)]))
     table = np.zeros((len(rows), max(map(len, rows))))
     for row, amounts in zip(table, rows, strict=True):
         row[: len(amounts)] = amounts

@@ -22,8 +22,9 @@ from passes.lowering.lower_stages import LoweredStages
 from passes.lowering.stages.split_stages import Stage
 from passes.simulation.events import GraphEvents
 from passes.simulation.exposed_time import exposed_and_hidden
+from passes.simulation.live_memory import LiveMemory
 from passes.simulation.persistent_memory import PersistentMemory
-from passes.simulation.rank_memory import Ledger, RankReplay, StageReplay
+from passes.simulation.rank_memory import RankReplay, StageReplay
 from passes.simulation.step import SimulateStep, shard_of
 from passes.simulation.task_memory import StageMemory
 
@@ -213,13 +214,13 @@ class SimulateStages:
         held = PersistentMemory.of(lowered, self.schedule, self.optimizer)
         found = []
         for rank, replay in enumerate(self.replays(lowered, held, RankReplay)):
-            ledger, always, hoisted = replay.ledger, held.always(rank), {BATCH: held.hoisted_bytes(rank)}
+            live, always, hoisted = replay.live, held.always(rank), {BATCH: held.hoisted_bytes(rank)}
             update = {TRANSIENTS: held.update_bytes(rank)}
-            found.append(MemoryUse(_added(ledger.most, always, hoisted), _added(ledger.now, always, update)))
+            found.append(MemoryUse(_added(live.most, always, hoisted), _added(live.now, always, update)))
         return found
 
     def replays(self, lowered: LoweredStages, held: PersistentMemory, kind: type[Replay]) -> list[Replay]:
-        """The step of every pipeline rank as its ledger saw it, from the first task to the gradients."""
+        """The step of every pipeline rank as its live memory saw it, from the first task to the gradients."""
         kinds = {action.kind for order in self.schedule.orders for action in order}
         measured = {
             id(stage.tasks): StageMemory.of(stage, lowered.layout.shape, kinds) for stage in distinct_stages(lowered)
@@ -228,9 +229,9 @@ class SimulateStages:
         rows = [[(a.stage, a.kind, a.microbatch) for a in order] for order in self.schedule.orders]
         found = []
         for rank, order in enumerate(orders_with_transfers(rows, self.schedule.rank_of_stage)):
-            ledger = Ledger()
-            own = {i: StageReplay(lowered.stages[i], memory[i], ledger) for i in self.schedule.stages_of(rank)}
-            replay = kind(own, ledger)
+            live = LiveMemory()
+            own = {i: StageReplay(lowered.stages[i], memory[i], live) for i in self.schedule.stages_of(rank)}
+            replay = kind(own, live)
             replay.run(order)
             replay.finish(held.shared)
             found.append(replay)

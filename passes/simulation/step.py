@@ -31,7 +31,7 @@ from passes.lowering.lower_step import Lowered
 from passes.simulation.events import GraphEvents
 from passes.simulation.exposed_time import added, exposed_and_hidden
 from passes.simulation.implicit_copies import implicit_copies
-from passes.simulation.live_memory import MemoryMeter
+from passes.simulation.live_memory import GraphMemory
 
 Seconds = dict[Cause, float]
 
@@ -114,7 +114,7 @@ class SimulateStep:
     def parts(self, lowered: Lowered) -> StepParts:
         """Look at the two graphs, without letting anything overlap."""
         halves, trained = lowered.halves, _parameters(lowered, trained_only=True)
-        memory = MemoryMeter(lowered.layout.shape).use(lowered, self.optimizer.temporary_bytes(trained))
+        memory = GraphMemory(lowered.layout.shape).use(lowered, self.optimizer.temporary_bytes(trained))
         states = {STATES: self.optimizer.state_bytes(trained)}
         memory = MemoryUse({**memory.step, **states}, {**memory.update, **states})
         graphs = {"forward": halves.forward, "backward": halves.backward}

@@ -18,7 +18,7 @@ from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.plan.prediction import COMPUTE, MEMORY_KINDS, PARAMETERS, STATES, UPDATE, Cause, Storage
 from passes.lowering.lower_step import Lowered
 from passes.simulation.events import blocks_by_place, node_events
-from passes.simulation.live_memory import MemoryMeter
+from passes.simulation.live_memory import GraphMemory
 from passes.simulation.short_program import Repeat, ShortProgram
 from passes.simulation.step import SimulateStep, StepReport
 
@@ -114,7 +114,7 @@ def _run(graphs: Sequence[fx.Graph], layout: Layout, simulator: SimulateStep) ->
     return _Run(nodes, causes, begins_s, delays_s, lengths_s, run.now_s)
 
 
-class _Recorder(MemoryMeter):
+class _Recorder(GraphMemory):
     """Notes what comes and goes at which node; what a storage turns out to be is known at the end only."""
 
     def __init__(self, degrees: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ from galvatron_fx.ir.plan.prediction import ACTIVATIONS, GATHERED, GRADIENTS, ME
 from passes.analysis.strided_values import Buffer, StridedTensor
 from passes.lowering.stages.split_stages import Stage
 from passes.lowering.stages.stage_tasks import Task
-from passes.simulation.live_memory import MemoryMeter, kind_of_port
+from passes.simulation.live_memory import GraphMemory, kind_of_port
 
 
 @dataclass(frozen=True)
@@ -51,24 +51,24 @@ class StageMemory:
 
         Raises VerifierError where a node's shape is not the one its facts say.
         """
-        return _Measurement(stage, _Meter(degrees)).run(kinds)
+        return _Measurement(stage, _TaskRuns(degrees)).run(kinds)
 
 
 # What the values are that outlive a task.
 _MADE_BY = {"start": GATHERED, "forward": ACTIVATIONS, "finish": GRADIENTS}
 
 
-class _Meter(MemoryMeter):
+class _TaskRuns(GraphMemory):
     """Runs every operator of a task once, however often the task is measured: counting is what differs."""
 
     def __init__(self, degrees: Sequence[int]) -> None:
         super().__init__(degrees)
         self._made: dict[tuple[int, str], Any] = {}
 
-    def branch(self) -> _Meter:
-        """A meter that counts on from here."""
+    def branch(self) -> _TaskRuns:
+        """Memory that counts on from here."""
         other = copy.copy(self)
-        other._live, other._held = self._live.copy(), self._held.copy()
+        other._holders, other._storages = self._holders.copy(), self._storages.copy()
         return other
 
     def _evaluate(self, graph: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
@@ -80,10 +80,10 @@ class _Meter(MemoryMeter):
 
 @dataclass
 class _Measurement:
-    """The values of one micro-batch, and a meter that counts them."""
+    """The values of one micro-batch, and what counts them."""
 
     stage: Stage
-    meter: _Meter
+    memory: _TaskRuns
     values: dict[str, Any] = field(default_factory=dict)
     sums: dict[str, Any] = field(default_factory=dict)
     found: dict[tuple[str, bool], TaskMemory] = field(default_factory=dict)
@@ -112,8 +112,8 @@ class _Measurement:
 
     def _branch(self, sums: dict[str, Any], tasks: Sequence[str]) -> _Measurement:
         """Run the tasks from here on, with sums that are there, and leave this moment as it is."""
-        other = _Measurement(self.stage, self.meter.branch(), dict(self.values), sums, self.found)
-        other.meter.hold(list(sums.values()), GRADIENTS)
+        other = _Measurement(self.stage, self.memory.branch(), dict(self.values), sums, self.found)
+        other.memory.hold_values(list(sums.values()), GRADIENTS)
         for name in tasks:
             other._task(name)
         return other
@@ -121,7 +121,7 @@ class _Measurement:
     def _receive(self, specs: Mapping[str, TensorSpec], kind: str) -> None:
         made = {name: StridedTensor.empty(spec) for name, spec in specs.items()}
         self.values |= made
-        self.meter.hold(list(made.values()), kind)
+        self.memory.hold_values(list(made.values()), kind)
 
     def _task(self, name: str) -> None:
         """Run a task as :class:`galvatron_fx.runtime.stage_runner.StageRunner` does."""
@@ -133,10 +133,10 @@ class _Measurement:
         owned = {i for i, n in enumerate(named) if n in task.dies or i >= len(task.inputs)}
         added = any(term in self.sums for term in task.sums)
         count = len(task.outputs)
-        before = self.meter.begin()
-        made = self.meter.run(task.graph, list(named.values()), owned)
-        self.meter.label(made[:count], _MADE_BY.get(name, TRANSIENTS))
-        self.meter.label(made[count:], GRADIENTS)
+        before = self.memory.begin()
+        made = self.memory.run(task.graph, list(named.values()), owned)
+        self.memory.label(made[:count], _MADE_BY.get(name, TRANSIENTS))
+        self.memory.label(made[count:], GRADIENTS)
         self.found[name, added] = self._effect(task, named, made, before)
         for dead in task.dies:
             del values[dead]
@@ -156,9 +156,9 @@ class _Measurement:
                 outputs.append(known[key])
             else:
                 outputs.append(list(fresh).index(key) if key in fresh else len(fresh))
-                fresh[key] = key.size_bytes, self.meter.kind_of(value)
+                fresh[key] = key.size_bytes, self.memory.kind_of(value)
         strided = {name for name, value in zip(task.outputs, made, strict=False) if not value.is_contiguous}
-        most, less = by_kind(self.meter.at_most), by_kind(before)
+        most, less = self.memory.most, by_kind(before)
         peak = {kind: most[kind] - less[kind] for kind in MEMORY_KINDS}
         return TaskMemory(peak, tuple(fresh.values()), tuple(outputs), frozenset(strided))
 

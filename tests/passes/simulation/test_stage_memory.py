@@ -17,8 +17,9 @@ from galvatron_fx.ir.torch_compat import orders_with_transfers
 from galvatron_fx.runtime.microbatches import hoisted_values
 from passes.lowering.lower_stages import LoweredStages, LowerStages
 from passes.lowering.stages.split_stages import SplitStages, Stage
+from passes.simulation.live_memory import LiveMemory
 from passes.simulation.persistent_memory import PersistentMemory
-from passes.simulation.rank_memory import Ledger, RankReplay, StageReplay
+from passes.simulation.rank_memory import RankReplay, StageReplay
 from passes.simulation.task_memory import StageMemory
 from tests.graphs import Builder
 from tests.helpers import DEVICE, axes, captured, uniform
@@ -96,14 +97,12 @@ def peaks(stages: tuple[Stage, ...], schedule: Schedule) -> list[tuple[int, int]
     kinds = {kind for row in rows for _, kind, _ in row}
     found = []
     for rank, order in enumerate(orders_with_transfers(rows, schedule.rank_of_stage)):
-        ledger = Ledger()
-        own = {
-            i: StageReplay(stages[i], StageMemory.of(stages[i], (), kinds), ledger) for i in schedule.stages_of(rank)
-        }
-        replay = RankReplay(own, ledger)
+        live = LiveMemory()
+        own = {i: StageReplay(stages[i], StageMemory.of(stages[i], (), kinds), live) for i in schedule.stages_of(rank)}
+        replay = RankReplay(own, live)
         replay.run(order)
         replay.finish(frozenset())
-        found.append((sum(ledger.most.values()), sum(ledger.now.values())))
+        found.append((sum(live.most.values()), sum(live.now.values())))
     return found
 
 
@@ -133,17 +132,17 @@ def test_a_zero_bubble_schedule_keeps_what_weight_gradients_need(stages: tuple[S
 
 
 def test_values_that_share_memory_count_once() -> None:
-    ledger, storage = Ledger(), Storage(10, ACTIVATIONS)
+    live, storage = LiveMemory(), Storage(10, ACTIVATIONS)
 
     def counted() -> tuple[int, int, int, int]:
-        now, most = ledger.now, ledger.most
+        now, most = live.now, live.most
         return now[ACTIVATIONS], now[TRANSIENTS], most[ACTIVATIONS], most[TRANSIENTS]
 
-    ledger.hold([storage, storage, Storage(5)])
-    ledger.drop([storage])
+    live.hold([storage, storage, Storage(5)])
+    live.drop([storage])
     assert counted() == (10, 5, 10, 5)
-    ledger.passing({TRANSIENTS: 3})
-    ledger.drop([storage])
+    live.passing({TRANSIENTS: 3})
+    live.drop([storage])
     assert counted() == (0, 5, 10, 8)
 
 

@@ -43,7 +43,7 @@ from passes.lowering.batch_rows import rows_read
 from passes.lowering.codegen import Codegen
 from passes.lowering.lower_step import Lower, Lowered
 from passes.lowering.split_forward_backward import SplitForwardBackward
-from passes.simulation.live_memory import MemoryMeter
+from passes.simulation.live_memory import GraphMemory
 from passes.simulation.step import SimulateStep, StepReport
 from tests.graphs import Builder, Shape
 from tests.helpers import captured, uniform
@@ -351,7 +351,7 @@ def test_what_is_measured(
     cluster = Cluster.preset("4xA100-80GB")
     lowered = Lower(uniform(stack, *roles, **options), cluster).run(stack)
     degrees = [column.degree for column in lowered.layout.merged_axes]
-    predicted = MemoryMeter(degrees).use(lowered, update_bytes=0).peak_bytes
+    predicted = GraphMemory(degrees).use(lowered, update_bytes=0).peak_bytes
     ports = lowered.halves.input_ports
     nodes = lowered.halves.forward.graph.find_nodes(op="placeholder")
     inputs = {port: torch.ones(meta_of(n).spec.shape) for port, n in zip(ports, nodes, strict=True)}
