@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from galvatron_fx.arguments import as_plan
+from galvatron_fx.arguments import as_plan, refuse_beside_captured, refuse_without_captured
+from galvatron_fx.captured import Captured
 from galvatron_fx.compiling import CompileOptions, compile_model
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.graph.pass_dump import OnPass
@@ -55,10 +56,12 @@ def capture(
 
 
 def plan(
-    model: nn.Module,
+    model: nn.Module | Captured,
     cluster: Cluster,
-    example_inputs: ExampleInputs,
+    example_inputs: ExampleInputs | None = None,
     *,
+    batch: int | None = None,
+    sequence: int | None = None,
     memory_budget: str | int | None = None,
     roles: Sequence[str] = SEARCHED_ROLES,
     recompute: str | bool = "auto",
@@ -75,7 +78,10 @@ def plan(
 ) -> Plan:
     """Search the fastest plan that fits: no processes, no devices, no weight memory.
 
-    ``cluster``: devices and links, possibly of a machine that is not here; ``example_inputs``: the global batch;
+    ``model``: or a :class:`galvatron_fx.Captured` one, which is traced once for all its plans and has its own
+    ``mixed_precision``, ``on_pass`` and ``passes``; then ``batch`` and ``sequence`` (None: as captured) may stand
+    in place of inputs; ``cluster``: devices and links, possibly of a machine that is not here; ``example_inputs``: the
+    global batch;
     ``memory_budget``: bytes per device, a number or a text like "12GiB" (default: the device's memory);
     ``roles``: what mesh axes may do (``pipeline`` only if named, or ``num_stages`` pinned: it takes longer);
     ``recompute``: "auto" (chosen per block), True or False for all blocks;
@@ -93,13 +99,19 @@ def plan(
     nothing fits, PlanError for unknown roles or modules and for pins that cannot be, and TimeLimitError where
     ``search_seconds`` were too few for any plan.
     """
-    check_arguments(model=model, progress=progress)
+    check_arguments(progress=progress, batch=batch, sequence=sequence)
     settings = SearchSettings(
         memory_budget, roles, recompute, constraints, num_stages, num_microbatches, schedule, search_seconds, optimizer
     )
+    if isinstance(model, Captured):
+        refuse_beside_captured(mixed_precision=mixed_precision, on_pass=on_pass, passes=passes)
+        session = PlanningSession(cluster, settings, progress=progress)
+        return session.choose(session.resize(model, example_inputs, batch, sequence))
+    check_arguments(model=model)
+    refuse_without_captured(batch=batch, sequence=sequence)
     control = pass_control(on_pass, passes, [FRONTEND])
     session = PlanningSession(cluster, settings, None, checked_policy(mixed_precision), control, progress)
-    return session.choose(session.capture(model, example_inputs))
+    return session.choose(session.capture(model, FlatInputs.of(example_inputs)))  # type: ignore[arg-type]
 
 
 def compile(

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from galvatron_fx.api import plan
+from galvatron_fx.captured import Captured
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import InputError, PlanError
 from galvatron_fx.ir.plan.arguments import check_arguments
@@ -26,7 +27,9 @@ __all__ = ["plan_batch"]
 _RISES = 1.01  # a batch whose throughput is less than this times the best before it is no better
 _PATIENCE = 2  # doublings in a row that are no better, after which larger batches are not tried
 _CLOSE = 8  # batches nearer to the best than this part of it are not told apart
+_SIZES = ("batch", "sequence")  # which are searched, or those of the inputs
 _OF_CAPTURE = ("mixed_precision", "on_pass", "passes")
+_LEAST_SHARED = 2  # samples from which batches share a capture: one alone is broadcast
 _MOST_TOO_SMALL = 16  # samples a device up to which batches may be too small for roles and pins
 
 
@@ -52,6 +55,8 @@ def plan_batch(
     Batches that are too small or cannot be divided for the roles and pins are left out. Raises InputError for batches
     that are no positive numbers and for inputs of another batch than asked for, BudgetError (of the smallest batch)
     where none fits, and what :func:`galvatron_fx.plan` raises; PlanError if it refuses every batch.
+
+    The model is captured once, as of :class:`galvatron_fx.Captured`.
     """
 
     check_arguments(model=model, inputs_of=inputs_of, batches=batches, progress=progress)
@@ -62,10 +67,15 @@ def plan_batch(
             if progress is not None:
                 progress(replace(moment, batch=batch))
 
-        return plan(model, cluster, _inputs(inputs_of, batch), progress=tell, **options)
+        inputs = _inputs(inputs_of, batch)
+        if batch < _LEAST_SHARED:
+            return plan(model, cluster, inputs, progress=tell, **options)
+        return plan(captures.of(inputs), cluster, inputs, progress=tell, **searched)
 
+    searched = {name: value for name, value in options.items() if name not in _OF_CAPTURE}
+    captures = _Captures(model, {name: value for name, value in options.items() if name in _OF_CAPTURE})
     # What is wrong with the options alone is said before anything is traced.
-    SearchSettings(**{name: value for name, value in options.items() if name not in _OF_CAPTURE}).on(cluster)
+    SearchSettings(**searched).on(cluster)
     tried = _Tried(plan_of)
     if batches is None:
         _walk(tried, cluster.num_devices)
@@ -73,6 +83,21 @@ def plan_batch(
         for batch in _checked(batches):
             tried.rate(batch)
     return tried.result()
+
+
+@dataclass
+class _Captures:
+    """One capture for all batches, of the inputs that come first."""
+
+    model: nn.Module
+    options: dict[str, Any]
+    made: Captured | None = None
+
+    def of(self, inputs: ExampleInputs) -> Captured:
+        """The capture, which is traced when a graph of it is asked for."""
+        if self.made is None:
+            self.made = Captured(self.model, inputs, **self.options)
+        return self.made
 
 
 @dataclass
@@ -164,7 +189,8 @@ def _middle(best: int, other: int, devices: int) -> int:
 
 def _check_names(options: dict[str, Any]) -> None:
     """Refuse options that :func:`galvatron_fx.plan` does not have, as a call of it would."""
-    known = [name for name, option in signature(plan).parameters.items() if option.kind is option.KEYWORD_ONLY]
+    named = (name for name, option in signature(plan).parameters.items() if option.kind is option.KEYWORD_ONLY)
+    known = [name for name in named if name not in _SIZES]
     for name in options:
         if name not in known:
             raise TypeError(f"plan_batch() has no option {name!r}: the options are {', '.join(known)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from torch import fx, nn
@@ -27,11 +28,12 @@ __all__ = ["Captured"]
 class Captured:
     """A model's training step with its sizes as expressions: traced once, for plans at every batch and sequence.
 
-    ``example_inputs``: a global batch as of :func:`galvatron_fx.capture`, of two samples or more;
-    ``mixed_precision``, ``on_pass``, ``passes``: as there. Each graph is that of a capture at its sizes. Where a size
-    in the model is no expression of batch and sequence (a constant of a fixed length, layers that depend on the length)
-    the model is captured anew, with a warning that says which operator is why. The model must stay as it is meanwhile.
-    Raises what :func:`galvatron_fx.capture` raises.
+    ``example_inputs``: a global batch as of :func:`galvatron_fx.capture`, of two samples or more, traced when the first
+    graph is asked for; ``mixed_precision``, ``on_pass``, ``passes``: as there.
+
+    Each graph is that of a capture at its sizes. Where a size in the model is no expression of batch and sequence
+    (a constant of a fixed length, layers that depend on the length), the model is captured anew, with a warning that
+    says which operator is why. The model must stay as it is meanwhile.
     """
 
     def __init__(
@@ -44,21 +46,17 @@ class Captured:
         passes: InsertedPasses | None = None,
     ) -> None:
         self._model = plain_model(model)
-        control = pass_control(on_pass, passes, [FRONTEND])
-        self._frontend = Frontend(control, checked_policy(mixed_precision))
-        self._trace: Trace = self._frontend.trace(self._model, example_inputs)
+        self._inputs = FlatInputs.of(example_inputs)
+        self._frontend = Frontend(pass_control(on_pass, passes, [FRONTEND]), checked_policy(mixed_precision))
         self._anew: dict[str, None] = {}
 
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Batch and sequence of the example inputs; the latter 0 where no input may have one."""
-        return self._trace.sizes.batch, self._trace.sizes.sequence
-
     def graph(self, batch: int | None = None, sequence: int | None = None) -> fx.GraphModule:
-        """Return the blocked joint graph, as of :func:`galvatron_fx.capture`, at other sizes than the example inputs'.
+        """Return the blocked joint graph, as of :func:`galvatron_fx.capture`, at a batch and sequence.
 
-        Inputs whose first size is the batch get another one, and with it token ids [batch, sequence] and embeddings
-        [batch, sequence, hidden] their sequence. Raises InputError for a sequence where no input has one.
+        ``batch``, ``sequence``: None for those of the example inputs. Inputs whose first size is the batch change it,
+        and with it token ids [batch, sequence] and embeddings [batch, sequence, hidden] their sequence.
+
+        Raises InputError for a sequence where no input has one, and what :func:`galvatron_fx.capture` raises.
         """
         check_arguments(batch=batch, sequence=sequence)
         sizes = self._trace.sizes
@@ -67,16 +65,34 @@ class Captured:
         return self.graph_of(self._trace.inputs_at(Sizes(batch or sizes.batch, sequence or sizes.sequence)))
 
     def graph_of(self, example_inputs: ExampleInputs) -> fx.GraphModule:
-        """Return the blocked joint graph of other example inputs, which need not have data."""
+        """Return the blocked joint graph of other example inputs, which need not have data; raises as :meth:`graph`."""
         inputs = FlatInputs.of(example_inputs)
         try:
             return self._frontend.resized(self._trace, inputs)
         except OtherSizes as reason:
-            return self._captured_anew(inputs, str(reason))
+            self._tell(inputs, str(reason))
+            return self._frontend.run(self._model, inputs)
 
-    def _captured_anew(self, inputs: FlatInputs, reason: str) -> fx.GraphModule:
+    def hold(self, batches: tuple[int, int], sequences: tuple[int, int] | None = None) -> None:
+        """Hold the expressions against traces at the least and the most of the sizes that will be asked for.
+
+        Not needed: each graph sees to it. But sizes between two that were held need no trace, so a sweep that says
+        first how far it goes has two. Where they do not hold, that is said when a graph is asked for.
+        """
+        own = self._trace.sizes.sequence
+        least, most = (Sizes(batch, length) for batch, length in zip(batches, sequences or (own, own), strict=True))
+        try:
+            self._trace.hold(least, most)
+        except OtherSizes:
+            return
+
+    @cached_property
+    def _trace(self) -> Trace:
+        return self._frontend.trace(self._model, self._inputs)
+
+    def _tell(self, inputs: FlatInputs, reason: str) -> None:
+        """Warn of a reason the first time it is met."""
         if reason not in self._anew:
             self._anew[reason] = None
             shapes = ", ".join(str(list(shape)) for shape in inputs.shapes)
-            warnings.warn(f"captured anew for inputs {shapes}: {reason}", stacklevel=3)
-        return self._frontend.run(self._model, inputs)
+            warnings.warn(f"captured anew for inputs {shapes}: {reason}", stacklevel=4)

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 from torch import fx, nn
 
+from galvatron_fx.captured import Captured
 from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.pass_pipeline import PassControl
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.progress import CAPTURE, LOWERING, Observer
@@ -56,6 +58,17 @@ class PlanningSession:
         """Trace ``model``: the graph that is planned. Raises CaptureError and InputError."""
         with self.watch.phase(CAPTURE):
             return Frontend(self.control, self.policy).run(plain_model(model), inputs)
+
+    def resize(
+        self, captured: Captured, inputs: ExampleInputs | None, batch: int | None, sequence: int | None
+    ) -> fx.GraphModule:
+        """The graph of a model that is captured already, for other inputs or at other sizes; raises as capture does."""
+        if inputs is not None and (batch is not None or sequence is not None):
+            raise InputError(
+                "batch and sequence say the sizes of the captured inputs: give no example_inputs beside them"
+            )
+        with self.watch.phase(CAPTURE):
+            return captured.graph(batch, sequence) if inputs is None else captured.graph_of(inputs)
 
     def choose(self, graph: fx.GraphModule) -> Plan:
         """The given plan, or the best there is. Raises BudgetError, PlanError and TimeLimitError."""

@@ -97,11 +97,12 @@ def cells_of(model: Published, spaces: Sequence[str], batches: Sequence[int], se
     """Search all cells of a model, one batch after the other, each search for ``search_s`` at most."""
     cells: Cells = {(space, budget): Cell() for space in spaces for budget in BUDGETS_GB}
     built = model.model()
+    captured = gfx.Captured(built, model.inputs_of(batches[0]))
     for batch in batches:
         if all(cell.is_finished for cell in cells.values()):
             break
         start = time.process_time()
-        graph = gfx.capture(built, model.inputs_of(batch))
+        graph = captured.graph_of(model.inputs_of(batch))
         pricer = Pricer(graph, CLUSTER, {})
         for space in spaces:
             plans = _plans(

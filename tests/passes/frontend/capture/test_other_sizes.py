@@ -153,7 +153,6 @@ def test_batches_are_held_against_a_trace_further_away() -> None:
 
 def test_sizes_of_the_inputs_are_changed() -> None:
     captured = Captured(*zoo.bert())
-    assert captured.sizes == (4, 16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         graph = captured.graph(8, 12)
