@@ -23,7 +23,7 @@ from passes.frontend.capture.size_expressions import OtherSizes, SizeExpressions
 __all__ = ["OtherSizes", "Trace"]
 
 _LEAST_SEQUENCE = (
-    4  # shorter ones cannot be made shorter still, so their sizes are no expressions where they are traced
+    4  # shorter ones cannot be made shorter still, so that a model traced there has no expressions in them
 )
 _ROOM = 4  # batches are held against a trace this many times as far away as is asked for: searches of them go on
 

@@ -39,7 +39,8 @@ def is_blocked(node: fx.Node) -> str | None:
 
 def is_annotated(node: fx.Node) -> str | None:
     """It is priced."""
-    return "has no cost: run AnnotateCosts behind the pass" if node.op == "call_function" and meta_of(node).cost is None else None
+    unpriced = node.op == "call_function" and meta_of(node).cost is None
+    return "has no cost: run AnnotateCosts behind the pass" if unpriced else None
 
 
 def is_lowered(node: fx.Node) -> str | None:
