@@ -14,7 +14,7 @@ from galvatron_fx.ir.graph.op_call import input_nodes
 
 aten = torch.ops.aten
 
-MOST_ELEMENTS = 2**27
+MOST_ELEMENTS = 2**25
 
 
 @dataclass

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.graph.rewrite import eliminate_dead_code
 from passes.analysis.constant_folding import MOST_ELEMENTS, Constants
+from passes.analysis.diagonal_values import Diagonals, diagonals
 
 aten = torch.ops.aten
 
@@ -31,8 +32,9 @@ class FoldCausalMasks:
     Rewrite: ``attention(q, k, v, attn_mask=where(i >= j, 0, -inf))`` -> ``attention(q, k, v, 0.0, True)``, and so its
     backward.
 
-    A mask that depends on an input, a parameter or a buffer stays, as does one of another form (sliding window,
-    padding) and one whose evaluation would hold a tensor of more than ``most_elements`` elements.
+    Masks that depend on the difference of two positions are recognised at any length. One that depends on an input, a
+    parameter or a buffer stays, as does one of another form (sliding window, padding), and one that is made otherwise
+    and has to be evaluated in a tensor of more than ``most_elements`` elements.
     """
 
     most_elements: int = MOST_ELEMENTS
@@ -78,24 +80,44 @@ def _kind_of(mask: Any, constants: Constants, kinds: dict[int, str]) -> str:
     if number is None:
         return "other"
     if number not in kinds:
-        value = constants.value(mask)
-        kinds[number] = "other" if value is None else _kind(value)
+        followed = diagonals(mask, {})
+        if followed is not None:
+            kinds[number] = _kind_of_diagonals(followed)
+        else:
+            value = constants.value(mask)
+            kinds[number] = "other" if value is None else _kind(value)
     return kinds[number]
 
 
+def _kind_of_diagonals(mask: Diagonals) -> str:
+    """The same of a mask [.., queries, keys] of which the diagonals are known."""
+    keeps = _keeps(mask.values)
+    if len(mask.shape) < 2 or keeps is None:
+        return "other"
+    if bool(keeps.all()):
+        return "open"
+    of_positions = (mask.rows, mask.columns) == (len(mask.shape) - 2, len(mask.shape) - 1)
+    is_square = mask.shape[-1] == mask.shape[-2]
+    return "causal" if of_positions and is_square and torch.equal(keeps, mask.differences >= 0) else "other"
+
+
 def _kind(mask: Tensor) -> str:
-    """Tell a causal mask and one that masks nothing from others; ``mask`` is [.., queries, keys], repeats folded."""
+    """The same of a mask [.., queries, keys], repeats folded."""
     if mask.dim() < 2 or any(size != 1 for size in mask.shape[:-2]):
         return "other"
-    rows = mask.reshape(mask.shape[-2:])
-    if rows.dtype == torch.bool:
-        keeps, plain = rows, True
-    else:
-        keeps = rows == 0
-        plain = bool((keeps | (rows < torch.finfo(rows.dtype).min / 2)).all())
-    if not plain:
+    keeps = _keeps(mask.reshape(mask.shape[-2:]))
+    if keeps is None:
         return "other"
     if bool(keeps.all()):
         return "open"
     square = keeps.shape[0] == keeps.shape[1]
     return "causal" if square and torch.equal(keeps, torch.ones_like(keeps).tril()) else "other"
+
+
+def _keeps(mask: Tensor) -> Tensor | None:
+    """Which elements a mask keeps; None for what is a bias."""
+    if mask.dtype == torch.bool:
+        return mask
+    keeps = mask == 0
+    masked = mask < torch.finfo(mask.dtype).min / 2
+    return keeps if bool((keeps | masked).all()) else None

@@ -126,18 +126,21 @@ def test_other_masks_stay(mask: Any, keys: int) -> None:
     assert attention_calls(folded(mask, keys)) == [(False, True)] * 2
 
 
+def looked_up(x: Tensor) -> Tensor:
+    """A causal mask by positions that are looked up, equal in all rows of the batch."""
+    positions = torch.arange(6).expand(3, 6)
+    rows, batch = torch.arange(6), torch.arange(3)[:, None, None]
+    return (positions[batch, rows] <= positions[batch, rows[:, None]])[:, None]
+
+
+@pytest.mark.parametrize("mask", [causal, causal_float, lambda x: window(x) | causal(x)])
+def test_masks_of_diagonals_are_not_evaluated(mask: Any) -> None:
+    assert attention_calls(folded(mask, most_elements=0)) == [(True, False)] * 2
+
+
 def test_masks_too_large_to_evaluate_stay() -> None:
-    assert attention_calls(folded(causal, most_elements=35)) == [(False, True)] * 2
-    assert attention_calls(folded(causal, most_elements=36)) == [(True, False)] * 2
-
-
-def test_equal_rows_of_the_batch_are_evaluated_once() -> None:
-    def mask(x: Tensor) -> Tensor:
-        positions = torch.arange(6).expand(3, 6)
-        rows, batch = torch.arange(6), torch.arange(3)[:, None, None]
-        return (positions[batch, rows] <= positions[batch, rows[:, None]])[:, None]
-
-    assert attention_calls(folded(mask, most_elements=36)) == [(True, False)] * 2
+    assert attention_calls(folded(looked_up, most_elements=35)) == [(False, True)] * 2
+    assert attention_calls(folded(looked_up, most_elements=36)) == [(True, False)] * 2
 
 
 # ---- whole models --------------------------------------------------------------------------------------------------
