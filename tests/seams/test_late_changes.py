@@ -5,16 +5,15 @@ from __future__ import annotations
 import copy
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import galvatron_fx
@@ -22,14 +21,6 @@ from galvatron_fx import DistributedGraphModule, Plan
 from galvatron_fx.errors import InputError
 
 PLAN = Plan.uniform((1,), ("data",))
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    """This process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 class Net(nn.Module):

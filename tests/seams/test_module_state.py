@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import galvatron_fx
@@ -454,13 +452,6 @@ def test_what_a_trace_would_freeze_is_refused_by_name(name: str) -> None:
 def test_what_is_dropped_is_named() -> None:
     with pytest.warns(UserWarning, match=r"stores 'aux_loss', 'seen\[0\]' on the model and does not read it again"):
         Capture(symbolic=False).run(made(Stored), batches()[0])
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 class Everything(AllBuffers):
