@@ -6,6 +6,8 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import galvatron_fx
 from galvatron_fx import Captured, Cluster
@@ -34,6 +36,15 @@ def test_plans_are_those_of_a_capture_there(name: str, options: Any, sizes: list
             plan = galvatron_fx.plan(captured, CLUSTER, batch=batch, sequence=sequence, **options)
         there = zoo.images(batch) if sequence is None else zoo.tokens(batch, sequence)
         assert plan.to_json() == galvatron_fx.plan(model, CLUSTER, there, **options).to_json()
+
+
+def test_mixed_precision_is_that_of_the_capture() -> None:
+    model, inputs = zoo.llama()
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
+    plan = galvatron_fx.plan(Captured(model, inputs, mixed_precision=policy), CLUSTER, batch=8, recompute=False)
+    there = galvatron_fx.plan(model, CLUSTER, zoo.tokens(8), mixed_precision=policy, recompute=False)
+    assert plan.to_json() == there.to_json()
+    assert plan.mixed_precision == policy
 
 
 def test_inputs_may_say_the_sizes() -> None:

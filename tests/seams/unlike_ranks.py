@@ -467,6 +467,7 @@ def passes_of_the_users(mesh: DeviceMesh) -> None:
         compiled = galvatron_fx.compile(model_of(), mesh, batch(), plan=uniform(role, mesh), passes=passes)
         assert "SpellOutGradientOfRelu" in compiled.pass_table()
         assert "aten.threshold_backward" not in compiled.print_readable(print_output=False)
+        assert " flops, " in compiled.print_readable(print_output=False, costs=True)
         trains_as(compiled, model_of())
     with refused(PlanError, r"another passes than rank 0 .*SpellOutGradientOfRelu\(\) behind Decompose"):
         mine = passes if dist.get_rank() == 0 else None

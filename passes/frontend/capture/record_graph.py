@@ -1,0 +1,165 @@
+"""What a traced graph says of itself: facts of every node, and a signature of its inputs and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from galvatron_fx.ir.errors import CaptureError
+from galvatron_fx.ir.graph.metadata import (
+    InputSpec,
+    NodeMeta,
+    OutputSpec,
+    Signature,
+    TensorSpec,
+    meta_of,
+    output_ports,
+    ports,
+    set_meta,
+    set_signature,
+    signature,
+)
+from galvatron_fx.ir.graph.rewrite import write_call
+from galvatron_fx.ir.torch_compat import module_of, pytree
+from passes.frontend.capture.fake_model import ROOT, FlatModel
+
+__all__ = ["merge_tied", "record_graph"]
+
+
+def record_graph(graph: fx.GraphModule, flat: FlatModel) -> None:
+    """Attach facts to every node and a signature to the graph."""
+    inputs = flat.inputs
+    input_ports: list[InputSpec] = []
+    trained = {name for name, parameter in flat.named_parameters(remove_duplicate=False) if parameter.requires_grad}
+    for node in graph.graph.nodes:
+        if node.op == "output":
+            continue
+        set_meta(node, _node_facts(node))
+        if node.op == "placeholder":
+            input_ports.append(_input_port(node, trained))
+    output = graph.graph.output_node()
+    pairs = _outputs(output, flat)
+    set_signature(
+        graph,
+        Signature(
+            inputs=tuple(input_ports),
+            outputs=tuple(port for port, _ in pairs),
+            input_names=inputs.tensor_names,
+            loss=flat.outputs.loss,
+            input_spec=inputs,
+            output_spec=(flat.outputs.tree, flat.outputs.leaves),
+            input_specs=tuple(TensorSpec(tuple(t.shape), t.dtype) for t in inputs.tensors),
+            scalars=flat.outputs.scalars,
+            detached=flat.outputs.detached,
+            output_names=flat.outputs.names,
+        ),
+    )
+    output.args = (tuple(node for _, node in pairs),)
+
+
+def _outputs(output: fx.Node, flat: FlatModel) -> list[tuple[OutputSpec, fx.Node | None]]:
+    """What the graph returns with its ports, new values of buffers first; one that was assigned counts as assigned."""
+    absent = count()
+    own = len(flat.outputs.names)
+    assigned: list[tuple[OutputSpec, fx.Node | None]] = []
+    others: list[tuple[OutputSpec, fx.Node | None]] = []
+    for desc, node in zip(output.meta["desc"], pytree.arg_tree_leaves(*output.args), strict=True):
+        port = _output_port(desc, absent)
+        if port.kind == "output" and int(port.name) >= own:
+            assigned.append((OutputSpec("buffer", flat.rebound[int(port.name) - own]), node))
+        elif port.kind != "buffer" or port.name not in flat.rebound:
+            others.append((port, node))
+    changed = [*(pair for pair in others if pair[0].kind == "buffer"), *assigned]
+    return changed + [pair for pair in others if pair[0].kind != "buffer"]
+
+
+def merge_tied(graph: fx.GraphModule, model: nn.Module) -> None:
+    """Make a parameter that is reached under several names one input, and its gradients one sum."""
+    identity = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    found = signature(graph)
+    output = graph.graph.output_node()
+    nodes = {port.name: node for port, node in ports(graph) if port.kind == "param"}
+    gradients = {port.name: node for port, node in output_ports(graph) if port.kind == "grad" and node is not None}
+    first: dict[int, str] = {}
+    dropped: set[str] = set()
+    for name, node in nodes.items():
+        keeper = first.setdefault(identity[name], name)
+        if keeper == name:
+            continue
+        dropped.add(name)
+        node.replace_all_uses_with(nodes[keeper])
+        graph.graph.erase_node(node)
+        total = _added(graph, output, gradients.get(keeper), gradients.pop(name, None), nodes[keeper])
+        if total is not None:
+            gradients[keeper] = total
+    values = [
+        gradients.get(port.name) if port.kind == "grad" and port.name in identity else value
+        for port, value in zip(found.outputs, output.args[0], strict=True)  # type: ignore[arg-type]
+    ]
+    kept = [not (port.kind == "grad" and port.name in dropped) for port in found.outputs]
+    output.args = (tuple(value for value, keep in zip(values, kept, strict=True) if keep),)
+    inputs = tuple(port for port in found.inputs if not (port.kind == "param" and port.name in dropped))
+    outputs = tuple(port for port, keep in zip(found.outputs, kept, strict=True) if keep)
+    set_signature(graph, found.having(inputs=inputs, outputs=outputs))
+
+
+def _added(
+    graph: fx.GraphModule, output: fx.Node, first: fx.Node | None, second: fx.Node | None, parameter: fx.Node
+) -> fx.Node | None:
+    if first is None or second is None:
+        return first if second is None else second
+    with graph.graph.inserting_before(output):
+        total = write_call(graph.graph, torch.ops.aten.add.Tensor, (first, second))
+    set_meta(total, meta_of(parameter).having(phase="backward", module=""))
+    return total
+
+
+def _node_facts(node: fx.Node) -> NodeMeta:
+    value = node.meta.get("val")
+    multi = isinstance(value, (tuple, list))
+    values = list(value) if isinstance(value, (tuple, list)) else [value]
+    specs = tuple(TensorSpec(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else None for v in values)
+    phase = "backward" if node.meta.get("partitioner_tag") == "is_backward" else "forward"
+    return NodeMeta(specs=specs, phase=phase, module=module_of(node), multi_output=multi)
+
+
+def _input_port(node: fx.Node, trained: set[str]) -> InputSpec:
+    descriptor = node.meta["desc"]
+    kind = type(descriptor).__name__
+    if kind in ("ParamAOTInput", "BufferAOTInput"):
+        name = descriptor.target.removeprefix(f"{ROOT}.")
+        grad = descriptor.target in trained
+        return InputSpec("param" if kind == "ParamAOTInput" else "buffer", name, grad)
+    if kind == "PlainAOTInput":
+        return InputSpec("input", str(descriptor.idx), bool(node.meta["val"].requires_grad))
+    if kind == "TangentAOTInput":
+        written = getattr(descriptor.output, "mutated_input", None)
+        if written is not None:
+            raise CaptureError(
+                f"forward writes into '{getattr(written, 'target', written)}', which needs gradients: write into it "
+                f"under torch.no_grad() after the step"
+            )
+        return InputSpec("tangent", str(descriptor.output.idx))
+    raise CaptureError(f"input '{node.name}' is of a kind that cannot be lowered ({descriptor})")
+
+
+def _output_port(descriptor: Any, absent: Iterator[int]) -> OutputSpec:
+    kind = type(descriptor).__name__ if descriptor is not None else ""
+    if kind == "PlainAOTOutput":
+        return OutputSpec("output", str(descriptor.idx))
+    if kind == "GradAOTOutput":
+        source = descriptor.grad_of
+        name = getattr(source, "target", None)
+        return OutputSpec("grad", name.removeprefix(f"{ROOT}.") if name else f"input {source.idx}")
+    if kind == "InputMutationAOTOutput":
+        source = descriptor.mutated_input
+        if not hasattr(source, "target"):
+            raise CaptureError(f"the model writes into its input {source.idx} in place: clone it first")
+        return OutputSpec("buffer", source.target.removeprefix(f"{ROOT}."))
+    if descriptor is None:
+        return OutputSpec("grad", f"none {next(absent)}")
+    raise CaptureError(f"an output is of a kind that cannot be lowered ({descriptor})")
