@@ -18,6 +18,8 @@ from galvatron_fx.profiling import collectives, measure, measure_calls, stale, w
 from galvatron_fx.profiling.kernels import Kernel
 from galvatron_fx.profiling.operators import all_kernels
 from galvatron_fx.profiling.table import describe_profile
+from passes.lowering.apply_plan import lower
+from passes.lowering.lower_step import Lowered
 from passes.simulation.step import SimulateStep
 from tests.checkpoint.forked import run_ranks
 
@@ -84,7 +86,8 @@ def work() -> None:
     inputs = (torch.ones(32, 64),)
     graph = gfx.capture(Model(), inputs)
     plan = Plan.uniform((RANKS,), ["data"])
-    lowered = gfx.api.lower(graph, plan, cluster)  # type: ignore[attr-defined]
+    lowered = lower(graph, plan, cluster)
+    assert isinstance(lowered, Lowered)
     cluster = replace(cluster, overlap=Overlap())  # what was measured makes communication depend on computing
     by_curves = SimulateStep(cluster).run(lowered)
     known = measure_calls(cluster, mesh, [lowered.halves.forward, lowered.halves.backward], seconds=0.01)
