@@ -73,7 +73,10 @@ def _check_name(name: str, pipelines: Sequence[PassPipeline]) -> None:
             f"passes[{name!r}] runs when a plan is applied: give it to compile or explain; before the search there are "
             f"{', '.join(allowed)}"
         )
-    raise InputError(f"passes[{name!r}]: no pass is called so, or it leaves no graph: there are {', '.join(allowed)}")
+    raise InputError(
+        f"passes[{name!r}]: no pass is called so, or none can run behind it (costs are annotated last, of the nodes as "
+        f"they are): use {', '.join(allowed)}"
+    )
 
 
 def _text(step: GraphPass) -> str:

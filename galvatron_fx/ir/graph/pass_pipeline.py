@@ -75,8 +75,8 @@ class PassPipeline:
 
     @property
     def names(self) -> list[str]:
-        """The passes that leave a graph, behind which others can be inserted."""
-        return [cls.__name__ for cls, stage in self.stages.items() if stage is not None]
+        """The passes behind which others can be inserted: those that leave a graph, but for the one that prices it."""
+        return [cls.__name__ for cls, stage in self.stages.items() if stage not in (None, "annotated")]
 
     def under(self, control: PassControl, part: str = "") -> PipelineRun:
         """Begin a run of the pipeline; ``part``: which part of the program it is of, if not the whole."""

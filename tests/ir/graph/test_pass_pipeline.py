@@ -110,8 +110,9 @@ def test_passes_of_lowering_run_on_every_part() -> None:
     ("passes", "message"),
     [
         ([FuseNegations()], r"passes is \[FuseNegations\(\)\], a list: give a dict"),
-        ({"Decomposition": FuseNegations()}, "no pass is called so, or it leaves no graph: there are Capture, Fun"),
-        ({"AssignShardings": FuseNegations()}, "no pass is called so, or it leaves no graph"),
+        ({"Decomposition": FuseNegations()}, r"no pass is called so, or none can run behind it .*: use Capture, Fun"),
+        ({"AssignShardings": FuseNegations()}, "no pass is called so, or none can run behind it"),
+        ({"AnnotateCosts": FuseNegations()}, r"none can run behind it \(costs are annotated last"),
         ({"Decompose": FuseNegations}, r"passes\['Decompose'\] is .*FuseNegations.*: give an object whose run"),
         ({"Decompose": [FuseNegations(), 3]}, r"passes\['Decompose'\] is 3: give an object"),
         ({"ShardGraph": FuseNegations()}, r"passes\['ShardGraph'\] runs when a plan is applied"),
