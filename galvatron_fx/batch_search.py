@@ -123,14 +123,14 @@ class _Tried:
 
     def _searched(self, batch: int) -> float:
         try:
-            found = self.plan_of(batch)
+            candidate = self.plan_of(batch)
         except (PlanError, BudgetError) as error:
             self.refusals[batch] = error.with_traceback(None)  # frames would keep the batch's graph
             return 0.0
-        rate = batch / found.step_time_s
+        rate = batch / candidate.step_time_s
         if rate > self.best_rate:
             self.rates[batch] = rate
-            self.batch, self.plan = batch, found
+            self.batch, self.plan = batch, candidate
         return rate
 
     def is_refused(self, batch: int) -> bool:

@@ -79,8 +79,8 @@ class Captured:
         Not needed: each graph sees to it. But sizes between two that were held need no trace, so a sweep that says
         first how far it goes has two. Where they do not hold, that is said when a graph is asked for.
         """
-        own = self._trace.sizes.sequence
-        least, most = (Sizes(batch, length) for batch, length in zip(batches, sequences or (own, own), strict=True))
+        size = self._trace.sizes.sequence
+        least, most = (Sizes(batch, length) for batch, length in zip(batches, sequences or (size, size), strict=True))
         try:
             self._trace.hold(least, most)
         except OtherSizes:

@@ -68,5 +68,5 @@ def estimate(
     session.check(graph, plan)
     session.watch.tell(blocks=num_blocks(graph))
     with session.watch.phase(SIMULATION):
-        found = simulated(graph, cluster, plan)
-    return Estimate(found.step_time_s, found.ranks())
+        simulation = simulated(graph, cluster, plan)
+    return Estimate(simulation.step_time_s, simulation.ranks())

@@ -20,19 +20,19 @@ def block_names(graph: fx.GraphModule, outputs: Sequence[Key]) -> dict[Key, str]
     ``outputs``: kinds and names of what the model returns, in its order.
     """
     titles = _titles(graph)
-    found: dict[Key, str] = {}
+    names: dict[Key, str] = {}
     for port, node in ports(graph):
         used = [user for user in node.users if user.op == "call_function"]
         if port.kind in ("param", "buffer") and used:
             title = titles.get(min(meta_of(user).block for user in used), "")
             kinds = ("parameter", "gradient") if port.kind == "param" else ("buffer",)
-            found |= {(kind, port.name): title for kind in kinds}
+            names |= {(kind, port.name): title for kind in kinds}
     for output, maker in output_ports(graph):
         if output.kind == "buffer" and maker is not None:
-            found["buffer", output.name] = titles.get(meta_of(maker).block, "")
+            names["buffer", output.name] = titles.get(meta_of(maker).block, "")
         if output.kind == "output" and maker is not None and int(output.name) < len(outputs):
-            found[outputs[int(output.name)]] = titles.get(meta_of(maker).block, "")
-    return found
+            names[outputs[int(output.name)]] = titles.get(meta_of(maker).block, "")
+    return names
 
 
 def _titles(graph: fx.GraphModule) -> dict[int, str]:

@@ -133,9 +133,9 @@ class _Check:
         if is_exact:
             rows = exact_rows(history, expected, self.limits.tolerance, names)
         else:
-            own, other = self._on_one_device(graph, is_wide=False, by_graph=bool(reason))
+            eager, other = self._on_one_device(graph, is_wide=False, by_graph=bool(reason))
             reason = reason or other
-            rows = rounded_rows(history, own, expected, self.limits.factor, names)
+            rows = rounded_rows(history, eager, expected, self.limits.factor, names)
         notes = [_BY_GRAPH.format(reason)] if reason else []
         if self.limits.exact and not is_exact:
             notes.append(_NARROW_INSIDE)
@@ -214,8 +214,8 @@ class _Check:
             unseen = sorted(name for kind, name in lost if kind == "output")
         lost -= {("output", name) for name in unseen}
         more = set().union(*(keys - known.values.keys() for known, keys in zip(expected, together, strict=True)))
-        found = [row for told, _ in heard for row in told]
-        return merged([*found, *missing_rows(lost, more, names)]), unseen
+        all_rows = [row for rank_rows, _ in heard for row in rank_rows]
+        return merged([*all_rows, *missing_rows(lost, more, names)]), unseen
 
 
 def _program(graph: fx.GraphModule, plan: Plan, cluster: Cluster) -> Callable[[ValueOf], Results]:

@@ -53,7 +53,7 @@ def rounded_rows(
     """
     errors = [{key: _error(step.values[key], known.values, key) for key in step.values if key in known.values}
               for step, known in zip(eager, expected, strict=True)]  # fmt: skip
-    middles = [_middles(found) for found in errors]
+    middles = [_middles(step_errors) for step_errors in errors]
 
     def measure(step: int, key: Key, value: Tensor) -> Measured:
         known = expected[step].values
@@ -61,8 +61,8 @@ def rounded_rows(
         if not (value.is_floating_point() or value.is_complex()):
             return absolute, absolute, 0.0
         kind = key[0] if known[key].numel() >= FEW_ELEMENTS else ""
-        own = errors[step].get(key, 0.0)
-        least = max(own, middles[step].get(kind, 0.0), torch.finfo(value.dtype).eps)
+        eager_error = errors[step].get(key, 0.0)
+        least = max(eager_error, middles[step].get(kind, 0.0), torch.finfo(value.dtype).eps)
         relative = _error(value, known, key) + history[step].spread.get(key, 0.0) / _scale(known, key, _largest)
         return absolute, relative, factor * least
 

@@ -39,11 +39,14 @@ def run_step(lowered: Lowered, value_of: ValueOf) -> Results:
     def held(port: InputSpec) -> list[Tensor]:
         return distribute(value_of(port), inputs[port], layout.shape)
 
-    made = simulator.run(halves.forward, [held(port) for port in halves.input_ports])
+    results = simulator.run(halves.forward, [held(port) for port in halves.input_ports])
     count = len(halves.result_ports)
-    saved = made[count:]
+    saved = results[count:]
     gradients = simulator.run(halves.backward, [*saved, *map(held, halves.tangent_ports)])
-    values = [*zip(halves.result_ports, made[:count], strict=True), *zip(halves.gradient_ports, gradients, strict=True)]
+    values = [
+        *zip(halves.result_ports, results[:count], strict=True),
+        *zip(halves.gradient_ports, gradients, strict=True),
+    ]
     return {port: collect(value, outputs[port], layout.shape) for port, value in values if value[0] is not None}
 
 
@@ -59,7 +62,7 @@ def run_stages(lowered: LoweredStages, schedule: Schedule, value_of: ValueOf) ->
         given = value_of(port)
         return distribute(given.to(dtypes[port]) if port.kind == "tangent" else given, placed[port], shape)
 
-    def own(stage: Stage, index: int) -> dict[str, Any]:
+    def hoisted_of(stage: Stage, index: int) -> dict[str, Any]:
         ours = {name: port for name, port in stage.ports.items() if port.kind == "hoisted"}
         return {n: distribute(hoisted[int(p.name)][index], placed[p], shape) for n, p in ours.items()}
 
@@ -70,7 +73,7 @@ def run_stages(lowered: LoweredStages, schedule: Schedule, value_of: ValueOf) ->
     runners = []
     for stage in lowered.stages:
         shared = {name: value(port) for name, port in stage.ports.items() if port.kind != "hoisted"}
-        runners.append(StageRunner(stage, run_task, shared, partial(own, stage)))
+        runners.append(StageRunner(stage, run_task, shared, partial(hoisted_of, stage)))
     replay(schedule, runners)
     return _gathered(lowered, runners)
 
@@ -119,8 +122,8 @@ def _gathered(lowered: LoweredStages, runners: Sequence[StageRunner]) -> Results
     by_microbatch: list[dict[OutputSpec, Tensor]] = [{} for _ in range(lowered.microbatched.num_microbatches)]
     for runner in runners:
         assert not runner._live, "values of a micro-batch are left"
-        for index, made in runner.results.items():
-            for port, value in made.items():
+        for index, outputs in runner.results.items():
+            for port, value in outputs.items():
                 whole = collect(value, placed[port], shape)
                 by_microbatch[index][port] = whole.value
                 spreads[port] = max(whole.spread, spreads.get(port, 0.0))

@@ -116,17 +116,17 @@ class Checkpointer:
         self.wait()
         training = Training(model, optimizer, scheduler, loader)
         for _ in range(_MOST_TRIES):
-            found = self._ranks.decide("list the checkpoints", lambda: self._list(step))
-            for candidate in reversed(found.candidates):
-                restored = self._try(training, candidate, found, falls_back=step is None)
+            listing = self._ranks.decide("list the checkpoints", lambda: self._list(step))
+            for candidate in reversed(listing.candidates):
+                restored = self._try(training, candidate, listing, falls_back=step is None)
                 if isinstance(restored, Restored):
                     return restored
                 if restored is _Left.GONE:
                     break
             else:
                 # A step may come and another go while the folder is listed: only what stays so is true.
-                if self._ranks.decide("list the checkpoints again", self._steps.all) == found.present:
-                    self._none_left(found)
+                if self._ranks.decide("list the checkpoints again", self._steps.all) == listing.present:
+                    self._none_left(listing)
                     return None
         raise CheckpointError(
             f"{self._steps.folder}: another job removed {_MOST_TRIES} checkpoints, each while it was read: let it keep "
@@ -165,7 +165,7 @@ class Checkpointer:
         try:
             tensor_files.write(folder, taken.tensors, taken.saved, self._ranks)
             sums = self._ranks.gather(f"write step {step}", lambda: self._own_sums(taken, folder))
-            files = [file for own in sums for file in own]
+            files = [file for rank_sums in sums for file in rank_sums]
             self._ranks.decide(f"commit step {step}", lambda: self._steps.commit(folder, step, files))
         except CheckpointError:
             if self._ranks.rank == 0:
@@ -173,10 +173,10 @@ class Checkpointer:
             raise
 
     def _own_sums(self, taken: Snapshot, folder: Path) -> list[FileSum]:
-        own = tensor_files.written_by(folder, self._ranks.rank)
+        paths = tensor_files.written_by(folder, self._ranks.rank)
         if self._ranks.rank == 0:
-            own.append(snapshot.write_record(folder, taken.record))
-        return [FileSum.of(path) for path in own]
+            paths.append(snapshot.write_record(folder, taken.record))
+        return [FileSum.of(path) for path in paths]
 
     def _latest(self) -> int | None:
         for _ in range(_MOST_TRIES):
@@ -193,7 +193,7 @@ class Checkpointer:
             raise CheckpointError(f"{self._steps.folder} holds no checkpoint of step {step}: it has {present}")
         return _Listed(present, [step])
 
-    def _try(self, training: Training, step: int, found: _Listed, falls_back: bool) -> Restored | _Left:
+    def _try(self, training: Training, step: int, listing: _Listed, falls_back: bool) -> Restored | _Left:
         """Load a step, or say why the next is to be tried; the same on every rank."""
         folder = self._steps.path(step)
         verified = False
@@ -211,15 +211,15 @@ class Checkpointer:
                     raise
                 warnings.warn(f"step {step} is left out: {error}", stacklevel=4)
                 return _Left.DAMAGED
-        self._steps.line.reached(step, found.present)
+        self._steps.line.reached(step, listing.present)
         return Restored(step, extra)
 
-    def _none_left(self, found: _Listed) -> None:
-        self._steps.line.reached(None, found.present)
-        if found.present:
+    def _none_left(self, listing: _Listed) -> None:
+        self._steps.line.reached(None, listing.present)
+        if listing.present:
             raise CheckpointError(
-                f"none of the checkpoints {found.present} in {self._steps.folder} is intact (the warnings say why): to "
-                f"start anew, give another folder"
+                f"none of the checkpoints {listing.present} in {self._steps.folder} is intact (the warnings say why): "
+                f"to start anew, give another folder"
             )
 
     def _verify_share(self, step: int) -> None:

@@ -11,14 +11,14 @@ import torch
 
 def states() -> dict[str, Any]:
     """What :func:`restore` takes."""
-    found = {
+    by_generator = {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
     }
     if torch.accelerator.is_available():
-        found["device"] = torch.get_device_module().get_rng_state()
-    return found
+        by_generator["device"] = torch.get_device_module().get_rng_state()
+    return by_generator
 
 
 def restore(found: dict[str, Any]) -> None:

@@ -54,7 +54,7 @@ def take(model: nn.Module, optimizer: Optimizer, copies: frozenset[str]) -> tupl
         plain.encode({key: value for key, value in group.items() if key not in _OWN_OPTIONS}, f"param_groups[{index}]")
         for index, group in enumerate(state_dict["param_groups"])
     ]
-    groups = [{"options": own, "parameters": held} for own, held in zip(options, grouped, strict=True)]
+    groups = [{"options": group, "parameters": held} for group, held in zip(options, grouped, strict=True)]
     return tensors, {"class": type(optimizer).__name__, "groups": groups, "state": states}
 
 
@@ -83,14 +83,14 @@ def targets(model: nn.Module, optimizer: Optimizer, record: Mapping[str, Any], s
         raise CheckpointError(f"the checkpoint holds the state of {record['class']}, not of {type(optimizer).__name__}")
     grouped = names(model, optimizer)
     _options(grouped, record["groups"])
-    made: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for held, group in zip(grouped, optimizer.param_groups, strict=True):
         for name, parameter in zip(held, group["params"], strict=True):
             for key, value in record["state"].get(name, {}).items():
                 if value is None:
                     full_name = f"{PREFIX}{name}.{key}"
-                    made[full_name] = _like(parameter.detach(), *saved[full_name])
-    return made
+                    tensors[full_name] = _like(parameter.detach(), *saved[full_name])
+    return tensors
 
 
 def restore(model: nn.Module, optimizer: Optimizer, record: Mapping[str, Any], loaded: Mapping[str, Tensor]) -> None:
@@ -98,12 +98,12 @@ def restore(model: nn.Module, optimizer: Optimizer, record: Mapping[str, Any], l
     grouped = names(model, optimizer)
     states: dict[int, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
-    for held, own, options in zip(grouped, optimizer.param_groups, _options(grouped, record["groups"]), strict=True):
+    for held, group, options in zip(grouped, optimizer.param_groups, _options(grouped, record["groups"]), strict=True):
         first = len(states)
         for name in held:
             state = record["state"].get(name, {})
             states[len(states)] = {key: _value(name, key, value, loaded) for key, value in state.items()}
-        groups.append({**own, **options, "params": list(range(first, len(states)))})
+        groups.append({**group, **options, "params": list(range(first, len(states)))})
     optimizer.load_state_dict({"state": {i: state for i, state in states.items() if state}, "param_groups": groups})
 
 

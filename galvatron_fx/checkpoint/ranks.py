@@ -65,11 +65,11 @@ class Ranks:
 
     def _share(self, what: str, done: _Attempt, result: Any) -> list[Any]:
         """Tell all ranks of ``result``, or of the error, and hear theirs."""
-        told = done.error_text, result
-        heard: list[Any] = [told]
+        report = done.error_text, result
+        heard: list[Any] = [report]
         if self.group is not None:
             heard = [None] * self.size
-            dist.all_gather_object(heard, told, group=self.group)
+            dist.all_gather_object(heard, report, group=self.group)
         if isinstance(done.error, CheckpointError):
             raise done.error
         if done.error is not None:

@@ -44,12 +44,12 @@ def take(training: Training, step: int, extra: Mapping[str, Any], ranks: Ranks) 
 
     def own_record() -> dict[str, Any]:
         copies = model_state.copies(training.model)
-        found = {_MODEL + n: t for n, t in model_state.tensors(training.model).items() if n not in copies}
+        sources = {_MODEL + n: t for n, t in model_state.tensors(training.model).items() if n not in copies}
         optimizer = None
         if training.optimizer is not None:
             state, optimizer = optimizer_state.take(training.model, training.optimizer, copies)
-            found |= state
-        tensors.update({name: tensor_files.host_copy(name, tensor) for name, tensor in found.items()})
+            sources |= state
+        tensors.update({name: tensor_files.host_copy(name, tensor) for name, tensor in sources.items()})
         return {
             "step": step,
             "tensors": {name: model_state.shape_of(tensor) for name, tensor in tensors.items()},

@@ -47,10 +47,10 @@ def measure_calls(
     ranks, pool, kernels = Ranks(mesh), Pool(mesh.device_type), fastest_kernels(mesh)
     asked = _distinct(graphs)
     with torch.no_grad():
-        made = {key: kernel for key, call in asked.items() if (kernel := _runnable(pool, kernels, call)) is not None}
-        clock = timed(ranks, list(made.values()), kernels, slowdown_among_all(dict(cluster.device.sharing)))
-        times = clock.run(seconds, 1, progress or (lambda share: None)) if made else []
-    calls = dict(cluster.device.calls) | dict(zip(made, times, strict=True))
+        by_key = {key: kernel for key, call in asked.items() if (kernel := _runnable(pool, kernels, call)) is not None}
+        clock = timed(ranks, list(by_key.values()), kernels, slowdown_among_all(dict(cluster.device.sharing)))
+        times = clock.run(seconds, 1, progress or (lambda share: None)) if by_key else []
+    calls = dict(cluster.device.calls) | dict(zip(by_key, times, strict=True))
     return replace(cluster, device=replace(cluster.device, calls=calls))
 
 
@@ -80,10 +80,10 @@ def _runnable(pool: Pool, kernels: Kernels, call: OpCall) -> Kernel | None:
 
         return tuple(real(arg) for arg in call.args), {name: real(value) for name, value in call.kwargs}
 
-    made = Kernel(call.target, make, call_key(call), "")
+    kernel = Kernel(call.target, make, call_key(call), "")
     args, kwargs = make(0)
     try:
         kernels.of(call.target, call.inputs, kwargs)(*args, **kwargs)
     except (RuntimeError, TypeError, IndexError, ValueError):
         return None
-    return made
+    return kernel

@@ -45,15 +45,15 @@ def groups_of(ranks: Ranks, cluster: Cluster) -> list[Group]:
     grid = ranks.mesh.mesh.reshape(shape)
     real = [i for i, size in enumerate(shape) if size > 1]
     sizes = range(1, len(real) + 1) if len(real) <= _MOST_AXES else (1, len(real))
-    found = []
+    groups = []
     for axes in (picked for size in sizes for picked in combinations(real, size)):
         rest = [i for i in range(len(shape)) if i not in axes]
         rows = grid.permute(*rest, *axes).reshape(-1, prod(shape[i] for i in axes)).tolist()
-        made = [dist.new_group(row) for row in rows]
+        process_groups = [dist.new_group(row) for row in rows]
         number = next(i for i, row in enumerate(rows) if dist.get_rank() in row)
         names = tuple(cluster.axes[i].name for i in axes)
-        found.append(Group(names, made[number], tuple(rows[number]), number, len(rows)))
-    return found
+        groups.append(Group(names, process_groups[number], tuple(rows[number]), number, len(rows)))
+    return groups
 
 
 def measure_collectives(
@@ -68,10 +68,10 @@ def measure_collectives(
     ]
     lone = [group for group in groups if len(group.axes) == 1 and group.count > 1]
     times = _clock(ranks, wanted).run(seconds, 1, done)
-    found: dict[tuple[tuple[str, ...], str], list[tuple[int, float]]] = {}
+    points: dict[tuple[tuple[str, ...], str], list[tuple[int, float]]] = {}
     for (group, kind, size), spent in zip(wanted, times, strict=True):
-        found.setdefault((group.axes, kind), []).append((size, spent))
-    curves = [fit_collective(kind, axes, *zip(*rows, strict=True)) for (axes, kind), rows in found.items()]
+        points.setdefault((group.axes, kind), []).append((size, spent))
+    curves = [fit_collective(kind, axes, *zip(*rows, strict=True)) for (axes, kind), rows in points.items()]
     contention = {group.axes[0]: factor for group, factor in zip(lone, _contention(ranks, lone), strict=True)}
     return tuple(_measured_axis(axis, curves, contention.get(axis.name, 1.0)) for axis in cluster.axes)
 
@@ -98,15 +98,15 @@ def _contention(ranks: Ranks, groups: Sequence[Group]) -> list[float]:
 
 def _measured_axis(axis: Axis, curves: Sequence[CollectiveCurve], contention: float) -> Axis:
     """The axis with the curves whose outermost axis it is, and the link that its messages show."""
-    own = tuple(curve for curve in curves if curve.axes[0] == axis.name)
-    link = next((curve for curve in own if curve.kind == "send_recv"), None)
+    axis_curves = tuple(curve for curve in curves if curve.axes[0] == axis.name)
+    link = next((curve for curve in axis_curves if curve.kind == "send_recv"), None)
     if link is None:
         return axis
     return replace(
         axis,
         latency_s=link.latency_s,
         bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
-        curves=own,
+        curves=axis_curves,
         contention=contention,
     )
 

@@ -147,9 +147,9 @@ _OPERATORS: tuple[tuple[Any, Make, str], ...] = (
 def elementwise_kernels(pool: Pool, dtype: torch.dtype) -> list[Kernel]:
     """Every operator at every size, and a view."""
     shapes = _SHAPES + (_LARGE_SHAPES if pool.device == "cuda" else ())
-    made = [_kernel(pool, dtype, entry, shape) for entry in _OPERATORS for shape in shapes]
+    kernels = [_kernel(pool, dtype, entry, shape) for entry in _OPERATORS for shape in shapes]
     view = kernel(aten.transpose.int, lambda variant: [pool.tensor((64, 64), dtype, variant), 0, 1], dtype, VIEW)
-    return [*made, view]
+    return [*kernels, view]
 
 
 def _kernel(pool: Pool, dtype: torch.dtype, entry: tuple[Any, Make, str], shape: tuple[int, int]) -> Kernel:

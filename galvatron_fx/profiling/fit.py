@@ -28,8 +28,8 @@ def fit_operator(
     measured = np.array(seconds)
     amounts = np.column_stack([np.ones(len(measured)), flops, moved_bytes])
     scale = amounts.max(axis=0, initial=1.0)
-    found, _ = nnls(amounts / scale / measured[:, None], np.ones(len(measured)))
-    _, flop_s, byte_s = found / np.where(scale > 0, scale, 1.0)
+    coefficients, _ = nnls(amounts / scale / measured[:, None], np.ones(len(measured)))
+    _, flop_s, byte_s = coefficients / np.where(scale > 0, scale, 1.0)
     if flop_s + byte_s == 0.0:  # nothing but launches: all sizes took the same time
         byte_s = float(measured.min() / max(1.0, max(moved_bytes)))
     work = amounts[:, 1] * flop_s + amounts[:, 2] * byte_s
@@ -71,5 +71,5 @@ def _bins(logs: Floats) -> list[slice]:
 
 def _read(points: Points, amounts: Floats) -> Floats:
     x, y = np.log(np.array(points)).T
-    found: Floats = np.exp(np.interp(np.log(np.maximum(amounts, 1e-300)), x, y))
-    return found
+    seconds: Floats = np.exp(np.interp(np.log(np.maximum(amounts, 1e-300)), x, y))
+    return seconds

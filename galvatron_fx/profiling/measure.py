@@ -74,8 +74,8 @@ def measure_cluster(
         overlap = Overlap()
         if ranks.count > 1:
             groups = groups_of(ranks, described)
-            told = telling(COLLECTIVES)
-            axes = measure_collectives(ranks, described, groups, _COLLECTIVES_SHARE * seconds, told)
+            report = telling(COLLECTIVES)
+            axes = measure_collectives(ranks, described, groups, _COLLECTIVES_SHARE * seconds, report)
             telling(MUTUAL)(0.0)
             overlap = replace(measure_overlap(ranks, groups), skew=measure_skew(ranks, groups))
         telling(MUTUAL)(1.0)
@@ -93,20 +93,20 @@ def _measured_device(
     kernels = fastest_kernels(ranks.mesh)
     sharing = measure_sharing(ranks)
     slowdown = slowdown_among_all(sharing)
-    found = measure_operators(ranks, asked, kernels, _OPERATORS_SHARE * seconds, slowdown, telling(OPERATORS))
-    curves = [*found.curves, measure_updates(ranks, _UPDATES_SHARE * seconds, slowdown, telling(UPDATES))]
+    operators = measure_operators(ranks, asked, kernels, _OPERATORS_SHARE * seconds, slowdown, telling(OPERATORS))
+    curves = [*operators.curves, measure_updates(ranks, _UPDATES_SHARE * seconds, slowdown, telling(UPDATES))]
     by_kind = {(curve.kind, curve.dtype): curve for curve in curves}
     first = str(dtypes[0]).removeprefix("torch.")
     copies = by_kind["copy", first]
     return replace(
         described,
-        peak_flops=dict(described.peak_flops) | found.flops_per_s,
+        peak_flops=dict(described.peak_flops) | operators.flops_per_s,
         memory_bandwidth_bytes_per_s=_last_rate(copies),
         matmul_efficiency=1.0,
         memory_efficiency=1.0,
         launch_overhead_s=by_kind["pointwise", first].points[0][1],
         curves=tuple(curves),
-        view_s=found.view_s,
+        view_s=operators.view_s,
         sharing=sharing,
     )
 

@@ -26,16 +26,16 @@ _PLACES = 2**20  # more than there are in any pool
 
 def all_kernels(pool: Pool, dtypes: Sequence[torch.dtype]) -> list[Kernel]:
     """Products in each of ``dtypes``, and all else in the first of them."""
-    found = [made for dtype in dtypes for made in product_kernels(pool, dtype)]
-    return [*found, *attention_kernels(pool, dtypes[0]), *elementwise_kernels(pool, dtypes[0])]
+    products = [product for dtype in dtypes for product in product_kernels(pool, dtype)]
+    return [*products, *attention_kernels(pool, dtypes[0]), *elementwise_kernels(pool, dtypes[0])]
 
 
 def timed(ranks: Ranks, asked: Sequence[Kernel], kernels: Kernels, slowdown: float) -> Rounds | Turns:
     """What times all that is ``asked``, as ``kernels`` run it: in turns, but on GPUs, which run behind their calls."""
     if kernels.device_type != "cpu":
-        return Rounds(ranks, [partial(made.prepared, kernels) for made in asked], slowdown=slowdown)
+        return Rounds(ranks, [partial(kernel.prepared, kernels) for kernel in asked], slowdown=slowdown)
     places = random.Random(0)
-    calls = [made.once(kernels, places.randrange(_PLACES)) for made in asked]
+    calls = [kernel.once(kernels, places.randrange(_PLACES)) for kernel in asked]
     return Turns(ranks, calls, slowdown)
 
 
@@ -60,11 +60,11 @@ def measure_operators(
     :class:`Rounds`.
     """
     with torch.no_grad():
-        costs = [made.cost(kernels) for made in asked]
+        costs = [kernel.cost(kernels) for kernel in asked]
         times = timed(ranks, asked, kernels, slowdown).run(seconds, 1, done)
     groups: dict[tuple[str, str], list[int]] = {}
-    for i, made in enumerate(asked):
-        groups.setdefault((made.kind, made.dtype), []).append(i)
+    for i, kernel in enumerate(asked):
+        groups.setdefault((kernel.kind, kernel.dtype), []).append(i)
     view_s = 0.0
     curves = []
     for (kind, dtype), rows in groups.items():
@@ -79,7 +79,7 @@ def measure_operators(
             fit_operator(kind, dtype, flops if depends else [0.0] * len(rows), moved, [times[i] for i in rows])
         )
     rates: dict[str, float] = {}
-    for made, cost, spent in zip(asked, costs, times, strict=True):
-        if made.kind == "matmul":
-            rates[made.dtype] = max(rates.get(made.dtype, 0.0), float(cost.flops) / spent)
+    for kernel, cost, spent in zip(asked, costs, times, strict=True):
+        if kernel.kind == "matmul":
+            rates[kernel.dtype] = max(rates.get(kernel.dtype, 0.0), float(cost.flops) / spent)
     return Operators(curves, view_s, rates)

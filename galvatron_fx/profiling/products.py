@@ -53,7 +53,7 @@ def attention_kernels(pool: Pool, dtype: torch.dtype) -> list[Kernel]:
     Without causality these kernels take less than twice as long, since of short sequences they skip nothing.
     """
     shapes = _ATTENTIONS + (_LARGE_ATTENTIONS if pool.device == "cuda" else ())
-    return [made for shape in shapes for made in _attention(pool, dtype, shape)]
+    return [attention for shape in shapes for attention in _attention(pool, dtype, shape)]
 
 
 def _attention(pool: Pool, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> list[Kernel]:

@@ -48,8 +48,8 @@ class Ranks:
     @property
     def members(self) -> list[int]:
         """Their ranks in the world, in the order of the mesh."""
-        found: list[int] = self.mesh.mesh.flatten().tolist()
-        return found
+        ranks: list[int] = self.mesh.mesh.flatten().tolist()
+        return ranks
 
     def clock_s(self) -> float:
         """Seconds of this rank's clock, when the device has done what it was given."""
@@ -80,9 +80,9 @@ class Ranks:
         """What every rank says, in the order of the world."""
         if self.count == 1:
             return [value]
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, value)
-        return told
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
 
     def first(self, value: float) -> float:
         """The value of the first rank."""

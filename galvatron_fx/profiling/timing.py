@@ -76,24 +76,24 @@ class Rounds:
 
         self._repeats = [self._calibrated(task) for task in self.tasks]
         while len(self._found) < fewest or spent() * (1 + 1 / len(self._found)) < 1.0:
-            own = []
+            round_s = []
             for number, (task, repeats) in enumerate(zip(self.tasks, self._repeats, strict=True)):
                 run = task()
                 if self._takes_part:  # into memory that the process has already touched, as in every step but the first
                     run(_FEWEST)
-                own.append(self._timed(run, repeats))
+                round_s.append(self._timed(run, repeats))
                 if number % 16 == 0:
                     done(min(1.0, (self.ranks.clock_s() - began_s) / seconds))
-            self._found.append(self._mean(own))
+            self._found.append(self._mean(round_s))
         return [self.slowdown * median(times) for times in zip(*self._found, strict=True)]
 
     @property
     def _takes_part(self) -> bool:
         return self.slowdown == 1.0 or self.ranks.index == 0
 
-    def _mean(self, own: list[float]) -> list[float]:
+    def _mean(self, round_s: list[float]) -> list[float]:
         """Over the ranks that take part."""
-        return self.ranks.mean(own) if self.slowdown == 1.0 else self.ranks.sum(own)
+        return self.ranks.mean(round_s) if self.slowdown == 1.0 else self.ranks.sum(round_s)
 
     def _timed(self, run: Callable[[int], None], repeats: int) -> float:
         """Seconds of one repetition, 0 on ranks that take no part."""
@@ -151,7 +151,7 @@ class Turns:
         """Seconds of each call; ``done`` is told the share of the time that is over."""
         began_s = self.ranks.clock_s()
         takes_part = self.slowdown == 1.0 or self.ranks.index == 0
-        found: list[list[float]] = [[] for _ in self.calls]
+        times_by_call: list[list[float]] = [[] for _ in self.calls]
         order = list(range(len(self.calls)))
         shuffled = random.Random(0)
         standing: deque[Any] = deque(maxlen=_STANDING)
@@ -164,28 +164,28 @@ class Turns:
                 call = self.calls[index]
                 call.before()
                 start_s = time.perf_counter()
-                made = call.run()
+                result = call.run()
                 spent_s = time.perf_counter() - start_s
-                standing.append(made)
+                standing.append(result)
                 if turns:  # the first makes what is made once
-                    found[index].append(spent_s)
+                    times_by_call[index].append(spent_s)
             turns += 1
             share = self.ranks.first((self.ranks.clock_s() - began_s) / seconds)
             done(min(1.0, share))
         if any(call.group is not None for call in self.calls):
-            return self._of_last(found)
-        own = [self.usual(times) if takes_part else 0.0 for times in found]
+            return self._of_last(times_by_call)
+        usual_s = [self.usual(times) if takes_part else 0.0 for times in times_by_call]
         if self.slowdown == 1.0:
-            return self.ranks.mean(own)
-        return [self.slowdown * spent_s for spent_s in self.ranks.sum(own)]
+            return self.ranks.mean(usual_s)
+        return [self.slowdown * spent_s for spent_s in self.ranks.sum(usual_s)]
 
-    def _of_last(self, found: list[list[float]]) -> list[float]:
+    def _of_last(self, times_by_call: list[list[float]]) -> list[float]:
         """What calls of groups take on the last rank of each to begin, the mean over groups."""
-        told = self.ranks.all(([call.group for call in self.calls], found))
+        by_rank = self.ranks.all(([call.group for call in self.calls], times_by_call))
         times = []
         for index in range(len(self.calls)):
             groups: dict[int | None, list[list[float]]] = {}
-            for numbers, own in told:
-                groups.setdefault(numbers[index], []).append(own[index])
+            for numbers, rank_times in by_rank:
+                groups.setdefault(numbers[index], []).append(rank_times[index])
             times.append(fmean(self.usual([min(turn) for turn in zip(*rows, strict=True)]) for rows in groups.values()))
         return times

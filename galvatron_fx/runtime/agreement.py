@@ -45,35 +45,35 @@ def agreed(
         return plan, prepared
     _compare({**_libraries(), **call()}, None)
     error: Exception | None = None
-    made: tuple[Plan, T] | None = None
+    outcome: tuple[Plan, T] | None = None
     facts: Facts = {}
-    own: list[T] = []
+    preparations: list[T] = []
     try:
-        own.append(prepare())
+        preparations.append(prepare())
     except Exception as caught:
         error = caught
     if first_decides:
-        choose = _told_by_first(choose, own)
+        choose = _told_by_first(choose, preparations)
     if error is None:
         try:
-            plan = choose(own[0])
-            check(own[0], plan)
-            facts = {**describe(own[0]), "plan": plan.digest()}
-            made = plan, own[0]
+            plan = choose(preparations[0])
+            check(preparations[0], plan)
+            facts = {**describe(preparations[0]), "plan": plan.digest()}
+            outcome = plan, preparations[0]
         except Exception as caught:
             error = caught
     _compare(facts, error)
-    assert made is not None
-    return made
+    assert outcome is not None
+    return outcome
 
 
 def told_by_first(text: str) -> str:
     """Rank 0's text. Every rank calls it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return text
-    told = [text]
-    dist.broadcast_object_list(told)
-    return told[0]
+    texts = [text]
+    dist.broadcast_object_list(texts)
+    return texts[0]
 
 
 def together(make: Callable[[], T]) -> T:
@@ -83,35 +83,35 @@ def together(make: Callable[[], T]) -> T:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return make()
-    made: list[T] = []
+    results: list[T] = []
     error: Exception | None = None
     try:
-        made.append(make())
+        results.append(make())
     except Exception as caught:
         error = caught
     _compare({}, error)
-    return made[0]
+    return results[0]
 
 
 def _told_by_first(choose: Callable[[T], Plan], own: list[T]) -> Callable[[T], Plan]:
     """What ``choose`` did on rank 0, told to all; every rank takes part, also one that failed (``own`` is empty)."""
-    told: list[str | None] = [None]
+    plan_texts: list[str | None] = [None]
     failed: list[Exception] = []
     plans: list[Plan] = []
     if dist.get_rank() == 0 and own:
         try:
             plans.append(choose(own[0]))
-            told = [plans[0].to_json()]
+            plan_texts = [plans[0].to_json()]
         except Exception as caught:
             failed.append(caught)
-    dist.broadcast_object_list(told)
+    dist.broadcast_object_list(plan_texts)
 
     def taken(_: T) -> Plan:
         if failed:
             raise failed[0]
-        if told[0] is None:
+        if plan_texts[0] is None:
             raise PlanError("rank 0, which searches for all, has found no plan: see its error")
-        return plans[0] if plans else Plan.from_json(told[0])
+        return plans[0] if plans else Plan.from_json(plan_texts[0])
 
     return taken
 
@@ -145,11 +145,11 @@ def _compare(facts: Facts, error: Exception | None) -> None:
     dist.all_gather_object(heard, sums if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
-    for rank, told in enumerate(heard):
-        if isinstance(told, str):
-            raise PlanError(f"rank {rank} could not compile, so no rank starts: {told}")
+    for rank, answer in enumerate(heard):
+        if isinstance(answer, str):
+            raise PlanError(f"rank {rank} could not compile, so no rank starts: {answer}")
     for what in heard[0]:
-        others = [rank for rank, told in enumerate(heard) if told.get(what) != heard[0][what]]
+        others = [rank for rank, answer in enumerate(heard) if answer.get(what) != heard[0][what]]
         if others:
             values: list[Any] = [None] * len(heard)
             dist.all_gather_object(values, facts.get(what, "none"))

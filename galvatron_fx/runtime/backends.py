@@ -119,9 +119,9 @@ class _Regions:
             taken = [values[position] for position in step.inputs]
             for position in step.dies:
                 values[position] = None
-            for position, made in zip(step.outputs, step.call(taken), strict=True):
-                values[position] = made
-            made = None
+            for position, output in zip(step.outputs, step.call(taken), strict=True):
+                values[position] = output
+            output = None
         return [None if position is None else values[position] for position in self._returned]
 
 

@@ -98,15 +98,15 @@ class BatchRows:
         tensors = inputs.tensors
         names = inputs.tensor_names
         if self.is_local:
-            own, spread = self._local(names, tensors, marked)
-            size = len(own) * _ranks()
+            rows, spread = self._local(names, tensors, marked)
+            size = len(rows) * _ranks()
         else:
-            own, size = self.own, self.size
-            spread = [i for i in marked if self._has_rows(names[i], tensors[i]) and len(own) < size]
+            rows, size = self.own, self.size
+            spread = [i for i in marked if self._has_rows(names[i], tensors[i]) and len(rows) < size]
         for position in spread:
             local = tensors[position]
             tensors[position] = local.new_zeros(size, *local.shape[1:])
-            tensors[position][list(own)] = local
+            tensors[position][list(rows)] = local
         rest = iter(tensors)
         leaves = tuple(next(rest) if isinstance(leaf, Tensor) else leaf for leaf in inputs.leaves)
         return replace(inputs, leaves=leaves), spread
@@ -137,9 +137,9 @@ class BatchRows:
 
     def _exchange(self, read: RowsRead, position: int) -> RowExchange:
         brought = _rows_of(_rank(), read.sizes[position] // _ranks()) if self.is_local else self.own
-        told: list[Any] = [None] * _ranks()
-        dist.all_gather_object(told, (brought, read.taken(position, self._place)))
-        brought_by, read_by = zip(*told, strict=True)
+        rows_by_rank: list[Any] = [None] * _ranks()
+        dist.all_gather_object(rows_by_rank, (brought, read.taken(position, self._place)))
+        brought_by, read_by = zip(*rows_by_rank, strict=True)
         return RowExchange.build(brought_by, read_by, _rank())
 
     def _local(
@@ -155,8 +155,8 @@ class BatchRows:
         firsts = {name: tensor.shape[0] if tensor.dim() else 0 for name, tensor in named if known.get(name)}
         counts = set(firsts.values())
         if len(counts) > 1:
-            told = ", ".join(f"{_plain(name)} {count}" for name, count in firsts.items())
-            raise InputError(f"the inputs bring unlike numbers of rows ({told}): give all of them the same rows")
+            counts_text = ", ".join(f"{_plain(name)} {count}" for name, count in firsts.items())
+            raise InputError(f"the inputs bring unlike numbers of rows ({counts_text}): give all of them the same rows")
         count = counts.pop() if counts else 0
         spread = [i for i, (name, x) in enumerate(named) if known.get(name, x.shape[:1] == (count,))]
         return _rows_of(_rank(), count), spread if _ranks() > 1 else []

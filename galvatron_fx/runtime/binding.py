@@ -188,15 +188,15 @@ def _copy_groups(whole: DeviceMesh, schedule: Schedule, stages: Sequence[Stage])
     trained = {original_name(g.port.name) for stage in stages for g in stage.gradients if g.port.kind == "grad"}
     ranks_by_stage = whole.mesh.reshape(whole.mesh.shape[0], -1)
     here = dist.get_rank()
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     shared: dict[str, dist.ProcessGroup] = {}
     for name, holders in _holders(schedule, stages).items():
         if len(holders) < 2 or name not in trained:
             continue
         for members in ranks_by_stage[holders].T.tolist():
             key = tuple(members)
-            if key not in made:
-                made[key] = dist.new_group(members)
+            if key not in groups:
+                groups[key] = dist.new_group(members)
             if here in members:
-                shared[name] = made[key]
+                shared[name] = groups[key]
     return shared

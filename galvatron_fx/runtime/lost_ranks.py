@@ -100,13 +100,13 @@ class StepWatch:
         except RuntimeError as failure:  # the process that holds the store is gone, or stopped
             host = host_rank()
             silent = () if host in (None, dist.get_rank()) else (host,)
-            found = f"the store of the process group does not answer ({failure}), {_hosted(host)}"
+            reason = f"the store of the process group does not answer ({failure}), {_hosted(host)}"
         else:
             unlike = self._unlike(began)
             if unlike:
                 return InputError(unlike)
-            found = _described(silent, began, self._step)
-        text = f"rank {dist.get_rank()} lost the others in step {self._step}: {found}{kept}. {error}"
+            reason = _described(silent, began, self._step)
+        text = f"rank {dist.get_rank()} lost the others in step {self._step}: {reason}{kept}. {error}"
         return LostRankError(text, ranks=silent, step=self._step)
 
     def _unlike(self, began: Mapping[int, tuple[int, str]]) -> str:

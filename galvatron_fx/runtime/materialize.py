@@ -36,7 +36,7 @@ def materialize(
     names = list(model.named_parameters(remove_duplicate=False))
     first_name = {id(tensor): name for name, tensor in reversed(_named_tensors(model))}
     placed = {id(parameter): placements[name] for name, parameter in names if name in placements}
-    made: dict[str, Tensor | None] = {}
+    tensors: dict[str, Tensor | None] = {}
     fresh = _Initialiser(model, seed)
 
     def whole(tensor: Tensor) -> Tensor:
@@ -44,8 +44,8 @@ def materialize(
         if name not in unlike:
             return fresh.value(name, tensor)
         is_first = dist.get_rank() == 0
-        own = fresh.value(name, tensor) if is_first else torch.empty(tensor.shape, dtype=tensor.dtype)
-        return from_first(own, mesh.device_type)
+        value = fresh.value(name, tensor) if is_first else torch.empty(tensor.shape, dtype=tensor.dtype)
+        return from_first(value, mesh.device_type)
 
     foreign = {id(tensor) for name, tensor in _named_tensors(model) if name in elsewhere}
     for name, parameter in names:
@@ -56,13 +56,13 @@ def materialize(
             continue
         if key not in by_identity:
             by_identity[key] = _shard_parameter(whole(parameter), parameter, mesh, placed.get(key, ()))
-        made[name] = by_identity[key]
+        tensors[name] = by_identity[key]
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if id(buffer) not in foreign:
-            made[name] = whole(buffer).to(mesh.device_type, copy=True)
+            tensors[name] = whole(buffer).to(mesh.device_type, copy=True)
         elif first_name[id(buffer)] in unlike:
             whole(buffer)
-    return made
+    return tensors
 
 
 def whole_values(model: nn.Module, seed: int) -> dict[str, Tensor]:
@@ -109,8 +109,8 @@ class _Initialiser:
         if self._module is None or self._module_name != owner:
             self._module = self._initialised(owner)
             self._module_name = owner
-        found: Tensor = getattr(self._module, leaf)
-        return found.detach()
+        leaf_tensor: Tensor = getattr(self._module, leaf)
+        return leaf_tensor.detach()
 
     def _initialised(self, name: str) -> nn.Module:
         """A copy of one module (without its children) on the CPU, initialised from its own seed."""

@@ -129,20 +129,20 @@ class DistributedGraphModule(nn.Module):
         try:
             returned = self(*args, **kwargs)
         finally:
-            self._in_step, made = False, self._made
+            self._in_step, outputs = False, self._made
             self._made = None
-        refuse_changed_output(made, returned)
+        refuse_changed_output(outputs, returned)
         return returned
 
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         refuse_autocast(self.mesh.device_type, self.plan.mixed_precision)
         with self._alone():
-            program, flat, own = self._program(args, kwargs)
+            program, flat, row_positions = self._program(args, kwargs)
             if program.signature.loss is None:
                 raise InputError(_without_loss(program.signature))
             self._trained = program
             with torch.no_grad(), self._watch.collectives():
-                self._rows.complete(flat, own, program.read)
+                self._rows.complete(flat, row_positions, program.read)
                 results, gradients = program.train(self._values(flat))
                 self._update_state(results)
                 self._accumulate(gradients)
@@ -159,16 +159,16 @@ class DistributedGraphModule(nn.Module):
             return self._made
         refuse_autocast(self.mesh.device_type, self.plan.mixed_precision)
         with self._alone():
-            program, flat, own = self._program(args, kwargs)
+            program, flat, row_positions = self._program(args, kwargs)
             if not torch.is_grad_enabled():
                 with self._watch.collectives():
-                    self._rows.complete(flat, own, program.read)
+                    self._rows.complete(flat, row_positions, program.read)
                     results = program.evaluate(self._values(flat))
                     self._update_state(results)
                 return self._outputs(program, results)
             parameters = [self._tensor(port) for port in program.trained_ports]
             with self._watch.collectives():
-                self._rows.complete(flat, own, program.read)
+                self._rows.complete(flat, row_positions, program.read)
                 call = Call(self._values(flat), self._versions(flat), self._update_state, self._alone)
                 results = program.differentiable(call, *parameters)
         return self._outputs(program, results, program.signature.detached)
@@ -320,32 +320,32 @@ class DistributedGraphModule(nn.Module):
         self._memory.require_kept(self._held)
         if torch.is_grad_enabled():
             refuse_gradients(given)
-        flat, own = self._rows.spread(given, marked)
+        flat, row_positions = self._rows.spread(given, marked)
         flags = self._trained_flags()
         key = call_key(flat), self._tree.modes, flags
         if key not in self._programs:
             self._refuse_flags_of_stages(flags)
-        self._compare(key, given, own)
+        self._compare(key, given, row_positions)
         if key not in self._programs:
             self._tree.train_parameters(dict(zip(self._held, flags, strict=True)))
             self._programs[key] = together(lambda: self._compile_inputs(self._tree.twin, flat))
-        return self._programs[key], flat, own
+        return self._programs[key], flat, row_positions
 
-    def _compare(self, key: Any, given: FlatInputs, own: Collection[int]) -> None:
+    def _compare(self, key: Any, given: FlatInputs, row_positions: Collection[int]) -> None:
         """Tell the other ranks what this one brings to the step, and compare it now and then, and where it is new."""
         _, modes, flags = key
-        told = key, bool(own)
-        if told not in self._descriptions:
+        description_key = key, bool(row_positions)
+        if description_key not in self._descriptions:
             trained = "" if flags == self._flags else f", {sum(flags)} parameters trained ({mark(flags)})"
-            rows = ", rows of its own" if own else ""
-            self._descriptions[told] = f"{described(given)}{rows}, in {modes}{trained}"
+            rows = ", rows of its own" if row_positions else ""
+            self._descriptions[description_key] = f"{described(given)}{rows}, in {modes}{trained}"
         with self._watch.collectives():
-            self._watch.begin(self._descriptions[told])
+            self._watch.begin(self._descriptions[description_key])
             is_due = self._comparison.is_due()
             if is_due or key not in self._programs:
                 self._watch.require_equal_batches()
             if is_due:
-                self._comparison.require_equal(given, own, self._rows.own)
+                self._comparison.require_equal(given, row_positions, self._rows.own)
                 held = {**dict(self.named_parameters()), **dict(self.named_buffers())}
                 self._copies.require_equal(held, self._comparison.calls)
 
@@ -435,20 +435,20 @@ class DistributedGraphModule(nn.Module):
 
         ``detached``: positions of outputs at which no gradient may arrive.
         """
-        made = {
+        values = {
             int(port.name): self._shown(value, program.result_placements(port))
             for port, value in results.items()
             if port.kind == "output"
         }
         names = program.signature.output_names
         for position in detached:
-            if made.get(position) is not None:
-                made[position] = detached_output(made[position], names[position])
+            if values.get(position) is not None:
+                values[position] = detached_output(values[position], names[position])
         spec, plain = program.signature.output_spec
         leaves: list[Any] = []
         position = 0
         for is_tensor, value in plain:
-            leaves.append(made.get(position) if is_tensor else value)
+            leaves.append(values.get(position) if is_tensor else value)
             position += is_tensor
         return pytree.tree_unflatten(leaves, spec)
 

@@ -166,12 +166,12 @@ class Program:
         scalars.
         """
         outputs = {p.name: i for i, p in enumerate(self.halves.result_ports) if p.kind == "output"}
-        made = []
+        gradients = []
         for port in self.halves.tangent_ports:
             like = results[outputs[port.name]]
             is_loss = int(port.name) == self.signature.loss
-            made.append(torch.ones_like(like) if is_loss else torch.zeros_like(like))
-        return made
+            gradients.append(torch.ones_like(like) if is_loss else torch.zeros_like(like))
+        return gradients
 
 
 class Step(torch.autograd.Function):
@@ -224,8 +224,8 @@ class Step(torch.autograd.Function):
             tangent = tangents[place]
             if tangent is not None:
                 given[port.name] = tangent
-            made = torch.zeros(shape, dtype=dtype, device=device) if tangent is None else tangent.contiguous()
-            arguments.append(made)
+            dense_tangent = torch.zeros(shape, dtype=dtype, device=device) if tangent is None else tangent.contiguous()
+            arguments.append(dense_tangent)
         arguments += program.nothing_open()
         with call.alone():
             computed = program.run_backward(arguments)

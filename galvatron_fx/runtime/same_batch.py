@@ -45,10 +45,10 @@ class BatchComparison:
         """
         tensors = inputs.tensors
         sums = [checksum(torch.tensor(list(rows) if own else [])), *map(checksum, tensors)]
-        told = gathered(torch.stack([each.to(self._device_type) for each in sums]), self._device_type)
+        sums_by_rank = gathered(torch.stack([each.to(self._device_type) for each in sums]), self._device_type)
         for position, name in enumerate(inputs.tensor_names):
-            values = told[:, 1 + position]
-            shares = told[:, 0] if position in own else torch.zeros_like(values)
+            values = sums_by_rank[:, 1 + position]
+            shares = sums_by_rank[:, 0] if position in own else torch.zeros_like(values)
             first = (shares[:, None] == shares[None]).int().argmax(dim=1)
             ranks = (values != values[first]).nonzero().flatten().tolist()
             if ranks:

@@ -68,22 +68,22 @@ class CopyComparison:
             raise InputError(_refusal(unlike[0], call))
 
     def _look_around(self, tensors: Mapping[str, Tensor]) -> None:
-        told: list[Sequence[_Part]] = [()] * dist.get_world_size()
-        dist.all_gather_object(told, [_Part(name, _place(tensor)) for name, tensor in tensors.items()])
-        self._longest = max(map(len, told))
-        self._copies = list(_copies(told))
+        parts_by_rank: list[Sequence[_Part]] = [()] * dist.get_world_size()
+        dist.all_gather_object(parts_by_rank, [_Part(name, _place(tensor)) for name, tensor in tensors.items()])
+        self._longest = max(map(len, parts_by_rank))
+        self._copies = list(_copies(parts_by_rank))
 
     def _gathered(self, values: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """The value of each tensor of each rank."""
-        own = torch.zeros(self._longest, dtype=dtype)
+        numbers = torch.zeros(self._longest, dtype=dtype)
         if values:
-            own[: len(values)] = torch.stack([*values])
-        return gathered(own, self._device_type)
+            numbers[: len(values)] = torch.stack([*values])
+        return gathered(numbers, self._device_type)
 
 
-def _copies(told: Sequence[Sequence[_Part]]) -> Iterator[_Copy]:
+def _copies(parts_by_rank: Sequence[Sequence[_Part]]) -> Iterator[_Copy]:
     first: dict[_Part, tuple[int, int]] = {}
-    for rank, parts in enumerate(told):
+    for rank, parts in enumerate(parts_by_rank):
         for position, part in enumerate(parts):
             if part in first:
                 yield _Copy(part, rank, position, first[part])

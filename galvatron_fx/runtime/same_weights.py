@@ -64,9 +64,9 @@ def from_first(value: Tensor, device_type: str) -> Tensor:
 
 def gathered(numbers: Tensor, device_type: str) -> Tensor:
     """Return ``[ranks, n]`` on the CPU from each rank's ``[n]``. Every rank calls it."""
-    own = numbers.to(device_type)
-    every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, own)
+    row = numbers.to(device_type)
+    every = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, row)
     return torch.stack(every).cpu()
 
 

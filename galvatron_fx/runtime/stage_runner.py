@@ -66,9 +66,9 @@ class StageRunner:
 
     def finish(self) -> dict[str, Any]:
         """Return the gradients of the step, by name of parameter."""
-        made = self._run("finish", self.sums) | self.sums
+        totals = self._run("finish", self.sums) | self.sums
         self.sums.clear()
-        return {gradient.port.name: made[gradient.total] for gradient in self.stage.gradients}
+        return {gradient.port.name: totals[gradient.total] for gradient in self.stage.gradients}
 
     def _run(self, name: str, values: dict[str, Any]) -> dict[str, Any]:
         task = self.stage.tasks[name]
@@ -78,10 +78,10 @@ class StageRunner:
         arguments += [self.sums.pop(term, None) for term in task.sums]
         for dead in task.dies:
             del values[dead]
-        made = list(self.run_task(task, arguments))
+        results = list(self.run_task(task, arguments))
         count = len(task.outputs)
-        self.sums.update(zip(task.sums, made[count:], strict=True))
-        return dict(zip(task.outputs, made[:count], strict=True))
+        self.sums.update(zip(task.sums, results[count:], strict=True))
+        return dict(zip(task.outputs, results[:count], strict=True))
 
     def _value(self, name: str, values: Mapping[str, Any]) -> Any:
         return values[name] if name in values else self.step_values[name]

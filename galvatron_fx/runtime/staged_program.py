@@ -92,9 +92,9 @@ class StagedProgram:
         for runner in runners:
             ports_by_name = {gradient.port.name: gradient.port for gradient in runner.stage.gradients}
             for name, value in runner.finish().items():
-                own = original_name(name)
-                known = gradients.get(own)
-                gradients[own] = (ports_by_name[name], value if known is None else known[1] + value)
+                parameter = original_name(name)
+                known = gradients.get(parameter)
+                gradients[parameter] = (ports_by_name[name], value if known is None else known[1] + value)
         self._add_copies(gradients, value_of)
         return self._outputs(runners), [entry for name, entry in gradients.items() if name not in self._unreached]
 
@@ -108,11 +108,11 @@ class StagedProgram:
         Their clocks are compared as they are. Raises InputError before the first step and where the ranks are on
         several machines, whose clocks differ.
         """
-        own = platform.node(), self.last_spans
-        gathered: list[Any] = [own]
+        record = platform.node(), self.last_spans
+        gathered: list[Any] = [record]
         if self.pipeline.group is not None:
             gathered = [None] * len(self.pipeline.peers)
-            dist.all_gather_object(gathered, own, group=self.pipeline.group)
+            dist.all_gather_object(gathered, record, group=self.pipeline.group)
         machines = sorted({machine for machine, _ in gathered})
         if len(machines) > 1:
             raise InputError(
@@ -143,8 +143,8 @@ class StagedProgram:
         runners = []
         for stage in self.stages:
             shared = {name: self._value(port, value_of) for name, port in stage.ports.items() if port.kind != "hoisted"}
-            own = {name: int(port.name) for name, port in stage.ports.items() if port.kind == "hoisted"}
-            runners.append(StageRunner(stage, self._run_task, shared, partial(_of_microbatch, hoisted, own)))
+            positions = {name: int(port.name) for name, port in stage.ports.items() if port.kind == "hoisted"}
+            runners.append(StageRunner(stage, self._run_task, shared, partial(_of_microbatch, hoisted, positions)))
         peers = [self.pipeline.peers[rank] for rank in self.schedule.rank_of_stage]
         running = [RunningStage(r, self.schedule, self.pipeline.rank, peers, self.device) for r in runners]
         for runner in runners:
@@ -206,12 +206,12 @@ class StagedProgram:
     def _outputs(self, runners: Sequence[StageRunner]) -> dict[OutputSpec, Any]:
         """Outputs made on this rank; numbers (losses) are told to all stages."""
         count = self.lowered.microbatched.num_microbatches
-        made: list[dict[OutputSpec, Any]] = [{} for _ in range(count)]
+        by_microbatch: list[dict[OutputSpec, Any]] = [{} for _ in range(count)]
         for runner in runners:
             for index, results in runner.results.items():
-                made[index] |= results
-        self._tell_pieces(made)
-        merged = merge_outputs(self.lowered.microbatched, made)
+                by_microbatch[index] |= results
+        self._tell_pieces(by_microbatch)
+        merged = merge_outputs(self.lowered.microbatched, by_microbatch)
         if self.pipeline.group is not None:
             for port, (rank, dtype) in self._scalars.items():
                 value = merged.get(port, torch.empty((), dtype=dtype, device=self.device)).contiguous()
@@ -235,24 +235,24 @@ class StagedProgram:
         """What forward changes: the pipeline rank that makes its new value, those that hold it, and its spec."""
         ranks = self.schedule.rank_of_stage
         holders: dict[str, set[int]] = {}
-        made: dict[OutputSpec, tuple[int, TensorSpec]] = {}
+        makers: dict[OutputSpec, tuple[int, TensorSpec]] = {}
         for stage in self.lowered.stages:
             for port in stage.ports.values():
                 if port.kind in ("param", "buffer"):
                     holders.setdefault(original_name(port.name), set()).add(ranks[stage.index])
             for output, name in stage.results:
                 if output.kind == "buffer":
-                    made[output] = ranks[stage.index], stage.specs[name]
+                    makers[output] = ranks[stage.index], stage.specs[name]
         first = {0}  # what no stage takes lies there
-        pairs = sorted(made.items(), key=lambda item: item[0].name)
+        pairs = sorted(makers.items(), key=lambda item: item[0].name)
         return {output: (rank, holders.get(original_name(output.name), first), spec) for output, (rank, spec) in pairs}
 
-    def _tell_pieces(self, made: Sequence[dict[OutputSpec, Any]]) -> None:
+    def _tell_pieces(self, by_microbatch: Sequence[dict[OutputSpec, Any]]) -> None:
         """Give every rank the pieces of the epilogue where stages of several ranks make some."""
         if self.pipeline.group is None or len({rank for rank, _ in self._pieces.values()}) < 2:
             return
         for port, (rank, spec) in self._pieces.items():
-            for results in made:
+            for results in by_microbatch:
                 value = results.get(port)
                 value = torch.empty(spec.shape, dtype=spec.dtype, device=self.device) if value is None else value
                 results[port] = value.contiguous()
@@ -261,29 +261,29 @@ class StagedProgram:
     @cached_property
     def _pieces(self) -> dict[OutputSpec, tuple[int, TensorSpec]]:
         """What the epilogue takes of every micro-batch: the pipeline rank that makes it, and its shape and dtype."""
-        found = {
+        pieces = {
             port: (self.schedule.rank_of_stage[stage.index], stage.specs[name])
             for stage in self.lowered.stages
             for port, name in stage.results
             if port.kind == "piece"
         }
-        return dict(sorted(found.items(), key=lambda item: int(item[0].name)))
+        return dict(sorted(pieces.items(), key=lambda item: int(item[0].name)))
 
     @cached_property
     def _scalars(self) -> dict[OutputSpec, tuple[int, torch.dtype]]:
         """Outputs without dims: the pipeline rank that makes each, and its dtype."""
         split = self.lowered.microbatched
-        found: dict[OutputSpec, tuple[int, torch.dtype]] = {}
+        scalars: dict[OutputSpec, tuple[int, torch.dtype]] = {}
         for stage in self.lowered.stages:
             rank = self.schedule.rank_of_stage[stage.index]
             for port, name in stage.results:
                 spec = stage.specs[name]
                 if port.kind == "output" and not spec.shape:
-                    found[port] = rank, spec.dtype
+                    scalars[port] = rank, spec.dtype
                 if port.kind == "piece":
-                    found |= {late: (rank, dtype) for late, dtype in split.late_scalars().items()}
-        return dict(sorted(found.items(), key=lambda item: item[0].name))
+                    scalars |= {late: (rank, dtype) for late, dtype in split.late_scalars().items()}
+        return dict(sorted(scalars.items(), key=lambda item: item[0].name))
 
 
-def _of_microbatch(hoisted: Mapping[int, list[Tensor]], own: Mapping[str, int], index: int) -> dict[str, Tensor]:
-    return {name: hoisted[position][index] for name, position in own.items()}
+def _of_microbatch(hoisted: Mapping[int, list[Tensor]], positions: Mapping[str, int], index: int) -> dict[str, Tensor]:
+    return {name: hoisted[position][index] for name, position in positions.items()}

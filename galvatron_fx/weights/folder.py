@@ -40,13 +40,13 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     if not (folder / INDEX).exists():
         raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}: give a folder as save_pretrained makes it")
     weight_map = _weight_map(folder / INDEX)
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in sorted(set(weight_map.values())):
-        found |= _header(folder, file)
-    astray = [name for name in weight_map if name not in found or found[name].file != weight_map[name]]
+        tensors |= _header(folder, file)
+    astray = [name for name in weight_map if name not in tensors or tensors[name].file != weight_map[name]]
     if astray:
         raise CheckpointError(f"{folder / weight_map[astray[0]]} does not hold {astray[0]}, which {INDEX} says it does")
-    return {name: found[name] for name in weight_map}
+    return {name: tensors[name] for name in weight_map}
 
 
 @contextmanager
@@ -65,15 +65,15 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 def _header(folder: Path, name: str) -> dict[str, StoredTensor]:
-    found = {}
+    tensors = {}
     with opened(folder / name) as file:
         for key in file.keys():  # noqa: SIM118, since the file is no mapping
             part = file.get_slice(key)
             # An empty slice tells the dtype as torch names it.
             shape = part.get_shape()
             kind = part[:0].dtype if shape else file.get_tensor(key).dtype
-            found[key] = StoredTensor(name, shape, dtype_name(kind))
-    return found
+            tensors[key] = StoredTensor(name, shape, dtype_name(kind))
+    return tensors
 
 
 def _weight_map(path: Path) -> dict[str, str]:

@@ -52,7 +52,7 @@ def _wanted(model: nn.Module, stored: Mapping[str, StoredTensor]) -> tuple[dict[
 def _check(
     place: Path, stored: Mapping[str, StoredTensor], wanted: Mapping[str, Tensor], everywhere: set[str], cast: bool
 ) -> None:
-    shapes = {name: (found.shape, found.dtype) for name, found in stored.items()}
+    shapes = {name: (entry.shape, entry.dtype) for name, entry in stored.items()}
     if cast:
         for name, tensor in wanted.items():
             if name in stored and tensor.is_floating_point() and "float" in stored[name].dtype:

@@ -69,8 +69,8 @@ def save_weights(
     with Ranks.for_now() as ranks:
         held = model_state.tensors(model)
         copies = model_state.copies(model)
-        own = {name: model_state.shape_of(tensor) for name, tensor in held.items() if name not in copies}
-        table = _table(ranks.gather("list its tensors", lambda: own))
+        shapes = {name: model_state.shape_of(tensor) for name, tensor in held.items() if name not in copies}
+        table = _table(ranks.gather("list its tensors", lambda: shapes))
         files = _files(table, limit_bytes)
         written = ranks.decide("make the folder", lambda: _begin(place, like))
         with ThreadPoolExecutor(1) as pool:
@@ -83,8 +83,8 @@ def _table(per_rank: Sequence[Mapping[str, tuple[list[int], str]]]) -> dict[str,
     """All tensors, in an order that is the same under every plan: by name, numbers as numbers."""
     holders: dict[str, list[int]] = {}
     shapes: dict[str, tuple[list[int], str]] = {}
-    for rank, own in enumerate(per_rank):
-        for name, shape in own.items():
+    for rank, rank_shapes in enumerate(per_rank):
+        for name, shape in rank_shapes.items():
             holders.setdefault(name, []).append(rank)
             shapes[name] = shape
     return {name: _Whole(*shapes[name], ranks=tuple(holders[name])) for name in sorted(shapes, key=_natural)}
