@@ -22,8 +22,8 @@ def infer_strides(graph: fx.GraphModule, node: fx.Node, values: Mapping[fx.Node,
     ``graph``: holds the constants of ``node``, which is one of it or of a copy that is bound to a rank.
     """
     if node.op == "placeholder" or node.target in _DENSE:
-        made = [None if spec is None else StridedTensor.empty(spec) for spec in meta_of(node).specs]
-        return made if meta_of(node).multi_output else made[0]
+        outputs = [None if spec is None else StridedTensor.empty(spec) for spec in meta_of(node).specs]
+        return outputs if meta_of(node).multi_output else outputs[0]
     if node.op == "get_attr":
         return StridedTensor.like(getattr(graph, str(node.target)))
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: values[source])

@@ -30,22 +30,22 @@ def wait_points(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """
     place = {node: i for i, node in enumerate(graph.nodes)}
     following: dict[Any, fx.Node] = {}  # by kind, the collective that comes next
-    found = {}
+    points = {}
     for node in reversed(graph.nodes):
         if node.target not in c.COLLECTIVES or meta_of(node).open:
             continue
         until = [*node.users] or [node.next]
         if node.target in _HOLD_MUCH and node.target in following:
             until.append(following[node.target])
-        found[node] = min(until, key=place.__getitem__)
+        points[node] = min(until, key=place.__getitem__)
         following[node.target] = node
-    return found
+    return points
 
 
 def hoistable_gathers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """Gathers of what is there before the graph computes, each with the operators that lead to it, in order."""
     chains: dict[fx.Node, list[fx.Node]] = {}
-    found = {}
+    gathers = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             chains[node] = []
@@ -58,9 +58,9 @@ def hoistable_gathers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
             continue
         before = list(dict.fromkeys(link for source in sources for link in chains[source]))
         if is_gather:
-            found[node] = before
+            gathers[node] = before
         chains[node] = [*before, node]
-    return found
+    return gathers
 
 
 def sinkable_reductions(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

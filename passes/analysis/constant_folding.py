@@ -88,14 +88,14 @@ class Constants:
 
 def _ancestors(node: fx.Node) -> list[fx.Node]:
     """``node`` behind all that it is made of, in graph order."""
-    found: dict[fx.Node, None] = {node: None}
+    nodes: dict[fx.Node, None] = {node: None}
     pending = [node]
     while pending:
         for source in input_nodes(pending.pop()):
-            if source not in found:
-                found[source] = None
+            if source not in nodes:
+                nodes[source] = None
                 pending.append(source)
-    return sorted(found)
+    return sorted(nodes)
 
 
 def _is_pointwise(node: fx.Node) -> bool:

@@ -29,14 +29,14 @@ def input_only_ops(graph: fx.GraphModule) -> set[fx.Node]:
 
 def ancestors(nodes: Sequence[fx.Node], within: set[fx.Node]) -> set[fx.Node]:
     """``nodes`` and what they are made of, as far as it lies within ``within``."""
-    found: set[fx.Node] = set()
+    reachable: set[fx.Node] = set()
     pending = [node for node in nodes if node in within]
     while pending:
         node = pending.pop()
-        if node not in found:
-            found.add(node)
+        if node not in reachable:
+            reachable.add(node)
             pending += [n for n in input_nodes(node) if n in within]
-    return found
+    return reachable
 
 
 def sums_over_batch(graph: fx.GraphModule) -> set[fx.Node]:
@@ -59,13 +59,13 @@ def sums_over_batch(graph: fx.GraphModule) -> set[fx.Node]:
 
 def before_cast(graph: fx.GraphModule) -> set[fx.Node]:
     """Values of backward that serve gradients alone, in front of their cast to the dtype that they are reduced in."""
-    found: set[fx.Node] = set()
+    values: set[fx.Node] = set()
     for node in reversed(graph.graph.nodes):
         if node.op != "call_function" or meta_of(node).phase != "backward" or node.target is cast_gradient:
             continue
-        if node.users and all(user in found or user.target is cast_gradient for user in node.users):
-            found.add(node)
-    return found
+        if node.users and all(user in values or user.target is cast_gradient for user in node.users):
+            values.add(node)
+    return values
 
 
 def _is_batchless_float(spec: TensorSpec) -> bool:
@@ -94,18 +94,18 @@ def original_parameters(graph: fx.GraphModule) -> dict[fx.Node, fx.Node]:
 def gradient_parameters(graph: fx.GraphModule) -> dict[fx.Node, fx.Node]:
     """Map every node that only adds up to a parameter's gradient to that parameter."""
     by_name = {port.name: node for port, node in ports(graph) if port.kind == "param"}
-    found: dict[fx.Node, fx.Node] = {}
+    parameters: dict[fx.Node, fx.Node] = {}
     for port, node in output_ports(graph):
         if port.kind != "grad" or node is None or port.name not in by_name:
             continue
         pending = [node]
         while pending:
             current = pending.pop()
-            if current.op != "call_function" or meta_of(current).multi_output or current in found:
+            if current.op != "call_function" or meta_of(current).multi_output or current in parameters:
                 continue
             if meta_of(current).spec.shape != meta_of(by_name[port.name]).spec.shape:
                 continue
-            found[current] = by_name[port.name]
+            parameters[current] = by_name[port.name]
             if str(current.target).startswith("aten.add"):
                 pending += [n for n in input_nodes(current) if len(n.users) == 1]
-    return found
+    return parameters

@@ -142,10 +142,10 @@ def _view(node: fx.Node, operand: Diagonals, shape: tuple[int, ...]) -> Diagonal
     places = [dim for dim, size in enumerate(shape) if size != 1]
     if [operand.shape[dim] for dim in kept] != [shape[dim] for dim in places]:
         return None
-    found = dict(zip(kept, places, strict=True))
-    if not {operand.rows, operand.columns} <= {None, *found}:
+    place_of = dict(zip(kept, places, strict=True))
+    if not {operand.rows, operand.columns} <= {None, *place_of}:
         return None
-    return operand.moved(shape, found.__getitem__)
+    return operand.moved(shape, place_of.__getitem__)
 
 
 def _permute(node: fx.Node, operand: Diagonals, shape: tuple[int, ...]) -> Diagonals:

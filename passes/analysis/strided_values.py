@@ -93,8 +93,10 @@ def evaluate(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
         if result is None:
             return None
         number, size_bytes = result.fresh
-        own = buffers.setdefault(number, Buffer(size_bytes)) if result.source is None else inputs[result.source].buffer
-        return StridedTensor(result.strided, own)
+        buffer = (
+            buffers.setdefault(number, Buffer(size_bytes)) if result.source is None else inputs[result.source].buffer
+        )
+        return StridedTensor(result.strided, buffer)
 
     results = _results(target, *frozen)
     return [laid(result) for result in results] if isinstance(results, tuple) else laid(results)
@@ -124,7 +126,7 @@ def _results(target: Any, args: Any, kwargs: Any) -> tuple[_Result | None, ...] 
         return value
 
     with new_fake_mode():
-        made = target(*thaw(args), **dict(thaw(kwargs)))
+        outputs = target(*thaw(args), **dict(thaw(kwargs)))
     known = {_storage(tensor): position for position, tensor in reversed(list(enumerate(given)))}
 
     def result(value: Tensor | None) -> _Result | None:
@@ -133,7 +135,7 @@ def _results(target: Any, args: Any, kwargs: Any) -> tuple[_Result | None, ...] 
         key = _storage(value)
         return _Result(Strided.of(value), known.get(key), (key, value.untyped_storage().nbytes()))
 
-    return tuple(map(result, made)) if isinstance(made, (list, tuple)) else result(made)
+    return tuple(map(result, outputs)) if isinstance(outputs, (list, tuple)) else result(outputs)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -146,9 +146,9 @@ class _Lookup:
         return write.expanded(write.viewed(turned, (*apart, *self.rest)), (*self.sizes, *self.rest))
 
     def _gathered(self, write: _Writer) -> fx.Node:
-        found = write(aten.gather.default, (self._flat_table(write), 1, self._flat_places(write)), self._flat)
+        entries = write(aten.gather.default, (self._flat_table(write), 1, self._flat_places(write)), self._flat)
         rows = self.sizes[self._rows]
-        first = write.viewed(found, (rows, *self._others, *self.rest))
+        first = write.viewed(entries, (rows, *self._others, *self.rest))
         back = [*range(1, self._rows + 1), 0, *range(self._rows + 1, len(self.sizes) + len(self.rest))]
         return write.permuted(first, back)
 
@@ -158,8 +158,8 @@ class _Lookup:
         flat = write.viewed(self._rows_first(write, whole, len(self.rest)), self._flat)
         table = self._flat_table(write)
         target = aten.scatter_add.default if accumulate else aten.scatter.src
-        made = write(target, (table, 1, self._flat_places(write), flat), _sizes(table))
-        return write.viewed(made, _sizes(self.table))
+        result = write(target, (table, 1, self._flat_places(write), flat), _sizes(table))
+        return write.viewed(result, _sizes(self.table))
 
     @property
     def _flat(self) -> Sizes:

@@ -62,8 +62,8 @@ def _trilinear(
 ) -> Tensor:
     """Products of three tensors, each of which lacks some of the dims, summed over others."""
     rank = a.dim() + len(without_a)
-    own = [[dim for dim in range(rank) if dim not in absent] for absent in (without_a, without_b, without_c, summed)]
-    return torch.einsum(a, own[0], b, own[1], c, own[2], own[3])
+    dims = [[dim for dim in range(rank) if dim not in absent] for absent in (without_a, without_b, without_c, summed)]
+    return torch.einsum(a, dims[0], b, dims[1], c, dims[2], dims[3])
 
 
 # Decompositions that torch lacks.
@@ -201,13 +201,13 @@ def _traced(node: fx.Node, call: Any, shapes: Sequence[tuple[int, ...]], table: 
         traced = trace_decomposed(function, list(zip(shapes, dtypes, strict=True)), table)
     except _FAILURES:
         return None
-    for made in traced.graph.nodes:
+    for inner_node in traced.graph.nodes:
         # Some of torch's decompositions fill an empty tensor, which a graph of values cannot say.
-        writes = isinstance(made.target, torch._ops.OpOverload) and made.target._schema.is_mutable
-        if made.op == "get_attr" or writes:
+        writes = isinstance(inner_node.target, torch._ops.OpOverload) and inner_node.target._schema.is_mutable
+        if inner_node.op == "get_attr" or writes:
             return None
-        if made.op != "output":
-            set_meta(made, _concrete_facts(made.meta["val"]))
+        if inner_node.op != "output":
+            set_meta(inner_node, _concrete_facts(inner_node.meta["val"]))
     return traced
 
 
@@ -316,10 +316,10 @@ def _splice(graph: fx.GraphModule, node: fx.Node, expansion: fx.GraphModule) -> 
     given = [placeholder for placeholder in expansion.graph.nodes if placeholder.op == "placeholder"]
     copies = dict(zip(given, input_nodes(node), strict=True))
     with graph.graph.inserting_before(node):
-        for made in expansion.graph.nodes:
-            if made.op == "call_function":
-                copy = copies[made] = copy_node(graph.graph, made, copies.__getitem__)
+        for inner_node in expansion.graph.nodes:
+            if inner_node.op == "call_function":
+                copy = copies[inner_node] = copy_node(graph.graph, inner_node, copies.__getitem__)
                 copy.meta = inherited_meta(node)
-                own = meta_of(made)
-                set_meta(copy, meta_of(node).having(specs=own.specs, multi_output=own.multi_output))
+                record = meta_of(inner_node)
+                set_meta(copy, meta_of(node).having(specs=record.specs, multi_output=record.multi_output))
     return [copies[out] if out is not None else None for out in _outputs(expansion)]

@@ -34,8 +34,8 @@ class FindBlocks:
         blocks = np.searchsorted(np.array(cuts), np.arange(len(forward)), side="right") if cuts else [0] * len(forward)
         for node, block in zip(forward, blocks, strict=True):
             source = node.args[0] if is_getitem(node) else node
-            own = meta_of(source).block if is_getitem(node) else int(block)
-            set_meta(node, meta_of(node).having(block=own))
+            block_number = meta_of(source).block if is_getitem(node) else int(block)
+            set_meta(node, meta_of(node).having(block=block_number))
         _place_backward(graph)
         return graph
 
@@ -72,10 +72,10 @@ def _reachable(graph: fx.GraphModule, kind: str) -> set[fx.Node]:
         if node.op == "call_function" and meta_of(node).phase == "forward":
             flow.add_edges_from((source, node) for source in input_nodes(node))
     sources = [node for port, node in ports(graph) if port.kind == kind and node in flow]
-    found: set[fx.Node] = set()
+    reachable: set[fx.Node] = set()
     for distance_layer in nx.bfs_layers(flow, sources) if sources else ():
-        found.update(distance_layer)
-    return found
+        reachable.update(distance_layer)
+    return reachable
 
 
 def _cuts(forward: list[fx.Node], crossing: np.ndarray) -> list[int]:
@@ -119,7 +119,7 @@ def _stacks(labels: np.ndarray, start: int, end: int) -> list[tuple[int, int, in
 
 def _longest_repeat(labels: np.ndarray) -> tuple[int, int, int] | None:
     """The repeat that covers most; of those that cover nearly as much, the one with the shortest period."""
-    found: list[tuple[int, int, int]] = []
+    repeats: list[tuple[int, int, int]] = []
     for period in range(_LEAST_PERIOD, len(labels) // 2 + 1):
         same = labels[:-period] == labels[period:]
         if not same.any():
@@ -128,11 +128,11 @@ def _longest_repeat(labels: np.ndarray) -> tuple[int, int, int] | None:
         starts, ends = edges[::2], edges[1::2]
         longest = int(np.argmax(ends - starts))
         if ends[longest] - starts[longest] >= period:
-            found.append((int(starts[longest]), int(ends[longest]) + period, period))
-    if not found:
+            repeats.append((int(starts[longest]), int(ends[longest]) + period, period))
+    if not repeats:
         return None
-    most = max(high - low for low, high, _ in found)
-    return next((low, high, period) for low, high, period in found if high - low >= 0.8 * most)
+    most = max(high - low for low, high, _ in repeats)
+    return next((low, high, period) for low, high, period in repeats if high - low >= 0.8 * most)
 
 
 def _is_layers(forward: list[fx.Node], start: int, end: int, period: int) -> bool:

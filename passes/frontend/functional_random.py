@@ -57,12 +57,12 @@ class FunctionalRandom:
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Rewrite ``graph`` in place and return it."""
-        found = [node for node in graph.graph.nodes if _is_random(node)]
-        if not found:
+        random_nodes = [node for node in graph.graph.nodes if _is_random(node)]
+        if not random_nodes:
             return graph
         seed = _add_seed(graph)
         streams = _Streams(seed)
-        for node in found:
+        for node in random_nodes:
             maker = _MAKERS.get(node.target)
             if maker is None:
                 raise _refusal(node)

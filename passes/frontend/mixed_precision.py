@@ -30,15 +30,15 @@ class MixedPrecision:
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Rewrite ``graph`` in place and return it."""
-        found = precision(graph)
-        if found is None:
+        graph_precision = precision(graph)
+        if graph_precision is None:
             return graph
         for position, (output, maker) in enumerate(output_ports(graph)):
-            if output.kind == "grad" and output.name in found.dtypes and maker is not None:
-                _cast_terms(graph, position, maker, found.reduced(meta_of(maker).spec.dtype))
+            if output.kind == "grad" and output.name in graph_precision.dtypes and maker is not None:
+                _cast_terms(graph, position, maker, graph_precision.reduced(meta_of(maker).spec.dtype))
         for port, node in ports(graph):
-            if port.kind == "param" and port.name in found.dtypes:
-                _cast_for_blocks(graph, node, found.dtypes[port.name])
+            if port.kind == "param" and port.name in graph_precision.dtypes:
+                _cast_for_blocks(graph, node, graph_precision.dtypes[port.name])
         graph.recompile()
         return graph
 
@@ -46,12 +46,12 @@ class MixedPrecision:
 # ---- parameters ----------------------------------------------------------------------------------------------------
 
 
-def _cast_for_blocks(graph: fx.GraphModule, node: fx.Node, own: torch.dtype) -> None:
+def _cast_for_blocks(graph: fx.GraphModule, node: fx.Node, dtype: torch.dtype) -> None:
     """Cast a parameter in each block that uses it, in front of the first use there."""
     shown = meta_of(node).spec
-    if shown.dtype == own:
+    if shown.dtype == dtype:
         return
-    set_meta(node, meta_of(node).having(specs=(with_dtype(shown, own),)))
+    set_meta(node, meta_of(node).having(specs=(with_dtype(shown, dtype),)))
     users: dict[int, list[fx.Node]] = {}
     order = {user: i for i, user in enumerate(graph.graph.nodes) if user in node.users}
     for user in sorted(node.users, key=order.__getitem__):
@@ -90,6 +90,6 @@ def _cast_terms(graph: fx.GraphModule, position: int, gradient: fx.Node, dtype: 
 
 def _is_sum(node: fx.Node) -> bool:
     """Whether a node only adds up two terms of a gradient."""
-    own, terms = meta_of(node).spec, [meta_of(term).spec for term in input_nodes(node)]
-    alike = len(terms) == 2 and all((spec.shape, spec.dtype) == (own.shape, own.dtype) for spec in terms)
+    sum_spec, terms = meta_of(node).spec, [meta_of(term).spec for term in input_nodes(node)]
+    alike = len(terms) == 2 and all((spec.shape, spec.dtype) == (sum_spec.shape, sum_spec.dtype) for spec in terms)
     return alike and not node.kwargs and len(node.users) == 1

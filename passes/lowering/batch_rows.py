@@ -84,18 +84,18 @@ def rows_read(joint: fx.GraphModule, shape: Sequence[int], split: Microbatched |
     graph of one micro-batch.
     """
     specs = signature(joint).input_specs
-    found: list[list[Reader]] = [[] for _ in specs]
+    readers: list[list[Reader]] = [[] for _ in specs]
     for port, node in ports(joint):
         if port.kind == "input":
-            found[int(port.name)] += [Reader((), slices) for slices, _ in _ends(node)]
+            readers[int(port.name)] += [Reader((), slices) for slices, _ in _ends(node)]
     if split is not None:
         heads = split.prologue.graph.find_nodes(op="placeholder")
         for port, node in zip(split.prologue_ports, heads, strict=True):
             if port.kind == "input":
-                found[int(port.name)] += _through(split.prologue, node, joint)
+                readers[int(port.name)] += _through(split.prologue, node, joint)
     sizes = tuple(spec.shape[0] if spec.shape else 0 for spec in specs)
     count = 1 if split is None else split.num_microbatches
-    return RowsRead(tuple(map(tuple, found)), sizes, tuple(shape), count)
+    return RowsRead(tuple(map(tuple, readers)), sizes, tuple(shape), count)
 
 
 def _through(prologue: fx.GraphModule, head: fx.Node, joint: fx.GraphModule) -> Iterator[Reader]:
@@ -106,7 +106,7 @@ def _through(prologue: fx.GraphModule, head: fx.Node, joint: fx.GraphModule) -> 
     for by_time, node in _ends(head):
         if set(node.users) != {output}:
             yield Reader(by_time, ())
-        for position in (i for i, made in enumerate(handed) if made is node):
+        for position in (i for i, value in enumerate(handed) if value is node):
             yield from (Reader(by_time, by_rank) for by_rank, _ in _ends(hoisted[position]))
 
 

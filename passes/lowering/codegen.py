@@ -163,13 +163,13 @@ def _communicate_reals(graph: fx.Graph) -> None:
         node.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user is not back)
         node.args = (pairs, *rest)
         given = meta_of(x).specs[0]
-        for made, spec in (
+        for value, spec in (
             (plain, given),
             (pairs, _as_pairs(given)),
             (back, record.spec),
             (node, _as_pairs(record.spec)),
         ):
-            set_meta(made, record.having(specs=(spec,), step=None))
+            set_meta(value, record.having(specs=(spec,), step=None))
         if record.placements and record.placements[0]:
             columns = len(record.placements[0])
             record_program(f"pairs of {node.name}", (plain, pairs, node, back), {back: record.placements}, columns)
@@ -216,7 +216,7 @@ def _is_spent(value: Any) -> bool:
         schema = getattr(value.target, "_schema", None)
         if schema is None:
             return False
-        is_view = value.target is aten._unsafe_view.default or any(made.alias_info for made in schema.returns)
+        is_view = value.target is aten._unsafe_view.default or any(output.alias_info for output in schema.returns)
         if not is_view:
             return True
         value = value.args[0]

@@ -136,8 +136,10 @@ class BlockProblem:
             for position, value in enumerate(item.inputs):
                 for choice in item.choices:
                     wanted.setdefault(value, {})[choice.inputs[position]] = None
-        for node, made in self.values.items():
-            self.problem.change_s[made.index] = self._changes(node, made, list(wanted.get(made.index, ())))
+        for node, node_value in self.values.items():
+            self.problem.change_s[node_value.index] = self._changes(
+                node, node_value, list(wanted.get(node_value.index, ()))
+            )
 
     def _changes(
         self, node: fx.Node, value: _Value, wanted: list[Placement]
@@ -183,8 +185,8 @@ class BlockProblem:
             costs = [
                 cost + (0.0 if isinstance(p, Shard) else _UNWANTED_S) for p, cost in zip(choices, costs, strict=True)
             ]
-        made = [Choice((), (p,), cost) for p, cost in zip(choices, costs, strict=True)]
-        self._item(node, node.name, [], [value.index], made, list(choices))
+        options = [Choice((), (p,), cost) for p, cost in zip(choices, costs, strict=True)]
+        self._item(node, node.name, [], [value.index], options, list(choices))
 
     def _add_operator(self, node: fx.Node) -> None:
         call = op_call(node)
@@ -264,12 +266,12 @@ class BlockProblem:
 
 def _made_of_parameters(nodes: Sequence[fx.Node], parameters: set[fx.Node]) -> set[fx.Node]:
     """The parameters, and the nodes that depend on nothing else."""
-    made = set(parameters)
+    parameter_values = set(parameters)
     for node in nodes:
         sources = input_nodes(node)
-        if sources and all(source in made for source in sources):
-            made.add(node)
-    return made
+        if sources and all(source in parameter_values for source in sources):
+            parameter_values.add(node)
+    return parameter_values
 
 
 def _call_key(node: fx.Node) -> Any:

@@ -87,8 +87,8 @@ def vocabulary_embedding(
     """Look up the rows that lie on this rank, zero for the others: a Partial(sum)."""
     weight, index = inputs
     rows, owned = _owned_rows(e, index, meta_of(weight).spec.shape[0])
-    found = e.emit(aten.embedding.default, (weight, rows), outputs[0])
-    return [_where(e, _unsqueezed(e, owned, -1), found)]
+    vectors = e.emit(aten.embedding.default, (weight, rows), outputs[0])
+    return [_where(e, _unsqueezed(e, owned, -1), vectors)]
 
 
 def vocabulary_embedding_backward(
@@ -198,8 +198,10 @@ def gathered_nll_loss(
     all_marks = e.emit(all_gather, (marks, 0, 1, e.axis), TensorSpec((whole,), meta_of(marks).spec.dtype))
     counted = e.emit(aten.ne.Scalar, (all_marks, ignore), _like(all_marks, torch.bool))
     pair = (TensorSpec((), dtype), TensorSpec((), dtype))
-    made = e.emit_multi(aten.nll_loss_forward.default, (all_picked, all_marks, None, node.args[3], ignore), pair)
-    return [e.emit(operator.getitem, (made, 0), pair[0]), _count(e, counted, dtype)]
+    loss_and_weight = e.emit_multi(
+        aten.nll_loss_forward.default, (all_picked, all_marks, None, node.args[3], ignore), pair
+    )
+    return [e.emit(operator.getitem, (loss_and_weight, 0), pair[0]), _count(e, counted, dtype)]
 
 
 def vocabulary_nll_loss(

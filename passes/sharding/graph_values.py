@@ -47,11 +47,11 @@ class GraphValues:
     @cached_property
     def blocks(self) -> dict[int, list[fx.Node]]:
         """The operators of each block."""
-        found: dict[int, list[fx.Node]] = {}
+        by_block: dict[int, list[fx.Node]] = {}
         for node in self.graph.graph.nodes:
             if node.op == "call_function":
-                found.setdefault(max(meta_of(node).block, 0), []).append(node)
-        return found
+                by_block.setdefault(max(meta_of(node).block, 0), []).append(node)
+        return by_block
 
     @cached_property
     def constants(self) -> list[fx.Node]:
@@ -61,11 +61,11 @@ class GraphValues:
     @cached_property
     def output_ports_of(self) -> dict[fx.Node, list[OutputSpec]]:
         """As what the graph returns each value that it returns."""
-        found: dict[fx.Node, list[OutputSpec]] = {}
+        by_node: dict[fx.Node, list[OutputSpec]] = {}
         for port, node in self.outputs:
             if node is not None:
-                found.setdefault(node, []).append(port)
-        return found
+                by_node.setdefault(node, []).append(port)
+        return by_node
 
     @cached_property
     def parameter_itemsize(self) -> int:

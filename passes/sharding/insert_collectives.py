@@ -143,10 +143,10 @@ class _Lowering:
         placements = _placed(node, rule.outputs)
         if rule.expansion:
             emitter = Emitter(self.graph, record.having(placements=(), step=None), self.sharding.axis, degree)
-            made = EXPANSIONS[rule.expansion](emitter, node, inputs, outputs)
-            results = {result: (placed,) for result, placed in zip(made, placements, strict=True)}
+            values = EXPANSIONS[rule.expansion](emitter, node, inputs, outputs)
+            results = {result: (placed,) for result, placed in zip(values, placements, strict=True)}
             record_program(rule.expansion, emitter.written, results, len(placements[0]))
-            self._new[node] = made if record.multi_output else made[0]  # type: ignore[assignment]
+            self._new[node] = values if record.multi_output else values[0]  # type: ignore[assignment]
             return
         local = localize_args(node.target, node.args, outputs)
         args, kwargs = map_inputs((local, node.kwargs), inputs)
@@ -175,14 +175,14 @@ class _Lowering:
         return new if have == want else self._change(new, have, want, consumer)
 
     def _change(self, new: fx.Node, have: Placement, want: Placement, consumer: NodeMeta) -> fx.Node:
-        made = self._made.get((new, want))
-        if made is None or _comes_too_late(made, consumer):
-            made = self._made[new, want] = self._emit_change(new, have, want, consumer)
+        change = self._made.get((new, want))
+        if change is None or _comes_too_late(change, consumer):
+            change = self._made[new, want] = self._emit_change(new, have, want, consumer)
             placed = (*meta_of(new).placements[0][:-1], want)
-            set_meta(made, meta_of(made).having(placements=(placed,)))
-            if made.target is torch.ops.aten.div.Scalar:
-                record_step(made, "terms of an average", len(placed))
-        return made
+            set_meta(change, meta_of(change).having(placements=(placed,)))
+            if change.target is torch.ops.aten.div.Scalar:
+                record_step(change, "terms of an average", len(placed))
+        return change
 
     def _emit_change(self, new: fx.Node, have: Placement, want: Placement, consumer: NodeMeta) -> fx.Node:
         axis, degree = self.sharding.axis, self.sharding.degree
@@ -210,15 +210,15 @@ class _Lowering:
         raise ShardingError(f"'{new.name}' is placed {have} and cannot become {want}: give its consumer another rule")
 
 
-def _comes_too_late(made: fx.Node, consumer: NodeMeta) -> bool:
+def _comes_too_late(change: fx.Node, consumer: NodeMeta) -> bool:
     """Whether a value was brought there for backward alone, and is now returned by forward (a buffer, say)."""
-    return meta_of(made).phase == "backward" and consumer.phase == "forward"
+    return meta_of(change).phase == "backward" and consumer.phase == "forward"
 
 
-def _placed(node: fx.Node, own: tuple[Placement, ...]) -> Placements:
-    """The placements of every output of ``node`` on the axes that are lowered, and ``own`` on this one."""
-    earlier = meta_of(node).placements or ((),) * len(own)
-    return tuple((*placed, here) for placed, here in zip(earlier, own, strict=True))
+def _placed(node: fx.Node, axis_placements: tuple[Placement, ...]) -> Placements:
+    """The placements of every output of ``node`` on the axes that are lowered, and ``axis_placements`` on this one."""
+    earlier = meta_of(node).placements or ((),) * len(axis_placements)
+    return tuple((*placed, here) for placed, here in zip(earlier, axis_placements, strict=True))
 
 
 def _localized(spec: TensorSpec | None, placement: Placement, degree: int) -> TensorSpec | None:

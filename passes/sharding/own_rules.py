@@ -133,8 +133,8 @@ def _where(call: OpCall, degree: int) -> list[OpRule]:
     for dim in range(len(target)):
         places: list[Placement] = []
         for spec in call.inputs:
-            own = dim - (len(target) - len(spec.shape))
-            places.append(Shard(own) if own >= 0 and spec.shape[own] == target[dim] else REPLICATE)
+            input_dim = dim - (len(target) - len(spec.shape))
+            places.append(Shard(input_dim) if input_dim >= 0 and spec.shape[input_dim] == target[dim] else REPLICATE)
         rules.append(OpRule((Shard(dim),), tuple(places)))
     return rules
 

@@ -21,10 +21,10 @@ class RestoreGradients:
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Rewrite ``graph`` in place and return it."""
-        own = {port.name: meta_of(node).spec.dtype for port, node in ports(graph) if port.kind == "param"}
+        dtypes = {port.name: meta_of(node).spec.dtype for port, node in ports(graph) if port.kind == "param"}
         for position, (port, node) in enumerate(output_ports(graph)):
-            if port.kind != "grad" or port.name not in own or node is None:
+            if port.kind != "grad" or port.name not in dtypes or node is None:
                 continue
-            if meta_of(node).spec.dtype != own[port.name]:
-                set_output(graph, position, cast_behind(graph, node, own[port.name]))
+            if meta_of(node).spec.dtype != dtypes[port.name]:
+                set_output(graph, position, cast_behind(graph, node, dtypes[port.name]))
         return graph

@@ -105,10 +105,10 @@ def solve(problem: Problem) -> Solution:
     picks = [[program.variable(c.time_s * scale, True) for c in item.choices] for item in problem.items]
     for row in picks:
         program.constrain([(column, 1.0) for column in row], 1.0, 1.0)
-    made = _producers(problem, picks)
+    makers = _producers(problem, picks)
     uses = _uses(problem, picks)
     for value, takers in uses.items():
-        _connect(program, problem.change_s.get(value, {}), made[value], takers, scale)
+        _connect(program, problem.change_s.get(value, {}), makers[value], takers, scale)
     solution = _run(program, problem)
     chosen = tuple(int(np.argmax(solution[row])) for row in picks)
     return Solution(chosen, float(np.dot(program.costs, solution)) / scale)
@@ -123,13 +123,13 @@ def _scale(problem: Problem) -> float:
 
 def _producers(problem: Problem, picks: list[list[int]]) -> dict[Value, dict[Placement, list[int]]]:
     """For every value and placement, the variables whose choice makes it so."""
-    made: dict[Value, dict[Placement, list[int]]] = {}
+    makers: dict[Value, dict[Placement, list[int]]] = {}
     for item, columns in zip(problem.items, picks, strict=True):
         for position, value in enumerate(item.outputs):
-            table = made.setdefault(value, {})
+            table = makers.setdefault(value, {})
             for choice, column in zip(item.choices, columns, strict=True):
                 table.setdefault(choice.outputs[position], []).append(column)
-    return made
+    return makers
 
 
 def _uses(problem: Problem, picks: list[list[int]]) -> dict[Value, list[dict[Placement, list[int]]]]:
@@ -147,17 +147,17 @@ def _uses(problem: Problem, picks: list[list[int]]) -> dict[Value, list[dict[Pla
 def _connect(
     program: _Program,
     changes: dict[tuple[Placement, Placement], float],
-    made: dict[Placement, list[int]],
+    makers: dict[Placement, list[int]],
     uses: list[dict[Placement, list[int]]],
     scale: float,
 ) -> None:
     """Tie all uses of one value to how it is produced, with ``g`` for each use and ``f`` shared between them."""
     shared: dict[tuple[Placement, Placement], int] = {}
     for takers in uses:
-        leaving: dict[Placement, list[tuple[int, float]]] = {produced: [] for produced in made}
+        leaving: dict[Placement, list[tuple[int, float]]] = {produced: [] for produced in makers}
         for wanted, columns in takers.items():
             arriving: list[tuple[int, float]] = []
-            for produced in made:
+            for produced in makers:
                 cost = 0.0 if produced == wanted else changes.get((produced, wanted))
                 if cost is None:
                     continue
@@ -172,17 +172,17 @@ def _connect(
                     program.constrain([(flow, 1.0), (shared[key], -1.0)], -np.inf, 0.0)
             program.constrain([*arriving, *((column, -1.0) for column in columns)], 0.0, 0.0)
         for produced, flows in leaving.items():
-            program.constrain([*flows, *((maker, -1.0) for maker in made[produced])], 0.0, 0.0)
+            program.constrain([*flows, *((maker, -1.0) for maker in makers[produced])], 0.0, 0.0)
 
 
 def _run(program: _Program, problem: Problem) -> Floats:
     """The linear relaxation first: mostly its best corner is integral, and then it is what the integer program finds,
     in a third of the time (for Swin in a sixth)."""
     integral = np.array(program.integral, dtype=np.bool_)
-    found = _solved(program, np.zeros(len(integral)), {"presolve": False}, problem)
-    if np.abs(found - found.round())[integral].max(initial=0.0) > _FRACTION:
-        found = _solved(program, integral.astype(float), {"mip_rel_gap": 1e-6}, problem)
-    return found
+    solution = _solved(program, np.zeros(len(integral)), {"presolve": False}, problem)
+    if np.abs(solution - solution.round())[integral].max(initial=0.0) > _FRACTION:
+        solution = _solved(program, integral.astype(float), {"mip_rel_gap": 1e-6}, problem)
+    return solution
 
 
 def _solved(program: _Program, integrality: Floats, options: dict[str, Any], problem: Problem) -> Floats:

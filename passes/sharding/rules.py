@@ -109,9 +109,9 @@ def op_rules(call: OpCall, degree: int) -> tuple[OpRule, ...]:
             f"were found to be wrong in 2.11; this is torch {torch.__version__}: upgrade it, or use one device and one "
             f"micro-batch"
         )
-    own = _own_rule(call.target)
-    found = own(call, degree) if own else torch_rules(call, degree)
-    rules = dict.fromkeys([replicate_rule(call), *found])
+    rules_of = _own_rule(call.target)
+    candidates = rules_of(call, degree) if rules_of else torch_rules(call, degree)
+    rules = dict.fromkeys([replicate_rule(call), *candidates])
     return tuple(rule for rule in rules if _valid(rule, call, degree))
 
 
@@ -128,14 +128,14 @@ def strided(rule: OpRule, call: OpCall, candidates: Iterable[Placement], degree:
     def stride(placement: Placement, split_factor: int) -> Placement:
         return Shard(placement.dim, split_factor) if isinstance(placement, Shard) else placement
 
-    made = [
+    instances = [
         OpRule(
             tuple(stride(p, split_factor) for p in rule.outputs),
             tuple(stride(p, split_factor) for p in rule.inputs),
         )
         for split_factor in sorted(outers)
     ]
-    return [instance for instance in made if _valid(instance, call, degree)]
+    return [instance for instance in instances if _valid(instance, call, degree)]
 
 
 def _valid(rule: OpRule, call: OpCall, degree: int) -> bool:

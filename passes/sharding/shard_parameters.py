@@ -151,9 +151,9 @@ class ShardParameters:
                 node = write_call(graph.graph, shard, (gradient, placement.dim, placement.split_factor, index))
             else:
                 raise AssertionError(f"gradient '{gradient.name}' is placed {have}, its parameter {placement}")
-        made = _local(spec, placement, degree) if isinstance(placement, Shard) else spec
+        local_spec = _local(spec, placement, degree) if isinstance(placement, Shard) else spec
         placed = _placed_on(meta_of(gradient).placements, index, placement)
-        set_meta(node, meta_of(gradient).having(specs=(made,), phase="backward", placements=placed, step=None))
+        set_meta(node, meta_of(gradient).having(specs=(local_spec,), phase="backward", placements=placed, step=None))
         return node
 
     def _scatter_before(

@@ -111,6 +111,6 @@ def _overlap(a: Range, b: Range) -> bool:
 def _clone(graph: fx.GraphModule, node: fx.Node) -> fx.Node:
     dense: dict[str, Any] = {"memory_format": torch.contiguous_format}
     with graph.graph.inserting_before(graph.graph.output_node()):
-        made = write_call(graph.graph, torch.ops.aten.clone.default, (node,), dense)
-    set_meta(made, meta_of(node).having(specs=(meta_of(node).spec,), phase="backward", multi_output=False, step=None))
-    return made
+        clone = write_call(graph.graph, torch.ops.aten.clone.default, (node,), dense)
+    set_meta(clone, meta_of(node).having(specs=(meta_of(node).spec,), phase="backward", multi_output=False, step=None))
+    return clone

@@ -124,8 +124,8 @@ def _whole(
     base = measure(short)
     longer = {label: measure(short.longer(label)) for label in short.labels}
     return Whole(
-        _extrapolated(short, base.seconds, {label: found.seconds for label, found in longer.items()}),
-        _extrapolated(short, base.memory, {label: found.memory for label, found in longer.items()}, ranks),
+        _extrapolated(short, base.seconds, {label: result.seconds for label, result in longer.items()}),
+        _extrapolated(short, base.memory, {label: result.memory for label, result in longer.items()}, ranks),
         [_unrolled(short, stage, base, longer) for stage in range(len(short.whole))],
     )
 
@@ -135,8 +135,8 @@ def _unrolled(
 ) -> dict[str, Sequence[Event]]:
     """The events of every graph of a stage of the whole model."""
     return {
-        name: short.unrolled(stage, own, {label: found.events[stage][name] for label, found in longer.items()})
-        for name, own in base.events[stage].items()
+        name: short.unrolled(stage, events, {label: result.events[stage][name] for label, result in longer.items()})
+        for name, events in base.events[stage].items()
     }
 
 
@@ -147,12 +147,12 @@ def _extrapolated(
     rows: Sequence[Sequence[int]] | None = None,
 ) -> list[dict[Any, float]]:
     """The amounts of the whole model; see :meth:`ShortModel.extrapolate`."""
-    keys = list(dict.fromkeys(key for found in (base, *longer.values()) for row in found for key in row))
+    keys = list(dict.fromkeys(key for amounts in (base, *longer.values()) for row in amounts for key in row))
 
-    def table(found: Sequence[Row]) -> Floats:
-        return np.array([[row.get(key, 0.0) for key in keys] for row in found], dtype=np.float64)
+    def table(amounts: Sequence[Row]) -> Floats:
+        return np.array([[row.get(key, 0.0) for key in keys] for row in amounts], dtype=np.float64)
 
-    total = short.extrapolate(table(base), {label: table(found) for label, found in longer.items()}, rows)
+    total = short.extrapolate(table(base), {label: table(amounts) for label, amounts in longer.items()}, rows)
     return [dict(zip(keys, row, strict=True)) for row in total.tolist()]
 
 

@@ -68,7 +68,7 @@ class GraphEvents:
             (rest if not early else gathers if _block(node) == now else ahead).extend(events)
         for block, event in (*shares, *copies):
             parts.setdefault(block, ([], [], []))[2].append(event)
-        return cls(tuple(BlockEvents(block, *map(_merged, own)) for block, own in parts.items()))
+        return cls(tuple(BlockEvents(block, *map(_merged, lists)) for block, lists in parts.items()))
 
     @property
     def all(self) -> list[Event]:
@@ -122,26 +122,26 @@ def blocks_by_place(graph: fx.Graph) -> dict[fx.Node, int]:
         block = _block(node) if node not in gathering or block is None else block
         computing[node] = block
     blocks, begun, now, ends = set(computing.values()), set[int](), -1, False
-    found: dict[fx.Node, int] = {}
+    block_of: dict[fx.Node, int] = {}
     for node in operators:
         if (block := computing[node]) not in begun:
             now = block
             begun.add(block)
         ends |= begun == blocks and abs(block - now) > 1
-        found[node] = block if ends or abs(block - now) > 1 else now
-    return found
+        block_of[node] = block if ends or abs(block - now) > 1 else now
+    return block_of
 
 
 def _shares(events: Sequence[Event], sizes: Mapping[int, int]) -> list[tuple[int, Event]]:
     """What every block has in the events of a bundle, by the bytes that it has in it."""
-    found: list[tuple[int, Event]] = []
+    shares: list[tuple[int, Event]] = []
     for event in events:
         for block, size in sizes.items():
             if isinstance(event, Start):
-                found.append((block, Share(event.seconds * size / sum(sizes.values()), event.cause, event.stream)))
+                shares.append((block, Share(event.seconds * size / sum(sizes.values()), event.cause, event.stream)))
             elif isinstance(event, Work):
-                found.append((block, Work(event.seconds * size / sum(sizes.values()), event.cause)))
-    return found
+                shares.append((block, Work(event.seconds * size / sum(sizes.values()), event.cause)))
+    return shares
 
 
 def _without_shares(event: Event) -> Event:
@@ -160,13 +160,13 @@ def _gathering(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _merged(events: Sequence[Event]) -> tuple[Event, ...]:
-    found: list[Event] = []
+    result: list[Event] = []
     for cause, group in groupby(events, lambda event: event.cause if isinstance(event, Work) else None):
         if cause is None:
-            found += group
+            result += group
         else:
-            found.append(Work(sum(event.seconds for event in group if isinstance(event, Work)), cause))
-    return tuple(found)
+            result.append(Work(sum(event.seconds for event in group if isinstance(event, Work)), cause))
+    return tuple(result)
 
 
 def _stream(node: fx.Node) -> int:

@@ -37,7 +37,7 @@ def implicit_copies(graph: fx.GraphModule, degrees: Sequence[int]) -> Iterator[t
             yield meta_of(node), values[node].size_bytes
 
 
-def _is_new(made: StridedTensor, node: fx.Node, values: dict[fx.Node, Any]) -> bool:
+def _is_new(value: StridedTensor, node: fx.Node, values: dict[fx.Node, Any]) -> bool:
     """Whether a value lies in memory of its own."""
     given = (leaf for source in node.all_input_nodes for leaf in pytree.tree_leaves(values[source]))
-    return all(leaf is None or made.buffer is not leaf.buffer for leaf in given)
+    return all(leaf is None or value.buffer is not leaf.buffer for leaf in given)

@@ -207,9 +207,9 @@ def _check(node: fx.Node, value: Any) -> None:
     """Thunder's habit: recompute every shape after a transformation and compare."""
     if not has_meta(node):
         return
-    found = [v.shape if isinstance(v, StridedTensor) else None for v in _outputs(value)]
+    shapes = [v.shape if isinstance(v, StridedTensor) else None for v in _outputs(value)]
     said = [spec.shape if spec is not None else None for spec in meta_of(node).specs]
-    for position, (have, want) in enumerate(zip(found, said, strict=False)):
+    for position, (have, want) in enumerate(zip(shapes, said, strict=False)):
         if want is not None and have is not None and have != want:
             raise VerifierError(
                 f"node '{node.name}' ({node.target}) makes shape {have} as output {position}, its facts say {want}: "

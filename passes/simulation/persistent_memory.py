@@ -42,10 +42,10 @@ class PersistentMemory:
         hoisted = []
         pieces = _hoisted_bytes(lowered.microbatched)
         for rank in range(schedule.num_ranks):
-            own = [port for i in schedule.stages_of(rank) for port in lowered.stages[i].ports.values()]
-            names = dict.fromkeys(original_name(port.name) for port in own if _is_tensor(port))
+            rank_ports = [port for i in schedule.stages_of(rank) for port in lowered.stages[i].ports.values()]
+            names = dict.fromkeys(original_name(port.name) for port in rank_ports if _is_tensor(port))
             tensors.append({name: shards[stood_for_name(name)] for name in names})
-            hoisted.append(sum(pieces[i] for i in {int(port.name) for port in own if port.kind == "hoisted"}))
+            hoisted.append(sum(pieces[i] for i in {int(port.name) for port in rank_ports if port.kind == "hoisted"}))
         everywhere = {name for held in tensors for name in held}
         tensors[0] |= {name: shard for name, shard in shards.items() if name not in everywhere}
         trained = frozenset(original_name(g.port.name) for stage in lowered.stages for g in stage.gradients)

@@ -68,10 +68,10 @@ class StageReplay:
 
     def finish(self) -> dict[str, Storage]:
         """The gradients by name of parameter, each held."""
-        made = self._run("finish", self.sums) | self.sums
-        gradients = {gradient.port.name: made[gradient.total] for gradient in self.stage.gradients}
+        storages = self._run("finish", self.sums) | self.sums
+        gradients = {gradient.port.name: storages[gradient.total] for gradient in self.stage.gradients}
         self.live.hold(gradients.values())
-        self.live.drop(made.values())
+        self.live.drop(storages.values())
         return gradients
 
     def ready(self, names: Sequence[str], values: Sequence[Storage]) -> list[Storage]:
@@ -92,19 +92,19 @@ class StageReplay:
         self.live.passing(effect.peak)
         fresh = [Storage(size, kind) for size, kind in effect.fresh]
         named = {**self.step_values, **values, **{f"sum {term}": total for term, total in self.sums.items()}}
-        made = [fresh[key] if isinstance(key, int) else named.get(key, OUTSIDE) for key in effect.outputs]
+        outputs = [fresh[key] if isinstance(key, int) else named.get(key, OUTSIDE) for key in effect.outputs]
         # What dies has died before the last output is there: the peak says what both came to.
         self.live.drop(values.pop(dead) for dead in task.dies)
         self.live.drop(self.sums.pop(term) for term in task.sums if term in self.sums)
-        self.live.hold(made)
+        self.live.hold(outputs)
         count = len(task.outputs)
-        self.sums |= dict(zip(task.sums, made[count:], strict=True))
-        return dict(zip(task.outputs, made[:count], strict=True))
+        self.sums |= dict(zip(task.sums, outputs[count:], strict=True))
+        return dict(zip(task.outputs, outputs[:count], strict=True))
 
     def _held(self, values: Values, names: Sequence[str]) -> list[Storage]:
-        found = [values.get(name, self.step_values.get(name, OUTSIDE)) for name in names]
-        self.live.hold(found)
-        return found
+        storages = [values.get(name, self.step_values.get(name, OUTSIDE)) for name in names]
+        self.live.hold(storages)
+        return storages
 
     def _only(self, values: Values, names: Iterable[str]) -> Values:
         """Keep the named values and drop the others."""
@@ -143,8 +143,8 @@ class RankReplay:
         gradients: dict[str, Storage] = {}
         for stage in self.stages.values():
             for name, value in stage.finish().items():
-                own = original_name(name)
-                gradients[own] = self._replaced(gradients[own], value) if own in gradients else value
+                parameter = original_name(name)
+                gradients[parameter] = self._replaced(gradients[parameter], value) if parameter in gradients else value
         for name in sorted(shared & gradients.keys()):
             gradients[name] = self._replaced(gradients[name])
 

@@ -109,16 +109,16 @@ class ShortModel:
         for place, (whole, (first, kept)) in enumerate(zip(self.whole[stage], self._places(stage), strict=True)):
             if whole.left_out:
                 start = self.longer(kept.label)._places(stage)[place][0]
-                more = {own.block - start: own for own in longer[kept.label].blocks}
+                more = {block.block - start: block for block in longer[kept.label].blocks}
                 between[frozenset((first, first + 1))] = first, more, whole.left_out
-        found: list[Event] = []
-        for own, following in zip(base.blocks, [*base.blocks[1:], None], strict=True):
-            first, more, times = between.get(frozenset((own.block, following.block if following else -1)), (0, {}, 0))
-            one, middle = more.get(2 * (own.block - first)), more.get(1)
-            found += own.all if one is None else one.all
+        events: list[Event] = []
+        for block, following in zip(base.blocks, [*base.blocks[1:], None], strict=True):
+            first, more, times = between.get(frozenset((block.block, following.block if following else -1)), (0, {}, 0))
+            one, middle = more.get(2 * (block.block - first)), more.get(1)
+            events += block.all if one is None else one.all
             if one is not None and middle is not None:
-                found += [*middle.gathers, *one.ahead, *middle.rest] * (times - 1) + middle.all
-        return found
+                events += [*middle.gathers, *one.ahead, *middle.rest] * (times - 1) + middle.all
+        return events
 
     def _places(self, stage: int) -> list[tuple[int, Segment]]:
         """The segments of a stage's stand-in, each with its first block as the short model numbers them."""
@@ -133,13 +133,13 @@ class ShortModel:
 
 
 def _segments(labels: Sequence[Label], first: int, end: int) -> tuple[Segment, ...]:
-    made = []
+    segments = []
     start = first
     for label, group in groupby(labels[first:end]):
         length = len(list(group))
-        made.append(Segment(label, start, length, min(length, _KEPT)))
+        segments.append(Segment(label, start, length, min(length, _KEPT)))
         start += length
-    return tuple(made)
+    return tuple(segments)
 
 
 def _stand_ins(whole: Sequence[tuple[Segment, ...]]) -> tuple[list[int], tuple[int, ...]]:
@@ -159,7 +159,7 @@ def _stand_ins(whole: Sequence[tuple[Segment, ...]]) -> tuple[list[int], tuple[i
     for i, stage in enumerate(whole):
         for segment in stage:
             holders.setdefault(segment.label[0], []).append(i)
-    chosen = sorted({*largest.values(), *(i for own in holders.values() for i in (own[0], own[-1]))})
+    chosen = sorted({*largest.values(), *(i for positions in holders.values() for i in (positions[0], positions[-1]))})
     between = list(pairwise(chosen))
     if any(enters[b] != _boundary(whole[a][-1]) or leaves[a] != _boundary(whole[b][0]) for a, b in between):
         chosen = list(range(len(whole)))  # a stage would follow one that it does not follow in the whole model

@@ -77,12 +77,12 @@ class ShortProgram:
     @property
     def blocks(self) -> list[KeptBlock]:
         """The kept blocks, by their numbers in the short model."""
-        found = []
+        blocks = []
         for position, stage in enumerate(self.short.kept):
             same = [i for i, stand_in in enumerate(self.short.stage_of) if stand_in == position]
             for place, segment in enumerate(stage):
-                found += _kept(segment, [self.short.whole[i][place].length for i in same])
-        return found
+                blocks += _kept(segment, [self.short.whole[i][place].length for i in same])
+        return blocks
 
     def blocks_of(self, position: int) -> range:
         """The kept blocks of a kept stage, by their numbers in the short model."""
@@ -92,12 +92,12 @@ class ShortProgram:
     @property
     def repeats(self) -> list[Repeat]:
         """Where blocks are left out of a model of one stage, in order."""
-        found, first = [], 0
+        repeats, first = [], 0
         for segment in self.short.kept[0]:
             if segment.left_out:
-                found.append(Repeat(first + segment.kept - 3, first + segment.kept - 2, segment.left_out))
+                repeats.append(Repeat(first + segment.kept - 3, first + segment.kept - 2, segment.left_out))
             first += segment.kept
-        return found
+        return repeats
 
 
 def _kept(segment: Segment, lengths: Sequence[int]) -> list[KeptBlock]:

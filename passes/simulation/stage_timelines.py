@@ -89,7 +89,8 @@ class StageTimelines:
         ranks = [staging.schedule.stages_of(rank) for rank in range(staging.schedule.num_ranks)]
         table = short.extrapolate(base, {label: measure(short.longer(label)) for label in short.labels}, ranks)
         return tuple(
-            _timeline(rank, own, row, step) for rank, (own, row) in enumerate(zip(actions, table, strict=True))
+            _timeline(rank, rank_actions, row, step)
+            for rank, (rank_actions, row) in enumerate(zip(actions, table, strict=True))
         )
 
 

@@ -81,7 +81,7 @@ class StagesReport:
     def ranks(self) -> tuple[RankUse, ...]:
         """The step by pipeline rank. What a rank waits for counts as transfer as far as faster links would spare it."""
         transfer_s = max(0.0, self.spans.step_s - self._simulated(sends=0.0).step_s)
-        found = []
+        uses = []
         for rank, use in enumerate(self.memory):
             seconds = self._seconds(rank)
             waits_s = self.step_time_s - sum(seconds.values())
@@ -89,8 +89,8 @@ class StagesReport:
             seconds[Cause(TRANSFER)] = min(transfer_s, waits_s)
             seconds[Cause(IDLE)] = waits_s - seconds[Cause(TRANSFER)]
             hidden = self._by_cause(rank, self.hidden, 1.0)
-            found.append(RankUse(self.schedule.stages_of(rank), seconds, use.at_peak, hidden))
-        return tuple(found)
+            uses.append(RankUse(self.schedule.stages_of(rank), seconds, use.at_peak, hidden))
+        return tuple(uses)
 
     def _seconds(self, rank: int) -> dict[Cause, float]:
         """What a rank does in a step."""
@@ -156,26 +156,26 @@ class SimulateStages:
         """Return the prediction. Raises VerifierError where a node's shape is not the one its facts say."""
         events = self.events(lowered)
         alone, memory = self.alone(lowered, events), self.memory(lowered)
-        return self.report(alone, [{name: own.all for name, own in stage.items()} for stage in events], memory)
+        return self.report(alone, [{name: task.all for name, task in stage.items()} for stage in events], memory)
 
     def events(self, lowered: LoweredStages) -> list[StageEvents]:
         """What a rank does in the tasks of every stage."""
-        found = {
+        by_tasks = {
             id(stage.tasks): {
                 name: self._simulator.graph_events(stage.tasks[name].graph, lowered.layout)
                 for name in (*_PER_MICROBATCH, *_ONCE)
             }
             for stage in distinct_stages(lowered)
         }
-        return [found[id(stage.tasks)] for stage in lowered.stages]
+        return [by_tasks[id(stage.tasks)] for stage in lowered.stages]
 
     def alone(self, lowered: LoweredStages, events: Sequence[StageEvents]) -> list[StageTimes]:
         """Seconds of every stage, as if nothing ran at once."""
         degrees = lowered.layout.shape
         shards = {p.name: shard_of(node, degrees) for p, node in ports(lowered.joint) if p.kind == "param"}
         pairs = zip(lowered.stages, events, strict=True)
-        found = {id(stage.tasks): self._alone(stage, own, shards) for stage, own in pairs}
-        return [found[id(stage.tasks)] for stage in lowered.stages]
+        times = {id(stage.tasks): self._alone(stage, stage_events, shards) for stage, stage_events in pairs}
+        return [times[id(stage.tasks)] for stage in lowered.stages]
 
     def report(
         self,
@@ -198,11 +198,11 @@ class SimulateStages:
         """Seconds by task and cause of a stage, and those that are hidden; who receives waits as in a collective."""
         times = dict(alone)
         hidden: dict[tuple[str, Cause], float] = {}
-        for task, own in events.items():
+        for task, task_events in events.items():
             spent = {cause: seconds for (name, cause), seconds in alone.items() if name == task}
-            both = exposed_and_hidden(spent, [own], self.cluster.overlap)
-            for found, seconds in zip((times, hidden), both, strict=True):
-                found |= {(task, cause): s for cause, s in seconds.items()}
+            both = exposed_and_hidden(spent, [task_events], self.cluster.overlap)
+            for table, seconds in zip((times, hidden), both, strict=True):
+                table |= {(task, cause): s for cause, s in seconds.items()}
         for send, tasks in _SENDS_AFTER.items():
             if times[send, Cause(TRANSFER)]:
                 computed_s = sum(_task_s(times, task) for task in tasks)
@@ -212,12 +212,12 @@ class SimulateStages:
     def memory(self, lowered: LoweredStages) -> list[MemoryUse]:
         """Bytes on every pipeline rank."""
         held = PersistentMemory.of(lowered, self.schedule, self.optimizer)
-        found = []
+        uses = []
         for rank, replay in enumerate(self.replays(lowered, held, RankReplay)):
             live, always, hoisted = replay.live, held.always(rank), {BATCH: held.hoisted_bytes(rank)}
             update = {TRANSIENTS: held.update_bytes(rank)}
-            found.append(MemoryUse(_added(live.most, always, hoisted), _added(live.now, always, update)))
-        return found
+            uses.append(MemoryUse(_added(live.most, always, hoisted), _added(live.now, always, update)))
+        return uses
 
     def replays(self, lowered: LoweredStages, held: PersistentMemory, kind: type[Replay]) -> list[Replay]:
         """The step of every pipeline rank as its live memory saw it, from the first task to the gradients."""
@@ -227,25 +227,25 @@ class SimulateStages:
         }
         memory = [measured[id(stage.tasks)] for stage in lowered.stages]
         rows = [[(a.stage, a.kind, a.microbatch) for a in order] for order in self.schedule.orders]
-        found = []
+        replays = []
         for rank, order in enumerate(orders_with_transfers(rows, self.schedule.rank_of_stage)):
             live = LiveMemory()
-            own = {i: StageReplay(lowered.stages[i], memory[i], live) for i in self.schedule.stages_of(rank)}
-            replay = kind(own, live)
+            stages = {i: StageReplay(lowered.stages[i], memory[i], live) for i in self.schedule.stages_of(rank)}
+            replay = kind(stages, live)
             replay.run(order)
             replay.finish(held.shared)
-            found.append(replay)
-        return found
+            replays.append(replay)
+        return replays
 
     def _alone(self, stage: Stage, events: StageEvents, shards: Mapping[str, ParameterShard]) -> StageTimes:
-        found = {("send", Cause(TRANSFER)): self._send_s(stage.specs, stage.sends)}
-        found["send_back", Cause(TRANSFER)] = self._send_s(stage.specs, stage.sends_back)
+        times = {("send", Cause(TRANSFER)): self._send_s(stage.specs, stage.sends)}
+        times["send_back", Cause(TRANSFER)] = self._send_s(stage.specs, stage.sends_back)
         params = [port for port in stage.ports.values() if port.kind == "param" and port.requires_grad]
         trained = [shards[stood_for_name(port.name)] for port in params]
-        found[_UPDATE, Cause(UPDATE)] = self._simulator.update_s(trained)
-        for name, own in events.items():
-            found |= {(name, cause): spent for cause, spent in own.seconds.items()}
-        return found
+        times[_UPDATE, Cause(UPDATE)] = self._simulator.update_s(trained)
+        for name, task_events in events.items():
+            times |= {(name, cause): spent for cause, spent in task_events.seconds.items()}
+        return times
 
     def _send_s(self, specs: dict[str, TensorSpec], names: Sequence[str]) -> float:
         """Seconds to send values to a neighbouring stage."""

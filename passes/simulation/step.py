@@ -101,7 +101,7 @@ class SimulateStep:
     def run(self, lowered: Lowered) -> StepReport:
         """Return the prediction. Raises VerifierError where a node's shape is not the one its facts say."""
         parts = self.parts(lowered)
-        events = [own.all for own in parts.events.values()]
+        events = [half.all for half in parts.events.values()]
         return self.report(parts.alone, events, parts.memory, parts.parameter_bytes)
 
     def report(
@@ -119,7 +119,7 @@ class SimulateStep:
         memory = MemoryUse({**memory.step, **states}, {**memory.update, **states})
         graphs = {"forward": halves.forward, "backward": halves.backward}
         events = {name: self.graph_events(graph, lowered.layout) for name, graph in graphs.items()}
-        alone = added(own.seconds for own in events.values()) | {Cause(UPDATE): self.update_s(trained)}
+        alone = added(half.seconds for half in events.values()) | {Cause(UPDATE): self.update_s(trained)}
         held = sum(shard.size_bytes for shard in _parameters(lowered, trained_only=False))
         return StepParts(alone, events, memory, held)
 

@@ -75,7 +75,9 @@ class StepTimeline:
         place = {node: block for graph in graphs for node, block in blocks_by_place(graph.graph).items()}
         blocks = [place[node] for node in run.nodes]
         spans = _spans(program, run.nodes, blocks, run.causes, begins, run.delays_s, run.lengths_s)
-        begun = {(n.graph, n.name): found for n, *found in zip(run.nodes, begins, blocks, strict=False)}
+        begun = {
+            (n.graph, n.name): begin_and_block for n, *begin_and_block in zip(run.nodes, begins, blocks, strict=False)
+        }
         return cls(spans, _memory(program, recorder, begun, step))
 
 
@@ -95,7 +97,7 @@ class _Run(NamedTuple):
 
 def _run(graphs: Sequence[fx.Graph], layout: Layout, simulator: SimulateStep) -> _Run:
     price = partial(simulator.prices.price, layout=layout)
-    by_node = [found for graph in graphs for found in node_events(graph, price)]
+    by_node = [pair for graph in graphs for pair in node_events(graph, price)]
     run = StreamRun.of([event for _, events in by_node for event in events], simulator.cluster.overlap)
     nodes, causes, times, count = [], [], [], 0
     for node, events in by_node:
@@ -159,13 +161,13 @@ def _spans(
     lengths: Floats,
 ) -> tuple[OperatorSpan, ...]:
     numbers = [block.index for block in program.blocks]
-    found = []
+    spans = []
     for index, further, (begin,) in _unrolled(blocks, program.repeats, begins[:, None]):
         record = meta_of(nodes[index])
         number = numbers[blocks[index]] + max(record.block, 0) - blocks[index] + further
         start = float(begin + delays[index])
-        found.append(OperatorSpan(number, record.phase, causes[index], start, start + float(lengths[index])))
-    return tuple(found)
+        spans.append(OperatorSpan(number, record.phase, causes[index], start, start + float(lengths[index])))
+    return tuple(spans)
 
 
 def _memory(

@@ -119,9 +119,9 @@ class _Measurement:
         return other
 
     def _receive(self, specs: Mapping[str, TensorSpec], kind: str) -> None:
-        made = {name: StridedTensor.empty(spec) for name, spec in specs.items()}
-        self.values |= made
-        self.memory.hold_values(list(made.values()), kind)
+        tensors = {name: StridedTensor.empty(spec) for name, spec in specs.items()}
+        self.values |= tensors
+        self.memory.hold_values(list(tensors.values()), kind)
 
     def _task(self, name: str) -> None:
         """Run a task as :class:`galvatron_fx.runtime.stage_runner.StageRunner` does."""
@@ -134,30 +134,30 @@ class _Measurement:
         added = any(term in self.sums for term in task.sums)
         count = len(task.outputs)
         before = self.memory.begin()
-        made = self.memory.run(task.graph, list(named.values()), owned)
-        self.memory.label(made[:count], _MADE_BY.get(name, TRANSIENTS))
-        self.memory.label(made[count:], GRADIENTS)
-        self.found[name, added] = self._effect(task, named, made, before)
+        outputs = self.memory.run(task.graph, list(named.values()), owned)
+        self.memory.label(outputs[:count], _MADE_BY.get(name, TRANSIENTS))
+        self.memory.label(outputs[count:], GRADIENTS)
+        self.found[name, added] = self._effect(task, named, outputs, before)
         for dead in task.dies:
             del values[dead]
-        values |= dict(zip(task.outputs, made[:count], strict=True))
-        self.sums |= dict(zip(task.sums, made[count:], strict=True))
+        values |= dict(zip(task.outputs, outputs[:count], strict=True))
+        self.sums |= dict(zip(task.sums, outputs[count:], strict=True))
 
     def _effect(
-        self, task: Task, named: Mapping[str, Any], made: Sequence[Any], before: Sequence[Storage]
+        self, task: Task, named: Mapping[str, Any], values: Sequence[Any], before: Sequence[Storage]
     ) -> TaskMemory:
         """What a run made, by storage."""
         known = {value.buffer: name for name, value in named.items() if value is not None}
         fresh: dict[Buffer, tuple[int, str]] = {}
         outputs: list[int | str] = []
-        for value in made:
+        for value in values:
             key = value.buffer
             if key in known:
                 outputs.append(known[key])
             else:
                 outputs.append(list(fresh).index(key) if key in fresh else len(fresh))
                 fresh[key] = key.size_bytes, self.memory.kind_of(value)
-        strided = {name for name, value in zip(task.outputs, made, strict=False) if not value.is_contiguous}
+        strided = {name for name, value in zip(task.outputs, values, strict=False) if not value.is_contiguous}
         most, less = self.memory.most, by_kind(before)
         peak = {kind: most[kind] - less[kind] for kind in MEMORY_KINDS}
         return TaskMemory(peak, tuple(fresh.values()), tuple(outputs), frozenset(strided))

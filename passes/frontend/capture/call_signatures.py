@@ -47,9 +47,9 @@ def describe(recorder: CallRecorder, call: RecordedCall, labels: dict[Any, int])
         wires = (tuple([of(n) for n in op.inputs]), tuple([of(n) for n in op.outputs]))
         done.append((op.key, relative(op.module, call.name), *wires))
     returned = tuple(of(leaf.number) if isinstance(leaf, Leaf) else _constant(leaf) for leaf in call.outputs)
-    own = tuple((name, type(t) is nn.Parameter, _kind(t)) for name, t in state)
+    state_label = tuple((name, type(t) is nn.Parameter, _kind(t)) for name, t in state)
     given = tuple(_kind(recorder.tensors[n]) for n in outside)
-    label = (tuple(done), returned, own, given)
+    label = (tuple(done), returned, state_label, given)
     return Description(labels.setdefault(label, len(labels)), tuple(outside))
 
 

@@ -130,9 +130,9 @@ class Capture:
         graph = trace(inputs.shapes)
         second = fit_symbols(graph, inputs.shapes, inputs.dtypes, trace) if self.symbolic else None
         if self.policy is not None:
-            own = dict(flat.module.named_parameters(remove_duplicate=False))
-            dtypes = {name: p.dtype for name, p in own.items() if p.is_floating_point()}
-            _refuse_rounded_updates(graph, own, self.policy)
+            parameters = dict(flat.module.named_parameters(remove_duplicate=False))
+            dtypes = {name: p.dtype for name, p in parameters.items() if p.is_floating_point()}
+            _refuse_rounded_updates(graph, parameters, self.policy)
             set_precision(graph, Precision(self.policy, dtypes))
         return Trace(inputs, repeats, graph, second, lambda shapes: _trace_again(flat, shapes, repeats, held))
 

@@ -88,14 +88,14 @@ def _view_copies(node: fx.Node) -> None:
     x, repeats = node.args
     before, after = meta_of(x).spec, meta_of(node).spec  # type: ignore[arg-type]
     ones = [1] * (len(after.shape) - len(before.shape))
-    own = [*zip([*ones, *before.shape], [*ones, *before.symbolic], strict=True)]
+    sizes = [*zip([*ones, *before.shape], [*ones, *before.symbolic], strict=True)]
     times = [
         (count, count if more == count * dim else sympy.cancel(more / dim))
-        for count, (_, dim), more in zip(repeats, own, after.symbolic, strict=True)  # type: ignore[arg-type]
+        for count, (_, dim), more in zip(repeats, sizes, after.symbolic, strict=True)  # type: ignore[arg-type]
     ]
-    apart = _written(node, aten.reshape.default, x, [size for each in own for size in ((1, 1), each)])
+    apart = _written(node, aten.reshape.default, x, [size for each in sizes for size in ((1, 1), each)])
     copies = _written(
-        node, aten.expand.default, apart, [size for pair in zip(times, own, strict=True) for size in pair]
+        node, aten.expand.default, apart, [size for pair in zip(times, sizes, strict=True) for size in pair]
     )
     node.target, node.args = aten.reshape.default, (copies, list(after.shape))
 
@@ -104,11 +104,11 @@ def _written(node: fx.Node, target: Any, x: Any, sizes: Sequence[tuple[int, Dim]
     """Write a view to ``sizes``, as numbers and expressions, in front of ``node``."""
     shape = [size for size, _ in sizes]
     with node.graph.inserting_before(node):
-        made = write_call(node.graph, target, (x, shape))
-    made.meta.update(inherited_meta(node))
+        view = write_call(node.graph, target, (x, shape))
+    view.meta.update(inherited_meta(node))
     dims = tuple(dim for _, dim in sizes) if meta_of(node).spec.dims else ()
-    set_meta(made, meta_of(node).having(specs=(TensorSpec(tuple(shape), meta_of(node).spec.dtype, dims),)))
-    return made
+    set_meta(view, meta_of(node).having(specs=(TensorSpec(tuple(shape), meta_of(node).spec.dtype, dims),)))
+    return view
 
 
 def _is_noop(node: fx.Node) -> bool:

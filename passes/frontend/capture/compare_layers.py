@@ -47,12 +47,12 @@ class RepeatedLayers:
             if node.op not in ("call_function", "get_attr"):
                 continue
             unit = unit_of(node)
-            own = unit[1] if unit is not None and unit[0] == index else None
+            position = unit[1] if unit is not None and unit[0] == index else None
             if meta_of(node).phase == "forward":
-                if own is not None:
-                    forward[own].append(node)
+                if position is not None:
+                    forward[position].append(node)
                 continue
-            last = last if unit is None and not meta_of(node).module else own
+            last = last if unit is None and not meta_of(node).module else position
             if last is not None:
                 backward[last].append(node)
         del backward[0][len(backward[1]) :]
@@ -62,8 +62,8 @@ class RepeatedLayers:
 
 def state_nodes(placed: dict[str, Any], unit: Sequence[RecordedCall]) -> dict[str, Any]:
     """What ``placed`` holds of the parameters and buffers of a unit, by position of the call and name inside it."""
-    found = ((key, placed.get(name)) for key, name in state_names(unit).items())
-    return {key: value for key, value in found if value is not None}
+    entries = ((key, placed.get(name)) for key, name in state_names(unit).items())
+    return {key: value for key, value in entries if value is not None}
 
 
 def state_names(unit: Sequence[RecordedCall]) -> dict[str, str]:
@@ -164,14 +164,14 @@ def _source(
 def _compare_numbers(plan: CopyPlan, unlike: Callable[[str], Exception]) -> None:
     """The same for the autograd numbers, which tie backward nodes to forward nodes."""
     numbers = [{node.meta.get("seq_nr") for node in nodes} for nodes in plan.units.forward]
-    own = [numbers[0] - numbers[1], numbers[1] - numbers[2]]
+    differences = [numbers[0] - numbers[1], numbers[1] - numbers[2]]
     twin, back = plan.number_twin, dict[Any, Any]()
     pairs = [
         (mine, mine.meta.get("seq_nr"), plan.twin[mine].meta.get("seq_nr"))
         for mine in (*plan.units.forward[0], *plan.units.backward[0])
     ]
     for _, mine, theirs in pairs:
-        if mine in own[0] and theirs in own[1]:
+        if mine in differences[0] and theirs in differences[1]:
             tied = twin.setdefault(mine, theirs), back.setdefault(theirs, mine)
             if tied != (theirs, mine):
                 raise unlike(f"autograd numbers {mine} and {theirs} do not correspond")

@@ -100,12 +100,12 @@ _Place = tuple[nn.Module, str]
 
 def _aliases(model: nn.Module) -> list[tuple[_Place, _Place]]:
     first: dict[int, _Place] = {}
-    found = []
+    aliases = []
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and first.setdefault(id(parameter), (module, name)) != (module, name):
-                found.append((first[id(parameter)], (module, name)))
-    return found
+                aliases.append((first[id(parameter)], (module, name)))
+    return aliases
 
 
 @contextlib.contextmanager
@@ -114,13 +114,13 @@ def _tied(aliases: Sequence[tuple[_Place, _Place]]) -> Iterator[None]:
 
     Tracing puts a tensor of its own in every place.
     """
-    own = [module._parameters[name] for _, (module, name) in aliases]
+    parameters = [module._parameters[name] for _, (module, name) in aliases]
     for (source, its_name), (module, name) in aliases:
         module._parameters[name] = source._parameters[its_name]
     try:
         yield
     finally:
-        for (_, (module, name)), parameter in zip(aliases, own, strict=True):
+        for (_, (module, name)), parameter in zip(aliases, parameters, strict=True):
             module._parameters[name] = parameter
 
 
@@ -148,13 +148,13 @@ class PassThrough:
 @contextlib.contextmanager
 def passing_through(cut: Mapping[nn.Module, PassThrough]) -> Iterator[None]:
     """Let modules return what they were given, without their own computation."""
-    own = {module: module.__dict__.get("forward") for module in cut}
+    forwards = {module: module.__dict__.get("forward") for module in cut}
     try:
         for module, forward in cut.items():
             module.__dict__["forward"] = forward
         yield
     finally:
-        for module, before in own.items():
+        for module, before in forwards.items():
             del module.__dict__["forward"]
             if before is not None:
                 module.__dict__["forward"] = before

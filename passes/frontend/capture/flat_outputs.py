@@ -39,15 +39,15 @@ def flat_outputs(returned: Any, cast: Callable[[Any], Any]) -> tuple[FlatOutputs
     ``cast``: applied to every leaf.
     """
     leaves, tree = flatten(returned)
-    own = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    tensors = [cast(leaf) for leaf in own]
+    tensor_leaves = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    tensors = [cast(leaf) for leaf in tensor_leaves]
     names = tuple(name for name, leaf in _named_leaves(returned, "") if isinstance(leaf, torch.Tensor))
     trained = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
     scalars = tuple(i for i in trained if tensors[i].dim() == 0)
     detached = tuple(i for i in trained if i not in scalars) if scalars else ()
     kept = tuple(tensor.detach() if scalars and tensor.dim() else tensor for tensor in tensors)
     plain = tuple(_plain(leaf) for leaf in leaves)
-    return FlatOutputs(tree, plain, names, _loss(names, scalars, own), scalars, detached), kept
+    return FlatOutputs(tree, plain, names, _loss(names, scalars, tensor_leaves), scalars, detached), kept
 
 
 def _loss(names: tuple[str, ...], scalars: tuple[int, ...], tensors: list[torch.Tensor]) -> int | None:

@@ -58,15 +58,15 @@ def is_generator(value: Any) -> bool:
 
 def drawn_by_default() -> dict[str, Any]:
     """The generators behind the functions of ``random`` and ``numpy.random``."""
-    found = {"random": random.random.__self__}  # type: ignore[attr-defined]
+    generators = {"random": random.random.__self__}  # type: ignore[attr-defined]
     if "numpy" in sys.modules:
-        found["numpy.random"] = sys.modules["numpy"].random.get_state.__self__
-    return found
+        generators["numpy.random"] = sys.modules["numpy"].random.get_state.__self__
+    return generators
 
 
 def _is(value: Any, kind: str) -> bool:
     """Whether a value is of a class of numpy, which need not be there."""
-    found: Any = sys.modules.get("numpy")
+    member: Any = sys.modules.get("numpy")
     for name in kind.split("."):
-        found = getattr(found, name, None)
-    return isinstance(found, type) and isinstance(value, found)
+        member = getattr(member, name, None)
+    return isinstance(member, type) and isinstance(value, member)

@@ -36,8 +36,12 @@ def check_gradients(graph: fx.GraphModule, flat: FlatModel) -> None:
 
 def _without_gradient(graph: fx.GraphModule) -> list[str]:
     """Trained parameters that the graph's outputs are made of, and that have no gradient."""
-    made = {port.name for port, node in output_ports(graph) if port.kind == "grad" and node is not None}
-    silent = {node: p.name for p, node in ports(graph) if p.kind == "param" and p.requires_grad and p.name not in made}
+    with_gradient = {port.name for port, node in output_ports(graph) if port.kind == "grad" and node is not None}
+    silent = {
+        node: p.name
+        for p, node in ports(graph)
+        if p.kind == "param" and p.requires_grad and p.name not in with_gradient
+    }
     if not silent:
         return []
     pending = [node for port, node in output_ports(graph) if port.kind == "output" and node is not None]

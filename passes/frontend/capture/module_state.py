@@ -115,14 +115,14 @@ class ModuleState:
     def changes_to(self, later: ModuleState) -> list[Change]:
         """What is otherwise in ``later``."""
         nothing = (None, MISSING)
-        found = []
+        changes = []
         for path in {**self.values, **later.values}:
             (place, before), (new_place, after) = self.values.get(path, nothing), later.values.get(path, nothing)
             if not is_same(before, after):
                 known = new_place or place
                 assert known is not None
-                found.append(Change(path, known, before, after))
-        return found
+                changes.append(Change(path, known, before, after))
+        return changes
 
     def restore(self) -> None:
         """Put everything back as it was, the same objects in the same containers."""
@@ -259,9 +259,9 @@ def as_buffers(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
             place.put(tensor)
 
 
-def _is_plain_attribute(found: tuple[Place, Any] | None) -> bool:
+def _is_plain_attribute(entry: tuple[Place, Any] | None) -> bool:
     """Whether a value is an attribute of a module of its own; what lies outside of modules is not found there."""
-    return found is not None and found[0].is_attribute and not hasattr(type(found[0].owner), found[0].name)
+    return entry is not None and entry[0].is_attribute and not hasattr(type(entry[0].owner), entry[0].name)
 
 
 def refuse_new_weights(changes: Sequence[Change]) -> None:

@@ -79,14 +79,14 @@ class CallRecorder(TorchDispatchMode):
 
     def number(self, tensor: Tensor) -> int:
         """The number of ``tensor``, which is kept alive so that no other takes its identity."""
-        found = self._numbers.get(id(tensor))
-        if found is None:
-            found = self._numbers[id(tensor)] = len(self.tensors)
+        number = self._numbers.get(id(tensor))
+        if number is None:
+            number = self._numbers[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
             self.made.append(-1)
             self.storage.append(tensor.untyped_storage()._cdata)
             self.born.setdefault(self.storage[-1], -1)
-        return found
+        return number
 
     def is_inside(self, number: int, call: RecordedCall) -> bool:
         """Tell whether an operator of ``call`` made the tensor."""

@@ -64,13 +64,13 @@ def record_graph(graph: fx.GraphModule, flat: FlatModel) -> None:
 def _outputs(output: fx.Node, flat: FlatModel) -> list[tuple[OutputSpec, fx.Node | None]]:
     """What the graph returns with its ports, new values of buffers first; one that was assigned counts as assigned."""
     absent = count()
-    own = len(flat.outputs.names)
+    num_outputs = len(flat.outputs.names)
     assigned: list[tuple[OutputSpec, fx.Node | None]] = []
     others: list[tuple[OutputSpec, fx.Node | None]] = []
     for desc, node in zip(output.meta["desc"], pytree.arg_tree_leaves(*output.args), strict=True):
         port = _output_port(desc, absent)
-        if port.kind == "output" and int(port.name) >= own:
-            assigned.append((OutputSpec("buffer", flat.rebound[int(port.name) - own]), node))
+        if port.kind == "output" and int(port.name) >= num_outputs:
+            assigned.append((OutputSpec("buffer", flat.rebound[int(port.name) - num_outputs]), node))
         elif port.kind != "buffer" or port.name not in flat.rebound:
             others.append((port, node))
     changed = [*(pair for pair in others if pair[0].kind == "buffer"), *assigned]
@@ -80,7 +80,7 @@ def _outputs(output: fx.Node, flat: FlatModel) -> list[tuple[OutputSpec, fx.Node
 def merge_tied(graph: fx.GraphModule, model: nn.Module) -> None:
     """Make a parameter that is reached under several names one input, and its gradients one sum."""
     identity = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
-    found = signature(graph)
+    graph_signature = signature(graph)
     output = graph.graph.output_node()
     nodes = {port.name: node for port, node in ports(graph) if port.kind == "param"}
     gradients = {port.name: node for port, node in output_ports(graph) if port.kind == "grad" and node is not None}
@@ -98,13 +98,13 @@ def merge_tied(graph: fx.GraphModule, model: nn.Module) -> None:
             gradients[keeper] = total
     values = [
         gradients.get(port.name) if port.kind == "grad" and port.name in identity else value
-        for port, value in zip(found.outputs, output.args[0], strict=True)  # type: ignore[arg-type]
+        for port, value in zip(graph_signature.outputs, output.args[0], strict=True)  # type: ignore[arg-type]
     ]
-    kept = [not (port.kind == "grad" and port.name in dropped) for port in found.outputs]
+    kept = [not (port.kind == "grad" and port.name in dropped) for port in graph_signature.outputs]
     output.args = (tuple(value for value, keep in zip(values, kept, strict=True) if keep),)
-    inputs = tuple(port for port in found.inputs if not (port.kind == "param" and port.name in dropped))
-    outputs = tuple(port for port, keep in zip(found.outputs, kept, strict=True) if keep)
-    set_signature(graph, found.having(inputs=inputs, outputs=outputs))
+    inputs = tuple(port for port in graph_signature.inputs if not (port.kind == "param" and port.name in dropped))
+    outputs = tuple(port for port, keep in zip(graph_signature.outputs, kept, strict=True) if keep)
+    set_signature(graph, graph_signature.having(inputs=inputs, outputs=outputs))
 
 
 def _added(

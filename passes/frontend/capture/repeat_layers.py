@@ -75,11 +75,11 @@ class _Writer:
         self._plan = plan
         self._count = len(plan.repeat.left_out)
         placed = {port.name: node for port, node in ports(graph) if port.kind in ("param", "buffer")}
-        own = plan.units.state[0]
+        first_state = plan.units.state[0]
         states = [state_nodes(placed, unit) for unit in plan.repeat.left_out]
         self._nodes: list[dict[fx.Node, fx.Node]] = [
             {node: node for node in plan.twin},
-            *({node: state[name] for name, node in own.items()} for state in states),
+            *({node: state[name] for name, node in first_state.items()} for state in states),
             plan.twin,
         ]
         fresh = count(1 + max(node.meta.get("seq_nr") or 0 for node in graph.graph.nodes))

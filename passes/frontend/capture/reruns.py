@@ -58,8 +58,8 @@ def reruns(model: nn.Module) -> Iterator[Reruns]:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         behind = set(nodes_behind(roots))
         leaves = {id(getattr(node, "variable", None)) for node in behind}
-        found = [name for name, p in model.named_parameters() if p.grad_fn in behind or id(p) in leaves]
-        weights = f" for {quoted(found)}" if found else ""
+        names = [name for name, p in model.named_parameters() if p.grad_fn in behind or id(p) in leaves]
+        weights = f" for {quoted(names)}" if names else ""
         raise CaptureError(
             f"backward() is called while the model is traced, in forward or in the backward of an autograd.Function, "
             f"and its gradients{weights} would be missing: {REMEDY}, or return the gradients from torch.autograd.grad"

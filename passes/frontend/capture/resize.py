@@ -45,19 +45,19 @@ class Resize:
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Return a new graph; ``graph`` is left as it is."""
-        made = fx.Graph()
+        new_graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in graph.graph.nodes:
             if node.op == "output":
-                made.output(fx.map_arg(node.args[0], copies.__getitem__)).meta.update(node.meta)
+                new_graph.output(fx.map_arg(node.args[0], copies.__getitem__)).meta.update(node.meta)
                 continue
-            copy = copies[node] = copy_node(made, node, copies.__getitem__)
+            copy = copies[node] = copy_node(new_graph, node, copies.__getitem__)
             if node in self.expressions.calls:
                 copy.args, copy.kwargs = pytree.tree_map(
                     lambda leaf: self._leaf(leaf, copies), self.expressions.calls[node]
                 )
             self._set_facts(copy, node)
-        result = graph_module(graph, made)
+        result = graph_module(graph, new_graph)
         result.meta.update(graph.meta)
         result.meta["symbols"] = self.sizes
         specs = tuple(TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in self.inputs.tensors)
@@ -105,7 +105,7 @@ def refuse_difference(graph: fx.GraphModule, traced: fx.GraphModule) -> None:
         if not _same_call(mine, theirs, twin):
             raise OtherSizes(f"{where(mine)} is called with {_shown(mine)}, and when traced with {_shown(theirs)}")
         if mine.op == "get_attr":
-            held = [getattr(own, str(node.target)) for own, node in ((graph, mine), (traced, theirs))]
+            held = [getattr(holder, str(node.target)) for holder, node in ((graph, mine), (traced, theirs))]
             refuse_unlike_constants(mine, *held)
         if mine.op != "output":
             _refuse_unlike_values(mine, theirs)

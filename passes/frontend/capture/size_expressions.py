@@ -163,8 +163,16 @@ def refuse_unlike_constants(node: fx.Node, mine: Any, theirs: Any) -> None:
 
 def result_of(graph: fx.GraphModule) -> tuple[Any, ...]:
     """What a signature says that sizes must not change: inputs and outputs, and what is returned beside tensors."""
-    own = signature(graph)
-    return own.inputs, own.outputs, own.loss, own.scalars, own.detached, own.output_names, own.output_spec[1]
+    facts = signature(graph)
+    return (
+        facts.inputs,
+        facts.outputs,
+        facts.loss,
+        facts.scalars,
+        facts.detached,
+        facts.output_names,
+        facts.output_spec[1],
+    )
 
 
 def _held(graph: fx.GraphModule, node: fx.Node) -> Any:

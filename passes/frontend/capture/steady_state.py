@@ -208,16 +208,16 @@ class _Comparison:
 
     def _entering(self, before: _Step) -> dict[fx.Node, int]:
         """What a step finds of the one before, with the number of what lay there at the start."""
-        found: dict[fx.Node, int] = {}
+        numbers: dict[fx.Node, int] = {}
         for path, i in before.slots.items():
             for node in (self._values[i], _source(self._values[i])):
                 if node.op != "placeholder":
-                    found[node] = self._numbered(("placeholder", path))
+                    numbers[node] = self._numbered(("placeholder", path))
         for path, i in before.others.items():
             for node in (self._values[i], _source(self._values[i])):
-                if node not in found and not self._fixed[node]:
-                    found[node] = self._numbered(("carried", path))
-        return found
+                if node not in numbers and not self._fixed[node]:
+                    numbers[node] = self._numbered(("carried", path))
+        return numbers
 
     def _number_nodes(self, nodes: Sequence[fx.Node], entering: dict[fx.Node, int]) -> None:
         carried = {self._keys[key]: key[1] for key in self._keys if key[0] == "carried"}

@@ -48,10 +48,10 @@ class BundleCollectives:
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Rewrite ``graph`` in place and return it, recompiled."""
         for level in count():
-            found = hoistable_gathers(graph.graph)
-            for bundle in self._bundles({n: chain for n, chain in found.items() if _gathers_of(chain) == level}):
-                self._gather(graph.graph, bundle, found)
-            if all(_gathers_of(chain) <= level for chain in found.values()):
+            gathers = hoistable_gathers(graph.graph)
+            for bundle in self._bundles({n: chain for n, chain in gathers.items() if _gathers_of(chain) == level}):
+                self._gather(graph.graph, bundle, gathers)
+            if all(_gathers_of(chain) <= level for chain in gathers.values()):
                 break
         late = sinkable_reductions(graph.graph)
         for level in sorted({collectives_among(after) for after in late.values()}, reverse=True):

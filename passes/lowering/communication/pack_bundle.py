@@ -43,9 +43,9 @@ class PackBundle:
             with self.graph.inserting_before(node):
                 piece = self._emit(node, aten.slice.Tensor, (whole, 1, start, end), (self.degree, end - start))
                 shape = meta_of(source).spec.shape
-                made = self._emit(node, c.join_rows, (piece, shape, *node.args[1:3]), meta_of(node).spec.shape)
-            taken[made] = placements_of(node)
-            _replace(node, made)
+                tensor = self._emit(node, c.join_rows, (piece, shape, *node.args[1:3]), meta_of(node).spec.shape)
+            taken[tensor] = placements_of(node)
+            _replace(node, tensor)
         self._record(first.name, taken)
 
     def reduce(self, reductions: Sequence[fx.Node]) -> None:
@@ -59,13 +59,13 @@ class PackBundle:
                 pairs = zip(reductions, sources, strict=True)
                 packed = self._packed(reductions, [self._ranks_first(node, source) for node, source in pairs], rows)
                 size = meta_of(packed).spec.shape[1]
-                made = self._emit(last, c.reduce_scatter, (packed, op, 0, 1, column), (1, size), reductions)
+                total = self._emit(last, c.reduce_scatter, (packed, op, 0, 1, column), (1, size), reductions)
             else:
                 packed = self._packed(reductions, sources, rows)
-                made = self._emit(last, c.all_reduce, (packed, op, column), meta_of(packed).spec.shape, reductions)
+                total = self._emit(last, c.all_reduce, (packed, op, column), meta_of(packed).spec.shape, reductions)
             taken = {}
             for node, _, start, end in _spans(reductions, sources, rows):
-                piece = self._emit(node, aten.slice.Tensor, (made, 1, start, end), (1, end - start))
+                piece = self._emit(node, aten.slice.Tensor, (total, 1, start, end), (1, end - start))
                 shape = meta_of(node).spec.shape
                 part = self._emit(node, aten.reshape.default, (piece, list(shape)), shape)
                 taken[part] = placements_of(node)
@@ -109,9 +109,9 @@ class PackBundle:
         spec = record.spec if tuple(shape) == record.spec.shape else TensorSpec(tuple(shape), record.spec.dtype)
         # Packing is no recomputation, also where what is packed is gathered again.
         names = tuple(other.name for other in bundled)
-        made = record.having(specs=(spec,), multi_output=False, again=record.again and bool(names), bundles=names)
-        made = made.having(placements=(), step=None)
-        set_meta(node, made)
+        facts = record.having(specs=(spec,), multi_output=False, again=record.again and bool(names), bundles=names)
+        facts = facts.having(placements=(), step=None)
+        set_meta(node, facts)
         self._written.append(node)
         return node
 
@@ -122,6 +122,6 @@ def _spans(nodes: Sequence[fx.Node], tensors: Sequence[fx.Node], rows: int) -> l
     return list(zip(nodes, tensors, [0, *ends[:-1]], ends, strict=True))
 
 
-def _replace(node: fx.Node, made: fx.Node) -> None:
-    node.replace_all_uses_with(made)
+def _replace(node: fx.Node, substitute: fx.Node) -> None:
+    node.replace_all_uses_with(substitute)
     node.graph.erase_node(node)

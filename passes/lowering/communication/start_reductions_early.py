@@ -53,7 +53,7 @@ def _order_columns(first: fx.Node) -> None:
     placed = placements_of(chain[0].all_input_nodes[0])
     for node, column in zip(chain, columns, strict=True):
         node.update_arg(len(node.args) - 1, column)
-        placed = tuple((*own[:column], REPLICATE, *own[column + 1 :]) for own in placed)
+        placed = tuple((*axes[:column], REPLICATE, *axes[column + 1 :]) for axes in placed)
         set_meta(node, meta_of(node).having(placements=placed))
 
 

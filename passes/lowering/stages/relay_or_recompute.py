@@ -30,11 +30,11 @@ class RelayOrRecompute:
     def relayed(self, graph: fx.GraphModule) -> set[fx.Node]:
         """Return the values that follow from the inputs alone and are relayed nevertheless."""
         portable = input_only_ops(graph)
-        found: set[fx.Node] = set()
+        values: set[fx.Node] = set()
         for node in graph.graph.nodes:
-            if node in portable and self._is_sent_sooner(node, portable - found):
-                found.add(node)
-        return found
+            if node in portable and self._is_sent_sooner(node, portable - values):
+                values.add(node)
+        return values
 
     def _is_sent_sooner(self, node: fx.Node, portable: set[fx.Node]) -> bool:
         home = self.stage_of(node)

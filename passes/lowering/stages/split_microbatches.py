@@ -66,8 +66,8 @@ class Microbatched:
         """The prologue that makes but the "hoisted" ports at ``positions``, and None for the others."""
         prologue = copied(self.prologue)
         output = prologue.graph.output_node()
-        made: Sequence[fx.Node] = output.args[0]  # type: ignore[assignment]
-        output.args = (tuple(value if i in positions else None for i, value in enumerate(made)),)
+        values: Sequence[fx.Node] = output.args[0]  # type: ignore[assignment]
+        output.args = (tuple(value if i in positions else None for i, value in enumerate(values)),)
         eliminate_dead_code(prologue)
         prologue.recompile()
         return prologue
@@ -130,21 +130,21 @@ class SplitMicrobatches:
         prices = Prices(self.device, axes)
         assign = AssignShardings(0, roles, prices, outputs_as_terms=True, narrow_terms=narrow_terms)
         sharding = assign.run(graph)
-        made = InsertCollectives(sharding).run(graph)
-        set_layout(made, _time_layout(graph, sharding, roles))
-        _share_equal_gradients(made, sharding, count)
+        microbatch = InsertCollectives(sharding).run(graph)
+        set_layout(microbatch, _time_layout(graph, sharding, roles))
+        _share_equal_gradients(microbatch, sharding, count)
         merges = _merges(graph, sharding)
-        free = input_only(made)
-        _share_equal_terms(made, free, count)
-        verify_placed(made, "scheduled", "SplitMicrobatches, all at once")
-        late = self._epilogue_nodes(made, free)
-        epilogue, epilogue_ports = _cut_epilogue(made, late) if late else (None, ())
-        moves = [n for n in made.graph.nodes if _moves(n)]
-        prologue, prologue_ports = _prologue(made, moves)
-        _hoist(made, moves)
-        _verify_parts(made, prologue, epilogue)
-        made.meta["symbols"] = replace(sizes, batch=sizes.batch // count)
-        return Microbatched(made, prologue, prologue_ports, merges, epilogue, epilogue_ports, count)
+        free = input_only(microbatch)
+        _share_equal_terms(microbatch, free, count)
+        verify_placed(microbatch, "scheduled", "SplitMicrobatches, all at once")
+        late = self._epilogue_nodes(microbatch, free)
+        epilogue, epilogue_ports = _cut_epilogue(microbatch, late) if late else (None, ())
+        moves = [n for n in microbatch.graph.nodes if _moves(n)]
+        prologue, prologue_ports = _prologue(microbatch, moves)
+        _hoist(microbatch, moves)
+        _verify_parts(microbatch, prologue, epilogue)
+        microbatch.meta["symbols"] = replace(sizes, batch=sizes.batch // count)
+        return Microbatched(microbatch, prologue, prologue_ports, merges, epilogue, epilogue_ports, count)
 
     def _epilogue_nodes(self, graph: fx.GraphModule, free: set[fx.Node]) -> list[fx.Node]:
         """Nodes that need all samples and follow from parameters, in order; refused where gradients need them."""
@@ -261,8 +261,8 @@ def _cut_epilogue(graph: fx.GraphModule, late: Sequence[fx.Node]) -> tuple[fx.Gr
         copy.meta.update(node.meta)
     for node in late:
         copies[node] = copy_node(new, node, lambda n: copies[n])
-    made = [(port, node) for port, node in output_ports(graph) if node in inside]
-    new.output(tuple(copies[node] for _, node in made if node is not None))
+    results = [(port, node) for port, node in output_ports(graph) if node in inside]
+    new.output(tuple(copies[node] for _, node in results if node is not None))
     kept = [(port, node) for port, node in output_ports(graph) if node not in inside]
     output = graph.graph.output_node()
     output.args = ((*(node for _, node in kept), *pieces),)
@@ -270,7 +270,7 @@ def _cut_epilogue(graph: fx.GraphModule, late: Sequence[fx.Node]) -> tuple[fx.Gr
     set_signature(graph, signature(graph).having(outputs=outputs))
     for node in reversed(late):
         graph.graph.erase_node(node)
-    return graph_module(graph, new, class_name="Epilogue"), tuple(port for port, _ in made)
+    return graph_module(graph, new, class_name="Epilogue"), tuple(port for port, _ in results)
 
 
 def _prologue(graph: fx.GraphModule, moves: Sequence[fx.Node]) -> tuple[fx.GraphModule, tuple[InputSpec, ...]]:

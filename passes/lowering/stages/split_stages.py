@@ -119,10 +119,10 @@ def _homes(graph: fx.GraphModule, first_blocks: Sequence[int], portable: set[fx.
     for node in graph.graph.nodes:
         if node.op != "call_function" or node in portable:
             continue
-        own = homes[node] = stage_of_node(node, first_blocks)
+        stage = homes[node] = stage_of_node(node, first_blocks)
         if is_getitem(node) or node.target is c.shard:
-            sender = homes.get(node.args[0], own)
-            if sender > own or meta_of(node).phase == "forward" or meta_of(node.args[0]).phase == "backward":
+            sender = homes.get(node.args[0], stage)
+            if sender > stage or meta_of(node).phase == "forward" or meta_of(node.args[0]).phase == "backward":
                 homes[node] = sender
     return homes
 
@@ -137,10 +137,10 @@ def _reuse_slices(graph: fx.GraphModule, first_blocks: Sequence[int]) -> fx.Grap
     for node in graph.graph.nodes:
         if node.target is not c.shard:
             continue
-        own = stage_of_node(node, first_blocks)
-        if stage_of_node(_sliced(node), first_blocks) >= own:
+        stage = stage_of_node(node, first_blocks)
+        if stage_of_node(_sliced(node), first_blocks) >= stage:
             continue
-        key = (own, twins.get(node.args[0], node.args[0]), *node.args[1:])
+        key = (stage, twins.get(node.args[0], node.args[0]), *node.args[1:])
         if meta_of(node).phase == "forward":
             received[key] = node
         elif key in received:
@@ -221,9 +221,9 @@ class _Cut:
 
     def stage(self, index: int) -> Stage:
         flow = self.flows[index]
-        own = [node for node, stage in self.home.items() if stage == index]
-        forward = [n for n in own if _phase(n) == "forward"]
-        backward = [n for n in own if _phase(n) == "backward"]
+        stage_nodes = [node for node, stage in self.home.items() if stage == index]
+        forward = [n for n in stage_nodes if _phase(n) == "forward"]
+        backward = [n for n in stage_nodes if _phase(n) == "backward"]
         results = [(p, n) for p, n in output_ports(self.graph) if p.kind != "grad" and self._made_at(n, index)]
         gradients = [(p, n) for p, n in output_ports(self.graph) if p.kind == "grad" and self.home.get(n) == index]  # type: ignore[arg-type]
         finish = self._finish([n for _, n in gradients if n is not None], backward)
@@ -299,13 +299,13 @@ class _Cut:
         self, gradients: Sequence[tuple[OutputSpec, fx.Node]], finish: set[fx.Node]
     ) -> list[tuple[OutputSpec, fx.Node, fx.Node]]:
         """Each gradient with the value that a micro-batch adds to it."""
-        found = []
+        terms = []
         for port, node in gradients:
             term = node
             while term in finish:
                 term = input_nodes(term)[0]
-            found.append((port, node, term))
-        return found
+            terms.append((port, node, term))
+        return terms
 
     def _with_portable(
         self, forward: Sequence[fx.Node], backward: Sequence[fx.Node], results: Sequence[fx.Node]

@@ -121,7 +121,7 @@ class UntieWeights:
 
 def _terms(gradient: fx.Node, shape: tuple[int, ...]) -> list[fx.Node]:
     """The values whose sum is ``gradient``."""
-    found: list[fx.Node] = []
+    terms: list[fx.Node] = []
     pending = [gradient]
     while pending:
         node = pending.pop()
@@ -130,8 +130,8 @@ def _terms(gradient: fx.Node, shape: tuple[int, ...]) -> list[fx.Node]:
         if adds and all(meta_of(n).spec.shape == shape for n in sources):
             pending += reversed(sources)
         else:
-            found.append(node)
-    return found
+            terms.append(node)
+    return terms
 
 
 def _sum(graph: fx.GraphModule, terms: Sequence[fx.Node]) -> fx.Node | None:
@@ -161,21 +161,21 @@ def _replace_ports(
     graph: fx.GraphModule, port: InputSpec, copies: Sequence[InputSpec], sums: Sequence[fx.Node | None]
 ) -> None:
     """Announce the copies behind the parameter's own port, and their gradients behind its gradient."""
-    found = signature(graph)
-    inputs = _expanded(found.inputs, lambda own: [own, *copies] if own == port else [own])
+    graph_signature = signature(graph)
+    inputs = _expanded(graph_signature.inputs, lambda spec: [spec, *copies] if spec == port else [spec])
     output = graph.graph.output_node()
     values: list[fx.Node | None] = []
     outputs: list[OutputSpec] = []
-    for own, value in zip(found.outputs, output.args[0], strict=True):  # type: ignore[arg-type]
-        if sums and own.kind == "grad" and own.name == port.name:
+    for spec, value in zip(graph_signature.outputs, output.args[0], strict=True):  # type: ignore[arg-type]
+        if sums and spec.kind == "grad" and spec.name == port.name:
             values += sums
-            outputs += [own, *(OutputSpec("grad", copy.name) for copy in copies)]
+            outputs += [spec, *(OutputSpec("grad", copy.name) for copy in copies)]
         else:
             values.append(value)
-            outputs.append(own)
+            outputs.append(spec)
     output.args = (tuple(values),)
-    set_signature(graph, found.having(inputs=tuple(inputs), outputs=tuple(outputs)))
+    set_signature(graph, graph_signature.having(inputs=tuple(inputs), outputs=tuple(outputs)))
 
 
-def _expanded(own: Sequence[InputSpec], change: Callable[[InputSpec], list[InputSpec]]) -> list[InputSpec]:
-    return [made for port in own for made in change(port)]
+def _expanded(specs: Sequence[InputSpec], change: Callable[[InputSpec], list[InputSpec]]) -> list[InputSpec]:
+    return [spec for port in specs for spec in change(port)]
