@@ -73,10 +73,10 @@ def bundled_s(kind: str, size_bytes: Floats, axes: Sequence[Axis], shared: bool 
     else:
         bundles, packs = np.where(total > 0, np.maximum(1.0, np.floor(total / max(enough, 1.0))), 0.0), count > 1
         seconds = bundles * collective_s(kind, total / np.maximum(bundles, 1.0), axes)
-    own = starts if shared else starts + bundles
+    start_count = starts if shared else starts + bundles
     return Bundled(
         alone.sum(axis=0) + seconds,
-        own * start_s(kind, tuple(axes)),
+        start_count * start_s(kind, tuple(axes)),
         starts + bundles,
         np.where(packs, count, 0.0),
         np.where(packs, total, 0.0),

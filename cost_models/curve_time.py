@@ -32,8 +32,8 @@ def _read(curve: OperatorCurve | CollectiveCurve, amount: Floats) -> Floats:
     amounts, seconds = _logarithms(curve)
     with np.errstate(divide="ignore"):
         asked = np.log(amount)
-    found = np.exp(np.interp(asked, amounts, seconds) + np.maximum(asked - amounts[-1], 0.0))
-    return cast(Floats, np.where(amount > 0, found, 0.0))
+    curve_s = np.exp(np.interp(asked, amounts, seconds) + np.maximum(asked - amounts[-1], 0.0))
+    return cast(Floats, np.where(amount > 0, curve_s, 0.0))
 
 
 @lru_cache(maxsize=4096)

@@ -75,8 +75,8 @@ class GraphCost:
         rest = tokens - _FLOPS_PER_PARAMETER * self.multiplied
         if not self.multiplied or abs(rest) > _MOST_REST * self.multiplied:
             return self.products
-        told = _FLOPS_PER_PARAMETER * _PARAMETERS + rest
-        return sympy.expand(self.products - tokens * BATCH * SEQUENCE) + sympy.expand(told * BATCH * SEQUENCE)
+        term = _FLOPS_PER_PARAMETER * _PARAMETERS + rest
+        return sympy.expand(self.products - tokens * BATCH * SEQUENCE) + sympy.expand(term * BATCH * SEQUENCE)
 
 
 def graph_cost(graph: fx.GraphModule) -> GraphCost:

@@ -147,8 +147,8 @@ def op_time_s(cost: OpCost, dtype: torch.dtype | str, device: Device, kind: str)
 
 def _curve(device: Device, kind: str, dtype: str) -> OperatorCurve | None:
     """The curve of a kind: of its own dtype, or, as only products of matrices depend on more than bytes, of any."""
-    found = device.curve(kind, dtype)
-    return found if found or kind in _MATMUL_KINDS or kind in _CONVOLUTIONS else device.curve(kind)
+    curve = device.curve(kind, dtype)
+    return curve if curve or kind in _MATMUL_KINDS or kind in _CONVOLUTIONS else device.curve(kind)
 
 
 def _roofline_s(flops: Floats, moved: Floats, dtype: str, device: Device, kind: str) -> Floats:

@@ -90,20 +90,20 @@ class OptimizerModel:
         most = before = 0
         for shard in shards:
             update = self.update(shard.shape)
-            own = update.temporaries * shard.size_bytes + update.sums_bytes(shard.shape, shard.itemsize)
-            own += _orthogonal_bytes(shard.shape) if update.is_orthogonal else 0
-            most, before = max(most, before + own), update.left * shard.size_bytes
+            workspace_bytes = update.temporaries * shard.size_bytes + update.sums_bytes(shard.shape, shard.itemsize)
+            workspace_bytes += _orthogonal_bytes(shard.shape) if update.is_orthogonal else 0
+            most, before = max(most, before + workspace_bytes), update.left * shard.size_bytes
         return most
 
     def updates(self, shapes: Sequence[Sequence[int]], itemsizes: Iterable[int]) -> Updates:
         """The same for parameters of these shapes, as arrays."""
-        found = [self.update(shape) for shape in shapes]
-        whole = [one.sums_bytes(shape, size) for one, shape, size in zip(found, shapes, itemsizes, strict=True)]
+        updates = [self.update(shape) for shape in shapes]
+        whole = [one.sums_bytes(shape, size) for one, shape, size in zip(updates, shapes, itemsizes, strict=True)]
         return Updates(
-            np.array([one.copies for one in found], dtype=np.float64),
+            np.array([one.copies for one in updates], dtype=np.float64),
             np.array(whole, dtype=np.float64),
-            np.array([one.passes for one in found], dtype=np.float64),
-            tuple(tuple(shape) if one.is_orthogonal else () for one, shape in zip(found, shapes, strict=True)),
+            np.array([one.passes for one in updates], dtype=np.float64),
+            tuple(tuple(shape) if one.is_orthogonal else () for one, shape in zip(updates, shapes, strict=True)),
         )
 
     def _of(self, shards: Sequence[ParameterShard]) -> Updates:

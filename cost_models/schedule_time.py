@@ -184,7 +184,7 @@ def waiting_counts(schedule: Schedule) -> tuple[InFlight, ...]:
     From its F a micro-batch waits for its B or I, which needs all that was saved; where backward is split, it then
     waits for its W, which needs less. Times play no part.
     """
-    found: list[set[tuple[int, int]]] = [set() for _ in schedule.rank_of_stage]
+    counts: list[set[tuple[int, int]]] = [set() for _ in schedule.rank_of_stage]
     now = [(0, 0)] * schedule.num_stages
     for action in (action for order in schedule.orders for action in order):
         whole, half = now[action.stage]
@@ -194,8 +194,8 @@ def waiting_counts(schedule: Schedule) -> tuple[InFlight, ...]:
             now[action.stage] = whole, half - 1
         else:
             now[action.stage] = whole - 1, half + (action.kind == "I")
-        found[action.stage].add(now[action.stage])
-    return tuple(_exceeded_by_none(moments) for moments in found)
+        counts[action.stage].add(now[action.stage])
+    return tuple(_exceeded_by_none(moments) for moments in counts)
 
 
 def _exceeded_by_none(moments: set[tuple[int, int]]) -> InFlight:

@@ -79,7 +79,7 @@ class _Run:
 
     def advance(self) -> bool:
         """Go on to the next event; False where all is done."""
-        arrivals = {rank: self._arrival_s(own[-1]) for rank, own in enumerate(self.waiting) if own}
+        arrivals = {rank: self._arrival_s(indices[-1]) for rank, indices in enumerate(self.waiting) if indices}
         for rank, arrival_s in arrivals.items():
             if rank not in self.doing and arrival_s <= self.now_s:
                 index = self.waiting[rank].pop()

@@ -29,22 +29,22 @@ def constraints_of(path: str | None, flags: Iterable[tuple[str, tuple[str, ...]]
 
     Raises InputError and PlanError naming file and module, UsageError for a module that is named twice.
     """
-    found = {} if path is None else _read(path)
+    constraints = {} if path is None else _read(path)
     for module, roles in flags:
-        if module in found:
+        if module in constraints:
             raise UsageError(f"module {module!r} is constrained twice: keep one of them")
-        found[module] = roles
-    return found
+        constraints[module] = roles
+    return constraints
 
 
 def _read(path: str) -> dict[str, Wanted]:
-    found: dict[str, Wanted] = {}
+    constraints: dict[str, Wanted] = {}
     for module, wanted in read_object(path, "constraints").items():
         try:
-            found[module] = _wanted(wanted)
+            constraints[module] = _wanted(wanted)
         except PlanError as error:
             refuse(path, PlanError(f"constraint on module {module[:80]!r}: {error}"))
-    return found
+    return constraints
 
 
 def _wanted(value: Any) -> Wanted:

@@ -29,5 +29,7 @@ def run(given: argparse.Namespace) -> Result:
     """Compare; raises PlanError and InputError for files that are no plans."""
     from galvatron_fx.cli.plan_diff import compare
 
-    found = compare(files.read_plan(given.first), files.read_plan(given.second))
-    return Result(str(found), found.document(), DIFFERENT if given.exit_code and not found.is_equal else OK)
+    difference = compare(files.read_plan(given.first), files.read_plan(given.second))
+    return Result(
+        str(difference), difference.document(), DIFFERENT if given.exit_code and not difference.is_equal else OK
+    )

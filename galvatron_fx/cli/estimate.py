@@ -48,19 +48,19 @@ def run(given: argparse.Namespace) -> Result:
         from galvatron_fx.estimating import estimate
 
         try:
-            found = estimate(subject.model, cluster, subject.inputs, plan, progress=progress)
+            prediction = estimate(subject.model, cluster, subject.inputs, plan, progress=progress)
         except PlanError as error:
             files.refuse(given.plan, error)
     limit = given.memory_budget or cluster.device.memory_bytes
-    fits = found.peak_bytes <= limit
+    fits = prediction.peak_bytes <= limit
     verdict = f"{'fits' if fits else 'does not fit'} a budget of {format_bytes(limit)} per device"
-    text = "\n".join([str(subject), output.describe_cluster(cluster), "", str(found), "", verdict])
+    text = "\n".join([str(subject), output.describe_cluster(cluster), "", str(prediction), "", verdict])
     document = {
         "model": subject.document(),
-        "step_time_s": found.simulated_s,
-        "peak_memory_bytes": found.peak_bytes,
+        "step_time_s": prediction.simulated_s,
+        "peak_memory_bytes": prediction.peak_bytes,
         "budget_bytes": limit,
         "fits": fits,
-        "ranks": output.ranks_document(found.ranks),
+        "ranks": output.ranks_document(prediction.ranks),
     }
     return Result(text, document, OK if fits else TOO_LARGE)

@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"galvatron-fx {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
     for name, command in _COMMANDS.items():
-        own = commands.add_parser(
+        command_parser = commands.add_parser(
             name,
             help=command.HELP,
             description=f"{command.HELP[0].upper()}{command.HELP[1:]}.",
@@ -82,10 +82,12 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        command.add(own)
-        own.add_argument(_JSON, action="store_true", help="print JSON, also for errors, and nothing else, on stdout")
-        own.add_argument("--debug", action="store_true", help="print the traceback of an error, too")
-        own.set_defaults(run=command.run)
+        command.add(command_parser)
+        command_parser.add_argument(
+            _JSON, action="store_true", help="print JSON, also for errors, and nothing else, on stdout"
+        )
+        command_parser.add_argument("--debug", action="store_true", help="print the traceback of an error, too")
+        command_parser.set_defaults(run=command.run)
     return parser
 
 

@@ -86,8 +86,8 @@ def _config_class(name: str) -> type[PretrainedConfig]:
             f"transformers knows no model {_short(name)}, and there is no such file: {hint} A model with code of its "
             f"own is given as module:function"
         )
-    found: type[PretrainedConfig] = configuration_auto.CONFIG_MAPPING[types[name]]
-    return found
+    config_class: type[PretrainedConfig] = configuration_auto.CONFIG_MAPPING[types[name]]
+    return config_class
 
 
 @contextlib.contextmanager

@@ -34,8 +34,8 @@ class Task:
         table = getattr(modeling_auto, self.table)
         if type(config) not in table:
             return []
-        found = table[type(config)]
-        return list(found) if isinstance(found, (list, tuple)) else [found]
+        classes = table[type(config)]
+        return list(classes) if isinstance(classes, (list, tuple)) else [classes]
 
 
 _TASKS = (
@@ -69,9 +69,9 @@ def find_task(
     where transformers has no class for it.
     """
     wanted = [TASKS[name]] if name is not None else list(_TASKS)
-    found = [(task, kind) for task in wanted for kind in task.classes(config)]
-    named = [pair for pair in found if pair[1].__name__ in architectures]
-    meant = [pair for pair in found if name is not None or pair[0].name not in _left_out(config)]
+    pairs = [(task, kind) for task in wanted for kind in task.classes(config)]
+    named = [pair for pair in pairs if pair[1].__name__ in architectures]
+    meant = [pair for pair in pairs if name is not None or pair[0].name not in _left_out(config)]
     if not named and not meant:
         have = [f"--task {task.name}" for task in _TASKS if task.classes(config)]
         raise ModelError(
@@ -128,8 +128,8 @@ def random_values(
 
 def _start_token(config: Any) -> int | None:
     """What an encoder-decoder begins its labels with to make the decoder's inputs of them."""
-    found: int | None = getattr(config, "decoder_start_token_id", None)
-    return found
+    token: int | None = getattr(config, "decoder_start_token_id", None)
+    return token
 
 
 def _main_shape(main: str, config: Any, batch: Batch) -> tuple[int, ...]:

@@ -103,12 +103,12 @@ def load(options: argparse.Namespace) -> Subject:
     return _of_config(options, config_from_name(text, options.set))
 
 
-def _of_config(options: argparse.Namespace, found: ModelConfig) -> Subject:
+def _of_config(options: argparse.Namespace, model_config: ModelConfig) -> Subject:
     import torch
 
-    config = found.config
-    task, kind = find_task(config, found.architectures, options.task)
-    dtype = getattr(torch, options.dtype or _dtype(options, found))
+    config = model_config.config
+    task, kind = find_task(config, model_config.architectures, options.task)
+    dtype = getattr(torch, options.dtype or _dtype(options, model_config))
     try:
         with torch.device("meta"), _bounded(kind.__name__):
             model = kind(config).to(dtype)
@@ -151,11 +151,11 @@ def _bounded(name: str) -> Iterator[None]:
         handle.remove()
 
 
-def _dtype(options: argparse.Namespace, found: ModelConfig) -> str:
+def _dtype(options: argparse.Namespace, model_config: ModelConfig) -> str:
     """What parameters are kept in where nothing is said."""
     if getattr(options, "mixed_precision", None):
         return "float32"
-    return found.dtype if found.dtype in DTYPES else DTYPES[0]
+    return model_config.dtype if model_config.dtype in DTYPES else DTYPES[0]
 
 
 def _batch(options: argparse.Namespace, config: Any) -> Batch:
@@ -182,7 +182,7 @@ def _of_function(options: argparse.Namespace) -> Subject:
         sys.path.insert(0, os.getcwd())
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-        made = function()
+        result = function()
     except Exception as error:  # the user's own code
         raise ModelError(f"{options.model} failed with {type(error).__name__}: {error}") from error
 
@@ -194,7 +194,7 @@ def _of_function(options: argparse.Namespace) -> Subject:
                 f"{options.model} called with a batch of {size} failed with {type(error).__name__}: {error}"
             ) from error
 
-    model, inputs = _checked(options.model, made)
+    model, inputs = _checked(options.model, result)
     return Subject(options.model, model, inputs, inputs_of, lambda seed: _with_numbers(inputs, seed))
 
 
@@ -213,9 +213,9 @@ def _with_numbers(inputs: Any, seed: int) -> Any:
     return pytree.tree_map(drawn, inputs)
 
 
-def _checked(name: str, made: Any) -> tuple[nn.Module, Any]:
+def _checked(name: str, result: Any) -> tuple[nn.Module, Any]:
     from torch import nn
 
-    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
-        raise ModelError(f"{name} returned {type(made).__name__}: return a pair of a model and its example inputs")
-    return made
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], nn.Module):
+        raise ModelError(f"{name} returned {type(result).__name__}: return a pair of a model and its example inputs")
+    return result

@@ -68,20 +68,20 @@ def run(given: argparse.Namespace) -> Result:
         progress.say("building the model")
         cluster = options.cluster_of(given)
         subject = models.load(given)
-        subject, found = _search(given, subject, cluster, progress)
-    assert found.report is not None
+        subject, best_plan = _search(given, subject, cluster, progress)
+    assert best_plan.report is not None
     lines = [str(subject), output.describe_cluster(cluster)]
     if given.search_batch is not None:
-        lines.append(f"searched the batch: {_rate(subject, found):.4g} samples a second")
-    lines += ["", str(found), "", str(found.report)]
+        lines.append(f"searched the batch: {_rate(subject, best_plan):.4g} samples a second")
+    lines += ["", str(best_plan), "", str(best_plan.report)]
     if given.out:
-        found.save(given.out)
+        best_plan.save(given.out)
         lines += ["", f"written to {given.out}"]
     document = {
         "model": subject.document(),
-        "plan": json.loads(found.to_json()),
-        "report": output.report_document(found.report),
-        "samples_per_s": _rate(subject, found),
+        "plan": json.loads(best_plan.to_json()),
+        "report": output.report_document(best_plan.report),
+        "samples_per_s": _rate(subject, best_plan),
         "out": given.out,
     }
     return Result("\n".join(lines), document)
@@ -99,10 +99,12 @@ def _search(
     from galvatron_fx.batch_search import plan_batch
 
     batches = given.search_batch or None
-    size, found = plan_batch(subject.model, cluster, subject.inputs_of, batches=batches, progress=progress, **settings)
-    return subject.of_batch(size), found
+    size, best_plan = plan_batch(
+        subject.model, cluster, subject.inputs_of, batches=batches, progress=progress, **settings
+    )
+    return subject.of_batch(size), best_plan
 
 
-def _rate(subject: models.Subject, found: Plan) -> float:
+def _rate(subject: models.Subject, best_plan: Plan) -> float:
     """Samples a second."""
-    return subject.batch_size / found.step_time_s
+    return subject.batch_size / best_plan.step_time_s

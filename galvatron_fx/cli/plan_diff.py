@@ -119,8 +119,8 @@ def _totals(first: Plan, second: Plan) -> list[_Total]:
         return _Total(name, getattr(first, name), getattr(second, name))
 
     plans = ("axis_sizes", "graph_fingerprint", "step_time_s", "peak_memory_bytes", "memory_budget_bytes", "optimizer")
-    own = ("num_stages", "num_microbatches", "schedule", "first_blocks")
-    pipelining = [_Total(name, getattr(first.pipelining, name), getattr(second.pipelining, name)) for name in own]
+    names = ("num_stages", "num_microbatches", "schedule", "first_blocks")
+    pipelining = [_Total(name, getattr(first.pipelining, name), getattr(second.pipelining, name)) for name in names]
     return [*map(both, plans), *pipelining]
 
 

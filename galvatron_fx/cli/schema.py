@@ -24,5 +24,5 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> Result:
     """Print it; the same with and without ``--json``."""
     text = files("galvatron_fx.ir").joinpath(f"{given.kind}_schema.json").read_text(encoding="utf-8")
-    found = json.loads(text)
-    return Result(text.rstrip(), found)
+    document = json.loads(text)
+    return Result(text.rstrip(), document)

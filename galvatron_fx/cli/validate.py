@@ -60,8 +60,8 @@ def run(given: argparse.Namespace) -> Result:
 
 def _kind(path: str) -> str:
     """What the file is by its keys; what has those of neither counts as a plan, and is refused as one."""
-    found = read_object(path, "a plan or a cluster")
-    return CLUSTER if "device" in found and "blocks" not in found else PLAN
+    document = read_object(path, "a plan or a cluster")
+    return CLUSTER if "device" in document and "blocks" not in document else PLAN
 
 
 def _checked(given: argparse.Namespace, plan: Plan) -> str:

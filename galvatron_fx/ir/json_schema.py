@@ -61,8 +61,8 @@ class Schema:
         return error
 
     def _errors(self, schema: Mapping[str, Any], value: Any) -> Iterator[ValidationError]:
-        found: Iterator[ValidationError] = self._validator.evolve(schema=schema).iter_errors(value)
-        return found
+        errors: Iterator[ValidationError] = self._validator.evolve(schema=schema).iter_errors(value)
+        return errors
 
     def _compiled(self, schema: Mapping[str, Any]) -> Check:
         """A function that returns the first flaw of a value."""

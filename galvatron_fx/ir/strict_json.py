@@ -64,15 +64,15 @@ class JsonFormat:
             raise self.error(self.other_version.format(found=_shorten(repr(version))))
         flaw = _schema(self.schema_file).first_error(document)
         if flaw is not None:
-            found, what = _shorten(repr(flaw.instance)), _shorten(flaw.message)
+            instance, what = _shorten(repr(flaw.instance)), _shorten(flaw.message)
             if flaw.validator == "not":  # the library's words are a regular expression
-                what = f"{found} holds characters that are not allowed there"
+                what = f"{instance} holds characters that are not allowed there"
             elif flaw.validator == "anyOf":
-                what = f"{found} is neither null nor {self.nullable}"
+                what = f"{instance} is neither null nor {self.nullable}"
             raise self.error(self.misfit.format(place=_shorten(flaw.json_path), what=what))
 
-    def _refuse_constant(self, found: str) -> NoReturn:
-        raise self.error(self.non_finite.format(found=found))
+    def _refuse_constant(self, constant: str) -> NoReturn:
+        raise self.error(self.non_finite.format(found=constant))
 
 
 def read_bytes(path: str | os.PathLike[str], most_bytes: int) -> bytes:
@@ -114,14 +114,14 @@ def read_object(path: str | os.PathLike[str], what: str, most_bytes: int = MOST_
 def parse_object(text: str) -> dict[str, Any]:
     """Return the JSON object in ``text``; raises InputError for other JSON, repeated keys, NaN and deep nesting."""
     try:
-        found = _load(text, "the text", InputError, _infinity)
+        document = _load(text, "the text", InputError, _infinity)
     except RecursionError:
         raise InputError("the JSON is nested too deeply") from None
-    if not isinstance(found, dict):
-        raise InputError(f"a JSON object was expected, and this is {type(found).__name__}")
-    if _is_deeper(found, _MOST_DEPTH):
+    if not isinstance(document, dict):
+        raise InputError(f"a JSON object was expected, and this is {type(document).__name__}")
+    if _is_deeper(document, _MOST_DEPTH):
         raise InputError(f"the JSON is nested more than {_MOST_DEPTH} deep")
-    return found
+    return document
 
 
 def _shorten(text: str) -> str:

@@ -413,10 +413,10 @@ def look_for_infinities_in_all_shards() -> None:
     """
     handlers = DTensor._op_dispatcher._custom_op_handlers
     operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-    own = handlers[operator]
+    torch_handler = handlers[operator]
 
     def handler(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        own(op_call, args, kwargs)
+        torch_handler(op_call, args, kwargs)
         gradients, any_infinite = args[0], args[1]
         split = ((g.device_mesh, dim) for g in gradients for dim, p in enumerate(g.placements) if not p.is_replicate())
         for mesh, dim in dict.fromkeys(split):

@@ -42,9 +42,14 @@ def other_pipelines(plan: Plan) -> list[Alternative]:
     Of a plan that no search has found there is only the plan itself.
     """
     if plan.report is None:
-        own = plan.pipelining
+        pipelining = plan.pipelining
         chosen = Contender(
-            plan.num_pipeline_ranks, own.num_stages, own.schedule, own.num_microbatches, "given", plan.step_time_s
+            plan.num_pipeline_ranks,
+            pipelining.num_stages,
+            pipelining.schedule,
+            pipelining.num_microbatches,
+            "given",
+            plan.step_time_s,
         )
         return [_contender(chosen, chosen)] if plan.step_time_s else []
     chosen = plan.report.chosen
@@ -99,7 +104,7 @@ def uniform_plans(
 
 def _by_hand(plan: Plan, cluster: Cluster) -> list[Strategy]:
     """Every axis that holds no stages in one role; and tensor parallelism inside a node with ZeRO between nodes."""
-    own = plan.blocks[0].strategy.roles
+    plan_roles = plan.blocks[0].strategy.roles
     axes = [axis for axis in cluster.axes if axis.size > 1]
     fastest = max((axis.bandwidth_bytes_per_s for axis in axes), default=0.0)
     inside = [axis.bandwidth_bytes_per_s == fastest for axis in axes]
@@ -107,10 +112,10 @@ def _by_hand(plan: Plan, cluster: Cluster) -> list[Strategy]:
     def with_roles(near: str, far: str, recompute: bool = False) -> Strategy:
         roles = (near if is_near else far for is_near in inside)
         return Strategy(
-            tuple(PIPELINE if role == PIPELINE else new for role, new in zip(own, roles, strict=True)), recompute
+            tuple(PIPELINE if role == PIPELINE else new for role, new in zip(plan_roles, roles, strict=True)), recompute
         )
 
-    found = [
+    strategies = [
         with_roles("data", "data"),
         with_roles("zero", "zero"),
         with_roles("zero", "zero", recompute=True),
@@ -118,4 +123,4 @@ def _by_hand(plan: Plan, cluster: Cluster) -> list[Strategy]:
         with_roles("tensor_sequence", "zero"),
         with_roles("tensor_sequence", "zero", recompute=True),
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(strategies))

@@ -145,12 +145,12 @@ def _bars(
 
 def _runs(values: Sequence[str]) -> list[tuple[str, int, int]]:
     """Each value with where it begins and before where it ends."""
-    found, first = [], 0
+    runs, first = [], 0
     for value, group in groupby(values):
         end = first + len(list(group))
-        found.append((value, first, end))
+        runs.append((value, first, end))
         first = end
-    return found
+    return runs
 
 
 def _strip(picture: Picture, label: str, values: Sequence[str], width: float) -> None:

@@ -40,7 +40,7 @@ def block_codes(program: ShortProgram, kinds: frozenset[str]) -> list[BlockCode]
     """Return the code of every label, of the kept block that stands for most."""
     blocks = program.blocks
     reasons = Reasons(program.lowered.joint)
-    found = []
+    codes = []
     for label in dict.fromkeys(block.label for block in blocks):
         numbers = [i for i, block in enumerate(blocks) if block.label == label]
         number = max(numbers, key=lambda i: blocks[i].stands_for)
@@ -49,11 +49,11 @@ def block_codes(program: ShortProgram, kinds: frozenset[str]) -> list[BlockCode]
             if number not in program.blocks_of(position):
                 continue
             chosen = [node for node in graph.graph.nodes if _block(node) == number]
-            own = excerpt(task, chosen)
-            if own is not None:
-                tasks.append((task, tuple(_lines(own, reasons))))
-        found.append(BlockCode(label, program.short.keep[number], tuple(tasks)))
-    return found
+            block_excerpt = excerpt(task, chosen)
+            if block_excerpt is not None:
+                tasks.append((task, tuple(_lines(block_excerpt, reasons))))
+        codes.append(BlockCode(label, program.short.keep[number], tuple(tasks)))
+    return codes
 
 
 def excerpt(name: str, chosen: Sequence[fx.Node]) -> fx.GraphModule | None:

@@ -79,29 +79,29 @@ def collective_rows(
     reasons = Reasons(program.lowered.joint)
     layout = program.lowered.layout
     blocks, prices = program.blocks, NodeTime(cluster)
-    found: dict[tuple[object, ...], CollectiveRow] = {}
+    rows: dict[tuple[object, ...], CollectiveRow] = {}
     for position, task, graph in task_graphs(program, kinds):
-        own = set(program.blocks_of(position))
+        task_blocks = set(program.blocks_of(position))
         for node in graph.graph.nodes:
             if node.target not in c.COLLECTIVES:
                 continue
             block = max(meta_of(node).block, 0)
-            times = blocks[block].stands_for if block in own else program.short.stage_of.count(position)
+            times = blocks[block].stands_for if block in task_blocks else program.short.stage_of.count(position)
             runs = times * (1 if task in _ONCE else num_microbatches)
             why = reasons.of(node)
             row = _row(node, layout, prices, blocks[block].label, task, runs, why)
             key = (*vars(replace(row, count=0, why="")).values(), _NUMBER.sub("#", why))
-            known = found.setdefault(key, replace(row, count=0))
-            found[key] = replace(known, count=known.count + runs)
+            known = rows.setdefault(key, replace(row, count=0))
+            rows[key] = replace(known, count=known.count + runs)
     order = {label: i for i, label in enumerate(dict.fromkeys(block.label for block in blocks))}
-    return sorted((row for row in found.values() if row.count), key=lambda row: order[row.label])  # type: ignore[index]
+    return sorted((row for row in rows.values() if row.count), key=lambda row: order[row.label])  # type: ignore[index]
 
 
 def transfer_rows(program: ShortProgram, step: StagesReport, pipeline_axes: tuple[int, ...]) -> list[CollectiveRow]:
     """Return what passes between stages on different pipeline ranks, equal ones together."""
     assert not isinstance(program.lowered, Lowered)
     ranks = step.schedule.rank_of_stage
-    found: dict[tuple[object, ...], CollectiveRow] = {}
+    rows: dict[tuple[object, ...], CollectiveRow] = {}
     for index, times in enumerate(step.times):
         stage = program.lowered.stages[program.short.stage_of[index]]
         for task, names, to in (("send", stage.sends, index + 1), ("send_back", stage.sends_back, index - 1)):
@@ -118,9 +118,9 @@ def transfer_rows(program: ShortProgram, step: StagesReport, pipeline_axes: tupl
                 size, float(size), step.schedule.num_microbatches, seconds, why,
             )  # fmt: skip
             key = (task, size, spec.shape, seconds)
-            known = found.get(key)
-            found[key] = replace(row, count=row.count + (known.count if known else 0))
-    return list(found.values())
+            known = rows.get(key)
+            rows[key] = replace(row, count=row.count + (known.count if known else 0))
+    return list(rows.values())
 
 
 def _row(

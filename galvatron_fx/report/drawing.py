@@ -148,10 +148,10 @@ def text_width(text: str, size: float) -> float:
 
 def merged(spans: Sequence[tuple[float, float]], gap: float) -> tuple[tuple[float, float], ...]:
     """Spans (start, end), ascending, as (start, width), those less than ``gap`` apart in one."""
-    found: list[list[float]] = []
+    runs: list[list[float]] = []
     for start, end in spans:
-        if found and start - found[-1][1] < gap:
-            found[-1][1] = max(end, found[-1][1])
+        if runs and start - runs[-1][1] < gap:
+            runs[-1][1] = max(end, runs[-1][1])
         else:
-            found.append([start, end])
-    return tuple((start, end - start) for start, end in found)
+            runs.append([start, end])
+    return tuple((start, end - start) for start, end in runs)

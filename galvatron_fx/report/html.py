@@ -35,35 +35,35 @@ _TASKS = {
 }
 
 
-def render(told: Explained, model_name: str) -> str:
+def render(explained: Explained, model_name: str) -> str:
     """Return the page; equal arguments give equal pages."""
     style, script = _asset("page.css"), _asset("page.js")
     style = style.replace("LIGHT", css_variables(False)).replace("DARK", css_variables(True))
     style += "".join(f"td.{role} {{ background: var(--{role.replace('_', '-')}); }}\n" for role in ROLES)
-    has_stages = told.plan.pipelining.num_stages > 1
-    blocks = block_rows(told)
-    text = told.plan.to_json()
-    return _environment(told).get_template("page.html").render(
-        title=f"{model_name} on {told.cluster.num_devices} × {told.cluster.device.name}",
-        lead=words.lead(told),
-        sections=_sections(told),
-        cards=words.cards(told),
-        notes=told.plan.notes,
+    has_stages = explained.plan.pipelining.num_stages > 1
+    blocks = block_rows(explained)
+    text = explained.plan.to_json()
+    return _environment(explained).get_template("page.html").render(
+        title=f"{model_name} on {explained.cluster.num_devices} × {explained.cluster.device.name}",
+        lead=words.lead(explained),
+        sections=_sections(explained),
+        cards=words.cards(explained),
+        notes=explained.plan.notes,
         has_stages=has_stages,
-        axes=words.axes(told),
+        axes=words.axes(explained),
         blocks=blocks.rows,
         codes=blocks.codes,
         collectives=blocks.collectives,
-        pictures=_pictures(told),
-        time_table=time_table(told),
-        memory_table=memory_table(told),
-        time_words=words.time(told),
-        memory_words=words.memory(told),
-        timeline_words=words.timeline(told),
-        step_words=words.step(told),
-        collective_words=words.collectives(told),
-        columns=words.columns(told),
-        alternatives=_alternatives(told),
+        pictures=_pictures(explained),
+        time_table=time_table(explained),
+        memory_table=memory_table(explained),
+        time_words=words.time(explained),
+        memory_words=words.memory(explained),
+        timeline_words=words.timeline(explained),
+        step_words=words.step(explained),
+        collective_words=words.collectives(explained),
+        columns=words.columns(explained),
+        alternatives=_alternatives(explained),
         plan_json=text,
         plan_base64=base64.b64encode(text.encode()).decode(),
         version=version("galvatron-fx"),
@@ -74,8 +74,8 @@ def render(told: Explained, model_name: str) -> str:
     )  # fmt: skip
 
 
-def _sections(told: Explained) -> list[tuple[str, str]]:
-    timeline = "Pipeline timeline" if told.schedule is not None else "Step timeline"
+def _sections(explained: Explained) -> list[tuple[str, str]]:
+    timeline = "Pipeline timeline" if explained.schedule is not None else "Step timeline"
     return [
         ("glance", "At a glance"),
         ("blocks", "Blocks and axes"),
@@ -90,20 +90,22 @@ def _sections(told: Explained) -> list[tuple[str, str]]:
     ]
 
 
-def _pictures(told: Explained) -> dict[str, Picture]:
-    budget = told.plan.memory_budget_bytes
-    schedule = told.schedule
+def _pictures(explained: Explained) -> dict[str, Picture]:
+    budget = explained.plan.memory_budget_bytes
+    schedule = explained.schedule
     return {
-        "roles": roles_picture(told.plan),
-        "time": time_picture(told.ranks),
-        "memory": memory_picture(told.ranks, budget),
-        "memory_timeline": memory_timeline_picture(told.memory, shown_ranks(told.ranks, _MOST_AREAS), budget),
-        "timeline": schedule_picture({"": schedule}) if schedule else operators_picture(told.operators, told.step_s),
+        "roles": roles_picture(explained.plan),
+        "time": time_picture(explained.ranks),
+        "memory": memory_picture(explained.ranks, budget),
+        "memory_timeline": memory_timeline_picture(explained.memory, shown_ranks(explained.ranks, _MOST_AREAS), budget),
+        "timeline": schedule_picture({"": schedule})
+        if schedule
+        else operators_picture(explained.operators, explained.step_s),
     }
 
 
-def _alternatives(told: Explained) -> list[dict[str, Any]]:
-    uniform = (told.chosen, *told.uniform)
+def _alternatives(explained: Explained) -> list[dict[str, Any]]:
+    uniform = (explained.chosen, *explained.uniform)
     return [
         {
             "name": name,
@@ -113,20 +115,20 @@ def _alternatives(told: Explained) -> list[dict[str, Any]]:
             "picture": alternatives_picture(rows) if any(row.time_s is not None for row in rows) else None,
         }
         for name, heading, said, rows in (
-            ("uniform-bars", "One strategy for all blocks", words.uniform(told), uniform),
-            ("pipeline-bars", "Other pipelines", words.pipelines(told), told.pipelines),
+            ("uniform-bars", "One strategy for all blocks", words.uniform(explained), uniform),
+            ("pipeline-bars", "Other pipelines", words.pipelines(explained), explained.pipelines),
         )
     ]
 
 
-def _environment(told: Explained) -> Environment:
+def _environment(explained: Explained) -> Environment:
     environment = Environment(
         loader=FunctionLoader(_asset), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
 
     def over(row: CollectiveRow) -> str:
         """The axes of a collective with their degree and, where the block has one role on them, that."""
-        degree = prod(told.cluster.axes[axis].size for axis in row.axes)
+        degree = prod(explained.cluster.axes[axis].size for axis in row.axes)
         roles = {row.label[1].roles[axis] for axis in row.axes} if row.label is not None else {"pipeline"}
         return f"{words.name_axes(row.axes)} · {roles.pop() if len(roles) == 1 else 'several roles'}, {degree} ranks"
 

@@ -27,8 +27,8 @@ def write_trace(reports: ScheduleReports, path: str | os.PathLike[str]) -> None:
         process = trace.process(title, [f"rank {rank}" for rank in range(report.schedule.num_ranks)])
         for span in report.spans:
             action = span.action
-            told = {"stage": action.stage, "microbatch": action.microbatch}
-            trace.span(process, span.rank, str(action), ACTION_NAMES[action.kind], span.start_s, span.end_s, told)
+            arguments = {"stage": action.stage, "microbatch": action.microbatch}
+            trace.span(process, span.rank, str(action), ACTION_NAMES[action.kind], span.start_s, span.end_s, arguments)
     trace.save(path)
 
 

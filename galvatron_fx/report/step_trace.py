@@ -27,8 +27,8 @@ def write_step_trace(spans: Sequence[OperatorSpan], memory: MemoryTimeline, path
     for span in spans:
         name = cause_name(span.cause)
         lane = lanes.index(_OPERATORS if span.cause.kind in LOCAL_CAUSES else name)
-        told = {"block": span.block, "direction": span.phase}
-        trace.span(process, lane, name, span.phase, span.start_s, span.end_s, told)
+        arguments = {"block": span.block, "direction": span.phase}
+        trace.span(process, lane, name, span.phase, span.start_s, span.end_s, arguments)
     for start_s, held in zip(memory.starts_s.tolist(), memory.size_bytes.tolist(), strict=True):
         trace.counter(process, "memory in bytes", start_s, dict(zip(MEMORY_KINDS, held, strict=True)))
     trace.save(path)

@@ -41,18 +41,20 @@ class Blocks:
     collectives: Sequence[Mapping[str, Any]]
 
 
-def block_rows(told: Explained) -> Blocks:
+def block_rows(explained: Explained) -> Blocks:
     """Return all that the page tells of blocks; kinds of blocks are numbered in the order of their first."""
-    number = {label: i for i, label in enumerate(dict.fromkeys(told.labels), 1)}
-    names = {label: f"Kind {n}: {_where(told, label)}, {_strategy(told, label)}" for label, n in number.items()}
+    number = {label: i for i, label in enumerate(dict.fromkeys(explained.labels), 1)}
+    names = {
+        label: f"Kind {n}: {_where(explained, label)}, {_strategy(explained, label)}" for label, n in number.items()
+    }
     groups: dict[Label | None, list[CollectiveRow]] = {}
-    for collective in told.collectives:
+    for collective in explained.collectives:
         groups.setdefault(collective.label, []).append(collective)
     rows = [
-        _block_row(told, place, f"code-{number[label]}", f"kind {number[label]}", own)
-        for place, (label, own) in enumerate(_runs(told), 1)
+        _block_row(explained, place, f"code-{number[label]}", f"kind {number[label]}", indices)
+        for place, (label, indices) in enumerate(_runs(explained), 1)
     ]
-    first_row = {label: f"blocks-{place}" for place, (label, _) in reversed(list(enumerate(_runs(told), 1)))}
+    first_row = {label: f"blocks-{place}" for place, (label, _) in reversed(list(enumerate(_runs(explained), 1)))}
     codes = [
         {
             "anchor": f"code-{number[code.label]}",
@@ -62,56 +64,56 @@ def block_rows(told: Explained) -> Blocks:
             "collectives": f"collectives-{number[code.label]}" if code.label in groups else "",
             "tasks": code.tasks,
         }
-        for code in told.codes
+        for code in explained.codes
     ]
     collectives = [
         {
             "anchor": f"collectives-{number[label] if label is not None else 'transfers'}",
             "name": names[label] if label is not None else "Between stages",
             "code": f"code-{number[label]}" if label is not None else "",
-            "rows": own,
+            "rows": group,
         }
-        for label, own in groups.items()
+        for label, group in groups.items()
     ]
     return Blocks(rows, codes, collectives)
 
 
-def time_table(told: Explained) -> Amounts:
+def time_table(explained: Explained) -> Amounts:
     """Seconds by cause; the share is that of all pipeline ranks together."""
-    shown = shown_ranks(told.ranks, _MOST_COLUMNS)
-    causes = sorted({c for use in told.ranks for c, s in use.seconds.items() if s}, key=cause_order)
+    shown = shown_ranks(explained.ranks, _MOST_COLUMNS)
+    causes = sorted({c for use in explained.ranks for c, s in use.seconds.items() if s}, key=cause_order)
     rows = []
     for cause in causes:
-        every = fmean(use.seconds.get(cause, 0.0) for use in told.ranks)
-        cells = [_seconds(told.ranks[rank].seconds.get(cause, 0.0)) for rank in shown]
-        rows.append((cause_name(cause), [*cells, f"{every / told.step_s:.1%}" if told.step_s else "-"]))
-    sums = [_seconds(sum(told.ranks[rank].seconds.values())) for rank in shown]
-    return Amounts([*_headings(told, shown), "share"], rows, "step", [*sums, ""])
+        every = fmean(use.seconds.get(cause, 0.0) for use in explained.ranks)
+        cells = [_seconds(explained.ranks[rank].seconds.get(cause, 0.0)) for rank in shown]
+        rows.append((cause_name(cause), [*cells, f"{every / explained.step_s:.1%}" if explained.step_s else "-"]))
+    sums = [_seconds(sum(explained.ranks[rank].seconds.values())) for rank in shown]
+    return Amounts([*_headings(explained, shown), "share"], rows, "step", [*sums, ""])
 
 
-def memory_table(told: Explained) -> Amounts:
+def memory_table(explained: Explained) -> Amounts:
     """Bytes at the peak by kind."""
-    shown = shown_ranks(told.ranks, _MOST_COLUMNS)
-    held = [told.ranks[rank].memory for rank in shown]
-    kinds = [kind for kind in MEMORY_KINDS if any(use.memory[kind] for use in told.ranks)]
+    shown = shown_ranks(explained.ranks, _MOST_COLUMNS)
+    held = [explained.ranks[rank].memory for rank in shown]
+    kinds = [kind for kind in MEMORY_KINDS if any(use.memory[kind] for use in explained.ranks)]
     rows = [(kind, [format_bytes(use[kind]) if use[kind] else "-" for use in held]) for kind in kinds]
-    return Amounts(_headings(told, shown), rows, "peak", [format_bytes(sum(use.values())) for use in held])
+    return Amounts(_headings(explained, shown), rows, "peak", [format_bytes(sum(use.values())) for use in held])
 
 
-def _runs(told: Explained) -> list[tuple[Label, list[int]]]:
+def _runs(explained: Explained) -> list[tuple[Label, list[int]]]:
     """Equal neighbours: what they have in common, and their numbers."""
-    runs = groupby(enumerate(told.labels), lambda item: item[1])
+    runs = groupby(enumerate(explained.labels), lambda item: item[1])
     return [(label, [index for index, _ in run]) for label, run in runs]
 
 
-def _block_row(told: Explained, place: int, code: str, code_name: str, own: Sequence[int]) -> dict[str, Any]:
-    blocks = [told.plan.blocks[index] for index in own]
-    cuts = told.plan.pipelining.cuts(len(told.labels))
-    stages = [sum(cut <= index for cut in cuts) - 1 for index in (own[0], own[-1])]
+def _block_row(explained: Explained, place: int, code: str, code_name: str, indices: Sequence[int]) -> dict[str, Any]:
+    blocks = [explained.plan.blocks[index] for index in indices]
+    cuts = explained.plan.pipelining.cuts(len(explained.labels))
+    stages = [sum(cut <= index for cut in cuts) - 1 for index in (indices[0], indices[-1])]
     time_s, memory_bytes = sum(block.time_s for block in blocks), sum(block.memory_bytes for block in blocks)
     return {
         "anchor": f"blocks-{place}",
-        "name": _span(own[0], own[-1]) + (f" ({len(own)}×)" if len(own) > 1 else ""),
+        "name": _span(indices[0], indices[-1]) + (f" ({len(indices)}×)" if len(indices) > 1 else ""),
         "stages": _span(*stages),
         "roles": blocks[0].strategy.roles,
         "keeps": describe_keeps(blocks[0].strategy),
@@ -122,24 +124,24 @@ def _block_row(told: Explained, place: int, code: str, code_name: str, own: Sequ
     }
 
 
-def _where(told: Explained, label: Label) -> str:
+def _where(explained: Explained, label: Label) -> str:
     """The blocks of a kind: "blocks 1–80, 82"."""
-    spans = [_span(own[0], own[-1]) for other, own in _runs(told) if other == label]
-    return f"block{'s' * (told.labels.count(label) > 1)} {', '.join(spans)}"
+    spans = [_span(indices[0], indices[-1]) for other, indices in _runs(explained) if other == label]
+    return f"block{'s' * (explained.labels.count(label) > 1)} {', '.join(spans)}"
 
 
-def _strategy(told: Explained, label: Label) -> str:
-    index = told.labels.index(label)
-    strategy = told.plan.blocks[index].strategy
-    return f"{describe_roles(strategy, told.plan.axis_sizes)}, keeps {describe_keeps(strategy)}"
+def _strategy(explained: Explained, label: Label) -> str:
+    index = explained.labels.index(label)
+    strategy = explained.plan.blocks[index].strategy
+    return f"{describe_roles(strategy, explained.plan.axis_sizes)}, keeps {describe_keeps(strategy)}"
 
 
 def _span(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}–{last}"
 
 
-def _headings(told: Explained, shown: Sequence[int]) -> list[str]:
-    return ["every rank"] if len(told.ranks) == 1 else [f"rank {rank}" for rank in shown]
+def _headings(explained: Explained, shown: Sequence[int]) -> list[str]:
+    return ["every rank"] if len(explained.ranks) == 1 else [f"rank {rank}" for rank in shown]
 
 
 def _seconds(seconds: float) -> str:

@@ -121,15 +121,15 @@ def operators_picture(spans: Sequence[OperatorSpan], step_s: float) -> Picture:
     lanes = ["operators", *kinds]
     for row, lane in enumerate(lanes, 1):
         y = row * _LANE
-        own = [s for s in spans if (lane if s.cause.kind == lane else "operators") == lane]
-        own = [s for s in own if lane != "operators" or s.cause.kind in LOCAL_CAUSES]
+        lane_spans = [s for s in spans if (lane if s.cause.kind == lane else "operators") == lane]
+        lane_spans = [s for s in lane_spans if lane != "operators" or s.cause.kind in LOCAL_CAUSES]
         picture.add(
             Text(_LABELS - 10, y + 11, lane, "end"), Rect(_LABELS, y + 2, WIDTH - 84 - _LABELS, _LANE - 5, "idle")
         )
-        for kind in dict.fromkeys(s.cause.kind for s in own):
-            boxes = [(place(s.start_s), place(s.end_s)) for s in own if s.cause.kind == kind]
+        for kind in dict.fromkeys(s.cause.kind for s in lane_spans):
+            boxes = [(place(s.start_s), place(s.end_s)) for s in lane_spans if s.cause.kind == kind]
             picture.add(Boxes(y + 2, _LANE - 5, merged(boxes, 0.4), kind))
-        share = sum(s.end_s - s.start_s for s in own) / step_s if step_s else 0.0
+        share = sum(s.end_s - s.start_s for s in lane_spans) / step_s if step_s else 0.0
         picture.add(Text(WIDTH - 84 + 8, y + 11, f"{share:.1%}", "start", "muted", 11))
     local = [kind for kind in LOCAL_CAUSES if any(s.cause.kind == kind for s in spans)]
     picture.legend(["forward", "backward", *local, *kinds], _LABELS)
@@ -186,13 +186,13 @@ def _block_boxes(spans: Sequence[OperatorSpan], place: Callable[[float], float])
     runs: list[tuple[int, str, float, float]] = []
     computing = (span for span in spans if span.cause.is_local)
     for (block, phase), group in groupby(computing, lambda span: (span.block, span.phase)):
-        own = list(group)
-        if place(own[-1].end_s) - place(own[0].start_s) < _THIN:
+        block_spans = list(group)
+        if place(block_spans[-1].end_s) - place(block_spans[0].start_s) < _THIN:
             continue
         if runs and runs[-1][:2] == (block, phase):
-            runs[-1] = block, phase, runs[-1][2], own[-1].end_s
+            runs[-1] = block, phase, runs[-1][2], block_spans[-1].end_s
         else:
-            runs.append((block, phase, own[0].start_s, own[-1].end_s))
+            runs.append((block, phase, block_spans[0].start_s, block_spans[-1].end_s))
     shapes: list[Shape] = []
     for place_in_row, (block, phase, start_s, end_s) in enumerate(runs):
         x, end = place(start_s), place(end_s)

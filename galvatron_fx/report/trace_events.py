@@ -33,12 +33,12 @@ class TraceEvents:
         No number is given twice: Perfetto takes threads of one number for one thread, whatever their processes, and a
         thread that has its process's for the main one.
         """
-        made = TraceProcess(self._used + 1, tuple(range(self._used + 2, self._used + 2 + len(lanes))))
+        process = TraceProcess(self._used + 1, tuple(range(self._used + 2, self._used + 2 + len(lanes))))
         self._used += 1 + len(lanes)
-        self._describe("process", made.number, made.number, name)
-        for lane, title in zip(made.lanes, lanes, strict=True):
-            self._describe("thread", made.number, lane, title)
-        return made
+        self._describe("process", process.number, process.number, name)
+        for lane, title in zip(process.lanes, lanes, strict=True):
+            self._describe("thread", process.number, lane, title)
+        return process
 
     def span(
         self,
@@ -71,8 +71,8 @@ class TraceEvents:
 
     def counter(self, process: TraceProcess, name: str, at_s: float, values: Mapping[str, object]) -> None:
         """Add what counters of ``process`` stand at from ``at_s`` on."""
-        made = {"ph": "C", "pid": process.number, "name": name, "ts": round(at_s * 1e9) / 1e3, "args": dict(values)}
-        self.events.append(made)
+        event = {"ph": "C", "pid": process.number, "name": name, "ts": round(at_s * 1e9) / 1e3, "args": dict(values)}
+        self.events.append(event)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace; raises OSError."""

@@ -24,51 +24,58 @@ class Card:
     more: str = ""
 
 
-def lead(told: Explained) -> str:
+def lead(explained: Explained) -> str:
     """What the page is about."""
-    shape = " × ".join(map(str, told.plan.axis_sizes)) or "1"
-    sizes = f"a batch of {told.batch} samples" if told.batch else "the given batch"
-    sizes += f" of {told.sequence} tokens" if told.sequence else ""
+    shape = " × ".join(map(str, explained.plan.axis_sizes)) or "1"
+    sizes = f"a batch of {explained.batch} samples" if explained.batch else "the given batch"
+    sizes += f" of {explained.sequence} tokens" if explained.sequence else ""
     return (
-        f"The plan of one training step: {len(told.labels)} layer blocks on a mesh of {shape} "
-        f"({told.cluster.num_devices} devices), {sizes}. All of it is predicted, on lowered graphs that did not run."
+        f"The plan of one training step: {len(explained.labels)} layer blocks on a mesh of {shape} "
+        f"({explained.cluster.num_devices} devices), {sizes}. All of it is predicted, on lowered graphs that "
+        f"did not run."
     )
 
 
-def cards(told: Explained) -> list[Card]:
+def cards(explained: Explained) -> list[Card]:
     """The plan in numbers."""
-    plan, own = told.plan, told.plan.pipelining
+    plan, pipelining = explained.plan, explained.plan.pipelining
     budget = plan.memory_budget_bytes
-    share = f"{told.peak_bytes / budget:.0%} of the budget" if budget else "no budget"
-    found = [
-        Card("step time", format_seconds(told.step_s), _searched(told)),
-        Card("peak memory of a rank", format_bytes(told.peak_bytes), share),
+    share = f"{explained.peak_bytes / budget:.0%} of the budget" if budget else "no budget"
+    plan_cards = [
+        Card("step time", format_seconds(explained.step_s), _searched(explained)),
+        Card("peak memory of a rank", format_bytes(explained.peak_bytes), share),
         Card("memory budget", format_bytes(budget) if budget is not None else "none", "per rank"),
     ]
-    if told.batch and told.step_s:
-        found.append(Card("throughput", f"{_rate(told.batch / told.step_s)} samples/s", _tokens(told)))
-    found += [
-        Card("devices", str(told.cluster.num_devices), told.cluster.device.name),
-        Card("stages", str(own.num_stages), _ranks(told)),
-        Card("micro-batches", str(own.num_microbatches), f"schedule {own.schedule}" if own.num_stages > 1 else ""),
+    if explained.batch and explained.step_s:
+        plan_cards.append(
+            Card("throughput", f"{_rate(explained.batch / explained.step_s)} samples/s", _tokens(explained))
+        )
+    plan_cards += [
+        Card("devices", str(explained.cluster.num_devices), explained.cluster.device.name),
+        Card("stages", str(pipelining.num_stages), _ranks(explained)),
+        Card(
+            "micro-batches",
+            str(pipelining.num_microbatches),
+            f"schedule {pipelining.schedule}" if pipelining.num_stages > 1 else "",
+        ),
         Card("optimizer", plan.optimizer),
     ]
     if plan.report is not None and isfinite(plan.report.gap):
         bound = f"by the search's prices no plan takes less than {format_seconds(plan.report.bound_s)}"
-        found.append(Card("at most slower than the best", f"{plan.report.gap:.1%}", bound))
-    return found
+        plan_cards.append(Card("at most slower than the best", f"{plan.report.gap:.1%}", bound))
+    return plan_cards
 
 
-def axes(told: Explained) -> list[Mapping[str, object]]:
+def axes(explained: Explained) -> list[Mapping[str, object]]:
     """The mesh axes that the plan has roles for; neighbours that are as fast and play the same roles, together."""
-    own = [axis for axis in told.cluster.axes if axis.size > 1]
-    roles = [tuple(block.strategy.roles[i] for block in told.plan.blocks) for i in range(len(own))]
-    groups = groupby(range(len(own)), lambda i: (roles[i], own[i].bandwidth_bytes_per_s))
-    found: list[Mapping[str, object]] = []
+    real_axes = [axis for axis in explained.cluster.axes if axis.size > 1]
+    roles = [tuple(block.strategy.roles[i] for block in explained.plan.blocks) for i in range(len(real_axes))]
+    groups = groupby(range(len(real_axes)), lambda i: (roles[i], real_axes[i].bandwidth_bytes_per_s))
+    rows: list[Mapping[str, object]] = []
     for (_, speed), group in groups:
         members = list(group)
-        ranks = prod(own[i].size for i in members)
-        found.append(
+        ranks = prod(real_axes[i].size for i in members)
+        rows.append(
             {
                 "first": members[0],
                 "name": name_axes(members),
@@ -76,32 +83,34 @@ def axes(told: Explained) -> list[Mapping[str, object]]:
                 "speed": f"{format_bytes(speed)}/s",
             }
         )
-    return found
+    return rows
 
 
-def time(told: Explained) -> str:
+def time(explained: Explained) -> str:
     """Who is busy, and who waits."""
-    rank = busiest(told.ranks)
-    use = told.ranks[rank]
+    rank = busiest(explained.ranks)
+    use = explained.ranks[rank]
     hidden = f" {format_seconds(use.hidden_s)} of collectives are hidden behind computing." if use.hidden_s else ""
-    if len(told.ranks) == 1:
-        return f"Every rank does the same. A step takes {_step(told)}; collectives count with what they add.{hidden}"
-    waits = max(use.seconds.get(cause, 0.0) for use in told.ranks for cause in use.seconds if cause.kind == IDLE)
-    moved = any(cause.kind == TRANSFER and s for use in told.ranks for cause, s in use.seconds.items())
+    if len(explained.ranks) == 1:
+        return (
+            f"Every rank does the same. A step takes {_step(explained)}; collectives count with what they add.{hidden}"
+        )
+    waits = max(use.seconds.get(cause, 0.0) for use in explained.ranks for cause in use.seconds if cause.kind == IDLE)
+    moved = any(cause.kind == TRANSFER and s for use in explained.ranks for cause, s in use.seconds.items())
     spared = "; transfers count as far as faster links would spare them" if moved else ""
     return (
         f"Pipeline rank {rank} (stages {', '.join(map(str, use.stages))}) is busy longest, for "
-        f"{use.busy_s / told.step_s:.0%} of the step of {_step(told)}. A rank waits for others for up to "
+        f"{use.busy_s / explained.step_s:.0%} of the step of {_step(explained)}. A rank waits for others for up to "
         f"{format_seconds(waits)}{spared}.{hidden}"
     )
 
 
-def memory(told: Explained) -> str:
+def memory(explained: Explained) -> str:
     """Whether the budget binds."""
-    report, budget = told.plan.report, told.plan.memory_budget_bytes
+    report, budget = explained.plan.report, explained.plan.memory_budget_bytes
     if budget is None:
         return "The plan has no memory budget."
-    left = f"The fullest rank leaves {format_bytes(max(0, budget - told.peak_bytes))} of the budget."
+    left = f"The fullest rank leaves {format_bytes(max(0, budget - explained.peak_bytes))} of the budget."
     if report is None:
         return left
     if not report.is_memory_bound:
@@ -114,9 +123,9 @@ def memory(told: Explained) -> str:
     return f"{left} The budget binds: this configuration would be {', '.join(gains)}."
 
 
-def timeline(told: Explained) -> str:
+def timeline(explained: Explained) -> str:
     """What the areas are made of."""
-    if told.schedule is None:
+    if explained.schedule is None:
         return (
             "Tensor bytes alive on a rank at every operator of forward, backward and the optimizer's update. Equal "
             "blocks were run once, on tensors without data, and repeated."
@@ -127,24 +136,24 @@ def timeline(told: Explained) -> str:
     )
 
 
-def step(told: Explained) -> str:
+def step(explained: Explained) -> str:
     """How the lanes are to be read."""
-    if told.schedule is None:
+    if explained.schedule is None:
         return (
             "Blocks in the order in which they run, dark and light by turns; below, what they do. Collectives run "
             "beside operators until something waits for them; both are slower then. Shares are of the step."
         )
     return (
-        f"Schedule {told.schedule.schedule.name}: numbers are micro-batches, lighter boxes are later stages of a rank. "
-        f"What is done once a step before and after it is left out."
+        f"Schedule {explained.schedule.schedule.name}: numbers are micro-batches, lighter boxes are later stages of "
+        f"a rank. What is done once a step before and after it is left out."
     )
 
 
-def collectives(told: Explained) -> str:
+def collectives(explained: Explained) -> str:
     """What the columns mean, or that there is none."""
-    if not told.collectives:
+    if not explained.collectives:
         return "This plan needs no collectives."
-    moved = sum(row.sent_bytes * row.count for row in told.collectives)
+    moved = sum(row.sent_bytes * row.count for row in explained.collectives)
     return (
         f"Every collective of a step, equal ones of equal blocks in one row; all together they send "
         f"{format_bytes(moved)}, added up over the blocks of all stages, a rank of each. The whole tensor is what "
@@ -153,11 +162,13 @@ def collectives(told: Explained) -> str:
     )
 
 
-def columns(told: Explained) -> str:
+def columns(explained: Explained) -> str:
     """The columns of the lowering mesh: "0 is axes 3 (zero), 1 is ..."."""
-    if not told.columns:
+    if not explained.columns:
         return "there is none"
-    said = [f"{number} is {name_axes(column.axes)} ({column.main_role})" for number, column in enumerate(told.columns)]
+    said = [
+        f"{number} is {name_axes(column.axes)} ({column.main_role})" for number, column in enumerate(explained.columns)
+    ]
     return ", ".join(said)
 
 
@@ -166,11 +177,13 @@ def name_axes(axes: Sequence[int]) -> str:
     return f"{'axes' if len(axes) > 1 else 'axis'} {', '.join(map(str, axes))}"
 
 
-def uniform(told: Explained) -> str:
+def uniform(explained: Explained) -> str:
     """What the first table of alternatives holds."""
-    kept = "" if told.plan.pipelining.is_trivial else " with the same stages, micro-batches and schedule"
+    kept = "" if explained.plan.pipelining.is_trivial else " with the same stages, micro-batches and schedule"
     said = f"What people choose by hand: every block with the same strategy{kept}, lowered and simulated like the plan."
-    faster = [a for a in told.uniform if a.colour == OTHER and a.time_s is not None and a.time_s < told.step_s]
+    faster = [
+        a for a in explained.uniform if a.colour == OTHER and a.time_s is not None and a.time_s < explained.step_s
+    ]
     if not faster:
         return said
     return (
@@ -178,12 +191,12 @@ def uniform(told: Explained) -> str:
     )
 
 
-def pipelines(told: Explained) -> str:
+def pipelines(explained: Explained) -> str:
     """What the second table holds."""
-    report = told.plan.report
+    report = explained.plan.report
     if report is None:
         return "This plan was given and not searched, so nothing is known of other pipelines."
-    if len(told.pipelines) == 1:
+    if len(explained.pipelines) == 1:
         return (
             "The search was allowed no other pipeline: give it the role pipeline, or pin fewer of stages and schedule."
         )
@@ -194,25 +207,25 @@ def pipelines(told: Explained) -> str:
     )
 
 
-def _step(told: Explained) -> str:
-    return format_seconds(told.step_s)
+def _step(explained: Explained) -> str:
+    return format_seconds(explained.step_s)
 
 
-def _searched(told: Explained) -> str:
-    if not told.plan.step_time_s:
+def _searched(explained: Explained) -> str:
+    if not explained.plan.step_time_s:
         return "simulated"
-    return f"simulated; {format_seconds(told.plan.step_time_s)} as searched"
+    return f"simulated; {format_seconds(explained.plan.step_time_s)} as searched"
 
 
 def _rate(per_s: float) -> str:
     return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
 
 
-def _tokens(told: Explained) -> str:
-    return f"{_rate(told.batch * told.sequence / told.step_s)} tokens/s" if told.sequence else ""
+def _tokens(explained: Explained) -> str:
+    return f"{_rate(explained.batch * explained.sequence / explained.step_s)} tokens/s" if explained.sequence else ""
 
 
-def _ranks(told: Explained) -> str:
-    if told.plan.pipelining.num_stages == 1:
+def _ranks(explained: Explained) -> str:
+    if explained.plan.pipelining.num_stages == 1:
         return "no pipeline"
-    return f"on {told.plan.num_pipeline_ranks} pipeline ranks"
+    return f"on {explained.plan.num_pipeline_ranks} pipeline ranks"

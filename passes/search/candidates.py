@@ -25,11 +25,11 @@ def axis_partitions(axis_sizes: Sequence[int], pipeline_axes: int) -> list[AxisP
     real = [axis for axis in range(pipeline_axes, len(axis_sizes)) if axis_sizes[axis] > 1]
     if sum(size > 1 for size in axis_sizes) > FREE_AXES:
         return [()]
-    found: list[AxisPartition] = [()]
+    partitions: list[AxisPartition] = [()]
     for axis in real:
-        joined = [(*kinds[:i], (*kind, axis), *kinds[i + 1 :]) for kinds in found for i, kind in enumerate(kinds)]
-        found = [*joined, *((*kinds, (axis,)) for kinds in found)]
-    return sorted(found, key=lambda kinds: (len(kinds), kinds))
+        joined = [(*kinds[:i], (*kind, axis), *kinds[i + 1 :]) for kinds in partitions for i, kind in enumerate(kinds)]
+        partitions = [*joined, *((*kinds, (axis,)) for kinds in partitions)]
+    return sorted(partitions, key=lambda kinds: (len(kinds), kinds))
 
 
 def fits_partition(strategy: Strategy, kinds: AxisPartition) -> bool:
@@ -64,13 +64,13 @@ def candidates(
     else:
         tables = list(dict.fromkeys(_nested_tables(axes, inner)))
     again = (False, True) if recompute == "auto" else (bool(recompute),)
-    found = []
+    strategies = []
     for table in tables:
         for repeat in again:
-            found.append(Strategy((*outer, *table), repeat, gather_late=gather_late))
+            strategies.append(Strategy((*outer, *table), repeat, gather_late=gather_late))
             if ("zero" in table or casts) and not repeat:
-                found.append(Strategy((*outer, *table), repeat, True, gather_late))
-    return tuple(found)
+                strategies.append(Strategy((*outer, *table), repeat, True, gather_late))
+    return tuple(strategies)
 
 
 def _all_tables(axes: Sequence[Axis], roles: Sequence[str]) -> Iterator[tuple[str, ...]]:

@@ -61,14 +61,14 @@ class Configurations:
             raise PlanError(self._no_shape())
         tried = [(shape, count) for shape in shapes for count in self._parts(shape.ranks)]
         reasons = [legal(shape.schedule, shape.ranks, shape.stages, count) for shape, count in tried]
-        found = [
+        configurations = [
             Configuration(shape.axes, shape.stages, shape.schedule, count)
             for (shape, count), reason in zip(tried, reasons, strict=True)
             if reason is None
         ]
-        if not found:
+        if not configurations:
             raise PlanError(self._nothing_legal(shapes, [reason for reason in reasons if reason is not None]))
-        return found
+        return configurations
 
     # ---- what can be ----
 

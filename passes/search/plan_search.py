@@ -129,15 +129,15 @@ class _Search:
     def run(self) -> Plan:
         """Take the choices in the order of their estimates, and simulate each until none left can be faster."""
         searches = self._searches()
-        found = self._fastest(searches, self.limit)
-        if found is None and not self.is_cut_short and self.cluster.overlap.gains and "zero" in self.options.roles:
+        best = self._fastest(searches, self.limit)
+        if best is None and not self.is_cut_short and self.cluster.overlap.gains and "zero" in self.options.roles:
             searches = self._searches(gather_late=True)
-            found = self._fastest(searches, self.limit)
-        if found is None and not self.is_cut_short:
-            found = self._least(searches)
-        if found is None:
+            best = self._fastest(searches, self.limit)
+        if best is None and not self.is_cut_short:
+            best = self._least(searches)
+        if best is None:
             raise TimeLimitError(self._too_late())
-        return self._plan(found).with_report(self._report(found))
+        return self._plan(best).with_report(self._report(best))
 
     def _fastest(self, searches: Sequence[StageSearch], limit: float) -> _Found | None:
         """The fastest choice whose lowered program keeps to ``limit`` bytes, None if none is found.
@@ -151,9 +151,9 @@ class _Search:
             waiting = [QueueEntry.bound(search, limit) for search in searches]
         self.record.begin(waiting)
         heapify(waiting)
-        found: _Found | None = None
+        best: _Found | None = None
         fitting: set[int] = set()  # searches with a choice that was simulated and fits
-        while waiting and (found is None or waiting[0].time_s < found.worth_s(len(fitting) < _FEW)):
+        while waiting and (best is None or waiting[0].time_s < best.worth_s(len(fitting) < _FEW)):
             if time.monotonic() >= self.deadline:
                 self.is_cut_short = True
                 break
@@ -164,31 +164,31 @@ class _Search:
                 simulated = self._simulate(first.search, first.trial.choice, first.trial.budget, limit)
                 if simulated.peak_bytes <= limit:
                     fitting.add(id(first.search))
-                if simulated.peak_bytes <= limit and (found is None or simulated.is_faster_than(found)):
-                    found = simulated
-                    self.watch.tell(best_s=found.time_s)
+                if simulated.peak_bytes <= limit and (best is None or simulated.is_faster_than(best)):
+                    best = simulated
+                    self.watch.tell(best_s=best.time_s)
                 following = self._next(first.trial, limit, simulated.peak_bytes)
             for entry in following:
                 heappush(waiting, entry)
-            self.watch.tell(left=sum(found is None or entry.time_s < found.time_s for entry in waiting))
-        return self._against_uniform(found, limit) if found is not None else None
+            self.watch.tell(left=sum(best is None or entry.time_s < best.time_s for entry in waiting))
+        return self._against_uniform(best, limit) if best is not None else None
 
-    def _against_uniform(self, found: _Found, limit: float) -> _Found:
-        """``found``, or what has its main roles in all blocks, if simulation clearly has that faster.
+    def _against_uniform(self, best: _Found, limit: float) -> _Found:
+        """``best``, or what has its main roles in all blocks, if simulation clearly has that faster.
 
         What a small block of another kind costs those around it (axes that it tells apart are served one by one for
         all, what enters and leaves it is redistributed) is known to estimates only roughly. Where it costs more than
-        was estimated, simulation has ``found`` slower than the other choice's estimate.
+        was estimated, simulation has ``best`` slower than the other choice's estimate.
         """
         with self.watch.phase(SEARCH):
-            trial = Trial.uniform(found.search, found.choice, found.budget)
-        while trial is not None and trial.choice != found.choice and trial.choice.time_s < found.worth_s(True):
+            trial = Trial.uniform(best.search, best.choice, best.budget)
+        while trial is not None and trial.choice != best.choice and trial.choice.time_s < best.worth_s(True):
             other = self._simulate(trial.search, trial.choice, trial.budget, limit)
             if other.peak_bytes <= limit:
-                return other if other.simulated_s < found.simulated_s * _CLEARLY else found
+                return other if other.simulated_s < best.simulated_s * _CLEARLY else best
             with self.watch.phase(SEARCH):
                 trial = trial.next(limit, other.peak_bytes)
-        return found
+        return best
 
     def _closer(self, first: QueueEntry, limit: float) -> list[QueueEntry]:
         with self.watch.phase(SEARCH):
@@ -205,10 +205,10 @@ class _Search:
     def _simulate(self, search: StageSearch, choice: StageChoice, budget: float, limit: float) -> _Found:
         with self.watch.phase(SIMULATION):
             step = self.simulate.run(search.strategies(choice), choice.first_blocks, search.staging)
-            found = _Found(search, choice, budget, step)
-        self.record.simulated(search, choice.time_s, found.peak_bytes, found.peak_bytes <= limit)
+            outcome = _Found(search, choice, budget, step)
+        self.record.simulated(search, choice.time_s, outcome.peak_bytes, outcome.peak_bytes <= limit)
         self.watch.tell(simulated=self.record.simulations)
-        return found
+        return outcome
 
     def _searches(self, gather_late: bool = False) -> list[StageSearch]:
         """A search for every pipeline degree, schedule and number of micro-batches that pins, axes and batch allow.
@@ -228,12 +228,14 @@ class _Search:
         casts = any(node.target is cast_parameter for node in self.graph.graph.nodes)
         requests: dict[tuple[int, int], list[CostTableRequest]] = {}
         for axes, num_microbatches in keys:
-            found = candidates(self.cluster, self.options.roles, self.options.recompute, axes, casts, gather_late)
+            strategies = candidates(self.cluster, self.options.roles, self.options.recompute, axes, casts, gather_late)
             requests[axes, num_microbatches] = cost_table_requests(
-                found, num_microbatches, axis_partitions(self.cluster.shape, axes)
+                strategies, num_microbatches, axis_partitions(self.cluster.shape, axes)
             )
-        cost_tables = iter(self.pricer.cost_tables([request for made in requests.values() for request in made]))
-        priced = {key: [next(cost_tables) for _ in made] for key, made in requests.items()}
+        cost_tables = iter(
+            self.pricer.cost_tables([request for key_requests in requests.values() for request in key_requests])
+        )
+        priced = {key: [next(cost_tables) for _ in key_requests] for key, key_requests in requests.items()}
         searches = [
             StageSearch(costs, setting, self.cluster)
             for setting in settings
@@ -264,8 +266,8 @@ class _Search:
 
     # ---- from a choice to a plan ----
 
-    def _plan(self, found: _Found) -> Plan:
-        costs = found.search.costs
+    def _plan(self, outcome: _Found) -> Plan:
+        costs = outcome.search.costs
         blocks = tuple(
             BlockPlan(
                 f"block {i}",
@@ -274,31 +276,31 @@ class _Search:
                 float(costs.time[i, p]) * costs.num_microbatches,
                 int(costs.memory[i, p]),
             )
-            for i, p in enumerate(found.choice.picks)
+            for i, p in enumerate(outcome.choice.picks)
         )
-        setting = found.search.configuration
+        setting = outcome.search.configuration
         pipelining = (
             ONE_STAGE
             if setting.is_trivial
-            else Pipelining(setting.num_stages, setting.num_microbatches, setting.schedule, found.choice.first_blocks)
+            else Pipelining(setting.num_stages, setting.num_microbatches, setting.schedule, outcome.choice.first_blocks)
         )
         return Plan(
             axis_sizes=tuple(size for size in self.cluster.shape if size > 1),
             blocks=blocks,
             graph_fingerprint=graph_fingerprint(self.graph, self.pricer.block_fingerprints),
-            step_time_s=found.time_s,
-            peak_memory_bytes=found.peak_bytes,
+            step_time_s=outcome.time_s,
+            peak_memory_bytes=outcome.peak_bytes,
             memory_budget_bytes=self.options.memory_budget_bytes,
             optimizer=self.options.optimizer,
-            notes=self._notes(found),
+            notes=self._notes(outcome),
             pipelining=pipelining,
             mixed_precision=policy_of(self.graph),
         )
 
-    def _notes(self, found: _Found) -> tuple[str, ...]:
-        notes = [f"simulated on the lowered graphs: {format_seconds(found.simulated.step_time_s)}"]
+    def _notes(self, outcome: _Found) -> tuple[str, ...]:
+        notes = [f"simulated on the lowered graphs: {format_seconds(outcome.simulated.step_time_s)}"]
         if self.is_cut_short:
-            share = self.record.bound_s / found.time_s
+            share = self.record.bound_s / outcome.time_s
             notes.append(f"the search was cut short: the best plan takes at least {share:.0%} of this one's time")
         return tuple(notes)
 
@@ -307,16 +309,16 @@ class _Search:
         roles = tuple(role for role, size in zip(strategy.roles, self.cluster.shape, strict=True) if size > 1)
         return replace(strategy, roles=roles)
 
-    def _report(self, found: _Found) -> SearchReport:
+    def _report(self, best: _Found) -> SearchReport:
         with self.watch.phase(REPORT):
-            configuration = found.search.configuration
-            ranks, more = found.simulated.ranks(), self._with_more_memory(found)
+            configuration = best.search.configuration
+            ranks, more = best.simulated.ranks(), self._with_more_memory(best)
         return SearchReport(
-            chosen=self.record.of(found.search, found.time_s, found.peak_bytes),
-            simulated_s=found.simulated.step_time_s,
+            chosen=self.record.of(best.search, best.time_s, best.peak_bytes),
+            simulated_s=best.simulated.step_time_s,
             ranks=ranks,
             runners_up=self.record.runners_up(configuration),
-            bound_s=min(self.record.bound_s, found.time_s),
+            bound_s=min(self.record.bound_s, best.time_s),
             budget_bytes=self.options.memory_budget_bytes,
             with_more_memory=more,
             counts=self.record.counts(),
@@ -324,28 +326,28 @@ class _Search:
             is_cut_short=self.is_cut_short,
         )
 
-    def _with_more_memory(self, found: _Found) -> dict[float, float]:
+    def _with_more_memory(self, best: _Found) -> dict[float, float]:
         """Seconds of the best choice of the same configuration by factor of the budget, most memory first."""
         seconds: dict[float, float] = {}
         for factor in sorted(_MORE_MEMORY, reverse=True):
-            if seconds and min(seconds.values()) > found.time_s * (1 - _CLOSE_TO_BOUND):
-                seconds[factor] = found.time_s  # not even more memory than that would help
+            if seconds and min(seconds.values()) > best.time_s * (1 - _CLOSE_TO_BOUND):
+                seconds[factor] = best.time_s  # not even more memory than that would help
                 continue
-            choice = found.search.run(factor * found.budget)
-            seconds[factor] = min(found.time_s, choice.time_s) if choice is not None else found.time_s
+            choice = best.search.run(factor * best.budget)
+            seconds[factor] = min(best.time_s, choice.time_s) if choice is not None else best.time_s
         return seconds
 
     def _least(self, searches: Sequence[StageSearch]) -> _Found | None:
         """The choice that takes the least memory, if it fits after all, None if time is over; else BudgetError."""
         lightest = min(searches, key=lambda search: (search.least_bytes(), search.configuration))
-        found: _Found | None = self._simulate(lightest, lightest.least(), inf, self.limit)
-        least = found
+        outcome: _Found | None = self._simulate(lightest, lightest.least(), inf, self.limit)
+        least = outcome
         # The estimate that picked it is no simulation: another choice may turn out to take less.
-        while found is not None and found.peak_bytes > self.limit:
-            least = found
-            found = self._fastest(searches, least.peak_bytes - 1)
-        if found is not None or self.is_cut_short:
-            return found
+        while outcome is not None and outcome.peak_bytes > self.limit:
+            least = outcome
+            outcome = self._fastest(searches, least.peak_bytes - 1)
+        if outcome is not None or self.is_cut_short:
+            return outcome
         assert least is not None
         plan = self._plan(least)
         raise BudgetError(

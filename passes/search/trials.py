@@ -48,8 +48,8 @@ class Trial:
     def uniform(cls, search: StageSearch, choice: StageChoice, budget: float) -> Trial | None:
         """What has the main roles of ``choice`` in all blocks."""
         alike = search.uniform(choice)
-        found = alike.search_once(budget, choice.first_blocks)
-        return cls(alike, found, budget, tries=_UNIFORM_TRIES) if found is not None else None
+        uniform_choice = alike.search_once(budget, choice.first_blocks)
+        return cls(alike, uniform_choice, budget, tries=_UNIFORM_TRIES) if uniform_choice is not None else None
 
     def refined(self) -> Trial:
         """The choice that is simulated: of a rough one, one that is alike."""

@@ -119,10 +119,10 @@ class Cluster:
         """
         if not isinstance(text, str):
             raise ClusterError(f"the name of a preset is {shown(text)}: give a text such as '8xA100-80GB'")
-        found = re.fullmatch(r"([1-9]\d{0,6})x(.+)", text, re.ASCII)
-        if found is None or found[2] not in PRESETS:
+        match = re.fullmatch(r"([1-9]\d{0,6})x(.+)", text, re.ASCII)
+        if match is None or match[2] not in PRESETS:
             raise ClusterError(f"'{text[:80]}' is no preset; write a count, 'x', and one of {', '.join(PRESETS)}")
-        count, preset = int(found[1]), PRESETS[found[2]]
+        count, preset = int(match[1]), PRESETS[match[2]]
         nodes, rest = divmod(count, preset.per_node)
         if nodes and rest:
             raise ClusterError(

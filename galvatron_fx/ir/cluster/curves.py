@@ -95,15 +95,15 @@ def _finite(what: str, value: object) -> float:
 
 def _checked_points(what: str, points: Iterable[Iterable[float]]) -> Points:
     """The points as tuples of floats; refuse what does not ascend."""
-    made = tuple((_finite(f"an amount in {what}", x), _finite(f"a time in {what}", y)) for x, y in points)
-    if not 0 < len(made) <= _MOST_POINTS:
-        raise ClusterError(f"{what} has {len(made)} points; give 1 to {_MOST_POINTS}")
-    for (x, y), (next_x, next_y) in pairwise(made):
+    pairs = tuple((_finite(f"an amount in {what}", x), _finite(f"a time in {what}", y)) for x, y in points)
+    if not 0 < len(pairs) <= _MOST_POINTS:
+        raise ClusterError(f"{what} has {len(pairs)} points; give 1 to {_MOST_POINTS}")
+    for (x, y), (next_x, next_y) in pairwise(pairs):
         if not (x < next_x and y <= next_y):
             raise ClusterError(f"{what} falls from ({x:.3g}, {y:.3g}) to ({next_x:.3g}, {next_y:.3g}); it must grow")
-    if made[0][0] <= 0 or made[0][1] <= 0 or not math.isfinite(made[-1][1]):
-        raise ClusterError(f"{what} begins at {made[0]}; give amounts and times above 0")
-    return made
+    if pairs[0][0] <= 0 or pairs[0][1] <= 0 or not math.isfinite(pairs[-1][1]):
+        raise ClusterError(f"{what} begins at {pairs[0]}; give amounts and times above 0")
+    return pairs
 
 
 def _stable_hash(curve: OperatorCurve | CollectiveCurve) -> int:

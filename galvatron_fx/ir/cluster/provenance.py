@@ -44,15 +44,15 @@ class Origin:
             "threads": "threads a process",
             "world_size": "number of ranks",
         }
-        found = [
+        differences = [
             f"{words} {getattr(self, name)}, now {getattr(here, name)}"
             for name, words in said.items()
             if getattr(self, name) != getattr(here, name)
         ]
         age = (date.fromisoformat(here.measured) - date.fromisoformat(self.measured)).days
         if age > MOST_DAYS:
-            found.append(f"measured {age} days ago")
-        return found
+            differences.append(f"measured {age} days ago")
+        return differences
 
 
 def today() -> str:

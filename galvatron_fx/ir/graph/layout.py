@@ -48,10 +48,10 @@ class Layout:
 
 def layout(graph: fx.GraphModule) -> Layout:
     """Return the layout that :class:`ShardGraph` left on a graph."""
-    found = graph.meta.get(_KEY)
-    if not isinstance(found, Layout):
+    graph_layout = graph.meta.get(_KEY)
+    if not isinstance(graph_layout, Layout):
         raise AssertionError("this graph has not been sharded: run passes.sharding.shard_graph first")
-    return found
+    return graph_layout
 
 
 def has_layout(graph: fx.GraphModule) -> bool:

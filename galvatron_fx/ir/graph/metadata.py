@@ -216,10 +216,10 @@ class Signature:
 
 def signature(graph: fx.GraphModule) -> Signature:
     """Return the signature that capture left on the graph."""
-    found = graph.meta.get(_KEY)
-    if not isinstance(found, Signature):
+    graph_signature = graph.meta.get(_KEY)
+    if not isinstance(graph_signature, Signature):
         raise AssertionError("this GraphModule has no signature: capture it with passes.frontend.capture.capture first")
-    return found
+    return graph_signature
 
 
 def set_signature(graph: fx.GraphModule, value: Signature) -> None:

@@ -58,19 +58,19 @@ def is_getitem(node: fx.Node) -> bool:
 
 def input_nodes(node: fx.Node) -> list[fx.Node]:
     """Tensor arguments of ``node`` in order, repeated where an argument is used twice."""
-    found: list[fx.Node] = []
-    _collect(node.args, found)
+    nodes: list[fx.Node] = []
+    _collect(node.args, nodes)
     if node.kwargs:
-        _collect(tuple(node.kwargs.values()), found)
-    return found
+        _collect(tuple(node.kwargs.values()), nodes)
+    return nodes
 
 
-def _collect(values: Sequence[Any], found: list[fx.Node]) -> None:
+def _collect(values: Sequence[Any], nodes: list[fx.Node]) -> None:
     for value in values:
         if isinstance(value, fx.Node):
-            found.append(value)
+            nodes.append(value)
         elif isinstance(value, (list, tuple)):
-            _collect(value, found)
+            _collect(value, nodes)
 
 
 def op_call(node: fx.Node, spec_of: Callable[[fx.Node], TensorSpec] | None = None) -> OpCall:

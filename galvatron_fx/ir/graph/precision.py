@@ -61,8 +61,8 @@ def computed_in(policy: MixedPrecisionPolicy | None, dtype: torch.dtype) -> torc
 
 def precision(graph: fx.GraphModule) -> Precision | None:
     """The precision that ``graph`` was captured with, None without a policy."""
-    found: Precision | None = graph.meta.get(_KEY)
-    return found
+    graph_precision: Precision | None = graph.meta.get(_KEY)
+    return graph_precision
 
 
 def set_precision(graph: fx.GraphModule, value: Precision) -> None:
@@ -72,8 +72,8 @@ def set_precision(graph: fx.GraphModule, value: Precision) -> None:
 
 def policy_of(graph: fx.GraphModule) -> MixedPrecisionPolicy | None:
     """The policy that ``graph`` was captured with."""
-    found = precision(graph)
-    return found.policy if found is not None else None
+    graph_precision = precision(graph)
+    return graph_precision.policy if graph_precision is not None else None
 
 
 def checked_policy(policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy | None:

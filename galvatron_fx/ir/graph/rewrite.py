@@ -30,10 +30,10 @@ def write_call(
 
 def copy_node(graph: fx.Graph, node: fx.Node, of: Callable[[fx.Node], Any] | None = None) -> fx.Node:
     """Add a copy of ``node`` at the insertion point of ``graph``; ``of`` says what stands there for its arguments."""
-    made = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+    copy = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
     args, kwargs = (node.args, node.kwargs) if of is None else fx.map_arg((node.args, node.kwargs), of)
-    made.meta.update(node.meta)  # to assign it takes longer: nodes look at what is assigned
-    return _with_arguments(made, args, kwargs)
+    copy.meta.update(node.meta)  # to assign it takes longer: nodes look at what is assigned
+    return _with_arguments(copy, args, kwargs)
 
 
 def inherited_meta(node: fx.Node) -> dict[str, Any]:
@@ -43,14 +43,14 @@ def inherited_meta(node: fx.Node) -> dict[str, Any]:
 
 def copy_graph(source: fx.Graph) -> fx.Graph:
     """Copy a graph with its output."""
-    made = fx.Graph()
+    graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in source.nodes:
         if node.op == "output":
-            made.output(fx.map_arg(node.args[0], copies.__getitem__)).meta.update(node.meta)
+            graph.output(fx.map_arg(node.args[0], copies.__getitem__)).meta.update(node.meta)
         else:
-            copies[node] = copy_node(made, node, copies.__getitem__)
-    return made
+            copies[node] = copy_node(graph, node, copies.__getitem__)
+    return graph
 
 
 def _with_arguments(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:

@@ -125,7 +125,9 @@ def _other_sizes(batch: int, sequence: int) -> list[Sizes]:
         base = Sizes(batch, sequence)
         larger = [[Sizes(batch + more, length) for more in (1, 2, 3)] for length in lengths]
         telling = [
-            found for sizes in larger if (found := next((other for other in sizes if _tells(base, other)), None))
+            other_size
+            for sizes in larger
+            if (other_size := next((other for other in sizes if _tells(base, other)), None))
         ]
         tries += dict.fromkeys((*telling[:1], *telling[-1:]))
     if batch:

@@ -56,8 +56,8 @@ def _addmm(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
 def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     """a · b (+ bias); a transposed ``a`` is copied, and a ``b`` that is dense neither by rows nor by columns."""
     dense = b if b.is_contiguous() or b.t().is_contiguous() else b.contiguous()
-    made: Tensor = torch.ops.mkldnn._linear_pointwise.default(a, dense.t(), bias, "none", [], "")
-    return made
+    product: Tensor = torch.ops.mkldnn._linear_pointwise.default(a, dense.t(), bias, "none", [], "")
+    return product
 
 
 @torch.library.register_fake("galvatron_fx::onednn_mm")

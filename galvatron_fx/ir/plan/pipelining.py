@@ -56,27 +56,27 @@ class Pipelining:
 
     def cuts(self, num_blocks: int) -> tuple[int, ...]:
         """The first block of every stage; raises PlanError where there are fewer blocks than stages."""
-        found = self.first_blocks or even_cuts(num_blocks, self.num_stages)
-        if num_blocks < self.num_stages or found[-1] >= num_blocks:
+        cuts = self.first_blocks or even_cuts(num_blocks, self.num_stages)
+        if num_blocks < self.num_stages or cuts[-1] >= num_blocks:
             raise PlanError(
-                f"{self.num_stages} stages that begin with blocks {found} do not fit a model of {num_blocks} blocks: "
+                f"{self.num_stages} stages that begin with blocks {cuts} do not fit a model of {num_blocks} blocks: "
                 f"use at most {num_blocks} stages, each with a block"
             )
-        return found
+        return cuts
 
     def table(self, num_ranks: int) -> Schedule:
         """The schedule on ``num_ranks`` pipeline ranks, checked; raises PlanError where it cannot run."""
         if self.schedule != BY_HAND:
             return make_schedule(self.schedule, num_ranks, self.num_stages, self.num_microbatches)
         actions = tuple(tuple(map(Action.parse, order)) for order in self.orders)
-        made = Schedule(BY_HAND, self.rank_of_stage, self.num_microbatches, actions)
-        if made.num_ranks != num_ranks or made.num_stages != self.num_stages:
+        table = Schedule(BY_HAND, self.rank_of_stage, self.num_microbatches, actions)
+        if table.num_ranks != num_ranks or table.num_stages != self.num_stages:
             raise PlanError(
-                f"the table has {made.num_ranks} ranks and {made.num_stages} stages, the plan {num_ranks} pipeline "
+                f"the table has {table.num_ranks} ranks and {table.num_stages} stages, the plan {num_ranks} pipeline "
                 f"ranks and {self.num_stages} stages: make them equal"
             )
-        check_schedule(made)
-        return made
+        check_schedule(table)
+        return table
 
     def ranks(self, num_ranks: int) -> tuple[int, ...]:
         """The pipeline rank of every stage."""

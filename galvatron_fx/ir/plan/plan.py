@@ -197,11 +197,11 @@ class Plan:
                 f"run on the mesh of the plan, or search a plan for this one"
             )
         self._check_count(len(block_fingerprints))
-        for index, (block, found) in enumerate(zip(self.blocks, block_fingerprints, strict=False)):
-            if block.fingerprint not in ("", found):
+        for index, (block, fingerprint) in enumerate(zip(self.blocks, block_fingerprints, strict=False)):
+            if block.fingerprint not in ("", fingerprint):
                 raise PlanError(
                     f"block {index} ('{block.name}') of the plan has fingerprint {block.fingerprint} and that of the "
-                    f"model {found}: the model or its inputs changed since; search the plan again"
+                    f"model {fingerprint}: the model or its inputs changed since; search the plan again"
                 )
         if self.graph_fingerprint not in ("", graph_fingerprint):
             raise PlanError(
@@ -258,9 +258,9 @@ class Plan:
 
     def with_report(self, report: SearchReport) -> Plan:
         """Return the plan with the report of the search that chose it."""
-        told = copy.copy(self)
-        object.__setattr__(told, "report", report)
-        return told
+        plan = copy.copy(self)
+        object.__setattr__(plan, "report", report)
+        return plan
 
     def digest(self) -> str:
         """Return the SHA-256 of the JSON text, in hexadecimal, for ranks to compare."""
@@ -326,10 +326,10 @@ def _check_blocks(plan: Plan) -> None:
 def _check_stages(plan: Plan) -> None:
     """Raise PlanError for stages that the blocks, the axes or the schedule do not allow."""
     for index, block in enumerate(plan.blocks):
-        own = tuple(axis for axis, role in enumerate(block.strategy.roles) if role == PIPELINE)
-        if own != plan.pipeline_axes:
+        stage_axes = tuple(axis for axis, role in enumerate(block.strategy.roles) if role == PIPELINE)
+        if stage_axes != plan.pipeline_axes:
             raise PlanError(
-                f"block {index} ('{block.name}') gives the role {PIPELINE} to axes {own} and block 0 to axes "
+                f"block {index} ('{block.name}') gives the role {PIPELINE} to axes {stage_axes} and block 0 to axes "
                 f"{plan.pipeline_axes}; give it to the same axes in every block"
             )
     if not plan.is_wildcard:

@@ -105,13 +105,15 @@ def _totals(plan: Plan) -> list[str]:
 
 def _stages(plan: Plan) -> list[str]:
     """Return what the stages and micro-batches are, nothing for one of each."""
-    own = plan.pipelining
-    if own.is_trivial:
+    pipelining = plan.pipelining
+    if pipelining.is_trivial:
         return []
-    cuts = "cut evenly" if not own.first_blocks else f"from blocks {', '.join(map(str, own.first_blocks))}"
+    cuts = (
+        "cut evenly" if not pipelining.first_blocks else f"from blocks {', '.join(map(str, pipelining.first_blocks))}"
+    )
     return [
-        f"stages               {own.num_stages} on {plan.num_pipeline_ranks} pipeline ranks, {cuts}",
-        f"micro-batches        {own.num_microbatches}, schedule {own.schedule}",
+        f"stages               {pipelining.num_stages} on {plan.num_pipeline_ranks} pipeline ranks, {cuts}",
+        f"micro-batches        {pipelining.num_microbatches}, schedule {pipelining.schedule}",
         *(["rows                 sums over blocks that lie on several ranks"] if plan.num_pipeline_ranks > 1 else []),
     ]
 

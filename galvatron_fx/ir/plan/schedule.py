@@ -78,12 +78,12 @@ class Action:
     @classmethod
     def parse(cls, text: str) -> Action:
         """Read what ``str`` wrote: ``2W1`` is the weight gradients of micro-batch 1 on stage 2; raises PlanError."""
-        found = _ACTION.fullmatch(text) if isinstance(text, str) else None
-        if found is None:
+        match = _ACTION.fullmatch(text) if isinstance(text, str) else None
+        if match is None:
             raise PlanError(
                 f"{_shorten(text)} is no action; write stage, kind ({', '.join(KINDS)}) and microbatch, such as '2F0'"
             )
-        return cls(found[2], int(found[1]), int(found[3]))
+        return cls(match[2], int(match[1]), int(match[3]))
 
     def __str__(self) -> str:
         """Return stage, kind and micro-batch as torch writes them: ``2F0``."""
@@ -136,7 +136,7 @@ class Schedule:
         """Return the stages of pipeline rank ``rank``, ascending; raises PlanError when there is no such rank."""
         if not 0 <= rank < self.num_ranks:
             raise PlanError(f"pipeline rank {rank} of {self.num_ranks}; give 0 to {self.num_ranks - 1}")
-        return tuple(stage for stage, own in enumerate(self.rank_of_stage) if own == rank)
+        return tuple(stage for stage, stage_rank in enumerate(self.rank_of_stage) if stage_rank == rank)
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
@@ -381,7 +381,7 @@ def _why_blocked(schedule: Schedule, action: Action) -> str:
 def _holdings(schedule: Schedule) -> list[dict[tuple[int, ...], None]]:
     """Return for each rank, as keys, the counts held by its stages just before each B or W that follows an F."""
     counts = [dict.fromkeys(schedule.stages_of(rank), 0) for rank in range(schedule.num_ranks)]
-    found: list[dict[tuple[int, ...], None]] = [{} for _ in schedule.orders]
+    holdings: list[dict[tuple[int, ...], None]] = [{} for _ in schedule.orders]
     grown = [False] * schedule.num_ranks
     for action, rank, _, _ in schedule.steps:
         if action.kind == "F":
@@ -389,10 +389,10 @@ def _holdings(schedule: Schedule) -> list[dict[tuple[int, ...], None]]:
             grown[rank] = True
         elif action.kind != "I":
             if grown[rank]:
-                found[rank][tuple(counts[rank].values())] = None
+                holdings[rank][tuple(counts[rank].values())] = None
             counts[rank][action.stage] -= 1
             grown[rank] = False
-    return found
+    return holdings
 
 
 def _unplaceable(name: str, num_ranks: int, num_stages: int) -> str | None:

@@ -119,7 +119,9 @@ class Strategy:
             )
         groups = []
         for role in LOWERING_ORDER:
-            axes = tuple(axis for axis, own in enumerate(self.roles) if own == role and axis_sizes[axis] > 1)
+            axes = tuple(
+                axis for axis, axis_role in enumerate(self.roles) if axis_role == role and axis_sizes[axis] > 1
+            )
             if axes:
                 groups.append(RoleGroup(role, axes, prod(axis_sizes[axis] for axis in axes)))
         return tuple(groups)
@@ -158,8 +160,8 @@ def copy_name(name: str, stage: int) -> str:
 
 def stand_in_name(name: str, number: int) -> str:
     """The name of a parameter in the ``number``-th stage that an equal stage stands for."""
-    own, copy, stage = name.partition("@")
-    return f"{own}~{number}{copy}{stage}" if number else name
+    base, copy, stage = name.partition("@")
+    return f"{base}~{number}{copy}{stage}" if number else name
 
 
 def stood_for_name(name: str) -> str:

@@ -34,10 +34,10 @@ def parse_bytes(text: str | int) -> int:
         raise InputError(f"a size in bytes is an int or text such as '12GiB', not {text!r:.80}: give one")
     if isinstance(text, int):
         return _checked(Decimal(text), text)
-    found = _SIZE.fullmatch(text)
-    if found is None:
+    match = _SIZE.fullmatch(text)
+    if match is None:
         raise InputError(f"{text[:80]!r} is not a size in bytes; write a number and a unit, such as '12GiB'")
-    number, unit = found.groups()
+    number, unit = match.groups()
     if unit not in _UNITS:
         raise InputError(f"{text[:80]!r} has the unknown unit {unit!r}; use one of {', '.join(u for u in _UNITS if u)}")
     return _checked(Decimal(number) * _UNITS[unit], text)

@@ -160,9 +160,9 @@ class BlockPricer:
             if key not in self._terms:
                 self._terms[key] = read_terms(self.block, composed[key])
             asked = [wanted[i] for i in rows]
-            found = _Evaluation(self._terms[key], self.cluster, self.optimizer, asked).columns()
+            columns = _Evaluation(self._terms[key], self.cluster, self.optimizer, asked).columns()
             for f in fields(_Columns):
-                getattr(result, f.name)[rows] = getattr(found, f.name)
+                getattr(result, f.name)[rows] = getattr(columns, f.name)
         return result
 
 
@@ -265,8 +265,8 @@ class _Evaluation:
         for role in range(len(terms.roles)):
             rows: dict[AxisPartition, list[int]] = {}
             for column, (groups, _, kinds) in enumerate(wanted):
-                own = groups[role].axes
-                served = tuple(kind for kind in kinds if kind[0] in own) if kinds else (own,)
+                role_axes = groups[role].axes
+                served = tuple(kind for kind in kinds if kind[0] in role_axes) if kinds else (role_axes,)
                 rows.setdefault(served, []).append(column)
             self.axes.append({axes: np.array(columns) for axes, columns in rows.items()})
 
@@ -337,33 +337,33 @@ class _Evaluation:
         size = self._on_rank(self.terms.moved)
         for move in dict.fromkeys(self.terms.moves):
             rows = np.flatnonzero([other == move for other in self.terms.moves])
-            found = self._sent(move.kind, size[rows], move.role, bundled=move.slot in ("scatter", "reduce"))
+            sent = self._sent(move.kind, size[rows], move.role, bundled=move.slot in ("scatter", "reduce"))
             for slot in (move.slot, "again") if move.rebuilt else (move.slot,):
-                moved[slot] = _Sent(*map(np.add, moved[slot], found))
+                moved[slot] = _Sent(*map(np.add, moved[slot], sent))
         return moved
 
     def _sent(self, kind: str, size: Floats, role: int, bundled: bool) -> _Sent:
         """Collectives of ``size[V, C]`` bytes over the axes of a role, one kind of axes after the other, added up."""
         seconds, starts, packing, count = (np.zeros(len(self.num_microbatches)) for _ in _Sent._fields)
         for served, columns in self.axes[role].items():
-            for group, own in self._by_kind(kind, size[:, columns], served):
+            for group, group_bytes in self._by_kind(kind, size[:, columns], served):
                 if not bundled:
-                    each: Floats = collective_s(kind, own, group)
+                    each: Floats = collective_s(kind, group_bytes, group)
                     seconds[columns] += each.sum(axis=0)
                     count[columns] += (each > 0).sum(axis=0)
                     continue
                 shared = kind == "all_reduce" and not self.cluster.overlap.gains
-                device, found = self.cluster.device, bundled_s(kind, own, group, shared)
-                seconds[columns] += found.seconds
-                starts[columns] += found.start_s
-                count[columns] += found.collectives
-                packing[columns] += traffic_s(device, _PACKING_PASSES * found.packed_bytes)
-                packing[columns] += device.launch_overhead_s * found.packed
+                device, bundles = self.cluster.device, bundled_s(kind, group_bytes, group, shared)
+                seconds[columns] += bundles.seconds
+                starts[columns] += bundles.start_s
+                count[columns] += bundles.collectives
+                packing[columns] += traffic_s(device, _PACKING_PASSES * bundles.packed_bytes)
+                packing[columns] += device.launch_overhead_s * bundles.packed
         return _Sent(seconds, starts, packing, count)
 
     def _by_kind(self, kind: str, size: Floats, served: AxisPartition) -> Iterator[tuple[list[Axis], Floats]]:
         """The axes of each kind, and the bytes of a collective over these alone: of what the kinds before it leave."""
-        groups = [[self.cluster.axes[i] for i in own] for own in served]
+        groups = [[self.cluster.axes[i] for i in indices] for indices in served]
         degrees = [prod(axis.size for axis in group) for group in groups]
         for place, group in enumerate(groups):
             if kind == "all_reduce":
@@ -392,16 +392,16 @@ class _Evaluation:
         computes in, once. Where that is narrower, shards are cast and then gathered."""
         weights, roles = self.terms.weights, self.terms.roles
         degrees = self._zero_degrees()[weights.used]
-        own = self._on_rank(weights.amounts)[weights.used]
+        weight_bytes = self._on_rank(weights.amounts)[weights.used]
         computed, cast = weights.computed[weights.used, None], weights.cast[weights.used, None]
-        read = np.where(cast, own * (1 + computed) / np.where(computed < 1, degrees, 1.0), 0.0)
+        read = np.where(cast, weight_bytes * (1 + computed) / np.where(computed < 1, degrees, 1.0), 0.0)
         nothing = np.zeros(len(self.num_microbatches))
-        made = _Sent(nothing, nothing, traffic_s(self.cluster.device, read.sum(axis=0)), nothing)
+        gathers = _Sent(nothing, nothing, traffic_s(self.cluster.device, read.sum(axis=0)), nothing)
         if "zero" in roles:
-            moved = np.where(degrees > 1, own * np.minimum(computed, 1.0), 0.0)
+            moved = np.where(degrees > 1, weight_bytes * np.minimum(computed, 1.0), 0.0)
             sent = self._sent("all_gather", moved, roles.index("zero"), bundled=True)
-            made = sent._replace(work_s=made.work_s + sent.work_s)
-        return made, np.where(cast | (degrees > 1), own * computed, 0.0).sum(axis=0)
+            gathers = sent._replace(work_s=gathers.work_s + sent.work_s)
+        return gathers, np.where(cast | (degrees > 1), weight_bytes * computed, 0.0).sum(axis=0)
 
     def _static(self) -> tuple[Floats, Floats]:
         """Bytes of parameters with gradients and optimizer states, and seconds of the update."""
@@ -417,7 +417,7 @@ class _Evaluation:
         """Bytes of the gradients, of the same before ``zero`` axes scatter them, and of the largest of these."""
         weights = self.terms.weights
         rows = weights.owned & weights.trained
-        own = self._on_rank(weights.amounts)[rows]
-        whole = own * weights.reduced[rows, None]
-        scattered = own / self._zero_degrees()[rows]
+        weight_bytes = self._on_rank(weights.amounts)[rows]
+        whole = weight_bytes * weights.reduced[rows, None]
+        scattered = weight_bytes / self._zero_degrees()[rows]
         return scattered.sum(axis=0), whole.sum(axis=0), whole.max(axis=0, initial=0.0)

@@ -93,14 +93,14 @@ class BlockFacts:
     @cached_property
     def calls(self) -> list[ComputeCall]:
         """The operators that cost something; casts of parameters are priced with the gathers."""
-        found = []
+        calls = []
         for node in self.nodes:
             if not is_free(node.target) and node.target is not cast_parameter:  # type: ignore[arg-type]
                 call = op_call(node)
                 kind = dtype_name(call), kind_of(call.target)
                 flops = float(node_cost(node, self.graph.sizes).flops)
-                found.append(ComputeCall(node, call, flops, kind))
-        return found
+                calls.append(ComputeCall(node, call, flops, kind))
+        return calls
 
     @cached_property
     def kept(self) -> list[tuple[fx.Node, fx.Node, int]]:
@@ -122,8 +122,8 @@ class BlockFacts:
             if not is_getitem(node) and node in self.for_weights
             for position, source in enumerate(input_nodes(node))
         ]
-        own = self.for_weights | self.weights_alone
-        return [use for use in taken if use[0] not in own and use[0].op == "call_function"]
+        weight_nodes = self.for_weights | self.weights_alone
+        return [use for use in taken if use[0] not in weight_nodes and use[0].op == "call_function"]
 
     def lives(self, phase: str) -> tuple[list[fx.Node], Floats]:
         """The values that one phase makes, and ``[step, value]`` from where each is made to its last use."""
@@ -138,7 +138,7 @@ class BlockFacts:
     def _find_lives(self, phase: str) -> tuple[list[fx.Node], Floats]:
         nodes = [node for node in self.nodes if meta_of(node).phase == phase]
         position = {node: i for i, node in enumerate(nodes)}
-        made, alive = [], []
+        values, alive = [], []
         for node, start in position.items():
             if meta_of(node).multi_output or node in self.weights_alone or is_view(node):
                 continue
@@ -146,17 +146,17 @@ class BlockFacts:
             span = np.zeros(len(nodes))
             span[start : end + 1] = 1.0
             alive.append(span)
-            made.append(node)
-        return made, np.array(alive).reshape(len(made), len(nodes)).T
+            values.append(node)
+        return values, np.array(alive).reshape(len(values), len(nodes)).T
 
 
 def _through_views(node: fx.Node) -> list[fx.Node]:
     """A gradient and what it is only another view of: terms are added up in front of views as well as behind."""
-    found = [node]
+    views = [node]
     while is_view(node) and input_nodes(node):
         node = input_nodes(node)[0]
-        found.append(node)
-    return found
+        views.append(node)
+    return views
 
 
 def _parameter_side(nodes: list[fx.Node], parameters: frozenset[fx.Node]) -> set[fx.Node]:

@@ -46,12 +46,12 @@ class Solutions:
             key = group.role, group.degree
             group_of.setdefault(key, group)
             shares.setdefault(key, set()).add(1.0 if group.role in BATCH_ROLES else share)
-        for key, found in shares.items():
+        for key, group_shares in shares.items():
             twin = self._solved_for_any_degree(key)
             if twin is not None:
                 self._known[key] = {1.0: twin}
             else:
-                self._between(group_of[key], min(found), max(found))
+                self._between(group_of[key], min(group_shares), max(group_shares))
 
     def at(self, group: RoleGroup, share: float) -> AxisSharding:
         """The decision for a role group at a share of the batch."""
@@ -72,8 +72,8 @@ class Solutions:
         if share not in known:
             roles = [RoleRules(group.role, group.degree, self.batch)] * self.blocks
             prices = Prices(self.cluster.device, tuple(self.cluster.axes[i] for i in group.axes), share)
-            found = AssignShardings(0, roles, prices, only=self.only).decide(self._values)
-            known[share] = next((other for other in known.values() if other == found), found)
+            sharding = AssignShardings(0, roles, prices, only=self.only).decide(self._values)
+            known[share] = next((other for other in known.values() if other == sharding), sharding)
         return known[share]
 
     def _solved_for_any_degree(self, key: tuple[str, int]) -> AxisSharding | None:

@@ -172,17 +172,17 @@ class _Reading:
         tensors: list[tuple[TensorSpec, list[bool]]] = []
         starts = []
         calls = self.block.calls
-        for found in calls:
-            rules = [sharding.rules[found.node] for sharding in self.shardings]
+        for operator in calls:
+            rules = [sharding.rules[operator.node] for sharding in self.shardings]
             starts.append(len(tensors))
-            for position, spec in enumerate(found.call.inputs):
+            for position, spec in enumerate(operator.call.inputs):
                 tensors.append((spec, [isinstance(rule.inputs[position], Shard) for rule in rules]))
-            for position, made in enumerate(found.call.outputs):
-                if made is not None:
-                    tensors.append((made, [isinstance(rule.outputs[position], Shard) for rule in rules]))
+            for position, output in enumerate(operator.call.outputs):
+                if output is not None:
+                    tensors.append((output, [isinstance(rule.outputs[position], Shard) for rule in rules]))
             batch = any(spec.dim_of(BATCH) is not None for spec, _ in tensors[starts[-1] :])
-            flops.append((found.flops, batch, [rule.splits_work for rule in rules]))
-        nodes = [found.node for found in calls]
+            flops.append((operator.flops, batch, [rule.splits_work for rule in rules]))
+        nodes = [operator.node for operator in calls]
         return Operators(
             Amounts.of(flops, len(self.roles)),
             self._amounts(tensors),
@@ -190,7 +190,7 @@ class _Reading:
             _flags(nodes, lambda node: meta_of(node).phase == "backward"),
             _flags(nodes, self.block.for_weights.__contains__),
             _flags(nodes, self.block.rebuilt.__contains__),
-            tuple(found.kind for found in calls),
+            tuple(operator.kind for operator in calls),
         )
 
     def _moves(self) -> tuple[tuple[Redistribution, ...], Amounts]:
@@ -208,7 +208,7 @@ class _Reading:
                 moves.append(Redistribution(role, kind, slot, again))
                 split = self._split(source)
                 if slot == "reduce":  # of what ``zero`` has scattered before
-                    split = [own or other == "zero" for own, other in zip(split, self.roles, strict=True)]
+                    split = [is_split or other == "zero" for is_split, other in zip(split, self.roles, strict=True)]
                 split[role] = False
                 rows.append((meta_of(source).spec, split))
         return tuple(moves), self._amounts(rows)
@@ -216,12 +216,12 @@ class _Reading:
     def _redistributions(self, sharding: AxisSharding) -> list[tuple[fx.Node, Placement, str, Placement, bool]]:
         """(value, wanted placement, phase, placement it has, made again by recomputation), each once, as the lowering
         makes them."""
-        made: dict[tuple[fx.Node, Placement], tuple[fx.Node, Placement, str, Placement, bool]] = {}
+        moves: dict[tuple[fx.Node, Placement], tuple[fx.Node, Placement, str, Placement, bool]] = {}
 
         def move(source: fx.Node, want: Placement, phase: str, have: Placement, again: bool = False) -> None:
             if have != want:
-                known = made.setdefault((source, want), (source, want, phase, have, again))
-                made[source, want] = (*known[:4], known[4] or again)
+                known = moves.setdefault((source, want), (source, want, phase, have, again))
+                moves[source, want] = (*known[:4], known[4] or again)
 
         for node in self.nodes:
             if is_getitem(node):
@@ -234,7 +234,7 @@ class _Reading:
         for parameter, gradient in self.block.gradients:
             want = sharding.inputs.get(parameter, REPLICATE)
             move(gradient, want, "backward", sharding.placement(gradient))
-        return list(made.values())
+        return list(moves.values())
 
     def _entering(self, sharding: AxisSharding, source: fx.Node) -> Placement:
         if source.op != "call_function" or max(meta_of(source).block, 0) == self.block.index:
@@ -280,14 +280,14 @@ class _Reading:
         return self._amounts((meta_of(root).spec, [isinstance(want, Shard) for want in wants]) for root, wants in kept)
 
     def _lives(self, phase: str) -> LiveRanges:
-        made, alive = self.block.lives(phase)
-        return LiveRanges(self._amounts((meta_of(node).spec, self._split(node)) for node in made), alive)
+        values, alive = self.block.lives(phase)
+        return LiveRanges(self._amounts((meta_of(node).spec, self._split(node)) for node in values), alive)
 
 
 def _ratios(nodes: Sequence[fx.Node], others: Mapping[fx.Node, fx.Node]) -> Floats:
     """Bytes of an element of each node's partner over those of the node itself; 1 where it has none."""
     sizes = [(meta_of(others.get(node, node)).spec.dtype.itemsize, meta_of(node).spec.dtype.itemsize) for node in nodes]
-    return np.array([partner / own for partner, own in sizes], dtype=np.float64)
+    return np.array([partner / size for partner, size in sizes], dtype=np.float64)
 
 
 def _flags(nodes: Sequence[fx.Node], true: Callable[[fx.Node], bool]) -> Bools:

@@ -116,12 +116,12 @@ def cost_table_requests(
 ) -> list[CostTableRequest]:
     """A request for each of the ``kinds`` of axes, of the strategies that give axes of one kind one role; none of equal
     strategies for more kinds."""
-    found: dict[tuple[Strategy, ...], CostTableRequest] = {}
+    requests: dict[tuple[Strategy, ...], CostTableRequest] = {}
     for each in kinds:
         fitting = tuple(strategy for strategy in strategies if fits_partition(strategy, each))
         if fitting:
-            found.setdefault(fitting, CostTableRequest(fitting, num_microbatches, each))
-    return list(found.values())
+            requests.setdefault(fitting, CostTableRequest(fitting, num_microbatches, each))
+    return list(requests.values())
 
 
 @dataclass
@@ -152,8 +152,10 @@ class Pricer:
         return [self._known[request] for request in requests]
 
     def _priced(self, requests: Sequence[CostTableRequest]) -> list[CostTable | PlanError]:
-        made = [self._usable(request) for request in requests]
-        wanted = [(s, r.num_microbatches, r.kinds) for r, usable in zip(requests, made, strict=True) for s in usable]
+        strategies = [self._usable(request) for request in requests]
+        wanted = [
+            (s, r.num_microbatches, r.kinds) for r, usable in zip(requests, strategies, strict=True) for s in usable
+        ]
         self._solutions.solve(
             (group, batch_share(strategy, num_microbatches, self.cluster.shape))
             for strategy, num_microbatches, _ in wanted
@@ -165,11 +167,11 @@ class Pricer:
         prices = [pricer.prices(wanted) for pricer in pricers] if wanted else []
         cost_tables: list[CostTable | PlanError] = []
         start = 0
-        for request, usable in zip(requests, made, strict=True):
+        for request, usable in zip(requests, strategies, strict=True):
             entries = slice(start, start + len(usable))
             start += len(usable)
             try:
-                cost_tables.append(self._chain(request, usable, [found[entries] for found in prices]))
+                cost_tables.append(self._chain(request, usable, [block_prices[entries] for block_prices in prices]))
             except PlanError as error:
                 cost_tables.append(error)
         return cost_tables
@@ -223,10 +225,10 @@ def useful(kind: Ints, amounts: Sequence[Floats]) -> Ints:
     rows = np.concatenate(amounts)
     keep = np.atleast_1d(np.isfinite(amounts[0]).any(axis=0))
     for each in np.unique(kind):
-        own = np.flatnonzero(kind == each)
-        at_most = (rows[:, own, None] <= rows[:, None, own]).all(axis=0)
+        members = np.flatnonzero(kind == each)
+        at_most = (rows[:, members, None] <= rows[:, None, members]).all(axis=0)
         later = np.triu(at_most & at_most.T).T  # of equal ones the first is kept
-        keep[own[(at_most & ~later).any(axis=0)]] = False
+        keep[members[(at_most & ~later).any(axis=0)]] = False
     return np.flatnonzero(keep)
 
 
@@ -268,7 +270,7 @@ def _change_s(have: Boundary, want: Boundary, size: Floats, axes: Sequence[Axis]
 
 def _constrained_blocks(graph: fx.GraphModule, constraints: Mapping[str, Any]) -> dict[str, tuple[Any, set[int]]]:
     """By module name: the wanted strategy, and the blocks that hold operators of the module."""
-    found = {}
+    blocks = {}
     for name, wanted in constraints.items():
         members = {
             meta_of(n).block
@@ -277,8 +279,8 @@ def _constrained_blocks(graph: fx.GraphModule, constraints: Mapping[str, Any]) -
         }
         if not members:
             raise PlanError(f"constraint on module {name!r}: the model has no such module that computes anything")
-        found[name] = wanted, members
-    return found
+        blocks[name] = wanted, members
+    return blocks
 
 
 def _allowed(strategies: Sequence[Strategy], constrained: Mapping[str, tuple[Any, set[int]]], blocks: int) -> Bools:

@@ -59,14 +59,14 @@ class GraphIndex:
 
 
 def _terms(graph: fx.GraphModule) -> frozenset[fx.Node]:
-    found: set[fx.Node] = set()
+    terms: set[fx.Node] = set()
     for node in reversed(graph.graph.nodes):
         users = list(node.users)
         if node.op == "call_function" and meta_of(node).phase == "backward":
             sums = (u for u in users if u.op != "output")
-            if users and all(u in found and u.target is torch.ops.aten.add.Tensor for u in sums):
-                found.add(node)
-    return frozenset(found)
+            if users and all(u in terms and u.target is torch.ops.aten.add.Tensor for u in sums):
+                terms.add(node)
+    return frozenset(terms)
 
 
 def is_view(node: fx.Node) -> bool:
@@ -83,11 +83,11 @@ def storage_root(node: fx.Node) -> fx.Node:
 
 def users_through_views(node: fx.Node) -> list[fx.Node]:
     """Users of a value and of its views."""
-    found: list[fx.Node] = []
+    users: list[fx.Node] = []
     pending = list(node.users)
     while pending:
         user = pending.pop()
-        found.append(user)
+        users.append(user)
         if user.op == "call_function" and is_view(user):
             pending += list(user.users)
-    return found
+    return users

@@ -87,9 +87,9 @@ def moved_together(
     for bound in bounds:
         if (microbatches - 1) * bound + shortest[0] >= best_s:
             break
-        found = _least_sum(edges, bound)
-        if found is not None and (total := found[0] + (microbatches - 1) * bound) < best_s:
-            best, best_s = found[1], total
+        path = _least_sum(edges, bound)
+        if path is not None and (total := path[0] + (microbatches - 1) * bound) < best_s:
+            best, best_s = path[1], total
     return best
 
 

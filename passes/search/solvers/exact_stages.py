@@ -96,8 +96,8 @@ class ExactPicks:
         least = [_sum([options.least for options in stage]) for stage in blocks]
         stages: list[_Tuples] = []
         try:
-            for stage, own in enumerate(blocks):
-                stages.append(self._grown(stage, own, least, below_s))
+            for stage, stage_options in enumerate(blocks):
+                stages.append(self._grown(stage, stage_options, least, below_s))
                 if not len(stages[-1]):
                     return None
                 least[stage] = stages[-1].least
@@ -113,7 +113,7 @@ class ExactPicks:
         blocks = range(self.cuts[stage], (*self.cuts[1:], len(costs.block_fingerprints))[stage])
         held = Section(tuple(blocks), (self.waiting[stage],) * len(blocks)).held(costs)
         weight = costs.backward if stage == 0 else costs.weight  # the first stage passes no gradient on
-        found = []
+        stage_options = []
         for block, kept in zip(blocks, held, strict=True):
             late = weight[block] if self.times.filled.splits_backward else np.zeros_like(weight[block])
             amounts = (
@@ -126,8 +126,8 @@ class ExactPicks:
             )
             every = np.arange(len(costs.strategies))[:, None]
             options = _Tuples(np.stack(amounts, axis=1), every, costs.kind, costs.kind)[costs.allowed[block]]
-            found.append(options[options.cost[:, _HELD] + options.cost[:, _TRANSIENT] <= self.budget])
-        return found
+            stage_options.append(options[options.cost[:, _HELD] + options.cost[:, _TRANSIENT] <= self.budget])
+        return stage_options
 
     def _grown(self, stage: int, blocks: Sequence[_Tuples], least: Sequence[Floats], below_s: float) -> _Tuples:
         """The tuples of a stage that may be part of a better choice; ``least``: of every stage, what it takes."""
@@ -148,14 +148,14 @@ class ExactPicks:
         """The fastest of one tuple a stage, those of the first stages put together first."""
         rows: list[Indices] = []
         sends: list[Floats] = []
-        for stage, own in enumerate(stages):
+        for stage, tuples in enumerate(stages):
             count = len(rows[0]) if rows else 1
-            _check_count(count * len(own))
-            before, new = (part.ravel() for part in np.indices((count, len(own))))
+            _check_count(count * len(tuples))
+            before, new = (part.ravel() for part in np.indices((count, len(tuples))))
             rows = [*(row[before] for row in rows), new]
             sends = [send[before] for send in sends]
             if stage:
-                leaves, enters = stages[stage - 1].leaves[rows[-2]], own.enters[new]
+                leaves, enters = stages[stage - 1].leaves[rows[-2]], tuples.enters[new]
                 sends.append(self.times.sends_s(self.cuts[stage], leaves, enters))
             costs = [*(s.cost[row] for s, row in zip(stages, rows, strict=False)), *least[stage + 1 :]]
             keep = np.flatnonzero(self._promising(costs, sends, below_s))
@@ -168,8 +168,8 @@ class ExactPicks:
     def _promising(self, costs: Sequence[Floats], sends: Sequence[Floats], below_s: float) -> Bools:
         """Which choices may fit the budget and be faster than ``below_s``; arguments as of :meth:`_step_s`."""
         fits = np.ones(1, dtype=np.bool_)
-        for own in self._ranks():
-            taken = _sum([costs[stage] for stage in own])
+        for rank_stages in self._ranks():
+            taken = _sum([costs[stage] for stage in rank_stages])
             fits = fits & (taken[:, _HELD] + taken[:, _TRANSIENT] <= self.budget)
         good: Bools = fits & (self._step_s(costs, sends) < below_s)
         return good
@@ -182,7 +182,7 @@ class ExactPicks:
         stages = [(cost[:, _FORWARD], cost[:, _INPUTS], cost[:, _WEIGHTS]) for cost in costs]
         forward, backward = [f for f, _, _ in stages], [i + w for _, i, w in stages]
         quickest = [self.times.quickest_send_s(cut) for cut in self.cuts[1 + len(sends) :]]
-        once = [_sum([costs[stage] for stage in own])[:, _ONCE] for own in self._ranks()]
+        once = [_sum([costs[stage] for stage in rank_stages])[:, _ONCE] for rank_stages in self._ranks()]
         most = once[0]
         for other in once[1:]:
             most = np.maximum(most, other)

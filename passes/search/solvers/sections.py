@@ -42,10 +42,10 @@ def waiting_bytes(costs: CostTable, blocks: Sequence[int], waiting: Sequence[InF
     """``[block, strategy]``: the most bytes that waiting micro-batches keep."""
     most = np.zeros((len(blocks), len(costs.strategies)))
     for kind in dict.fromkeys(waiting):
-        own = np.flatnonzero([other == kind for other in waiting])
-        rows = np.array(blocks)[own]
+        places = np.flatnonzero([other == kind for other in waiting])
+        rows = np.array(blocks)[places]
         for whole, half in kind:
-            most[own] = np.maximum(most[own], whole * costs.saved[rows] + half * costs.deferred[rows])
+            most[places] = np.maximum(most[places], whole * costs.saved[rows] + half * costs.deferred[rows])
     return most
 
 
@@ -82,10 +82,10 @@ class _Problem:
         change = np.array(steps).reshape(-1, len(columns), len(columns))
         return cls(columns, time, held, transient, change, distinct, counts)
 
-    def bytes(self, found: Sequence[int]) -> float:
+    def bytes(self, picks: Sequence[int]) -> float:
         """What is kept and the largest transient."""
-        rows = np.arange(len(found))
-        return float(self.held[rows, found].sum() + self.transient[rows, found].max())
+        rows = np.arange(len(picks))
+        return float(self.held[rows, picks].sum() + self.transient[rows, picks].max())
 
 
 def side_by_side(costs: CostTable, section: Section, picks: Sequence[int]) -> list[int]:
@@ -104,8 +104,8 @@ def best_picks(costs: CostTable, section: Section, budget: float) -> list[int] |
     """
     problem = _Problem.of(costs, section)
 
-    def picks(found: Sequence[int]) -> list[int]:
-        return side_by_side(costs, section, [int(problem.columns[p]) for p in found])
+    def picks(column_picks: Sequence[int]) -> list[int]:
+        return side_by_side(costs, section, [int(problem.columns[p]) for p in column_picks])
 
     free = cheapest_layers(problem.time, problem.change)
     if problem.bytes(free) <= budget:

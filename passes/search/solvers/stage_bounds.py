@@ -73,7 +73,7 @@ class StageBounds:
         inputs[0], weights[0] = np.zeros(len(cuts)), least(costs.backward)[0]
         once = least(costs.once)
         ranks = [times.filled.stages_of(rank) for rank in range(times.num_ranks)]
-        most = np.max([np.sum([once[stage] for stage in own], axis=0) for own in ranks], axis=0)
+        most = np.max([np.sum([once[stage] for stage in rank_stages], axis=0) for rank_stages in ranks], axis=0)
         sends = np.array([0.0, *(times.quickest_send_s(cut) for cut in range(1, len(costs.block_fingerprints)))])
         stages = list(zip(forward, inputs, weights, strict=True))
         transfers = list(sends[cuts[:, 1:]].T)

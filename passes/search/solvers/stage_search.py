@@ -203,9 +203,9 @@ class StageSearch:
         """Of small instances the best choice of all, where one is better than ``best`` by more than rounding."""
         for cuts in ways if self.is_small else ():
             below_s = best.time_s * (1 - _SAME) if best is not None else np.inf
-            found = ExactPicks(self.times, cuts, self._waiting, budget).run(below_s)
-            if found is not None:
-                best = self._timed(cuts, self._stages_side_by_side(cuts, found))
+            picks = ExactPicks(self.times, cuts, self._waiting, budget).run(below_s)
+            if picks is not None:
+                best = self._timed(cuts, self._stages_side_by_side(cuts, picks))
         return best
 
     def _stages_side_by_side(self, cuts: Cuts, picks: Sequence[int]) -> list[int]:
@@ -300,13 +300,13 @@ class StageSearch:
         """The fastest strategies; None where they do not fit, or where a rank is busy for ``below_s`` seconds."""
         picks = [0] * len(self.costs.block_fingerprints)
         for section in sorted(self._rank_sections(cuts), key=self._least_held, reverse=True):
-            found = self._section_picks(section, budget)
+            section_picks = self._section_picks(section, budget)
             if (
-                found is None
-                or self.costs.time[list(section.blocks), found].sum() * self.costs.num_microbatches >= below_s
+                section_picks is None
+                or self.costs.time[list(section.blocks), section_picks].sum() * self.costs.num_microbatches >= below_s
             ):
                 return None
-            for block, pick in zip(section.blocks, found, strict=True):
+            for block, pick in zip(section.blocks, section_picks, strict=True):
                 picks[block] = pick
         return self._timed(cuts, picks)
 
@@ -318,9 +318,9 @@ class StageSearch:
         ends = (*cuts[1:], len(self.costs.block_fingerprints))
         sections = []
         for rank in range(self.num_ranks):
-            own = self.filled.stages_of(rank)
-            blocks = [b for stage in own for b in range(cuts[stage], ends[stage])]
-            waiting = [self._waiting[stage] for stage in own for _ in range(cuts[stage], ends[stage])]
+            stages = self.filled.stages_of(rank)
+            blocks = [b for stage in stages for b in range(cuts[stage], ends[stage])]
+            waiting = [self._waiting[stage] for stage in stages for _ in range(cuts[stage], ends[stage])]
             sections.append(Section(tuple(blocks), tuple(waiting)))
         return sections
 

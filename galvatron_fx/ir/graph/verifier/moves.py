@@ -70,8 +70,8 @@ def read_move(node: fx.Node, columns: int) -> Move | str:
 
 def shape_problem(node: fx.Node, move: Move, degree: int) -> str | None:
     """What is wrong with the shape and the dtype that a collective over ``degree`` ranks is recorded to make."""
-    source, own = meta_of(node.args[0]).specs[0], meta_of(node).specs[0]  # type: ignore[arg-type]
-    if source is None or own is None:
+    source, result = meta_of(node.args[0]).specs[0], meta_of(node).specs[0]  # type: ignore[arg-type]
+    if source is None or result is None:
         return "has no shape"
     shape = list(source.shape)
     for placement, gathers in ((move.have, True), (move.want, False)):
@@ -83,8 +83,8 @@ def shape_problem(node: fx.Node, move: Move, degree: int) -> str | None:
         if placement.split_factor < 1 or shape[placement.dim] % parts:
             return f"cuts dim {placement.dim} of {tuple(shape)} into {parts}, which does not divide it"
         shape[placement.dim] = shape[placement.dim] * degree if gathers else shape[placement.dim] // degree
-    if tuple(shape) != own.shape:
-        return f"is recorded to make {own.shape}, where {source.shape} over {degree} ranks becomes {tuple(shape)}"
-    if own.dtype != source.dtype:
-        return f"is recorded to make {own.dtype} of {source.dtype}"
+    if tuple(shape) != result.shape:
+        return f"is recorded to make {result.shape}, where {source.shape} over {degree} ranks becomes {tuple(shape)}"
+    if result.dtype != source.dtype:
+        return f"is recorded to make {result.dtype} of {source.dtype}"
     return None

@@ -36,9 +36,9 @@ class Placements:
         """The checks of ``graph``, which has a layout."""
         if rules is None:
             raise AssertionError("a graph that lies on a mesh is verified with the rules of operators")
-        own = layout(graph)
-        given = dict(zip(graph.graph.find_nodes(op="placeholder"), own.inputs, strict=True))
-        return cls(own, given, rules)
+        graph_layout = layout(graph)
+        given = dict(zip(graph.graph.find_nodes(op="placeholder"), graph_layout.inputs, strict=True))
+        return cls(graph_layout, given, rules)
 
     def problem(self, node: fx.Node) -> str | None:
         """What is wrong with a node's placements or with the call that makes them, None if nothing is."""
@@ -103,11 +103,11 @@ class Placements:
 def _change_problem(node: fx.Node, move: Move, have: tuple[Any, ...], want: tuple[Any, ...]) -> str | None:
     if move.have is None or move.want is None:
         return "makes values that differ from rank to rank, and no local program is recorded that they are part of"
-    found = have[move.column], want[move.column]
-    if found != (move.have, move.want):
+    placements = have[move.column], want[move.column]
+    if placements != (move.have, move.want):
         return (
-            f"turns {move.have} into {move.want} on mesh column {move.column}, where {node.args[0]} lies as {found[0]} "
-            f"and its result as {found[1]}"
+            f"turns {move.have} into {move.want} on mesh column {move.column}, where {node.args[0]} lies as "
+            f"{placements[0]} and its result as {placements[1]}"
         )
     return None
 
@@ -117,9 +117,9 @@ def _step_problem(node: fx.Node, step: Step) -> str | None:
     if node.target is not step.target or literals(node) != step.literals:
         asked = f"{getattr(step.target, '__name__', step.target)} with {text(step.literals)}"
         return f"is called with {text(literals(node))}, where '{step.program}' has {asked}"
-    found = tuple(placements_of(source, step.columns) for source in input_nodes(node))
-    if found != step.inputs:
-        return f"takes {_each(found)}, where '{step.program}' has {_each(step.inputs)}"
+    inputs = tuple(placements_of(source, step.columns) for source in input_nodes(node))
+    if inputs != step.inputs:
+        return f"takes {_each(inputs)}, where '{step.program}' has {_each(step.inputs)}"
     return None
 
 
@@ -132,9 +132,9 @@ def _getitem_problem(node: fx.Node, first: int) -> str | None:
     given = meta_of(source)  # type: ignore[arg-type]
     if not isinstance(index, int) or not 0 <= index < len(given.specs):
         return f"takes output {index} of {source}, which has {len(given.specs)}"
-    found, wanted = placements_of(node)[0][first:], given.placements[index][first:]
-    if found != wanted:
-        return f"lies as {text(found)}, where output {index} of {source} lies as {text(wanted)}"
+    placements, wanted = placements_of(node)[0][first:], given.placements[index][first:]
+    if placements != wanted:
+        return f"lies as {text(placements)}, where output {index} of {source} lies as {text(wanted)}"
     if meta_of(node).specs[0] != given.specs[index]:
         return f"is recorded as {meta_of(node).specs[0]}, where output {index} of {source} is {given.specs[index]}"
     return None

@@ -13,28 +13,28 @@ from galvatron_fx.ir.graph.placement import Inside, Partial, Replicate
 
 def result_problems(graph: fx.GraphModule, whole: bool) -> Iterator[tuple[str, str]]:
     """What is wrong with the results of ``graph``; ``whole``: it has a signature."""
-    own = layout(graph)
-    if not own.merged_axes:
+    graph_layout = layout(graph)
+    if not graph_layout.merged_axes:
         return
     values = graph.graph.output_node().args[0]
-    if len(values) != len(own.outputs):  # type: ignore[arg-type]
-        yield "the graph", f"returns {len(values)} values, where its layout has {len(own.outputs)}"  # type: ignore[arg-type]
+    if len(values) != len(graph_layout.outputs):  # type: ignore[arg-type]
+        yield "the graph", f"returns {len(values)} values, where its layout has {len(graph_layout.outputs)}"  # type: ignore[arg-type]
         return
-    for position, (value, wanted) in enumerate(zip(values, own.outputs, strict=True)):  # type: ignore[arg-type]
-        found = placement_of(value)
+    for position, (value, wanted) in enumerate(zip(values, graph_layout.outputs, strict=True)):  # type: ignore[arg-type]
+        placements = placement_of(value)
         absent = all(placed is None for placed in wanted)
-        if found != wanted and not (absent and value is None):
-            told = " ".join(map(str, found)) or "nothing"
-            yield f"output {position} ({value})", f"lies as {told}, where {' '.join(map(str, wanted))} is asked for"
+        if placements != wanted and not (absent and value is None):
+            words = " ".join(map(str, placements)) or "nothing"
+            yield f"output {position} ({value})", f"lies as {words}, where {' '.join(map(str, wanted))} is asked for"
     if whole:
         yield from _signature_problems(graph)
 
 
 def _signature_problems(graph: fx.GraphModule) -> Iterator[tuple[str, str]]:
-    own = layout(graph)
-    inputs = dict(zip(((p.kind, p.name) for p, _ in ports(graph)), own.inputs, strict=True))
+    graph_layout = layout(graph)
+    inputs = dict(zip(((p.kind, p.name) for p, _ in ports(graph)), graph_layout.inputs, strict=True))
     specs = {(port.kind, port.name): meta_of(node).spec for port, node in ports(graph)}
-    for (port, node), placed in zip(output_ports(graph), own.outputs, strict=True):
+    for (port, node), placed in zip(output_ports(graph), graph_layout.outputs, strict=True):
         if node is None:
             continue
         subject = f"{port.kind} '{port.name}' ({node.name})"
