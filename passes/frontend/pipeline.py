@@ -55,7 +55,7 @@ class Frontend:
 
     def run(self, model: nn.Module, example_inputs: ExampleInputs) -> fx.GraphModule:
         """Return the blocked joint graph. Raises what :class:`passes.frontend.capture.capture.Capture` raises."""
-        return self._finished(lambda: self.trace(model, example_inputs).whole)
+        return self._finished(lambda: Capture(policy=self.policy).trace(model, example_inputs).whole)
 
     @fewer_collections()
     def trace(self, model: nn.Module, example_inputs: ExampleInputs) -> Trace:
@@ -63,7 +63,6 @@ class Frontend:
         try:
             return Capture(policy=self.policy).trace(model, example_inputs)
         except (CaptureError, InputError) as error:
-            # The model is at fault: where in the capture it was noticed says nothing to the user.
             raise error.with_traceback(None) from error.__cause__
 
     def resized(self, trace: Trace, inputs: FlatInputs) -> fx.GraphModule:
@@ -73,7 +72,11 @@ class Frontend:
     @fewer_collections()
     def _finished(self, capture: Callable[[], fx.GraphModule]) -> fx.GraphModule:
         apply = FRONTEND.under(self.control)
-        graph = apply.first(Capture(policy=self.policy), capture)
+        try:
+            graph = apply.first(Capture(policy=self.policy), capture)
+        except (CaptureError, InputError) as error:
+            # The model is at fault: where in the capture it was noticed says nothing to the user.
+            raise error.with_traceback(None) from error.__cause__
         for step, _ in PASSES:
             graph = apply(step, graph)
         return graph
