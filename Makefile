@@ -15,7 +15,7 @@ $(STAMP): pyproject.toml
 	touch $@
 
 test: venv
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 demo: venv
 	$(BIN)/python -m benchmarks.demo.demo

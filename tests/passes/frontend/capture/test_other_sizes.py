@@ -59,7 +59,7 @@ def test_the_graph_is_that_of_a_capture_there(sizes: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [("llama", (6, 24)), ("gpt2", (2, 8)), ("bert", (8, 16)), ("t5", (3, 12)), ("vit", (5, 0)), ("swin", (2, 0))],
+    [("llama", (6, 24)), ("gpt2", (2, 8))],
 )
 def test_whole_models_at_other_sizes(name: str, sizes: tuple[int, int]) -> None:
     """Node for node, behind all passes of the front end; also where a stack of layers was traced once."""
