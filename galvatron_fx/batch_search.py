@@ -91,13 +91,13 @@ class _Captures:
 
     model: nn.Module
     options: dict[str, Any]
-    made: Captured | None = None
+    captured: Captured | None = None
 
     def of(self, inputs: ExampleInputs) -> Captured:
         """The capture, which is traced when a graph of it is asked for."""
-        if self.made is None:
-            self.made = Captured(self.model, inputs, **self.options)
-        return self.made
+        if self.captured is None:
+            self.captured = Captured(self.model, inputs, **self.options)
+        return self.captured
 
 
 @dataclass

@@ -34,9 +34,9 @@ __all__ = ["PlanningSession"]
 class PlanningSession:
     """What :func:`galvatron_fx.plan`, ``compile``, ``explain`` and the page have in common.
 
-    ``settings``: what to search; ``given``: a plan to take instead; ``policy``: of mixed precision, None for that of
-    the given plan; ``control``: of all passes. Made before anything is traced, it refuses settings that no search can
-    use, or that the given plan has decided: InputError, PlanError, ClusterError.
+    ``settings``: what to search; ``given``: a plan to take instead; ``policy``: of mixed precision, None computes in
+    the dtypes of the parameters; ``control``: of all passes. Made before anything is traced, it refuses settings that
+    no search can use, or that the given plan has decided: InputError, PlanError, ClusterError.
     """
 
     cluster: Cluster

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from galvatron_fx.api import capture, compile
+from galvatron_fx.api import compile
 from galvatron_fx.checking.blocks import block_names
 from galvatron_fx.checking.comparison import exact_rows, merged, missing_rows, rounded_rows
 from galvatron_fx.checking.report import CheckReport, CheckRow
@@ -23,8 +23,10 @@ from galvatron_fx.checking.wide_floats import NARROW, widened
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.metadata import meta_of, signature
+from galvatron_fx.ir.graph.pass_pipeline import PassControl
 from galvatron_fx.ir.graph.precision import checked_policy
 from galvatron_fx.ir.plan.plan import Plan, prime_factors
+from galvatron_fx.pass_insertion import InsertedPasses, pass_control, require_all_ran
 from galvatron_fx.planning_session import PlanningSession
 from passes.frontend.capture.capture import ExampleInputs, FlatInputs
 from passes.lowering.apply_plan import lower
@@ -58,12 +60,14 @@ def check(
     mixed_precision: MixedPrecisionPolicy | None = None,
     optimizer: OptimizerOf | None = None,
     seed: int = 0,
+    passes: InsertedPasses | None = None,
 ) -> CheckReport:
     """Train ``steps`` steps by ``plan`` and, eager, on one device, and report where the two differ most.
 
     ``ranks``: a DeviceMesh, whose ranks all call this alike and get equal reports; or ranks that are simulated in this
     process: a Cluster, their number, or the sizes of the mesh axes; ``batch``: the global batch; ``plan``: searched
-    where None; ``optimizer``: makes one of parameters (default: SGD with momentum).
+    where None; ``optimizer``: makes one of parameters (default: SGD with momentum); ``passes``: your own, as of
+    :func:`galvatron_fx.compile`, of which the plan's program is made and eager knows nothing.
 
     ``exact``: both compute in float64, also what the model casts to float32 inside and whatever ``mixed_precision``
     says, so that a difference above ``tolerance`` (relative to the largest element) is a fault and no rounding.
@@ -83,7 +87,8 @@ def check(
     limits = Limits(exact, tolerance, factor)
     with same_generators(), torch.enable_grad():
         subject = Subject.of(model, FlatInputs.of(batch), mesh, seed)
-        return _Check(subject, cluster, policy, limits, steps, optimizer or _descent, seed).run(plan)
+        control = pass_control(None, passes)
+        return _Check(subject, cluster, policy, limits, steps, optimizer or _descent, seed, control).run(plan)
 
 
 def cluster_of(ranks: Cluster | int | Sequence[int]) -> Cluster:
@@ -116,15 +121,16 @@ class _Check:
     steps: int
     optimizer: OptimizerOf
     seed: int
+    control: PassControl
 
     def run(self, plan: Plan | None) -> CheckReport:
         """Compare; ``plan`` is searched where None."""
         subject, exact = self.subject, self.limits.exact
-        graph = capture(subject.model, subject.inputs, mixed_precision=self.policy)
+        graph = self._captured(subject.model, subject.inputs, self.policy)
         chosen = self._planned(graph, plan)
         if exact and (self.policy is not None or subject.is_narrow):
             # The plan is for the graph in its own dtypes; the same blocks have other fingerprints in float64.
-            graph = capture(*subject.copy(widened))
+            graph = self._captured(*subject.copy(widened), None)
             chosen = _of_no_model(chosen)
         history = self._by_plan(graph, chosen)
         expected, reason = self._on_one_device(graph, is_wide=True)
@@ -148,6 +154,9 @@ class _Check:
 
     # ---- what runs ----
 
+    def _captured(self, model: nn.Module, inputs: FlatInputs, policy: MixedPrecisionPolicy | None) -> fx.GraphModule:
+        return PlanningSession(self.cluster, policy=policy, control=self.control).capture(model, inputs)
+
     def _planned(self, graph: fx.GraphModule, plan: Plan | None) -> Plan:
         session = PlanningSession(self.cluster, given=plan, policy=self.policy)
         chosen = session.choose(graph)
@@ -158,10 +167,19 @@ class _Check:
         """The steps by the plan, on real ranks or simulated ones."""
         model, inputs = self.subject.copy(widened if self.limits.exact else _unchanged)
         if self.subject.mesh is None:
-            program = _program(graph, plan, self.cluster)
+            program = _program(graph, plan, self.cluster, self.control)
+            require_all_ran(self.control)
             return self._train(Simulated(model, inputs, graph, program, self.limits.exact))
         policy = None if self.limits.exact else self.policy
-        compiled = compile(model, self.subject.mesh, inputs, plan=plan, mixed_precision=policy, seed=self.seed)
+        compiled = compile(
+            model,
+            self.subject.mesh,
+            inputs,
+            plan=plan,
+            mixed_precision=policy,
+            seed=self.seed,
+            passes=self.control.inserted,
+        )
         return self._train(OnRanks(compiled, inputs, has_loss=signature(graph).loss is not None))
 
     def _on_one_device(self, graph: fx.GraphModule, *, is_wide: bool, by_graph: bool = False) -> tuple[list[Step], str]:
@@ -182,7 +200,7 @@ class _Check:
                 reason = eager.unlike and f"eager cannot be handed the same random numbers ({eager.unlike})"
                 if not reason:
                     return steps, ""
-        alone = _program(graph, Plan.uniform((), ()), cluster_of(1))
+        alone = _program(graph, Plan.uniform((), ()), cluster_of(1), PassControl())
         model, inputs = self.subject.copy(change)
         return self._train(Simulated(model, inputs, graph, alone, is_wide, trained)), reason
 
@@ -218,9 +236,9 @@ class _Check:
         return merged([*all_rows, *missing_rows(lost, more, names)]), unseen
 
 
-def _program(graph: fx.GraphModule, plan: Plan, cluster: Cluster) -> Callable[[ValueOf], Results]:
+def _program(graph: fx.GraphModule, plan: Plan, cluster: Cluster, control: PassControl) -> Callable[[ValueOf], Results]:
     """A step of ``plan`` on simulated ranks, with all outputs kept."""
-    lowered = lower(graph, plan, cluster, training=False)
+    lowered = lower(graph, plan, cluster, control=control, training=False)
     if isinstance(lowered, LoweredStages):
         stages, schedule = lowered, plan.pipelining.table(plan.num_pipeline_ranks)
         return lambda value_of: run_stages(stages, schedule, value_of)

@@ -38,9 +38,11 @@ class Diagonals:
 
     @classmethod
     def along(cls, shape: tuple[int, ...], values: Tensor, rows: int | None, columns: int | None) -> Diagonals:
-        """The same, with no dims where all values are equal, and rows before columns."""
-        if len(values) and bool((values == values[0]).all()):
+        """The same with as few dims as tell the elements apart (one of size 1 does not), and rows before columns."""
+        if len(values) and _are_equal(values):
             return cls(shape, values[:1])
+        if rows is not None and columns is not None and 1 in (shape[rows], shape[columns]):
+            return cls(shape, values, rows) if shape[columns] == 1 else cls(shape, values.flip(0), columns)
         if rows is not None and columns is not None and rows > columns:
             return cls(shape, values.flip(0), columns, rows)
         return cls(shape, values, rows, columns)
@@ -60,6 +62,12 @@ class Diagonals:
         """The same elements with their dims elsewhere."""
         rows, columns = (None if dim is None else place(dim) for dim in (self.rows, self.columns))
         return Diagonals.along(shape, self.values, rows, columns)
+
+
+def _are_equal(values: Tensor) -> bool:
+    """Whether all are the same, the sign of zero included."""
+    same = values == values[0]
+    return bool(same.all()) and (values.is_complex() or bool((values.signbit() == values[0].signbit()).all()))
 
 
 def diagonals(constant: fx.Node, known: dict[fx.Node, Diagonals | None]) -> Diagonals | None:

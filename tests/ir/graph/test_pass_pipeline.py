@@ -212,3 +212,20 @@ def test_names_of_passes_are_told_apart() -> None:
     assert FRONTEND.names[0] == "Capture"
     graph = galvatron_fx.capture(Twice(), INPUTS)
     assert all(meta_of(node).block >= 0 for node in graph.graph.nodes if node.op == "call_function")
+
+
+@dataclass(frozen=True)
+class Halve:
+    """A wrong pass."""
+
+    def run(self, graph: fx.GraphModule) -> fx.GraphModule:
+        for node in graph.graph.find_nodes(op="call_function", target=aten.neg.default):
+            node.target, node.args = aten.mul.Scalar, (node.args[0], -0.5)
+        return graph
+
+
+@pytest.mark.parametrize("behind", ["Decompose", "Rematerialize"])
+def test_check_holds_passes_against_eager(behind: str) -> None:
+    plan = Plan.uniform((2,), ["data"])
+    assert galvatron_fx.check(Twice(), 2, INPUTS, plan, passes={behind: FuseNegations()}).ok
+    assert not galvatron_fx.check(Twice(), 2, INPUTS, plan, passes={behind: Halve()}).ok
