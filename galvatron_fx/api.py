@@ -29,6 +29,7 @@ from galvatron_fx.runtime.backends import new_backend
 from galvatron_fx.runtime.lazy import LazyDistributedGraphModule
 from galvatron_fx.runtime.module import DistributedGraphModule
 from galvatron_fx.search_settings import Constraints, SearchSettings
+from passes.frontend.capture.batch_dims import BatchDim
 from passes.frontend.capture.capture import ExampleInputs, FlatInputs
 from passes.frontend.pipeline import FRONTEND, Frontend
 
@@ -43,16 +44,20 @@ def capture(
     mixed_precision: MixedPrecisionPolicy | None = None,
     on_pass: OnPass | None = None,
     passes: InsertedPasses | None = None,
+    batch_dim: BatchDim = None,
 ) -> fx.GraphModule:
     """Trace ``model`` into one blocked joint graph of forward and backward, without weight memory.
 
     ``example_inputs``: the global batch, a dict of keyword arguments or a tuple, real or meta tensors;
-    ``mixed_precision``, ``on_pass``, ``passes``: see :func:`plan`. Raises CaptureError for control flow that depends on
+    ``mixed_precision``, ``on_pass``, ``passes``: see :func:`plan`; ``batch_dim``: which dim of the inputs is the batch,
+    a number for all of them or a dict by their names, counted from 0. Where None it is the first, or the second of
+    models that take [sequence, batch, ...], which the graph tells. Raises CaptureError for control flow that depends on
     values, InputError for inputs that do not fit and for a policy with other dtypes than floating-point ones.
     """
     model = plain_model(model)
+    check_arguments(batch_dim=batch_dim)
     control = pass_control(on_pass, passes, [FRONTEND])
-    return Frontend(control, checked_policy(mixed_precision)).run(model, example_inputs)
+    return Frontend(control, checked_policy(mixed_precision), batch_dim).run(model, example_inputs)
 
 
 def plan(
@@ -75,6 +80,7 @@ def plan(
     progress: Observer | None = None,
     on_pass: OnPass | None = None,
     passes: InsertedPasses | None = None,
+    batch_dim: BatchDim = None,
 ) -> Plan:
     """Search the fastest plan that fits: no processes, no devices, no weight memory.
 
@@ -93,24 +99,25 @@ def plan(
     ``mixed_precision``: a ``torch.distributed.fsdp.MixedPrecisionPolicy``, the dtypes to compute and to reduce in;
     ``progress``: called with every :class:`galvatron_fx.ir.plan.progress.Progress`;
     ``on_pass``: called with the name of every pass and its graph; ``passes``: your own passes to run behind ours, by
-    name, such as ``{"Decompose": MyPass()}`` (docs/adding-a-pass.md); before the search, those of the front end.
+    name, such as ``{"Decompose": MyPass()}`` (docs/adding-a-pass.md); before the search, those of the front end;
+    ``batch_dim``: see :func:`capture`.
 
     The plan's ``report`` says why it was chosen. Raises BudgetError, with the least feasible budget and its plan, where
     nothing fits, PlanError for unknown roles or modules and for pins that cannot be, and TimeLimitError where
     ``search_seconds`` were too few for any plan.
     """
-    check_arguments(progress=progress, batch=batch, sequence=sequence)
+    check_arguments(progress=progress, batch=batch, sequence=sequence, batch_dim=batch_dim)
     settings = SearchSettings(
         memory_budget, roles, recompute, constraints, num_stages, num_microbatches, schedule, search_seconds, optimizer
     )
     if isinstance(model, Captured):
-        refuse_beside_captured(mixed_precision=mixed_precision, on_pass=on_pass, passes=passes)
+        refuse_beside_captured(mixed_precision=mixed_precision, on_pass=on_pass, passes=passes, batch_dim=batch_dim)
         session = PlanningSession(cluster, settings, progress=progress)
         return session.choose(session.resize(model, example_inputs, batch, sequence))
     check_arguments(model=model)
     refuse_without_captured(batch=batch, sequence=sequence)
     control = pass_control(on_pass, passes, [FRONTEND])
-    session = PlanningSession(cluster, settings, None, checked_policy(mixed_precision), control, progress)
+    session = PlanningSession(cluster, settings, None, checked_policy(mixed_precision), control, progress, batch_dim)
     return session.choose(session.capture(model, FlatInputs.of(example_inputs)))  # type: ignore[arg-type]
 
 
@@ -132,12 +139,14 @@ def compile(
     optimizer: str = ADAM,
     mixed_precision: MixedPrecisionPolicy | None = None,
     backend: str = "eager",
+    kernels: str | None = None,
     seed: int = 0,
     batch: str = "global",
     compare_batches: int = 100,
     progress: Observer | None = None,
     on_pass: OnPass | None = None,
     passes: InsertedPasses | None = None,
+    batch_dim: BatchDim = None,
 ) -> DistributedGraphModule:
     """Compile ``model`` for ``mesh``: search a plan (or take ``plan``, or the path of one) and lower it to this rank's
     graphs.
@@ -150,7 +159,9 @@ def compile(
     own (as with DistributedSampler), in ``example_inputs`` and later: the global batch is that of all ranks, one after
     the other. ``compare_batches``: ranks compare checksums of what has to be equal in their batches in the first three
     calls and in every so many-th (0: never). ``backend``: "eager" runs the graphs as they are, "inductor" compiles what
-    each distinct layer block does, once, at the first step (see docs/backends.md).
+    each distinct layer block does, once, at the first step (see docs/backends.md). ``kernels``: "auto" gives products
+    of float32 on CPUs to oneDNN where it is clearly faster, "torch" leaves them to torch (default: what the
+    environment variable GALVATRON_FX_KERNELS says, else "auto").
 
     Every rank calls it alike; they compare their libraries, options, batches, models and plans before anything runs.
     Where their weights differ, those of rank 0 are taken, with a warning. Raises what :func:`plan` raises, InputError
@@ -158,15 +169,17 @@ def compile(
     and in what).
     """
     model = plain_model(model)
-    check_arguments(mesh=mesh, seed=seed, progress=progress)
+    check_arguments(mesh=mesh, seed=seed, progress=progress, batch_dim=batch_dim)
     require_all_ranks(mesh)
     settings = SearchSettings(
         memory_budget, roles, recompute, constraints, num_stages, num_microbatches, schedule, search_seconds, optimizer
     )
     machine = Cluster.from_json(told_by_first(Cluster.from_mesh(mesh).to_json())) if cluster is None else cluster
     control = pass_control(on_pass, passes)
-    session = PlanningSession(machine, settings, as_plan(plan), checked_policy(mixed_precision), control, progress)
-    options = CompileOptions(mesh, session, new_backend(backend, mesh.device_type), seed, batch, compare_batches)
+    policy, given = checked_policy(mixed_precision), as_plan(plan)
+    session = PlanningSession(machine, settings, given, policy, control, progress, batch_dim)
+    runner = new_backend(backend, mesh.device_type)
+    options = CompileOptions(mesh, session, runner, seed, batch, compare_batches, kernels)
     if cluster is not None:
         warn_if_stale(cluster, mesh)
     if example_inputs is None:

@@ -15,6 +15,7 @@ from galvatron_fx.ir.graph.symbols import Sizes
 from galvatron_fx.ir.plan.arguments import check_arguments
 from galvatron_fx.pass_insertion import InsertedPasses, pass_control
 from galvatron_fx.plain_model import plain_model
+from passes.frontend.capture.batch_dims import BatchDim
 from passes.frontend.capture.capture import ExampleInputs, FlatInputs
 from passes.frontend.capture.trace import OtherSizes, Trace
 from passes.frontend.pipeline import FRONTEND, Frontend
@@ -29,7 +30,7 @@ class Captured:
     """A model's training step with its sizes as expressions: traced once, for plans at every batch and sequence.
 
     ``example_inputs``: a global batch as of :func:`galvatron_fx.capture`, of two samples or more, traced when the first
-    graph is asked for; ``mixed_precision``, ``on_pass``, ``passes``: as there.
+    graph is asked for; ``mixed_precision``, ``on_pass``, ``passes``, ``batch_dim``: as there.
 
     Each graph is that of a capture at its sizes. Where a size in the model is no expression of batch and sequence
     (a constant of a fixed length, layers that depend on the length), the model is captured anew, with a warning that
@@ -44,10 +45,13 @@ class Captured:
         mixed_precision: MixedPrecisionPolicy | None = None,
         on_pass: OnPass | None = None,
         passes: InsertedPasses | None = None,
+        batch_dim: BatchDim = None,
     ) -> None:
         self._model = plain_model(model)
         self._inputs = FlatInputs.of(example_inputs)
-        self._frontend = Frontend(pass_control(on_pass, passes, [FRONTEND]), checked_policy(mixed_precision))
+        check_arguments(batch_dim=batch_dim)
+        control = pass_control(on_pass, passes, [FRONTEND])
+        self._frontend = Frontend(control, checked_policy(mixed_precision), batch_dim)
         self._anew: dict[str, None] = {}
 
     def graph(self, batch: int | None = None, sequence: int | None = None) -> fx.GraphModule:

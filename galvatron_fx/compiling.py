@@ -13,20 +13,23 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import InputError, PlanError
-from galvatron_fx.ir.graph.metadata import signature
+from galvatron_fx.ir.graph.metadata import meta_of, ports, signature
 from galvatron_fx.ir.graph.placement import Placement
+from galvatron_fx.ir.graph.symbols import BATCH
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.precision_policy import describe_policy
 from galvatron_fx.ir.plan.strategy import original_name
 from galvatron_fx.ir.torch_compat import look_for_infinities_in_all_shards
 from galvatron_fx.pass_insertion import describe_passes, require_all_ran
 from galvatron_fx.planning_session import PlanningSession
+from galvatron_fx.profiling.kernel_choice import fastest_kernels, kernel_choice
 from galvatron_fx.runtime.agreement import Facts, agreed
 from galvatron_fx.runtime.backends import Backend, new_backend
 from galvatron_fx.runtime.batch_rows import global_inputs
 from galvatron_fx.runtime.binding import Binder, StageBinder
 from galvatron_fx.runtime.compiled import Compiled, StageCopies
 from galvatron_fx.runtime.gloo_shutdown import end_after_gloo
+from galvatron_fx.runtime.local_updates import watch_updates
 from galvatron_fx.runtime.malloc import keep_freed_memory
 from galvatron_fx.runtime.materialize import materialize
 from galvatron_fx.runtime.module import DistributedGraphModule
@@ -39,7 +42,6 @@ from galvatron_fx.runtime.staged_program import StagedProgram
 from passes.analysis.blocks import graph_fingerprint
 from passes.frontend.capture.capture import FlatInputs
 from passes.frontend.capture.module_state import ModuleState, as_buffers
-from passes.frontend.pipeline import Frontend
 from passes.lowering.apply_plan import check_plan, lower
 from passes.lowering.lower_stages import LoweredStages
 
@@ -50,8 +52,8 @@ __all__ = ["CompileOptions", "compile_captured", "compile_model"]
 class CompileOptions:
     """The options of :func:`galvatron_fx.compile`, those of planning in ``session``.
 
-    Raises InputError for a ``batch`` that is neither "global" nor "local", and for ``compare_batches`` that is no
-    count.
+    Raises InputError for a ``batch`` that is neither "global" nor "local", for ``compare_batches`` that is no count,
+    and for other ``kernels`` than "auto" and "torch".
     """
 
     mesh: DeviceMesh
@@ -60,8 +62,10 @@ class CompileOptions:
     seed: int = 0
     batch: str = "global"
     compare_batches: int = 100
+    kernels: str | None = None
 
     def __post_init__(self) -> None:
+        kernel_choice(self.kernels)
         if self.batch not in ("global", "local"):
             raise InputError(f"batch is {self.batch!r}: use 'global' or 'local'")
         if not isinstance(self.compare_batches, int) or self.compare_batches < 0:
@@ -80,7 +84,21 @@ def compile_model(model: nn.Module, inputs: FlatInputs, options: CompileOptions)
     with without_autocast(options.mesh.device_type):
         whole = global_inputs(inputs) if options.is_local else inputs
         plan, graph = _agreed_plan(model, inputs, whole, options)
+        if options.is_local:
+            _refuse_rows_elsewhere(graph)
         return _assemble(model, whole, graph, plan, options)
+
+
+def _refuse_rows_elsewhere(graph: fx.GraphModule) -> None:
+    """Raise InputError where the batch is not the first dim of an input: rows of ranks are put together there."""
+    for port, node in ports(graph):
+        dim = meta_of(node).spec.dim_of(BATCH) if port.kind == "input" else None
+        if dim:
+            name = signature(graph).input_spec.tensor_names[int(port.name)].strip("[]'")
+            raise InputError(
+                f"batch='local' puts the ranks' inputs together along their first dim, and the batch of {name} is dim "
+                f"{dim}: give the global batch (batch='global'), or inputs that have the batch first"
+            )
 
 
 def compile_captured(
@@ -134,7 +152,9 @@ def _described(model: nn.Module, inputs: FlatInputs, options: CompileOptions) ->
         **{name: repr(value) for name, value in vars(session.settings).items()},
         "seed": str(options.seed),
         "batch=": options.batch,
+        "batch_dim": repr(session.batch_dim),
         "compare_batches": str(options.compare_batches),
+        "kernels": kernel_choice(options.kernels),
         "backend": type(options.backend).__name__.lower(),
         "passes": describe_passes(session.control),
         "mesh": f"{mesh.device_type} {mesh.mesh.tolist()}",
@@ -178,6 +198,7 @@ def _assemble(
             )
         )
     watch_optimizers(model)
+    watch_updates(module)
     if plan.peak_memory_bytes:
         watch_states(module, plan.optimizer)
     look_for_infinities_in_all_shards()
@@ -207,15 +228,16 @@ class _Builder:
     def binder(self, graph: fx.GraphModule) -> Binder | StageBinder:
         """Lower ``graph`` and make what binds it, and further graphs of the model, to this rank."""
         mesh, cluster, backend = self.options.mesh, self.options.session.cluster, self.options.backend
+        kernels = fastest_kernels(mesh, self.options.kernels)
         lowered = self._lower(graph, {}, training=True)
         if isinstance(lowered, LoweredStages):
-            return StageBinder.build(mesh, cluster, self.plan, lowered, backend)
-        return Binder.build(mesh, cluster, lowered, backend)
+            return StageBinder.build(mesh, cluster, self.plan, lowered, backend, kernels)
+        return Binder.build(mesh, cluster, lowered, backend, kernels)
 
     def program(self, binder: Binder | StageBinder, twin: nn.Module, inputs: FlatInputs) -> Program | StagedProgram:
         """A model without weights, for other inputs or as it is switched, on the parameters as they lie."""
         session = self.options.session
-        graph = Frontend(session.control, session.policy).run(twin, inputs)
+        graph = session.frontend.run(twin, inputs)
         return binder.bind(self._lower(graph, binder.placements(), twin.training))
 
     def _lower(self, graph: fx.GraphModule, fixed: Mapping[str, tuple[Placement, ...]], training: bool) -> Any:

@@ -16,9 +16,10 @@ from galvatron_fx.ir.plan.progress import CAPTURE, LOWERING, Observer
 from galvatron_fx.plain_model import plain_model
 from galvatron_fx.plan_fit import check_budget
 from galvatron_fx.search_settings import SearchSettings
+from passes.frontend.capture.batch_dims import BatchDim
 from passes.frontend.capture.capture import ExampleInputs, FlatInputs
 from passes.frontend.pipeline import Frontend
-from passes.lowering.apply_plan import check_plan, lower, warn_without_sequence
+from passes.lowering.apply_plan import check_plan, lower, warn_uneven_batch, warn_without_sequence
 from passes.lowering.lower_stages import LoweredStages
 from passes.lowering.lower_step import Lowered
 from passes.search.plan_search import SearchOptions, search_plan
@@ -35,8 +36,9 @@ class PlanningSession:
     """What :func:`galvatron_fx.plan`, ``compile``, ``explain`` and the page have in common.
 
     ``settings``: what to search; ``given``: a plan to take instead; ``policy``: of mixed precision, None computes in
-    the dtypes of the parameters; ``control``: of all passes. Made before anything is traced, it refuses settings that
-    no search can use, or that the given plan has decided: InputError, PlanError, ClusterError.
+    the dtypes of the parameters; ``control``: of all passes; ``batch_dim``: of the inputs, found where None. Made
+    before anything is traced, it refuses settings that no search can use, or that the given plan has decided:
+    InputError, PlanError, ClusterError.
     """
 
     cluster: Cluster
@@ -45,6 +47,7 @@ class PlanningSession:
     policy: MixedPrecisionPolicy | None = None
     control: PassControl = field(default_factory=PassControl)
     progress: Observer | None = None
+    batch_dim: BatchDim = None
     watch: Watch = field(init=False)
     options: SearchOptions = field(init=False)
 
@@ -54,10 +57,15 @@ class PlanningSession:
         if self.given is not None:
             self.settings.refuse_beside_a_plan()
 
+    @property
+    def frontend(self) -> Frontend:
+        """What captures models for it."""
+        return Frontend(self.control, self.policy, self.batch_dim)
+
     def capture(self, model: nn.Module, inputs: ExampleInputs | FlatInputs) -> fx.GraphModule:
         """Trace ``model``: the graph that is planned. Raises CaptureError and InputError."""
         with self.watch.phase(CAPTURE):
-            return Frontend(self.control, self.policy).run(plain_model(model), inputs)
+            return self.frontend.run(plain_model(model), inputs)
 
     def resize(
         self, captured: Captured, inputs: ExampleInputs | None, batch: int | None, sequence: int | None
@@ -79,6 +87,7 @@ class PlanningSession:
     def check(self, graph: fx.GraphModule, plan: Plan) -> None:
         """Refuse a plan that fits neither model, mesh nor budget. Raises PlanError and BudgetError."""
         check_plan(plan, graph, self.cluster)
+        warn_uneven_batch(plan, graph)
         if self.given is not None:
             warn_without_sequence(plan, graph)
             check_budget(plan, graph, self.cluster, self.settings.budget_bytes)

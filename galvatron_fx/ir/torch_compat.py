@@ -36,6 +36,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
+    "STAGES_DIM",
     "DTensor",
     "DTensorSpec",
     "FakeTensor",
@@ -59,6 +60,7 @@ __all__ = [
     "decomposition",
     "default_store",
     "dtensor_like",
+    "dtensor_of",
     "export_joint",
     "failures_unlogged",
     "flight_record",
@@ -67,6 +69,8 @@ __all__ = [
     "is_custom_backward",
     "is_tracing",
     "keeps_graph",
+    "lie_alike",
+    "local_tensor",
     "look_for_infinities_in_all_shards",
     "lower_actions",
     "missing_compiler",
@@ -85,7 +89,11 @@ __all__ = [
     "trace_decomposed",
     "unit_of",
     "with_effects",
+    "without_autograd",
 ]
+
+# The dim of a mesh along which ranks hold other stages of a model.
+STAGES_DIM = "galvatron_fx_stages"
 
 
 def new_fake_mode() -> FakeTensorMode:
@@ -243,6 +251,16 @@ def box_arguments(graph: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]
     graph.recompile()
     forward: Callable[[list[Any]], Sequence[Any]] = graph.forward
     return forward
+
+
+def without_autograd(function: Callable[[list[Any]], Sequence[Any]]) -> Callable[[list[Any]], Sequence[Any]]:
+    """``function``, whose operators pass by the keys of autograd: a microsecond less for each."""
+
+    def run(arguments: list[Any]) -> Sequence[Any]:
+        with torch._C._AutoDispatchBelowAutograd():
+            return function(arguments)
+
+    return run
 
 
 def compile_functional(
@@ -409,7 +427,8 @@ def look_for_infinities_in_all_shards() -> None:
     """Have ``GradScaler`` skip a step on all ranks where one has an infinite gradient, however gradients lie.
 
     Torch 2.13 asks other ranks along those axes alone that split the first gradient of an optimizer, so that of
-    gradients that lie otherwise one rank would take a step that another skips.
+    gradients that lie otherwise one rank would take a step that another skips. Ranks of other stages, along the dim
+    ``STAGES_DIM`` of the mesh that theirs is cut from, are asked as well.
     """
     handlers = DTensor._op_dispatcher._custom_op_handlers
     operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
@@ -421,6 +440,9 @@ def look_for_infinities_in_all_shards() -> None:
         split = ((g.device_mesh, dim) for g in gradients for dim, p in enumerate(g.placements) if not p.is_replicate())
         for mesh, dim in dict.fromkeys(split):
             dist.all_reduce(any_infinite, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        for root in dict.fromkeys(gradient.device_mesh._get_root_mesh() for gradient in gradients):
+            if STAGES_DIM in (root.mesh_dim_names or ()):
+                dist.all_reduce(any_infinite, op=dist.ReduceOp.MAX, group=root.get_group(STAGES_DIM))
 
     handlers[operator] = handler
 
@@ -429,6 +451,25 @@ def dtensor_like(kind: type[DTensor], tensor: torch.Tensor) -> Any:
     """The memory of a DTensor as a tensor of ``kind``, which is DTensor or a subclass of it."""
     assert isinstance(tensor, DTensor)
     return kind(tensor._local_tensor, tensor._spec, requires_grad=False)
+
+
+def dtensor_of(local: torch.Tensor, like: DTensor) -> DTensor:
+    """A DTensor of this rank's part of it, of the dtype of ``like``, that lies as ``like`` does: ``DTensor.from_local``
+    compares and copies what is known here, which takes 60 microseconds.
+    """
+    made: DTensor = DTensor.__new__(DTensor, local, like._spec, requires_grad=False)
+    return made
+
+
+def local_tensor(tensor: DTensor) -> torch.Tensor:
+    """This rank's part, outside of autograd: ``to_local`` makes a view of that of a parameter."""
+    return tensor._local_tensor
+
+
+def lie_alike(one: DTensor, other: DTensor) -> bool:
+    """Whether two tensors of one shape lie alike on one mesh."""
+    specs = one._spec, other._spec
+    return specs[0] is specs[1] or (specs[0].placements == specs[1].placements and specs[0].mesh == specs[1].mesh)
 
 
 def total_norm_functions() -> tuple[Any, ...]:

@@ -1,31 +1,49 @@
-"""Find out which of torch's libraries is faster here."""
+"""Which of torch's libraries multiplies matrices: as is said, or the one that is faster here."""
 
 from __future__ import annotations
 
+import os
 import time
 from functools import cache
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.metadata import TensorSpec
 from galvatron_fx.ir.kernels.onednn import has_onednn, on_onednn
 from galvatron_fx.ir.kernels.select import Kernels
 from galvatron_fx.profiling.ranks import Ranks
 
-__all__ = ["fastest_kernels"]
+__all__ = ["CHOICES", "VARIABLE", "fastest_kernels", "kernel_choice"]
+
+VARIABLE = "GALVATRON_FX_KERNELS"
+CHOICES = ("auto", "torch")
 
 _SIZE = 384  # rows and columns: 1 ms a product
 _TURNS = 5
 _CLEARLY = 0.8  # of the time: less would be within what two measurements differ by
 
 
-def fastest_kernels(mesh: DeviceMesh) -> Kernels:
-    """The kernels for ``mesh``: the first rank measures once, for 30 ms, and tells the others. Every rank calls it."""
+def kernel_choice(kernels: str | None) -> str:
+    """``kernels``, or where it is None what the environment variable says: "auto" or "torch". InputError for others."""
+    choice, source = (os.environ.get(VARIABLE, "auto"), VARIABLE) if kernels is None else (kernels, "kernels")
+    if choice not in CHOICES:
+        raise InputError(f"{source} is {choice!r}: use one of {', '.join(map(repr, CHOICES))}")
+    return choice
+
+
+def fastest_kernels(mesh: DeviceMesh, kernels: str | None = None) -> Kernels:
+    """The kernels for ``mesh``: the first rank measures once, for 30 ms, and tells the others. Every rank calls it.
+
+    ``kernels``: see :func:`kernel_choice`; of "torch" nothing is measured, and torch's own run.
+    """
+    choice = kernel_choice(kernels)
     if mesh.device_type != "cpu":
         return Kernels(mesh.device_type)
     ranks = Ranks(mesh)
-    return Kernels(onednn=ranks.first(float(ranks.index == 0 and _onednn_is_faster(torch.get_num_threads()))) > 0)
+    is_faster = ranks.index == 0 and choice == "auto" and _onednn_is_faster(torch.get_num_threads())
+    return Kernels(onednn=ranks.first(float(is_faster)) > 0)
 
 
 @cache

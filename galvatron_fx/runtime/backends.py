@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from galvatron_fx.ir.errors import InputError
-from galvatron_fx.ir.torch_compat import box_arguments, compile_functional, missing_compiler
+from galvatron_fx.ir.kernels.bindings import with_fast_calls
+from galvatron_fx.ir.torch_compat import box_arguments, compile_functional, missing_compiler, without_autograd
 from galvatron_fx.runtime.regions import Region, split_regions
 
 # Takes its arguments in one list, which it empties, so that every tensor dies at its last use.
@@ -34,7 +35,7 @@ class Eager:
 
     def compile(self, graph: fx.GraphModule) -> Boxed:
         """Return generated Python code."""
-        return box_arguments(graph)
+        return without_autograd(box_arguments(with_fast_calls(graph)))
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class _Regions:
 
 def _boxed(region: Region, compiled: dict[Any, Boxed]) -> Boxed:
     as_it_is = region.num_operators < _LEAST_OPERATORS or region.stays_as_it_is or region.has_tuples
-    return box_arguments(region.graph) if as_it_is else _Lazy(region, compiled)
+    return Eager().compile(region.graph) if as_it_is else _Lazy(region, compiled)
 
 
 class _Lazy:

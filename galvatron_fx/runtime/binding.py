@@ -18,7 +18,7 @@ from galvatron_fx.ir.kernels.select import Kernels
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.schedule import Schedule
 from galvatron_fx.ir.plan.strategy import original_name
-from galvatron_fx.profiling.kernel_choice import fastest_kernels
+from galvatron_fx.ir.torch_compat import STAGES_DIM
 from galvatron_fx.runtime.backends import Backend
 from galvatron_fx.runtime.program import Program
 from galvatron_fx.runtime.staged_program import PipelineGroup, StagedProgram
@@ -29,8 +29,6 @@ from passes.lowering.communication.defer_output_waits import WaitInBackward
 from passes.lowering.lower_stages import LoweredStages
 from passes.lowering.lower_step import Lowered
 from passes.lowering.stages.split_stages import Stage
-
-_PIPELINE = "pipeline"
 
 Placements = dict[str, tuple[Placement, ...]]
 
@@ -45,9 +43,9 @@ class Binder:
     backend: Backend
 
     @classmethod
-    def build(cls, mesh: DeviceMesh, cluster: Cluster, lowered: Lowered, backend: Backend) -> Binder:
+    def build(cls, mesh: DeviceMesh, cluster: Cluster, lowered: Lowered, backend: Backend, kernels: Kernels) -> Binder:
         """Rearrange the ranks of ``mesh`` into the lowering mesh. Every rank calls it alike."""
-        return cls(_lowering_mesh(mesh, cluster, lowered.layout, ()), fastest_kernels(mesh), lowered, backend)
+        return cls(_lowering_mesh(mesh, cluster, lowered.layout, ()), kernels, lowered, backend)
 
     def placements(self) -> Placements:
         """How every parameter lies, by name."""
@@ -82,14 +80,19 @@ class StageBinder:
 
     @classmethod
     def build(
-        cls, mesh: DeviceMesh, cluster: Cluster, plan: Plan, lowered: LoweredStages, backend: Backend
+        cls,
+        mesh: DeviceMesh,
+        cluster: Cluster,
+        plan: Plan,
+        lowered: LoweredStages,
+        backend: Backend,
+        kernels: Kernels,
     ) -> StageBinder:
         """Rearrange the ranks of ``mesh``, outermost by stage, and make the groups. Every rank calls it alike."""
         schedule = plan.pipelining.table(plan.num_pipeline_ranks)
         sizes = [i for i, axis in enumerate(cluster.axes) if axis.size > 1]
         pipeline_axes = tuple(sizes[axis] for axis in plan.pipeline_axes)
         whole = _lowering_mesh(mesh, cluster, lowered.layout, pipeline_axes)
-        kernels = fastest_kernels(mesh)
         if not pipeline_axes:
             return cls(whole, kernels, PipelineGroup(0, (dist.get_rank(),), None, {}), schedule, lowered, backend)
         names = whole.mesh_dim_names or ()
@@ -155,7 +158,7 @@ def _lowering_mesh(mesh: DeviceMesh, cluster: Cluster, layout: Layout, split_fac
     names = ["_".join(f"a{axis}" for axis in column.axes) for column in layout.merged_axes] or ["one"]
     if split_factor:
         shape = [-1, *shape]
-        names = [_PIPELINE, *names]
+        names = [STAGES_DIM, *names]
     return DeviceMesh(mesh.device_type, ranks.permute(*order, *rest).reshape(shape), mesh_dim_names=tuple(names))
 
 

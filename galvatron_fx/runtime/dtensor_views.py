@@ -8,12 +8,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from galvatron_fx.ir.graph.collectives import take_run
+from galvatron_fx.ir.torch_compat import dtensor_of, local_tensor
 
 
 def lie_like(parameter: Tensor, local: Tensor) -> Tensor:
     """A local gradient as its parameter lies."""
     if not isinstance(parameter, DTensor):
         return local
+    if local.dtype == parameter.dtype:
+        return dtensor_of(local, parameter)
     return DTensor.from_local(
         local,
         parameter.device_mesh,
@@ -26,7 +29,7 @@ def lie_like(parameter: Tensor, local: Tensor) -> Tensor:
 
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def write_whole(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from cost_models.formula_text import cost_note
 from cost_models.schedule_time import ScheduleReport
 from galvatron_fx.ir.errors import InputError
-from galvatron_fx.ir.graph.metadata import InputSpec, OutputSpec, Signature
+from galvatron_fx.ir.graph.metadata import InputSpec, OutputSpec
 from galvatron_fx.ir.graph.pass_pipeline import run_table
 from galvatron_fx.ir.graph.placement import Placement, Shard, to_dtensor
 from galvatron_fx.ir.graph.printer import readable
@@ -38,6 +38,7 @@ from galvatron_fx.runtime.late_changes import (
     refuse_gradients,
     refuse_part,
 )
+from galvatron_fx.runtime.local_updates import mark_for_local_updates
 from galvatron_fx.runtime.lost_ranks import StepWatch
 from galvatron_fx.runtime.modes import mark
 from galvatron_fx.runtime.module_tree import ModuleTree, module_at, refuse_conversion
@@ -138,21 +139,21 @@ class DistributedGraphModule(nn.Module):
         refuse_autocast(self.mesh.device_type, self.plan.mixed_precision)
         with self._alone():
             program, flat, row_positions = self._program(args, kwargs)
-            if program.signature.loss is None:
-                raise InputError(_without_loss(program.signature))
+            program.require_loss()
             self._trained = program
             with torch.no_grad(), self._watch.collectives():
                 self._rows.complete(flat, row_positions, program.read)
                 results, gradients = program.train(self._values(flat))
                 self._update_state(results)
                 self._accumulate(gradients)
-        signature = program.signature
-        return self._outputs(program, results, {*signature.detached, *signature.scalars} - {signature.loss})
+        return self._outputs(program, results, program.signature.beside_loss)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward on the global batch; under gradient mode the result can be differentiated with ``backward()``.
 
-        A plan with stages or micro-batches only evaluates so; InputError under gradient mode says what to call.
+        Under a plan with stages or micro-batches, backward runs with forward: the gradients are held until
+        ``backward()`` of the loss, which every rank gets and calls, and other outputs are detached. InputError says
+        where the model returns no loss.
         """
         if self._in_step:
             self._made = self._train(args, kwargs)
@@ -167,11 +168,12 @@ class DistributedGraphModule(nn.Module):
                     self._update_state(results)
                 return self._outputs(program, results)
             parameters = [self._tensor(port) for port in program.trained_ports]
+            self._trained = program
             with self._watch.collectives():
                 self._rows.complete(flat, row_positions, program.read)
                 call = Call(self._values(flat), self._versions(flat), self._update_state, self._alone)
                 results = program.differentiable(call, *parameters)
-        return self._outputs(program, results, program.signature.detached)
+        return self._outputs(program, results, program.undifferentiated)
 
     @property
     def training(self) -> bool:
@@ -236,6 +238,10 @@ class DistributedGraphModule(nn.Module):
         memo[id(self)] = new
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         new._memory = MemoryOfParameters(new._held)
+        for parameter in new._held.values():
+            mark_for_local_updates(parameter)
+            if new._stages is not None:
+                mark_of_stage(parameter)
         return new
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -458,21 +464,6 @@ class DistributedGraphModule(nn.Module):
         return DTensor.from_local(
             value, self.mesh, [to_dtensor(p) for p in placements if p is not None], run_check=False
         )
-
-
-def _without_loss(signature: Signature) -> str:
-    """Why ``forward_backward`` cannot tell what to differentiate."""
-    if not signature.scalars:
-        return (
-            "the model returns no scalar loss, so forward_backward has nothing to differentiate: pass labels, or call "
-            "the module and backward() on a loss computed from its outputs"
-        )
-    names = ", ".join(f"'{signature.output_names[i]}'" for i in signature.scalars)
-    return (
-        f"the model returns several scalars that need gradients ({names}) and none is called 'loss', which "
-        f"forward_backward differentiates: return their sum as 'loss' (and the terms detached), or call the module and "
-        f"backward() on what you make of them"
-    )
 
 
 def _norm_over(norm: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor:

@@ -19,7 +19,9 @@ from galvatron_fx.ir.graph.placement import Placement
 from galvatron_fx.ir.graph.rewrite import copy_graph
 from galvatron_fx.ir.torch_compat import graph_module, keeps_graph
 from galvatron_fx.runtime.backends import Backend, Boxed, Eager, compile_graph
+from galvatron_fx.runtime.backward_refusals import Versions, refuse_higher_orders, refuse_second_backward
 from galvatron_fx.runtime.dtensor_views import lie_like
+from galvatron_fx.runtime.loss import loss_port
 from passes.lowering.batch_rows import RowsRead
 from passes.lowering.split_forward_backward import ForwardBackward
 
@@ -83,6 +85,15 @@ class Program:
     def graphs(self) -> dict[str, fx.GraphModule]:
         """The graphs by name."""
         return {"forward": self.halves.forward, "backward": self.halves.backward}
+
+    def require_loss(self) -> None:
+        """Raise InputError where ``train`` has nothing to differentiate."""
+        loss_port(self.signature, is_scheduled=False)
+
+    @property
+    def undifferentiated(self) -> frozenset[int]:
+        """Positions of outputs that need gradients, and get none in ``differentiable``."""
+        return frozenset(self.signature.detached)
 
     @property
     def trained_ports(self) -> list[InputSpec]:
@@ -183,7 +194,7 @@ class Step(torch.autograd.Function):
         written = {port.name for port in program.halves.result_ports if port.kind == "buffer"}
         changed = [port.kind in ("param", "buffer") and port.name in written for port in inputs]
         read = sorted({place for place in program.halves.saved_inputs if place is not None and not changed[place]})
-        ctx.versions = [(inputs[place], call.version_of(inputs[place])) for place in read]
+        ctx.versions = Versions([inputs[place] for place in read], call.version_of)
         ctx.call = call
         # Backward finds what forward changes as it was, though ``update`` writes into the module's own.
         given = [
@@ -205,20 +216,15 @@ class Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
-        if ctx.saved is None:
-            raise InputError("backward() ran twice on one forward: run forward again, or pass retain_graph=True before")
-        if torch.is_grad_enabled():
-            raise InputError(
-                "create_graph=True asks for gradients of gradients, and a compiled backward has none: compute the "
-                "gradient that the loss is made of inside the model, or do not compile it"
-            )
+        refuse_second_backward(ctx.saved is None)
+        refuse_higher_orders()
         program: Program = ctx.program
         call: Call = ctx.call
-        _refuse_changes(ctx.versions, call, program.signature.input_names)
+        ctx.versions.require_kept(program.signature.input_names)
         given: dict[str, Tensor] = {}
         arguments = list(ctx.saved)
         if not keeps_graph():
-            ctx.saved = ctx.call = None
+            ctx.saved = ctx.call = ctx.versions = None
         for port in program.halves.tangent_ports:
             place, shape, dtype, device = ctx.tangents[port.name]
             tangent = tangents[place]
@@ -235,14 +241,3 @@ class Step(torch.autograd.Function):
             gradient = by_name.get(port.name)
             gradients.append(None if gradient is None else lie_like(parameter, gradient))
         return (None, None, *gradients)
-
-
-def _refuse_changes(versions: Sequence[tuple[InputSpec, int]], call: Call, input_names: Sequence[str]) -> None:
-    for port, version in versions:
-        if call.version_of(port) != version:
-            kind = "parameter" if port.kind == "param" else port.kind
-            name = input_names[int(port.name)].strip("[]'") if kind == "input" else port.name
-            raise InputError(
-                f"{kind} '{name}' was changed in place between forward and backward, which reads it (it is at "
-                f"version {call.version_of(port)}, expected {version}): run backward() before changing it"
-            )

@@ -77,8 +77,17 @@ def in_stages(state: Any) -> Any:
 
 
 def mark_of_stage(parameter: Tensor) -> None:
-    """Say that other ranks hold other parameters of the model."""
+    """Say that other ranks hold other parameters of the model, and that its gradients are of one stage."""
     parameter.of_one_stage = True  # type: ignore[attr-defined]
+    if parameter.requires_grad:
+        parameter.register_post_accumulate_grad_hook(_mark_gradient)
+
+
+def _mark_gradient(parameter: Tensor) -> None:
+    """What ``backward()`` puts into ``.grad`` is a plain DTensor."""
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor) and not isinstance(gradient, StageTensor):
+        parameter.grad = as_stage_tensor(gradient)
 
 
 def refuse_whole_states(optimizer: Optimizer) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -19,7 +19,11 @@ from galvatron_fx.ir.graph.placement import Placement
 from galvatron_fx.ir.plan.schedule import Schedule
 from galvatron_fx.ir.plan.strategy import original_name
 from galvatron_fx.runtime.backends import Backend, Boxed, Eager, compile_graph
+from galvatron_fx.runtime.backward_refusals import Versions
+from galvatron_fx.runtime.loss import loss_port
 from galvatron_fx.runtime.microbatches import hoisted_values, merge_outputs
+from galvatron_fx.runtime.program import Call
+from galvatron_fx.runtime.scheduled_loss import Differentiated, scheduled_loss
 from galvatron_fx.runtime.stage_runner import RunTask, StageRunner
 from galvatron_fx.runtime.torch_pipeline import RunningStage, TorchPipeline
 from passes.analysis.gradient_sources import gradient_sources
@@ -81,9 +85,9 @@ class StagedProgram:
 
     @property
     def trained_ports(self) -> list[InputSpec]:
-        """Parameters that this rank holds and trains."""
-        held = {port.name: port for stage in self.stages for port in stage.ports.values() if port.kind == "param"}
-        return [port for port in held.values() if port.requires_grad]
+        """Parameters that this rank holds and trains, by their original names."""
+        held = {original_name(p.name): p for stage in self.stages for p in stage.ports.values() if p.kind == "param"}
+        return [replace(port, name=name) for name, port in held.items() if port.requires_grad]
 
     def train(self, value_of: ValueOf) -> tuple[dict[OutputSpec, Any], list[tuple[OutputSpec, Any]]]:
         """Run one step; returns outputs of the whole batch by port, and gradients of this rank's parameters."""
@@ -124,12 +128,35 @@ class StagedProgram:
             raise InputError("no step was measured yet: call forward_backward(...) before")
         return ScheduleReport.from_spans(self.schedule, spans)
 
-    def differentiable(self, *_: Any) -> Any:
-        """Refuse what only plans without stages and micro-batches can do."""
-        raise InputError(
-            "a plan with stages or micro-batches runs forward and backward together: call forward_backward(...) "
-            "instead of loss.backward(), or evaluate under torch.no_grad()"
-        )
+    def require_loss(self) -> None:
+        """Raise InputError where there is nothing to differentiate."""
+        loss_port(self.signature, is_scheduled=True)
+
+    @property
+    def undifferentiated(self) -> frozenset[int]:
+        """Positions of outputs that need gradients, and get none in ``differentiable``: all but the loss."""
+        return self.signature.beside_loss
+
+    def differentiable(self, call: Call, *parameters: Tensor) -> dict[OutputSpec, Any]:
+        """Run the step so that ``backward()`` of its loss hands over its gradients; returns outputs by port.
+
+        ``parameters``: as the module holds them, in the order of ``trained_ports``. Where none is trained on any rank,
+        forward runs alone. Raises InputError where the model returns no loss.
+        """
+        if not any(port.kind == "param" and port.requires_grad for port in self.signature.inputs):
+            with torch.no_grad():
+                results = self.evaluate(call.value_of)
+                call.update(results)
+            return results
+        loss = loss_port(self.signature, is_scheduled=True)
+        versions = Versions(self._read_by_backward, call.version_of)
+        with torch.no_grad():
+            results, gradients = self.train(call.value_of)
+            call.update(results)
+        by_name = {original_name(port.name): gradient for port, gradient in gradients}
+        step = Differentiated(results[loss], by_name, partial(versions.require_kept, self.signature.input_names))
+        results[loss] = scheduled_loss(step, [port.name for port in self.trained_ports], parameters)
+        return results
 
     def result_placements(self, port: OutputSpec) -> tuple[Placement | None, ...]:
         """How an output lies on the mesh of a stage."""
@@ -169,6 +196,14 @@ class StagedProgram:
         like = self._dtypes[port]
         is_loss = int(port.name) == self.signature.loss
         return (torch.ones if is_loss else torch.zeros)((), dtype=like, device=self.device)
+
+    @cached_property
+    def _read_by_backward(self) -> list[InputSpec]:
+        """Parameters and buffers that backward reads as they are, and forward leaves so."""
+        changed = {original_name(port.name) for port in self._state}
+        taken = (stage.ports.get(name) for stage in self.stages for name in stage.tasks["backward"].inputs)
+        held = [port for port in taken if port is not None and port.kind in ("param", "buffer")]
+        return [port for port in held if original_name(port.name) not in changed]
 
     @cached_property
     def _unreached(self) -> set[str]:

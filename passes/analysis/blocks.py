@@ -12,6 +12,7 @@ from torch import fx
 from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of, ports
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.random_ops import comparable_args
+from passes.analysis.dataflow import parameter_owners
 
 
 def num_blocks(graph: fx.GraphModule) -> int:
@@ -20,13 +21,17 @@ def num_blocks(graph: fx.GraphModule) -> int:
 
 
 def fingerprints(graph: fx.GraphModule) -> tuple[str, ...]:
-    """A hash of each block's operators, sizes and wiring; equal blocks have equal fingerprints in every process."""
+    """A hash of each block's operators, sizes and wiring; equal blocks have equal fingerprints in every process.
+
+    Blocks that use parameters of other blocks differ from these.
+    """
     members: dict[int, list[fx.Node]] = {}
     for node in graph.graph.nodes:
         if node.op == "call_function":
             members.setdefault(meta_of(node).block, []).append(node)
     keys = {node: _spec_key(meta_of(node).specs) for node in graph.graph.nodes if node.op != "output"}
-    return tuple(_fingerprint(members.get(i, []), keys) for i in range(num_blocks(graph)))
+    owners = parameter_owners(graph)
+    return tuple(_fingerprint(members.get(i, []), keys, owners) for i in range(num_blocks(graph)))
 
 
 def graph_fingerprint(graph: fx.GraphModule, block_fingerprints: Sequence[str] | None = None) -> str:
@@ -41,7 +46,7 @@ def graph_fingerprint(graph: fx.GraphModule, block_fingerprints: Sequence[str] |
     return digest.hexdigest()[:32]
 
 
-def _fingerprint(nodes: Sequence[fx.Node], keys: Mapping[fx.Node, Any]) -> str:
+def _fingerprint(nodes: Sequence[fx.Node], keys: Mapping[fx.Node, Any], owners: Mapping[fx.Node, int]) -> str:
     number: dict[fx.Node, int] = {}
     digest = hashlib.sha256()
     for node in nodes:
@@ -49,6 +54,9 @@ def _fingerprint(nodes: Sequence[fx.Node], keys: Mapping[fx.Node, Any]) -> str:
         number.setdefault(node, len(number))
         constants = fx.map_arg((comparable_args(node), node.kwargs), keys.__getitem__)
         text = repr((_name(node.target), constants, wires, keys[node], meta_of(node).phase))
+        block = max(meta_of(node).block, 0)
+        if any(owners.get(source, block) != block for source in input_nodes(node)):
+            text += ", a parameter of another block"
         digest.update(text.encode())
     return digest.hexdigest()[:16]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 
 from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of, output_ports, ports
@@ -11,6 +12,21 @@ from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.precision import cast_gradient
 from galvatron_fx.ir.graph.symbols import BATCH
 from galvatron_fx.ir.plan.strategy import original_name
+
+aten = torch.ops.aten
+
+# Operators that a sum passes through, so that gradients can be added up in front of them.
+LINEAR_OPS = (
+    aten.t.default,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.clone.default,
+    aten._to_copy.default,
+    cast_gradient,
+)
 
 
 def input_only(graph: fx.GraphModule) -> set[fx.Node]:
@@ -57,15 +73,55 @@ def sums_over_batch(graph: fx.GraphModule) -> set[fx.Node]:
     }
 
 
+def gradient_terms(graph: fx.GraphModule) -> dict[fx.Node, frozenset[fx.Node]]:
+    """Backward values that do nothing but add up to gradients, each with the parameters that these are of."""
+    by_name = {port.name: node for port, node in ports(graph) if port.kind == "param"}
+    returned: dict[fx.Node, set[fx.Node | None]] = {}
+    for port, node in output_ports(graph):
+        if node is not None:
+            returned.setdefault(node, set()).add(by_name.get(port.name) if port.kind == "grad" else None)
+    terms: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in reversed(graph.graph.nodes):
+        if node.op != "call_function" or meta_of(node).phase != "backward" or meta_of(node).multi_output:
+            continue
+        calls = [user for user in node.users if user.op == "call_function"]
+        parameters = returned.get(node, set()).union(*(terms.get(user, (None,)) for user in calls))
+        adds_up = all(user.target in (aten.add.Tensor, *LINEAR_OPS) for user in calls)
+        if parameters and adds_up and None not in parameters:
+            terms[node] = frozenset(parameter for parameter in parameters if parameter is not None)
+    return terms
+
+
+def crossing_terms(graph: fx.GraphModule) -> dict[fx.Node, frozenset[fx.Node]]:
+    """Those of the :func:`gradient_terms` that another block takes: of parameters that several blocks use."""
+    return {
+        node: parameters
+        for node, parameters in gradient_terms(graph).items()
+        if any(user.op == "call_function" and meta_of(user).block != meta_of(node).block for user in node.users)
+    }
+
+
 def before_cast(graph: fx.GraphModule) -> set[fx.Node]:
-    """Values of backward that serve gradients alone, in front of their cast to the dtype that they are reduced in."""
+    """Values of backward that serve gradients alone, in front of their cast to the dtype that they are reduced in: the
+    one that a policy asks for, or the parameter's where the model computes with it in half of its bytes (autocast).
+    """
+    casts = {node for node in gradient_terms(graph) if _widens_half(node)}
+    casts.update(graph.graph.find_nodes(op="call_function", target=cast_gradient))
     values: set[fx.Node] = set()
     for node in reversed(graph.graph.nodes):
-        if node.op != "call_function" or meta_of(node).phase != "backward" or node.target is cast_gradient:
+        if node.op != "call_function" or meta_of(node).phase != "backward" or node in casts:
             continue
-        if node.users and all(user in values or user.target is cast_gradient for user in node.users):
+        if node.users and all(user in values or user in casts for user in node.users):
             values.add(node)
     return values
+
+
+def _widens_half(node: fx.Node) -> bool:
+    """Whether a node casts numbers of two bytes, whose sums are rounded however they are split, to wider ones."""
+    if node.target is not aten._to_copy.default:
+        return False
+    narrow, wide = meta_of(input_nodes(node)[0]).spec.dtype, meta_of(node).spec.dtype
+    return narrow.is_floating_point and narrow.itemsize == 2 < wide.itemsize
 
 
 def _is_batchless_float(spec: TensorSpec) -> bool:

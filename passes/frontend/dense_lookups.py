@@ -68,12 +68,21 @@ def _bags(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """As ``torch.nn.functional.embedding_bag``: input [bags, ids] or a list of ids with offsets -> [bags, hidden]."""
+    """As ``torch.nn.functional.embedding_bag``: input [bags, ids] or a list of ids with offsets -> [bags, hidden].
+
+    What other operators cannot say stays one that every rank computes whole: maxima of a list with offsets.
+    """
     _tell_if(sparse)
     if max_norm is not None:
         _refuse_renorm(weight, input, max_norm, norm_type)
     plain = mode in ("sum", "mean") and (per_sample_weights is None or mode == "sum")
     plain = plain or (mode == "max" and per_sample_weights is None and not scale_grad_by_freq)
+    if offsets is not None and input.dim() == 1 and input.numel() and plain and mode != "max":
+        rows = functional.embedding(input, weight, None, None, norm_type, scale_grad_by_freq)
+        weights = torch.ones_like(rows[:, :1]) if per_sample_weights is None else per_sample_weights.unsqueeze(-1)
+        if padding_idx is not None:
+            weights = torch.where((input == padding_idx % weight.shape[0]).unsqueeze(-1), 0, weights)
+        return _added_up(rows, weights, offsets, mode, include_last_offset)
     if offsets is not None or input.dim() != 2 or input.shape[1] == 0 or not plain:
         options: Any = (None, norm_type, scale_grad_by_freq, mode, False, per_sample_weights, include_last_offset)
         reduced: Tensor = _embedding_bag(input, weight, offsets, *options, padding_idx)
@@ -88,6 +97,21 @@ def _bags(
         return torch.where(counts.any(1), rows.masked_fill(~counts, -torch.inf).max(1).values, 0)
     total = torch.where(counts, rows, 0).sum(1)
     return total if mode == "sum" else total / counts.sum(1).clamp(min=1)
+
+
+def _added_up(rows: Tensor, weights: Tensor, offsets: Tensor, mode: str, include_last_offset: bool) -> Tensor:
+    """Bags that begin at ``offsets``: rows [ids, hidden] and weights [ids, 1] -> [bags, hidden], sums or means.
+
+    Rows of one bag may be split over ranks: each adds up its own. A bag without rows is zero.
+    """
+    place = torch.arange(len(rows), dtype=offsets.dtype, device=offsets.device)
+    bag = torch.searchsorted(offsets, place, right=True) - 1
+    bag = torch.where(bag < 0, len(offsets), bag)  # in front of all bags: out of range, where -1 would be the last one
+    total = rows.new_zeros(len(offsets), rows.shape[1]).index_put((bag,), rows * weights, accumulate=True)
+    if mode == "mean":
+        counts = weights.new_zeros(len(offsets), 1).index_put((bag,), weights, accumulate=True)
+        total = total / counts.clamp(min=1)
+    return total[:-1] if include_last_offset else total
 
 
 def _tell_if(sparse: bool) -> None:

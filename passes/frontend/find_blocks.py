@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +15,19 @@ from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
 
 _LEAST_PERIOD = 6  # operators: shorter repeats are parts of a layer
 _LEAST_SHARE = 0.08  # of the forward operators: smaller repeats are parts of a layer (its equal projections)
+_LEAST_PLAIN_PERIOD = 2  # of models without such a repeat: a product and an activation
+_LEAST_PLAIN_SHARE = 0.5  # most of the model is in its plain layers
+_LEAST_PLAIN_LAYERS = 3  # two may be alike by chance
+_IRREGULAR_LENGTH = 40  # operators of a block where no layer says how long one is
 
 
 @dataclass(frozen=True)
 class FindBlocks:
     """Give every compute node the index of its layer block.
 
-    A stack of equal layers shows as a repeat in the sequence of forward operators (names play no part). Each repeat is
-    cut where the fewest bytes of activations cross. What lies before, between and after the stacks becomes blocks too,
+    A stack of equal layers shows as a repeat in the sequence of forward operators (names play no part), of layers of a
+    few operators only where these are most of the model. Each repeat is cut where the fewest bytes of activations
+    cross. What lies before, between and after the stacks becomes blocks too,
     split where a single activation crosses. Backward nodes join the block of the forward node they differentiate.
 
     Rewrite: facts with ``block=-1`` -> facts with ``block=0 .. n-1`` in forward order; the graph is unchanged.
@@ -30,7 +36,8 @@ class FindBlocks:
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Annotate ``graph`` in place and return it."""
         forward = [n for n in graph.graph.nodes if n.op == "call_function" and meta_of(n).phase == "forward"]
-        cuts = _cuts(forward, _crossing_bytes(graph, forward))
+        inputs = {node for port, node in ports(graph) if port.kind == "input"}
+        cuts = _cuts(forward, inputs, _crossing_bytes(graph, forward))
         blocks = np.searchsorted(np.array(cuts), np.arange(len(forward)), side="right") if cuts else [0] * len(forward)
         for node, block in zip(forward, blocks, strict=True):
             source = node.args[0] if is_getitem(node) else node
@@ -78,15 +85,19 @@ def _reachable(graph: fx.GraphModule, kind: str) -> set[fx.Node]:
     return reachable
 
 
-def _cuts(forward: list[fx.Node], crossing: np.ndarray) -> list[int]:
+def _cuts(forward: list[fx.Node], inputs: set[fx.Node], crossing: np.ndarray) -> list[int]:
     """Positions before which a new block begins."""
-    labels = _labels(forward)
+    labels = _labels(forward, set())
     cuts: list[int] = []
-    stacks = [stack for stack in _stacks(labels, 0, len(labels)) if _is_layers(forward, *stack)]
+    stacks = [stack for stack in _stacks(labels, 0, len(labels), _LEAST_PERIOD) if _is_layers(forward, *stack)]
+    typical = max((period for _, _, period in stacks), default=_IRREGULAR_LENGTH)
+    is_plain = not stacks
+    if is_plain:
+        plain = _stacks(_labels(forward, inputs), 0, len(labels), _LEAST_PLAIN_PERIOD)
+        stacks = [stack for stack in plain if _is_plain_stack(forward, *stack)]
     edge = 0
-    typical = max((period for _, _, period in stacks), default=40)
     for start, end, period in stacks:
-        first, count = _align(crossing, start, end, period)
+        first, count = _align(crossing, start, end, period, np.max if is_plain else np.mean)
         cuts += _irregular_cuts(forward, crossing, edge, first, typical)
         cuts += [first + k * period for k in range(count + 1)]
         edge = first + count * period
@@ -94,33 +105,36 @@ def _cuts(forward: list[fx.Node], crossing: np.ndarray) -> list[int]:
     return sorted({cut for cut in cuts if 0 < cut < len(forward)})
 
 
-def _labels(forward: list[fx.Node]) -> np.ndarray:
-    """A number per operator: equal for equal kinds of calls, whatever the sizes."""
+def _labels(forward: list[fx.Node], computed: set[fx.Node]) -> np.ndarray:
+    """A number per operator: equal for equal kinds of calls, whatever the sizes; ``computed``: placeholders that count
+    as what an operator made, as the first of few layers takes an input.
+    """
     index: dict[Any, int] = {}
     labels = []
     for node in forward:
         key = (
             str(node.target),
             tuple(len(s.shape) if s is not None else -1 for s in meta_of(node).specs),
-            tuple(n.op for n in input_nodes(node)),
+            tuple("call_function" if n in computed else n.op for n in input_nodes(node)),
         )
         labels.append(index.setdefault(key, len(index)))
     return np.array(labels, dtype=np.int64)
 
 
-def _stacks(labels: np.ndarray, start: int, end: int) -> list[tuple[int, int, int]]:
+def _stacks(labels: np.ndarray, start: int, end: int, least_period: int) -> list[tuple[int, int, int]]:
     """Repeats in ``labels[start:end]`` as (start, end, period), the longest first found, then those beside it."""
-    best = _longest_repeat(labels[start:end])
+    best = _longest_repeat(labels[start:end], least_period)
     if best is None:
         return []
     low, high, period = best[0] + start, best[1] + start, best[2]
-    return [*_stacks(labels, start, low), (low, high, period), *_stacks(labels, high, end)]
+    before, after = _stacks(labels, start, low, least_period), _stacks(labels, high, end, least_period)
+    return [*before, (low, high, period), *after]
 
 
-def _longest_repeat(labels: np.ndarray) -> tuple[int, int, int] | None:
+def _longest_repeat(labels: np.ndarray, least_period: int) -> tuple[int, int, int] | None:
     """The repeat that covers most; of those that cover nearly as much, the one with the shortest period."""
     repeats: list[tuple[int, int, int]] = []
-    for period in range(_LEAST_PERIOD, len(labels) // 2 + 1):
+    for period in range(least_period, len(labels) // 2 + 1):
         same = labels[:-period] == labels[period:]
         if not same.any():
             continue
@@ -137,17 +151,29 @@ def _longest_repeat(labels: np.ndarray) -> tuple[int, int, int] | None:
 
 def _is_layers(forward: list[fx.Node], start: int, end: int, period: int) -> bool:
     """Whether a repeat is a stack of layers: each holds a weight, and the stack is a fair part of the model."""
-    weights = [
-        source
-        for node in forward[start : start + period]
-        for source in input_nodes(node)
-        if source.op == "placeholder" and len(meta_of(source).spec.shape) >= 2
-    ]
-    return bool(weights) and end - start >= max(_LEAST_SHARE * len(forward), 4 * _LEAST_PERIOD)
+    return _holds_weight(forward, start, period) and end - start >= max(_LEAST_SHARE * len(forward), 4 * _LEAST_PERIOD)
 
 
-def _align(crossing: np.ndarray, start: int, end: int, period: int) -> tuple[int, int]:
-    """Where the first whole block of a stack begins and how many follow: cut where the fewest bytes cross."""
+def _is_plain_stack(forward: list[fx.Node], start: int, end: int, period: int) -> bool:
+    """Whether a repeat of few operators is a stack of layers: each holds a weight, and they are most of the model."""
+    length = end - start
+    is_most = length >= max(_LEAST_PLAIN_SHARE * len(forward), _LEAST_PLAIN_LAYERS * period)
+    return is_most and _holds_weight(forward, start, period)
+
+
+def _holds_weight(forward: list[fx.Node], start: int, period: int) -> bool:
+    sources = [source for node in forward[start : start + period] for source in input_nodes(node)]
+    return any(source.op == "placeholder" and len(meta_of(source).spec.shape) >= 2 for source in sources)
+
+
+def _align(
+    crossing: np.ndarray, start: int, end: int, period: int, of_all: Callable[[np.ndarray], Any]
+) -> tuple[int, int]:
+    """Where the first whole block of a stack begins and how many follow: cut where the fewest bytes cross, ``of_all``
+    cuts taken together.
+
+    On average for long stacks. The most for plain ones, where the first cut, or the last, would tip the scales.
+    """
     best: tuple[float, int, int, int] | None = None
     for offset in range(min(period, end - start)):
         count = (end - start - offset) // period
@@ -156,7 +182,7 @@ def _align(crossing: np.ndarray, start: int, end: int, period: int) -> tuple[int
         positions = start + offset + period * np.arange(count + 1)
         inside = positions[positions < len(crossing)]
         inside = inside[inside > 0]
-        key = (float(crossing[inside].mean()) if len(inside) else 0.0, -count, start + offset, count)
+        key = (float(of_all(crossing[inside])) if len(inside) else 0.0, -count, start + offset, count)
         best = key if best is None or key < best else best
     assert best is not None
     return best[2], best[3]

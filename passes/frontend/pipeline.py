@@ -13,6 +13,7 @@ from galvatron_fx.ir.gc_tuning import fewer_collections
 from galvatron_fx.ir.graph.pass_pipeline import GraphPass, PassControl, PassPipeline
 from passes.frontend.annotate_costs import AnnotateCosts
 from passes.frontend.batched_indexing import BatchedIndexing
+from passes.frontend.capture.batch_dims import BatchDim
 from passes.frontend.capture.capture import Capture, ExampleInputs, FlatInputs
 from passes.frontend.capture.trace import Trace
 from passes.frontend.decompose import Decompose
@@ -47,21 +48,22 @@ class Frontend:
     """Capture a model and prepare its graph for pricing and sharding.
 
     ``control``: who sees the graph after each pass, and what else runs; ``policy``: of mixed precision; None computes
-    in the dtypes of the parameters.
+    in the dtypes of the parameters; ``batch_dim``: which dim of the inputs is the batch, found where None.
     """
 
     control: PassControl = field(default_factory=PassControl)
     policy: MixedPrecisionPolicy | None = None
+    batch_dim: BatchDim = None
 
     def run(self, model: nn.Module, example_inputs: ExampleInputs) -> fx.GraphModule:
         """Return the blocked joint graph. Raises what :class:`passes.frontend.capture.capture.Capture` raises."""
-        return self._finished(lambda: Capture(policy=self.policy).trace(model, example_inputs).whole)
+        return self._finished(lambda: self._capture.trace(model, example_inputs).whole)
 
     @fewer_collections()
     def trace(self, model: nn.Module, example_inputs: ExampleInputs) -> Trace:
         """Trace a model for :meth:`resized`; raises as :meth:`run` does."""
         try:
-            return Capture(policy=self.policy).trace(model, example_inputs)
+            return self._capture.trace(model, example_inputs)
         except (CaptureError, InputError) as error:
             raise error.with_traceback(None) from error.__cause__
 
@@ -69,11 +71,15 @@ class Frontend:
         """Return the blocked joint graph for other inputs. Raises OtherSizes where they need a capture of their own."""
         return self._finished(lambda: trace.at(inputs))
 
+    @property
+    def _capture(self) -> Capture:
+        return Capture(policy=self.policy, batch_dim=self.batch_dim)
+
     @fewer_collections()
     def _finished(self, capture: Callable[[], fx.GraphModule]) -> fx.GraphModule:
         apply = FRONTEND.under(self.control)
         try:
-            graph = apply.first(Capture(policy=self.policy), capture)
+            graph = apply.first(self._capture, capture)
         except (CaptureError, InputError) as error:
             # The model is at fault: where in the capture it was noticed says nothing to the user.
             raise error.with_traceback(None) from error.__cause__

@@ -20,7 +20,15 @@ from passes.analysis.blocks import fingerprints, graph_fingerprint, num_blocks
 from passes.lowering.lower_stages import LoweredStages, LowerStages
 from passes.lowering.lower_step import Lower, Lowered
 
-__all__ = ["check_batch", "check_plan", "expand", "lower", "strategies_on", "warn_without_sequence"]
+__all__ = [
+    "check_batch",
+    "check_plan",
+    "expand",
+    "lower",
+    "strategies_on",
+    "warn_uneven_batch",
+    "warn_without_sequence",
+]
 
 
 def check_plan(plan: Plan, graph: fx.GraphModule, cluster: Cluster) -> None:
@@ -44,6 +52,25 @@ def warn_without_sequence(plan: Plan, graph: fx.GraphModule) -> None:
                 f"inputs of [batch, sequence]. Let positions follow the inputs' length, or give other roles",
                 stacklevel=3,
             )
+
+
+def warn_uneven_batch(plan: Plan, graph: fx.GraphModule) -> None:
+    """Tell of ranks that a plan has split the batch, and that do not divide it: rows are never padded."""
+    symbols = graph.meta.get("symbols")
+    if symbols is None:
+        return
+    parts = plan.pipelining.num_microbatches
+    samples = symbols.batch // parts
+    for index, strategy in enumerate(expand(plan, num_blocks(graph))):
+        ranks = batch_ranks(strategy, plan.axis_sizes)
+        if samples % ranks:
+            warnings.warn(
+                f"block {index} ({strategy}) splits {samples} samples over {ranks} ranks, which do not divide them, so "
+                f"ranks compute rows that others compute, too: give a batch that is a multiple of {ranks * parts}, or "
+                f"pad it with rows that the loss leaves out (labels of -100)",
+                stacklevel=4,
+            )
+            return
 
 
 def check_batch(plan: Plan, graph: fx.GraphModule) -> None:

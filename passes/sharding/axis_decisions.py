@@ -8,7 +8,7 @@ from torch import fx
 
 from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.graph.op_call import is_getitem
-from galvatron_fx.ir.graph.placement import PARTIAL, Placement
+from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Placement, Shard
 from passes.sharding.graph_values import GraphValues
 from passes.sharding.prices import Prices
 from passes.sharding.roles import RoleRules
@@ -42,6 +42,7 @@ class AxisDecisions:
         self.rules: dict[fx.Node, OpRule] = {}
         self.exits: dict[fx.Node, Placement] = {}
         self._sums = values.sums if outputs_as_terms else set()
+        self._splitting: dict[int, bool] = {}
 
     def role(self, block: int) -> RoleRules:
         """What the axis does in a block."""
@@ -57,19 +58,39 @@ class AxisDecisions:
         return self.rules[node].outputs[0]
 
     def exit_placement(self, node: fx.Node) -> Placement:
-        """How a value made in a block crosses to other blocks: by its maker's role, or as the parameter it is a
-        gradient of.
+        """How a value made in a block crosses to other blocks: by its maker's role, as the parameter it is a gradient
+        of, or as a term of that gradient, which is reduced once for all blocks that use the parameter.
         """
         if node not in self.exits:
             record = meta_of(node)
             parameter = self.values.gradient_of.get(node)
-            if node in self._sums:
+            if node in self._sums or self._reduced_later(node):
                 self.exits[node] = PARTIAL
             elif parameter is not None and parameter in self.inputs:
                 self.exits[node] = self.inputs[parameter]
             else:
                 self.exits[node] = self.role(record.block).boundary(record.spec)
         return self.exits[node]
+
+    def _reduced_later(self, node: fx.Node) -> bool:
+        """Whether each rank makes a term of what a block adds to the gradient of a parameter that is whole."""
+        parameters = self.values.crossing_terms.get(node, frozenset())
+        block = max(meta_of(node).block, 0)
+        makes_terms = bool(parameters) and self.role(block).sums_gradients() and self._splits(block)
+        return makes_terms and node in self.values.sums and all(map(self._lies_whole, parameters))
+
+    def _splits(self, block: int) -> bool:
+        """Whether the axis splits what crosses the borders of a block: the batch divides, say."""
+        if block not in self._splitting:
+            specs = (spec for node in self.values.blocks[block] for spec in meta_of(node).specs if spec is not None)
+            self._splitting[block] = any(isinstance(self.role(block).boundary(spec), Shard) for spec in specs)
+        return self._splitting[block]
+
+    def _lies_whole(self, parameter: fx.Node) -> bool:
+        if parameter in self.inputs:
+            return self.inputs[parameter] == REPLICATE
+        owner = self.role(self.values.owner[parameter])
+        return owner.parameter_choices(meta_of(parameter).spec) == [REPLICATE]
 
     def leaves_terms(self, parameter: fx.Node) -> bool:
         """Whether the gradient of ``parameter`` may leave the graph as terms: its owner's role reduces it later."""

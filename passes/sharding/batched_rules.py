@@ -140,3 +140,41 @@ def _scatter_reduce(call: OpCall, degree: int) -> list[OpRule]:
         for dim in range(rank)
         if dim != int(call.args[1]) % max(rank, 1) and len({shape[dim] for shape in sizes}) == 1
     ]
+
+
+@register_rule(aten._cdist_forward.default)
+def _distances(call: OpCall, degree: int) -> list[OpRule]:
+    """a [..., P, M], b [..., R, M] -> [..., P, R]: split the batch, the points of a, or those of b."""
+    rows = len(call.output.shape) - 2
+    batch = [OpRule((Shard(dim),), (Shard(dim),) * 2) for dim in range(rows)] if _same_batch(call) else []
+    of_a = OpRule((Shard(rows),), (_points(call, 0), REPLICATE))
+    return [*batch, of_a, OpRule((Shard(rows + 1),), (REPLICATE, _points(call, 1)))]
+
+
+@register_rule(aten._cdist_backward.default)
+def _distances_backward(call: OpCall, degree: int) -> list[OpRule]:
+    """gradient [..., P, R], a, b, (p), distances [..., P, R] -> [..., P, M]: a sum over the points of b; linear."""
+    rows = len(call.output.shape) - 2
+    if len({len(spec.shape) for spec in (*call.inputs, call.output)}) > 1:
+        return []
+    batch = [OpRule((Shard(dim),), (Shard(dim),) * 4) for dim in range(rows)] if _same_batch(call) else []
+    of_a = OpRule((Shard(rows),), (Shard(rows), Shard(rows), REPLICATE, Shard(rows)))
+    of_b = OpRule((PARTIAL,), (Shard(rows + 1), REPLICATE, Shard(rows), Shard(rows + 1)))
+    return [*batch, of_a, of_b, OpRule((PARTIAL,), (PARTIAL, REPLICATE, REPLICATE, REPLICATE))]
+
+
+def _same_batch(call: OpCall) -> bool:
+    """Whether all tensors have the dims in front of the last two, and none is repeated along them."""
+    return len({spec.shape[:-2] for spec in (*call.inputs, call.output)}) == 1
+
+
+def _points(call: OpCall, position: int) -> Shard:
+    return Shard(len(call.inputs[position].shape) - 2)
+
+
+@register_rule(aten.searchsorted.Tensor)
+def _searches(call: OpCall, degree: int) -> list[OpRule]:
+    """sorted [n], values [...] -> places [...]: split the values."""
+    if len(call.inputs) != 2 or len(call.inputs[0].shape) != 1:
+        return []
+    return [OpRule((Shard(dim),), (REPLICATE, Shard(dim))) for dim in range(len(call.output.shape))]

@@ -46,7 +46,9 @@ class BlockProblem:
         self.prices = decided.prices
         narrowest = 0 if decided.narrow_terms else decided.values.parameter_itemsize
         self.allowed = AllowedRules(self.role, decided.degree, narrowest)
+        self.allowed_before_cast = AllowedRules(self.role, decided.degree, 0)
         self.inside = set(nodes)
+        self.placed = set(decided.inputs)
         self.parameter_side = _made_of_parameters(nodes, decided.values.parameters)
         self.values: dict[fx.Node, _Value] = {}
         self.items: list[Item] = []
@@ -68,6 +70,8 @@ class BlockProblem:
                 self.decided.rules[node] = decision
             elif decision is not None and node in self.decided.values.owner:
                 self.decided.inputs.setdefault(node, decision)
+            elif decision is not None and self._followed(node) is not None:
+                self.decided.exits[node] = decision
 
     # ---- what crosses ----
 
@@ -82,7 +86,9 @@ class BlockProblem:
 
     def _entry_choices(self, node: fx.Node) -> list[Placement]:
         decided = self.decided
-        original = decided.values.originals.get(node)
+        original, followed = decided.values.originals.get(node), self._followed(node)
+        if followed is not None:
+            return self.role.parameter_choices(meta_of(followed).spec)
         if original in decided.inputs:
             return [decided.inputs[original]]
         if node in decided.values.owner and node not in decided.inputs:
@@ -90,6 +96,14 @@ class BlockProblem:
         if node in decided.inputs:
             return [decided.inputs[node]]
         return [decided.exit_placement(node)]
+
+    def _followed(self, node: fx.Node) -> fx.Node | None:
+        """The parameter of this block that a later block's term of its gradient lies as: which way is decided here."""
+        parameter = self.decided.values.gradient_of.get(node)
+        if parameter is None or parameter in self.placed or node in self.inside or node in self.decided.exits:
+            return None
+        choices = self.role.parameter_choices(meta_of(parameter).spec)
+        return parameter if choices != [REPLICATE] and not self.inside.isdisjoint(parameter.users) else None
 
     def _exit_choice(self, node: fx.Node) -> Placement | None:
         """The placement in which a value leaves the block, or None where no other block takes it."""
@@ -103,7 +117,13 @@ class BlockProblem:
         wires = tuple(tuple(number[n] for n in input_nodes(node)) for node in self.nodes)
         calls = tuple(_call_key(node) for node in self.nodes)
         enter = tuple(
-            (meta_of(n).specs, tuple(self._entry_choices(n)), n in self.decided.values.owner) for n in entries
+            (
+                meta_of(n).specs,
+                tuple(self._entry_choices(n)),
+                n in self.decided.values.owner,
+                number.get(self._followed(n)),  # type: ignore[arg-type]
+            )
+            for n in entries
         )
         late = self.decided.values.unreduced
         leave = tuple((self._leave_key(n), self._graph_outputs(n, number), n in late) for n in self.nodes)
@@ -130,6 +150,10 @@ class BlockProblem:
         for node in self.nodes:
             if not meta_of(node).multi_output:
                 self._add_sinks(node)
+        for node in entries:
+            followed = self._followed(node)
+            if followed is not None:
+                self._tie(f"term {node.name}", node, followed)
         self.problem.items = self.items
         wanted: dict[int, dict[Placement, None]] = {}
         for item in self.items:
@@ -198,7 +222,8 @@ class BlockProblem:
                 stacklevel=2,
             )
         sources = [self.values[n] for n in input_nodes(node)]
-        rules = self.allowed.of(call, [source.candidates for source in sources])
+        allowed = self.allowed_before_cast if node in self.decided.values.unreduced else self.allowed
+        rules = allowed.of(call, [source.candidates for source in sources])
         picks = {int(u.args[1]): u for u in node.users if is_getitem(u)} if meta_of(node).multi_output else {0: node}  # type: ignore[arg-type]
         outs = []
         positions = []
@@ -247,8 +272,12 @@ class BlockProblem:
             lies = next(iter(placed.candidates))
             self._add_sink(name, [value.index], self._gradient_choices(parameter, value, lies))
         else:
-            choices = [Choice((p, p), (), 0.0) for p in placed.candidates]
-            self._add_sink(name, [value.index, placed.index], choices)
+            self._tie(name, node, parameter)
+
+    def _tie(self, name: str, node: fx.Node, parameter: fx.Node) -> None:
+        """Let a value lie as a parameter does, whichever way that is."""
+        value, placed = self.values[node], self.values[parameter]
+        self._add_sink(name, [value.index, placed.index], [Choice((p, p), (), 0.0) for p in placed.candidates])
 
     def _add_sink(self, name: str, ins: list[int], choices: list[Choice]) -> None:
         """Something that takes values as one of ``choices`` says and makes none."""

@@ -11,6 +11,7 @@ from galvatron_fx.ir.graph.precision import computed_in, policy_of
 from galvatron_fx.ir.graph.symbols import Sizes
 from passes.analysis.dataflow import (
     before_cast,
+    crossing_terms,
     gradient_parameters,
     original_parameters,
     parameter_owners,
@@ -73,6 +74,11 @@ class GraphValues:
         policy = policy_of(self.graph)
         dtypes = [computed_in(policy, meta_of(node).spec.dtype) for node in self.parameters]
         return max((dtype.itemsize for dtype in dtypes if dtype.is_floating_point), default=0)
+
+    @cached_property
+    def crossing_terms(self) -> dict[fx.Node, frozenset[fx.Node]]:
+        """What a block adds to gradients that other blocks make, with the parameters that these are of."""
+        return crossing_terms(self.graph)
 
     @cached_property
     def sums(self) -> set[fx.Node]:

@@ -87,6 +87,12 @@ class RoleRules:
             return not isinstance(want, Shard)
         return not (isinstance(have, Shard) and len(spec.shape) >= 2)
 
+    def sums_gradients(self) -> bool:
+        """Whether every rank makes a term of the gradient of a whole parameter: from its part of the batch, or of the
+        sequence.
+        """
+        return self.role in (*BATCH_ROLES, "sequence")
+
     def leaves_terms(self) -> bool:
         """Whether gradients leave the axis as terms of a sum, for :mod:`passes.sharding.shard_parameters` to reduce and
         scatter.

@@ -81,7 +81,8 @@ class ShardGraph:
                 taken[index] = out
             graph = apply(InsertCollectives(sharding), graph)
             batches = [_left(batch, role) for batch, role in zip(batches, roles, strict=True)]
-        steps = ShardParameters(columns, inputs, outputs, self.fixed), RestoreGradients(), DenseArguments()
+        keep = [strategy.keep_gathered for strategy in self.strategies]
+        steps = ShardParameters(columns, inputs, outputs, self.fixed, keep), RestoreGradients(), DenseArguments()
         for step in (*steps, UnaliasGradients()):
             graph = SHARDING.under(self.control)(step, graph)
         set_layout(graph, Layout(columns, tuple(map(tuple, inputs)), tuple(map(tuple, outputs))))

@@ -40,13 +40,15 @@ class ShardParameters:
     Rewrite: ``t(w)`` ... ``grad: P`` -> ``t(all_gather(w_local))`` ... ``reduce_scatter(grad)``.
 
     ``inputs`` and ``outputs``: placements by column of every placeholder and output; changed in place.
-    ``fixed``: placements that parameters already have.
+    ``fixed``: placements that parameters already have; ``keep_gathered``: of each block, whether it keeps what it
+    gathers for backward.
     """
 
     columns: Sequence[MergedAxis]
     inputs: list[list[Placement]]
     outputs: list[list[Placement | None]]
     fixed: Mapping[str, tuple[Placement, ...]]
+    keep_gathered: Sequence[bool]
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Rewrite ``graph`` in place and return it."""
@@ -89,17 +91,18 @@ class ShardParameters:
     def _gather_for_users(
         self, graph: fx.GraphModule, node: fx.Node, whole: NodeMeta, placement: Shard, index: int
     ) -> None:
-        """Gather for every block that uses the parameter; an output of the graph takes what the first use takes.
+        """Gather for every row of blocks that use the parameter; an output of the graph takes what the first use takes.
 
-        A block that casts it to a narrower dtype casts its share, and gathers that.
+        Blocks that cast it to a narrower dtype cast its share, and gather that.
         """
-        users = [user for user in node.users if user.op == "call_function"]
-        first = min(users, key={n: i for i, n in enumerate(graph.graph.nodes)}.__getitem__)
-        for block in sorted({meta_of(user).block for user in users}):
-            members = [user for user in users if meta_of(user).block == block]
-            is_first, shard_of, record = first in members, node, whole
-            if all(_narrows(user) for user in members):
-                (shard_of,) = members
+        users = sorted(user for user in node.users if user.op == "call_function")
+        for members in self._rows(users):
+            is_first, shard_of, record = users[0] in members, node, whole
+            if all(_narrows(user) for user in members) and len({meta_of(user).spec.dtype for user in members}) == 1:
+                shard_of, *others = members
+                for other in others:
+                    other.replace_all_uses_with(shard_of)
+                    graph.graph.erase_node(other)
                 record, local = meta_of(shard_of), meta_of(node).spec
                 placed = _placed_on(record.placements, index, placement)
                 local_spec = TensorSpec(local.shape, record.spec.dtype)
@@ -111,11 +114,25 @@ class ShardParameters:
             if is_first:
                 graph.graph.output_node().replace_input_with(shard_of, gathered)
 
+    def _rows(self, users: list[fx.Node]) -> list[list[fx.Node]]:
+        """Users of a parameter that take one gather: of blocks side by side, where it is held on between them as it
+        would be gathered ahead anyway, and of any later ones where the first of these keeps it for backward.
+        """
+        rows: list[list[fx.Node]] = []
+        last = first = -1
+        for block in sorted({meta_of(user).block for user in users}):
+            if not rows or not (block == last + 1 or self.keep_gathered[max(first, 0)]):
+                rows.append([])
+                first = block
+            rows[-1] += [user for user in users if meta_of(user).block == block]
+            last = block
+        return [sorted(row) for row in rows]
+
     def _gather(
         self, graph: fx.GraphModule, node: fx.Node, whole: NodeMeta, placement: Shard, index: int, users: list[fx.Node]
     ) -> fx.Node:
-        """One gather a block, in front of its first use."""
-        first = min(users, key={n: i for i, n in enumerate(graph.graph.nodes)}.__getitem__)
+        """One gather, in front of the first use."""
+        first = min(users)
         with graph.graph.inserting_before(first):
             gathered = write_call(graph.graph, all_gather, (node, placement.dim, placement.split_factor, index))
         record = meta_of(first)
@@ -212,8 +229,9 @@ def _local(spec: TensorSpec, placement: Shard, degree: int) -> TensorSpec:
 
 
 def _narrows(node: fx.Node) -> bool:
-    """Whether a node casts a parameter to fewer bytes."""
-    if node.target is not cast_parameter:
+    """Whether a node casts a parameter to fewer bytes: by a policy, or as autocast inside of forward does."""
+    casts = node.target is cast_parameter or (node.target is aten._to_copy.default and set(node.kwargs) == {"dtype"})
+    if not casts:
         return False
     return meta_of(node).spec.dtype.itemsize < meta_of(node.args[0]).spec.dtype.itemsize  # type: ignore[arg-type]
 

@@ -91,6 +91,14 @@ def test_roles_without_a_sequence_are_told(role: str, told: str, caplog: pytest.
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
+def test_a_batch_that_ranks_do_not_divide_is_told_of() -> None:
+    inputs = {"x": torch.randn(5, 6), "y": torch.randn(5, 3)}
+    with pytest.warns(
+        UserWarning, match="splits 5 samples over 2 ranks, which do not divide .* a multiple of 2, or pad"
+    ):
+        galvatron_fx.explain(Regression(), CLUSTER, inputs, plan=Plan.uniform((2,), ("data",)))
+
+
 def test_plan_with_another_number_of_blocks() -> None:
     plan = Plan.uniform((2,), ("data",), num_blocks=9)
     with pytest.raises(PlanError, match="the plan has 9 blocks and the model 1"):

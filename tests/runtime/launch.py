@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tests.checkpoint.forked import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-LAUNCH_S = 500.0
+LAUNCH_S = 800.0
 COLLECTIVE_S = 100.0
 
 Check = Callable[[DeviceMesh], None]

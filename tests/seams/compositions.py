@@ -69,9 +69,7 @@ def draw(seed: int) -> Composition:
     role = random.choice(("data", "zero", "tensor", "sequence", "pipeline"))
     losses = random.choice(("one", "one", "loss and another", "loss and another", "two"))
     microbatches = random.choice((1, 2)) if role == "pipeline" else random.choice((1, 1, 1, 1, 2))
-    is_whole = role != "pipeline" and microbatches == 1
-    # What is refused at once is drawn seldom: it composes with nothing.
-    often = "backward" if is_whole and (losses == "two" or random.random() < 0.5) else "forward_backward"
+    often = "backward" if losses == "two" or random.random() < 0.5 else "forward_backward"
     return Composition(
         seed=seed,
         role=role,

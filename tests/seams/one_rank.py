@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import galvatron_fx
-from galvatron_fx import DistributedGraphModule, Plan
+from galvatron_fx import DistributedGraphModule, Pipelining, Plan
 
 
 class Net(nn.Module):
@@ -51,12 +51,14 @@ def batch() -> dict[str, Tensor]:
     }
 
 
-def pair(mesh: DeviceMesh, returns: Callable[..., Any] = with_logits) -> tuple[DistributedGraphModule, Net]:
+def pair(
+    mesh: DeviceMesh, returns: Callable[..., Any] = with_logits, microbatches: int = 1
+) -> tuple[DistributedGraphModule, Net]:
     """A compiled model beside the plain one, without dropout."""
     torch.manual_seed(0)
     plain = Net(returns).double()
     plain.drop.p = 0.0
-    plan = Plan.uniform((1,), ("data",))
+    plan = Plan.uniform((1,), ("data",), pipelining=Pipelining(1, microbatches))
     return galvatron_fx.compile(copy.deepcopy(plain), mesh, batch(), plan=plan), plain
 
 

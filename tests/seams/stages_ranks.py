@@ -201,6 +201,64 @@ def stages_refuse_flags(mesh: DeviceMesh) -> None:
     refused(lambda: compiled.forward_backward(**batch()), "under a plan with stages")
 
 
+def stages_differentiate(mesh: DeviceMesh) -> None:
+    """``loss.backward()``: scaled, asked for, of a copy; gradients are of one stage, as those of forward_backward."""
+    compiled, plain = pair(mesh, "pipeline")
+    for model in (compiled, plain):
+        for scale in (0.5, 3.0):
+            (scale * model(**batch())["loss"]).backward()
+    same_gradients(compiled, plain)
+    for model in (compiled, copy.deepcopy(compiled)):
+        model.zero_grad()
+        model(**batch())["loss"].backward()
+        refused(lambda m=model: nn.utils.clip_grad_norm_(m.parameters(), 0.1), "call model.clip_grad_norm_")  # type: ignore[misc]
+    trained = {n: p for n, p in plain.named_parameters() if p.grad is not None}
+    expected = dict(zip(trained, torch.autograd.grad(plain(**batch())["loss"], [*trained.values()]), strict=True))
+    held = [name for name, _ in compiled.named_parameters() if name in trained]
+    asked = torch.autograd.grad(compiled(**batch())["loss"], [compiled.get_parameter(name) for name in held])
+    for name, gradient in zip(held, asked, strict=True):
+        same(gradient, expected[name], name)
+    refused(lambda: compiled(**batch())["reg"].backward(), "output 'reg'")
+    refused(lambda: compiled(**batch())["loss"].backward(create_graph=True), "create_graph=True")
+
+
+def stages_without_parameters_to_train(mesh: DeviceMesh) -> None:
+    """The loss needs a gradient on a rank that trains nothing, too."""
+    torch.manual_seed(0)
+    plain = Layers().double()
+    for part in (plain.first, *plain.layers[:2]):
+        part.requires_grad_(False)
+    plan = Plan.uniform((2,), ("pipeline",), pipelining=Pipelining(2, 2, "1f1b"))
+    compiled = galvatron_fx.compile(copy.deepcopy(plain), mesh, batch(), plan=plan)
+    trains = [None, None]
+    dist.all_gather_object(trains, any(parameter.requires_grad for parameter in compiled.parameters()))
+    assert trains == [False, True]
+    for model in (compiled, plain):
+        model(**batch())["loss"].backward()
+    same_gradients(compiled, plain)
+
+
+def stages_skip_infinite_steps_together(mesh: DeviceMesh) -> None:
+    """A scaler that sees an infinity in one stage skips the step of all."""
+    compiled, plain = pair(mesh, "pipeline")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (compiled, plain)]
+    for is_infinite in (True, False):
+        scaler.scale(compiled(**batch())["loss"]).backward()
+        if is_infinite and dist.get_rank() == 1:
+            next(p.grad for p in compiled.parameters() if p.grad is not None).to_local().fill_(float("inf"))
+        scaler.step(optimizers[0])
+        scaler.update()
+        optimizers[0].zero_grad()
+        for name, parameter in compiled.named_parameters():
+            if is_infinite:
+                same(parameter, plain.get_parameter(name), f"{name} after a step that is skipped")
+    plain(**batch())["loss"].backward()
+    optimizers[1].step()
+    for name, parameter in compiled.named_parameters():
+        same(parameter, plain.get_parameter(name), name)
+
+
 def clipping(mesh: DeviceMesh) -> None:
     """Torch's own is right without stages, also where neighbours lie otherwise."""
     for role in ROLES:
@@ -268,6 +326,9 @@ CHECKS: dict[str, Check] = {
         stages_refuse_whole_states,
         stages_save_and_load_their_parts,
         stages_refuse_flags,
+        stages_differentiate,
+        stages_without_parameters_to_train,
+        stages_skip_infinite_steps_together,
         clipping,
         whole_states,
         losses_and_flags,

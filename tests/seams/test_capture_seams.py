@@ -212,6 +212,34 @@ def test_bags(weighted: bool, options: dict[str, Any]) -> None:
     in_roles_and_microbatches(Bags(weighted, **options), {"ids": ids, "x": torch.randn(BATCH, 7, dtype=f64)})
 
 
+class Lists(nn.Module):
+    """Bags of unlike sizes, one of them empty, that lie behind each other in one list."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.bags, self.head = nn.EmbeddingBag(11, 6, **options), nn.Linear(6, 3)
+
+    def forward(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
+        return (self.head(self.bags(ids, offsets, weights)) ** 2).mean()
+
+
+@pytest.mark.parametrize(
+    ("weighted", "options"),
+    [
+        (False, {"mode": "mean", "padding_idx": 3}),
+        (False, {"mode": "sum", "include_last_offset": True}),
+        (True, {"mode": "sum"}),
+    ],
+)
+def test_bags_in_a_list(weighted: bool, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    batch = [torch.randint(0, 11, (16,)), torch.tensor([0, 3, 3, 8, 10, 16])]
+    batch += [torch.randn(16)] if weighted else []
+    for role in ("data", "zero", "tensor"):
+        plan = galvatron_fx.Plan.uniform((2,), (role,))
+        galvatron_fx.check(Lists(**options), 2, tuple(batch), plan).raise_if_different()
+
+
 @pytest.mark.parametrize("bags", [False, True])
 def test_sparse_gradients_become_dense(bags: bool) -> None:
     class Table(nn.Module):

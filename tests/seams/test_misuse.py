@@ -105,6 +105,12 @@ def test_explain() -> None:
     refused(galvatron_fx.explain, right, {**wrong, "folder": NOT_TEXT, "progress": NONSENSE, **PASSES})
 
 
+def test_rows_of_ranks_where_the_batch_is_not_first(mesh: DeviceMesh) -> None:
+    model = nn.TransformerEncoderLayer(8, 2, 16)
+    with pytest.raises(InputError, match=r"batch='local' .* the batch of 0 is dim 1: give the global batch"):
+        galvatron_fx.compile(model, mesh, (torch.randn(6, 4, 8),), batch="local")
+
+
 def test_compile(mesh: DeviceMesh) -> None:
     right = {"model": Regression(), "mesh": mesh, "example_inputs": BATCH}
     wrong = {"mesh": [*NONSENSE, None], "plan": NONSENSE[1:], "cluster": NONSENSE, "backend": [*NONSENSE, None]}

@@ -217,8 +217,9 @@ def second_derivative(model: DistributedGraphModule, loss: Tensor) -> None:
     (backward_again, "backward\\(\\) ran twice on one forward"),
     (second_derivative, "create_graph=True asks for gradients of gradients"),
 ])  # fmt: skip
-def test_wrong_ways_to_call_backward(mesh: DeviceMesh, use: Callable[..., None], said: str) -> None:
-    compiled, _ = pair(mesh)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_wrong_ways_to_call_backward(mesh: DeviceMesh, use: Callable[..., None], said: str, microbatches: int) -> None:
+    compiled, _ = pair(mesh, microbatches=microbatches)
     with pytest.raises(InputError, match=said):
         use(compiled, compiled(**batch())["loss"])
 

@@ -209,6 +209,11 @@ class Signature:
     detached: tuple[int, ...] = ()
     output_names: tuple[str, ...] = ()
 
+    @property
+    def beside_loss(self) -> frozenset[int]:
+        """Positions of outputs that need gradients, and get none where the loss alone is differentiated."""
+        return frozenset({*self.detached, *self.scalars} - {self.loss})
+
     def having(self, **changes: Any) -> Signature:
         """Return a copy with some fields changed."""
         return replace(self, **changes)

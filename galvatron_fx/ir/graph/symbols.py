@@ -9,7 +9,7 @@ concrete trace stays the truth: expressions serve prices, and other sizes where 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -40,6 +40,54 @@ class Sizes:
 
 
 @dataclass(frozen=True)
+class InputDims:
+    """Which dim of each input is the batch, and which the sequence; None where it has none."""
+
+    batch: tuple[int | None, ...]
+    sequence: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, shapes: Shapes, dtypes: Sequence[torch.dtype], batch_dims: Sequence[int] = ()) -> InputDims:
+        """Where inputs have their batch: ``batch_dims`` of each, 0 where not given.
+
+        The batch is the commonest size there; inputs that have another size there have it first, or not at all (labels
+        [batch] beside [sequence, batch]). The sequence is the commonest size of the dim beside the batch, of inputs
+        that may have one.
+        """
+        wanted = batch_dims or (0,) * len(shapes)
+        batch = _commonest(shape[at] for shape, at in zip(shapes, wanted, strict=True) if at < len(shape))
+        batched = tuple(
+            next((dim for dim in (at, 0) if dim < len(shape) and shape[dim] == batch), None)
+            for shape, at in zip(shapes, wanted, strict=True)
+        )
+        beside = tuple(
+            int(at != 1) if _may_have_sequence(shape, dtype) and at in (0, 1, None) else None
+            for shape, dtype, at in zip(shapes, dtypes, batched, strict=True)
+        )
+        length = _commonest(shape[at] for shape, at in zip(shapes, beside, strict=True) if at is not None)
+        sequence = (
+            at if at is not None and shape[at] == length else None for shape, at in zip(shapes, beside, strict=True)
+        )
+        return cls(batched, tuple(sequence))
+
+    def sizes(self, shapes: Shapes) -> Sizes:
+        """Batch and sequence of inputs; 0 for what they have not."""
+        return Sizes(*(_commonest(_sizes_at(shapes, dims)) for dims in (self.batch, self.sequence)))
+
+    def resized(self, shapes: Shapes, other: Sizes) -> Shapes:
+        """Shapes of inputs at other sizes: the batch changes, and the sequence unless ``other.sequence`` is 0."""
+        resized = []
+        for shape, batch, sequence in zip(shapes, self.batch, self.sequence, strict=True):
+            sizes = list(shape)
+            if batch is not None:
+                sizes[batch] = other.batch
+            if sequence is not None and other.sequence:
+                sizes[sequence] = other.sequence
+            resized.append(tuple(sizes))
+        return resized
+
+
+@dataclass(frozen=True)
 class SecondTrace:
     """The same program as a first trace, at other ``sizes``; their ``sequence`` is 0 where only the batch varies."""
 
@@ -48,26 +96,24 @@ class SecondTrace:
 
 
 def fit_symbols(
-    graph: fx.GraphModule,
-    shapes: Shapes,
-    dtypes: Sequence[torch.dtype],
-    retrace: Callable[[Shapes], fx.GraphModule],
+    graph: fx.GraphModule, shapes: Shapes, dims: InputDims, retrace: Callable[[Shapes], fx.GraphModule]
 ) -> SecondTrace | None:
     """Give every node's spec its symbolic ``dims``, by tracing again at other sizes; return that trace.
 
-    Where the model cannot be traced at another sequence size (convolutions over images, fixed windows), only the
-    batch varies; where it cannot be at another batch size either, shapes stay concrete, there is no second trace, and
-    the graph says so in ``graph.meta["symbols"]``, the :class:`Sizes` of the trace or None.
+    ``shapes``: of the inputs, of which ``dims`` say where they have batch and sequence. Where the model cannot be
+    traced at another sequence size (convolutions over images, fixed windows), only the batch varies; where it cannot be
+    at another batch size either, shapes stay concrete, there is no second trace, and the graph says so in
+    ``graph.meta["symbols"]``, the :class:`Sizes` of the trace or None.
     """
-    batch, sequence = input_sizes(shapes, dtypes)
+    known = dims.sizes(shapes)
     graph.meta["symbols"] = None
-    for other in _other_sizes(batch, sequence):
+    for other in _other_sizes(known.batch, known.sequence):
         try:
             with failures_unlogged():
-                second = retrace(resized_shapes(shapes, dtypes, other))
+                second = retrace(dims.resized(shapes, other))
         except GalvatronError:
             continue
-        base = Sizes(batch, sequence if other.sequence else 0)
+        base = Sizes(known.batch, known.sequence if other.sequence else 0)
         if annotate(graph, second, base, other):
             graph.meta["symbols"] = base
             return SecondTrace(other, second)
@@ -96,15 +142,18 @@ def _value_at(dim: sympy.Expr, sizes: Sizes) -> int | None:
     return int(value) if isinstance(value, sympy.Integer) else None
 
 
-def input_sizes(shapes: Shapes, dtypes: Sequence[torch.dtype]) -> tuple[int, int]:
-    """The commonest first size, and the commonest second size of inputs that may have a sequence dim."""
-    seconds = Counter(shape[1] for shape, dtype in zip(shapes, dtypes, strict=True) if _may_have_sequence(shape, dtype))
-    return batch_size([shape[0] for shape in shapes if shape]), (seconds.most_common(1)[0][0] if seconds else 0)
-
-
 def batch_size(firsts: Sequence[int]) -> int:
     """The batch of inputs with these first sizes: the commonest; 0 where there is none."""
-    return Counter(firsts).most_common(1)[0][0] if firsts else 0
+    return _commonest(firsts)
+
+
+def _commonest(sizes: Iterable[int]) -> int:
+    counted = Counter(sizes).most_common(1)
+    return counted[0][0] if counted else 0
+
+
+def _sizes_at(shapes: Shapes, dims: Sequence[int | None]) -> Iterator[int]:
+    return (shape[dim] for shape, dim in zip(shapes, dims, strict=True) if dim is not None)
 
 
 def _may_have_sequence(shape: tuple[int, ...], dtype: torch.dtype) -> bool:
@@ -147,20 +196,6 @@ def _tells(base: Sizes, other: Sizes) -> bool:
         more: fit(*(size.batch * (size.sequence + more) for size in (base, other)), base, other) for more in (-1, 1)
     }
     return read == {more: BATCH * (SEQUENCE + more) for more in (-1, 1)}
-
-
-def resized_shapes(shapes: Shapes, dtypes: Sequence[torch.dtype], other: Sizes) -> Shapes:
-    """Shapes of inputs at other sizes: dims that are the batch change, and sequences unless ``other.sequence`` is 0."""
-    batch, sequence = input_sizes(shapes, dtypes)
-    resized = []
-    for shape, dtype in zip(shapes, dtypes, strict=True):
-        sizes = list(shape)
-        if sizes and sizes[0] == batch:
-            sizes[0] = other.batch
-        if other.sequence and _may_have_sequence(shape, dtype) and sizes[1] == sequence:
-            sizes[1] = other.sequence
-        resized.append(tuple(sizes))
-    return resized
 
 
 def annotate(graph: fx.GraphModule, second: fx.GraphModule, base: Sizes, other: Sizes) -> bool:

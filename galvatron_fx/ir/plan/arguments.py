@@ -91,6 +91,12 @@ def _has_state(value: Any) -> bool:
     return value is None or (not isinstance(value, type) and all(map(callable, methods)))
 
 
+def _is_batch_dim(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return bool(value) and all(isinstance(name, str) and _is_int(dim) for name, dim in value.items())
+    return value is None or _is_int(value)
+
+
 def _is_constraints(value: Any) -> bool:
     if value is None:
         return True
@@ -117,6 +123,9 @@ _ARGUMENTS: dict[str, _Argument] = {
     ),
     "batch": _Argument(_count(1), "give a number of samples from 1, or None for that of the example inputs"),
     "sequence": _Argument(_count(1), "give a number of tokens from 1, or None for that of the example inputs"),
+    "batch_dim": _Argument(
+        _is_batch_dim, "give the dim that is the batch in all inputs, a dict of those of some inputs by name, or None"
+    ),
     "num_blocks": _Argument(_count(1), "give an int from 1, or None for any number of blocks", PlanError),
     "roles": _Argument(_is_sequence, _EXAMPLE_ROLES, PlanError),
     "recompute": _Argument(

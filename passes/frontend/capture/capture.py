@@ -15,9 +15,10 @@ from galvatron_fx.ir.graph.metadata import (
     output_ports,
 )
 from galvatron_fx.ir.graph.precision import Precision, computed_in, set_precision
-from galvatron_fx.ir.graph.symbols import fit_symbols
+from galvatron_fx.ir.graph.symbols import InputDims
 from galvatron_fx.ir.torch_compat import export_joint, failures_unlogged, new_fake_mode
 from passes.frontend.capture.attribute_writes import StateWritten
+from passes.frontend.capture.batch_dims import BatchDim, fit_sizes
 from passes.frontend.capture.compare_layers import UnlikeUnits
 from passes.frontend.capture.effect_tokens import drop_tokens
 from passes.frontend.capture.fake_model import FlatModel, fake_weights, module_names, passing_through
@@ -51,7 +52,8 @@ class Capture:
     in a fraction of its time (see :mod:`passes.frontend.capture.find_repeats` and
     :mod:`passes.frontend.capture.repeat_layers`). ``policy``: the model sees parameters and inputs in the dtype that it
     is to compute in, as if they had been cast before its forward;
-    :class:`passes.frontend.mixed_precision.MixedPrecision` writes the casts of parameters down.
+    :class:`passes.frontend.mixed_precision.MixedPrecision` writes the casts of parameters down. ``batch_dim``: which
+    dim of the inputs is the batch (:mod:`passes.frontend.capture.batch_dims`).
 
     If the model returns scalars that need gradients (its losses), they alone are differentiable, and the other outputs
     (logits, hidden states) are returned detached; a model without such a scalar keeps every floating output
@@ -61,6 +63,7 @@ class Capture:
     symbolic: bool = True
     share_layers: bool = True
     policy: MixedPrecisionPolicy | None = None
+    batch_dim: BatchDim = None
 
     def run(self, model: nn.Module, example_inputs: ExampleInputs) -> fx.GraphModule:
         """Capture ``model`` on ``example_inputs`` (a dict of keyword arguments, a tuple or one tensor; the global
@@ -128,13 +131,16 @@ class Capture:
 
         inputs = flat.inputs
         graph = trace(inputs.shapes)
-        second = fit_symbols(graph, inputs.shapes, inputs.dtypes, trace) if self.symbolic else None
+        if self.symbolic:
+            dims, second = fit_sizes(graph, inputs, trace, self.batch_dim)
+        else:
+            dims, second = InputDims.of(inputs.shapes, inputs.dtypes), None
         if self.policy is not None:
             parameters = dict(flat.module.named_parameters(remove_duplicate=False))
             dtypes = {name: p.dtype for name, p in parameters.items() if p.is_floating_point()}
             _refuse_rounded_updates(graph, parameters, self.policy)
             set_precision(graph, Precision(self.policy, dtypes))
-        return Trace(inputs, repeats, graph, second, lambda shapes: _trace_again(flat, shapes, repeats, held))
+        return Trace(inputs, dims, repeats, graph, second, lambda shapes: _trace_again(flat, shapes, repeats, held))
 
 
 def _trace_again(

@@ -11,7 +11,7 @@ from torch import fx
 
 from galvatron_fx.ir.errors import GalvatronError
 from galvatron_fx.ir.graph.rewrite import copied
-from galvatron_fx.ir.graph.symbols import SecondTrace, Shapes, Sizes, input_sizes, resized_shapes
+from galvatron_fx.ir.graph.symbols import InputDims, SecondTrace, Shapes, Sizes
 from passes.frontend.capture.cleanup import CleanGraph
 from passes.frontend.capture.compare_layers import UnlikeUnits
 from passes.frontend.capture.find_repeats import Repeat
@@ -32,9 +32,9 @@ _ROOM = 4  # batches are held against a trace this many times as far away as is 
 class Trace:
     """A model's step as it was traced at the sizes of ``inputs``, a few of its equal layers standing for all.
 
-    ``graph``: the trace; ``whole``: its graph at these sizes, cleaned, with all layers; ``second``: the same trace at
-    other sizes, None where these cannot change; ``again``: traces at given shapes of the inputs, one for each of
-    ``inputs.shapes``.
+    ``dims``: where the inputs have batch and sequence; ``graph``: the trace; ``whole``: its graph at these sizes,
+    cleaned, with all layers; ``second``: the same trace at other sizes, None where these cannot change; ``again``:
+    traces at given shapes of the inputs, one for each of ``inputs.shapes``.
 
     Expressions that hold at two sizes may hold by chance, and a model may take another path from some size on. So they
     are held against further traces, at the smallest and at the largest sizes that were asked for: what is equal
@@ -42,6 +42,7 @@ class Trace:
     """
 
     inputs: FlatInputs
+    dims: InputDims
     repeats: tuple[Repeat, ...]
     graph: fx.GraphModule
     second: SecondTrace | None
@@ -55,7 +56,7 @@ class Trace:
     @property
     def sizes(self) -> Sizes:
         """Batch and sequence of the inputs; the latter 0 where there is none."""
-        return Sizes(*input_sizes(self.inputs.shapes, self.inputs.dtypes))
+        return self.dims.sizes(self.inputs.shapes)
 
     def at(self, inputs: FlatInputs) -> fx.GraphModule:
         """The graph for ``inputs``, as if it had been captured on them.
@@ -63,7 +64,7 @@ class Trace:
         Raises OtherSizes, saying why, where it has to be: where they are not the traced ones at another batch and
         sequence, and where a size in the graph is no expression of these.
         """
-        sizes = Sizes(*input_sizes(inputs.shapes, inputs.dtypes))
+        sizes = self._sizes_of(inputs)
         self._check_inputs(inputs, sizes)
         if inputs.shapes == self.inputs.shapes:
             return self._whole(copied(self.graph))
@@ -78,7 +79,7 @@ class Trace:
 
     def inputs_at(self, sizes: Sizes) -> FlatInputs:
         """The inputs at other sizes, without data; ``sizes.sequence`` of 0 leaves that as it is."""
-        return _resized(self.inputs, sizes)
+        return self._resized(sizes)
 
     def hold(self, least: Sizes, most: Sizes) -> None:
         """Hold the expressions against traces at the ends of a range that is going to be asked for.
@@ -93,7 +94,7 @@ class Trace:
 
     def _check_inputs(self, inputs: FlatInputs, sizes: Sizes) -> None:
         """See that the inputs are the traced ones but for batch and sequence."""
-        wanted = _resized(self.inputs, sizes)
+        wanted = self._resized(sizes)
         if _described(inputs) != _described(wanted):
             raise OtherSizes(
                 f"the inputs {_shapes(inputs)} are not those of the trace, {_shapes(self.inputs)}, at another batch "
@@ -117,6 +118,22 @@ class Trace:
             raise OtherSizes("it is another program already at the next batch")
         return SizeExpressions.of(self.graph, self.second)
 
+    def _sizes_of(self, inputs: FlatInputs) -> Sizes:
+        alike = [len(shape) for shape in inputs.shapes] == [len(shape) for shape in self.inputs.shapes]
+        return self.dims.sizes(inputs.shapes) if alike else self.sizes
+
+    def _resized(self, sizes: Sizes) -> FlatInputs:
+        shapes = iter(self.dims.resized(self.inputs.shapes, sizes))
+
+        def at(leaf: torch.Tensor) -> torch.Tensor:
+            shape = next(shapes)
+            if shape == tuple(leaf.shape):
+                return leaf
+            return torch.empty(shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
+
+        leaves = (at(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.inputs.leaves)
+        return replace(self.inputs, leaves=tuple(leaves))
+
     # ---- held against traces ----
 
     def _hold(self, sizes: Sizes) -> None:
@@ -137,7 +154,7 @@ class Trace:
             self._hold_at(near)
 
     def _hold_at(self, sizes: Sizes) -> None:
-        inputs = _resized(self.inputs, sizes)
+        inputs = self._resized(sizes)
         mine = Resize(self._expressions, sizes, inputs).run(self.graph)
         try:
             traced = self.again(inputs.shapes)
@@ -158,18 +175,6 @@ def _further(end: Sizes, base: Sizes) -> Sizes:
     if end.batch > base.batch:
         return replace(end, batch=end.batch * _ROOM)
     return replace(end, batch=max(2, end.batch // _ROOM)) if 2 < end.batch < base.batch else end
-
-
-def _resized(inputs: FlatInputs, sizes: Sizes) -> FlatInputs:
-    shapes = iter(resized_shapes(inputs.shapes, inputs.dtypes, sizes))
-
-    def at(leaf: torch.Tensor) -> torch.Tensor:
-        shape = next(shapes)
-        if shape == tuple(leaf.shape):
-            return leaf
-        return torch.empty(shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
-
-    return replace(inputs, leaves=tuple(at(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in inputs.leaves))
 
 
 def _described(inputs: FlatInputs) -> tuple[object, ...]:

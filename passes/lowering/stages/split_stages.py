@@ -5,32 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import fx
 
 from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.metadata import InputSpec, OutputSpec, TensorSpec, meta_of, output_ports, ports
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
-from galvatron_fx.ir.graph.precision import cast_gradient, cast_parameter
+from galvatron_fx.ir.graph.precision import cast_parameter
 from galvatron_fx.ir.graph.rewrite import copied, eliminate_dead_code
 from galvatron_fx.ir.plan.strategy import Strategy
-from passes.analysis.dataflow import ancestors, input_only_ops
+from passes.analysis.dataflow import LINEAR_OPS, ancestors, input_only_ops
 from passes.lowering.rematerialize import made_of_parameters
 from passes.lowering.stages.stage_tasks import Draft, Task, names_of, write_tasks
 
-aten = torch.ops.aten
-
-# Operators that a sum passes through, so that gradients can be added up in front of them.
-_LINEAR = (
-    aten.t.default,
-    aten.permute.default,
-    aten.transpose.int,
-    aten.view.default,
-    aten.reshape.default,
-    c.shard,
-    cast_gradient,
-)
 _REDUCES = (c.all_reduce, c.reduce_scatter)
 _MAKES_USABLE = (c.all_gather, cast_parameter)
 
@@ -281,7 +268,7 @@ class _Cut:
         for node in reversed(backward):
             calls = [u for u in node.users if u.op == "call_function"]
             only_ends = bool(calls or node in ends) and all(u in late for u in calls)
-            if only_ends and (self._waits(node) or node.target in _LINEAR):
+            if only_ends and (self._waits(node) or (node.target in LINEAR_OPS or node.target is c.shard)):
                 late.add(node)
         useful: set[fx.Node] = set()
         for node in backward:

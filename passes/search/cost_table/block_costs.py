@@ -72,7 +72,8 @@ class _Columns:
 
     ``forward_wait_s``, ``backward_wait_s``: of forward and backward, what is waited for where it starts;
     ``gather_start_s`` and the like: to start them; ``gather_work_s`` and the like: casts and packing; ``forward_waits``
-    and the like: how many collectives.
+    and the like: how many collectives;
+    ``far_s``: to reduce terms of gradients that other stages have, if there are any.
     """
 
     forward_s: Floats
@@ -94,6 +95,7 @@ class _Columns:
     reduce_s: Floats
     reduce_start_s: Floats
     reduce_work_s: Floats
+    far_s: Floats
     update_s: Floats
     static_bytes: Floats
     saved_bytes: Floats
@@ -139,10 +141,7 @@ class BlockPricer:
             np.array([strategy.keep_gathered for strategy, _, _ in wanted], dtype=np.bool_),
             np.array([strategy.gather_late for strategy, _, _ in wanted], dtype=np.bool_),
             np.array([num_microbatches > 1 for _, num_microbatches, _ in wanted], dtype=np.bool_),
-            np.array(
-                [num_microbatches > 1 or PIPELINE in strategy.roles for strategy, num_microbatches, _ in wanted],
-                dtype=np.bool_,
-            ),
+            np.array([PIPELINE in strategy.roles for strategy, _, _ in wanted], dtype=np.bool_),
             self.cluster,
         )
 
@@ -167,7 +166,7 @@ class BlockPricer:
 
 
 def _prices(
-    terms: _Columns, recompute: Bools, keep: Bools, late: Bools, several: Bools, staged: Bools, cluster: Cluster
+    terms: _Columns, recompute: Bools, keep: Bools, late: Bools, several: Bools, pipelined: Bools, cluster: Cluster
 ) -> BlockPrices:
     """What recomputation, keeping gathered parameters, several micro-batches and tasks of stages make of a block's
     terms.
@@ -176,6 +175,7 @@ def _prices(
     do reductions run beside what comes next; exactly so in a row of equal blocks.
     """
     device, overlap = cluster.device, cluster.overlap
+    staged = several | pipelined
     keep = keep & ~recompute
     rebuilt = np.where(recompute, terms.saved_bytes - terms.entering_bytes, 0.0)
     kept = np.where(keep, terms.gathered_bytes, 0.0)
@@ -214,6 +214,7 @@ def _prices(
         backward_s=backward_s + exposed + np.where(again, late_s, 0.0) + backward_late_s,
         weight_s=weights_s + exposed * of_weights,
         once_s=terms.update_s
+        + np.where(pipelined, terms.far_s, 0.0)
         + np.where(staged, terms.reduce_s + terms.reduce_work_s, 0.0)
         + np.where(once, terms.gather_s + terms.gather_work_s + terms.scatter_s + terms.scatter_work_s, 0.0),
         static_bytes=np.floor(terms.static_bytes - terms.gradient_bytes + kept + np.maximum(gradients, sums)),
@@ -298,6 +299,7 @@ class _Evaluation:
             reduce_s=moves["reduce"].seconds,
             reduce_start_s=moves["reduce"].start_s,
             reduce_work_s=moves["reduce"].work_s,
+            far_s=moves["far"].seconds + moves["far"].work_s,
             update_s=update,
             static_bytes=static,
             saved_bytes=saved.sum(axis=0),
@@ -332,12 +334,12 @@ class _Evaluation:
 
     def _moves(self) -> dict[str, _Sent]:
         """The redistributions by phase, and finished gradients that are scattered or all-reduced."""
-        slots = ("forward", "backward", "scatter", "reduce", "again")
+        slots = ("forward", "backward", "scatter", "reduce", "again", "far")
         moved = dict.fromkeys(slots, _Sent(*(np.zeros(len(self.num_microbatches)) for _ in _Sent._fields)))
         size = self._on_rank(self.terms.moved)
         for move in dict.fromkeys(self.terms.moves):
             rows = np.flatnonzero([other == move for other in self.terms.moves])
-            sent = self._sent(move.kind, size[rows], move.role, bundled=move.slot in ("scatter", "reduce"))
+            sent = self._sent(move.kind, size[rows], move.role, bundled=move.slot in ("scatter", "reduce", "far"))
             for slot in (move.slot, "again") if move.rebuilt else (move.slot,):
                 moved[slot] = _Sent(*map(np.add, moved[slot], sent))
         return moved
@@ -398,7 +400,8 @@ class _Evaluation:
         nothing = np.zeros(len(self.num_microbatches))
         gathers = _Sent(nothing, nothing, traffic_s(self.cluster.device, read.sum(axis=0)), nothing)
         if "zero" in roles:
-            moved = np.where(degrees > 1, weight_bytes * np.minimum(computed, 1.0), 0.0)
+            gathered = (degrees > 1) & weights.gathered[weights.used, None]
+            moved = np.where(gathered, weight_bytes * np.minimum(computed, 1.0), 0.0)
             sent = self._sent("all_gather", moved, roles.index("zero"), bundled=True)
             gathers = sent._replace(work_s=gathers.work_s + sent.work_s)
         return gathers, np.where(cast | (degrees > 1), weight_bytes * computed, 0.0).sum(axis=0)

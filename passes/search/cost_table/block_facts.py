@@ -61,6 +61,12 @@ class BlockFacts:
         return frozenset(source for node in self.nodes for source in input_nodes(node)) & self.graph.parameters
 
     @cached_property
+    def gathered(self) -> frozenset[fx.Node]:
+        """Those of them that the block before does not use: blocks side by side take one gather."""
+        before = self.graph.blocks.get(self.index - 1, [])
+        return self.used - frozenset(source for node in before for source in input_nodes(node))
+
+    @cached_property
     def gradients(self) -> list[tuple[fx.Node, fx.Node]]:
         """(parameter, gradient) pairs made in the block."""
         return [(parameter, node) for parameter, node in self.graph.gradients if node in self.inside]
@@ -69,6 +75,18 @@ class BlockFacts:
     def final(self) -> set[fx.Node]:
         """Gradients, and what they are only another view of."""
         return {value for _, node in self.gradients for value in _through_views(node)}
+
+    @cached_property
+    def far_terms(self) -> list[fx.Node]:
+        """What the block adds to gradients of blocks that are not beside it: pipelines hold these in other stages, and
+        reduce a gradient in each.
+        """
+        takers = {node: [meta_of(user).block for user in node.users if user.op != "output"] for node in self.nodes}
+        return [
+            node
+            for node in self.nodes
+            if node in self.graph.terms and min(takers[node], default=self.index) < self.index - 1
+        ]
 
     @cached_property
     def for_weights(self) -> set[fx.Node]:

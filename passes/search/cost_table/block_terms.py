@@ -16,7 +16,7 @@ from torch import fx
 from galvatron_fx.ir.arrays import Bools, Floats, Ints
 from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
-from galvatron_fx.ir.graph.placement import REPLICATE, Partial, Placement, Shard
+from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement, Shard
 from galvatron_fx.ir.graph.precision import cast_parameter
 from galvatron_fx.ir.graph.symbols import BATCH
 from passes.search.cost_table.block_facts import BlockFacts
@@ -77,7 +77,8 @@ class Operators:
 class Redistribution:
     """A redistribution that role ``role`` makes.
 
-    ``kind`` of collective; ``slot``: what it counts to; ``rebuilt``: recomputation makes it again.
+    ``kind`` of collective; ``slot``: what it counts to ("far": to a step whose stages reduce gradients apart);
+    ``rebuilt``: recomputation makes it again.
     """
 
     role: int
@@ -89,7 +90,7 @@ class Redistribution:
 @dataclass(frozen=True)
 class Weights:
     """Parameters: ``amounts``, ``shapes`` and bytes of an element (``itemsizes``) of each, and which of them are
-    trained, owned or used by the block.
+    trained, owned, used or gathered by the block.
 
     ``computed`` and ``reduced``: bytes of what the block computes with and of a gradient before it is reduced, each
     over those of the parameter; ``cast``: whether the two dtypes of the parameter differ.
@@ -101,6 +102,7 @@ class Weights:
     trained: Bools
     owned: Bools
     used: Bools
+    gathered: Bools
     computed: Floats
     reduced: Floats
     cast: Bools
@@ -211,6 +213,11 @@ class _Reading:
                     split = [is_split or other == "zero" for is_split, other in zip(split, self.roles, strict=True)]
                 split[role] = False
                 rows.append((meta_of(source).spec, split))
+            for term in self.block.far_terms:
+                if isinstance(sharding.placement(term), Partial) and sharding.boundaries.get(term) == PARTIAL:
+                    kind = "reduce_scatter" if self.roles[role] == "zero" else "all_reduce"
+                    moves.append(Redistribution(role, kind, "far"))
+                    rows.append((meta_of(term).spec, self._split(term)))
         return tuple(moves), self._amounts(rows)
 
     def _redistributions(self, sharding: AxisSharding) -> list[tuple[fx.Node, Placement, str, Placement, bool]]:
@@ -255,6 +262,7 @@ class _Reading:
             _flags(nodes, self.graph.trained.__contains__),
             _flags(nodes, owned.__contains__),
             _flags(nodes, used.__contains__),
+            _flags(nodes, self.block.gathered.__contains__),
             _ratios(nodes, casts),
             _ratios(nodes, gradients),
             _flags(nodes, casts.__contains__),

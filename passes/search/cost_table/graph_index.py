@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torch import fx
 
 from cost_models.ops import is_free
 from galvatron_fx.ir.graph.metadata import meta_of, output_ports, ports
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
 from galvatron_fx.ir.graph.symbols import Sizes
+from passes.analysis.dataflow import gradient_terms
 
 
 @dataclass(frozen=True)
@@ -55,18 +55,9 @@ class GraphIndex:
             if port.kind == "grad" and node is not None and port.name in named
         )
         trained = frozenset(node for port, node in ports(graph) if port.kind == "param" and port.requires_grad)
-        return cls(graph.meta.get("symbols"), blocks, parameters, trained, first, gradients, _terms(graph))
-
-
-def _terms(graph: fx.GraphModule) -> frozenset[fx.Node]:
-    terms: set[fx.Node] = set()
-    for node in reversed(graph.graph.nodes):
-        users = list(node.users)
-        if node.op == "call_function" and meta_of(node).phase == "backward":
-            sums = (u for u in users if u.op != "output")
-            if users and all(u in terms and u.target is torch.ops.aten.add.Tensor for u in sums):
-                terms.add(node)
-    return frozenset(terms)
+        return cls(
+            graph.meta.get("symbols"), blocks, parameters, trained, first, gradients, frozenset(gradient_terms(graph))
+        )
 
 
 def is_view(node: fx.Node) -> bool:

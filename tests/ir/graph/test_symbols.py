@@ -11,11 +11,12 @@ from torch import fx
 
 from galvatron_fx.errors import CaptureError
 from galvatron_fx.ir.graph.metadata import Dim, meta_of
-from galvatron_fx.ir.graph.symbols import BATCH, SEQUENCE, Shapes, Sizes, annotate, fit_symbols
+from galvatron_fx.ir.graph.symbols import BATCH, SEQUENCE, InputDims, Shapes, Sizes, annotate, fit_symbols
 from tests.graphs import Builder
 
 aten = torch.ops.aten
 b, s = BATCH, SEQUENCE
+EMBEDDINGS = InputDims.of([(3, 8, 4)], [torch.float32])
 
 
 def flattened(batch: int, sequence: int) -> fx.GraphModule:
@@ -34,7 +35,7 @@ def dims(graph: fx.GraphModule) -> dict[str, tuple[Dim, ...]]:
 
 def test_two_traces_give_expressions() -> None:
     graph = flattened(3, 8)
-    fit_symbols(graph, [(3, 8, 4)], [torch.float32], lambda shapes: flattened(*shapes[0][:2]))
+    fit_symbols(graph, [(3, 8, 4)], EMBEDDINGS, lambda shapes: flattened(*shapes[0][:2]))
     assert graph.meta["symbols"] == Sizes(3, 8)
     assert dims(graph) == {
         "x": (b, s, 4),
@@ -53,7 +54,7 @@ def test_where_only_the_batch_may_change() -> None:
         return flattened(*shapes[0][:2])
 
     graph = flattened(3, 8)
-    fit_symbols(graph, [(3, 8, 4)], [torch.float32], retrace)
+    fit_symbols(graph, [(3, 8, 4)], EMBEDDINGS, retrace)
     assert graph.meta["symbols"] == Sizes(3, 0)
     assert dims(graph)["bmm"] == (b, 8, 8) and dims(graph)["view"] == (8 * b, 4)
 
@@ -63,7 +64,7 @@ def test_where_no_size_may_change() -> None:
         raise CaptureError("fixed")
 
     graph = flattened(3, 8)
-    fit_symbols(graph, [(3, 8, 4)], [torch.float32], retrace)
+    fit_symbols(graph, [(3, 8, 4)], EMBEDDINGS, retrace)
     assert graph.meta["symbols"] is None
     assert set(dims(graph).values()) == {()}
 
@@ -79,7 +80,7 @@ def test_another_program_at_other_sizes_gives_no_symbols() -> None:
         return build.finish(("output", "0", x))
 
     graph = unrolled(3)
-    fit_symbols(graph, [(3, 4)], [torch.float32], lambda shapes: unrolled(shapes[0][0]))
+    fit_symbols(graph, [(3, 4)], InputDims.of([(3, 4)], [torch.float32]), lambda shapes: unrolled(shapes[0][0]))
     assert graph.meta["symbols"] is None and dims(graph)["relu"] == ()
 
 
@@ -112,7 +113,7 @@ def test_sizes_of_the_second_trace(shapes: Shapes, dtypes: list[torch.dtype], tr
         raise CaptureError("enough")
 
     graph = flattened(2, 8)
-    fit_symbols(graph, shapes, dtypes, retrace)
+    fit_symbols(graph, shapes, InputDims.of(shapes, dtypes), retrace)
     assert asked[0] == tried
 
 

@@ -7,10 +7,12 @@ import torch
 from expecttest import TestCase
 from torch import Tensor
 
+from galvatron_fx.errors import InputError
 from galvatron_fx.ir.graph.metadata import TensorSpec
 from galvatron_fx.ir.kernels.onednn import has_onednn, on_onednn
 from galvatron_fx.ir.kernels.select import Kernels
 from galvatron_fx.ir.torch_compat import compile_functional
+from galvatron_fx.profiling import kernel_choice
 from galvatron_fx.profiling.kernel_choice import fastest_kernels
 from passes.lowering.codegen import Codegen
 from tests.graphs import Builder, listing
@@ -112,3 +114,15 @@ def test_inductor_calls_it_on_views() -> None:
 def test_the_faster_library_is_measured_once() -> None:
     first = fastest_kernels(alone())
     assert first.device_type == "cpu" and fastest_kernels(alone()) == first
+
+
+def test_torch_s_own_kernels_run_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_choice, "_onednn_is_faster", lambda num_threads: True)
+    assert fastest_kernels(alone()).onednn and not fastest_kernels(alone(), "torch").onednn
+    monkeypatch.setenv("GALVATRON_FX_KERNELS", "torch")
+    assert not fastest_kernels(alone()).onednn and fastest_kernels(alone(), "auto").onednn
+    with pytest.raises(InputError, match="kernels is 'mkl': use one of 'auto', 'torch'"):
+        fastest_kernels(alone(), "mkl")
+    monkeypatch.setenv("GALVATRON_FX_KERNELS", "onednn")
+    with pytest.raises(InputError, match="GALVATRON_FX_KERNELS is 'onednn': use one of"):
+        fastest_kernels(alone())

@@ -150,6 +150,36 @@ def test_what_lies_around_the_stack(five: fx.GraphModule) -> None:
     assert prints[0] not in prints[1:] and prints[-1] not in prints[:-1]
 
 
+class Plain(nn.Module):
+    """Residual layers of a product and an activation."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers)), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("layers", [3, 4])
+def test_plain_layers(layers: int) -> None:
+    """Few and of few operators each, but most of the model."""
+    graph = blocked(Plain(layers), torch.ones(2, 4))
+    assert runs(graph) == [1, layers - 1, 1], "the input needs no gradient"
+    assert [names - {""} for names in modules(graph)] == [{f"layers.{i}"} for i in range(layers)] + [{"head"}]
+
+
+def test_layers_of_a_product_alone() -> None:
+    graph = blocked(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4))), torch.ones(2, 4))
+    assert runs(graph) == [1, 3]
+
+
+def test_two_plain_layers_may_be_alike_by_chance() -> None:
+    assert num_blocks(blocked(Plain(2), torch.ones(2, 4))) == 1
+
+
 def test_without_a_repeat_there_is_one_block() -> None:
     graph = blocked(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)), torch.ones(2, 4))
     assert num_blocks(graph) == 1 and len(fingerprints(graph)) == 1

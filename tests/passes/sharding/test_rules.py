@@ -209,6 +209,19 @@ def repeated_pools() -> list[Call]:
     return calls
 
 
+def distances() -> list[Call]:
+    """Between points, of equal batches and of a batch and one table."""
+    a, b = real(4, 4, 8), real(4, 8, 8)
+    between = In(aten._cdist_forward.default(a.value, b.value, 2.0, None))
+    return [
+        (aten._cdist_forward.default, (a, b, 2.0, None), {}),
+        (aten._cdist_forward.default, (a, real(1, 8, 8), 1.0, None), {}),
+        (aten._cdist_forward.default, (real(4, 8), real(8, 8), 2.0, None), {}),
+        (aten._cdist_backward.default, (real(4, 4, 8), a, b, 2.0, between), {}),
+        (aten.searchsorted.Tensor, (In(torch.arange(8)), whole(8, 4, 8)), {"right": True}),
+    ]
+
+
 def samplers() -> list[Call]:
     """Images read at places between their pixels."""
     image, grid = real(4, 4, 4, 4), In(real(4, 4, 4, 2).value.tanh())
@@ -225,6 +238,7 @@ def samplers() -> list[Call]:
 CALLS: list[Call] = [
     *matrices(),
     *repeated_pools(),
+    *distances(),
     *samplers(),
     (aten.hardshrink_backward.default, (real(4, 8), real(4, 8), 0.5), {}),
     *((aten.scatter_reduce.two, (real(4, 8), 1, whole(8, 4, 4), real(4, 4), how), {}) for how in ("sum", "amax")),

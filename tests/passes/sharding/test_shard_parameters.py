@@ -22,31 +22,33 @@ from tests.helpers import collect, distribute
 aten = torch.ops.aten
 
 
-def column(role: str, degree: int = 2, blocks: int = 2, axis: int = 0) -> MergedAxis:
+def column(role: str, degree: int = 2, blocks: int = 3, axis: int = 0) -> MergedAxis:
     return MergedAxis((axis,), (role,) * blocks, degree)
 
 
-def two_uses() -> fx.GraphModule:
-    """``w`` in blocks 0 and 1 (forward and backward), a bias of three elements, and their gradients as terms."""
+def two_uses(second: int = 2) -> fx.GraphModule:
+    """``w`` in blocks 0 and ``second`` (forward and backward), a bias of three elements, and their gradients as
+    terms.
+    """
     build = Builder()
     x, w = build.input("x", (4, 3)), build.input("w", (3, 4), "param")
     bias = build.input("bias", (3,), "param")
     h = build.call(aten.relu.default, build.call(aten.add.Tensor, x, bias))
     y = build.call(aten.mm.default, h, w)
-    build.block = 1
+    build.block = second
     z = build.call(aten.mm.default, y, build.call(aten.t.default, w))
     loss = build.call(aten.sum.default, z)
     tangent = build.begin_backward()
     g = build.call(aten.expand.default, tangent, [4, 3])
     gy = build.call(aten.mm.default, g, w)
-    first = build.call(aten.mm.default, build.call(aten.t.default, g), y)
+    late = build.call(aten.mm.default, build.call(aten.t.default, g), y)
     build.block = 0
-    second = build.call(aten.mm.default, build.call(aten.t.default, h), gy)
+    early = build.call(aten.mm.default, build.call(aten.t.default, h), gy)
     gh = build.call(
         aten.threshold_backward.default, build.call(aten.mm.default, gy, build.call(aten.t.default, w)), h, 0
     )
     gb = build.call(aten.sum.dim_IntList, gh, [0])
-    gw = build.call(aten.add.Tensor, first, second)
+    gw = build.call(aten.add.Tensor, late, early)
     return build.finish(("output", "0", loss), ("grad", "w", gw), ("grad", "bias", gb), loss=0)
 
 
@@ -56,6 +58,7 @@ def sharded(
     inputs: Mapping[str, Placement] | None = None,
     gradients: Placement = PARTIAL,
     fixed: Mapping[str, tuple[Placement, ...]] | None = None,
+    keep_gathered: bool = False,
 ) -> tuple[dict[str, list[Placement]], dict[str, list[Placement | None]]]:
     """Run the pass; the placements of inputs and outputs afterwards, by name, and the graph changed in place."""
     signature = graph.meta["galvatron"]
@@ -63,7 +66,7 @@ def sharded(
     taken: list[list[Placement | None]] = [
         [gradients if port.kind == "grad" else REPLICATE] * len(columns) for port in signature.outputs
     ]
-    ShardParameters(columns, placed, taken, fixed or {}).run(graph)
+    ShardParameters(columns, placed, taken, fixed or {}, [keep_gathered] * 3).run(graph)
     graph.graph.lint()
     return (
         dict(zip((port.name for port in signature.inputs), placed, strict=True)),
@@ -214,8 +217,17 @@ def test_a_gather_belongs_to_its_block_and_keeps_the_whole_shape() -> None:
     sharded(graph, column("zero"))
     assert [(meta_of(n).block, meta_of(n).phase, meta_of(n).spec.shape) for n in gathers(graph)] == [
         (0, "forward", (3, 4)),
-        (1, "forward", (3, 4)),
+        (2, "forward", (3, 4)),
     ]
+
+
+@pytest.mark.parametrize(("second", "keep_gathered"), [(1, False), (2, True)], ids=["neighbours", "kept"])
+def test_one_gather_for_two_blocks(second: int, keep_gathered: bool) -> None:
+    """Where the parameter would be gathered ahead for a neighbour anyway, or is kept until backward."""
+    graph = two_uses(second)
+    sharded(graph, column("zero"), keep_gathered=keep_gathered)
+    (gather,) = gathers(graph)
+    assert meta_of(gather).block == 0 and {meta_of(user).block for user in gather.users} == {0, second}
 
 
 @pytest.mark.parametrize("role", ["data", "tensor", "sequence"])
@@ -230,9 +242,9 @@ def test_other_roles_change_nothing(role: str) -> None:
 def test_the_block_of_the_first_use_decides() -> None:
     first, second = two_uses(), two_uses()
     before = listing(second)
-    sharded(first, MergedAxis((0,), ("zero", "data"), 2))
-    assert [meta_of(node).block for node in gathers(first)] == [0, 1], "the other block gathers what it borrows"
-    sharded(second, MergedAxis((0,), ("data", "zero"), 2))
+    sharded(first, MergedAxis((0,), ("zero", "data", "data"), 2))
+    assert [meta_of(node).block for node in gathers(first)] == [0, 2], "the other block gathers what it borrows"
+    sharded(second, MergedAxis((0,), ("data", "zero", "zero"), 2))
     assert listing(second) == before
 
 

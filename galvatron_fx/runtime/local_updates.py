@@ -1,0 +1,137 @@
+"""Optimizers of torch update this rank's parts of parameters: on DTensors each operator goes through Python.
+
+What people see stays as it is: parameters, gradients and states are DTensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from galvatron_fx.ir.errors import InputError
+from galvatron_fx.ir.torch_compat import lie_alike, local_tensor
+from galvatron_fx.runtime.dtensor_views import lie_like, local_part
+
+__all__ = ["mark_for_local_updates", "watch_updates"]
+
+_STATES = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
+_MARK = "updated_locally"
+
+
+def watch_updates(model: nn.Module) -> None:
+    """Have steps of torch's elementwise optimizers over parameters of a compiled ``model`` run on local tensors."""
+    _register()
+    for parameter in model.parameters():
+        mark_for_local_updates(parameter)
+
+
+def mark_for_local_updates(parameter: Tensor) -> None:
+    """Say that a parameter is one of a compiled model."""
+    setattr(parameter, _MARK, True)
+
+
+@cache
+def _register() -> None:
+    register_optimizer_step_pre_hook(_on_local_tensors)
+
+
+def _on_local_tensors(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Put a twin of the optimizer, over local tensors, in its place for this step; None where it steps itself."""
+    twin_class = _TWINS.get(type(optimizer))
+    if twin_class is None or len(args) > 1 or kwargs:
+        return None
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if not any(hasattr(parameter, _MARK) for parameter in parameters):
+        return None
+    twin = object.__new__(twin_class)
+    twin.__dict__ = {**optimizer.__dict__, "state": _LocalStates(optimizer.state), "whole": optimizer}
+    del twin.__dict__["param_groups"]
+    return (twin,), kwargs
+
+
+class _Twin:
+    """Steps once, with the settings of an optimizer (``whole``) and its states, on aliases of local tensors."""
+
+    whole: Optimizer
+    state: _LocalStates
+
+    @cached_property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Read when all hooks have run: they may set learning rates and gradients."""
+        with torch.no_grad():
+            groups = [
+                {**group, "params": [self.state.alias(parameter) for parameter in group["params"]]}
+                for group in self.whole.param_groups
+            ]
+        for group in groups:
+            # As for DTensors: one parameter after the other, unless told otherwise. Plans count what that makes.
+            group["foreach"] = bool(group.get("foreach"))
+            # Fused kernels do not count that they write, by which backward notices an early step.
+            increment_version([alias for alias in group["params"] if alias.grad is not None])
+        return groups
+
+
+# They treat each element by itself: what a rank holds is updated as it is in the whole.
+_TWINS: dict[type[Optimizer], type[Any]] = {kind: type(kind.__name__, (_Twin, kind), {}) for kind in (Adam, AdamW, SGD)}
+
+
+class _LocalStates(dict[Tensor, "_LocalState"]):
+    """States by alias of a local tensor, made when they are asked for."""
+
+    def __init__(self, states: MutableMapping[Tensor, dict[str, Any]]) -> None:
+        super().__init__()
+        self._states = states
+        self._parameters: dict[int, Tensor] = {}
+
+    def alias(self, parameter: Tensor) -> Tensor:
+        """The same memory as a rank's part of ``parameter``, with its part of the gradient, while the step lasts."""
+        alias = local_part(parameter).detach()
+        gradient = parameter.grad
+        if gradient is not None:
+            alias.grad = _part("gradient", gradient, parameter)
+        self._parameters[id(alias)] = parameter
+        return alias
+
+    def __missing__(self, alias: Tensor) -> _LocalState:
+        parameter = self._parameters[id(alias)]
+        state = _LocalState(self._states[parameter], parameter)
+        self[alias] = state
+        return state
+
+
+class _LocalState(dict[str, Any]):
+    """This rank's parts of a parameter's states; what is put in is shown as DTensor where it lies as the parameter."""
+
+    def __init__(self, shown: dict[str, Any], parameter: Tensor) -> None:
+        parts = {
+            name: _part(f"optimizer's state '{name}'", value, parameter) if name in _STATES else value
+            for name, value in shown.items()
+        }
+        super().__init__(parts)
+        self._shown, self._parameter = shown, parameter
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        is_part = name in _STATES and isinstance(value, Tensor)
+        self._shown[name] = lie_like(self._parameter, value) if is_part else value
+
+
+def _part(what: str, value: Tensor | None, parameter: Tensor) -> Tensor | None:
+    """This rank's part of what lies as its ``parameter`` does."""
+    if value is None or not isinstance(parameter, DTensor):
+        return value
+    if not isinstance(value, DTensor) or not lie_alike(value, parameter):
+        raise InputError(
+            f"the {what} of a parameter of shape {tuple(parameter.shape)} does not lie as the parameter does "
+            f"({parameter.placements}): make it as torch.zeros_like(parameter), or load it by "
+            f"torch.distributed.checkpoint or a Checkpointer"
+        )
+    return local_tensor(value)
