@@ -19,7 +19,7 @@ from galvatron_fx.ir.plan.arguments import check_arguments
 from galvatron_fx.ir.plan.optimizers import ADAM
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.progress import Observer
-from galvatron_fx.ir.plan.strategy import SEARCHED_ROLES
+from galvatron_fx.ir.plan.strategy import ROLES
 from galvatron_fx.pass_insertion import InsertedPasses, pass_control
 from galvatron_fx.plain_model import plain_model
 from galvatron_fx.planning_session import PlanningSession
@@ -68,7 +68,7 @@ def plan(
     batch: int | None = None,
     sequence: int | None = None,
     memory_budget: str | int | None = None,
-    roles: Sequence[str] = SEARCHED_ROLES,
+    roles: Sequence[str] = ROLES,
     recompute: str | bool = "auto",
     constraints: Constraints | None = None,
     num_stages: int | None = None,
@@ -77,6 +77,7 @@ def plan(
     search_seconds: float | None = None,
     optimizer: str = ADAM,
     mixed_precision: MixedPrecisionPolicy | None = None,
+    simulate_runners_up: bool = True,
     progress: Observer | None = None,
     on_pass: OnPass | None = None,
     passes: InsertedPasses | None = None,
@@ -89,7 +90,7 @@ def plan(
     in place of inputs; ``cluster``: devices and links, possibly of a machine that is not here; ``example_inputs``: the
     global batch;
     ``memory_budget``: bytes per device, a number or a text like "12GiB" (default: the device's memory);
-    ``roles``: what mesh axes may do (``pipeline`` only if named, or ``num_stages`` pinned: it takes longer);
+    ``roles``: what mesh axes may do (default: all that there are);
     ``recompute``: "auto" (chosen per block), True or False for all blocks;
     ``constraints``: module name -> :class:`Strategy` (or its roles) for the blocks that hold the module;
     ``num_stages``, ``num_microbatches``, ``schedule`` (one of :data:`galvatron_fx.ir.plan.schedule.SCHEDULES`): pinned,
@@ -97,6 +98,8 @@ def plan(
     ``search_seconds``: when to take the best plan found so far, at the next configuration (its ``notes`` say so);
     ``optimizer``: whose states and update count (one of :data:`galvatron_fx.ir.plan.optimizers.OPTIMIZERS`);
     ``mixed_precision``: a ``torch.distributed.fsdp.MixedPrecisionPolicy``, the dtypes to compute and to reduce in;
+    ``simulate_runners_up``: whether the report says what plans that people know (DDP, FSDP), and the best of other
+    pipelines, would have cost, up to five, each simulated;
     ``progress``: called with every :class:`galvatron_fx.ir.plan.progress.Progress`;
     ``on_pass``: called with the name of every pass and its graph; ``passes``: your own passes to run behind ours, by
     name, such as ``{"Decompose": MyPass()}`` (docs/adding-a-pass.md); before the search, those of the front end;
@@ -106,18 +109,25 @@ def plan(
     nothing fits, PlanError for unknown roles or modules and for pins that cannot be, and TimeLimitError where
     ``search_seconds`` were too few for any plan.
     """
-    check_arguments(progress=progress, batch=batch, sequence=sequence, batch_dim=batch_dim)
+    check_arguments(
+        progress=progress,
+        batch=batch,
+        sequence=sequence,
+        batch_dim=batch_dim,
+        simulate_runners_up=simulate_runners_up,
+    )
     settings = SearchSettings(
         memory_budget, roles, recompute, constraints, num_stages, num_microbatches, schedule, search_seconds, optimizer
     )
     if isinstance(model, Captured):
         refuse_beside_captured(mixed_precision=mixed_precision, on_pass=on_pass, passes=passes, batch_dim=batch_dim)
-        session = PlanningSession(cluster, settings, progress=progress)
+        session = PlanningSession(cluster, settings, progress=progress, simulate_runners_up=simulate_runners_up)
         return session.choose(session.resize(model, example_inputs, batch, sequence))
     check_arguments(model=model)
     refuse_without_captured(batch=batch, sequence=sequence)
     control = pass_control(on_pass, passes, [FRONTEND])
-    session = PlanningSession(cluster, settings, None, checked_policy(mixed_precision), control, progress, batch_dim)
+    policy = checked_policy(mixed_precision)
+    session = PlanningSession(cluster, settings, None, policy, control, progress, batch_dim, simulate_runners_up)
     return session.choose(session.capture(model, FlatInputs.of(example_inputs)))  # type: ignore[arg-type]
 
 
@@ -129,7 +139,7 @@ def compile(
     memory_budget: str | int | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     cluster: Cluster | None = None,
-    roles: Sequence[str] = SEARCHED_ROLES,
+    roles: Sequence[str] = ROLES,
     recompute: str | bool = "auto",
     constraints: Constraints | None = None,
     num_stages: int | None = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from torch import fx, nn
@@ -36,7 +36,8 @@ class PlanningSession:
     """What :func:`galvatron_fx.plan`, ``compile``, ``explain`` and the page have in common.
 
     ``settings``: what to search; ``given``: a plan to take instead; ``policy``: of mixed precision, None computes in
-    the dtypes of the parameters; ``control``: of all passes; ``batch_dim``: of the inputs, found where None. Made
+    the dtypes of the parameters; ``control``: of all passes; ``batch_dim``: of the inputs, found where None;
+    ``simulate_runners_up``: so that the report says what other plans would have cost. Made
     before anything is traced, it refuses settings that no search can use, or that the given plan has decided:
     InputError, PlanError, ClusterError.
     """
@@ -48,11 +49,13 @@ class PlanningSession:
     control: PassControl = field(default_factory=PassControl)
     progress: Observer | None = None
     batch_dim: BatchDim = None
+    simulate_runners_up: bool = False
     watch: Watch = field(init=False)
     options: SearchOptions = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "options", self.settings.on(self.cluster))
+        options = replace(self.settings.on(self.cluster), simulate_runners_up=self.simulate_runners_up)
+        object.__setattr__(self, "options", options)
         object.__setattr__(self, "watch", Watch(self.progress))
         if self.given is not None:
             self.settings.refuse_beside_a_plan()

@@ -10,7 +10,7 @@ from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import InputError, PlanError
 from galvatron_fx.ir.plan.arguments import check_arguments, shown
 from galvatron_fx.ir.plan.optimizers import ADAM, check_optimizer
-from galvatron_fx.ir.plan.strategy import ROLES, SEARCHED_ROLES, Strategy
+from galvatron_fx.ir.plan.strategy import ROLES, Strategy
 from galvatron_fx.ir.plan.units import parse_bytes
 from passes.search.configurations import Pins
 from passes.search.plan_search import SearchOptions
@@ -25,7 +25,7 @@ class SearchSettings:
     """See :func:`galvatron_fx.plan`, which has the same defaults."""
 
     memory_budget: str | int | None = None
-    roles: Sequence[str] = SEARCHED_ROLES
+    roles: Sequence[str] = ROLES
     recompute: str | bool = "auto"
     constraints: Constraints | None = None
     num_stages: int | None = None

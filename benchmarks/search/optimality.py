@@ -74,7 +74,7 @@ def random_chains(count: int) -> tuple[Table, bool]:
     ratios: dict[str, list[float]] = {"search": [], "stages each on their own": [], "estimate": [], "bound": []}
     while len(ratios["search"]) < count:
         search = random_search(random)
-        budget = float(random.choice((1.0, 1.1, 1.3, 1.6, 2.5))) * search.least_bytes()
+        budget = float(random.choice((1.0, 1.1, 1.3, 1.6, 2.5))) * search.least_bytes
         best = brute_force(search, budget)
         if np.isfinite(best):
             ratios["search"].append(time_s(search.run(budget)) / best)
@@ -103,7 +103,7 @@ def random_chains(count: int) -> tuple[Table, bool]:
 def real_model() -> tuple[Table, bool]:
     """GPT-2 of two layers on eight devices: the best plan of every pipeline degree, and whether the search finds it."""
     searches = list(every_search(2, FEW_ROLES))
-    least = min(search.least_bytes() for search in searches)
+    least = min(search.least_bytes for search in searches)
     headings = "budget / least", "pipeline ranks", "configurations", "every plan ms", "search ms", "each on its own ms"
     made = table(f"GPT-2, 2 layers, 8 devices, roles {', '.join(FEW_ROLES)}", *headings)
     holds = True
@@ -133,7 +133,7 @@ def balances(layers: int, vocabulary: int) -> tuple[Table, Table, bool]:
         weights = search.costs.fastest, search.costs.memory.min(axis=1)
         cuts = [balanced(weight, setting.num_stages) for weight in weights]
         for share in (1.1, 1.6):
-            budget = share * search.least_bytes()
+            budget = share * search.least_bytes
             found = search.run(budget)
             if found is None:
                 continue

@@ -37,7 +37,7 @@ class Alternative:
 
 
 def other_pipelines(plan: Plan) -> list[Alternative]:
-    """The chosen plan, and of every pipeline degree the best other configuration that the search saw.
+    """The chosen plan, plans known by name, and of every pipeline degree the best other one that the search saw.
 
     Of a plan that no search has found there is only the plan itself.
     """
@@ -57,14 +57,14 @@ def other_pipelines(plan: Plan) -> list[Alternative]:
 
 
 def _contender(contender: Contender, chosen: Contender) -> Alternative:
-    name = _pipeline_name(contender)
+    name = contender.name or _pipeline_name(contender)
     if contender is chosen:
-        return Alternative(f"chosen: {name}", chosen.time_s, chosen.peak_bytes, chosen.known, "chosen", CHOSEN)
+        return Alternative(f"chosen: {name}", chosen.step_s, chosen.peak_bytes, chosen.known, "chosen", CHOSEN)
     if not contender.fits:
         return Alternative(name, None, contender.peak_bytes, contender.known, "too large for the budget", TOO_LARGE)
     mark = _MARKS.get(contender.known, "")
     verdict = f"{mark}{contender.lost_by(chosen):+.1%}"
-    return Alternative(name, contender.time_s, contender.peak_bytes, contender.known, verdict, OTHER)
+    return Alternative(name, contender.step_s, contender.peak_bytes, contender.known, verdict, OTHER)
 
 
 def _pipeline_name(contender: Contender) -> str:

@@ -47,7 +47,14 @@ def write_page(
     OSError.
     """
     policy = mixed_precision if plan is None or mixed_precision is not None else plan.mixed_precision
-    session = PlanningSession(cluster, SearchSettings(**options), plan, checked_policy(policy), progress=progress)
+    session = PlanningSession(
+        cluster,
+        SearchSettings(**options),
+        plan,
+        checked_policy(policy),
+        progress=progress,
+        simulate_runners_up=True,
+    )
     chosen, graph = session.run(model, example_inputs)
     with session.watch.phase(LOWERING):
         text = render(explained(graph, chosen, cluster), type(model).__name__)

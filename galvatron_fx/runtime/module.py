@@ -23,6 +23,7 @@ from galvatron_fx.ir.plan.arguments import check_arguments
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.strategy import original_name
 from galvatron_fx.ir.torch_compat import pytree, scale_all
+from galvatron_fx.runtime.absent_output import AbsentOutput
 from galvatron_fx.runtime.agreement import together
 from galvatron_fx.runtime.batch_rows import BatchRows, unmarked
 from galvatron_fx.runtime.call_key import call_key, described
@@ -117,8 +118,8 @@ class DistributedGraphModule(nn.Module):
     def forward_backward(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward on the global batch, add to ``.grad`` of the parameters and return the outputs.
 
-        Under a plan with stages, every rank gets the loss (and other outputs without dims); the rest is None but on the
-        ranks of the stage that makes it, and with several micro-batches everywhere.
+        Under a plan with stages, every rank gets the loss (and other outputs without dims); of the rest, ranks of other
+        stages than the one that makes it (with several micro-batches: all) get what raises InputError when read.
         The loss is the output called ``loss``, or the only scalar that needs gradients. Raises LostRankError where
         other ranks are gone, or do not come within the timeout of the process group; and InputError where the model
         returns no loss, or several of other names: call the module and ``backward()`` on a loss of your own instead.
@@ -437,7 +438,7 @@ class DistributedGraphModule(nn.Module):
             accumulate(port.name, self._tensor(port), gradient)
 
     def _outputs(self, program: AnyProgram, results: Mapping[OutputSpec, Any], detached: Collection[int] = ()) -> Any:
-        """Nest the outputs as the model does, sharded ones as DTensors; those made elsewhere are None.
+        """Nest the outputs as the model does, sharded ones as DTensors; those made elsewhere refuse to be read.
 
         ``detached``: positions of outputs at which no gradient may arrive.
         """
@@ -454,8 +455,10 @@ class DistributedGraphModule(nn.Module):
         leaves: list[Any] = []
         position = 0
         for is_tensor, value in plain:
-            leaves.append(values.get(position) if is_tensor else value)
-            position += is_tensor
+            if is_tensor:
+                value = values[position] if position in values else AbsentOutput(names[position])
+                position += 1
+            leaves.append(value)
         return pytree.tree_unflatten(leaves, spec)
 
     def _shown(self, value: Tensor, placements: tuple[Placement | None, ...]) -> Tensor:

@@ -84,9 +84,17 @@ class LowerStages:
 
     def run(self, graph: fx.GraphModule) -> LoweredStages:
         """Return the lowered stages; ``graph`` stays as it is."""
-        apply = STAGING.under(self.control)
+        return self.lower(self.split(graph), signature(graph))
+
+    def split(self, graph: fx.GraphModule) -> Microbatched:
+        """Cut the batch alone, which rests on the number of micro-batches and not on strategies."""
         split = SplitMicrobatches(self.num_microbatches, self.cluster.device, self.keep_outputs)
-        microbatched = apply.cut(split, graph, lambda parts: {"": parts.graph})
+        microbatched: Microbatched = STAGING.under(self.control).cut(split, graph, lambda parts: {"": parts.graph})
+        return microbatched
+
+    def lower(self, microbatched: Microbatched, whole: Signature) -> LoweredStages:
+        """Return the lowered stages of a batch that is cut; ``whole``: the signature of its graph before that."""
+        apply = STAGING.under(self.control)
         self._check_epilogue(microbatched)
         stage_of = stages_of_blocks(self.first_blocks, len(self.strategies))
         untied = apply(UntieWeights(stage_of), microbatched.graph)
@@ -99,7 +107,7 @@ class LowerStages:
         stages = apply.cut(cut, joint, _tasks)
         for part, task in _tasks(stages).items():
             ScheduleCommunication(self.strategies, layout(sharded), self.cluster, part, self.control).run(task)
-        return LoweredStages(joint, stages, microbatched, layout(sharded), signature(graph))
+        return LoweredStages(joint, stages, microbatched, layout(sharded), whole)
 
     def _check_epilogue(self, split: Microbatched) -> None:
         """Raise PlanError where what all samples change would have to be put together from several stages."""

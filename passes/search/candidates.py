@@ -10,7 +10,7 @@ from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.plan.strategy import BATCH_ROLES, PIPELINE, Strategy
 
 FREE_AXES = 3  # up to so many mesh axes, every assignment of roles to axes is a candidate
-_MODEL_RANKS = 16  # on more axes, tensor and sequence roles split a block among at most so many ranks
+_MODEL_RANKS = 16  # on more axes, tensor and sequence roles split a block among so many ranks, if samples allow it
 
 
 AxisPartition = tuple[tuple[int, ...], ...]
@@ -44,15 +44,17 @@ def candidates(
     pipeline_axes: int = 0,
     casts: bool = False,
     gather_late: bool = False,
+    samples: int | None = None,
 ) -> tuple[Strategy, ...]:
     """All strategies of a block whose outermost ``pipeline_axes`` axes hold stages.
 
     ``casts``: whether blocks cast their parameters, so that there are copies to be kept also where none are gathered;
-    ``gather_late``: of all strategies, see :class:`galvatron_fx.ir.plan.strategy.Strategy`.
+    ``gather_late``: of all strategies, see :class:`galvatron_fx.ir.plan.strategy.Strategy`; ``samples``: of a
+    micro-batch, None where there are enough for all ranks.
 
     Two axes of equal size and speed are interchangeable, so only tables whose roles ascend along them are kept. On
-    meshes of many axes, tensor and sequence roles (one of them a block) take the inner, faster axes, as they talk in
-    every layer, and ``zero`` takes axes inside those of ``data``.
+    meshes of many axes, tensor and sequence roles take the inner, faster axes, as they talk in every layer,
+    ``sequence`` outside of a tensor role where a block has both, and ``zero`` takes axes inside those of ``data``.
     """
     inner = [role for role in roles if role != PIPELINE]
     axes = cluster.axes[pipeline_axes:]
@@ -62,7 +64,7 @@ def candidates(
     elif len(axes) <= FREE_AXES:
         tables = list(_all_tables(axes, inner))
     else:
-        tables = list(dict.fromkeys(_nested_tables(axes, inner)))
+        tables = list(dict.fromkeys(_nested_tables(axes, inner, samples)))
     again = (False, True) if recompute == "auto" else (bool(recompute),)
     strategies = []
     for table in tables:
@@ -80,22 +82,36 @@ def _all_tables(axes: Sequence[Axis], roles: Sequence[str]) -> Iterator[tuple[st
             yield tuple(roles[pick] for pick in picks)
 
 
-def _nested_tables(axes: Sequence[Axis], roles: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """``data`` outside, ``zero`` inside it, one tensor or sequence role innermost."""
+def _nested_tables(axes: Sequence[Axis], roles: Sequence[str], samples: int | None) -> Iterator[tuple[str, ...]]:
+    """``data`` outside, ``zero`` inside it, tensor and sequence roles innermost."""
     count = len(axes)
     model = [role for role in roles if role not in BATCH_ROLES]
     batch = [role for role in ("data", "zero") if role in roles]
     for inside in range(count + 1):
-        too_many = bool(batch) and prod(axis.size for axis in axes[count - inside :]) > _MODEL_RANKS
-        if inside and (not model or too_many):
+        if (inside and not model) or (inside < count and not batch):
             continue
-        if inside < count and not batch:
+        if batch and inside and _are_too_many(axes, inside, samples):
             continue
-        for role in model if inside else [""]:
-            for zeros in range(count - inside + 1):
-                split = ("data",) * (count - inside - zeros) + ("zero",) * zeros
-                if set(split) <= set(batch):
-                    yield (*split, *(role,) * inside)
+        for zeros in range(count - inside + 1):
+            split = ("data",) * (count - inside - zeros) + ("zero",) * zeros
+            if set(split) <= set(batch):
+                yield from ((*split, *(role,) * inside) for role in (model if inside else [""]))
+                if zeros in (0, count - inside):
+                    yield from ((*split, *both) for both in _sequence_and_tensor(model, inside))
+
+
+def _are_too_many(axes: Sequence[Axis], inside: int, samples: int | None) -> bool:
+    """Whether fewer of the inner axes would do: the others have a sample a rank even then."""
+    outer = prod(axis.size for axis in axes[: len(axes) - inside + 1])
+    few_samples = samples is not None and outer > samples
+    return prod(axis.size for axis in axes[len(axes) - inside :]) > _MODEL_RANKS and not few_samples
+
+
+def _sequence_and_tensor(model: Sequence[str], inside: int) -> Iterator[tuple[str, ...]]:
+    """Both on the ``inside`` inner axes."""
+    for tensor in ("tensor", "tensor_sequence"):
+        if {"sequence", tensor} <= set(model):
+            yield from (("sequence",) * (inside - k) + (tensor,) * k for k in range(1, inside))
 
 
 def _speed(axis: Axis) -> tuple[int, float, float]:

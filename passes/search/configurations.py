@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 
 from galvatron_fx.ir.cluster.cluster import Cluster
@@ -16,7 +17,7 @@ _SEARCHED_SCHEDULES = ("1f1b", "zb_h1", "interleaved_1f1b", "zbv")
 _STAGES_A_RANK = {"interleaved_1f1b": 2, "zbv": 2, "dualpipev": 2}
 _ON_ONE_RANK = ("1f1b", "gpipe")
 _MOST_STAGES = 64
-_MOST_MICROBATCHES = 8  # a pipeline rank: more of them fill the pipeline no better
+_MICROBATCHES = 8  # a pipeline rank: more of them fill the pipeline no better, and are for want of memory
 _SHOWN = 3  # reasons
 
 
@@ -34,6 +35,18 @@ class Pins:
 
 
 @dataclass(frozen=True)
+class Ladder:
+    """All configurations whose stages take the ``pipeline_axes`` outermost axes, fewer micro-batches first.
+
+    The first of the ``rungs`` are tried at any rate; each later one holds the next number of micro-batches, which only
+    pays where memory is short.
+    """
+
+    pipeline_axes: int
+    rungs: tuple[tuple[Configuration, ...], ...]
+
+
+@dataclass(frozen=True)
 class _Shape:
     """Stages on the ranks of some outermost axes."""
 
@@ -45,30 +58,45 @@ class _Shape:
 
 @dataclass(frozen=True)
 class Configurations:
-    """All that pins, axes and batch allow for a model of ``blocks`` blocks and a batch of ``batch`` samples."""
+    """All that pins, axes and batch allow for a model of ``blocks`` blocks and a batch of ``batch`` samples.
+
+    ``has_loss``: whether the graph trains; what has no loss is cut into stages and micro-batches by pins alone.
+    """
 
     cluster: Cluster
     roles: Sequence[str]
     pins: Pins
     batch: int
     blocks: int
+    has_loss: bool = True
 
-    def all(self) -> list[Configuration]:
-        """Return them. Raises PlanError, with the remedy, for pins that leave none."""
+    def ladders(self) -> list[Ladder]:
+        """Return them by pipeline axes. Raises PlanError, with the remedy, for pins that leave none."""
         self._check_values()
         shapes = [shape for shape in self._shapes() if self.pins.num_stages in (None, shape.stages)]
         if not shapes:
             raise PlanError(self._no_shape())
-        tried = [(shape, count) for shape in shapes for count in self._parts(shape.ranks)]
-        reasons = [legal(shape.schedule, shape.ranks, shape.stages, count) for shape, count in tried]
-        configurations = [
-            Configuration(shape.axes, shape.stages, shape.schedule, count)
-            for (shape, count), reason in zip(tried, reasons, strict=True)
-            if reason is None
+        ladders = [self._ladder(axes, list(same)) for axes, same in groupby(shapes, key=lambda shape: shape.axes)]
+        if not any(ladder.rungs for ladder in ladders):
+            tried = [(shape, count) for shape in shapes for count in self._counts(shape.ranks)]
+            reasons = [legal(shape.schedule, shape.ranks, shape.stages, count) for shape, count in tried]
+            raise PlanError(self._nothing_legal([reason for reason in reasons if reason is not None]))
+        return [ladder for ladder in ladders if ladder.rungs]
+
+    def _ladder(self, pipeline_axes: int, shapes: Sequence[_Shape]) -> Ladder:
+        ranks = shapes[0].ranks
+        first = [count for count in self._counts(ranks) if count <= (_MICROBATCHES * ranks if ranks > 1 else 1)]
+        later = [[count] for count in self._counts(ranks) if count not in first]
+        rungs = [
+            tuple(
+                Configuration(pipeline_axes, shape.stages, shape.schedule, count)
+                for shape in shapes
+                for count in counts
+                if legal(shape.schedule, ranks, shape.stages, count) is None
+            )
+            for counts in (first, *later)
         ]
-        if not configurations:
-            raise PlanError(self._nothing_legal(shapes, [reason for reason in reasons if reason is not None]))
-        return configurations
+        return Ladder(pipeline_axes, tuple(rung for rung in rungs if rung))
 
     # ---- what can be ----
 
@@ -86,7 +114,7 @@ class Configurations:
 
     @property
     def _may_pipeline(self) -> bool:
-        return PIPELINE in self.roles or (self.pins.num_stages or 1) > 1
+        return (PIPELINE in self.roles and self.has_loss) or (self.pins.num_stages or 1) > 1
 
     def _schedules(self, ranks: int) -> Sequence[str]:
         wanted = self.pins.schedule
@@ -94,14 +122,14 @@ class Configurations:
             return [wanted] if ranks > 1 or wanted in _ON_ONE_RANK else []
         return _SEARCHED_SCHEDULES if ranks > 1 else ("1f1b",)
 
-    def _parts(self, ranks: int) -> list[int]:
+    def _counts(self, ranks: int) -> list[int]:
+        """Numbers of micro-batches: at least one a pipeline rank, of small batches as many as there are samples for."""
         if self.pins.num_microbatches is not None:
             return [self.pins.num_microbatches]
-        if not self._may_pipeline:
+        if not self.has_loss:
             return [1]
         divisors = _divisors(self.batch)
-        most = _MOST_MICROBATCHES * ranks
-        return [count for count in divisors if ranks <= count <= most] if ranks > 1 else divisors[:4]
+        return [count for count in divisors if count >= ranks] or divisors
 
     # ---- what cannot be ----
 
@@ -146,16 +174,9 @@ class Configurations:
             f"{_listed(possible)}"
         )
 
-    def _nothing_legal(self, shapes: Sequence[_Shape], reasons: Sequence[str]) -> str:
+    def _nothing_legal(self, reasons: Sequence[str]) -> str:
         """Why none of the possible numbers of stages has a schedule."""
-        if reasons:
-            return f"{self.pins} cannot run on {self._mesh}: {'; or '.join(list(dict.fromkeys(reasons))[:_SHOWN])}"
-        ranks = min(shape.ranks for shape in shapes)
-        return (
-            f"{self.pins} takes {ranks} pipeline ranks, and a batch of {self.batch} has no divisor from {ranks} to "
-            f"{_MOST_MICROBATCHES * ranks} for micro-batches that keep them busy: give num_microbatches (of "
-            f"{_listed(_divisors(self.batch))}), another batch, or fewer stages"
-        )
+        return f"{self.pins} cannot run on {self._mesh}: {'; or '.join(list(dict.fromkeys(reasons))[:_SHOWN])}"
 
     @property
     def _mesh(self) -> str:

@@ -13,10 +13,11 @@ from galvatron_fx.ir.plan.progress import Observer, Progress
 from galvatron_fx.ir.plan.search_report import BOUND, ESTIMATE, SEARCHED, SIMULATED, Contender
 from passes.search.candidates import AxisPartition
 from passes.search.solvers.stage_search import Configuration, StageSearch
-from passes.search.trials import QueueEntry
+from passes.search.trials import Prospect, Trial
 
 _LEVELS = (BOUND, ESTIMATE, SEARCHED, SIMULATED)
-_Key = tuple[Configuration, AxisPartition]
+Key = tuple[Configuration, AxisPartition]
+"""A configuration, and the kinds of axes that it tells apart."""
 
 
 @dataclass
@@ -46,45 +47,44 @@ class Watch:
 class Record:
     """How far the search looked at each configuration and kinds of axes, and what it saw there."""
 
-    seen: dict[_Key, Contender] = field(default_factory=dict)
+    seen: dict[Key, Contender] = field(default_factory=dict)
+    searches: dict[Key, StageSearch] = field(default_factory=dict)
     bound_s: float = 0.0
     simulations: int = 0
 
-    def begin(self, waiting: Iterable[QueueEntry]) -> None:
-        """Every configuration stands for its bound."""
-        for entry in waiting:
-            self.seen.setdefault(_key(entry.search), _contender(entry.search, BOUND, entry.time_s))
+    def begin(self, searches: Iterable[StageSearch], prospects: Iterable[Prospect]) -> None:
+        """Every configuration stands for its bound; those that are no ``prospects`` cannot fit."""
+        for prospect in prospects:
+            self.seen.setdefault(_key(prospect.search), contender_of(prospect.search, BOUND, prospect.time_s))
+        for search in searches:
+            self.searches.setdefault(_key(search), search)
+            self.seen.setdefault(_key(search), contender_of(search, BOUND, inf, fits=False))
         self.bound_s = min(contender.time_s for contender in self.seen.values())
 
-    def look(self, first: QueueEntry, closer: Iterable[QueueEntry]) -> None:
+    def look(self, item: Prospect | Trial, closer: Prospect | Trial | None) -> None:
         """A closer look has led to what follows; to nothing where no choice fits."""
-        following = next(iter(closer), None)
-        known = ESTIMATE if first.looks == 0 or (following is not None and following.trial is None) else SEARCHED
-        seconds = following.time_s if following is not None else inf
-        self._put(first.search, _contender(first.search, known, seconds, fits=following is not None))
+        no_choice = isinstance(closer, Prospect) or (closer is None and isinstance(item, Prospect) and item.looks == 0)
+        time_s = inf if closer is None else closer.time_s
+        self._put(item.search, contender_of(item.search, ESTIMATE if no_choice else SEARCHED, time_s))
 
-    def simulated(self, search: StageSearch, time_s: float, peak_bytes: int, fits: bool) -> None:
+    def simulated(self, search: StageSearch, contender: Contender) -> None:
         """A choice was simulated."""
         self.simulations += 1
-        self._put(search, _contender(search, SIMULATED, time_s, peak_bytes, fits))
+        self._put(search, contender)
 
     @property
     def searched(self) -> int:
         """Configurations in which a choice was searched for."""
         return sum(contender.known in (SEARCHED, SIMULATED) for contender in self.seen.values())
 
-    def of(self, search: StageSearch, time_s: float, peak_bytes: int) -> Contender:
-        """The chosen one."""
-        return _contender(search, SIMULATED, time_s, peak_bytes)
-
-    def runners_up(self, chosen: Configuration) -> tuple[Contender, ...]:
+    def others(self, chosen: Configuration) -> list[Key]:
         """The best other configuration of each pipeline degree: of those that were looked at most closely."""
-        best: dict[int, Contender] = {}
-        for (configuration, _), contender in self.seen.items():
+        best: dict[int, Key] = {}
+        for key, contender in self.seen.items():
             known = best.get(contender.pipeline_ranks)
-            if configuration != chosen and (known is None or _rank(contender) < _rank(known)):
-                best[contender.pipeline_ranks] = contender
-        return tuple(best[ranks] for ranks in sorted(best))
+            if key[0] != chosen and (known is None or _rank(contender) < _rank(self.seen[known])):
+                best[contender.pipeline_ranks] = key
+        return [best[ranks] for ranks in sorted(best)]
 
     def counts(self) -> Mapping[str, int]:
         """Configurations by how far they were looked at, and the number of simulations."""
@@ -102,18 +102,25 @@ class Record:
 
     def _put(self, search: StageSearch, contender: Contender) -> None:
         """Keep the better of two simulated ones, else what was seen later."""
-        known = self.seen[_key(search)]
-        if known.known != SIMULATED or _rank(contender) < _rank(known):
+        known = self.seen.get(_key(search))
+        if known is None or known.known != SIMULATED or _rank(contender) < _rank(known):
             self.seen[_key(search)] = contender
+            self.searches.setdefault(_key(search), search)
 
 
-def _key(search: StageSearch) -> _Key:
+def _key(search: StageSearch) -> Key:
     return search.configuration, search.costs.kinds
 
 
-def _contender(
-    search: StageSearch, known: str, time_s: float, peak_bytes: int | None = None, fits: bool = True
+def contender_of(
+    search: StageSearch,
+    known: str,
+    time_s: float,
+    peak_bytes: int | None = None,
+    fits: bool = True,
+    simulated_s: float | None = None,
 ) -> Contender:
+    """A configuration as far as it is known; see :class:`Contender`."""
     setting = search.configuration
     return Contender(
         search.num_ranks,
@@ -124,9 +131,10 @@ def _contender(
         float(time_s),
         peak_bytes,
         fits and isfinite(time_s),
+        simulated_s,
     )
 
 
 def _rank(contender: Contender) -> tuple[bool, int, float]:
     """What fits first, then what is known best, then what is fastest."""
-    return not contender.fits, -_LEVELS.index(contender.known), contender.time_s
+    return not contender.fits, -_LEVELS.index(contender.known), contender.step_s

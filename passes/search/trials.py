@@ -10,6 +10,10 @@ from passes.search.solvers.stage_search import Configuration, StageChoice, Stage
 
 MOST_SLACK = 1.5  # by how much estimates may be above what the lowered program takes
 _CLOSE = 0.02  # of the budget: how closely its estimate is brought to what the lowered program takes
+_NEAR = 0.7  # of the limit: choices as full tell how far estimates are off there
+_SLACK = 1.1  # by how much estimates are above it, often
+_ENOUGH = 3  # simulations near the limit: estimates are not further off than was seen by then
+_STEP = 1.04  # from a budget that nothing keeps to to the next
 _TRIES = 8
 _UNIFORM_TRIES = 3
 _ESTIMATE = 0.96  # of an estimate; choices of down to 0.970 of theirs have been seen
@@ -22,7 +26,7 @@ class Trial:
 
     ``fits`` and ``over``: the largest budget whose choice kept to the real one when it was simulated, and the least
     whose choice did not; ``tries``: simulations that are left; ``is_rough``: whether the choice may still become one of
-    fewer kinds of axes.
+    fewer kinds of axes; ``is_uniform``: whether only one table of roles is searched.
     """
 
     search: StageSearch
@@ -32,12 +36,12 @@ class Trial:
     over: float = np.inf
     tries: int = _TRIES
     is_rough: bool = False
+    is_uniform: bool = False
 
     @classmethod
-    def first(cls, search: StageSearch, limit: float) -> Trial | None:
-        """The choice under the real budget; estimates are high, so where there is none, under larger ones."""
-        budget = limit
-        while budget <= MOST_SLACK * limit:
+    def first(cls, search: StageSearch, budget: float, most: float) -> Trial | None:
+        """The choice under ``budget``; where there is none, under larger ones up to ``most``."""
+        while budget <= most:
             choice = search.search_once(budget)
             if choice is not None:
                 return cls(search, choice, budget, is_rough=search.may_be_alike)
@@ -45,11 +49,27 @@ class Trial:
         return None
 
     @classmethod
-    def uniform(cls, search: StageSearch, choice: StageChoice, budget: float) -> Trial | None:
-        """What has the main roles of ``choice`` in all blocks."""
-        alike = search.uniform(choice)
-        uniform_choice = alike.search_once(budget, choice.first_blocks)
-        return cls(alike, uniform_choice, budget, tries=_UNIFORM_TRIES) if uniform_choice is not None else None
+    def uniform(cls, trial: Trial) -> Trial | None:
+        """What has the main roles of the trial's choice in all blocks; None where that is the choice, or none fits.
+
+        What a small block of another kind costs those around it (axes that it tells apart are served one by one for
+        all, what enters and leaves it is redistributed) is known to estimates only roughly.
+        """
+        alike = trial.search.uniform(trial.choice)
+        choice = alike.search_once(trial.budget, trial.choice.first_blocks) if alike is not None else None
+        if alike is None or choice is None or choice == trial.choice:
+            return None
+        return cls(alike, choice, trial.budget, tries=_UNIFORM_TRIES, is_uniform=True)
+
+    @property
+    def time_s(self) -> float:
+        """Seconds of a step, by estimate."""
+        return self.choice.time_s
+
+    @property
+    def is_first(self) -> bool:
+        """Whether nothing of it was simulated yet."""
+        return self.tries == _TRIES
 
     def refined(self) -> Trial:
         """The choice that is simulated: of a rough one, one that is alike."""
@@ -60,50 +80,78 @@ class Trial:
         room = limit - peak_bytes
         fits = max(self.fits, self.budget) if room >= 0 else self.fits
         over = min(self.over, self.budget) if room < 0 else self.over
-        budget = self.budget + room if not np.isfinite(over) else max(self.budget + room, (fits + over) / 2)
+        used = self.budget if room >= 0 else min(self.budget, self.search.bytes(self.choice))
+        budget = used + room if not np.isfinite(over) else max(used + room, (fits + over) / 2)
         closed = budget <= fits * (1 + _CLOSE) or budget >= over * (1 - _CLOSE) or abs(room) < _CLOSE * limit
         if self.tries == 1 or (closed and room >= 0) or budget <= 0:
             return None
         choice = self.search.run(budget)
+        while room < 0 and choice is None and budget * _STEP < min(self.budget, over) * (1 - _CLOSE):
+            budget *= _STEP
+            choice = self.search.run(budget)
         # It takes more than was estimated: ask for less, until that costs time.
         while room < 0 and choice is not None and choice.time_s <= self.choice.time_s:
             budget *= 1 - _CLOSE
             choice = self.search.run(budget)
         if choice is None or choice == self.choice or (room >= 0 and choice.time_s >= self.choice.time_s):
             return None
-        return Trial(self.search, choice, budget, fits, over, self.tries - 1)
+        return replace(self, choice=choice, budget=budget, fits=fits, over=over, tries=self.tries - 1)
 
 
-@dataclass(frozen=True, order=True)
-class QueueEntry:
-    """A configuration with what it promises: a bound, an estimate or (with a trial) the time of a choice.
+@dataclass(frozen=True)
+class Prospect:
+    """A configuration that no choice was searched in; ``time_s``: what it promises, by a bound or by estimates.
 
     ``looks``: how often an estimate was made.
     """
 
+    search: StageSearch
     time_s: float
-    configuration: Configuration
-    search: StageSearch = field(compare=False)
-    trial: Trial | None = field(default=None, compare=False)
-    looks: int = field(default=0, compare=False)
+    looks: int = 0
 
     @classmethod
-    def bound(cls, search: StageSearch, limit: float) -> QueueEntry:
-        return cls(search.bound_s(MOST_SLACK * limit), search.configuration, search)
+    def of(cls, search: StageSearch, limit: float) -> Prospect:
+        return cls(search, search.bound_s(MOST_SLACK * limit))
 
-    @classmethod
-    def of(cls, trial: Trial) -> QueueEntry:
-        return cls(trial.choice.time_s, trial.search.configuration, trial.search, trial)
+    def closer(self, limit: float, budget: float, most: float) -> Prospect | Trial | None:
+        """The same after a closer look, None where no choice fits.
 
-    def closer(self, limit: float) -> list[QueueEntry]:
-        """The same after a closer look, nothing where no choice fits."""
-        if self.trial is not None:
-            return [QueueEntry.of(self.trial.refined())]
+        ``budget``: bytes that choices are searched under to find one that takes ``limit`` bytes; ``most``: the largest
+        such budget.
+        """
         if self.looks == 0:
-            estimates = (_ESTIMATE * self.search.estimate_s(share * limit) for share in (1.0, MOST_SLACK))
+            estimates = (_ESTIMATE * self.search.estimate_s(bytes_) for bytes_ in (limit, MOST_SLACK * limit))
             estimate = next(filter(np.isfinite, estimates), None)
-            return [replace(self, time_s=max(self.time_s, estimate), looks=1)] if estimate is not None else []
-        if self.looks == 1 and (at_least_s := _MOVED * self.search.unmoved_s(limit)) > self.time_s:
-            return [replace(self, time_s=at_least_s, looks=2)]
-        trial = Trial.first(self.search, limit)
-        return [QueueEntry.of(trial)] if trial is not None else []
+            return replace(self, time_s=max(self.time_s, estimate), looks=1) if estimate is not None else None
+        if self.looks == 1 and (at_least_s := _MOVED * self.search.unmoved_s(budget)) > self.time_s:
+            return replace(self, time_s=at_least_s, looks=2)
+        return Trial.first(self.search, budget, most)
+
+
+@dataclass
+class MemorySlack:
+    """How far estimates of bytes are above those of lowered programs, by what was simulated near the limit.
+
+    Told by what it rests on: pipeline axes, schedule, and whether there are micro-batches. ``ratios``: seen of a kind.
+    """
+
+    ratios: dict[tuple[int, str, bool], list[float]] = field(default_factory=dict)
+
+    def budgets(self, configuration: Configuration, limit: float) -> tuple[float, float]:
+        """The least and the largest budget of estimated bytes to search for a choice that takes ``limit`` bytes."""
+        seen = self.ratios.get(_kind(configuration), [])
+        least = max([_SLACK, *seen])
+        return least * limit, (least if len(seen) >= _ENOUGH else MOST_SLACK) * limit
+
+    def learn(self, trial: Trial, peak_bytes: int, limit: float) -> bool:
+        """Hear what a choice took; whether first trials of its kind have to be made anew."""
+        if not _NEAR <= peak_bytes / limit <= 1 / _NEAR:
+            return False
+        ratio = min(trial.search.bytes(trial.choice) / peak_bytes, MOST_SLACK)
+        seen = self.ratios.setdefault(_kind(trial.search.configuration), [])
+        seen.append(ratio)
+        return ratio > max([_SLACK, *seen[:-1]]) * (1 + _CLOSE)
+
+
+def _kind(configuration: Configuration) -> tuple[int, str, bool]:
+    return configuration.pipeline_axes, configuration.schedule, configuration.num_microbatches > 1

@@ -13,11 +13,14 @@ from cost_models.optimizer import ADAM, OptimizerModel
 from cost_models.streams import Event
 from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
+from galvatron_fx.ir.graph.metadata import signature
+from galvatron_fx.ir.graph.pass_pipeline import PassControl
 from galvatron_fx.ir.plan.prediction import MemoryUse
 from galvatron_fx.ir.plan.schedule import Schedule
 from galvatron_fx.ir.plan.strategy import Strategy
 from passes.lowering.lower_stages import LowerStages
 from passes.lowering.lower_step import Lower
+from passes.lowering.stages.split_microbatches import Microbatched
 from passes.simulation.drop_blocks import DropBlocks
 from passes.simulation.events import GraphEvents
 from passes.simulation.short_model import Label, ShortModel
@@ -69,6 +72,10 @@ class SimulateChoice:
     block_fingerprints: Sequence[str]
     optimizer: OptimizerModel = ADAM
     _cache: dict[Any, Any] = field(default_factory=dict)
+    _graphs: dict[tuple[int, ...], fx.GraphModule] = field(default_factory=dict)
+    _microbatched: dict[tuple[tuple[int, ...], int], Microbatched] = field(default_factory=dict)
+    # The chosen plan is lowered once more before it runs, and verified then.
+    _control: PassControl = field(default_factory=lambda: PassControl(verifies=False))
     _simulator: SimulateStep = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,7 +93,8 @@ class SimulateChoice:
 
     def _one_stage(self, short: ShortModel, strategies: Sequence[Strategy]) -> StepReport:
         def measure(model: ShortModel) -> Measured:
-            lowered = Lower([strategies[b] for b in model.keep], self.cluster, self._cache).run(self._graph(model))
+            kept = [strategies[b] for b in model.keep]
+            lowered = Lower(kept, self.cluster, self._cache, control=self._control).run(self._graph(model))
             step = self._simulator.parts(lowered)
             seconds: dict[Any, float] = {**step.alone, _PARAMETER_BYTES: step.parameter_bytes}
             return Measured([seconds], [_row(step.memory)], [step.events])
@@ -103,9 +111,17 @@ class SimulateChoice:
 
         def measure(model: ShortModel) -> Measured:
             kept = [strategies[b] for b in model.keep]
-            parts = schedule.num_microbatches
-            lower = LowerStages(kept, model.first_blocks, parts, self.cluster, self._cache, keep_outputs=False)
-            lowered = lower.run(self._graph(model)).standing_for(model.stage_of)
+            lower = LowerStages(
+                kept,
+                model.first_blocks,
+                schedule.num_microbatches,
+                self.cluster,
+                self._cache,
+                control=self._control,
+                keep_outputs=False,
+            )
+            lowered = lower.lower(self._split(model, lower), signature(self._graph(model)))
+            lowered = lowered.standing_for(model.stage_of)
             events = simulate.events(lowered)
             return Measured(simulate.alone(lowered, events), [_row(use) for use in filled.memory(lowered)], events)
 
@@ -114,7 +130,18 @@ class SimulateChoice:
         return simulate.report(whole.seconds, whole.events, [_memory(row) for row in whole.memory])
 
     def _graph(self, model: ShortModel) -> fx.GraphModule:
-        return DropBlocks(model.keep, self.block_fingerprints).run(self.graph)
+        """The short model, made once for all choices that keep the same blocks."""
+        keep = tuple(model.keep)
+        if keep not in self._graphs:
+            self._graphs[keep] = DropBlocks(keep, self.block_fingerprints).run(self.graph)
+        return self._graphs[keep]
+
+    def _split(self, model: ShortModel, lower: LowerStages) -> Microbatched:
+        """Its batch cut, likewise."""
+        key = tuple(model.keep), lower.num_microbatches
+        if key not in self._microbatched:
+            self._microbatched[key] = lower.split(self._graph(model))
+        return self._microbatched[key]
 
 
 def _whole(

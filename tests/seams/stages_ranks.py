@@ -222,6 +222,31 @@ def stages_differentiate(mesh: DeviceMesh) -> None:
     refused(lambda: compiled(**batch())["loss"].backward(create_graph=True), "create_graph=True")
 
 
+def outputs_with_dims_where_they_are(mesh: DeviceMesh) -> None:
+    """The loss is everywhere; logits of a step in micro-batches nowhere, of evaluation on the last stage."""
+    compiled, plain = pair(mesh, "pipeline")
+    out = compiled.forward_backward(**batch())
+    same(out["loss"], plain(**batch())["loss"], "loss")
+    reads = (
+        lambda: out["logits"].argmax(-1),
+        lambda: torch.argmax(out["logits"], -1),
+        lambda: torch.stack([out["logits"], out["logits"]]),
+        lambda: out["logits"] * 2,
+        lambda: out["logits"][0],
+        lambda: float(out["logits"]),
+        lambda: [row for row in out["logits"]],
+    )
+    for read in reads:
+        refused(read, "output 'logits' is not on this rank: ")
+    assert "not on this rank" in repr(copy.deepcopy(out["logits"]))
+    with torch.no_grad():
+        out = compiled.eval()(**batch())
+    if mesh.get_rank() == 1:
+        same(out["logits"], plain(**batch())["logits"], "logits")
+    else:
+        refused(lambda: out["logits"].argmax(-1), "or compile with num_stages=1, num_microbatches=1")
+
+
 def stages_without_parameters_to_train(mesh: DeviceMesh) -> None:
     """The loss needs a gradient on a rank that trains nothing, too."""
     torch.manual_seed(0)
@@ -327,6 +352,7 @@ CHECKS: dict[str, Check] = {
         stages_save_and_load_their_parts,
         stages_refuse_flags,
         stages_differentiate,
+        outputs_with_dims_where_they_are,
         stages_without_parameters_to_train,
         stages_skip_infinite_steps_together,
         clipping,

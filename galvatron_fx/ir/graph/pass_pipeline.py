@@ -53,12 +53,14 @@ class PassControl:
     """What a compilation asks of every pipeline.
 
     ``on_pass``: sees the name of each pass and its graph; ``inserted``: passes to run behind the pass of a name;
-    ``runs``: what has run so far.
+    ``runs``: what has run so far; ``verifies``: whether graphs are checked, which what only predicts leaves to what
+    runs.
     """
 
     on_pass: OnPass | None = None
     inserted: Mapping[str, tuple[GraphPass, ...]] = field(default_factory=dict)
     runs: list[PassRun] = field(default_factory=list, compare=False, repr=False)
+    verifies: bool = True
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ class PipelineRun:
 
     def _done(self, cls: type, stage: str | None, parts: Parts, seconds: float, nodes_before: int) -> None:
         began = perf_counter()
-        for part, graph in parts.items() if stage is not None else ():
+        for part, graph in parts.items() if stage is not None and self.control.verifies else ():
             self.pipeline.verify(graph, stage, _joined(cls.__name__, self.part, part))  # type: ignore[arg-type]
         verify_s = perf_counter() - began
         nodes_after = sum(len(graph.graph.nodes) for graph in parts.values()) or nodes_before

@@ -168,6 +168,7 @@ _ARGUMENTS: dict[str, _Argument] = {
     "every": _Argument(_count(1), "count steps from 1, or give None to keep no more than the last"),
     "saved_step": _Argument(lambda value: _is_int(value) and value >= 0, "steps count from 0"),
     "step": _Argument(_count(0), "steps count from 0; None takes the last"),
+    "simulate_runners_up": _Argument(lambda value: isinstance(value, bool), "give True or False"),
     "asynchronous": _Argument(lambda value: isinstance(value, bool), "give True or False"),
     "optimizer": _STATE,
     "scheduler": _STATE,

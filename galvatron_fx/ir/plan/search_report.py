@@ -22,7 +22,8 @@ class Contender:
 
     ``known``: how ``time_s``, the seconds of a step, is known: a "bound" that nothing beats, an "estimate", the sum
     that the search minimises ("searched"), or the same for a choice that was also "simulated", which gave
-    ``peak_bytes``. ``time_s`` is infinite, or ``fits`` false, where no choice keeps to the budget.
+    ``simulated_s`` and ``peak_bytes``. ``time_s`` is infinite, or ``fits`` false, where no choice keeps to the budget.
+    ``name``: of a plan that people know ("FSDP"), empty for one of the search's.
     """
 
     pipeline_ranks: int
@@ -33,10 +34,17 @@ class Contender:
     time_s: float
     peak_bytes: int | None = None
     fits: bool = True
+    simulated_s: float | None = None
+    name: str = ""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step as far as they are known: simulated, or by estimate."""
+        return self.time_s if self.simulated_s is None else self.simulated_s
 
     def lost_by(self, chosen: Contender) -> float:
         """By what share of the chosen one's time it is slower."""
-        return self.time_s / chosen.time_s - 1
+        return self.step_s / chosen.step_s - 1
 
 
 @dataclass(frozen=True)

@@ -58,9 +58,9 @@ def render(report: SearchReport) -> str:
         *render_use(report),
         "",
         *text_table.render(
-            ("ranks", "stages", "schedule", "micro-batches", "step time", "slower by", "peak", "known by"),
+            ("plan", "ranks", "stages", "schedule", "micro-batches", "step time", "slower by", "peak", "known by"),
             [_contender_row(report.chosen, None), *(_contender_row(c, report.chosen) for c in report.runners_up)],
-            4,
+            5,
         ),
         "",
         *_effort(report),
@@ -172,8 +172,9 @@ def _memory_rows(simulated: Simulated, shown: Sequence[int]) -> list[list[str]]:
 def _contender_row(contender: Contender, chosen: Contender | None) -> list[str]:
     mark, known = _MARKS.get(contender.known, ("", "simulated"))
     slower = "chosen" if chosen is None else f"{mark}{contender.lost_by(chosen):.1%}"
-    fits = [f"{mark}{format_seconds(contender.time_s)}", slower] if contender.fits else ["", "too large"]
+    fits = [f"{mark}{format_seconds(contender.step_s)}", slower] if contender.fits else ["", "too large"]
     return [
+        contender.name or ("this one" if chosen is None else "searched"),
         str(contender.pipeline_ranks),
         str(contender.num_stages),
         contender.schedule,

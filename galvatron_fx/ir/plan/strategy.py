@@ -30,7 +30,6 @@ __all__ = [
     "LOWERING_ORDER",
     "PIPELINE",
     "ROLES",
-    "SEARCHED_ROLES",
     "Boundary",
     "RoleGroup",
     "Strategy",
@@ -49,9 +48,6 @@ ROLES: tuple[str, ...] = ("data", "zero", "tensor", "tensor_sequence", "sequence
 
 BATCH_ROLES = ("data", "zero")
 """Those that split the batch."""
-
-SEARCHED_ROLES: tuple[str, ...] = tuple(role for role in ROLES if role != PIPELINE)
-"""What a search tries unless it is told: all but stages, with which it takes several times as long."""
 
 LOWERING_ORDER: tuple[str, ...] = ("zero", "data", "sequence", "tensor_sequence", "tensor")
 """The order in which lowering takes the roles, and in which :meth:`Strategy.groups` lists them; stages are cut last."""

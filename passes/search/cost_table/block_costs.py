@@ -100,6 +100,7 @@ class _Columns:
     static_bytes: Floats
     saved_bytes: Floats
     entering_bytes: Floats
+    rebuilt_bytes: Floats
     deferred_bytes: Floats
     gathered_bytes: Floats
     transient_bytes: Floats
@@ -177,7 +178,7 @@ def _prices(
     device, overlap = cluster.device, cluster.overlap
     staged = several | pipelined
     keep = keep & ~recompute
-    rebuilt = np.where(recompute, terms.saved_bytes - terms.entering_bytes, 0.0)
+    rebuilt = np.where(recompute, terms.rebuilt_bytes, 0.0)
     kept = np.where(keep, terms.gathered_bytes, 0.0)
     ahead = np.where(late | (not overlap.gains), 0.0, terms.gathered_bytes - kept)
     # Gradients that are reduced at the end grow whole, and what becomes of them takes the place of what was gathered.
@@ -277,7 +278,6 @@ class _Evaluation:
         gather, gathered = self._gathers()
         static, update = self._static()
         gradients, whole, largest = self._gradients()
-        saved = self._on_rank(self.terms.saved)
         lives = [(life.alive @ self._on_rank(life.values)).max(axis=0, initial=0.0) for life in self.terms.lives]
         return _Columns(
             forward_s=forward + moves["forward"].seconds,
@@ -302,8 +302,9 @@ class _Evaluation:
             far_s=moves["far"].seconds + moves["far"].work_s,
             update_s=update,
             static_bytes=static,
-            saved_bytes=saved.sum(axis=0),
-            entering_bytes=saved[self.terms.entering].sum(axis=0),
+            saved_bytes=self._on_rank(self.terms.saved).sum(axis=0),
+            entering_bytes=self._on_rank(self.terms.entering).sum(axis=0),
+            rebuilt_bytes=self._on_rank(self.terms.rebuilt).sum(axis=0),
             deferred_bytes=self._on_rank(self.terms.deferred).sum(axis=0),
             gathered_bytes=gathered,
             transient_bytes=np.maximum(*lives),

@@ -132,6 +132,21 @@ class BlockFacts:
         ]
 
     @cached_property
+    def entering(self) -> list[tuple[fx.Node, fx.Node, int]]:
+        """The same of what recomputation takes from other blocks, which is all that it keeps."""
+        rebuilt = [
+            (storage_root(source), node, position)
+            for node in self.nodes
+            if not is_getitem(node) and node in self.rebuilt
+            for position, source in enumerate(input_nodes(node))
+            if source not in self.weights_alone
+        ]
+        return [use for use in (*self.kept, *rebuilt) if self._is_outside(use[0])]
+
+    def _is_outside(self, node: fx.Node) -> bool:
+        return node.op != "call_function" or max(meta_of(node).block, 0) != self.index
+
+    @cached_property
     def deferred(self) -> list[tuple[fx.Node, fx.Node, int]]:
         """The same of all that the weight gradients take, of forward and of the rest of backward."""
         taken = [

@@ -118,7 +118,11 @@ class LiveRanges:
 
 @dataclass(frozen=True)
 class BlockTerms:
-    """All that a block's price is made of under one composition of roles."""
+    """All that a block's price is made of under one composition of roles.
+
+    ``saved``: what backward keeps of forward; ``entering``: what is kept in its place where the block is recomputed,
+    ``rebuilt``: what recomputation makes again.
+    """
 
     roles: tuple[str, ...]
     operators: Operators
@@ -126,7 +130,8 @@ class BlockTerms:
     moved: Amounts
     weights: Weights
     saved: Amounts
-    entering: Bools
+    entering: Amounts
+    rebuilt: Amounts
     deferred: Amounts
     lives: tuple[LiveRanges, LiveRanges]
 
@@ -146,15 +151,17 @@ class _Reading:
 
     def terms(self) -> BlockTerms:
         moves, moved = self._moves()
-        saved, entering = self._saved()
+        kept, entering = self._distinct(self.block.kept), self._distinct(self.block.entering)
+        inside = [use for use in kept if use not in entering]
         return BlockTerms(
             self.roles,
             self._operators(),
             moves,
             moved,
             self._weights(),
-            saved,
-            entering,
+            self._kept_amounts(kept),
+            self._kept_amounts(entering),
+            self._kept_amounts(inside),
             self._kept_amounts(self._distinct(self.block.deferred)),
             (self._lives("forward"), self._lives("backward")),
         )
@@ -267,15 +274,6 @@ class _Reading:
             _ratios(nodes, gradients),
             _flags(nodes, casts.__contains__),
         )
-
-    def _saved(self) -> tuple[Amounts, Bools]:
-        """What backward keeps of forward, and which of it enters the block."""
-        kept = self._distinct(self.block.kept)
-        entering = _flags(
-            [root for root, _ in kept],
-            lambda node: node.op != "call_function" or max(meta_of(node).block, 0) != self.block.index,
-        )
-        return self._kept_amounts(kept), entering
 
     def _distinct(self, uses: Iterable[tuple[fx.Node, fx.Node, int]]) -> list[tuple[fx.Node, tuple[Placement, ...]]]:
         """Storages with the placements that they are wanted in."""

@@ -11,7 +11,7 @@ Wang et al. 2023), and moves all cuts by a block at once while that helps (:mod:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -58,6 +58,16 @@ class Configuration:
         """Whether there is one stage and one micro-batch."""
         return self.num_stages == 1 and self.num_microbatches == 1
 
+    @property
+    def kind(self) -> tuple[int, bool]:
+        """What decides whether a model can be cut so, and how far estimates of memory are off."""
+        return self.pipeline_axes, self.num_microbatches > 1
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """What prices rest on: pipeline axes and number of micro-batches."""
+        return self.pipeline_axes, self.num_microbatches
+
 
 @dataclass(frozen=True)
 class StageChoice:
@@ -68,14 +78,15 @@ class StageChoice:
     time_s: float
 
 
-@dataclass
+@dataclass(eq=False)
 class StageSearch:
-    """Searches one configuration on a priced chain."""
+    """Searches one configuration on a priced chain; ``excluded``: roles that it does without."""
 
     costs: CostTable
     configuration: Configuration
     cluster: Cluster
-    _sections: dict[tuple[Section, float], list[int] | None] = field(default_factory=dict)
+    excluded: frozenset[str] = frozenset()
+    _sections: dict[tuple[Section, float], list[int] | None] = field(default_factory=dict, init=False)
 
     @property
     def schedule(self) -> Schedule:
@@ -154,23 +165,35 @@ class StageSearch:
         Axes among which any block tells apart are served one by one, so a small block must not part those that a large
         one takes together.
         """
-        alike = self._with_few_columns(choice)._fastest(budget, choice.first_blocks)
+        search = self._with_few_columns(choice)
+        alike = search.search_once(budget, choice.first_blocks) if search is not None else None
         return alike if alike is not None and alike.time_s <= choice.time_s * _LITTLE else choice
 
-    def uniform(self, choice: StageChoice) -> StageSearch:
+    def uniform(self, choice: StageChoice) -> StageSearch | None:
         """The search among strategies with the roles of the main one of ``choice``."""
         main = self._main_roles(choice)
-        return self._among([s.roles == main for s in self.costs.strategies])
+        return self.among(lambda strategy: strategy.roles == main)
 
-    def _with_few_columns(self, choice: StageChoice) -> StageSearch:
+    def without(self, role: str) -> StageSearch | None:
+        """The search among strategies that do not use ``role``."""
+        search = self.among(lambda strategy: role not in strategy.roles)
+        return replace(search, excluded=self.excluded | {role}) if search is not None else None
+
+    def among(self, fits: Callable[[Strategy], bool]) -> StageSearch | None:
+        """The search among some of the strategies; None where a block may take none of them."""
+        allowed = self.costs.allowed & np.array([fits(strategy) for strategy in self.costs.strategies])[None, :]
+        if not allowed.any(axis=1).all():
+            return None
+        return StageSearch(replace(self.costs, allowed=allowed), self.configuration, self.cluster)
+
+    def _with_few_columns(self, choice: StageChoice) -> StageSearch | None:
         """The search among strategies that tell no axes apart but those that the main one does."""
         parted = [a != b for a, b in pairwise(self._main_roles(choice))]
-        return self._among(
-            [
-                all(apart or a == b for apart, (a, b) in zip(parted, pairwise(strategy.roles), strict=True))
-                for strategy in self.costs.strategies
-            ]
-        )
+
+        def fits(strategy: Strategy) -> bool:
+            return all(apart or a == b for apart, (a, b) in zip(parted, pairwise(strategy.roles), strict=True))
+
+        return self.among(fits)
 
     def _main_roles(self, choice: StageChoice) -> tuple[str, ...]:
         """The roles of the strategy that most time is spent under."""
@@ -178,11 +201,6 @@ class StageSearch:
         for block, pick in enumerate(choice.picks):
             spent[pick] += self.costs.time[block, pick]
         return self.costs.strategies[int(spent.argmax())].roles
-
-    def _among(self, fits: Sequence[bool]) -> StageSearch:
-        """The search among some of the strategies."""
-        allowed = self.costs.allowed & np.array(fits)[None, :]
-        return StageSearch(replace(self.costs, allowed=allowed), self.configuration, self.cluster)
 
     def run_at(self, cuts: Cuts, budget: float) -> StageChoice | None:
         """The fastest choice of one way to cut, or None; as :meth:`run` on meshes of few axes."""
@@ -236,11 +254,20 @@ class StageSearch:
                 picks[block] = pick
         return self._timed(cuts, picks)
 
-    def least_bytes(self) -> float:
-        """Estimated bytes of :meth:`least` on its fullest rank."""
-        choice = self.least()
+    def bytes(self, choice: StageChoice) -> float:
+        """Estimated bytes of ``choice`` on its fullest rank."""
         sections = self._rank_sections(choice.first_blocks)
         return max(s.bytes(self.costs, [choice.picks[b] for b in s.blocks]) for s in sections)
+
+    @cached_property
+    def least_bytes(self) -> float:
+        """Estimated bytes of :meth:`least`."""
+        return self.bytes(self.least())
+
+    @cached_property
+    def static_bytes(self) -> float:
+        """Bytes of parameters and what goes with them that a rank holds at least, if all hold as many."""
+        return float(np.where(self.costs.allowed, self.costs.static, np.inf).min(axis=1).sum()) / self.num_ranks
 
     # ---- cuts ----
 

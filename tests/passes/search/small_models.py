@@ -14,9 +14,14 @@ from galvatron_fx.ir.cluster.cluster import Cluster
 from passes.search.candidates import candidates
 from passes.search.configurations import Configurations, Pins
 from passes.search.cost_table.cost_table import CostTableRequest, Pricer
-from passes.search.solvers.stage_search import StageSearch
+from passes.search.solvers.stage_search import Configuration, StageSearch
 from tests.helpers import captured
 from tests.passes.search.small_chains import cuts_of
+
+
+def listed(configurations: Configurations) -> list[Configuration]:
+    """All of them, those of every rung."""
+    return [setting for ladder in configurations.ladders() for rung in ladder.rungs for setting in rung]
 
 
 def every_search(layers: int, roles: tuple[str, ...], vocabulary: int = 4096) -> Iterator[StageSearch]:
@@ -27,7 +32,7 @@ def every_search(layers: int, roles: tuple[str, ...], vocabulary: int = 4096) ->
         model = GPT2LMHeadModel(config)
     graph, cluster = captured(model, {"input_ids": ids, "labels": ids}), Cluster.preset("8xA100-80GB")
     pricer = Pricer(graph, cluster, {})
-    settings = Configurations(cluster, roles, Pins(), pricer.batch, len(pricer.block_fingerprints)).all()
+    settings = listed(Configurations(cluster, roles, Pins(), pricer.batch, len(pricer.block_fingerprints)))
     keys = list(dict.fromkeys((setting.pipeline_axes, setting.num_microbatches) for setting in settings))
     requests = [CostTableRequest(candidates(cluster, roles, "auto", axes), parts) for axes, parts in keys]
     cost_tables = dict(zip(keys, pricer.cost_tables(requests), strict=True))

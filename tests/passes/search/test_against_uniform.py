@@ -16,7 +16,9 @@ def test_a_uniform_choice_has_the_main_roles_in_all_blocks() -> None:
     for search in every_search(3, ("data", "tensor", "pipeline")):
         choice = search.run(BUDGET)
         assert choice is not None
-        uniform = search.uniform(choice).run(BUDGET)
+        alike = search.uniform(choice)
+        assert alike is not None
+        uniform = alike.run(BUDGET)
         assert uniform is not None and uniform.time_s >= choice.time_s * (1 - 1e-9)
         assert {search.costs.strategies[pick].roles for pick in uniform.picks} == {search._main_roles(choice)}
         mixed += len({search.costs.strategies[pick].roles for pick in choice.picks}) > 1

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import galvatron_fx
 from galvatron_fx import Cluster, Plan
 from galvatron_fx.errors import BudgetError
-from galvatron_fx.ir.plan.strategy import SEARCHED_ROLES
+from galvatron_fx.ir.plan.strategy import ROLES
 
 CLUSTER = Cluster.preset("4xA100-80GB")
 
@@ -36,14 +36,17 @@ def small_llama() -> tuple[LlamaForCausalLM, dict[str, torch.Tensor]]:
 
 
 @cache
-def search(budget: int | str | None, roles: tuple[str, ...] = SEARCHED_ROLES) -> Plan:
+def search(budget: int | str | None, roles: tuple[str, ...] = ROLES) -> Plan:
+    """Of one stage and micro-batch, so that a tight budget has blocks recomputed and split."""
     model, inputs = small_llama()
-    return galvatron_fx.plan(model, CLUSTER, inputs, memory_budget=budget, roles=roles)
+    return galvatron_fx.plan(
+        model, CLUSTER, inputs, memory_budget=budget, roles=roles, num_stages=1, num_microbatches=1
+    )
 
 
 @pytest.fixture(scope="module")
 def least_bytes() -> int:
-    with pytest.raises(BudgetError, match="the least is") as caught:
+    with pytest.raises(BudgetError, match="the least found is") as caught:
         search(1000)
     assert isinstance(caught.value.plan, Plan)
     assert caught.value.plan.peak_memory_bytes == caught.value.least_bytes

@@ -31,7 +31,7 @@ class Case(NamedTuple):
 def cases(draw: st.DrawFn) -> Case:
     search = draw(searches(256))
     share = draw(st.sampled_from((0.6, 0.9, 1.0, 1.1, 1.3, 1.6, 2.5)))
-    return Case(search, share * search.least_bytes() + draw(st.integers(0, 5)))
+    return Case(search, share * search.least_bytes + draw(st.integers(0, 5)))
 
 
 def time_s(found: object) -> float:
@@ -80,7 +80,7 @@ def test_a_real_model_on_eight_devices() -> None:
     """The best plan of all pipeline degrees, schedules, micro-batches, cuts, strategies and recomputation."""
     found = list(every_search(2, ("zero", "tensor", "pipeline")))
     assert {search.configuration.num_stages for search in found} == {1, 2, 4}
-    least = min(search.least_bytes() for search in found)
+    least = min(search.least_bytes for search in found)
     for share in (1.05, 1.4, 4.0):
         expected = np.inf
         for search in found:
@@ -115,7 +115,7 @@ def test_never_worse_than_either_balance_where_not_all_cuts_are_tried(seed: int,
     prices = random.integers(1, 9, (7, 14, 3)).astype(float)
     search = search_of(chain_of(prices, [0.0] * 14, np.zeros((14, 3, 3)), 4, 8), 4, "zbv", 8)
     assert not search.is_small
-    budget = share * search.least_bytes()
+    budget = share * search.least_bytes
     assert time_s(search.run(budget)) <= min(by_balance(search, budget)) * (1 + ROUNDING)
 
 

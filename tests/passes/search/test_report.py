@@ -15,11 +15,14 @@ from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.prediction import MEMORY_KINDS, RECOMPUTE
 from galvatron_fx.ir.plan.progress import PRICING, REPORT, SEARCH, SIMULATION, Progress
 from galvatron_fx.ir.plan.search_report import SearchReport
+from galvatron_fx.ir.plan.strategy import Strategy
+from passes.analysis.blocks import fingerprints
 from passes.search import plan_search
 from passes.search.configurations import Pins
 from passes.search.plan_search import SearchOptions, search_plan
 from passes.search.record import Watch
 from passes.search.trials import Trial
+from passes.simulation.choice import SimulateChoice
 from tests.helpers import captured
 
 ROLES = ("data", "zero", "tensor", "pipeline")
@@ -106,12 +109,30 @@ def test_bounds_and_budgets(free: Plan, staged: Plan) -> None:
 def test_runners_up(free: Plan) -> None:
     """One of each pipeline degree, none better than the chosen plan, each known in a way that says so."""
     report = report_of(free)
-    assert [contender.pipeline_ranks for contender in report.runners_up] == [1, 2, 4]
+    assert [contender.pipeline_ranks for contender in report.runners_up] == [2, 4]
     for contender in report.runners_up:
         assert contender.known in ("bound", "estimate", "searched", "simulated")
         assert contender.lost_by(report.chosen) >= 0
     left = [report.counts[what] for what in report.counts if what not in ("configurations", "simulations")]
     assert sum(left) == report.counts["configurations"]
+
+
+def test_runners_up_that_people_know(stack: fx.GraphModule, free: Plan) -> None:
+    """On request they are simulated, whole plans by name among them, and the choice stays the same."""
+    plan = searched(stack, simulate_runners_up=True)
+    assert plan == free
+    contenders = report_of(plan).runners_up
+    named = {contender.name: contender for contender in contenders if contender.name}
+    assert {block.strategy.roles for block in plan.blocks} == {("data", "data")}
+    assert set(named) == {"FSDP", "TP + FSDP", "TP + PP"}, "and the chosen one is DDP"
+    assert sum(contender.simulated_s is not None for contender in contenders) >= 4
+    for contender in contenders:
+        assert contender.lost_by(report_of(plan).chosen) >= 0
+    by_hand = SimulateChoice(stack, CLUSTER, fingerprints(stack)).run(
+        [Strategy(("tensor", "tensor"))] * len(plan.blocks), (0,), None
+    )
+    assert report_of(plan).simulated_s < by_hand.step_time_s
+    assert "TP + PP" in str(plan.report)
 
 
 def test_the_report_is_no_part_of_the_plan(stack: fx.GraphModule, free: Plan) -> None:
@@ -137,7 +158,7 @@ def test_progress(stack: fx.GraphModule) -> None:
     plan = searched(stack, watch=Watch(told.append))
     assert list(dict.fromkeys(progress.phase for progress in told)) == [PRICING, SEARCH, SIMULATION, REPORT]
     last = told[-1]
-    assert last.best_s == plan.step_time_s
+    assert last.best_s == report_of(plan).simulated_s
     assert 0 < last.simulated <= last.configurations
     assert set(report_of(plan).seconds) == {PRICING, SEARCH, SIMULATION, REPORT}
 

@@ -1,0 +1,266 @@
+"""Best first: the fastest choice by simulation, where what promises most is looked at more closely at every step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import count
+from math import inf
+
+from galvatron_fx.ir.errors import PlanError
+from galvatron_fx.ir.plan.progress import PRICING, SEARCH, SIMULATION
+from galvatron_fx.ir.plan.search_report import SIMULATED, Contender
+from galvatron_fx.ir.plan.strategy import PIPELINE, Strategy
+from passes.search.known_plans import known_plans
+from passes.search.open_configurations import OpenConfigurations, Rung
+from passes.search.record import Record, Watch, contender_of
+from passes.search.solvers.stage_search import Configuration, StageChoice, StageSearch
+from passes.search.trials import MOST_SLACK, MemorySlack, Prospect, Trial
+from passes.simulation.choice import SimulateChoice
+from passes.simulation.stages import StagesReport
+from passes.simulation.step import StepReport
+
+_FASTER = 0.999  # times a step: a choice that gains less is as fast
+_KNOWN = 0.85  # times the estimate of a plan that people know; simulations of down to 0.88 of it have been seen
+_OTHER = 0.97  # times that of another number of stages, which is likelier to be as slow as it looks
+
+_Key = tuple[Configuration, tuple[int, ...], tuple[Strategy, ...]]
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A choice that was simulated; ``budget``: the estimated bytes that it was searched under."""
+
+    search: StageSearch
+    choice: StageChoice
+    budget: float
+    report: StepReport | StagesReport
+
+    @property
+    def estimated_s(self) -> float:
+        return self.choice.time_s
+
+    @property
+    def simulated_s(self) -> float:
+        return self.report.step_time_s
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.report.peak_memory_bytes
+
+    def contender(self, limit: float) -> Contender:
+        """What reports tell of it, for a budget of ``limit`` bytes."""
+        fits = self.peak_bytes <= limit
+        return contender_of(self.search, SIMULATED, self.estimated_s, self.peak_bytes, fits, self.simulated_s)
+
+
+@dataclass
+class Simulator:
+    """Simulates choices, equal ones once; ``refusals``: why the model cannot run in configurations of some kind."""
+
+    run: SimulateChoice
+    watch: Watch
+    record: Record
+    refusals: dict[tuple[int, bool], PlanError] = field(default_factory=dict)
+    _reports: dict[_Key, StepReport | StagesReport] = field(default_factory=dict)
+
+    def of(self, search: StageSearch, choice: StageChoice, budget: float, limit: float) -> Simulated | None:
+        """The choice, simulated and put on record; None where its configuration cannot run the model."""
+        report = self.report(search, choice)
+        if report is None:
+            return None
+        outcome = Simulated(search, choice, budget, report)
+        self.record.simulated(search, outcome.contender(limit))
+        self.watch.tell(simulated=self.record.simulations)
+        return outcome
+
+    def report(self, search: StageSearch, choice: StageChoice) -> StepReport | StagesReport | None:
+        """What the choice takes; None likewise."""
+        strategies = search.strategies(choice)
+        key = search.configuration, choice.first_blocks, tuple(strategies)
+        if key not in self._reports:
+            try:
+                with self.watch.phase(SIMULATION):
+                    self._reports[key] = self.run.run(strategies, choice.first_blocks, search.staging)
+            except PlanError as error:
+                self.refusals[search.configuration.kind] = error
+                return None
+        return self._reports[key]
+
+    def refuses(self, configuration: Configuration) -> bool:
+        """Whether such a configuration was found to be impossible."""
+        return configuration.kind in self.refusals
+
+
+@dataclass
+class _Queue:
+    """What is left to look at, by the seconds it promises; what was put in first of equal ones."""
+
+    entries: list[tuple[float, int, Prospect | Trial | Rung]] = field(default_factory=list)
+    _number: Iterator[int] = field(default_factory=count)
+
+    def put(self, item: Prospect | Trial | Rung | None) -> None:
+        if item is not None:
+            heappush(self.entries, (_promised_s(item), next(self._number), item))
+
+    def take(self) -> Prospect | Trial | Rung:
+        return heappop(self.entries)[-1]
+
+    def promises(self, below_s: float) -> bool:
+        """Whether something may be faster than that."""
+        return bool(self.entries) and self.entries[0][0] < below_s
+
+    def left(self, below_s: float) -> int:
+        """How much of it."""
+        return sum(seconds < below_s for seconds, _, _ in self.entries)
+
+    def renew(self, configuration: Configuration, limit: float) -> None:
+        """Have first trials of such configurations made anew."""
+        for place, (_, number, item) in enumerate(self.entries):
+            if isinstance(item, Trial) and item.is_first and item.search.configuration.kind == configuration.kind:
+                prospect = Prospect.of(item.search, limit)
+                self.entries[place] = prospect.time_s, number, prospect
+        heapify(self.entries)
+
+
+@dataclass
+class BestFirst:
+    """One search for the fastest choice whose lowered program keeps to ``limit`` bytes.
+
+    A configuration stands for its bound, then for its estimate, then for the choice found in it, on many axes for one
+    that tells few of them apart. What is simulated and slower than it promised has others looked at whose estimates are
+    higher: the same without one of its roles, and one with its main roles in all blocks. So the choice among more roles
+    is not slower than that among fewer. ``stretch``: times the limit, the estimated bytes that are tried at any rate.
+    """
+
+    opened: OpenConfigurations
+    simulator: Simulator
+    slack: MemorySlack
+    limit: float
+    deadline: float
+    best: Simulated | None = None
+    is_cut_short: bool = False
+    stretch: float = 0.0
+    _queue: _Queue = field(default_factory=_Queue)
+    _variants: set[object] = field(default_factory=set)
+
+    def run(self) -> Simulated | None:
+        """Return it, None if none was found.
+
+        Estimates may be higher than what is learned of them: that is tried where nothing else fits.
+        """
+        self._search()
+        if self.best is None and not self.is_cut_short:
+            self.stretch = MOST_SLACK
+            self._search()
+        self._challenge()
+        return self.best
+
+    def _search(self) -> None:
+        self._add(self.opened.searches)
+        for rung in self.opened.rungs:
+            self._queue.put(rung)
+        self._drain()
+
+    def _challenge(self) -> None:
+        """Simulate what comes close by estimates, too: plans that people know, and the best of other pipelines."""
+        if self.best is None or self.is_cut_short:
+            return
+        record, chosen = self.simulator.record, self.best.search.configuration
+        known = known_plans(self.opened, self.limit).values()
+        others = [record.searches[key] for key in record.others(chosen) if record.seen[key].simulated_s is None]
+        for search, share in [*((each, _KNOWN) for each in known), *((each, _OTHER) for each in others)]:
+            if search.static_bytes > self.limit or self.simulator.refuses(search.configuration):
+                continue
+            budget, most = self.slack.budgets(search.configuration, self.limit)
+            with self.simulator.watch.phase(SEARCH):
+                trial = Trial.first(search, budget, most) if search.bound_s(most) * share < self._best_s else None
+            if trial is not None and trial.time_s * share < self._best_s:
+                self._simulate(trial.refined())
+        self._drain()
+
+    def _drain(self) -> None:
+        while self._queue.promises(self._best_s):
+            if time.monotonic() >= self.deadline:
+                self.is_cut_short = True
+                break
+            self._step(self._queue.take())
+            self.simulator.watch.tell(left=self._queue.left(self._best_s))
+
+    @property
+    def _best_s(self) -> float:
+        """What another choice has to promise less than: a gain too small to matter is not looked for."""
+        return self.best.simulated_s * _FASTER if self.best is not None else inf
+
+    def _step(self, item: Prospect | Trial | Rung) -> None:
+        if isinstance(item, Rung):
+            self._open(item)
+        elif self.simulator.refuses(item.search.configuration):
+            return
+        elif isinstance(item, Trial) and not item.is_rough:
+            self._simulate(item)
+        else:
+            self._look(item)
+
+    def _add(self, searches: list[StageSearch]) -> None:
+        with self.simulator.watch.phase(SEARCH):
+            prospects = [Prospect.of(search, self.limit) for search in searches if search.static_bytes <= self.limit]
+        self.simulator.record.begin(searches, prospects)
+        for prospect in prospects:
+            self._queue.put(prospect)
+
+    def _open(self, rung: Rung) -> None:
+        if not (rung.may_fit(self.limit) if self.stretch else rung.may_pay(self.limit)):
+            return
+        with self.simulator.watch.phase(PRICING):
+            searches = self.opened.open(rung)
+        self.simulator.watch.tell(configurations=len(self.opened.searches))
+        self._add(searches)
+        for above in self.opened.rungs:
+            if above.ladder is rung.ladder:
+                self._queue.put(above)
+
+    def _look(self, item: Prospect | Trial) -> None:
+        with self.simulator.watch.phase(SEARCH):
+            if isinstance(item, Trial):
+                closer: Prospect | Trial | None = item.refined()
+            else:
+                budget, most = self.slack.budgets(item.search.configuration, self.limit)
+                closer = item.closer(self.limit, budget, max(most, self.limit * self.stretch))
+        self.simulator.record.look(item, closer)
+        self._queue.put(closer)
+        self.simulator.watch.tell(searched=self.simulator.record.searched)
+
+    def _simulate(self, trial: Trial) -> None:
+        configuration = trial.search.configuration
+        outcome = self.simulator.of(trial.search, trial.choice, trial.budget, self.limit)
+        if outcome is None:
+            return
+        if outcome.peak_bytes <= self.limit and (self.best is None or outcome.simulated_s < self.best.simulated_s):
+            self.best = outcome
+            self.simulator.watch.tell(best_s=outcome.simulated_s)
+        if self.slack.learn(trial, outcome.peak_bytes, self.limit):
+            self._queue.renew(configuration, self.limit)
+        with self.simulator.watch.phase(SEARCH):
+            self._queue.put(trial.next(self.limit, outcome.peak_bytes))
+            if outcome.peak_bytes <= self.limit and not trial.is_uniform:
+                self._add_variants(trial)
+
+    def _add_variants(self, trial: Trial) -> None:
+        """What has less choice than the trial's search, and may be faster where that is slower than it promised."""
+        self._queue.put(Trial.uniform(trial))
+        search = trial.search
+        for role in sorted({role for strategy in search.strategies(trial.choice) for role in strategy.roles}):
+            key = search.configuration, search.costs.kinds, search.excluded | {role}
+            if role == PIPELINE or key in self._variants:
+                continue
+            self._variants.add(key)
+            variant = search.without(role)
+            if variant is not None:
+                self._queue.put(Prospect.of(variant, self.limit))
+
+
+def _promised_s(item: Prospect | Trial | Rung) -> float:
+    return item.bound_s if isinstance(item, Rung) else item.time_s

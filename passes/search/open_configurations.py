@@ -1,0 +1,139 @@
+"""The configurations that a search has opened: those whose prices are known, and what the others promise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from galvatron_fx.ir.errors import PlanError
+from galvatron_fx.ir.graph.metadata import signature
+from galvatron_fx.ir.graph.precision import cast_parameter
+from passes.search.candidates import axis_partitions, candidates
+from passes.search.configurations import Configurations, Ladder, Pins
+from passes.search.cost_table.cost_table import CostTable, CostTableRequest, Pricer, cost_table_requests
+from passes.search.solvers.stage_search import Configuration, StageSearch
+
+_NO_LIMIT = 2.0**100  # bytes
+_BINDS = 1.001  # times as slow: memory binds
+_SURELY = 0.8  # times the limit: what is estimated to take less fits
+
+
+@dataclass(frozen=True)
+class Rung:
+    """Configurations of a ladder that are not priced yet, as their ``number`` says; ``below``: those of the rung below.
+
+    More micro-batches only save memory, so no choice of theirs is faster than one of those below that needs no memory.
+    """
+
+    ladder: Ladder
+    number: int
+    below: tuple[StageSearch, ...]
+
+    @property
+    def bound_s(self) -> float:
+        """Seconds that no choice of the rung beats."""
+        return min(search.bound_s(_NO_LIMIT) for search in self.below)
+
+    def may_pay(self, limit: float) -> bool:
+        """Whether ``limit`` bytes may keep the rung below from its best, and leave room beside parameters."""
+        return self.may_fit(limit) and any(
+            search.estimate_s(_NO_LIMIT) * _BINDS < search.estimate_s(_SURELY * limit) for search in self.below
+        )
+
+    def may_fit(self, limit: float) -> bool:
+        """Whether parameters do, of which a rank holds as many with fewer micro-batches."""
+        return any(search.static_bytes <= limit for search in self.below)
+
+
+@dataclass
+class OpenConfigurations:
+    """Prices configurations, rung by rung.
+
+    ``gather_late``: whether blocks gather right before use, which is slower, so it is left for when nothing fits.
+    ``searches``: of all configurations that have prices; ``rungs``: the lowest of each ladder that has none;
+    ``refusals``: why some have no prices, by pipeline axes and number of micro-batches.
+    """
+
+    pricer: Pricer
+    roles: tuple[str, ...]
+    recompute: str | bool
+    pins: Pins
+    gather_late: bool = False
+    searches: list[StageSearch] = field(default_factory=list)
+    rungs: list[Rung] = field(default_factory=list)
+    refusals: dict[tuple[int, int], PlanError] = field(default_factory=dict)
+
+    def open_first(self) -> None:
+        """Price the lowest rung of every ladder. Raises PlanError for pins and options that leave none."""
+        pricer = self.pricer
+        blocks, has_loss = len(pricer.block_fingerprints), signature(pricer.graph).loss is not None
+        ladders = Configurations(pricer.cluster, self.roles, self.pins, pricer.batch, blocks, has_loss).ladders()
+        opened = self._priced([setting for ladder in ladders for setting in ladder.rungs[0]])
+        for ladder in ladders:
+            self._add_above(ladder, 0, opened)
+
+    def open(self, rung: Rung) -> list[StageSearch]:
+        """Price a rung; returns its searches."""
+        self.rungs.remove(rung)
+        opened = self._priced(rung.ladder.rungs[rung.number])
+        self._add_above(rung.ladder, rung.number, opened)
+        return opened
+
+    def open_lightest(self) -> None:
+        """Open rungs of the ladder whose choices take least memory, while more micro-batches take less."""
+        while True:
+            lightest = min(self.searches, key=_weight)
+            above = [rung for rung in self.rungs if lightest in rung.below]
+            if not above or not self.open(above[0]):
+                return
+
+    def _add_above(self, ladder: Ladder, number: int, opened: Iterable[StageSearch]) -> None:
+        """Where the most micro-batches so far find too few samples, so do more."""
+        highest = ladder.pipeline_axes, ladder.rungs[number][-1].num_microbatches
+        below = [search for search in opened if search.configuration.key == highest]
+        if below and number + 1 < len(ladder.rungs):
+            self.rungs.append(Rung(ladder, number + 1, tuple(below)))
+
+    def _priced(self, settings: Sequence[Configuration]) -> list[StageSearch]:
+        requests: dict[tuple[int, int], list[CostTableRequest]] = {}
+        for setting in settings:
+            if setting.key not in requests:
+                requests[setting.key] = self._requests(*setting.key)
+        together = [request for of_key in requests.values() for request in of_key]
+        cost_tables = iter(self.pricer.cost_tables(together))
+        priced = {key: [next(cost_tables) for _ in of_key] for key, of_key in requests.items()}
+        for key, tables in priced.items():
+            for refusal in tables:
+                if isinstance(refusal, PlanError):
+                    self.refusals[key] = refusal
+        opened = [
+            StageSearch(costs, setting, self.pricer.cluster)
+            for setting in settings
+            for costs in priced[setting.key]
+            if isinstance(costs, CostTable)
+        ]
+        self.searches += opened
+        return opened
+
+    def _requests(self, pipeline_axes: int, num_microbatches: int) -> list[CostTableRequest]:
+        cluster, graph = self.pricer.cluster, self.pricer.graph
+        strategies = candidates(
+            cluster,
+            self.roles,
+            self.recompute,
+            pipeline_axes,
+            _casts(graph),
+            self.gather_late,
+            self.pricer.batch // num_microbatches,
+        )
+        return cost_table_requests(strategies, num_microbatches, axis_partitions(cluster.shape, pipeline_axes))
+
+
+def _weight(search: StageSearch) -> tuple[float, Configuration]:
+    return search.least_bytes, search.configuration
+
+
+def _casts(graph: fx.GraphModule) -> bool:
+    return any(node.target is cast_parameter for node in graph.graph.nodes)

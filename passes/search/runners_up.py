@@ -1,0 +1,58 @@
+"""What other plans would have cost, by simulation: those that people know by name, and the best of other pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from galvatron_fx.ir.plan.search_report import Contender
+from passes.search.best_first import Simulated, Simulator
+from passes.search.known_plans import known_plans
+from passes.search.open_configurations import OpenConfigurations
+from passes.search.solvers.stage_search import StageChoice, StageSearch
+from passes.search.trials import MemorySlack, Trial
+
+MOST = 5  # runners-up that are simulated
+
+
+@dataclass(frozen=True)
+class RunnersUp:
+    """Simulates what a search left out; ``best``: what it took instead."""
+
+    opened: OpenConfigurations
+    simulator: Simulator
+    slack: MemorySlack
+    limit: float
+    best: Simulated
+
+    def run(self) -> tuple[Contender, ...]:
+        """Plans known by name first, then the best other configuration of each pipeline degree.
+
+        Some of these were looked at in the search only as far as was needed to leave them out; as many as make up five
+        with the named ones are simulated now.
+        """
+        record = self.simulator.record
+        named = [
+            contender
+            for name, search in known_plans(self.opened, self.limit).items()
+            for contender in self._named(name, search)
+        ]
+        others = record.others(self.best.search.configuration)
+        waiting = [key for key in others if record.seen[key].simulated_s is None and record.seen[key].fits]
+        for key in sorted(waiting, key=lambda key: record.seen[key].step_s)[: max(MOST - len(named), 0)]:
+            search = record.searches[key]
+            self.simulator.of(search, *self._choice(search), self.limit)
+        known = {replace(contender, name="") for contender in named}
+        return (*named, *(record.seen[key] for key in others if record.seen[key] not in known))
+
+    def _named(self, name: str, search: StageSearch) -> Iterator[Contender]:
+        """A plan known by name, unless it is the chosen one."""
+        outcome = self.simulator.of(search, *self._choice(search), self.limit)
+        if outcome is not None and search.strategies(outcome.choice) != self.best.search.strategies(self.best.choice):
+            yield replace(outcome.contender(self.limit), name=name)
+
+    def _choice(self, search: StageSearch) -> tuple[StageChoice, float]:
+        """What is best within the limit, else least, and the budget that it was searched under."""
+        budget, most = self.slack.budgets(search.configuration, self.limit)
+        trial = Trial.first(search, budget, most)
+        return (trial.refined().choice, trial.budget) if trial is not None else (search.least(), budget)

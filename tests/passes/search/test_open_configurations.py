@@ -1,0 +1,100 @@
+"""What is priced: more micro-batches where memory asks for them, and whatever small batches leave possible."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from galvatron_fx.errors import PlanError
+from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.plan.plan import Plan
+from galvatron_fx.ir.plan.strategy import ROLES
+from passes.search.candidates import candidates
+from passes.search.configurations import Pins
+from passes.search.cost_table.cost_table import Pricer
+from passes.search.open_configurations import OpenConfigurations
+from passes.search.plan_search import SearchOptions, search_plan
+from tests.helpers import captured
+from tests.passes.search.test_report import Stack
+
+FOUR = Cluster.preset("4xA100-80GB")
+
+
+@pytest.fixture(scope="module")
+def stack() -> fx.GraphModule:
+    return captured(Stack(), (torch.ones(8192, 256),))
+
+
+def searched(graph: fx.GraphModule, cluster: Cluster, budget: float, *roles: str) -> Plan:
+    return search_plan(graph, cluster, SearchOptions(int(budget), roles, recompute=False))
+
+
+def test_micro_batches_come_with_want_of_memory(stack: fx.GraphModule) -> None:
+    """The first plan that fits is of no more of them than it takes, and nothing further was priced."""
+    free = searched(stack, FOUR, 2**40, "data")
+    assert free.pipelining.num_microbatches == 1 and free.report is not None
+    assert free.report.counts["configurations"] == 1
+    tight = searched(stack, FOUR, 0.7 * free.peak_memory_bytes, "data")
+    assert tight.pipelining.num_stages == 1 and 1 < tight.pipelining.num_microbatches < 64
+    assert tight.peak_memory_bytes <= 0.7 * free.peak_memory_bytes
+    assert tight.report is not None and 1 < tight.report.counts["configurations"] < 8
+
+
+def test_rungs_follow_each_other(stack: fx.GraphModule) -> None:
+    opened = OpenConfigurations(Pricer(stack, FOUR, {}), ("zero", "pipeline"), False, Pins())
+    opened.open_first()
+    assert {search.configuration.num_microbatches for search in opened.searches if search.num_ranks == 1} == {1}
+    assert {search.configuration.num_microbatches for search in opened.searches if search.num_ranks == 2} == {
+        2,
+        4,
+        8,
+        16,
+    }
+    (rung,) = [each for each in opened.rungs if each.ladder.pipeline_axes == 1]
+    assert not rung.may_pay(2.0**40) and not rung.may_pay(1000.0), (
+        "memory is no matter, or is not enough for parameters"
+    )
+    assert {search.configuration.num_microbatches for search in opened.open(rung)} == {32}
+    assert rung not in opened.rungs and len(opened.rungs) == 3
+
+
+def test_small_batches_have_plans() -> None:
+    """Fewer samples than a sixteenth of the devices, and than pipeline ranks."""
+    machine = Cluster.preset("64xA100-80GB")
+    graph = captured(Stack(), (torch.ones(2, 256),))
+    plan = searched(graph, machine, 2**40, "data", "tensor", "tensor_sequence")
+    assert all(sum(role == "data" for role in block.strategy.roles) <= 1 for block in plan.blocks)
+    staged = search_plan(graph, FOUR, SearchOptions(2**40, ROLES, pins=Pins(num_stages=4)))
+    assert staged.pipelining.num_stages == 4 and staged.pipelining.num_microbatches <= 2
+    with pytest.raises(PlanError, match="gives some ranks no sample"):
+        searched(graph, machine, 2**40, "data", "zero")
+
+
+def test_tables_on_many_axes() -> None:
+    """Model roles take up to 16 ranks, more where samples are few, and sequence lies outside of tensor."""
+    machine = Cluster.preset("64xA100-80GB")
+
+    def tables(samples: int | None) -> set[tuple[str, ...]]:
+        roles = ("data", "sequence", "tensor")
+        return {strategy.roles for strategy in candidates(machine, roles, False, samples=samples)}
+
+    assert max(sum(role != "data" for role in table) for table in tables(None)) == 4
+    assert max(sum(role != "data" for role in table) for table in tables(2)) == 5
+    assert ("data",) * 3 + ("sequence",) + ("tensor",) * 2 in tables(None)
+    assert not any(table.index("tensor") < table.index("sequence") for table in tables(2) if len({*table}) == 3)
+
+
+class Logits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def test_what_has_no_loss_stays_whole() -> None:
+    """Whoever computes the loss outside the model needs outputs of the whole batch."""
+    plan = search_plan(captured(Logits(), (torch.ones(16, 32),)), FOUR, SearchOptions(2**40, ROLES))
+    assert plan.pipelining.num_stages == plan.pipelining.num_microbatches == 1
