@@ -153,16 +153,16 @@ def compile(
     seed: int = 0,
     batch: str = "global",
     compare_batches: int = 100,
+    tune_seconds: float | None = None,
     progress: Observer | None = None,
     on_pass: OnPass | None = None,
     passes: InsertedPasses | None = None,
     batch_dim: BatchDim = None,
 ) -> DistributedGraphModule:
-    """Compile ``model`` for ``mesh``: search a plan (or take ``plan``, or the path of one) and lower it to this rank's
-    graphs.
+    """Compile ``model`` for ``mesh``: search a plan, or take ``plan`` (or the path of one), and lower it for this rank.
 
     ``mesh``: a DeviceMesh of any shape over all ranks; ``example_inputs``: the global batch, the same on every rank;
-    without it the model is traced at its first call. ``cluster`` describes the machine for prices (default:
+    without it the model is traced at its first call. ``cluster`` prices the machine (default:
     :meth:`Cluster.from_mesh`); the other options are those of :func:`plan`, of which ``plan`` leaves the budget alone,
     to be held against it; with ``search_seconds`` rank 0 searches for all. ``seed``: of dropout, and of the initial
     weights of a model on the meta device. ``batch``: "global", or "local" where every rank brings as many rows of its
@@ -171,12 +171,12 @@ def compile(
     calls and in every so many-th (0: never). ``backend``: "eager" runs the graphs as they are, "inductor" compiles what
     each distinct layer block does, once, at the first step (see docs/backends.md). ``kernels``: "auto" gives products
     of float32 on CPUs to oneDNN where it is clearly faster, "torch" leaves them to torch (default: what the
-    environment variable GALVATRON_FX_KERNELS says, else "auto").
+    environment variable GALVATRON_FX_KERNELS says, else "auto"). ``tune_seconds``: how long the best plans are run, in
+    turns, on the batch and copies of the weights, before the fastest is taken (``plan.report`` says what all took).
 
     Every rank calls it alike; they compare their libraries, options, batches, models and plans before anything runs.
     Where their weights differ, those of rank 0 are taken, with a warning. Raises what :func:`plan` raises, InputError
-    for a mesh over some of the ranks, and PlanError where the plan does not fit model or mesh, or ranks differ (which,
-    and in what).
+    for a mesh over some of the ranks, and PlanError where the plan does not fit model or mesh, or ranks differ.
     """
     model = plain_model(model)
     check_arguments(mesh=mesh, seed=seed, progress=progress, batch_dim=batch_dim)
@@ -187,9 +187,9 @@ def compile(
     machine = Cluster.from_json(told_by_first(Cluster.from_mesh(mesh).to_json())) if cluster is None else cluster
     control = pass_control(on_pass, passes)
     policy, given = checked_policy(mixed_precision), as_plan(plan)
-    session = PlanningSession(machine, settings, given, policy, control, progress, batch_dim)
+    session = PlanningSession(machine, settings, given, policy, control, progress, batch_dim, tune_seconds is not None)
     runner = new_backend(backend, mesh.device_type)
-    options = CompileOptions(mesh, session, runner, seed, batch, compare_batches, kernels)
+    options = CompileOptions(mesh, session, runner, seed, batch, compare_batches, kernels, tune_seconds)
     if cluster is not None:
         warn_if_stale(cluster, mesh)
     if example_inputs is None:

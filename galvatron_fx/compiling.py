@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from galvatron_fx.ir.errors import InputError, PlanError
 from galvatron_fx.ir.graph.metadata import meta_of, ports, signature
 from galvatron_fx.ir.graph.placement import Placement
 from galvatron_fx.ir.graph.symbols import BATCH
+from galvatron_fx.ir.plan.arguments import check_arguments
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.precision_policy import describe_policy
 from galvatron_fx.ir.plan.strategy import original_name
@@ -23,6 +24,7 @@ from galvatron_fx.ir.torch_compat import look_for_infinities_in_all_shards
 from galvatron_fx.pass_insertion import describe_passes, require_all_ran
 from galvatron_fx.planning_session import PlanningSession
 from galvatron_fx.profiling.kernel_choice import fastest_kernels, kernel_choice
+from galvatron_fx.profiling.ranks import Ranks
 from galvatron_fx.runtime.agreement import Facts, agreed
 from galvatron_fx.runtime.backends import Backend, new_backend
 from galvatron_fx.runtime.batch_rows import global_inputs
@@ -39,6 +41,8 @@ from galvatron_fx.runtime.original import LateChanges, check_hooks, watch_optimi
 from galvatron_fx.runtime.program import Program
 from galvatron_fx.runtime.same_weights import describe_constants, describe_model, unlike_tensors
 from galvatron_fx.runtime.staged_program import StagedProgram
+from galvatron_fx.tuning.timed_steps import TimedSteps
+from galvatron_fx.tuning.tune import MOST_PLANS, tune
 from passes.analysis.blocks import graph_fingerprint
 from passes.frontend.capture.capture import FlatInputs
 from passes.frontend.capture.module_state import ModuleState, as_buffers
@@ -53,7 +57,7 @@ class CompileOptions:
     """The options of :func:`galvatron_fx.compile`, those of planning in ``session``.
 
     Raises InputError for a ``batch`` that is neither "global" nor "local", for ``compare_batches`` that is no count,
-    and for other ``kernels`` than "auto" and "torch".
+    and for other ``kernels`` than "auto" and "torch"; PlanError for ``tune_seconds`` beside a given plan.
     """
 
     mesh: DeviceMesh
@@ -63,9 +67,13 @@ class CompileOptions:
     batch: str = "global"
     compare_batches: int = 100
     kernels: str | None = None
+    tune_seconds: float | None = None
 
     def __post_init__(self) -> None:
         kernel_choice(self.kernels)
+        check_arguments(tune_seconds=self.tune_seconds)
+        if self.tune_seconds is not None and self.session.given is not None:
+            raise PlanError("tune_seconds is given beside plan=, which leaves nothing to choose: leave out one of them")
         if self.batch not in ("global", "local"):
             raise InputError(f"batch is {self.batch!r}: use 'global' or 'local'")
         if not isinstance(self.compare_batches, int) or self.compare_batches < 0:
@@ -83,10 +91,20 @@ def compile_model(model: nn.Module, inputs: FlatInputs, options: CompileOptions)
     check_hooks(model)
     with without_autocast(options.mesh.device_type):
         whole = global_inputs(inputs) if options.is_local else inputs
-        plan, graph = _agreed_plan(model, inputs, whole, options)
+        plans, graph = _agreed_plans(model, inputs, whole, options)
         if options.is_local:
             _refuse_rows_elsewhere(graph)
-        return _assemble(model, whole, graph, plan, options)
+        assembly = _Assembly(model, whole, graph, options)
+        plan = plans[0] if options.tune_seconds is None else _tuned(plans, assembly, inputs, options.tune_seconds)
+        return assembly.module(plan)
+
+
+def _tuned(plans: tuple[Plan, ...], assembly: _Assembly, inputs: FlatInputs, seconds: float) -> Plan:
+    """The fastest of ``plans`` on ``inputs``, as this rank brings them; see :func:`galvatron_fx.tuning.tune.tune`."""
+    session = assembly.options.session
+    has_loss = signature(assembly.graph).loss is not None
+    steps = TimedSteps(Ranks(assembly.options.mesh), inputs, session.settings.optimizer, has_loss)
+    return tune(plans, assembly.module, steps, seconds, session.watch)
 
 
 def _refuse_rows_elsewhere(graph: fx.GraphModule) -> None:
@@ -113,13 +131,13 @@ def compile_captured(
     check_plan(plan, graph, cluster)
     session = PlanningSession(cluster, given=plan, policy=plan.mixed_precision)
     options = CompileOptions(mesh, session, new_backend(backend, mesh.device_type))
-    return _assemble(model, signature(graph).input_spec, graph, plan, options)
+    return _Assembly(model, signature(graph).input_spec, graph, options).module(plan)
 
 
-def _agreed_plan(
+def _agreed_plans(
     model: nn.Module, inputs: FlatInputs, whole: FlatInputs, options: CompileOptions
-) -> tuple[Plan, fx.GraphModule]:
-    """The plan, given or searched, checked against model, mesh and batch; and the captured graph.
+) -> tuple[tuple[Plan, ...], fx.GraphModule]:
+    """The plan, given or searched, or those to tune, checked against model, mesh and batch; and the captured graph.
 
     ``inputs``: as this rank brings them; ``whole``: those of the global batch.
     """
@@ -135,10 +153,11 @@ def _agreed_plan(
     def describe(graph: fx.GraphModule) -> Facts:
         return {"model": graph_fingerprint(graph), "constant tensor": describe_constants(graph)}
 
+    def choose(graph: fx.GraphModule) -> tuple[Plan, ...]:
+        return session.shortlist(graph, 1 if options.tune_seconds is None else MOST_PLANS)
+
     is_timed = session.settings.search_seconds is not None
-    return agreed(
-        capture, session.choose, session.check, describe, lambda: _described(model, inputs, options), is_timed
-    )
+    return agreed(capture, choose, session.check, describe, lambda: _described(model, inputs, options), is_timed)
 
 
 def _described(model: nn.Module, inputs: FlatInputs, options: CompileOptions) -> Facts:
@@ -155,6 +174,7 @@ def _described(model: nn.Module, inputs: FlatInputs, options: CompileOptions) ->
         "batch_dim": repr(session.batch_dim),
         "compare_batches": str(options.compare_batches),
         "kernels": kernel_choice(options.kernels),
+        "tune_seconds": str(options.tune_seconds),
         "backend": type(options.backend).__name__.lower(),
         "passes": describe_passes(session.control),
         "mesh": f"{mesh.device_type} {mesh.mesh.tolist()}",
@@ -163,46 +183,63 @@ def _described(model: nn.Module, inputs: FlatInputs, options: CompileOptions) ->
     }
 
 
-def _assemble(
-    model: nn.Module, inputs: FlatInputs, graph: fx.GraphModule, plan: Plan, options: CompileOptions
-) -> DistributedGraphModule:
-    """The module of this rank, with its weights."""
-    device_type = options.mesh.device_type
-    if device_type == "cpu":
-        keep_freed_memory()
-        end_after_gloo()
-    with as_buffers(model, _attributes(model, graph)):
-        builder = _Builder(options, plan)
-        unlike = unlike_tensors(model, device_type)
-        binder = builder.binder(graph)
-        require_all_ran(options.session.control)
-        skeleton = _skeleton(model)
-        placed = {original_name(name): placements for name, placements in binder.placements().items()}
-        tensors = materialize(model, binder.mesh, placed, options.seed, binder.elsewhere(), unlike)
-        module = DistributedGraphModule(
-            Compiled(
-                binder.mesh,
-                plan,
-                inputs,
-                binder.bind(binder.lowered),
-                lambda twin, others: builder.program(binder, twin, others),
-                skeleton,
-                tensors,
-                _persistence(model),
-                options.seed,
-                LateChanges(model),
-                options.is_local,
-                options.compare_batches,
-                _copies(binder),
-                options.session.control.runs,
+@dataclass(frozen=True)
+class _Assembly:
+    """Makes modules of a model on this rank, with weights of their own; each plan is lowered once."""
+
+    model: nn.Module
+    inputs: FlatInputs
+    graph: fx.GraphModule
+    options: CompileOptions
+    _bound: dict[str, _Bound] = field(default_factory=dict)
+
+    def module(self, plan: Plan) -> DistributedGraphModule:
+        """The module of ``plan``."""
+        model, options = self.model, self.options
+        device_type = options.mesh.device_type
+        if device_type == "cpu":
+            keep_freed_memory()
+            end_after_gloo()
+        with as_buffers(model, _attributes(model, self.graph)):
+            unlike = unlike_tensors(model, device_type)
+            builder, binder, program = self._of(plan)
+            skeleton = _skeleton(model)
+            placed = {original_name(name): placements for name, placements in binder.placements().items()}
+            tensors = materialize(model, binder.mesh, placed, options.seed, binder.elsewhere(), unlike)
+            module = DistributedGraphModule(
+                Compiled(
+                    binder.mesh,
+                    plan,
+                    self.inputs,
+                    program,
+                    lambda twin, others: builder.program(binder, twin, others),
+                    skeleton,
+                    tensors,
+                    _persistence(model),
+                    options.seed,
+                    LateChanges(model),
+                    options.is_local,
+                    options.compare_batches,
+                    _copies(binder),
+                    options.session.control.runs,
+                )
             )
-        )
-    watch_optimizers(model)
-    watch_updates(module)
-    if plan.peak_memory_bytes:
-        watch_states(module, plan.optimizer)
-    look_for_infinities_in_all_shards()
-    return module
+        watch_optimizers(model)
+        watch_updates(module)
+        if plan.peak_memory_bytes:
+            watch_states(module, plan.optimizer)
+        look_for_infinities_in_all_shards()
+        return module
+
+    def _of(self, plan: Plan) -> _Bound:
+        # What tuning takes differs from what it was given in its notes alone.
+        key = replace(plan, notes=()).digest()
+        if key not in self._bound:
+            builder = _Builder(self.options, plan)
+            binder = builder.binder(self.graph)
+            require_all_ran(self.options.session.control)
+            self._bound[key] = builder, binder, binder.bind(binder.lowered)
+        return self._bound[key]
 
 
 def _attributes(model: nn.Module, graph: fx.GraphModule) -> list[str]:
@@ -215,6 +252,10 @@ def _copies(binder: Binder | StageBinder) -> StageCopies | None:
     if isinstance(binder, StageBinder) and binder.pipeline.group is not None:
         return StageCopies(binder.pipeline.group, binder.copies())
     return None
+
+
+_Bound = tuple["_Builder", Binder | StageBinder, Program | StagedProgram]
+"""What makes programs of a plan, what binds them to this rank, and the program of the first batch."""
 
 
 @dataclass(frozen=True)

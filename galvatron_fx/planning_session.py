@@ -22,7 +22,7 @@ from passes.frontend.pipeline import Frontend
 from passes.lowering.apply_plan import check_plan, lower, warn_uneven_batch, warn_without_sequence
 from passes.lowering.lower_stages import LoweredStages
 from passes.lowering.lower_step import Lowered
-from passes.search.plan_search import SearchOptions, search_plan
+from passes.search.plan_search import SearchOptions, search_plans
 from passes.search.record import Watch
 
 if TYPE_CHECKING:
@@ -83,9 +83,13 @@ class PlanningSession:
 
     def choose(self, graph: fx.GraphModule) -> Plan:
         """The given plan, or the best there is. Raises BudgetError, PlanError and TimeLimitError."""
+        return self.shortlist(graph, 1)[0]
+
+    def shortlist(self, graph: fx.GraphModule, most: int) -> tuple[Plan, ...]:
+        """The given plan, or the best ones there are; raises likewise."""
         if self.given is not None:
-            return self.given.with_precision(self.policy)
-        return search_plan(graph, self.cluster, self.options, self.watch)
+            return (self.given.with_precision(self.policy),)
+        return search_plans(graph, self.cluster, self.options, self.watch, most=most)
 
     def check(self, graph: fx.GraphModule, plan: Plan) -> None:
         """Refuse a plan that fits neither model, mesh nor budget. Raises PlanError and BudgetError."""

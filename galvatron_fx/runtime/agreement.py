@@ -18,20 +18,21 @@ from galvatron_fx.ir.plan.plan import Plan
 __all__ = ["agreed", "require_all_ranks", "together", "told_by_first"]
 
 T = TypeVar("T")
+Plans = tuple[Plan, ...]
 Facts = Mapping[str, str | Sequence[str]]
 """What has to be equal on all ranks, by what it is called: a text, or several of which the first unlike one is told."""
 
 
 def agreed(
     prepare: Callable[[], T],
-    choose: Callable[[T], Plan],
+    choose: Callable[[T], Plans],
     check: Callable[[T, Plan], None],
     describe: Callable[[T], Facts],
     call: Callable[[], Facts],
     first_decides: bool,
-) -> tuple[Plan, T]:
-    """What ``prepare`` returns, and the plan that ``choose`` makes of it and ``check`` accepts, if every rank gets as
-    far with an equal plan.
+) -> tuple[Plans, T]:
+    """What ``prepare`` returns, and the plans that ``choose`` makes of it and ``check`` accepts, if every rank gets as
+    far with equal plans.
 
     ``describe`` and ``call``: what else has to be equal on all ranks, the latter before anything is prepared;
     ``first_decides``: whether rank 0 alone chooses and tells the others: what ends by the clock ends differently on
@@ -40,12 +41,13 @@ def agreed(
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         prepared = prepare()
-        plan = choose(prepared)
-        check(prepared, plan)
-        return plan, prepared
+        plans = choose(prepared)
+        for plan in plans:
+            check(prepared, plan)
+        return plans, prepared
     _compare({**_libraries(), **call()}, None)
     error: Exception | None = None
-    outcome: tuple[Plan, T] | None = None
+    outcome: tuple[Plans, T] | None = None
     facts: Facts = {}
     preparations: list[T] = []
     try:
@@ -56,10 +58,11 @@ def agreed(
         choose = _told_by_first(choose, preparations)
     if error is None:
         try:
-            plan = choose(preparations[0])
-            check(preparations[0], plan)
-            facts = {**describe(preparations[0]), "plan": plan.digest()}
-            outcome = plan, preparations[0]
+            plans = choose(preparations[0])
+            for plan in plans:
+                check(preparations[0], plan)
+            facts = {**describe(preparations[0]), "plan": [plan.digest() for plan in plans]}
+            outcome = plans, preparations[0]
         except Exception as caught:
             error = caught
     _compare(facts, error)
@@ -93,25 +96,25 @@ def together(make: Callable[[], T]) -> T:
     return results[0]
 
 
-def _told_by_first(choose: Callable[[T], Plan], own: list[T]) -> Callable[[T], Plan]:
+def _told_by_first(choose: Callable[[T], Plans], own: list[T]) -> Callable[[T], Plans]:
     """What ``choose`` did on rank 0, told to all; every rank takes part, also one that failed (``own`` is empty)."""
-    plan_texts: list[str | None] = [None]
+    plan_texts: list[list[str]] = [[]]
     failed: list[Exception] = []
     plans: list[Plan] = []
     if dist.get_rank() == 0 and own:
         try:
-            plans.append(choose(own[0]))
-            plan_texts = [plans[0].to_json()]
+            plans += choose(own[0])
+            plan_texts = [[plan.to_json() for plan in plans]]
         except Exception as caught:
             failed.append(caught)
     dist.broadcast_object_list(plan_texts)
 
-    def taken(_: T) -> Plan:
+    def taken(_: T) -> Plans:
         if failed:
             raise failed[0]
-        if plan_texts[0] is None:
+        if not plan_texts[0]:
             raise PlanError("rank 0, which searches for all, has found no plan: see its error")
-        return plans[0] if plans else Plan.from_json(plan_texts[0])
+        return tuple(plans) or tuple(map(Plan.from_json, plan_texts[0]))
 
     return taken
 

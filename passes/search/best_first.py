@@ -58,12 +58,15 @@ class Simulated:
 
 @dataclass
 class Simulator:
-    """Simulates choices, equal ones once; ``refusals``: why the model cannot run in configurations of some kind."""
+    """Simulates choices, equal ones once; ``refusals``: why the model cannot run in configurations of some kind;
+    ``outcomes``: of all simulations so far.
+    """
 
     run: SimulateChoice
     watch: Watch
     record: Record
     refusals: dict[tuple[int, bool], PlanError] = field(default_factory=dict)
+    outcomes: list[Simulated] = field(default_factory=list)
     _reports: dict[_Key, StepReport | StagesReport] = field(default_factory=dict)
 
     def of(self, search: StageSearch, choice: StageChoice, budget: float, limit: float) -> Simulated | None:
@@ -72,6 +75,7 @@ class Simulator:
         if report is None:
             return None
         outcome = Simulated(search, choice, budget, report)
+        self.outcomes.append(outcome)
         self.record.simulated(search, outcome.contender(limit))
         self.watch.tell(simulated=self.record.simulations)
         return outcome

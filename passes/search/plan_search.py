@@ -26,7 +26,7 @@ from galvatron_fx.ir.plan.budget_error import BudgetError
 from galvatron_fx.ir.plan.pipelining import ONE_STAGE, Pipelining
 from galvatron_fx.ir.plan.plan import BlockPlan, Plan
 from galvatron_fx.ir.plan.progress import PRICING, REPORT
-from galvatron_fx.ir.plan.search_report import SearchReport
+from galvatron_fx.ir.plan.search_report import Contender, SearchReport
 from galvatron_fx.ir.plan.strategy import Strategy
 from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 from passes.analysis.blocks import graph_fingerprint
@@ -36,6 +36,7 @@ from passes.search.cost_table.cost_table import Pricer
 from passes.search.open_configurations import OpenConfigurations
 from passes.search.record import Record, Watch
 from passes.search.runners_up import RunnersUp
+from passes.search.shortlist import shortlist
 from passes.search.trials import MemorySlack
 from passes.simulation.choice import SimulateChoice
 
@@ -59,7 +60,6 @@ class SearchOptions:
     simulate_runners_up: bool = False
 
 
-@fewer_collections()
 def search_plan(
     graph: fx.GraphModule,
     cluster: Cluster,
@@ -67,8 +67,24 @@ def search_plan(
     watch: Watch | None = None,
     pricer: Pricer | None = None,
 ) -> Plan:
-    """Return the fastest plan whose lowered program stays within the budget, with a report of the search.
+    """Return the fastest plan whose lowered program stays within the budget, with a report of the search: the first of
+    :func:`search_plans`, which says the rest.
+    """
+    return search_plans(graph, cluster, options, watch, pricer)[0]
 
+
+@fewer_collections()
+def search_plans(
+    graph: fx.GraphModule,
+    cluster: Cluster,
+    options: SearchOptions,
+    watch: Watch | None = None,
+    pricer: Pricer | None = None,
+    most: int = 1,
+) -> tuple[Plan, ...]:
+    """Return at most so many plans that keep to the budget, the fastest by simulation first, each with its report.
+
+    They differ in stages, micro-batches or roles; more than one only where ``most`` asks for it.
     ``pricer``: of the same graph, cluster, constraints and optimizer, where several searches share one.
 
     Raises BudgetError with the least feasible budget and its plan where none does, PlanError for constraints on
@@ -76,7 +92,7 @@ def search_plan(
     over before there is any plan.
     """
     priced = pricer or Pricer(graph, cluster, options.constraints, optimizer_model(options.optimizer))
-    return _Search(graph, cluster, options, watch or Watch(), priced).run()
+    return _Search(graph, cluster, options, watch or Watch(), priced).run(most)
 
 
 class _Search:
@@ -96,8 +112,8 @@ class _Search:
         self.simulator = Simulator(simulate, watch, self.record)
         self.slack = MemorySlack()
 
-    def run(self) -> Plan:
-        """The fastest that fits; where nothing does, of what gathers later; then whatever takes least memory."""
+    def run(self, most: int) -> tuple[Plan, ...]:
+        """The fastest that fit; where nothing does, of what gathers later; then whatever takes least memory."""
         opened = self._opened()
         best = self._fastest(opened, self.limit)
         if best is None and not self.is_cut_short and self.cluster.overlap.gains and "zero" in self.options.roles:
@@ -107,7 +123,7 @@ class _Search:
             best = self._least(opened)
         if best is None:
             raise TimeLimitError(self._too_late())
-        return self._plan(best).with_report(self._report(best, opened))
+        return tuple(self._reported(best, opened, most))
 
     def _fastest(self, opened: OpenConfigurations, limit: float) -> Simulated | None:
         search = BestFirst(opened, self.simulator, self.slack, limit, self.deadline)
@@ -190,18 +206,24 @@ class _Search:
         roles = tuple(role for role, size in zip(strategy.roles, self.cluster.shape, strict=True) if size > 1)
         return replace(strategy, roles=roles)
 
-    def _report(self, best: Simulated, opened: OpenConfigurations) -> SearchReport:
-        with self.watch.phase(REPORT):
-            ranks, more = best.report.ranks(), self._with_more_memory(best)
+    def _reported(self, best: Simulated, opened: OpenConfigurations, most: int) -> Iterator[Plan]:
         others = tuple(self.record.seen[key] for key in self.record.others(best.search.configuration))
         if self.options.simulate_runners_up:
             others = RunnersUp(opened, self.simulator, self.slack, self.limit, best).run()
+        seen = best.contender(self.limit), *others
+        for outcome in shortlist(self.simulator.outcomes, best, self.limit, most):
+            yield self._plan(outcome).with_report(self._report(outcome, seen))
+
+    def _report(self, outcome: Simulated, seen: tuple[Contender, ...]) -> SearchReport:
+        with self.watch.phase(REPORT):
+            ranks, more = outcome.report.ranks(), self._with_more_memory(outcome)
+        chosen = outcome.contender(self.limit)
         return SearchReport(
-            chosen=best.contender(self.limit),
-            simulated_s=best.simulated_s,
+            chosen=chosen,
+            simulated_s=outcome.simulated_s,
             ranks=ranks,
-            runners_up=others,
-            bound_s=min(self.record.bound_s, best.estimated_s),
+            runners_up=tuple(contender for contender in seen if replace(contender, name="") != chosen),
+            bound_s=min(self.record.bound_s, outcome.estimated_s),
             budget_bytes=self.options.memory_budget_bytes,
             with_more_memory=more,
             counts=self.record.counts(),
@@ -209,15 +231,15 @@ class _Search:
             is_cut_short=self.is_cut_short,
         )
 
-    def _with_more_memory(self, best: Simulated) -> dict[float, float]:
+    def _with_more_memory(self, outcome: Simulated) -> dict[float, float]:
         """Seconds of the best choice of the same configuration by factor of the budget, most memory first."""
         seconds: dict[float, float] = {}
         for factor in sorted(_MORE_MEMORY, reverse=True):
-            if seconds and min(seconds.values()) > best.estimated_s * (1 - _CLOSE_TO_BOUND):
-                seconds[factor] = best.estimated_s  # not even more memory than that would help
+            if seconds and min(seconds.values()) > outcome.estimated_s * (1 - _CLOSE_TO_BOUND):
+                seconds[factor] = outcome.estimated_s  # not even more memory than that would help
                 continue
-            choice = best.search.run(factor * best.budget)
-            seconds[factor] = min(best.estimated_s, choice.time_s) if choice is not None else best.estimated_s
+            choice = outcome.search.run(factor * outcome.budget)
+            seconds[factor] = min(outcome.estimated_s, choice.time_s) if choice is not None else outcome.estimated_s
         return seconds
 
     def _least(self, opened: OpenConfigurations) -> Simulated | None:

@@ -146,6 +146,10 @@ _ARGUMENTS: dict[str, _Argument] = {
         lambda value: value is None or (_is_number(value) and value > 0),
         "give seconds above 0, or None for no limit",
     ),
+    "tune_seconds": _Argument(
+        lambda value: value is None or (_is_number(value) and value > 0),
+        "give seconds above 0, or None to run nothing before training",
+    ),
     "seed": _Argument(
         lambda value: _is_int(value) and -(2**63) <= value < 2**64, "give an int, the same on every rank"
     ),

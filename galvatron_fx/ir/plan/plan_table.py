@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from galvatron_fx.ir.plan.plan import BlockPlan, Plan
 
-__all__ = ["describe_keeps", "describe_roles", "render"]
+__all__ = ["describe_keeps", "describe_roles", "plan_name", "render"]
 
 _HEADINGS = ("blocks", "roles, outermost axis first", "keeps for backward", "time", "memory/rank")
 _UNPRICED = "-"
@@ -44,6 +45,21 @@ def render(plan: Plan) -> str:
         *_totals(plan),
     ]
     return "\n".join(lines)
+
+
+def plan_name(plan: Plan) -> str:
+    """Return what a plan does in few words: "2 stages, 4 micro-batches (1f1b), data×4 in 30 of 32 blocks"."""
+    pipelining, axis_sizes = plan.pipelining, plan.axis_sizes
+    strategies = [block.strategy for block in plan.blocks]
+    strategy, count = Counter(strategies).most_common(1)[0]
+    parts = (
+        []
+        if pipelining.is_trivial
+        else [f"{pipelining.num_stages} stages, {pipelining.num_microbatches} micro-batches ({pipelining.schedule})"]
+    )
+    where = "" if count == len(strategies) else f" in {count} of {len(strategies)} blocks"
+    recomputed = ", recomputed" if strategy.recompute else ""
+    return ", ".join([*parts, f"{describe_roles(strategy, axis_sizes)}{recomputed}{where}"])
 
 
 def describe_roles(strategy: Strategy, axis_sizes: tuple[int, ...]) -> str:

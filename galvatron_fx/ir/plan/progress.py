@@ -5,12 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["CAPTURE", "LOWERING", "PHASES", "PRICING", "REPORT", "SEARCH", "SIMULATION", "Observer", "Progress"]
+__all__ = [
+    "CAPTURE",
+    "LOWERING",
+    "PHASES",
+    "PRICING",
+    "REPORT",
+    "SEARCH",
+    "SIMULATION",
+    "TUNING",
+    "Observer",
+    "Progress",
+]
 
 CAPTURE, PRICING, SEARCH, SIMULATION, REPORT = "capture", "pricing", "search", "simulation", "report"
-LOWERING = "lowering"
+LOWERING, TUNING = "lowering", "tuning"
 
-PHASES = (CAPTURE, PRICING, SEARCH, SIMULATION, REPORT, LOWERING)
+PHASES = (CAPTURE, PRICING, SEARCH, SIMULATION, REPORT, TUNING, LOWERING)
 """In the order of their beginnings; search and simulation take turns. A search ends with its report."""
 
 

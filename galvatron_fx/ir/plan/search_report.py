@@ -8,6 +8,7 @@ from math import inf
 
 from galvatron_fx.ir.plan.prediction import RankUse, busiest
 from galvatron_fx.ir.plan.search_report_table import render
+from galvatron_fx.ir.plan.tuning_report import TuningReport
 
 __all__ = ["BOUND", "ESTIMATE", "SEARCHED", "SIMULATED", "Contender", "SearchReport"]
 
@@ -55,7 +56,8 @@ class SearchReport:
     which ``ranks`` have the causes; ``runners_up``: the best other configuration of each pipeline degree;
     ``bound_s``: seconds that no plan of any configuration beats, by the search's own prices; ``with_more_memory``:
     seconds of the same configuration's best choice by factor of the budget; ``counts``: configurations by how far the
-    search looked at them, and simulations; ``seconds``: of each phase of the search; ``is_cut_short``: by a time limit.
+    search looked at them, and simulations; ``seconds``: of each phase of the search; ``is_cut_short``: by a time limit;
+    ``tuning``: what the best plans took when they were run, None where they were not.
     """
 
     chosen: Contender
@@ -68,6 +70,7 @@ class SearchReport:
     counts: Mapping[str, int]
     seconds: Mapping[str, float]
     is_cut_short: bool
+    tuning: TuningReport | None = None
 
     @property
     def gap(self) -> float:

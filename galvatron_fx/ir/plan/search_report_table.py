@@ -64,6 +64,7 @@ def render(report: SearchReport) -> str:
         ),
         "",
         *_effort(report),
+        *(["", str(report.tuning)] if report.tuning is not None else []),
     ]
     return "\n".join(lines)
 

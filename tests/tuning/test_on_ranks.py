@@ -1,0 +1,21 @@
+"""Tuning on two real processes, started once for all checks of tune_ranks.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.launch import assert_held, launched
+from tests.tuning.tune_ranks import CHECKS
+
+
+@pytest.fixture(scope="module")
+def output() -> str:
+    """Of the one launch."""
+    return launched(Path(__file__).with_name("tune_ranks.py"))
+
+
+@pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
+def test_on_two_processes(output: str, check: str) -> None:
+    assert_held(output, check)
