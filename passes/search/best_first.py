@@ -178,12 +178,19 @@ class BestFirst:
         for search, share in [*((each, _KNOWN) for each in known), *((each, _OTHER) for each in others)]:
             if search.static_bytes > self.limit or self.simulator.refuses(search.configuration):
                 continue
-            budget, most = self.slack.budgets(search.configuration, self.limit)
-            with self.simulator.watch.phase(SEARCH):
-                trial = Trial.first(search, budget, most) if search.bound_s(most) * share < self._best_s else None
-            if trial is not None and trial.time_s * share < self._best_s:
+            trial = self._close_trial(search, self._best_s / share)
+            if trial is not None:
                 self._simulate(trial.refined())
         self._drain()
+
+    def _close_trial(self, search: StageSearch, below_s: float) -> Trial | None:
+        """The first trial of a search, None where it promises no step ``below_s``."""
+        item: Prospect | Trial | None = Prospect.of(search, self.limit)
+        budget, most = self.slack.budgets(search.configuration, self.limit)
+        with self.simulator.watch.phase(SEARCH):
+            while isinstance(item, Prospect) and item.time_s < below_s:
+                item = item.closer(self.limit, budget, most)
+        return item if isinstance(item, Trial) and item.time_s < below_s else None
 
     def _drain(self) -> None:
         while self._queue.promises(self._best_s):
