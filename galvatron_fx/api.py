@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from galvatron_fx.arguments import as_plan, refuse_beside_captured, refuse_without_captured
+from galvatron_fx.arguments import as_plan, check_model, refuse_captured
 from galvatron_fx.captured import Captured
 from galvatron_fx.compiling import CompileOptions, compile_model
 from galvatron_fx.ir.cluster.cluster import Cluster
@@ -54,6 +54,7 @@ def capture(
     models that take [sequence, batch, ...], which the graph tells. Raises CaptureError for control flow that depends on
     values, InputError for inputs that do not fit and for a policy with other dtypes than floating-point ones.
     """
+    refuse_captured(model, "captured.graph(batch, sequence) gives its graph")
     model = plain_model(model)
     check_arguments(batch_dim=batch_dim)
     control = pass_control(on_pass, passes, [FRONTEND])
@@ -119,16 +120,11 @@ def plan(
     settings = SearchSettings(
         memory_budget, roles, recompute, constraints, num_stages, num_microbatches, schedule, search_seconds, optimizer
     )
-    if isinstance(model, Captured):
-        refuse_beside_captured(mixed_precision=mixed_precision, on_pass=on_pass, passes=passes, batch_dim=batch_dim)
-        session = PlanningSession(cluster, settings, progress=progress, simulate_runners_up=simulate_runners_up)
-        return session.choose(session.resize(model, example_inputs, batch, sequence))
-    check_arguments(model=model)
-    refuse_without_captured(batch=batch, sequence=sequence)
+    check_model(model, mixed_precision=mixed_precision, on_pass=on_pass, passes=passes, batch_dim=batch_dim)
     control = pass_control(on_pass, passes, [FRONTEND])
     policy = checked_policy(mixed_precision)
     session = PlanningSession(cluster, settings, None, policy, control, progress, batch_dim, simulate_runners_up)
-    return session.choose(session.capture(model, FlatInputs.of(example_inputs)))  # type: ignore[arg-type]
+    return session.choose(session.capture(model, example_inputs, batch, sequence))
 
 
 def compile(
@@ -178,6 +174,7 @@ def compile(
     Where their weights differ, those of rank 0 are taken, with a warning. Raises what :func:`plan` raises, InputError
     for a mesh over some of the ranks, and PlanError where the plan does not fit model or mesh, or ranks differ.
     """
+    refuse_captured(model, "give the model it was made of, and plan=galvatron_fx.plan(captured, ...) for its plan")
     model = plain_model(model)
     check_arguments(mesh=mesh, seed=seed, progress=progress, batch_dim=batch_dim)
     require_all_ranks(mesh)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from galvatron_fx.api import plan
+from galvatron_fx.arguments import check_model
 from galvatron_fx.captured import Captured
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import InputError, PlanError
@@ -28,13 +29,14 @@ _RISES = 1.01  # a batch whose throughput is less than this times the best befor
 _PATIENCE = 2  # doublings in a row that are no better, after which larger batches are not tried
 _CLOSE = 8  # batches nearer to the best than this part of it are not told apart
 _SIZES = ("batch", "sequence")  # which are searched, or those of the inputs
-_OF_CAPTURE = ("mixed_precision", "on_pass", "passes")
+_OF_CAPTURE = ("mixed_precision", "on_pass", "passes", "batch_dim")
+_OF_REPORT = ("simulate_runners_up",)
 _LEAST_SHARED = 2  # samples from which batches share a capture: one alone is broadcast
 _MOST_TOO_SMALL = 16  # samples a device up to which batches may be too small for roles and pins
 
 
 def plan_batch(
-    model: nn.Module,
+    model: nn.Module | Captured,
     cluster: Cluster,
     inputs_of: Callable[[int], ExampleInputs],
     *,
@@ -56,10 +58,11 @@ def plan_batch(
     that are no positive numbers and for inputs of another batch than asked for, BudgetError (of the smallest batch)
     where none fits, and what :func:`galvatron_fx.plan` raises; PlanError if it refuses every batch.
 
-    The model is captured once, as of :class:`galvatron_fx.Captured`.
+    The model is captured once, as of :class:`galvatron_fx.Captured`, or is captured already.
     """
-
-    check_arguments(model=model, inputs_of=inputs_of, batches=batches, progress=progress)
+    of_capture = {name: value for name, value in options.items() if name in _OF_CAPTURE}
+    check_model(model, **of_capture)
+    check_arguments(inputs_of=inputs_of, batches=batches, progress=progress)
     _check_names(options)
 
     def plan_of(batch: int) -> Plan:
@@ -73,9 +76,9 @@ def plan_batch(
         return plan(captures.of(inputs), cluster, inputs, progress=tell, **searched)
 
     searched = {name: value for name, value in options.items() if name not in _OF_CAPTURE}
-    captures = _Captures(model, {name: value for name, value in options.items() if name in _OF_CAPTURE})
+    captures = _Captures(model, of_capture)
     # What is wrong with the options alone is said before anything is traced.
-    SearchSettings(**searched).on(cluster)
+    SearchSettings(**{name: value for name, value in searched.items() if name not in _OF_REPORT}).on(cluster)
     tried = _Tried(plan_of)
     if batches is None:
         _walk(tried, cluster.num_devices)
@@ -89,15 +92,14 @@ def plan_batch(
 class _Captures:
     """One capture for all batches, of the inputs that come first."""
 
-    model: nn.Module
+    model: nn.Module | Captured
     options: dict[str, Any]
-    captured: Captured | None = None
 
     def of(self, inputs: ExampleInputs) -> Captured:
         """The capture, which is traced when a graph of it is asked for."""
-        if self.captured is None:
-            self.captured = Captured(self.model, inputs, **self.options)
-        return self.captured
+        if not isinstance(self.model, Captured):
+            self.model = Captured(self.model, inputs, **self.options)
+        return self.model
 
 
 @dataclass

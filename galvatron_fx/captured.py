@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -76,6 +77,25 @@ class Captured:
         except OtherSizes as reason:
             self._tell(inputs, str(reason))
             return self._frontend.run(self._model, inputs)
+
+    def shown_to(self, on_pass: OnPass) -> Captured:
+        """The same capture, of whose graphs ``on_pass`` sees the passes as well."""
+
+        def show(name: str, graph: fx.GraphModule) -> None:
+            if own is not None:
+                own(name, graph)
+            on_pass(name, graph)
+
+        own = self._frontend.control.on_pass
+        twin = Captured.__new__(Captured)
+        twin.__dict__.update(vars(self), _trace=self._trace)
+        twin._frontend = replace(self._frontend, control=replace(self._frontend.control, on_pass=show))
+        return twin
+
+    @property
+    def name(self) -> str:
+        """The name of the model's class."""
+        return type(self._model).__name__
 
     def hold(self, batches: tuple[int, int], sequences: tuple[int, int] | None = None) -> None:
         """Hold the expressions against traces at the least and the most of the sizes that will be asked for.

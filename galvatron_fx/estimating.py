@@ -6,16 +6,22 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from galvatron_fx.arguments import check_model
+from galvatron_fx.captured import Captured
 from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.plan.arguments import check_arguments
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.prediction import RankUse, busiest
 from galvatron_fx.ir.plan.progress import SIMULATION, Observer
 from galvatron_fx.ir.plan.search_report_table import render_use
 from galvatron_fx.ir.plan.units import format_bytes, format_seconds
+from galvatron_fx.pass_insertion import InsertedPasses, pass_control
 from galvatron_fx.plan_fit import simulated
 from galvatron_fx.planning_session import PlanningSession
+from galvatron_fx.search_settings import SearchSettings
 from passes.analysis.blocks import num_blocks
 from passes.frontend.capture.capture import ExampleInputs
+from passes.frontend.pipeline import FRONTEND
 
 __all__ = ["Estimate", "estimate"]
 
@@ -50,21 +56,28 @@ class Estimate:
 
 
 def estimate(
-    model: nn.Module,
+    model: nn.Module | Captured,
     cluster: Cluster,
-    example_inputs: ExampleInputs,
+    example_inputs: ExampleInputs | None,
     plan: Plan,
     *,
+    batch: int | None = None,
+    sequence: int | None = None,
     progress: Observer | None = None,
+    passes: InsertedPasses | None = None,
 ) -> Estimate:
     """Lower ``model`` by ``plan`` and simulate a step: seconds by cause and bytes by kind on every pipeline rank.
 
     ``cluster``: devices and links, which need not be here; ``example_inputs``: the global batch, real or meta tensors;
-    ``progress``: as of :func:`galvatron_fx.plan`. Raises PlanError where the plan does not fit model, batch or mesh,
+    None for a captured model at ``batch`` and ``sequence``; these, ``progress`` and ``passes``: as of
+    :func:`galvatron_fx.plan`. Raises PlanError where the plan does not fit model, batch or mesh,
     and what :func:`galvatron_fx.capture` raises.
     """
-    session = PlanningSession(cluster, given=plan, policy=plan.mixed_precision, progress=progress)
-    graph = session.capture(model, example_inputs)
+    check_model(model, passes=passes)
+    check_arguments(batch=batch, sequence=sequence, progress=progress)
+    control = pass_control(None, passes, [FRONTEND])
+    session = PlanningSession(cluster, SearchSettings(), plan, plan.mixed_precision, control, progress)
+    graph = session.capture(model, example_inputs, batch, sequence)
     session.check(graph, plan)
     session.watch.tell(blocks=num_blocks(graph))
     with session.watch.phase(SIMULATION):

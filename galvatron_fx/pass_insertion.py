@@ -68,6 +68,10 @@ def _check_name(name: str, pipelines: Sequence[PassPipeline]) -> None:
     allowed = list(dict.fromkeys(known for pipeline in pipelines for known in pipeline.names))
     if name in allowed:
         return
+    if name in FRONTEND.names:
+        raise InputError(
+            f"passes[{name!r}] runs when a model is captured: give it to Captured(model, inputs, passes=...)"
+        )
     if any(name in pipeline.names for pipeline in PIPELINES):
         raise InputError(
             f"passes[{name!r}] runs when a plan is applied: give it to compile or explain; before the search there are "

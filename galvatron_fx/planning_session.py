@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 from torch import fx, nn
 
+from galvatron_fx.arguments import refuse_sizes
 from galvatron_fx.captured import Captured
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.pass_pipeline import PassControl
+from galvatron_fx.ir.graph.precision import policy_of
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.progress import CAPTURE, LOWERING, Observer
 from galvatron_fx.plain_model import plain_model
@@ -65,21 +67,29 @@ class PlanningSession:
         """What captures models for it."""
         return Frontend(self.control, self.policy, self.batch_dim)
 
-    def capture(self, model: nn.Module, inputs: ExampleInputs | FlatInputs) -> fx.GraphModule:
-        """Trace ``model``: the graph that is planned. Raises CaptureError and InputError."""
-        with self.watch.phase(CAPTURE):
-            return self.frontend.run(plain_model(model), inputs)
-
-    def resize(
-        self, captured: Captured, inputs: ExampleInputs | None, batch: int | None, sequence: int | None
+    def capture(
+        self,
+        model: nn.Module | Captured,
+        inputs: ExampleInputs | FlatInputs | None,
+        batch: int | None = None,
+        sequence: int | None = None,
     ) -> fx.GraphModule:
-        """The graph of a model that is captured already, for other inputs or at other sizes; raises as capture does."""
-        if inputs is not None and (batch is not None or sequence is not None):
-            raise InputError(
-                "batch and sequence say the sizes of the captured inputs: give no example_inputs beside them"
-            )
+        """Return the graph that is planned, of a model or of one that is captured already.
+
+        ``inputs``: None for those that were captured, then at ``batch`` and ``sequence``. Raises CaptureError and
+        InputError, also for sizes beside inputs or beside a model that is not captured.
+        """
         with self.watch.phase(CAPTURE):
-            return captured.graph(batch, sequence) if inputs is None else captured.graph_of(inputs)
+            if not isinstance(model, Captured):
+                refuse_sizes(batch=batch, sequence=sequence)
+                return self.frontend.run(plain_model(model), FlatInputs.of(inputs))  # type: ignore[arg-type]
+            if inputs is None:
+                return model.graph(batch, sequence)
+            if batch is not None or sequence is not None:
+                raise InputError(
+                    "batch and sequence say the sizes of the captured inputs: give no example_inputs beside them"
+                )
+            return model.graph_of(inputs)
 
     def choose(self, graph: fx.GraphModule) -> Plan:
         """The given plan, or the best there is. Raises BudgetError, PlanError and TimeLimitError."""
@@ -88,7 +98,7 @@ class PlanningSession:
     def shortlist(self, graph: fx.GraphModule, most: int) -> tuple[Plan, ...]:
         """The given plan, or the best ones there are; raises likewise."""
         if self.given is not None:
-            return (self.given.with_precision(self.policy),)
+            return (self.given.with_precision(policy_of(graph)),)
         return search_plans(graph, self.cluster, self.options, self.watch, most=most)
 
     def check(self, graph: fx.GraphModule, plan: Plan) -> None:
@@ -99,9 +109,11 @@ class PlanningSession:
             warn_without_sequence(plan, graph)
             check_budget(plan, graph, self.cluster, self.settings.budget_bytes)
 
-    def run(self, model: nn.Module, inputs: ExampleInputs) -> tuple[Plan, fx.GraphModule]:
-        """The plan, checked, and the graph it is of."""
-        graph = self.capture(model, inputs)
+    def run(
+        self, model: nn.Module | Captured, inputs: ExampleInputs | None, batch: int | None, sequence: int | None
+    ) -> tuple[Plan, fx.GraphModule]:
+        """The plan, checked, and the graph it is of; arguments as of :meth:`capture`."""
+        graph = self.capture(model, inputs, batch, sequence)
         plan = self.choose(graph)
         self.check(graph, plan)
         return plan, graph

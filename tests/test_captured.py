@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import fx
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import galvatron_fx
-from galvatron_fx import Captured, Cluster
+from galvatron_fx import Captured, Cluster, Plan
 from galvatron_fx.errors import InputError
-from passes.frontend.pipeline import Frontend
+from galvatron_fx.estimating import estimate
+from galvatron_fx.report.page import write_page
+from passes.frontend.pipeline import FRONTEND, Frontend
 from tests.models import zoo
 
 CLUSTER = Cluster.preset("2xA100-80GB")
@@ -65,6 +69,75 @@ def test_what_belongs_to_the_capture_is_refused_beside_it() -> None:
         galvatron_fx.plan(captured, CLUSTER, sequence=0)
 
 
+PLAN = Plan.uniform((2,), ("zero",))
+
+
+def test_what_explains_a_plan_takes_it_too(tmp_path: Path) -> None:
+    model, inputs = zoo.llama()
+    captured, there = Captured(model, inputs), zoo.tokens(8, 24)
+    assert str(estimate(captured, CLUSTER, None, PLAN, batch=8, sequence=24)) == str(
+        estimate(model, CLUSTER, there, PLAN)
+    )
+    text = galvatron_fx.explain(captured, CLUSTER, batch=8, sequence=24, plan=PLAN)
+    assert text == galvatron_fx.explain(model, CLUSTER, there, plan=PLAN)
+    pages = tmp_path / "ours.html", tmp_path / "theirs.html"
+    write_page(pages[0], captured, CLUSTER, batch=8, sequence=24, plan=PLAN)
+    write_page(pages[1], model, CLUSTER, there, plan=PLAN)
+    assert pages[0].read_text() == pages[1].read_text()
+
+
+def test_its_own_passes_are_shown_beside_those_that_explain() -> None:
+    seen: list[str] = []
+    model, inputs = zoo.llama()
+    captured = Captured(model, inputs, on_pass=lambda name, graph: seen.append(name))
+    text = galvatron_fx.explain(captured, CLUSTER, plan=PLAN)
+    assert seen == [*FRONTEND.names, "AnnotateCosts"]
+    assert all(f"# ---- after {name} ----" in text for name in (*seen, "ShardGraph"))
+    captured.graph(8)
+    assert len(seen) == 2 * len(FRONTEND.names) + 2
+
+
+def test_what_needs_the_model_refuses_it() -> None:
+    captured = Captured(*zoo.llama())
+    mesh: Any = None
+    with pytest.raises(InputError, match=r"no weights to train: give the model it was made of, and plan=galvatron_fx"):
+        galvatron_fx.compile(captured, mesh)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"no weights to train: give the model it was made of, and galvatron_fx.plan"):
+        galvatron_fx.check(captured, 2, zoo.tokens())  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"captured.graph\(batch, sequence\) gives its graph"):
+        galvatron_fx.capture(captured, zoo.tokens())  # type: ignore[arg-type]
+
+
+def test_passes_of_the_front_end_belong_to_the_capture(tmp_path: Path) -> None:
+    captured = Captured(*zoo.llama())
+    remedy = r"passes\['Decompose'\] runs when a model is captured: give it to Captured"
+    with pytest.raises(InputError, match=remedy):
+        galvatron_fx.explain(captured, CLUSTER, plan=PLAN, passes={"Decompose": []})
+    for use in (
+        lambda: estimate(captured, CLUSTER, None, PLAN, passes={}),
+        lambda: write_page(tmp_path / "page.html", captured, CLUSTER, plan=PLAN, passes={}),
+        lambda: galvatron_fx.plan_batch(captured, CLUSTER, zoo.tokens, passes={}),
+    ):
+        with pytest.raises(InputError, match="passes is given beside a captured model: give it to Captured"):
+            use()
+
+
+def test_passes_run_before_what_is_estimated(tmp_path: Path) -> None:
+    seen: list[fx.GraphModule] = []
+
+    class Look:
+        def run(self, graph: fx.GraphModule) -> fx.GraphModule:
+            seen.append(graph)
+            return graph
+
+    model, inputs = zoo.llama()
+    estimate(model, CLUSTER, inputs, PLAN, passes={"Decompose": Look()})
+    write_page(tmp_path / "page.html", model, CLUSTER, inputs, plan=PLAN, passes={"Decompose": Look()})
+    assert len(seen) == 2
+    with pytest.raises(InputError, match=r"'Rematerialize'.* runs when a plan is applied: give it to compile"):
+        estimate(model, CLUSTER, inputs, PLAN, passes={"Rematerialize": Look()})
+
+
 def test_a_search_for_the_batch_captures_once(monkeypatch: pytest.MonkeyPatch) -> None:
     traced = []
     trace = Frontend.trace
@@ -73,4 +146,6 @@ def test_a_search_for_the_batch_captures_once(monkeypatch: pytest.MonkeyPatch) -
     options: Any = {"roles": ("data", "zero"), "recompute": False}
     batch, plan = galvatron_fx.plan_batch(model, CLUSTER, lambda size: zoo.tokens(size, 16), batches=[8, 16], **options)
     assert len(traced) == 1
+    captured = Captured(model, zoo.tokens(8, 16))
+    assert galvatron_fx.plan_batch(captured, CLUSTER, zoo.tokens, batches=[batch], **options) == (batch, plan)
     assert plan.to_json() == galvatron_fx.plan(model, CLUSTER, zoo.tokens(batch, 16), **options).to_json()

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from galvatron_fx.api import compile
+from galvatron_fx.arguments import refuse_captured
 from galvatron_fx.checking.blocks import block_names
 from galvatron_fx.checking.comparison import exact_rows, merged, missing_rows, rounded_rows
 from galvatron_fx.checking.report import CheckReport, CheckRow
@@ -79,6 +80,7 @@ def check(
     in both. A model on the meta device is initialised from ``seed``. The model, its gradients and the generators are
     as before. Raises what :func:`galvatron_fx.compile` raises.
     """
+    refuse_captured(model, "give the model it was made of, and galvatron_fx.plan(captured, ...) as the plan")
     if steps < 1:
         raise InputError(f"steps is {steps!r}: give at least 1")
     mesh = ranks if isinstance(ranks, DeviceMesh) else None
