@@ -24,7 +24,7 @@ from galvatron_fx.pass_insertion import InsertedPasses, pass_control
 from galvatron_fx.plain_model import plain_model
 from galvatron_fx.planning_session import PlanningSession
 from galvatron_fx.profiling.machine import warn_if_stale
-from galvatron_fx.runtime.agreement import require_all_ranks, told_by_first
+from galvatron_fx.runtime.agreement import from_first_rank, require_all_ranks
 from galvatron_fx.runtime.backends import new_backend
 from galvatron_fx.runtime.lazy import LazyDistributedGraphModule
 from galvatron_fx.runtime.module import DistributedGraphModule
@@ -181,7 +181,7 @@ def compile(
     settings = SearchSettings(
         memory_budget, roles, recompute, constraints, num_stages, num_microbatches, schedule, search_seconds, optimizer
     )
-    machine = Cluster.from_json(told_by_first(Cluster.from_mesh(mesh).to_json())) if cluster is None else cluster
+    machine = Cluster.from_json(from_first_rank(Cluster.from_mesh(mesh).to_json())) if cluster is None else cluster
     control = pass_control(on_pass, passes)
     policy, given = checked_policy(mixed_precision), as_plan(plan)
     session = PlanningSession(machine, settings, given, policy, control, progress, batch_dim, tune_seconds is not None)

@@ -47,7 +47,7 @@ def write(folder: Path, tensors: dict[str, Tensor], saved: Shapes, ranks: Ranks)
     writer.sync_files = False  # torch 2.13 syncs before it has handed over what Python still buffers
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     alone = ranks.group is None
-    _told(
+    _together(
         "write tensors",
         lambda: save(tensors, storage_writer=writer, planner=planner, process_group=ranks.group, no_dist=alone),
     )
@@ -71,7 +71,7 @@ def read(folder: Path, files: Collection[str], targets: dict[str, Tensor], ranks
     reader = HuggingFaceStorageReader(str(folder))
     reader.fs = _Listed(files)
     alone = ranks.group is None
-    _told(
+    _together(
         "read tensors",
         lambda: load(targets, storage_reader=reader, planner=planner, process_group=ranks.group, no_dist=alone),
     )
@@ -97,7 +97,7 @@ def _file_of(saved: Shapes, num_ranks: int) -> dict[str, int]:
     return numbers
 
 
-def _told(what: str, work: Callable[[], object]) -> None:
+def _together(what: str, work: Callable[[], object]) -> None:
     """Run a collective of torch.distributed.checkpoint, which raises on all ranks what fails on any; raise as we do."""
     try:
         work()

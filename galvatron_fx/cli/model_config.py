@@ -64,14 +64,14 @@ def config_from_file(path: str | Path, overrides: Sequence[tuple[str, Any]] = ()
             raise InputError(
                 f"model_type is {_short(model_type)}: a configuration of transformers names its model there"
             )
-        return _made(_config_class(model_type), fields, overrides)
+        return _configured(_config_class(model_type), fields, overrides)
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
 
 
 def config_from_name(name: str, overrides: Sequence[tuple[str, Any]] = ()) -> ModelConfig:
     """Make the configuration of a model type ("llama") or class ("LlamaConfig") of transformers; raises InputError."""
-    return _made(_config_class(name), {}, overrides)
+    return _configured(_config_class(name), {}, overrides)
 
 
 def _config_class(name: str) -> type[PretrainedConfig]:
@@ -106,7 +106,9 @@ def _transformers() -> Iterator[None]:
         ) from None
 
 
-def _made(kind: type[PretrainedConfig], fields: Mapping[str, Any], overrides: Sequence[tuple[str, Any]]) -> ModelConfig:
+def _configured(
+    kind: type[PretrainedConfig], fields: Mapping[str, Any], overrides: Sequence[tuple[str, Any]]
+) -> ModelConfig:
     plain = _data(fields)
     for key, value in overrides:
         _put(plain, key, value)

@@ -1,4 +1,4 @@
-"""Python's garbage collector, told that much will be made."""
+"""Higher thresholds of Python's garbage collector, for capture and search."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Rounds:
     window_s: float = _WINDOW_S
     slowdown: float = 1.0
     _repeats: list[int] = field(default_factory=list)
-    _found: list[list[float]] = field(default_factory=list)
+    _rounds_s: list[list[float]] = field(default_factory=list)
 
     def run(self, seconds: float, fewest: int, done: Callable[[float], None]) -> list[float]:
         """Seconds of each task, the median of all rounds; ``done`` is told the share of the time that is over."""
@@ -75,7 +75,7 @@ class Rounds:
             return self.ranks.first((self.ranks.clock_s() - began_s) / seconds)
 
         self._repeats = [self._calibrated(task) for task in self.tasks]
-        while len(self._found) < fewest or spent() * (1 + 1 / len(self._found)) < 1.0:
+        while len(self._rounds_s) < fewest or spent() * (1 + 1 / len(self._rounds_s)) < 1.0:
             round_s = []
             for number, (task, repeats) in enumerate(zip(self.tasks, self._repeats, strict=True)):
                 run = task()
@@ -84,8 +84,8 @@ class Rounds:
                 round_s.append(self._timed(run, repeats))
                 if number % 16 == 0:
                     done(min(1.0, (self.ranks.clock_s() - began_s) / seconds))
-            self._found.append(self._mean(round_s))
-        return [self.slowdown * median(times) for times in zip(*self._found, strict=True)]
+            self._rounds_s.append(self._mean(round_s))
+        return [self.slowdown * median(times) for times in zip(*self._rounds_s, strict=True)]
 
     @property
     def _takes_part(self) -> bool:

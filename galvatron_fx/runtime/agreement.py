@@ -15,7 +15,7 @@ from galvatron_fx import _version
 from galvatron_fx.ir.errors import InputError, PlanError
 from galvatron_fx.ir.plan.plan import Plan
 
-__all__ = ["agreed", "require_all_ranks", "together", "told_by_first"]
+__all__ = ["agreed", "from_first_rank", "require_all_ranks", "together"]
 
 T = TypeVar("T")
 Plans = tuple[Plan, ...]
@@ -55,7 +55,7 @@ def agreed(
     except Exception as caught:
         error = caught
     if first_decides:
-        choose = _told_by_first(choose, preparations)
+        choose = _choice_of_first_rank(choose, preparations)
     if error is None:
         try:
             plans = choose(preparations[0])
@@ -70,7 +70,7 @@ def agreed(
     return outcome
 
 
-def told_by_first(text: str) -> str:
+def from_first_rank(text: str) -> str:
     """Rank 0's text. Every rank calls it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return text
@@ -96,7 +96,7 @@ def together(make: Callable[[], T]) -> T:
     return results[0]
 
 
-def _told_by_first(choose: Callable[[T], Plans], own: list[T]) -> Callable[[T], Plans]:
+def _choice_of_first_rank(choose: Callable[[T], Plans], own: list[T]) -> Callable[[T], Plans]:
     """What ``choose`` did on rank 0, told to all; every rank takes part, also one that failed (``own`` is empty)."""
     plan_texts: list[list[str]] = [[]]
     failed: list[Exception] = []

@@ -144,12 +144,12 @@ class _Lazy:
         given = tuple(argument is not None for argument in arguments)
         call = self._calls.get(given)
         if call is None:
-            call = self._calls[given] = self._found(given, arguments)
+            call = self._calls[given] = self._compiled_for(given, arguments)
         if not all(given):
             arguments[:] = [argument for argument in arguments if argument is not None]
         return call(arguments)
 
-    def _found(self, given: tuple[bool, ...], arguments: Sequence[Tensor | None]) -> Boxed:
+    def _compiled_for(self, given: tuple[bool, ...], arguments: Sequence[Tensor | None]) -> Boxed:
         tensors = [argument for argument in arguments if argument is not None]
         layouts = tuple((t.dtype, tuple(t.shape), t.stride(), t.device) for t in tensors)
         key = self._region.structure, given, layouts

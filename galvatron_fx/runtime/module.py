@@ -78,7 +78,7 @@ class DistributedGraphModule(nn.Module):
         self._one = OneAtATime()
         self._places: dict[str, tuple[dict[str, Any], str]] = {}
         self._in_step = False
-        self._made: Any = None
+        self._step_outputs: Any = None
         self.mesh = compiled.mesh
         self.plan = compiled.plan
         self._compile_inputs = compiled.compile_inputs
@@ -131,8 +131,8 @@ class DistributedGraphModule(nn.Module):
         try:
             returned = self(*args, **kwargs)
         finally:
-            self._in_step, outputs = False, self._made
-            self._made = None
+            self._in_step, outputs = False, self._step_outputs
+            self._step_outputs = None
         refuse_changed_output(outputs, returned)
         return returned
 
@@ -157,8 +157,8 @@ class DistributedGraphModule(nn.Module):
         where the model returns no loss.
         """
         if self._in_step:
-            self._made = self._train(args, kwargs)
-            return self._made
+            self._step_outputs = self._train(args, kwargs)
+            return self._step_outputs
         refuse_autocast(self.mesh.device_type, self.plan.mixed_precision)
         with self._alone():
             program, flat, row_positions = self._program(args, kwargs)

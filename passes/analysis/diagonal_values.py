@@ -97,18 +97,18 @@ def _followed(node: fx.Node, known: dict[fx.Node, Diagonals | None]) -> Diagonal
     if node.target in _TRIANGLES:
         return _triangle(node, held[0], shape)
     if not held:
-        return _made(node, shape)
+        return _created(node, shape)
     if torch.Tag.pointwise in node.target.tags or node.target in _COPIES:
         return _pointwise(node, held, shape)
     return None
 
 
-# ---- made of nothing -------------------------------------------------------------------------------------------------
+# ---- created from nothing --------------------------------------------------------------------------------------------
 
 _FILLED = {aten.full.default, aten.scalar_tensor.default, aten.ones.default, aten.zeros.default}
 
 
-def _made(node: fx.Node, shape: tuple[int, ...]) -> Diagonals | None:
+def _created(node: fx.Node, shape: tuple[int, ...]) -> Diagonals | None:
     target: Any = node.target
     if node.target in _FILLED:
         sizes = () if node.target is aten.scalar_tensor.default else ([1],)

@@ -78,7 +78,7 @@ class _Lowering:
         self.sharding = sharding
         self.graph = graph
         self._new: dict[fx.Node, fx.Node] = {}
-        self._made: dict[tuple[fx.Node, Placement], fx.Node] = {}
+        self._changes: dict[tuple[fx.Node, Placement], fx.Node] = {}
 
     def add(self, node: fx.Node) -> None:
         if node.op == "output":
@@ -175,9 +175,9 @@ class _Lowering:
         return new if have == want else self._change(new, have, want, consumer)
 
     def _change(self, new: fx.Node, have: Placement, want: Placement, consumer: NodeMeta) -> fx.Node:
-        change = self._made.get((new, want))
+        change = self._changes.get((new, want))
         if change is None or _comes_too_late(change, consumer):
-            change = self._made[new, want] = self._emit_change(new, have, want, consumer)
+            change = self._changes[new, want] = self._emit_change(new, have, want, consumer)
             placed = (*meta_of(new).placements[0][:-1], want)
             set_meta(change, meta_of(change).having(placements=(placed,)))
             if change.target is torch.ops.aten.div.Scalar:

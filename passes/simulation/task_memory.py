@@ -63,7 +63,7 @@ class _TaskRuns(GraphMemory):
 
     def __init__(self, degrees: Sequence[int]) -> None:
         super().__init__(degrees)
-        self._made: dict[tuple[int, str], Any] = {}
+        self._results: dict[tuple[int, str], Any] = {}
 
     def branch(self) -> _TaskRuns:
         """Memory that counts on from here."""
@@ -73,9 +73,9 @@ class _TaskRuns(GraphMemory):
 
     def _evaluate(self, graph: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         key = id(graph), node.name
-        if node.target is plus or key not in self._made:
-            self._made[key] = super()._evaluate(graph, node, values)
-        return self._made[key]
+        if node.target is plus or key not in self._results:
+            self._results[key] = super()._evaluate(graph, node, values)
+        return self._results[key]
 
 
 @dataclass

@@ -49,9 +49,9 @@ class Priced(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        told = tree_map(lambda x: TensorFacts(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x, args)
+        facts = tree_map(lambda x: TensorFacts(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x, args)
         results = tree_map(lambda x: TensorFacts(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x, out)
-        cost = op_cost(func, told, kwargs, facts_in(told), facts_in(results))
+        cost = op_cost(func, facts, kwargs, facts_in(facts), facts_in(results))
         assert all(type(value) is int and value >= 0 for value in (cost.flops, cost.read_bytes, cost.written_bytes))
         self.flops += cost.flops if is_matmul(func) else 0
         return out

@@ -95,9 +95,9 @@ class FirstOfFour(Ranks):
 
     def all(self, value: Any) -> list[Any]:
         groups, found = value
-        told = [[taken - 1 for taken in times] for times in found]
+        first = [[taken - 1 for taken in times] for times in found]
         others = [[[seconds] * len(times) for times in found] for seconds in (2.0, 5.0)]
-        return [value, (groups, told), *(([1], other) for other in others)]
+        return [value, (groups, first), *(([1], other) for other in others)]
 
 
 def test_a_collective_takes_what_it_takes_on_the_last_rank_to_begin() -> None:

@@ -19,18 +19,18 @@ from tests.report.test_schedule_trace import svg_texts
 
 
 @pytest.fixture(scope="module")
-def told() -> Explained:
+def small() -> Explained:
     return explained(capture(Stack(layers=2), inputs()), one_stage(), CLUSTER)
 
 
-def test_pictures_are_drawn_as_files(told: Explained, tmp_path: Path) -> None:
+def test_pictures_are_drawn_as_files(small: Explained, tmp_path: Path) -> None:
     drawn = {
-        "roles": lambda path: pictures.draw_roles(told.plan, path),
-        "time": lambda path: pictures.draw_time(told.ranks, path),
-        "memory": lambda path: pictures.draw_memory(told.ranks, told.peak_bytes, path),
-        "over_time": lambda path: pictures.draw_memory_timeline(told.memory, told.peak_bytes, path),
-        "operators": lambda path: pictures.draw_operators(told.operators, told.step_s, path),
-        "alternatives": lambda path: pictures.draw_alternatives((told.chosen, *told.uniform), path),
+        "roles": lambda path: pictures.draw_roles(small.plan, path),
+        "time": lambda path: pictures.draw_time(small.ranks, path),
+        "memory": lambda path: pictures.draw_memory(small.ranks, small.peak_bytes, path),
+        "over_time": lambda path: pictures.draw_memory_timeline(small.memory, small.peak_bytes, path),
+        "operators": lambda path: pictures.draw_operators(small.operators, small.step_s, path),
+        "alternatives": lambda path: pictures.draw_alternatives((small.chosen, *small.uniform), path),
     }
     for name, draw in drawn.items():
         first, second = tmp_path / f"{name}.svg", tmp_path / f"{name}_again.svg"
@@ -59,15 +59,15 @@ def test_ticks_are_round_and_end_within() -> None:
     assert ticks(80e9)[-1] == 80e9 and len(ticks(0.0137)) in range(5, 9)
 
 
-def test_a_trace_has_every_operator_and_the_memory(told: Explained, tmp_path: Path) -> None:
+def test_a_trace_has_every_operator_and_the_memory(small: Explained, tmp_path: Path) -> None:
     path = tmp_path / "step.json"
-    write_step_trace(told.operators, told.memory[0], path)
+    write_step_trace(small.operators, small.memory[0], path)
     events = json.loads(path.read_text())["traceEvents"]
     operators = [event for event in events if event["ph"] == "X"]
-    assert len(operators) == len(told.operators)
+    assert len(operators) == len(small.operators)
     assert {event["args"]["direction"] for event in operators} == {"forward", "backward"}
     lanes = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert lanes >= {"operators", "all_gather, axis 0", "reduce_scatter, axis 0"}
     counters = [event["args"] for event in events if event["ph"] == "C"]
     assert all(tuple(counter) == MEMORY_KINDS for counter in counters)
-    assert max(sum(counter.values()) for counter in counters) == told.peak_bytes
+    assert max(sum(counter.values()) for counter in counters) == small.peak_bytes

@@ -18,10 +18,10 @@ from passes.frontend.capture.size_expressions import (
     OtherSizes,
     SizedNumber,
     SizeExpressions,
+    describe_sizes,
     refuse_unlike_constants,
     result_of,
     same_constant,
-    told,
     where,
 )
 
@@ -89,8 +89,8 @@ class Resize:
         for before, after in zip(spec.shape, shape, strict=True):
             if before != after and min(before, after) < 2:
                 raise OtherSizes(
-                    f"{where(node)} has the shape {list(shape)} at {told(self.sizes)} and {list(spec.shape)} at "
-                    f"{told(self.expressions.base)}: sizes of 1 are broadcast"
+                    f"{where(node)} has the shape {list(shape)} at {describe_sizes(self.sizes)} and "
+                    f"{list(spec.shape)} at {describe_sizes(self.expressions.base)}: sizes of 1 are broadcast"
                 )
         return replace(spec, shape=shape)
 

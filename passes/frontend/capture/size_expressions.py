@@ -116,7 +116,9 @@ class _Matching:
                 dim = fit(counts[0], counts[1], self.base, self.other)
                 if isinstance(dim, sympy.Expr):
                     return SizedNumber(dim, kind, inverse)
-        raise OtherSizes(f"{where(node)} has {mine!r} at {told(self.base)} and {theirs!r} at {told(self.other)}")
+        raise OtherSizes(
+            f"{where(node)} has {mine!r} at {describe_sizes(self.base)} and {theirs!r} at {describe_sizes(self.other)}"
+        )
 
     def check_dims(self, first: fx.Node, second: fx.Node) -> None:
         """See that the dims of a node are its shape at the other sizes as well."""
@@ -126,8 +128,8 @@ class _Matching:
             shape = tuple(value_at(dim, self.other) for dim in mine.symbolic)
             if shape != theirs.shape:
                 raise OtherSizes(
-                    f"{where(first)} has the shape {list(mine.shape)} at {told(self.base)} and {list(theirs.shape)} at "
-                    f"{told(self.other)}"
+                    f"{where(first)} has the shape {list(mine.shape)} at {describe_sizes(self.base)} and "
+                    f"{list(theirs.shape)} at {describe_sizes(self.other)}"
                 )
 
 
@@ -137,7 +139,7 @@ def where(node: fx.Node) -> str:
     return f"node '{node.name}' ({node.target}){module}"
 
 
-def told(sizes: Sizes) -> str:
+def describe_sizes(sizes: Sizes) -> str:
     """Name sizes for people."""
     sequence = f", sequence {sizes.sequence}" if sizes.sequence else ""
     return f"batch {sizes.batch}{sequence}"

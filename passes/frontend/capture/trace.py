@@ -18,7 +18,7 @@ from passes.frontend.capture.find_repeats import Repeat
 from passes.frontend.capture.flat_inputs import FlatInputs
 from passes.frontend.capture.repeat_layers import RepeatLayers
 from passes.frontend.capture.resize import Resize, refuse_difference
-from passes.frontend.capture.size_expressions import OtherSizes, SizeExpressions, told
+from passes.frontend.capture.size_expressions import OtherSizes, SizeExpressions, describe_sizes
 
 __all__ = ["OtherSizes", "Trace"]
 
@@ -74,7 +74,7 @@ class Trace:
             return self._whole(Resize(self._expressions, asked, inputs).run(self.graph))
         except UnlikeUnits as unlike:
             raise OtherSizes(
-                f"layers that are alike at {told(self.sizes)} are not at {told(sizes)}: {unlike}"
+                f"layers that are alike at {describe_sizes(self.sizes)} are not at {describe_sizes(sizes)}: {unlike}"
             ) from None
 
     def inputs_at(self, sizes: Sizes) -> FlatInputs:
@@ -159,7 +159,7 @@ class Trace:
         try:
             traced = self.again(inputs.shapes)
         except GalvatronError as error:
-            raise OtherSizes(f"it cannot be traced at {told(sizes)}: {error}") from None
+            raise OtherSizes(f"it cannot be traced at {describe_sizes(sizes)}: {error}") from None
         refuse_difference(mine, traced)
         self._held.add(sizes)
 

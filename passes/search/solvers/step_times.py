@@ -80,10 +80,10 @@ class StepTimes:
         )
         exists = num_microbatches * self.num_ranks == self._filled_microbatches * ranks
         exists = exists and legal(self.schedule_name, ranks, stages, num_microbatches) is None
-        return _made(self.schedule_name, ranks, stages, num_microbatches) if exists else None
+        return _schedule(self.schedule_name, ranks, stages, num_microbatches) if exists else None
 
     def _schedule_of(self, num_microbatches: int) -> Schedule:
-        return _made(self.schedule_name, self.num_ranks, self.num_stages, num_microbatches)
+        return _schedule(self.schedule_name, self.num_ranks, self.num_stages, num_microbatches)
 
     @property
     def is_whole(self) -> bool:
@@ -167,7 +167,7 @@ class StepTimes:
 
 
 @cache
-def _made(name: str, ranks: int, stages: int, num_microbatches: int) -> Schedule:
+def _schedule(name: str, ranks: int, stages: int, num_microbatches: int) -> Schedule:
     return make_schedule(name, ranks, stages, num_microbatches)
 
 

@@ -27,13 +27,13 @@ def refusal(row: Row) -> str | None:
 def test_every_mutation_is_seen() -> None:
     seen: dict[str, str] = {}
     for row in rows(programs=1):
-        told = refusal(row)
-        if told is not None:
-            seen[str(row)] = told
-    print(*(f"{name:90} {re.sub('^after MyPass: ', '', told)[:110]}" for name, told in seen.items()), sep="\n")
+        message = refusal(row)
+        if message is not None:
+            seen[str(row)] = message
+    print(*(f"{name:90} {re.sub('^after MyPass: ', '', message)[:110]}" for name, message in seen.items()), sep="\n")
     print(f"{len(seen)} mutations, {sum(map(bool, seen.values()))} seen")
     assert len(seen) >= 79
-    assert not [name for name, told in seen.items() if not told]
+    assert not [name for name, message in seen.items() if not message]
 
 
 def test_the_programs_themselves_pass() -> None:

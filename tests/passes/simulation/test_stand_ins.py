@@ -46,9 +46,9 @@ EXISTING = [(name, v, parts) for name, v, parts in ALL if legal(name, RANKS, v *
 def test_what_grows_evenly_with_the_ranks(name: str, stages: int, parts: int) -> None:
     times = times_of(name, RANKS, stages * RANKS, parts)
     assert [schedule.num_ranks for _, schedule in times.stand_ins] == [4, 8]
-    for told, tolerance in ((idle, 1e-9), (waiting, 0.02)):
-        estimate = sum(weight * told(schedule) for weight, schedule in times.stand_ins)
-        assert estimate == pytest.approx(told(times.filled), rel=tolerance)
+    for measure, tolerance in ((idle, 1e-9), (waiting, 0.02)):
+        estimate = sum(weight * measure(schedule) for weight, schedule in times.stand_ins)
+        assert estimate == pytest.approx(measure(times.filled), rel=tolerance)
 
 
 def test_what_is_small_stands_for_itself() -> None:
