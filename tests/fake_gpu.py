@@ -17,7 +17,7 @@ from galvatron_fx.ir.graph.bound_ops import BoundAxis, finished
 from galvatron_fx.ir.graph.metadata import TensorSpec, has_meta, meta_of
 from galvatron_fx.ir.kernels.select import Kernels
 from galvatron_fx.ir.plan.strategy import Strategy
-from galvatron_fx.ir.torch_compat import new_fake_mode
+from galvatron_fx.ir.torch_compat.tracing import new_fake_mode
 from passes.analysis.blocks import num_blocks
 from passes.lowering.codegen import Codegen
 from passes.lowering.lower_step import Lower

@@ -18,7 +18,7 @@ from galvatron_fx.ir.graph.metadata import (
     set_signature,
 )
 from galvatron_fx.ir.graph.random_ops import random_uniform
-from galvatron_fx.ir.torch_compat import TorchDispatchMode
+from galvatron_fx.ir.torch_compat.tracing import TorchDispatchMode
 from passes.frontend.functional_random import FunctionalRandom, draws_numbers
 
 __all__ = ["SameDraws", "drawn_shapes"]

@@ -18,7 +18,8 @@ from galvatron_fx.checking.wide_floats import WideFloats
 from galvatron_fx.ir.graph.metadata import InputSpec, OutputSpec, Signature, meta_of, ports, signature
 from galvatron_fx.ir.graph.precision import computed_in
 from galvatron_fx.ir.plan.strategy import original_name
-from galvatron_fx.ir.torch_compat import composites_in_python, pytree
+from galvatron_fx.ir.torch_compat.tensors import pytree
+from galvatron_fx.ir.torch_compat.tracing import composites_in_python
 from galvatron_fx.runtime.module import DistributedGraphModule
 from passes.frontend.capture.flat_inputs import FlatInputs, flatten
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from galvatron_fx.ir.torch_compat import TorchDispatchMode, pytree
+from galvatron_fx.ir.torch_compat.tensors import pytree
+from galvatron_fx.ir.torch_compat.tracing import TorchDispatchMode
 from passes.frontend.capture.flat_inputs import FlatInputs
 
 __all__ = ["NARROW", "WideFloats", "copied", "moved", "widened"]

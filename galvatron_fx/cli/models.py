@@ -202,7 +202,7 @@ def _with_numbers(inputs: Any, seed: int) -> Any:
     """The inputs with normal numbers for those of floating point on the meta device; others as they are."""
     import torch
 
-    from galvatron_fx.ir.torch_compat import pytree
+    from galvatron_fx.ir.torch_compat.tensors import pytree
 
     generator = torch.Generator().manual_seed(seed)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.cluster.curves import CollectiveCurve
 from galvatron_fx.ir.graph.bound_ops import finished
-from galvatron_fx.ir.torch_compat import all_gather_rows
+from galvatron_fx.ir.torch_compat.processes import all_gather_rows
 from galvatron_fx.profiling.fit import fit_collective
 from galvatron_fx.profiling.ranks import Ranks
 from galvatron_fx.profiling.timing import COMPUTED_S, Call, Rounds, Task, Turns, mean_without_worst, some_products

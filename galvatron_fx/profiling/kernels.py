@@ -13,7 +13,7 @@ from torch import Tensor
 from cost_models.ops import TensorFacts, kind_of, op_cost
 from galvatron_fx.ir.graph.metadata import OpCost, TensorSpec
 from galvatron_fx.ir.kernels.select import Kernels
-from galvatron_fx.ir.torch_compat import pytree
+from galvatron_fx.ir.torch_compat.tensors import pytree
 from galvatron_fx.profiling.timing import Call
 
 __all__ = ["VIEW", "Kernel", "kernel"]

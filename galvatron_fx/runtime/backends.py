@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.kernels.bindings import with_fast_calls
-from galvatron_fx.ir.torch_compat import box_arguments, compile_functional, missing_compiler, without_autograd
+from galvatron_fx.ir.torch_compat.graphs import box_arguments, compile_functional, missing_compiler, without_autograd
 from galvatron_fx.runtime.regions import Region, split_regions
 
 # Takes its arguments in one list, which it empties, so that every tensor dies at its last use.

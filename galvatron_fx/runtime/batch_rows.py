@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.symbols import batch_size
 from galvatron_fx.ir.plan.arguments import shown
-from galvatron_fx.ir.torch_compat import pytree
+from galvatron_fx.ir.torch_compat.tensors import pytree
 from galvatron_fx.runtime.row_exchange import RowExchange
 from passes.frontend.capture.flat_inputs import FlatInputs, flatten
 from passes.lowering.batch_rows import RowsRead

@@ -18,7 +18,7 @@ from galvatron_fx.ir.kernels.select import Kernels
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.schedule import Schedule
 from galvatron_fx.ir.plan.strategy import original_name
-from galvatron_fx.ir.torch_compat import STAGES_DIM
+from galvatron_fx.ir.torch_compat.dtensors import STAGES_DIM
 from galvatron_fx.runtime.backends import Backend
 from galvatron_fx.runtime.program import Program
 from galvatron_fx.runtime.staged_program import PipelineGroup, StagedProgram

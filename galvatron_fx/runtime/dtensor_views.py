@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from galvatron_fx.ir.graph.collectives import take_run
-from galvatron_fx.ir.torch_compat import dtensor_of, local_tensor
+from galvatron_fx.ir.torch_compat.dtensors import dtensor_of, local_tensor
 
 
 def lie_like(parameter: Tensor, local: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from galvatron_fx.ir.errors import InputError
-from galvatron_fx.ir.torch_compat import pytree
+from galvatron_fx.ir.torch_compat.tensors import pytree
 from passes.frontend.capture.flat_inputs import FlatInputs
 
 __all__ = ["MemoryOfParameters", "refuse_assignment", "refuse_changed_output", "refuse_gradients", "refuse_part"]

@@ -17,7 +17,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from galvatron_fx.ir.errors import InputError
-from galvatron_fx.ir.torch_compat import lie_alike, local_tensor
+from galvatron_fx.ir.torch_compat.dtensors import lie_alike, local_tensor
 from galvatron_fx.runtime.dtensor_views import lie_like, local_part
 
 __all__ = ["mark_for_local_updates", "watch_updates"]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from galvatron_fx.ir.errors import GalvatronError, InputError, LostRankError
-from galvatron_fx.ir.torch_compat import collective_timeout_s, default_store, flight_record
+from galvatron_fx.ir.torch_compat.processes import collective_timeout_s, default_store, flight_record
 from galvatron_fx.runtime.store_calls import DEADLINE_S, answered, host_rank
 
 __all__ = ["StepWatch"]

@@ -22,7 +22,7 @@ from galvatron_fx.ir.graph.printer import readable
 from galvatron_fx.ir.plan.arguments import check_arguments
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.strategy import original_name
-from galvatron_fx.ir.torch_compat import pytree, scale_all
+from galvatron_fx.ir.torch_compat.tensors import pytree, scale_all
 from galvatron_fx.runtime.absent_output import AbsentOutput
 from galvatron_fx.runtime.agreement import together
 from galvatron_fx.runtime.batch_rows import BatchRows, unmarked

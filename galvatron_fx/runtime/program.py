@@ -17,7 +17,8 @@ from galvatron_fx.ir.graph.layout import Layout
 from galvatron_fx.ir.graph.metadata import InputSpec, OutputSpec, Signature
 from galvatron_fx.ir.graph.placement import Placement
 from galvatron_fx.ir.graph.rewrite import copy_graph
-from galvatron_fx.ir.torch_compat import graph_module, keeps_graph
+from galvatron_fx.ir.torch_compat.graphs import graph_module
+from galvatron_fx.ir.torch_compat.tensors import keeps_graph
 from galvatron_fx.runtime.backends import Backend, Boxed, Eager, compile_graph
 from galvatron_fx.runtime.backward_refusals import Versions, refuse_higher_orders, refuse_second_backward
 from galvatron_fx.runtime.dtensor_views import lie_like

@@ -14,7 +14,7 @@ from galvatron_fx.ir.graph.metadata import has_meta, meta_of
 from galvatron_fx.ir.graph.op_call import is_getitem
 from galvatron_fx.ir.graph.random_ops import random_uniform
 from galvatron_fx.ir.graph.rewrite import copy_node
-from galvatron_fx.ir.torch_compat import graph_module
+from galvatron_fx.ir.torch_compat.graphs import graph_module
 from passes.lowering.codegen import communicates
 
 

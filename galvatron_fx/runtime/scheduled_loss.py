@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from galvatron_fx.ir.torch_compat import keeps_graph, scale_all
+from galvatron_fx.ir.torch_compat.tensors import keeps_graph, scale_all
 from galvatron_fx.runtime.backward_refusals import refuse_higher_orders, refuse_second_backward
 from galvatron_fx.runtime.gradients import gradient_of
 

@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from galvatron_fx.ir.errors import InputError
-from galvatron_fx.ir.torch_compat import dtensor_like, plain_function, total_norm_functions
+from galvatron_fx.ir.torch_compat.dtensors import dtensor_like
+from galvatron_fx.ir.torch_compat.tensors import plain_function, total_norm_functions
 
 __all__ = ["StageTensor", "as_stage_tensor", "in_stages", "mark_of_stage", "of_one_stage", "refuse_whole_states"]
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from galvatron_fx.ir.torch_compat import store_is_served
+from galvatron_fx.ir.torch_compat.processes import store_is_served
 
 __all__ = ["DEADLINE_S", "answered", "host_rank"]
 

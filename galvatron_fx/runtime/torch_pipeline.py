@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from cost_models.schedule_time import Span
 from galvatron_fx.ir.plan.schedule import Action, Schedule
-from galvatron_fx.ir.torch_compat import lower_actions, pipeline_runtime
+from galvatron_fx.ir.torch_compat.pipelines import lower_actions, pipeline_runtime
 from galvatron_fx.runtime.stage_runner import StageRunner
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.plan import optimizers
-from galvatron_fx.ir.torch_compat import pytree
+from galvatron_fx.ir.torch_compat.tensors import pytree
 from galvatron_fx.profiling.ranks import Ranks
 from galvatron_fx.runtime.module import DistributedGraphModule
 from passes.frontend.capture.flat_inputs import FlatInputs

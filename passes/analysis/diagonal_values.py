@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.graph.op_call import input_nodes
-from galvatron_fx.ir.torch_compat import pytree
+from galvatron_fx.ir.torch_compat.tensors import pytree
 
 __all__ = ["Diagonals", "diagonals"]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from galvatron_fx.ir.graph.metadata import TensorSpec
-from galvatron_fx.ir.torch_compat import new_fake_mode
+from galvatron_fx.ir.torch_compat.tracing import new_fake_mode
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from galvatron_fx.ir import torch_compat
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.metadata import NodeMeta, TensorSpec, meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import input_nodes, op_call
 from galvatron_fx.ir.graph.rewrite import copy_node, inherited_meta, replace_outputs
 from galvatron_fx.ir.graph.symbols import Sizes, value_at
 from galvatron_fx.ir.graph.symbols import annotate as label_dims
-from galvatron_fx.ir.torch_compat import trace_decomposed
+from galvatron_fx.ir.torch_compat.tracing import decomposition, trace_decomposed
 from passes.frontend.capture.cleanup import CleanGraph
 from passes.sharding import batched_rules, own_rules, random_rules  # noqa: F401  (register rules)
 from passes.sharding.rules import has_rule
@@ -161,7 +160,7 @@ def _covers(node: fx.Node, window: Sequence[Any]) -> bool:
 
 def _decomposition(target: Any) -> Callable[..., Any] | None:
     """Our decomposition of an operator, or torch's."""
-    return _OWN.get(target) or torch_compat.decomposition(target)
+    return _OWN.get(target) or decomposition(target)
 
 
 # ---- the decomposition of one call ---------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.precision import cast_gradient, cast_parameter
 from galvatron_fx.ir.graph.rewrite import write_call
 from galvatron_fx.ir.kernels.select import Kernels
-from galvatron_fx.ir.torch_compat import all_gather_rows
+from galvatron_fx.ir.torch_compat.processes import all_gather_rows
 from passes.analysis.collective_schedule import wait_points
 from passes.lowering.record_gpu_dtypes import RecordGpuDtypes
 from passes.sharding.placed_calls import verify_placed

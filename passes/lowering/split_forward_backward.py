@@ -10,7 +10,7 @@ from galvatron_fx.ir.graph.layout import lay_part
 from galvatron_fx.ir.graph.metadata import InputSpec, OutputSpec, has_meta, meta_of, output_ports, ports
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.rewrite import copy_node
-from galvatron_fx.ir.torch_compat import graph_module
+from galvatron_fx.ir.torch_compat.graphs import graph_module
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from galvatron_fx.ir.graph.metadata import Dim, NodeMeta, Placements, TensorSpec
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
 from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard, local_shape
 from galvatron_fx.ir.graph.rewrite import copy_node, write_call
-from galvatron_fx.ir.torch_compat import graph_module
+from galvatron_fx.ir.torch_compat.graphs import graph_module
 from passes.sharding.expansions import EXPANSIONS, Emitter
 from passes.sharding.local_args import localize_args, lowered_target, map_inputs
 from passes.sharding.rules import OpRule

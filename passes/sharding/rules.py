@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from galvatron_fx.ir import torch_compat as compat
 from galvatron_fx.ir.errors import ShardingError
 from galvatron_fx.ir.graph.metadata import TensorSpec
 from galvatron_fx.ir.graph.op_call import OpCall
 from galvatron_fx.ir.graph.placement import REPLICATE, Partial, Placement, Replicate, Shard, fits
-from galvatron_fx.ir.torch_compat import (
+from galvatron_fx.ir.torch_compat import dtensors as compat
+from galvatron_fx.ir.torch_compat.dtensors import (
     DTensorSpec,
     OpSchema,
     OpSpec,

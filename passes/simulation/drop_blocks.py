@@ -11,7 +11,7 @@ from torch import fx
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.metadata import meta_of, ports, set_meta, set_signature, signature
 from galvatron_fx.ir.graph.rewrite import copy_node
-from galvatron_fx.ir.torch_compat import graph_module
+from galvatron_fx.ir.torch_compat.graphs import graph_module
 from passes.analysis.blocks import fingerprints
 
 

@@ -12,7 +12,7 @@ from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.bound_ops import BoundAxis, from_ranks, gather_ready, to_ranks
 from galvatron_fx.ir.graph.metadata import NodeMeta, has_meta, meta_of
 from galvatron_fx.ir.graph.rewrite import copy_graph
-from galvatron_fx.ir.torch_compat import pytree
+from galvatron_fx.ir.torch_compat.tensors import pytree
 from passes.analysis.alias_analysis import infer_strides
 from passes.analysis.strided_values import StridedTensor
 from passes.lowering.codegen import Codegen

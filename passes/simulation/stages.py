@@ -17,7 +17,7 @@ from galvatron_fx.ir.graph.metadata import TensorSpec, ports
 from galvatron_fx.ir.plan.prediction import BATCH, IDLE, TRANSFER, TRANSIENTS, UPDATE, Cause, MemoryUse, RankUse
 from galvatron_fx.ir.plan.schedule import Schedule
 from galvatron_fx.ir.plan.strategy import stood_for_name
-from galvatron_fx.ir.torch_compat import orders_with_transfers
+from galvatron_fx.ir.torch_compat.pipelines import orders_with_transfers
 from passes.lowering.lower_stages import LoweredStages
 from passes.lowering.stages.split_stages import Stage
 from passes.simulation.events import GraphEvents

@@ -25,7 +25,7 @@ from galvatron_fx.ir.graph.metadata import (
 )
 from galvatron_fx.ir.graph.op_call import OpCall, input_nodes, is_getitem, op_call
 from galvatron_fx.ir.graph.placement import Partial, Placement, Shard
-from galvatron_fx.ir.torch_compat import graph_module
+from galvatron_fx.ir.torch_compat.graphs import graph_module
 from galvatron_fx.runtime.lockstep import Simulator
 from passes.frontend.capture.flat_inputs import FlatInputs
 from passes.sharding.allowed_rules import AllowedRules  # noqa: F401  (registers rules)

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.profiler import profile
 
-from galvatron_fx.ir.torch_compat import all_gather_rows, compiling, num_holders
+from galvatron_fx.ir.torch_compat.processes import all_gather_rows
+from galvatron_fx.ir.torch_compat.tensors import num_holders
+from galvatron_fx.ir.torch_compat.tracing import compiling
 
 
 @pytest.fixture

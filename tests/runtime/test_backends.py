@@ -20,7 +20,7 @@ from galvatron_fx.errors import InputError
 from galvatron_fx.ir.graph.metadata import NodeMeta, TensorSpec, set_meta
 from galvatron_fx.ir.graph.random_ops import random_uniform
 from galvatron_fx.ir.plan.pipelining import Pipelining
-from galvatron_fx.ir.torch_compat import missing_compiler
+from galvatron_fx.ir.torch_compat.graphs import missing_compiler
 from galvatron_fx.runtime import backends
 from galvatron_fx.runtime.backends import Inductor
 from galvatron_fx.runtime.module import DistributedGraphModule

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from galvatron_fx.ir.graph import collectives as c
-from galvatron_fx.ir.torch_compat import num_holders
+from galvatron_fx.ir.torch_compat.tensors import num_holders
 
 c10d = torch.ops._c10d_functional
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import fx
 
 from galvatron_fx.ir.graph.printer import readable
-from galvatron_fx.ir.torch_compat import is_tracing, trace_artifact
+from galvatron_fx.ir.torch_compat.logs import is_tracing, trace_artifact
 
 __all__ = ["PassFolder", "dumping"]
 

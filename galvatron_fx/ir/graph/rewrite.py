@@ -14,7 +14,7 @@ from torch import fx
 
 from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of, set_meta
 from galvatron_fx.ir.graph.precision import cast_gradient
-from galvatron_fx.ir.torch_compat import graph_module
+from galvatron_fx.ir.torch_compat.graphs import graph_module
 
 
 def write_call(

@@ -19,7 +19,7 @@ from torch import fx
 
 from galvatron_fx.ir.errors import GalvatronError, InputError
 from galvatron_fx.ir.graph.metadata import Dim, TensorSpec, meta_of, set_meta
-from galvatron_fx.ir.torch_compat import failures_unlogged
+from galvatron_fx.ir.torch_compat.tracing import failures_unlogged
 
 BATCH = sympy.Symbol("b", positive=True, integer=True)
 SEQUENCE = sympy.Symbol("s", positive=True, integer=True)

@@ -237,7 +237,7 @@ def make_schedule(name: str, num_ranks: int, num_stages: int, num_microbatches: 
     reason = legal(name, num_ranks, num_stages, num_microbatches)
     if reason is not None:
         raise PlanError(reason)
-    from galvatron_fx.ir.torch_compat import pipeline_orders
+    from galvatron_fx.ir.torch_compat.pipelines import pipeline_orders
 
     orders = pipeline_orders(name, num_ranks, num_stages, num_microbatches)
     actions = tuple(tuple(Action(kind, stage, microbatch) for stage, kind, microbatch in order) for order in orders)

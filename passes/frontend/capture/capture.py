@@ -16,7 +16,7 @@ from galvatron_fx.ir.graph.metadata import (
 )
 from galvatron_fx.ir.graph.precision import Precision, computed_in, set_precision
 from galvatron_fx.ir.graph.symbols import InputDims
-from galvatron_fx.ir.torch_compat import export_joint, failures_unlogged, new_fake_mode
+from galvatron_fx.ir.torch_compat.tracing import export_joint, failures_unlogged, new_fake_mode
 from passes.frontend.capture.attribute_writes import StateWritten
 from passes.frontend.capture.batch_dims import BatchDim, fit_sizes
 from passes.frontend.capture.compare_layers import UnlikeUnits

@@ -10,7 +10,7 @@ from torch import fx
 
 from galvatron_fx.ir.graph.metadata import meta_of, ports
 from galvatron_fx.ir.graph.op_call import input_nodes
-from galvatron_fx.ir.torch_compat import constant_value, unit_of
+from galvatron_fx.ir.torch_compat.tracing import constant_value, unit_of
 from passes.frontend.capture.call_signatures import relative, state_of
 from passes.frontend.capture.find_repeats import Repeat
 from passes.frontend.capture.record_calls import RecordedCall

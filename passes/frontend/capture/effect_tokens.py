@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from galvatron_fx.ir.errors import CaptureError
-from galvatron_fx.ir.torch_compat import module_of, no_modes, pytree, with_effects
+from galvatron_fx.ir.torch_compat.tensors import pytree
+from galvatron_fx.ir.torch_compat.tracing import module_of, no_modes, with_effects
 
 aten = torch.ops.aten
 

@@ -12,7 +12,8 @@ import torch.nn.modules.module as module_hooks
 from torch import nn
 
 from galvatron_fx.ir.graph.precision import computed_in
-from galvatron_fx.ir.torch_compat import FakeTensorMode, annotate_module, leave_modules, pytree
+from galvatron_fx.ir.torch_compat.tensors import pytree
+from galvatron_fx.ir.torch_compat.tracing import FakeTensorMode, annotate_module, leave_modules
 from passes.frontend.capture.attribute_writes import AttributeWrites
 from passes.frontend.capture.flat_inputs import FlatInputs, flatten
 from passes.frontend.capture.flat_outputs import FlatOutputs, flat_outputs

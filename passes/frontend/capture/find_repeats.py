@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from galvatron_fx.ir.torch_compat import compiling, new_fake_mode
+from galvatron_fx.ir.torch_compat.tracing import compiling, new_fake_mode
 from passes.frontend.capture.call_signatures import Description, calls_of, describe, program, state_of
 from passes.frontend.capture.fake_model import FlatModel, PassThrough, fake_weights, passing_through
 from passes.frontend.capture.record_calls import CallRecorder, Leaf, RecordedCall

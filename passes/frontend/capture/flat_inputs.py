@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from galvatron_fx.ir.errors import InputError
-from galvatron_fx.ir.torch_compat import pytree
+from galvatron_fx.ir.torch_compat.tensors import pytree
 
 ExampleInputs: TypeAlias = "Mapping[str, Any] | Sequence[Any] | torch.Tensor | FlatInputs"
 

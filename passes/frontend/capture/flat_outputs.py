@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from galvatron_fx.ir.torch_compat import pytree
+from galvatron_fx.ir.torch_compat.tensors import pytree
 from passes.frontend.capture.flat_inputs import flatten
 
 __all__ = ["FlatOutputs", "flat_outputs"]

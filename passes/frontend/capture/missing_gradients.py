@@ -8,7 +8,7 @@ from torch import fx
 from galvatron_fx.ir.errors import CaptureError
 from galvatron_fx.ir.graph.metadata import meta_of, output_ports, ports
 from galvatron_fx.ir.graph.op_call import input_nodes
-from galvatron_fx.ir.torch_compat import compiling, new_fake_mode
+from galvatron_fx.ir.torch_compat.tracing import compiling, new_fake_mode
 from passes.frontend.capture.fake_model import FlatModel, fake_weights
 from passes.frontend.capture.module_state import quoted
 from passes.frontend.capture.reruns import REMEDY

@@ -12,7 +12,7 @@ import torch
 import torch.nn.modules.module as module_hooks
 from torch import Tensor, nn
 
-from galvatron_fx.ir.torch_compat import FakeTensor, TorchDispatchMode, constant_value, is_custom_backward
+from galvatron_fx.ir.torch_compat.tracing import FakeTensor, TorchDispatchMode, constant_value, is_custom_backward
 from passes.frontend.capture.flat_inputs import flatten
 
 _MOST_CONSTANTS = 64  # elements of a tensor written out in the model's code that are compared by value

@@ -24,7 +24,8 @@ from galvatron_fx.ir.graph.metadata import (
     signature,
 )
 from galvatron_fx.ir.graph.rewrite import write_call
-from galvatron_fx.ir.torch_compat import module_of, pytree
+from galvatron_fx.ir.torch_compat.tensors import pytree
+from galvatron_fx.ir.torch_compat.tracing import module_of
 from passes.frontend.capture.fake_model import ROOT, FlatModel
 
 __all__ = ["merge_tied", "record_graph"]

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from galvatron_fx.ir.errors import CaptureError
 from galvatron_fx.ir.graph.metadata import meta_of, output_ports
-from galvatron_fx.ir.torch_compat import is_custom_backward
+from galvatron_fx.ir.torch_compat.tracing import is_custom_backward
 from galvatron_fx.ir.traced_values import traced_value
 from passes.frontend.capture.module_state import quoted
 

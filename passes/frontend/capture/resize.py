@@ -12,7 +12,8 @@ from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of, set_meta, set_signature, signature
 from galvatron_fx.ir.graph.rewrite import copy_node
 from galvatron_fx.ir.graph.symbols import Sizes, value_at
-from galvatron_fx.ir.torch_compat import graph_module, pytree
+from galvatron_fx.ir.torch_compat.graphs import graph_module
+from galvatron_fx.ir.torch_compat.tensors import pytree
 from passes.frontend.capture.flat_inputs import FlatInputs
 from passes.frontend.capture.size_expressions import (
     OtherSizes,

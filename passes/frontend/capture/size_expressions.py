@@ -12,7 +12,8 @@ from torch import fx
 
 from galvatron_fx.ir.graph.metadata import meta_of, signature
 from galvatron_fx.ir.graph.symbols import SecondTrace, Sizes, fit, value_at
-from galvatron_fx.ir.torch_compat import FakeTensor, no_modes, pytree
+from galvatron_fx.ir.torch_compat.tensors import pytree
+from galvatron_fx.ir.torch_compat.tracing import FakeTensor, no_modes
 
 __all__ = ["Call", "OtherSizes", "SizeExpressions", "SizedNumber"]
 

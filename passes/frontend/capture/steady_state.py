@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from galvatron_fx.ir.errors import CaptureError, GalvatronError
-from galvatron_fx.ir.torch_compat import FakeTensor, export_joint, new_fake_mode
+from galvatron_fx.ir.torch_compat.tracing import FakeTensor, export_joint, new_fake_mode
 from passes.frontend.capture.attribute_writes import StateWritten
 from passes.frontend.capture.fake_model import ROOT, FlatModel, fake_weights
 from passes.frontend.capture.flat_inputs import FlatInputs, flatten

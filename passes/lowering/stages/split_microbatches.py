@@ -27,7 +27,7 @@ from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement
 from galvatron_fx.ir.graph.rewrite import copied, copy_node, eliminate_dead_code
 from galvatron_fx.ir.plan.plan import prime_factors
-from galvatron_fx.ir.torch_compat import graph_module
+from galvatron_fx.ir.torch_compat.graphs import graph_module
 from passes.analysis.blocks import num_blocks
 from passes.analysis.dataflow import input_only
 from passes.sharding.assign_shardings import AssignShardings

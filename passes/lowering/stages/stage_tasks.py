@@ -13,7 +13,7 @@ from galvatron_fx.ir.graph.local_program import record_step
 from galvatron_fx.ir.graph.metadata import has_meta, meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.rewrite import copy_node, write_call
-from galvatron_fx.ir.torch_compat import graph_module
+from galvatron_fx.ir.torch_compat.graphs import graph_module
 
 # The tasks, each with those that may take its values later.
 LATER: dict[str, tuple[str, ...]] = {

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from galvatron_fx.ir.kernels import attention as a
 from galvatron_fx.ir.kernels.select import Kernels
-from galvatron_fx.ir.torch_compat import new_fake_mode
+from galvatron_fx.ir.torch_compat.tracing import new_fake_mode
 
 aten = torch.ops.aten
 FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -11,7 +11,7 @@ from galvatron_fx.errors import InputError
 from galvatron_fx.ir.graph.metadata import TensorSpec
 from galvatron_fx.ir.kernels.onednn import has_onednn, on_onednn
 from galvatron_fx.ir.kernels.select import Kernels
-from galvatron_fx.ir.torch_compat import compile_functional
+from galvatron_fx.ir.torch_compat.graphs import compile_functional
 from galvatron_fx.profiling import kernel_choice
 from galvatron_fx.profiling.kernel_choice import fastest_kernels
 from passes.lowering.codegen import Codegen

@@ -20,7 +20,7 @@ from galvatron_fx.ir.graph.bound_ops import BoundAxis
 from galvatron_fx.ir.graph.layout import layout
 from galvatron_fx.ir.graph.metadata import TensorSpec, has_meta, meta_of, ports
 from galvatron_fx.ir.kernels.select import Kernels
-from galvatron_fx.ir.torch_compat import num_holders
+from galvatron_fx.ir.torch_compat.tensors import num_holders
 from galvatron_fx.runtime.lockstep import Simulator
 from passes.lowering.codegen import Codegen
 from passes.lowering.rematerialize import Rematerialize

@@ -13,7 +13,7 @@ from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.plan.prediction import ACTIVATIONS, GRADIENTS, TRANSIENTS, Storage
 from galvatron_fx.ir.plan.schedule import Schedule, make_schedule
 from galvatron_fx.ir.plan.strategy import Strategy
-from galvatron_fx.ir.torch_compat import orders_with_transfers
+from galvatron_fx.ir.torch_compat.pipelines import orders_with_transfers
 from galvatron_fx.runtime.microbatches import hoisted_values
 from passes.lowering.lower_stages import LoweredStages, LowerStages
 from passes.lowering.stages.split_stages import SplitStages, Stage

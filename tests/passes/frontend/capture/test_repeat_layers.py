@@ -12,7 +12,7 @@ from torch.fx import traceback as fx_traceback
 
 from galvatron_fx.ir.graph.metadata import meta_of, signature
 from galvatron_fx.ir.graph.verifier import verify
-from galvatron_fx.ir.torch_compat import compiling
+from galvatron_fx.ir.torch_compat.tracing import compiling
 from passes.analysis.blocks import fingerprints, graph_fingerprint
 from passes.frontend.capture import capture
 from passes.frontend.capture.capture import Capture
