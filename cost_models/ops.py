@@ -231,12 +231,22 @@ _FLOPS_PER_INPUT = {
     "_fused_rms_norm_backward": 9,
 }
 # Lookups: the first input is a table, of which only the elements that come out are read.
-_LOOKUPS = {"embedding", "gather", "index", "index_select", "take", "_unsafe_index"}
+_LOOKUPS = {"dispatch", "embedding", "gather", "index", "index_select", "take", "_unsafe_index"}
 _FROM_NOTHING = {"arange", "full", "ones", "scalar_tensor", "zeros"}
 # Only the shape of what they are given counts.
 _SHAPE_ONLY = {"full_like", "new_full", "new_ones", "new_zeros", "ones_like", "rand_like", "randn_like", "zeros_like"}
 _MOVES = {"_to_copy", "cat", "clone", "constant_pad_nd", "contiguous", "copy", "copy_", "flip", "index_put", "repeat"}
-_MOVES |= {"roll", "scatter", "select_backward", "select_scatter", "slice_backward", "slice_scatter", "stack", "to"}
+_MOVES |= {
+    "combine",
+    "roll",
+    "scatter",
+    "select_backward",
+    "select_scatter",
+    "slice_backward",
+    "slice_scatter",
+    "stack",
+    "to",
+}
 _MOVES |= _LOOKUPS | _FROM_NOTHING | _SHAPE_ONLY
 
 
@@ -257,7 +267,7 @@ def _unread(name: str, inputs: Sequence[TensorFacts], outputs: Sequence[TensorFa
 _LEFT_MATRIX = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "linear": 0, "matmul": 0, "mv": 0, "addmv": 1, "dot": 0}
 _LEFT_MATRIX |= {"_scaled_mm": 0, "_int_mm": 0}
 _BATCHED = {"bmm", "baddbmm"}
-_GROUPED = {"_grouped_mm", "grouped_mm_fallback"}
+_GROUPED = {"_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_backward"}
 _CONVOLUTIONS = {"convolution", "_convolution", "convolution_overrideable", "convolution_backward"}
 
 
@@ -278,7 +288,10 @@ def _matmul_flops(
         # m n outputs of k multiply-adds; adding a bias is not counted, as in torch.
         return _product((2, outputs[0].numel, _argument(target, args, kwargs, _LEFT_MATRIX[name]).shape[-1]))
     if name in _GROUPED:
-        return _grouped_flops(_argument(target, args, kwargs, 0), _argument(target, args, kwargs, 1), outputs[0])
+        left, right = (_argument(target, args, kwargs, which) for which in (0, 1))
+        if name.endswith("backward"):  # rows and weights, as in forward: a product for the gradient of each
+            return _product((4, left.numel, right.shape[-1]))
+        return _grouped_flops(left, right, outputs[0])
     if name == "einsum":
         return _einsum_flops(_argument(target, args, kwargs, "equation"), _argument(target, args, kwargs, "tensors"))
     if name in _CONVOLUTIONS:

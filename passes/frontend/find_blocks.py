@@ -12,6 +12,7 @@ from torch import fx
 
 from galvatron_fx.ir.graph.metadata import meta_of, ports, set_meta
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
+from galvatron_fx.ir.kernels.experts import route
 
 _LEAST_PERIOD = 6  # operators: shorter repeats are parts of a layer
 _LEAST_SHARE = 0.08  # of the forward operators: smaller repeats are parts of a layer (its equal projections)
@@ -69,6 +70,10 @@ def _crossing_bytes(graph: fx.GraphModule, forward: list[fx.Node]) -> np.ndarray
             delta[max(uses) + 1] -= size
     crossing: np.ndarray = np.cumsum(delta)[: len(forward)]
     crossing[[is_getitem(node) for node in forward]] = np.inf  # an operator and its outputs stay together
+    for node, i in position.items():
+        if node.target is route:  # tokens that are on their way to experts cannot be moved otherwise
+            order = next(user for user in node.users if is_getitem(user) and user.args[1] == 0)
+            crossing[i + 1 : max((position[user] for user in order.users if user in position), default=i) + 1] = np.inf
     return crossing
 
 
@@ -194,7 +199,7 @@ def _irregular_cuts(forward: list[fx.Node], crossing: np.ndarray, start: int, en
     edge = start
     while end - edge >= 2 * least_length:
         window = crossing[edge + least_length : min(edge + 2 * least_length, end - least_length + 1)]
-        if not len(window):
+        if not np.isfinite(window).any():
             break
         edge = edge + least_length + int(np.argmin(window))
         cuts.append(edge)

@@ -13,7 +13,7 @@ from galvatron_fx.ir.graph.op_call import OpCall
 from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement, Shard, fits
 from galvatron_fx.ir.graph.precision import cast_gradient
 from galvatron_fx.ir.plan.strategy import BATCH_ROLES
-from passes.sharding import batched_rules, collective_rules, own_rules, random_rules  # noqa: F401  (register rules)
+from passes.sharding import batched_rules, collective_rules, expert_rules, own_rules, random_rules  # noqa: F401  (register rules)
 from passes.sharding.own_rules import VIEWS, view_rules
 from passes.sharding.roles import RoleRules
 from passes.sharding.rules import OpRule, op_rules, strided
@@ -49,6 +49,9 @@ class AllowedRules:
         else:
             base += [instance for rule in base for instance in strided(rule, call, offered, self.degree)]
         allowed = [rule for rule in dict.fromkeys(base) if self._allowed(rule, call) and _has_terms(rule, offers)]
+        if any(rule.routes for rule in allowed):
+            # Rows as routed cannot be moved: where something on their way has no rule for them, all stay whole.
+            return tuple(allowed)
         splitting = [rule for rule in allowed if self._splits(rule, call)]
         return tuple(splitting if any(rule.splits_work for rule in splitting) else allowed)
 

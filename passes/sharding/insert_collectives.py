@@ -14,7 +14,16 @@ from galvatron_fx.ir.graph.collectives import all_gather, all_reduce, all_to_all
 from galvatron_fx.ir.graph.local_program import record_program, record_step, renewed
 from galvatron_fx.ir.graph.metadata import Dim, NodeMeta, Placements, TensorSpec, meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
-from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard, local_shape
+from galvatron_fx.ir.graph.placement import (
+    PARTIAL,
+    REPLICATE,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    is_routed,
+    local_shape,
+)
 from galvatron_fx.ir.graph.rewrite import copy_node, write_call
 from galvatron_fx.ir.torch_compat.graphs import graph_module
 from passes.sharding.expansions import EXPANSIONS, Emitter
@@ -185,6 +194,8 @@ class _Lowering:
         return change
 
     def _emit_change(self, new: fx.Node, have: Placement, want: Placement, consumer: NodeMeta) -> fx.Node:
+        if is_routed(have) or is_routed(want):
+            raise ShardingError(f"'{new.name}' is placed {have} and cannot become {want}: rows as routed stay so")
         axis, degree = self.sharding.axis, self.sharding.degree
         spec = meta_of(new).spec
         emitter = Emitter(self.graph, consumer.having(step=None), axis, degree)

@@ -342,26 +342,3 @@ def _index_put(call: OpCall, degree: int) -> list[OpRule]:
     for dim in range(within):
         rules.append(OpRule((PARTIAL,), (PARTIAL, *(Shard(dim),) * (len(places) + 1))))
     return [*rules, OpRule((PARTIAL,), (PARTIAL, *(REPLICATE,) * len(places), PARTIAL))]
-
-
-# Mixtures of experts on machines without torch's own kernel: transformers registers these.
-@register_rule("transformers.grouped_mm_fallback.default")
-def _grouped_mm(call: OpCall, degree: int) -> list[OpRule]:
-    """rows [S, in] sorted by expert, weights [experts, in, out], ends of the experts' rows -> [S, out]: split either
-    features. Rows cannot be split: which expert takes them depends on how many are before them.
-    """
-    return [
-        OpRule((Shard(1),), (REPLICATE, Shard(2), REPLICATE)),
-        OpRule((PARTIAL,), (Shard(1), Shard(1), REPLICATE)),
-        OpRule((PARTIAL,), (PARTIAL, REPLICATE, REPLICATE)),
-    ]
-
-
-@register_rule("transformers.grouped_mm_fallback_backward.default")
-def _grouped_mm_backward(call: OpCall, degree: int) -> list[OpRule]:
-    """rows, weights, ends, gradient [S, out] -> gradients of rows and weights."""
-    return [
-        OpRule((PARTIAL, Shard(2)), (REPLICATE, Shard(2), REPLICATE, Shard(1))),
-        OpRule((Shard(1), Shard(1)), (Shard(1), Shard(1), REPLICATE, REPLICATE)),
-        OpRule((PARTIAL, PARTIAL), (REPLICATE, REPLICATE, REPLICATE, PARTIAL)),
-    ]

@@ -11,7 +11,7 @@ from galvatron_fx.ir.graph.metadata import TensorSpec
 from galvatron_fx.ir.graph.op_call import OpCall
 from galvatron_fx.ir.graph.placement import Inside, Placement, Replicate, Shard, fits, through_view
 from galvatron_fx.ir.graph.verifier import Local, PlacedCall, verify
-from passes.sharding import batched_rules, collective_rules, own_rules, random_rules  # noqa: F401  (register rules)
+from passes.sharding import batched_rules, collective_rules, expert_rules, own_rules, random_rules  # noqa: F401  (register rules)
 from passes.sharding.local_args import localize_args
 from passes.sharding.own_rules import VIEWS
 from passes.sharding.rules import OpRule, op_rules
@@ -79,8 +79,12 @@ def _has_rule(call: OpCall, rule: OpRule, degree: int) -> bool:
         return True
     if call.target in VIEWS:
         return _views(rule.inputs[0], rule.outputs[0], call, degree)
-    outers = {placement.split_factor for placement, _ in pairs if isinstance(placement, Shard)}
-    return len(outers) == 1 and _unstrided(rule) in op_rules(call, degree)
+    shards = [placement for placement, _ in pairs if isinstance(placement, Shard)]
+    if len({shard.split_factor for shard in shards}) != 1:
+        return False
+    if _unstrided(rule, keep_routed=True) in op_rules(call, degree):
+        return True
+    return len({shard.routed for shard in shards}) == 1 and _unstrided(rule) in op_rules(call, degree)
 
 
 def _views(have: Placement, want: Placement, call: OpCall, degree: int) -> bool:
@@ -92,10 +96,10 @@ def _views(have: Placement, want: Placement, call: OpCall, degree: int) -> bool:
     return forth or through_view(want, target, source, degree) == have
 
 
-def _unstrided(rule: OpRule) -> OpRule:
+def _unstrided(rule: OpRule, keep_routed: bool = False) -> OpRule:
     """The rule with plain shards: it holds for any equal subset of indices that all of its tensors are split in."""
 
     def plain(side: Sequence[Placement]) -> tuple[Placement, ...]:
-        return tuple(Shard(p.dim) if isinstance(p, Shard) else p for p in side)
+        return tuple(Shard(p.dim, routed=p.routed and keep_routed) if isinstance(p, Shard) else p for p in side)
 
     return OpRule(plain(rule.outputs), plain(rule.inputs))

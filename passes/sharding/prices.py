@@ -16,7 +16,7 @@ from cost_models.optimizer import ADAM
 from galvatron_fx.ir.cluster.cluster import Axis, Device
 from galvatron_fx.ir.graph.metadata import OpCost, TensorSpec
 from galvatron_fx.ir.graph.op_call import OpCall
-from galvatron_fx.ir.graph.placement import PARTIAL, Partial, Placement, Replicate, Shard
+from galvatron_fx.ir.graph.placement import PARTIAL, Partial, Placement, Replicate, Shard, is_routed
 from galvatron_fx.ir.graph.symbols import BATCH
 from passes.sharding.rules import OpRule
 
@@ -56,6 +56,8 @@ class Prices:
         """Seconds to bring a tensor from ``have`` to ``want``; None where that has no meaning."""
         if have == want:
             return 0.0
+        if is_routed(have) or is_routed(want):
+            return None
         size = self._size(spec)
         if isinstance(want, Partial):
             local = want == PARTIAL and (isinstance(have, Replicate) or have == Partial("avg"))

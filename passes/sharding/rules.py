@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from galvatron_fx.ir.errors import ShardingError
 from galvatron_fx.ir.graph.metadata import TensorSpec
 from galvatron_fx.ir.graph.op_call import OpCall
-from galvatron_fx.ir.graph.placement import REPLICATE, Partial, Placement, Replicate, Shard, fits
+from galvatron_fx.ir.graph.placement import REPLICATE, Partial, Placement, Replicate, Shard, fits, is_routed
 from galvatron_fx.ir.torch_compat import dtensors as compat
 from galvatron_fx.ir.torch_compat.dtensors import (
     DTensorSpec,
@@ -53,6 +53,11 @@ class OpRule:
     def splits_work(self) -> bool:
         """Whether each rank does only its share: some tensor is sharded."""
         return any(isinstance(p, Shard) for p in (*self.inputs, *self.outputs))
+
+    @property
+    def routes(self) -> bool:
+        """Whether it takes or leaves rows that each rank has sorted for itself."""
+        return any(map(is_routed, (*self.inputs, *self.outputs)))
 
 
 RuleMaker = Callable[[OpCall, int], list[OpRule]]
@@ -116,24 +121,24 @@ def op_rules(call: OpCall, degree: int) -> tuple[OpRule, ...]:
 
 
 def strided(rule: OpRule, call: OpCall, candidates: Iterable[Placement], degree: int) -> list[OpRule]:
-    """Instances of ``rule`` with the runs ("outer") of the ``candidates`` in place of its unstrided shards.
+    """Instances of ``rule`` with the runs of the ``candidates`` in place of its unstrided shards.
 
-    A rule that lets a dim be sharded holds for any equal subset of its indices, as long as all tensors of the rule
-    are split in the same way. A local program (expansion) counts indices and needs whole runs.
+    A rule that lets a dim be sharded holds for any equal subset of its indices, in any order, as long as all tensors of
+    the rule are split in the same way: for routed rows, too. A local program (expansion) counts indices and needs whole
+    runs; rules that speak of routed rows say themselves which those are.
     """
     if rule.expansion or not rule.splits_work:
         return []
-    outers = {p.split_factor for p in candidates if isinstance(p, Shard)} - {1}
+    kinds = {(p.split_factor, p.routed and not rule.routes) for p in candidates if isinstance(p, Shard)} - {(1, False)}
 
-    def stride(placement: Placement, split_factor: int) -> Placement:
-        return Shard(placement.dim, split_factor) if isinstance(placement, Shard) else placement
+    def stride(placement: Placement, split_factor: int, routed: bool) -> Placement:
+        if not isinstance(placement, Shard):
+            return placement
+        return replace(placement, split_factor=split_factor, routed=placement.routed or routed)
 
     instances = [
-        OpRule(
-            tuple(stride(p, split_factor) for p in rule.outputs),
-            tuple(stride(p, split_factor) for p in rule.inputs),
-        )
-        for split_factor in sorted(outers)
+        OpRule(tuple(stride(p, *kind) for p in rule.outputs), tuple(stride(p, *kind) for p in rule.inputs))
+        for kind in sorted(kinds)
     ]
     return [instance for instance in instances if _valid(instance, call, degree)]
 

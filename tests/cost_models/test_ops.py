@@ -10,6 +10,7 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as F
+import transformers.integrations.moe  # noqa: F401  (registers operators)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils import flop_counter
@@ -209,6 +210,10 @@ def test_products_of_groups_and_of_three_tensors() -> None:
     grouped = aten._grouped_mm.default
     assert cost_of(grouped, fact(10, 4), fact(3, 4, 6), fact(3), out=fact(10, 6)).flops == 2 * 10 * 4 * 6
     assert cost_of(grouped, fact(4, 10), fact(10, 6), fact(3), out=fact(3, 4, 6)).flops == 2 * 10 * 4 * 6
+    backward = torch.ops.transformers.grouped_mm_fallback_backward.default
+    gradients = [fact(10, 4), fact(3, 4, 6)]
+    assert cost_of(backward, fact(10, 4), fact(3, 4, 6), fact(3), fact(10, 6), out=gradients).flops == 4 * 10 * 4 * 6
+    assert is_matmul(backward)
     einsum = aten.einsum.default
     assert cost_of(einsum, "...i, ij -> ...j", [fact(b, s, 4), fact(4, 6)], out=fact(b, s, 6)).flops == 48 * b * s
     assert cost_of(einsum, "ij,jk,kl->il", [fact(2, 3), fact(3, 4), fact(4, 5)], out=fact(2, 5)).flops == 240

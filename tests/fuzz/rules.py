@@ -143,8 +143,10 @@ def _is_huge(value: Tensor) -> bool:
 
 
 def all_rules(call: OpCall, degree: int) -> list[OpRule]:
-    """The rules that an operator has, and their instances with two and three runs."""
-    plain = list(op_rules(call, degree))
+    """The rules that an operator has, and their instances with two and three runs; but for routed rows, whose whole
+    tensor has another order.
+    """
+    plain = [rule for rule in op_rules(call, degree) if not rule.routes]
     dims = range(max((len(spec.shape) for spec in call.inputs), default=0))
     runs = [Shard(dim, split_factor) for dim in dims for split_factor in (2, 3, 4)]
     if call.target in VIEWS:

@@ -29,18 +29,28 @@ class Replicate:
 
 @dataclass(frozen=True, order=True)
 class Shard:
-    """Every rank holds an equal slice of ``dim``, taken inside each of ``split_factor`` equal runs."""
+    """Every rank holds an equal slice of ``dim``, taken inside each of ``split_factor`` equal runs.
+
+    ``routed``: these are copies of its own tokens, in the order of their experts: what ``dispatch`` makes of tokens
+    that are sharded so, and ``combine`` turns back (:mod:`galvatron_fx.ir.kernels.experts`). As the whole tensor has
+    another order, nothing else can: no collective takes them.
+    """
 
     dim: int
     split_factor: int = 1
+    routed: bool = False
 
     def __str__(self) -> str:
-        return f"S({self.dim})" if self.split_factor == 1 else f"S({self.dim},{self.split_factor})"
+        runs = f",{self.split_factor}" if self.split_factor > 1 else ""
+        return f"S({self.dim}{runs}{',routed' if self.routed else ''})"
 
 
 @dataclass(frozen=True, order=True)
 class Partial:
-    """Every rank holds a term; the tensor is their ``op`` ("sum", "avg", "max" or "min")."""
+    """Every rank holds a term; the tensor is their ``op`` ("sum", "avg", "max" or "min").
+
+    "routed": the ends of experts' rows, of which each rank has those of its own rows; no collective takes them.
+    """
 
     op: str = "sum"
 
@@ -71,6 +81,12 @@ ValuePlacement = Placement | Inside
 
 REPLICATE = Replicate()
 PARTIAL = Partial()
+ROUTED_ENDS = Partial("routed")
+
+
+def is_routed(placement: ValuePlacement) -> bool:
+    """Whether a value so placed belongs to rows that each rank has sorted for itself, so that it cannot be moved."""
+    return placement == ROUTED_ENDS or (isinstance(placement, Shard) and placement.routed)
 
 
 def fits(placement: Placement, shape: Sequence[int], degree: int) -> bool:
@@ -95,7 +111,7 @@ def to_dtensor(placement: Placement) -> dtensor.Placement:
     """The same placement in DTensor's words; only unstrided shards and replicas occur on parameters."""
     if isinstance(placement, Replicate):
         return dtensor.Replicate()
-    if isinstance(placement, Shard) and placement.split_factor == 1:
+    if isinstance(placement, Shard) and placement.split_factor == 1 and not placement.routed:
         return dtensor.Shard(placement.dim)
     raise AssertionError(f"{placement} has no place in a DTensor that users see")
 
@@ -117,7 +133,8 @@ def through_view(placement: Shard, source: tuple[int, ...], target: tuple[int, .
             size = target[dim]
             if before < passed * size and before % passed == 0:
                 split_factor = before // passed
-                return Shard(dim, split_factor) if size % (split_factor * degree) == 0 else None
+                whole_runs = size % (split_factor * degree) == 0
+                return Shard(dim, split_factor, placement.routed) if whole_runs else None
             passed *= size
     return None
 

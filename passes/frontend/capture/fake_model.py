@@ -20,6 +20,7 @@ from passes.frontend.capture.flat_outputs import FlatOutputs, flat_outputs
 from passes.frontend.capture.module_state import Change, ModuleState
 from passes.frontend.capture.outside_state import OutsideState
 from passes.frontend.capture.reruns import keep_weights
+from passes.frontend.routed_experts import routed_experts
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -84,7 +85,8 @@ class FlatModel(nn.Module):
     def called(self, tensors: Sequence[torch.Tensor]) -> Any:
         """What the model returns."""
         args, kwargs = self.inputs.call([_cast(tensor, self._inputs_as) for tensor in tensors])
-        return self.module(*args, **kwargs)
+        with routed_experts():
+            return self.module(*args, **kwargs)
 
     def fake_arguments(self, shapes: Sequence[tuple[int, ...]], mode: FakeTensorMode) -> list[torch.Tensor]:
         """Inputs of the given shapes without memory."""

@@ -16,8 +16,10 @@ from passes.frontend.capture.inner_state import InnerState, inner_state, is_gene
 from passes.frontend.capture.outside_state import OutsideState
 from passes.frontend.capture.raw_contents import CONTAINERS, put_contents, raw_contents
 
-# Tables of a module that torch keeps; its hooks and flags are not looked at.
+# Tables of a module that torch keeps; its flags are not looked at.
 _TABLES = ("_parameters", "_buffers", "_modules")
+# Hooks that forward registers (transformers does, to record hidden states) go with the attributes that tell of them.
+_HOOKS = tuple(name for name, value in nn.Module().__dict__.items() if "_hooks" in name and isinstance(value, dict))
 # Recurrent layers keep lists of their weights, which follow them.
 _OF_TORCH = frozenset(nn.Module().__dict__) - {"training"} | {"_flat_weights", "_flat_weight_refs"}
 _DEEPEST = 6  # containers inside containers
@@ -149,6 +151,8 @@ class ModuleState:
         attributes = module.__dict__
         self._keep(attributes)
         self._keep(attributes["_non_persistent_buffers_set"])
+        for hooks in _HOOKS:
+            self._keep(attributes[hooks])
         for table in _TABLES:
             held = attributes[table]
             self._keep(held)

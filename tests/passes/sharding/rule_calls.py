@@ -10,6 +10,7 @@ from torch import Tensor
 
 from galvatron_fx.ir.graph.precision import cast_gradient, cast_parameter
 from galvatron_fx.ir.graph.random_ops import random_uniform
+from galvatron_fx.ir.kernels.experts import combine, dispatch
 from passes.sharding.own_rules import VIEWS
 
 aten = torch.ops.aten
@@ -124,12 +125,21 @@ def weight_norms() -> list[Call]:
 
 
 def experts() -> list[Call]:
-    """Four experts that take 2, 0, 5 and 1 of eight rows; the kernels of transformers, which know no float64."""
+    """Four experts that take 2, 0, 5 and 1 of eight rows; the kernels know no float64, and torch's only bfloat16."""
     ends = In(torch.tensor([2, 2, 7, 8], dtype=torch.int32))
-    rows, weights, gradient = (In(real(*shape).value.float()) for shape in ((8, 4), (4, 4, 8), (8, 8)))
+    rows, weights, gradient = (In(real(*shape).value.float()) for shape in ((8, 8), (4, 8, 16), (8, 16)))
+    small = [torch.randint(-2, 3, shape, generator=GENERATOR).bfloat16() for shape in ((8, 16), (4, 16, 32), (8, 32))]
     forward = torch.ops.transformers.grouped_mm_fallback.default
     backward = torch.ops.transformers.grouped_mm_fallback_backward.default
-    return [(forward, (rows, weights, ends), {}), (backward, (rows, weights, ends, gradient), {})]
+    order = In(torch.tensor([3, 5, 0, 1, 6, 7, 2, 4]))
+    return [
+        (forward, (rows, weights, ends), {}),
+        (backward, (rows, weights, ends, gradient), {}),
+        (aten._grouped_mm.default, (In(small[0]), In(small[1]), ends), {}),
+        (aten._grouped_mm.default, (In(small[0].t().contiguous()), In(small[2]), ends), {}),
+        (dispatch, (real(4, 8), order, 2), {}),
+        (combine, (real(8, 8), order, 2), {}),
+    ]
 
 
 def matrices() -> list[Call]:

@@ -1,0 +1,103 @@
+"""Mixtures of experts as transformers ships them: exact under every role, and no work that is done twice."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+import transformers.integrations.moe as moe
+from torch import fx, nn
+
+from cost_models.node_cost import node_cost
+from cost_models.ops import is_matmul
+from galvatron_fx.ir.graph.metadata import has_meta
+from galvatron_fx.ir.plan.schedule import make_schedule
+from passes.analysis.blocks import num_blocks
+from passes.lowering.lower_step import Lower
+from tests.helpers import assert_exact, captured, cluster_for, one_device, simulate, simulate_stages, uniform
+from tests.models import zoo
+
+_COMMON = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 32, "use_cache": False,
+}  # fmt: skip
+_DEEPSEEK = {
+    "num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 8, "first_k_dense_replace": 1,
+}  # fmt: skip
+_QWEN = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3": ("Qwen3Moe", {**_QWEN, "output_router_logits": True}),
+    "deepseek": ("DeepseekV3", _DEEPSEEK),
+    "gpt_oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 8}),
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "eos_token_id": 1}),
+}
+
+
+def mixture(family: str) -> nn.Module:
+    """With experts that know float64: the library's eager ones, which alone could not be traced."""
+    name, settings = FAMILIES[family]
+    config = getattr(hf, f"{name}Config")(**{**_COMMON, **settings})
+    model = zoo.build(lambda: getattr(hf, f"{name}ForCausalLM")(config))
+    model.set_experts_implementation("eager")
+    return model
+
+
+@cache
+def case(family: str) -> tuple[nn.Module, dict[str, torch.Tensor], fx.GraphModule, dict[str, torch.Tensor]]:
+    model, inputs = mixture(family), zoo.tokens()
+    return model, inputs, captured(model, inputs), one_device(model, inputs)
+
+
+PLANS = [(("data", "zero"), False), (("sequence",), True), (("zero", "tensor"), False), (("tensor_sequence",), True)]
+
+
+@pytest.mark.parametrize("roles, recompute", PLANS, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_are_exact(family: str, roles: tuple[str, ...], recompute: bool) -> None:
+    model, inputs, graph, expected = case(family)
+    strategies = uniform(graph, *roles, recompute=recompute)
+    assert_exact(simulate(graph, model, inputs, (2,) * len(roles), strategies, {}), expected)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_stages_and_microbatches_are_exact(family: str) -> None:
+    """Not of a router in float32, whose products round otherwise for fewer tokens."""
+    model, inputs, graph, expected = case(family)
+    schedule = make_schedule("1f1b", 2, 2, 2)
+    strategies, first = uniform(graph, "pipeline", "data"), (0, num_blocks(graph) // 2)
+    assert_exact(simulate_stages(graph, model, inputs, (2, 2), strategies, first, schedule), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_work_is_done_twice(family: str) -> None:
+    """The ranks together compute what one device computes, by flops of products."""
+    graph = case(family)[2]
+
+    def flops(role: str, degree: int) -> float:
+        strategies = uniform(graph, role)
+        lowered = Lower(strategies, cluster_for((degree,), strategies), {}).run(graph).joint
+        calls = (node for node in lowered.graph.nodes if node.op == "call_function" and has_meta(node))
+        return float(sum(node_cost(node).flops for node in calls if is_matmul(node.target)))
+
+    whole = flops("data", 1)
+    for role in ("data", "zero", "tensor_sequence"):
+        assert 2 * flops(role, 2) == pytest.approx(whole, rel=0.02), role
+
+
+def test_the_library_s_experts_are_put_back() -> None:
+    """So is what forward hooks of transformers record: a second capture, and eager after it, see one record a layer."""
+    before = dict(moe.ALL_EXPERTS_FUNCTIONS)
+    model, inputs, _, _ = case("mixtral")
+    model.config.output_hidden_states = True  # type: ignore[union-attr]
+    for _ in range(2):
+        captured(model, inputs)
+    assert len(model(**inputs).hidden_states) == 3
+    model.config.output_hidden_states = False  # type: ignore[union-attr]
+    assert dict(moe.ALL_EXPERTS_FUNCTIONS) == before

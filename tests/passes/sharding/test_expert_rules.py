@@ -1,0 +1,121 @@
+"""Tokens on their way to experts: each rank sorts its own, and nothing else may move them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers.integrations.moe  # noqa: F401  (registers operators)
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from galvatron_fx.errors import ShardingError
+from galvatron_fx.ir.graph.metadata import TensorSpec
+from galvatron_fx.ir.graph.op_call import op_call
+from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, ROUTED_ENDS, Shard, through_view, to_dtensor
+from galvatron_fx.ir.kernels.experts import combine, dispatch, route
+from passes.sharding.insert_collectives import AxisSharding, InsertCollectives
+from passes.sharding.prices import Prices
+from passes.sharding.rules import op_rules
+from tests.graphs import Builder
+from tests.helpers import DEVICE, assert_exact, axes, captured, one_device, simulate, uniform
+
+EXPERTS, COPIES = 4, 2
+ROWS = Shard(0, routed=True)
+
+
+class Mixture(nn.Module):
+    """Experts by the operators themselves; ``body``: what they do between two products of theirs."""
+
+    def __init__(self, body: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.router = nn.Linear(8, EXPERTS).double()
+        self.up = nn.Parameter(torch.randn(EXPERTS, 8, 8, dtype=torch.float64))
+        self.down = nn.Parameter(torch.randn(EXPERTS, 8, 8, dtype=torch.float64))
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weights, chosen = self.router(tokens).softmax(-1).topk(COPIES)
+        order, ends = route(chosen.reshape(-1), EXPERTS)
+        rows = product(dispatch(tokens, order, COPIES), self.up, ends)
+        rows = product(self.body(rows), self.down, ends)
+        rows = rows * dispatch(weights.reshape(-1), order, 1).unsqueeze(-1)
+        return combine(rows, order, COPIES).pow(2).mean()
+
+
+def product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return torch.ops.transformers.grouped_mm_fallback(rows, weight, ends)
+
+
+BODIES = {
+    "elementwise": F.silu,
+    "gate": lambda rows: rows.chunk(2, -1)[0].repeat(1, 2) * rows,
+    "interleaved": lambda rows: rows.view(-1, 4, 2).flip(1).reshape(-1, 8),
+    "norm": lambda rows: F.rms_norm(rows, (8,)),
+    "sum": lambda rows: rows - rows.sum(0) * 0.01,  # of all rows: they stay whole
+    "position": lambda rows: rows * torch.arange(len(rows), dtype=rows.dtype).unsqueeze(-1),  # likewise
+    "random": lambda rows: F.dropout(rows, 0.5),  # one device draws for rows as it sorts them
+}
+
+
+@pytest.mark.parametrize("roles", [("data",), ("zero",), ("sequence",), ("tensor",), ("data", "sequence")], ids=str)
+@pytest.mark.parametrize("body", BODIES)
+def test_experts_are_exact_whatever_they_do(body: str, roles: tuple[str, ...]) -> None:
+    x = torch.randn(4, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    model = Mixture(BODIES[body])
+    graph = captured(model, (x,))
+    plain = simulate(graph, model, (x,), (1,), uniform(graph, "data"), {})
+    if body != "random":
+        assert_exact(plain, one_device(model, (x,)))
+    assert_exact(simulate(graph, model, (x,), (2,) * len(roles), uniform(graph, *roles), {}), plain)
+
+
+@pytest.mark.parametrize("crowded", [True, False])
+def test_all_tokens_to_one_expert_and_ranks_without_order(crowded: bool) -> None:
+    """Experts without tokens, all of the tokens at one expert, and equal weights of all."""
+    x = torch.randn(4, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    model = Mixture(F.silu)
+    with torch.no_grad():
+        model.router.weight.zero_()
+        model.router.bias.copy_(torch.tensor([0.0, 50.0, 40.0, 0.0]) if crowded else torch.zeros(EXPERTS))
+    graph, expected = captured(model, (x,)), one_device(model, (x,))
+    for roles in (("data", "zero"), ("sequence", "data")):
+        assert_exact(simulate(graph, model, (x,), (2, 2), uniform(graph, *roles), {}), expected)
+
+
+def test_operators_are_transposes_of_each_other() -> None:
+    order, ends = route(torch.tensor([2, 0, 2, 1, 0, 2]), 4)
+    assert order.tolist() == [1, 4, 3, 0, 2, 5] and ends.tolist() == [2, 3, 6, 6]
+    x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    rows = torch.randn(6, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda value: dispatch(value, order, 2), (x,))
+    assert torch.autograd.gradcheck(lambda value: combine(value, order, 2), (rows,))
+    torch.testing.assert_close((dispatch(x, order, 2) * rows).sum(), (x * combine(rows, order, 2)).sum())
+    torch.testing.assert_close(combine(dispatch(x, order, 2), order, 2), 2 * x)
+
+
+def test_routed_rows_cannot_be_moved() -> None:
+    prices = Prices(DEVICE, axes((2,)))
+    spec = TensorSpec((8, 4), torch.float64)
+    for have, want in ((ROWS, REPLICATE), (REPLICATE, ROWS), (ROWS, Shard(0)), (Shard(0), ROWS), (ROWS, Shard(1))):
+        assert prices.redistribute_s(spec, have, want) is None
+    for have, want in ((ROUTED_ENDS, REPLICATE), (REPLICATE, ROUTED_ENDS), (ROUTED_ENDS, PARTIAL)):
+        assert prices.redistribute_s(TensorSpec((4,), torch.int32), have, want) is None
+    assert str(ROWS) == "S(0,routed)" and str(Shard(1, 2)) == "S(1,2)"
+    assert through_view(ROWS, (8, 4), (8, 2, 2), 2) == ROWS
+    with pytest.raises(AssertionError, match=r"S\(0,routed\) has no place in a DTensor"):
+        to_dtensor(ROWS)
+
+
+def test_lowering_refuses_to_move_them() -> None:
+    build = Builder()
+    x, order = build.input("x", (4, 8)), build.input("order", (8,), dtype=torch.int64)
+    node = build.call(dispatch, x, order, 2)
+    graph = build.finish(("output", "0", node))
+    rules = {node: next(rule for rule in op_rules(op_call(node), 2) if rule.routes)}
+    sharding = AxisSharding(0, 2, rules, {x: Shard(0), order: ROWS}, (REPLICATE,))
+    with pytest.raises(ShardingError, match=r"'dispatch' is placed S\(0,routed\) and cannot become R: rows as routed"):
+        InsertCollectives(sharding).run(graph)
