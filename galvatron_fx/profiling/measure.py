@@ -23,6 +23,7 @@ from galvatron_fx.profiling.skew import measure_skew
 from galvatron_fx.profiling.tensors import Pool
 from galvatron_fx.profiling.timing import slowdown_among_all
 from galvatron_fx.profiling.updates import measure_updates
+from galvatron_fx.profiling.waiting import Waiting
 from galvatron_fx.runtime.agreement import require_all_ranks
 
 __all__ = ["PHASES", "ProfileProgress", "measure_cluster"]
@@ -54,7 +55,8 @@ def measure_cluster(
     All ranks measure at once, with the number of threads that they have now, since that is how they train: on a CPU
     with fewer cores than ranks each gets its share. ``seconds``: about how long it may take, one round of all
     measurements at least; ``dtypes``: what products of matrices are measured in (the rest in the first of them;
-    default: float32, and on "cuda" bfloat16 before it); ``progress``: called with every :class:`ProfileProgress`.
+    default: float32, and on "cuda" bfloat16 before it); ``progress``: called with every :class:`ProfileProgress`. Warns
+    where other work had the processors meanwhile, as far as the system tells.
 
     Raises ClusterError for other device types than "cpu" and "cuda", and InputError for seconds that are not above 0
     and for a mesh over some of the ranks.
@@ -93,7 +95,9 @@ def _measured_device(
     kernels = fastest_kernels(ranks.mesh)
     sharing = measure_sharing(ranks)
     slowdown = slowdown_among_all(sharing)
+    waiting = Waiting()
     operators = measure_operators(ranks, asked, kernels, _OPERATORS_SHARE * seconds, slowdown, telling(OPERATORS))
+    waiting.warn(ranks)
     curves = [*operators.curves, measure_updates(ranks, _UPDATES_SHARE * seconds, slowdown, telling(UPDATES))]
     by_kind = {(curve.kind, curve.dtype): curve for curve in curves}
     first = str(dtypes[0]).removeprefix("torch.")

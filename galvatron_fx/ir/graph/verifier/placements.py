@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch import fx
 
-from galvatron_fx.ir.graph.layout import Layout, layout, placement_of
+from galvatron_fx.ir.graph.layout import layout, placement_of
 from galvatron_fx.ir.graph.local_program import literals, placements_of
 from galvatron_fx.ir.graph.metadata import Step, has_meta, meta_of
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
@@ -23,11 +25,17 @@ def text(placements: Any) -> str:
     return str(placements)
 
 
+# Under which a node keeps what it was held to be right by: the very objects.
+_HELD = "galvatron_fx verified"
+
+
 @dataclass(frozen=True)
 class Placements:
-    """The checks of one graph: ``inputs``: how each placeholder has to lie; ``rules``: of single operators."""
+    """The checks of a graph on a mesh of ``degrees``; ``inputs``: how each placeholder has to lie; ``rules``: of single
+    operators.
+    """
 
-    layout: Layout
+    degrees: tuple[int, ...]
     inputs: dict[fx.Node, tuple[Any, ...]]
     rules: CallRules
 
@@ -38,11 +46,28 @@ class Placements:
             raise AssertionError("a graph that lies on a mesh is verified with the rules of operators")
         graph_layout = layout(graph)
         given = dict(zip(graph.graph.find_nodes(op="placeholder"), graph_layout.inputs, strict=True))
-        return cls(graph_layout, given, rules)
+        return cls(_one_of(graph_layout.shape), given, rules)
 
     def problem(self, node: fx.Node) -> str | None:
-        """What is wrong with a node's placements or with the call that makes them, None if nothing is."""
-        columns = len(self.layout.merged_axes)
+        """What is wrong with a node's placements or with the call that makes them, None if nothing is.
+
+        A call that was held to be right is not looked at again until it, its facts or those of what it takes change:
+        most passes leave most nodes alone.
+        """
+        if node.op != "call_function":
+            return self._problem(node)
+        records = (meta_of(n) if has_meta(n) else None for n in (node, *node.all_input_nodes))
+        facts = self.degrees, self.rules, node.target, node.args, node.kwargs, *records
+        known = node.meta.get(_HELD, ())
+        if len(facts) == len(known) and all(map(operator.is_, facts, known)):
+            return None
+        problem = self._problem(node)
+        if problem is None:
+            node.meta[_HELD] = facts
+        return problem
+
+    def _problem(self, node: fx.Node) -> str | None:
+        columns = len(self.degrees)
         record = meta_of(node)
         placements = record.placements or (((),) * len(record.specs) if not columns else ())
         if len(placements) != len(record.specs) or any(len(placed) != columns for placed in placements):
@@ -75,18 +100,18 @@ class Placements:
 
     def _rule_problem(self, node: fx.Node, first: int) -> str | None:
         """An operator between tensors has to have a rule, on every mesh column that no program speaks of."""
-        if first == len(self.layout.merged_axes):
+        if first == len(self.degrees):
             return None
         several = [n.name for n in input_nodes(node) if meta_of(n).multi_output]
         if several:
             return f"takes all outputs of {several} at once"
-        return call_problem(placed_call(node, self.layout.shape, first), self.rules)
+        return call_problem(placed_call(node, self.degrees, first), self.rules)
 
     def _move_problem(self, node: fx.Node, first: int) -> str | None:
-        move = read_move(node, len(self.layout.merged_axes))
+        move = read_move(node, len(self.degrees))
         if isinstance(move, str):
             return move
-        wrong_shape = shape_problem(node, move, self.layout.shape[move.column])
+        wrong_shape = shape_problem(node, move, self.degrees[move.column])
         if wrong_shape is not None:
             return wrong_shape
         have, want = placements_of(node.args[0])[0], placements_of(node)[0]  # type: ignore[arg-type]
@@ -98,6 +123,12 @@ class Placements:
             if have[column] != want[column]:
                 return f"lies as {text(want)} and takes {text(have)}: it may change column {move.column} alone"
         return self._rule_problem(node, max(first, move.column + 1))
+
+
+@cache
+def _one_of(degrees: tuple[int, ...]) -> tuple[int, ...]:
+    """The same object for equal ones."""
+    return degrees
 
 
 def _change_problem(node: fx.Node, move: Move, have: tuple[Any, ...], want: tuple[Any, ...]) -> str | None:
