@@ -330,9 +330,11 @@ class DistributedGraphModule(nn.Module):
         flat, row_positions = self._rows.spread(given, marked)
         flags = self._trained_flags()
         key = call_key(flat), self._tree.modes, flags
-        if key not in self._programs:
-            self._refuse_flags_of_stages(flags)
-        self._compare(key, given, row_positions)
+        try:
+            self._compare(key, given, row_positions)
+        finally:  # after the others were told: they do not see these flags, and would wait
+            if key not in self._programs:
+                self._refuse_flags_of_stages(flags)
         if key not in self._programs:
             self._tree.train_parameters(dict(zip(self._held, flags, strict=True)))
             self._programs[key] = together(lambda: self._compile_inputs(self._tree.twin, flat))
@@ -343,7 +345,7 @@ class DistributedGraphModule(nn.Module):
         _, modes, flags = key
         description_key = key, bool(row_positions)
         if description_key not in self._descriptions:
-            trained = "" if flags == self._flags else f", {sum(flags)} parameters trained ({mark(flags)})"
+            trained = "" if flags == self._flags else f", {sum(flags)} parameters still trained ({mark(flags)})"
             rows = ", rows of its own" if row_positions else ""
             self._descriptions[description_key] = f"{described(given)}{rows}, in {modes}{trained}"
         with self._watch.collectives():

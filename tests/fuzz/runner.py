@@ -123,10 +123,13 @@ class Prepared:
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.copy_(_nudge(parameter))
-        with _Nudging():
-            made = self.run(nudged)
-        self.model.load_state_dict(parameters)
-        return made
+        try:
+            with _Nudging():
+                return self.run(nudged)
+        except RuntimeError:  # pushed out of what an operator takes: a target of 1 that is more now
+            return {name: torch.full_like(value, torch.nan) for name, value in self.expected.items()}
+        finally:
+            self.model.load_state_dict(parameters)
 
     def check(self, plan: PlanDraw) -> None:
         """Run a plan; raises what the compiler raises, and AssertionError where a value differs."""
