@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import fx
 
-from cost_models.ops import TensorFacts, op_cost
+from cost_models.ops import TensorFacts, op_cost, reads_per_element
 from galvatron_fx.ir.graph.metadata import OpCost, TensorSpec, meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import OpCall, op_call
 from galvatron_fx.ir.graph.symbols import Sizes, value_at
 
-__all__ = ["call_formula", "cost_at", "node_cost", "shown_cost"]
+__all__ = ["call_formula", "cost_at", "moved_bytes", "node_cost", "shown_cost"]
 
 _MOST_KEPT = 1 << 16
 
@@ -50,6 +50,22 @@ def cost_at(cost: OpCost, sizes: Sizes | None) -> OpCost:
 def call_formula(call: OpCall) -> OpCost:
     """Return the cost of a call in batch ``b`` and sequence ``s``, as far as its sizes are known as expressions."""
     return _cost(*_facts(call, symbolic=True))
+
+
+@lru_cache(maxsize=_MOST_KEPT)
+def moved_bytes(call: OpCall) -> tuple[int, ...]:
+    """Return the bytes read and written for each input of a call, then for each output (0 for an absent one).
+
+    They add up to the bytes of the call's cost, unless it is free. A rank that holds a part of a tensor moves that
+    part of its bytes. So search prices placements by them.
+    """
+    outputs = [spec for spec in call.outputs if spec is not None]
+    reads = reads_per_element(call.target, tuple(x.dtype for x in call.inputs), tuple(x.dtype for x in outputs))
+    for_outputs = iter(reads[len(call.inputs) :])
+    return (
+        *(size * spec.numel for size, spec in zip(reads, call.inputs, strict=False)),
+        *(0 if spec is None else next(for_outputs) * spec.numel + spec.size_bytes for spec in call.outputs),
+    )
 
 
 @lru_cache(maxsize=_MOST_KEPT)

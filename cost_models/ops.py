@@ -16,6 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -30,7 +31,17 @@ from galvatron_fx.ir.cluster.curves import OperatorCurve
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.metadata import FREE, OpCost
 
-__all__ = ["Dim", "TensorFacts", "is_free", "is_matmul", "kind_of", "op_cost", "op_time_s", "price_class"]
+__all__ = [
+    "Dim",
+    "TensorFacts",
+    "is_free",
+    "is_matmul",
+    "kind_of",
+    "op_cost",
+    "op_time_s",
+    "price_class",
+    "reads_per_element",
+]
 
 Dim: TypeAlias = int | sympy.Expr
 
@@ -69,7 +80,8 @@ def op_cost(
     name = _name(target)
     if not outputs or is_free(target):
         return FREE
-    read = _total([*(tensor.size_bytes for tensor in inputs), *_unread(name, inputs, outputs)])
+    reads = reads_per_element(target, tuple(x.dtype for x in inputs), tuple(x.dtype for x in outputs))
+    read = _total(_product((size, x.numel)) for size, x in zip(reads, (*inputs, *outputs), strict=True))
     written = _total(tensor.size_bytes for tensor in outputs)
     if is_matmul(target):
         flops = _matmul_flops(target, name, args, kwargs, outputs)
@@ -236,31 +248,31 @@ _FROM_NOTHING = {"arange", "full", "ones", "scalar_tensor", "zeros"}
 # Only the shape of what they are given counts.
 _SHAPE_ONLY = {"full_like", "new_full", "new_ones", "new_zeros", "ones_like", "rand_like", "randn_like", "zeros_like"}
 _MOVES = {"_to_copy", "cat", "clone", "constant_pad_nd", "contiguous", "copy", "copy_", "flip", "index_put", "repeat"}
-_MOVES |= {
-    "combine",
-    "roll",
-    "scatter",
-    "select_backward",
-    "select_scatter",
-    "slice_backward",
-    "slice_scatter",
-    "stack",
-    "to",
-}
+_MOVES |= {"combine", "roll", "scatter", "select_backward", "select_scatter", "slice_backward", "slice_scatter"}
+_MOVES |= {"stack", "to"}
 _MOVES |= _LOOKUPS | _FROM_NOTHING | _SHAPE_ONLY
 
 
-def _unread(name: str, inputs: Sequence[TensorFacts], outputs: Sequence[TensorFacts]) -> list[Dim]:
-    """Corrections in bytes, to be added to the bytes of all inputs, for operators that do not read all of them."""
+@lru_cache(maxsize=4096)
+def reads_per_element(
+    target: Callable[..., Any], inputs: tuple[torch.dtype, ...], outputs: tuple[torch.dtype, ...]
+) -> tuple[int, ...]:
+    """Return the bytes that a call of ``target`` reads for each element of its ``inputs``, then of its ``outputs``.
+
+    Most operators read their inputs once and nothing for their outputs. A rank that holds a part of a tensor reads
+    that part of its bytes.
+    """
+    name = _name(target)
+    reads = [*(dtype.itemsize for dtype in inputs), *(0 for _ in outputs)]
     if name in _SHAPE_ONLY:
-        return [_product((-1, tensor.size_bytes)) for tensor in inputs]
+        return (0,) * len(reads)
     if name in _LOOKUPS:
-        return [_product((-1, inputs[0].size_bytes)), _product((outputs[0].numel, inputs[0].dtype.itemsize))]
-    if name in ("nll_loss_forward", "nll_loss2d_forward"):  # self, target: one of self for each of target
-        return [_product((-1, inputs[0].size_bytes)), _product((inputs[1].numel, inputs[0].dtype.itemsize))]
-    if name in ("nll_loss_backward", "nll_loss2d_backward"):  # grad, self, target: the gradient does not need self
-        return [_product((-1, inputs[1].size_bytes))]
-    return []
+        reads[0], reads[len(inputs)] = 0, inputs[0].itemsize
+    elif name in ("nll_loss_forward", "nll_loss2d_forward"):  # self, target: one of self for each of target
+        reads[0], reads[1] = 0, inputs[1].itemsize + inputs[0].itemsize
+    elif name in ("nll_loss_backward", "nll_loss2d_backward"):  # grad, self, target: the gradient does not need self
+        reads[1] = 0
+    return tuple(reads)
 
 
 # For each product, which argument is the left matrix [..., m, k] of [..., m, k] x [..., k, n].

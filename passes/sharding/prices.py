@@ -10,13 +10,14 @@ from math import prod
 import numpy as np
 
 from cost_models.collectives import collective_s
+from cost_models.node_cost import moved_bytes
 from cost_models.operator_time import dtype_name, traffic_s
 from cost_models.ops import is_free, kind_of, op_time_s
 from cost_models.optimizer import ADAM
 from galvatron_fx.ir.cluster.cluster import Axis, Device
 from galvatron_fx.ir.graph.metadata import OpCost, TensorSpec
 from galvatron_fx.ir.graph.op_call import OpCall
-from galvatron_fx.ir.graph.placement import PARTIAL, Partial, Placement, Replicate, Shard, is_routed
+from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard, is_routed
 from galvatron_fx.ir.graph.symbols import BATCH
 from passes.sharding.rules import OpRule
 
@@ -42,15 +43,21 @@ class Prices:
 
     def operator_s(self, call: OpCall, cost: OpCost, rule: OpRule) -> float:
         """Seconds of an operator on one rank under ``rule``; ``cost``: of the whole call, in numbers."""
-        share = 1.0 / self.degree if rule.splits_work else 1.0
-        if any(spec is not None and spec.dim_of(BATCH) is not None for spec in (*call.inputs, *call.outputs)):
-            share *= self.batch_share
-        moved = self._bytes(call.inputs, rule.inputs) + self._bytes(call.outputs, rule.outputs)
+        holding_s = self._traffic_s(_HOLDING * self._bytes(call.outputs, rule.outputs))
         if is_free(call.target):
-            return self._traffic_s(_HOLDING * self._bytes(call.outputs, rule.outputs))
+            return holding_s
+        specs, placements = (*call.inputs, *call.outputs), (*rule.inputs, *rule.outputs)
+        share = 1.0 / self.degree if rule.splits_work else 1.0
+        if any(spec is not None and spec.dim_of(BATCH) is not None for spec in specs):
+            share *= self.batch_share
+        moved = sum(
+            self._share(spec, placement) * size
+            for spec, placement, size in zip(specs, placements, moved_bytes(call), strict=True)
+            if spec is not None
+        )
         local = OpCost(cost.flops * share, moved, 0)
         time_s = float(op_time_s(local, dtype_name(call), self.device, kind_of(call.target)))
-        return time_s + self._traffic_s(_HOLDING * self._bytes(call.outputs, rule.outputs))
+        return time_s + holding_s
 
     def redistribute_s(self, spec: TensorSpec, have: Placement, want: Placement) -> float | None:
         """Seconds to bring a tensor from ``have`` to ``want``; None where that has no meaning."""
@@ -89,15 +96,17 @@ class Prices:
         return traffic_s(self.device, size_bytes)
 
     def _bytes(self, specs: Sequence[TensorSpec | None], placements: Sequence[Placement]) -> float:
-        total = 0.0
-        for spec, placement in zip(specs, placements, strict=True):
-            if spec is not None:
-                total += self._size(spec) / (self.degree if isinstance(placement, Shard) else 1)
-        return total
+        pairs = zip(specs, placements, strict=True)
+        return sum(spec.size_bytes * self._share(spec, placement) for spec, placement in pairs if spec is not None)
+
+    def _share(self, spec: TensorSpec, placement: Placement) -> float:
+        """The part of a tensor that a rank has."""
+        of_batch = self.batch_share if spec.dim_of(BATCH) is not None else 1.0
+        return of_batch / self.degree if isinstance(placement, Shard) else of_batch
 
     def _size(self, spec: TensorSpec) -> float:
         """Bytes of a tensor, or of its share of the batch."""
-        return spec.size_bytes * (self.batch_share if spec.dim_of(BATCH) is not None else 1.0)
+        return spec.size_bytes * self._share(spec, REPLICATE)
 
 
 @lru_cache(maxsize=65536)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from cost_models.node_cost import call_formula, cost_at, node_cost
+from cost_models.node_cost import call_formula, cost_at, moved_bytes, node_cost
 from cost_models.ops import TensorFacts, is_free, op_cost
 from galvatron_fx.errors import InputError
 from galvatron_fx.ir.graph.metadata import FREE, NodeMeta, OpCost, TensorSpec, meta_of, set_meta
@@ -40,6 +40,7 @@ def check(graph: fx.GraphModule, sizes: Sizes | None) -> None:
             assert cost == by_numbers(node), node.name
             assert all(type(part) is int for part in (cost.flops, cost.read_bytes, cost.written_bytes)), node.name
             assert is_free(node.target) == (cost == FREE), node.name  # type: ignore[arg-type]
+            assert cost == FREE or sum(moved_bytes(op_call(node))) == cost.read_bytes + cost.written_bytes, node.name
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "vit"])
@@ -94,3 +95,16 @@ def test_formulas_are_exact_beyond_floats() -> None:
 def test_formulas_without_sizes_have_no_numbers() -> None:
     with pytest.raises(InputError, match="no whole number at a batch of 3"):
         cost_at(OpCost(b * s, 0, b / 2), Sizes(3, 2))
+
+
+def test_bytes_of_each_tensor() -> None:
+    """A lookup reads of its table what comes out; an output that is absent moves nothing."""
+    table, ids, out = (
+        TensorSpec((100, 8), torch.float32),
+        TensorSpec((4,), torch.int64),
+        TensorSpec((4, 8), torch.float32),
+    )
+    lookup = OpCall(torch.ops.aten.embedding.default, (table, ids), (), (table, ids), (out,))
+    assert moved_bytes(lookup) == (0, 4 * 8, 2 * 4 * 8 * 4)
+    norm = torch.ops.aten.native_layer_norm_backward.default
+    assert moved_bytes(OpCall(norm, (out, out), (), (out, out), (out, None, None))) == (128, 128, 128, 0, 0)

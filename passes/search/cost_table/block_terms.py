@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import fx
 
+from cost_models.node_cost import moved_bytes
 from galvatron_fx.ir.arrays import Bools, Floats, Ints
 from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
@@ -58,7 +59,7 @@ class Amounts:
 
 @dataclass(frozen=True)
 class Operators:
-    """Operators that compute: their flops, the bytes of their tensors, and where each operator's tensors start.
+    """Operators that compute: their flops, the bytes moved for their tensors, and where each operator's tensors start.
 
     ``for_weights``: those of backward that no other block waits for; ``rebuilt``: those of forward that recomputation
     runs again.
@@ -167,8 +168,7 @@ class _Reading:
         )
 
     def _amounts(self, rows: Iterable[tuple[TensorSpec, Sequence[bool]]]) -> Amounts:
-        listed = [(float(spec.size_bytes), spec.dim_of(BATCH) is not None, split) for spec, split in rows]
-        return Amounts.of(listed, len(self.roles))
+        return Amounts.of([_amount(spec, spec.size_bytes, split) for spec, split in rows], len(self.roles))
 
     def _split(self, node: fx.Node) -> list[bool]:
         """Which roles split a value as it was produced (or as it came from another block)."""
@@ -178,23 +178,24 @@ class _Reading:
 
     def _operators(self) -> Operators:
         flops: list[tuple[float, bool, list[bool]]] = []
-        tensors: list[tuple[TensorSpec, list[bool]]] = []
+        moved: list[tuple[float, bool, Sequence[bool]]] = []
         starts = []
         calls = self.block.calls
         for operator in calls:
             rules = [sharding.rules[operator.node] for sharding in self.shardings]
-            starts.append(len(tensors))
-            for position, spec in enumerate(operator.call.inputs):
-                tensors.append((spec, [isinstance(rule.inputs[position], Shard) for rule in rules]))
-            for position, output in enumerate(operator.call.outputs):
-                if output is not None:
-                    tensors.append((output, [isinstance(rule.outputs[position], Shard) for rule in rules]))
-            batch = any(spec.dim_of(BATCH) is not None for spec, _ in tensors[starts[-1] :])
+            starts.append(len(moved))
+            specs = (*operator.call.inputs, *operator.call.outputs)
+            placements = [(*rule.inputs, *rule.outputs) for rule in rules]
+            for position, (spec, size_bytes) in enumerate(zip(specs, moved_bytes(operator.call), strict=True)):
+                if spec is not None:
+                    split = [isinstance(placed[position], Shard) for placed in placements]
+                    moved.append(_amount(spec, size_bytes, split))
+            batch = any(of_batch for _, of_batch, _ in moved[starts[-1] :])
             flops.append((operator.flops, batch, [rule.splits_work for rule in rules]))
         nodes = [operator.node for operator in calls]
         return Operators(
             Amounts.of(flops, len(self.roles)),
-            self._amounts(tensors),
+            Amounts.of(moved, len(self.roles)),
             np.array(starts, dtype=np.int64),
             _flags(nodes, lambda node: meta_of(node).phase == "backward"),
             _flags(nodes, self.block.for_weights.__contains__),
@@ -288,6 +289,10 @@ class _Reading:
     def _lives(self, phase: str) -> LiveRanges:
         values, alive = self.block.lives(phase)
         return LiveRanges(self._amounts((meta_of(node).spec, self._split(node)) for node in values), alive)
+
+
+def _amount(spec: TensorSpec, size_bytes: int, split: Sequence[bool]) -> tuple[float, bool, Sequence[bool]]:
+    return float(size_bytes), spec.dim_of(BATCH) is not None, split
 
 
 def _ratios(nodes: Sequence[fx.Node], others: Mapping[fx.Node, fx.Node]) -> Floats:
