@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from galvatron_fx.ir.kernels.experts import combine, dispatch, route
+from galvatron_fx.ir.kernels.experts import combine, dispatch, route, spread
 
 __all__ = ["routed_experts"]
 
@@ -51,15 +51,14 @@ def _experts_by(grouped_linear: Callable[..., Tensor], whole: Callable[..., Tens
         if module._is_expert_parallel:
             return whole(module, x, expert_ids, weights)
         copies = expert_ids.size(-1)
-        order, ends = route(expert_ids.reshape(-1), module.num_experts)
-        expert_of_row = dispatch(expert_ids.reshape(-1), order, 1) if module.has_bias else None
+        place, order, ends = route(expert_ids.reshape(-1), module.num_experts)
 
         def linear(rows: Tensor, name: str) -> Tensor:
-            bias = getattr(module, f"{name}_bias")[expert_of_row] if module.has_bias else None
+            bias = spread(getattr(module, f"{name}_bias"), ends, order) if module.has_bias else None
             weight: nn.Parameter = getattr(module, name)
             return grouped_linear(rows, weight, ends, bias=bias, is_transposed=module.is_transposed)
 
-        rows = dispatch(x, order, copies)
+        rows = dispatch(x, place, order, copies)
         if module.has_gate:
             rows = module._apply_gate(linear(rows, "gate_up_proj"))
         else:
@@ -67,8 +66,8 @@ def _experts_by(grouped_linear: Callable[..., Tensor], whole: Callable[..., Tens
         rows = linear(rows, "down_proj")
         if module.has_post_expert_norm:
             rows = module.post_expert_norm(rows)
-        weighted = rows * dispatch(weights.reshape(-1), order, 1).unsqueeze(-1)
-        out: Tensor = combine(weighted, order, copies)
+        weighted = rows * dispatch(weights.reshape(-1), place, order, 1).unsqueeze(-1)
+        out: Tensor = combine(weighted, place, order, copies)
         return out.to(x.dtype)
 
     return experts

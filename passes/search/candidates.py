@@ -7,7 +7,7 @@ from itertools import product
 from math import prod
 
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
-from galvatron_fx.ir.plan.strategy import BATCH_ROLES, PIPELINE, Strategy
+from galvatron_fx.ir.plan.strategy import EXPERT, PIPELINE, Strategy
 
 FREE_AXES = 3  # up to so many mesh axes, every assignment of roles to axes is a candidate
 _MODEL_RANKS = 16  # on more axes, tensor and sequence roles split a block among so many ranks, if samples allow it
@@ -53,8 +53,8 @@ def candidates(
     micro-batch, None where there are enough for all ranks.
 
     Two axes of equal size and speed are interchangeable, so only tables whose roles ascend along them are kept. On
-    meshes of many axes, tensor and sequence roles take the inner, faster axes, as they talk in every layer,
-    ``sequence`` outside of a tensor role where a block has both, and ``zero`` takes axes inside those of ``data``.
+    meshes of many axes, tensor, sequence and expert roles take the inner, faster axes, as they talk in every layer,
+    others outside of a tensor role where a block has both, and ``zero`` takes axes inside those of ``data``.
     """
     inner = [role for role in roles if role != PIPELINE]
     axes = cluster.axes[pipeline_axes:]
@@ -85,7 +85,7 @@ def _all_tables(axes: Sequence[Axis], roles: Sequence[str]) -> Iterator[tuple[st
 def _nested_tables(axes: Sequence[Axis], roles: Sequence[str], samples: int | None) -> Iterator[tuple[str, ...]]:
     """``data`` outside, ``zero`` inside it, tensor and sequence roles innermost."""
     count = len(axes)
-    model = [role for role in roles if role not in BATCH_ROLES]
+    model = [role for role in roles if role not in ("data", "zero")]
     batch = [role for role in ("data", "zero") if role in roles]
     for inside in range(count + 1):
         if (inside and not model) or (inside < count and not batch):
@@ -97,7 +97,7 @@ def _nested_tables(axes: Sequence[Axis], roles: Sequence[str], samples: int | No
             if set(split) <= set(batch):
                 yield from ((*split, *(role,) * inside) for role in (model if inside else [""]))
                 if zeros in (0, count - inside):
-                    yield from ((*split, *both) for both in _sequence_and_tensor(model, inside))
+                    yield from ((*split, *both) for both in _two_model_roles(model, inside))
 
 
 def _are_too_many(axes: Sequence[Axis], inside: int, samples: int | None) -> bool:
@@ -107,11 +107,11 @@ def _are_too_many(axes: Sequence[Axis], inside: int, samples: int | None) -> boo
     return prod(axis.size for axis in axes[len(axes) - inside :]) > _MODEL_RANKS and not few_samples
 
 
-def _sequence_and_tensor(model: Sequence[str], inside: int) -> Iterator[tuple[str, ...]]:
-    """Both on the ``inside`` inner axes."""
-    for tensor in ("tensor", "tensor_sequence"):
-        if {"sequence", tensor} <= set(model):
-            yield from (("sequence",) * (inside - k) + (tensor,) * k for k in range(1, inside))
+def _two_model_roles(model: Sequence[str], inside: int) -> Iterator[tuple[str, ...]]:
+    """A tensor role on the innermost of the ``inside`` inner axes, another on the rest."""
+    for outer, tensor in product(("sequence", EXPERT), ("tensor", "tensor_sequence")):
+        if {outer, tensor} <= set(model):
+            yield from ((outer,) * (inside - k) + (tensor,) * k for k in range(1, inside))
 
 
 def _speed(axis: Axis) -> tuple[int, float, float]:

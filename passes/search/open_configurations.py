@@ -10,6 +10,8 @@ from torch import fx
 from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.graph.metadata import signature
 from galvatron_fx.ir.graph.precision import cast_parameter
+from galvatron_fx.ir.kernels.experts import route
+from galvatron_fx.ir.plan.strategy import EXPERT
 from passes.search.candidates import axis_partitions, candidates
 from passes.search.configurations import Configurations, Ladder, Pins
 from passes.search.cost_table.cost_table import CostTable, CostTableRequest, Pricer, cost_table_requests
@@ -119,9 +121,10 @@ class OpenConfigurations:
 
     def _requests(self, pipeline_axes: int, num_microbatches: int) -> list[CostTableRequest]:
         cluster, graph = self.pricer.cluster, self.pricer.graph
+        routes = any(node.target is route for node in graph.graph.nodes)
         strategies = candidates(
             cluster,
-            self.roles,
+            [role for role in self.roles if role != EXPERT or routes],
             self.recompute,
             pipeline_axes,
             _casts(graph),

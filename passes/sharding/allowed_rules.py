@@ -10,9 +10,9 @@ import torch
 
 from cost_models.ops import is_free, is_matmul
 from galvatron_fx.ir.graph.op_call import OpCall
-from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement, Shard, fits
+from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement, Shard, fits, is_routed
 from galvatron_fx.ir.graph.precision import cast_gradient
-from galvatron_fx.ir.plan.strategy import BATCH_ROLES
+from galvatron_fx.ir.plan.strategy import BATCH_ROLES, EXPERT
 from passes.sharding import batched_rules, collective_rules, expert_rules, own_rules, random_rules  # noqa: F401  (register rules)
 from passes.sharding.own_rules import VIEWS, view_rules
 from passes.sharding.roles import RoleRules
@@ -48,7 +48,7 @@ class AllowedRules:
             base += view_rules(call, offered, self.degree)
         else:
             base += [instance for rule in base for instance in strided(rule, call, offered, self.degree)]
-        allowed = [rule for rule in dict.fromkeys(base) if self._allowed(rule, call) and _has_terms(rule, offers)]
+        allowed = [rule for rule in dict.fromkeys(base) if self._allowed(rule, call) and _can_be_had(rule, offers)]
         if any(rule.routes for rule in allowed):
             # Rows as routed cannot be moved: where something on their way has no rule for them, all stay whole.
             return tuple(allowed)
@@ -57,6 +57,8 @@ class AllowedRules:
 
     def _allowed(self, rule: OpRule, call: OpCall) -> bool:
         pairs = [*zip(rule.outputs, call.outputs, strict=True), *zip(rule.inputs, call.inputs, strict=True)]
+        if rule.exchanges:
+            return self.role.role == EXPERT
         fitting = all(
             spec is None or (fits(p, spec.shape, self.degree) and self.role.allows(spec, p)) for p, spec in pairs
         )
@@ -106,11 +108,13 @@ def _rules(allowed: AllowedRules, call: OpCall, offers: tuple[tuple[Placement, .
     return allowed.find(call, offers)
 
 
-def _has_terms(rule: OpRule, offers: Sequence[Offers]) -> bool:
-    """Whether every Partial that the rule takes can be had: sums of terms from anything whole and from averages,
-    others where they are made.
+def _can_be_had(rule: OpRule, offers: Sequence[Offers]) -> bool:
+    """Whether all that the rule takes can be had: rows as routed where they are made; sums of terms from anything whole
+    and from averages, other terms where they are made.
     """
     return all(
-        not isinstance(p, Partial) or p in offer or (p == PARTIAL and (REPLICATE in offer or Partial("avg") in offer))
+        p in offer
+        or not (is_routed(p) or isinstance(p, Partial))
+        or (p == PARTIAL and (REPLICATE in offer or Partial("avg") in offer))
         for p, offer in zip(rule.inputs, offers, strict=True)
     )

@@ -233,9 +233,10 @@ class BlockProblem:
                 outs.append(self._new_value(picks[position], spec, candidates).index)
                 positions.append(position)
         cost = node_cost(node, self.decided.values.sizes)
+        unwanted = [_UNWANTED_S * self.role.avoids(call.target, rule) for rule in rules]
         choices = [
-            Choice(rule.inputs, tuple(rule.outputs[p] for p in positions), self.prices.operator_s(call, cost, rule))
-            for rule in rules
+            Choice(rule.inputs, tuple(rule.outputs[p] for p in positions), self.prices.operator_s(call, cost, rule) + more)
+            for rule, more in zip(rules, unwanted, strict=True)
         ]
         self._item(node, node.name, [s.index for s in sources], outs, choices, list(rules))
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.op_call import OpCall
-from galvatron_fx.ir.graph.placement import Partial, Shard
+from galvatron_fx.ir.graph.placement import Exchanged, Partial, Placement, Shard
 from passes.sharding.rules import OpRule, register_rule
 
 
-def _same(dims: list[int], op: str | None) -> list[OpRule]:
-    """Placements that pass through unchanged: shards of ``dims``, and terms of the same linear reduction."""
-    rules = [OpRule((Shard(dim),), (Shard(dim),)) for dim in dims]
+def _same(call: OpCall, taken: Iterable[int], op: str | None) -> list[OpRule]:
+    """Placements that pass through unchanged: shards of dims that are not ``taken``, rows that were exchanged (each rank
+    has room for all of them), and terms of the same linear reduction.
+    """
+    dims = set(range(len(call.output.shape)))
+    placements: list[Placement] = [*map(Shard, sorted(dims - set(taken))), *map(Exchanged, sorted(dims & set(taken)))]
     if op is not None:
-        rules.append(OpRule((Partial(op),), (Partial(op),)))
-    return rules
-
-
-def _other_dims(call: OpCall, *taken: int) -> list[int]:
-    return [dim for dim in range(len(call.output.shape)) if dim not in taken]
+        placements.append(Partial(op))
+    return [OpRule((placement,), (placement,)) for placement in placements]
 
 
 def _linear(op: str) -> str | None:
@@ -27,34 +28,34 @@ def _linear(op: str) -> str | None:
 
 @register_rule(c.all_reduce)
 def _all_reduce(call: OpCall, degree: int) -> list[OpRule]:
-    return _same(_other_dims(call), _linear(call.args[1]))
+    return _same(call, (), _linear(call.args[1]))
 
 
 @register_rule(c.all_gather)
 def _all_gather(call: OpCall, degree: int) -> list[OpRule]:
-    return _same(_other_dims(call, call.args[1]), "sum")
+    return _same(call, (call.args[1],), "sum")
 
 
 @register_rule(c.reduce_scatter)
 def _reduce_scatter(call: OpCall, degree: int) -> list[OpRule]:
-    return _same(_other_dims(call, call.args[2]), _linear(call.args[1]))
+    return _same(call, (call.args[2],), _linear(call.args[1]))
 
 
 @register_rule(c.all_to_all)
 def _all_to_all(call: OpCall, degree: int) -> list[OpRule]:
-    return _same(_other_dims(call, call.args[1], call.args[3]), "sum")
+    return _same(call, (call.args[1], call.args[3]), "sum")
 
 
 @register_rule(c.shard)
 def _shard(call: OpCall, degree: int) -> list[OpRule]:
-    return _same(_other_dims(call, call.args[1]), "sum")
+    return _same(call, (call.args[1],), "sum")
 
 
 @register_rule(c.only_first)
 def _only_first(call: OpCall, degree: int) -> list[OpRule]:
-    return _same(_other_dims(call), "sum")
+    return _same(call, (), "sum")
 
 
 @register_rule(c.local_index)
 def _local_index(call: OpCall, degree: int) -> list[OpRule]:
-    return _same(_other_dims(call), None)
+    return _same(call, (), None)

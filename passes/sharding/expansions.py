@@ -1,4 +1,5 @@
-"""Local programs for operators whose sharded form is not the operator itself: vocabulary-parallel lookups and losses.
+"""Local programs for operators whose sharded form is not the operator itself: vocabulary-parallel lookups and losses,
+and the exchange of rows between ranks that hold unlike experts.
 
 Each builder writes nodes into the new graph with an :class:`Emitter` and returns the nodes of the outputs. Source of
 the vocabulary-parallel loss: Shoeybi et al. 2019 (Megatron-LM), section 3.
@@ -14,9 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from galvatron_fx.ir.graph.collectives import all_gather, all_reduce, local_index
+from galvatron_fx.ir.graph.collectives import all_gather, all_reduce, all_to_all, local_index
 from galvatron_fx.ir.graph.metadata import NodeMeta, TensorSpec, meta_of, set_meta
 from galvatron_fx.ir.graph.rewrite import write_call
+from galvatron_fx.ir.kernels.experts import combine, pack, place_by_rank, received_order, unsort
 
 aten = torch.ops.aten
 
@@ -253,6 +255,54 @@ def vocabulary_nll_loss_backward(
     return [e.emit(aten.scatter.src, (zeros, 1, _unsqueezed(e, index, -1), column), outputs[0])]
 
 
+def exchanging_route(
+    e: Emitter, node: fx.Node, inputs: list[fx.Node], outputs: tuple[TensorSpec | None, ...]
+) -> Outputs:
+    """Each rank holds a run of the experts: tell every other one how many rows come for each of its own."""
+    (experts,) = inputs
+    rows, num_experts = meta_of(experts).spec.shape[0], int(node.args[1])  # type: ignore[arg-type]
+    own = num_experts // e.degree
+    place_spec, counts_spec = (TensorSpec((size,), torch.int64) for size in (rows, num_experts))
+    placed = e.emit_multi(place_by_rank, (experts, num_experts, e.degree), (place_spec, counts_spec))
+    place, counts = (e.emit(operator.getitem, (placed, i), s) for i, s in enumerate((place_spec, counts_spec)))
+    received = _to_ranks(e, counts)
+    order_spec, ends_spec = TensorSpec((e.degree * rows,), torch.int64), TensorSpec((own,), torch.int32)
+    ordered = e.emit_multi(received_order, (received, rows), (order_spec, ends_spec))
+    order, ends = (e.emit(operator.getitem, (ordered, i), s) for i, s in enumerate((order_spec, ends_spec)))
+    return [place, order, ends]
+
+
+def exchanging_dispatch(
+    e: Emitter, node: fx.Node, inputs: list[fx.Node], outputs: tuple[TensorSpec | None, ...]
+) -> Outputs:
+    """Send copies of this rank's tokens to the ranks of their experts, and sort what has come by expert."""
+    x, place, order = inputs
+    out = outputs[0]
+    assert out is not None
+    received = _to_ranks(e, e.emit(pack, (x, place, node.args[3], out.shape[0]), out))
+    rows = e.emit(aten.reshape.default, (received, list(out.shape)), out)
+    return [e.emit(aten.index_select.default, (rows, 0, order), out)]
+
+
+def exchanging_combine(
+    e: Emitter, node: fx.Node, inputs: list[fx.Node], outputs: tuple[TensorSpec | None, ...]
+) -> Outputs:
+    """Send rows back to the ranks of their tokens, and add up the copies of each."""
+    rows, place, order = inputs
+    spec = meta_of(rows).spec
+    received = _to_ranks(e, e.emit(unsort, (rows, order), _like(rows)))
+    by_rank = e.emit(aten.reshape.default, (received, list(spec.shape)), _like(rows))
+    return [e.emit(combine, (by_rank, place, order, node.args[3]), outputs[0])]
+
+
+def _to_ranks(e: Emitter, x: fx.Node) -> fx.Node:
+    """Send a run of ``x`` along its first dim to each rank: [ranks, length of a run, ...], by the rank it came from."""
+    size, *rest = meta_of(x).spec.shape
+    dtype = meta_of(x).spec.dtype
+    one = e.emit(aten.unsqueeze.default, (x, 0), TensorSpec((1, size, *rest), dtype))
+    return e.emit(all_to_all, (one, 0, 1, 1, 1, e.axis), TensorSpec((e.degree, size // e.degree, *rest), dtype))
+
+
 EXPANSIONS: dict[str, Builder] = {
     builder.__name__: builder
     for builder in (
@@ -264,5 +314,8 @@ EXPANSIONS: dict[str, Builder] = {
         gathered_nll_loss,
         vocabulary_nll_loss,
         vocabulary_nll_loss_backward,
+        exchanging_route,
+        exchanging_dispatch,
+        exchanging_combine,
     )
 }

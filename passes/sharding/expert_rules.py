@@ -1,7 +1,8 @@
 """Sharding rules of mixtures of experts: tokens that find their experts, and products of groups of rows.
 
 Where tokens are split, each rank sorts the copies of its own by expert: its rows are ``Shard(0, routed=True)``, and the
-ends of its experts' rows ``ROUTED_ENDS``.
+ends of its experts' rows ``ROUTED_ENDS``. Where experts are split, too, ranks exchange rows: those that a rank has are
+``Exchanged(0)``, and the ends are those of its own experts.
 """
 
 from __future__ import annotations
@@ -9,47 +10,113 @@ from __future__ import annotations
 import torch
 
 from galvatron_fx.ir.graph.op_call import OpCall
-from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, ROUTED_ENDS, Placement, Shard
-from galvatron_fx.ir.kernels.experts import combine, dispatch, route
+from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, ROUTED_ENDS, Exchanged, Placement, Shard
+from galvatron_fx.ir.kernels.experts import (
+    collect,
+    combine,
+    dispatch,
+    pack,
+    place_by_rank,
+    received_order,
+    route,
+    spread,
+    unsort,
+)
 from passes.sharding.rules import OpRule, register_rule
 
 __all__: list[str] = []
 
 _TOKENS = Shard(0)
 _ROWS = Shard(0, routed=True)
+_EXCHANGED = Exchanged(0)
+_EXPERTS = Shard(0)
+_OWN_ENDS = Shard(0, routed=True)
 _ALIGNED_BYTES = 16
+
+
+_SENT = {route: 3, dispatch: 3, combine: 0}  # of inputs and outputs; the ends of rows stand for their counts
+
+
+def sent_position(call: OpCall, rule: OpRule) -> int | None:
+    """Which of its inputs and outputs ranks that run ``call`` by ``rule`` exchange; None where nothing is."""
+    return _SENT[call.target] if rule.exchanges and rule.expansion else None
 
 
 @register_rule(route)
 def _route(call: OpCall, degree: int) -> list[OpRule]:
-    """experts [rows] -> order [rows], ends [experts]: split the tokens."""
-    return [OpRule((_ROWS, ROUTED_ENDS), (_TOKENS,))]
+    """experts [rows] -> place [rows], order [rows], ends [experts]: split the tokens, and the experts."""
+    return [
+        OpRule((_ROWS, _ROWS, ROUTED_ENDS), (_TOKENS,)),
+        OpRule((_ROWS, _EXCHANGED, _OWN_ENDS), (_TOKENS,), "exchanging_route"),
+    ]
 
 
 @register_rule(dispatch)
 def _dispatch(call: OpCall, degree: int) -> list[OpRule]:
-    """x [tokens, ...], order [rows] -> [rows, ...]: split the tokens, or what follows them; linear."""
-    return [OpRule((_ROWS,), (_TOKENS, _ROWS)), *_along_features(call)]
+    """x [tokens, ...], place [rows], order [rows] -> [rows, ...]: split the tokens, or what follows them; linear."""
+    return [
+        OpRule((_ROWS,), (_TOKENS, _ROWS, _ROWS)),
+        OpRule((_EXCHANGED,), (_TOKENS, _ROWS, _EXCHANGED), "exchanging_dispatch"),
+        *_along_features(call),
+    ]
 
 
 @register_rule(combine)
 def _combine(call: OpCall, degree: int) -> list[OpRule]:
-    """rows [rows, ...], order [rows] -> [tokens, ...]: likewise."""
-    return [OpRule((_TOKENS,), (_ROWS, _ROWS)), *_along_features(call)]
+    """rows [rows, ...], place [rows], order [rows] -> [tokens, ...]: likewise."""
+    return [
+        OpRule((_TOKENS,), (_ROWS, _ROWS, _ROWS)),
+        OpRule((_TOKENS,), (_EXCHANGED, _ROWS, _EXCHANGED), "exchanging_combine"),
+        *_along_features(call),
+    ]
+
+
+@register_rule(spread)
+def _spread(call: OpCall, degree: int) -> list[OpRule]:
+    """values [experts, ...], ends [experts], order [rows] -> [rows, ...]: likewise."""
+    return [
+        OpRule((_ROWS,), (REPLICATE, ROUTED_ENDS, _ROWS)),
+        OpRule((_EXCHANGED,), (_EXPERTS, _OWN_ENDS, _EXCHANGED)),
+        *_along_features(call),
+    ]
+
+
+@register_rule(collect)
+def _collect(call: OpCall, degree: int) -> list[OpRule]:
+    """rows [rows, ...], ends [experts] -> [experts, ...]: likewise."""
+    return [
+        OpRule((PARTIAL,), (_ROWS, ROUTED_ENDS)),
+        OpRule((_EXPERTS,), (_EXCHANGED, _OWN_ENDS)),
+        *_along_features(call),
+    ]
+
+
+@register_rule(place_by_rank, received_order)
+def _places(call: OpCall, degree: int) -> list[OpRule]:
+    """Where rows go, on an axis that exchanges nothing: the same for all of its ranks."""
+    return []
+
+
+@register_rule(pack, unsort)
+def _exchange(call: OpCall, degree: int) -> list[OpRule]:
+    """x [rows, ...] and the places of rows -> [other rows, ...], on an axis that exchanges nothing: likewise."""
+    return _along_features(call)
 
 
 def _along_features(call: OpCall) -> list[OpRule]:
     features: list[Placement] = [Shard(dim) for dim in range(1, len(call.output.shape))]
-    return [OpRule((placed,), (placed, REPLICATE)) for placed in (*features, PARTIAL)]
+    rest = (REPLICATE,) * (len(call.inputs) - 1)
+    return [OpRule((placed,), (placed, *rest)) for placed in (*features, PARTIAL)]
 
 
 @register_rule("transformers.grouped_mm_fallback.default")
 def _grouped_mm(call: OpCall, degree: int) -> list[OpRule]:
     """rows [S, in] sorted by expert, weights [experts, in, out], ends of the experts' rows -> [S, out]: split the
-    tokens that the rows are of, or either features.
+    tokens that the rows are of, the experts as well, or either features.
     """
     return [
         OpRule((_ROWS,), (_ROWS, REPLICATE, ROUTED_ENDS)),
+        OpRule((_EXCHANGED,), (_EXCHANGED, _EXPERTS, _OWN_ENDS)),
         OpRule((Shard(1),), (REPLICATE, Shard(2), REPLICATE)),
         OpRule((PARTIAL,), (Shard(1), Shard(1), REPLICATE)),
         OpRule((PARTIAL,), (PARTIAL, REPLICATE, REPLICATE)),
@@ -61,6 +128,7 @@ def _grouped_mm_backward(call: OpCall, degree: int) -> list[OpRule]:
     """rows, weights, ends, gradient [S, out] -> gradients of rows and weights."""
     return [
         OpRule((_ROWS, PARTIAL), (_ROWS, REPLICATE, ROUTED_ENDS, _ROWS)),
+        OpRule((_EXCHANGED, _EXPERTS), (_EXCHANGED, _EXPERTS, _OWN_ENDS, _EXCHANGED)),
         OpRule((PARTIAL, Shard(2)), (REPLICATE, Shard(2), REPLICATE, Shard(1))),
         OpRule((Shard(1), Shard(1)), (Shard(1), Shard(1), REPLICATE, REPLICATE)),
         OpRule((PARTIAL, PARTIAL), (REPLICATE, REPLICATE, REPLICATE, PARTIAL)),
@@ -79,6 +147,7 @@ def _torch_grouped_mm(call: OpCall, degree: int) -> list[OpRule]:
         return []
     rules = [
         OpRule((PARTIAL,), (Shard(1, routed=True), _ROWS, ROUTED_ENDS)),
+        OpRule((_EXPERTS,), (Exchanged(1), _EXCHANGED, _OWN_ENDS)),
         OpRule((Shard(1),), (Shard(0), REPLICATE, REPLICATE)),
         OpRule((Shard(2),), (REPLICATE, Shard(1), REPLICATE)),
         OpRule((PARTIAL,), (REPLICATE, PARTIAL, REPLICATE)),
@@ -89,5 +158,5 @@ def _torch_grouped_mm(call: OpCall, degree: int) -> list[OpRule]:
 def _is_aligned(rule: OpRule, call: OpCall, degree: int) -> bool:
     """Whether split features are whole numbers of 16 bytes, as the strides that torch's kernel takes."""
     matrices = zip((*rule.inputs[:2], *rule.outputs), (*call.inputs[:2], call.output), strict=True)
-    split = [(spec, p.dim) for p, spec in matrices if isinstance(p, Shard) and not p.routed]
+    split = [(spec, p.dim) for p, spec in matrices if isinstance(p, Shard) and not p.routed and not rule.exchanges]
     return all(spec.shape[dim] // degree * spec.dtype.itemsize % _ALIGNED_BYTES == 0 for spec, dim in split)

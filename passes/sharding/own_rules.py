@@ -7,7 +7,16 @@ import operator
 import torch
 
 from galvatron_fx.ir.graph.op_call import OpCall
-from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement, Shard, through_view
+from galvatron_fx.ir.graph.placement import (
+    PARTIAL,
+    REPLICATE,
+    Exchanged,
+    Partial,
+    Placement,
+    Shard,
+    kept_by_view,
+    through_view,
+)
 from galvatron_fx.ir.graph.precision import cast_gradient, cast_parameter
 from passes.sharding.rules import OpRule, register_rule, torch_rules
 
@@ -45,6 +54,10 @@ def view_rules(call: OpCall, candidates: list[Placement], degree: int) -> list[O
         after = through_view(shard, source, target, degree)
         if after is not None:
             rules.append(OpRule((after,), (shard,)))
+    for exchanged in (p for p in candidates if isinstance(p, Exchanged)):
+        kept = kept_by_view(exchanged, source, target)
+        if kept is not None:
+            rules.append(OpRule((kept,), (exchanged,)))
     for dim in range(len(target)):
         if target[dim] % degree == 0:
             before = through_view(Shard(dim), target, source, degree)

@@ -9,12 +9,21 @@ from torch import fx
 
 from galvatron_fx.ir.graph.metadata import TensorSpec
 from galvatron_fx.ir.graph.op_call import OpCall
-from galvatron_fx.ir.graph.placement import Inside, Placement, Replicate, Shard, fits, through_view
+from galvatron_fx.ir.graph.placement import (
+    Exchanged,
+    Inside,
+    Placement,
+    Replicate,
+    Shard,
+    fits,
+    kept_by_view,
+    through_view,
+)
 from galvatron_fx.ir.graph.verifier import Local, PlacedCall, verify
 from passes.sharding import batched_rules, collective_rules, expert_rules, own_rules, random_rules  # noqa: F401  (register rules)
 from passes.sharding.local_args import localize_args
 from passes.sharding.own_rules import VIEWS
-from passes.sharding.rules import OpRule, op_rules
+from passes.sharding.rules import OpRule, op_rules, strided
 
 
 def verify_placed(graph: fx.GraphModule, stage: str, after: str) -> None:
@@ -79,6 +88,9 @@ def _has_rule(call: OpCall, rule: OpRule, degree: int) -> bool:
         return True
     if call.target in VIEWS:
         return _views(rule.inputs[0], rule.outputs[0], call, degree)
+    if rule.exchanges:
+        placed = (*rule.inputs, *rule.outputs)
+        return any(rule in strided(plain, call, placed, degree) for plain in op_rules(call, degree))
     shards = [placement for placement, _ in pairs if isinstance(placement, Shard)]
     if len({shard.split_factor for shard in shards}) != 1:
         return False
@@ -89,6 +101,8 @@ def _has_rule(call: OpCall, rule: OpRule, degree: int) -> bool:
 
 def _views(have: Placement, want: Placement, call: OpCall, degree: int) -> bool:
     """Whether a reshape carries a shard on as it says, seen from either side."""
+    if isinstance(have, Exchanged):
+        return kept_by_view(have, call.inputs[0].shape, call.output.shape) == want
     if not isinstance(have, Shard) or not isinstance(want, Shard):
         return False
     source, target = call.inputs[0].shape, call.output.shape

@@ -19,6 +19,7 @@ from galvatron_fx.ir.graph.metadata import OpCost, TensorSpec
 from galvatron_fx.ir.graph.op_call import OpCall
 from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard, is_routed
 from galvatron_fx.ir.graph.symbols import BATCH
+from passes.sharding.expert_rules import sent_position
 from passes.sharding.rules import OpRule
 
 # A sharded copy is preferred to a whole one of equal price, as it takes less memory: a thousandth of its traffic.
@@ -57,6 +58,9 @@ class Prices:
         )
         local = OpCost(cost.flops * share, moved, 0)
         time_s = float(op_time_s(local, dtype_name(call), self.device, kind_of(call.target)))
+        sent = sent_position(call, rule)
+        if sent is not None:
+            time_s += _collective_s("all_to_all", self.degree * self._size(specs[sent]), self.axes)  # type: ignore[arg-type]
         return time_s + holding_s
 
     def redistribute_s(self, spec: TensorSpec, have: Placement, want: Placement) -> float | None:

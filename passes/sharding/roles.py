@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from galvatron_fx.ir.graph.metadata import TensorSpec
 from galvatron_fx.ir.graph.placement import REPLICATE, Placement, Shard, fits
 from galvatron_fx.ir.graph.symbols import BATCH, SEQUENCE
-from galvatron_fx.ir.plan.strategy import BATCH_ROLES
+from galvatron_fx.ir.kernels.experts import route
+from galvatron_fx.ir.plan.strategy import BATCH_ROLES, EXPERT
+from passes.sharding.rules import OpRule
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class RoleRules:
         """Whether a value inside a block may be placed so."""
         if not isinstance(placement, Shard):
             return True
+        if self.role == EXPERT and spec.dim_of(BATCH) is None:
+            return placement in self.parameter_choices(spec)
         symbols = getattr(spec.symbolic[placement.dim], "free_symbols", ())
         if placement.split_factor > 1 and not symbols:
             return False
@@ -42,6 +46,10 @@ class RoleRules:
         rest = spec.shape[placement.dim] // placement.split_factor
         factor = int(size.as_coeff_Mul()[0]) if hasattr(size, "as_coeff_Mul") else 1
         return rest <= factor
+
+    def avoids(self, target: object, rule: OpRule) -> bool:
+        """Whether a rule leaves undone what the role is there to do, as no others do it: experts that stay whole."""
+        return self.role == EXPERT and target is route and not rule.exchanges
 
     def must_split(self, spec: TensorSpec) -> bool:
         """Whether a value holds what the axis is there to split: the batch, or the sequence."""
@@ -66,10 +74,9 @@ class RoleRules:
 
     def parameter_choices(self, spec: TensorSpec) -> list[Placement]:
         """Where a parameter of the block may lie, given its local shape, while its block runs."""
-        if self.role not in ("tensor", "tensor_sequence"):
-            return [REPLICATE]
+        dims = {"tensor": len(spec.shape), "tensor_sequence": len(spec.shape), EXPERT: int(len(spec.shape) > 1)}
         shards: list[Placement] = [
-            Shard(dim) for dim in range(len(spec.shape)) if fits(Shard(dim), spec.shape, self.degree)
+            Shard(dim) for dim in range(dims.get(self.role, 0)) if fits(Shard(dim), spec.shape, self.degree)
         ]
         return [REPLICATE, *shards]
 

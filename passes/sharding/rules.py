@@ -18,7 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from galvatron_fx.ir.errors import ShardingError
 from galvatron_fx.ir.graph.metadata import TensorSpec
 from galvatron_fx.ir.graph.op_call import OpCall
-from galvatron_fx.ir.graph.placement import REPLICATE, Partial, Placement, Replicate, Shard, fits, is_routed
+from galvatron_fx.ir.graph.placement import (
+    REPLICATE,
+    Exchanged,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    fits,
+    is_routed,
+)
 from galvatron_fx.ir.torch_compat import dtensors as compat
 from galvatron_fx.ir.torch_compat.dtensors import (
     DTensorSpec,
@@ -58,6 +67,11 @@ class OpRule:
     def routes(self) -> bool:
         """Whether it takes or leaves rows that each rank has sorted for itself."""
         return any(map(is_routed, (*self.inputs, *self.outputs)))
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether it takes or leaves rows that ranks have exchanged with each other."""
+        return any(isinstance(p, Exchanged) for p in (*self.inputs, *self.outputs))
 
 
 RuleMaker = Callable[[OpCall, int], list[OpRule]]
@@ -140,7 +154,21 @@ def strided(rule: OpRule, call: OpCall, candidates: Iterable[Placement], degree:
         OpRule(tuple(stride(p, *kind) for p in rule.outputs), tuple(stride(p, *kind) for p in rule.inputs))
         for kind in sorted(kinds)
     ]
+    placements = {*rule.outputs, *rule.inputs}
+    if not rule.routes and placements <= {REPLICATE, *(Shard(p.dim) for p in placements if isinstance(p, Shard))}:
+        instances += _of_exchanged(rule, candidates)
     return [instance for instance in instances if _valid(instance, call, degree)]
+
+
+def _of_exchanged(rule: OpRule, candidates: Iterable[Placement]) -> list[OpRule]:
+    """``rule`` for exchanged rows, which it must not add up: some of them are of no token."""
+    if not any(isinstance(p, Exchanged) for p in candidates):
+        return []
+
+    def exchanged(side: tuple[Placement, ...]) -> tuple[Placement, ...]:
+        return tuple(Exchanged(p.dim) if isinstance(p, Shard) else p for p in side)
+
+    return [OpRule(exchanged(rule.outputs), exchanged(rule.inputs))]
 
 
 def _valid(rule: OpRule, call: OpCall, degree: int) -> bool:

@@ -16,7 +16,7 @@ from galvatron_fx.ir.graph.metadata import meta_of, ports, set_meta, signature
 from galvatron_fx.ir.graph.pass_pipeline import PassControl, PassPipeline
 from galvatron_fx.ir.graph.placement import REPLICATE, Placement
 from galvatron_fx.ir.graph.rewrite import copied
-from galvatron_fx.ir.plan.strategy import BATCH_ROLES, LOWERING_ORDER, PIPELINE, Strategy
+from galvatron_fx.ir.plan.strategy import BATCH_ROLES, EXPERT, LOWERING_ORDER, PIPELINE, Strategy
 from passes.sharding.assign_shardings import AssignShardings
 from passes.sharding.dense_arguments import DenseArguments
 from passes.sharding.insert_collectives import InsertCollectives
@@ -123,4 +123,6 @@ def merge_axes(strategies: Sequence[Strategy], axes: Sequence[Axis]) -> tuple[Me
 
 
 def _lowering_rank(column: MergedAxis) -> tuple[int, tuple[int, ...]]:
-    return LOWERING_ORDER.index(column.main_role), column.axes
+    """Ranks exchange tokens that all roles which split tokens have split."""
+    role = EXPERT if EXPERT in column.roles else column.main_role
+    return LOWERING_ORDER.index(role), column.axes

@@ -58,7 +58,21 @@ class Partial:
         return f"P({self.op})"
 
 
-Placement = Replicate | Shard | Partial
+@dataclass(frozen=True, order=True)
+class Exchanged:
+    """Rows along ``dim`` that came from all ranks to the one that holds their experts, in the order of these.
+
+    Each rank has room for all of them, as all may come to it; the rows behind its experts' ends are of no token. Nothing
+    but ``dispatch`` and ``combine`` (:mod:`galvatron_fx.ir.kernels.experts`) moves them.
+    """
+
+    dim: int
+
+    def __str__(self) -> str:
+        return f"X({self.dim})"
+
+
+Placement = Replicate | Shard | Partial | Exchanged
 
 
 @dataclass(frozen=True, order=True)
@@ -86,7 +100,9 @@ ROUTED_ENDS = Partial("routed")
 
 def is_routed(placement: ValuePlacement) -> bool:
     """Whether a value so placed belongs to rows that each rank has sorted for itself, so that it cannot be moved."""
-    return placement == ROUTED_ENDS or (isinstance(placement, Shard) and placement.routed)
+    if isinstance(placement, Shard):
+        return placement.routed
+    return placement == ROUTED_ENDS or isinstance(placement, Exchanged)
 
 
 def fits(placement: Placement, shape: Sequence[int], degree: int) -> bool:
@@ -114,6 +130,16 @@ def to_dtensor(placement: Placement) -> dtensor.Placement:
     if isinstance(placement, Shard) and placement.split_factor == 1 and not placement.routed:
         return dtensor.Shard(placement.dim)
     raise AssertionError(f"{placement} has no place in a DTensor that users see")
+
+
+def kept_by_view(placement: Exchanged, source: tuple[int, ...], target: tuple[int, ...]) -> Exchanged | None:
+    """Follow exchanged rows through a reshape; None where their dim does not stay by itself."""
+    for source_dims, target_dims in _groups(source, target):
+        if placement.dim in source_dims:
+            kept = [dim for dim in target_dims if target[dim] == source[placement.dim]]
+            alone = prod(source[dim] for dim in source_dims) == source[placement.dim]
+            return Exchanged(kept[0]) if alone and kept else None
+    return None
 
 
 @lru_cache(maxsize=65536)

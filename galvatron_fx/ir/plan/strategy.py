@@ -12,6 +12,8 @@ role                what the ranks along the axis do
                     block boundary is replicated
 ``tensor_sequence`` as ``tensor``, but what crosses a block boundary is split along the sequence
                     (Megatron sequence parallelism)
+``expert``          split the batch, and the experts of a mixture of experts: tokens travel to the
+                    ranks that hold their experts and back; other parameters are replicated
 ``sequence``        split the activations along the sequence; parameters are replicated (Ulysses)
 ``pipeline``        hold different stages of the model: the same axes for all blocks
 =================== =============================================================================
@@ -27,6 +29,7 @@ from galvatron_fx.ir.errors import PlanError
 
 __all__ = [
     "BATCH_ROLES",
+    "EXPERT",
     "LOWERING_ORDER",
     "PIPELINE",
     "ROLES",
@@ -43,20 +46,24 @@ __all__ = [
 ]
 
 PIPELINE = "pipeline"
+EXPERT = "expert"
 
-ROLES: tuple[str, ...] = ("data", "zero", "tensor", "tensor_sequence", "sequence", PIPELINE)
+ROLES: tuple[str, ...] = ("data", "zero", "tensor", "tensor_sequence", "sequence", EXPERT, PIPELINE)
 
-BATCH_ROLES = ("data", "zero")
+BATCH_ROLES = ("data", "zero", EXPERT)
 """Those that split the batch."""
 
-LOWERING_ORDER: tuple[str, ...] = ("zero", "data", "sequence", "tensor_sequence", "tensor")
+LOWERING_ORDER: tuple[str, ...] = ("zero", "data", "sequence", EXPERT, "tensor_sequence", "tensor")
 """The order in which lowering takes the roles, and in which :meth:`Strategy.groups` lists them; stages are cut last."""
 
 
 Boundary = tuple[str, ...]
 """What each axis splits of what passes from one block to the next: "batch", "sequence" or nothing."""
 
-_SPLIT = {"data": "batch", "zero": "batch", "tensor": "", "tensor_sequence": "sequence", "sequence": "sequence"}
+_SPLIT = {
+    **dict.fromkeys(BATCH_ROLES, "batch"),
+    **{"tensor": "", "tensor_sequence": "sequence", "sequence": "sequence"},
+}
 
 _FLAGS = ("recompute", "keep_gathered", "gather_late")
 

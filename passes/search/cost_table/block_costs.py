@@ -340,7 +340,10 @@ class _Evaluation:
         size = self._on_rank(self.terms.moved)
         for move in dict.fromkeys(self.terms.moves):
             rows = np.flatnonzero([other == move for other in self.terms.moves])
-            sent = self._sent(move.kind, size[rows], move.role, bundled=move.slot in ("scatter", "reduce", "far"))
+            kind, moved_bytes = move.kind, size[rows]
+            if kind == "exchange":
+                kind, moved_bytes = "all_to_all", moved_bytes * self.degrees[None, :, move.role]
+            sent = self._sent(kind, moved_bytes, move.role, bundled=move.slot in ("scatter", "reduce", "far"))
             for slot in (move.slot, "again") if move.rebuilt else (move.slot,):
                 moved[slot] = _Sent(*map(np.add, moved[slot], sent))
         return moved

@@ -20,7 +20,8 @@ from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
 from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement, Shard
 from galvatron_fx.ir.graph.precision import cast_parameter
 from galvatron_fx.ir.graph.symbols import BATCH
-from passes.search.cost_table.block_facts import BlockFacts
+from passes.search.cost_table.block_facts import BlockFacts, ComputeCall
+from passes.sharding.expert_rules import sent_position
 from passes.sharding.insert_collectives import AxisSharding
 
 Composition = tuple[tuple[str, AxisSharding], ...]
@@ -78,7 +79,7 @@ class Operators:
 class Redistribution:
     """A redistribution that role ``role`` makes.
 
-    ``kind`` of collective; ``slot``: what it counts to ("far": to a step whose stages reduce gradients apart);
+    ``kind`` of collective, or "exchange": an all-to-all of as much from every rank; ``slot``: what it counts to ("far": to a step whose stages reduce gradients apart);
     ``rebuilt``: recomputation makes it again.
     """
 
@@ -221,12 +222,25 @@ class _Reading:
                     split = [is_split or other == "zero" for is_split, other in zip(split, self.roles, strict=True)]
                 split[role] = False
                 rows.append((meta_of(source).spec, split))
+            for operator in self.block.calls:
+                sent = sent_position(operator.call, sharding.rules[operator.node])
+                if sent is not None:
+                    phase, again = meta_of(operator.node).phase, operator.node in self.block.rebuilt
+                    moves.append(Redistribution(role, "exchange", phase, again))
+                    rows.append(self._sent(operator, sent))
             for term in self.block.far_terms:
                 if isinstance(sharding.placement(term), Partial) and sharding.boundaries.get(term) == PARTIAL:
                     kind = "reduce_scatter" if self.roles[role] == "zero" else "all_reduce"
                     moves.append(Redistribution(role, kind, "far"))
                     rows.append((meta_of(term).spec, self._split(term)))
         return tuple(moves), self._amounts(rows)
+
+    def _sent(self, operator: ComputeCall, position: int) -> tuple[TensorSpec, list[bool]]:
+        """What an operator exchanges, and which roles split it."""
+        rules = [sharding.rules[operator.node] for sharding in self.shardings]
+        spec = (*operator.call.inputs, *operator.call.outputs)[position]
+        assert spec is not None
+        return spec, [isinstance((*rule.inputs, *rule.outputs)[position], Shard) for rule in rules]
 
     def _redistributions(self, sharding: AxisSharding) -> list[tuple[fx.Node, Placement, str, Placement, bool]]:
         """(value, wanted placement, phase, placement it has, made again by recomputation), each once, as the lowering

@@ -137,8 +137,8 @@ def experts() -> list[Call]:
         (backward, (rows, weights, ends, gradient), {}),
         (aten._grouped_mm.default, (In(small[0]), In(small[1]), ends), {}),
         (aten._grouped_mm.default, (In(small[0].t().contiguous()), In(small[2]), ends), {}),
-        (dispatch, (real(4, 8), order, 2), {}),
-        (combine, (real(8, 8), order, 2), {}),
+        (dispatch, (real(4, 8), order, order, 2), {}),
+        (combine, (real(8, 8), order, order, 2), {}),
     ]
 
 

@@ -39,11 +39,11 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)
         weights, chosen = self.router(tokens).softmax(-1).topk(COPIES)
-        order, ends = route(chosen.reshape(-1), EXPERTS)
-        rows = product(dispatch(tokens, order, COPIES), self.up, ends)
+        place, order, ends = route(chosen.reshape(-1), EXPERTS)
+        rows = product(dispatch(tokens, place, order, COPIES), self.up, ends)
         rows = product(self.body(rows), self.down, ends)
-        rows = rows * dispatch(weights.reshape(-1), order, 1).unsqueeze(-1)
-        return combine(rows, order, COPIES).pow(2).mean()
+        rows = rows * dispatch(weights.reshape(-1), place, order, 1).unsqueeze(-1)
+        return combine(rows, place, order, COPIES).pow(2).mean()
 
 
 def product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -87,14 +87,14 @@ def test_all_tokens_to_one_expert_and_ranks_without_order(crowded: bool) -> None
 
 
 def test_operators_are_transposes_of_each_other() -> None:
-    order, ends = route(torch.tensor([2, 0, 2, 1, 0, 2]), 4)
+    place, order, ends = route(torch.tensor([2, 0, 2, 1, 0, 2]), 4)
     assert order.tolist() == [1, 4, 3, 0, 2, 5] and ends.tolist() == [2, 3, 6, 6]
     x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
     rows = torch.randn(6, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda value: dispatch(value, order, 2), (x,))
-    assert torch.autograd.gradcheck(lambda value: combine(value, order, 2), (rows,))
-    torch.testing.assert_close((dispatch(x, order, 2) * rows).sum(), (x * combine(rows, order, 2)).sum())
-    torch.testing.assert_close(combine(dispatch(x, order, 2), order, 2), 2 * x)
+    assert torch.autograd.gradcheck(lambda value: dispatch(value, place, order, 2), (x,))
+    assert torch.autograd.gradcheck(lambda value: combine(value, place, order, 2), (rows,))
+    torch.testing.assert_close((dispatch(x, place, order, 2) * rows).sum(), (x * combine(rows, place, order, 2)).sum())
+    torch.testing.assert_close(combine(dispatch(x, place, order, 2), place, order, 2), 2 * x)
 
 
 def test_routed_rows_cannot_be_moved() -> None:
@@ -112,10 +112,11 @@ def test_routed_rows_cannot_be_moved() -> None:
 
 def test_lowering_refuses_to_move_them() -> None:
     build = Builder()
-    x, order = build.input("x", (4, 8)), build.input("order", (8,), dtype=torch.int64)
-    node = build.call(dispatch, x, order, 2)
+    x = build.input("x", (4, 8))
+    place, order = (build.input(name, (8,), dtype=torch.int64) for name in ("place", "order"))
+    node = build.call(dispatch, x, place, order, 2)
     graph = build.finish(("output", "0", node))
-    rules = {node: next(rule for rule in op_rules(op_call(node), 2) if rule.routes)}
-    sharding = AxisSharding(0, 2, rules, {x: Shard(0), order: ROWS}, (REPLICATE,))
+    rules = {node: next(rule for rule in op_rules(op_call(node), 2) if rule.routes and not rule.exchanges)}
+    sharding = AxisSharding(0, 2, rules, {x: Shard(0), place: ROWS, order: ROWS}, (REPLICATE,))
     with pytest.raises(ShardingError, match=r"'dispatch' is placed S\(0,routed\) and cannot become R: rows as routed"):
         InsertCollectives(sharding).run(graph)
