@@ -243,13 +243,13 @@ _FLOPS_PER_INPUT = {
     "_fused_rms_norm_backward": 9,
 }
 # Lookups: the first input is a table, of which only the elements that come out are read.
-_LOOKUPS = {"dispatch", "embedding", "gather", "index", "index_select", "take", "_unsafe_index"}
+_LOOKUPS = {"dispatch", "embedding", "gather", "index", "index_select", "spread", "take", "_unsafe_index"}
 _FROM_NOTHING = {"arange", "full", "ones", "scalar_tensor", "zeros"}
 # Only the shape of what they are given counts.
 _SHAPE_ONLY = {"full_like", "new_full", "new_ones", "new_zeros", "ones_like", "rand_like", "randn_like", "zeros_like"}
 _MOVES = {"_to_copy", "cat", "clone", "constant_pad_nd", "contiguous", "copy", "copy_", "flip", "index_put", "repeat"}
-_MOVES |= {"combine", "roll", "scatter", "select_backward", "select_scatter", "slice_backward", "slice_scatter"}
-_MOVES |= {"stack", "to"}
+_MOVES |= {"combine", "pack", "roll", "scatter", "select_backward", "select_scatter", "slice_backward", "slice_scatter"}
+_MOVES |= {"stack", "to", "unsort"}
 _MOVES |= _LOOKUPS | _FROM_NOTHING | _SHAPE_ONLY
 
 

@@ -234,9 +234,10 @@ class BlockProblem:
                 positions.append(position)
         cost = node_cost(node, self.decided.values.sizes)
         unwanted = [_UNWANTED_S * self.role.avoids(call.target, rule) for rule in rules]
+        costs_s = [self.prices.operator_s(call, cost, r) + more for r, more in zip(rules, unwanted, strict=True)]
         choices = [
-            Choice(rule.inputs, tuple(rule.outputs[p] for p in positions), self.prices.operator_s(call, cost, rule) + more)
-            for rule, more in zip(rules, unwanted, strict=True)
+            Choice(rule.inputs, tuple(rule.outputs[p] for p in positions), cost_s)
+            for rule, cost_s in zip(rules, costs_s, strict=True)
         ]
         self._item(node, node.name, [s.index for s in sources], outs, choices, list(rules))
 

@@ -11,8 +11,10 @@ from passes.sharding.rules import OpRule, register_rule
 
 
 def _same(call: OpCall, taken: Iterable[int], op: str | None) -> list[OpRule]:
-    """Placements that pass through unchanged: shards of dims that are not ``taken``, rows that were exchanged (each rank
-    has room for all of them), and terms of the same linear reduction.
+    """Placements that pass through unchanged.
+
+    Shards of dims that are not ``taken``, rows that were exchanged (each rank has room for all of them), and terms of
+    the same linear reduction.
     """
     dims = set(range(len(call.output.shape)))
     placements: list[Placement] = [*map(Shard, sorted(dims - set(taken))), *map(Exchanged, sorted(dims & set(taken)))]

@@ -309,9 +309,13 @@ def _schema(call: OpCall, offer: Placement, mesh: DeviceMesh, degree: int) -> Op
 
 
 def _to_torch(placement: Placement) -> Any:
+    if isinstance(placement, Shard):
+        return compat.Shard(placement.dim)
+    if isinstance(placement, Partial):
+        return compat.Partial(placement.op)
     if isinstance(placement, Replicate):
         return compat.Replicate()
-    return compat.Shard(placement.dim) if isinstance(placement, Shard) else compat.Partial(placement.op)
+    raise TypeError(f"DTensor knows no placement {placement}")
 
 
 def _read_answer(answer: Any, call: OpCall) -> list[OpRule]:

@@ -15,6 +15,7 @@ from cost_models.node_cost import node_cost
 from cost_models.ops import is_matmul
 from galvatron_fx.ir.graph.metadata import has_meta
 from galvatron_fx.ir.plan.schedule import make_schedule
+from galvatron_fx.ir.plan.strategy import Strategy
 from passes.analysis.blocks import num_blocks
 from passes.lowering.lower_step import Lower
 from tests.helpers import assert_exact, captured, cluster_for, one_device, simulate, simulate_stages, uniform
@@ -55,7 +56,11 @@ def case(family: str) -> tuple[nn.Module, dict[str, torch.Tensor], fx.GraphModul
     return model, inputs, captured(model, inputs), one_device(model, inputs)
 
 
-PLANS = [(("data", "zero"), False), (("sequence",), True), (("zero", "tensor"), False), (("tensor_sequence",), True)]
+PLANS = [
+    (("data", "zero"), False), (("sequence",), True), (("zero", "tensor"), False), (("tensor_sequence",), True),
+    (("expert",), True), (("zero", "expert"), False), (("expert", "tensor"), False), (("data", "expert"), True),
+    (("tensor_sequence", "expert"), False),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("roles, recompute", PLANS, ids=str)
@@ -71,8 +76,18 @@ def test_stages_and_microbatches_are_exact(family: str) -> None:
     """Not of a router in float32, whose products round otherwise for fewer tokens."""
     model, inputs, graph, expected = case(family)
     schedule = make_schedule("1f1b", 2, 2, 2)
-    strategies, first = uniform(graph, "pipeline", "data"), (0, num_blocks(graph) // 2)
-    assert_exact(simulate_stages(graph, model, inputs, (2, 2), strategies, first, schedule), expected)
+    for role in ("data", "expert"):
+        strategies, first = uniform(graph, "pipeline", role), (0, num_blocks(graph) // 2)
+        assert_exact(simulate_stages(graph, model, inputs, (2, 2), strategies, first, schedule), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_neighbours_are_unlike(family: str) -> None:
+    """Experts exchanged in some blocks only, over one axis or both: experts are gathered or cut between them."""
+    model, inputs, graph, expected = case(family)
+    roles = [("expert", "zero"), ("data", "expert"), ("tensor", "expert"), ("expert", "expert"), ("zero", "sequence")]
+    strategies = [Strategy(roles[i % len(roles)], recompute=i % 2 == 1) for i in range(num_blocks(graph))]
+    assert_exact(simulate(graph, model, inputs, (2, 2), strategies, {}), expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -87,7 +102,7 @@ def test_no_work_is_done_twice(family: str) -> None:
         return float(sum(node_cost(node).flops for node in calls if is_matmul(node.target)))
 
     whole = flops("data", 1)
-    for role in ("data", "zero", "tensor_sequence"):
+    for role in ("data", "zero", "tensor_sequence", "expert"):
         assert 2 * flops(role, 2) == pytest.approx(whole, rel=0.02), role
 
 

@@ -62,8 +62,8 @@ class Partial:
 class Exchanged:
     """Rows along ``dim`` that came from all ranks to the one that holds their experts, in the order of these.
 
-    Each rank has room for all of them, as all may come to it; the rows behind its experts' ends are of no token. Nothing
-    but ``dispatch`` and ``combine`` (:mod:`galvatron_fx.ir.kernels.experts`) moves them.
+    Each rank has room for all of them, as all may come to it; the rows behind its experts' ends are of no token.
+    Nothing but ``dispatch`` and ``combine`` (:mod:`galvatron_fx.ir.kernels.experts`) moves them.
     """
 
     dim: int

@@ -79,7 +79,8 @@ class Operators:
 class Redistribution:
     """A redistribution that role ``role`` makes.
 
-    ``kind`` of collective, or "exchange": an all-to-all of as much from every rank; ``slot``: what it counts to ("far": to a step whose stages reduce gradients apart);
+    ``kind`` of collective, or "exchange": an all-to-all of as much from every rank; ``slot``: what it counts to
+    ("far": to a step whose stages reduce gradients apart);
     ``rebuilt``: recomputation makes it again.
     """
 

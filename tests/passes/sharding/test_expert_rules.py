@@ -9,17 +9,20 @@ import torch
 import transformers.integrations.moe  # noqa: F401  (registers operators)
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.testing import FileCheck
 
 from galvatron_fx.errors import ShardingError
-from galvatron_fx.ir.graph.metadata import TensorSpec
+from galvatron_fx.ir.graph.collectives import all_to_all
+from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
 from galvatron_fx.ir.graph.op_call import op_call
 from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, ROUTED_ENDS, Shard, through_view, to_dtensor
 from galvatron_fx.ir.kernels.experts import combine, dispatch, route
+from passes.lowering.lower_step import Lower
 from passes.sharding.insert_collectives import AxisSharding, InsertCollectives
 from passes.sharding.prices import Prices
 from passes.sharding.rules import op_rules
 from tests.graphs import Builder
-from tests.helpers import DEVICE, assert_exact, axes, captured, one_device, simulate, uniform
+from tests.helpers import DEVICE, assert_exact, axes, captured, cluster_for, one_device, simulate, uniform
 
 EXPERTS, COPIES = 4, 2
 ROWS = Shard(0, routed=True)
@@ -28,18 +31,18 @@ ROWS = Shard(0, routed=True)
 class Mixture(nn.Module):
     """Experts by the operators themselves; ``body``: what they do between two products of theirs."""
 
-    def __init__(self, body: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, body: Callable[[Tensor], Tensor], experts: int = EXPERTS) -> None:
         super().__init__()
         torch.manual_seed(2)
-        self.router = nn.Linear(8, EXPERTS).double()
-        self.up = nn.Parameter(torch.randn(EXPERTS, 8, 8, dtype=torch.float64))
-        self.down = nn.Parameter(torch.randn(EXPERTS, 8, 8, dtype=torch.float64))
+        self.router = nn.Linear(8, experts).double()
+        self.up = nn.Parameter(torch.randn(experts, 8, 8, dtype=torch.float64))
+        self.down = nn.Parameter(torch.randn(experts, 8, 8, dtype=torch.float64))
         self.body = body
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)
         weights, chosen = self.router(tokens).softmax(-1).topk(COPIES)
-        place, order, ends = route(chosen.reshape(-1), EXPERTS)
+        place, order, ends = route(chosen.reshape(-1), len(self.up))
         rows = product(dispatch(tokens, place, order, COPIES), self.up, ends)
         rows = product(self.body(rows), self.down, ends)
         rows = rows * dispatch(weights.reshape(-1), place, order, 1).unsqueeze(-1)
@@ -61,7 +64,14 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("roles", [("data",), ("zero",), ("sequence",), ("tensor",), ("data", "sequence")], ids=str)
+ROLES = [
+    ("data",), ("zero",), ("sequence",), ("tensor",), ("data", "sequence"), ("expert",), ("expert", "data"),
+    ("expert", "tensor"), ("sequence", "expert"), ("tensor_sequence", "expert"),
+]  # fmt: skip
+EXCHANGING = ("exchanging_route", "exchanging_dispatch", "exchanging_combine")
+
+
+@pytest.mark.parametrize("roles", ROLES, ids=str)
 @pytest.mark.parametrize("body", BODIES)
 def test_experts_are_exact_whatever_they_do(body: str, roles: tuple[str, ...]) -> None:
     x = torch.randn(4, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -82,8 +92,41 @@ def test_all_tokens_to_one_expert_and_ranks_without_order(crowded: bool) -> None
         model.router.weight.zero_()
         model.router.bias.copy_(torch.tensor([0.0, 50.0, 40.0, 0.0]) if crowded else torch.zeros(EXPERTS))
     graph, expected = captured(model, (x,)), one_device(model, (x,))
-    for roles in (("data", "zero"), ("sequence", "data")):
+    for roles in (("data", "zero"), ("sequence", "data"), ("expert", "data"), ("zero", "expert"), ("expert", "expert")):
         assert_exact(simulate(graph, model, (x,), (2, 2), uniform(graph, *roles), {}), expected)
+
+
+@pytest.mark.parametrize(
+    "experts, batch, degree, exchanged",
+    [(4, 4, 2, True), (3, 4, 2, False), (6, 6, 3, True), (4, 3, 2, True), (6, 4, 3, False)],
+)
+def test_rows_are_exchanged_where_experts_and_tokens_are_split(
+    experts: int, batch: int, degree: int, exchanged: bool
+) -> None:
+    """Else each rank has all of the experts, for its own tokens or for all of them."""
+    x = torch.randn(batch, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    model = Mixture(F.silu, experts)
+    graph = captured(model, (x,))
+    strategies = uniform(graph, "expert")
+    local = Lower(strategies, cluster_for((degree,), strategies), {}).run(graph).joint
+    assert (all_to_all in {node.target for node in local.graph.nodes}) == exchanged
+    weights = [n for n in local.graph.nodes if n.op == "placeholder" and meta_of(n).spec.shape[1:] == (8, 8)]
+    assert {meta_of(n).spec.shape[0] for n in weights} == {experts // degree if exchanged else experts}
+    assert_exact(simulate(graph, model, (x,), (degree,), strategies, {}), one_device(model, (x,)))
+
+
+def test_the_exchange_is_printed() -> None:
+    """Counts first; then rows to their experts and back, and in backward the same way round."""
+    model, x = Mixture(F.silu), torch.zeros(4, 4, 8, dtype=torch.float64)
+    graph = captured(model, (x,))
+    strategies = uniform(graph, "expert")
+    local = Lower(strategies, cluster_for((2,), strategies), {}).run(graph).joint
+    check = FileCheck().check("place_by_rank").check("all_to_all").check("received_order")
+    forward = ("pack", "all_to_all", "index_select", "grouped_mm_fallback", "unsort", "all_to_all", "combine")
+    backward = ("pack", "all_to_all", "index_select", "unsort", "all_to_all", "combine", "grouped_mm_fallback_backward")
+    for name in forward + backward:
+        check = check.check(name)
+    check.run(str(local.graph))
 
 
 def test_operators_are_transposes_of_each_other() -> None:
