@@ -37,6 +37,7 @@ COLOURS: Mapping[str, tuple[str, str]] = {
     "tensor": ("#b7600b", "#a95a0d"),
     "tensor_sequence": ("#c53030", "#b83232"),
     "sequence": ("#6b46c1", "#6b4fbb"),
+    "expert": ("#2c7a7b", "#297273"),
     "pipeline": ("#4a5568", "#566377"),
     # Causes of time.
     COMPUTE: ("#2b6cb0", "#3d7fc4"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from torch import fx
@@ -14,8 +15,9 @@ from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.graph.pass_pipeline import PassControl
 from galvatron_fx.ir.graph.placement import Placement
 from galvatron_fx.ir.graph.precision import policy_of
+from galvatron_fx.ir.kernels.experts import route
 from galvatron_fx.ir.plan.plan import Plan
-from galvatron_fx.ir.plan.strategy import Strategy, batch_ranks
+from galvatron_fx.ir.plan.strategy import EXPERT, Strategy, batch_ranks
 from passes.analysis.blocks import fingerprints, graph_fingerprint, num_blocks
 from passes.lowering.lower_stages import LoweredStages, LowerStages
 from passes.lowering.lower_step import Lower, Lowered
@@ -27,6 +29,7 @@ __all__ = [
     "lower",
     "strategies_on",
     "warn_uneven_batch",
+    "warn_without_experts",
     "warn_without_sequence",
 ]
 
@@ -52,6 +55,24 @@ def warn_without_sequence(plan: Plan, graph: fx.GraphModule) -> None:
                 f"inputs of [batch, sequence]. Let positions follow the inputs' length, or give other roles",
                 stacklevel=3,
             )
+
+
+def warn_without_experts(plan: Plan, graph: fx.GraphModule) -> None:
+    """Tell of a role ``expert`` in a plan that somebody gave that finds no experts, or too odd a number of them."""
+    counts = sorted({int(node.args[1]) for node in graph.graph.nodes if node.target is route})
+    for strategy in dict.fromkeys(block.strategy for block in plan.blocks):
+        ranks = prod(size for role, size in zip(strategy.roles, plan.axis_sizes, strict=True) if role == EXPERT)
+        odd = [count for count in counts if count % ranks]
+        if EXPERT in strategy.roles and (odd or not counts):
+            found = (
+                f"its {odd[0]} experts over {ranks} ranks do not divide" if odd else "it has none that tokens choose"
+            )
+            warnings.warn(
+                f"role 'expert' ({strategy}) splits no experts in this model, so it is as 'data': {found}. Give the "
+                f"axis another role, or a size that divides the experts",
+                stacklevel=3,
+            )
+            return
 
 
 def warn_uneven_batch(plan: Plan, graph: fx.GraphModule) -> None:

@@ -16,6 +16,7 @@ import galvatron_fx
 from galvatron_fx import Cluster, Plan, Strategy
 from galvatron_fx.errors import BudgetError, CaptureError, InputError, PlanError
 from tests.models import zoo
+from tests.models.test_experts import mixture
 from tests.models.test_odd_sizes import Convolutions, Regression
 
 CLUSTER = Cluster.preset("2xA100-80GB")
@@ -89,6 +90,18 @@ def test_roles_without_a_sequence_are_told(role: str, told: str, caplog: pytest.
     with pytest.warns(UserWarning, match=f"role '{role}' splits no sequence.*{told}.*or give other roles"):
         galvatron_fx.explain(FixedPositions(), CLUSTER, inputs, plan=Plan.uniform((2,), (role,)))
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_a_role_without_experts_is_told() -> None:
+    inputs = {"x": torch.randn(4, 6), "y": torch.randn(4, 3)}
+    with pytest.warns(UserWarning, match="role 'expert' .* splits no experts .* it has none that tokens choose. Give"):
+        galvatron_fx.explain(Regression(), CLUSTER, inputs, plan=Plan.uniform((2,), ("expert",)))
+
+
+def test_experts_that_ranks_do_not_divide_are_told() -> None:
+    plan = Plan.uniform((2, 2), ("expert", "expert"))
+    with pytest.warns(UserWarning, match="its 6 experts over 4 ranks do not divide. Give the axis another role"):
+        galvatron_fx.explain(mixture("qwen3"), Cluster.preset("4xA100-80GB"), zoo.tokens(), plan=plan)
 
 
 def test_a_batch_that_ranks_do_not_divide_is_told_of() -> None:

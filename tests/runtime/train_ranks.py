@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from galvatron_fx.ir.cluster.overlap import Overlap
 from galvatron_fx.ir.plan.pipelining import Pipelining
 from passes.analysis.blocks import num_blocks
 from tests.models import zoo
+from tests.models.test_experts import mixture
 from tests.models.test_odd_sizes import Convolutions, untidy
 from tests.runtime.launch import Check, fork_checks
 
@@ -273,17 +275,31 @@ def state_dicts(mesh: DeviceMesh) -> None:
 
 
 def checkpoint_to_another_plan(mesh: DeviceMesh) -> None:
-    model, inputs = zoo.gpt2(layers=1)
-    first, plain = compiled_by(model, mesh, inputs, ("zero", "tensor")), copy.deepcopy(model)
+    _saved_and_loaded(mesh, lambda: zoo.gpt2(layers=1)[0], ("zero", "tensor"), ("tensor", "data"))
+
+
+def experts(mesh: DeviceMesh) -> None:
+    """Exchanged between two and four ranks, and held by others after loading."""
+    mixtral = partial(mixture, "mixtral")
+    train(compiled_by(mixtral(), mesh, zoo.tokens(), ("expert", "tensor")), mixtral(), zoo.tokens(), steps=2)
+    _saved_and_loaded(mesh, mixtral, ("expert", "expert"), ("zero", "expert"))
+
+
+def _saved_and_loaded(
+    mesh: DeviceMesh, build: Callable[[], nn.Module], roles: tuple[str, ...], other_roles: tuple[str, ...]
+) -> None:
+    """A step by one plan, and the next by another."""
+    inputs, folder = zoo.tokens(), FOLDER / "-".join(("checkpoint", *roles))
+    first, plain = compiled_by(build(), mesh, inputs, roles), build()
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (first, plain)]
     _step(first, plain, inputs, optimizers)
     saved = {"model": first.state_dict(), "optimizer": get_optimizer_state_dict(first, optimizers[0])}
-    dcp.save(saved, checkpoint_id=FOLDER / "checkpoint")
+    dcp.save(saved, checkpoint_id=folder)
 
-    second = compiled_by(zoo.gpt2(layers=1)[0], mesh, inputs, ("tensor", "data"))
+    second = compiled_by(build(), mesh, inputs, other_roles)
     optimizer = torch.optim.AdamW(second.parameters(), lr=1e-2)
     loaded = {"model": second.state_dict(), "optimizer": get_optimizer_state_dict(second, optimizer)}
-    dcp.load(loaded, checkpoint_id=FOLDER / "checkpoint")
+    dcp.load(loaded, checkpoint_id=folder)
     second.load_state_dict(loaded["model"])
     set_optimizer_state_dict(second, optimizer, loaded["optimizer"])
     same_parameters(second, plain, "after loading")
@@ -370,8 +386,8 @@ def rank_0_searches_for_all(mesh: DeviceMesh) -> None:
 CHECKS: tuple[Check, ...] = (
     uniform_plans, gathers_ahead, compiled_kernels, stages, stages_evaluate_and_train, later_batches_fail_together,
     loss_backward, unlike_neighbours, searched_plan, flat_mesh, gradients_accumulate, evaluation,
-    buffers_update, other_batch_shapes, state_dicts, checkpoint_to_another_plan, meta_device, lazy, plan_mismatch,
-    rank_0_searches_for_all,
+    buffers_update, other_batch_shapes, state_dicts, checkpoint_to_another_plan, experts, meta_device, lazy,
+    plan_mismatch, rank_0_searches_for_all,
 )  # fmt: skip
 
 
