@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -32,7 +33,10 @@ def node_cost(node: fx.Node, sizes: Sizes | None = None) -> OpCost:
 def shown_cost(node: fx.Node) -> OpCost:
     """Return the cost in a node's record, a formula where it is one, or what would be written there."""
     record = meta_of(node)
-    return record.cost if record.cost is not None else _call_numbers(op_call(node))
+    if record.cost is not None:
+        return record.cost
+    cost = _call_numbers(op_call(node))
+    return cost if record.filled == 1 else replace(cost, flops=cost.flops * record.filled)
 
 
 @lru_cache(maxsize=_MOST_KEPT)

@@ -52,9 +52,10 @@ class NodeTime:
 
     def _operator_s(self, node: fx.Node) -> float:
         call = op_call(node)
-        if call not in self._known:
-            self._known[call] = self._call_s(node, call)
-        return self._known[call]
+        key = (call, meta_of(node).filled)
+        if key not in self._known:
+            self._known[key] = self._call_s(node, call)
+        return self._known[key]
 
     def _call_s(self, node: fx.Node, call: OpCall) -> float:
         device = self.cluster.device

@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch import fx
 
+from cost_models.ops import is_matmul
 from galvatron_fx.ir.errors import ShardingError
 from galvatron_fx.ir.graph.collectives import all_gather, all_reduce, all_to_all, only_first, reduce_scatter, shard
 from galvatron_fx.ir.graph.local_program import record_program, record_step, renewed
@@ -161,6 +162,8 @@ class _Lowering:
         args, kwargs = map_inputs((local, node.kwargs), inputs)
         new = write_call(self.graph, lowered_target(node.target), args, kwargs, node.name)
         self._copy_facts(node, new, outputs, placements)
+        if rule.exchanges and is_matmul(node.target):  # type: ignore[arg-type]
+            set_meta(new, meta_of(new).having(filled=record.filled / degree))
         self._new[node] = new
 
     def _add_output(self, node: fx.Node) -> None:

@@ -112,7 +112,8 @@ class NodeMeta:
     ``again``: whether backward repeats here what forward did and did not keep; ``bundles``: names of the collectives
     that this one takes the place of; ``open``: whether the graph leaves this collective for another to wait for;
     ``placements``: of every output, one for each mesh column that is lowered; ``step``: what the node has to be, where
-    it is part of a program that several operators make up (:mod:`galvatron_fx.ir.graph.local_program`).
+    it is part of a program that several operators make up (:mod:`galvatron_fx.ir.graph.local_program`);
+    ``filled``: the share of its work that is due in the mean, where its rows may be of no token.
     """
 
     specs: tuple[TensorSpec | None, ...]
@@ -126,6 +127,7 @@ class NodeMeta:
     open: bool = False
     placements: Placements = ()
     step: Step | None = None
+    filled: float = 1.0
 
     @property
     def spec(self) -> TensorSpec:
