@@ -36,7 +36,7 @@ def shown_cost(node: fx.Node) -> OpCost:
     if record.cost is not None:
         return record.cost
     cost = _call_numbers(op_call(node))
-    return cost if record.filled == 1 else replace(cost, flops=cost.flops * record.filled)
+    return cost if record.filled == 1 else replace(cost, flops=round(cost.flops * record.filled))
 
 
 @lru_cache(maxsize=_MOST_KEPT)
