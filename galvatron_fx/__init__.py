@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from galvatron_fx.profiling import measure_cluster
     from galvatron_fx.runtime.batch_rows import own_rows
     from galvatron_fx.runtime.module import DistributedGraphModule
-    from galvatron_fx.weights import load_weights, save_weights
+    from galvatron_fx.weights import gather, load_weights, save_weights
 
 __all__ = [
     "Captured",
@@ -45,6 +45,7 @@ __all__ = [
     "compile",
     "errors",
     "explain",
+    "gather",
     "graph_cost",
     "load_weights",
     "measure_cluster",
@@ -68,6 +69,7 @@ _HOMES = {
     "check": "galvatron_fx.checking.check",
     "compile": "galvatron_fx.api",
     "explain": "galvatron_fx.explaining",
+    "gather": "galvatron_fx.weights",
     "graph_cost": "cost_models.graph_cost",
     "load_weights": "galvatron_fx.weights",
     "measure_cluster": "galvatron_fx.profiling",

@@ -35,13 +35,13 @@ def local_part(tensor: Tensor) -> Tensor:
 def write_whole(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Write new values, whole on every rank, into tensors all at once: one may be the old value of another."""
     held = {local_part(tensor).untyped_storage().data_ptr() for tensor, _ in pairs}
-    shares = [_share(tensor, value) for tensor, value in pairs]
+    shares = [share_of(tensor, value) for tensor, value in pairs]
     values = [share.clone() if share.untyped_storage().data_ptr() in held else share for share in shares]
     for (tensor, _), value in zip(pairs, values, strict=True):
         local_part(tensor).copy_(value)
 
 
-def _share(tensor: Tensor, whole: Tensor) -> Tensor:
+def share_of(tensor: Tensor, whole: Tensor) -> Tensor:
     """The part of ``whole`` that this rank holds of ``tensor``."""
     if not isinstance(tensor, DTensor):
         return whole

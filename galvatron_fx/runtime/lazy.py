@@ -10,6 +10,7 @@ from torch import nn
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.runtime.batch_rows import unmarked
 from galvatron_fx.runtime.module import DistributedGraphModule
+from galvatron_fx.runtime.original_attributes import with_container_methods
 from passes.frontend.capture.capture import FlatInputs
 
 
@@ -44,6 +45,7 @@ class LazyDistributedGraphModule(DistributedGraphModule):
         hooks = {name: table for name, table in self.__dict__.items() if "_hooks" in name}
         self.__dict__.clear()
         self.__dict__.update(compiled.__dict__ | hooks)
+        with_container_methods(self, self._tree.twin)
         if mode is not None:
             self.train(mode)
 

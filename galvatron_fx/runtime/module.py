@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn, Self, SupportsIndex
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -32,31 +32,28 @@ from galvatron_fx.runtime.detached import detached_output
 from galvatron_fx.runtime.dtensor_views import local_part, write_whole
 from galvatron_fx.runtime.gradients import accumulate
 from galvatron_fx.runtime.hooks import has_hooks, refuse_backward_hooks
-from galvatron_fx.runtime.late_changes import (
-    MemoryOfParameters,
-    refuse_assignment,
-    refuse_changed_output,
-    refuse_gradients,
-    refuse_part,
-)
+from galvatron_fx.runtime.late_changes import MemoryOfParameters, refuse_changed_output, refuse_gradients
+from galvatron_fx.runtime.like_original import LikeOriginal
 from galvatron_fx.runtime.local_updates import mark_for_local_updates
 from galvatron_fx.runtime.lost_ranks import StepWatch
 from galvatron_fx.runtime.modes import mark
-from galvatron_fx.runtime.module_tree import ModuleTree, module_at, refuse_conversion
+from galvatron_fx.runtime.module_tree import ModuleTree, module_at
 from galvatron_fx.runtime.one_at_a_time import OneAtATime, refuse_autocast, without_autocast
 from galvatron_fx.runtime.program import Call
 from galvatron_fx.runtime.same_batch import BatchComparison
 from galvatron_fx.runtime.same_copies import CopyComparison
-from galvatron_fx.runtime.stage_tensors import as_stage_tensor, mark_of_stage, of_one_stage
+from galvatron_fx.runtime.stage_tensors import mark_of_stage, of_one_stage
 from passes.frontend.capture.capture import FlatInputs
 
 
-class DistributedGraphModule(nn.Module):
+class DistributedGraphModule(LikeOriginal):
     """A model lowered to one rank of a mesh; trains exactly as the original on one device.
 
-    Parameters are DTensors under the original names, so optimizers, ``clip_grad_norm_``, schedulers, ``state_dict``
-    and ``torch.distributed.checkpoint`` work as with any module. Inputs are the global batch, the same on every rank,
-    this rank's rows of it, marked by :func:`galvatron_fx.own_rows`, or each rank's own batch (``batch="local"``).
+    It has the attributes, methods and class (to ``isinstance``) of the original, its modules with theirs, and its state
+    dict. Parameters are DTensors under the original names, so optimizers, ``clip_grad_norm_``, schedulers,
+    ``state_dict`` and ``torch.distributed.checkpoint`` work as with any module. Inputs are the global batch, the same
+    on every rank, this rank's rows of it, marked by :func:`galvatron_fx.own_rows`, or each rank's own batch
+    (``batch="local"``).
     Outputs come as the model returns them: scalars and whole tensors as tensors, sharded ones as DTensors
     (``.full_tensor()`` gathers them). Beside a loss, the others are detached: a gradient that arrives at one raises
     InputError.
@@ -69,7 +66,6 @@ class DistributedGraphModule(nn.Module):
     """
 
     plan: Plan
-    _main: AnyProgram | None = None
     _trained: AnyProgram | None = None
 
     def __init__(self, compiled: Compiled) -> None:
@@ -176,26 +172,6 @@ class DistributedGraphModule(nn.Module):
                 results = program.differentiable(call, *parameters)
         return self._outputs(program, results, program.undifferentiated)
 
-    @property
-    def training(self) -> bool:
-        """Whether the model trains or evaluates."""
-        tree: ModuleTree | None = self.__dict__.get("_tree")
-        return bool(tree.twin.training) if tree is not None else self.__dict__.get("_mode", True)
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        tree: ModuleTree | None = self.__dict__.get("_tree")
-        if tree is None:
-            self.__dict__["_mode"] = mode
-        else:
-            tree.twin.training = mode
-            tree.switched()
-
-    def train(self, mode: bool = True) -> Self:
-        """Train or evaluate from the next step on, as the original would."""
-        self._tree.train(self._tree.twin, mode)
-        return self
-
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their total norm is at most ``max_norm``; returns the norm before.
 
@@ -216,18 +192,6 @@ class DistributedGraphModule(nn.Module):
 
     # ---- reading ----
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return parameters and buffers by their original names; under a plan with stages, those of this rank's.
-
-        Torch's ``full_state_dict=True`` and ``torch.save`` of it raise InputError there.
-        """
-        state = super().state_dict(*args, **kwargs)
-        if self._stages is not None:
-            for name, value in state.items():
-                if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
-                    state[name] = as_stage_tensor(value)
-        return state
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A model with weights, flags and modes of its own, on the same mesh and of the same programs."""
         programs = self._compile_inputs, self._programs, self._main, self._trained, self._rows
@@ -244,12 +208,6 @@ class DistributedGraphModule(nn.Module):
             if new._stages is not None:
                 mark_of_stage(parameter)
         return new
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise InputError(
-            "a compiled model belongs to its process groups and cannot be pickled: save its weights with "
-            "galvatron_fx.save_weights or a Checkpointer, and compile again where they are loaded"
-        )
 
     def measured_schedule(self) -> ScheduleReport:
         """Return when the pipeline's ranks computed what in the last :meth:`forward_backward`; each of them calls it.
@@ -381,25 +339,6 @@ class DistributedGraphModule(nn.Module):
         table, leaf = self._places[original_name(port.name)]
         tensor: Tensor = table[leaf]
         return tensor
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        refuse_conversion(self, fn)
-        return self
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not name.startswith("_") and name != "training" and self.__dict__.get("_main") is not None:
-            refuse_assignment(self, self._tree.twin, name, value)
-        super().__setattr__(name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if name in self._parameters or name in self._buffers or name in self._modules:
-            refuse_part(name)
-        super().__delattr__(name)
-
-    def _refuse_part(self, name: str, *_: Any, **__: Any) -> NoReturn:
-        refuse_part(name)
-
-    register_parameter = register_buffer = add_module = register_module = _refuse_part
 
     def _values(self, flat: FlatInputs) -> Callable[[InputSpec], Any]:
         """What every input of the graph is on this rank in this step."""

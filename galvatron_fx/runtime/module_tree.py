@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.runtime.modes import Modes, Switches
+from galvatron_fx.runtime.original_attributes import AttributesRead, is_of_original, with_container_methods
 
 __all__ = ["ModuleTree", "ShownModule", "module_at", "refuse_conversion"]
 
@@ -25,6 +26,7 @@ class ModuleTree:
 
     def __init__(self, twin: nn.Module) -> None:
         self.twin = twin
+        self.attributes = AttributesRead()
         self._root: nn.Module | None = None
         self._shown: dict[nn.Module, ShownModule] = {}
         self._switches = Switches(twin)
@@ -32,13 +34,13 @@ class ModuleTree:
 
     def fill(self, root: nn.Module) -> None:
         """Put what shows the modules inside of the original into ``root``, which is to hold their parameters."""
-        self._root = root
+        self._root = with_container_methods(root, self.twin)
         for name, child in self.twin._modules.items():
             root._modules[name] = None if child is None else self._show(child, name)
 
     def _show(self, twin: nn.Module, path: str) -> ShownModule:
         if twin not in self._shown:
-            shown = self._shown[twin] = ShownModule(twin, path, self)
+            shown = self._shown[twin] = with_container_methods(ShownModule(twin, path, self), twin)
             for name, child in twin._modules.items():
                 shown._modules[name] = None if child is None else self._show(child, f"{path}.{name}")
         return self._shown[twin]
@@ -58,10 +60,11 @@ class ModuleTree:
 
     @property
     def modes(self) -> Modes:
-        """How the modules are switched."""
+        """How the modules are switched, and which attributes were changed in place."""
         if self._modes is None:
             self._modes = self._switches.modes
-        return self._modes
+        changed = self.attributes.changed()
+        return self._modes._replace(attributes=(*self._modes.attributes, *changed)) if changed else self._modes
 
     def train_parameters(self, trained: Mapping[str, bool]) -> None:
         """Say which parameters the twin trains, by name."""
@@ -111,27 +114,13 @@ class ShownModule(nn.Module):
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
-        except AttributeError as error:
-            if callable(getattr(type(self._twin), name, None)):
-                return self._refuse_call(name)
-            raise AttributeError(
-                f"'{self._path}' of a compiled model has no '{name}': it holds parameters and buffers alone, so ask "
-                f"the original, before compile"
-            ) from error
-
-    def _refuse_call(self, name: str) -> Callable[..., NoReturn]:
-        """What stands for a method of the original: people ask whether there is one, and call it."""
-
-        def refuse(*_: Any, **__: Any) -> NoReturn:
-            raise InputError(
-                f"'{self._path}' of a compiled model has no '{name}': it holds parameters and buffers alone, so call "
-                f"that of the original, before compile"
-            )
-
-        return refuse
+        except AttributeError:
+            if "_tree" not in self.__dict__:
+                raise
+        return self._tree.attributes.read(self, self._twin, self._path, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "training" or name.startswith("_"):
+        if name == "training" or (name.startswith("_") and not is_of_original(self._twin, name)):
             super().__setattr__(name, value)
             return
         held = self._parameters.keys() | self._buffers.keys()

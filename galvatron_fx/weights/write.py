@@ -4,46 +4,29 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from math import prod
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from galvatron_fx.checkpoint import model_state, plain
+from galvatron_fx.checkpoint import model_state
 from galvatron_fx.checkpoint.ranks import Ranks
 from galvatron_fx.checkpoint.steps import sync_directory
 from galvatron_fx.ir.errors import CheckpointError
 from galvatron_fx.ir.plan.arguments import check_arguments
 from galvatron_fx.ir.plan.units import parse_bytes
 from galvatron_fx.weights.folder import INDEX, SHARD, SINGLE
+from galvatron_fx.weights.whole import Whole, gathered, whole_tensors
 
 _CONFIG = "config.json"
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
-
-
-@dataclass(frozen=True)
-class _Whole:
-    """A tensor to write: its shape and dtype, and the ranks that hold it or a part of it."""
-
-    shape: list[int]
-    dtype: str
-    ranks: tuple[int, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        return prod(self.shape) * plain.DTYPES[self.dtype].itemsize
 
 
 def save_weights(
@@ -69,8 +52,7 @@ def save_weights(
     with Ranks.for_now() as ranks:
         held = model_state.tensors(model)
         copies = model_state.copies(model)
-        shapes = {name: model_state.shape_of(tensor) for name, tensor in held.items() if name not in copies}
-        table = _table(ranks.gather("list its tensors", lambda: shapes))
+        table = whole_tensors({name: tensor for name, tensor in held.items() if name not in copies}, ranks)
         files = _files(table, limit_bytes)
         written = ranks.decide("make the folder", lambda: _begin(place, like))
         with ThreadPoolExecutor(1) as pool:
@@ -79,22 +61,7 @@ def save_weights(
         ranks.decide("complete the folder", lambda: _complete(written, place, files, table, like))
 
 
-def _table(per_rank: Sequence[Mapping[str, tuple[list[int], str]]]) -> dict[str, _Whole]:
-    """All tensors, in an order that is the same under every plan: by name, numbers as numbers."""
-    holders: dict[str, list[int]] = {}
-    shapes: dict[str, tuple[list[int], str]] = {}
-    for rank, rank_shapes in enumerate(per_rank):
-        for name, shape in rank_shapes.items():
-            holders.setdefault(name, []).append(rank)
-            shapes[name] = shape
-    return {name: _Whole(*shapes[name], ranks=tuple(holders[name])) for name in sorted(shapes, key=_natural)}
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
-def _files(table: Mapping[str, _Whole], limit_bytes: int) -> dict[str, list[str]]:
+def _files(table: Mapping[str, Whole], limit_bytes: int) -> dict[str, list[str]]:
     """The names of the tensors in every file; one that is larger than the limit has a file of its own."""
     groups: list[list[str]] = [[]]
     filled_bytes = 0
@@ -123,7 +90,7 @@ def _begin(place: Path, like: str | PathLike[str] | None) -> Path:
 def _write_files(
     folder: Path,
     files: Mapping[str, Sequence[str]],
-    table: Mapping[str, _Whole],
+    table: Mapping[str, Whole],
     held: Mapping[str, Tensor],
     ranks: Ranks,
     pool: ThreadPoolExecutor,
@@ -134,32 +101,14 @@ def _write_files(
         writer = index % ranks.size
         if writer == ranks.rank and done:
             done[-1].exception()  # one file in memory at a time; an error is told at the end, to all
-        gathered = {}
+        tensors = {}
         for name in names:
-            whole = _gathered(table[name], held.get(name), writer, ranks)
+            whole = gathered(table[name], held.get(name), writer, ranks)
             if whole is not None:
-                gathered[name] = whole
+                tensors[name] = whole
         if writer == ranks.rank:
-            done.append(pool.submit(_write, folder / file, gathered))
+            done.append(pool.submit(_write, folder / file, tensors))
     return done
-
-
-def _gathered(whole: _Whole, tensor: Tensor | None, writer: int, ranks: Ranks) -> Tensor | None:
-    """The whole tensor on the rank ``writer``, on the CPU; None on the others."""
-    full = None
-    if ranks.rank in whole.ranks:
-        assert tensor is not None, "a rank holds what it said it does"
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    sender = writer if writer in whole.ranks else whole.ranks[0]
-    if ranks.rank == sender:
-        assert full is not None, "the sender holds the tensor"
-        full = full.detach().cpu().contiguous()
-        if sender != writer:
-            dist.send(full, writer, group=ranks.group)
-    elif ranks.rank == writer:
-        full = torch.empty(tuple(whole.shape), dtype=plain.DTYPES[whole.dtype])
-        dist.recv(full, sender, group=ranks.group)
-    return full if ranks.rank == writer else None
 
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -177,7 +126,7 @@ def _complete(
     written: Path,
     place: Path,
     files: Mapping[str, Sequence[str]],
-    table: Mapping[str, _Whole],
+    table: Mapping[str, Whole],
     like: str | PathLike[str] | None,
 ) -> None:
     """Write the index and the files to copy, and let the folder appear."""

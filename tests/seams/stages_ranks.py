@@ -346,6 +346,23 @@ def losses_and_flags(mesh: DeviceMesh) -> None:
             same(compiled.get_parameter(name), value, f"{name} after a step that is skipped under {role}")
 
 
+def whole_models(mesh: DeviceMesh) -> None:
+    """A plain state dict is loaded into shards and stages, and gathered again, on one rank or all."""
+    for role in ("pipeline", "mixed"):
+        compiled, _ = pair(mesh, role)
+        other = Layers().double()
+        with torch.no_grad():
+            for number, parameter in enumerate(other.parameters()):
+                parameter.fill_(0.1 * number).view(-1)[-1] = 1.0
+        compiled.load_state_dict(other.state_dict())
+        whole, elsewhere = galvatron_fx.gather(compiled), galvatron_fx.gather(compiled, rank=1)
+        assert whole is not None and (elsewhere is None) == (dist.get_rank() == 0)
+        for model in filter(None, (whole, elsewhere)):
+            for name, value in other.state_dict().items():
+                assert model.state_dict()[name].equal(value), f"{name} under {role}"
+        refused(lambda m=compiled: galvatron_fx.gather(m, rank=2), "give a number under 2")  # type: ignore[misc]
+
+
 CHECKS: dict[str, Check] = {
     check.__name__: check
     for check in (
@@ -361,6 +378,7 @@ CHECKS: dict[str, Check] = {
         clipping,
         whole_states,
         losses_and_flags,
+        whole_models,
     )
 }
 

@@ -120,7 +120,7 @@ def input_gradient(model: Any) -> None:
     (own_attribute, "'alpha' of a compiled model is assigned"),
     (new_parameter, "'extra' of a compiled model is added or deleted"),
     (deleted, "'up' of a compiled model is added or deleted"),
-    (reset, "'up' of a compiled model has no 'reset_parameters'.*before compile"),
+    (reset, r"up.reset_parameters\(\) of a compiled model would draw.*before compile"),
     (hooked, "forward hook of the compiled model returns another output.*call the model and backward"),
     (from_a_layer, "input x needs a gradient.*makes this input itself, or pass it detached"),
     (input_gradient, "input x needs a gradient"),

@@ -24,6 +24,7 @@ from torch.nn.modules import transformer as torch_transformer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
+    "ASKED_BY_TORCH_COMPILE",
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
@@ -43,6 +44,9 @@ __all__ = [
     "unit_of",
     "with_effects",
 ]
+
+# The attribute that torch.compile asks a module for, and nobody else: lazy modules have it.
+ASKED_BY_TORCH_COMPILE = "_initialize_hook"
 
 
 def new_fake_mode() -> FakeTensorMode:

@@ -1,0 +1,136 @@
+"""What a compiled model and the modules in it tell of the original: its attributes, and methods that run on them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable
+from functools import cache, cached_property
+from hashlib import sha256
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import nn
+
+from galvatron_fx.ir.errors import InputError
+from passes.frontend.capture.plain_inputs import contents_of, words_of
+
+__all__ = ["AttributesRead", "is_of_original", "with_container_methods"]
+
+M = TypeVar("M", bound=nn.Module)
+
+_ABSENT = object()
+_UNCHANGING = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size)
+_NEED_WHOLE_WEIGHTS = frozenset({"generate", "push_to_hub", "save_pretrained"})
+_DRAW_WEIGHTS = frozenset({"_init_weights", "init_weights", "initialize_weights", "reset_parameters"})
+_CONTAINER_METHODS = ("__contains__", "__getitem__", "__iter__", "__len__", "__reversed__")
+
+
+class AttributesRead:
+    """Hands out attributes of ``twin``, a copy of the original without weights, by name.
+
+    What is handed out may be changed in place (``model.config.use_cache = False``). The twin then has it changed, and a
+    program that was traced before does not: :meth:`changed` tells them apart.
+    """
+
+    def __init__(self) -> None:
+        self._at_first: dict[str, tuple[Any, Any]] = {}
+
+    def read(self, shown: nn.Module, twin: nn.Module, path: str, name: str) -> Any:
+        """Attribute ``name`` of ``twin``, which lies at ``path``; methods and properties see ``shown`` as their self.
+
+        Raises AttributeError for what is not there, and for what would not be followed from step to step.
+        """
+        in_class = _ABSENT if name.startswith("__") else inspect.getattr_static(type(twin), name, _ABSENT)
+        whole_name = f"{path}.{name}" if path else name
+        if name in twin.__dict__ and not isinstance(in_class, property):
+            return self._value(twin.__dict__[name], whole_name)
+        if in_class is _ABSENT:
+            raise AttributeError(f"a compiled model has no attribute '{whole_name}', as the original has none")
+        if name in _NEED_WHOLE_WEIGHTS | _DRAW_WEIGHTS:
+            return _refuse_call(name, whole_name)
+        bind: Callable[..., Any] | None = getattr(type(in_class), "__get__", None)
+        if bind is None:
+            return in_class
+        _refuse_clashes(shown, twin, whole_name)
+        return in_class.func(shown) if isinstance(in_class, cached_property) else bind(in_class, shown, type(twin))
+
+    def _value(self, value: Any, path: str) -> Any:
+        if not isinstance(value, _UNCHANGING) and path not in self._at_first:
+            try:
+                self._at_first[path] = value, contents_of(path, value)
+            except InputError as error:
+                raise AttributeError(
+                    f"'{path}' of a compiled model is a {type(value).__name__}, and changes of it would not be seen: "
+                    f"read it from the original"
+                ) from error
+        return value
+
+    def changed(self) -> tuple[tuple[str, str], ...]:
+        """The paths of what was changed since it was first read, and what it holds now, as text."""
+        return tuple(
+            (path, sha256(words_of(now).encode()).hexdigest()[:8])
+            for path, (value, before) in self._at_first.items()
+            if (now := contents_of(path, value)) != before
+        )
+
+
+def is_of_original(twin: nn.Module, name: str) -> bool:
+    """Whether ``name`` is an attribute that the original has beyond those of every module."""
+    return name not in _of_every_module() and hasattr(twin, name)
+
+
+@cache
+def _of_every_module() -> frozenset[str]:
+    return frozenset({*dir(nn.Module), *vars(nn.Module())})
+
+
+@cache
+def _names(kind: Hashable) -> frozenset[str]:
+    return frozenset(dir(kind))
+
+
+def _refuse_clashes(shown: nn.Module, twin: nn.Module, name: str) -> None:
+    """Raise AttributeError where code of the original would take an attribute of ``shown`` for its own."""
+    kinds: tuple[Any, Any] = type(shown), type(twin)
+    names = [_names(kind) | module.__dict__.keys() for kind, module in zip(kinds, (shown, twin), strict=True)]
+    clashes = sorted((names[0] & names[1]) - _of_every_module() - {*_CONTAINER_METHODS})
+    if clashes:
+        raise AttributeError(
+            f"'{name}' of the original cannot run on the compiled model, which has attributes of the same names as it: "
+            f"{', '.join(clashes)}. Rename them, or write it as a function"
+        )
+
+
+def _refuse_call(name: str, whole_name: str) -> Callable[..., NoReturn]:
+    """What stands for a method that cannot run on shards: people ask whether there is one, and call it."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        if name in _DRAW_WEIGHTS:
+            raise InputError(
+                f"{whole_name}() of a compiled model would draw other weights on each rank: call it before compile, "
+                f"or load weights by model.load_state_dict or galvatron_fx.load_weights"
+            )
+        raise InputError(
+            f"{whole_name}() reads whole weights, and each rank of a compiled model holds its shards: on all ranks "
+            f"call whole = galvatron_fx.gather(model), which gives the original with the weights of now, then "
+            f"whole.{name}(...); or galvatron_fx.save_weights(model, folder) and from_pretrained(folder)"
+        )
+
+    return refuse
+
+
+def with_container_methods(shown: M, twin: nn.Module) -> M:
+    """``shown`` with the methods by which containers (``nn.ModuleList``, ``nn.Sequential``) are indexed, where ``twin``
+    has them: Python looks those up in the class.
+    """
+    kind: Any = type(shown)
+    original: Any = type(twin)
+    names = tuple(name for name in _CONTAINER_METHODS if hasattr(original, name))
+    if names:
+        object.__dict__["__class__"].__set__(shown, _container(kind, original, names))
+    return shown
+
+
+@cache
+def _container(kind: Any, original: Hashable, names: tuple[str, ...]) -> type:
+    return type(kind.__name__, (kind,), {name: getattr(original, name) for name in names})
