@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, takewhile
+from itertools import takewhile
 from typing import Any
 
+from galvatron_fx.ir.periods import periodic_runs
 from galvatron_fx.ir.plan import text_table
 from galvatron_fx.ir.plan.plan import BlockPlan, Plan
-from galvatron_fx.ir.plan.plan_table import describe_keeps, describe_roles
+from galvatron_fx.ir.plan.plan_table import describe_keeps, describe_places, describe_roles
 from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 
 __all__ = ["PlanDiff", "compare"]
@@ -32,13 +33,13 @@ class _Pair:
     second: tuple[int, BlockPlan] | None
 
     def key(self) -> Any:
-        """What neighbouring pairs in one row have in common."""
+        """What pairs in one row have in common."""
         return [side and (side[1].strategy, side[1].fingerprint) for side in (self.first, self.second)]
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Neighbouring pairs that differ in the same way."""
+    """Pairs side by side, or in turns with others, that differ in the same way."""
 
     pairs: tuple[_Pair, ...]
 
@@ -125,8 +126,9 @@ def _totals(first: Plan, second: Plan) -> list[_Total]:
 
 
 def _runs(first: Plan, second: Plan) -> Iterator[_Run]:
-    for _, pairs in groupby(_pairs(first, second), key=_Pair.key):
-        yield _Run(tuple(pairs))
+    pairs = list(_pairs(first, second))
+    for run in periodic_runs([pair.key() for pair in pairs]):
+        yield from (_Run(tuple(pairs[place] for place in places)) for places in run.places())
 
 
 def _pairs(first: Plan, second: Plan) -> Iterator[_Pair]:
@@ -201,4 +203,5 @@ def _rows(run: _Run, first: Plan, second: Plan) -> Iterator[tuple[str, ...]]:
 def _positions(positions: list[int]) -> str:
     if len(positions) == 1:
         return str(positions[0])
-    return f"{positions[0]}-{positions[-1]} ({len(positions)}x)"
+    places = range(positions[0], positions[-1] + 1, positions[1] - positions[0])
+    return f"{describe_places(places)} ({len(places)}x)"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from statistics import fmean
 from typing import Any
 
-from galvatron_fx.ir.plan.plan_table import describe_keeps, describe_roles
+from galvatron_fx.ir.periods import periodic_runs
+from galvatron_fx.ir.plan.plan_table import describe_keeps, describe_places, describe_roles
 from galvatron_fx.ir.plan.prediction import MEMORY_KINDS
 from galvatron_fx.ir.plan.search_report_table import cause_name, cause_order
 from galvatron_fx.ir.plan.units import format_bytes, format_seconds
@@ -100,20 +100,20 @@ def memory_table(explained: Explained) -> Amounts:
     return Amounts(_headings(explained, shown), rows, "peak", [format_bytes(sum(use.values())) for use in held])
 
 
-def _runs(explained: Explained) -> list[tuple[Label, list[int]]]:
-    """Equal neighbours: what they have in common, and their numbers."""
-    runs = groupby(enumerate(explained.labels), lambda item: item[1])
-    return [(label, [index for index, _ in run]) for label, run in runs]
+def _runs(explained: Explained) -> list[tuple[Label, range]]:
+    """Equal blocks that are neighbours, or come in turns: what they have in common, and their numbers."""
+    runs = periodic_runs(explained.labels)
+    return [(explained.labels[places[0]], places) for run in runs for places in run.places()]
 
 
-def _block_row(explained: Explained, place: int, code: str, code_name: str, indices: Sequence[int]) -> dict[str, Any]:
+def _block_row(explained: Explained, place: int, code: str, code_name: str, indices: range) -> dict[str, Any]:
     blocks = [explained.plan.blocks[index] for index in indices]
     cuts = explained.plan.pipelining.cuts(len(explained.labels))
     stages = [sum(cut <= index for cut in cuts) - 1 for index in (indices[0], indices[-1])]
     time_s, memory_bytes = sum(block.time_s for block in blocks), sum(block.memory_bytes for block in blocks)
     return {
         "anchor": f"blocks-{place}",
-        "name": _span(indices[0], indices[-1]) + (f" ({len(indices)}×)" if len(indices) > 1 else ""),
+        "name": _places(indices) + (f" ({len(indices)}×)" if len(indices) > 1 else ""),
         "stages": _span(*stages),
         "roles": blocks[0].strategy.roles,
         "keeps": describe_keeps(blocks[0].strategy),
@@ -126,7 +126,7 @@ def _block_row(explained: Explained, place: int, code: str, code_name: str, indi
 
 def _where(explained: Explained, label: Label) -> str:
     """The blocks of a kind: "blocks 1–80, 82"."""
-    spans = [_span(indices[0], indices[-1]) for other, indices in _runs(explained) if other == label]
+    spans = [_places(indices) for other, indices in _runs(explained) if other == label]
     return f"block{'s' * (explained.labels.count(label) > 1)} {', '.join(spans)}"
 
 
@@ -134,6 +134,10 @@ def _strategy(explained: Explained, label: Label) -> str:
     index = explained.labels.index(label)
     strategy = explained.plan.blocks[index].strategy
     return f"{describe_roles(strategy, explained.plan.axis_sizes)}, keeps {describe_keeps(strategy)}"
+
+
+def _places(places: range) -> str:
+    return describe_places(places).replace("-", "–").replace(" .. ", " … ")
 
 
 def _span(first: int, last: int) -> str:

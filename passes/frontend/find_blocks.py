@@ -13,6 +13,7 @@ from torch import fx
 from galvatron_fx.ir.graph.metadata import meta_of, ports, set_meta
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
 from galvatron_fx.ir.kernels.experts import route
+from passes.frontend.expert_blocks import expert_spans, with_expert_cuts
 
 _LEAST_PERIOD = 6  # operators: shorter repeats are parts of a layer
 _LEAST_SHARE = 0.08  # of the forward operators: smaller repeats are parts of a layer (its equal projections)
@@ -28,8 +29,9 @@ class FindBlocks:
 
     A stack of equal layers shows as a repeat in the sequence of forward operators (names play no part), of layers of a
     few operators only where these are most of the model. Each repeat is cut where the fewest bytes of activations
-    cross. What lies before, between and after the stacks becomes blocks too,
-    split where a single activation crosses. Backward nodes join the block of the forward node they differentiate.
+    cross. Experts are blocks of their own, from the residual in front of the router on. What lies before, between and
+    after the stacks becomes blocks too, split where a single activation crosses. Backward nodes join the block of the
+    forward node they differentiate.
 
     Rewrite: facts with ``block=-1`` -> facts with ``block=0 .. n-1`` in forward order; the graph is unchanged.
     """
@@ -38,7 +40,13 @@ class FindBlocks:
         """Annotate ``graph`` in place and return it."""
         forward = [n for n in graph.graph.nodes if n.op == "call_function" and meta_of(n).phase == "forward"]
         inputs = {node for port, node in ports(graph) if port.kind == "input"}
-        cuts = _cuts(forward, inputs, _crossing_bytes(graph, forward))
+        crossing = _crossing_bytes(graph, forward)
+        spans = expert_spans(forward, crossing)
+        for first, end in spans:
+            crossing[first + 1 : end] = np.inf
+        cuts = _cuts(forward, inputs, crossing)
+        if spans:
+            cuts = with_expert_cuts(cuts, spans, len(forward), lambda start, end: _holds_weight(forward, start, end))
         blocks = np.searchsorted(np.array(cuts), np.arange(len(forward)), side="right") if cuts else [0] * len(forward)
         for node, block in zip(forward, blocks, strict=True):
             source = node.args[0] if is_getitem(node) else node
@@ -156,18 +164,20 @@ def _longest_repeat(labels: np.ndarray, least_period: int) -> tuple[int, int, in
 
 def _is_layers(forward: list[fx.Node], start: int, end: int, period: int) -> bool:
     """Whether a repeat is a stack of layers: each holds a weight, and the stack is a fair part of the model."""
-    return _holds_weight(forward, start, period) and end - start >= max(_LEAST_SHARE * len(forward), 4 * _LEAST_PERIOD)
+    return _holds_weight(forward, start, start + period) and end - start >= max(
+        _LEAST_SHARE * len(forward), 4 * _LEAST_PERIOD
+    )
 
 
 def _is_plain_stack(forward: list[fx.Node], start: int, end: int, period: int) -> bool:
     """Whether a repeat of few operators is a stack of layers: each holds a weight, and they are most of the model."""
     length = end - start
     is_most = length >= max(_LEAST_PLAIN_SHARE * len(forward), _LEAST_PLAIN_LAYERS * period)
-    return is_most and _holds_weight(forward, start, period)
+    return is_most and _holds_weight(forward, start, start + period)
 
 
-def _holds_weight(forward: list[fx.Node], start: int, period: int) -> bool:
-    sources = [source for node in forward[start : start + period] for source in input_nodes(node)]
+def _holds_weight(forward: list[fx.Node], start: int, end: int) -> bool:
+    sources = [source for node in forward[start:end] for source in input_nodes(node)]
     return any(source.op == "placeholder" and len(meta_of(source).spec.shape) >= 2 for source in sources)
 
 

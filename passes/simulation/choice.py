@@ -23,7 +23,7 @@ from passes.lowering.lower_step import Lower
 from passes.lowering.stages.split_microbatches import Microbatched
 from passes.simulation.drop_blocks import DropBlocks
 from passes.simulation.events import GraphEvents
-from passes.simulation.short_model import Label, ShortModel
+from passes.simulation.short_model import Labels, ShortModel
 from passes.simulation.stages import SimulateStages, StagesReport
 from passes.simulation.step import SimulateStep, StepReport
 
@@ -149,20 +149,20 @@ def _whole(
 ) -> Whole:
     """What ``measure`` would find on the whole model; ``ranks``: the stages of each."""
     base = measure(short)
-    longer = {label: measure(short.longer(label)) for label in short.labels}
+    longer = {labels: measure(short.longer(labels)) for labels in short.labels}
     return Whole(
-        _extrapolated(short, base.seconds, {label: result.seconds for label, result in longer.items()}),
-        _extrapolated(short, base.memory, {label: result.memory for label, result in longer.items()}, ranks),
+        _extrapolated(short, base.seconds, {labels: result.seconds for labels, result in longer.items()}),
+        _extrapolated(short, base.memory, {labels: result.memory for labels, result in longer.items()}, ranks),
         [_unrolled(short, stage, base, longer) for stage in range(len(short.whole))],
     )
 
 
 def _unrolled(
-    short: ShortModel, stage: int, base: Measured, longer: Mapping[Label, Measured]
+    short: ShortModel, stage: int, base: Measured, longer: Mapping[Labels, Measured]
 ) -> dict[str, Sequence[Event]]:
     """The events of every graph of a stage of the whole model."""
     return {
-        name: short.unrolled(stage, events, {label: result.events[stage][name] for label, result in longer.items()})
+        name: short.unrolled(stage, events, {labels: result.events[stage][name] for labels, result in longer.items()})
         for name, events in base.events[stage].items()
     }
 
@@ -170,7 +170,7 @@ def _unrolled(
 def _extrapolated(
     short: ShortModel,
     base: Sequence[Row],
-    longer: Mapping[Label, Sequence[Row]],
+    longer: Mapping[Labels, Sequence[Row]],
     rows: Sequence[Sequence[int]] | None = None,
 ) -> list[dict[Any, float]]:
     """The amounts of the whole model; see :meth:`ShortModel.extrapolate`."""

@@ -1,44 +1,59 @@
 """Simulate a plan on a model with fewer layers: equal blocks with equal strategies cost the same each.
 
 Lowering and simulating take as long as the graph is; what a plan costs follows from few of its blocks. In every stage
-a segment (blocks that are equal in structure and strategy) is cut to its first and last block, and stages that differ
-in the lengths of their segments only have one stand-in. The model is simulated so, and once more for
-each kind of segment with one block more: seconds and bytes grow evenly with every block. How much of them overlaps does
-not, so that is simulated for the whole model, on events that repeat those of the block more.
+a segment (a period of blocks that repeats in structure and strategy: one block, or attention and experts in turns) is
+cut to its first and last period, and stages that differ in the lengths of their segments only have one stand-in. The
+model is simulated so, and once more for each kind of segment with one period more: seconds and bytes grow evenly with
+every period. How much of them overlaps does not, so that is simulated for the whole model, on events that repeat those
+of the period more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 import numpy as np
 
 from cost_models.streams import Event
 from galvatron_fx.ir.arrays import Floats
+from galvatron_fx.ir.periods import periodic_runs
 from galvatron_fx.ir.plan.strategy import Boundary, Strategy, boundary
 from passes.simulation.events import BlockEvents, GraphEvents
 
-_KEPT = 2  # blocks of a segment: what is between two equal ones is like what is between all others
+_KEPT = 2  # periods of a segment: what is between two equal ones is like what is between all others
 
 Label = tuple[str, Strategy]
-"""What blocks of one segment have in common: fingerprint and strategy."""
+"""What equal blocks have in common: fingerprint and strategy."""
+
+Labels = tuple[Label, ...]
+"""Those of the blocks of a period."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive blocks of one stage with one label; ``kept`` of them stand for all."""
+    """Consecutive blocks of one stage: ``length`` periods with the same ``labels``, of which ``kept`` stand for all."""
 
-    label: Label
+    labels: Labels
     first: int
     length: int
     kept: int
 
     @property
+    def period(self) -> int:
+        """Blocks of a period."""
+        return len(self.labels)
+
+    @property
     def left_out(self) -> int:
-        """How many blocks the kept ones stand for beside themselves."""
+        """How many periods the kept ones stand for beside themselves."""
         return self.length - self.kept
+
+    @property
+    def kept_blocks(self) -> int:
+        """Blocks of the kept periods."""
+        return self.kept * self.period
 
 
 @dataclass(frozen=True)
@@ -62,30 +77,30 @@ class ShortModel:
 
     @property
     def keep(self) -> list[int]:
-        """The kept blocks: of each segment the first ones and the last, which hands gradients on to them."""
+        """The kept blocks: of each segment the first periods and the last, which hands gradients on to them."""
         return [block for stage in self.kept for segment in stage for block in _kept_blocks(segment)]
 
     @property
     def first_blocks(self) -> tuple[int, ...]:
         """The first block of every kept stage, as the short model numbers them."""
-        lengths = [sum(segment.kept for segment in stage) for stage in self.kept]
+        lengths = [sum(segment.kept_blocks for segment in stage) for stage in self.kept]
         return tuple(int(n) for n in np.cumsum([0, *lengths[:-1]]))
 
     @property
-    def labels(self) -> list[Label]:
+    def labels(self) -> list[Labels]:
         """Labels of segments that were cut, each once."""
-        return list(dict.fromkeys(s.label for stage in self.kept for s in stage if s.left_out))
+        return list(dict.fromkeys(s.labels for stage in self.kept for s in stage if s.left_out))
 
-    def longer(self, label: Label) -> ShortModel:
-        """One block more in each segment of ``label`` that was cut."""
+    def longer(self, labels: Labels) -> ShortModel:
+        """One period more in each segment of ``labels`` that was cut."""
         stages = tuple(
-            tuple(replace(s, kept=s.kept + 1) if s.label == label and s.left_out else s for s in stage)
+            tuple(replace(s, kept=s.kept + 1) if s.labels == labels and s.left_out else s for s in stage)
             for stage in self.kept
         )
         return replace(self, kept=stages)
 
     def extrapolate(
-        self, base: Floats, longer: Mapping[Label, Floats], rows: Sequence[Sequence[int]] | None = None
+        self, base: Floats, longer: Mapping[Labels, Floats], rows: Sequence[Sequence[int]] | None = None
     ) -> Floats:
         """``[row, amount]`` of the whole model, from those measured on this one and on each that is longer.
 
@@ -93,53 +108,82 @@ class ShortModel:
         """
         about = rows if rows is not None else [[stage] for stage in range(len(self.whole))]
         total = base.copy()
-        for label, measured in longer.items():
-            more = self.longer(label)
-            grown = [_blocks(b, label) - _blocks(a, label) for a, b in zip(self.kept, more.kept, strict=True)]
+        for labels, measured in longer.items():
+            more = self.longer(labels)
+            grown = [_periods(b, labels) - _periods(a, labels) for a, b in zip(self.kept, more.kept, strict=True)]
             added = np.array([sum(grown[self.stage_of[stage]] for stage in stages) for stages in about])
-            missing = np.array([sum(self._missing(stage, label) for stage in stages) for stages in about])
+            missing = np.array([sum(self._missing(stage, labels) for stage in stages) for stages in about])
             total += (measured - base) * (missing / np.maximum(added, 1))[:, None]
         return total
 
-    def unrolled(self, stage: int, base: GraphEvents, longer: Mapping[Label, GraphEvents]) -> list[Event]:
+    def unrolled(self, stage: int, base: GraphEvents, longer: Mapping[Labels, GraphEvents]) -> list[Event]:
         """The events of a graph of the whole model's ``stage``, from those of its stand-in on this model and on each
-        that is longer: between two neighbours of a segment that was cut come those of the block that is more there.
+        that is longer: between two periods of a segment that was cut come those of the period that is more there.
         """
-        between: dict[frozenset[int], tuple[int, dict[int, BlockEvents], int]] = {}
+        gaps = []
         for place, (whole, (first, kept)) in enumerate(zip(self.whole[stage], self._places(stage), strict=True)):
             if whole.left_out:
-                start = self.longer(kept.label)._places(stage)[place][0]
-                more = {block.block - start: block for block in longer[kept.label].blocks}
-                between[frozenset((first, first + 1))] = first, more, whole.left_out
+                start = self.longer(kept.labels)._places(stage)[place][0]
+                gaps.append(_Gap(first, start, kept.period, whole.left_out, longer[kept.labels].blocks))
         events: list[Event] = []
         for block, following in zip(base.blocks, [*base.blocks[1:], None], strict=True):
-            first, more, times = between.get(frozenset((block.block, following.block if following else -1)), (0, {}, 0))
-            one, middle = more.get(2 * (block.block - first)), more.get(1)
-            events += block.all if one is None else one.all
-            if one is not None and middle is not None:
-                events += [*middle.gathers, *one.ahead, *middle.rest] * (times - 1) + middle.all
+            gap = next((gap for gap in gaps if following and gap.is_between(block.block, following.block)), None)
+            events += block.all if gap is None else gap.filled(block)
+            gaps = [other for other in gaps if other is not gap]
         return events
 
     def _places(self, stage: int) -> list[tuple[int, Segment]]:
         """The segments of a stage's stand-in, each with its first block as the short model numbers them."""
         kept = self.kept[self.stage_of[stage]]
-        lengths = [segment.kept for segment in kept]
+        lengths = [segment.kept_blocks for segment in kept]
         start = self.first_blocks[self.stage_of[stage]]
         return [(start + sum(lengths[:place]), segment) for place, segment in enumerate(kept)]
 
-    def _missing(self, stage: int, label: Label) -> int:
-        """Blocks of ``label`` that the stand-in of a stage has fewer (or more) of."""
-        return _blocks(self.whole[stage], label, whole=True) - _blocks(self.kept[self.stage_of[stage]], label)
+    def _missing(self, stage: int, labels: Labels) -> int:
+        """Periods of ``labels`` that the stand-in of a stage has fewer (or more) of."""
+        return _periods(self.whole[stage], labels, whole=True) - _periods(self.kept[self.stage_of[stage]], labels)
+
+
+@dataclass(frozen=True)
+class _Gap:
+    """Where ``times`` periods are left out of a graph: between the first two of a segment.
+
+    ``first``: the segment's first block, ``start``: the same in a graph that has one period more, whose events are
+    ``longer``; ``period``: blocks of one.
+    """
+
+    first: int
+    start: int
+    period: int
+    times: int
+    longer: Sequence[BlockEvents]
+
+    def is_between(self, block: int, following: int) -> bool:
+        """Whether it lies between two blocks that follow each other, forward or backward."""
+        return {(block - self.first) // self.period, (following - self.first) // self.period} == {0, 1}
+
+    def filled(self, block: BlockEvents) -> list[Event]:
+        """The events of the last block in front of it, and of all that is left out.
+
+        The block is that of the longer graph. Each period but the last has in front of it what the block has.
+        """
+        place = block.block - self.first
+        place = place if place < self.period else place + self.period
+        one = next((each for each in self.longer if each.block - self.start == place), None)
+        middle = [each for each in self.longer if (each.block - self.start) // self.period == 1]
+        if one is None or not middle:
+            return (one or block).all
+        *inner, last = middle
+        repeated = [event for each in inner for event in each.all]
+        before_another = [*repeated, *last.gathers, *one.ahead, *last.rest]
+        return [*one.all, *before_another * (self.times - 1), *repeated, *last.all]
 
 
 def _segments(labels: Sequence[Label], first: int, end: int) -> tuple[Segment, ...]:
-    segments = []
-    start = first
-    for label, group in groupby(labels[first:end]):
-        length = len(list(group))
-        segments.append(Segment(label, start, length, min(length, _KEPT)))
-        start += length
-    return tuple(segments)
+    return tuple(
+        Segment(tuple(labels[first + run.first :][: run.period]), first + run.first, run.count, min(run.count, _KEPT))
+        for run in periodic_runs(labels[first:end])
+    )
 
 
 def _stand_ins(whole: Sequence[tuple[Segment, ...]]) -> tuple[list[int], tuple[int, ...]]:
@@ -149,40 +193,45 @@ def _stand_ins(whole: Sequence[tuple[Segment, ...]]) -> tuple[list[int], tuple[i
     are. Kept are the largest of each kind, and the first and last stage of each kind of block, between which all others
     of it lie.
     """
-    enters = [_boundary(whole[i - 1][-1]) if i else None for i in range(len(whole))]
-    leaves = [_boundary(whole[i + 1][0]) if i + 1 < len(whole) else None for i in range(len(whole))]
+    enters = [_last_boundary(whole[i - 1]) if i else None for i in range(len(whole))]
+    leaves = [_first_boundary(whole[i + 1]) if i + 1 < len(whole) else None for i in range(len(whole))]
     kinds = [(_shape(stage), enters[i], leaves[i]) for i, stage in enumerate(whole)]
     largest = {
         kind: max((i for i, k in enumerate(kinds) if k == kind), key=lambda i: _size(whole[i])) for kind in kinds
     }
     holders: dict[str, list[int]] = {}
     for i, stage in enumerate(whole):
-        for segment in stage:
-            holders.setdefault(segment.label[0], []).append(i)
+        for mark, _ in (label for segment in stage for label in segment.labels):
+            holders.setdefault(mark, []).append(i)
     chosen = sorted({*largest.values(), *(i for positions in holders.values() for i in (positions[0], positions[-1]))})
     between = list(pairwise(chosen))
-    if any(enters[b] != _boundary(whole[a][-1]) or leaves[a] != _boundary(whole[b][0]) for a, b in between):
+    if any(enters[b] != _last_boundary(whole[a]) or leaves[a] != _first_boundary(whole[b]) for a, b in between):
         chosen = list(range(len(whole)))  # a stage would follow one that it does not follow in the whole model
     return chosen, tuple(chosen.index(i if i in chosen else largest[kind]) for i, kind in enumerate(kinds))
 
 
-def _shape(stage: Sequence[Segment]) -> tuple[tuple[Label, int], ...]:
+def _shape(stage: Sequence[Segment]) -> tuple[tuple[Labels, int], ...]:
     """Labels and lengths of the segments; those that are cut are all the same."""
-    return tuple((segment.label, min(segment.length, _KEPT + 1)) for segment in stage)
+    return tuple((segment.labels, min(segment.length, _KEPT + 1)) for segment in stage)
 
 
-def _boundary(segment: Segment) -> Boundary:
-    return boundary(segment.label[1])
+def _first_boundary(stage: Sequence[Segment]) -> Boundary:
+    return boundary(stage[0].labels[0][1])
+
+
+def _last_boundary(stage: Sequence[Segment]) -> Boundary:
+    return boundary(stage[-1].labels[-1][1])
 
 
 def _kept_blocks(segment: Segment) -> list[int]:
-    first = range(segment.first, segment.first + segment.kept - 1)
-    return [*first, segment.first + segment.length - 1]
+    first, period = segment.first, segment.period
+    last = first + (segment.length - 1) * period
+    return [*range(first, first + (segment.kept - 1) * period), *range(last, last + period)]
 
 
 def _size(stage: Sequence[Segment]) -> int:
-    return sum(segment.length for segment in stage)
+    return sum(segment.length * segment.period for segment in stage)
 
 
-def _blocks(stage: Sequence[Segment], label: Label, whole: bool = False) -> int:
-    return sum(segment.length if whole else segment.kept for segment in stage if segment.label == label)
+def _periods(stage: Sequence[Segment], labels: Labels, whole: bool = False) -> int:
+    return sum(segment.length if whole else segment.kept for segment in stage if segment.labels == labels)

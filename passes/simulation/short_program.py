@@ -16,7 +16,7 @@ from passes.simulation.short_model import Label, Segment, ShortModel
 
 __all__ = ["KeptBlock", "Repeat", "ShortProgram"]
 
-_MORE = 2  # blocks of a run beside its first and its last
+_MORE = 2  # periods of a run beside its first and its last
 
 
 @dataclass(frozen=True)
@@ -32,19 +32,23 @@ class KeptBlock:
 
 @dataclass(frozen=True)
 class Repeat:
-    """Two neighbours by their numbers in the short model, between which ``times`` more like them stand in the whole."""
+    """Two neighbouring periods of so many blocks, by the numbers of their first in the short model, between which
+    ``times`` more like them stand in the whole.
+    """
 
     first: int
     second: int
     times: int
+    period: int = 1
 
 
 @dataclass(frozen=True)
 class ShortProgram:
     """The graphs of ``short`` as they are lowered.
 
-    Of every run of equal blocks the first, two from the middle and the last are kept. What is between two equal blocks
-    is like what is between all others, so from one in the middle to the next all happens that happens once a block.
+    Of every run of equal periods of blocks the first, two from the middle and the last are kept. What is between two
+    equal ones is like what is between all others, so from one in the middle to the next all happens that happens once a
+    period.
     """
 
     short: ShortModel
@@ -65,8 +69,8 @@ class ShortProgram:
         Raises what lowering raises.
         """
         short = ShortModel.of(block_fingerprints, strategies, first_blocks)
-        for label in short.labels * _MORE:
-            short = short.longer(label)
+        for labels in short.labels * _MORE:
+            short = short.longer(labels)
         kept = [strategies[block] for block in short.keep]
         few = DropBlocks(short.keep, block_fingerprints).run(graph)
         if num_microbatches is None:
@@ -95,19 +99,23 @@ class ShortProgram:
         repeats, first = [], 0
         for segment in self.short.kept[0]:
             if segment.left_out:
-                repeats.append(Repeat(first + segment.kept - 3, first + segment.kept - 2, segment.left_out))
-            first += segment.kept
+                second = first + (segment.kept - 2) * segment.period
+                repeats.append(Repeat(second - segment.period, second, segment.left_out, segment.period))
+            first += segment.kept_blocks
         return repeats
 
 
 def _kept(segment: Segment, lengths: Sequence[int]) -> list[KeptBlock]:
-    """The kept blocks of a segment that is so long in the stages that it stands for; those left out are before the
+    """The kept blocks of a segment of so many periods in the stages that it stands for; those left out are before the
     last but one.
     """
     counts = [len(lengths)] * segment.kept
-    indices = [segment.first + place for place in range(segment.kept)]
+    turns = [*range(segment.kept - 1), segment.length - 1]
     if segment.kept > 2:
         counts[-2] += sum(lengths) - segment.kept * len(lengths)
-        indices[-2] += segment.left_out
-    indices[-1] = segment.first + segment.length - 1
-    return [KeptBlock(index, segment.label, count) for index, count in zip(indices, counts, strict=True)]
+        turns[-2] += segment.left_out
+    return [
+        KeptBlock(segment.first + turn * segment.period + place, label, count)
+        for turn, count in zip(turns, counts, strict=True)
+        for place, label in enumerate(segment.labels)
+    ]

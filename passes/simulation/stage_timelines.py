@@ -87,7 +87,7 @@ class StageTimelines:
         short = ShortModel.of(self.block_fingerprints, strategies, first_blocks)
         base = measure(short)
         ranks = [staging.schedule.stages_of(rank) for rank in range(staging.schedule.num_ranks)]
-        table = short.extrapolate(base, {label: measure(short.longer(label)) for label in short.labels}, ranks)
+        table = short.extrapolate(base, {labels: measure(short.longer(labels)) for labels in short.labels}, ranks)
         return tuple(
             _timeline(rank, rank_actions, row, step)
             for rank, (rank_actions, row) in enumerate(zip(actions, table, strict=True))

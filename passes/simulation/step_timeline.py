@@ -55,8 +55,8 @@ class OperatorSpan(NamedTuple):
 class StepTimeline:
     """A step of a plan with one stage: every operator of the whole model in order, and the memory beside it.
 
-    Blocks in the middle of a run of equal ones repeat what the one that stands for them does, later and on top of
-    what those before have left.
+    Blocks in the middle of a run of equal periods repeat what those that stand for them do, later and on top of what
+    those before have left.
     """
 
     spans: tuple[OperatorSpan, ...]
@@ -202,7 +202,7 @@ def _unrolled(blocks: Sequence[int], repeats: Sequence[Repeat], values: Floats) 
     done = 0
     for first, end, repeat in sorted(sweep for each in repeats for sweep in _sweeps(blocks, each)):
         yield from ((index, 0, values[index] + late) for index in range(done, first))
-        ahead = 1 if blocks[first] == repeat.first else -1
+        ahead = repeat.period if blocks[first] < repeat.second else -repeat.period
         for turn in range(repeat.times + 1):
             yield from ((index, ahead * turn, values[index] + late) for index in range(first, end))
             if turn < repeat.times:
@@ -212,15 +212,15 @@ def _unrolled(blocks: Sequence[int], repeats: Sequence[Repeat], values: Floats) 
 
 
 def _sweeps(blocks: Sequence[int], repeat: Repeat) -> Iterator[tuple[int, int, Repeat]]:
-    """Where the two blocks follow one another: from a node of the one to before its twin in the other.
+    """Where the two periods follow one another: from a node of the one to before its twin in the other.
 
     Forward goes from the first to the second, backward back, and what is done with the gradients at the end of it may
     go either way. A new sweep begins at a node that comes after the twin of the one before it.
     """
-    places: dict[int, list[int]] = {repeat.first: [], repeat.second: []}
+    places: dict[int, list[int]] = {0: [], 1: []}
     for index, block in enumerate(blocks):
-        if block in places:
-            places[block].append(index)
+        if (turn := (block - repeat.first) // repeat.period) in places:
+            places[turn].append(index)
     twins = [(min(pair), max(pair)) for pair in zip(*places.values(), strict=False)]
     for before, (here, there) in zip([(-1, -1), *twins], twins, strict=False):
         if here > before[1]:

@@ -13,10 +13,11 @@ from torch import fx, nn
 
 from cost_models.node_cost import node_cost
 from cost_models.ops import is_matmul
-from galvatron_fx.ir.graph.metadata import has_meta
+from galvatron_fx.ir.graph.metadata import has_meta, meta_of
+from galvatron_fx.ir.kernels.experts import route
 from galvatron_fx.ir.plan.schedule import make_schedule
 from galvatron_fx.ir.plan.strategy import Strategy
-from passes.analysis.blocks import num_blocks
+from passes.analysis.blocks import fingerprints, num_blocks
 from passes.lowering.lower_step import Lower
 from tests.helpers import assert_exact, captured, cluster_for, one_device, simulate, simulate_stages, uniform
 from tests.models import zoo
@@ -88,6 +89,56 @@ def test_neighbours_are_unlike(family: str) -> None:
     roles = [("expert", "zero"), ("data", "expert"), ("tensor", "expert"), ("expert", "expert"), ("zero", "sequence")]
     strategies = [Strategy(roles[i % len(roles)], recompute=i % 2 == 1) for i in range(num_blocks(graph))]
     assert_exact(simulate(graph, model, inputs, (2, 2), strategies, {}), expected)
+
+
+def expert_blocks(graph: fx.GraphModule) -> set[int]:
+    """The blocks that bring tokens to experts."""
+    return {meta_of(node).block for node in graph.graph.nodes if node.target is route}
+
+
+def folded(graph: fx.GraphModule, attention: Strategy, experts: Strategy) -> list[Strategy]:
+    """One strategy for the blocks of experts, another for all others."""
+    inside = expert_blocks(graph)
+    return [experts if block in inside else attention for block in range(num_blocks(graph))]
+
+
+FOLDED = [
+    (Strategy(("data", "tensor_sequence")), Strategy(("data", "expert"), recompute=True)),
+    (Strategy(("tensor_sequence", "tensor"), recompute=True), Strategy(("expert", "tensor"))),
+]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek"])
+@pytest.mark.parametrize("attention, experts", FOLDED, ids=["recomputed experts", "recomputed attention"])
+def test_folded_plans_are_exact(family: str, attention: Strategy, experts: Strategy) -> None:
+    """Attention and experts of one layer give the same axes unlike roles; one of both is computed again."""
+    model, inputs, graph, expected = case(family)
+    assert_exact(simulate(graph, model, inputs, (2, 2), folded(graph, attention, experts), {}), expected)
+
+
+def test_stages_are_cut_between_attention_and_experts() -> None:
+    model, inputs, graph, expected = case("mixtral")
+    strategies = folded(graph, Strategy(("pipeline", "tensor_sequence")), Strategy(("pipeline", "expert")))
+    first = (0, min(expert_blocks(graph)))
+    schedule = make_schedule("1f1b", 2, 2, 2)
+    assert_exact(simulate_stages(graph, model, inputs, (2, 2), strategies, first, schedule), expected)
+
+
+def test_attention_and_experts_are_blocks_of_their_own() -> None:
+    """Equal ones in turns, cut where only the residual crosses."""
+    for family in ("mixtral", "gpt_oss", "olmoe"):
+        graph = case(family)[2]
+        _, attention, experts, *rest, _ = fingerprints(graph)
+        assert rest == [attention, experts], family
+        assert expert_blocks(graph) == {2, 4}
+        across = {
+            node
+            for node in graph.graph.nodes
+            if node.op == "call_function"
+            and (meta_of(node).phase, meta_of(node).block) == ("forward", 1)
+            and any(meta_of(user).block == 2 and meta_of(user).phase == "forward" for user in node.users)
+        }
+        assert [str(node.target) for node in across] == ["aten.add.Tensor"], family
 
 
 @pytest.mark.parametrize("family", FAMILIES)

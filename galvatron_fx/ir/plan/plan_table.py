@@ -1,4 +1,4 @@
-"""A plan as a table of plain text, for people: equal neighbouring blocks share one row."""
+"""A plan as a table of plain text, for people: equal blocks that are neighbours, or come in turns, share one row."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING
 
+from galvatron_fx.ir.periods import periodic_runs
 from galvatron_fx.ir.plan import text_table
 from galvatron_fx.ir.plan.precision_policy import describe_policy
 from galvatron_fx.ir.plan.strategy import Strategy
@@ -15,7 +16,7 @@ from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from galvatron_fx.ir.plan.plan import BlockPlan, Plan
 
-__all__ = ["describe_keeps", "describe_roles", "plan_name", "render"]
+__all__ = ["describe_keeps", "describe_places", "describe_roles", "plan_name", "render"]
 
 _HEADINGS = ("blocks", "roles, outermost axis first", "keeps for backward", "time", "memory/rank")
 _UNPRICED = "-"
@@ -29,13 +30,13 @@ def render(plan: Plan) -> str:
     casts = plan.mixed_precision is not None and plan.mixed_precision.param_dtype is not None
     rows = [
         (
-            "all" if plan.is_wildcard else _label(first, blocks),
+            "all" if plan.is_wildcard else _label(places, blocks),
             describe_roles(blocks[0].strategy, plan.axis_sizes),
             describe_keeps(blocks[0].strategy, casts),
             _seconds(sum(block.time_s for block in blocks)),
             _bytes(sum(block.memory_bytes for block in blocks)),
         )
-        for first, blocks in _rows(plan)
+        for places, blocks in _rows(plan)
     ]
     lines = [
         _title(plan.axis_sizes),
@@ -85,17 +86,23 @@ def describe_keeps(strategy: Strategy, casts: bool = False) -> str:
     return f"{keeps}, gathered kept" if kept else f"{keeps}, gathered again{late}"
 
 
-def _rows(plan: Plan) -> list[tuple[int, list[BlockPlan]]]:
-    """Return the first index and the blocks of every run of blocks with equal fingerprint and strategy."""
-    runs = groupby(enumerate(plan.blocks), key=lambda item: (item[1].fingerprint, item[1].strategy))
-    rows = [list(run) for _, run in runs]
-    return [(row[0][0], [block for _, block in row]) for row in rows]
+def _rows(plan: Plan) -> list[tuple[range, list[BlockPlan]]]:
+    """Return where equal blocks stand, and these, of every run of periods with equal fingerprints and strategies."""
+    runs = periodic_runs([(block.fingerprint, block.strategy) for block in plan.blocks])
+    return [(places, [plan.blocks[i] for i in places]) for run in runs for places in run.places()]
 
 
-def _label(first: int, blocks: list[BlockPlan]) -> str:
+def _label(places: range, blocks: list[BlockPlan]) -> str:
     if len(blocks) == 1:
-        return f"{first} {blocks[0].name}"
-    return f"{first}-{first + len(blocks) - 1} ({len(blocks)}x)"
+        return f"{places[0]} {blocks[0].name}"
+    return f"{describe_places(places)} ({len(blocks)}x)"
+
+
+def describe_places(places: range) -> str:
+    """Return "4-7" for neighbours, "4, 6 .. 10" for every second."""
+    if len(places) == 1:
+        return str(places[0])
+    return f"{places[0]}-{places[-1]}" if places.step == 1 else f"{places[0]}, {places[1]} .. {places[-1]}"
 
 
 def _title(axis_sizes: tuple[int, ...]) -> str:

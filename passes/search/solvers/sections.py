@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 import numpy as np
 
 from cost_models.schedule_time import InFlight
 from galvatron_fx.ir.arrays import Bools, Floats, Ints
 from galvatron_fx.ir.errors import PlanError
+from galvatron_fx.ir.periods import periodic_runs
 from passes.search.cost_table.cost_table import CostTable, useful
 from passes.search.solvers.layer_dp import cheapest_layers, relaxed_s, solve_layers
 
@@ -89,12 +90,17 @@ class _Problem:
 
 
 def side_by_side(costs: CostTable, section: Section, picks: Sequence[int]) -> list[int]:
-    """The picks, like ones side by side: neighbours that are equal blocks with equal boundaries may change places."""
+    """The picks, like ones side by side: equal blocks with equal boundaries that are neighbours, or whose periods are,
+    may change places.
+    """
     gaps = np.cumsum([0, *(b != a + 1 for a, b in pairwise(section.blocks))]).tolist()
     kinds = costs.kind[list(picks)].tolist()
     same = zip(map(costs.like, section.blocks), section.waiting, gaps, kinds, strict=True)
-    runs = groupby(zip(same, picks, strict=True), lambda pair: pair[0])
-    return [int(pick) for _, run in runs for _, pick in sorted(run)]
+    ordered: list[int] = []
+    for run in periodic_runs(list(same)):
+        periods = [tuple(picks[first : first + run.period]) for first in range(run.first, run.end, run.period)]
+        ordered += [int(pick) for period in sorted(periods) for pick in period]
+    return ordered
 
 
 def best_picks(costs: CostTable, section: Section, budget: float) -> list[int] | None:

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import torch
 from torch import fx
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.cluster.overlap import Overlap, Skew
@@ -49,9 +56,23 @@ def graphs() -> dict[str, fx.GraphModule]:
         vocab_size=128,
         use_cache=False,
     )
+    mixtral = MixtralConfig(
+        num_hidden_layers=LAYERS // 2,
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_local_experts=4,
+        vocab_size=128,
+        use_cache=False,
+    )
     ids = torch.zeros(16, 32, dtype=torch.long, device="meta")
     with torch.device("meta"):
-        models = {"gpt2": GPT2LMHeadModel(gpt2), "llama": LlamaForCausalLM(llama)}
+        models = {
+            "gpt2": GPT2LMHeadModel(gpt2),
+            "llama": LlamaForCausalLM(llama),
+            "mixtral": MixtralForCausalLM(mixtral),
+        }
     return {name: captured(model, {"input_ids": ids, "labels": ids}) for name, model in models.items()}
 
 
@@ -65,6 +86,9 @@ DATA, ZERO, TENSOR, AGAIN = (roles(f"{PIPELINE} {rest}") for rest in ("data", "z
 ALONE, SPLIT = roles("data zero"), roles("tensor data again")
 ONLY, ONLY_AGAIN = roles(f"{PIPELINE} {PIPELINE}"), roles(f"{PIPELINE} {PIPELINE} again")
 
+FOLDED = [roles("tensor_sequence data"), roles("expert zero again")]
+STAGED = [roles(f"{PIPELINE} tensor_sequence"), roles(f"{PIPELINE} expert")]
+
 # model, configuration, first blocks, strategies of the ten blocks
 CASES = {
     "one stage": ("gpt2", Configuration(0, 1, "1f1b", 1), (0,), [ALONE] * 4 + [SPLIT] * 5 + [ALONE]),
@@ -76,6 +100,13 @@ CASES = {
         (0, 1, 4, 7),
         [ONLY] + [ONLY_AGAIN] * 2 + [ONLY] + [ONLY_AGAIN] + [ONLY] * 2 + [ONLY_AGAIN] + [ONLY] * 2,
     ),
+    "attention and experts in turns": (
+        "mixtral",
+        Configuration(0, 1, "1f1b", 1),
+        (0,),
+        [SPLIT, *FOLDED * 4, SPLIT],
+    ),
+    "turns that stages cut": ("mixtral", Configuration(1, 2, "1f1b", 4), (0, 2), [DATA, *STAGED * 4, DATA]),
     "zbv": ("llama", Configuration(1, 4, "zbv", 4), (0, 3, 5, 8), [AGAIN] * 3 + [DATA] * 2 + [ZERO] * 3 + [DATA] * 2),
 }
 
