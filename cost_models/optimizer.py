@@ -36,7 +36,8 @@ class Update:
     read or written by an update that makes nothing on the way; ``temporaries``: what torch 2.13 makes while it updates
     one parameter after the other, in sizes of the parameter, and ``left`` of it while the next is updated (measured
     with ``benchmarks/common/tensor_memory.py``); ``has_sums``: whether rows and columns of the last two dims have a sum
-    each, as states; ``is_orthogonal``: whether the update is made orthogonal (:func:`_products`).
+    each, as states; ``is_orthogonal``: whether the update is made orthogonal (:func:`_products`); ``is_whole``: whether
+    parameters that are split are updated whole, one at a time (``galvatron_fx/runtime/whole_updates.py``).
     """
 
     copies: int
@@ -45,6 +46,14 @@ class Update:
     left: int
     has_sums: bool = False
     is_orthogonal: bool = False
+    is_whole: bool = False
+
+    def workspace_bytes(self, shard: ParameterShard) -> int:
+        """What is made while ``shard`` is updated: the whole parameter, its gradient and states, where it is split."""
+        size_bytes = shard.itemsize * prod(shard.shape) if self.is_whole else shard.size_bytes
+        sizes = self.temporaries + (2 + self.copies if size_bytes > shard.size_bytes else 0)
+        made_bytes = sizes * size_bytes + self.sums_bytes(shard.shape, shard.itemsize)
+        return made_bytes + (_orthogonal_bytes(shard.shape) if self.is_orthogonal else 0)
 
     def sums_bytes(self, shape: Sequence[int], itemsize: int) -> int:
         """Bytes of the sums of the rows and columns of a parameter of ``shape``; 0 where there are none."""
@@ -90,9 +99,7 @@ class OptimizerModel:
         most = before = 0
         for shard in shards:
             update = self.update(shard.shape)
-            workspace_bytes = update.temporaries * shard.size_bytes + update.sums_bytes(shard.shape, shard.itemsize)
-            workspace_bytes += _orthogonal_bytes(shard.shape) if update.is_orthogonal else 0
-            most, before = max(most, before + workspace_bytes), update.left * shard.size_bytes
+            most, before = max(most, before + update.workspace_bytes(shard)), update.left * shard.size_bytes
         return most
 
     def updates(self, shapes: Sequence[Sequence[int]], itemsizes: Iterable[int]) -> Updates:
@@ -150,7 +157,7 @@ def _products(shape: Sequence[int]) -> list[OpCost]:
     """One iteration of Newton and Schulz on X of ``shape``: A = X X', B = b A + c A A, X = a X + B X.
 
     Flops, a multiply-add being two, and bytes of bfloat16 (Jordan et al. 2024, Muon; ``torch.optim.Muon``). Every rank
-    does all of them, though DTensor shares some among ranks; what it gathers for that is not priced.
+    does all of them; what it gathers for that is not priced.
     """
     short, long = sorted(shape)
     square, whole = short * short, short * long
@@ -182,10 +189,10 @@ _SGD = Update(copies=0, passes=3, temporaries=0, left=0)
 _MOMENTUM = Update(copies=1, passes=5, temporaries=0, left=0)
 # The gradient for its sums, for the norm of the update and for the update; the parameter for its norm and for the
 # update, and written (Shazeer & Stern 2018, algorithm 4).
-_FACTORED = Update(copies=0, passes=6, temporaries=1, left=1, has_sums=True)
-_UNFACTORED = Update(copies=1, passes=8, temporaries=2, left=2)
+_FACTORED = Update(copies=0, passes=6, temporaries=1, left=1, has_sums=True, is_whole=True)
+_UNFACTORED = Update(copies=1, passes=8, temporaries=2, left=2, is_whole=True)
 # The gradient, the momentum (written, too), what the products start from and what they end with, the parameter twice.
-_MUON = Update(copies=1, passes=7, temporaries=1, left=0, is_orthogonal=True)
+_MUON = Update(copies=1, passes=7, temporaries=1, left=0, is_orthogonal=True, is_whole=True)
 
 
 def _for_all(name: str, update: Update) -> OptimizerModel:

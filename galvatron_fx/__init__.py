@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from galvatron_fx.profiling import measure_cluster
     from galvatron_fx.runtime.batch_rows import own_rows
     from galvatron_fx.runtime.module import DistributedGraphModule
+    from galvatron_fx.runtime.whole_updates import update_whole
     from galvatron_fx.weights import gather, load_weights, save_weights
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "plan",
     "plan_batch",
     "save_weights",
+    "update_whole",
 ]
 
 _HOMES = {
@@ -77,6 +79,7 @@ _HOMES = {
     "plan": "galvatron_fx.api",
     "plan_batch": "galvatron_fx.batch_search",
     "save_weights": "galvatron_fx.weights",
+    "update_whole": "galvatron_fx.runtime.whole_updates",
 }
 
 

@@ -41,6 +41,7 @@ from galvatron_fx.runtime.original import LateChanges, check_hooks, watch_optimi
 from galvatron_fx.runtime.program import Program
 from galvatron_fx.runtime.same_weights import describe_constants, describe_model, unlike_tensors
 from galvatron_fx.runtime.staged_program import StagedProgram
+from galvatron_fx.runtime.whole_updates import watch_whole_updates
 from galvatron_fx.tuning.timed_steps import TimedSteps
 from galvatron_fx.tuning.tune import MOST_PLANS, tune
 from passes.analysis.blocks import graph_fingerprint
@@ -226,6 +227,7 @@ class _Assembly:
             )
         watch_optimizers(model)
         watch_updates(module)
+        watch_whole_updates()
         if plan.peak_memory_bytes:
             watch_states(module, plan.optimizer)
         look_for_infinities_in_all_shards()

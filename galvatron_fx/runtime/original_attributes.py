@@ -20,8 +20,15 @@ M = TypeVar("M", bound=nn.Module)
 
 _ABSENT = object()
 _UNCHANGING = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size)
-_NEED_WHOLE_WEIGHTS = frozenset({"generate", "push_to_hub", "save_pretrained"})
-_DRAW_WEIGHTS = frozenset({"_init_weights", "init_weights", "initialize_weights", "reset_parameters"})
+_GATHER = "on all ranks call whole = galvatron_fx.gather(model), which gives the original with the weights of now, then"
+_WHOLE = f"reads whole weights, and each rank holds its shards: {_GATHER} whole.{{name}}(...)"
+_DRAWN = "would draw other weights on each rank: call it before compile, or load weights by model.load_state_dict"
+_RENEWED = f"starts what the program does not follow, as update_bn does: {_GATHER} use that"
+_REFUSED = {
+    **dict.fromkeys(("generate", "push_to_hub", "save_pretrained"), _WHOLE),
+    **dict.fromkeys(("_init_weights", "init_weights", "initialize_weights", "reset_parameters"), _DRAWN),
+    "reset_running_stats": _RENEWED,
+}
 _CONTAINER_METHODS = ("__contains__", "__getitem__", "__iter__", "__len__", "__reversed__")
 
 
@@ -46,7 +53,7 @@ class AttributesRead:
             return self._value(twin.__dict__[name], whole_name)
         if in_class is _ABSENT:
             raise AttributeError(f"a compiled model has no attribute '{whole_name}', as the original has none")
-        if name in _NEED_WHOLE_WEIGHTS | _DRAW_WEIGHTS:
+        if name in _REFUSED:
             return _refuse_call(name, whole_name)
         bind: Callable[..., Any] | None = getattr(type(in_class), "__get__", None)
         if bind is None:
@@ -105,16 +112,7 @@ def _refuse_call(name: str, whole_name: str) -> Callable[..., NoReturn]:
     """What stands for a method that cannot run on shards: people ask whether there is one, and call it."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
-        if name in _DRAW_WEIGHTS:
-            raise InputError(
-                f"{whole_name}() of a compiled model would draw other weights on each rank: call it before compile, "
-                f"or load weights by model.load_state_dict or galvatron_fx.load_weights"
-            )
-        raise InputError(
-            f"{whole_name}() reads whole weights, and each rank of a compiled model holds its shards: on all ranks "
-            f"call whole = galvatron_fx.gather(model), which gives the original with the weights of now, then "
-            f"whole.{name}(...); or galvatron_fx.save_weights(model, folder) and from_pretrained(folder)"
-        )
+        raise InputError(f"{whole_name}() of a compiled model {_REFUSED[name].format(name=name)}")
 
     return refuse
 

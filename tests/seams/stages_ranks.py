@@ -363,6 +363,21 @@ def whole_models(mesh: DeviceMesh) -> None:
         refused(lambda m=compiled: galvatron_fx.gather(m, rank=2), "give a number under 2")  # type: ignore[misc]
 
 
+def whole_updates(mesh: DeviceMesh) -> None:
+    """Optimizers that look at whole parameters."""
+    compiled, plain = pair(mesh, "mixed")
+    for make in (torch.optim.Adafactor, torch.optim.Rprop):
+        optimizers = [make(model.parameters(), lr=0.01) for model in (compiled, plain)]
+        for _ in range(2):
+            compiled.forward_backward(**batch())
+            plain(**batch())["loss"].backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    for name, parameter in plain.named_parameters():
+        same(compiled.get_parameter(name), parameter, name)
+
+
 CHECKS: dict[str, Check] = {
     check.__name__: check
     for check in (
@@ -379,6 +394,7 @@ CHECKS: dict[str, Check] = {
         whole_states,
         losses_and_flags,
         whole_models,
+        whole_updates,
     )
 }
 

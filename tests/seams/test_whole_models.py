@@ -57,7 +57,7 @@ def test_averages_of_weights(mesh: DeviceMesh, options: dict[str, Any]) -> None:
 
 def test_norms_are_not_renewed_by_torch(mesh: DeviceMesh) -> None:
     compiled, _ = normed(mesh)
-    with pytest.raises(InputError, match=r"'body.1' of a compiled model has no 'reset_running_stats'"):
+    with pytest.raises(InputError, match=r"body\.1\.reset_running_stats\(\) of a compiled model starts what.*gather"):
         update_bn([batch()["x"]], compiled)
 
 
