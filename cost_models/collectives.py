@@ -131,6 +131,7 @@ _KINDS = {
     "reduce_scatter": reduce_scatter_s,
     "all_to_all": all_to_all_s,
     "send_recv": send_recv_s,
+    "rotate": send_recv_s,
 }
 
 
@@ -151,6 +152,7 @@ def collective_s(kind: str, size_bytes: Amount, axes: Sequence[Axis]) -> Amount:
 
 def _measured(kind: str, size: Floats, groups: Sequence[Axis]) -> Floats | None:
     """What curves say: one over all axes, or one an axis, each on what the faster ones leave; None without."""
+    kind = "send_recv" if kind == "rotate" else kind
     if not groups:
         return np.zeros_like(size)
     whole = _curve(kind, groups)

@@ -47,7 +47,7 @@ class NodeTime:
             return None
         if node.target in c.COLLECTIVES:
             axes = layout.merged_axes[int(node.args[-1])].axes  # type: ignore[arg-type]
-            return self._collective(node, Cause(node.target.__name__, axes))
+            return self._collective(node, Cause(c.KINDS.get(node.target, node.target.__name__), axes))
         return Price(Cause(_local_kind(node)), self._operator_s(node))
 
     def _operator_s(self, node: fx.Node) -> float:

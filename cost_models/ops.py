@@ -17,6 +17,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from inspect import signature
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -280,12 +281,13 @@ _LEFT_MATRIX = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "linear": 0, "matmu
 _LEFT_MATRIX |= {"_scaled_mm": 0, "_int_mm": 0}
 _BATCHED = {"bmm", "baddbmm"}
 _GROUPED = {"_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_backward"}
+_RING_STEPS = {"ring_attention", "ring_attention_backward"}  # a causal one is half of the products of its chunks
 _CONVOLUTIONS = {"convolution", "_convolution", "convolution_overrideable", "convolution_backward"}
 
 
 def _is_attention(name: str) -> bool:
     """Tell whether ``name`` is one of torch's attention kernels, for any device, forward or backward."""
-    return name.startswith("_scaled_dot_product_") and "attention" in name
+    return name in _RING_STEPS or (name.startswith("_scaled_dot_product_") and "attention" in name)
 
 
 def _matmul_flops(
@@ -314,7 +316,8 @@ def _matmul_flops(
 def _argument(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], which: str | int) -> Any:
     """The argument called ``which`` (or at that position in the schema), or its default."""
     if not isinstance(target, OpOverload):
-        return args[which] if isinstance(which, int) else kwargs[which]
+        position = which if isinstance(which, int) else [*signature(target).parameters].index(which)
+        return args[position]
     for position, formal in enumerate(target._schema.arguments):
         if which in (position, formal.name):
             given = args[position] if position < len(args) else kwargs.get(formal.name)

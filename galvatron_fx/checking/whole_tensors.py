@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from galvatron_fx.ir.graph.collectives import join_runs, split_runs
+from galvatron_fx.ir.graph.collectives import join_mirrored, join_runs, split_runs, take_mirrored
 from galvatron_fx.ir.graph.placement import Placement, Shard
 
 __all__ = ["Whole", "collect", "difference", "distribute"]
@@ -27,10 +27,16 @@ def distribute(whole: Tensor, placements: Sequence[Placement], shape: Sequence[i
     held = [whole]
     for placement, degree in zip(placements, shape, strict=True):
         if isinstance(placement, Shard):
-            held = [part for x in held for part in split_runs(x, placement.dim, placement.split_factor, degree)]
+            held = [part for x in held for part in _parts(x, placement, degree)]
         else:
             held = [x for x in held for _ in range(degree)]
     return held
+
+
+def _parts(whole: Tensor, shard: Shard, degree: int) -> list[Tensor]:
+    if not shard.mirrored:
+        return split_runs(whole, shard.dim, shard.split_factor, degree)
+    return [take_mirrored(whole, shard.dim, shard.split_factor, degree, part) for part in range(degree)]
 
 
 def collect(held: Sequence[Tensor], placements: Sequence[Placement | None], shape: Sequence[int]) -> Whole:
@@ -39,7 +45,8 @@ def collect(held: Sequence[Tensor], placements: Sequence[Placement | None], shap
     for placement, degree in reversed(list(zip(placements, shape, strict=True))):
         groups = [parts[i : i + degree] for i in range(0, len(parts), degree)]
         if isinstance(placement, Shard):
-            parts = [join_runs(group, placement.dim, placement.split_factor) for group in groups]
+            join = join_mirrored if placement.mirrored else join_runs
+            parts = [join(group, placement.dim, placement.split_factor) for group in groups]
             continue
         for first, *others in groups:
             spread = max([spread, *(difference(other, first) for other in others if other is not first)])

@@ -128,17 +128,19 @@ def _row(
 ) -> CollectiveRow:
     source = node.args[0]
     assert isinstance(source, fx.Node)
-    kind = node.target.__name__  # type: ignore[union-attr]
+    name: str = node.target.__name__  # type: ignore[union-attr]
+    kind = c.KINDS.get(node.target, name)
     axes = layout.merged_axes[int(node.args[-1])].axes  # type: ignore[arg-type]
     degree = prod(prices.cluster.axes[axis].size for axis in axes)
     specs = meta_of(source).spec, meta_of(node).spec
     spec = max(specs, key=lambda spec: spec.size_bytes)
     size = specs[0].size_bytes * (degree if kind in ("all_gather", "all_to_all") else 1)
     share = {"all_reduce": 2.0, "all_to_all": 1 / degree}.get(kind, 1.0) * (degree - 1) / degree
+    share = 1.0 if kind == "rotate" else share
     priced = prices.price(node, layout)
     assert priced is not None
     return CollectiveRow(
-        label, task, kind, axes, spec.shape, _dtype(spec.dtype), size, share * size, runs, priced.seconds, why
+        label, task, name, axes, spec.shape, _dtype(spec.dtype), size, share * size, runs, priced.seconds, why
     )
 
 

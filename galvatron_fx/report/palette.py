@@ -37,6 +37,7 @@ COLOURS: Mapping[str, tuple[str, str]] = {
     "tensor": ("#b7600b", "#a95a0d"),
     "tensor_sequence": ("#c53030", "#b83232"),
     "sequence": ("#6b46c1", "#6b4fbb"),
+    "context": ("#97266d", "#8f2b68"),
     "expert": ("#2c7a7b", "#297273"),
     "pipeline": ("#4a5568", "#566377"),
     # Causes of time.
@@ -48,6 +49,7 @@ COLOURS: Mapping[str, tuple[str, str]] = {
     "all_reduce": ("#c53030", "#dd5c5c"),
     "reduce_scatter": ("#dd6b20", "#e8833f"),
     "all_to_all": ("#b83280", "#cf5b9b"),
+    "rotate": ("#319795", "#4fb3b0"),
     TRANSFER: ("#b7791f", "#d09a3d"),
     IDLE: ("#e2e8f0", "#2f3a4a"),
     # Kinds of memory.

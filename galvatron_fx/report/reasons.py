@@ -31,6 +31,7 @@ _PASSES_ON = {
     cast_parameter,
     *c.COLLECTIVES,
     c.shard,
+    c.shard_mirrored,
 }
 _COMBINED = {"sum": "sum", "avg": "mean", "max": "maximum", "min": "minimum"}
 _PORTS = {"param": "parameter", "buffer": "buffer", "grad": "gradient of", "output": "output", "input": "input"}
@@ -60,6 +61,13 @@ class Reasons:
             return f"{value} is sharded along dim {node.args[1]}; {taker} {takes} whole"
         if node.target is c.all_to_all:
             return f"{value} is sharded along dim {node.args[1]}; {taker} {takes} sharded along dim {node.args[3]}"
+        if node.target is c.rotate:
+            return f"{value} goes on to the next rank of the ring; {taker} {takes} beside what this rank has"
+        if node.target is c.gather_mirrored:
+            return f"{value} is sharded along dim {node.args[1]}, front and back; {taker} {takes} whole"
+        if node.target in (c.mirror, c.unmirror):
+            order = "front and back" if node.target is c.mirror else "in order of the ranks"
+            return f"{value} is sharded along dim {node.args[1]}; {taker} {takes} {order}"
         combined = _COMBINED.get(str(node.args[1]), str(node.args[1]))
         shard = f", sharded along dim {node.args[2]}" if node.target is c.reduce_scatter else ""
         return f"{value} is a term on each rank; {taker} {takes.removesuffix(' it')} the {combined}{shard}"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from galvatron_fx.ir.graph import collectives as c
+from galvatron_fx.ir.kernels.ring_attention import RING_KERNELS
 
 _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
@@ -52,6 +53,8 @@ class Simulator:
                 return [values[out] if isinstance(out, fx.Node) else [None] * ranks for out in outs]
             elif node.target in c.COLLECTIVES or node.target in c.RANK_LOCAL:
                 values[node] = self._communicate(node, values)
+            elif node.target in RING_KERNELS:
+                values[node] = [self._ring_step(node, values, rank) for rank in range(ranks)]
             else:
                 values[node] = [self._compute(node, values, rank) for rank in range(ranks)]
             for used in dying.get(node, ()):
@@ -61,6 +64,11 @@ class Simulator:
     def _compute(self, node: fx.Node, values: dict[fx.Node, list[Any]], rank: int) -> Any:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n][rank])
         return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _ring_step(self, node: fx.Node, values: dict[fx.Node, list[Any]], rank: int) -> Any:
+        given: list[Any] = list(fx.map_arg(node.args, lambda n: values[n][rank]))
+        axis = given.pop()
+        return RING_KERNELS[node.target](*given, self.coordinates[rank][axis], self.shape[axis])
 
     def _communicate(self, node: fx.Node, values: dict[fx.Node, list[Any]]) -> list[Any]:
         source = values[node.args[0]]  # type: ignore[index]
@@ -93,6 +101,16 @@ class Simulator:
             return c.split_runs(whole, rest[2], rest[3], parts)
         if node.target is c.shard:
             return [c.take_run(x, rest[0], rest[1], parts, part) for part, x in enumerate(local)]
+        if node.target is c.gather_mirrored:
+            return [c.join_mirrored(local, *rest)] * parts
+        if node.target is c.shard_mirrored:
+            return [c.take_mirrored(x, rest[0], rest[1], parts, part) for part, x in enumerate(local)]
+        if node.target is c.mirror:
+            return [c.take_mirrored(c.join_runs(local, *rest), rest[0], rest[1], parts, part) for part in range(parts)]
+        if node.target is c.unmirror:
+            return c.split_runs(c.join_mirrored(local, *rest), rest[0], rest[1], parts)
+        if node.target is c.rotate:
+            return [local[part - 1] for part in range(parts)]
         if node.target is c.only_first:
             return [x if part == 0 else torch.zeros_like(x) for part, x in enumerate(local)]
         return [x - part * rest[0] for part, x in enumerate(local)]

@@ -17,7 +17,7 @@ from galvatron_fx.ir.graph.placement import Placement
 from galvatron_fx.ir.graph.precision import policy_of
 from galvatron_fx.ir.kernels.experts import route
 from galvatron_fx.ir.plan.plan import Plan
-from galvatron_fx.ir.plan.strategy import EXPERT, Strategy, batch_ranks
+from galvatron_fx.ir.plan.strategy import CONTEXT, EXPERT, Strategy, batch_ranks
 from passes.analysis.blocks import fingerprints, graph_fingerprint, num_blocks
 from passes.lowering.lower_stages import LoweredStages, LowerStages
 from passes.lowering.lower_step import Lower, Lowered
@@ -39,6 +39,23 @@ def check_plan(plan: Plan, graph: fx.GraphModule, cluster: Cluster) -> None:
     block_fingerprints = fingerprints(graph)
     plan.check(graph_fingerprint(graph, block_fingerprints), block_fingerprints, cluster.shape, policy_of(graph))
     check_batch(plan, graph)
+    _check_sequence(plan, graph)
+
+
+def _check_sequence(plan: Plan, graph: fx.GraphModule) -> None:
+    """Refuse a ring of ranks whose chunks do not divide the sequence. Raises PlanError naming the block."""
+    symbols = graph.meta.get("symbols")
+    if symbols is None or not symbols.sequence:
+        return
+    for index, strategy in enumerate(expand(plan, num_blocks(graph))):
+        chunks = 2 * prod(size for role, size in zip(strategy.roles, plan.axis_sizes, strict=True) if role == CONTEXT)
+        if chunks > 2 and symbols.sequence % chunks:
+            whole = -(-symbols.sequence // chunks) * chunks
+            raise PlanError(
+                f"block {index} ({strategy}) cuts a sequence of {symbols.sequence} tokens into {chunks} chunks, two a "
+                f"rank of its ring, which do not divide it: pad it to {whole} tokens (labels of -100, and an attention "
+                f"mask that hides them where attention is not causal), or give fewer axes the role 'context'"
+            )
 
 
 def warn_without_sequence(plan: Plan, graph: fx.GraphModule) -> None:
@@ -48,7 +65,8 @@ def warn_without_sequence(plan: Plan, graph: fx.GraphModule) -> None:
     symbols = graph.meta.get("symbols")
     if symbols is not None and symbols.sequence:
         return
-    for role, stays in (("sequence", "its ranks all compute the same"), ("tensor_sequence", "it is as 'tensor'")):
+    same = "its ranks all compute the same"
+    for role, stays in (("sequence", same), (CONTEXT, same), ("tensor_sequence", "it is as 'tensor'")):
         if any(role in block.strategy.roles for block in plan.blocks):
             warnings.warn(
                 f"role '{role}' splits no sequence in this model, so {stays}: the model fixes the length, or takes no "

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
 from galvatron_fx.ir.graph import collectives as c
-from galvatron_fx.ir.graph.bound_ops import BoundAxis, c10d, finished, from_ranks, gather_ready, to_ranks
+from galvatron_fx.ir.graph.bound_ops import (
+    BoundAxis,
+    c10d,
+    finished,
+    from_mirrored,
+    from_ranks,
+    gather_ready,
+    put_halves,
+    take_halves,
+    to_ranks,
+)
 from galvatron_fx.ir.graph.layout import has_layout
 from galvatron_fx.ir.graph.local_program import placements_of, record_program, record_step, renewed
 from galvatron_fx.ir.graph.metadata import TensorSpec, has_meta, meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.precision import cast_gradient, cast_parameter
 from galvatron_fx.ir.graph.rewrite import write_call
+from galvatron_fx.ir.kernels.ring_attention import RING_KERNELS
 from galvatron_fx.ir.kernels.select import Kernels
 from galvatron_fx.ir.torch_compat.processes import all_gather_rows
 from passes.analysis.collective_schedule import wait_points
@@ -135,6 +147,13 @@ class _Writer:
         self._written.append(node)
         return node
 
+    def several(self, target: Callable[..., Any], *args: Any) -> fx.Node:
+        """Write a call that has the outputs of the collective."""
+        node = write_call(self.graph, target, args)
+        set_meta(node, meta_of(self.like).having(step=None))
+        self._written.append(node)
+        return node
+
     def record(self, result: fx.Node) -> None:
         """Record what was written as a program whose ``result`` lies as the collective's did."""
         placements = placements_of(self.like)
@@ -192,7 +211,7 @@ _OWN_BUFFER = (c10d.all_reduce.default, c10d.all_reduce_.default)
 
 def _wait_before(moment: fx.Node, result: fx.Node) -> None:
     """Move the wait for a collective there, and what puts its result together to the first use of that."""
-    if result.target is from_ranks:
+    if result.target in (from_ranks, from_mirrored, put_halves):
         joined, result = result, result.args[0]  # type: ignore[assignment]
         first = min([*joined.users] or [joined.next])
         if first is not joined.next:
@@ -259,6 +278,50 @@ def _bind_shard(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Node:
     return write(write.shape, c.take_run, x, dim, split_factor, axis.size, axis.coordinate)
 
 
+def _bind_gather_mirrored(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Node:
+    axis = codegen.axis_of(node)
+    x, dim, split_factor = node.args[:3]
+    local = _scaled(write.shape, dim, 1, axis.size)
+    ready = write(local, gather_ready, x)
+    ranks = write.waited(_scaled(local, 0, axis.size), all_gather_rows, ready, axis.size, axis.group_name)
+    return write(write.shape, from_mirrored, ranks, dim, split_factor, axis.size)
+
+
+def _bind_exchange(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Node:
+    """Two rows of halves of runs, each to the rank that it is for."""
+    axis = codegen.axis_of(node)
+    x, dim, split_factor = node.args[:3]
+    sent, to, received, by = c.chunks_to_exchange(axis.size, axis.coordinate, node.target is c.mirror)
+    rows = (2, prod(write.shape) // 2)
+    halves = write(rows, take_halves, x, dim, split_factor, sent)
+    moved = write.waited(rows, c10d.all_to_all_single.default, halves, by, to, axis.group_name)
+    return write(write.shape, put_halves, moved, list(write.shape), dim, split_factor, received)
+
+
+def _bind_rotate(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Node:
+    """All rows go to the next rank of the axis, and those of the one before come."""
+    axis, rows = codegen.axis_of(node), write.shape[0]
+    received, sent = ([rows * (rank == other) for rank in range(axis.size)] for other in _neighbours(axis))
+    ready = write(write.shape, gather_ready, node.args[0])
+    return write.waited(write.shape, c10d.all_to_all_single.default, ready, received, sent, axis.group_name)
+
+
+def _neighbours(axis: BoundAxis) -> tuple[int, int]:
+    """The ranks before and behind on the ring."""
+    return (axis.coordinate - 1) % axis.size, (axis.coordinate + 1) % axis.size
+
+
+def _bind_shard_mirrored(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Node:
+    axis = codegen.axis_of(node)
+    x, dim, split_factor = node.args[:3]
+    return write(write.shape, c.take_mirrored, x, dim, split_factor, axis.size, axis.coordinate)
+
+
+def _bind_ring_step(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Node:
+    axis = codegen.axis_of(node)
+    return write.several(RING_KERNELS[node.target], *node.args[:-1], axis.coordinate, axis.size)
+
+
 def _bind_local_index(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Node:
     axis = codegen.axis_of(node)
     x, size = node.args[:2]
@@ -282,7 +345,13 @@ _BINDERS: dict[Any, Callable[[Codegen, _Writer, fx.Node], fx.Node]] = {
     c.all_gather: _bind_all_gather,
     c.reduce_scatter: _bind_reduce_scatter,
     c.all_to_all: _bind_all_to_all,
+    c.gather_mirrored: _bind_gather_mirrored,
+    c.mirror: _bind_exchange,
+    c.unmirror: _bind_exchange,
+    c.rotate: _bind_rotate,
     c.shard: _bind_shard,
+    c.shard_mirrored: _bind_shard_mirrored,
+    **dict.fromkeys(c.RING_STEPS, _bind_ring_step),
     c.local_index: _bind_local_index,
     c.only_first: _bind_only_first,
     cast_parameter: _bind_cast,

@@ -7,9 +7,10 @@ from itertools import product
 from math import prod
 
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
-from galvatron_fx.ir.plan.strategy import EXPERT, PIPELINE, Strategy
+from galvatron_fx.ir.plan.strategy import CONTEXT, EXPERT, PIPELINE, Strategy
 
 FREE_AXES = 3  # up to so many mesh axes, every assignment of roles to axes is a candidate
+_TENSOR_ROLES = ("tensor", "tensor_sequence")
 _MODEL_RANKS = 16  # on more axes, tensor and sequence roles split a block among so many ranks, if samples allow it
 
 
@@ -108,10 +109,11 @@ def _are_too_many(axes: Sequence[Axis], inside: int, samples: int | None) -> boo
 
 
 def _two_model_roles(model: Sequence[str], inside: int) -> Iterator[tuple[str, ...]]:
-    """A tensor role on the innermost of the ``inside`` inner axes, another on the rest."""
-    for outer, tensor in product(("sequence", EXPERT), ("tensor", "tensor_sequence")):
-        if {outer, tensor} <= set(model):
-            yield from ((outer,) * (inside - k) + (tensor,) * k for k in range(1, inside))
+    """A tensor role, or heads, on the innermost of the ``inside`` inner axes, another role on the rest."""
+    inner_of = {"sequence": _TENSOR_ROLES, CONTEXT: ("sequence", *_TENSOR_ROLES), EXPERT: _TENSOR_ROLES}
+    for outer, inner in ((outer, inner) for outer, roles in inner_of.items() for inner in roles):
+        if {outer, inner} <= set(model):
+            yield from ((outer,) * (inside - k) + (inner,) * k for k in range(1, inside))
 
 
 def _speed(axis: Axis) -> tuple[int, float, float]:

@@ -11,13 +11,14 @@ from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.graph.metadata import signature
 from galvatron_fx.ir.graph.precision import cast_parameter
 from galvatron_fx.ir.kernels.experts import route
-from galvatron_fx.ir.plan.strategy import EXPERT
+from galvatron_fx.ir.plan.strategy import CONTEXT, EXPERT, ROLES
 from passes.search.candidates import axis_partitions, candidates
 from passes.search.configurations import Configurations, Ladder, Pins
 from passes.search.cost_table.cost_table import CostTable, CostTableRequest, Pricer, cost_table_requests
 from passes.search.solvers.stage_search import Configuration, StageSearch
 
 _NO_LIMIT = 2.0**100  # bytes
+_LONG_SEQUENCE = 16_384  # tokens from which attention may be worth a ring
 _BINDS = 1.001  # times as slow: memory binds
 _SURELY = 0.8  # times the limit: what is estimated to take less fits
 
@@ -121,10 +122,10 @@ class OpenConfigurations:
 
     def _requests(self, pipeline_axes: int, num_microbatches: int) -> list[CostTableRequest]:
         cluster, graph = self.pricer.cluster, self.pricer.graph
-        routes = any(node.target is route for node in graph.graph.nodes)
+        useless = self._useless_roles()
         strategies = candidates(
             cluster,
-            [role for role in self.roles if role != EXPERT or routes],
+            [role for role in self.roles if role not in useless],
             self.recompute,
             pipeline_axes,
             _casts(graph),
@@ -132,6 +133,15 @@ class OpenConfigurations:
             self.pricer.batch // num_microbatches,
         )
         return cost_table_requests(strategies, num_microbatches, axis_partitions(cluster.shape, pipeline_axes))
+
+    def _useless_roles(self) -> set[str]:
+        """Roles that split nothing in this model, or that a search leaves out unless it is told otherwise."""
+        graph = self.pricer.graph
+        routes = any(node.target is route for node in graph.graph.nodes)
+        symbols = graph.meta.get("symbols")
+        is_long = symbols is not None and symbols.sequence >= _LONG_SEQUENCE
+        useless = set() if routes else {EXPERT}
+        return useless if is_long or set(self.roles) != set(ROLES) else {*useless, CONTEXT}
 
 
 def _weight(search: StageSearch) -> tuple[float, Configuration]:

@@ -13,7 +13,7 @@ from galvatron_fx.ir.graph.op_call import OpCall
 from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement, Shard, fits, is_routed
 from galvatron_fx.ir.graph.precision import cast_gradient
 from galvatron_fx.ir.plan.strategy import BATCH_ROLES, EXPERT
-from passes.sharding import batched_rules, collective_rules, expert_rules, own_rules, random_rules  # noqa: F401  (register rules)
+from passes.sharding import attention_rules, batched_rules, collective_rules, expert_rules, own_rules, random_rules  # noqa: F401  (register rules)  # noqa: F401  (likewise)
 from passes.sharding.own_rules import VIEWS, view_rules
 from passes.sharding.roles import RoleRules
 from passes.sharding.rules import OpRule, op_rules, strided
@@ -43,7 +43,7 @@ class AllowedRules:
     def find(self, call: OpCall, offers: tuple[tuple[Placement, ...], ...]) -> tuple[OpRule, ...]:
         """The same, found anew."""
         base = list(op_rules(call, self.degree))
-        offered = [placement for offer in offers for placement in offer]
+        offered = [*(placement for offer in offers for placement in offer), *self.role.ways_to_split]
         if call.target in VIEWS:
             base += view_rules(call, offered, self.degree)
         else:

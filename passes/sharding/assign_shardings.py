@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from galvatron_fx.ir.graph.metadata import ports
-from galvatron_fx.ir.graph.placement import REPLICATE, Partial, Placement, Shard
+from galvatron_fx.ir.graph.placement import REPLICATE, Partial, Placement, shown_as
 from passes.sharding.axis_decisions import AxisDecisions
 from passes.sharding.block_ilp import BlockProblem, Decision
 from passes.sharding.graph_values import GraphValues
@@ -81,10 +81,5 @@ def _output(decided: AxisDecisions, port: Any, node: fx.Node | None) -> Placemen
     if port.kind == "output" and decided.outputs_as_terms and isinstance(decided.produced(node), Partial):
         return decided.produced(node)
     if port.kind == "output" and decided.values.outputs_stay:
-        return _free_output(decided.exits.get(node, decided.produced(node)))
+        return shown_as(decided.exits.get(node, decided.produced(node)))
     return REPLICATE
-
-
-def _free_output(placement: Placement) -> Placement:
-    """Outputs stay as they are made, as long as a DTensor can say how they lie."""
-    return placement if isinstance(placement, Shard) and placement.split_factor == 1 else REPLICATE

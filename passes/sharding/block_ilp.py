@@ -12,7 +12,7 @@ from torch import fx
 from cost_models.node_cost import node_cost
 from galvatron_fx.ir.graph.metadata import OutputSpec, TensorSpec, meta_of
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem, op_call
-from galvatron_fx.ir.graph.placement import REPLICATE, Partial, Placement, Shard
+from galvatron_fx.ir.graph.placement import REPLICATE, Partial, Placement, Shard, shown_as
 from passes.sharding.allowed_rules import AllowedRules
 from passes.sharding.axis_decisions import AxisDecisions
 from passes.sharding.rule_ilp import Choice, Item, Problem, solve
@@ -258,7 +258,7 @@ class BlockProblem:
             return
         free: list[Placement] = [REPLICATE]
         if port.kind == "output" and self.decided.values.outputs_stay:
-            free += [p for p in value.candidates if isinstance(p, Shard) and p.split_factor == 1]
+            free += dict.fromkeys(p for have in value.candidates if isinstance(p := shown_as(have), Shard))
         if port.kind == "output" and self.decided.outputs_as_terms:
             free += [p for p in value.candidates if isinstance(p, Partial)]
         self._add_sink(f"output {node.name}", [value.index], [Choice((p,), (), 0.0) for p in free])

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from galvatron_fx.ir.graph import collectives as c
+from galvatron_fx.ir.graph.metadata import TensorSpec
 from galvatron_fx.ir.graph.op_call import OpCall
 from galvatron_fx.ir.graph.placement import Exchanged, Partial, Placement, Shard
+from passes.sharding.attention_rules import mask_shard
 from passes.sharding.rules import OpRule, register_rule
 
 
@@ -51,6 +53,37 @@ def _all_to_all(call: OpCall, degree: int) -> list[OpRule]:
 @register_rule(c.shard)
 def _shard(call: OpCall, degree: int) -> list[OpRule]:
     return _same(call, (call.args[1],), "sum")
+
+
+@register_rule(c.gather_mirrored, c.shard_mirrored, c.mirror, c.unmirror)
+def _mirrored(call: OpCall, degree: int) -> list[OpRule]:
+    return _same(call, (call.args[1],), "sum")
+
+
+@register_rule(c.rotate)
+def _rotate(call: OpCall, degree: int) -> list[OpRule]:
+    return _same(call, (), "sum")
+
+
+@register_rule(c.ring_attention)
+def _ring_attention(call: OpCall, degree: int) -> list[OpRule]:
+    return _by_batch_and_heads(call, call.args[5])
+
+
+@register_rule(c.ring_attention_backward)
+def _ring_attention_backward(call: OpCall, degree: int) -> list[OpRule]:
+    return _by_batch_and_heads(call, call.args[7])
+
+
+def _by_batch_and_heads(call: OpCall, mask: TensorSpec | None) -> list[OpRule]:
+    """Tensors of [batch, heads, ...], the mask last: split either."""
+    rules = []
+    for dim in (0, 1):
+        placed: list[Placement] = [Shard(dim)] * len(call.inputs)
+        if mask is not None:
+            placed[-1] = mask_shard(mask.shape, len(call.inputs[0].shape), dim)
+        rules.append(OpRule((Shard(dim),) * len(call.outputs), tuple(placed)))
+    return rules
 
 
 @register_rule(c.only_first)

@@ -1,5 +1,6 @@
 """Local programs for operators whose sharded form is not the operator itself: vocabulary-parallel lookups and losses,
-and the exchange of rows between ranks that hold unlike experts.
+and the exchange of rows between ranks that hold unlike experts. Those of attention are in
+:mod:`passes.sharding.ring_expansions`.
 
 Each builder writes nodes into the new graph with an :class:`Emitter` and returns the nodes of the outputs. Source of
 the vocabulary-parallel loss: Shoeybi et al. 2019 (Megatron-LM), section 3.
@@ -8,52 +9,19 @@ the vocabulary-parallel loss: Shoeybi et al. 2019 (Megatron-LM), section 3.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from galvatron_fx.ir.graph.collectives import all_gather, all_reduce, all_to_all, local_index
-from galvatron_fx.ir.graph.metadata import NodeMeta, TensorSpec, meta_of, set_meta
-from galvatron_fx.ir.graph.rewrite import write_call
+from galvatron_fx.ir.graph.collectives import all_gather, all_to_all, gather_mirrored, local_index
+from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
+from galvatron_fx.ir.graph.placement import Shard
 from galvatron_fx.ir.kernels.experts import combine, pack, place_by_rank, received_order, unsort
+from passes.sharding.emitter import Builder, Emitter, Outputs
+from passes.sharding.ring_expansions import ring_attention, ring_attention_backward
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Emitter:
-    """Writes nodes with facts like those of the node being expanded; ``written``: all of them, in order."""
-
-    graph: fx.Graph
-    like: NodeMeta
-    axis: int
-    degree: int
-    written: list[fx.Node] = field(default_factory=list)
-
-    def emit(self, target: Any, args: tuple[Any, ...], spec: TensorSpec | None, **kwargs: Any) -> fx.Node:
-        """Append a call whose one output is ``spec``."""
-        node = write_call(self.graph, target, args, kwargs)
-        set_meta(node, self.like.having(specs=(spec,), multi_output=False))
-        self.written.append(node)
-        return node
-
-    def emit_multi(self, target: Any, args: tuple[Any, ...], specs: Sequence[TensorSpec | None]) -> fx.Node:
-        """Append a call with several outputs."""
-        node = write_call(self.graph, target, args)
-        set_meta(node, self.like.having(specs=tuple(specs), multi_output=True))
-        self.written.append(node)
-        return node
-
-    def reduced(self, node: fx.Node, op: str = "sum") -> fx.Node:
-        """Append the all-reduce of ``node`` over the axis."""
-        return self.emit(all_reduce, (node, op, self.axis), meta_of(node).spec)
-
-
-Outputs = list[fx.Node]
-Builder = Callable[[Emitter, fx.Node, list[fx.Node], tuple[TensorSpec | None, ...]], Outputs]
 
 
 def _like(node: fx.Node, dtype: torch.dtype | None = None) -> TensorSpec:
@@ -196,8 +164,11 @@ def gathered_nll_loss(
     left_out = e.emit(aten.eq.Scalar, (targets, ignore), _like(targets, torch.bool))
     zero = e.emit(aten.zeros_like.default, (targets,), _like(targets))
     marks = e.emit(aten.masked_fill.Scalar, (zero, left_out, ignore), _like(targets))
-    all_picked = e.emit(all_gather, (picked, 0, 1, e.axis), TensorSpec((whole, 1), dtype))
-    all_marks = e.emit(all_gather, (marks, 0, 1, e.axis), TensorSpec((whole,), meta_of(marks).spec.dtype))
+    split = e.rule.inputs[0]
+    assert isinstance(split, Shard)
+    gather, runs = gather_mirrored if split.mirrored else all_gather, split.split_factor
+    all_picked = e.emit(gather, (picked, 0, runs, e.axis), TensorSpec((whole, 1), dtype))
+    all_marks = e.emit(gather, (marks, 0, runs, e.axis), TensorSpec((whole,), meta_of(marks).spec.dtype))
     counted = e.emit(aten.ne.Scalar, (all_marks, ignore), _like(all_marks, torch.bool))
     pair = (TensorSpec((), dtype), TensorSpec((), dtype))
     loss_and_weight = e.emit_multi(
@@ -317,5 +288,7 @@ EXPANSIONS: dict[str, Builder] = {
         exchanging_route,
         exchanging_dispatch,
         exchanging_combine,
+        ring_attention,
+        ring_attention_backward,
     )
 }

@@ -11,7 +11,18 @@ from torch import fx
 
 from cost_models.ops import is_matmul
 from galvatron_fx.ir.errors import ShardingError
-from galvatron_fx.ir.graph.collectives import all_gather, all_reduce, all_to_all, only_first, reduce_scatter, shard
+from galvatron_fx.ir.graph.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    gather_mirrored,
+    mirror,
+    only_first,
+    reduce_scatter,
+    shard,
+    shard_mirrored,
+    unmirror,
+)
 from galvatron_fx.ir.graph.local_program import record_program, record_step, renewed
 from galvatron_fx.ir.graph.metadata import Dim, NodeMeta, Placements, TensorSpec, meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
@@ -22,12 +33,15 @@ from galvatron_fx.ir.graph.placement import (
     Placement,
     Replicate,
     Shard,
+    between,
+    is_mirror_image,
     is_routed,
     local_shape,
 )
 from galvatron_fx.ir.graph.rewrite import copy_node, write_call
 from galvatron_fx.ir.torch_compat.graphs import graph_module
-from passes.sharding.expansions import EXPANSIONS, Emitter
+from passes.sharding.emitter import Emitter
+from passes.sharding.expansions import EXPANSIONS
 from passes.sharding.local_args import localize_args, lowered_target, map_inputs
 from passes.sharding.rules import OpRule
 
@@ -152,7 +166,8 @@ class _Lowering:
         outputs = tuple(_localized(s, p, degree) for s, p in zip(record.specs, rule.outputs, strict=True))
         placements = _placed(node, rule.outputs)
         if rule.expansion:
-            emitter = Emitter(self.graph, record.having(placements=(), step=None), self.sharding.axis, degree)
+            like = record.having(placements=(), step=None)
+            emitter = Emitter(self.graph, like, self.sharding.axis, degree, rule)
             values = EXPANSIONS[rule.expansion](emitter, node, inputs, outputs)
             results = {result: (placed,) for result, placed in zip(values, placements, strict=True)}
             record_program(rule.expansion, emitter.written, results, len(placements[0]))
@@ -199,24 +214,30 @@ class _Lowering:
     def _emit_change(self, new: fx.Node, have: Placement, want: Placement, consumer: NodeMeta) -> fx.Node:
         if is_routed(have) or is_routed(want):
             raise ShardingError(f"'{new.name}' is placed {have} and cannot become {want}: rows as routed stay so")
+        by_way_of = between(have, want)
+        if by_way_of is not None:
+            return self._change(self._change(new, have, by_way_of, consumer), by_way_of, want, consumer)
         axis, degree = self.sharding.axis, self.sharding.degree
         spec = meta_of(new).spec
-        emitter = Emitter(self.graph, consumer.having(step=None), axis, degree)
+        emitter = Emitter(self.graph, consumer.having(step=None), axis, degree, OpRule((want,), (have,)))
         if isinstance(have, Partial) and isinstance(want, Replicate):
             return emitter.emit(all_reduce, (new, have.op, axis), spec)
         if isinstance(have, Partial) and isinstance(want, Shard):
             out = _localized(spec, want, degree)
             return emitter.emit(reduce_scatter, (new, have.op, want.dim, want.split_factor, axis), out)
-        if isinstance(have, Shard) and isinstance(want, Shard) and have.dim == want.dim:
-            return self._change(self._change(new, have, REPLICATE, consumer), REPLICATE, want, consumer)
+        if isinstance(have, Shard) and isinstance(want, Shard) and is_mirror_image(have, want):
+            exchange = unmirror if have.mirrored else mirror
+            return emitter.emit(exchange, (new, have.dim, have.split_factor, axis), spec)
         if isinstance(have, Shard) and isinstance(want, Replicate):
-            return emitter.emit(all_gather, (new, have.dim, have.split_factor, axis), _whole(spec, have, degree))
+            gather = gather_mirrored if have.mirrored else all_gather
+            return emitter.emit(gather, (new, have.dim, have.split_factor, axis), _whole(spec, have, degree))
         if isinstance(have, Shard) and isinstance(want, Shard):
             out = _localized(_whole(spec, have, degree), want, degree)
             args = (new, have.dim, have.split_factor, want.dim, want.split_factor, axis)
             return emitter.emit(all_to_all, args, out)
         if isinstance(have, Replicate) and isinstance(want, Shard):
-            return emitter.emit(shard, (new, want.dim, want.split_factor, axis), _localized(spec, want, degree))
+            take = shard_mirrored if want.mirrored else shard
+            return emitter.emit(take, (new, want.dim, want.split_factor, axis), _localized(spec, want, degree))
         if isinstance(have, Replicate) and want == PARTIAL:
             return emitter.emit(only_first, (new, axis), spec)
         if have == Partial("avg") and want == PARTIAL:

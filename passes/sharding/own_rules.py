@@ -1,4 +1,4 @@
-"""Sharding rules of our own: views that keep strided shards, factories, attention, vocabulary-parallel operators."""
+"""Sharding rules of our own: views that keep strided shards, factories, vocabulary-parallel operators."""
 
 from __future__ import annotations
 
@@ -164,45 +164,11 @@ def _getitem(call: OpCall, degree: int) -> list[OpRule]:
     raise AssertionError("getitem takes the placement of the output that it picks")
 
 
-@register_rule(aten._scaled_dot_product_flash_attention_for_cpu.default)
-def _attention(call: OpCall, degree: int) -> list[OpRule]:
-    """Attention [batch, heads, sequence, head_dim]: split by batch, by heads, or (not causal) by query position."""
-    causal = _argument(call, 4, "is_causal", False)
-    mask = call.inputs[3].shape if len(call.inputs) > 3 else None
-    rules = []
-    for dim in (0, 1) if causal else (0, 1, 2):
-        q, kv = Shard(dim), (Shard(dim) if dim < 2 else REPLICATE)
-        inputs: list[Placement] = [q, kv, kv]
-        if mask is not None:
-            inputs.append(_mask_shard(mask, len(call.inputs[0].shape), dim))
-        rules.append(OpRule((q, q), tuple(inputs)))
-    return rules
-
-
-@register_rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
-def _attention_backward(call: OpCall, degree: int) -> list[OpRule]:
-    """As forward; splitting the query leaves terms of the gradients of key and value on every rank."""
-    causal = _argument(call, 7, "is_causal", False)
-    mask = call.inputs[6].shape if len(call.inputs) > 6 else None
-    rules = []
-    for dim in (0, 1) if causal else (0, 1, 2):
-        q, kv = Shard(dim), (Shard(dim) if dim < 2 else REPLICATE)
-        inputs: list[Placement] = [q, q, kv, kv, q, q]
-        if mask is not None:
-            inputs.append(_mask_shard(mask, len(call.inputs[1].shape), dim))
-        rules.append(OpRule((q, kv if dim < 2 else PARTIAL, kv if dim < 2 else PARTIAL), tuple(inputs)))
-    return rules
-
-
-def _argument(call: OpCall, position: int, name: str, default: object) -> object:
+def argument(call: OpCall, position: int, name: str, default: object) -> object:
+    """An argument of a call, by position or by name."""
     if len(call.args) > position:
         return call.args[position]
     return dict(call.kwargs).get(name, default)
-
-
-def _mask_shard(mask: tuple[int, ...], ndim: int, dim: int) -> Placement:
-    at = dim - (ndim - len(mask))
-    return Shard(at) if at >= 0 and mask[at] != 1 else REPLICATE
 
 
 @register_rule(aten.embedding.default)
@@ -254,7 +220,7 @@ def _logsumexp(call: OpCall, degree: int) -> list[OpRule]:
     """Torch's rule takes ``keepdim`` to be a keyword, and mistakes dims that are kept for others."""
     ndim, given = len(call.inputs[0].shape), call.args[1]
     summed = {dim % ndim for dim in (given if isinstance(given, tuple) else (given,))} if ndim else set()
-    keeps = bool(_argument(call, 2, "keepdim", False))
+    keeps = bool(argument(call, 2, "keepdim", False))
     free = [dim for dim in range(ndim) if summed and dim not in summed]
     return [
         OpRule((Shard(dim if keeps else dim - sum(other < dim for other in summed)),), (Shard(dim),)) for dim in free

@@ -20,7 +20,7 @@ from galvatron_fx.ir.graph.placement import (
     through_view,
 )
 from galvatron_fx.ir.graph.verifier import Local, PlacedCall, verify
-from passes.sharding import batched_rules, collective_rules, expert_rules, own_rules, random_rules  # noqa: F401  (register rules)
+from passes.sharding import attention_rules, batched_rules, collective_rules, expert_rules, own_rules, random_rules  # noqa: F401  (register rules)  # noqa: F401  (likewise)
 from passes.sharding.local_args import localize_args
 from passes.sharding.own_rules import VIEWS
 from passes.sharding.rules import OpRule, op_rules, strided
@@ -92,7 +92,7 @@ def _has_rule(call: OpCall, rule: OpRule, degree: int) -> bool:
         placed = (*rule.inputs, *rule.outputs)
         return any(rule in strided(plain, call, placed, degree) for plain in op_rules(call, degree))
     shards = [placement for placement, _ in pairs if isinstance(placement, Shard)]
-    if len({shard.split_factor for shard in shards}) != 1:
+    if len({(shard.split_factor, shard.mirrored) for shard in shards}) != 1:
         return False
     if _unstrided(rule, keep_routed=True) in op_rules(call, degree):
         return True

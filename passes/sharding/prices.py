@@ -17,8 +17,19 @@ from cost_models.optimizer import ADAM
 from galvatron_fx.ir.cluster.cluster import Axis, Device
 from galvatron_fx.ir.graph.metadata import OpCost, TensorSpec
 from galvatron_fx.ir.graph.op_call import OpCall
-from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard, is_routed
+from galvatron_fx.ir.graph.placement import (
+    PARTIAL,
+    REPLICATE,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    between,
+    is_mirror_image,
+    is_routed,
+)
 from galvatron_fx.ir.graph.symbols import BATCH
+from passes.sharding.attention_rules import travelling_bytes
 from passes.sharding.expert_rules import sent_position
 from passes.sharding.rules import OpRule
 
@@ -61,7 +72,13 @@ class Prices:
         sent = sent_position(call, rule)
         if sent is not None:
             time_s += _collective_s("all_to_all", self.degree * self._size(specs[sent]), self.axes)  # type: ignore[arg-type]
-        return time_s + holding_s
+        sent_s = sum(map(self._ring_hop_s, travelling_bytes(call, rule)))
+        hidden_s = time_s / self.degree
+        return time_s + (self.degree - 1) * max(sent_s - hidden_s, 0.0) + holding_s
+
+    def _ring_hop_s(self, size_bytes: int) -> float:
+        """Seconds in which a rank hands its part of a tensor, or of its share of the batch, on to the next."""
+        return _collective_s("rotate", size_bytes * self.batch_share / self.degree, self.axes)
 
     def redistribute_s(self, spec: TensorSpec, have: Placement, want: Placement) -> float | None:
         """Seconds to bring a tensor from ``have`` to ``want``; None where that has no meaning."""
@@ -69,6 +86,10 @@ class Prices:
             return 0.0
         if is_routed(have) or is_routed(want):
             return None
+        by_way_of = between(have, want)
+        if by_way_of is not None and by_way_of != REPLICATE:
+            first, second = self.redistribute_s(spec, have, by_way_of), self.redistribute_s(spec, by_way_of, want)
+            return None if first is None or second is None else first + second
         size = self._size(spec)
         if isinstance(want, Partial):
             local = want == PARTIAL and (isinstance(have, Replicate) or have == Partial("avg"))
@@ -79,7 +100,7 @@ class Prices:
             return self._traffic_s(2 * size / self.degree) + self.device.launch_overhead_s
         else:
             exchange = isinstance(want, Shard) and isinstance(have, Shard) and have.dim != want.dim
-            kind = "all_to_all" if exchange else "all_gather"
+            kind = "all_to_all" if exchange or is_mirror_image(have, want) else "all_gather"
         return _collective_s(kind, size, self.axes) + self._copy_s(size, have, want)
 
     def reduce_s(self, spec: TensorSpec) -> float:

@@ -8,8 +8,11 @@ from galvatron_fx.ir.graph.metadata import TensorSpec
 from galvatron_fx.ir.graph.placement import REPLICATE, Placement, Shard, fits
 from galvatron_fx.ir.graph.symbols import BATCH, SEQUENCE
 from galvatron_fx.ir.kernels.experts import route
-from galvatron_fx.ir.plan.strategy import BATCH_ROLES, EXPERT
+from galvatron_fx.ir.plan.strategy import BATCH_ROLES, CONTEXT, EXPERT
 from passes.sharding.rules import OpRule
+
+_WHOLE_WEIGHTS = ("sequence", CONTEXT)
+_SEQUENCE_ROLES = (*_WHOLE_WEIGHTS, "tensor_sequence")
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class RoleRules:
         symbols = getattr(spec.symbolic[placement.dim], "free_symbols", ())
         if placement.split_factor > 1 and not symbols:
             return False
+        if placement.mirrored != (self.role == CONTEXT) or (placement.mirrored and SEQUENCE not in symbols):
+            return False
         if self.role == "tensor" and SEQUENCE in symbols and not self._splits_features(spec, placement):
             return False
         return self.splits_batch(spec, placement) == (self.role in BATCH_ROLES)
@@ -47,6 +52,13 @@ class RoleRules:
         factor = int(size.as_coeff_Mul()[0]) if hasattr(size, "as_coeff_Mul") else 1
         return rest <= factor
 
+    @property
+    def ways_to_split(self) -> list[Placement]:
+        """Shards, of any dim, that operators may make of nothing: no input comes in as the role splits values."""
+        if self.role != CONTEXT:
+            return []
+        return [Shard(0, runs, mirrored=True) for runs in dict.fromkeys((1, max(self.batch, 1)))]
+
     def avoids(self, target: object, rule: OpRule) -> bool:
         """Whether a rule leaves undone what the role is there to do, as no others do it: experts that stay whole."""
         return self.role == EXPERT and target is route and not rule.exchanges
@@ -56,7 +68,7 @@ class RoleRules:
         if self.role in BATCH_ROLES:
             return spec.dim_of(BATCH) is not None
         activation = spec.dim_of(BATCH) is not None and spec.dim_of(SEQUENCE) is not None
-        return activation and self.role in ("sequence", "tensor_sequence")
+        return activation and self.role in _SEQUENCE_ROLES
 
     def may_change(self, spec: TensorSpec, have: Placement, want: Placement) -> bool:
         """Whether a redistribution suits the role.
@@ -66,7 +78,7 @@ class RoleRules:
         """
         if self.role in BATCH_ROLES:
             return not (isinstance(have, Shard) and want == REPLICATE)
-        if self.role == "sequence" or isinstance(have, Shard) or not isinstance(want, Shard):
+        if self.role in _WHOLE_WEIGHTS or isinstance(have, Shard) or not isinstance(want, Shard):
             return True
         size = spec.symbolic[want.dim]
         activation = spec.dim_of(BATCH) is not None or spec.dim_of(SEQUENCE) is not None
@@ -88,9 +100,9 @@ class RoleRules:
         """Whether a parameter, or what is made of parameters alone, may be redistributed so while its block runs.
 
         Tensor roles compute with the parts of weights as they lie (gathering them is what ``zero`` does); the
-        sequence role computes with whole parameters.
+        roles that split the sequence alone compute with whole parameters.
         """
-        if self.role == "sequence":
+        if self.role in _WHOLE_WEIGHTS:
             return not isinstance(want, Shard)
         return not (isinstance(have, Shard) and len(spec.shape) >= 2)
 
@@ -98,7 +110,7 @@ class RoleRules:
         """Whether every rank makes a term of the gradient of a whole parameter: from its part of the batch, or of the
         sequence.
         """
-        return self.role in (*BATCH_ROLES, "sequence")
+        return self.role in (*BATCH_ROLES, *_WHOLE_WEIGHTS)
 
     def leaves_terms(self) -> bool:
         """Whether gradients leave the axis as terms of a sum, for :mod:`passes.sharding.shard_parameters` to reduce and
@@ -111,7 +123,7 @@ class RoleRules:
         if self.role in BATCH_ROLES:
             shard = self._shard_of(spec, BATCH)
             return shard if shard is not None else REPLICATE
-        if self.role in ("sequence", "tensor_sequence") and spec.dim_of(BATCH) is not None:
+        if self.role in _SEQUENCE_ROLES and spec.dim_of(BATCH) is not None:
             shard = self._shard_of(spec, SEQUENCE)
             return shard if shard is not None else REPLICATE
         return REPLICATE
@@ -128,5 +140,5 @@ class RoleRules:
         if symbol is BATCH:
             shard = Shard(dims[0], runs)
         else:
-            shard = Shard(dims[0], max(self.batch, 1) if mixed and runs == 1 else 1)
+            shard = Shard(dims[0], max(self.batch, 1) if mixed and runs == 1 else 1, mirrored=self.role == CONTEXT)
         return shard if fits(shard, spec.shape, self.degree) else None

@@ -74,6 +74,9 @@ class OpRule:
         return any(isinstance(p, Exchanged) for p in (*self.inputs, *self.outputs))
 
 
+ROW_EXPANSIONS = ("row_nll_loss", "gathered_nll_loss")
+"""Expansions that may be given any rows."""
+
 RuleMaker = Callable[[OpCall, int], list[OpRule]]
 _OWN: dict[Any, RuleMaker] = {}
 
@@ -139,23 +142,27 @@ def strided(rule: OpRule, call: OpCall, candidates: Iterable[Placement], degree:
 
     A rule that lets a dim be sharded holds for any equal subset of its indices, in any order, as long as all tensors of
     the rule are split in the same way: for routed rows, too. A local program (expansion) counts indices and needs whole
-    runs; rules that speak of routed rows say themselves which those are.
+    runs, but for those of losses, which take rows one by one; rules that speak of routed rows say themselves which
+    those are.
     """
-    if rule.expansion or not rule.splits_work:
+    if not rule.splits_work or (rule.expansion and rule.expansion not in ROW_EXPANSIONS):
         return []
-    kinds = {(p.split_factor, p.routed and not rule.routes) for p in candidates if isinstance(p, Shard)} - {(1, False)}
+    shards = [p for p in candidates if isinstance(p, Shard)]
+    kinds = {(p.split_factor, p.routed and not rule.routes, p.mirrored) for p in shards} - {(1, False, False)}
 
-    def stride(placement: Placement, split_factor: int, routed: bool) -> Placement:
+    def stride(placement: Placement, split_factor: int, routed: bool, mirrored: bool) -> Placement:
         if not isinstance(placement, Shard):
             return placement
-        return replace(placement, split_factor=split_factor, routed=placement.routed or routed)
+        return replace(placement, split_factor=split_factor, routed=placement.routed or routed, mirrored=mirrored)
 
-    instances = [
-        OpRule(tuple(stride(p, *kind) for p in rule.outputs), tuple(stride(p, *kind) for p in rule.inputs))
-        for kind in sorted(kinds)
-    ]
+    def instance(kind: tuple[int, bool, bool]) -> OpRule:
+        outputs, inputs = (tuple(stride(p, *kind) for p in side) for side in (rule.outputs, rule.inputs))
+        return OpRule(outputs, inputs, rule.expansion)
+
+    instances = [instance(kind) for kind in sorted(kinds)]
     placements = {*rule.outputs, *rule.inputs}
-    if not rule.routes and placements <= {REPLICATE, *(Shard(p.dim) for p in placements if isinstance(p, Shard))}:
+    is_plain = placements <= {REPLICATE, *(Shard(p.dim) for p in placements if isinstance(p, Shard))}
+    if is_plain and not rule.routes and not rule.expansion:
         instances += _of_exchanged(rule, candidates)
     return [instance for instance in instances if _valid(instance, call, degree)]
 

@@ -9,7 +9,15 @@ import torch
 from torch import fx
 
 from galvatron_fx.ir.graph import collectives as c
-from galvatron_fx.ir.graph.bound_ops import BoundAxis, from_ranks, gather_ready, to_ranks
+from galvatron_fx.ir.graph.bound_ops import (
+    BoundAxis,
+    from_mirrored,
+    from_ranks,
+    gather_ready,
+    put_halves,
+    take_halves,
+    to_ranks,
+)
 from galvatron_fx.ir.graph.metadata import NodeMeta, has_meta, meta_of
 from galvatron_fx.ir.graph.rewrite import copy_graph
 from galvatron_fx.ir.torch_compat.tensors import pytree
@@ -17,7 +25,8 @@ from passes.analysis.alias_analysis import infer_strides
 from passes.analysis.strided_values import StridedTensor
 from passes.lowering.codegen import Codegen
 
-_MAY_COPY = {torch.ops.aten.reshape.default, gather_ready, to_ranks, from_ranks, c.take_run}
+_MAY_COPY = {torch.ops.aten.reshape.default, gather_ready, to_ranks, from_ranks, from_mirrored}
+_MAY_COPY |= {c.take_run, c.take_mirrored, take_halves, put_halves}
 
 
 def implicit_copies(graph: fx.GraphModule, degrees: Sequence[int]) -> Iterator[tuple[NodeMeta, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +44,25 @@ def from_ranks(x: Tensor, dim: int, split_factor: int, parts: int) -> Tensor:
     if dim == 0 and split_factor == 1:
         return x
     return c.join_runs(list(x.chunk(parts, dim=0)), dim, split_factor)
+
+
+def from_mirrored(x: Tensor, dim: int, split_factor: int, parts: int) -> Tensor:
+    """Shards of Shard(dim, split_factor, mirrored), one behind the other along dim 0, become the whole tensor."""
+    return c.join_mirrored(x.chunk(parts, dim=0), dim, split_factor)
+
+
+def take_halves(x: Tensor, dim: int, split_factor: int, order: Sequence[int]) -> Tensor:
+    """Lay the two halves of every run of ``dim`` in two rows, in that order."""
+    halves = x.unflatten(dim, (split_factor, 2, -1)).unbind(dim + 1)
+    return torch.stack([halves[half].reshape(-1) for half in order])
+
+
+def put_halves(x: Tensor, shape: Sequence[int], dim: int, split_factor: int, order: Sequence[int]) -> Tensor:
+    """Undo :func:`take_halves`: two rows become a tensor of ``shape``."""
+    length = shape[dim] // (2 * split_factor)
+    half = [*shape[:dim], split_factor, length, *shape[dim + 1 :]]
+    halves = [x[order.index(number)].reshape(half) for number in (0, 1)]
+    return torch.stack(halves, dim + 1).flatten(dim, dim + 2)
 
 
 def finished(result: Tensor, *read: Tensor) -> Tensor:

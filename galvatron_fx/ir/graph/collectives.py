@@ -50,6 +50,31 @@ def local_index(index: Tensor, size: int, axis: int) -> Tensor:
     raise _unbound("local_index")
 
 
+def gather_mirrored(x: Tensor, dim: int, split_factor: int, axis: int) -> Tensor:
+    """Put the shards of all ranks together in order: Shard(dim, split_factor, mirrored) -> Replicate."""
+    raise _unbound("gather_mirrored")
+
+
+def shard_mirrored(x: Tensor, dim: int, split_factor: int, axis: int) -> Tensor:
+    """Keep this rank's two chunks: Replicate -> Shard(dim, split_factor, mirrored). No communication."""
+    raise _unbound("shard_mirrored")
+
+
+def mirror(x: Tensor, dim: int, split_factor: int, axis: int) -> Tensor:
+    """Exchange halves of shards: Shard(dim, split_factor) -> Shard(dim, split_factor, mirrored)."""
+    raise _unbound("mirror")
+
+
+def unmirror(x: Tensor, dim: int, split_factor: int, axis: int) -> Tensor:
+    """Exchange them back: Shard(dim, split_factor, mirrored) -> Shard(dim, split_factor)."""
+    raise _unbound("unmirror")
+
+
+def rotate(x: Tensor, axis: int) -> Tensor:
+    """Hand what this rank has to the next one of the axis, the last one's to the first; part of a local program."""
+    raise _unbound("rotate")
+
+
 def only_first(x: Tensor, axis: int) -> Tensor:
     """Keep a value on the axis' first rank and zeros elsewhere: Replicate -> Partial(sum). No communication.
 
@@ -58,8 +83,59 @@ def only_first(x: Tensor, axis: int) -> Tensor:
     raise _unbound("only_first")
 
 
-COLLECTIVES: tuple[Callable[..., Any], ...] = (all_reduce, all_gather, reduce_scatter, all_to_all)
-RANK_LOCAL: tuple[Callable[..., Any], ...] = (shard, local_index, only_first)
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor | None,
+    sums: Tensor | None,
+    mask: Tensor | None,
+    step: int,
+    is_last: bool,
+    is_causal: bool,
+    scale: float | None,
+    axis: int,
+) -> tuple[Tensor, Tensor]:
+    """Attend to the keys and values that have come ``step`` ranks around the axis, on top of what was attended to
+    before: one step of :func:`galvatron_fx.ir.kernels.ring_attention.ring_attention`.
+    """
+    raise _unbound("ring_attention")
+
+
+def ring_attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    to_query: Tensor | None,
+    mask: Tensor | None,
+    step: int,
+    is_causal: bool,
+    scale: float | None,
+    axis: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of the query, on top of that of the steps before, and of the keys and values of this step."""
+    raise _unbound("ring_attention_backward")
+
+
+COLLECTIVES: tuple[Callable[..., Any], ...] = (
+    all_reduce,
+    all_gather,
+    reduce_scatter,
+    all_to_all,
+    gather_mirrored,
+    mirror,
+    unmirror,
+    rotate,
+)
+KINDS: dict[Any, str] = {gather_mirrored: "all_gather", mirror: "all_to_all", unmirror: "all_to_all"}
+"""As what collectives are reported and priced, where not by their own name."""
+
+RANK_LOCAL: tuple[Callable[..., Any], ...] = (shard, shard_mirrored, local_index, only_first)
+RING_STEPS: tuple[Callable[..., Any], ...] = (ring_attention, ring_attention_backward)
+"""They compute, each rank something else."""
 
 
 # The local halves of the collectives: pure tensor functions, shared by the simulator and the generated code.
@@ -115,3 +191,38 @@ def join_rows(rows: Tensor, shape: Sequence[int], dim: int, split_factor: int) -
     parts, shape = rows.shape[0], list(shape)
     runs = rows.reshape(parts, *shape[:dim], split_factor, shape[dim] // split_factor, *shape[dim + 1 :])
     return runs.movedim(0, dim + 1).reshape(*shape[:dim], parts * shape[dim], *shape[dim + 1 :]).contiguous()
+
+
+def take_mirrored(x: Tensor, dim: int, split_factor: int, parts: int, part: int) -> Tensor:
+    """What rank ``part`` of ``parts`` holds of ``x`` under Shard(dim, split_factor, mirrored); a contiguous copy."""
+    runs = x.unflatten(dim, (split_factor, 2 * parts, -1))
+    pair = [runs.select(dim + 1, chunk) for chunk in (part, 2 * parts - 1 - part)]
+    return torch.stack(pair, dim + 1).flatten(dim, dim + 2)
+
+
+def join_mirrored(shards: Sequence[Tensor], dim: int, split_factor: int) -> Tensor:
+    """Put the shards of Shard(dim, split_factor, mirrored) together: the inverse of :func:`take_mirrored`."""
+    halves = [shard.unflatten(dim, (split_factor, 2, -1)).unbind(dim + 1) for shard in shards]
+    chunks = [*(front for front, _ in halves), *(back for _, back in reversed(halves))]
+    return torch.stack(chunks, dim + 1).flatten(dim, dim + 2)
+
+
+def chunks_to_exchange(parts: int, part: int, to_mirrored: bool) -> tuple[list[int], list[int], list[int], list[int]]:
+    """How rank ``part`` exchanges the two chunks that it holds of twice ``parts``: in which order it sends them, how
+    many to each rank, in which order it is sent those that it wants, how many by each rank.
+    """
+    plain, mirrored = (2 * part, 2 * part + 1), (part, 2 * parts - 1 - part)
+    held, wanted = (plain, mirrored) if to_mirrored else (mirrored, plain)
+    holder, taker = (_plain_rank, _mirrored_rank) if to_mirrored else (_mirrored_rank, _plain_rank)
+    to, by = [taker(chunk, parts) for chunk in held], [holder(chunk, parts) for chunk in wanted]
+    sent = sorted((0, 1), key=lambda i: (to[i], held[i]))
+    received = sorted((0, 1), key=lambda i: (by[i], wanted[i]))
+    return sent, [to.count(rank) for rank in range(parts)], received, [by.count(rank) for rank in range(parts)]
+
+
+def _plain_rank(chunk: int, parts: int) -> int:
+    return chunk // 2
+
+
+def _mirrored_rank(chunk: int, parts: int) -> int:
+    return min(chunk, 2 * parts - 1 - chunk)

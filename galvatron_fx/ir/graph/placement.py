@@ -12,7 +12,7 @@ lowering one after the other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -34,15 +34,28 @@ class Shard:
     ``routed``: these are copies of its own tokens, in the order of their experts: what ``dispatch`` makes of tokens
     that are sharded so, and ``combine`` turns back (:mod:`galvatron_fx.ir.kernels.experts`). As the whole tensor has
     another order, nothing else can: no collective takes them.
+
+    ``mirrored``: of every run, cut into twice as many chunks as there are ranks, each rank holds one from the front and
+    its mirror image from the back, chunks r and 2n - 1 - r: under a causal mask these take equal work.
     """
 
     dim: int
     split_factor: int = 1
     routed: bool = False
+    mirrored: bool = False
 
     def __str__(self) -> str:
         runs = f",{self.split_factor}" if self.split_factor > 1 else ""
-        return f"S({self.dim}{runs}{',routed' if self.routed else ''})"
+        return f"S({self.dim}{runs}{',routed' if self.routed else ''}{',mirrored' if self.mirrored else ''})"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each rank holds one run of neighbours, in order of the ranks: what DTensor's ``Shard`` says."""
+        return self.split_factor == 1 and not self.routed and not self.mirrored
+
+    def pieces(self, degree: int) -> int:
+        """Into how many equal pieces the dim is cut for ``degree`` ranks."""
+        return self.split_factor * degree * (2 if self.mirrored else 1)
 
 
 @dataclass(frozen=True, order=True)
@@ -105,6 +118,28 @@ def is_routed(placement: ValuePlacement) -> bool:
     return placement == ROUTED_ENDS or isinstance(placement, Exchanged)
 
 
+def is_mirror_image(have: ValuePlacement, want: ValuePlacement) -> bool:
+    """Whether two shards are of the same runs, and one of them mirrored: half of what each rank holds moves."""
+    if not isinstance(have, Shard) or not isinstance(want, Shard):
+        return False
+    return have.mirrored != want.mirrored and replace(have, mirrored=want.mirrored) == want
+
+
+def between(have: Placement, want: Placement) -> Placement | None:
+    """By way of what a change of placement is made of two collectives; None where one does it.
+
+    What is mirrored is a shard in order of the ranks first, or becomes mirrored last.
+    """
+    if is_mirror_image(have, want) or isinstance(have, Replicate) or isinstance(want, Replicate):
+        return None
+    if isinstance(want, Shard) and want.mirrored:
+        return replace(want, mirrored=False)
+    if isinstance(have, Shard) and have.mirrored:
+        return replace(have, mirrored=False)
+    same_dim = isinstance(have, Shard) and isinstance(want, Shard) and have.dim == want.dim
+    return REPLICATE if same_dim else None
+
+
 def fits(placement: Placement, shape: Sequence[int], degree: int) -> bool:
     """Tell whether a tensor of ``shape`` can be placed so over ``degree`` ranks: shards must divide evenly."""
     if not isinstance(placement, Shard):
@@ -112,7 +147,7 @@ def fits(placement: Placement, shape: Sequence[int], degree: int) -> bool:
     if placement.dim >= len(shape):
         return False
     size = shape[placement.dim]
-    return size > 0 and size % (placement.split_factor * degree) == 0
+    return size > 0 and size % placement.pieces(degree) == 0
 
 
 def local_shape(placement: Placement, shape: Sequence[int], degree: int) -> tuple[int, ...]:
@@ -123,11 +158,19 @@ def local_shape(placement: Placement, shape: Sequence[int], degree: int) -> tupl
     return tuple(sizes)
 
 
+def shown_as(placement: Placement) -> Placement:
+    """How an output leaves the graph: as it is made, or nearly so, as long as a DTensor can say how it lies."""
+    if not isinstance(placement, Shard):
+        return REPLICATE
+    shown = replace(placement, mirrored=False)
+    return shown if shown.is_plain else REPLICATE
+
+
 def to_dtensor(placement: Placement) -> dtensor.Placement:
     """The same placement in DTensor's words; only unstrided shards and replicas occur on parameters."""
     if isinstance(placement, Replicate):
         return dtensor.Replicate()
-    if isinstance(placement, Shard) and placement.split_factor == 1 and not placement.routed:
+    if isinstance(placement, Shard) and placement.is_plain:
         return dtensor.Shard(placement.dim)
     raise AssertionError(f"{placement} has no place in a DTensor that users see")
 
@@ -158,9 +201,8 @@ def through_view(placement: Shard, source: tuple[int, ...], target: tuple[int, .
         for dim in target_dims:
             size = target[dim]
             if before < passed * size and before % passed == 0:
-                split_factor = before // passed
-                whole_runs = size % (split_factor * degree) == 0
-                return Shard(dim, split_factor, placement.routed) if whole_runs else None
+                after = replace(placement, dim=dim, split_factor=before // passed)
+                return after if size % after.pieces(degree) == 0 else None
             passed *= size
     return None
 

@@ -14,7 +14,10 @@ role                what the ranks along the axis do
                     (Megatron sequence parallelism)
 ``expert``          split the batch, and the experts of a mixture of experts: tokens travel to the
                     ranks that hold their experts and back; other parameters are replicated
-``sequence``        split the activations along the sequence; parameters are replicated (Ulysses)
+``sequence``        split the activations along the sequence, and attention by heads; parameters are
+                    replicated (Ulysses)
+``context``         split the activations along the sequence, attention too: keys and values travel
+                    around a ring of the ranks; parameters are replicated (ring attention)
 ``pipeline``        hold different stages of the model: the same axes for all blocks
 =================== =============================================================================
 """
@@ -29,6 +32,7 @@ from galvatron_fx.ir.errors import PlanError
 
 __all__ = [
     "BATCH_ROLES",
+    "CONTEXT",
     "EXPERT",
     "LOWERING_ORDER",
     "PIPELINE",
@@ -47,22 +51,24 @@ __all__ = [
 
 PIPELINE = "pipeline"
 EXPERT = "expert"
+CONTEXT = "context"
 
-ROLES: tuple[str, ...] = ("data", "zero", "tensor", "tensor_sequence", "sequence", EXPERT, PIPELINE)
+ROLES: tuple[str, ...] = ("data", "zero", "tensor", "tensor_sequence", "sequence", CONTEXT, EXPERT, PIPELINE)
 
 BATCH_ROLES = ("data", "zero", EXPERT)
 """Those that split the batch."""
 
-LOWERING_ORDER: tuple[str, ...] = ("zero", "data", "sequence", EXPERT, "tensor_sequence", "tensor")
+LOWERING_ORDER: tuple[str, ...] = ("zero", "data", CONTEXT, "sequence", EXPERT, "tensor_sequence", "tensor")
 """The order in which lowering takes the roles, and in which :meth:`Strategy.groups` lists them; stages are cut last."""
 
 
 Boundary = tuple[str, ...]
-"""What each axis splits of what passes from one block to the next: "batch", "sequence" or nothing."""
+"""What each axis splits of what passes from one block to the next: "batch", "sequence", "context" (the sequence,
+mirrored) or nothing."""
 
 _SPLIT = {
     **dict.fromkeys(BATCH_ROLES, "batch"),
-    **{"tensor": "", "tensor_sequence": "sequence", "sequence": "sequence"},
+    **{"tensor": "", "tensor_sequence": "sequence", "sequence": "sequence", CONTEXT: "context"},
 }
 
 _FLAGS = ("recompute", "keep_gathered", "gather_late")

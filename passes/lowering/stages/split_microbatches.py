@@ -10,7 +10,7 @@ from torch import fx
 
 from galvatron_fx.ir.cluster.cluster import Axis, Device
 from galvatron_fx.ir.errors import PlanError
-from galvatron_fx.ir.graph.collectives import COLLECTIVES, RANK_LOCAL, only_first
+from galvatron_fx.ir.graph.collectives import COLLECTIVES, RANK_LOCAL, RING_STEPS, only_first
 from galvatron_fx.ir.graph.layout import Layout, MergedAxis, drop_layout, lay_part, set_layout
 from galvatron_fx.ir.graph.local_program import record_step
 from galvatron_fx.ir.graph.metadata import (
@@ -216,7 +216,7 @@ def _numbers_only(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def _moves(node: fx.Node) -> bool:
-    return node.target in COLLECTIVES or node.target in RANK_LOCAL
+    return node.target in COLLECTIVES or node.target in RANK_LOCAL or node.target in RING_STEPS
 
 
 def _merges(graph: fx.GraphModule, sharding: AxisSharding) -> dict[str, Placement]:

@@ -273,8 +273,10 @@ class _Evaluation:
             self.axes.append({axes: np.array(columns) for axes, columns in rows.items()})
 
     def columns(self) -> _Columns:
-        forward, backward, weight, again = self._compute()
+        operators_s = self._operators_s()
+        forward, backward, weight, again = self._compute(operators_s)
         moves = self._moves()
+        self._add_rings(moves, operators_s)
         gather, gathered = self._gathers()
         static, update = self._static()
         gradients, whole, largest = self._gradients()
@@ -316,12 +318,17 @@ class _Evaluation:
     def _on_rank(self, amounts: Amounts) -> Floats:
         return amounts.on_rank(self.degrees, self.num_microbatches)
 
-    def _compute(self) -> list[Floats]:
-        """Seconds of the operators in forward, in backward, of those that are for weights alone, and recomputed."""
+    def _compute(self, seconds: Floats) -> list[Floats]:
+        """Of the ``seconds`` of operators, those in forward, in backward, for weights alone, and recomputed."""
         operators = self.terms.operators
         picked = (~operators.backward, operators.backward, operators.for_weights, operators.rebuilt)
+        return [seconds[rows].sum(axis=0) for rows in picked]
+
+    def _operators_s(self) -> Floats:
+        """``[operator, C]``: seconds of each."""
+        operators = self.terms.operators
         if not len(operators.starts):
-            return [np.zeros(len(self.num_microbatches)) for _ in picked]
+            return np.zeros((0, len(self.num_microbatches)))
         flops = self._on_rank(operators.flops)
         moved = np.add.reduceat(self._on_rank(operators.tensors), operators.starts, axis=0)
         seconds = np.zeros_like(flops)
@@ -331,7 +338,25 @@ class _Evaluation:
         for dtype, kind in dict.fromkeys(classes):
             rows = np.flatnonzero([other == (dtype, kind) for other in classes])
             seconds[rows] = op_time_s(OpCost(flops[rows], moved[rows], 0), dtype, device, kind)
-        return [seconds[rows].sum(axis=0) for rows in picked]
+        return seconds
+
+    def _add_rings(self, moves: dict[str, _Sent], operators_s: Floats) -> None:
+        """Add to ``moves`` what travels around ranks, as far as it takes longer than the products beside it: those of
+        all steps but one.
+        """
+        rings, size = self.terms.rings, self._on_rank(self.terms.travelling)
+        for operator, backward, rebuilt, role in dict.fromkeys(
+            (ring.operator, ring.backward, ring.rebuilt, ring.role) for ring in rings
+        ):
+            rows = np.flatnonzero([(ring.operator, ring.role) == (operator, role) for ring in rings])
+            degree = self.degrees[:, role]
+            sent = self._sent("rotate", size[rows], role, bundled=False)
+            sent_s, busy_s = sent.seconds * (degree - 1), operators_s[operator] * (degree - 1) / degree
+            seconds = exposed_s(busy_s, sent_s, np.zeros_like(sent_s), self.cluster.overlap)
+            exposed = _Sent(seconds, sent.start_s, sent.work_s, degree - 1)
+            phase = "backward" if backward else "forward"
+            for slot in (phase, "again") if rebuilt else (phase,):
+                moves[slot] = _Sent(*map(np.add, moves[slot], exposed))
 
     def _moves(self) -> dict[str, _Sent]:
         """The redistributions by phase, and finished gradients that are scattered or all-reduced."""
@@ -372,7 +397,7 @@ class _Evaluation:
         groups = [[self.cluster.axes[i] for i in indices] for indices in served]
         degrees = [prod(axis.size for axis in group) for group in groups]
         for place, group in enumerate(groups):
-            if kind == "all_reduce":
+            if kind == "all_reduce" or kind == "rotate":
                 shared = 1
             elif kind == "all_to_all":
                 shared = prod(degrees) // degrees[place]

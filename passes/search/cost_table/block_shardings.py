@@ -9,7 +9,7 @@ from functools import cached_property
 from torch import fx
 
 from galvatron_fx.ir.cluster.cluster import Cluster
-from galvatron_fx.ir.plan.strategy import BATCH_ROLES, RoleGroup
+from galvatron_fx.ir.plan.strategy import BATCH_ROLES, CONTEXT, RoleGroup
 from passes.sharding.assign_shardings import AssignShardings
 from passes.sharding.graph_values import GraphValues
 from passes.sharding.insert_collectives import AxisSharding
@@ -77,9 +77,19 @@ class Solutions:
         return known[share]
 
     def _solved_for_any_degree(self, key: tuple[str, int]) -> AxisSharding | None:
-        """Where a degree divides the batch, batch roles split the same dims as for another that does."""
+        """Where a degree divides the batch, batch roles split the same dims as for another that does; so does
+        ``context`` where it divides the sequence.
+        """
         role, degree = key
-        if role not in BATCH_ROLES or self.batch % degree:
+        size = self._size_split_by(role)
+        if size % degree:
             return None
-        known = [s[1.0] for (r, d), s in self._known.items() if r == role and self.batch % d == 0]
-        return known[0] if known else None
+        known = [s for (r, d), s in self._known.items() if r == role and size % d == 0]
+        return next(iter(known[0].values())) if known else None
+
+    def _size_split_by(self, role: str) -> int:
+        """What the degree of a role has to divide for its decisions to be those of other degrees; 1 if nothing does."""
+        sizes = self._values.sizes
+        if role == CONTEXT and sizes is not None and sizes.sequence and sizes.sequence % 2 == 0:
+            return sizes.sequence // 2
+        return self.batch if role in BATCH_ROLES else 1

@@ -17,10 +17,11 @@ from cost_models.node_cost import moved_bytes
 from galvatron_fx.ir.arrays import Bools, Floats, Ints
 from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
-from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement, Shard
+from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement, Shard, is_mirror_image
 from galvatron_fx.ir.graph.precision import cast_parameter
 from galvatron_fx.ir.graph.symbols import BATCH
 from passes.search.cost_table.block_facts import BlockFacts, ComputeCall
+from passes.sharding.attention_rules import travelling_bytes
 from passes.sharding.expert_rules import sent_position
 from passes.sharding.insert_collectives import AxisSharding
 
@@ -91,6 +92,18 @@ class Redistribution:
 
 
 @dataclass(frozen=True)
+class Ring:
+    """A tensor that role ``role`` sends around its ranks beside the operator numbered ``operator``; ``backward`` and
+    ``rebuilt`` as of that.
+    """
+
+    role: int
+    operator: int
+    backward: bool
+    rebuilt: bool
+
+
+@dataclass(frozen=True)
 class Weights:
     """Parameters: ``amounts``, ``shapes`` and bytes of an element (``itemsizes``) of each, and which of them are
     trained, owned, used or gathered by the block.
@@ -131,6 +144,8 @@ class BlockTerms:
     operators: Operators
     moves: tuple[Redistribution, ...]
     moved: Amounts
+    rings: tuple[Ring, ...]
+    travelling: Amounts
     weights: Weights
     saved: Amounts
     entering: Amounts
@@ -161,6 +176,7 @@ class _Reading:
             self._operators(),
             moves,
             moved,
+            *self._rings(),
             self._weights(),
             self._kept_amounts(kept),
             self._kept_amounts(entering),
@@ -235,6 +251,19 @@ class _Reading:
                     moves.append(Redistribution(role, kind, "far"))
                     rows.append((meta_of(term).spec, self._split(term)))
         return tuple(moves), self._amounts(rows)
+
+    def _rings(self) -> tuple[tuple[Ring, ...], Amounts]:
+        """What travels around ranks, with the bytes that the roles leave of each tensor on a rank."""
+        rings, rows = [], []
+        for number, operator in enumerate(self.block.calls):
+            for role, sharding in enumerate(self.shardings):
+                for size_bytes in travelling_bytes(operator.call, sharding.rules[operator.node]):
+                    backward = meta_of(operator.node).phase == "backward"
+                    rings.append(Ring(role, number, backward, operator.node in self.block.rebuilt))
+                    key = 1 + backward
+                    split = [isinstance(each.rules[operator.node].inputs[key], Shard) for each in self.shardings]
+                    rows.append(_amount(operator.call.inputs[key], size_bytes, split))
+        return tuple(rings), Amounts.of(rows, len(self.roles))
 
     def _sent(self, operator: ComputeCall, position: int) -> tuple[TensorSpec, list[bool]]:
         """What an operator exchanges, and which roles split it."""
@@ -331,5 +360,6 @@ def _kind(have: Placement, want: Placement) -> str | None:
     if isinstance(have, Partial):
         return "all_reduce" if want == REPLICATE else "reduce_scatter"
     if isinstance(have, Shard):
-        return "all_to_all" if isinstance(want, Shard) and want.dim != have.dim else "all_gather"
+        exchanges = isinstance(want, Shard) and (want.dim != have.dim or is_mirror_image(have, want))
+        return "all_to_all" if exchanges else "all_gather"
     return None

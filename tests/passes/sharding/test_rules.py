@@ -113,7 +113,7 @@ def rules_of(call: Call, degree: int = 2) -> list[OpRule]:
     """
     described = op_call(one_operator(call)[1])
     plain = [rule for rule in op_rules(described, degree) if not rule.routes]
-    runs = [Shard(dim, 2) for dim in range(4)]
+    runs = [Shard(dim, 2, mirrored=mirrored) for dim in range(4) for mirrored in (False, described.target in VIEWS)]
     if described.target in VIEWS:
         return list(dict.fromkeys([*plain, *(r for r in view_rules(described, runs, degree) if fitting(r, described))]))
     return [*plain, *(instance for rule in plain for instance in strided(rule, described, runs, degree))]
@@ -144,7 +144,7 @@ def test_embeddings_whose_gradient_is_scaled_by_frequency() -> None:
 
 
 def test_all_registered_operators_are_checked() -> None:
-    aside = {*c.COLLECTIVES, *c.RANK_LOCAL, operator.getitem, *WITHOUT_VALUES}
+    aside = {*c.COLLECTIVES, *c.RANK_LOCAL, *c.RING_STEPS, operator.getitem, *WITHOUT_VALUES}
     ours = {target for target in rule_module._OWN if getattr(target, "namespace", "aten") == "aten"} - aside
     assert {str(target) for target in ours} - {str(call[0]) for call in CALLS} == set()
 

@@ -45,6 +45,21 @@ MOVES: dict[Any, MoveSpec] = {
         lambda d, split_factor, to, to_split_factor: (Shard(d, split_factor), Shard(to, to_split_factor)),
     ),
     c.shard: MoveSpec((int, int, int), lambda dim, split_factor: (REPLICATE, Shard(dim, split_factor))),
+    c.gather_mirrored: MoveSpec(
+        (int, int, int), lambda dim, split_factor: (Shard(dim, split_factor, mirrored=True), REPLICATE)
+    ),
+    c.shard_mirrored: MoveSpec(
+        (int, int, int), lambda dim, split_factor: (REPLICATE, Shard(dim, split_factor, mirrored=True))
+    ),
+    c.mirror: MoveSpec(
+        (int, int, int),
+        lambda dim, split_factor: (Shard(dim, split_factor), Shard(dim, split_factor, mirrored=True)),
+    ),
+    c.unmirror: MoveSpec(
+        (int, int, int),
+        lambda dim, split_factor: (Shard(dim, split_factor, mirrored=True), Shard(dim, split_factor)),
+    ),
+    c.rotate: MoveSpec((int,), lambda: (None, None)),
     c.local_index: MoveSpec((int, int), lambda size: (None, None)),
     c.only_first: MoveSpec((int,), lambda: (REPLICATE, PARTIAL)),
 }
@@ -79,7 +94,7 @@ def shape_problem(node: fx.Node, move: Move, degree: int) -> str | None:
             continue
         if not 0 <= placement.dim < len(shape):
             return f"speaks of dim {placement.dim} of a tensor of shape {source.shape}"
-        parts = placement.split_factor if gathers else placement.split_factor * degree
+        parts = placement.pieces(1) if gathers else placement.pieces(degree)
         if placement.split_factor < 1 or shape[placement.dim] % parts:
             return f"cuts dim {placement.dim} of {tuple(shape)} into {parts}, which does not divide it"
         shape[placement.dim] = shape[placement.dim] * degree if gathers else shape[placement.dim] // degree

@@ -1,0 +1,111 @@
+"""Role ``context``: whole models whose attention runs around a ring of ranks equal one device."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, fx, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from galvatron_fx.ir.plan.schedule import make_schedule
+from galvatron_fx.ir.plan.strategy import Strategy
+from passes.analysis.blocks import num_blocks
+from tests.helpers import assert_exact, captured, one_device, simulate, simulate_stages, uniform
+from tests.models import zoo
+
+C = "context"
+
+
+class CrossAttention(nn.Module):
+    """Queries of one sequence see another as long; the mask hides keys, and all of them from the first sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.memory, self.out = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor, memory: Tensor, keep: Tensor) -> Tensor:
+        query, key = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in (self.query(x), self.memory(memory)))
+        attended = scaled_dot_product_attention(query, key, key, attn_mask=keep[:, None, None, :])
+        return self.out(attended.transpose(1, 2).flatten(2)).square().mean()
+
+
+def cross_attention() -> zoo.Case:
+    keep = torch.ones(2, 16, dtype=torch.bool)
+    keep[0], keep[1, 5:9] = False, False
+    x, memory = torch.randn(2, 2, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    return zoo.build(CrossAttention), {"x": x, "memory": memory, "keep": keep}
+
+
+def padded() -> zoo.Case:
+    """Padding on the left of one sample and on the right of another: rows there see nothing."""
+    model, inputs = zoo.llama(layers=1)
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[0, :5], mask[1, 9:] = 0, 0
+    return model, {**inputs, "attention_mask": mask}
+
+
+def ignored() -> zoo.Case:
+    """All labels of the chunks that the first rank of four holds are ignored."""
+    model, inputs = zoo.gpt2(layers=1)
+    inputs["labels"][:, :3], inputs["labels"][:, 14:] = -100, -100
+    return model, inputs
+
+
+def windowed() -> zoo.Case:
+    settings = {"sliding_window": 5, "vocab_size": zoo.VOCABULARY, "hidden_size": zoo.HIDDEN, "num_hidden_layers": 1}
+    settings |= {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 1}
+    config = hf.MistralConfig(**settings)
+    return zoo.build(lambda: hf.MistralForCausalLM(config)), zoo.tokens()
+
+
+CASES = {
+    "llama": lambda: zoo.llama(layers=2),
+    "bert": lambda: zoo.bert(layers=1),
+    "t5": lambda: zoo.t5(layers=1),
+    "cross": cross_attention,
+    "padded": padded,
+    "ignored": ignored,
+    "windowed": windowed,
+    "vit": lambda: zoo.vit(layers=1),
+}
+
+
+@cache
+def case(name: str) -> tuple[nn.Module, dict[str, Any], fx.GraphModule, dict[str, Tensor]]:
+    model, inputs = CASES[name]()
+    return model, inputs, captured(model, inputs), one_device(model, inputs)
+
+
+ROLES = [
+    ("llama", (C, C, C)), ("llama", ("data", C)), ("llama", ("zero", C)), ("llama", ("tensor", C)),
+    ("llama", ("tensor_sequence", C)), ("llama", (C, "sequence")), ("bert", (C, C)), ("bert", (C, "sequence")),
+    ("t5", (C,)), ("cross", (C, C)), ("cross", ("tensor", C)), ("padded", (C, C, C)), ("padded", ("tensor", C)),
+    ("ignored", (C, C)), ("windowed", (C, C)), ("vit", (C,)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, roles", ROLES, ids=str)
+def test_exact(name: str, roles: tuple[str, ...]) -> None:
+    model, inputs, graph, expected = case(name)
+    strategies = uniform(graph, *roles, recompute=len(roles) == 2)
+    assert_exact(simulate(graph, model, inputs, (2,) * len(roles), strategies, {}), expected)
+
+
+def test_neighbours_are_unlike() -> None:
+    """What is mirrored is put in order, or split otherwise, and back."""
+    model, inputs, graph, expected = case("llama")
+    roles = [(C, "data"), ("sequence", C), ("tensor_sequence", C), (C, C), ("data", "sequence"), (C, "tensor")]
+    for first in range(len(roles)):
+        strategies = [Strategy(roles[(first + i) % len(roles)], recompute=i % 2 == 1) for i in range(num_blocks(graph))]
+        assert_exact(simulate(graph, model, inputs, (2, 2), strategies, {}), expected)
+
+
+def test_stages_and_microbatches() -> None:
+    model, inputs, graph, expected = case("llama")
+    strategies, first = uniform(graph, "pipeline", C), (0, num_blocks(graph) // 2)
+    schedule = make_schedule("1f1b", 2, 2, 2)
+    assert_exact(simulate_stages(graph, model, inputs, (2, 2), strategies, first, schedule), expected)
