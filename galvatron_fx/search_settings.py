@@ -17,7 +17,7 @@ from passes.search.plan_search import SearchOptions
 
 __all__ = ["Constraints", "SearchSettings"]
 
-Constraints = Mapping[str, Strategy | Sequence[str]]
+Constraints = Mapping[str, Strategy | Sequence[str] | str]
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.cluster.cluster import Cluster, mesh_axes
 from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.graph.bound_ops import BoundAxis
 from galvatron_fx.ir.graph.layout import Layout
@@ -155,11 +156,28 @@ def _lowering_mesh(mesh: DeviceMesh, cluster: Cluster, layout: Layout, split_fac
     order = [*split_factor, *(axis for column in layout.merged_axes for axis in column.axes)]
     rest = [axis for axis in range(ranks.dim()) if axis not in order]
     shape = list(layout.shape) or [1]
-    names = ["_".join(f"a{axis}" for axis in column.axes) for column in layout.merged_axes] or ["one"]
+    names = _dim_names(mesh, cluster, [column.axes for column in layout.merged_axes])
     if split_factor:
         shape = [-1, *shape]
         names = [STAGES_DIM, *names]
     return DeviceMesh(mesh.device_type, ranks.permute(*order, *rest).reshape(shape), mesh_dim_names=tuple(names))
+
+
+def _dim_names(mesh: DeviceMesh, cluster: Cluster, merged: Sequence[Sequence[int]]) -> list[str]:
+    """What the dims of ``mesh`` that lie along each merged axis are called: "dp_tp" for two of them, "dp.0" for a part
+    of one.
+    """
+    axes = mesh_axes(mesh)
+    known = list(axes) if list(axes.values()) == list(cluster.shape) else list(cluster.axis_names)
+    counts = Counter(name.partition(".")[0] for name in known)
+
+    def name_of(column: Sequence[int]) -> str:
+        names = [known[axis] for axis in column]
+        here = Counter(name.partition(".")[0] for name in names)
+        shown = (dim if here[dim] == counts[dim] else name for name in names for dim in [name.partition(".")[0]])
+        return "_".join(dict.fromkeys(shown))
+
+    return [name_of(column) for column in merged or [(0,)]]
 
 
 def _axes(mesh: DeviceMesh, layout: Layout) -> list[BoundAxis]:

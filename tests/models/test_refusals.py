@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -164,9 +165,20 @@ def test_constraints_that_contradict() -> None:
         )
 
 
-def test_constraint_is_met() -> None:
-    plan = galvatron_fx.plan(Regression(), CLUSTER, REGRESSION, constraints={"layers.0": ("zero",)})
+@pytest.mark.parametrize("constraints", [{"layers.0": ("zero",)}, {"layers.*": ("zero",)}, {"a0": "zero"}])
+def test_constraint_is_met(constraints: dict[str, Any]) -> None:
+    plan = galvatron_fx.plan(Regression(), CLUSTER, REGRESSION, constraints=constraints)
     assert {block.strategy.roles for block in plan.blocks} == {("zero",)}
+
+
+@pytest.mark.parametrize("constraints, said", [
+    ({"tp": "tensor"}, "on 'tp': the mesh has no such axis of several ranks; it has a0"),
+    ({"a0": "tesnor"}, "constraint 'tesnor' on 'a0': use one of the roles data, zero"),
+    ({"a0": "tensor", "layers.0": ("zero",)}, "contradict"),
+])  # fmt: skip
+def test_roles_of_axes_that_cannot_be(constraints: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        galvatron_fx.plan(Regression(), CLUSTER, REGRESSION, constraints=constraints)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from galvatron_fx.ir.errors import ClusterError
 from galvatron_fx.ir.plan.arguments import check_arguments, shown
 from galvatron_fx.ir.plan.units import parse_bytes
 
-__all__ = ["Axis", "Cluster", "Device"]
+__all__ = ["Axis", "Cluster", "Device", "mesh_axes"]
 
 _MOST_DEVICES = 10_000_000
 
@@ -137,6 +137,8 @@ class Cluster:
     def from_mesh(cls, mesh: DeviceMesh, memory_bytes: str | int | None = None) -> Cluster:
         """Describe ``mesh``: its dims split into prime axes in order, so that flattening it gives the same ranks.
 
+        Axes are called as :func:`mesh_axes` says.
+
         An axis has the links inside a node if no step along it leaves a node: ``LOCAL_WORLD_SIZE`` (torchrun sets it)
         consecutive ranks make a node, else as many as the preset has. A "cuda" mesh takes the preset that fits the name
         and memory of GPU 0, else a generic GPU; a "cpu" mesh takes a rough process whose memory is its share of the
@@ -153,10 +155,11 @@ class Cluster:
         device = preset.device
         if memory_bytes is not None:
             device = replace(device, memory_bytes=parse_bytes(memory_bytes))
-        sizes = [prime for size in mesh.mesh.shape for prime in _primes(size)]
-        crossing = _leaves_node(mesh.mesh.reshape(sizes), _ranks_per_node(preset))
+        sizes = mesh_axes(mesh)
+        crossing = _leaves_node(mesh.mesh.reshape(list(sizes.values())), _ranks_per_node(preset))
         links = [preset.between if leaves else preset.inside for leaves in crossing]
-        return cls(device, _axes(zip(sizes, links, strict=True)), preset.overlap)
+        axes = (Axis(name, size, *link) for (name, size), link in zip(sizes.items(), links, strict=True))
+        return cls(device, tuple(axes), preset.overlap)
 
     def to_json(self) -> str:
         """Return the cluster as JSON, byte-identical from run to run."""
@@ -192,6 +195,20 @@ class Cluster:
 def _primes(size: int) -> list[int]:
     """The prime factors of ``size``, largest first, so that the innermost axes are the smallest."""
     return sorted(sympy.factorint(size, multiple=True), reverse=True)
+
+
+def mesh_axes(mesh: DeviceMesh) -> dict[str, int]:
+    """Sizes of the prime axes of ``mesh`` by name, outermost first: "dp" is a dim of that name and a prime size, and
+    "dp.0", "dp.1" are those of one that has several; a0, a1, ... where dims have no names.
+    """
+    named: dict[str, int] = {}
+    for position, size in enumerate(mesh.mesh.shape):
+        primes = _primes(size)
+        for index, prime in enumerate(primes):
+            dim = mesh.mesh_dim_names[position] if mesh.mesh_dim_names else ""
+            parts = f"{dim}.{index}" if len(primes) > 1 else dim
+            named[parts if dim else f"a{len(named)}"] = prime
+    return named or {(mesh.mesh_dim_names or ("a0",))[0]: 1}
 
 
 def _axes(sized: Iterable[tuple[int, tuple[float, float]]]) -> tuple[Axis, ...]:

@@ -101,7 +101,7 @@ def _is_constraints(value: Any) -> bool:
     if value is None:
         return True
     named = isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
-    return named and all(isinstance(wanted, Strategy) or _is_sequence(wanted) for wanted in value.values())
+    return named and all(isinstance(wanted, (str, Strategy)) or _is_sequence(wanted) for wanted in value.values())
 
 
 _EXAMPLE_ROLES = "give a sequence of roles, such as ('data', 'zero'); there are " + ", ".join(ROLES)
@@ -133,7 +133,9 @@ _ARGUMENTS: dict[str, _Argument] = {
         "use 'auto', True or False",
     ),
     "constraints": _Argument(
-        _is_constraints, "give a dict from the names of modules to Strategy or roles, or None", PlanError
+        _is_constraints,
+        "give a dict from names of modules to Strategy or roles, or from mesh axes to a role, or None",
+        PlanError,
     ),
     "num_stages": _STAGES,
     "num_microbatches": _STAGES,

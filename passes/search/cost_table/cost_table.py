@@ -24,6 +24,7 @@ from passes.search.candidates import AxisPartition, fits_partition
 from passes.search.cost_table.block_costs import BlockPricer, BlockPrices
 from passes.search.cost_table.block_facts import BlockFacts
 from passes.search.cost_table.block_shardings import Solutions
+from passes.search.cost_table.constraints import Constrained
 from passes.search.cost_table.graph_index import GraphIndex
 
 
@@ -142,7 +143,7 @@ class Pricer:
         self._crossing = _crossing_bytes(self.graph, len(self.block_fingerprints))
         only = frozenset(self._first.values())
         self._solutions = Solutions(self.graph, self.cluster, len(self.block_fingerprints), self.batch, only)
-        self._constrained = _constrained_blocks(self.graph, self.constraints)
+        self._constrained = Constrained.of(self.graph, self.cluster, self.constraints)
         self._known: dict[CostTableRequest, CostTable | PlanError] = {}
 
     def cost_tables(self, requests: Sequence[CostTableRequest]) -> list[CostTable | PlanError]:
@@ -211,7 +212,7 @@ class Pricer:
             np.array([kinds.index(kind) for kind in boundaries], dtype=np.int64),
             _changes(kinds, crossing[1:], self.cluster.axes),
             crossing,
-            _allowed(usable, self._constrained, len(self.block_fingerprints)),
+            self._constrained.allowed(usable, len(self.block_fingerprints)),
             self.block_fingerprints,
             request.kinds,
         )
@@ -266,40 +267,3 @@ def _change_s(have: Boundary, want: Boundary, size: Floats, axes: Sequence[Axis]
             rest = prod(axis.size for j, axis in enumerate(axes) if j != i and have[j])
             total += collective_s("all_to_all" if b else "all_gather", size / rest, [axes[i]])
     return total
-
-
-def _constrained_blocks(graph: fx.GraphModule, constraints: Mapping[str, Any]) -> dict[str, tuple[Any, set[int]]]:
-    """By module name: the wanted strategy, and the blocks that hold operators of the module."""
-    blocks = {}
-    for name, wanted in constraints.items():
-        members = {
-            meta_of(n).block
-            for n in graph.graph.nodes
-            if n.op == "call_function" and (meta_of(n).module == name or meta_of(n).module.startswith(f"{name}."))
-        }
-        if not members:
-            raise PlanError(f"constraint on module {name!r}: the model has no such module that computes anything")
-        blocks[name] = wanted, members
-    return blocks
-
-
-def _allowed(strategies: Sequence[Strategy], constrained: Mapping[str, tuple[Any, set[int]]], blocks: int) -> Bools:
-    """Which strategies each block may take, by the constraints on the modules in it."""
-    allowed = np.ones((blocks, len(strategies)), dtype=bool)
-    for name, (wanted, members) in constrained.items():
-        fits = np.array([_matches(s, wanted) for s in strategies])
-        if not fits.any():
-            raise PlanError(
-                f"constraint {wanted} on module {name!r}: no searched strategy is like it; check roles and axes"
-            )
-        for block in members:
-            allowed[block] &= fits
-            if not allowed[block].any():
-                raise PlanError(f"the constraints on block {block} (module {name!r}) contradict each other")
-    return allowed
-
-
-def _matches(strategy: Strategy, wanted: Any) -> bool:
-    if isinstance(wanted, Strategy):
-        return strategy == wanted
-    return sorted(strategy.roles) == sorted(wanted)

@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from galvatron_fx.errors import ClusterError, InputError
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster, Device
 from galvatron_fx.ir.plan.units import format_bytes, format_seconds, parse_bytes
+from galvatron_fx.runtime.binding import _dim_names
 
 NAMES = ["A100-80GB", "A100-40GB", "H100-80GB", "TITAN-RTX-24GB"]
 DEVICE: dict[str, Any] = {
@@ -101,6 +102,19 @@ def test_a_mesh_is_split_into_primes_in_order(shape, primes) -> None:
     assert cluster.shape == primes
     assert cluster.device.name == "cpu-process"
     assert cluster.to_json() == described(shape).to_json()
+
+
+def test_a_mesh_keeps_the_names_of_its_dims() -> None:
+    with world(24):
+        mesh = DeviceMesh("cpu", torch.arange(24).reshape(3, 1, 8), mesh_dim_names=("dp", "cp", "tp"))
+        cluster = Cluster.from_mesh(mesh)
+        assert cluster.axis_names == ("dp", "tp.0", "tp.1", "tp.2")
+        assert Cluster.from_json(cluster.to_json()) == cluster
+        merged = [(0, 1), (1, 2, 3), (1, 3), (0, 1, 2, 3)], ["dp_tp.0", "tp", "tp.0_tp.2", "dp_tp"]
+        assert _dim_names(mesh, cluster, merged[0]) == merged[1]
+        assert _dim_names(mesh, Cluster.preset("24xA100-80GB"), [(0, 1)]) == ["dp_tp.0"]
+        assert _dim_names(mesh, described_by_hand := Cluster(cluster.device, cluster.axes[::-1]), [(0,)]) == ["tp.2"]
+        assert described_by_hand.shape != cluster.shape
 
 
 def test_memory_is_shared_by_ranks_or_as_given() -> None:

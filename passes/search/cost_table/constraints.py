@@ -1,0 +1,98 @@
+"""Which strategies the constraints of a search leave to each block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+from torch import fx
+
+from galvatron_fx.ir.arrays import Bools
+from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.errors import PlanError
+from galvatron_fx.ir.graph.metadata import meta_of
+from galvatron_fx.ir.plan.strategy import ROLES, Strategy
+
+__all__ = ["Constrained"]
+
+
+@dataclass(frozen=True)
+class Constrained:
+    """Constraints on a graph and a cluster.
+
+    ``modules``: by the name that was given, the wanted strategy or roles, and the blocks that hold operators of the
+    module; ``axes``: roles by the numbers of mesh axes, for all blocks.
+    """
+
+    modules: Mapping[str, tuple[Any, set[int]]]
+    axes: Mapping[int, str]
+
+    @classmethod
+    def of(cls, graph: fx.GraphModule, cluster: Cluster, constraints: Mapping[str, Any]) -> Constrained:
+        """Read ``constraints``: a role is that of a mesh axis; ``*`` in the name of a module stands for any text.
+
+        Raises PlanError for names of modules and axes that are not there, and for unknown roles.
+        """
+        axes = {
+            axis: role
+            for name, role in constraints.items()
+            if isinstance(role, str)
+            for axis in _axes_called(name, role, cluster)
+        }
+        wanted = {name: value for name, value in constraints.items() if not isinstance(value, str)}
+        return cls({name: (value, _blocks_of(graph, name)) for name, value in wanted.items()}, axes)
+
+    def allowed(self, strategies: Sequence[Strategy], num_blocks: int) -> Bools:
+        """Whether each block may take each strategy. Raises PlanError where none is left to a block."""
+        on_axes = np.array([all(s.roles[axis] == role for axis, role in self.axes.items()) for s in strategies])
+        if not on_axes.any():
+            raise PlanError(f"no searched strategy gives mesh axes the roles {sorted(self.axes.items())}; check roles")
+        allowed = np.repeat(on_axes[np.newaxis], num_blocks, axis=0)
+        for name, (wanted, members) in self.modules.items():
+            fits = np.array([_matches(s, wanted) for s in strategies])
+            if not fits.any():
+                raise PlanError(
+                    f"constraint {wanted} on module {name!r}: no searched strategy is like it; check roles and axes"
+                )
+            for block in members:
+                allowed[block] &= fits
+                if not allowed[block].any():
+                    raise PlanError(f"the constraints on block {block} (module {name!r}) contradict each other")
+        return allowed
+
+
+def _axes_called(name: str, role: str, cluster: Cluster) -> list[int]:
+    """The axes that a dim of the user's mesh has become: "dp", or "dp.0" and "dp.1"."""
+    axes = [axis for axis, known in enumerate(cluster.axis_names) if known == name or known.partition(".")[0] == name]
+    if role not in ROLES:
+        raise PlanError(f"constraint {role!r} on {name!r}: use one of the roles {', '.join(ROLES)}, or a list of them")
+    if not axes:
+        known = ", ".join(dict.fromkeys(known.partition(".")[0] for known in cluster.axis_names))
+        raise PlanError(
+            f"constraint {role!r} on {name!r}: the mesh has no such axis of several ranks; it has {known}. For a "
+            f"module give a role for each axis, as a list"
+        )
+    return axes
+
+
+def _blocks_of(graph: fx.GraphModule, pattern: str) -> set[int]:
+    modules = {(meta_of(n).module, meta_of(n).block) for n in graph.graph.nodes if n.op == "call_function"}
+    blocks = {block for module, block in modules if _is_in(module, pattern)}
+    if not blocks:
+        raise PlanError(f"constraint on module {pattern!r}: the model has no such module that computes anything")
+    return blocks
+
+
+def _is_in(module: str, pattern: str) -> bool:
+    """Whether a module, or one that it is in, is called so."""
+    parts = module.split(".")
+    return any(fnmatchcase(".".join(parts[:depth]), pattern) for depth in range(1, len(parts) + 1))
+
+
+def _matches(strategy: Strategy, wanted: Any) -> bool:
+    if isinstance(wanted, Strategy):
+        return strategy == wanted
+    return sorted(strategy.roles) == sorted(wanted)
