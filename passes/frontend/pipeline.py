@@ -19,6 +19,7 @@ from passes.frontend.capture.trace import Trace
 from passes.frontend.decompose import Decompose
 from passes.frontend.eliminate_common_subexpressions import EliminateCommonSubexpressions
 from passes.frontend.find_blocks import FindBlocks
+from passes.frontend.find_experts import FindExperts
 from passes.frontend.fold_causal_masks import FoldCausalMasks
 from passes.frontend.functional_random import FunctionalRandom
 from passes.frontend.locate_batch import LocateBatch
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 PASSES: tuple[tuple[GraphPass, str], ...] = (
     (FunctionalRandom(), "captured"),
     (FoldCausalMasks(), "captured"),
+    (FindExperts(), "captured"),
     (BatchedIndexing(), "captured"),
     (Decompose(), "captured"),
     (LocateBatch(), "captured"),

@@ -26,7 +26,10 @@ _MASK = (
     "keep all rows and leave some out by torch.where(mask, x, 0), as in (x * mask).sum() / mask.sum(); "
     "x[mask] = value and masked_fill work as they are"
 )
-_PLACES = "use the condition itself as a mask, with torch.where, or topk for a fixed number of places"
+_PLACES = (
+    "use the condition itself as a mask, with torch.where, or topk for a fixed number of places; of experts: sort "
+    "their rows and multiply them in groups (torch.nn.functional.grouped_mm)"
+)
 # Operators whose result has a shape that depends on values: how people call them, and what to write instead.
 _SHAPES = {
     "masked_select": _MASK,

@@ -1,0 +1,77 @@
+"""What follows from the ids of experts alone, known by its values for a few draws of ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
+from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
+
+__all__ = ["INTEGERS", "Values", "followers", "root_of", "values_of_ids"]
+
+INTEGERS = (torch.int64, torch.int32)
+
+Values = dict[fx.Node, list[Any]]
+"""Of each node its value for every draw: a tensor, or a tuple of them."""
+
+
+def root_of(ids: fx.Node) -> fx.Node:
+    """The ids before they were flattened or cast."""
+    while ids.op == "call_function" and not is_getitem(ids) and len(input_nodes(ids)) == 1:
+        (source,) = input_nodes(ids)
+        if meta_of(source).multi_output or meta_of(source).spec.dtype not in INTEGERS:
+            break
+        ids = source
+    return ids
+
+
+def values_of_ids(root: fx.Node, experts: int) -> Values:
+    """The values of all that is computed from ``root`` and constants alone, for ids at random and ids that are all the
+    same.
+    """
+    values: Values = {root: _draws(meta_of(root).spec, experts)}
+    pending = list(root.users)
+    while pending:
+        node = pending.pop()
+        if node in values or not _is_known(node, values):
+            continue
+        values[node] = [_run(node, values, draw) for draw in range(len(values[root]))]
+        pending += list(node.users)
+    return values
+
+
+def followers(values: Values, first: set[fx.Node]) -> list[fx.Node]:
+    """Of what follows from ids, what follows from one of ``first``, and these."""
+    behind = dict.fromkeys(first)
+    pending = [user for node in first for user in node.users]
+    while pending:
+        node = pending.pop()
+        if node in values and node not in behind:
+            behind[node] = None
+            pending += list(node.users)
+    return list(behind)
+
+
+def _draws(spec: TensorSpec, experts: int) -> list[Tensor]:
+    seeds = [torch.Generator().manual_seed(seed) for seed in range(2)]
+    draws = [torch.randint(experts, spec.shape, generator=seed, dtype=spec.dtype) for seed in seeds]
+    return [*draws, torch.full_like(draws[0], experts - 1)]
+
+
+def _is_known(node: fx.Node, values: Values) -> bool:
+    """Whether a node can be computed from what is known, and constants."""
+    if node.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        return False
+    return all(source in values or _is_known(source, {}) for source in input_nodes(node))
+
+
+def _run(node: fx.Node, values: Values, draw: int) -> Any:
+    def of(source: fx.Node) -> Any:
+        return values[source][draw] if source in values else _run(source, {}, draw)
+
+    options = {name: value for name, value in node.kwargs.items() if name != "device"}
+    args, kwargs = fx.map_arg((node.args, options), of)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
