@@ -17,6 +17,9 @@ from passes.sharding.insert_collectives import AxisSharding
 from passes.sharding.prices import Prices
 from passes.sharding.roles import RoleRules
 
+SolvedBlocks = dict[Any, tuple[Decision, ...]]
+"""Decisions of blocks that were solved, by what they rest on beside prices (:mod:`passes.sharding.block_ilp`)."""
+
 
 @dataclass(frozen=True)
 class AssignShardings:
@@ -32,7 +35,7 @@ class AssignShardings:
     axis: int
     roles: Sequence[RoleRules]
     prices: Prices
-    cache: dict[Any, tuple[Decision, ...]] = field(default_factory=dict)
+    cache: SolvedBlocks = field(default_factory=dict)
     fixed: Mapping[str, Placement] = field(default_factory=dict)
     only: frozenset[int] | None = None
     outputs_as_terms: bool = False

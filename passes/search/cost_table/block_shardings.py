@@ -10,7 +10,7 @@ from torch import fx
 
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.plan.strategy import BATCH_ROLES, CONTEXT, RoleGroup
-from passes.sharding.assign_shardings import AssignShardings
+from passes.sharding.assign_shardings import AssignShardings, SolvedBlocks
 from passes.sharding.graph_values import GraphValues
 from passes.sharding.insert_collectives import AxisSharding
 from passes.sharding.prices import Prices
@@ -24,7 +24,8 @@ class Solutions:
     """Decisions for the blocks ``only`` of a graph with ``batch`` samples and ``blocks`` blocks.
 
     What micro-batches and other axes leave of the batch is a share of it. A decision's price grows evenly with
-    the share, so one that is best at two shares is best at all between: only where they differ is a third solved.
+    the share, so one that is best at two shares is best at all between: only where they differ is a third solved, and
+    there only the blocks whose decisions differ.
     """
 
     graph: fx.GraphModule
@@ -33,6 +34,7 @@ class Solutions:
     batch: int
     only: frozenset[int]
     _known: dict[tuple[str, int], dict[float, AxisSharding]] = field(default_factory=dict)
+    _solved_blocks: dict[tuple[str, int, float], SolvedBlocks] = field(default_factory=dict)
 
     @cached_property
     def _values(self) -> GraphValues:
@@ -64,15 +66,23 @@ class Solutions:
         pair = self._solve(group, low), self._solve(group, high)
         if pair[0] is not pair[1] and high / low > _CLOSE_SHARES:
             middle = (low * high) ** 0.5
+            self._solve(group, middle, self._alike(group, low, high))
             self._between(group, low, middle)
             self._between(group, middle, high)
 
-    def _solve(self, group: RoleGroup, share: float) -> AxisSharding:
+    def _alike(self, group: RoleGroup, low: float, high: float) -> SolvedBlocks:
+        """The blocks whose decisions are equal at two shares."""
+        of_low, of_high = (self._solved_blocks[group.role, group.degree, share] for share in (low, high))
+        return {key: decisions for key, decisions in of_low.items() if of_high.get(key) == decisions}
+
+    def _solve(self, group: RoleGroup, share: float, solved: SolvedBlocks | None = None) -> AxisSharding:
+        """The decision at a share, where the blocks in ``solved`` are known."""
         known = self._known.setdefault((group.role, group.degree), {})
         if share not in known:
             roles = [RoleRules(group.role, group.degree, self.batch)] * self.blocks
             prices = Prices(self.cluster.device, tuple(self.cluster.axes[i] for i in group.axes), share)
-            sharding = AssignShardings(0, roles, prices, only=self.only).decide(self._values)
+            cache = self._solved_blocks[group.role, group.degree, share] = dict(solved or {})
+            sharding = AssignShardings(0, roles, prices, cache=cache, only=self.only).decide(self._values)
             known[share] = next((other for other in known.values() if other == sharding), sharding)
         return known[share]
 

@@ -74,21 +74,28 @@ def test_best_at_two_shares_is_best_between(problem: tuple[list[list[Line]], lis
 
 
 class Recorded:
-    """Stands for the solver: one decision for shares up to a half, another above; notes where it was asked."""
+    """Stands for the solver of two blocks: one has one decision for all shares, the other one for shares up to a half
+    and another above; notes where it was asked, and where the first had to be solved.
+    """
 
     asked: list[float]
+    steady: list[float]
 
-    def __init__(self, _first: int, _roles: object, prices: object, only: object) -> None:
+    def __init__(self, _first: int, _roles: object, prices: object, cache: dict[str, str], only: object) -> None:
         self.share = float(prices.batch_share)  # type: ignore[attr-defined]
+        self.cache = cache
 
     def decide(self, _values: object) -> str:
         Recorded.asked.append(self.share)
-        return "few" if self.share <= 0.5 else "many"
+        if "steady" not in self.cache:
+            Recorded.steady.append(self.share)
+        self.cache["steady"] = "any"
+        return self.cache.setdefault("other", "few" if self.share <= 0.5 else "many")
 
 
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> Solutions:
-    Recorded.asked = []
+    Recorded.asked, Recorded.steady = [], []
     monkeypatch.setattr(solutions, "AssignShardings", Recorded)
     return Solutions(Builder().finish(), CLUSTER, 1, 1024, frozenset([0]))
 
@@ -110,6 +117,11 @@ def test_between_ends_that_differ_more_are_solved(known: Solutions) -> None:
     assert len(Recorded.asked) > 2
     assert known.at(tensor, 1 / 256) == "few" and known.at(tensor, 1.0) == "many"
     assert max(b / a for a, b in zip(sorted(Recorded.asked), sorted(Recorded.asked)[1:], strict=False)) <= 16
+
+
+def test_blocks_whose_decisions_agree_are_not_solved_between(known: Solutions) -> None:
+    known.solve([(group("tensor", (0,)), share) for share in (1 / 256, 1.0)])
+    assert sorted(Recorded.steady) == [1 / 256, 1.0] and len(Recorded.asked) > 2
 
 
 def test_batch_roles_are_solved_once_for_all_degrees(known: Solutions) -> None:
