@@ -18,6 +18,7 @@ from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.bound_ops import plus
 from galvatron_fx.ir.graph.bundles import bytes_by_block
+from galvatron_fx.ir.graph.further_rounds import FurtherRounds
 from galvatron_fx.ir.graph.layout import Layout
 from galvatron_fx.ir.graph.metadata import has_meta, meta_of
 from galvatron_fx.ir.graph.op_call import OpCall, call_key, is_getitem, op_call
@@ -48,7 +49,16 @@ class NodeTime:
         if node.target in c.COLLECTIVES:
             axes = layout.merged_axes[int(node.args[-1])].axes  # type: ignore[arg-type]
             return self._collective(node, Cause(c.KINDS.get(node.target, node.target.__name__), axes))
+        if isinstance(node.target, FurtherRounds):
+            return Price(Cause(_local_kind(node)), self._rounds_s(node.target, layout))
         return Price(Cause(_local_kind(node)), self._operator_s(node))
+
+    def _rounds_s(self, rounds: FurtherRounds, layout: Layout) -> float:
+        """Rounds that are due if all pairs of ranks send alike; nothing runs beside them."""
+        if not rounds.expected:
+            return 0.0
+        prices = (self.price(node, layout) for node in rounds.body.graph.nodes)
+        return rounds.expected * sum(price.seconds for price in prices if price is not None)
 
     def _operator_s(self, node: fx.Node) -> float:
         call = op_call(node)

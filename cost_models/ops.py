@@ -30,6 +30,7 @@ from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.cluster.cluster import Device
 from galvatron_fx.ir.cluster.curves import OperatorCurve
 from galvatron_fx.ir.errors import InputError
+from galvatron_fx.ir.graph.further_rounds import FurtherRounds
 from galvatron_fx.ir.graph.metadata import FREE, OpCost
 
 __all__ = [
@@ -219,7 +220,7 @@ def is_free(target: Callable[..., Any]) -> bool:
     """Tell whether calls of ``target`` move and compute nothing: views, allocation, questions about shapes."""
     name = _name(target)
     if not isinstance(target, OpOverload):
-        return target is operator.getitem
+        return target is operator.getitem or isinstance(target, FurtherRounds)  # which mostly have nothing to do
     if target.namespace in _COLLECTIVES or name in _FREE_NAMES:
         return True
     return target.is_view and name not in _COPYING_VIEWS
@@ -250,7 +251,7 @@ _FROM_NOTHING = {"arange", "full", "ones", "scalar_tensor", "zeros"}
 _SHAPE_ONLY = {"full_like", "new_full", "new_ones", "new_zeros", "ones_like", "rand_like", "randn_like", "zeros_like"}
 _MOVES = {"_to_copy", "cat", "clone", "constant_pad_nd", "contiguous", "copy", "copy_", "flip", "index_put", "repeat"}
 _MOVES |= {"combine", "pack", "roll", "scatter", "select_backward", "select_scatter", "slice_backward", "slice_scatter"}
-_MOVES |= {"stack", "to", "unsort"}
+_MOVES |= {"stack", "to", "unpack", "unsort"}
 _MOVES |= _LOOKUPS | _FROM_NOTHING | _SHAPE_ONLY
 
 

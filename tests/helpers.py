@@ -145,6 +145,6 @@ def relative_errors(got: dict[str, torch.Tensor], expected: dict[str, torch.Tens
     return {name: float((got[name] - value).abs().max()) / scales[name] for name, value in expected.items()}
 
 
-def uniform(graph: fx.GraphModule, *roles: str, **options: bool) -> list[Strategy]:
+def uniform(graph: fx.GraphModule, *roles: str, **options: Any) -> list[Strategy]:
     """One strategy for every block."""
     return [Strategy(tuple(roles), **options)] * num_blocks(graph)

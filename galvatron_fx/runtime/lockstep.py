@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from galvatron_fx.ir.graph import collectives as c
+from galvatron_fx.ir.graph.further_rounds import FurtherRounds
 from galvatron_fx.ir.kernels.ring_attention import RING_KERNELS
 
 _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -55,6 +56,8 @@ class Simulator:
                 values[node] = self._communicate(node, values)
             elif node.target in RING_KERNELS:
                 values[node] = [self._ring_step(node, values, rank) for rank in range(ranks)]
+            elif isinstance(node.target, FurtherRounds):
+                values[node] = self._further_rounds(node.target, [values[used] for used in node.args])
             else:
                 values[node] = [self._compute(node, values, rank) for rank in range(ranks)]
             for used in dying.get(node, ()):
@@ -69,6 +72,14 @@ class Simulator:
         given: list[Any] = list(fx.map_arg(node.args, lambda n: values[n][rank]))
         axis = given.pop()
         return RING_KERNELS[node.target](*given, self.coordinates[rank][axis], self.shape[axis])
+
+    def _further_rounds(self, rounds: FurtherRounds, args: list[list[Any]]) -> list[Any]:
+        """All ranks run as many rounds as any of them has; those that have none left move no rows."""
+        totals, inputs = rounds.sums_of(args), rounds.inputs_of(args)
+        for start in max((rounds.starts(counts) for counts in args[0]), key=len):
+            terms = self.run(rounds.body, [[torch.tensor(start)] * len(args[0]), *inputs])
+            totals = [list(map(torch.add, *pair)) for pair in zip(totals, terms, strict=True)]
+        return list(zip(*totals, strict=True))
 
     def _communicate(self, node: fx.Node, values: dict[fx.Node, list[Any]]) -> list[Any]:
         source = values[node.args[0]]  # type: ignore[index]

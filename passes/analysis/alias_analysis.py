@@ -9,6 +9,7 @@ from torch import fx
 
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.bound_ops import finished
+from galvatron_fx.ir.graph.further_rounds import FurtherRounds
 from galvatron_fx.ir.graph.metadata import meta_of
 from passes.analysis.strided_values import StridedTensor, evaluate
 
@@ -27,4 +28,6 @@ def infer_strides(graph: fx.GraphModule, node: fx.Node, values: Mapping[fx.Node,
     if node.op == "get_attr":
         return StridedTensor.like(getattr(graph, str(node.target)))
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: values[source])
+    if isinstance(node.target, FurtherRounds):
+        return node.target.sums_of(args)
     return args[0] if node.target in _AS_THEY_LIE else evaluate(node.target, args, kwargs)

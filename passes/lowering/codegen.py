@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -22,12 +22,13 @@ from galvatron_fx.ir.graph.bound_ops import (
     take_halves,
     to_ranks,
 )
+from galvatron_fx.ir.graph.further_rounds import FurtherRounds
 from galvatron_fx.ir.graph.layout import has_layout
 from galvatron_fx.ir.graph.local_program import placements_of, record_program, record_step, renewed
 from galvatron_fx.ir.graph.metadata import TensorSpec, has_meta, meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.precision import cast_gradient, cast_parameter
-from galvatron_fx.ir.graph.rewrite import write_call
+from galvatron_fx.ir.graph.rewrite import copied, write_call
 from galvatron_fx.ir.kernels.ring_attention import RING_KERNELS
 from galvatron_fx.ir.kernels.select import Kernels
 from galvatron_fx.ir.torch_compat.processes import all_gather_rows
@@ -42,7 +43,9 @@ Shape = tuple[int, ...]
 
 def communicates(node: fx.Node) -> bool:
     """Whether a node of a bound graph starts a collective or waits for one."""
-    return node.target in (all_gather_rows, finished) or getattr(node.target, "namespace", None) == "_c10d_functional"
+    if isinstance(node.target, FurtherRounds) or node.target in (all_gather_rows, finished):
+        return True
+    return getattr(node.target, "namespace", None) == "_c10d_functional"
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class Codegen:
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Rewrite ``graph`` in place and return it, recompiled."""
         self.bind(graph.graph)
+        self._bind_further_rounds(graph.graph)
         if self.device != "cpu":
             for name in {str(node.target) for node in graph.graph.find_nodes(op="get_attr")}:
                 setattr(graph, name, aten._to_copy.default(getattr(graph, name), device=torch.device(self.device)))
@@ -96,6 +100,15 @@ class Codegen:
             while moment in begins:
                 moment = begins[moment]
             _wait_before(moment, results[node])
+
+    def _bind_further_rounds(self, graph: fx.Graph) -> None:
+        for node in graph.nodes:
+            if isinstance(node.target, FurtherRounds):
+                body = copied(node.target.body)
+                self.bind(body.graph)
+                node.target = replace(node.target, body=body)
+                record = meta_of(node)
+                set_meta(node, record.having(step=record.step and renewed(record.step, node)))
 
     def _put_on_device(self, node: fx.Node) -> None:
         """Give an operator the kernel and the device that it has here."""

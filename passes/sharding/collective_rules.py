@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.metadata import TensorSpec
 from galvatron_fx.ir.graph.op_call import OpCall
-from galvatron_fx.ir.graph.placement import Exchanged, Partial, Placement, Shard
+from galvatron_fx.ir.graph.placement import Partial, Placement, Shard
 from passes.sharding.attention_rules import mask_shard
 from passes.sharding.rules import OpRule, register_rule
 
@@ -15,11 +15,10 @@ from passes.sharding.rules import OpRule, register_rule
 def _same(call: OpCall, taken: Iterable[int], op: str | None) -> list[OpRule]:
     """Placements that pass through unchanged.
 
-    Shards of dims that are not ``taken``, rows that were exchanged (each rank has room for all of them), and terms of
-    the same linear reduction.
+    Shards of dims that are not ``taken``, and terms of the same linear reduction.
     """
-    dims = set(range(len(call.output.shape)))
-    placements: list[Placement] = [*map(Shard, sorted(dims - set(taken))), *map(Exchanged, sorted(dims & set(taken)))]
+    dims = set(range(len(call.output.shape))) - set(taken)
+    placements: list[Placement] = [*map(Shard, sorted(dims))]
     if op is not None:
         placements.append(Partial(op))
     return [OpRule((placement,), (placement,)) for placement in placements]

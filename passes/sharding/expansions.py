@@ -9,15 +9,16 @@ the vocabulary-parallel loss: Shoeybi et al. 2019 (Megatron-LM), section 3.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from galvatron_fx.ir.graph.collectives import all_gather, all_to_all, gather_mirrored, local_index
+from galvatron_fx.ir.graph.collectives import all_gather, all_to_all, gather_mirrored, local_index, shard
 from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
 from galvatron_fx.ir.graph.placement import Shard
-from galvatron_fx.ir.kernels.experts import combine, pack, place_by_rank, received_order, unsort
+from galvatron_fx.ir.kernels.experts import in_round, pack, place_by_rank, received_order, unpack, unsort
 from passes.sharding.emitter import Builder, Emitter, Outputs
 from passes.sharding.ring_expansions import ring_attention, ring_attention_backward
 
@@ -229,18 +230,28 @@ def vocabulary_nll_loss_backward(
 def exchanging_route(
     e: Emitter, node: fx.Node, inputs: list[fx.Node], outputs: tuple[TensorSpec | None, ...]
 ) -> Outputs:
-    """Each rank holds a run of the experts: tell every other one how many rows come for each of its own."""
+    """Each rank holds a run of the experts: tell all others how many rows come for each of these, and place as many
+    as there is room for in the first round.
+    """
     (experts,) = inputs
-    rows, num_experts = meta_of(experts).spec.shape[0], int(node.args[1])  # type: ignore[arg-type]
-    own = num_experts // e.degree
-    place_spec, counts_spec = (TensorSpec((size,), torch.int64) for size in (rows, num_experts))
-    placed = e.emit_multi(place_by_rank, (experts, num_experts, e.degree), (place_spec, counts_spec))
-    place, counts = (e.emit(operator.getitem, (placed, i), s) for i, s in enumerate((place_spec, counts_spec)))
-    received = _to_ranks(e, counts)
-    order_spec, ends_spec = TensorSpec((e.degree * rows,), torch.int64), TensorSpec((own,), torch.int32)
-    ordered = e.emit_multi(received_order, (received, rows), (order_spec, ends_spec))
-    order, ends = (e.emit(operator.getitem, (ordered, i), s) for i, s in enumerate((order_spec, ends_spec)))
-    return [place, order, ends]
+    place_spec, order_spec, ends_spec = outputs
+    assert place_spec is not None and order_spec is not None
+    num_experts, slots = int(node.args[1]), order_spec.shape[0] // e.degree  # type: ignore[arg-type]
+    counts_spec = TensorSpec((num_experts,), torch.int64)
+    by_rank, counts = _outputs(e, place_by_rank, (experts, num_experts, e.degree), (place_spec, counts_spec))
+    all_counts = e.emit(all_gather, (counts, 0, 1, e.axis), TensorSpec((e.degree * num_experts,), torch.int64))
+    table = [e.degree, num_experts]
+    of_ranks = e.emit(aten.reshape.default, (all_counts, table), TensorSpec(tuple(table), torch.int64))
+    received_spec = TensorSpec((e.degree, num_experts // e.degree), torch.int64)
+    received = e.emit(shard, (of_ranks, 1, 1, e.axis), received_spec)
+    place = e.emit(in_round, (by_rank, all_counts, e.degree, slots), place_spec)
+    return [place, *_outputs(e, received_order, (received, slots), (order_spec, ends_spec))]
+
+
+def _outputs(e: Emitter, target: Any, args: tuple[Any, ...], specs: Sequence[TensorSpec | None]) -> Outputs:
+    """Append a call with several outputs, and what takes them apart."""
+    call = e.emit_multi(target, args, specs)
+    return [e.emit(operator.getitem, (call, i), spec) for i, spec in enumerate(specs)]
 
 
 def exchanging_dispatch(
@@ -263,7 +274,7 @@ def exchanging_combine(
     spec = meta_of(rows).spec
     received = _to_ranks(e, e.emit(unsort, (rows, order), _like(rows)))
     by_rank = e.emit(aten.reshape.default, (received, list(spec.shape)), _like(rows))
-    return [e.emit(combine, (by_rank, place, order, node.args[3]), outputs[0])]
+    return [e.emit(unpack, (by_rank, place, node.args[3]), outputs[0])]
 
 
 def _to_ranks(e: Emitter, x: fx.Node) -> fx.Node:

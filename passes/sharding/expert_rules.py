@@ -15,11 +15,13 @@ from galvatron_fx.ir.kernels.experts import (
     collect,
     combine,
     dispatch,
+    in_round,
     pack,
     place_by_rank,
     received_order,
     route,
     spread,
+    unpack,
     unsort,
 )
 from passes.sharding.rules import OpRule, register_rule
@@ -91,13 +93,13 @@ def _collect(call: OpCall, degree: int) -> list[OpRule]:
     ]
 
 
-@register_rule(place_by_rank, received_order)
+@register_rule(place_by_rank, in_round, received_order)
 def _places(call: OpCall, degree: int) -> list[OpRule]:
     """Where rows go, on an axis that exchanges nothing: the same for all of its ranks."""
     return []
 
 
-@register_rule(pack, unsort)
+@register_rule(pack, unpack, unsort)
 def _exchange(call: OpCall, degree: int) -> list[OpRule]:
     """x [rows, ...] and the places of rows -> [other rows, ...], on an axis that exchanges nothing: likewise."""
     return _along_features(call)

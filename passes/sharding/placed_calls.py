@@ -81,9 +81,10 @@ def _as_tuples(value: Any) -> Any:
 
 
 def _has_rule(call: OpCall, rule: OpRule, degree: int) -> bool:
-    pairs = [*zip(rule.outputs, call.outputs, strict=True), *zip(rule.inputs, call.inputs, strict=True)]
-    if not all(spec is None or fits(placement, spec.shape, degree) for placement, spec in pairs):
-        return False
+    if not _fits(rule, call, degree):
+        rule = _of_sorted_rows(rule)
+        if not _fits(rule, call, degree):
+            return False
     if rule in op_rules(call, degree):
         return True
     if call.target in VIEWS:
@@ -91,12 +92,26 @@ def _has_rule(call: OpCall, rule: OpRule, degree: int) -> bool:
     if rule.exchanges:
         placed = (*rule.inputs, *rule.outputs)
         return any(rule in strided(plain, call, placed, degree) for plain in op_rules(call, degree))
-    shards = [placement for placement, _ in pairs if isinstance(placement, Shard)]
+    shards = [placement for placement in (*rule.inputs, *rule.outputs) if isinstance(placement, Shard)]
     if len({(shard.split_factor, shard.mirrored) for shard in shards}) != 1:
         return False
     if _unstrided(rule, keep_routed=True) in op_rules(call, degree):
         return True
     return len({shard.routed for shard in shards}) == 1 and _unstrided(rule) in op_rules(call, degree)
+
+
+def _fits(rule: OpRule, call: OpCall, degree: int) -> bool:
+    pairs = [*zip(rule.outputs, call.outputs, strict=True), *zip(rule.inputs, call.inputs, strict=True)]
+    return all(spec is None or fits(placement, spec.shape, degree) for placement, spec in pairs)
+
+
+def _of_sorted_rows(rule: OpRule) -> OpRule:
+    """The rule for rows that a later axis has exchanged: the runs that they came from are none of theirs any more."""
+
+    def sorted_rows(side: Sequence[Placement]) -> tuple[Placement, ...]:
+        return tuple(Shard(p.dim, routed=True) if isinstance(p, Shard) and p.routed else p for p in side)
+
+    return OpRule(sorted_rows(rule.outputs), sorted_rows(rule.inputs))
 
 
 def _views(have: Placement, want: Placement, call: OpCall, degree: int) -> bool:

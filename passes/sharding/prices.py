@@ -20,6 +20,7 @@ from galvatron_fx.ir.graph.op_call import OpCall
 from galvatron_fx.ir.graph.placement import (
     PARTIAL,
     REPLICATE,
+    Exchanged,
     Partial,
     Placement,
     Replicate,
@@ -29,6 +30,8 @@ from galvatron_fx.ir.graph.placement import (
     is_routed,
 )
 from galvatron_fx.ir.graph.symbols import BATCH
+from galvatron_fx.ir.kernels.experts import route
+from galvatron_fx.ir.plan.strategy import CAPACITY
 from passes.sharding.attention_rules import travelling_bytes
 from passes.sharding.expert_rules import sent_position
 from passes.sharding.rules import OpRule
@@ -53,13 +56,18 @@ class Prices:
         """Ranks on the axis."""
         return prod(axis.size for axis in self.axes)
 
+    @property
+    def _room(self) -> float:
+        """Of the rows that ranks exchange, the part that one of them has room for, at the usual capacity."""
+        return min(1.0, CAPACITY / self.degree)
+
     def operator_s(self, call: OpCall, cost: OpCost, rule: OpRule) -> float:
         """Seconds of an operator on one rank under ``rule``; ``cost``: of the whole call, in numbers."""
         holding_s = self._traffic_s(_HOLDING * self._bytes(call.outputs, rule.outputs))
         if is_free(call.target):
             return holding_s
         specs, placements = (*call.inputs, *call.outputs), (*rule.inputs, *rule.outputs)
-        share = 1.0 / self.degree if rule.splits_work else 1.0
+        share = self._room if rule.exchanges else 1.0 / self.degree if rule.splits_work else 1.0
         if any(spec is not None and spec.dim_of(BATCH) is not None for spec in specs):
             share *= self.batch_share
         moved = sum(
@@ -71,7 +79,10 @@ class Prices:
         time_s = float(op_time_s(local, dtype_name(call), self.device, kind_of(call.target)))
         sent = sent_position(call, rule)
         if sent is not None:
-            time_s += _collective_s("all_to_all", self.degree * self._size(specs[sent]), self.axes)  # type: ignore[arg-type]
+            size = self.degree * self._size(specs[sent])  # type: ignore[arg-type]
+            counts = call.target is route
+            kind, size = ("all_gather", size) if counts else ("all_to_all", size * self._room)
+            time_s += _collective_s(kind, size, self.axes)
         sent_s = sum(map(self._ring_hop_s, travelling_bytes(call, rule)))
         hidden_s = time_s / self.degree
         return time_s + (self.degree - 1) * max(sent_s - hidden_s, 0.0) + holding_s
@@ -127,6 +138,8 @@ class Prices:
     def _share(self, spec: TensorSpec, placement: Placement) -> float:
         """The part of a tensor that a rank has."""
         of_batch = self.batch_share if spec.dim_of(BATCH) is not None else 1.0
+        if isinstance(placement, Exchanged):
+            return of_batch * self._room
         return of_batch / self.degree if isinstance(placement, Shard) else of_batch
 
     def _size(self, spec: TensorSpec) -> float:

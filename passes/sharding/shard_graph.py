@@ -19,6 +19,7 @@ from galvatron_fx.ir.graph.rewrite import copied
 from galvatron_fx.ir.plan.strategy import BATCH_ROLES, EXPERT, LOWERING_ORDER, PIPELINE, Strategy
 from passes.sharding.assign_shardings import AssignShardings
 from passes.sharding.dense_arguments import DenseArguments
+from passes.sharding.exchange_in_rounds import ExchangeInRounds
 from passes.sharding.insert_collectives import InsertCollectives
 from passes.sharding.local_args import lowered_target
 from passes.sharding.prices import Prices
@@ -36,6 +37,7 @@ SHARDING = PassPipeline(
         RestoreGradients: "sharding",
         DenseArguments: "sharding",
         UnaliasGradients: "sharding",
+        ExchangeInRounds: "sharding",
     },
 )
 
@@ -67,6 +69,7 @@ class ShardGraph:
         batches = [symbols.batch if symbols else 1] * len(self.strategies)
         graph = _reshaping(graph)
         columns = merge_axes(self.strategies, self.axes)
+        capacities = [strategy.capacity for strategy in self.strategies]
         inputs: list[list[Placement]] = [[REPLICATE] * len(columns) for _ in ports(graph)]
         outputs: list[list[Placement | None]] = [[None] * len(columns) for _ in signature(graph).outputs]
         for index, column in enumerate(columns):
@@ -79,11 +82,11 @@ class ShardGraph:
                 placed[index] = sharding.inputs[node]
             for taken, out in zip(outputs, sharding.outputs, strict=True):
                 taken[index] = out
-            graph = apply(InsertCollectives(sharding), graph)
+            graph = apply(InsertCollectives(sharding, capacities), graph)
             batches = [_left(batch, role) for batch, role in zip(batches, roles, strict=True)]
         keep = [strategy.keep_gathered for strategy in self.strategies]
         steps = ShardParameters(columns, inputs, outputs, self.fixed, keep), RestoreGradients(), DenseArguments()
-        for step in (*steps, UnaliasGradients()):
+        for step in (*steps, UnaliasGradients(), ExchangeInRounds()):
             graph = SHARDING.under(self.control)(step, graph)
         set_layout(graph, Layout(columns, tuple(map(tuple, inputs)), tuple(map(tuple, outputs))))
         return graph

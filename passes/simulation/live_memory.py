@@ -15,6 +15,7 @@ from torch import fx
 
 from galvatron_fx.ir.errors import VerifierError
 from galvatron_fx.ir.graph.bound_ops import BoundAxis, finished
+from galvatron_fx.ir.graph.further_rounds import FurtherRounds
 from galvatron_fx.ir.graph.metadata import has_meta, meta_of
 from galvatron_fx.ir.graph.rewrite import copy_graph
 from galvatron_fx.ir.plan.prediction import (
@@ -171,7 +172,10 @@ class GraphMemory(LiveMemory):
             if node.op == "output":
                 outs = node.args[0]
                 return [values[n] if isinstance(n, fx.Node) else None for n in outs]
-            values[node] = self._evaluate(graph, node, values)
+            if isinstance(node.target, FurtherRounds):
+                values[node] = self._further_rounds(node, values)
+            else:
+                values[node] = self._evaluate(graph, node, values)
             self.hold_values(values[node], self._new_kind(node, values))
             held.add(node)
             for used in {*node.all_input_nodes, node}:
@@ -179,6 +183,15 @@ class GraphMemory(LiveMemory):
                     self.drop_values(values.pop(used))
                     held.discard(used)
         raise AssertionError("the graph has no output")
+
+    def _further_rounds(self, node: fx.Node, values: dict[fx.Node, Any]) -> list[Any]:
+        """Run one round more, as any step may, and return the sums, to which it adds."""
+        rounds: FurtherRounds = node.target  # type: ignore[assignment]
+        inputs = [values[source] for source in rounds.inputs_of(node.args)]
+        start = StridedTensor.empty(meta_of(_placeholders(rounds.body)[0]).spec)
+        self.hold_values(start)
+        self.drop_values([*self.run(rounds.body, [start, *inputs], owned=set()), start])
+        return [values[total] for total in rounds.sums_of(node.args)]
 
     def _new_kind(self, node: fx.Node, values: dict[fx.Node, Any]) -> str:
         """Gathered, if it is made of parameters alone."""

@@ -171,8 +171,10 @@ def mlp(w: Writer, x: Value) -> Value:
 
 
 def experts(w: Writer, x: Value) -> Value:
-    """A mixture of experts, all of which see everything."""
+    """A mixture of experts, all of which see everything, or each the tokens that choose it."""
     count = w.random.choice((2, 3, 4))
+    if w.chance(0.5):
+        return routed_experts(w, x, count)
     gate = w.emit(f"{linear(w, x, count)}.softmax(-1)", (*x.shape[:-1], Size.of(count)))
     if w.chance(0.5):
         best = w.emit(f"{gate}.topk(1, -1)[1]", (*x.shape[:-1], Size.of(1)), "int")
@@ -180,6 +182,24 @@ def experts(w: Writer, x: Value) -> Value:
     weight = w.parameter(count, x.width, x.width, scale=0.3)
     each = w.emit(f"torch.einsum('...i,eio->...eo', {x}, {weight})", (*x.shape[:-1], Size.of(count), x.shape[-1]))
     return w.emit(f"({each} * {gate}.unsqueeze(-1)).sum(-2)", x.shape)
+
+
+def routed_experts(w: Writer, x: Value, count: int) -> Value:
+    """Tokens go to the best experts; values on their way there are not for other parts of the program."""
+    copies, wide, ops = w.random.choice((1, 2)), w.random.choice((2, 4)), "torch.ops.galvatron_fx"
+    tokens = w.emit(f"{x}.reshape(-1, {x.width})", (merged(x.shape[:-1]), x.shape[-1]))
+    best = w.emit(f"{linear(w, tokens, count)}.softmax(-1).topk({copies}, -1)", (), "pair")
+    way = w.emit(f"{ops}.route({best}[1].reshape(-1), {count})", (), "way")
+    rows = f"{ops}.dispatch({tokens}, {way}[0], {way}[1], {copies})"
+    for sizes_of_expert in ((x.width, wide), (wide, x.width)):
+        weight = w.parameter(count, *sizes_of_expert, scale=0.3)
+        rows = f"torch.ops.transformers.grouped_mm_fallback({rows}, {weight}, {way}[2])"
+        if w.chance(0.3):
+            bias = w.parameter(count, sizes_of_expert[1])
+            rows = f"{rows} + {ops}.spread({bias}, {way}[2], {way}[1])"
+        rows = str(w.emit(w.random.choice(ACTIVATIONS[:6]).format(f"({rows})"), (), "rows"))
+    weighted = f"{rows} * {ops}.dispatch({best}[0].reshape(-1), {way}[0], {way}[1], 1).unsqueeze(-1)"
+    return w.emit(f"{ops}.combine({weighted}, {way}[0], {way}[1], {copies}).reshape({spelled(x.shape)})", x.shape)
 
 
 def apart_and_together(w: Writer, x: Value) -> Value:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from galvatron_fx.ir.plan.schedule import Schedule, legal, make_schedule
-from galvatron_fx.ir.plan.strategy import PIPELINE, Strategy
+from galvatron_fx.ir.plan.strategy import CAPACITY, PIPELINE, Strategy
 
 ROLES = ("data", "zero", "tensor", "tensor_sequence", "sequence", "context", "expert")
 MESHES = ((2,), (2,), (3,), (2, 2), (2, 2), (2, 2), (2, 2), (2, 3), (3, 2), (2, 2, 2))
@@ -81,7 +81,8 @@ def _staged(random: Random, blocks: int, batch: int, rules: int | None) -> PlanD
 
 
 def _strategy(random: Random, roles: tuple[str, ...]) -> Strategy:
-    return Strategy(roles, recompute=random.random() < 0.3, keep_gathered=random.random() < 0.3)
+    capacity = random.choice((0.25, 0.5, 1.0, 1.25, 2.0)) if "expert" in roles else CAPACITY
+    return Strategy(roles, random.random() < 0.3, random.random() < 0.3, capacity=capacity)
 
 
 def simpler(plan: PlanDraw) -> Iterator[PlanDraw]:

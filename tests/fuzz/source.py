@@ -110,10 +110,12 @@ class Program:
         model = self.functions[-1]
         used = _words(" ".join(" ".join([*f.lines, *f.members, f.result]) for f in self.functions))
         shown = [function for function in self.functions[:-1] if function.name in used]
+        routed = any("galvatron_fx" in line for function in [*shown, model] for line in function.lines)
         lines = [
             "import torch",
             "from torch import nn",
             "from torch.nn import functional as F",
+            *(("import galvatron_fx.ir.kernels.experts, transformers.integrations.moe",) if routed else ()),
             "",
             "torch.set_default_dtype(torch.float64)",
             f"torch.manual_seed({self.seed})",

@@ -147,7 +147,7 @@ def test_no_work_is_done_twice(family: str) -> None:
     graph = case(family)[2]
 
     def flops(role: str, degree: int) -> float:
-        strategies = uniform(graph, role)
+        strategies = uniform(graph, role, capacity=1)
         lowered = Lower(strategies, cluster_for((degree,), strategies), {}).run(graph).joint
         calls = (node for node in lowered.graph.nodes if node.op == "call_function" and has_meta(node))
         return float(sum(node_cost(node).flops for node in calls if is_matmul(node.target)))

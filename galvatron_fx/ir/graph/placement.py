@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import prod
+from math import ceil, prod
 
 from torch.distributed import tensor as dtensor
 
@@ -75,8 +75,8 @@ class Partial:
 class Exchanged:
     """Rows along ``dim`` that came from all ranks to the one that holds their experts, in the order of these.
 
-    Each rank has room for all of them, as all may come to it; the rows behind its experts' ends are of no token.
-    Nothing but ``dispatch`` and ``combine`` (:mod:`galvatron_fx.ir.kernels.experts`) moves them.
+    Each rank has room for :func:`exchange_slots` of them from each other; the rows behind its experts' ends are of no
+    token. Nothing but ``dispatch`` and ``combine`` (:mod:`galvatron_fx.ir.kernels.experts`) moves them.
     """
 
     dim: int
@@ -138,6 +138,15 @@ def between(have: Placement, want: Placement) -> Placement | None:
         return replace(have, mirrored=False)
     same_dim = isinstance(have, Shard) and isinstance(want, Shard) and have.dim == want.dim
     return REPLICATE if same_dim else None
+
+
+def exchange_slots(rows: int, degree: int, capacity: float) -> int:
+    """Return for how many rows each pair of ranks has room, of the ``rows`` that all ``degree`` ranks send.
+
+    ``capacity`` times what a pair sends in the mean, at least one, and at most all that a rank sends.
+    """
+    of_rank = rows // degree
+    return min(of_rank, max(1, ceil(capacity * of_rank / degree)))
 
 
 def fits(placement: Placement, shape: Sequence[int], degree: int) -> bool:

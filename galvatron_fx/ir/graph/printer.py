@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from galvatron_fx.ir.graph.further_rounds import FurtherRounds
 from galvatron_fx.ir.graph.metadata import has_meta, meta_of
 
 _ASSIGNED = re.compile(r"^ +(\w+)(?:: .*?)? = ")
@@ -16,8 +17,8 @@ _ASSIGNED = re.compile(r"^ +(\w+)(?:: .*?)? = ")
 def readable(graph: fx.GraphModule, note: Callable[[fx.Node], str] | None = None) -> str:
     """Return the graph as Python, each value with its dtype and the shape that its facts give it.
 
-    On a lowered graph these are the local shapes of one rank. ``note``: what to say of a node behind its line, if
-    anything, such as :func:`cost_models.formula_text.cost_note`.
+    On a lowered graph these are the local shapes of one rank. Graphs that nodes run again stand behind it. ``note``:
+    what to say of a node behind its line, if anything, such as :func:`cost_models.formula_text.cost_note`.
     """
     for node in graph.graph.nodes:
         if has_meta(node):
@@ -27,7 +28,9 @@ def readable(graph: fx.GraphModule, note: Callable[[fx.Node], str] | None = None
             ]
             node.meta["val"] = tuple(values) if meta_of(node).multi_output else values[0]
     text: str = graph.print_readable(print_output=False)
-    return text if note is None else _noted(text, graph, note)
+    rounds = [node for node in graph.graph.nodes if isinstance(node.target, FurtherRounds)]
+    again = [f"\n\n# each of {node.name}\n{readable(node.target.body, note)}" for node in rounds]
+    return "".join([text if note is None else _noted(text, graph, note), *again])
 
 
 def _noted(text: str, graph: fx.GraphModule, note: Callable[[fx.Node], str]) -> str:

@@ -4,7 +4,10 @@
 ``collect``. What lies between them has one row for every copy of a token; what is done to it does not depend on the
 order of the rows but for the experts' products, so each rank may sort its own tokens (see
 :class:`galvatron_fx.ir.graph.placement.Shard`, ``routed``), or exchange them with ranks that hold the other experts
-(:class:`galvatron_fx.ir.graph.placement.Exchanged`). The last four are the local parts of that exchange.
+(:class:`galvatron_fx.ir.graph.placement.Exchanged`). The last six are the local parts of that exchange.
+
+Ranks exchange rows in rounds: in each, every pair of ranks has so many slots, and ``start`` says how many rows of a
+pair earlier rounds took (none, where it is absent). ``pack`` and ``unpack`` are transposes of each other.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["collect", "combine", "dispatch", "pack", "place_by_rank", "received_order", "route", "spread", "unsort"]
+__all__ = ["collect", "combine", "dispatch", "in_round", "pack", "place_by_rank", "received_order", "route", "spread"]
+__all__ += ["unpack", "unsort"]
 
 _library = torch.library.Library("galvatron_fx", "FRAGMENT")
 _ANY_DEVICE = "CompositeExplicitAutograd"
@@ -49,13 +53,22 @@ place_by_rank = _operator("place_by_rank(Tensor experts, int num_experts, int ra
 """``place_by_rank(experts[R], num_experts, ranks) -> place[R], counts[num_experts]``: where each copy lies among
 ``ranks * R`` rows, of which ``R`` are for each rank, in the order of its experts; and how many each expert has."""
 
-received_order = _operator("received_order(Tensor counts, int slots) -> (Tensor, Tensor)")
-"""``received_order(counts[ranks, E], slots) -> order[ranks * slots], ends[E]``: of ``slots`` rows from each rank, of
-which the first are filled as ``counts`` says, those of each expert one behind the other and the empty ones last."""
+in_round = _operator("in_round(Tensor place, Tensor counts, int ranks, int slots, Tensor? start=None) -> Tensor")
+"""``in_round(place[R], counts[ranks * E], ranks, slots, start) -> [R]``: the same among ``ranks * slots`` rows, that is
+``slots`` for each rank, and ``ranks * slots`` for copies of other rounds. ``counts``: of all ranks, which tell how many
+rounds there are."""
+
+received_order = _operator("received_order(Tensor counts, int slots, Tensor? start=None) -> (Tensor, Tensor)")
+"""``received_order(counts[ranks, E], slots, start) -> order[ranks * slots], ends[E]``: of ``slots`` rows from each
+rank, which has ``counts`` for each expert, those of each expert one behind the other and the empty ones last."""
 
 pack = _operator("pack(Tensor x, Tensor place, int copies, int rows) -> Tensor")
 """``pack(x[T, ...], place[T * copies], copies, rows) -> [rows, ...]``: copies of tokens at their places, zeros
-elsewhere."""
+elsewhere. A place of ``rows`` is nowhere."""
+
+unpack = _operator("unpack(Tensor rows, Tensor place, int copies) -> Tensor")
+"""``unpack(rows[R, ...], place[T * copies], copies) -> [T, ...]``: the sum of each token's copies, as far as they have
+a place."""
 
 unsort = _operator("unsort(Tensor rows, Tensor order) -> Tensor")
 """``unsort(rows[R, ...], order[R]) -> [R, ...]``: each row where it was before it was put in ``order``."""
@@ -109,23 +122,49 @@ def _place_by_rank(experts: Tensor, num_experts: int, ranks: int) -> tuple[Tenso
     return in_order.index_select(0, _inverse(order)), starts.diff()
 
 
+@_implements("in_round")
+def _in_round(place: Tensor, counts: Tensor, ranks: int, slots: int, start: Tensor | None = None) -> Tensor:
+    rank, slot = place // len(place), place % len(place)
+    if start is not None:
+        slot = slot - start
+    return torch.where((slot >= 0) & (slot < slots), rank * slots + slot, ranks * slots)
+
+
 @_implements("received_order")
-def _received_order(counts: Tensor, slots: int) -> tuple[Tensor, Tensor]:
-    slot = torch.arange(slots, device=counts.device).expand(len(counts), -1).contiguous()
-    expert_of_slot = torch.searchsorted(counts.cumsum(1), slot, right=True)  # empty ones are of none, behind all
-    order = torch.sort(expert_of_slot.flatten(), stable=True).indices
-    return order, counts.sum(0).cumsum(0).to(torch.int32)
+def _received_order(counts: Tensor, slots: int, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    row = torch.arange(slots, device=counts.device)
+    if start is not None:
+        row = row + start
+    row = row.expand(len(counts), -1).contiguous()
+    expert_of_slot = torch.searchsorted(counts.cumsum(1), row, right=True)  # empty ones are of none, behind all
+    in_order, order = torch.sort(expert_of_slot.flatten(), stable=True)
+    experts = torch.arange(counts.shape[1], device=counts.device)
+    return order, torch.searchsorted(in_order, experts, right=True, out_int32=True)
 
 
 @_implements("pack")
 def _pack(x: Tensor, place: Tensor, copies: int, rows: int) -> Tensor:
-    each = x.repeat_interleave(copies, 0, output_size=len(place)) if copies > 1 else x
-    return x.new_zeros((rows, *x.shape[1:])).index_copy_(0, place, each)
+    copy = torch.arange(len(place), device=place.device)
+    copy_of_row = place.new_full((rows + 1,), len(place)).index_copy_(0, place, copy)[:rows]
+    packed = x.index_select(0, (copy_of_row // copies).clamp(max=len(x) - 1))
+    return packed.masked_fill_(_along(copy_of_row == len(place), packed), 0)
+
+
+@_implements("unpack")
+def _unpack(rows: Tensor, place: Tensor, copies: int) -> Tensor:
+    by_token = rows.index_select(0, place.clamp(max=len(rows) - 1))
+    by_token.masked_fill_(_along(place == len(rows), by_token), 0)
+    return by_token.unflatten(0, (-1, copies)).sum(1) if copies > 1 else by_token
 
 
 @_implements("unsort")
 def _unsort(rows: Tensor, order: Tensor) -> Tensor:
     return torch.empty_like(rows, memory_format=torch.contiguous_format).index_copy_(0, order, rows)
+
+
+def _along(mask: Tensor, rows: Tensor) -> Tensor:
+    """A mask of rows, to be broadcast over what each of them holds."""
+    return mask.reshape(-1, *(1,) * (rows.dim() - 1))
 
 
 def _inverse(order: Tensor) -> Tensor:
@@ -172,14 +211,24 @@ def _fake_place_by_rank(experts: Tensor, num_experts: int, ranks: int) -> tuple[
     return experts.new_empty(experts.shape, dtype=torch.int64), experts.new_empty((num_experts,), dtype=torch.int64)
 
 
+@torch.library.register_fake("galvatron_fx::in_round")
+def _fake_in_round(place: Tensor, counts: Tensor, ranks: int, slots: int, start: Tensor | None = None) -> Tensor:
+    return torch.empty_like(place)
+
+
 @torch.library.register_fake("galvatron_fx::received_order")
-def _fake_received_order(counts: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+def _fake_received_order(counts: Tensor, slots: int, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
     return counts.new_empty((counts.shape[0] * slots,)), counts.new_empty((counts.shape[1],), dtype=torch.int32)
 
 
 @torch.library.register_fake("galvatron_fx::pack")
 def _fake_pack(x: Tensor, place: Tensor, copies: int, rows: int) -> Tensor:
     return x.new_empty((rows, *x.shape[1:]))
+
+
+@torch.library.register_fake("galvatron_fx::unpack")
+def _fake_unpack(rows: Tensor, place: Tensor, copies: int) -> Tensor:
+    return rows.new_empty((place.shape[0] // copies, *rows.shape[1:]))
 
 
 @torch.library.register_fake("galvatron_fx::unsort")

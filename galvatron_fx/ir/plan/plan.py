@@ -22,7 +22,7 @@ from galvatron_fx.ir.plan.pipelining import BY_HAND, ONE_STAGE, Pipelining
 from galvatron_fx.ir.plan.precision_policy import describe_policy, policy_from_dict, policy_to_dict
 from galvatron_fx.ir.plan.schedule import legal
 from galvatron_fx.ir.plan.search_report import SearchReport
-from galvatron_fx.ir.plan.strategy import PIPELINE, Strategy
+from galvatron_fx.ir.plan.strategy import CAPACITY, PIPELINE, Strategy
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -108,6 +108,7 @@ class Plan:
         recompute: bool = False,
         keep_gathered: bool = False,
         gather_late: bool = False,
+        capacity: float = CAPACITY,
         num_blocks: int | None = None,
         pipelining: Pipelining = ONE_STAGE,
     ) -> Plan:
@@ -119,7 +120,7 @@ class Plan:
         unknown roles, and when there are not as many roles as axes.
         """
         check_arguments(axis_sizes=axis_sizes, roles=roles, num_blocks=num_blocks)
-        strategy = Strategy(tuple(roles), recompute, keep_gathered, gather_late)
+        strategy = Strategy(tuple(roles), recompute, keep_gathered, gather_late, capacity)
         if num_blocks is not None:
             return cls.from_roles(axis_sizes, [strategy] * num_blocks, pipelining)
         split = _split_roles(strategy, tuple(axis_sizes), [prime_factors(size) for size in axis_sizes])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from galvatron_fx.ir.periods import periodic_runs
 from galvatron_fx.ir.plan import text_table
 from galvatron_fx.ir.plan.precision_policy import describe_policy
-from galvatron_fx.ir.plan.strategy import Strategy
+from galvatron_fx.ir.plan.strategy import EXPERT, Strategy
 from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -64,12 +64,14 @@ def plan_name(plan: Plan) -> str:
 
 
 def describe_roles(strategy: Strategy, axis_sizes: tuple[int, ...]) -> str:
-    """Return the roles and their degrees, outermost first, neighbouring axes of one role together.
+    """Return the roles and their degrees, outermost first, neighbouring axes of one role together; and the capacity
+    with which experts are exchanged.
 
     ``axis_sizes`` has the ranks along each mesh axis: ``data×4 · tensor×2``.
     """
     runs = groupby(zip(strategy.roles, axis_sizes, strict=True), key=lambda pair: pair[0])
-    return " · ".join(f"{role}×{prod(size for _, size in run)}" for role, run in runs) or "one device"
+    roles = " · ".join(f"{role}×{prod(size for _, size in run)}" for role, run in runs) or "one device"
+    return f"{roles} (capacity {strategy.capacity:g})" if EXPERT in strategy.roles else roles
 
 
 def describe_keeps(strategy: Strategy, casts: bool = False) -> str:

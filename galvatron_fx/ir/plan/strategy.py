@@ -26,12 +26,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 
 from galvatron_fx.ir.errors import PlanError
 
 __all__ = [
     "BATCH_ROLES",
+    "CAPACITY",
     "CONTEXT",
     "EXPERT",
     "LOWERING_ORDER",
@@ -73,6 +74,9 @@ _SPLIT = {
 
 _FLAGS = ("recompute", "keep_gathered", "gather_late")
 
+CAPACITY = 1.25
+"""Room for rows on their way to experts, over what each pair of ranks sends in the mean, if nothing else is said."""
+
 
 @dataclass(frozen=True, order=True)
 class RoleGroup:
@@ -92,7 +96,10 @@ class Strategy:
     that ``zero`` axes gathered, or mixed precision cast, in forward until backward (ZeRO-2-like);
     without it they are gathered again (ZeRO-3-like). With both, ``recompute`` wins: the gathers are
     computed again as all else is. ``gather_late`` gathers right before use; without it, gathers start a
-    block ahead where the cluster gains by that, and take memory for that long.
+    block ahead where the cluster gains by that, and take memory for that long. ``capacity``: under role
+    ``expert``, each rank has room for so many times the rows that it sends to another in the mean, which bounds
+    memory; what has no room is sent in further rounds, so no token is lost. Prices count on an expert's rank that
+    has so many times the mean.
 
     Raises PlanError for an unknown role and for values of a wrong type.
     """
@@ -101,6 +108,7 @@ class Strategy:
     recompute: bool = False
     keep_gathered: bool = False
     gather_late: bool = False
+    capacity: float = CAPACITY
 
     def __post_init__(self) -> None:
         if not isinstance(self.roles, tuple):
@@ -114,6 +122,12 @@ class Strategy:
         for name in _FLAGS:
             if not isinstance(value := getattr(self, name), bool):
                 raise PlanError(f"{name} is {value!r:.80}, where a bool was expected; give True or False")
+        capacity = self.capacity
+        if isinstance(capacity, bool) or not isinstance(capacity, (int, float)) or not 0 < capacity < inf:
+            raise PlanError(
+                f"capacity is {capacity!r:.80}, where a number above 0 was expected: room for the rows that a rank "
+                f"sends to another, over their mean; write for example {CAPACITY}"
+            )
 
     def groups(self, axis_sizes: Sequence[int]) -> tuple[RoleGroup, ...]:
         """Gather the mesh axes by role, in :data:`LOWERING_ORDER`, without axes of size 1.
@@ -136,29 +150,36 @@ class Strategy:
         return tuple(groups)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the strategy as plain JSON values."""
-        return {"roles": list(self.roles), **{name: getattr(self, name) for name in _FLAGS}}
+        """Return the strategy as plain JSON values; ``capacity`` where it has a meaning."""
+        fields: dict[str, object] = {"roles": list(self.roles), **{name: getattr(self, name) for name in _FLAGS}}
+        return {**fields, "capacity": self.capacity} if EXPERT in self.roles else fields
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, object]) -> Strategy:
-        """Build a strategy from what :meth:`to_dict` returned; absent flags are False.
+        """Build a strategy from what :meth:`to_dict` returned; absent flags are False, an absent capacity is 1.25.
 
         Raises PlanError for unknown keys, missing roles and values of a wrong type.
         """
-        unknown = sorted(set(fields) - {"roles", *_FLAGS}, key=str)
+        unknown = sorted(set(fields) - {"roles", "capacity", *_FLAGS}, key=str)
         if unknown:
             raise PlanError(
-                f"unknown keys {unknown!r:.80} in a strategy; the keys are roles, {', '.join(_FLAGS)}: remove others"
+                f"unknown keys {unknown!r:.80} in a strategy; the keys are roles, {', '.join(_FLAGS)}, capacity: "
+                f"remove others"
             )
         roles = fields.get("roles")
         if not isinstance(roles, (list, tuple)):
             raise PlanError(f"roles of a strategy is {roles!r:.80}; give a list with one role per mesh axis")
-        # __post_init__ checks the types of the flags.
-        return cls(tuple(roles), *(fields.get(name, False) for name in _FLAGS))  # type: ignore[arg-type]
+        # __post_init__ checks the types of the rest.
+        rest = {"capacity": CAPACITY, **dict.fromkeys(_FLAGS, False), **fields, "roles": tuple(roles)}
+        return cls(**rest)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        """Return the roles, outermost axis first, and the flags that are set: ``data zero tensor +recompute``."""
+        """Return the roles, outermost axis first, the flags that are set, and another capacity than the usual:
+        ``data zero expert +recompute capacity=2``.
+        """
         flags = [f"+{name}" for name in _FLAGS if getattr(self, name)]
+        if EXPERT in self.roles and self.capacity != CAPACITY:
+            flags.append(f"capacity={self.capacity:g}")
         return " ".join([*(self.roles or ("one device",)), *flags])
 
 

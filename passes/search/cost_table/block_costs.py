@@ -37,6 +37,7 @@ _ADDING_PASSES = 3  # a term is added to a sum: both are read, a new sum is writ
 _TINY_S = 1e-30
 
 Groups = tuple[RoleGroup, ...]
+_Wanted = tuple[Groups, int, AxisPartition, float]  # role groups, micro-batches, axes by kind, capacity
 
 
 @dataclass(frozen=True)
@@ -127,13 +128,14 @@ class BlockPricer:
             for strategy, num_microbatches, _ in wanted
         }
         distinct = {
-            (groups[strategy], num_microbatches, kinds): share[strategy, num_microbatches]
+            (groups[strategy], num_microbatches, kinds, strategy.capacity): share[strategy, num_microbatches]
             for strategy, num_microbatches, kinds in wanted
         }
         columns = self._columns(list(distinct), list(distinct.values()))
         position = {key: i for i, key in enumerate(distinct)}
         rows = np.array(
-            [position[groups[s], num_microbatches, kinds] for s, num_microbatches, kinds in wanted], dtype=np.int64
+            [position[groups[s], num_microbatches, kinds, s.capacity] for s, num_microbatches, kinds in wanted],
+            dtype=np.int64,
         )
         terms = _Columns(**{f.name: getattr(columns, f.name)[rows] for f in fields(columns)})
         return _prices(
@@ -146,11 +148,11 @@ class BlockPricer:
             self.cluster,
         )
 
-    def _columns(self, wanted: Sequence[tuple[Groups, int, AxisPartition]], shares: Sequence[float]) -> _Columns:
-        """Terms of (role groups, micro-batches, kinds of axes); those of one composition are computed together."""
+    def _columns(self, wanted: Sequence[_Wanted], shares: Sequence[float]) -> _Columns:
+        """The terms of columns; those of one composition are computed together."""
         alike: dict[tuple[tuple[str, int], ...], list[int]] = {}
         composed: dict[tuple[tuple[str, int], ...], Composition] = {}
-        for i, ((groups, _, _), share) in enumerate(zip(wanted, shares, strict=True)):
+        for i, ((groups, _, _, _), share) in enumerate(zip(wanted, shares, strict=True)):
             composition = tuple((group.role, self.solutions.at(group, share)) for group in groups)
             key = tuple((role, id(sharding)) for role, sharding in composition)
             composed[key] = composition
@@ -253,20 +255,21 @@ class _Evaluation:
         terms: BlockTerms,
         cluster: Cluster,
         optimizer: OptimizerModel,
-        wanted: Sequence[tuple[Groups, int, AxisPartition]],
+        wanted: Sequence[_Wanted],
     ) -> None:
         self.terms = terms
         self.cluster = cluster
         self.optimizer = optimizer
         count = len(wanted)
-        degrees = [[group.degree for group in groups] for groups, _, _ in wanted]
+        degrees = [[group.degree for group in groups] for groups, _, _, _ in wanted]
         self.degrees = np.array(degrees, dtype=np.float64).reshape(count, len(terms.roles))
-        self.num_microbatches = np.array([num_microbatches for _, num_microbatches, _ in wanted], dtype=np.float64)
+        self.num_microbatches = np.array([num_microbatches for _, num_microbatches, _, _ in wanted], dtype=np.float64)
+        self.capacities = np.array([capacity for *_, capacity in wanted], dtype=np.float64)
         # Columns by the axes that a role has in them, by kind: collectives over equal axes are priced together.
         self.axes: list[dict[AxisPartition, Ints]] = []
         for role in range(len(terms.roles)):
             rows: dict[AxisPartition, list[int]] = {}
-            for column, (groups, _, kinds) in enumerate(wanted):
+            for column, (groups, _, kinds, _) in enumerate(wanted):
                 role_axes = groups[role].axes
                 served = tuple(kind for kind in kinds if kind[0] in role_axes) if kinds else (role_axes,)
                 rows.setdefault(served, []).append(column)
@@ -316,7 +319,7 @@ class _Evaluation:
         )
 
     def _on_rank(self, amounts: Amounts) -> Floats:
-        return amounts.on_rank(self.degrees, self.num_microbatches)
+        return amounts.on_rank(self.degrees, self.num_microbatches, self.capacities)
 
     def _compute(self, seconds: Floats) -> list[Floats]:
         """Of the ``seconds`` of operators, those in forward, in backward, for weights alone, and recomputed."""
@@ -366,8 +369,11 @@ class _Evaluation:
         for move in dict.fromkeys(self.terms.moves):
             rows = np.flatnonzero([other == move for other in self.terms.moves])
             kind, moved_bytes = move.kind, size[rows]
+            degree = self.degrees[:, move.role]
             if kind == "exchange":
-                kind, moved_bytes = "all_to_all", moved_bytes * self.degrees[None, :, move.role]
+                kind, moved_bytes = "all_to_all", moved_bytes * np.minimum(self.capacities, degree)
+            elif kind == "counts":
+                kind, moved_bytes = "all_gather", moved_bytes * degree
             sent = self._sent(kind, moved_bytes, move.role, bundled=move.slot in ("scatter", "reduce", "far"))
             for slot in (move.slot, "again") if move.rebuilt else (move.slot,):
                 moved[slot] = _Sent(*map(np.add, moved[slot], sent))

@@ -17,13 +17,24 @@ from cost_models.node_cost import moved_bytes
 from galvatron_fx.ir.arrays import Bools, Floats, Ints
 from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
-from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement, Shard, is_mirror_image
+from galvatron_fx.ir.graph.placement import (
+    PARTIAL,
+    REPLICATE,
+    Exchanged,
+    Partial,
+    Placement,
+    Shard,
+    is_mirror_image,
+)
 from galvatron_fx.ir.graph.precision import cast_parameter
 from galvatron_fx.ir.graph.symbols import BATCH
+from galvatron_fx.ir.kernels.experts import route
 from passes.search.cost_table.block_facts import BlockFacts, ComputeCall
 from passes.sharding.attention_rules import travelling_bytes
 from passes.sharding.expert_rules import sent_position
 from passes.sharding.insert_collectives import AxisSharding
+
+_WHOLE, _SPLIT, _EXCHANGED = range(3)  # what a role does to a value
 
 Composition = tuple[tuple[str, AxisSharding], ...]
 """Roles in lowering order, each with the solver's decision for it."""
@@ -32,31 +43,36 @@ Composition = tuple[tuple[str, AxisSharding], ...]
 @dataclass(frozen=True)
 class Amounts:
     """``size[V]``, bytes (or flops) of the whole batch on one device; ``batch[V]``: whether a micro-batch has a share
-    of it; ``split[V, R]``: whether role r splits it."""
+    of it; ``split[V, R]``: whether role r splits it; ``exchanged[V, R]``: whether it is so because its ranks exchange
+    rows, of which each has so many times its share as it has capacity for."""
 
     size: Floats
     batch: Bools
     split: Bools
+    exchanged: Bools
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[float, bool, Sequence[bool]]], roles: int) -> Amounts:
-        """Gather (size, batch, split) triples."""
+    def of(cls, rows: Sequence[tuple[float, bool, Sequence[int]]], roles: int) -> Amounts:
+        """Gather triples of size, batch and what each role does."""
+        done = np.array([done for _, _, done in rows], dtype=np.int64).reshape(len(rows), roles)
         return cls(
             np.array([size for size, _, _ in rows], dtype=np.float64),
             np.array([batch for _, batch, _ in rows], dtype=np.bool_),
-            np.array([split for _, _, split in rows], dtype=np.bool_).reshape(len(rows), roles),
+            done != _WHOLE,
+            done == _EXCHANGED,
         )
 
-    def on_rank(self, degrees: Floats, num_microbatches: Floats) -> Floats:
-        """``[V, C]``: what one rank has, for ``degrees[C, R]`` and ``num_microbatches[C]`` micro-batches."""
+    def on_rank(self, degrees: Floats, num_microbatches: Floats, capacities: Floats) -> Floats:
+        """``[V, C]``: what one rank has, for ``degrees[C, R]``, ``num_microbatches[C]`` micro-batches and exchanges of
+        ``capacities[C]``.
+        """
         share = self.size[:, None] / np.where(self.batch[:, None], num_microbatches[None, :], 1.0)
         for role in range(degrees.shape[1]):
             share /= np.where(self.split[:, role, None], degrees[None, :, role], 1.0)
+            if self.exchanged[:, role].any():
+                room = np.minimum(capacities, degrees[:, role])
+                share *= np.where(self.exchanged[:, role, None], room[None, :], 1.0)
         return share
-
-    def take(self, rows: Ints) -> Amounts:
-        """The amounts at ``rows``."""
-        return Amounts(self.size[rows], self.batch[rows], self.split[rows])
 
 
 @dataclass(frozen=True)
@@ -80,9 +96,9 @@ class Operators:
 class Redistribution:
     """A redistribution that role ``role`` makes.
 
-    ``kind`` of collective, or "exchange": an all-to-all of as much from every rank; ``slot``: what it counts to
-    ("far": to a step whose stages reduce gradients apart);
-    ``rebuilt``: recomputation makes it again.
+    ``kind`` of collective; "exchange": an all-to-all of as much from every rank as there is capacity for; "counts": an
+    all-gather of as much from every rank; ``slot``: what it counts to ("far": to a step whose stages reduce gradients
+    apart); ``rebuilt``: recomputation makes it again.
     """
 
     role: int
@@ -185,18 +201,18 @@ class _Reading:
             (self._lives("forward"), self._lives("backward")),
         )
 
-    def _amounts(self, rows: Iterable[tuple[TensorSpec, Sequence[bool]]]) -> Amounts:
+    def _amounts(self, rows: Iterable[tuple[TensorSpec, Sequence[int]]]) -> Amounts:
         return Amounts.of([_amount(spec, spec.size_bytes, split) for spec, split in rows], len(self.roles))
 
-    def _split(self, node: fx.Node) -> list[bool]:
+    def _split(self, node: fx.Node) -> list[int]:
         """Which roles split a value as it was produced (or as it came from another block)."""
-        return [isinstance(_produced(sharding, node), Shard) for sharding in self.shardings]
+        return [_done(_produced(sharding, node)) for sharding in self.shardings]
 
     # ---- time ----
 
     def _operators(self) -> Operators:
-        flops: list[tuple[float, bool, list[bool]]] = []
-        moved: list[tuple[float, bool, Sequence[bool]]] = []
+        flops: list[tuple[float, bool, list[int]]] = []
+        moved: list[tuple[float, bool, Sequence[int]]] = []
         starts = []
         calls = self.block.calls
         for operator in calls:
@@ -206,10 +222,11 @@ class _Reading:
             placements = [(*rule.inputs, *rule.outputs) for rule in rules]
             for position, (spec, size_bytes) in enumerate(zip(specs, moved_bytes(operator.call), strict=True)):
                 if spec is not None:
-                    split = [isinstance(placed[position], Shard) for placed in placements]
+                    split = [_done(placed[position]) for placed in placements]
                     moved.append(_amount(spec, size_bytes, split))
             batch = any(of_batch for _, of_batch, _ in moved[starts[-1] :])
-            flops.append((operator.flops, batch, [rule.splits_work for rule in rules]))
+            done = [_EXCHANGED if rule.exchanges else _SPLIT if rule.splits_work else _WHOLE for rule in rules]
+            flops.append((operator.flops, batch, done))
         nodes = [operator.node for operator in calls]
         return Operators(
             Amounts.of(flops, len(self.roles)),
@@ -237,14 +254,15 @@ class _Reading:
                 split = self._split(source)
                 if slot == "reduce":  # of what ``zero`` has scattered before
                     split = [is_split or other == "zero" for is_split, other in zip(split, self.roles, strict=True)]
-                split[role] = False
+                split[role] = _WHOLE
                 rows.append((meta_of(source).spec, split))
             for operator in self.block.calls:
                 sent = sent_position(operator.call, sharding.rules[operator.node])
                 if sent is not None:
                     phase, again = meta_of(operator.node).phase, operator.node in self.block.rebuilt
-                    moves.append(Redistribution(role, "exchange", phase, again))
-                    rows.append(self._sent(operator, sent))
+                    kind = "counts" if operator.call.target is route else "exchange"
+                    moves.append(Redistribution(role, kind, phase, again))
+                    rows.append(self._sent(operator, sent, role))
             for term in self.block.far_terms:
                 if isinstance(sharding.placement(term), Partial) and sharding.boundaries.get(term) == PARTIAL:
                     kind = "reduce_scatter" if self.roles[role] == "zero" else "all_reduce"
@@ -261,16 +279,18 @@ class _Reading:
                     backward = meta_of(operator.node).phase == "backward"
                     rings.append(Ring(role, number, backward, operator.node in self.block.rebuilt))
                     key = 1 + backward
-                    split = [isinstance(each.rules[operator.node].inputs[key], Shard) for each in self.shardings]
+                    split = [_done(each.rules[operator.node].inputs[key]) for each in self.shardings]
                     rows.append(_amount(operator.call.inputs[key], size_bytes, split))
         return tuple(rings), Amounts.of(rows, len(self.roles))
 
-    def _sent(self, operator: ComputeCall, position: int) -> tuple[TensorSpec, list[bool]]:
-        """What an operator exchanges, and which roles split it."""
+    def _sent(self, operator: ComputeCall, position: int, role: int) -> tuple[TensorSpec, list[int]]:
+        """What an operator exchanges, and which other roles split it."""
         rules = [sharding.rules[operator.node] for sharding in self.shardings]
         spec = (*operator.call.inputs, *operator.call.outputs)[position]
         assert spec is not None
-        return spec, [isinstance((*rule.inputs, *rule.outputs)[position], Shard) for rule in rules]
+        split = [_done((*rule.inputs, *rule.outputs)[position]) for rule in rules]
+        split[role] = _WHOLE
+        return spec, split
 
     def _redistributions(self, sharding: AxisSharding) -> list[tuple[fx.Node, Placement, str, Placement, bool]]:
         """(value, wanted placement, phase, placement it has, made again by recomputation), each once, as the lowering
@@ -328,14 +348,19 @@ class _Reading:
         )
 
     def _kept_amounts(self, kept: Iterable[tuple[fx.Node, tuple[Placement, ...]]]) -> Amounts:
-        return self._amounts((meta_of(root).spec, [isinstance(want, Shard) for want in wants]) for root, wants in kept)
+        return self._amounts((meta_of(root).spec, list(map(_done, wants))) for root, wants in kept)
 
     def _lives(self, phase: str) -> LiveRanges:
         values, alive = self.block.lives(phase)
         return LiveRanges(self._amounts((meta_of(node).spec, self._split(node)) for node in values), alive)
 
 
-def _amount(spec: TensorSpec, size_bytes: int, split: Sequence[bool]) -> tuple[float, bool, Sequence[bool]]:
+def _done(placement: Placement) -> int:
+    """What a role does to a value that it places so."""
+    return _EXCHANGED if isinstance(placement, Exchanged) else _SPLIT if isinstance(placement, Shard) else _WHOLE
+
+
+def _amount(spec: TensorSpec, size_bytes: int, split: Sequence[int]) -> tuple[float, bool, Sequence[int]]:
     return float(size_bytes), spec.dim_of(BATCH) is not None, split
 
 

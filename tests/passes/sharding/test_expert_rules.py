@@ -121,10 +121,10 @@ def test_the_exchange_is_printed() -> None:
     graph = captured(model, (x,))
     strategies = uniform(graph, "expert")
     local = Lower(strategies, cluster_for((2,), strategies), {}).run(graph).joint
-    check = FileCheck().check("place_by_rank").check("all_to_all").check("received_order")
-    forward = ("pack", "all_to_all", "index_select", "grouped_mm_fallback", "unsort", "all_to_all", "combine")
-    backward = ("pack", "all_to_all", "index_select", "unsort", "all_to_all", "combine", "grouped_mm_fallback_backward")
-    for name in forward + backward:
+    check = FileCheck().check("place_by_rank").check("all_gather").check("in_round").check("received_order")
+    forward = ("pack", "all_to_all", "index_select", "grouped_mm_fallback", "unsort", "all_to_all", "unpack")
+    backward = ("pack", "all_to_all", "index_select", "unsort", "all_to_all", "unpack", "grouped_mm_fallback_backward")
+    for name in (*forward, "further_rounds", *backward, "further_rounds"):
         check = check.check(name)
     check.run(str(local.graph))
 

@@ -10,7 +10,8 @@ from cost_models.node_cost import call_formula
 from galvatron_fx.ir.cluster.cluster import Axis
 from galvatron_fx.ir.graph.metadata import OpCost, TensorSpec
 from galvatron_fx.ir.graph.op_call import OpCall, op_call
-from galvatron_fx.ir.graph.placement import Placement, Shard
+from galvatron_fx.ir.graph.placement import Exchanged, Placement, Shard
+from galvatron_fx.ir.plan.strategy import CAPACITY
 from passes.sharding.prices import Prices
 from passes.sharding.rules import OpRule, op_rules
 from tests.helpers import DEVICE
@@ -39,10 +40,11 @@ CALLS: list[Call] = [
 
 
 def on_a_rank(spec: TensorSpec | None, placement: Placement) -> TensorSpec | None:
-    if spec is None or not isinstance(placement, Shard):
+    if spec is None or not isinstance(placement, (Shard, Exchanged)):
         return spec
+    share = 1 / DEGREE if isinstance(placement, Shard) else CAPACITY / DEGREE
     sizes = enumerate(spec.shape)
-    return TensorSpec(tuple(size // (DEGREE if dim == placement.dim else 1) for dim, size in sizes), spec.dtype)
+    return TensorSpec(tuple(int(size * share) if dim == placement.dim else size for dim, size in sizes), spec.dtype)
 
 
 def cost_on_a_rank(call: OpCall, rule: OpRule) -> OpCost:
