@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import galvatron_fx
+from benchmarks.common.tensor_memory import TensorMemory, held_tensors
 from galvatron_fx import Plan, Strategy
 from galvatron_fx.compiling import compile_captured
 from galvatron_fx.errors import InputError, PlanError, TimeLimitError
@@ -29,9 +30,13 @@ from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.cluster.overlap import Overlap
 from galvatron_fx.ir.plan.pipelining import Pipelining
 from passes.analysis.blocks import num_blocks
+from passes.lowering.apply_plan import lower
+from passes.lowering.lower_step import Lowered
+from passes.simulation.step import SimulateStep
 from tests.models import zoo
 from tests.models.test_experts import mixture
 from tests.models.test_odd_sizes import Convolutions, untidy
+from tests.passes.sharding.test_expert_rules import Mixture
 from tests.runtime.launch import Check, fork_checks
 
 FOLDER = Path(sys.argv[1] if __name__ == "__main__" else ".")
@@ -285,6 +290,36 @@ def experts(mesh: DeviceMesh) -> None:
     _saved_and_loaded(mesh, mixtral, ("expert", "expert"), ("zero", "expert"))
 
 
+def further_rounds(mesh: DeviceMesh) -> None:
+    """Opposite routings take the same memory, as was predicted, and compute what one device does."""
+    x = torch.randn(16, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    plan, cluster = Plan.uniform(MESH, ("expert", "expert"), capacity=0.5), Cluster.from_mesh(mesh)
+    peaks = []
+    for crowded in ([0, 1], [2, 3]):
+        plain = Mixture(nn.functional.silu)
+        with torch.no_grad():
+            plain.router.weight.zero_()
+            plain.router.bias.zero_()[crowded] = 50.0
+        graph = galvatron_fx.capture(plain, (x,))
+        compiled = galvatron_fx.compile(copy.deepcopy(plain), mesh, (x,), plan=plan, compare_batches=0)
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (compiled, plain)]
+        for _ in range(2):
+            with TensorMemory([*held_tensors(compiled, optimizers[0]), x]) as memory:
+                loss = compiled.forward_backward(x)
+            expected = plain(x)
+            expected.backward()
+            same(loss, expected, "loss")
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            same_parameters(compiled, plain, "parameters")
+        peaks.append(memory.peak_bytes)
+    lowered = lower(graph, plan, cluster)
+    assert isinstance(lowered, Lowered)
+    predicted = SimulateStep(cluster).run(lowered).peak_memory_bytes
+    assert peaks[0] == peaks[1] and 0 <= peaks[0] - predicted < 64, (peaks, predicted)  # Adam's counts of steps
+
+
 def _saved_and_loaded(
     mesh: DeviceMesh, build: Callable[[], nn.Module], roles: tuple[str, ...], other_roles: tuple[str, ...]
 ) -> None:
@@ -386,8 +421,8 @@ def rank_0_searches_for_all(mesh: DeviceMesh) -> None:
 CHECKS: tuple[Check, ...] = (
     uniform_plans, gathers_ahead, compiled_kernels, stages, stages_evaluate_and_train, later_batches_fail_together,
     loss_backward, unlike_neighbours, searched_plan, flat_mesh, gradients_accumulate, evaluation,
-    buffers_update, other_batch_shapes, state_dicts, checkpoint_to_another_plan, experts, meta_device, lazy,
-    plan_mismatch, rank_0_searches_for_all,
+    buffers_update, other_batch_shapes, state_dicts, checkpoint_to_another_plan, experts, further_rounds, meta_device,
+    lazy, plan_mismatch, rank_0_searches_for_all,
 )  # fmt: skip
 
 

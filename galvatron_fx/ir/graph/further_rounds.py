@@ -43,8 +43,10 @@ class FurtherRounds:
     def __call__(self, counts: Tensor, *values: Tensor) -> list[Tensor]:
         sums, inputs = values[: self.num_sums], values[self.num_sums :]
         for start in self.starts(counts):
-            for total, term in zip(sums, self.body(torch.tensor(start), *inputs), strict=True):
-                total.add_(term)
+            terms = self.body(torch.tensor(start), *inputs)
+            for index, total in enumerate(sums):
+                total.add_(terms[index])
+            del terms  # before the next round makes others
         return list(sums)
 
     def starts(self, counts: Tensor) -> range:
