@@ -26,6 +26,7 @@ FLOORS = {
     "passes.simulation": 8,
     "passes.search": 9,
     "galvatron_fx": 10,
+    "galvatron_fx.integrations": 11,
 }
 
 # A class and its table or its JSON.

@@ -1,0 +1,114 @@
+"""What the integrations share: a first batch, a model compiled for loaders of ranks, optimizers that follow it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from galvatron_fx.api import compile
+from galvatron_fx.ir.errors import InputError
+from galvatron_fx.ir.torch_compat.tensors import pytree
+from galvatron_fx.runtime.absent_output import AbsentOutput
+from galvatron_fx.runtime.module import DistributedGraphModule
+
+__all__ = ["compiled_for_ranks", "first_batch", "follow", "policy_named"]
+
+
+def compiled_for_ranks(
+    model: nn.Module, example: Any, device_type: str, options: Mapping[str, Any]
+) -> DistributedGraphModule:
+    """Compile ``model`` for batches of which every rank brings its own rows, as loaders of these tools give them.
+
+    ``example``: such rows; ``options``: of :func:`galvatron_fx.compile`, ``mesh`` included. Without gradient mode the
+    outputs with a batch are those of the rank's own rows, too.
+    """
+    given = dict(options)
+    if "batch" in given or "example_inputs" in given:
+        raise InputError("batch= and example_inputs= are what the loader says: leave them out of galvatron={...}")
+    mesh = given.pop("mesh", None) or init_device_mesh(device_type, (dist.get_world_size(),))
+    compiled = compile(model, mesh, example, batch="local", **given)
+    compiled.register_forward_hook(_own_outputs, with_kwargs=True)
+    return compiled
+
+
+def _own_outputs(model: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
+    """Outputs of this rank's rows in the place of those of all ranks."""
+    if torch.is_grad_enabled():
+        return outputs
+    inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
+    rows, ranks = max((len(leaf) for leaf in inputs), default=0), dist.get_world_size()
+
+    def own(leaf: Any) -> Any:
+        is_batch = isinstance(leaf, Tensor) and not isinstance(leaf, AbsentOutput) and leaf.ndim
+        if not is_batch or len(leaf) != rows * ranks:
+            return leaf
+        whole = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+        return whole.narrow(0, dist.get_rank() * rows, rows)
+
+    return pytree.tree_map(own, outputs)
+
+
+def first_batch(loader: Any, rows: int | None) -> Any:
+    """A batch such as ``loader`` gives, of ``rows`` samples (None: as many as it gives).
+
+    Random number generators are left as they were.
+    """
+    with _random_states_kept():
+        dataset = loader.dataset
+        if rows is None:
+            return next(iter(loader))
+        if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+            return loader.collate_fn([dataset[index % len(dataset)] for index in range(rows)])
+        return loader.collate_fn(list(islice(iter(dataset), rows)))
+
+
+@contextmanager
+def _random_states_kept() -> Iterator[None]:
+    before = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+
+
+def policy_named(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """``options`` with the mixed precision that a tool calls so: "no" or "bf16". Raises InputError for others."""
+    if name == "no" or "mixed_precision" in options:
+        return dict(options)
+    if name != "bf16":
+        raise InputError(f"mixed precision {name!r} is not computed: use bf16, or galvatron={{'mixed_precision': ...}}")
+    return {**options, "mixed_precision": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+
+
+def follow(optimizer: Optimizer, plain: nn.Module, compiled: DistributedGraphModule) -> None:
+    """Have an optimizer that was built over ``plain`` train the ``compiled`` model; under stages, what this rank holds.
+
+    Raises InputError where it holds other parameters, or states.
+    """
+    if optimizer.state:
+        raise InputError(f"this {type(optimizer).__name__} has made steps: build it anew before prepare")
+    names = {id(parameter): name for name, parameter in plain.named_parameters()}
+    held = dict(compiled.named_parameters())
+    for group in optimizer.param_groups:
+        unknown = [parameter for parameter in group["params"] if id(parameter) not in names]
+        if unknown:
+            raise InputError(
+                f"this {type(optimizer).__name__} holds a parameter of shape {tuple(unknown[0].shape)} that is not one "
+                f"of the model's: build it over the parameters of the model that is prepared with it"
+            )
+        known = (names[id(parameter)] for parameter in group["params"])
+        group["params"] = [held[name] for name in known if name in held]

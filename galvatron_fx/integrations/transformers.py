@@ -1,0 +1,149 @@
+"""Hugging Face ``Trainer``: the model is compiled for all processes when training or evaluation begins.
+
+``from galvatron_fx.integrations.transformers import Trainer`` in the place of transformers', and
+``Trainer(..., galvatron={"memory_budget": "12GiB"})``; for a subclass, ``class Mine(GalvatronMixin, Theirs)``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from galvatron_fx.checkpoint import Checkpointer
+from galvatron_fx.integrations.accelerate import FOLDER, plain_optimizer
+from galvatron_fx.integrations.preparing import compiled_for_ranks, first_batch, policy_named
+from galvatron_fx.ir.errors import InputError
+from galvatron_fx.runtime.module import DistributedGraphModule
+from galvatron_fx.weights import gather
+
+__all__ = ["GalvatronMixin", "Trainer"]
+
+
+class GalvatronMixin:
+    """A Trainer whose model is compiled by ``galvatron``: options of :func:`galvatron_fx.compile`, such as ``plan``,
+    ``memory_budget``, or a ``mesh`` other than one axis over all processes.
+
+    Batches, accumulation, evaluation, saving and resuming are Trainer's. A loss is that of the rows of all processes,
+    over the labels of all of them. A checkpoint holds a model that ``from_pretrained`` reads, and states from which
+    training goes on under any plan. Raises InputError for what would compute outside of the model: label smoothing,
+    ``compute_loss_func``, NEFTune, a ready optimizer, fp16.
+    """
+
+    def __init__(self, *args: Any, galvatron: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        self._options = dict(galvatron or {})
+        super().__init__(*args, **kwargs)
+        self._trainer._set_signature_columns_if_needed()
+        self._refuse_what_is_outside()
+
+    @property
+    def _trainer(self) -> Any:
+        """This trainer, whose other bases are not known here."""
+        return self
+
+    def _refuse_what_is_outside(self) -> None:
+        trainer, remedy = self._trainer, "return the loss from the model's forward"
+        if trainer.label_smoother is not None or trainer.compute_loss_func is not None:
+            raise InputError(f"label smoothing and compute_loss_func compute outside of the compiled model: {remedy}")
+        if trainer.neftune_noise_alpha is not None:
+            raise InputError("neftune_noise_alpha hooks a module, which a compiled model does not call: leave it out")
+        if trainer.optimizer is not None:
+            raise InputError(
+                "optimizers= holds parameters of the model before it is compiled: give args.optim or "
+                "optimizer_cls_and_kwargs=, which are built after it"
+            )
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leave the model where it is: each rank's shards go to its device when it is compiled."""
+
+    def _compile(self, loader: Any, rows: int) -> None:
+        """Put the compiled model in the place of the one that was given."""
+        trainer = self._trainer
+        if isinstance(trainer.model, DistributedGraphModule):
+            return
+        example = trainer._prepare_inputs(first_batch(loader, rows))
+        if trainer.model_accepts_loss_kwargs:
+            count = trainer._get_num_items_in_batch([example], trainer.args.device)
+            example = example if count is None else {**example, "num_items_in_batch": count}
+        options = policy_named(trainer.accelerator.mixed_precision, self._options)
+        compiled = compiled_for_ranks(trainer.model, example, trainer.args.device.type, options)
+        trainer.model = trainer.model_wrapped = trainer.callback_handler.model = compiled
+        # As Accelerate would wrap it for data parallelism: a compiled model is prepared already.
+        trainer.is_distributed_loading_by_transformers = True
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        self._compile(train_dataloader, self._trainer._train_batch_size)
+        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[misc]
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's, of the compiled model."""
+        self._compile(dataloader, self._trainer.args.per_device_eval_batch_size)
+        return super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """Count the labels of all processes, as the loss is that of all of them."""
+        count = super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
+        trainer = self._trainer
+        if count is None or trainer.args.average_tokens_across_devices or trainer.args.world_size == 1:
+            return count
+        return trainer.accelerator.gather(torch.as_tensor(count, device=device)).sum()
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """As Trainer's, without the factor that makes up for a mean over processes."""
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)  # type: ignore[misc]
+        trainer = self._trainer
+        if trainer.args.average_tokens_across_devices and trainer.model_accepts_loss_kwargs:
+            loss = loss if num_items_in_batch is None else loss / trainer.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        norm: Tensor = self._trainer.model.clip_grad_norm_(self._trainer.args.max_grad_norm)
+        return norm
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return self._trainer.model.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Save the whole model from one process, as ``save_pretrained`` does."""
+        trainer = self._trainer
+        compiled = trainer.model
+        if not isinstance(compiled, DistributedGraphModule):
+            super()._save(output_dir, state_dict)  # type: ignore[misc]
+            return
+        whole = gather(compiled, rank=0)
+        if whole is not None:
+            trainer.model = whole
+            try:
+                super()._save(output_dir)  # type: ignore[misc]
+            finally:
+                trainer.model = compiled
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        trainer = self._trainer
+        Checkpointer(os.path.join(output_dir, FOLDER)).save(
+            trainer.state.global_step,
+            model=trainer.model,
+            optimizer=plain_optimizer(trainer.optimizer),
+            scheduler=trainer.lr_scheduler,
+        )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        trainer = self._trainer
+        if checkpoint is None:
+            return
+        folder = os.path.join(checkpoint, FOLDER)
+        if not os.path.isdir(folder):
+            raise InputError(f"{checkpoint} has no folder {FOLDER}, in which a compiled model's training is saved")
+        Checkpointer(folder).load(
+            model=trainer.model, optimizer=plain_optimizer(trainer.optimizer), scheduler=trainer.lr_scheduler
+        )
+
+
+class Trainer(GalvatronMixin, transformers.Trainer):
+    """``transformers.Trainer`` with the argument ``galvatron``: see :class:`GalvatronMixin`."""

@@ -1,0 +1,189 @@
+"""Run by test_integrations.py: Trainer and Accelerate on two ranks, beside a loop on one device.
+
+Prints ``ok <check>`` once for each check that holds on every rank, ``FAILED <check>`` and the errors otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+import galvatron_fx
+from galvatron_fx import DistributedGraphModule, Pipelining, Plan
+from galvatron_fx.errors import InputError
+from galvatron_fx.integrations.accelerate import Accelerator
+from galvatron_fx.integrations.transformers import Trainer
+from tests.runtime.launch import Check, fork_checks
+
+FOLDER = Path(sys.argv[1] if __name__ == "__main__" else ".")
+RATE, STEPS, ACCUMULATE, CLIP = 1e-2, 3, 2, 0.5
+STAGES = Plan.uniform((2,), ("pipeline",), pipelining=Pipelining(2, 2, "1f1b"))
+
+
+def language_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, use_cache=False, **sizes)).double()
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    """Token ids, with unlike numbers of labels."""
+
+    def __init__(self, count: int = 4 * ACCUMULATE * STEPS) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.ids = torch.randint(32, (count, 6), generator=generator)
+        self.labels = self.ids.masked_fill(torch.rand(count, 6, generator=generator) < 0.4, -100)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int | slice) -> dict[str, Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.labels[index]}
+
+
+def on_one_device() -> tuple[list[float], LlamaForCausalLM]:
+    """The losses and the model of a plain loop over the same rows: AdamW, clipped, a linear schedule."""
+    model, rows, losses = language_model(), Rows(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
+    for step in range(STEPS):
+        first = 4 * ACCUMULATE * step
+        items = rows[first : first + 4 * ACCUMULATE]["labels"][:, 1:].ne(-100).sum()
+        losses.append(0.0)
+        for part in range(ACCUMULATE):
+            loss = model(**rows[first + 4 * part : first + 4 * part + 4], num_items_in_batch=items).loss
+            loss.backward()
+            losses[-1] += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return losses, model
+
+
+def trainer(plan: Plan, folder: Path, **settings: Any) -> Any:
+    given = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "logging_steps": 1, "save_steps": 2}
+    arguments = TrainingArguments(
+        str(folder), use_cpu=True, gradient_accumulation_steps=ACCUMULATE, max_grad_norm=CLIP, learning_rate=RATE,
+        num_train_epochs=1, report_to=[], disable_tqdm=True, train_sampling_strategy="sequential",
+        **{"lr_scheduler_type": "linear", **given, **settings},
+    )  # fmt: skip
+    options = {"plan": plan}
+    return Trainer(language_model(), arguments, train_dataset=Rows(), eval_dataset=Rows(8), galvatron=options)
+
+
+def same(got: Any, expected: Any) -> None:
+    whole = got.full_tensor() if hasattr(got, "full_tensor") else torch.as_tensor(got)
+    torch.testing.assert_close(whole.detach(), torch.as_tensor(expected).detach(), rtol=1e-8, atol=1e-10)
+
+
+def logged(one: Any, key: str) -> list[float]:
+    return [entry[key] for entry in one.state.log_history if key in entry]
+
+
+def trainer_trains_and_resumes(mesh: DeviceMesh) -> None:
+    """Losses of one device; a run that is resumed under another plan; a model that from_pretrained reads."""
+    losses, plain = on_one_device()
+    first = trainer(Plan.uniform((2,), ("zero",)), FOLDER / "first", eval_strategy="steps", eval_steps=3)
+    first.train()
+    same(logged(first, "loss"), losses)
+    rows = Rows(8)
+    with torch.no_grad():
+        batches = [plain(**rows[start : start + 4]) for start in (0, 4)]
+    same(logged(first, "eval_loss")[-1], sum(batch.loss for batch in batches) / 2)
+    same(first.predict(rows).predictions, torch.cat([batch.logits for batch in batches]))
+    first.save_model(str(FOLDER / "saved"))
+    second = trainer(STAGES, FOLDER / "second")
+    second.train(resume_from_checkpoint=str(FOLDER / "first" / "checkpoint-2"))
+    same(logged(second, "loss")[-1], losses[-1])
+    for name, parameter in second.model.named_parameters():
+        same(parameter, plain.get_parameter(name))
+    dist.barrier()
+    saved = LlamaForCausalLM.from_pretrained(FOLDER / "saved", dtype=torch.float64)
+    for name, parameter in saved.named_parameters():
+        same(parameter, plain.get_parameter(name))
+
+
+def refused(call: Callable[[], Any], said: str) -> None:
+    try:
+        call()
+    except InputError as error:
+        assert said in str(error), error
+    else:
+        raise AssertionError("it was not refused")
+
+
+def trainer_refuses(mesh: DeviceMesh) -> None:
+    """What would compute outside of the model."""
+    plan = Plan.uniform((2,), ("data",))
+    refused(lambda: trainer(plan, FOLDER, label_smoothing_factor=0.1), "return the loss from the model's forward")
+    refused(lambda: trainer(plan, FOLDER, neftune_noise_alpha=1.0), "neftune_noise_alpha hooks a module")
+    one = trainer(plan, FOLDER)
+    one._options["batch"] = "global"
+    refused(one.train, "leave them out of galvatron={...}")
+
+
+def accelerate_trains(mesh: DeviceMesh) -> None:
+    """A loop of Accelerate's own making, saved and loaded in the middle."""
+    _, plain = on_one_device()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE, galvatron={"plan": STAGES})
+    given = language_model()
+    optimizer = torch.optim.AdamW(given.parameters(), lr=RATE, weight_decay=0.0)
+    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
+    parts = accelerator.prepare(given, optimizer, DataLoader(Rows(), batch_size=2), rates)
+    model, optimizer, loader, _ = parts
+    assert isinstance(model, DistributedGraphModule) and accelerator.unwrap_model(model) is model
+    for number, batch in enumerate(loader):
+        step, part = divmod(number, ACCUMULATE)
+        if part == 0:
+            first = 4 * ACCUMULATE * step
+            items = Rows()[first : first + 4 * ACCUMULATE]["labels"][:, 1:].ne(-100).sum()
+        with accelerator.accumulate(model):
+            accelerator.backward(ACCUMULATE * model(**batch, num_items_in_batch=items).loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            rates.step() if accelerator.sync_gradients else None
+            optimizer.zero_grad()
+        if number == 3:
+            place = accelerator.save_state(str(FOLDER / "state"))
+            model.load_state_dict(language_model().state_dict())
+            accelerator.load_state(place)
+    for name, parameter in model.named_parameters():
+        same(parameter, plain.get_parameter(name))
+    state = accelerator.get_state_dict(model)
+    assert bool(state) == accelerator.is_main_process
+    for name, value in state.items():
+        same(value, plain.state_dict()[name])
+    refused(lambda: accelerator.prepare(language_model()), "one model and a loader of its batches, together")
+
+
+CHECKS: dict[str, Check] = {
+    check.__name__: check for check in (trainer_trains_and_resumes, trainer_refuses, accelerate_trains)
+}
+
+
+def prepare() -> None:
+    """What all ranks have then: imports, and what torchrun says."""
+    rows = Rows()[:4]
+    galvatron_fx.capture(language_model(), {**rows, "num_items_in_batch": torch.tensor(3)})
+    os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "true"}
+
+
+def main() -> None:
+    """Run all checks, or those named after the folder."""
+    fork_checks((2,), CHECKS, sys.argv[2:], prepare)
+
+
+if __name__ == "__main__":
+    main()
