@@ -51,12 +51,30 @@ def deepseek_v3() -> nn.Module:
 
 
 @dataclass(frozen=True)
+class Mapping:
+    """A plan as people write it: ``attention`` and ``experts`` are the roles of the axes inside the ``stages`` ranks of
+    a pipeline, outermost first; ``rounds`` are the stages of each rank.
+    """
+
+    attention: tuple[str, ...]
+    experts: tuple[str, ...]
+    stages: int
+    rounds: int
+    microbatches: int
+    source: str
+
+
+@dataclass(frozen=True)
 class Setting:
-    """A model on a cluster with a global batch of sequences."""
+    """A model on a cluster with a global batch of sequences, and how others run it; ``published_mfu``: of the best of
+    Liu et al. 2025 (MoE Parallel Folding), on the same devices.
+    """
 
     build: Callable[[], nn.Module]
     cluster: str
     batch: int
+    mappings: dict[str, Mapping]
+    published_mfu: float | None = None
     sequence: int = 4096
 
     def model(self) -> nn.Module:
@@ -70,9 +88,35 @@ class Setting:
         return {"input_ids": ids, "labels": ids}
 
 
+_README = "Megatron Core, README of its mixture of experts"
+_ZOO = "Megatron MoE model zoo, benchmarking configurations"
+
 SETTINGS = {
-    "Mixtral 8x7B": Setting(mixtral_8x7b, "64xH100-80GB", 256),
-    "Mixtral 8x22B": Setting(mixtral_8x22b, "128xH100-80GB", 256),
-    "Qwen2-57B-A14B": Setting(qwen2_57b, "64xH100-80GB", 256),
-    "DeepSeek-V3": Setting(deepseek_v3, "2048xH100-80GB", 15360),
+    "Mixtral 8x7B": Setting(
+        mixtral_8x7b,
+        "64xH100-80GB",
+        256,
+        {"TP1 EP8 PP4 VP8": Mapping(("zero",) * 4, ("zero", *("expert",) * 3), 4, 8, 16, _ZOO)},
+    ),
+    "Mixtral 8x22B": Setting(
+        mixtral_8x22b,
+        "128xH100-80GB",
+        256,
+        {
+            "TP4 EP2 PP8 VP7": Mapping(
+                ("zero", "zero", "tensor_sequence", "tensor_sequence"),
+                ("zero", "expert", "tensor", "tensor"),
+                8,
+                7,
+                64,
+                _README,
+            ),
+            "TP2 EP8 PP8 folded": Mapping(
+                ("zero", "zero", "zero", "tensor_sequence"), ("zero", "expert", "expert", "expert"), 8, 1, 32, _ZOO
+            ),
+        },
+        published_mfu=0.493,
+    ),
+    "Qwen2-57B-A14B": Setting(qwen2_57b, "64xH100-80GB", 256, {}, published_mfu=0.390),
+    "DeepSeek-V3": Setting(deepseek_v3, "2048xH100-80GB", 15360, {}),
 }

@@ -34,7 +34,7 @@ from passes.lowering.apply_plan import lower
 from passes.lowering.lower_step import Lowered
 from passes.simulation.step import SimulateStep
 from tests.models import zoo
-from tests.models.test_experts import mixture
+from tests.models.mixtures import mixture
 from tests.models.test_odd_sizes import Convolutions, untidy
 from tests.passes.sharding.test_expert_rules import Mixture
 from tests.runtime.launch import Check, fork_checks

@@ -162,9 +162,14 @@ def _source(
 
 
 def _compare_numbers(plan: CopyPlan, unlike: Callable[[str], Exception]) -> None:
-    """The same for the autograd numbers, which tie backward nodes to forward nodes."""
+    """The same for the autograd numbers, which tie backward nodes to forward nodes.
+
+    Backward nodes of a library's operators may have numbers of their own, which no forward node has.
+    """
     numbers = [{node.meta.get("seq_nr") for node in nodes} for nodes in plan.units.forward]
-    differences = [numbers[0] - numbers[1], numbers[1] - numbers[2]]
+    later = [{node.meta.get("seq_nr") for node in nodes} for nodes in plan.units.backward]
+    alone = [later[i].difference(*numbers, *(later[j] for j in range(3) if j != i)) for i in range(3)]
+    differences = [numbers[0] - numbers[1] | alone[0], numbers[1] - numbers[2] | alone[1]]
     twin, back = plan.number_twin, dict[Any, Any]()
     pairs = [
         (mine, mine.meta.get("seq_nr"), plan.twin[mine].meta.get("seq_nr"))

@@ -21,6 +21,7 @@ from passes.frontend.capture.find_repeats import Repeat, find_repeats
 from passes.frontend.capture.flat_inputs import FlatInputs
 from passes.frontend.pipeline import PASSES
 from tests.models import zoo
+from tests.models.mixtures import mixture
 
 WIDTH = 8
 
@@ -76,8 +77,9 @@ def leaves_out(model: nn.Module, inputs: Any) -> int:
         (lambda: zoo.vit(layers=5), 2),
         (lambda: zoo.t5(layers=1, num_decoder_layers=6), 2),  # the first layer holds the position bias: five repeat
         (lambda: zoo.swin(depths=[10, 1]), 4),  # plain and shifted windows by turns
+        (lambda: (mixture("mixtral", num_hidden_layers=5), zoo.tokens()), 2),
     ],
-    ids=["gpt2", "llama", "bert", "vit", "t5", "swin"],
+    ids=["gpt2", "llama", "bert", "vit", "t5", "swin", "mixtral"],
 )
 def test_known_models(make: Callable[[], zoo.Case], left_out: int, request: pytest.FixtureRequest) -> None:
     symbolic = request.node.callspec.id == "gpt2"  # traces a second time: the small models below do so too
