@@ -11,7 +11,7 @@ venv: $(STAMP)
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || python3 -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -q "$(TORCH)"
-	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[test,examples]"
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[test,train]"
 	touch $@
 
 test: venv

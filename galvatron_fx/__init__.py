@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from galvatron_fx._own_packages import require_own_packages
 from galvatron_fx._version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from galvatron_fx.runtime.module import DistributedGraphModule
     from galvatron_fx.runtime.whole_updates import update_whole
     from galvatron_fx.weights import gather, load_weights, save_weights
+
+require_own_packages()
 
 __all__ = [
     "Captured",

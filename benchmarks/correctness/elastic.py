@@ -2,7 +2,7 @@
 
     python -m benchmarks.correctness.elastic --kills 5 --ranks 4
 
-Needs the extra packages of ``pip install -e .[test,examples]``.
+Needs the extra packages of ``pip install -e .[test,train]``.
 """
 
 from __future__ import annotations

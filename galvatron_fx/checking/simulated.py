@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from galvatron_fx.checking.whole_tensors import Whole, collect, distribute
-from galvatron_fx.ir.graph.metadata import InputSpec, OutputSpec, meta_of, ports, signature
+from galvatron_fx.ir.graph.metadata import InputSpec, OutputSpec, Signature, meta_of, ports, signature
 from galvatron_fx.ir.plan.schedule import Action, Schedule
 from galvatron_fx.ir.plan.strategy import original_name
 from galvatron_fx.runtime.lockstep import Simulator
@@ -36,18 +36,24 @@ def run_step(lowered: Lowered, value_of: ValueOf) -> Results:
     inputs = dict(zip(signature(lowered.joint).inputs, layout.inputs, strict=True))
     outputs = dict(zip(signature(lowered.joint).outputs, layout.outputs, strict=True))
 
-    def held(port: InputSpec) -> list[Tensor]:
-        return distribute(value_of(port), inputs[port], layout.shape)
+    padded = signature(lowered.joint).padded
 
-    results = simulator.run(halves.forward, [held(port) for port in halves.input_ports])
+    def held(port: InputSpec) -> list[Tensor]:
+        value = value_of(port)
+        if port.kind == "tangent" and port.name in padded:
+            value = padded[port.name].padded(value)
+        return distribute(value, inputs[port], layout.shape)
+
+    forward = simulator.run(halves.forward, [held(port) for port in halves.input_ports])
     count = len(halves.result_ports)
-    saved = results[count:]
+    saved = forward[count:]
     gradients = simulator.run(halves.backward, [*saved, *map(held, halves.tangent_ports)])
     values = [
-        *zip(halves.result_ports, results[:count], strict=True),
+        *zip(halves.result_ports, forward[:count], strict=True),
         *zip(halves.gradient_ports, gradients, strict=True),
     ]
-    return {port: collect(value, outputs[port], layout.shape) for port, value in values if value[0] is not None}
+    results = {port: collect(value, outputs[port], layout.shape) for port, value in values if value[0] is not None}
+    return _without_padding(results, signature(lowered.joint))
 
 
 def run_stages(lowered: LoweredStages, schedule: Schedule, value_of: ValueOf) -> Results:
@@ -135,4 +141,12 @@ def _gathered(lowered: LoweredStages, runners: Sequence[StageRunner]) -> Results
                 whole = Whole(other.value + whole.value, max(other.spread, whole.spread))
             results[port] = whole
     merged = merge_outputs(lowered.microbatched, by_microbatch)
-    return results | {port: Whole(value, spreads.get(port, 0.0)) for port, value in merged.items()}
+    results |= {port: Whole(value, spreads.get(port, 0.0)) for port, value in merged.items()}
+    return _without_padding(results, lowered.signature)
+
+
+def _without_padding(results: Results, of: Signature) -> Results:
+    """Outputs of the batch itself."""
+    padded = {port: of.padded[port.name] for port in results if port.kind == "output" and port.name in of.padded}
+    whole = {port: Whole(dim.unpadded(results[port].value), results[port].spread) for port, dim in padded.items()}
+    return results | whole

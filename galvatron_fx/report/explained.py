@@ -17,7 +17,7 @@ from galvatron_fx.report.alternatives import CHOSEN, Alternative, other_pipeline
 from galvatron_fx.report.block_code import BlockCode, block_codes
 from galvatron_fx.report.collective_rows import CollectiveRow, collective_rows, transfer_rows
 from passes.analysis.blocks import fingerprints
-from passes.lowering.apply_plan import check_batch, strategies_on
+from passes.lowering.apply_plan import check_batch, divided, strategies_on
 from passes.simulation.choice import SimulateChoice
 from passes.simulation.short_model import Label
 from passes.simulation.short_program import ShortProgram
@@ -77,7 +77,8 @@ def explained(graph: fx.GraphModule, plan: Plan, cluster: Cluster) -> Explained:
 
 class _Explaining:
     def __init__(self, graph: fx.GraphModule, plan: Plan, cluster: Cluster) -> None:
-        self.graph = graph
+        self.sizes = graph.meta.get("symbols")
+        self.graph = graph = divided(graph, plan)
         self.cluster = cluster
         self.block_fingerprints = fingerprints(graph)
         self.plan = _with_blocks(plan, self.block_fingerprints)
@@ -96,13 +97,12 @@ class _Explaining:
         collectives = collective_rows(program, self.cluster, kinds, parts or 1)
         if isinstance(step, StagesReport):
             collectives += transfer_rows(program, step, self.plan.pipeline_axes)
-        sizes = self.graph.meta.get("symbols")
         return Explained(
             plan=self.plan,
             cluster=self.cluster,
             labels=tuple(zip(self.block_fingerprints, strategies, strict=True)),
-            batch=sizes.batch if sizes else 0,
-            sequence=sizes.sequence if sizes else 0,
+            batch=self.sizes.batch if self.sizes else 0,
+            sequence=self.sizes.sequence if self.sizes else 0,
             step_s=step.step_time_s,
             ranks=step.ranks(),
             memory=memory,

@@ -99,7 +99,9 @@ def _new_figure(width_inch: float, height_inch: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise InputError(f"a picture is drawn with matplotlib, and there is none here: {error}; install it") from error
+        raise InputError(
+            f"a picture is drawn with matplotlib, and there is none here: {error}; pip install matplotlib"
+        ) from error
     return Figure(figsize=(width_inch, height_inch))
 
 

@@ -17,7 +17,6 @@ from cost_models.schedule_time import ScheduleReport
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.metadata import InputSpec, OutputSpec
 from galvatron_fx.ir.graph.pass_pipeline import run_table
-from galvatron_fx.ir.graph.placement import Placement, Shard, to_dtensor
 from galvatron_fx.ir.graph.printer import readable
 from galvatron_fx.ir.plan.arguments import check_arguments
 from galvatron_fx.ir.plan.plan import Plan
@@ -29,7 +28,7 @@ from galvatron_fx.runtime.batch_rows import BatchRows, unmarked
 from galvatron_fx.runtime.call_key import call_key, described
 from galvatron_fx.runtime.compiled import AnyProgram, Compiled
 from galvatron_fx.runtime.detached import detached_output
-from galvatron_fx.runtime.dtensor_views import local_part, write_whole
+from galvatron_fx.runtime.dtensor_views import local_part, shown, write_whole
 from galvatron_fx.runtime.gradients import accumulate
 from galvatron_fx.runtime.hooks import has_hooks, refuse_backward_hooks
 from galvatron_fx.runtime.late_changes import MemoryOfParameters, refuse_changed_output, refuse_gradients
@@ -383,8 +382,9 @@ class DistributedGraphModule(LikeOriginal):
 
         ``detached``: positions of outputs at which no gradient may arrive.
         """
+        padded = program.signature.padded
         values = {
-            int(port.name): self._shown(value, program.result_placements(port))
+            int(port.name): shown(value, self.mesh, program.result_placements(port), padded.get(port.name))
             for port, value in results.items()
             if port.kind == "output"
         }
@@ -401,13 +401,6 @@ class DistributedGraphModule(LikeOriginal):
                 position += 1
             leaves.append(value)
         return pytree.tree_unflatten(leaves, spec)
-
-    def _shown(self, value: Tensor, placements: tuple[Placement | None, ...]) -> Tensor:
-        if not any(isinstance(p, Shard) for p in placements):
-            return value
-        return DTensor.from_local(
-            value, self.mesh, [to_dtensor(p) for p in placements if p is not None], run_check=False
-        )
 
 
 def _norm_over(norm: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor:

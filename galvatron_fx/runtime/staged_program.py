@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from cost_models.schedule_time import ScheduleReport, Span
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.metadata import InputSpec, OutputSpec, Signature, TensorSpec, meta_of, ports, signature
-from galvatron_fx.ir.graph.placement import Placement
+from galvatron_fx.ir.graph.placement import Placement, Shard
 from galvatron_fx.ir.plan.schedule import Schedule
 from galvatron_fx.ir.plan.strategy import original_name
 from galvatron_fx.runtime.backends import Backend, Boxed, Eager, compile_graph
@@ -159,9 +159,17 @@ class StagedProgram:
         return results
 
     def result_placements(self, port: OutputSpec) -> tuple[Placement | None, ...]:
-        """How an output lies on the mesh of a stage."""
+        """How an output lies on the mesh of a stage: where ranks and micro-batches cut one dim, a rank has rows of each
+        micro-batch.
+        """
         placed = zip(signature(self.lowered.joint).outputs, self.lowered.layout.outputs, strict=True)
-        return dict(placed).get(port, ())
+        joined, count = self.lowered.microbatched.outputs.get(port.name), self.lowered.microbatched.num_microbatches
+        return tuple(
+            replace(place, split_factor=count)
+            if isinstance(place, Shard) and isinstance(joined, Shard) and place.dim == joined.dim
+            else place
+            for place in dict(placed).get(port, ())
+        )
 
     # ---- inside ----
 

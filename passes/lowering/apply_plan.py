@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
+from math import lcm, prod
 from typing import Any
 
 from torch import fx
@@ -21,10 +21,14 @@ from galvatron_fx.ir.plan.strategy import CONTEXT, EXPERT, Strategy, batch_ranks
 from passes.analysis.blocks import fingerprints, graph_fingerprint, num_blocks
 from passes.lowering.lower_stages import LoweredStages, LowerStages
 from passes.lowering.lower_step import Lower, Lowered
+from passes.lowering.pad_batch import CoupledSamplesError
+from passes.lowering.padded_batch import padded, padded_size
 
 __all__ = [
     "check_batch",
     "check_plan",
+    "computed_batch",
+    "divided",
     "expand",
     "lower",
     "strategies_on",
@@ -94,26 +98,34 @@ def warn_without_experts(plan: Plan, graph: fx.GraphModule) -> None:
 
 
 def warn_uneven_batch(plan: Plan, graph: fx.GraphModule) -> None:
-    """Tell of ranks that a plan has split the batch, and that do not divide it: rows are never padded."""
+    """Tell of a batch that ranks and micro-batches do not divide: what is computed beyond it, and which one would."""
     symbols = graph.meta.get("symbols")
-    if symbols is None:
+    if symbols is None or computed_batch(plan, graph) == symbols.batch:
         return
+    rows = computed_batch(plan, graph)
     parts = plan.pipelining.num_microbatches
-    samples = symbols.batch // parts
-    for index, strategy in enumerate(expand(plan, num_blocks(graph))):
-        ranks = batch_ranks(strategy, plan.axis_sizes)
-        if samples % ranks:
-            warnings.warn(
-                f"block {index} ({strategy}) splits {samples} samples over {ranks} ranks, which do not divide them, so "
-                f"ranks compute rows that others compute, too: give a batch that is a multiple of {ranks * parts}, or "
-                f"pad it with rows that the loss leaves out (labels of -100)",
-                stacklevel=4,
-            )
-            return
+    ranks = lcm(*(batch_ranks(strategy, plan.axis_sizes) for strategy in expand(plan, num_blocks(graph))))
+    of = f"{ranks} ranks" if parts == 1 else f"{ranks} ranks and {parts} micro-batches"
+    try:
+        padded(graph, rows)
+    except CoupledSamplesError as error:
+        warnings.warn(
+            f"a batch of {symbols.batch} is not divided by {of}, and it cannot be padded: {error}. So ranks compute "
+            f"rows that others compute, too: give a batch that is a multiple of {ranks * parts}",
+            stacklevel=4,
+        )
+        return
+    warnings.warn(
+        f"a batch of {symbols.batch} is not divided by {of}, so {rows - symbols.batch} of {rows} rows are padding, "
+        f"which is computed and counts for nothing: a batch that is a multiple of {ranks * parts} has none",
+        stacklevel=4,
+    )
 
 
 def check_batch(plan: Plan, graph: fx.GraphModule) -> None:
-    """Refuse a plan that gives a rank no sample of a micro-batch. Raises PlanError naming the block."""
+    """Refuse a plan that gives a rank no sample of a micro-batch, and cannot pad the batch. Raises PlanError naming the
+    block.
+    """
     symbols = graph.meta.get("symbols")
     if symbols is None:
         return
@@ -121,11 +133,34 @@ def check_batch(plan: Plan, graph: fx.GraphModule) -> None:
     for index, strategy in enumerate(expand(plan, num_blocks(graph))):
         ranks = batch_ranks(strategy, plan.axis_sizes)
         if ranks > symbols.batch // parts:
-            raise PlanError(
-                f"block {index} ({strategy}) splits a batch of {symbols.batch} in {parts} micro-batches over {ranks} "
-                f"ranks, so some have no sample: give a batch of at least {ranks * parts}, use fewer micro-batches, or "
-                f"let some axes be tensor or sequence"
-            )
+            try:
+                padded(graph, computed_batch(plan, graph))
+            except CoupledSamplesError as error:
+                raise PlanError(
+                    f"block {index} ({strategy}) splits a batch of {symbols.batch} in {parts} micro-batches over "
+                    f"{ranks} ranks, so some have no sample, and it cannot be padded: {error}. Give a batch of at "
+                    f"least {ranks * parts}, use fewer micro-batches, or let some axes be tensor or sequence"
+                ) from None
+            return
+
+
+def divided(graph: fx.GraphModule, plan: Plan, control: PassControl | None = None) -> fx.GraphModule:
+    """The graph that a plan computes: of a batch that its ranks and micro-batches divide, padded if need be.
+
+    ``graph`` itself where samples depend on each other: then axes that do not divide the batch do not split it.
+    """
+    try:
+        return padded(graph, computed_batch(plan, graph), control)
+    except CoupledSamplesError:
+        return graph
+
+
+def computed_batch(plan: Plan, graph: fx.GraphModule) -> int:
+    """Samples of a step, those of padding among them, if samples do not depend on each other; 0 of unknown sizes."""
+    symbols = graph.meta.get("symbols")
+    strategies = expand(plan, num_blocks(graph))
+    parts = plan.pipelining.num_microbatches
+    return padded_size(symbols.batch, strategies, plan.axis_sizes, parts) if symbols is not None else 0
 
 
 def expand(plan: Plan, count: int) -> list[Strategy]:
@@ -165,6 +200,7 @@ def lower(
     strategies = strategies_on(plan, cluster, blocks)
     held = {} if cache is None else cache
     asked = PassControl() if control is None else control
+    graph = divided(graph, plan, asked)
     if plan.pipelining.is_trivial:
         return Lower(strategies, cluster, held, fixed or {}, asked).run(graph)
     planned = blocks if plan.is_wildcard else len(plan.blocks)

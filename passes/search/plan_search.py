@@ -34,6 +34,7 @@ from passes.search.best_first import BestFirst, Simulated, Simulator
 from passes.search.configurations import Pins
 from passes.search.cost_table.cost_table import Pricer
 from passes.search.open_configurations import OpenConfigurations
+from passes.search.padded_batches import plans_of_batches
 from passes.search.record import Record, Watch
 from passes.search.runners_up import RunnersUp
 from passes.search.shortlist import shortlist
@@ -89,22 +90,36 @@ def search_plans(
 
     Raises BudgetError with the least feasible budget and its plan where none does, PlanError for constraints on
     modules that the model does not have and for pins that cannot be, and TimeLimitError where the options' time is
-    over before there is any plan.
+    over before there is any plan. A batch that ranks do not divide is searched as it is and padded.
     """
-    priced = pricer or Pricer(graph, cluster, options.constraints, optimizer_model(options.optimizer))
-    return _Search(graph, cluster, options, watch or Watch(), priced).run(most)
+    deadline = time.monotonic() + (inf if options.search_seconds is None else options.search_seconds)
+    watched = watch or Watch()
+
+    def search(of: fx.GraphModule) -> tuple[Plan, ...]:
+        priced = pricer or Pricer(of, cluster, options.constraints, optimizer_model(options.optimizer))
+        return _Search(of, cluster, options, watched, priced, deadline).run(most)
+
+    if pricer is not None:
+        return search(graph)
+    return plans_of_batches(graph, cluster, options.pins.num_microbatches or 1, most, search)
 
 
 class _Search:
     def __init__(
-        self, graph: fx.GraphModule, cluster: Cluster, options: SearchOptions, watch: Watch, pricer: Pricer
+        self,
+        graph: fx.GraphModule,
+        cluster: Cluster,
+        options: SearchOptions,
+        watch: Watch,
+        pricer: Pricer,
+        deadline: float,
     ) -> None:
         self.graph = graph
         self.cluster = cluster
         self.options = options
         self.watch = watch
         self.limit = float(options.memory_budget_bytes)
-        self.deadline = time.monotonic() + (inf if options.search_seconds is None else options.search_seconds)
+        self.deadline = deadline
         self.is_cut_short = False
         self.pricer = pricer
         simulate = SimulateChoice(graph, cluster, self.pricer.block_fingerprints, self.pricer.optimizer)

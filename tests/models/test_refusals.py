@@ -19,6 +19,7 @@ from galvatron_fx.errors import BudgetError, CaptureError, InputError, PlanError
 from tests.models import zoo
 from tests.models.mixtures import mixture
 from tests.models.test_odd_sizes import Convolutions, Regression
+from tests.passes.lowering.test_pad_batch import Contrastive
 
 CLUSTER = Cluster.preset("2xA100-80GB")
 REGRESSION = {"x": torch.randn(4, 6), "y": torch.randn(4, 3)}
@@ -107,10 +108,17 @@ def test_experts_that_ranks_do_not_divide_are_told() -> None:
 
 def test_a_batch_that_ranks_do_not_divide_is_told_of() -> None:
     inputs = {"x": torch.randn(5, 6), "y": torch.randn(5, 3)}
-    with pytest.warns(
-        UserWarning, match="splits 5 samples over 2 ranks, which do not divide .* a multiple of 2, or pad"
-    ):
+    with pytest.warns(UserWarning, match="5 is not divided by 2 ranks, so 1 of 6 rows are padding, .* a multiple of 2"):
         galvatron_fx.explain(Regression(), CLUSTER, inputs, plan=Plan.uniform((2,), ("data",)))
+
+
+def test_a_batch_that_cannot_be_padded_is_told_of() -> None:
+    plan, inputs = Plan.uniform((2,), ("data",)), {"x": torch.randn(5, 6)}
+    with pytest.warns(UserWarning, match=r"cannot be padded: 'mm.*' \(aten.mm.default\) takes the samples .* together"):
+        galvatron_fx.explain(Contrastive(), CLUSTER, inputs, plan=plan)
+    four = Plan.uniform((2, 2, 2), ("data",) * 3)
+    with pytest.raises(PlanError, match=r"some have no sample, and it cannot be padded: .* Give a batch of at least 8"):
+        galvatron_fx.explain(Contrastive(), Cluster.preset("8xA100-80GB"), inputs, plan=four)
 
 
 def test_plan_with_another_number_of_blocks() -> None:

@@ -86,7 +86,7 @@ def test_other_suffixes_and_no_reports_are_refused(tmp_path: Path) -> None:
 def test_a_missing_matplotlib_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(InputError, match=r"drawn with matplotlib, and there is none here: .*; install it"):
+    with pytest.raises(InputError, match=r"drawn with matplotlib, and there is none here: .*; pip install matplotlib"):
         draw_timeline(report_of("gpipe", 1, 1, 1), tmp_path / "step.png")
 
 

@@ -378,6 +378,27 @@ def whole_updates(mesh: DeviceMesh) -> None:
         same(compiled.get_parameter(name), parameter, name)
 
 
+def batches_in_parts_and_padded(mesh: DeviceMesh) -> None:
+    """Outputs are in the order of the batch where ranks have rows of every micro-batch, and without padding."""
+    torch.manual_seed(0)
+    plain = Layers().double()
+    inputs = {name: value[:3] for name, value in batch().items()}
+    expected = plain(**inputs)
+    expected["loss"].backward()
+    for parts in (1, 2):
+        plan = Plan.uniform((2,), ("data",), pipelining=Pipelining(1, parts, "1f1b", (0,)))
+        compiled = galvatron_fx.compile(copy.deepcopy(plain), mesh, inputs, plan=plan)
+        out = compiled.forward_backward(**inputs)
+        same(out["loss"], expected["loss"], f"loss in {parts}")
+        same_gradients(compiled, plain)
+        if parts == 1:
+            assert out["logits"].shape == expected["logits"].shape
+            same(out["logits"], expected["logits"], "logits")
+        compiled.eval()
+        with torch.no_grad():
+            same(compiled(**inputs)["logits"], expected["logits"], f"logits in {parts}")
+
+
 CHECKS: dict[str, Check] = {
     check.__name__: check
     for check in (
@@ -388,6 +409,7 @@ CHECKS: dict[str, Check] = {
         stages_refuse_flags,
         stages_differentiate,
         outputs_with_dims_where_they_are,
+        batches_in_parts_and_padded,
         stages_without_parameters_to_train,
         stages_skip_infinite_steps_together,
         clipping,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
@@ -192,12 +193,31 @@ class OutputSpec:
 
 
 @dataclass(frozen=True)
+class PaddedDim:
+    """A dim with rows of padding behind those of the batch: ``size`` without them, ``padded_size`` with them."""
+
+    dim: int
+    size: int
+    padded_size: int
+
+    def unpadded(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the batch."""
+        return whole.narrow(self.dim, 0, self.size)
+
+    def padded(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the batch, and zeros."""
+        shape = list(whole.shape)
+        shape[self.dim] = self.padded_size - self.size
+        return torch.cat([whole, whole.new_zeros(shape)], self.dim)
+
+
+@dataclass(frozen=True)
 class Signature:
     """The inputs and outputs of a joint graph, in the order of its placeholders and of its output tuple.
 
     Of the model's outputs, by position: ``loss`` is what one step of training differentiates; ``scalars`` are those
     without dims that need gradients, the loss among them; ``detached`` need gradients and get none; ``output_names``
-    say where each is in what the model returns.
+    say where each is in what the model returns; ``padded``: the dim of outputs that has rows of padding, by name.
     """
 
     inputs: tuple[InputSpec, ...]
@@ -210,6 +230,7 @@ class Signature:
     scalars: tuple[int, ...] = ()
     detached: tuple[int, ...] = ()
     output_names: tuple[str, ...] = ()
+    padded: Mapping[str, PaddedDim] = field(default_factory=dict)
 
     @property
     def beside_loss(self) -> frozenset[int]:
