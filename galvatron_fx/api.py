@@ -19,7 +19,7 @@ from galvatron_fx.ir.plan.arguments import check_arguments
 from galvatron_fx.ir.plan.optimizers import ADAM
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.progress import Observer
-from galvatron_fx.ir.plan.strategy import ROLES
+from galvatron_fx.ir.plan.strategy import CAPACITY, ROLES
 from galvatron_fx.pass_insertion import InsertedPasses, pass_control
 from galvatron_fx.plain_model import plain_model
 from galvatron_fx.planning_session import PlanningSession
@@ -77,6 +77,7 @@ def plan(
     schedule: str | None = None,
     search_seconds: float | None = None,
     optimizer: str = ADAM,
+    expert_imbalance: float = CAPACITY,
     mixed_precision: MixedPrecisionPolicy | None = None,
     simulate_runners_up: bool = True,
     progress: Observer | None = None,
@@ -99,6 +100,8 @@ def plan(
     or searched where None;
     ``search_seconds``: when to take the best plan found so far, at the next configuration (its ``notes`` say so);
     ``optimizer``: whose states and update count (one of :data:`galvatron_fx.ir.plan.optimizers.OPTIMIZERS`);
+    ``expert_imbalance``: rows that the busiest rank's experts are expected to have, over the mean, which prices role
+    ``expert`` and is its room (:class:`galvatron_fx.ir.plan.strategy.Strategy`, ``capacity``);
     ``mixed_precision``: a ``torch.distributed.fsdp.MixedPrecisionPolicy``, the dtypes to compute and to reduce in;
     ``simulate_runners_up``: whether the report says what plans that people know (DDP, FSDP), and the best of other
     pipelines, would have cost, up to five, each simulated;
@@ -119,7 +122,16 @@ def plan(
         simulate_runners_up=simulate_runners_up,
     )
     settings = SearchSettings(
-        memory_budget, roles, recompute, constraints, num_stages, num_microbatches, schedule, search_seconds, optimizer
+        memory_budget,
+        roles,
+        recompute,
+        constraints,
+        num_stages,
+        num_microbatches,
+        schedule,
+        search_seconds,
+        optimizer,
+        expert_imbalance,
     )
     check_model(model, mixed_precision=mixed_precision, on_pass=on_pass, passes=passes, batch_dim=batch_dim)
     control = pass_control(on_pass, passes, [FRONTEND])
@@ -144,6 +156,7 @@ def compile(
     schedule: str | None = None,
     search_seconds: float | None = None,
     optimizer: str = ADAM,
+    expert_imbalance: float = CAPACITY,
     mixed_precision: MixedPrecisionPolicy | None = None,
     backend: str = "eager",
     kernels: str | None = None,
@@ -180,7 +193,16 @@ def compile(
     check_arguments(mesh=mesh, seed=seed, progress=progress, batch_dim=batch_dim)
     require_all_ranks(mesh)
     settings = SearchSettings(
-        memory_budget, roles, recompute, constraints, num_stages, num_microbatches, schedule, search_seconds, optimizer
+        memory_budget,
+        roles,
+        recompute,
+        constraints,
+        num_stages,
+        num_microbatches,
+        schedule,
+        search_seconds,
+        optimizer,
+        expert_imbalance,
     )
     machine = Cluster.from_json(from_first_rank(Cluster.from_mesh(mesh).to_json())) if cluster is None else cluster
     control = pass_control(on_pass, passes)

@@ -10,7 +10,7 @@ from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import InputError, PlanError
 from galvatron_fx.ir.plan.arguments import check_arguments, shown
 from galvatron_fx.ir.plan.optimizers import ADAM, check_optimizer
-from galvatron_fx.ir.plan.strategy import ROLES, Strategy
+from galvatron_fx.ir.plan.strategy import CAPACITY, ROLES, Strategy
 from galvatron_fx.ir.plan.units import parse_bytes
 from passes.search.configurations import Pins
 from passes.search.plan_search import SearchOptions
@@ -33,6 +33,7 @@ class SearchSettings:
     schedule: str | None = None
     search_seconds: float | None = None
     optimizer: str = ADAM
+    expert_imbalance: float = CAPACITY
 
     def on(self, cluster: Cluster) -> SearchOptions:
         """What to search on ``cluster``; raises InputError and PlanError for what no search can use."""
@@ -53,6 +54,7 @@ class SearchSettings:
             pins,
             self.search_seconds,
             self.optimizer,
+            capacity=self.expert_imbalance,
         )
 
     @property

@@ -13,9 +13,10 @@ from galvatron_fx.cli.model_config import parse_override
 from galvatron_fx.cli.model_tasks import TASKS
 from galvatron_fx.cli.models import DTYPES
 from galvatron_fx.ir.errors import GalvatronError
+from galvatron_fx.ir.plan.arguments import check_arguments
 from galvatron_fx.ir.plan.optimizers import ADAM, OPTIMIZERS
 from galvatron_fx.ir.plan.schedule import SCHEDULES
-from galvatron_fx.ir.plan.strategy import PIPELINE, ROLES
+from galvatron_fx.ir.plan.strategy import CAPACITY, PIPELINE, ROLES
 from galvatron_fx.ir.plan.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -143,6 +144,13 @@ def add_search(parser: argparse.ArgumentParser) -> None:
         help="whose states and update the memory and time hold for (default: %(default)s)",
     )
     group.add_argument(
+        "--expert-imbalance",
+        type=typed(_imbalance),
+        default=CAPACITY,
+        metavar="X",
+        help="rows of the busiest rank's experts, over the mean (default: %(default)s)",
+    )
+    group.add_argument(
         "--mixed-precision",
         type=typed(_precision),
         metavar="DTYPE[,DTYPE]",
@@ -175,6 +183,7 @@ def search_of(options: argparse.Namespace) -> dict[str, Any]:
         "constraints": constraints_of(options.constraints, options.constrain),
         "search_seconds": options.search_seconds,
         "optimizer": options.optimizer,
+        "expert_imbalance": options.expert_imbalance,
         "mixed_precision": _policy(options.mixed_precision),
     }
 
@@ -202,6 +211,11 @@ def _budget(text: str) -> int:
     if size == 0:
         raise ValueError("a budget of 0 bytes: give a size such as 40GiB")
     return size
+
+
+def _imbalance(text: str) -> float:
+    check_arguments(expert_imbalance=float(text))
+    return float(text)
 
 
 def _precision(text: str) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -11,7 +11,7 @@ from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.graph.metadata import signature
 from galvatron_fx.ir.graph.precision import cast_parameter
 from galvatron_fx.ir.kernels.experts import route
-from galvatron_fx.ir.plan.strategy import CONTEXT, EXPERT, ROLES
+from galvatron_fx.ir.plan.strategy import CAPACITY, CONTEXT, EXPERT, ROLES
 from passes.search.candidates import axis_partitions, candidates
 from passes.search.configurations import Configurations, Ladder, Pins
 from passes.search.cost_table.cost_table import CostTable, CostTableRequest, Pricer, cost_table_requests
@@ -55,6 +55,7 @@ class OpenConfigurations:
     """Prices configurations, rung by rung.
 
     ``gather_late``: whether blocks gather right before use, which is slower, so it is left for when nothing fits.
+    ``capacity``: of exchanges with experts;
     ``searches``: of all configurations that have prices; ``rungs``: the lowest of each ladder that has none;
     ``refusals``: why some have no prices, by pipeline axes and number of micro-batches.
     """
@@ -64,6 +65,7 @@ class OpenConfigurations:
     recompute: str | bool
     pins: Pins
     gather_late: bool = False
+    capacity: float = CAPACITY
     searches: list[StageSearch] = field(default_factory=list)
     rungs: list[Rung] = field(default_factory=list)
     refusals: dict[tuple[int, int], PlanError] = field(default_factory=dict)
@@ -131,6 +133,9 @@ class OpenConfigurations:
             _casts(graph),
             self.gather_late,
             self.pricer.batch // num_microbatches,
+        )
+        strategies = tuple(
+            replace(each, capacity=self.capacity) if EXPERT in each.roles else each for each in strategies
         )
         return cost_table_requests(strategies, num_microbatches, axis_partitions(cluster.shape, pipeline_axes))
 

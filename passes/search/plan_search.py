@@ -27,7 +27,7 @@ from galvatron_fx.ir.plan.pipelining import ONE_STAGE, Pipelining
 from galvatron_fx.ir.plan.plan import BlockPlan, Plan
 from galvatron_fx.ir.plan.progress import PRICING, REPORT
 from galvatron_fx.ir.plan.search_report import Contender, SearchReport
-from galvatron_fx.ir.plan.strategy import Strategy
+from galvatron_fx.ir.plan.strategy import CAPACITY, Strategy
 from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 from passes.analysis.blocks import graph_fingerprint
 from passes.search.best_first import BestFirst, Simulated, Simulator
@@ -59,6 +59,7 @@ class SearchOptions:
     search_seconds: float | None = None
     optimizer: str = optimizers.ADAM
     simulate_runners_up: bool = False
+    capacity: float = CAPACITY
 
 
 def search_plan(
@@ -149,7 +150,12 @@ class _Search:
     def _opened(self, gather_late: bool = False) -> OpenConfigurations:
         """What pins, axes and batch allow. ``gather_late``: see :class:`OpenConfigurations`."""
         opened = OpenConfigurations(
-            self.pricer, self.options.roles, self.options.recompute, self.options.pins, gather_late
+            self.pricer,
+            self.options.roles,
+            self.options.recompute,
+            self.options.pins,
+            gather_late,
+            self.options.capacity,
         )
         with self.watch.phase(PRICING):
             self.watch.tell(blocks=len(self.pricer.block_fingerprints))

@@ -44,6 +44,7 @@ SEARCH: dict[str, list[Any]] = {
     "schedule": NONSENSE[1:],
     "search_seconds": [value for value in NONSENSE if value not in (3, 1.5)],
     "optimizer": [*NONSENSE, None],
+    "expert_imbalance": [*(value for value in NONSENSE if value not in (3, 1.5)), None],
     "mixed_precision": NONSENSE,
 }
 # Arguments that an error may call by another name.
@@ -144,6 +145,7 @@ BESIDE_A_PLAN = {
     "schedule": "1f1b",
     "search_seconds": 5,
     "optimizer": "sgd",
+    "expert_imbalance": 2,
 }
 
 

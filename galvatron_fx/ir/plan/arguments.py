@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from galvatron_fx.ir.errors import GalvatronError, InputError, PlanError
@@ -147,6 +148,10 @@ _ARGUMENTS: dict[str, _Argument] = {
     "search_seconds": _Argument(
         lambda value: value is None or (_is_number(value) and value > 0),
         "give seconds above 0, or None for no limit",
+    ),
+    "expert_imbalance": _Argument(
+        lambda value: _is_number(value) and 1 <= value < inf,
+        "give how many times the mean the busiest rank's experts have, a number from 1, such as 1.25",
     ),
     "tune_seconds": _Argument(
         lambda value: value is None or (_is_number(value) and value > 0),
