@@ -19,6 +19,7 @@ import galvatron_fx
 from cost_models.node_cost import node_cost
 from cost_models.ops import is_matmul
 from galvatron_fx.ir.plan.units import format_bytes
+from galvatron_fx.runtime.expert_loads import ExpertLoads
 
 
 def count_flops(model: nn.Module, batch: Mapping[str, Any]) -> int:
@@ -78,6 +79,16 @@ class Metrics:
             f"{values['tokens per second']:,.0f} tokens/s  mfu {values['model flops utilisation']:.1%}  "
             f"peak {format_bytes(values['peak memory bytes'])}"
         )
+
+    def report_experts(self, step: int, loads: ExpertLoads) -> None:
+        """Tell how unevenly rows came to experts in the last batch, if the model has any."""
+        layers = {layer.name: layer.imbalance(len(layer.rows)) for layer in loads.layers}
+        self.write(step, {f"experts/busiest over mean/{name}": most for name, most in layers.items()})
+        if layers:
+            self.write(step, {"experts/further rounds": loads.further_rounds})
+            self.say(
+                f"step {step}  busiest expert {max(layers.values()):.2f} x mean, {loads.further_rounds} further rounds"
+            )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Numbers for TensorBoard, at once in its file."""

@@ -150,6 +150,7 @@ def main(given: Sequence[str] | None = None) -> None:
                 trace.step()
             if step % options.log_every == 0 or step == options.steps:
                 metrics.report(step, float(loss), scheduler.get_last_lr()[0], float(norm))
+                metrics.report_experts(step, model.expert_loads())
             if step % options.evaluate_every == 0 or step == options.steps:
                 found = evaluate(model, evaluation, options.evaluate_batches)
                 metrics.write(step, {"held out/loss": found})

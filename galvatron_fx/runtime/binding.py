@@ -21,6 +21,7 @@ from galvatron_fx.ir.plan.schedule import Schedule
 from galvatron_fx.ir.plan.strategy import original_name
 from galvatron_fx.ir.torch_compat.dtensors import STAGES_DIM
 from galvatron_fx.runtime.backends import Backend
+from galvatron_fx.runtime.expert_loads import KeptCounts
 from galvatron_fx.runtime.program import Program
 from galvatron_fx.runtime.staged_program import PipelineGroup, StagedProgram
 from passes.analysis.gradient_sources import gradient_sources
@@ -62,10 +63,12 @@ class Binder:
         codegen = Codegen(_axes(self.mesh, lowered.layout), self.kernels)
         codegen.run(lowered.halves.forward)
         codegen.run(lowered.halves.backward)
+        counts = KeptCounts()
+        counts.keep(lowered.halves.forward, codegen.axes)
         WaitInBackward().run(lowered.halves)
         read = rows_read(lowered.joint, self.mesh.shape)
         sources = gradient_sources(lowered.joint)
-        return Program(lowered.halves, lowered.layout, signature(lowered.joint), read, self.backend, sources)
+        return Program(lowered.halves, lowered.layout, signature(lowered.joint), read, self.backend, sources, counts)
 
 
 @dataclass(frozen=True)
@@ -135,12 +138,15 @@ class StageBinder:
                     f"compile for inputs like those that are run"
                 )
         codegen = Codegen(_axes(self.mesh, lowered.layout), self.kernels)
+        counts = KeptCounts(self.schedule.num_microbatches)
         for index in self._own():
             for task in lowered.stages[index].tasks.values():
                 codegen.run(task.graph)
+                counts.keep(task.graph, codegen.axes)
         device = self.mesh.device_type
         read = rows_read(lowered.joint, self.mesh.shape, lowered.microbatched)
-        return StagedProgram(lowered, self.schedule, self.pipeline, lowered.signature, read, device, self.backend)
+        whole = lowered.signature
+        return StagedProgram(lowered, self.schedule, self.pipeline, whole, read, device, self.backend, counts)
 
     @property
     def _rank(self) -> int:

@@ -29,6 +29,7 @@ from galvatron_fx.runtime.call_key import call_key, described
 from galvatron_fx.runtime.compiled import AnyProgram, Compiled
 from galvatron_fx.runtime.detached import detached_output
 from galvatron_fx.runtime.dtensor_views import local_part, shown, write_whole
+from galvatron_fx.runtime.expert_loads import ExpertLoads
 from galvatron_fx.runtime.gradients import accumulate
 from galvatron_fx.runtime.hooks import has_hooks, refuse_backward_hooks
 from galvatron_fx.runtime.late_changes import MemoryOfParameters, refuse_changed_output, refuse_gradients
@@ -218,6 +219,15 @@ class DistributedGraphModule(LikeOriginal):
         if self._trained is None:
             raise InputError("no step was measured yet: call forward_backward(...) before")
         return self._trained.measured()
+
+    def expert_loads(self) -> ExpertLoads:
+        """Return how many rows every expert had in the last :meth:`forward_backward`, and how many further rounds of
+        exchange ran; every rank calls it, and waits for its device.
+
+        ``plan(..., expert_imbalance=loads.imbalance(ranks))`` plans for what was measured. A model without experts that
+        tokens choose has no layers with loads. Raises InputError before the first step.
+        """
+        return (self._trained or self._compiled()).counts.loads()
 
     @property
     def forward_graph(self) -> fx.GraphModule:

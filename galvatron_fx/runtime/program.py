@@ -22,6 +22,7 @@ from galvatron_fx.ir.torch_compat.tensors import keeps_graph
 from galvatron_fx.runtime.backends import Backend, Boxed, Eager, compile_graph
 from galvatron_fx.runtime.backward_refusals import Versions, refuse_higher_orders, refuse_second_backward
 from galvatron_fx.runtime.dtensor_views import lie_like
+from galvatron_fx.runtime.expert_loads import KeptCounts
 from galvatron_fx.runtime.loss import loss_port
 from passes.lowering.batch_rows import RowsRead
 from passes.lowering.split_forward_backward import ForwardBackward
@@ -50,7 +51,7 @@ class Program:
     ``halves``: the graphs, bound by code generation; ``layout``: how inputs and outputs lie on the lowering mesh;
     ``signature``: names of inputs and outputs and how they nest; ``read``: who reads which rows of the inputs;
     ``backend``: makes the graphs callable; ``sources``: of each gradient the tangents that it depends on, where there
-    are several.
+    are several; ``counts``: rows of experts, as its graphs keep them.
     """
 
     halves: ForwardBackward
@@ -59,6 +60,7 @@ class Program:
     read: RowsRead
     backend: Backend = field(default_factory=Eager)
     sources: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    counts: KeptCounts = field(default_factory=KeptCounts)
 
     @cached_property
     def forward(self) -> Boxed:

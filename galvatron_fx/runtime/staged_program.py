@@ -20,6 +20,7 @@ from galvatron_fx.ir.plan.schedule import Schedule
 from galvatron_fx.ir.plan.strategy import original_name
 from galvatron_fx.runtime.backends import Backend, Boxed, Eager, compile_graph
 from galvatron_fx.runtime.backward_refusals import Versions
+from galvatron_fx.runtime.expert_loads import KeptCounts
 from galvatron_fx.runtime.loss import loss_port
 from galvatron_fx.runtime.microbatches import hoisted_values, merge_outputs
 from galvatron_fx.runtime.program import Call
@@ -55,8 +56,8 @@ class StagedProgram:
 
     ``lowered``: all stages, of which this rank runs those that ``schedule`` gives to its pipeline rank; ``signature``:
     names of the model's inputs and outputs and how they nest; ``read``: who reads which rows of the inputs;
-    ``backend``: makes the graphs callable; ``last_spans``: when this rank computed what in the last step of training,
-    in order, in seconds of ``time.perf_counter``.
+    ``backend``: makes the graphs callable; ``counts``: rows of experts, as its graphs keep them; ``last_spans``: when
+    this rank computed what in the last step of training, in order, in seconds of ``time.perf_counter``.
     """
 
     lowered: LoweredStages
@@ -66,6 +67,7 @@ class StagedProgram:
     read: RowsRead
     device: str
     backend: Backend = field(default_factory=Eager)
+    counts: KeptCounts = field(default_factory=KeptCounts)
     last_spans: list[Span] = field(default_factory=list, compare=False, repr=False)
 
     @property

@@ -28,7 +28,7 @@ from galvatron_fx.compiling import compile_captured
 from galvatron_fx.errors import InputError, PlanError, TimeLimitError
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.cluster.overlap import Overlap
-from galvatron_fx.ir.plan.pipelining import Pipelining
+from galvatron_fx.ir.plan.pipelining import ONE_STAGE, Pipelining
 from passes.analysis.blocks import num_blocks
 from passes.lowering.apply_plan import lower
 from passes.lowering.lower_step import Lowered
@@ -303,6 +303,7 @@ def further_rounds(mesh: DeviceMesh) -> None:
         graph = galvatron_fx.capture(plain, (x,))
         compiled = galvatron_fx.compile(copy.deepcopy(plain), mesh, (x,), plan=plan, compare_batches=0)
         optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (compiled, plain)]
+        rows = rows_of_experts(plain, x)
         for _ in range(2):
             with TensorMemory([*held_tensors(compiled, optimizers[0]), x]) as memory:
                 loss = compiled.forward_backward(x)
@@ -312,12 +313,46 @@ def further_rounds(mesh: DeviceMesh) -> None:
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
+            loads = compiled.expert_loads()
+            assert loads.layers[0].rows == rows and loads.further_rounds >= 3, loads
+            rows = rows_of_experts(plain, x)
             same_parameters(compiled, plain, "parameters")
         peaks.append(memory.peak_bytes)
     lowered = lower(graph, plan, cluster)
     assert isinstance(lowered, Lowered)
     predicted = SimulateStep(cluster).run(lowered).peak_memory_bytes
     assert peaks[0] == peaks[1] and 0 <= peaks[0] - predicted < 64, (peaks, predicted)  # Adam's counts of steps
+
+
+def rows_of_experts(model: Mixture, x: Tensor) -> tuple[int, ...]:
+    """What the router of the plain model sends to each of its experts."""
+    chosen = model.router(x.flatten(0, 1)).topk(2)[1]
+    return tuple(chosen.flatten().bincount(minlength=len(model.up)).tolist())
+
+
+def expert_loads(mesh: DeviceMesh) -> None:
+    """Are the router's own counts, under plans that exchange rows and others; the module asks for them or never."""
+    x = torch.randn(8, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    model = Mixture(nn.functional.silu)
+    rows = rows_of_experts(model, x)
+    batches = Pipelining(1, 2, "1f1b")
+    for roles, pipelining in (
+        (("data", "tensor"), ONE_STAGE), (("expert", "tensor_sequence"), batches), (("zero", "expert"), ONE_STAGE)
+    ):  # fmt: skip
+        plan = Plan.uniform(MESH, roles, capacity=0.5, pipelining=pipelining)
+        compiled = galvatron_fx.compile(copy.deepcopy(model), mesh, (x,), plan=plan)
+        for _ in range(2):
+            same(compiled.forward_backward(x), model(x), "loss")
+        loads = compiled.expert_loads()
+        assert [layer.rows for layer in loads.layers] == [rows], (roles, loads)
+        assert loads.imbalance(4) == 4 * max(rows) / sum(rows) and "further rounds" in str(loads)
+    fresh = galvatron_fx.compile(copy.deepcopy(model), mesh, (x,), plan=plan)
+    try:
+        fresh.expert_loads()
+    except InputError as error:
+        assert "no rows of experts are counted yet: call forward_backward" in str(error)
+    else:
+        raise AssertionError("loads before the first step")
 
 
 def _saved_and_loaded(
@@ -422,6 +457,7 @@ CHECKS: tuple[Check, ...] = (
     uniform_plans, gathers_ahead, compiled_kernels, stages, stages_evaluate_and_train, later_batches_fail_together,
     loss_backward, unlike_neighbours, searched_plan, flat_mesh, gradients_accumulate, evaluation,
     buffers_update, other_batch_shapes, state_dicts, checkpoint_to_another_plan, experts, further_rounds, meta_device,
+    expert_loads,
     lazy, plan_mismatch, rank_0_searches_for_all,
 )  # fmt: skip
 

@@ -1,0 +1,165 @@
+"""How many rows each expert had in the last step: counts that routing makes anyway, kept until they are asked for."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from galvatron_fx.ir.errors import InputError
+from galvatron_fx.ir.graph.bound_ops import BoundAxis
+from galvatron_fx.ir.graph.further_rounds import num_rounds
+from galvatron_fx.ir.graph.metadata import has_meta, meta_of
+from galvatron_fx.ir.graph.placement import is_routed
+from galvatron_fx.ir.graph.rewrite import write_call
+from galvatron_fx.ir.kernels.experts import in_round, route
+from galvatron_fx.ir.plan import text_table
+
+__all__ = ["CountsKeeper", "ExpertLoads", "KeptCounts", "LayerLoads"]
+
+Place = tuple[int, int]  # block, and number of the mixture in it
+
+
+@dataclass(frozen=True)
+class LayerLoads:
+    """``rows``: of each expert, in all micro-batches of all ranks; ``further_rounds``: of exchanges, of the ranks that
+    had most of them.
+    """
+
+    name: str
+    rows: tuple[int, ...]
+    further_rounds: int = 0
+
+    def imbalance(self, ranks: int) -> float:
+        """Rows of the busiest of ``ranks`` that hold equal runs of the experts, over their mean.
+
+        Raises InputError for a number of ranks that does not divide the experts.
+        """
+        if ranks < 1 or len(self.rows) % ranks:
+            raise InputError(f"{len(self.rows)} experts of '{self.name}' are not the same for {ranks} ranks each")
+        each = len(self.rows) // ranks
+        of_ranks = [sum(self.rows[start : start + each]) for start in range(0, len(self.rows), each)]
+        return max(of_ranks) * ranks / max(sum(of_ranks), 1)
+
+
+@dataclass(frozen=True)
+class ExpertLoads:
+    """What the experts of every layer that has some had to do in one step, in the order of layers."""
+
+    layers: tuple[LayerLoads, ...]
+
+    @property
+    def further_rounds(self) -> int:
+        """Rounds beyond the first of all layers."""
+        return sum(layer.further_rounds for layer in self.layers)
+
+    def imbalance(self, ranks: int) -> float:
+        """The mean over layers of what the busiest of ``ranks`` has over the mean: ``expert_imbalance`` of a plan.
+
+        Raises InputError where no layer has experts, and as :meth:`LayerLoads.imbalance`.
+        """
+        if not self.layers:
+            raise InputError("no layer has experts that tokens choose: leave expert_imbalance out")
+        return sum(layer.imbalance(ranks) for layer in self.layers) / len(self.layers)
+
+    def __str__(self) -> str:
+        rows = [
+            (layer.name, f"{layer.imbalance(len(layer.rows)):.2f}", str(layer.further_rounds), *map(str, layer.rows))
+            for layer in self.layers
+        ]
+        most = max((len(layer.rows) for layer in self.layers), default=0)
+        headings = ("layer", "busiest expert / mean", "further rounds", *map(str, range(most)))
+        return "\n".join(text_table.render(headings, [(*row, *("",) * (most + 3 - len(row))) for row in rows], 1))
+
+
+@dataclass(eq=False)
+class CountsKeeper:
+    """Called by a graph: keeps the counts of one mixture, of the last ``calls`` micro-batches.
+
+    ``exchanged``: ranks and slots of an exchange; ``counted``: whether no other rank counts the same rows.
+    """
+
+    name: str
+    calls: int
+    exchanged: tuple[int, int] | None
+    counted: bool
+    kept: deque[tuple[Tensor, Tensor | None]] = field(init=False)
+
+    __name__ = "keep_counts"  # as which it stands in code
+
+    def __post_init__(self) -> None:
+        self.kept = deque(maxlen=self.calls)
+
+    def __call__(self, counts: Tensor, of_ranks: Tensor | None = None) -> None:
+        self.kept.append((counts, of_ranks))
+
+    def read(self) -> tuple[Tensor | None, int]:
+        """Rows of this rank that it counts for all, and further rounds; waits for the device."""
+        rounds = 0
+        if self.exchanged is not None:
+            rounds = sum(num_rounds(of_ranks, *self.exchanged) - 1 for _, of_ranks in self.kept if of_ranks is not None)
+        if not self.counted:
+            return None, rounds
+        counts = [counts if self.exchanged else counts.diff(prepend=counts.new_zeros(1)) for counts, _ in self.kept]
+        return torch.stack(counts).sum(0).cpu().long(), rounds
+
+
+@dataclass
+class KeptCounts:
+    """The counts of this rank's part of a program; ``calls``: how often a step runs its graphs."""
+
+    calls: int = 1
+    layers: dict[Place, CountsKeeper] = field(default_factory=dict)
+    _seen: Counter[int] = field(default_factory=Counter)
+
+    def keep(self, graph: fx.GraphModule, axes: Sequence[BoundAxis]) -> None:
+        """Write nodes that keep what the forward routing of ``graph``, which is bound to ``axes``, counts."""
+        for node in list(graph.graph.nodes):
+            if node.target not in (route, in_round) or not has_meta(node):
+                continue
+            record = meta_of(node)
+            if record.phase != "forward":
+                continue
+            block = max(record.block, 0)
+            place = block, self._seen[block]
+            self._seen[block] += 1
+            alone = all(is_routed(p) or a.coordinate == 0 for p, a in zip(record.placements[0], axes, strict=True))
+            exchanged = None if node.target is route else _exchange(node)
+            layer = self.layers[place] = CountsKeeper(record.module or f"block {block}", self.calls, exchanged, alone)
+            values = _counts(node)
+            with graph.graph.inserting_after(max(values)):
+                write_call(graph.graph, layer, tuple(values))
+        graph.recompile()
+
+    def loads(self) -> ExpertLoads:
+        """What all ranks have counted; each of them calls it. Raises InputError where no step was trained."""
+        own = {place: (layer.name, *layer.read()) for place, layer in self.layers.items() if layer.kept}
+        if len(own) < len(self.layers):
+            raise InputError("no rows of experts are counted yet: call forward_backward(...) before")
+        of_ranks: list[dict[Place, tuple[str, Tensor | None, int]]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(of_ranks, own)
+        places = sorted({place for rank in of_ranks for place in rank})
+        return ExpertLoads(tuple(_together([rank[place] for rank in of_ranks if place in rank]) for place in places))
+
+
+def _exchange(node: fx.Node) -> tuple[int, int]:
+    ranks, slots = node.args[2:4]
+    assert isinstance(ranks, int) and isinstance(slots, int)
+    return ranks, slots
+
+
+def _counts(node: fx.Node) -> list[fx.Node]:
+    """The rows of each expert, or the ends of them in the order of experts; and of an exchange those of all ranks."""
+    source = node if node.target is route else node.args[0].args[0]  # type: ignore[union-attr]
+    position = 2 if node.target is route else 1
+    counts = next(user for user in source.users if user.args[1] == position)  # type: ignore[union-attr]
+    return [counts] if node.target is route else [counts, node.args[1]]  # type: ignore[list-item]
+
+
+def _together(parts: Sequence[tuple[str, Tensor | None, int]]) -> LayerLoads:
+    rows = torch.stack([counts for _, counts, _ in parts if counts is not None]).sum(0)
+    return LayerLoads(parts[0][0], tuple(rows.tolist()), max(rounds for *_, rounds in parts))
