@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor, fx
@@ -26,6 +28,7 @@ from galvatron_fx.ir.kernels.experts import (
 from galvatron_fx.ir.plan.schedule import make_schedule
 from galvatron_fx.ir.plan.strategy import Strategy
 from passes.lowering.lower_step import Lower, Lowered
+from passes.search.plan_search import SearchOptions, search_plan
 from passes.simulation.step import SimulateStep
 from tests.helpers import assert_exact, captured, cluster_for, one_device, simulate, simulate_stages, uniform
 from tests.passes.sharding.test_expert_rules import EXPERTS, Mixture
@@ -168,3 +171,13 @@ def test_capacity_is_part_of_a_plan() -> None:
     strategy = Strategy(("expert", "data"), capacity=1.5)
     assert Strategy.from_dict(strategy.to_dict()) == strategy and str(strategy) == "expert data capacity=1.5"
     assert "capacity" not in Strategy(("data",)).to_dict()
+
+
+def test_a_search_sizes_and_prices_the_imbalance() -> None:
+    graph, cluster = captured(mixture(), (torch.randn(64, 64, 8, dtype=torch.float64),)), cluster_for((2,), ())
+    plans = [search_plan(graph, cluster, SearchOptions(10**9, ("expert",), False, capacity=c)) for c in (1, 1.25, 2)]
+    assert [plan.blocks[-1].strategy.capacity for plan in plans] == [1, 1.25, 2]
+    for less, more in pairwise(plans):
+        assert less.step_time_s < more.step_time_s and less.peak_memory_bytes < more.peak_memory_bytes
+        assert sum(block.memory_bytes for block in less.blocks) < sum(block.memory_bytes for block in more.blocks)
+    assert "expert×2 (capacity 1.25)" in str(plans[1])
