@@ -20,7 +20,7 @@ from torch import fx, nn
 
 import galvatron_fx as gfx
 from benchmarks.common import machine
-from benchmarks.search.plan_speed import llama_7b
+from benchmarks.search.planned_models import llama_7b
 from passes.search.plan_search import SearchOptions, search_plan
 
 CLUSTER = gfx.Cluster.preset("8xA100-80GB")

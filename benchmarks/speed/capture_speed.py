@@ -15,7 +15,7 @@ from rich.table import Table
 from torch import fx, nn
 
 from benchmarks.common import machine
-from benchmarks.search.plan_speed import llama_7b
+from benchmarks.search.planned_models import llama_7b
 from galvatron_fx.ir.graph.pass_pipeline import PassControl
 from passes.analysis.blocks import graph_fingerprint
 from passes.frontend.capture.capture import Capture
