@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import islice
 from math import inf
 from typing import Any
@@ -33,6 +34,7 @@ from passes.analysis.blocks import graph_fingerprint
 from passes.search.best_first import BestFirst, Simulated, Simulator
 from passes.search.configurations import Pins
 from passes.search.cost_table.cost_table import Pricer
+from passes.search.least_memory import least_bytes
 from passes.search.open_configurations import OpenConfigurations
 from passes.search.padded_batches import plans_of_batches
 from passes.search.record import Record, Watch
@@ -129,17 +131,29 @@ class _Search:
         self.slack = MemorySlack()
 
     def run(self, most: int) -> tuple[Plan, ...]:
-        """The fastest that fit; where nothing does, of what gathers later; then whatever takes least memory."""
-        opened = self._opened()
-        best = self._fastest(opened, self.limit)
-        if best is None and not self.is_cut_short and self.cluster.overlap.gains and "zero" in self.options.roles:
-            opened = self._opened(gather_late=True)
-            best = self._fastest(opened, self.limit)
+        """The fastest that fit; where nothing does, of what gathers later; then whatever takes least memory. That is
+        all that is looked for where not even parameters fit.
+        """
+        best = None
+        ways = [False, True] if self.cluster.overlap.gains and "zero" in self.options.roles else [False]
+        for gather_late in ways if self._may_fit else ways[-1:]:
+            if best is None and not self.is_cut_short:
+                opened = self._opened(gather_late)
+                best = self._fastest(opened, self.limit)
         if best is None and not self.is_cut_short:
             best = self._least(opened)
         if best is None:
             raise TimeLimitError(self._too_late())
         return tuple(self._reported(best, opened, most))
+
+    @cached_property
+    def _always_bytes(self) -> float:
+        return least_bytes(self.graph, self.cluster.num_devices, self.pricer.optimizer)
+
+    @property
+    def _may_fit(self) -> bool:
+        """Whether the budget holds what some rank of every plan does."""
+        return self._always_bytes <= self.limit
 
     def _fastest(self, opened: OpenConfigurations, limit: float) -> Simulated | None:
         search = BestFirst(opened, self.simulator, self.slack, limit, self.deadline)
@@ -147,7 +161,7 @@ class _Search:
         self.is_cut_short |= search.is_cut_short
         return best
 
-    def _opened(self, gather_late: bool = False) -> OpenConfigurations:
+    def _opened(self, gather_late: bool) -> OpenConfigurations:
         """What pins, axes and batch allow. ``gather_late``: see :class:`OpenConfigurations`."""
         opened = OpenConfigurations(
             self.pricer,
@@ -272,7 +286,7 @@ class _Search:
             raise min(self.simulator.refusals.items())[1]
         least = min(lightest, key=lambda outcome: outcome.peak_bytes)
         # The estimates that picked it are no simulation: another choice may turn out to take less.
-        while self.limit < least.peak_bytes <= _NEARLY * self.limit:
+        while self._may_fit and self.limit < least.peak_bytes <= _NEARLY * self.limit:
             outcome = self._fastest(opened, least.peak_bytes - 1)
             if self.is_cut_short:
                 return None
@@ -285,9 +299,17 @@ class _Search:
         raise BudgetError(
             f"no plan fits {format_bytes(self.options.memory_budget_bytes)} per device: the least found is "
             f"{format_bytes(least.peak_bytes)} ({least.peak_bytes} bytes), reached by\n{plan}\n"
-            f"give more memory, more devices, or a smaller batch",
+            f"{self._remedy()}",
             least_bytes=least.peak_bytes,
             plan=plan,
+        )
+
+    def _remedy(self) -> str:
+        if self._may_fit:
+            return "give more memory, more devices, or a smaller batch"
+        return (
+            f"parameters, gradients and optimizer states alone take {format_bytes(self._always_bytes)} a device, split "
+            f"evenly: give more memory or more devices"
         )
 
     def _lightest(self, opened: OpenConfigurations) -> Iterator[Simulated]:

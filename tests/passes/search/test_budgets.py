@@ -12,9 +12,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import galvatron_fx
+from cost_models.optimizer import ADAM
 from galvatron_fx import Cluster, Plan
 from galvatron_fx.errors import BudgetError
 from galvatron_fx.ir.plan.strategy import ROLES
+from passes.search.configurations import Pins
+from passes.search.least_memory import least_bytes
+from passes.search.plan_search import SearchOptions, search_plan
+from passes.search.solvers.stage_search import StageSearch
 
 CLUSTER = Cluster.preset("4xA100-80GB")
 
@@ -45,18 +50,19 @@ def search(budget: int | str | None, roles: tuple[str, ...] = ROLES) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def least_bytes() -> int:
+def leanest_bytes() -> int:
     with pytest.raises(BudgetError, match="the least found is") as caught:
         search(1000)
+    assert "parameters, gradients and optimizer states alone take" in str(caught.value)
     assert isinstance(caught.value.plan, Plan)
     assert caught.value.plan.peak_memory_bytes == caught.value.least_bytes
     return caught.value.least_bytes
 
 
-def test_less_memory_is_never_faster(least_bytes: int) -> None:
+def test_less_memory_is_never_faster(leanest_bytes: int) -> None:
     plans = [search(None)]
     most = plans[0].peak_memory_bytes
-    plans += [search(int(least_bytes + (most - least_bytes) * share)) for share in (0.6, 0.3, 0.0)]
+    plans += [search(int(leanest_bytes + (most - leanest_bytes) * share)) for share in (0.6, 0.3, 0.0)]
     for plan in plans:
         assert plan.memory_budget_bytes is not None
         assert plan.peak_memory_bytes <= plan.memory_budget_bytes
@@ -76,6 +82,19 @@ def test_gathers_are_late_where_nothing_else_fits() -> None:
     assert all(block.strategy.gather_late for block in search(caught.value.least_bytes, roles).blocks)
     ahead = Plan.from_json(search(None, roles).to_json())
     assert not any(block.strategy.gather_late for block in ahead.blocks)
+
+
+def test_what_every_plan_holds_is_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters, gradients and Adam's two states, split evenly; where these do not fit, nothing is searched."""
+    model, inputs = small_llama()
+    model.model.embed_tokens.requires_grad_(False)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in model.parameters()) - trained
+    graph = galvatron_fx.capture(model, inputs)
+    assert least_bytes(graph, 4, ADAM) == (4 * 4 * trained + 4 * frozen) / 4
+    monkeypatch.setattr(StageSearch, "search_once", None)
+    with pytest.raises(BudgetError, match="split evenly: give more memory or more devices"):
+        search_plan(graph, CLUSTER, SearchOptions(int(least_bytes(graph, 4, ADAM)) - 1, ROLES, pins=Pins(1, 1)))
 
 
 def test_roles_and_constraints_restrict_the_search() -> None:
