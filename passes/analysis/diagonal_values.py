@@ -96,6 +96,8 @@ def _followed(node: fx.Node, known: dict[fx.Node, Diagonals | None]) -> Diagonal
         return _MOVES[node.target](node, held[0], shape)
     if node.target in _TRIANGLES:
         return _triangle(node, held[0], shape)
+    if node.target in _ALONG_A_DIM:
+        return _ALONG_A_DIM[node.target](node, held, shape)
     if not held:
         return _created(node, shape)
     if torch.Tag.pointwise in node.target.tags or node.target in _COPIES:
@@ -249,6 +251,59 @@ def _call(node: fx.Node, values: list[Tensor]) -> Tensor:
     kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory", "memory_format")}
     result: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
     return result.reshape(-1)
+
+
+# ---- along one dim ---------------------------------------------------------------------------------------------------
+
+
+def _cat(node: fx.Node, operands: list[Diagonals], shape: tuple[int, ...]) -> Diagonals | None:
+    dim = _dim(node, 1, len(shape))
+    parts = [_spread(operand, dim) for operand in operands]
+    if any(part is None for part in parts):
+        return None
+    return Diagonals.along(shape, torch.cat(parts), dim, None)  # type: ignore[arg-type]
+
+
+def _cumsum(node: fx.Node, operands: list[Diagonals], shape: tuple[int, ...]) -> Diagonals | None:
+    dim = _dim(node, 1, len(shape))
+    values = _spread(operands[0], dim)
+    if values is None or not shape:
+        return None
+    return Diagonals.along(shape, aten.cumsum.default(values, 0, **_on_cpu(node)), dim, None)
+
+
+def _index(node: fx.Node, operands: list[Diagonals], shape: tuple[int, ...]) -> Diagonals | None:
+    """Elements at indices of all dims, of which one tells elements apart."""
+    source, *indices = operands
+    given: Any = node.args[1]
+    if source.columns is not None or None in given or len(given) != len(source.shape):
+        return None
+    if source.rows is None:
+        return Diagonals(shape, source.values)
+    index = indices[source.rows]
+    if index.columns is not None or index.values.dtype == torch.bool:
+        return None
+    place = None if index.rows is None else index.rows + len(shape) - len(index.shape)
+    return Diagonals.along(shape, source.values[index.values], place, None)
+
+
+def _dim(node: fx.Node, position: int, rank: int) -> int:
+    given: Any = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)
+    return int(given) % max(rank, 1)
+
+
+def _spread(operand: Diagonals, dim: int) -> Tensor | None:
+    """The values at each index of ``dim``; None where they depend on that of another."""
+    if operand.columns is not None or operand.rows not in (None, dim) or not operand.shape:
+        return None
+    return operand.values.expand(operand.shape[dim])
+
+
+_ALONG_A_DIM: dict[Any, Callable[[fx.Node, list[Diagonals], tuple[int, ...]], Diagonals | None]] = {
+    aten.cat.default: _cat,
+    aten.cumsum.default: _cumsum,
+    aten.index.Tensor: _index,
+}
 
 
 # ---- triangles -------------------------------------------------------------------------------------------------------

@@ -59,6 +59,14 @@ def causal(rows: int, columns: int, first: int = 0) -> Tensor:
     return torch.arange(columns)[None] <= first + torch.arange(rows)[:, None]
 
 
+def packed(positions: Tensor) -> Tensor:
+    """As transformers looks for documents in one row: where positions do not go on by one, another begins."""
+    before = torch.cat([positions[:, :1] - 1, positions], -1)
+    document = (before.diff() != 1).cumsum(-1)
+    batch, rows, columns = torch.arange(2)[:, None, None], torch.arange(6)[:, None], torch.arange(6)
+    return (document[batch, rows] == document[batch, columns]) & (columns <= rows)
+
+
 MASKS: dict[str, Mask] = {
     "comparison": lambda: causal(5, 7, 2),
     "window": lambda: causal(6, 6) & (torch.arange(6)[:, None] - torch.arange(6) < 3),
@@ -85,6 +93,10 @@ MASKS: dict[str, Mask] = {
     "steps of two": lambda: torch.arange(0, 12, 2)[:, None] >= torch.arange(1, 9, 2),
     "one dim": lambda: torch.arange(5) * 2 - 3,
     "no dim": lambda: torch.tensor(3.0).double() + torch.ones(4, 4),
+    "of packed positions": lambda: packed(torch.arange(6).expand(2, 6)),
+    "put together": lambda: torch.cat([torch.full((2, 1), -1), torch.arange(5).expand(2, 5)], -1),
+    "counted": lambda: torch.ones(2, 5, dtype=torch.bool).cumsum(-1)[:, None, :, None] >= torch.arange(1, 6),
+    "indexed": lambda: (torch.arange(6).expand(2, 6) + 0)[torch.arange(2)[:, None, None], torch.arange(3)[:, None] * 2],
     "of many dims": lambda: causal(3, 4)[None, None].expand(2, 2, 3, 4).float().clone(),
 }
 OTHERS: dict[str, Mask] = {
@@ -101,6 +113,10 @@ OTHERS: dict[str, Mask] = {
     "reshaped": lambda: causal(4, 6).reshape(6, 4),
     "every second": lambda: causal(8, 8)[::2],
     "summed": lambda: causal(4, 4).cumsum(0),
+    "put together across": lambda: torch.cat([torch.arange(4)[None], torch.ones(1, 4, dtype=torch.int64)], 0),
+    "indexed by both": lambda: (torch.arange(6).expand(2, 6) + 0)[
+        torch.arange(2)[:, None], torch.tensor([[0, 1], [2, 3]])
+    ],
     "flipped": lambda: causal(4, 4).flip(0),
 }
 
