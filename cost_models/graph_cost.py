@@ -12,14 +12,17 @@ from torch import fx
 
 from cost_models.formula_text import formula_text
 from cost_models.node_cost import cost_at, shown_cost
+from cost_models.operator_time import dtype_name
 from cost_models.ops import is_free, is_matmul
+from galvatron_fx.ir.cluster.cluster import Cluster, Device
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.metadata import FREE, OpCost, meta_of, ports
-from galvatron_fx.ir.graph.op_call import is_getitem
+from galvatron_fx.ir.graph.op_call import is_getitem, op_call
 from galvatron_fx.ir.graph.precision import cast_parameter
 from galvatron_fx.ir.graph.symbols import BATCH, SEQUENCE, Sizes
+from galvatron_fx.ir.plan.throughput import Throughput
 
-__all__ = ["GraphCost", "graph_cost"]
+__all__ = ["GraphCost", "graph_cost", "model_seconds", "throughput"]
 
 _PARAMETERS = sympy.Symbol("P", positive=True, integer=True)
 # Of 2 flops a parameter and token in forward and 4 in backward (Kaplan et al. 2020, section 2.1), what may be missing
@@ -95,6 +98,33 @@ def graph_cost(graph: fx.GraphModule) -> GraphCost:
         sum(named.values()),
         sum(size for node, size in named.items() if _is_multiplied(node)),
     )
+
+
+def model_seconds(graph: fx.GraphModule, device: Device) -> float:
+    """Return the seconds that one device would take for the products of a captured step, all at its peak rates.
+
+    These are the model's flops: matrix products, attention and convolutions in forward and backward, each in the dtype
+    that it computes in, as :func:`graph_cost` counts them (of causal attention half, with the scores that its backward
+    computes again).
+    """
+    counts: Counter[tuple[OpCost, str]] = Counter()
+    for node in _operators(graph):
+        if is_matmul(node.target):  # type: ignore[arg-type]
+            counts[shown_cost(node), dtype_name(op_call(node))] += 1
+    sizes = graph.meta.get("symbols")
+    return sum(
+        float(cost_at(cost, sizes).flops) * number / device.flops_per_s(dtype)
+        for (cost, dtype), number in counts.items()
+    )
+
+
+def throughput(graph: fx.GraphModule, cluster: Cluster) -> Throughput | None:
+    """Return what a step of a captured graph trains on a cluster; None where its batch is not known."""
+    sizes = graph.meta.get("symbols")
+    if sizes is None or sizes.batch < 1:
+        return None
+    peak_s = model_seconds(graph, cluster.device) / cluster.num_devices
+    return Throughput(sizes.batch, sizes.batch * (sizes.sequence or 0), peak_s)
 
 
 def _operators(graph: fx.GraphModule) -> Iterator[fx.Node]:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from galvatron_fx.runtime.batch_rows import own_rows
     from galvatron_fx.runtime.module import DistributedGraphModule
     from galvatron_fx.runtime.whole_updates import update_whole
+    from galvatron_fx.sweeping.points import Sweep, SweepPoint
+    from galvatron_fx.sweeping.sweep import sweep
     from galvatron_fx.weights import gather, load_weights, save_weights
 
 require_own_packages()
@@ -44,6 +46,8 @@ __all__ = [
     "Pipelining",
     "Plan",
     "Strategy",
+    "Sweep",
+    "SweepPoint",
     "capture",
     "check",
     "compile",
@@ -57,6 +61,7 @@ __all__ = [
     "plan",
     "plan_batch",
     "save_weights",
+    "sweep",
     "update_whole",
 ]
 
@@ -70,6 +75,8 @@ _HOMES = {
     "Pipelining": "galvatron_fx.ir.plan.pipelining",
     "Plan": "galvatron_fx.ir.plan.plan",
     "Strategy": "galvatron_fx.ir.plan.strategy",
+    "Sweep": "galvatron_fx.sweeping.points",
+    "SweepPoint": "galvatron_fx.sweeping.points",
     "capture": "galvatron_fx.api",
     "check": "galvatron_fx.checking.check",
     "compile": "galvatron_fx.api",
@@ -82,6 +89,7 @@ _HOMES = {
     "plan": "galvatron_fx.api",
     "plan_batch": "galvatron_fx.batch_search",
     "save_weights": "galvatron_fx.weights",
+    "sweep": "galvatron_fx.sweeping.sweep",
     "update_whole": "galvatron_fx.runtime.whole_updates",
 }
 

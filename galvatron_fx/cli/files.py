@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
@@ -13,7 +16,7 @@ if TYPE_CHECKING:
     from galvatron_fx.ir.cluster.cluster import Cluster
     from galvatron_fx.ir.plan.plan import Plan
 
-__all__ = ["read_cluster", "read_plan", "refuse"]
+__all__ = ["check_writable", "read_cluster", "read_plan", "refuse"]
 
 Read = TypeVar("Read")
 
@@ -30,6 +33,23 @@ def read_cluster(path: str | Path) -> Cluster:
     from galvatron_fx.ir.cluster.cluster import Cluster
 
     return _read(path, "a cluster", Cluster.from_json, ClusterError)
+
+
+def check_writable(path: str | Path) -> None:
+    """Try to write beside ``path`` before anything long begins; raises OSError, which names the path.
+
+    What stands there stays as it is, and so does a path at which nothing stands.
+    """
+    target = Path(path)
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    try:
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, str(path)) from None
+    if target.exists() and not os.access(target, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
 def refuse(path: str | Path, error: GalvatronError) -> NoReturn:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from galvatron_fx._version import __version__
-from galvatron_fx.cli import check, diff, estimate, explain, plan, profile, schema, validate
+from galvatron_fx.cli import check, diff, estimate, explain, plan, profile, schema, sweep, validate
 from galvatron_fx.cli.exits import BUG, EXIT_CODES, PIPE, UsageError, exit_code
 from galvatron_fx.cli.output import SILENT, Result
 from galvatron_fx.ir.plan.budget_error import BudgetError
@@ -23,6 +23,7 @@ __all__ = ["main"]
 
 _COMMANDS = {
     "plan": plan,
+    "sweep": sweep,
     "estimate": estimate,
     "explain": explain,
     "check": check,

@@ -24,7 +24,21 @@ if TYPE_CHECKING:
 
     from galvatron_fx.ir.cluster.cluster import Cluster
 
-__all__ = ["add_cluster", "add_model", "add_search", "batches", "cluster_of", "positive", "search_of", "typed"]
+__all__ = [
+    "add_cluster",
+    "add_configuration",
+    "add_model",
+    "add_search",
+    "add_space",
+    "batches",
+    "cluster_of",
+    "policy_of",
+    "positive",
+    "recompute_of",
+    "roles_of",
+    "search_of",
+    "typed",
+]
 
 _RECOMPUTE: dict[str, str | bool] = {"auto": "auto", "always": True, "never": False}
 
@@ -68,6 +82,20 @@ def add_model(parser: argparse.ArgumentParser, required: bool = True) -> None:
         help="a config.json of transformers or a folder with one; a model type (llama) or configuration class "
         "(LlamaConfig) of transformers; or module:function, which returns (model, example_inputs)",
     )
+    add_configuration(group)
+    group.add_argument(
+        "--batch-size", type=positive(int, "samples"), metavar="N", help="global samples a step (default: 64)"
+    )
+    group.add_argument(
+        "--sequence-length",
+        type=positive(int, "tokens"),
+        metavar="N",
+        help="tokens a sample (default: 2048, or what the model has positions for)",
+    )
+
+
+def add_configuration(group: argparse._ArgumentGroup) -> None:
+    """Add the flags that change a configuration."""
     group.add_argument(
         "--set",
         action="append",
@@ -78,15 +106,6 @@ def add_model(parser: argparse.ArgumentParser, required: bool = True) -> None:
     )
     group.add_argument("--task", choices=TASKS, help="what to train for (default: as the configuration says)")
     group.add_argument("--dtype", choices=DTYPES, help="of the parameters (default: the configuration's, or bfloat16)")
-    group.add_argument(
-        "--batch-size", type=positive(int, "samples"), metavar="N", help="global samples a step (default: 64)"
-    )
-    group.add_argument(
-        "--sequence-length",
-        type=positive(int, "tokens"),
-        metavar="N",
-        help="tokens a sample (default: 2048, or what the model has positions for)",
-    )
 
 
 def add_cluster(parser: argparse.ArgumentParser, required: bool = True) -> None:
@@ -108,18 +127,7 @@ def add_search(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="per device, such as 40GiB (default: the device's memory)",
     )
-    group.add_argument(
-        "--roles", type=typed(_roles), metavar="A,B", help=f"what mesh axes may do (default: {','.join(ROLES)})"
-    )
-    group.add_argument(
-        "--pipeline",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="whether pipeline is among the roles (default: yes, or as --roles says)",
-    )
-    group.add_argument(
-        "--recompute", choices=_RECOMPUTE, default="auto", help="activations again in backward (default: per block)"
-    )
+    add_space(group)
     group.add_argument("--num-stages", type=positive(int, "stages"), metavar="N", help="default: searched")
     group.add_argument("--num-microbatches", type=positive(int, "micro-batches"), metavar="N", help="default: searched")
     group.add_argument("--schedule", choices=SCHEDULES, help="default: searched")
@@ -136,6 +144,28 @@ def add_search(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.json",
         help='the same from a file: {"model.layers.0": ["tensor", "data"], "lm_head": {"roles": [...], "recompute": '
         "true}}",
+    )
+    group.add_argument(
+        "--search-seconds",
+        type=positive(float, "seconds"),
+        metavar="S",
+        help="take the best plan found by then, counted from the end of capture",
+    )
+
+
+def add_space(group: argparse._ArgumentGroup) -> None:
+    """Add the options that say what plans may do, and what they train with."""
+    group.add_argument(
+        "--roles", type=typed(_roles), metavar="A,B", help=f"what mesh axes may do (default: {','.join(ROLES)})"
+    )
+    group.add_argument(
+        "--pipeline",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="whether pipeline is among the roles (default: yes, or as --roles says)",
+    )
+    group.add_argument(
+        "--recompute", choices=_RECOMPUTE, default="auto", help="activations again in backward (default: per block)"
     )
     group.add_argument(
         "--optimizer",
@@ -157,12 +187,6 @@ def add_search(parser: argparse.ArgumentParser) -> None:
         help="compute in the first, reduce gradients in the second (default: the first); parameters are then float32 "
         "where --dtype says nothing",
     )
-    group.add_argument(
-        "--search-seconds",
-        type=positive(float, "seconds"),
-        metavar="S",
-        help="take the best plan found by then, counted from the end of capture",
-    )
 
 
 def search_of(options: argparse.Namespace) -> dict[str, Any]:
@@ -170,13 +194,10 @@ def search_of(options: argparse.Namespace) -> dict[str, Any]:
 
     Raises InputError, PlanError and UsageError for constraints that cannot be read.
     """
-    roles = options.roles or ROLES
-    if options.pipeline is not None:
-        roles = tuple(role for role in roles if role != PIPELINE) + (PIPELINE,) * options.pipeline
     return {
         "memory_budget": options.memory_budget,
-        "roles": roles,
-        "recompute": _RECOMPUTE[options.recompute],
+        "roles": roles_of(options),
+        "recompute": recompute_of(options),
         "num_stages": options.num_stages,
         "num_microbatches": options.num_microbatches,
         "schedule": options.schedule,
@@ -184,8 +205,33 @@ def search_of(options: argparse.Namespace) -> dict[str, Any]:
         "search_seconds": options.search_seconds,
         "optimizer": options.optimizer,
         "expert_imbalance": options.expert_imbalance,
-        "mixed_precision": _policy(options.mixed_precision),
+        "mixed_precision": policy_of(options),
     }
+
+
+def roles_of(options: argparse.Namespace) -> tuple[str, ...]:
+    """What mesh axes may do."""
+    roles: tuple[str, ...] = options.roles or ROLES
+    if options.pipeline is not None:
+        roles = tuple(role for role in roles if role != PIPELINE) + (PIPELINE,) * options.pipeline
+    return roles
+
+
+def recompute_of(options: argparse.Namespace) -> str | bool:
+    """Whether backward computes again."""
+    return _RECOMPUTE[options.recompute]
+
+
+def policy_of(options: argparse.Namespace) -> MixedPrecisionPolicy | None:
+    """The policy of mixed precision, None where there is none."""
+    names = options.mixed_precision
+    if names is None:
+        return None
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    dtypes = [getattr(torch, name) for name in names]
+    return MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[-1])
 
 
 def cluster_of(options: argparse.Namespace) -> Cluster:
@@ -223,16 +269,6 @@ def _precision(text: str) -> tuple[str, ...]:
     if len(names) > 2 or not set(names) <= set(DTYPES):
         raise ValueError(f"{text[:80]!r} is not one or two of {', '.join(DTYPES)}")
     return names
-
-
-def _policy(names: tuple[str, ...] | None) -> MixedPrecisionPolicy | None:
-    if names is None:
-        return None
-    import torch
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    dtypes = [getattr(torch, name) for name in names]
-    return MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[-1])
 
 
 def _roles(text: str) -> tuple[str, ...]:

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from galvatron_fx.ir.cluster.cluster import Cluster
     from galvatron_fx.ir.plan.prediction import RankUse
     from galvatron_fx.ir.plan.search_report import Contender, SearchReport
-    from galvatron_fx.report.progress import SearchProgress
+    from galvatron_fx.report.progress import SearchProgress, StepsProgress
 
-__all__ = ["SILENT", "Result", "describe_cluster", "progress", "ranks_document", "report_document"]
+__all__ = ["SILENT", "Result", "describe_cluster", "progress", "ranks_document", "report_document", "steps"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,15 @@ def progress() -> AbstractContextManager[SearchProgress]:
     return SearchProgress(Console(stderr=True))
 
 
+def steps() -> AbstractContextManager[StepsProgress]:
+    """A bar on stderr, where that is a terminal."""
+    from rich.console import Console
+
+    from galvatron_fx.report.progress import StepsProgress
+
+    return StepsProgress(Console(stderr=True))
+
+
 def describe_cluster(cluster: Cluster) -> str:
     """Return a line that says what the cluster is."""
     count = f"{cluster.num_devices} {cluster.device.name}"
@@ -49,9 +58,12 @@ def describe_cluster(cluster: Cluster) -> str:
 
 def report_document(report: SearchReport) -> dict[str, Any]:
     """The report of a search; what is infinite or unknown is None."""
+    rates = report.throughput
     return {
         "simulated_s": report.simulated_s,
         "bound_s": report.bound_s,
+        "tokens_per_s": rates.per_s(report.simulated_s) if rates is not None and rates.tokens else None,
+        "mfu": rates.mfu(report.simulated_s) if rates is not None else None,
         "budget_bytes": report.budget_bytes,
         "is_memory_bound": report.is_memory_bound,
         "is_cut_short": report.is_cut_short,

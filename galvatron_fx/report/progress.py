@@ -5,13 +5,13 @@ from __future__ import annotations
 from types import TracebackType
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
-from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from galvatron_fx.ir.plan.progress import Progress
 from galvatron_fx.ir.plan.units import format_seconds
 
-__all__ = ["SearchProgress", "describe"]
+__all__ = ["SearchProgress", "StepsProgress", "describe"]
 
 
 class SearchProgress:
@@ -43,6 +43,29 @@ class SearchProgress:
     def say(self, text: str) -> None:
         """Show what is done that is no search."""
         self._bar.update(self._task, description=text)
+
+
+class StepsProgress:
+    """Show how many of a known number of steps are done, such as the points of a sweep; as :class:`SearchProgress`."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+        shown = console or Console()
+        self._bar = Bar(*columns, console=shown, transient=True, disable=not shown.is_terminal)
+        self._task = self._bar.add_task("")
+
+    def __enter__(self) -> StepsProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def step(self, done: int, total: int, what: str) -> None:
+        """Show that so many of all are done, and what is done now."""
+        self._bar.update(self._task, completed=done, total=total, description=what)
 
 
 def describe(progress: Progress) -> str:

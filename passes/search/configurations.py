@@ -16,6 +16,8 @@ from passes.search.solvers.stage_search import Configuration
 _SEARCHED_SCHEDULES = ("1f1b", "zb_h1", "interleaved_1f1b", "zbv")
 _STAGES_A_RANK = {"interleaved_1f1b": 2, "zbv": 2, "dualpipev": 2}
 _ON_ONE_RANK = ("1f1b", "gpipe")
+_COARSE_SCHEDULES = ("1f1b", "zbv")
+_COARSE_STEP = 4  # micro-batches of a coarse search are so many times those before
 _MOST_STAGES = 64
 _MICROBATCHES = 8  # a pipeline rank: more of them fill the pipeline no better, and are for want of memory
 _SHOWN = 3  # reasons
@@ -60,7 +62,8 @@ class _Shape:
 class Configurations:
     """All that pins, axes and batch allow for a model of ``blocks`` blocks and a batch of ``batch`` samples.
 
-    ``has_loss``: whether the graph trains; what has no loss is cut into stages and micro-batches by pins alone.
+    ``has_loss``: whether the graph trains; what has no loss is cut into stages and micro-batches by pins alone;
+    ``coarse``: fewer schedules and numbers of micro-batches, for surveys.
     """
 
     cluster: Cluster
@@ -69,6 +72,7 @@ class Configurations:
     batch: int
     blocks: int
     has_loss: bool = True
+    coarse: bool = False
 
     def ladders(self) -> list[Ladder]:
         """Return them by pipeline axes. Raises PlanError, with the remedy, for pins that leave none."""
@@ -120,7 +124,7 @@ class Configurations:
         wanted = self.pins.schedule
         if wanted is not None:
             return [wanted] if ranks > 1 or wanted in _ON_ONE_RANK else []
-        return _SEARCHED_SCHEDULES if ranks > 1 else ("1f1b",)
+        return ("1f1b",) if ranks == 1 else _COARSE_SCHEDULES if self.coarse else _SEARCHED_SCHEDULES
 
     def _counts(self, ranks: int) -> list[int]:
         """Numbers of micro-batches: at least one a pipeline rank, of small batches as many as there are samples for."""
@@ -129,7 +133,8 @@ class Configurations:
         if not self.has_loss:
             return [1]
         divisors = _divisors(self.batch)
-        return [count for count in divisors if count >= ranks] or divisors
+        counts = [count for count in divisors if count >= ranks] or divisors
+        return _far_apart(counts) if self.coarse else counts
 
     # ---- what cannot be ----
 
@@ -185,6 +190,15 @@ class Configurations:
 
 def _divisors(number: int) -> list[int]:
     return [count for count in range(1, number + 1) if number % count == 0]
+
+
+def _far_apart(numbers: Sequence[int]) -> list[int]:
+    """Of ascending numbers the first, and each that is at least four times the one before it."""
+    kept: list[int] = []
+    for number in numbers:
+        if not kept or number >= _COARSE_STEP * kept[-1]:
+            kept.append(number)
+    return kept
 
 
 def _listed(numbers: Sequence[int]) -> str:

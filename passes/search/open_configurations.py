@@ -54,8 +54,8 @@ class Rung:
 class OpenConfigurations:
     """Prices configurations, rung by rung.
 
-    ``gather_late``: whether blocks gather right before use, which is slower, so it is left for when nothing fits.
-    ``capacity``: of exchanges with experts;
+    ``gather_late``: whether blocks gather right before use, which is slower, so it is left for when nothing fits;
+    ``capacity``: of exchanges with experts; ``coarse``: see :class:`Configurations`;
     ``searches``: of all configurations that have prices; ``rungs``: the lowest of each ladder that has none;
     ``refusals``: why some have no prices, by pipeline axes and number of micro-batches.
     """
@@ -66,6 +66,7 @@ class OpenConfigurations:
     pins: Pins
     gather_late: bool = False
     capacity: float = CAPACITY
+    coarse: bool = False
     searches: list[StageSearch] = field(default_factory=list)
     rungs: list[Rung] = field(default_factory=list)
     refusals: dict[tuple[int, int], PlanError] = field(default_factory=dict)
@@ -74,7 +75,10 @@ class OpenConfigurations:
         """Price the lowest rung of every ladder. Raises PlanError for pins and options that leave none."""
         pricer = self.pricer
         blocks, has_loss = len(pricer.block_fingerprints), signature(pricer.graph).loss is not None
-        ladders = Configurations(pricer.cluster, self.roles, self.pins, pricer.batch, blocks, has_loss).ladders()
+        configurations = Configurations(
+            pricer.cluster, self.roles, self.pins, pricer.batch, blocks, has_loss, self.coarse
+        )
+        ladders = configurations.ladders()
         opened = self._priced([setting for ladder in ladders for setting in ladder.rungs[0]])
         for ladder in ladders:
             self._add_above(ladder, 0, opened)

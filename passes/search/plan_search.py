@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import fx
 
+from cost_models.graph_cost import throughput
 from cost_models.optimizer import optimizer_model
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import PlanError, TimeLimitError
@@ -125,6 +126,7 @@ class _Search:
         self.deadline = deadline
         self.is_cut_short = False
         self.pricer = pricer
+        self.throughput = throughput(graph, cluster)
         simulate = SimulateChoice(graph, cluster, self.pricer.block_fingerprints, self.pricer.optimizer)
         self.record = Record()
         self.simulator = Simulator(simulate, watch, self.record)
@@ -227,6 +229,7 @@ class _Search:
             notes=self._notes(outcome),
             pipelining=pipelining,
             mixed_precision=policy_of(self.graph),
+            throughput=self.throughput,
         )
 
     def _notes(self, outcome: Simulated) -> tuple[str, ...]:
@@ -264,6 +267,7 @@ class _Search:
             counts=self.record.counts(),
             seconds=dict(self.watch.seconds),
             is_cut_short=self.is_cut_short,
+            throughput=self.throughput,
         )
 
     def _with_more_memory(self, outcome: Simulated) -> dict[float, float]:

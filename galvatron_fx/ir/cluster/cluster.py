@@ -161,6 +161,30 @@ class Cluster:
         axes = (Axis(name, size, *link) for (name, size), link in zip(sizes.items(), links, strict=True))
         return cls(device, tuple(axes), preset.overlap)
 
+    def having(
+        self,
+        *,
+        memory_bytes: str | int | None = None,
+        inside_bytes_per_s: float | None = None,
+        between_bytes_per_s: float | None = None,
+    ) -> Cluster:
+        """Return the same with other memory, or other links inside of nodes or between them.
+
+        ``memory_bytes``: of a device, "96GiB" or a number; ``inside_bytes_per_s``, ``between_bytes_per_s``: what a
+        device sends over an axis. The axes between nodes are those slower than the fastest; a cluster of one node has
+        none. What was measured of a link that is replaced is dropped. Raises InputError and ClusterError.
+        """
+        fastest = max(axis.bandwidth_bytes_per_s for axis in self.axes)
+
+        def linked(axis: Axis) -> Axis:
+            speed = inside_bytes_per_s if axis.bandwidth_bytes_per_s == fastest else between_bytes_per_s
+            return axis if speed is None else replace(axis, bandwidth_bytes_per_s=speed, curves=(), contention=1.0)
+
+        device = self.device
+        if memory_bytes is not None:
+            device = replace(device, memory_bytes=parse_bytes(memory_bytes))
+        return replace(self, device=device, axes=tuple(linked(axis) for axis in self.axes))
+
     def to_json(self) -> str:
         """Return the cluster as JSON, byte-identical from run to run."""
         from galvatron_fx.ir.cluster.cluster_json import write_cluster

@@ -47,6 +47,8 @@ _MATMUL_EFFICIENCY, _MEMORY_EFFICIENCY, _LAUNCH_S = 0.75, 0.8, 5e-6
 # A100), 20.6 on sm90 (18 links on an H100), PCIe 3.0 x16 12 GB/s, 100 Gbit/s of network 12 GB/s.
 _NVLINK_S, _PCIE_S, _NETWORK_S = 3.4e-6, 5.7e-6, 14e-6
 _NET_100_GBIT = 12e9
+# PCIe 4.0 x16 moves twice as much as 3.0.
+_PCIE_4 = (_PCIE_S, 24e9)
 
 
 def _gpu(name: str, memory_bytes: int, bandwidth: float, peak_flops: Mapping[str, float]) -> Device:
@@ -58,6 +60,13 @@ def _gpu(name: str, memory_bytes: int, bandwidth: float, peak_flops: Mapping[str
 # decimal bytes: an "80 GB" card has 80 GiB, and what lies between is left to the CUDA context and NCCL's buffers.
 _A100 = {"float64": 19.5e12, "float32": 19.5e12, "bfloat16": 312e12, "float16": 312e12}
 _H100 = {"float64": 67e12, "float32": 67e12, "bfloat16": 989e12, "float16": 989e12}
+_B200 = {"float64": 37e12, "float32": 75e12, "bfloat16": 2.25e15, "float16": 2.25e15}
+# Ada and Ampere cards compute float64 at 1/64 of float32.
+_L40S = {"float64": 1.43e12, "float32": 91.6e12, "bfloat16": 362e12, "float16": 362e12}
+_A10G = {"float64": 0.55e12, "float32": 35e12, "bfloat16": 70e12, "float16": 70e12}
+_L4 = {"float64": 0.47e12, "float32": 30.3e12, "bfloat16": 121e12, "float16": 121e12}
+_RTX_4090 = {"float64": 1.29e12, "float32": 82.6e12, "bfloat16": 165.2e12, "float16": 165.2e12}
+_MI300X = {"float64": 163.4e12, "float32": 163.4e12, "bfloat16": 1307.4e12, "float16": 1307.4e12}
 _TITAN = {"float64": 0.51e12, "float32": 16.3e12, "float16": 130.5e12}
 PRESETS = {
     # NVIDIA A100 datasheet (2021), SXM; DGX A100: one 200 Gbit/s HDR InfiniBand port a GPU.
@@ -75,6 +84,32 @@ PRESETS = {
     # InfiniBand port for the 8 GPUs of a node, as on the 64-GPU cluster of Miao et al. (2022, Galvatron, section 5).
     "TITAN-RTX-24GB": Preset(
         _gpu("TITAN-RTX-24GB", 24 * 10**9, 6.72e11, _TITAN), (_PCIE_S, 12e9), (_NETWORK_S, _NET_100_GBIT / 8)
+    ),
+    # NVIDIA H200 datasheet (2024), SXM, without sparsity; HGX H200: one 400 Gbit/s port a GPU.
+    "H200-141GB": Preset(
+        _gpu("H200-141GB", 141 * 10**9, 4.8e12, _H100), (_NVLINK_S, 18 * 20.6e9), (_NETWORK_S, 4 * _NET_100_GBIT)
+    ),
+    # NVIDIA DGX B200 and HGX B200 datasheets (2024-25): an eighth of a machine, half of the rates with sparsity;
+    # NCCL: 40.1 GB/s a link on sm100, 18 links; one 400 Gbit/s port a GPU.
+    "B200-180GB": Preset(
+        _gpu("B200-180GB", 180 * 10**9, 8e12, _B200), (_NVLINK_S, 18 * 40.1e9), (_NETWORK_S, 4 * _NET_100_GBIT)
+    ),
+    # NVIDIA L40S datasheet (2023), without sparsity; 400 Gbit/s for 8 GPUs, as on AWS g6e.48xlarge.
+    "L40S-48GB": Preset(_gpu("L40S-48GB", 48 * 10**9, 8.64e11, _L40S), _PCIE_4, (_NETWORK_S, 4 * _NET_100_GBIT / 8)),
+    # NVIDIA A10G datasheet (2021), without sparsity; 100 Gbit/s for 8 GPUs, as on AWS g5.48xlarge.
+    "A10G-24GB": Preset(_gpu("A10G-24GB", 24 * 10**9, 6e11, _A10G), _PCIE_4, (_NETWORK_S, _NET_100_GBIT / 8)),
+    # NVIDIA L4 datasheet (2023), without sparsity; 100 Gbit/s for 8 GPUs, as on AWS g6.48xlarge.
+    "L4-24GB": Preset(_gpu("L4-24GB", 24 * 10**9, 3e11, _L4), _PCIE_4, (_NETWORK_S, _NET_100_GBIT / 8)),
+    # NVIDIA Ada GPU architecture whitepaper (2022), appendix A: half precision that is summed in float32. These GPUs
+    # cannot reach each other: all is copied through the host, at half of what the link moves. 100 Gbit/s for 8.
+    "RTX-4090-24GB": Preset(
+        _gpu("RTX-4090-24GB", 24 * 10**9, 1.008e12, _RTX_4090), (_PCIE_S, 12e9), (_NETWORK_S, _NET_100_GBIT / 8)
+    ),
+    # AMD Instinct MI300X datasheet (2023), without sparsity. RCCL src/graph/topo.h: 48 GB/s for each of the seven links
+    # to the others of a node. Groups of fewer than eight use fewer links, which axes cannot say: profile the machine
+    # where these matter. One 400 Gbit/s port a GPU, as in the MI300X platform's reference design.
+    "MI300X-192GB": Preset(
+        _gpu("MI300X-192GB", 192 * 10**9, 5.3e12, _MI300X), (_NVLINK_S, 7 * 48e9), (_NETWORK_S, 4 * _NET_100_GBIT)
     ),
 }
 # A GPU that no preset names: rates of a small data-centre card, deliberately low; profile it for more.

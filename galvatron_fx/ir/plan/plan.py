@@ -23,6 +23,7 @@ from galvatron_fx.ir.plan.precision_policy import describe_policy, policy_from_d
 from galvatron_fx.ir.plan.schedule import legal
 from galvatron_fx.ir.plan.search_report import SearchReport
 from galvatron_fx.ir.plan.strategy import CAPACITY, PIPELINE, Strategy
+from galvatron_fx.ir.plan.throughput import Throughput
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -63,7 +64,8 @@ class Plan:
     ``step_time_s`` is seconds, ``peak_memory_bytes`` and ``memory_budget_bytes`` are bytes per rank
     (0 where not priced, None for no budget). ``optimizer`` is the one of OPTIMIZERS whose states and update they count.
     ``pipelining`` has the stages and micro-batches; the axes whose role is ``pipeline``, the same in every block, hold
-    the stages. ``mixed_precision`` is the policy that the plan was priced with. ``report`` says why a search chose the
+    the stages. ``mixed_precision`` is the policy that the plan was priced with; ``throughput`` what a step trains, None
+    where not priced. ``report`` says why a search chose the
     plan; it is no part of the plan itself: plans that were read, written by hand or changed have None.
 
     Raises PlanError when the parts do not fit each other or ``plan_schema.json``.
@@ -79,6 +81,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     pipelining: Pipelining = ONE_STAGE
     mixed_precision: MixedPrecisionPolicy | None = None
+    throughput: Throughput | None = None
     report: SearchReport | None = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -233,12 +236,14 @@ class Plan:
         axis_sizes, notes = tuple(document.pop("axis_sizes")), tuple(document.pop("notes"))
         pipelining = Pipelining.from_dict(document.pop("pipelining"))
         policy = policy_from_dict(document.pop("mixed_precision", None))
+        throughput = Throughput.from_dict(document.pop("throughput", None))
         return cls(
             axis_sizes=axis_sizes,
             blocks=blocks,
             notes=notes,
             pipelining=pipelining,
             mixed_precision=policy,
+            throughput=throughput,
             **document,
         )
 
@@ -359,6 +364,7 @@ def _to_document(plan: Plan) -> dict[str, Any]:
         "notes": list(plan.notes),
         "pipelining": plan.pipelining.to_dict(),
         **({} if policy is None else {"mixed_precision": policy}),
+        **({} if plan.throughput is None else {"throughput": plan.throughput.to_dict()}),
     }
 
 

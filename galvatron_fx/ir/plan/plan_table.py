@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from galvatron_fx.ir.plan.plan import BlockPlan, Plan
 
-__all__ = ["describe_keeps", "describe_places", "describe_roles", "plan_name", "render"]
+__all__ = ["choice_name", "describe_keeps", "describe_places", "describe_roles", "plan_name", "render"]
 
 _HEADINGS = ("blocks", "roles, outermost axis first", "keeps for backward", "time", "memory/rank")
 _UNPRICED = "-"
@@ -50,14 +51,23 @@ def render(plan: Plan) -> str:
 
 def plan_name(plan: Plan) -> str:
     """Return what a plan does in few words: "2 stages, 4 micro-batches (1f1b), data×4 in 30 of 32 blocks"."""
-    pipelining, axis_sizes = plan.pipelining, plan.axis_sizes
+    pipelining = plan.pipelining
     strategies = [block.strategy for block in plan.blocks]
-    strategy, count = Counter(strategies).most_common(1)[0]
-    parts = (
-        []
-        if pipelining.is_trivial
-        else [f"{pipelining.num_stages} stages, {pipelining.num_microbatches} micro-batches ({pipelining.schedule})"]
+    return choice_name(
+        strategies, plan.axis_sizes, pipelining.num_stages, pipelining.num_microbatches, pipelining.schedule
     )
+
+
+def choice_name(
+    strategies: Sequence[Strategy], axis_sizes: tuple[int, ...], stages: int, microbatches: int, schedule: str
+) -> str:
+    """The same of what a plan consists of: strategies of all blocks, axes and the pipeline."""
+    strategy, count = Counter(strategies).most_common(1)[0]
+    parts = [] if stages == 1 and microbatches == 1 else [f"{microbatches} micro-batches ({schedule})"]
+    if stages > 1:
+        parts = [f"{stages} stages, {parts[0]}"]
+    elif parts:
+        parts = [f"{microbatches} micro-batches"]
     where = "" if count == len(strategies) else f" in {count} of {len(strategies)} blocks"
     recomputed = ", recomputed" if strategy.recompute else ""
     return ", ".join([*parts, f"{describe_roles(strategy, axis_sizes)}{recomputed}{where}"])
@@ -119,6 +129,7 @@ def _totals(plan: Plan) -> list[str]:
     totals = [
         *_stages(plan),
         f"predicted step time  {_seconds(plan.step_time_s)}",
+        *([f"throughput           {plan.throughput.describe(plan.step_time_s)}"] if plan.throughput else []),
         f"predicted peak       {peak}",
         f"memory budget        {budget}",
         f"optimizer            {plan.optimizer}",

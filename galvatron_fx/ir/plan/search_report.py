@@ -8,6 +8,7 @@ from math import inf
 
 from galvatron_fx.ir.plan.prediction import RankUse, busiest
 from galvatron_fx.ir.plan.search_report_table import render
+from galvatron_fx.ir.plan.throughput import Throughput
 from galvatron_fx.ir.plan.tuning_report import TuningReport
 
 __all__ = ["BOUND", "ESTIMATE", "SEARCHED", "SIMULATED", "Contender", "SearchReport"]
@@ -57,7 +58,8 @@ class SearchReport:
     ``bound_s``: seconds that no plan of any configuration beats, by the search's own prices; ``with_more_memory``:
     seconds of the same configuration's best choice by factor of the budget; ``counts``: configurations by how far the
     search looked at them, and simulations; ``seconds``: of each phase of the search; ``is_cut_short``: by a time limit;
-    ``tuning``: what the best plans took when they were run, None where they were not.
+    ``tuning``: what the best plans took when they were run, None where they were not; ``throughput``: what a step
+    trains, None where the batch is not known.
     """
 
     chosen: Contender
@@ -71,6 +73,7 @@ class SearchReport:
     seconds: Mapping[str, float]
     is_cut_short: bool
     tuning: TuningReport | None = None
+    throughput: Throughput | None = None
 
     @property
     def gap(self) -> float:

@@ -91,6 +91,7 @@ def _summary(report: SearchReport) -> list[str]:
     cut = "; the search was cut short" if report.is_cut_short else ""
     return [
         *_worded("step time", f"{format_seconds(chosen.time_s)} as searched, {simulated} simulated ({apart:+.1%})"),
+        *(_worded("throughput", report.throughput.describe(report.simulated_s)) if report.throughput else []),
         *_worded("bound", f"{format_seconds(report.bound_s)}: by these prices no plan is faster, {left}{cut}"),
         *_worded("memory", _memory(report)),
         *_worded("bottleneck", f"{_rank_name(report, report.bottleneck)}, busy for {busy:.0%} of the step"),

@@ -7,7 +7,7 @@ from decimal import Decimal
 
 from galvatron_fx.ir.errors import InputError
 
-__all__ = ["format_bytes", "format_seconds", "parse_bytes"]
+__all__ = ["format_bytes", "format_seconds", "parse_bandwidth", "parse_bytes"]
 
 # Decimal units after the SI (10**3), binary units after IEC 80000-13 (2**10).
 _UNITS = {
@@ -41,6 +41,29 @@ def parse_bytes(text: str | int) -> int:
     if unit not in _UNITS:
         raise InputError(f"{text[:80]!r} has the unknown unit {unit!r}; use one of {', '.join(u for u in _UNITS if u)}")
     return _checked(Decimal(number) * _UNITS[unit], text)
+
+
+_BITS = re.compile(r"\s*(\d{1,15}(?:\.\d{0,15})?)\s*([MGT])b(?:it)?(?:/s|ps)?\s*", re.ASCII)
+# What NCCL takes 100 Gbit/s of network to achieve is 12 GB/s (src/graph/topo.h).
+_ACHIEVED = 0.96
+
+
+def parse_bandwidth(text: str) -> float:
+    """Return the bytes a second that ``text`` says: ``"400Gb"`` or ``"400Gbit/s"`` of a port, or ``"48GB/s"``.
+
+    Of bits, which ports are sold by, collectives reach 96 % (NCCL); bytes are taken as what is reached. Raises
+    InputError for anything else.
+    """
+    match = _BITS.fullmatch(text)
+    if match is not None:
+        bandwidth = float(match[1]) * 1000.0 ** ("MGT".index(match[2]) + 2) / 8 * _ACHIEVED
+    elif text.strip().endswith("B/s"):
+        bandwidth = float(parse_bytes(text.strip().removesuffix("/s")))
+    else:
+        raise InputError(f"{text[:80]!r} is no bandwidth: write bits as '400Gb', or bytes as '48GB/s'")
+    if bandwidth <= 0:
+        raise InputError(f"{text[:80]!r} is a bandwidth of nothing: give one above 0, such as '400Gb'")
+    return bandwidth
 
 
 def _checked(size: Decimal, text: str | int) -> int:

@@ -8,7 +8,7 @@ composed, not lowered: :mod:`passes.search.plan_search` lowers what it chooses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import prod
 from typing import NamedTuple
@@ -38,6 +38,10 @@ _TINY_S = 1e-30
 
 Groups = tuple[RoleGroup, ...]
 _Wanted = tuple[Groups, int, AxisPartition, float]  # role groups, micro-batches, axes by kind, capacity
+TermsOfBlock = dict[tuple[tuple[str, int], ...], BlockTerms]
+"""By what each role decided, told apart by identity."""
+PricedColumns = dict[Hashable, Floats]
+"""All terms of a column, by axes of each role, micro-batches, axes that are served as one, and capacity."""
 
 
 @dataclass(frozen=True)
@@ -112,13 +116,16 @@ class _Columns:
 
 @dataclass
 class BlockPricer:
-    """Prices strategies of one block by the ``solutions`` for their roles; ``optimizer``: what updates parameters."""
+    """Prices strategies of one block by the ``solutions`` for their roles; ``optimizer``: what updates parameters;
+    ``terms`` and ``priced``: what is known of the block already, and where more is kept (None: no prices).
+    """
 
     block: BlockFacts
     cluster: Cluster
     solutions: Solutions
     optimizer: OptimizerModel
-    _terms: dict[tuple[tuple[str, int], ...], BlockTerms] = field(default_factory=dict)
+    terms: TermsOfBlock = field(default_factory=dict)
+    priced: PricedColumns | None = None
 
     def prices(self, wanted: Sequence[tuple[Strategy, int, AxisPartition]]) -> BlockPrices:
         """The prices of (strategy, number of micro-batches, axes that are served as one), in order."""
@@ -131,7 +138,7 @@ class BlockPricer:
             (groups[strategy], num_microbatches, kinds, strategy.capacity): share[strategy, num_microbatches]
             for strategy, num_microbatches, kinds in wanted
         }
-        columns = self._columns(list(distinct), list(distinct.values()))
+        columns = self._known_columns(distinct)
         position = {key: i for i, key in enumerate(distinct)}
         rows = np.array(
             [position[groups[s], num_microbatches, kinds, s.capacity] for s, num_microbatches, kinds in wanted],
@@ -148,6 +155,27 @@ class BlockPricer:
             self.cluster,
         )
 
+    def _known_columns(self, shares: Mapping[_Wanted, float]) -> _Columns:
+        """The terms of columns with their shares of the batch, each found once."""
+        if self.priced is None:
+            return self._columns(list(shares), list(shares.values()))
+        keys = {wanted: self._key(wanted) for wanted in shares}
+        new = [wanted for wanted, key in keys.items() if key not in self.priced]
+        columns = self._columns(new, [shares[wanted] for wanted in new])
+        rows = np.array([getattr(columns, f.name) for f in fields(_Columns)]).T
+        self.priced.update(zip((keys[wanted] for wanted in new), rows, strict=True))
+        every = np.array([self.priced[key] for key in keys.values()]).reshape(len(keys), len(fields(_Columns))).T
+        return _Columns(*every)
+
+    def _key(self, wanted: _Wanted) -> Hashable:
+        """What prices rest on, on every cluster of such devices."""
+        groups, num_microbatches, kinds, capacity = wanted
+        axes = self.cluster.axes
+        roles = tuple((group.role, tuple(_link(axes[i]) for i in group.axes)) for group in groups)
+        places = {axis: place for place, axis in enumerate(i for group in groups for i in group.axes)}
+        served = tuple(tuple(places[i] for i in kind) for kind in kinds if kind[0] in places)
+        return roles, num_microbatches, served, capacity
+
     def _columns(self, wanted: Sequence[_Wanted], shares: Sequence[float]) -> _Columns:
         """The terms of columns; those of one composition are computed together."""
         alike: dict[tuple[tuple[str, int], ...], list[int]] = {}
@@ -159,13 +187,19 @@ class BlockPricer:
             alike.setdefault(key, []).append(i)
         result = _Columns(**{f.name: np.zeros(len(wanted)) for f in fields(_Columns)})
         for key, rows in alike.items():
-            if key not in self._terms:
-                self._terms[key] = read_terms(self.block, composed[key])
+            if key not in self.terms:
+                self.terms[key] = read_terms(self.block, composed[key])
             asked = [wanted[i] for i in rows]
-            columns = _Evaluation(self._terms[key], self.cluster, self.optimizer, asked).columns()
+            columns = _Evaluation(self.terms[key], self.cluster, self.optimizer, asked).columns()
             for f in fields(_Columns):
                 getattr(result, f.name)[rows] = getattr(columns, f.name)
         return result
+
+
+def _link(axis: Axis) -> Hashable:
+    """What a price over an axis rests on; curves go by the names of axes."""
+    named = axis.name if axis.curves else ""
+    return axis.size, axis.latency_s, axis.bandwidth_bytes_per_s, axis.contention, axis.curves, named
 
 
 def _prices(

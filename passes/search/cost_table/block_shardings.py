@@ -78,6 +78,10 @@ class Solutions:
     def _solve(self, group: RoleGroup, share: float, solved: SolvedBlocks | None = None) -> AxisSharding:
         """The decision at a share, where the blocks in ``solved`` are known."""
         known = self._known.setdefault((group.role, group.degree), {})
+        below = max((other for other in known if other <= share), default=share)
+        above = min((other for other in known if other >= share), default=share)
+        if below < share < above and known[below] is known[above]:
+            return known[below]
         if share not in known:
             roles = [RoleRules(group.role, group.degree, self.batch)] * self.blocks
             prices = Prices(self.cluster.device, tuple(self.cluster.axes[i] for i in group.axes), share)

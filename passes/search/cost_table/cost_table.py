@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -21,7 +22,7 @@ from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.plan.strategy import Boundary, Strategy, batch_ranks, batch_share, boundary
 from passes.analysis.blocks import fingerprints
 from passes.search.candidates import AxisPartition, fits_partition
-from passes.search.cost_table.block_costs import BlockPricer, BlockPrices
+from passes.search.cost_table.block_costs import BlockPricer, BlockPrices, PricedColumns, TermsOfBlock
 from passes.search.cost_table.block_facts import BlockFacts
 from passes.search.cost_table.block_shardings import Solutions
 from passes.search.cost_table.constraints import Constrained
@@ -145,6 +146,29 @@ class Pricer:
         self._solutions = Solutions(self.graph, self.cluster, len(self.block_fingerprints), self.batch, only)
         self._constrained = Constrained.of(self.graph, self.cluster, self.constraints)
         self._known: dict[CostTableRequest, CostTable | PlanError] = {}
+        self._terms: dict[int, TermsOfBlock] = {i: {} for i in only}
+        self._columns: dict[int, PricedColumns] | None = None
+
+    def on(self, cluster: Cluster) -> Pricer:
+        """The same graph on another cluster, for surveys of many: what was found of blocks is taken over.
+
+        That is their terms, their shardings (best on the cluster that first asked for a role and degree, priced on each
+        by its own devices and links) and, where devices and slowdowns are the same, prices over equal axes.
+        """
+        assert self._facts  # read once, for all
+        twin = copy.copy(self)
+        twin.cluster, twin._known = cluster, {}
+        twin._solutions = replace(self._solutions, cluster=cluster)
+        twin._constrained = Constrained.of(self.graph, cluster, self.constraints)
+        alike = (cluster.device, cluster.overlap) == (self.cluster.device, self.cluster.overlap)
+        if self._columns is None or not alike:
+            twin._columns = {i: {} for i in self._terms}
+        return twin
+
+    @cached_property
+    def _facts(self) -> list[BlockFacts]:
+        index = GraphIndex.of(self.graph)
+        return [BlockFacts(index, i) for i in self._first.values()]
 
     def cost_tables(self, requests: Sequence[CostTableRequest]) -> list[CostTable | PlanError]:
         """Price all requests together; PlanError in place of a chain that the batch or the constraints rule out."""
@@ -162,9 +186,17 @@ class Pricer:
             for strategy, num_microbatches, _ in wanted
             for group in strategy.groups(self.cluster.shape)
         )
-        index = GraphIndex.of(self.graph)
-        facts = [BlockFacts(index, i) for i in self._first.values()]
-        pricers = [BlockPricer(block, self.cluster, self._solutions, self.optimizer) for block in facts]
+        pricers = [
+            BlockPricer(
+                block,
+                self.cluster,
+                self._solutions,
+                self.optimizer,
+                self._terms[block.index],
+                self._columns[block.index] if self._columns is not None else None,
+            )
+            for block in self._facts
+        ]
         prices = [pricer.prices(wanted) for pricer in pricers] if wanted else []
         cost_tables: list[CostTable | PlanError] = []
         start = 0

@@ -1,0 +1,1 @@
+"""Capacity planning: one capture, planned for many clusters, budgets, batches and sequences."""
