@@ -54,7 +54,8 @@ def _against_search(captured: galvatron_fx.Captured, point: SweepPoint) -> str:
     assert plan.report is not None and point.step_s is not None
     ratio = point.step_s / plan.report.simulated_s
     return (
-        f"{point.model} on {point.devices} {point.device}: sweep {point.step_s:.4g} s, search {plan.step_time_s:.4g} s, "
+        f"{point.model} on {point.devices} {point.device}: sweep {point.step_s:.4g} s, "
+        f"search {plan.step_time_s:.4g} s, "
         f"simulated {plan.report.simulated_s:.4g} s ({ratio - 1:+.1%}), in {time.process_time() - start:.0f} s"
     )
 

@@ -44,7 +44,10 @@ def run(given: argparse.Namespace) -> Result:
         raise UsageError("--html writes a page, --folder and --after graphs: ask for one of them")
     if given.plan and (given.roles or given.pipeline is not None):
         raise UsageError("--roles and --pipeline say what to search, and --plan is found already: leave out either")
+    if given.html:
+        files.check_writable(given.html)
     plan = files.read_plan(given.plan) if given.plan else None
+    why = [str(plan.report), ""] if plan is not None and plan.report is not None else []
     cluster = options.cluster_of(given)
     with output.progress() as progress:
         progress.say("building the model")
@@ -57,7 +60,7 @@ def run(given: argparse.Namespace) -> Result:
             from galvatron_fx.report.page import write_page
 
             write_page(given.html, subject.model, cluster, subject.inputs, **settings)
-            return Result(f"written to {given.html}", {"html": given.html})
+            return Result("\n".join([*why, f"written to {given.html}"]), {"html": given.html})
         from galvatron_fx.explaining import explain
 
         folder = given.folder or (None if given.after else "graphs")
@@ -65,4 +68,4 @@ def run(given: argparse.Namespace) -> Result:
     if given.after:
         return Result(text, {"after": given.after, "graph": text})
     written = sorted(map(str, Path(str(folder)).glob("*.py")))
-    return Result("\n".join([f"written to {folder}:", *written]), {"folder": folder, "files": written})
+    return Result("\n".join([*why, f"written to {folder}:", *written]), {"folder": folder, "files": written})

@@ -22,10 +22,10 @@ Read = TypeVar("Read")
 
 
 def read_plan(path: str | Path) -> Plan:
-    """Read a plan; raises PlanError, or InputError for a file that cannot be read."""
+    """Read a plan, with its report if that lies beside it; raises PlanError, InputError for an unreadable file."""
     from galvatron_fx.ir.plan.plan import Plan
 
-    return _read(path, "a plan", Plan.from_json, PlanError)
+    return _read(path, "a plan", Plan.from_json, PlanError).with_report_beside(path)
 
 
 def read_cluster(path: str | Path) -> Cluster:

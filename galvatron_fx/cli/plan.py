@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from galvatron_fx.cli import models, options, output
 from galvatron_fx.cli.exits import UsageError
+from galvatron_fx.cli.files import check_writable
 from galvatron_fx.cli.output import Result
+from galvatron_fx.ir.plan.report_json import report_path
 
 if TYPE_CHECKING:
     from galvatron_fx.ir.cluster.cluster import Cluster
@@ -55,7 +57,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="N,N",
         help="search the global batch that trains the most samples a second, too: among all, or among these",
     )
-    parser.add_argument("--out", metavar="PLAN.json", help="write the plan there")
+    parser.add_argument("--out", metavar="PLAN.json", help="write the plan there, and the reasons beside it")
 
 
 def run(given: argparse.Namespace) -> Result:
@@ -64,6 +66,8 @@ def run(given: argparse.Namespace) -> Result:
     """
     if given.search_batch is not None and given.batch_size is not None:
         raise UsageError("--batch-size and --search-batch: the batch is either given or searched")
+    for path in (given.out, report_path(given.out)) if given.out else ():
+        check_writable(path)
     with output.progress() as progress:
         progress.say("building the model")
         cluster = options.cluster_of(given)
@@ -76,7 +80,7 @@ def run(given: argparse.Namespace) -> Result:
     lines += ["", str(best_plan), "", str(best_plan.report)]
     if given.out:
         best_plan.save(given.out)
-        lines += ["", f"written to {given.out}"]
+        lines += ["", f"written to {given.out}, the reasons to {report_path(given.out)}"]
     document = {
         "model": subject.document(),
         "plan": json.loads(best_plan.to_json()),
@@ -100,7 +104,7 @@ def _search(
 
     batches = given.search_batch or None
     size, best_plan = plan_batch(
-        subject.model, cluster, subject.inputs_of, batches=batches, progress=progress, **settings
+        subject.model, cluster, subject.inputs_of, batches=batches, progress=progress.by_batch(), **settings
     )
     return subject.of_batch(size), best_plan
 

@@ -33,7 +33,7 @@ examples:
 
 Steps and memory are the estimates that a search minimises; --simulate searches and simulates every point.
 """
-_SAMPLES, _TOKENS = (64,), (2048,)
+_LEAST = 2  # samples of a capture that serves every batch
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -139,7 +139,7 @@ def _clusters(given: argparse.Namespace) -> list[Cluster]:
 
 
 def _captured(given: argparse.Namespace) -> dict[str, Captured]:
-    """Every model, captured at its first batch and sequence when a graph is asked for."""
+    """Every model, captured at its largest batch and sequence when a graph is asked for."""
     from galvatron_fx.captured import Captured
 
     captured = {}
@@ -148,9 +148,8 @@ def _captured(given: argparse.Namespace) -> dict[str, Captured]:
             raise UsageError(f"--model {name} is given twice: leave out one")
         flags = {**vars(given), "model": name, "batch_size": None, "sequence_length": None}
         if ":" not in name or Path(name).exists():
-            flags["batch_size"] = max((2, *(given.batch_size or ())))
+            flags["batch_size"] = max(_LEAST, *given.batch_size) if given.batch_size else None
             flags["sequence_length"] = max(given.sequence_length) if given.sequence_length else None
-            given.batch_size = given.batch_size or _SAMPLES
         subject = models.load(argparse.Namespace(**flags))
         captured[name] = Captured(subject.model, subject.inputs, mixed_precision=options.policy_of(given))
     return captured

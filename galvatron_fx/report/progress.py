@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from galvatron_fx.ir.plan.progress import Progress
+from galvatron_fx.ir.plan.progress import REPORT, Observer, Progress
 from galvatron_fx.ir.plan.units import format_seconds
 
 __all__ = ["SearchProgress", "StepsProgress", "describe"]
@@ -43,6 +44,34 @@ class SearchProgress:
     def say(self, text: str) -> None:
         """Show what is done that is no search."""
         self._bar.update(self._task, description=text)
+
+    def by_batch(self) -> Observer:
+        """The same for a search of batches: it leaves a line for each that is done, where there is no terminal, too."""
+        return _ByBatch(self, self._bar.console)
+
+
+@dataclass
+class _ByBatch:
+    """Tells of each batch when its search ends, or when the next begins where it had no plan."""
+
+    line: SearchProgress
+    console: Console
+    batch: int | None = None
+    is_told: bool = True
+
+    def __call__(self, progress: Progress, /) -> None:
+        if progress.batch != self.batch:
+            self._tell("no plan")
+            self.batch, self.is_told = progress.batch, False
+        if progress.phase == REPORT and progress.best_s:
+            rate = (progress.batch or 0) / progress.best_s
+            self._tell(f"a step in {format_seconds(progress.best_s)}, {rate:.4g} samples a second")
+        self.line(progress)
+
+    def _tell(self, what: str) -> None:
+        if not self.is_told:
+            self.console.print(f"batch {self.batch}: {what}", highlight=False)
+            self.is_told = True
 
 
 class StepsProgress:

@@ -261,7 +261,7 @@ class _Search:
             simulated_s=outcome.simulated_s,
             ranks=ranks,
             runners_up=tuple(contender for contender in seen if replace(contender, name="") != chosen),
-            bound_s=min(self.record.bound_s, outcome.estimated_s),
+            bound_s=min(self.record.bound_s, outcome.estimated_s, outcome.simulated_s),
             budget_bytes=self.options.memory_budget_bytes,
             with_more_memory=more,
             counts=self.record.counts(),

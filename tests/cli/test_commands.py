@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,7 @@ def test_the_batch_is_searched(run: Run) -> None:
     search = (*OWN, "--no-pipeline", "--search-batch")
     code, text, errors = run("plan", *search, "8,32", "--json")
     found = json.loads(text)
-    assert (code, errors) == (0, "")
+    assert code == 0 and [line.partition(":")[0] for line in errors.splitlines()] == ["batch 8", "batch 32"]
     assert found["model"]["batch"] == {"x": "32×32"}, "starting takes longer than computing"
     assert found["samples_per_s"] == pytest.approx(32 / found["plan"]["step_time_s"])
     code, text, _ = run("plan", *search, "8")
@@ -319,3 +320,50 @@ def test_profile(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert code == 0 and json.loads(text)["cluster"] == json.loads(out.read_text())
     assert run("validate", out)[0] == 0
     assert not torch.distributed.is_initialized()
+
+
+def test_reasons_lie_beside_the_plan_and_explain_tells_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, model = tmp_path / "plan.json", ["--model", "tests.cli.tiny:build", *CLUSTER]
+    assert main(["plan", *model, "--roles", "data,zero", "--out", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert f"the reasons to {tmp_path / 'plan.report.json'}" in printed and "samples/s, MFU" in printed
+    plan = Plan.load(path)
+    assert plan.report is not None and str(plan.report) in printed
+    assert main(["explain", *model, "--plan", str(path), "--folder", str(tmp_path / "graphs")]) == 0
+    assert str(plan.report) in capsys.readouterr().out
+    replace(plan, notes=()).save(path)
+    assert Plan.load(path).report is None, "a report of another plan was taken"
+
+
+def test_a_file_that_cannot_be_written_is_told_before_the_search(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["--model", "no_such_module:build", *CLUSTER]
+    for command in (["plan", "--out"], ["explain", "--html"], ["sweep", "--picture"]):
+        assert main([command[0], *model, command[1], "/no/such/folder/file"]) == 3
+        assert "/no/such/folder/file: No such file or directory" in capsys.readouterr().err
+
+
+def test_sweep_prints_and_writes_every_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, picture = tmp_path / "points.json", tmp_path / "sweep.svg"
+    flags = ["--devices", "1,2", "--kinds", "A100-80GB", "--memory-budget", "80GB,1kB", "--inter-node", "100Gb"]
+    model = ["--model", "tests.cli.tiny:build", "--roles", "data,zero", "--out", str(out), "--picture", str(picture)]
+    assert main(["sweep", *model, *flags]) == 0
+    printed = capsys.readouterr().out
+    assert "tests.cli.tiny:build on A100-80GB, 80 GB a device" in printed
+    assert [point["step_s"] is None for point in json.loads(out.read_text())] == [False, True] * 2
+    assert picture.read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--devices", "2"], "--devices and --kinds go together"),
+        ([], "no cluster: give --devices and --kinds, or --cluster"),
+        (["--cluster", "2xA100-80GB", "--price", "2.5"], "is no price: write DEVICE=USD"),
+        (["--cluster", "2xA100-80GB", "--inter-node", "fast"], "is no bandwidth"),
+    ],
+)
+def test_sweeps_that_cannot_be_meant_are_refused(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sweep", "--model", "llama", *flags]) == 2
+    assert said in capsys.readouterr().err

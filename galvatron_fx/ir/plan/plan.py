@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from galvatron_fx.ir.errors import PlanError
-from galvatron_fx.ir.plan import plan_json, plan_table
+from galvatron_fx.ir.plan import plan_json, plan_table, report_json
 from galvatron_fx.ir.plan.arguments import check_arguments, shown
 from galvatron_fx.ir.plan.optimizers import ADAM, check_optimizer
 from galvatron_fx.ir.plan.pipelining import BY_HAND, ONE_STAGE, Pipelining
@@ -65,8 +66,8 @@ class Plan:
     (0 where not priced, None for no budget). ``optimizer`` is the one of OPTIMIZERS whose states and update they count.
     ``pipelining`` has the stages and micro-batches; the axes whose role is ``pipeline``, the same in every block, hold
     the stages. ``mixed_precision`` is the policy that the plan was priced with; ``throughput`` what a step trains, None
-    where not priced. ``report`` says why a search chose the
-    plan; it is no part of the plan itself: plans that were read, written by hand or changed have None.
+    where not priced. ``report`` says why a search chose the plan; it is no part of the plan, and lies in a file of its
+    own: plans that were written by hand or changed have None.
 
     Raises PlanError when the parts do not fit each other or ``plan_schema.json``.
     """
@@ -248,19 +249,36 @@ class Plan:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to ``path``, all at once or not at all; raises OSError."""
+        """Write the plan to ``path``, all at once or not at all, and its report, if it has one, beside it: that of
+        ``plan.json`` is ``plan.report.json``. Raises OSError.
+        """
         check_arguments(path=path)
         plan_json.write(path, self.to_json())
+        if self.report is not None:
+            plan_json.write(report_json.report_path(path), report_json.write_report(self.report, self.digest()))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Read the plan at ``path``; raises PlanError naming the path for a missing or malformed file."""
+        """Read the plan at ``path``, with the report beside it if that is its own (a malformed one is warned of).
+
+        Raises PlanError naming the path for a missing or malformed file.
+        """
         check_arguments(path=path)
         text = plan_json.read(path)
         try:
-            return cls.from_json(text)
+            plan = cls.from_json(text)
         except PlanError as error:
             raise PlanError(f"{os.fspath(path)}: {error}") from error
+        return plan.with_report_beside(path)
+
+    def with_report_beside(self, path: str | os.PathLike[str]) -> Plan:
+        """Return the plan, read from ``path``, with the report that :meth:`save` wrote beside it, if there is one."""
+        try:
+            report = report_json.read_report(path, self.digest())
+        except PlanError as error:
+            warnings.warn(f"{error}; the plan is read without its reasons", stacklevel=3)
+            return self
+        return self if report is None else self.with_report(report)
 
     def with_report(self, report: SearchReport) -> Plan:
         """Return the plan with the report of the search that chose it."""
