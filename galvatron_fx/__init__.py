@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from galvatron_fx.runtime.batch_rows import own_rows
     from galvatron_fx.runtime.module import DistributedGraphModule
     from galvatron_fx.runtime.whole_updates import update_whole
-    from galvatron_fx.sweeping.points import Sweep, SweepPoint
+    from galvatron_fx.sweeping.points import SweepPoint
+    from galvatron_fx.sweeping.result import Sweep
     from galvatron_fx.sweeping.sweep import sweep
     from galvatron_fx.weights import gather, load_weights, save_weights
 
@@ -75,7 +76,7 @@ _HOMES = {
     "Pipelining": "galvatron_fx.ir.plan.pipelining",
     "Plan": "galvatron_fx.ir.plan.plan",
     "Strategy": "galvatron_fx.ir.plan.strategy",
-    "Sweep": "galvatron_fx.sweeping.points",
+    "Sweep": "galvatron_fx.sweeping.result",
     "SweepPoint": "galvatron_fx.sweeping.points",
     "capture": "galvatron_fx.api",
     "check": "galvatron_fx.checking.check",

@@ -22,7 +22,8 @@ from galvatron_fx.ir.plan.strategy import ROLES
 from galvatron_fx.ir.plan.throughput import Throughput
 from galvatron_fx.ir.plan.units import parse_bytes
 from galvatron_fx.search_settings import SearchSettings
-from galvatron_fx.sweeping.points import Sweep, SweepPoint
+from galvatron_fx.sweeping.points import SweepPoint
+from galvatron_fx.sweeping.result import Sweep
 from passes.search.cost_table.cost_table import Pricer
 from passes.search.plan_search import search_plan
 from passes.search.survey import Survey, Surveyed
