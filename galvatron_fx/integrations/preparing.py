@@ -32,13 +32,18 @@ def compiled_for_ranks(
     """Compile ``model`` for batches of which every rank brings its own rows, as loaders of these tools give them.
 
     ``example``: such rows; ``options``: of :func:`galvatron_fx.compile`, ``mesh`` included. Without gradient mode the
-    outputs with a batch are those of the rank's own rows, too.
+    outputs with a batch are those of the rank's own rows, too. Raises InputError for a model that returns no loss.
     """
     given = dict(options)
     if "batch" in given or "example_inputs" in given:
         raise InputError("batch= and example_inputs= are what the loader says: leave them out of galvatron={...}")
     mesh = given.pop("mesh", None) or init_device_mesh(device_type, (dist.get_world_size(),))
     compiled = compile(model, mesh, example, batch="local", **given)
+    if not compiled.has_loss:
+        raise InputError(
+            "the model returns no loss, and one that is computed outside would be that of this rank's rows alone: "
+            "give a module whose forward takes the targets and returns the loss"
+        )
     compiled.register_forward_hook(_own_outputs, with_kwargs=True)
     return compiled
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, Self, SupportsIndex
 
@@ -114,15 +113,19 @@ class LikeOriginal(nn.Module):
                 "load_state_dict(assign=True) would put other tensors in the place of those that the compiled program "
                 "updates: leave assign out, which copies the values"
             )
+        return super().load_state_dict(state_dict, strict=strict)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Called with what belongs to this module and those inside, also where it is one of another's."""
         held = {**dict(self.named_parameters(remove_duplicate=False)), **dict(self.named_buffers())}
         known = self._tree.twin.state_dict().keys() if self._stages is not None else ()
-        state = OrderedDict(
-            (name, _as_held(held.get(name), value))
-            for name, value in state_dict.items()
-            if name in held or name not in known
-        )
-        state._metadata = getattr(state_dict, "_metadata", None)  # type: ignore[attr-defined]
-        return super().load_state_dict(state, strict=strict)
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            own_name = name.removeprefix(prefix)
+            if own_name in held:
+                state_dict[name] = _as_held(held[own_name], state_dict[name])
+            elif own_name in known:
+                del state_dict[name]
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def new_skeleton(self) -> nn.Module:
         """A copy of the original as it is switched now, whose parameters have no memory."""
@@ -135,7 +138,7 @@ class LikeOriginal(nn.Module):
         )
 
 
-def _as_held(tensor: Tensor | None, value: Any) -> Any:
+def _as_held(tensor: Tensor, value: Any) -> Any:
     """A whole ``value`` as the rank holds ``tensor``; unlike shapes are left to torch's own error."""
     is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
     if not is_whole or not isinstance(tensor, DTensor) or value.shape != tensor.shape:

@@ -255,6 +255,11 @@ class DistributedGraphModule(LikeOriginal):
         return self._rows.own
 
     @property
+    def has_loss(self) -> bool:
+        """Whether the model returns a loss: a scalar that needs gradients."""
+        return bool(self._compiled().signature.scalars)
+
+    @property
     def dropout_generator(self) -> torch.Generator:
         """What every step's seed of dropout is drawn from; its state is the same on every rank."""
         return self._generator

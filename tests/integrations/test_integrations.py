@@ -8,17 +8,19 @@ import pytest
 
 from tests.runtime.launch import assert_held, launched
 
-# Those of hugging_face_ranks.py, which takes seconds to import.
-HUGGING_FACE = ("trainer_trains_and_resumes", "trainer_refuses", "accelerate_trains")
+# Those of the script, which takes seconds to import.
+CHECKS = (
+    "trainer_trains_and_resumes", "trainer_refuses", "accelerate_trains", "lightning_fits_and_goes_on",
+    "lightning_refuses",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def hugging_face(tmp_path_factory: pytest.TempPathFactory) -> str:
+def output(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What the one launch printed."""
-    script = Path(__file__).with_name("hugging_face_ranks.py")
-    return launched(script, str(tmp_path_factory.mktemp("hugging_face")), *HUGGING_FACE)
+    return launched(Path(__file__).with_name("ranks.py"), str(tmp_path_factory.mktemp("ranks")), *CHECKS)
 
 
-@pytest.mark.parametrize("check", HUGGING_FACE)
-def test_hugging_face(hugging_face: str, check: str) -> None:
-    assert_held(hugging_face, check)
+@pytest.mark.parametrize("check", CHECKS)
+def test_on_processes(output: str, check: str) -> None:
+    assert_held(output, check)

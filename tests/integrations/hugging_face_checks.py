@@ -1,12 +1,7 @@
-"""Run by test_integrations.py: Trainer and Accelerate on two ranks, beside a loop on one device.
-
-Prints ``ok <check>`` once for each check that holds on every rank, ``FAILED <check>`` and the errors otherwise.
-"""
+"""Trainer and Accelerate on two ranks, beside a loop on one device."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,14 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-import galvatron_fx
 from galvatron_fx import DistributedGraphModule, Pipelining, Plan
 from galvatron_fx.errors import InputError
 from galvatron_fx.integrations.accelerate import Accelerator
 from galvatron_fx.integrations.transformers import Trainer
-from tests.runtime.launch import Check, fork_checks
+from tests.runtime.launch import Check
 
-FOLDER = Path(sys.argv[1] if __name__ == "__main__" else ".")
+FOLDER = Path(".")  # the script that runs the checks says it
 RATE, STEPS, ACCUMULATE, CLIP = 1e-2, 3, 2, 0.5
 STAGES = Plan.uniform((2,), ("pipeline",), pipelining=Pipelining(2, 2, "1f1b"))
 
@@ -166,24 +160,11 @@ def accelerate_trains(mesh: DeviceMesh) -> None:
     for name, value in state.items():
         same(value, plain.state_dict()[name])
     refused(lambda: accelerator.prepare(language_model()), "one model and a loader of its batches, together")
+    accelerator._options = {"plan": Plan.uniform((2,), ("data",))}
+    without_loss = torch.nn.Linear(6, 3).double(), DataLoader(torch.ones(8, 6).double(), batch_size=2)
+    refused(lambda: accelerator.prepare(*without_loss), "whose forward takes the targets and returns the loss")
 
 
 CHECKS: dict[str, Check] = {
     check.__name__: check for check in (trainer_trains_and_resumes, trainer_refuses, accelerate_trains)
 }
-
-
-def prepare() -> None:
-    """What all ranks have then: imports, and what torchrun says."""
-    rows = Rows()[:4]
-    galvatron_fx.capture(language_model(), {**rows, "num_items_in_batch": torch.tensor(3)})
-    os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "true"}
-
-
-def main() -> None:
-    """Run all checks, or those named after the folder."""
-    fork_checks((2,), CHECKS, sys.argv[2:], prepare)
-
-
-if __name__ == "__main__":
-    main()
