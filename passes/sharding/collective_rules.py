@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.metadata import TensorSpec
 from galvatron_fx.ir.graph.op_call import OpCall
-from galvatron_fx.ir.graph.placement import Partial, Placement, Shard
+from galvatron_fx.ir.graph.placement import ROUTED_ENDS, Exchanged, Partial, Placement, Shard
 from passes.sharding.attention_rules import mask_shard
 from passes.sharding.rules import OpRule, register_rule
 
@@ -24,6 +24,10 @@ def _same(call: OpCall, taken: Iterable[int], op: str | None) -> list[OpRule]:
     return [OpRule((placement,), (placement,)) for placement in placements]
 
 
+_COUNTS = (OpRule((ROUTED_ENDS,), (ROUTED_ENDS,)),)
+"""Of how many rows experts have: each rank of the later axis has counted its own."""
+
+
 def _linear(op: str) -> str | None:
     """Sums and averages commute with each other; maxima only with maxima."""
     return "sum" if op in ("sum", "avg") else op
@@ -36,7 +40,7 @@ def _all_reduce(call: OpCall, degree: int) -> list[OpRule]:
 
 @register_rule(c.all_gather)
 def _all_gather(call: OpCall, degree: int) -> list[OpRule]:
-    return _same(call, (call.args[1],), "sum")
+    return [*_same(call, (call.args[1],), "sum"), *_COUNTS]
 
 
 @register_rule(c.reduce_scatter)
@@ -46,12 +50,14 @@ def _reduce_scatter(call: OpCall, degree: int) -> list[OpRule]:
 
 @register_rule(c.all_to_all)
 def _all_to_all(call: OpCall, degree: int) -> list[OpRule]:
-    return _same(call, (call.args[1], call.args[3]), "sum")
+    """Rows of experts, too: all ranks of the later axis hand theirs on alike."""
+    rows = Exchanged(call.args[3])
+    return [*_same(call, (call.args[1], call.args[3]), "sum"), OpRule((rows,), (rows,))]
 
 
 @register_rule(c.shard)
 def _shard(call: OpCall, degree: int) -> list[OpRule]:
-    return _same(call, (call.args[1],), "sum")
+    return [*_same(call, (call.args[1],), "sum"), *_COUNTS]
 
 
 @register_rule(c.gather_mirrored, c.shard_mirrored, c.mirror, c.unmirror)

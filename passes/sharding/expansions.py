@@ -20,6 +20,13 @@ from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
 from galvatron_fx.ir.graph.placement import Shard
 from galvatron_fx.ir.kernels.experts import in_round, pack, place_by_rank, received_order, unpack, unsort
 from passes.sharding.emitter import Builder, Emitter, Outputs
+from passes.sharding.exchange_expansions import (
+    among_more_orders,
+    among_more_packed,
+    among_more_places,
+    among_more_rounds,
+    among_more_unpacked,
+)
 from passes.sharding.ring_expansions import ring_attention, ring_attention_backward
 
 aten = torch.ops.aten
@@ -299,6 +306,11 @@ EXPANSIONS: dict[str, Builder] = {
         exchanging_route,
         exchanging_dispatch,
         exchanging_combine,
+        among_more_places,
+        among_more_rounds,
+        among_more_orders,
+        among_more_packed,
+        among_more_unpacked,
         ring_attention,
         ring_attention_backward,
     )

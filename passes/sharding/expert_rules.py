@@ -24,7 +24,7 @@ from galvatron_fx.ir.kernels.experts import (
     unpack,
     unsort,
 )
-from passes.sharding.rules import OpRule, register_rule
+from passes.sharding.rules import OpRule, register_rule, torch_rules
 
 __all__: list[str] = []
 
@@ -41,7 +41,7 @@ _SENT = {route: 3, dispatch: 3, combine: 0}  # of inputs and outputs; the ends o
 
 def sent_position(call: OpCall, rule: OpRule) -> int | None:
     """Which of its inputs and outputs ranks that run ``call`` by ``rule`` exchange; None where nothing is."""
-    return _SENT[call.target] if rule.exchanges and rule.expansion else None
+    return _SENT.get(call.target) if rule.exchanges and rule.expansion else None
 
 
 @register_rule(route)
@@ -93,16 +93,55 @@ def _collect(call: OpCall, degree: int) -> list[OpRule]:
     ]
 
 
-@register_rule(place_by_rank, in_round, received_order)
-def _places(call: OpCall, degree: int) -> list[OpRule]:
-    """Where rows go, on an axis that exchanges nothing: the same for all of its ranks."""
-    return []
+# ---- an exchange that was lowered before, among the ranks of one more axis (passes.sharding.exchange_expansions) -----
 
 
-@register_rule(pack, unpack, unsort)
-def _exchange(call: OpCall, degree: int) -> list[OpRule]:
-    """x [rows, ...] and the places of rows -> [other rows, ...], on an axis that exchanges nothing: likewise."""
-    return _along_features(call)
+@register_rule(place_by_rank)
+def _place_by_rank(call: OpCall, degree: int) -> list[OpRule]:
+    """experts [rows] -> place [rows], counts [experts]."""
+    return [OpRule((_ROWS, ROUTED_ENDS), (_TOKENS,), "among_more_places")] if _has_more(call, degree) else []
+
+
+def _has_more(call: OpCall, degree: int) -> bool:
+    """Whether the experts of a rank can be split once more."""
+    return bool(call.args[1] % (call.args[2] * degree) == 0)
+
+
+@register_rule(in_round)
+def _in_round(call: OpCall, degree: int) -> list[OpRule]:
+    """place [rows], counts [ranks * experts] -> [rows]."""
+    return [OpRule((_ROWS,), (_ROWS, ROUTED_ENDS), "among_more_rounds")]
+
+
+@register_rule(received_order)
+def _received_order(call: OpCall, degree: int) -> list[OpRule]:
+    """counts [ranks, experts] -> order [rows], ends [experts]."""
+    return [OpRule((_EXCHANGED, _OWN_ENDS), (ROUTED_ENDS,), "among_more_orders")]
+
+
+@register_rule(pack)
+def _pack(call: OpCall, degree: int) -> list[OpRule]:
+    """x [tokens, ...], place [rows] -> [rows, ...]."""
+    return [OpRule((_EXCHANGED,), (_TOKENS, _ROWS), "among_more_packed"), *_along_features(call)]
+
+
+@register_rule(unpack)
+def _unpack(call: OpCall, degree: int) -> list[OpRule]:
+    """rows [rows, ...], place [rows] -> [tokens, ...]."""
+    return [OpRule((_TOKENS,), (_EXCHANGED, _ROWS), "among_more_unpacked"), *_along_features(call)]
+
+
+@register_rule(unsort)
+def _unsort(call: OpCall, degree: int) -> list[OpRule]:
+    """rows [rows, ...], order [rows] -> [rows, ...]."""
+    return [OpRule((_EXCHANGED,), (_EXCHANGED, _EXCHANGED)), *_along_features(call)]
+
+
+@register_rule(torch.ops.aten.index_select.default)
+def _index_select(call: OpCall, degree: int) -> list[OpRule]:
+    """As torch has it, and rows that are put in order."""
+    rules = torch_rules(call, degree)
+    return [*rules, OpRule((_EXCHANGED,), (_EXCHANGED, _EXCHANGED))] if call.args[1] == 0 else rules
 
 
 def _along_features(call: OpCall) -> list[OpRule]:

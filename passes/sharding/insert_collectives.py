@@ -81,16 +81,18 @@ class InsertCollectives:
 
     Rewrite: ``y = mm(x, w)`` with ``x: S(1)``, ``w: S(0)`` and a consumer that takes ``y`` replicated ->
     ``y = mm(x_local, w_local); y_1 = all_reduce(y, "sum", axis)``.
-    ``capacities``: of each block's exchange of rows (:class:`galvatron_fx.ir.plan.strategy.Strategy`).
+    ``capacities``: of each block's exchange of rows (:class:`galvatron_fx.ir.plan.strategy.Strategy`); ``parts``: ranks
+    of the axes behind this one that take part in it.
     Raises ShardingError for a change of placement that has no meaning (Shard to Partial).
     """
 
     sharding: AxisSharding
     capacities: Sequence[float] = ()
+    parts: Sequence[int] = ()
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Return a new graph whose shapes are local to the axis; ``graph`` is left as it is."""
-        lowered = _Lowering(self.sharding, self.capacities, fx.Graph())
+        lowered = _Lowering(self.sharding, self.capacities, self.parts, fx.Graph())
         for node in graph.graph.nodes:
             lowered.add(node)
         result = graph_module(graph, lowered.graph)
@@ -102,9 +104,12 @@ class InsertCollectives:
 class _Lowering:
     """State of one run: the new graph, the new node of every old one, and the redistributions made so far."""
 
-    def __init__(self, sharding: AxisSharding, capacities: Sequence[float], graph: fx.Graph) -> None:
+    def __init__(
+        self, sharding: AxisSharding, capacities: Sequence[float], parts: Sequence[int], graph: fx.Graph
+    ) -> None:
         self.sharding = sharding
         self.capacities = capacities
+        self.parts = parts
         self.graph = graph
         self._new: dict[fx.Node, fx.Node] = {}
         self._changes: dict[tuple[fx.Node, Placement], fx.Node] = {}
@@ -169,7 +174,10 @@ class _Lowering:
         ]
         degree = self.sharding.degree
         capacity = self.capacities[max(record.block, 0)] if rule.exchanges else 1.0
-        outputs = tuple(_localized(s, p, degree, capacity) for s, p in zip(record.specs, rule.outputs, strict=True))
+        parts = self.parts[max(record.block, 0)] if rule.exchanges else 1
+        outputs = tuple(
+            _localized(s, p, degree, capacity, parts) for s, p in zip(record.specs, rule.outputs, strict=True)
+        )
         placements = _placed(node, rule.outputs)
         if rule.expansion:
             like = record.having(placements=(), step=None)
@@ -184,7 +192,7 @@ class _Lowering:
         new = write_call(self.graph, lowered_target(node.target), args, kwargs, node.name)
         self._copy_facts(node, new, outputs, placements)
         if rule.exchanges and is_matmul(node.target):  # type: ignore[arg-type]
-            set_meta(new, meta_of(new).having(filled=record.filled * _due_share(node, rule, degree, capacity)))
+            set_meta(new, meta_of(new).having(filled=record.filled * _due_share(node, rule, degree, capacity, parts)))
         self._new[node] = new
 
     def _add_output(self, node: fx.Node) -> None:
@@ -262,27 +270,29 @@ def _placed(node: fx.Node, axis_placements: tuple[Placement, ...]) -> Placements
     return tuple((*placed, here) for placed, here in zip(earlier, axis_placements, strict=True))
 
 
-def _due_share(node: fx.Node, rule: OpRule, degree: int, capacity: float) -> float:
+def _due_share(node: fx.Node, rule: OpRule, degree: int, capacity: float, parts: int) -> float:
     """Of the rows that there is room for, how many the busiest rank has, if it has ``capacity`` times the mean."""
     placed = zip(input_nodes(node), rule.inputs, strict=True)
     rows = next(meta_of(source).spec.shape[p.dim] for source, p in placed if isinstance(p, Exchanged))
     due = max(1.0, capacity) * rows / degree
-    return min(1.0, due / (degree * exchange_slots(rows, degree, capacity)))
+    return min(1.0, due / (degree * exchange_slots(rows, degree, capacity, parts)))
 
 
-def _localized(spec: TensorSpec | None, placement: Placement, degree: int, capacity: float = 1.0) -> TensorSpec | None:
+def _localized(
+    spec: TensorSpec | None, placement: Placement, degree: int, capacity: float = 1.0, parts: int = 1
+) -> TensorSpec | None:
     if spec is not None and isinstance(placement, Exchanged):
-        return _exchanged(spec, placement.dim, degree, capacity)
+        return _exchanged(spec, placement.dim, degree, capacity, parts)
     if spec is None or not isinstance(placement, Shard):
         return spec
     shape = local_shape(placement, spec.shape, degree)
     return TensorSpec(shape, spec.dtype, _scaled(spec, placement, 1, degree), _runs(spec, placement, 1, degree))
 
 
-def _exchanged(spec: TensorSpec, dim: int, degree: int, capacity: float) -> TensorSpec:
+def _exchanged(spec: TensorSpec, dim: int, degree: int, capacity: float, parts: int) -> TensorSpec:
     """Rows along ``dim`` as far as a rank has room for them."""
     rows = spec.shape[dim]
-    room = degree * exchange_slots(rows, degree, capacity)
+    room = degree * exchange_slots(rows, degree, capacity, parts)
     shape = (*spec.shape[:dim], room, *spec.shape[dim + 1 :])
     dims = _scaled(spec, Shard(dim), room, rows)
     return TensorSpec(shape, spec.dtype, dims, spec.batch_split_factors)

@@ -10,6 +10,7 @@ from galvatron_fx.ir.graph.op_call import OpCall
 from galvatron_fx.ir.graph.placement import (
     PARTIAL,
     REPLICATE,
+    ROUTED_ENDS,
     Exchanged,
     Partial,
     Placement,
@@ -48,7 +49,7 @@ FILLS = (
 def view_rules(call: OpCall, candidates: list[Placement], degree: int) -> list[OpRule]:
     """Rules of a reshape for the shards its input may come in and those its plain output shards need."""
     source, target = call.inputs[0].shape, call.output.shape
-    rules = [OpRule((PARTIAL,), (PARTIAL,))]
+    rules = [OpRule((placed,), (placed,)) for placed in (PARTIAL, *{ROUTED_ENDS}.intersection(candidates))]
     shards = [p for p in candidates if isinstance(p, Shard)]
     for shard in shards:
         after = through_view(shard, source, target, degree)

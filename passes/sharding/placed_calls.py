@@ -10,6 +10,7 @@ from torch import fx
 from galvatron_fx.ir.graph.metadata import TensorSpec
 from galvatron_fx.ir.graph.op_call import OpCall
 from galvatron_fx.ir.graph.placement import (
+    ROUTED_ENDS,
     Exchanged,
     Inside,
     Placement,
@@ -119,7 +120,7 @@ def _views(have: Placement, want: Placement, call: OpCall, degree: int) -> bool:
     if isinstance(have, Exchanged):
         return kept_by_view(have, call.inputs[0].shape, call.output.shape) == want
     if not isinstance(have, Shard) or not isinstance(want, Shard):
-        return False
+        return have == want == ROUTED_ENDS
     source, target = call.inputs[0].shape, call.output.shape
     forth = through_view(have, source, target, degree) == want
     return forth or through_view(want, target, source, degree) == have

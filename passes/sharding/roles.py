@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from galvatron_fx.ir.graph.metadata import TensorSpec
 from galvatron_fx.ir.graph.placement import REPLICATE, Placement, Shard, fits
 from galvatron_fx.ir.graph.symbols import BATCH, SEQUENCE
-from galvatron_fx.ir.kernels.experts import route
+from galvatron_fx.ir.kernels.experts import place_by_rank, route
 from galvatron_fx.ir.plan.strategy import BATCH_ROLES, CONTEXT, EXPERT
 from passes.sharding.rules import OpRule
 
@@ -61,7 +61,7 @@ class RoleRules:
 
     def avoids(self, target: object, rule: OpRule) -> bool:
         """Whether a rule leaves undone what the role is there to do, as no others do it: experts that stay whole."""
-        return self.role == EXPERT and target is route and not rule.exchanges
+        return self.role == EXPERT and target in (route, place_by_rank) and not rule.exchanges
 
     def must_split(self, spec: TensorSpec) -> bool:
         """Whether a value holds what the axis is there to split: the batch, or the sequence."""

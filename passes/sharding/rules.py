@@ -71,11 +71,15 @@ class OpRule:
     @property
     def exchanges(self) -> bool:
         """Whether it takes or leaves rows that ranks have exchanged with each other."""
-        return any(isinstance(p, Exchanged) for p in (*self.inputs, *self.outputs))
+        among_more = self.expansion.startswith(AMONG_MORE)
+        return among_more or any(isinstance(p, Exchanged) for p in (*self.inputs, *self.outputs))
 
 
 ROW_EXPANSIONS = ("row_nll_loss", "gathered_nll_loss")
 """Expansions that may be given any rows."""
+
+AMONG_MORE = "among_more"
+"""With what the names of expansions begin that let the ranks of one more axis take part in an exchange of rows."""
 
 RuleMaker = Callable[[OpCall, int], list[OpRule]]
 _OWN: dict[Any, RuleMaker] = {}

@@ -69,7 +69,6 @@ class ShardGraph:
         batches = [symbols.batch if symbols else 1] * len(self.strategies)
         graph = _reshaping(graph)
         columns = merge_axes(self.strategies, self.axes)
-        capacities = [strategy.capacity for strategy in self.strategies]
         inputs: list[list[Placement]] = [[REPLICATE] * len(columns) for _ in ports(graph)]
         outputs: list[list[Placement | None]] = [[None] * len(columns) for _ in signature(graph).outputs]
         for index, column in enumerate(columns):
@@ -82,7 +81,8 @@ class ShardGraph:
                 placed[index] = sharding.inputs[node]
             for taken, out in zip(outputs, sharding.outputs, strict=True):
                 taken[index] = out
-            graph = apply(InsertCollectives(sharding, capacities), graph)
+            capacities, parts = self._exchanges(columns, index)
+            graph = apply(InsertCollectives(sharding, capacities, parts), graph)
             batches = [_left(batch, role) for batch, role in zip(batches, roles, strict=True)]
         keep = [strategy.keep_gathered for strategy in self.strategies]
         steps = ShardParameters(columns, inputs, outputs, self.fixed, keep), RestoreGradients(), DenseArguments()
@@ -90,6 +90,19 @@ class ShardGraph:
             graph = SHARDING.under(self.control)(step, graph)
         set_layout(graph, Layout(columns, tuple(map(tuple, inputs)), tuple(map(tuple, outputs))))
         return graph
+
+    def _exchanges(self, columns: Sequence[MergedAxis], index: int) -> tuple[list[float], list[int]]:
+        """For each block's exchange of rows on a column: its capacity, where no column before it has one, and the ranks
+        of the columns behind it that take part.
+        """
+
+        def ranks(block: int, some: Sequence[MergedAxis]) -> int:
+            return prod(column.degree for column in some if column.roles[block] == EXPERT)
+
+        before = [ranks(block, columns[:index]) for block in range(len(self.strategies))]
+        behind = [ranks(block, columns[index + 1 :]) for block in range(len(self.strategies))]
+        capacities = [s.capacity if n == 1 else 1.0 for s, n in zip(self.strategies, before, strict=True)]
+        return capacities, behind
 
 
 def _reshaping(graph: fx.GraphModule) -> fx.GraphModule:

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from cost_models.node_cost import node_cost
 from cost_models.ops import is_matmul
-from galvatron_fx.ir.graph.metadata import has_meta, meta_of
+from galvatron_fx.ir.graph.metadata import has_meta, meta_of, ports
 from galvatron_fx.ir.kernels.experts import route
 from galvatron_fx.ir.plan.schedule import make_schedule
 from galvatron_fx.ir.plan.strategy import Strategy
@@ -85,6 +85,28 @@ def test_folded_plans_are_exact(family: str, attention: Strategy, experts: Strat
     """Attention and experts of one layer give the same axes unlike roles; one of both is computed again."""
     model, inputs, graph, expected = case(family)
     assert_exact(simulate(graph, model, inputs, (2, 2), folded(graph, attention, experts), {}), expected)
+
+
+MORE_AXES = [
+    ("mixtral", Strategy(("data", "tensor_sequence")), Strategy(("expert", "expert"), capacity=0.25)),
+    (
+        "deepseek",
+        Strategy(("data", "tensor_sequence", "tensor")),
+        Strategy(("expert", "expert", "tensor"), recompute=True),
+    ),
+]
+
+
+@pytest.mark.parametrize("family, attention, experts", MORE_AXES, ids=["in rounds", "beside tensor"])
+def test_axes_of_experts_that_attention_tells_apart(family: str, attention: Strategy, experts: Strategy) -> None:
+    """All of them split the experts: rows are exchanged along one after the other."""
+    model, inputs, graph, expected = case(family)
+    strategies, sizes = folded(graph, attention, experts), (2,) * len(attention.roles)
+    lowered = Lower(strategies, cluster_for(sizes, strategies), {}).run(graph).joint
+    (port, node), *_ = [(p, n) for p, n in ports(lowered) if p.name.endswith("experts.gate_up_proj")]
+    whole = model.get_parameter(port.name)
+    assert meta_of(node).spec.shape[0] * 4 == len(whole)
+    assert_exact(simulate(graph, model, inputs, sizes, strategies, {}), expected)
 
 
 def test_stages_are_cut_between_attention_and_experts() -> None:

@@ -140,13 +140,15 @@ def between(have: Placement, want: Placement) -> Placement | None:
     return REPLICATE if same_dim else None
 
 
-def exchange_slots(rows: int, degree: int, capacity: float) -> int:
+def exchange_slots(rows: int, degree: int, capacity: float, parts: int = 1) -> int:
     """Return for how many rows each pair of ranks has room, of the ``rows`` that all ``degree`` ranks send.
 
-    ``capacity`` times what a pair sends in the mean, at least one, and at most all that a rank sends.
+    ``capacity`` times what a pair sends in the mean, at least one, and at most all that a rank sends; a multiple of
+    ``parts ** 2`` where axes of so many ranks split what each of the two sends and has experts for.
     """
     of_rank = rows // degree
-    return min(of_rank, max(1, ceil(capacity * of_rank / degree)))
+    slots = min(of_rank, max(1, ceil(capacity * of_rank / degree)))
+    return -(-slots // parts**2) * parts**2
 
 
 def fits(placement: Placement, shape: Sequence[int], degree: int) -> bool:
@@ -190,6 +192,8 @@ def kept_by_view(placement: Exchanged, source: tuple[int, ...], target: tuple[in
         if placement.dim in source_dims:
             kept = [dim for dim in target_dims if target[dim] == source[placement.dim]]
             alone = prod(source[dim] for dim in source_dims) == source[placement.dim]
+            if len(target_dims) == 1 and placement.dim == source_dims[-1]:
+                return Exchanged(target_dims[0])  # rows by the rank that they came from
             return Exchanged(kept[0]) if alone and kept else None
     return None
 
