@@ -355,6 +355,16 @@ def expert_loads(mesh: DeviceMesh) -> None:
         raise AssertionError("loads before the first step")
 
 
+def context(mesh: DeviceMesh) -> None:
+    """A ring of four ranks; and rings of two beside blocks that split the sequence in order, or the batch."""
+    model, inputs = zoo.llama(layers=2)
+    train(compiled_by(model, mesh, inputs, ("context", "context")), copy.deepcopy(model), inputs, steps=2)
+    graph = galvatron_fx.capture(model, inputs)
+    roles = ("context", "sequence", "context", "data")
+    plan = Plan.from_roles(MESH, [Strategy(("data", roles[i % 4])) for i in range(num_blocks(graph))])
+    train(galvatron_fx.compile(copy.deepcopy(model), mesh, inputs, plan=plan), copy.deepcopy(model), inputs, steps=1)
+
+
 def _saved_and_loaded(
     mesh: DeviceMesh, build: Callable[[], nn.Module], roles: tuple[str, ...], other_roles: tuple[str, ...]
 ) -> None:
@@ -456,9 +466,8 @@ def rank_0_searches_for_all(mesh: DeviceMesh) -> None:
 CHECKS: tuple[Check, ...] = (
     uniform_plans, gathers_ahead, compiled_kernels, stages, stages_evaluate_and_train, later_batches_fail_together,
     loss_backward, unlike_neighbours, searched_plan, flat_mesh, gradients_accumulate, evaluation,
-    buffers_update, other_batch_shapes, state_dicts, checkpoint_to_another_plan, experts, further_rounds, meta_device,
-    expert_loads,
-    lazy, plan_mismatch, rank_0_searches_for_all,
+    buffers_update, other_batch_shapes, state_dicts, checkpoint_to_another_plan, experts, context, further_rounds,
+    meta_device, expert_loads, lazy, plan_mismatch, rank_0_searches_for_all,
 )  # fmt: skip
 
 
