@@ -282,13 +282,14 @@ _LEFT_MATRIX = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "linear": 0, "matmu
 _LEFT_MATRIX |= {"_scaled_mm": 0, "_int_mm": 0}
 _BATCHED = {"bmm", "baddbmm"}
 _GROUPED = {"_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_backward"}
-_RING_STEPS = {"ring_attention", "ring_attention_backward"}  # a causal one is half of the products of its chunks
+# Causal ones are half of the products of their chunks, at every step.
+_RINGS = {"ring_attention", "ring_attention_backward", "ring_step", "ring_step_backward"}
 _CONVOLUTIONS = {"convolution", "_convolution", "convolution_overrideable", "convolution_backward"}
 
 
 def _is_attention(name: str) -> bool:
     """Tell whether ``name`` is one of torch's attention kernels, for any device, forward or backward."""
-    return name in _RING_STEPS or (name.startswith("_scaled_dot_product_") and "attention" in name)
+    return name in _RINGS or (name.startswith("_scaled_dot_product_") and "attention" in name)
 
 
 def _matmul_flops(

@@ -13,7 +13,7 @@ from galvatron_fx.ir.graph.further_rounds import FurtherRounds
 from galvatron_fx.ir.graph.metadata import meta_of
 from passes.analysis.strided_values import StridedTensor, evaluate
 
-_DENSE = {*c.COLLECTIVES, *c.RING_STEPS, c.shard, c.shard_mirrored}
+_DENSE = {*c.COLLECTIVES, *c.RINGS, *c.RING_STEPS, c.shard, c.shard_mirrored}
 _AS_THEY_LIE = {finished, c.local_index, c.only_first}
 
 

@@ -65,19 +65,14 @@ def _mirrored(call: OpCall, degree: int) -> list[OpRule]:
     return _same(call, (call.args[1],), "sum")
 
 
-@register_rule(c.rotate)
-def _rotate(call: OpCall, degree: int) -> list[OpRule]:
-    return _same(call, (), "sum")
-
-
 @register_rule(c.ring_attention)
 def _ring_attention(call: OpCall, degree: int) -> list[OpRule]:
-    return _by_batch_and_heads(call, call.args[5])
+    return _by_batch_and_heads(call, call.args[3])
 
 
 @register_rule(c.ring_attention_backward)
 def _ring_attention_backward(call: OpCall, degree: int) -> list[OpRule]:
-    return _by_batch_and_heads(call, call.args[7])
+    return _by_batch_and_heads(call, call.args[6])
 
 
 def _by_batch_and_heads(call: OpCall, mask: TensorSpec | None) -> list[OpRule]:

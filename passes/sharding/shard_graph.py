@@ -20,6 +20,7 @@ from galvatron_fx.ir.plan.strategy import BATCH_ROLES, EXPERT, LOWERING_ORDER, P
 from passes.sharding.assign_shardings import AssignShardings
 from passes.sharding.dense_arguments import DenseArguments
 from passes.sharding.exchange_in_rounds import ExchangeInRounds
+from passes.sharding.expand_rings import ExpandRings
 from passes.sharding.insert_collectives import InsertCollectives
 from passes.sharding.local_args import lowered_target
 from passes.sharding.prices import Prices
@@ -38,6 +39,7 @@ SHARDING = PassPipeline(
         DenseArguments: "sharding",
         UnaliasGradients: "sharding",
         ExchangeInRounds: "sharding",
+        ExpandRings: "sharding",
     },
 )
 
@@ -86,7 +88,8 @@ class ShardGraph:
             batches = [_left(batch, role) for batch, role in zip(batches, roles, strict=True)]
         keep = [strategy.keep_gathered for strategy in self.strategies]
         steps = ShardParameters(columns, inputs, outputs, self.fixed, keep), RestoreGradients(), DenseArguments()
-        for step in (*steps, UnaliasGradients(), ExchangeInRounds()):
+        last = UnaliasGradients(), ExchangeInRounds(), ExpandRings([column.degree for column in columns])
+        for step in (*steps, *last):
             graph = SHARDING.under(self.control)(step, graph)
         set_layout(graph, Layout(columns, tuple(map(tuple, inputs)), tuple(map(tuple, outputs))))
         return graph

@@ -87,6 +87,38 @@ def ring_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    axis: int,
+) -> tuple[Tensor, Tensor]:
+    """Attend to the keys and values of all ranks, each of which holds chunks of the sequence: output and sums of rows.
+
+    ``mask``: of this rank's queries and all keys in order. It becomes steps when all axes are lowered.
+    """
+    raise _unbound("ring_attention")
+
+
+def ring_attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    axis: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of this rank's queries, keys and values."""
+    raise _unbound("ring_attention_backward")
+
+
+def ring_step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     out: Tensor | None,
     sums: Tensor | None,
     mask: Tensor | None,
@@ -97,12 +129,12 @@ def ring_attention(
     axis: int,
 ) -> tuple[Tensor, Tensor]:
     """Attend to the keys and values that have come ``step`` ranks around the axis, on top of what was attended to
-    before: one step of :func:`galvatron_fx.ir.kernels.ring_attention.ring_attention`.
+    before.
     """
-    raise _unbound("ring_attention")
+    raise _unbound("ring_step")
 
 
-def ring_attention_backward(
+def ring_step_backward(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -117,7 +149,7 @@ def ring_attention_backward(
     axis: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of the query, on top of that of the steps before, and of the keys and values of this step."""
-    raise _unbound("ring_attention_backward")
+    raise _unbound("ring_step_backward")
 
 
 COLLECTIVES: tuple[Callable[..., Any], ...] = (
@@ -134,7 +166,10 @@ KINDS: dict[Any, str] = {gather_mirrored: "all_gather", mirror: "all_to_all", un
 """As what collectives are reported and priced, where not by their own name."""
 
 RANK_LOCAL: tuple[Callable[..., Any], ...] = (shard, shard_mirrored, local_index, only_first)
-RING_STEPS: tuple[Callable[..., Any], ...] = (ring_attention, ring_attention_backward)
+RINGS: tuple[Callable[..., Any], ...] = (ring_attention, ring_attention_backward)
+"""All steps of a ring as one call, while axes are lowered."""
+
+RING_STEPS: tuple[Callable[..., Any], ...] = (ring_step, ring_step_backward)
 """They compute, each rank something else."""
 
 

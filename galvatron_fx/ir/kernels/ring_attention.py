@@ -22,39 +22,39 @@ from torch import Tensor
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.kernels.attention import attention, attention_backward
 
-__all__ = ["RING_KERNELS", "ring_attention", "ring_attention_backward"]
+__all__ = ["RING_KERNELS", "ring_step", "ring_step_backward"]
 
 aten = torch.ops.aten
 
 _library = torch.library.Library("galvatron_fx", "FRAGMENT")
 _library.define(
-    "ring_attention(Tensor query, Tensor key, Tensor value, Tensor? out, Tensor? sums, Tensor? mask, int step, "
+    "ring_step(Tensor query, Tensor key, Tensor value, Tensor? out, Tensor? sums, Tensor? mask, int step, "
     "bool is_last, bool is_causal, float? scale, int rank, int ranks) -> (Tensor, Tensor)"
 )
 _library.define(
-    "ring_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor sums, "
+    "ring_step_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor sums, "
     "Tensor? to_query, Tensor? mask, int step, bool is_causal, float? scale, int rank, int ranks) "
     "-> (Tensor, Tensor, Tensor)"
 )
 
-ring_attention: Any = torch.ops.galvatron_fx.ring_attention.default
-"""``ring_attention(query, key, value, out, sums, mask, step, is_last, is_causal, scale, rank, ranks)``: output and sums
+ring_step: Any = torch.ops.galvatron_fx.ring_step.default
+"""``ring_step(query, key, value, out, sums, mask, step, is_last, is_causal, scale, rank, ranks)``: output and sums
 [batch, heads, sequence / ranks, ..] of all steps up to this one; ``out`` and ``sums``: of those before, None at the
 first; ``mask``: of this rank's queries and all keys in order."""
 
-ring_attention_backward: Any = torch.ops.galvatron_fx.ring_attention_backward.default
-"""``ring_attention_backward(grad, query, key, value, out, sums, to_query, mask, step, is_causal, scale, rank, ranks)``:
+ring_step_backward: Any = torch.ops.galvatron_fx.ring_step_backward.default
+"""``ring_step_backward(grad, query, key, value, out, sums, to_query, mask, step, is_causal, scale, rank, ranks)``:
 the gradient of the query of all steps up to this one, and those of the keys and values of this one."""
 
 RING_KERNELS: dict[Any, Any] = {
-    c.ring_attention: ring_attention,
-    c.ring_attention_backward: ring_attention_backward,
+    c.ring_step: ring_step,
+    c.ring_step_backward: ring_step_backward,
 }
 """What a step that stands in a lowered graph is on one rank: rank and number of ranks in the place of the axis."""
 
 
-@torch.library.impl(_library, "ring_attention", "CompositeExplicitAutograd")
-def _ring_attention(
+@torch.library.impl(_library, "ring_step", "CompositeExplicitAutograd")
+def _ring_step(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -83,8 +83,8 @@ def _ring_attention(
     return out, sums
 
 
-@torch.library.impl(_library, "ring_attention_backward", "CompositeExplicitAutograd")
-def _ring_attention_backward(
+@torch.library.impl(_library, "ring_step_backward", "CompositeExplicitAutograd")
+def _ring_step_backward(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -176,8 +176,8 @@ def _wide(query: Tensor) -> torch.dtype:
     return torch.promote_types(query.dtype, torch.float32)
 
 
-@torch.library.register_fake("galvatron_fx::ring_attention")
-def _fake_ring_attention(
+@torch.library.register_fake("galvatron_fx::ring_step")
+def _fake_ring_step(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -193,8 +193,8 @@ def _fake_ring_attention(
     return query.new_empty(shape, dtype=dtype), query.new_empty(shape[:3], dtype=_wide(query))
 
 
-@torch.library.register_fake("galvatron_fx::ring_attention_backward")
-def _fake_ring_attention_backward(
+@torch.library.register_fake("galvatron_fx::ring_step_backward")
+def _fake_ring_step_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = _wide(query)

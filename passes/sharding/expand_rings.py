@@ -1,0 +1,147 @@
+"""Write out the steps of ring attention, when all axes are lowered."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from galvatron_fx.ir.graph import collectives as c
+from galvatron_fx.ir.graph.local_program import placements_of, record_program
+from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
+from galvatron_fx.ir.graph.op_call import is_getitem
+from galvatron_fx.ir.graph.rewrite import copied
+from passes.sharding.emitter import Emitter
+from passes.sharding.rules import OpRule
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class ExpandRings:
+    """Write a step for each rank of a ring, with what travels between steps; ``degrees``: ranks of each mesh column.
+
+    Rewrite: ``out, sums = ring_attention(q, k, v, ...)`` on two ranks -> ``k2, v2 = rotate(k, 0), rotate(v, 0);
+    out, sums = ring_step(q, k, v, None, None, ...); out, sums = ring_step(q, k2, v2, out, sums, ...)``
+    What is needed next is sent before the products of a step, so that it travels beside them.
+    """
+
+    degrees: Sequence[int]
+
+    def run(self, graph: fx.GraphModule) -> fx.GraphModule:
+        """Return a graph without rings as calls; ``graph`` stays as it is."""
+        rings = [node for target in c.RINGS for node in graph.graph.find_nodes(op="call_function", target=target)]
+        if not rings:
+            return graph
+        result = copied(graph)
+        for target, write in _STEPS.items():
+            for node in result.graph.find_nodes(op="call_function", target=target):
+                self._expand(result.graph, node, write)
+        result.graph.lint()
+        result.recompile()
+        return result
+
+    def _expand(self, graph: fx.Graph, node: fx.Node, write: Callable[..., list[fx.Node]]) -> None:
+        axis = int(node.args[-1])  # type: ignore[arg-type]
+        emitter = Emitter(graph, meta_of(node).having(placements=(), step=None), axis, self.degrees[axis], _NO_RULE)
+        with graph.inserting_before(node):
+            values = write(emitter, meta_of(node).specs, *node.args[:-1])
+        results = {}
+        for picked in [user for user in node.users if is_getitem(user)]:
+            value = values[int(picked.args[1])]  # type: ignore[arg-type]
+            results[value] = placements_of(picked)
+            picked.replace_all_uses_with(value)
+            graph.erase_node(picked)
+        graph.erase_node(node)
+        record_program(c.ring_step.__name__, emitter.written, results, len(self.degrees))
+
+
+_NO_RULE = OpRule((), ())
+
+
+def _forward(
+    e: Emitter,
+    specs: tuple[TensorSpec, TensorSpec],
+    query: fx.Node,
+    key: fx.Node,
+    value: fx.Node,
+    mask: fx.Node | None,
+    is_causal: bool,
+    scale: float | None,
+) -> list[fx.Node]:
+    out: fx.Node | None = None
+    sums: fx.Node | None = None
+    for step in range(e.degree):
+        is_last = step == e.degree - 1
+        following = [] if is_last else [_rotated(e, x) for x in (key, value)]
+        made = (specs[0] if step == 0 or is_last else _wide(specs[0])), specs[1]
+        args = (query, key, value, out, sums, mask, step, is_last, is_causal, scale, e.axis)
+        out, sums = _outputs(e, c.ring_step, args, made)
+        key, value = following or (key, value)
+    assert out is not None and sums is not None
+    return [out, sums]
+
+
+def _backward(
+    e: Emitter,
+    specs: tuple[TensorSpec, TensorSpec, TensorSpec],
+    grad: fx.Node,
+    query: fx.Node,
+    key: fx.Node,
+    value: fx.Node,
+    out: fx.Node,
+    sums: fx.Node,
+    mask: fx.Node | None,
+    is_causal: bool,
+    scale: float | None,
+) -> list[fx.Node]:
+    """The gradients of keys and values follow these around, a step behind, and come home last."""
+    to_query: fx.Node | None = None
+    own: list[fx.Node] = []
+    travelling: list[fx.Node] = []
+    for step in range(e.degree):
+        following = [] if step == e.degree - 1 else [_rotated(e, x) for x in (key, value)]
+        args = (grad, query, key, value, out, sums, to_query, mask, step, is_causal, scale, e.axis)
+        to_query, *parts = _outputs(e, c.ring_step_backward, args, tuple(map(_wide, specs)))
+        if step == 0:
+            own = parts
+        else:
+            sent = [_sum(e, *pair) for pair in zip(travelling, parts, strict=True)] if travelling else parts
+            travelling = [_rotated(e, x) for x in sent]
+        key, value = following or (key, value)
+    assert to_query is not None
+    gradients = [to_query, *(_sum(e, *pair) for pair in zip(own, travelling, strict=True))]
+    return [_cast(e, x, spec) for x, spec in zip(gradients, specs, strict=True)]
+
+
+_STEPS: dict[Any, Callable[..., list[fx.Node]]] = {
+    c.ring_attention: _forward,
+    c.ring_attention_backward: _backward,
+}
+
+
+def _wide(spec: TensorSpec) -> TensorSpec:
+    """A sum of parts of ``spec``."""
+    return TensorSpec(spec.shape, torch.promote_types(spec.dtype, torch.float32))
+
+
+def _rotated(e: Emitter, x: fx.Node) -> fx.Node:
+    return e.emit(c.rotate, (x, e.axis), meta_of(x).spec)
+
+
+def _outputs(e: Emitter, target: Any, args: tuple[Any, ...], specs: tuple[TensorSpec, ...]) -> list[fx.Node]:
+    step = e.emit_multi(target, args, specs)
+    return [e.emit(operator.getitem, (step, position), spec) for position, spec in enumerate(specs)]
+
+
+def _sum(e: Emitter, x: fx.Node, y: fx.Node) -> fx.Node:
+    return e.emit(aten.add.Tensor, (x, y), meta_of(x).spec)
+
+
+def _cast(e: Emitter, x: fx.Node, spec: TensorSpec) -> fx.Node:
+    same = meta_of(x).spec.dtype == spec.dtype
+    return x if same else e.emit(aten._to_copy.default, (x,), spec, dtype=spec.dtype)
