@@ -11,11 +11,13 @@ from torch import fx, nn
 
 from cost_models.node_cost import node_cost
 from cost_models.ops import is_matmul
+from galvatron_fx.errors import PlanError
 from galvatron_fx.ir.graph.metadata import has_meta, meta_of, ports
 from galvatron_fx.ir.kernels.experts import route
 from galvatron_fx.ir.plan.schedule import make_schedule
 from galvatron_fx.ir.plan.strategy import Strategy
 from passes.analysis.blocks import fingerprints, num_blocks
+from passes.lowering.lower_stages import LowerStages
 from passes.lowering.lower_step import Lower
 from tests.helpers import assert_exact, captured, cluster_for, one_device, simulate, simulate_stages, uniform
 from tests.models import zoo
@@ -51,6 +53,14 @@ def test_stages_and_microbatches_are_exact(family: str) -> None:
     for role in ("data", "expert"):
         strategies, first = uniform(graph, "pipeline", role), (0, num_blocks(graph) // 2)
         assert_exact(simulate_stages(graph, model, inputs, (2, 2), strategies, first, schedule), expected)
+
+
+def test_a_loss_that_balances_experts_allows_no_microbatches() -> None:
+    """It multiplies means over the whole batch."""
+    graph = case("qwen3")[2]
+    strategies = uniform(graph, "pipeline", "data")
+    with pytest.raises(PlanError, match=r"couples the samples .* 2 micro-batches .* output_router_logits=False"):
+        LowerStages(strategies, (0, 2), 2, cluster_for((2, 2), strategies)).run(graph)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

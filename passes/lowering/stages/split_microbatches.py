@@ -26,6 +26,7 @@ from galvatron_fx.ir.graph.metadata import (
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement
 from galvatron_fx.ir.graph.rewrite import copied, copy_node, eliminate_dead_code
+from galvatron_fx.ir.kernels.experts import route
 from galvatron_fx.ir.plan.plan import prime_factors
 from galvatron_fx.ir.torch_compat.graphs import graph_module
 from passes.analysis.blocks import num_blocks
@@ -38,6 +39,11 @@ from passes.sharding.roles import RoleRules
 
 # Micro-batches cannot talk to each other: a message costs so much that the solver makes one only where it must.
 _NO_LINK = (1.0, 1e9)  # seconds, bytes a second
+
+_BALANCING = (
+    " (a loss that balances experts multiplies two means over the batch: train without it, in transformers by "
+    "output_router_logits=False, or balance by a bias of the router)"
+)
 
 
 @dataclass(frozen=True)
@@ -168,8 +174,12 @@ class SplitMicrobatches:
         return PlanError(
             f"'{source.name}' ({source.target}) in {where} couples the samples of a batch, so the batch cannot be cut "
             f"into {self.num_microbatches} micro-batches with the same result: use num_microbatches=1, or a model "
-            f"whose samples do not depend on each other"
+            f"whose samples do not depend on each other{_BALANCING if _has_experts(node.graph) else ''}"
         )
+
+
+def _has_experts(graph: fx.Graph) -> bool:
+    return bool(graph.find_nodes(op="call_function", target=route))
 
 
 def _time_layout(graph: fx.GraphModule, sharding: AxisSharding, roles: Sequence[RoleRules]) -> Layout:
