@@ -118,7 +118,7 @@ class _Routing:
         if not isinstance(table, fx.Node) or index is table or _index(user) is not index or not _is_by_row(user, index):
             return None
         size = meta_of(table).spec.shape[0]
-        if user.target in _WRITES and not _adds(user) and size != self.rows:
+        if user.target in _WRITES and (user.kwargs or (not _adds(user) and size != self.rows)):
             return None
         is_lookup = user.target in _LOOKUPS
         if self._are(index, self._place()) and size == self.rows:

@@ -14,6 +14,8 @@ __all__ = ["INTEGERS", "Values", "followers", "root_of", "values_of_ids"]
 
 INTEGERS = (torch.int64, torch.int32)
 
+_FEW_ROWS = 256
+
 Values = dict[fx.Node, list[Any]]
 """Of each node its value for every draw: a tensor, or a tuple of them."""
 
@@ -56,7 +58,8 @@ def followers(values: Values, first: set[fx.Node]) -> list[fx.Node]:
 
 
 def _draws(spec: TensorSpec, experts: int) -> list[Tensor]:
-    seeds = [torch.Generator().manual_seed(seed) for seed in range(2)]
+    count = 2 + _FEW_ROWS // max(spec.numel, 1)  # orders of few rows may be alike by chance
+    seeds = [torch.Generator().manual_seed(seed) for seed in range(count)]
     draws = [torch.randint(experts, spec.shape, generator=seed, dtype=spec.dtype) for seed in seeds]
     return [*draws, torch.full_like(draws[0], experts - 1)]
 
