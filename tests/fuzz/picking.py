@@ -20,6 +20,8 @@ from passes.sharding.rule_ilp import Choice, Item, Problem, Solution
 _UNWANTED_S = 0.5
 _UNWANTED_SHARE, _NEAR_SHARE = 0.1, 0.7
 
+_EXACT = rule_ilp._run
+
 Placed = dict[int, Placement]
 Pick = Callable[[Item, dict[int, float]], int]
 
@@ -55,11 +57,13 @@ def _by_price(problem: Problem) -> Solution:
 
 
 def _relaxed(program: Any, problem: Problem) -> NDArray[np.float64]:
-    integral = np.array(program.integral, dtype=np.bool_)
-    found = rule_ilp._solved(program, np.zeros(len(integral)), {"presolve": False}, problem)
-    if np.abs(found - found.round())[integral].max(initial=0.0) > rule_ilp._FRACTION:
+    model = program.model()
+    found = model.solved(np.zeros(len(model.costs)), {"presolve": False}).x
+    if found is None:
+        return _EXACT(program, problem)  # which says what fits nothing
+    if np.abs(found - found.round())[model.integral > 0].max(initial=0.0) > rule_ilp._FRACTION:
         raise _Fractional
-    return found
+    return np.asarray(found)
 
 
 def _walked(problem: Problem, pick: Pick) -> Solution:

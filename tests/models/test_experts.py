@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from functools import cache
 
 import pytest
@@ -31,18 +33,34 @@ def case(family: str) -> tuple[nn.Module, dict[str, torch.Tensor], fx.GraphModul
 
 
 PLANS = [
-    (("data", "zero"), False), (("sequence",), True), (("zero", "tensor"), False), (("tensor_sequence",), True),
-    (("expert",), True), (("zero", "expert"), False), (("expert", "tensor"), False), (("data", "expert"), True),
-    (("tensor_sequence", "expert"), False),
+    (("data", "zero"), False, 1), (("sequence",), True, 1), (("zero", "tensor"), False, 1),
+    (("tensor_sequence",), True, 1), (("expert",), True, 0.25), (("zero", "expert"), False, 1),
+    (("expert", "tensor"), False, 0.25), (("data", "expert"), True, 2), (("tensor_sequence", "expert"), False, 1.25),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("roles, recompute", PLANS, ids=str)
+@pytest.mark.parametrize("roles, recompute, capacity", PLANS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_experts_are_exact(family: str, roles: tuple[str, ...], recompute: bool) -> None:
+def test_experts_are_exact(family: str, roles: tuple[str, ...], recompute: bool, capacity: float) -> None:
     model, inputs, graph, expected = case(family)
-    strategies = uniform(graph, *roles, recompute=recompute)
+    strategies = uniform(graph, *roles, recompute=recompute, capacity=capacity)
     assert_exact(simulate(graph, model, inputs, (2,) * len(roles), strategies, {}), expected)
+
+
+def routers(model: nn.Module) -> list[torch.Tensor]:
+    """The weights that score experts, a row for each."""
+    return [p for name, p in model.named_parameters() if re.search(r"\.(gate|router)\.weight$", name)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_routers_without_an_order(family: str) -> None:
+    """All tokens go to the same experts: others, and ranks, have none."""
+    trained, inputs, graph, _ = case(family)
+    model = copy.deepcopy(trained)
+    with torch.no_grad():
+        assert [weight.zero_() for weight in routers(model)]
+    strategies = uniform(graph, "expert", "expert" if family != "qwen3" else "data", capacity=0.5)
+    assert_exact(simulate(graph, model, inputs, (2, 2), strategies, {}), one_device(model, inputs))
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
@@ -51,7 +69,7 @@ def test_stages_and_microbatches_are_exact(family: str) -> None:
     model, inputs, graph, expected = case(family)
     schedule = make_schedule("1f1b", 2, 2, 2)
     for role in ("data", "expert"):
-        strategies, first = uniform(graph, "pipeline", role), (0, num_blocks(graph) // 2)
+        strategies, first = uniform(graph, "pipeline", role, capacity=0.5), (0, num_blocks(graph) // 2)
         assert_exact(simulate_stages(graph, model, inputs, (2, 2), strategies, first, schedule), expected)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -68,10 +68,9 @@ def further(graph: fx.GraphModule) -> list[FurtherRounds]:
 def test_no_token_is_lost(routing: str) -> None:
     model, x = mixture(routing), tokens()
     graph, expected = captured(model, (x,)), one_device(model, (x,))
-    for number, roles in enumerate(ROLES):
-        for capacity in (0.25, 1, 4):
-            strategies = uniform(graph, *roles, capacity=capacity, recompute=number % 2 == 1)
-            assert_exact(simulate(graph, model, (x,), (2, 2), strategies, {}), expected, f"{roles} {capacity}")
+    for number, (roles, capacity) in enumerate(product(ROLES, (0.25, 1))):
+        strategies = uniform(graph, *roles, capacity=capacity, recompute=number % 3 == 0)
+        assert_exact(simulate(graph, model, (x,), (2, 2), strategies, {}), expected, f"{roles} {capacity}")
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
