@@ -72,8 +72,10 @@ class GalvatronMixin:
         options = policy_named(trainer.accelerator.mixed_precision, self._options)
         compiled = compiled_for_ranks(trainer.model, example, trainer.args.device.type, options)
         trainer.model = trainer.model_wrapped = trainer.callback_handler.model = compiled
-        # As Accelerate would wrap it for data parallelism: a compiled model is prepared already.
+        # Accelerate would wrap it for data parallelism and mixed precision: a compiled model is prepared already.
         trainer.is_distributed_loading_by_transformers = True
+        trainer.accelerator.prepare_model = lambda model, **_: model
+        trainer.accelerator._models.append(compiled)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         self._compile(train_dataloader, self._trainer._train_batch_size)

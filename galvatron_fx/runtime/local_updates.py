@@ -20,7 +20,7 @@ from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.torch_compat.dtensors import lie_alike, local_tensor
 from galvatron_fx.runtime.dtensor_views import lie_like, local_part
 
-__all__ = ["mark_for_local_updates", "watch_updates"]
+__all__ = ["called_closure", "mark_for_local_updates", "watch_updates"]
 
 _STATES = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
 _MARK = "updated_locally"
@@ -46,7 +46,7 @@ def _register() -> None:
 def _on_local_tensors(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Put a twin of the optimizer, over local tensors, in its place for this step; None where it steps itself."""
     twin_class = _TWINS.get(type(optimizer))
-    if twin_class is None or len(args) > 1 or kwargs:
+    if twin_class is None or kwargs.keys() - {"closure"}:
         return None
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     if not any(hasattr(parameter, _MARK) for parameter in parameters):
@@ -54,7 +54,19 @@ def _on_local_tensors(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[
     twin = object.__new__(twin_class)
     twin.__dict__ = {**optimizer.__dict__, "state": _LocalStates(optimizer.state), "whole": optimizer}
     del twin.__dict__["param_groups"]
-    return (twin,), kwargs
+    return (twin, *called_closure(args, kwargs)), {}
+
+
+def called_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Call the closure that ``step`` is given, if any, which makes the gradients; what stands for it, which returns the
+    same.
+    """
+    given = [closure for closure in (*args[1:], kwargs.get("closure")) if closure is not None]
+    if not given:
+        return ()
+    with torch.enable_grad():
+        loss = given[0]()
+    return (lambda: loss,)
 
 
 class _Twin:

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.runtime.dtensor_views import lie_like, local_part, share_of
+from galvatron_fx.runtime.local_updates import called_closure
 
 __all__ = ["update_whole", "watch_whole_updates"]
 
@@ -36,8 +37,7 @@ def update_whole(optimizer: Optimizer) -> Optimizer:
     of transformers do so by themselves. A rank then does the whole update of every parameter that it holds a part of,
     one after the other. States of the parameter's shape are split as it is, others are whole on every rank.
 
-    Returns ``optimizer``. A step raises InputError for an optimizer that keeps numbers beside the states of parameters,
-    and for one that is given a closure.
+    Returns ``optimizer``. A step raises InputError for an optimizer that keeps numbers beside the states of parameters.
     """
     watch_whole_updates()
     setattr(optimizer, _ASKED, True)
@@ -57,15 +57,13 @@ def _update_whole(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str,
         return None
     if not any(isinstance(parameter, DTensor) for _, parameter in _parameters(optimizer)):
         return None
-    if len(args) > 1 or kwargs:
-        raise InputError(
-            f"{kind.__name__}.step(closure) on a compiled model: call forward_backward(...), then step() without one"
-        )
+    closure = called_closure(args, kwargs)
     with torch.no_grad():
         for group, parameter in _parameters(optimizer):
             if isinstance(parameter, DTensor) and parameter.grad is not None:
                 _update(optimizer, group, parameter)
-    return (_over(optimizer, [(g, p) for g, p in _parameters(optimizer) if not isinstance(p, DTensor)]),), kwargs
+    rest = _over(optimizer, [(g, p) for g, p in _parameters(optimizer) if not isinstance(p, DTensor)])
+    return (rest, *closure), {}
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:

@@ -127,6 +127,17 @@ def trainer_refuses(mesh: DeviceMesh) -> None:
     refused(one.train, "leave them out of galvatron={...}")
 
 
+def trainer_computes_in_bfloat16(mesh: DeviceMesh) -> None:
+    """Evaluated before it is trained, by another optimizer."""
+    losses, _ = on_one_device()
+    given = {"bf16": True, "max_steps": 1, "optim": "adafactor", "save_strategy": "no"}
+    one = trainer(Plan.uniform((2,), ("zero",)), FOLDER / "half", **given)
+    before = one.evaluate()["eval_loss"]
+    one.train()
+    assert one.model.plan.mixed_precision.param_dtype == torch.bfloat16
+    assert abs(logged(one, "loss")[0] - losses[0]) < 0.02 and one.evaluate()["eval_loss"] != before
+
+
 def accelerate_trains(mesh: DeviceMesh) -> None:
     """A loop of Accelerate's own making, saved and loaded in the middle."""
     _, plain = on_one_device()
@@ -166,5 +177,6 @@ def accelerate_trains(mesh: DeviceMesh) -> None:
 
 
 CHECKS: dict[str, Check] = {
-    check.__name__: check for check in (trainer_trains_and_resumes, trainer_refuses, accelerate_trains)
+    check.__name__: check
+    for check in (trainer_trains_and_resumes, trainer_refuses, trainer_computes_in_bfloat16, accelerate_trains)
 }

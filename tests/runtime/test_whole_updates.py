@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.optim import SGD, Adafactor, Muon, Optimizer
+from torch.optim import SGD, Adafactor, Muon
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import galvatron_fx
 from benchmarks.common.tensor_memory import TensorMemory, held_tensors
 from cost_models.optimizer import optimizer_model
 from galvatron_fx.errors import InputError
+from galvatron_fx.runtime.local_updates import mark_for_local_updates, watch_updates
 from galvatron_fx.runtime.optimizer_states import shards_of
 from galvatron_fx.runtime.whole_updates import watch_whole_updates
 
@@ -72,15 +73,31 @@ def test_states_lie_as_the_parameter_or_are_whole(mesh: DeviceMesh) -> None:
         assert shapes in expected
 
 
-@pytest.mark.parametrize("make, step, said", [
-    (lambda p: galvatron_fx.update_whole(Counting(p)), lambda o: o.step(), "Counting changes 'calls' in a step.*leave"),
-    (Muon, lambda o: o.step(lambda: 1.0), r"Muon.step\(closure\).*then step\(\) without one"),
-])  # fmt: skip
-def test_what_cannot_be_updated_one_by_one_is_refused(
-    mesh: DeviceMesh, make: Callable[..., Optimizer], step: Callable[[Optimizer], Any], said: str
-) -> None:
-    with pytest.raises(InputError, match=said):
-        step(make([split(mesh, (8, 4))]))
+def test_what_cannot_be_updated_one_by_one_is_refused(mesh: DeviceMesh) -> None:
+    optimizer = galvatron_fx.update_whole(Counting([split(mesh, (8, 4))]))
+    with pytest.raises(InputError, match=r"Counting changes 'calls' in a step.*leave"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("make", [Muon, SGD, Adafactor])
+def test_a_closure_makes_the_gradients(mesh: DeviceMesh, make: Any) -> None:
+    """It is called once, whether parameters are updated whole or as local tensors."""
+    parameter, calls = split(mesh, (8, 4)), []
+    parameter.grad = None
+    mark_for_local_updates(parameter)
+    watch_updates(nn.ParameterList([parameter]))
+
+    def closure() -> float:
+        calls.append(torch.is_grad_enabled())
+        parameter.grad = torch.ones_like(parameter)
+        return 3.0
+
+    before = parameter.to_local().clone()
+    optimizer = make([parameter])
+    assert optimizer.step(closure) == 3.0 and calls == [True]
+    assert optimizer.step(closure=closure) == 3.0 and not parameter.to_local().equal(before)
+    after = parameter.to_local().clone()
+    assert optimizer.step(None) is None and not parameter.to_local().equal(after)
 
 
 def test_an_optimizer_of_plain_tensors_steps_as_ever(mesh: DeviceMesh) -> None:
