@@ -11,7 +11,7 @@ from torch import fx
 
 from cost_models.node_cost import node_cost
 from galvatron_fx.ir.graph.metadata import OutputSpec, TensorSpec, meta_of
-from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem, op_call
+from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
 from galvatron_fx.ir.graph.placement import REPLICATE, Partial, Placement, Shard, shown_as
 from passes.sharding.allowed_rules import AllowedRules
 from passes.sharding.axis_decisions import AxisDecisions
@@ -23,6 +23,8 @@ _UNWANTED_S = 1.0
 
 # Per choice: a rule for an operator, a placement for an input, None for a sink.
 Decision = OpRule | Placement | None
+
+_Changes = dict[tuple[Placement, Placement], float]
 
 
 @dataclass
@@ -55,6 +57,7 @@ class BlockProblem:
         self.decisions: list[list[Decision]] = []
         self.targets: list[fx.Node | None] = []
         self.problem = Problem()
+        self.changes: dict[object, _Changes] = {}
 
     def decide(self, cache: dict[Any, tuple[Decision, ...]]) -> None:
         """Choose the block's rules and the placements of its parameters, or recall them from an equal block."""
@@ -115,7 +118,7 @@ class BlockProblem:
         """Everything the solution depends on: calls, wiring, entry and exit placements, role."""
         number = {node: i for i, node in enumerate([*entries, *self.nodes])}
         wires = tuple(tuple(number[n] for n in input_nodes(node)) for node in self.nodes)
-        calls = tuple(_call_key(node) for node in self.nodes)
+        calls = tuple(self._call_key(node) for node in self.nodes)
         enter = tuple(
             (
                 meta_of(n).specs,
@@ -128,6 +131,9 @@ class BlockProblem:
         late = self.decided.values.unreduced
         leave = tuple((self._leave_key(n), self._graph_outputs(n, number), n in late) for n in self.nodes)
         return (self.role, self.degree, wires, calls, enter, leave)
+
+    def _call_key(self, node: fx.Node) -> Any:
+        return node.args[1] if is_getitem(node) else self.decided.values.call(node)
 
     def _leave_key(self, node: fx.Node) -> Any:
         return None if meta_of(node).multi_output else self._exit_choice(node)
@@ -165,11 +171,16 @@ class BlockProblem:
                 node, node_value, list(wanted.get(node_value.index, ()))
             )
 
-    def _changes(
-        self, node: fx.Node, value: _Value, wanted: list[Placement]
-    ) -> dict[tuple[Placement, Placement], float]:
-        pairs = {}
+    def _changes(self, node: fx.Node, value: _Value, wanted: list[Placement]) -> _Changes:
+        """Seconds of each change that has a meaning, read once for all values that are alike."""
         parameter, late = node in self.parameter_side, node in self.decided.values.unreduced
+        alike = value.spec, tuple(value.candidates), tuple(wanted), parameter, late
+        if alike not in self.changes:
+            self.changes[alike] = self._priced_changes(value, wanted, parameter, late)
+        return self.changes[alike]
+
+    def _priced_changes(self, value: _Value, wanted: list[Placement], parameter: bool, late: bool) -> _Changes:
+        pairs = {}
         for have in value.candidates:
             for want in wanted:
                 time_s = self.prices.redistribute_s(value.spec, have, want)
@@ -213,7 +224,7 @@ class BlockProblem:
         self._item(node, node.name, [], [value.index], options, list(choices))
 
     def _add_operator(self, node: fx.Node) -> None:
-        call = op_call(node)
+        call = self.decided.values.call(node)
         if not has_rule(node.target):
             warnings.warn(
                 f"operator {node.target} has no sharding rule, so every rank computes all of it (node '{node.name}', "
@@ -303,7 +314,3 @@ def _made_of_parameters(nodes: Sequence[fx.Node], parameters: set[fx.Node]) -> s
         if sources and all(source in parameter_values for source in sources):
             parameter_values.add(node)
     return parameter_values
-
-
-def _call_key(node: fx.Node) -> Any:
-    return op_call(node) if not is_getitem(node) else node.args[1]

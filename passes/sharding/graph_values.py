@@ -7,6 +7,7 @@ from functools import cached_property
 from torch import fx
 
 from galvatron_fx.ir.graph.metadata import OutputSpec, meta_of, output_ports, ports, signature
+from galvatron_fx.ir.graph.op_call import OpCall, op_call
 from galvatron_fx.ir.graph.precision import computed_in, policy_of
 from galvatron_fx.ir.graph.symbols import Sizes
 from passes.analysis.dataflow import (
@@ -36,10 +37,17 @@ class GraphValues:
         self.originals = original_parameters(graph)
         self.unreduced = before_cast(graph)
         self.outputs: list[tuple[OutputSpec, fx.Node | None]] = output_ports(graph)
+        self._calls: dict[fx.Node, OpCall] = {}
         self._named = {port.name: node for port, node in ports(graph) if port.kind == "param"}
         self.parameters = set(self._named.values())
         # Without a loss of its own, the model's caller computes one from whole outputs.
         self.outputs_stay = signature(graph).loss is not None
+
+    def call(self, node: fx.Node) -> OpCall:
+        """The operator call at a node."""
+        if node not in self._calls:
+            self._calls[node] = op_call(node)
+        return self._calls[node]
 
     def parameter_of(self, port: OutputSpec) -> fx.Node | None:
         """The parameter whose gradient an output is."""

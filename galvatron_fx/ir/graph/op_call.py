@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import fx
@@ -26,6 +27,14 @@ class OpCall:
     kwargs: tuple[tuple[str, Any], ...]
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec | None, ...]
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Calls are looked up far more often than made."""
+        return hash((self.target, self.args, self.kwargs, self.inputs, self.outputs))
 
     @property
     def output(self) -> TensorSpec:

@@ -103,11 +103,15 @@ def fit_symbols(
     ``shapes``: of the inputs, of which ``dims`` say where they have batch and sequence. Where the model cannot be
     traced at another sequence size (convolutions over images, fixed windows), only the batch varies; where it cannot be
     at another batch size either, shapes stay concrete, there is no second trace, and the graph says so in
-    ``graph.meta["symbols"]``, the :class:`Sizes` of the trace or None.
+    ``graph.meta["symbols"]``, the :class:`Sizes` of the trace or None. Where the program is longer or shorter with a
+    size (a loop over steps), no more of its sizes are tried.
     """
     known = dims.sizes(shapes)
     graph.meta["symbols"] = None
+    loops_over_sequence = loops_over_batch = False
     for other in _other_sizes(known.batch, known.sequence):
+        if loops_over_sequence if other.sequence else loops_over_batch:
+            continue
         try:
             with failures_unlogged():
                 second = retrace(dims.resized(shapes, other))
@@ -117,6 +121,8 @@ def fit_symbols(
         if annotate(graph, second, base, other):
             graph.meta["symbols"] = base
             return SecondTrace(other, second)
+        loops_over_sequence |= len(second.graph.nodes) < len(graph.graph.nodes)  # it is traced at fewer steps
+        loops_over_batch |= not other.sequence and len(second.graph.nodes) > len(graph.graph.nodes)
     return None
 
 

@@ -70,18 +70,37 @@ def test_where_no_size_may_change() -> None:
 
 
 def test_another_program_at_other_sizes_gives_no_symbols() -> None:
-    """A model whose graph depends on its sizes: numbers, and no wrong expressions."""
+    """A model whose graph depends on its sizes: numbers, no wrong expressions, and no trace of twice the steps."""
+    graph, asked = unrolled(3, (3, 4)), []
 
-    def unrolled(batch: int) -> fx.GraphModule:
-        build = Builder()
-        x = build.input("x", (batch, 4))
-        for _ in range(batch):
-            x = build.call(aten.relu.default, x)
-        return build.finish(("output", "0", x))
+    def retrace(shapes: Shapes) -> fx.GraphModule:
+        asked.append(shapes[0][0])
+        return unrolled(shapes[0][0], shapes[0])
 
-    graph = unrolled(3)
-    fit_symbols(graph, [(3, 4)], InputDims.of([(3, 4)], [torch.float32]), lambda shapes: unrolled(shapes[0][0]))
-    assert graph.meta["symbols"] is None and dims(graph)["relu"] == ()
+    fit_symbols(graph, [(3, 4)], InputDims.of([(3, 4)], [torch.float32]), retrace)
+    assert graph.meta["symbols"] is None and dims(graph)["relu"] == () and asked == [4]
+
+
+def test_a_loop_over_the_sequence_leaves_the_batch() -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def retrace(shapes: Shapes) -> fx.GraphModule:
+        asked.append(shapes[0])
+        return unrolled(shapes[0][1], shapes[0])
+
+    graph = unrolled(8, (3, 8, 4))
+    fit_symbols(graph, [(3, 8, 4)], EMBEDDINGS, retrace)
+    assert graph.meta["symbols"] == Sizes(3, 0) and dims(graph)["relu"] == (b, 8, 4)
+    assert asked == [(4, 7, 4), (4, 8, 4)]
+
+
+def unrolled(steps: int, shape: tuple[int, ...]) -> fx.GraphModule:
+    """As many operators as there are steps."""
+    build = Builder()
+    x = build.input("x", shape)
+    for _ in range(steps):
+        x = build.call(aten.relu.default, x)
+    return build.finish(("output", "0", x))
 
 
 @pytest.mark.parametrize(
