@@ -213,6 +213,8 @@ class Step(torch.autograd.Function):
         by_name = {p.name: (i, r) for i, (p, r) in enumerate(zip(ports, results, strict=True)) if p.kind == "output"}
         ctx.tangents = {name: (i, r.shape, r.dtype, r.device) for name, (i, r) in by_name.items() if name in wanted}
         taken = {place for place, *_ in ctx.tangents.values()}
+        # People scale losses in place, which must change neither what backward reads nor a view of it.
+        results = [r.clone() if i in taken and not r.ndim else r for i, r in enumerate(results)]
         ctx.mark_non_differentiable(*(result for i, result in enumerate(results) if i not in taken))
         ctx.set_materialize_grads(False)
         return tuple(results)

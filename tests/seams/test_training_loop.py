@@ -38,6 +38,18 @@ def test_any_combination_of_losses_is_differentiated(mesh: DeviceMesh, weights: 
     same_gradients(compiled, plain)
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_loss_is_scaled_in_place(mesh: DeviceMesh, microbatches: int) -> None:
+    """As Trainer of transformers does, also where the loss is a view of what the program made."""
+    compiled, plain = pair(mesh, lambda h, o, y: {"loss": (o - y).square().mean(0, keepdim=True).mean(1).view(())},
+                           microbatches)  # fmt: skip
+    for model in (compiled, plain):
+        loss = model(**batch())["loss"]
+        loss *= 3
+        loss.backward()
+    same_gradients(compiled, plain)
+
+
 def test_a_loss_alone_of_several_is_differentiated(mesh: DeviceMesh) -> None:
     compiled, plain = pair(mesh, terms)
     for model in (compiled, plain):
