@@ -137,6 +137,7 @@ def cases() -> Iterator[Case]:
     yield from lowered("unlike neighbours", "llama", (2, 2), ("tensor", "sequence"), ("data", "zero"))
     yield from lowered("zero x tensor_sequence", "llama", (2, 2), ("zero", "tensor_sequence"))
     yield from lowered("recomputed", "llama", (2, 2), ("zero", "tensor"), recompute=True)
+    yield from lowered("ring", "llama", (2,), ("context",), ("sequence",))
     yield from staged("stages", (2, 2), ("pipeline", "tensor_sequence"))
 
 
@@ -174,6 +175,7 @@ _DIMS: dict[Any, tuple[int, ...]] = {
     c.reduce_scatter: (2,),
     c.shard: (1,),
     c.all_to_all: (1, 3),
+    **dict.fromkeys((c.gather_mirrored, c.shard_mirrored, c.mirror, c.unmirror), (1,)),
 }
 
 
@@ -236,6 +238,24 @@ def other_size(node: fx.Node, columns: int) -> bool:
     return True
 
 
+def other_step(node: fx.Node, columns: int) -> bool:
+    """A ring's step takes the keys for those of the next rank."""
+    if node.target not in c.RING_STEPS:
+        return False
+    position = next(i for i, value in enumerate(node.args) if type(value) is int)
+    node.update_arg(position, int(node.args[position]) + 1)  # type: ignore[arg-type]
+    return True
+
+
+def plain_instead(node: fx.Node, columns: int) -> bool:
+    """In order of the ranks, where chunks are mirrored."""
+    plain = {c.gather_mirrored: c.all_gather, c.shard_mirrored: c.shard, c.mirror: c.unmirror, c.unmirror: c.mirror}
+    if node.target not in plain:
+        return False
+    node.target = plain[node.target]
+    return True
+
+
 def _recorded(mutation: Mutation) -> Mutation:
     """The same by a pass that records what it wrote: shape and placements are those that the new call would make."""
 
@@ -268,8 +288,12 @@ ON_MOVES: tuple[Mutation, ...] = (
     _instead(c.only_first),
     extra_reduction,
     other_size,
+    plain_instead,
     *map(_recorded, (other_axis, other_dim, _other_op("max"), _instead(c.all_reduce, "sum"), _instead(c.only_first))),
 )
+
+
+ON_RING_STEPS: tuple[Mutation, ...] = (other_axis, other_step)
 
 
 def other_group(node: fx.Node, columns: int) -> bool:
@@ -319,7 +343,8 @@ def rows(programs: int | None = None) -> Iterator[Row]:
             times[case.stage, kind] += 1
             if programs is not None and times[case.stage, kind] > programs:
                 continue
-            for mutation in ON_BOUND if case.stage == "bound" else ON_MOVES:
+            computes = ON_RING_STEPS if node.target in c.RING_STEPS else ON_MOVES
+            for mutation in ON_BOUND if case.stage == "bound" else computes:
                 yield Row(case, kind, mutation.__name__, lambda c=case, n=node.name, m=mutation: _mutated(c, n, m))
 
 
@@ -328,6 +353,8 @@ def _kind(node: fx.Node) -> str | None:
     if node.target in MOVES:
         part = "" if meta_of(node).step is None else f" of {meta_of(node).step.program.split()[0]}"  # type: ignore[union-attr]
         return f"{node.target.__name__}{part}"  # type: ignore[union-attr]
+    if node.target in c.RING_STEPS:
+        return str(node.target.__name__)  # type: ignore[union-attr]
     is_c10d = getattr(node.target, "namespace", "") == "_c10d_functional"
     if is_c10d or node.target in (finished, from_ranks, to_ranks, c.take_run):
         return str(getattr(node.target, "__name__", node.target))
