@@ -52,11 +52,13 @@ class ExchangeInRounds:
 class _Exchange:
     """One exchange of rows, forward and backward.
 
-    ``nodes``: all that differs from round to round; ``sums``: what adds rows up, so that it is the same for all rounds
-    once their terms are added; both in order. ``counts``: of all ranks, of which there are ``ranks``.
+    ``place``: where each row lies in the first round; ``nodes``: all that differs from round to round; ``sums``: what
+    adds rows up, so that it is the same for all rounds once their terms are added; both in order. ``counts``: of all
+    ranks, of which there are ``ranks``.
     """
 
     graph: fx.GraphModule
+    place: fx.Node
     nodes: tuple[fx.Node, ...]
     sums: tuple[fx.Node, ...]
     counts: fx.Node
@@ -67,7 +69,7 @@ class _Exchange:
     def of(cls, graph: fx.GraphModule, place: fx.Node) -> _Exchange:
         _, counts, ranks, slots = place.args[:4]
         assert isinstance(counts, fx.Node) and isinstance(ranks, int) and isinstance(slots, int)
-        return cls(graph, *_region([place, _order_beside(place)]), counts, ranks, slots)
+        return cls(graph, place, *_region([place, _order_beside(place)]), counts, ranks, slots)
 
     def write(self) -> None:
         """Write the nodes of further rounds, in forward and in backward."""
@@ -79,7 +81,7 @@ class _Exchange:
     def _write(self, sums: Sequence[fx.Node]) -> None:
         body, inputs = self._round(sums)
         args = (self.counts, *sums, *inputs)
-        rows = meta_of(self.nodes[0]).spec.shape[0]
+        rows = meta_of(self.place).spec.shape[0]
         expected = -(-rows // (self.ranks * self.slots)) - 1
         rounds = FurtherRounds(body, len(sums), self.ranks, self.slots, expected)
         late = _put_off(sums, args)

@@ -128,6 +128,8 @@ class Strategy:
                 f"capacity is {capacity!r:.80}, where a number above 0 was expected: room for the rows that a rank "
                 f"sends to another, over their mean; write for example {CAPACITY}"
             )
+        # Where nothing is exchanged it says nothing, and equal strategies are written alike.
+        object.__setattr__(self, "capacity", float(capacity) if EXPERT in self.roles else CAPACITY)
 
     def groups(self, axis_sizes: Sequence[int]) -> tuple[RoleGroup, ...]:
         """Gather the mesh axes by role, in :data:`LOWERING_ORDER`, without axes of size 1.

@@ -170,6 +170,7 @@ def test_capacity_is_part_of_a_plan() -> None:
     strategy = Strategy(("expert", "data"), capacity=1.5)
     assert Strategy.from_dict(strategy.to_dict()) == strategy and str(strategy) == "expert data capacity=1.5"
     assert "capacity" not in Strategy(("data",)).to_dict()
+    assert Strategy(("data",), capacity=2) == Strategy(("data",))
 
 
 def test_a_search_sizes_and_prices_the_imbalance() -> None:
