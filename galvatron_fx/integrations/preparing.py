@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from galvatron_fx.api import compile
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.torch_compat.tensors import pytree
-from galvatron_fx.runtime.absent_output import AbsentOutput
 from galvatron_fx.runtime.module import DistributedGraphModule
 
 __all__ = ["compiled_for_ranks", "first_batch", "follow", "policy_named"]
@@ -48,19 +47,18 @@ def compiled_for_ranks(
     return compiled
 
 
-def _own_outputs(model: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
+def _own_outputs(model: DistributedGraphModule, args: Any, kwargs: Any, outputs: Any) -> Any:
     """Outputs of this rank's rows in the place of those of all ranks."""
     if torch.is_grad_enabled():
         return outputs
-    inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
-    rows, ranks = max((len(leaf) for leaf in inputs), default=0), dist.get_world_size()
+    rows = model.rows_of_call(args, kwargs)
 
     def own(leaf: Any) -> Any:
-        is_batch = isinstance(leaf, Tensor) and not isinstance(leaf, AbsentOutput) and leaf.ndim
-        if not is_batch or len(leaf) != rows * ranks:
+        has_rows = isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == len(rows) * dist.get_world_size()
+        if not rows or not has_rows:
             return leaf
         whole = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
-        return whole.narrow(0, dist.get_rank() * rows, rows)
+        return whole.narrow(0, rows[0], len(rows))
 
     return pytree.tree_map(own, outputs)
 

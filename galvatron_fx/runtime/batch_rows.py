@@ -89,6 +89,10 @@ class BatchRows:
             return _rows_of(_rank(), self.size // _ranks())
         return tuple(self._of_rank[int(self._numbers[self._place])].tolist())
 
+    def brought(self, inputs: FlatInputs) -> tuple[int, ...]:
+        """Where the rows that this rank brings lie in the global batch; ``inputs``: as each rank brings its own."""
+        return self._local(inputs.tensor_names, inputs.tensors, ())[0]
+
     def spread(self, inputs: FlatInputs, marked: Collection[int]) -> tuple[FlatInputs, list[int]]:
         """Inputs of the global batch's shapes, own rows in their places and zeros in the others, and which these are.
 

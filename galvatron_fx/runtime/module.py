@@ -254,6 +254,10 @@ class DistributedGraphModule(LikeOriginal):
         """
         return self._rows.own
 
+    def rows_of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+        """The rows of the global batch that this rank brings to a call with these arguments (``batch="local"``)."""
+        return self._rows.brought(unmarked(args, kwargs)[0])
+
     @property
     def has_loss(self) -> bool:
         """Whether the model returns a loss: a scalar that needs gradients."""
