@@ -33,6 +33,11 @@ def known_plans(opened: OpenConfigurations, limit: float) -> dict[str, StageSear
         "TP + PP": roles_are(tensor, PIPELINE),
     }
     usual = [search for search in opened.searches if search.num_ranks > 1 or search.configuration.is_trivial]
+    if all(is_near is not False for is_near in inside):
+        # One node, one axis: there is nothing beside tensor parallelism.
+        wanted = {name: fits for name, fits in wanted.items() if not name.startswith("TP")} | {
+            "TP": wanted["TP + FSDP"]
+        }
     plans = {}
     for name, fits in wanted.items():
         searches = [among for among in (search.among(fits) for search in usual) if among is not None]

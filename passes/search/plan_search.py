@@ -235,9 +235,13 @@ class _Search:
     def _notes(self, outcome: Simulated) -> tuple[str, ...]:
         notes = [f"simulated on the lowered graphs: {format_seconds(outcome.simulated_s)}"]
         if self.is_cut_short:
-            share = self.record.bound_s / outcome.estimated_s
+            share = self._bound_s(outcome) / outcome.estimated_s
             notes.append(f"the search was cut short: the best plan takes at least {share:.0%} of this one's time")
         return tuple(notes)
+
+    def _bound_s(self, outcome: Simulated) -> float:
+        """What nothing beats, and so not the plan itself: estimates may be too slow."""
+        return min(self.record.bound_s, outcome.estimated_s, outcome.simulated_s)
 
     def _planned(self, strategy: Strategy) -> Strategy:
         """The strategy as a plan holds it: without axes of one rank."""
@@ -261,7 +265,7 @@ class _Search:
             simulated_s=outcome.simulated_s,
             ranks=ranks,
             runners_up=tuple(contender for contender in seen if replace(contender, name="") != chosen),
-            bound_s=min(self.record.bound_s, outcome.estimated_s, outcome.simulated_s),
+            bound_s=self._bound_s(outcome),
             budget_bytes=self.options.memory_budget_bytes,
             with_more_memory=more,
             counts=self.record.counts(),

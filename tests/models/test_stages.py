@@ -91,6 +91,12 @@ def test_coupled_samples_are_refused(model: nn.Module) -> None:
         SplitMicrobatches(2, DEVICE).run(graph)
 
 
+def test_models_without_a_loss_are_refused() -> None:
+    graph = captured(nn.Linear(8, 8), (torch.randn(8, 8),))
+    with pytest.raises(PlanError, match=r"no loss: gradients start from output 'result' of all samples, .* inside of"):
+        SplitMicrobatches(2, DEVICE).run(graph)
+
+
 def test_batch_that_does_not_divide_is_refused() -> None:
     graph = prepared("gpt2")[2]
     with pytest.raises(PlanError, match="3 micro-batches do not divide a batch of 4"):

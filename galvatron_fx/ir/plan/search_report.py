@@ -55,7 +55,8 @@ class SearchReport:
 
     ``chosen``: the plan's configuration; ``simulated_s``: seconds of its step when its lowered graphs are simulated, of
     which ``ranks`` have the causes; ``runners_up``: the best other configuration of each pipeline degree;
-    ``bound_s``: seconds that no plan of any configuration beats, by the search's own prices; ``with_more_memory``:
+    ``bound_s``: seconds that no plan of any configuration beats, by the search's own prices, and at most
+    ``simulated_s``; ``with_more_memory``:
     seconds of the same configuration's best choice by factor of the budget; ``counts``: configurations by how far the
     search looked at them, and simulations; ``seconds``: of each phase of the search; ``is_cut_short``: by a time limit;
     ``tuning``: what the best plans took when they were run, None where they were not; ``throughput``: what a step
@@ -78,7 +79,7 @@ class SearchReport:
     @property
     def gap(self) -> float:
         """By what share of the least possible time the plan may be slower than the best: 0.1 for at most 10 %."""
-        return self.chosen.time_s / self.bound_s - 1 if self.bound_s else inf
+        return self.simulated_s / self.bound_s - 1 if self.bound_s else inf
 
     @property
     def bottleneck(self) -> int:

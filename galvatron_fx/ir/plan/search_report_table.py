@@ -58,9 +58,9 @@ def render(report: SearchReport) -> str:
         *render_use(report),
         "",
         *text_table.render(
-            ("plan", "ranks", "stages", "schedule", "micro-batches", "step time", "slower by", "peak", "known by"),
+            ("plan", "stages", "schedule", "micro-batches", "step time", "slower by", "peak", "known by"),
             [_contender_row(report.chosen, None), *(_contender_row(c, report.chosen) for c in report.runners_up)],
-            5,
+            4,
         ),
         "",
         *_effort(report),
@@ -84,15 +84,19 @@ def render_use(simulated: Simulated) -> list[str]:
 
 def _summary(report: SearchReport) -> list[str]:
     chosen = report.chosen
-    simulated, apart = format_seconds(report.simulated_s), report.simulated_s / chosen.time_s - 1
+    estimated, apart = format_seconds(chosen.time_s), chosen.time_s / report.simulated_s - 1
     slowest = report.ranks[report.bottleneck]
     busy = slowest.busy_s / report.simulated_s if report.simulated_s else 0.0
     left = f"so this one is at most {report.gap:.1%} slower than the best" if report.gap else "so this one is the best"
     cut = "; the search was cut short" if report.is_cut_short else ""
     return [
-        *_worded("step time", f"{format_seconds(chosen.time_s)} as searched, {simulated} simulated ({apart:+.1%})"),
+        *_worded(
+            "step time",
+            f"{format_seconds(report.simulated_s)}, simulated on the lowered graphs; the search's estimate was "
+            f"{estimated} ({apart:+.1%})",
+        ),
         *(_worded("throughput", report.throughput.describe(report.simulated_s)) if report.throughput else []),
-        *_worded("bound", f"{format_seconds(report.bound_s)}: by these prices no plan is faster, {left}{cut}"),
+        *_worded("bound", f"{format_seconds(report.bound_s)}: by the search's prices no plan is faster, {left}{cut}"),
         *_worded("memory", _memory(report)),
         *_worded("bottleneck", f"{_rank_name(report, report.bottleneck)}, busy for {busy:.0%} of the step"),
     ]
@@ -177,14 +181,20 @@ def _contender_row(contender: Contender, chosen: Contender | None) -> list[str]:
     fits = [f"{mark}{format_seconds(contender.step_s)}", slower] if contender.fits else ["", "too large"]
     return [
         contender.name or ("this one" if chosen is None else "searched"),
-        str(contender.pipeline_ranks),
-        str(contender.num_stages),
-        contender.schedule,
+        _stages(contender),
+        contender.schedule if contender.num_stages > 1 else "-",
         str(contender.num_microbatches),
         *fits,
         format_bytes(contender.peak_bytes) if contender.peak_bytes is not None else "-",
         known,
     ]
+
+
+def _stages(contender: Contender) -> str:
+    """The stages, and on how many ranks they are where a rank has several."""
+    if contender.num_stages == contender.pipeline_ranks:
+        return str(contender.num_stages)
+    return f"{contender.num_stages} on {contender.pipeline_ranks}"
 
 
 def cause_order(cause: Cause) -> tuple[int, Cause]:

@@ -26,6 +26,7 @@ from galvatron_fx.ir.graph.metadata import (
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement
 from galvatron_fx.ir.graph.rewrite import copied, copy_node, eliminate_dead_code
+from galvatron_fx.ir.graph.symbols import BATCH
 from galvatron_fx.ir.kernels.experts import route
 from galvatron_fx.ir.plan.plan import prime_factors
 from galvatron_fx.ir.torch_compat.graphs import graph_module
@@ -101,8 +102,8 @@ class SplitMicrobatches:
 
     ``keep_outputs``: also those of the model that are not numbers (with one micro-batch they always stay).
 
-    Raises PlanError where micro-batches do not divide the batch, and where an operator couples samples (batch
-    statistics, contrastive losses), naming the node.
+    Raises PlanError where micro-batches do not divide the batch, where the model has no loss, and where an operator
+    couples samples (batch statistics, contrastive losses), naming the node.
     """
 
     num_microbatches: int
@@ -120,6 +121,7 @@ class SplitMicrobatches:
             raise PlanError(
                 f"{count} micro-batches do not divide a batch of {batch}: use a divisor of the batch, or another batch"
             )
+        _require_losses(graph, count)
         if not self.keep_outputs:
             graph = _numbers_only(graph)
         try:
@@ -180,6 +182,18 @@ class SplitMicrobatches:
 
 def _has_experts(graph: fx.Graph) -> bool:
     return bool(graph.find_nodes(op="call_function", target=route))
+
+
+def _require_losses(graph: fx.GraphModule, count: int) -> None:
+    """Raise PlanError where gradients start from outputs of all samples, as a loss outside of the model makes them."""
+    for port, node in ports(graph):
+        if port.kind == "tangent" and meta_of(node).spec.dim_of(BATCH) is not None:
+            name = signature(graph).output_names[int(port.name)] or "result"
+            raise PlanError(
+                f"the model returns no loss: gradients start from output '{name}' of all samples, so backward of the "
+                f"first of {count} micro-batches could not run before forward of the last: compute the loss inside of "
+                f"forward, or use num_microbatches=1"
+            )
 
 
 def _time_layout(graph: fx.GraphModule, sharding: AxisSharding, roles: Sequence[RoleRules]) -> Layout:
