@@ -112,7 +112,7 @@ SETTINGS = {
                 _README,
             ),
             "TP2 EP8 PP8 folded": Mapping(
-                ("zero", "zero", "zero", "tensor_sequence"), ("zero", "expert", "expert", "expert"), 8, 1, 32, _ZOO
+                ("zero", "zero", "zero", "tensor_sequence"), ("zero", "expert", "expert", "expert"), 8, 1, 16, _ZOO
             ),
         },
         published_mfu=0.493,
