@@ -25,6 +25,8 @@ examples:
 Any program tells the same: TORCH_LOGS="+galvatron_fx" prints the graphs, TORCH_TRACE=folder keeps them for tlparse.
 """
 
+_LEAST_SHARED = 2  # samples from which a capture serves other batches
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
@@ -57,9 +59,15 @@ def run(given: argparse.Namespace) -> Result:
             settings["mixed_precision"] = settings["mixed_precision"] or plan.mixed_precision
             del settings["roles"]  # a default of the command line
         if given.html:
+            from galvatron_fx.captured import Captured
             from galvatron_fx.report.page import write_page
 
-            write_page(given.html, subject.model, cluster, subject.inputs, **settings)
+            if subject.batch_size < _LEAST_SHARED:
+                write_page(given.html, subject.model, cluster, subject.inputs, **settings)
+            else:  # captured for other batches, too
+                policy = settings.pop("mixed_precision")
+                captured = Captured(subject.model, subject.inputs, mixed_precision=policy)
+                write_page(given.html, captured, cluster, None, **settings)
             return Result("\n".join([*why, f"written to {given.html}"]), {"html": given.html})
         from galvatron_fx.explaining import explain
 

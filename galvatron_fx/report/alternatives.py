@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
+from typing import Protocol
 
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import GalvatronError
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.plan_table import describe_keeps, describe_roles
+from galvatron_fx.ir.plan.prediction import RankUse
 from galvatron_fx.ir.plan.search_report import BOUND, ESTIMATE, Contender
 from galvatron_fx.ir.plan.strategy import PIPELINE, Strategy
-from galvatron_fx.ir.plan.units import format_bytes
+from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 
 __all__ = ["CHOSEN", "OTHER", "Alternative", "other_pipelines", "uniform_plans"]
 
 CHOSEN, OTHER, TOO_LARGE = "chosen", "other", "too large"
+_MOST_CAUSES = 3
+_LITTLE = 2e-3  # of the step: what a cause has to make of it to be told
 _MARKS = {BOUND: "≥ ", ESTIMATE: "~ "}
 
 
@@ -25,7 +30,7 @@ class Alternative:
 
     ``time_s``: of a step, None where nothing is known; ``peak_bytes``: of the fullest rank, None where not
     simulated; ``known``: how both are known; ``verdict``: by how much it loses, or why it cannot be; ``colour``: of the
-    pictures.
+    pictures; ``reason``: what it takes more of.
     """
 
     name: str
@@ -34,6 +39,7 @@ class Alternative:
     known: str
     verdict: str
     colour: str
+    reason: str = ""
 
 
 def other_pipelines(plan: Plan) -> list[Alternative]:
@@ -61,10 +67,14 @@ def _contender(contender: Contender, chosen: Contender) -> Alternative:
     if contender is chosen:
         return Alternative(f"chosen: {name}", chosen.step_s, chosen.peak_bytes, chosen.known, "chosen", CHOSEN)
     if not contender.fits:
-        return Alternative(name, None, contender.peak_bytes, contender.known, "too large for the budget", TOO_LARGE)
+        reason = "" if contender.peak_bytes is None else f"its leanest form takes {format_bytes(contender.peak_bytes)}"
+        return Alternative(
+            name, None, contender.peak_bytes, contender.known, "too large for the budget", TOO_LARGE, reason
+        )
     mark = _MARKS.get(contender.known, "")
     verdict = f"{mark}{contender.lost_by(chosen):+.1%}"
-    return Alternative(name, contender.step_s, contender.peak_bytes, contender.known, verdict, OTHER)
+    form = _pipeline_name(contender) if contender.name else ""
+    return Alternative(name, contender.step_s, contender.peak_bytes, contender.known, verdict, OTHER, form)
 
 
 def _pipeline_name(contender: Contender) -> str:
@@ -77,33 +87,76 @@ def _pipeline_name(contender: Contender) -> str:
     return f"{contender.num_stages} stages on {ranks}, {contender.schedule}, {parts}"
 
 
+class Step(Protocol):
+    """A simulated step."""
+
+    @property
+    def step_time_s(self) -> float: ...
+
+    @property
+    def peak_memory_bytes(self) -> int: ...
+
+    def ranks(self) -> tuple[RankUse, ...]:
+        """What takes time and memory on every pipeline rank."""
+        ...
+
+
 def uniform_plans(
-    plan: Plan, cluster: Cluster, chosen_s: float, simulate: Callable[[Plan], tuple[float, int]]
+    plan: Plan, cluster: Cluster, chosen: Step, simulate: Callable[[Plan], Step]
 ) -> Iterator[Alternative]:
     """The same pipeline with one strategy in all blocks, as people choose by hand, each simulated.
 
-    ``chosen_s``: seconds of the plan's own step; ``simulate``: seconds of a step and bytes of the fullest rank of a
-    plan; what it refuses counts as impossible.
+    ``chosen``: the plan's own step; ``simulate``: that of another plan; what it refuses counts as impossible.
     """
-    for strategy in _by_hand(plan, cluster):
+    for strategy, known in _by_hand(plan, cluster).items():
         other = replace(plan, blocks=tuple(replace(block, strategy=strategy) for block in plan.blocks))
         if other.blocks == plan.blocks:
             continue
-        name = f"{describe_roles(strategy, plan.axis_sizes)}, {describe_keeps(strategy)}"
+        name = f"{known}: {describe_roles(strategy, plan.axis_sizes)}, {describe_keeps(strategy)}"
         try:
-            time_s, peak_bytes = simulate(other)
+            step = simulate(other)
         except GalvatronError as error:
-            yield Alternative(name, None, None, f"refused: {error}", "impossible", TOO_LARGE)
+            yield Alternative(name, None, None, "refused", "impossible", TOO_LARGE, str(error))
             continue
-        verdict = f"{time_s / chosen_s - 1:+.1%}"
-        budget, colour = plan.memory_budget_bytes, OTHER
-        if budget is not None and peak_bytes > budget:
-            verdict, colour = f"too large: {format_bytes(peak_bytes)}", TOO_LARGE
-        yield Alternative(name, time_s, peak_bytes, "simulated", verdict, colour)
+        verdict, colour = f"{step.step_time_s / chosen.step_time_s - 1:+.1%}", OTHER
+        budget, reason = plan.memory_budget_bytes, _slower_by(step, chosen)
+        if budget is not None and step.peak_memory_bytes > budget:
+            verdict, colour = f"too large: {format_bytes(step.peak_memory_bytes)}", TOO_LARGE
+            reason = f"{format_bytes(step.peak_memory_bytes - budget)} over the budget: {_largest_kinds(step)}"
+        yield Alternative(name, step.step_time_s, step.peak_memory_bytes, "simulated", verdict, colour, reason)
 
 
-def _by_hand(plan: Plan, cluster: Cluster) -> list[Strategy]:
-    """Every axis that holds no stages in one role; and tensor parallelism inside a node with ZeRO between nodes."""
+def _slower_by(step: Step, chosen: Step) -> str:
+    """The causes by which a step differs most from the chosen one's, averaged over ranks."""
+    other_s, chosen_s = _by_cause(step.ranks()), _by_cause(chosen.ranks())
+    differences = {cause: other_s.get(cause, 0.0) - chosen_s.get(cause, 0.0) for cause in {*other_s, *chosen_s}}
+    largest = sorted(differences, key=lambda cause: (-abs(differences[cause]), cause))[:_MOST_CAUSES]
+    said = [
+        f"{cause} {'+' if differences[cause] > 0 else '−'}{format_seconds(abs(differences[cause]))}"
+        for cause in largest
+        if abs(differences[cause]) > _LITTLE * chosen.step_time_s
+    ]
+    return ", ".join(said) or "about the same"
+
+
+def _by_cause(ranks: Sequence[RankUse]) -> dict[str, float]:
+    seconds: dict[str, float] = {}
+    for use in ranks:
+        for cause, amount in use.seconds.items():
+            seconds[cause.kind] = seconds.get(cause.kind, 0.0) + amount / len(ranks)
+    return seconds
+
+
+def _largest_kinds(step: Step) -> str:
+    fullest = max(step.ranks(), key=lambda use: sum(use.memory.values())).memory
+    kinds = sorted(fullest, key=lambda kind: -fullest[kind])[:2]
+    return ", ".join(f"{kind} {format_bytes(fullest[kind])}" for kind in kinds)
+
+
+def _by_hand(plan: Plan, cluster: Cluster) -> dict[Strategy, str]:
+    """Every axis that holds no stages in one role, and tensor parallelism inside a node with ZeRO between nodes: with
+    the names that people call them by.
+    """
     plan_roles = plan.blocks[0].strategy.roles
     axes = [axis for axis in cluster.axes if axis.size > 1]
     fastest = max((axis.bandwidth_bytes_per_s for axis in axes), default=0.0)
@@ -115,12 +168,18 @@ def _by_hand(plan: Plan, cluster: Cluster) -> list[Strategy]:
             tuple(PIPELINE if role == PIPELINE else new for role, new in zip(plan_roles, roles, strict=True)), recompute
         )
 
-    strategies = [
-        with_roles("data", "data"),
-        with_roles("zero", "zero"),
-        with_roles("zero", "zero", recompute=True),
-        with_roles("tensor_sequence", "tensor_sequence"),
-        with_roles("tensor_sequence", "zero"),
-        with_roles("tensor_sequence", "zero", recompute=True),
+    free = [
+        (axis.size, is_near) for axis, is_near, role in zip(axes, inside, plan_roles, strict=True) if role != PIPELINE
     ]
-    return list(dict.fromkeys(strategies))
+    ranks, near = prod(size for size, _ in free), prod(size for size, is_near in free if is_near)
+    mixed = f"TP{near} × FSDP{ranks // near}" if ranks > near else f"TP{near}"
+    named = {
+        with_roles("data", "data"): f"DDP-{ranks}",
+        with_roles("zero", "zero"): f"FSDP-{ranks}",
+        with_roles("zero", "zero", recompute=True): f"FSDP-{ranks}",
+        with_roles("tensor_sequence", "tensor_sequence"): f"TP{ranks}",
+        with_roles("tensor_sequence", "zero"): mixed,
+        with_roles("tensor_sequence", "zero", recompute=True): mixed,
+    }
+    stages = f" × PP{plan.num_pipeline_ranks}" if plan.num_pipeline_ranks > 1 else ""
+    return {strategy: name + stages for strategy, name in named.items()}

@@ -6,19 +6,28 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from galvatron_fx.ir.plan.plan import Plan
-from galvatron_fx.ir.plan.prediction import MEMORY_KINDS, RankUse
+from galvatron_fx.ir.plan.prediction import MEMORY_KINDS, RECOMPUTE, RankUse
 from galvatron_fx.ir.plan.search_report_table import cause_name, cause_order
 from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 from galvatron_fx.report.alternatives import Alternative
 from galvatron_fx.report.drawing import WIDTH, Line, Picture, Rect, Text, text_width
+from galvatron_fx.report.module_times import ModuleTime
 
-__all__ = ["FAR", "alternatives_picture", "memory_picture", "roles_picture", "shown_ranks", "time_picture"]
+__all__ = [
+    "FAR",
+    "alternatives_picture",
+    "memory_picture",
+    "modules_picture",
+    "roles_picture",
+    "shown_ranks",
+    "time_picture",
+]
 
 _ROW = 24.0
 _BAR = 17.0
-_LABELS = 132.0
 _SUMS = 84.0
 _MOST_ROWS = 16
+_LEFT = 14.0  # of bars below their labels: half of the first number of the axis
 
 FAR = 3.0
 """A budget of more than so many times what is used is told of and not drawn, or nothing else could be seen."""
@@ -35,14 +44,22 @@ def shown_ranks(ranks: Sequence[RankUse], most: int = _MOST_ROWS) -> list[int]:
     return sorted({*spread, busiest, fullest})
 
 
-def roles_picture(plan: Plan) -> Picture:
+def roles_picture(plan: Plan, width: float = WIDTH) -> Picture:
     """Every block as a column, every mesh axis as a row, outermost first; below, stages and what is computed again."""
     count, axes = len(plan.blocks), plan.axis_sizes
-    picture = Picture(f"The role of each of {len(axes)} mesh axes in each of {count} blocks")
-    left, width = _LABELS, (WIDTH - _LABELS) / count
+    picture = Picture(f"The role of each of {len(axes)} mesh axes in each of {count} blocks", width=width)
+    left, width = picture.labels, (picture.width - picture.labels) / count
     names: list[Text] = []
     for axis, size in enumerate(axes):
-        picture.add(Text(left - 10, picture.height + _ROW / 2, f"axis {axis}, {size} ranks", "end"))
+        picture.add(
+            Text(
+                left - 10,
+                picture.height + _ROW / 2,
+                f"axis {axis}, {size} ranks",
+                "end",
+                size=12 if picture.is_wide else 10.5,
+            )
+        )
         for role, first, end in _runs([block.strategy.roles[axis] for block in plan.blocks]):
             where = f"axis {axis}, {_blocks(first, end)}: {role}"
             picture.add(Rect(left + first * width, picture.height, (end - first) * width, _ROW - 2, role, where))
@@ -59,15 +76,15 @@ def roles_picture(plan: Plan) -> Picture:
         cuts = [] if plan.is_wildcard else plan.pipelining.cuts(count)
         _strip(picture, "stages", [f"{sum(c <= b for c in cuts) - 1}" for b in range(count)], width)
     _block_numbers(picture, count, width)
-    picture.legend(dict.fromkeys(role for block in plan.blocks for role in block.strategy.roles), _LABELS)
+    picture.legend(dict.fromkeys(role for block in plan.blocks for role in block.strategy.roles))
     return picture
 
 
-def time_picture(ranks: Sequence[RankUse]) -> Picture:
+def time_picture(ranks: Sequence[RankUse], width: float = WIDTH) -> Picture:
     """Seconds of a step by cause, a bar for each pipeline rank."""
     shown = shown_ranks(ranks)
     causes = sorted({c for rank in shown for c, s in ranks[rank].seconds.items() if s}, key=cause_order)
-    picture = Picture("Seconds of a step by cause, for each pipeline rank")
+    picture = Picture("Seconds of a step by cause, for each pipeline rank", width=width)
     rows = [
         (
             _rank_label(ranks, rank),
@@ -76,30 +93,51 @@ def time_picture(ranks: Sequence[RankUse]) -> Picture:
         for rank in shown
     ]
     _bars(picture, rows, format_seconds, "time of a step")
-    picture.legend(dict.fromkeys(cause.kind for cause in causes), _LABELS)
+    picture.legend(dict.fromkeys(cause.kind for cause in causes))
     return picture
 
 
-def memory_picture(ranks: Sequence[RankUse], budget_bytes: int | None) -> Picture:
+def memory_picture(ranks: Sequence[RankUse], budget_bytes: int | None, width: float = WIDTH) -> Picture:
     """Bytes at the peak by kind, a bar for each pipeline rank, against the budget."""
     shown = shown_ranks(ranks)
     kinds = [kind for kind in MEMORY_KINDS if any(ranks[rank].memory[kind] for rank in shown)]
-    picture = Picture("Bytes at the peak by kind, for each pipeline rank")
+    picture = Picture("Bytes at the peak by kind, for each pipeline rank", width=width)
     rows = [(_rank_label(ranks, rank), [(k, k, float(ranks[rank].memory[k])) for k in kinds]) for rank in shown]
     _bars(picture, rows, format_bytes, "memory of a rank when it is fullest", budget_bytes)
-    picture.legend(kinds, _LABELS)
+    picture.legend(kinds)
     return picture
 
 
-def alternatives_picture(alternatives: Sequence[Alternative]) -> Picture:
+def alternatives_picture(alternatives: Sequence[Alternative], width: float = WIDTH) -> Picture:
     """Seconds of a step of the chosen plan and of what lost to it."""
-    picture = Picture("Seconds of a step of the chosen plan and of the alternatives")
+    picture = Picture("Seconds of a step of the chosen plan and of the alternatives", width=width)
     known = [a for a in alternatives if a.time_s is not None]
     labels = max(text_width(a.name, 12) for a in known) + 12
     rows = [(a.name, [(a.colour, f"{a.name}: {a.verdict}", a.time_s or 0.0)]) for a in known]
     _bars(
-        picture, rows, format_seconds, "time of a step", labels=min(labels, WIDTH / 2), sums=[a.verdict for a in known]
+        picture, rows, format_seconds, "time of a step", labels=min(labels, width / 2), sums=[a.verdict for a in known]
     )
+    return picture
+
+
+def modules_picture(modules: Sequence[ModuleTime], width: float = WIDTH) -> Picture:
+    """Seconds of computing by module: forward, backward, and what is computed again."""
+    picture = Picture("Seconds of computing by module, forward, backward and computed again", width=width)
+    rows = [
+        (
+            row.module,
+            [
+                ("forward", "forward", row.forward_s),
+                ("backward", "backward", row.backward_s),
+                (RECOMPUTE, RECOMPUTE, row.again_s),
+            ],
+        )
+        for row in modules
+    ]
+    labels = min(max(text_width(name, 12) for name, _ in rows) + 12, width / 2.5)
+    _bars(picture, rows, format_seconds, "computing, a rank of each stage added up", labels=labels)
+    used = {colour for _, parts in rows for colour, _, amount in parts if amount}
+    picture.legend([colour for colour in ("forward", "backward", RECOMPUTE) if colour in used])
     return picture
 
 
@@ -109,7 +147,7 @@ def _bars(
     write: Callable[[float], str],
     what: str,
     limit: float | None = None,
-    labels: float = _LABELS,
+    labels: float | None = None,
     sums: Sequence[str] = (),
 ) -> None:
     """Stacked bars: of each row its label and its parts (colour, name, amount); at the right what they come to."""
@@ -117,14 +155,17 @@ def _bars(
     said = sums or [write(total) for total in totals]
     room = max(_SUMS, max(text_width(text, 12) for text in said) + 10)
     picture.height += 18 if limit is not None else 0  # for the limit's name
-    top = picture.height
-    picture.height += len(rows) * _ROW
+    # On narrow pictures labels stand above their bars.
+    above = 0.0 if picture.is_wide else 16.0
+    labels = _LEFT if above else picture.labels if labels is None else labels
+    top, row_height = picture.height, _ROW + above
+    picture.height += len(rows) * row_height
     is_near = limit is not None and limit <= FAR * max(totals)
     most = max([*totals, limit if is_near and limit is not None else 0.0]) * 1.02
-    place = picture.scale(labels, WIDTH - room, top, most, write, what)
+    place = picture.scale(labels, picture.width - room, top, most, write, what)
     for row, ((label, parts), text) in enumerate(zip(rows, said, strict=True)):
-        y, amount_before = top + row * _ROW, 0.0
-        picture.add(Text(labels - 10, y + _BAR / 2 + 2, label, "end"))
+        y, amount_before = top + row * row_height + above, 0.0
+        picture.add(Text(0, y - 6, label) if above else Text(labels - 10, y + _BAR / 2 + 2, label, "end"))
         for colour, name, amount in parts:
             x, end = place(amount_before), place(amount_before + amount)
             if end - x > 0.05:
@@ -135,11 +176,11 @@ def _bars(
         picture.add(Text(place(amount_before) + 6, y + _BAR / 2 + 2, text))
     if limit is not None and is_near:
         x = place(limit)
-        picture.add(Line(x, top - 4, x, top + len(rows) * _ROW + 4, "limit", 2, True))
+        picture.add(Line(x, top - 4, x, top + len(rows) * row_height + 4, "limit", 2, True))
         picture.add(Text(x, top - 12, f"budget {write(limit)}", "middle", "limit", 11, True))
     elif limit is not None:
         picture.add(
-            Text(WIDTH - room, top - 12, f"budget {write(limit)}, far to the right →", "end", "limit", 11, True)
+            Text(picture.width - room, top - 12, f"budget {write(limit)}, far to the right →", "end", "limit", 11, True)
         )
 
 
@@ -157,9 +198,9 @@ def _strip(picture: Picture, label: str, values: Sequence[str], width: float) ->
     """A thin row below the axes, a box for each run of equal values; nothing where all are empty."""
     if not any(values):
         return
-    picture.add(Text(_LABELS - 10, picture.height + 8, label, "end", "muted", 11))
+    picture.add(Text(picture.labels - 10, picture.height + 8, label, "end", "muted", 11))
     for place, (value, first, end) in enumerate(run for run in _runs(values) if run[0]):
-        x, wide = _LABELS + first * width, (end - first) * width
+        x, wide = picture.labels + first * width, (end - first) * width
         fill = "recompute" if value == "recompute" else ("idle", "rule")[place % 2]
         picture.add(Rect(x, picture.height, wide, 15, fill, f"{label}: {value}, {_blocks(first, end)}"))
         if value != "recompute" and text_width(value, 10) < wide:
@@ -170,8 +211,8 @@ def _strip(picture: Picture, label: str, values: Sequence[str], width: float) ->
 def _block_numbers(picture: Picture, count: int, width: float) -> None:
     every = next(step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, count) if step * width > 26)
     for block in range(0, count, every):
-        picture.add(Text(_LABELS + (block + 0.5) * width, picture.height + 8, str(block), "middle", "muted", 11))
-    picture.add(Text(_LABELS - 10, picture.height + 8, "block", "end", "muted", 11))
+        picture.add(Text(picture.labels + (block + 0.5) * width, picture.height + 8, str(block), "middle", "muted", 11))
+    picture.add(Text(picture.labels - 10, picture.height + 8, "block", "end", "muted", 11))
     picture.height += 16
 
 

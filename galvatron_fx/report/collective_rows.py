@@ -21,9 +21,9 @@ from passes.simulation.short_model import Label
 from passes.simulation.short_program import ShortProgram
 from passes.simulation.stages import StagesReport
 
-__all__ = ["CollectiveRow", "collective_rows", "task_graphs"]
+__all__ = ["ONCE_A_STEP", "CollectiveRow", "collective_rows", "task_graphs"]
 
-_ONCE = ("start", "finish")
+ONCE_A_STEP = ("start", "finish")
 _NUMBER = re.compile(r"(?<=\.)\d+(?![\w])")  # of a layer, in the name of a module
 
 
@@ -87,7 +87,7 @@ def collective_rows(
                 continue
             block = max(meta_of(node).block, 0)
             times = blocks[block].stands_for if block in task_blocks else program.short.stage_of.count(position)
-            runs = times * (1 if task in _ONCE else num_microbatches)
+            runs = times * (1 if task in ONCE_A_STEP else num_microbatches)
             why = reasons.of(node)
             row = _row(node, layout, prices, blocks[block].label, task, runs, why)
             key = (*vars(replace(row, count=0, why="")).values(), _NUMBER.sub("#", why))

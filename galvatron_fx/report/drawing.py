@@ -10,9 +10,12 @@ from dataclasses import dataclass, field
 from math import floor, log10
 from typing import TypeAlias
 
-__all__ = ["WIDTH", "Band", "Boxes", "Line", "Picture", "Rect", "Shape", "Text", "text_width", "ticks"]
+__all__ = ["NARROW_WIDTH", "WIDTH", "Band", "Boxes", "Line", "Picture", "Rect", "Shape", "Text", "text_width", "ticks"]
 
 WIDTH = 1080.0
+NARROW_WIDTH = 380.0
+"""Of the same pictures on a screen that is narrow."""
+_NARROW = 700.0
 _LETTER = 0.6  # of the size: how wide a letter of a sans-serif font is, with room to spare
 
 
@@ -96,13 +99,28 @@ class Picture:
     width: float = WIDTH
     shapes: list[Shape] = field(default_factory=list)
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether there is room beside what is drawn: on a desk, not on a telephone."""
+        return self.width > _NARROW
+
+    @property
+    def labels(self) -> float:
+        """Room at the left for names of rows."""
+        return 132.0 if self.is_wide else 96.0
+
+    @property
+    def margin(self) -> float:
+        """Room at the right for amounts of rows."""
+        return 84.0 if self.is_wide else 48.0
+
     def add(self, *shapes: Shape) -> None:
         """Draw over what is there."""
         self.shapes += shapes
 
-    def legend(self, colours: Iterable[str], x: float = 0.0) -> None:
+    def legend(self, colours: Iterable[str]) -> None:
         """Explain colours by their names, in as many lines as it takes, below what is there."""
-        left = x
+        left = x = self.labels if self.is_wide else 0.0
         self.height += 10
         for colour in colours:
             needed = 18 + text_width(colour, 12) + 18
@@ -122,7 +140,7 @@ class Picture:
 
         bottom = self.height
         lines: list[Shape] = []
-        for tick in ticks(most):
+        for tick in ticks(most, 6 if self.is_wide else 3):
             lines.append(Line(place(tick), top, place(tick), bottom + 4))
             self.add(Text(place(tick), bottom + 14, write(tick), "middle", "muted", 11))
         self.add(Text(right, bottom + 32, what, "end", "muted", 11))

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import fx
 
+from cost_models.graph_cost import throughput
 from cost_models.optimizer import optimizer_model
 from cost_models.schedule_time import ScheduleReport
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.graph.layout import MergedAxis
 from galvatron_fx.ir.plan.plan import BlockPlan, Plan
 from galvatron_fx.ir.plan.prediction import RankUse
+from galvatron_fx.ir.plan.strategy import ROLES
+from galvatron_fx.ir.plan.throughput import Throughput
 from galvatron_fx.plan_fit import staging_of
 from galvatron_fx.report.alternatives import CHOSEN, Alternative, other_pipelines, uniform_plans
 from galvatron_fx.report.block_code import BlockCode, block_codes
 from galvatron_fx.report.collective_rows import CollectiveRow, collective_rows, transfer_rows
+from galvatron_fx.report.module_times import ModuleTime, module_times
+from galvatron_fx.report.what_if import WhatIf, what_ifs
 from passes.analysis.blocks import fingerprints
 from passes.lowering.apply_plan import check_batch, divided, strategies_on
 from passes.simulation.choice import SimulateChoice
@@ -37,7 +43,8 @@ class Explained:
     on all axes of the cluster; ``batch``, ``sequence``: sizes of
     the captured step, 0 where unknown; ``ranks``: of each pipeline rank what takes time and memory; ``memory``: the
     same over time; ``schedule``: when its actions run, None for one stage and one micro-batch, which has
-    ``operators`` instead.
+    ``operators`` instead; ``throughput``: what a step trains; ``modules``: what takes computing time; ``what_ifs``: of
+    other devices, memory and batches.
     """
 
     plan: Plan
@@ -53,6 +60,9 @@ class Explained:
     collectives: tuple[CollectiveRow, ...]
     codes: tuple[BlockCode, ...]
     columns: tuple[MergedAxis, ...]
+    throughput: Throughput | None
+    modules: tuple[ModuleTime, ...]
+    what_ifs: tuple[WhatIf, ...]
     pipelines: tuple[Alternative, ...]
     uniform: tuple[Alternative, ...]
 
@@ -67,16 +77,30 @@ class Explained:
         return max(sum(use.memory.values()) for use in self.ranks)
 
 
-def explained(graph: fx.GraphModule, plan: Plan, cluster: Cluster) -> Explained:
+def _not_resized(batch: int) -> None:
+    """No graph at another batch."""
+
+
+def explained(
+    graph: fx.GraphModule, plan: Plan, cluster: Cluster, resized: Callable[[int], fx.GraphModule | None] = _not_resized
+) -> Explained:
     """Simulate the step of ``plan`` on the captured ``graph`` and look into it; the plan must fit both.
 
-    Models with many equal blocks are simulated as the few that they are. Raises what lowering raises.
+    ``resized``: gives the graph at another batch, None where that cannot be had. Models with many equal blocks are
+    simulated as the few that they are. Raises what lowering raises.
     """
-    return _Explaining(graph, plan, cluster).run()
+    return _Explaining(graph, plan, cluster, resized).run()
 
 
 class _Explaining:
-    def __init__(self, graph: fx.GraphModule, plan: Plan, cluster: Cluster) -> None:
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        plan: Plan,
+        cluster: Cluster,
+        resized: Callable[[int], fx.GraphModule | None],
+    ) -> None:
+        self.captured, self.resized = graph, resized
         self.sizes = graph.meta.get("symbols")
         self.graph = graph = divided(graph, plan)
         self.cluster = cluster
@@ -111,18 +135,20 @@ class _Explaining:
             collectives=tuple(collectives),
             codes=tuple(block_codes(program, kinds)),
             columns=program.lowered.layout.merged_axes,
+            throughput=throughput(self.captured, self.cluster),
+            modules=tuple(module_times(program, self.cluster, kinds, parts or 1)),
+            what_ifs=tuple(what_ifs(self.captured, self.plan, self.cluster, ROLES, self.resized)),
             pipelines=tuple(other_pipelines(self.plan)),
-            uniform=tuple(uniform_plans(self.plan, self.cluster, step.step_time_s, self._simulated)),
+            uniform=tuple(uniform_plans(self.plan, self.cluster, step, self._simulated)),
         )
 
     def _step(self, plan: Plan) -> StepReport | StagesReport:
         strategies = strategies_on(plan, self.cluster, len(self.block_fingerprints))
         return self.simulate.run(strategies, self.cuts, self.staging)
 
-    def _simulated(self, plan: Plan) -> tuple[float, int]:
+    def _simulated(self, plan: Plan) -> StepReport | StagesReport:
         check_batch(plan, self.graph)
-        step = self._step(plan)
-        return step.step_time_s, step.peak_memory_bytes
+        return self._step(plan)
 
     def _timelines(
         self, program: ShortProgram, step: StepReport | StagesReport

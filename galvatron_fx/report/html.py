@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from importlib.resources import files
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -15,18 +19,30 @@ from markupsafe import Markup
 from galvatron_fx.ir.plan.strategy import ROLES
 from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 from galvatron_fx.report import words
-from galvatron_fx.report.bars import alternatives_picture, memory_picture, roles_picture, shown_ranks, time_picture
+from galvatron_fx.report.bars import (
+    alternatives_picture,
+    memory_picture,
+    modules_picture,
+    roles_picture,
+    shown_ranks,
+    time_picture,
+)
 from galvatron_fx.report.collective_rows import CollectiveRow
-from galvatron_fx.report.drawing import Picture
+from galvatron_fx.report.drawing import NARROW_WIDTH, WIDTH, Picture
 from galvatron_fx.report.explained import Explained
+from galvatron_fx.report.glossary import terms
+from galvatron_fx.report.module_times import by_module
 from galvatron_fx.report.palette import css_variables
 from galvatron_fx.report.svg import inline_svg
-from galvatron_fx.report.tables import block_rows, memory_table, time_table
+from galvatron_fx.report.tables import block_rows, block_times, memory_table, module_table, time_table
 from galvatron_fx.report.timelines import memory_timeline_picture, operators_picture, schedule_picture
 
 __all__ = ["render"]
 
-_MOST_AREAS = 8
+_TERMS = "<!-- terms -->"
+_WORDS = re.compile(r"<[^>]*>|&[a-z]+;")  # what is no text
+Both = tuple[Picture, Picture]
+_MOST_AREAS, _MOST_MODULES = 8, 12
 _TASKS = {
     "start": "before the first micro-batch",
     "input_grad": "input gradients",
@@ -43,19 +59,26 @@ def render(explained: Explained, model_name: str) -> str:
     has_stages = explained.plan.pipelining.num_stages > 1
     blocks = block_rows(explained)
     text = explained.plan.to_json()
-    return _environment(explained).get_template("page.html").render(
+    page = _environment(explained).get_template("page.html").render(
         title=f"{model_name} on {explained.cluster.num_devices} × {explained.cluster.device.name}",
         lead=words.lead(explained),
         sections=_sections(explained),
         cards=words.cards(explained),
         notes=explained.plan.notes,
         has_stages=has_stages,
+        pipeline_ranks=explained.plan.num_pipeline_ranks,
+        rate_unit=explained.throughput.unit if explained.throughput is not None else "samples",
         axes=words.axes(explained),
         blocks=blocks.rows,
         codes=blocks.codes,
         collectives=blocks.collectives,
         pictures=_pictures(explained),
         time_table=time_table(explained),
+        module_table=module_table(explained),
+        block_times=block_times(explained),
+        what_ifs=explained.what_ifs,
+        what_if_words=words.what_ifs(explained),
+        blocks_words=words.blocks(explained),
         memory_table=memory_table(explained),
         time_words=words.time(explained),
         memory_words=words.memory(explained),
@@ -72,6 +95,20 @@ def render(explained: Explained, model_name: str) -> str:
         style_hash=_hash(style),
         script_hash=_hash(script),
     )  # fmt: skip
+    return _with_terms(page)
+
+
+def _with_terms(page: str) -> str:
+    """The page with its words explained at the end of the section where each stands first."""
+    parts, shown = page.split(_TERMS), list[str]()
+    text = parts[0]
+    for part, rest in pairwise(parts):
+        said = terms(_WORDS.sub(" ", part.rpartition("<section")[2]), shown)
+        shown += [word for word, _ in said]
+        items = Markup("").join(Markup("<dt>{}</dt><dd>{}</dd>").format(word, meaning) for word, meaning in said)
+        folded = Markup('<details class="terms"><summary>Words: {}</summary><dl>{}</dl></details>')
+        text += (str(folded.format(", ".join(word for word, _ in said), items)) if said else "") + rest
+    return text
 
 
 def _sections(explained: Explained) -> list[tuple[str, str]]:
@@ -80,44 +117,60 @@ def _sections(explained: Explained) -> list[tuple[str, str]]:
         ("glance", "At a glance"),
         ("blocks", "Blocks and axes"),
         ("time", "Where the time goes"),
+        ("modules", "What computes"),
         ("memory", "Where the memory goes"),
         ("memory-timeline", "Memory over the step"),
         ("timeline", timeline),
         ("alternatives", "What lost"),
+        ("what-if", "What if"),
         ("collectives", "Collectives"),
         ("code", "Lowered code"),
         ("plan", "Plan as JSON"),
     ]
 
 
-def _pictures(explained: Explained) -> dict[str, Picture]:
+def _pictures(explained: Explained) -> dict[str, Both]:
     budget = explained.plan.memory_budget_bytes
     schedule = explained.schedule
+    areas = shown_ranks(explained.ranks, _MOST_AREAS)
     return {
-        "roles": roles_picture(explained.plan),
-        "time": time_picture(explained.ranks),
-        "memory": memory_picture(explained.ranks, budget),
-        "memory_timeline": memory_timeline_picture(explained.memory, shown_ranks(explained.ranks, _MOST_AREAS), budget),
-        "timeline": schedule_picture({"": schedule})
-        if schedule
-        else operators_picture(explained.operators, explained.step_s),
+        "roles": _both(lambda width: roles_picture(explained.plan, width)),
+        "time": _both(lambda width: time_picture(explained.ranks, width)),
+        "modules": _both(partial(modules_picture, by_module(explained.modules)[:_MOST_MODULES])),
+        "memory": _both(lambda width: memory_picture(explained.ranks, budget, width)),
+        "memory_timeline": _both(lambda width: memory_timeline_picture(explained.memory, areas, budget, width)),
+        "timeline": _both(
+            lambda width: (
+                schedule_picture({"": schedule}, width)
+                if schedule
+                else operators_picture(explained.operators, explained.step_s, width)
+            )
+        ),
     }
+
+
+def _both(draw: Callable[[float], Picture]) -> Both:
+    """A picture for wide screens and one for narrow ones, of which style shows either."""
+    return draw(WIDTH), draw(NARROW_WIDTH)
 
 
 def _alternatives(explained: Explained) -> list[dict[str, Any]]:
     uniform = (explained.chosen, *explained.uniform)
+    parts = (
+        ("uniform-bars", "One strategy for all blocks", words.uniform(explained), uniform),
+        ("pipeline-bars", "Other pipelines", words.pipelines(explained), explained.pipelines),
+    )
     return [
         {
             "name": name,
             "heading": heading,
             "words": said,
             "rows": rows,
-            "picture": alternatives_picture(rows) if any(row.time_s is not None for row in rows) else None,
+            "picture": _both(partial(alternatives_picture, rows))
+            if any(row.time_s is not None for row in rows)
+            else None,
         }
-        for name, heading, said, rows in (
-            ("uniform-bars", "One strategy for all blocks", words.uniform(explained), uniform),
-            ("pipeline-bars", "Other pipelines", words.pipelines(explained), explained.pipelines),
-        )
+        for name, heading, said, rows in parts
     ]
 
 

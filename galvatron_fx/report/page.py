@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import fx, nn
 
 from galvatron_fx.arguments import as_plan, check_model
 from galvatron_fx.captured import Captured
@@ -48,7 +48,8 @@ def write_page(
 
     The page is one HTML file for any browser, without a network: what every axis does for every block, where time and
     memory go, what lost, every collective with its bytes and its reason, and the lowered code. Nothing runs and no
-    device is needed; ``model`` may be on the meta device. ``plan``: explain it, or the one at this path, instead of
+    device is needed. It tells what other devices and memory would do, and, of a captured model at ``batch`` and
+    ``sequence``, other batches; ``model`` may be on the meta device. ``plan``: explain it, or the one at this path, instead of
     searching one, which then has no alternatives that a search saw, and leaves of ``options`` the budget alone;
     ``mixed_precision`` (default: the given plan's), ``progress``, ``passes``, ``batch``, ``sequence`` and ``options``:
     those of :func:`galvatron_fx.plan`, also for a captured ``model``.
@@ -69,9 +70,13 @@ def write_page(
         progress,
         simulate_runners_up=True,
     )
+
+    def resized(batch: int) -> fx.GraphModule | None:
+        return model.graph(batch, sequence) if isinstance(model, Captured) and example_inputs is None else None
+
     chosen, graph = session.run(model, example_inputs, batch, sequence)
     with session.watch.phase(LOWERING):
         name = model.name if isinstance(model, Captured) else type(model).__name__
-        text = render(explained(graph, chosen, cluster), name)
+        text = render(explained(graph, chosen, cluster, resized), name)
     write(path, text)
     return chosen

@@ -15,11 +15,13 @@ from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 from galvatron_fx.report.bars import shown_ranks
 from galvatron_fx.report.collective_rows import CollectiveRow
 from galvatron_fx.report.explained import Explained
+from galvatron_fx.report.module_times import by_module
 from passes.simulation.short_model import Label
 
-__all__ = ["Amounts", "Blocks", "block_rows", "memory_table", "time_table"]
+__all__ = ["Amounts", "Blocks", "block_rows", "block_times", "memory_table", "module_table", "time_table"]
 
 _MOST_COLUMNS = 6
+_MOST_PARTS = 3
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ def block_rows(explained: Explained) -> Blocks:
             "name": names[label] if label is not None else "Between stages",
             "code": f"code-{number[label]}" if label is not None else "",
             "rows": group,
+            "seconds": sum(row.total_s for row in group),
+            "sent_bytes": sum(row.sent_bytes * row.count for row in group),
         }
         for label, group in groups.items()
     ]
@@ -98,6 +102,49 @@ def memory_table(explained: Explained) -> Amounts:
     kinds = [kind for kind in MEMORY_KINDS if any(use.memory[kind] for use in explained.ranks)]
     rows = [(kind, [format_bytes(use[kind]) if use[kind] else "-" for use in held]) for kind in kinds]
     return Amounts(_headings(explained, shown), rows, "peak", [format_bytes(sum(use.values())) for use in held])
+
+
+def module_table(explained: Explained) -> Amounts:
+    """Seconds of computing by module, all blocks and stages together."""
+    modules = by_module(explained.modules)
+    every = sum(row.total_s for row in modules)
+    return Amounts(
+        ["forward", "backward", "computed again", "in all", "share"],
+        [
+            (
+                row.module,
+                [*map(_seconds, (row.forward_s, row.backward_s, row.again_s, row.total_s)), _share(row.total_s, every)],
+            )
+            for row in modules
+        ],
+        "computing",
+        [
+            *(
+                _seconds(sum(getattr(row, name) for row in modules))
+                for name in ("forward_s", "backward_s", "again_s", "total_s")
+            ),
+            "",
+        ],
+    )
+
+
+def block_times(explained: Explained) -> Amounts:
+    """The same by kind of block."""
+    every = sum(row.total_s for row in explained.modules)
+    rows = []
+    for label in dict.fromkeys(row.label for row in explained.modules):
+        same = [row for row in explained.modules if row.label == label]
+        total, count = sum(row.total_s for row in same), explained.labels.count(label)
+        largest = ", ".join(f"{row.module} {_share(row.total_s, total)}" for row in same[:_MOST_PARTS])
+        name = _where(explained, label)
+        rows.append(
+            (f"{name}: {largest}", [_seconds(total / count), str(count), _seconds(total), _share(total, every)])
+        )
+    return Amounts(["a block", "blocks", "in all", "share"], rows, "computing", ["", "", _seconds(every), ""])
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole else "-"
 
 
 def _runs(explained: Explained) -> list[tuple[Label, range]]:

@@ -19,24 +19,23 @@ from passes.simulation.step_timeline import MemoryTimeline, OperatorSpan
 __all__ = ["memory_timeline_picture", "operators_picture", "schedule_picture"]
 
 
-_LABELS = 132.0
 _COLUMNS = 320
 _LANE = 24.0
 _THIN = 0.5  # pixels: what strays from a block among the operators of another
 
 
 def memory_timeline_picture(
-    timelines: Sequence[MemoryTimeline], shown: Sequence[int], budget_bytes: int | None
+    timelines: Sequence[MemoryTimeline], shown: Sequence[int], budget_bytes: int | None, width: float = WIDTH
 ) -> Picture:
     """Bytes alive by kind over the step, an area for each pipeline rank that is shown, against the budget."""
-    picture = Picture("Bytes alive by kind over the step, against the budget")
+    picture = Picture("Bytes alive by kind over the step, against the budget", width=width)
     height = 220.0 if len(shown) == 1 else 110.0
     peak = max(timelines[rank].peak_bytes for rank in shown)
     is_near = budget_bytes is not None and budget_bytes <= FAR * peak
     most = (max(peak, budget_bytes) if is_near and budget_bytes is not None else peak) * 1.05
     if budget_bytes is not None and not is_near:
         said = f"budget {format_bytes(budget_bytes)}, far above ↑"
-        picture.add(Text(WIDTH - 30, 6, said, "end", "limit", 11, True))
+        picture.add(Text(picture.width - 30, 6, said, "end", "limit", 11, True))
         picture.height += 18
     end_s = max(timelines[rank].end_s for rank in shown)
     used = np.zeros(len(MEMORY_KINDS), dtype=np.bool_)
@@ -46,10 +45,10 @@ def memory_timeline_picture(
         _area(picture, timeline, "every rank" if len(timelines) == 1 else f"rank {rank}", height, most, end_s)
         if budget_bytes is not None and is_near:
             y = picture.height - height * budget_bytes / most
-            picture.add(Line(_LABELS, y, WIDTH - 30, y, "limit", 1.5, True))
+            picture.add(Line(picture.labels, y, picture.width - 30, y, "limit", 1.5, True))
             picture.add(
                 Text(
-                    WIDTH - 34,
+                    picture.width - 34,
                     y - 7 if y > picture.height - height + 12 else y + 9,
                     f"budget {format_bytes(budget_bytes)}",
                     "end",
@@ -60,43 +59,47 @@ def memory_timeline_picture(
             )
         picture.height += 14
     picture.height -= 14
-    picture.scale(_LABELS, WIDTH - 30, picture.height, end_s, format_seconds, "time in the step")
-    picture.legend((kind for kind, there in zip(MEMORY_KINDS, used, strict=True) if there), _LABELS)
+    picture.scale(picture.labels, picture.width - 30, picture.height, end_s, format_seconds, "time in the step")
+    picture.legend((kind for kind, there in zip(MEMORY_KINDS, used, strict=True) if there))
     return picture
 
 
-def schedule_picture(reports: Mapping[str, ScheduleReport]) -> Picture:
+def schedule_picture(reports: Mapping[str, ScheduleReport], width: float = WIDTH) -> Picture:
     """What every pipeline rank does when: the reports one below the other, each under its title, over one axis.
 
     The number in a box is its micro-batch; light boxes are later stages of a rank. At the right stands the share of the
     step that a rank is idle.
     """
     names = ", ".join(dict.fromkeys(report.schedule.name for report in reports.values()))
-    picture = Picture(f"When each pipeline rank works on which micro-batch, schedule {names}")
+    picture = Picture(f"When each pipeline rank works on which micro-batch, schedule {names}", width=width)
     tops: list[float] = []
     for title, report in reports.items():
         if title:
             said = f"{title}: {format_seconds(report.step_s)}"
-            picture.add(Text(_LABELS, picture.height + 12, said, "start", "ink", 12, True))
+            picture.add(Text(picture.labels, picture.height + 12, said, "start", "ink", 12, True))
             picture.height += _LANE
         tops.append(picture.height)
         picture.height += report.schedule.num_ranks * _LANE
     end_s = max(report.step_s for report in reports.values())
-    place = picture.scale(_LABELS, WIDTH - 84, 0.0, end_s, format_seconds, "time in the step")
+    place = picture.scale(
+        picture.labels, picture.width - picture.margin, 0.0, end_s, format_seconds, "time in the step"
+    )
     lanes = (_lanes(picture, report, top, place) for top, report in zip(tops, reports.values(), strict=True))
     colours = [colour for each in lanes for colour in each]
-    picture.legend([*sorted(dict.fromkeys(colours), key=lambda name: ("later" in name, name)), "idle"], _LABELS)
+    picture.legend([*sorted(dict.fromkeys(colours), key=lambda name: ("later" in name, name)), "idle"])
     return picture
 
 
 def _lanes(picture: Picture, report: ScheduleReport, top: float, place: Callable[[float], float]) -> Iterator[str]:
     """A lane for each pipeline rank; gives the colours it takes."""
-    right, end = WIDTH - 84, place(report.step_s)
-    scale = (end - _LABELS) / report.step_s if report.step_s else 0.0
+    right, end = picture.width - picture.margin, place(report.step_s)
+    scale = (end - picture.labels) / report.step_s if report.step_s else 0.0
     for rank, idle_s in enumerate(report.idle_s):
         y = top + rank * _LANE
-        picture.add(Text(_LABELS - 10, y + 11, f"pipeline rank {rank}", "end"))
-        picture.add(Rect(_LABELS, y + 2, end - _LABELS, _LANE - 5, "idle"))
+        picture.add(
+            Text(picture.labels - 10, y + 11, f"pipeline rank {rank}" if picture.is_wide else f"rank {rank}", "end")
+        )
+        picture.add(Rect(picture.labels, y + 2, end - picture.labels, _LANE - 5, "idle"))
         spans = [(_action_colour(report, span.action), span) for span in report.spans if span.rank == rank]
         for colour in dict.fromkeys(colour for colour, _ in spans):
             same = [span for other, span in spans if other == colour]
@@ -109,49 +112,54 @@ def _lanes(picture: Picture, report: ScheduleReport, top: float, place: Callable
                 ink = "on light" if "later" in colour else "on colour"
                 picture.add(Text((place(span.start_s) + place(span.end_s)) / 2, y + 12, text, "middle", ink, 10))
         share = idle_s / report.step_s if report.step_s else 0.0
-        picture.add(Text(right + 8, y + 11, f"{share:.1%} idle", "start", "muted", 11))
+        picture.add(
+            Text(right + 8, y + 11, f"{share:.1%} idle" if picture.is_wide else f"{share:.0%}", "start", "muted", 11)
+        )
 
 
-def operators_picture(spans: Sequence[OperatorSpan], step_s: float) -> Picture:
+def operators_picture(spans: Sequence[OperatorSpan], step_s: float, width: float = WIDTH) -> Picture:
     """Which block runs when, and what it does: operators in one lane, each kind of collective in one of its own."""
-    picture = Picture("When each block runs, and when its operators and collectives do")
+    picture = Picture("When each block runs, and when its operators and collectives do", width=width)
     kinds = [kind for kind in dict.fromkeys(s.cause.kind for s in spans) if kind not in LOCAL_CAUSES]
-    place = _axis(picture, _LANE * (2 + len(kinds)), WIDTH - 84, step_s)
-    picture.add(Text(_LABELS - 10, 11, "blocks", "end"), *_block_boxes(spans, place))
+    place = _axis(picture, _LANE * (2 + len(kinds)), picture.width - picture.margin, step_s)
+    picture.add(Text(picture.labels - 10, 11, "blocks", "end"), *_block_boxes(spans, place))
     lanes = ["operators", *kinds]
     for row, lane in enumerate(lanes, 1):
         y = row * _LANE
         lane_spans = [s for s in spans if (lane if s.cause.kind == lane else "operators") == lane]
         lane_spans = [s for s in lane_spans if lane != "operators" or s.cause.kind in LOCAL_CAUSES]
         picture.add(
-            Text(_LABELS - 10, y + 11, lane, "end"), Rect(_LABELS, y + 2, WIDTH - 84 - _LABELS, _LANE - 5, "idle")
+            Text(picture.labels - 10, y + 11, lane, "end", size=12 if picture.is_wide else 10.5),
+            Rect(picture.labels, y + 2, picture.width - picture.margin - picture.labels, _LANE - 5, "idle"),
         )
         for kind in dict.fromkeys(s.cause.kind for s in lane_spans):
             boxes = [(place(s.start_s), place(s.end_s)) for s in lane_spans if s.cause.kind == kind]
             picture.add(Boxes(y + 2, _LANE - 5, merged(boxes, 0.4), kind))
         share = sum(s.end_s - s.start_s for s in lane_spans) / step_s if step_s else 0.0
-        picture.add(Text(WIDTH - 84 + 8, y + 11, f"{share:.1%}", "start", "muted", 11))
+        picture.add(Text(picture.width - picture.margin + 8, y + 11, f"{share:.1%}", "start", "muted", 11))
     local = [kind for kind in LOCAL_CAUSES if any(s.cause.kind == kind for s in spans)]
-    picture.legend(["forward", "backward", *local, *kinds], _LABELS)
+    picture.legend(["forward", "backward", *local, *kinds])
     return picture
 
 
 def _axis(picture: Picture, height: float, right: float, end_s: float) -> Callable[[float], float]:
     """Room for lanes of so much height, over an axis of time."""
     picture.height = height
-    return picture.scale(_LABELS, right, 0.0, end_s, format_seconds, "time in the step")
+    return picture.scale(picture.labels, right, 0.0, end_s, format_seconds, "time in the step")
 
 
 def _area(picture: Picture, timeline: MemoryTimeline, label: str, height: float, most: float, end_s: float) -> None:
     """Kinds of memory over one another, with a scale of bytes at the left."""
     top, bottom = picture.height, picture.height + height
-    right = WIDTH - 30
+    right = picture.width - 30
     for tick in ticks(most, 4 if height > 150 else 2):
         y = bottom - height * tick / most
-        picture.add(Line(_LABELS, y, right, y), Text(_LABELS - 10, y, format_bytes(tick), "end", "muted", 11))
+        picture.add(
+            Line(picture.labels, y, right, y), Text(picture.labels - 10, y, format_bytes(tick), "end", "muted", 11)
+        )
     picture.add(Text(0, top + 8, label))
     starts_s, sizes = _thinned(timeline)
-    xs = tuple(float(_LABELS + (right - _LABELS) * s / end_s) for s in (*starts_s, timeline.end_s))
+    xs = tuple(float(picture.labels + (right - picture.labels) * s / end_s) for s in (*starts_s, timeline.end_s))
     tops = bottom - height * np.cumsum(sizes, axis=1) / most
     lower = np.full(len(sizes), bottom)
     for column, kind in enumerate(MEMORY_KINDS):

@@ -50,6 +50,9 @@ def cards(explained: Explained) -> list[Card]:
         plan_cards.append(
             Card("throughput", f"{_rate(explained.batch / explained.step_s)} samples/s", _tokens(explained))
         )
+    if explained.throughput is not None and explained.step_s:
+        peak = explained.cluster.device.name
+        plan_cards.append(Card("MFU", f"{explained.throughput.mfu(explained.step_s):.1%}", f"of the peak of {peak}"))
     plan_cards += [
         Card("devices", str(explained.cluster.num_devices), explained.cluster.device.name),
         Card("stages", str(pipelining.num_stages), _ranks(explained)),
@@ -204,6 +207,29 @@ def pipelines(explained: Explained) -> str:
     return (
         f"The best configuration of every pipeline degree that the search saw ({looked}). It looks no closer than it "
         f"must: a bound (≥) is never beaten, an estimate (~) is about right, the others are sums of the prices."
+    )
+
+
+def blocks(explained: Explained) -> str:
+    """How the table of blocks is to be read."""
+    ranks = explained.plan.num_pipeline_ranks
+    count = len(explained.labels)
+    over = (
+        f"all its blocks (there are {count}), which lie over {ranks} pipeline ranks" if ranks > 1 else "all its blocks"
+    )
+    return (
+        f"Equal neighbours share a row, and axes that are as fast and play the same roles a column. Time and memory of "
+        f"a row are the sums over {over}, as the search priced them: parameters, gradients, optimizer states and what "
+        f"is kept for backward. What a rank holds stands under Where the memory goes."
+    )
+
+
+def what_ifs(explained: Explained) -> str:
+    """What the rows have in common."""
+    return (
+        "The best plan under other conditions, all else as it is, precomputed from the same capture. These are the "
+        "estimates of a sweep, among fewer schedules and micro-batches than a search tries: hold them against the "
+        "first row, which is this plan's own conditions estimated alike."
     )
 
 

@@ -43,7 +43,9 @@ def draw(points: Sequence[SweepPoint], path: str | os.PathLike[str]) -> None:
     axes[0][0].set_ylabel("tokens a second")
     axes[1][0].set_ylabel("model flops utilisation, %")
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, max(1, len(labels))), frameon=False)
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=min(2 * len(models), max(1, len(labels))), frameon=False
+    )
     figure.savefig(path, dpi=110)
 
 

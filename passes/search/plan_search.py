@@ -30,6 +30,7 @@ from galvatron_fx.ir.plan.plan import BlockPlan, Plan
 from galvatron_fx.ir.plan.progress import PRICING, REPORT
 from galvatron_fx.ir.plan.search_report import Contender, SearchReport
 from galvatron_fx.ir.plan.strategy import CAPACITY, Strategy
+from galvatron_fx.ir.plan.throughput import Throughput
 from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 from passes.analysis.blocks import graph_fingerprint
 from passes.search.best_first import BestFirst, Simulated, Simulator
@@ -99,9 +100,11 @@ def search_plans(
     deadline = time.monotonic() + (inf if options.search_seconds is None else options.search_seconds)
     watched = watch or Watch()
 
+    trained = throughput(graph, cluster)  # of the batch itself, without rows that fill it up
+
     def search(of: fx.GraphModule) -> tuple[Plan, ...]:
         priced = pricer or Pricer(of, cluster, options.constraints, optimizer_model(options.optimizer))
-        return _Search(of, cluster, options, watched, priced, deadline).run(most)
+        return _Search(of, cluster, options, watched, priced, deadline, trained).run(most)
 
     if pricer is not None:
         return search(graph)
@@ -117,6 +120,7 @@ class _Search:
         watch: Watch,
         pricer: Pricer,
         deadline: float,
+        trained: Throughput | None,
     ) -> None:
         self.graph = graph
         self.cluster = cluster
@@ -126,7 +130,7 @@ class _Search:
         self.deadline = deadline
         self.is_cut_short = False
         self.pricer = pricer
-        self.throughput = throughput(graph, cluster)
+        self.throughput = trained
         simulate = SimulateChoice(graph, cluster, self.pricer.block_fingerprints, self.pricer.optimizer)
         self.record = Record()
         self.simulator = Simulator(simulate, watch, self.record)

@@ -4,6 +4,7 @@
 function unfold() {
   const target = location.hash.length > 1 ? document.getElementById(location.hash.slice(1)) : null;
   if (!target) return;
+  if (target instanceof HTMLDetailsElement) target.open = true;
   for (const details of target.querySelectorAll("details")) details.open = true;
   target.scrollIntoView();
 }
