@@ -18,7 +18,8 @@ from galvatron_fx.report.page import write_page
 from tests.report.explained_models import CLUSTER, HOSTILE, Stack, inputs, one_stage, two_stages
 
 _VOID = {"meta", "img", "br", "link", "wbr"}
-SECTIONS = ("glance", "blocks", "time", "memory", "memory-timeline", "timeline", "alternatives", "collectives", "code")
+SECTIONS = ("glance", "blocks", "time", "memory", "memory-timeline", "timeline", "modules", "alternatives", "what-if",
+            "collectives", "code")  # fmt: skip
 
 
 class Page(HTMLParser):
@@ -121,6 +122,26 @@ def test_alternatives(written: tuple[Plan, str]) -> None:
         assert "chosen: " in words and len(plan.report.runners_up) > 0
         assert all(f"{c.num_stages} stages on" in words for c in plan.report.runners_up if c.num_stages > 1)
         assert "too large" in words
+
+
+def test_computing_is_split_by_module_paths_and_words_are_explained(written: tuple[Plan, str]) -> None:
+    page = Page(written[1])
+    assert "layers.#.down" in page.words["modules"] and "layers.#.norm" in page.words["modules"]
+    assert "computing" in page.words["modules"] and "100.0%" not in page.words["modules"]
+    assert "Words:" in written[1] and "activations" in page.words["memory"]
+    assert ("narrow" in page.values("class")) and len(page.values("viewBox")) % 2 == 0
+
+
+def test_what_if_rows_are_estimates_of_one_kind(written: tuple[Plan, str]) -> None:
+    words = Page(written[1]).words["what-if"]
+    assert all(said in words for said in ("as it is", "half the memory budget", "8 devices", "2 devices"))
+
+
+def test_rivals_have_the_names_that_people_know_and_a_reason(written: tuple[Plan, str]) -> None:
+    words = Page(written[1]).words["alternatives"]
+    assert re.search(r"(DDP|FSDP)-\d", words) and re.search(
+        r"[+−]\d+(\.\d+)? [mu]?s|over the budget|about the same", words
+    )
 
 
 def test_pages_of_equal_plans_are_equal(tmp_path: Path) -> None:
