@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -82,14 +82,18 @@ def _not_resized(batch: int) -> None:
 
 
 def explained(
-    graph: fx.GraphModule, plan: Plan, cluster: Cluster, resized: Callable[[int], fx.GraphModule | None] = _not_resized
+    graph: fx.GraphModule,
+    plan: Plan,
+    cluster: Cluster,
+    resized: Callable[[int], fx.GraphModule | None] = _not_resized,
+    roles: Sequence[str] = ROLES,
 ) -> Explained:
     """Simulate the step of ``plan`` on the captured ``graph`` and look into it; the plan must fit both.
 
-    ``resized``: gives the graph at another batch, None where that cannot be had. Models with many equal blocks are
-    simulated as the few that they are. Raises what lowering raises.
+    ``resized``: gives the graph at another batch, None where that cannot be had; ``roles``: what plans under other
+    conditions may use. Models with many equal blocks are simulated as the few that they are. Raises what lowering raises.
     """
-    return _Explaining(graph, plan, cluster, resized).run()
+    return _Explaining(graph, plan, cluster, resized, tuple(roles)).run()
 
 
 class _Explaining:
@@ -99,8 +103,9 @@ class _Explaining:
         plan: Plan,
         cluster: Cluster,
         resized: Callable[[int], fx.GraphModule | None],
+        roles: tuple[str, ...],
     ) -> None:
-        self.captured, self.resized = graph, resized
+        self.captured, self.resized, self.roles = graph, resized, roles
         self.sizes = graph.meta.get("symbols")
         self.graph = graph = divided(graph, plan)
         self.cluster = cluster
@@ -137,7 +142,7 @@ class _Explaining:
             columns=program.lowered.layout.merged_axes,
             throughput=throughput(self.captured, self.cluster),
             modules=tuple(module_times(program, self.cluster, kinds, parts or 1)),
-            what_ifs=tuple(what_ifs(self.captured, self.plan, self.cluster, ROLES, self.resized)),
+            what_ifs=tuple(what_ifs(self.captured, self.plan, self.cluster, self.roles, self.resized)),
             pipelines=tuple(other_pipelines(self.plan)),
             uniform=tuple(uniform_plans(self.plan, self.cluster, step, self._simulated)),
         )

@@ -48,10 +48,11 @@ def write_page(
 
     The page is one HTML file for any browser, without a network: what every axis does for every block, where time and
     memory go, what lost, every collective with its bytes and its reason, and the lowered code. Nothing runs and no
-    device is needed. It tells what other devices and memory would do, and, of a captured model at ``batch`` and
-    ``sequence``, other batches; ``model`` may be on the meta device. ``plan``: explain it, or the one at this path, instead of
-    searching one, which then has no alternatives that a search saw, and leaves of ``options`` the budget alone;
-    ``mixed_precision`` (default: the given plan's), ``progress``, ``passes``, ``batch``, ``sequence`` and ``options``:
+    device is needed; ``model`` may be on the meta device. It tells what other devices and memory would do, too, and
+    other batches where ``model`` is captured and no inputs are given. ``plan``: explain it, or the one at this path,
+    instead of searching one, which leaves of ``options`` the budget alone, and has no alternatives that a search saw
+    unless its report lies beside it; ``mixed_precision`` (default: the given plan's), ``progress``, ``passes``,
+    ``batch``, ``sequence`` and ``options``:
     those of :func:`galvatron_fx.plan`, also for a captured ``model``.
 
     Raises what :func:`galvatron_fx.plan` raises, PlanError where ``plan`` does not fit model, batch or mesh, and
@@ -77,6 +78,6 @@ def write_page(
     chosen, graph = session.run(model, example_inputs, batch, sequence)
     with session.watch.phase(LOWERING):
         name = model.name if isinstance(model, Captured) else type(model).__name__
-        text = render(explained(graph, chosen, cluster, resized), name)
+        text = render(explained(graph, chosen, cluster, resized, session.settings.roles), name)
     write(path, text)
     return chosen
