@@ -91,7 +91,8 @@ def explained(
     """Simulate the step of ``plan`` on the captured ``graph`` and look into it; the plan must fit both.
 
     ``resized``: gives the graph at another batch, None where that cannot be had; ``roles``: what plans under other
-    conditions may use. Models with many equal blocks are simulated as the few that they are. Raises what lowering raises.
+    conditions may use. Models with many equal blocks are simulated as the few that they are. Raises what lowering
+    raises.
     """
     return _Explaining(graph, plan, cluster, resized, tuple(roles)).run()
 

@@ -227,9 +227,9 @@ def blocks(explained: Explained) -> str:
 def what_ifs(explained: Explained) -> str:
     """What the rows have in common."""
     return (
-        "The best plan under other conditions, with the same roles and free stages, precomputed from the same capture. These are the "
-        "estimates of a sweep, among fewer schedules and micro-batches than a search tries: hold them against the "
-        "first row, which is this plan's own conditions estimated alike."
+        "The best plan under other conditions, with the same roles and free stages, precomputed from the same capture. "
+        "These are the estimates of a sweep, among fewer schedules and micro-batches than a search tries: hold them "
+        "against the first row, which is this plan's own conditions estimated alike."
     )
 
 
