@@ -15,6 +15,7 @@ from galvatron_fx.ir.graph.local_program import placements_of, record_program
 from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
 from galvatron_fx.ir.graph.op_call import is_getitem
 from galvatron_fx.ir.graph.rewrite import copied
+from passes.analysis.repeated_heads import repeated_heads
 from passes.sharding.emitter import Emitter
 from passes.sharding.rules import OpRule
 
@@ -49,7 +50,7 @@ class ExpandRings:
         axis = int(node.args[-1])  # type: ignore[arg-type]
         emitter = Emitter(graph, meta_of(node).having(placements=(), step=None), axis, self.degrees[axis], _NO_RULE)
         with graph.inserting_before(node):
-            values = write(emitter, meta_of(node).specs, *node.args[:-1])
+            values = _of_single_heads(emitter, node, write)
         results = {}
         for picked in [user for user in node.users if is_getitem(user)]:
             value = values[int(picked.args[1])]  # type: ignore[arg-type]
@@ -61,6 +62,35 @@ class ExpandRings:
 
 
 _NO_RULE = OpRule((), ())
+
+
+def _of_single_heads(e: Emitter, node: fx.Node, write: Callable[..., list[fx.Node]]) -> list[fx.Node]:
+    """Let heads that the model repeats travel once: kernels know groups of heads. Of the gradients, which the model
+    adds up over each group, every head has its share.
+    """
+    args, specs = list(node.args[:-1]), list(meta_of(node).specs)
+    first = 1 if node.target is c.ring_attention else 2
+    repeated = [repeated_heads(args[at]) for at in (first, first + 1)]
+    if repeated[0] is None or repeated[1] is None or repeated[0].times != repeated[1].times:
+        return write(e, tuple(specs), *args)
+    sources, times = [each.source for each in repeated if each is not None], repeated[0].times
+    args[first : first + 2] = sources
+    if node.target is c.ring_attention:
+        return write(e, tuple(specs), *args)
+    specs[1:] = [meta_of(source).spec for source in sources]
+    to_query, *to_heads = write(e, tuple(specs), *args)
+    return [to_query, *(_shared(e, x, times) for x in to_heads)]
+
+
+def _shared(e: Emitter, x: fx.Node, times: int) -> fx.Node:
+    """Each head ``times`` in a row, divided by as much."""
+    (batch, heads, *rest), dtype = meta_of(x).spec.shape, meta_of(x).spec.dtype
+    share = e.emit(aten.div.Scalar, (x, times), meta_of(x).spec)
+    single = e.emit(aten.unsqueeze.default, (share, 2), TensorSpec((batch, heads, 1, *rest), dtype))
+    shape = (batch, heads, times, *rest)
+    expanded = e.emit(aten.expand.default, (single, list(shape)), TensorSpec(shape, dtype))
+    whole = (batch, heads * times, *rest)
+    return e.emit(aten.reshape.default, (expanded, list(whole)), TensorSpec(whole, dtype))
 
 
 def _forward(

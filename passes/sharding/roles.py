@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from galvatron_fx.ir.graph.metadata import TensorSpec
 from galvatron_fx.ir.graph.placement import REPLICATE, Placement, Shard, fits
 from galvatron_fx.ir.graph.symbols import BATCH, SEQUENCE
@@ -12,6 +14,10 @@ from galvatron_fx.ir.plan.strategy import BATCH_ROLES, CONTEXT, EXPERT
 from passes.sharding.rules import OpRule
 
 _WHOLE_WEIGHTS = ("sequence", CONTEXT)
+_ATTENTION = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
 _SEQUENCE_ROLES = (*_WHOLE_WEIGHTS, "tensor_sequence")
 
 
@@ -60,7 +66,11 @@ class RoleRules:
         return [Shard(0, runs, mirrored=True) for runs in dict.fromkeys((1, max(self.batch, 1)))]
 
     def avoids(self, target: object, rule: OpRule) -> bool:
-        """Whether a rule leaves undone what the role is there to do, as no others do it: experts that stay whole."""
+        """Whether a rule leaves undone what the role is there to do, as no others do it: experts that stay whole, keys
+        and values that are gathered.
+        """
+        if self.role == CONTEXT and target in _ATTENTION:
+            return not rule.expansion
         return self.role == EXPERT and target in (route, place_by_rank) and not rule.exchanges
 
     def must_split(self, spec: TensorSpec) -> bool:

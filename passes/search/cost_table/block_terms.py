@@ -29,6 +29,7 @@ from galvatron_fx.ir.graph.placement import (
 from galvatron_fx.ir.graph.precision import cast_parameter
 from galvatron_fx.ir.graph.symbols import BATCH
 from galvatron_fx.ir.kernels.experts import route
+from passes.analysis.repeated_heads import repeated_heads
 from passes.search.cost_table.block_facts import BlockFacts, ComputeCall
 from passes.sharding.attention_rules import travelling_bytes
 from passes.sharding.expert_rules import sent_position
@@ -276,11 +277,13 @@ class _Reading:
         for number, operator in enumerate(self.block.calls):
             for role, sharding in enumerate(self.shardings):
                 for size_bytes in travelling_bytes(operator.call, sharding.rules[operator.node]):
-                    backward = meta_of(operator.node).phase == "backward"
+                    backward = operator.kind[1] == "attention_backward"
                     rings.append(Ring(role, number, backward, operator.node in self.block.rebuilt))
                     key = 1 + backward
                     split = [_done(each.rules[operator.node].inputs[key]) for each in self.shardings]
-                    rows.append(_amount(operator.call.inputs[key], size_bytes, split))
+                    repeated = repeated_heads(input_nodes(operator.node)[key])
+                    times = repeated.times if repeated is not None else 1
+                    rows.append(_amount(operator.call.inputs[key], size_bytes // times, split))
         return tuple(rings), Amounts.of(rows, len(self.roles))
 
     def _sent(self, operator: ComputeCall, position: int, role: int) -> tuple[TensorSpec, list[int]]:
