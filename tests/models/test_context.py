@@ -118,7 +118,7 @@ def test_stages_and_microbatches() -> None:
 
 
 def test_each_rank_holds_less_of_attention() -> None:
-    """What forward keeps for backward falls as one over the ranks."""
+    """What attention keeps for backward falls as one over the ranks."""
     graph = case("llama")[2]
 
     def kept_bytes(degree: int) -> int:
@@ -129,7 +129,7 @@ def test_each_rank_holds_less_of_attention() -> None:
         taken = {x for x in steps[0].args[:6] if isinstance(x, fx.Node)}
         return sum(meta_of(x).spec.size_bytes for x in taken)
 
-    assert kept_bytes(4) * 4 == kept_bytes(2) * 2 == kept_bytes(1)
+    assert kept_bytes(4) * 4 == kept_bytes(2) * 2 < kept_bytes(1), "heads that the model repeats are kept once"
 
 
 def test_a_sequence_that_does_not_divide_is_refused() -> None:
