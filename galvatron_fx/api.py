@@ -93,7 +93,8 @@ def plan(
     global batch;
     ``memory_budget``: bytes per device, a number or a text like "12GiB" (default: the device's memory);
     ``roles``: what mesh axes may do (default: all that there are);
-    ``recompute``: "auto" (chosen per block), True or False for all blocks;
+    ``recompute``: "auto" (chosen per block: nothing, part of its values or all of them), "selective" (part or all),
+    True or False for all blocks;
     ``constraints``: name of a module, in which ``*`` stands for any text -> :class:`Strategy` (or its roles) for the
     blocks that hold the module; and name of a mesh axis -> its role in all blocks (``{"dp": "zero"}``);
     ``num_stages``, ``num_microbatches``, ``schedule`` (one of :data:`galvatron_fx.ir.plan.schedule.SCHEDULES`): pinned,

@@ -40,7 +40,7 @@ __all__ = [
     "typed",
 ]
 
-_RECOMPUTE: dict[str, str | bool] = {"auto": "auto", "always": True, "never": False}
+_RECOMPUTE: dict[str, str | bool] = {"auto": "auto", "selective": "selective", "always": True, "never": False}
 
 Parsed = TypeVar("Parsed")
 
@@ -165,7 +165,11 @@ def add_space(group: argparse._ArgumentGroup) -> None:
         help="whether pipeline is among the roles (default: yes, or as --roles says)",
     )
     group.add_argument(
-        "--recompute", choices=_RECOMPUTE, default="auto", help="activations again in backward (default: per block)"
+        "--recompute",
+        choices=_RECOMPUTE,
+        default="auto",
+        help="activations again in backward: of blocks as a whole (always), of these or of parts (selective), of none "
+        "(never); default: what is fastest for each block",
     )
     group.add_argument(
         "--optimizer",

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from galvatron_fx.ir.plan.plan import Plan
+from galvatron_fx.ir.plan.plan_table import describe_recomputed
 from galvatron_fx.ir.plan.prediction import MEMORY_KINDS, RECOMPUTE, RankUse
 from galvatron_fx.ir.plan.search_report_table import cause_name, cause_order
+from galvatron_fx.ir.plan.strategy import Strategy
 from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 from galvatron_fx.report.alternatives import Alternative
 from galvatron_fx.report.drawing import WIDTH, Line, Picture, Rect, Text, text_width
@@ -71,13 +73,18 @@ def roles_picture(plan: Plan, width: float = WIDTH) -> Picture:
         if width >= 16:
             picture.add(Line(left + first * width, 0, left + first * width, picture.height - 2, "paper", 0.6))
     picture.add(*names)
-    _strip(picture, "computed again", ["recompute" if b.strategy.recompute else "" for b in plan.blocks], width)
+    _strip(picture, "computed again", [_again(block.strategy) for block in plan.blocks], width)
     if plan.pipelining.num_stages > 1:
         cuts = [] if plan.is_wildcard else plan.pipelining.cuts(count)
         _strip(picture, "stages", [f"{sum(c <= b for c in cuts) - 1}" for b in range(count)], width)
     _block_numbers(picture, count, width)
     picture.legend(dict.fromkeys(role for block in plan.blocks for role in block.strategy.roles))
     return picture
+
+
+def _again(strategy: Strategy) -> str:
+    recomputed = describe_recomputed(strategy)
+    return f"keeps {recomputed}" if strategy.keeps else recomputed
 
 
 def time_picture(ranks: Sequence[RankUse], width: float = WIDTH) -> Picture:

@@ -17,7 +17,7 @@ from cost_models.schedule_time import ScheduleReport
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.metadata import InputSpec, OutputSpec
 from galvatron_fx.ir.graph.pass_pipeline import run_table
-from galvatron_fx.ir.graph.printer import readable
+from galvatron_fx.ir.graph.printer import memory_note, readable
 from galvatron_fx.ir.plan.arguments import check_arguments
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.strategy import original_name
@@ -275,7 +275,10 @@ class DistributedGraphModule(LikeOriginal):
         """Return (and print) the lowered program as Python; ``costs``: with what each line costs this rank, and how its
         results lie on the mesh.
         """
-        note = cost_note if costs else None
+
+        def note(node: fx.Node) -> str:
+            return "; ".join(filter(None, (cost_note(node) if costs else "", memory_note(node))))
+
         text = "\n".join(f"# {name}\n{readable(graph, note)}" for name, graph in self._compiled().graphs.items())
         if print_output:
             print(text)

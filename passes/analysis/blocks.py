@@ -20,6 +20,16 @@ def num_blocks(graph: fx.GraphModule) -> int:
     return 1 + max((meta_of(n).block for n in graph.graph.nodes if n.op == "call_function"), default=0)
 
 
+def num_values(graph: fx.GraphModule) -> tuple[int, ...]:
+    """How many values each block may keep for backward; all 0 for graphs without backward."""
+    counts = [0] * num_blocks(graph)
+    for node in graph.graph.nodes:
+        if node.op == "call_function":
+            block = max(meta_of(node).block, 0)
+            counts[block] = max(counts[block], meta_of(node).value + 1)
+    return tuple(counts)
+
+
 def fingerprints(graph: fx.GraphModule) -> tuple[str, ...]:
     """A hash of each block's operators, sizes and wiring; equal blocks have equal fingerprints in every process.
 

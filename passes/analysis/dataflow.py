@@ -43,6 +43,18 @@ def input_only_ops(graph: fx.GraphModule) -> set[fx.Node]:
     return {node for node in input_only(graph) if node.op == "call_function" and meta_of(node).phase == "forward"}
 
 
+def made_of_parameters(graph: fx.GraphModule) -> set[fx.Node]:
+    """Forward operators that depend on parameters and on nothing else."""
+    parameters = {node for port, node in ports(graph) if port.kind == "param"}
+    alone: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and meta_of(node).phase == "forward":
+            sources = input_nodes(node)
+            if sources and all(source in parameters or source in alone for source in sources):
+                alone.add(node)
+    return alone
+
+
 def ancestors(nodes: Sequence[fx.Node], within: set[fx.Node]) -> set[fx.Node]:
     """``nodes`` and what they are made of, as far as it lies within ``within``."""
     reachable: set[fx.Node] = set()

@@ -24,6 +24,7 @@ from passes.frontend.fold_causal_masks import FoldCausalMasks
 from passes.frontend.functional_random import FunctionalRandom
 from passes.frontend.locate_batch import LocateBatch
 from passes.frontend.mixed_precision import MixedPrecision
+from passes.frontend.number_values import NumberValues
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -39,6 +40,7 @@ PASSES: tuple[tuple[GraphPass, str], ...] = (
     (FindBlocks(), "blocked"),
     (MixedPrecision(), "blocked"),
     (EliminateCommonSubexpressions(), "blocked"),
+    (NumberValues(), "blocked"),
     (AnnotateCosts(), "annotated"),
 )
 

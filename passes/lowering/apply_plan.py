@@ -18,7 +18,7 @@ from galvatron_fx.ir.graph.precision import policy_of
 from galvatron_fx.ir.kernels.experts import route
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.strategy import CONTEXT, EXPERT, Strategy, batch_ranks
-from passes.analysis.blocks import fingerprints, graph_fingerprint, num_blocks
+from passes.analysis.blocks import fingerprints, graph_fingerprint, num_blocks, num_values
 from passes.lowering.lower_stages import LoweredStages, LowerStages
 from passes.lowering.lower_step import Lower, Lowered
 from passes.lowering.pad_batch import CoupledSamplesError
@@ -42,6 +42,7 @@ def check_plan(plan: Plan, graph: fx.GraphModule, cluster: Cluster) -> None:
     """Refuse a plan for another model, mesh, batch or precision. Raises PlanError naming what differs."""
     block_fingerprints = fingerprints(graph)
     plan.check(graph_fingerprint(graph, block_fingerprints), block_fingerprints, cluster.shape, policy_of(graph))
+    _check_keeps(plan, graph)
     check_batch(plan, graph)
     _check_sequence(plan, graph)
 
@@ -59,6 +60,17 @@ def _check_sequence(plan: Plan, graph: fx.GraphModule) -> None:
                 f"block {index} ({strategy}) cuts a sequence of {symbols.sequence} tokens into {chunks} chunks, two a "
                 f"rank of its ring, which do not divide it: pad it to {whole} tokens (labels of -100, and an attention "
                 f"mask that hides them where attention is not causal), or give fewer axes the role 'context'"
+            )
+
+
+def _check_keeps(plan: Plan, graph: fx.GraphModule) -> None:
+    counts = num_values(graph)
+    for index, strategy in enumerate(expand(plan, len(counts))):
+        if strategy.keeps and strategy.num_values != counts[index]:
+            raise PlanError(
+                f"block {index} of the plan keeps {len(strategy.keeps)} of {strategy.num_values} values for backward, "
+                f"and in this model that block has {counts[index]}: the model changed since, or the plan is of another "
+                f"release; search the plan again, or write recompute=True without keeps"
             )
 
 
@@ -186,6 +198,13 @@ def _on_cluster(strategy: Strategy, cluster: Cluster) -> Strategy:
     return replace(strategy, roles=tuple(next(rest) if axis.size > 1 else "data" for axis in cluster.axes))
 
 
+def _kept_of(strategy: Strategy, num_values: int) -> Strategy:
+    """The strategy for a block of another graph of the model (another mode, say): where that has other values than the
+    planned one, all are computed again, which takes least memory.
+    """
+    return strategy if strategy.num_values in (0, num_values) else replace(strategy, keeps=(), num_values=0)
+
+
 def lower(
     graph: fx.GraphModule,
     plan: Plan,
@@ -196,8 +215,11 @@ def lower(
     training: bool = True,
 ) -> Lowered | LoweredStages:
     """Lower a captured graph by a plan: forward and backward, or the tasks of every stage."""
-    blocks = num_blocks(graph)
-    strategies = strategies_on(plan, cluster, blocks)
+    counts = num_values(graph)
+    blocks = len(counts)
+    strategies = [
+        _kept_of(strategy, count) for strategy, count in zip(strategies_on(plan, cluster, blocks), counts, strict=True)
+    ]
     held = {} if cache is None else cache
     asked = PassControl() if control is None else control
     graph = divided(graph, plan, asked)

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from torch import fx
 
 from galvatron_fx.ir.graph.collectives import all_gather
-from galvatron_fx.ir.graph.metadata import meta_of, ports, set_meta
+from galvatron_fx.ir.graph.metadata import meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.precision import cast_parameter
 from galvatron_fx.ir.graph.rewrite import copy_node, eliminate_dead_code
 from galvatron_fx.ir.plan.strategy import Strategy
+from passes.analysis.dataflow import made_of_parameters
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,10 @@ class Rematerialize:
 
     Rewrite: ``h = gelu(x); ...; dx = gelu_backward(dy, x2(h))`` -> backward uses a copy ``h_again`` made right
     before its
-    first use there. A block with ``recompute`` keeps only what enters it and what other blocks take from it; parameters
-    that were gathered (or cast) for forward are gathered again unless ``keep_gathered``. Random masks are functions of
-    a seed (:mod:`passes.frontend.functional_random`), so the copy draws the same ones.
+    first use there. A block with ``recompute`` keeps only what enters it, what other blocks take from it, and the
+    values that it ``keeps``, also as they were redistributed; parameters that were gathered (or cast) for forward are
+    gathered again unless ``keep_gathered``. Random masks are functions of a seed
+    (:mod:`passes.frontend.functional_random`), so the copy draws the same ones.
 
     ``strategies``: one per block.
     """
@@ -45,15 +47,17 @@ class Rematerialize:
 
     def _dropped(self, graph: fx.GraphModule) -> set[fx.Node]:
         """Forward nodes whose values are not kept for backward."""
-        from_parameters = _parameter_side(graph)
+        alone = made_of_parameters(graph)
+        gathered = _gathered(graph, alone)
         dropped: set[fx.Node] = set()
         for node in graph.graph.nodes:
             if node.op != "call_function" or meta_of(node).phase != "forward":
                 continue
             strategy = self.strategies[max(meta_of(node).block, 0)]
-            if (strategy.recompute and not _leaves_block(node)) or (
-                node in from_parameters and not strategy.keep_gathered
-            ):
+            again = strategy.recompute and not _leaves_block(node)
+            if strategy.keeps:
+                again = again and node not in alone and meta_of(node).value not in strategy.keeps
+            if again or (node in gathered and not strategy.keep_gathered):
                 dropped.add(node)
         return dropped
 
@@ -68,27 +72,16 @@ def _leaves_block(node: fx.Node) -> bool:
     )
 
 
-def _parameter_side(graph: fx.GraphModule) -> set[fx.Node]:
-    """Forward nodes made from parameters alone, behind a gather or a cast: what is used of them, and views of it."""
-    alone = made_of_parameters(graph)
+def _gathered(graph: fx.GraphModule, alone: set[fx.Node]) -> set[fx.Node]:
+    """Those of the nodes made from parameters ``alone`` that lie behind a gather or a cast: what is used of them, and
+    views of it.
+    """
     gathered: set[fx.Node] = set()
     for node in graph.graph.nodes:
         behind = node.target in (all_gather, cast_parameter) or any(source in gathered for source in input_nodes(node))
         if node in alone and behind:
             gathered.add(node)
     return gathered
-
-
-def made_of_parameters(graph: fx.GraphModule) -> set[fx.Node]:
-    """Forward operators that depend on parameters and on nothing else."""
-    parameters = {node for port, node in ports(graph) if port.kind == "param"}
-    alone: set[fx.Node] = set()
-    for node in graph.graph.nodes:
-        if node.op == "call_function" and meta_of(node).phase == "forward":
-            sources = input_nodes(node)
-            if sources and all(source in parameters or source in alone for source in sources):
-                alone.add(node)
-    return alone
 
 
 def _copy(

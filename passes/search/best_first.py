@@ -16,7 +16,7 @@ from galvatron_fx.ir.plan.strategy import PIPELINE, Strategy
 from passes.search.known_plans import known_plans
 from passes.search.open_configurations import OpenConfigurations, Rung
 from passes.search.record import Record, Watch, contender_of
-from passes.search.solvers.stage_search import Configuration, StageChoice, StageSearch
+from passes.search.solvers.stage_search import KEPT_SETS, Configuration, StageChoice, StageSearch
 from passes.search.trials import MOST_SLACK, MemorySlack, Prospect, Trial
 from passes.simulation.choice import SimulateChoice
 from passes.simulation.stages import StagesReport
@@ -135,8 +135,9 @@ class BestFirst:
 
     A configuration stands for its bound, then for its estimate, then for the choice found in it, on many axes for one
     that tells few of them apart. What is simulated and slower than it promised has others looked at whose estimates are
-    higher: the same without one of its roles, and one with its main roles in all blocks. So the choice among more roles
-    is not slower than that among fewer. ``stretch``: times the limit, the estimated bytes that are tried at any rate.
+    higher: the same without one of its roles, or without sets of kept values, and one with its main roles in all
+    blocks. So the choice among more roles is not slower than that among fewer. ``stretch``: times the limit, the
+    estimated bytes that are tried at any rate.
     """
 
     opened: OpenConfigurations
@@ -186,7 +187,7 @@ class BestFirst:
     def _close_trial(self, search: StageSearch, below_s: float) -> Trial | None:
         """The first trial of a search, None where it promises no step ``below_s``."""
         item: Prospect | Trial | None = Prospect.of(search, self.limit)
-        budget, most = self.slack.budgets(search.configuration, self.limit)
+        budget, most = self.slack.budgets(search, self.limit)
         with self.simulator.watch.phase(SEARCH):
             while isinstance(item, Prospect) and item.time_s < below_s:
                 item = item.closer(self.limit, budget, most)
@@ -238,7 +239,7 @@ class BestFirst:
             if isinstance(item, Trial):
                 closer: Prospect | Trial | None = item.refined()
             else:
-                budget, most = self.slack.budgets(item.search.configuration, self.limit)
+                budget, most = self.slack.budgets(item.search, self.limit)
                 closer = item.closer(self.limit, budget, max(most, self.limit * self.stretch))
         self.simulator.record.look(item, closer)
         self._queue.put(closer)
@@ -255,22 +256,34 @@ class BestFirst:
         if self.slack.learn(trial, outcome.peak_bytes, self.limit):
             self._queue.renew(configuration, self.limit)
         with self.simulator.watch.phase(SEARCH):
-            self._queue.put(trial.next(self.limit, outcome.peak_bytes))
+            following = trial.next(self.limit, outcome.peak_bytes)
+            self._queue.put(following)
             if outcome.peak_bytes <= self.limit and not trial.is_uniform:
                 self._add_variants(trial)
+            elif following is None and not trial.fits:
+                self._add_without_sets(trial)
 
     def _add_variants(self, trial: Trial) -> None:
         """What has less choice than the trial's search, and may be faster where that is slower than it promised."""
         self._queue.put(Trial.uniform(trial))
         search = trial.search
         for role in sorted({role for strategy in search.strategies(trial.choice) for role in strategy.roles}):
-            key = search.configuration, search.costs.kinds, search.excluded | {role}
-            if role == PIPELINE or key in self._variants:
-                continue
+            if role != PIPELINE:
+                self._add_variant(search, role, search.without(role))
+        self._add_without_sets(trial)
+
+    def _add_without_sets(self, trial: Trial) -> None:
+        """What keeps all or nothing of a block, whose bytes are known better: where sets are chosen and none fits, or
+        where they are slower than they promised.
+        """
+        if any(strategy.keeps for strategy in trial.search.strategies(trial.choice)):
+            self._add_variant(trial.search, KEPT_SETS, trial.search.without_sets())
+
+    def _add_variant(self, search: StageSearch, left_out: str, variant: StageSearch | None) -> None:
+        key = search.configuration, search.costs.kinds, search.excluded | {left_out}
+        if variant is not None and key not in self._variants:
             self._variants.add(key)
-            variant = search.without(role)
-            if variant is not None:
-                self._queue.put(Prospect.of(variant, self.limit))
+            self._queue.put(Prospect.of(variant, self.limit))
 
 
 def _promised_s(item: Prospect | Trial | Rung) -> float:

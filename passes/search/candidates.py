@@ -46,12 +46,16 @@ def candidates(
     casts: bool = False,
     gather_late: bool = False,
     samples: int | None = None,
+    selective: bool = False,
 ) -> tuple[Strategy, ...]:
     """All strategies of a block whose outermost ``pipeline_axes`` axes hold stages.
 
+    ``recompute``: as of :func:`galvatron_fx.plan`, or "blocks" for all or nothing, chosen per block.
+
     ``casts``: whether blocks cast their parameters, so that there are copies to be kept also where none are gathered;
     ``gather_late``: of all strategies, see :class:`galvatron_fx.ir.plan.strategy.Strategy`; ``samples``: of a
-    micro-batch, None where there are enough for all ranks.
+    micro-batch, None where there are enough for all ranks; ``selective``: whether blocks that recompute may keep some
+    of their values, beside which they may keep what they gathered.
 
     Two axes of equal size and speed are interchangeable, so only tables whose roles ascend along them are kept. On
     meshes of many axes, tensor, sequence and expert roles take the inner, faster axes, as they talk in every layer,
@@ -66,12 +70,13 @@ def candidates(
         tables = list(_all_tables(axes, inner))
     else:
         tables = list(dict.fromkeys(_nested_tables(axes, inner, samples)))
-    again = (False, True) if recompute == "auto" else (bool(recompute),)
+    choices = {"auto": (False, True), "blocks": (False, True), "selective": (True,)}
+    again = choices.get(str(recompute), (bool(recompute),))
     strategies = []
     for table in tables:
         for repeat in again:
             strategies.append(Strategy((*outer, *table), repeat, gather_late=gather_late))
-            if ("zero" in table or casts) and not repeat:
+            if ("zero" in table or casts) and (selective or not repeat):
                 strategies.append(Strategy((*outer, *table), repeat, True, gather_late))
     return tuple(strategies)
 

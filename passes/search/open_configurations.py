@@ -129,6 +129,7 @@ class OpenConfigurations:
     def _requests(self, pipeline_axes: int, num_microbatches: int) -> list[CostTableRequest]:
         cluster, graph = self.pricer.cluster, self.pricer.graph
         useless = self._useless_roles()
+        selective = self.recompute in ("auto", "selective")
         strategies = candidates(
             cluster,
             [role for role in self.roles if role not in useless],
@@ -137,11 +138,13 @@ class OpenConfigurations:
             _casts(graph),
             self.gather_late,
             self.pricer.batch // num_microbatches,
+            selective,
         )
         strategies = tuple(
             replace(each, capacity=self.capacity) if EXPERT in each.roles else each for each in strategies
         )
-        return cost_table_requests(strategies, num_microbatches, axis_partitions(cluster.shape, pipeline_axes))
+        kinds = axis_partitions(cluster.shape, pipeline_axes)
+        return cost_table_requests(strategies, num_microbatches, kinds, selective)
 
     def _useless_roles(self) -> set[str]:
         """Roles that split nothing in this model, or that a search leaves out unless it is told otherwise."""

@@ -209,7 +209,7 @@ class _Search:
         blocks = tuple(
             BlockPlan(
                 f"block {i}",
-                self._planned(costs.strategies[p]),
+                self._planned(costs.strategy(i, p)),
                 costs.block_fingerprints[i],
                 float(costs.time[i, p]) * costs.num_microbatches,
                 int(costs.memory[i, p]),

@@ -53,6 +53,6 @@ class RunnersUp:
 
     def _choice(self, search: StageSearch) -> tuple[StageChoice, float]:
         """What is best within the limit, else least, and the budget that it was searched under."""
-        budget, most = self.slack.budgets(search.configuration, self.limit)
+        budget, most = self.slack.budgets(search, self.limit)
         trial = Trial.first(search, budget, most)
         return (trial.refined().choice, trial.budget) if trial is not None else (search.least(), budget)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from passes.search.solvers.stage_search import Configuration, StageChoice, StageSearch
+from passes.search.solvers.stage_search import KEPT_SETS, StageChoice, StageSearch
 
 MOST_SLACK = 1.5  # by how much estimates may be above what the lowered program takes
 _CLOSE = 0.02  # of the budget: how closely its estimate is brought to what the lowered program takes
@@ -132,14 +132,15 @@ class Prospect:
 class MemorySlack:
     """How far estimates of bytes are above those of lowered programs, by what was simulated near the limit.
 
-    Told by what it rests on: pipeline axes, schedule, and whether there are micro-batches. ``ratios``: seen of a kind.
+    Told by what it rests on: pipeline axes, schedule, whether there are micro-batches, and whether blocks may keep some
+    of their values. ``ratios``: seen of a kind.
     """
 
-    ratios: dict[tuple[int, str, bool], list[float]] = field(default_factory=dict)
+    ratios: dict[tuple[int, str, bool, bool], list[float]] = field(default_factory=dict)
 
-    def budgets(self, configuration: Configuration, limit: float) -> tuple[float, float]:
+    def budgets(self, search: StageSearch, limit: float) -> tuple[float, float]:
         """The least and the largest budget of estimated bytes to search for a choice that takes ``limit`` bytes."""
-        seen = self.ratios.get(_kind(configuration), [])
+        seen = self.ratios.get(_kind(search), [])
         least = max([_SLACK, *seen])
         return least * limit, (least if len(seen) >= _ENOUGH else MOST_SLACK) * limit
 
@@ -148,10 +149,11 @@ class MemorySlack:
         if not _NEAR <= peak_bytes / limit <= 1 / _NEAR:
             return False
         ratio = min(trial.search.bytes(trial.choice) / peak_bytes, MOST_SLACK)
-        seen = self.ratios.setdefault(_kind(trial.search.configuration), [])
+        seen = self.ratios.setdefault(_kind(trial.search), [])
         seen.append(ratio)
         return ratio > max([_SLACK, *seen[:-1]]) * (1 + _CLOSE)
 
 
-def _kind(configuration: Configuration) -> tuple[int, str, bool]:
-    return configuration.pipeline_axes, configuration.schedule, configuration.num_microbatches > 1
+def _kind(search: StageSearch) -> tuple[int, str, bool, bool]:
+    setting = search.configuration
+    return setting.pipeline_axes, setting.schedule, setting.num_microbatches > 1, KEPT_SETS in search.excluded

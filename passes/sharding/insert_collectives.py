@@ -157,10 +157,9 @@ class _Lowering:
     def _record_picked(self, new: fx.Node, node: fx.Node, placement: Placement) -> None:
         """Let a result of a local program lie as ``node`` did, which picked it out of the operator expanded here."""
         placements = _placed(node, (placement,))
-        if meta_of(new).placements == placements:
-            return
-        set_meta(new, meta_of(new).having(placements=placements))
-        for user in new.users:
+        is_placed = meta_of(new).placements == placements
+        set_meta(new, meta_of(new).having(placements=placements, value=meta_of(node).value))
+        for user in () if is_placed else new.users:
             step = meta_of(user).step
             if step is not None:
                 record_step(user, step.program, step.columns)
@@ -233,7 +232,10 @@ class _Lowering:
             return self._change(self._change(new, have, by_way_of, consumer), by_way_of, want, consumer)
         axis, degree = self.sharding.axis, self.sharding.degree
         spec = meta_of(new).spec
-        emitter = Emitter(self.graph, consumer.having(step=None), axis, degree, OpRule((want,), (have,)))
+        # What is kept for backward is kept as it is redistributed there, too; numbers mean something in one block.
+        value = meta_of(new).value if consumer.block == meta_of(new).block else -1
+        like = consumer.having(step=None, value=value)
+        emitter = Emitter(self.graph, like, axis, degree, OpRule((want,), (have,)))
         if isinstance(have, Partial) and isinstance(want, Replicate):
             return emitter.emit(all_reduce, (new, have.op, axis), spec)
         if isinstance(have, Partial) and isinstance(want, Shard):

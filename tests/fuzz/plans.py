@@ -12,6 +12,7 @@ from galvatron_fx.ir.plan.strategy import CAPACITY, PIPELINE, Strategy
 ROLES = ("data", "zero", "tensor", "tensor_sequence", "sequence", "context", "expert")
 MESHES = ((2,), (2,), (3,), (2, 2), (2, 2), (2, 2), (2, 2), (2, 3), (3, 2), (2, 2, 2))
 SCHEDULES = ("1f1b", "gpipe", "zb_h1")
+_VALUES = 24
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,16 @@ def _staged(random: Random, blocks: int, batch: int, rules: int | None) -> PlanD
 
 def _strategy(random: Random, roles: tuple[str, ...]) -> Strategy:
     capacity = random.choice((0.25, 0.5, 1.0, 1.25, 2.0)) if "expert" in roles else CAPACITY
-    return Strategy(roles, random.random() < 0.3, random.random() < 0.3, capacity=capacity)
+    strategy = Strategy(roles, random.random() < 0.3, random.random() < 0.3, capacity=capacity)
+    return with_kept_values(strategy, Random(repr(strategy)))
+
+
+def with_kept_values(strategy: Strategy, random: Random) -> Strategy:
+    """Every second strategy that recomputes, with some of a block's values kept; numbers that it has not mean none."""
+    if not strategy.recompute or random.random() < 0.5:
+        return strategy
+    keeps = sorted(random.sample(range(_VALUES), random.randint(1, _VALUES // 2)))
+    return replace(strategy, keeps=tuple(keeps), num_values=_VALUES)
 
 
 def simpler(plan: PlanDraw) -> Iterator[PlanDraw]:
@@ -102,7 +112,8 @@ def simpler(plan: PlanDraw) -> Iterator[PlanDraw]:
     if len(plan.sizes) > 1:
         yield from (_without_axis(plan, axis) for axis in range(len(plan.sizes)))
     for i, strategy in enumerate(plan.strategies):
-        for plain in {replace(strategy, recompute=False), replace(strategy, keep_gathered=False)} - {strategy}:
+        keeps_all = replace(strategy, recompute=False, keeps=(), num_values=0)
+        for plain in {keeps_all, replace(strategy, keep_gathered=False)} - {strategy}:
             yield replace(plan, strategies=(*plan.strategies[:i], plain, *plan.strategies[i + 1 :]))
 
 

@@ -21,6 +21,7 @@ from galvatron_fx.ir.plan.pipelining import BY_HAND
 from galvatron_fx.ir.plan.schedule import SCHEDULES, Action, Schedule, check_schedule, legal, make_schedule
 from galvatron_fx.ir.plan.strategy import PIPELINE, Strategy
 from passes.analysis.blocks import num_blocks
+from tests.fuzz.plans import with_kept_values
 from tests.helpers import assert_exact, captured, one_device, simulate_stages
 from tests.models import zoo
 
@@ -125,7 +126,8 @@ def draw(seed: int) -> Combination:
     sizes = [size for size, _ in axes]
     if place is not None:
         sizes.insert(place, 2)
-    strategies = tuple(_draw_strategy(random, len(axes), place) for _ in range(blocks))
+    drawn = [_draw_strategy(random, len(axes), place) for _ in range(blocks)]
+    strategies = tuple(with_kept_values(strategy, Random(seed + block)) for block, strategy in enumerate(drawn))
     later = random.sample(range(1, blocks), schedule.num_stages - 1)
     return Combination(seed, name, deep, batch, tuple(sizes), strategies, (0, *sorted(later)), schedule)
 

@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import galvatron_fx
 from galvatron_fx import Cluster, Plan, Strategy
 from galvatron_fx.errors import BudgetError, CaptureError, InputError, PlanError
+from passes.analysis.blocks import num_blocks
+from passes.lowering.apply_plan import check_plan
 from tests.models import zoo
 from tests.models.mixtures import mixture
 from tests.models.test_odd_sizes import Convolutions, Regression
@@ -153,6 +155,14 @@ def test_unknown_or_no_roles(roles: tuple[str, ...]) -> None:
 def test_unknown_recompute() -> None:
     with pytest.raises(InputError, match="sometimes"):
         galvatron_fx.plan(Regression(), CLUSTER, REGRESSION, recompute="sometimes")
+
+
+def test_kept_values_of_another_model() -> None:
+    graph = galvatron_fx.capture(Regression(), REGRESSION)
+    kept = Strategy(("data",), recompute=True, keeps=(0,), num_values=99)
+    plan = Plan.from_roles((2,), [kept] * num_blocks(graph))
+    with pytest.raises(PlanError, match=r"keeps 1 of 99 values .*search the plan again"):
+        check_plan(plan, graph, CLUSTER)
 
 
 def test_constraint_on_no_module() -> None:

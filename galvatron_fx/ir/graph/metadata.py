@@ -114,7 +114,9 @@ class NodeMeta:
     that this one takes the place of; ``open``: whether the graph leaves this collective for another to wait for;
     ``placements``: of every output, one for each mesh column that is lowered; ``step``: what the node has to be, where
     it is part of a program that several operators make up (:mod:`galvatron_fx.ir.graph.local_program`);
-    ``filled``: the share of its work that is due in the mean, where its rows may be of no token.
+    ``filled``: the share of its work that is due in the mean, where its rows may be of no token;
+    ``value``: which of the values that its block's backward needs it is, or is only another view of, -1 for none
+    (:mod:`passes.frontend.number_values`).
     """
 
     specs: tuple[TensorSpec | None, ...]
@@ -129,6 +131,7 @@ class NodeMeta:
     placements: Placements = ()
     step: Step | None = None
     filled: float = 1.0
+    value: int = -1
 
     @property
     def spec(self) -> TensorSpec:

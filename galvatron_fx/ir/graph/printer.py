@@ -33,6 +33,20 @@ def readable(graph: fx.GraphModule, note: Callable[[fx.Node], str] | None = None
     return "".join([text if note is None else _noted(text, graph, note), *again])
 
 
+def memory_note(node: fx.Node) -> str:
+    """Say of a value of forward that it is kept for backward, and of one of backward that it is computed again, with
+    the number that plans know it by.
+    """
+    if node.op != "call_function" or not has_meta(node):
+        return ""
+    record = meta_of(node)
+    number = f", value {record.value}" if record.value >= 0 else ""
+    if record.again:
+        return f"computed again{number}"
+    is_kept = record.phase == "forward" and any(user.op == "output" for user in node.users)
+    return f"kept for backward{number}" if number and is_kept else ""
+
+
 def _noted(text: str, graph: fx.GraphModule, note: Callable[[fx.Node], str]) -> str:
     """The code with a comment behind the line of every node of which there is something to say."""
     notes = {node.name: note(node) for node in graph.graph.nodes if node.op == "call_function"}

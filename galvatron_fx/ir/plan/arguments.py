@@ -130,8 +130,8 @@ _ARGUMENTS: dict[str, _Argument] = {
     "num_blocks": _Argument(_count(1), "give an int from 1, or None for any number of blocks", PlanError),
     "roles": _Argument(_is_sequence, _EXAMPLE_ROLES, PlanError),
     "recompute": _Argument(
-        lambda value: isinstance(value, bool) or (isinstance(value, str) and value == "auto"),
-        "use 'auto', True or False",
+        lambda value: isinstance(value, bool) or (isinstance(value, str) and value in ("auto", "selective")),
+        "use 'auto', 'selective', True or False",
     ),
     "constraints": _Argument(
         _is_constraints,

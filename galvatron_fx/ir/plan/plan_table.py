@@ -17,7 +17,15 @@ from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from galvatron_fx.ir.plan.plan import BlockPlan, Plan
 
-__all__ = ["choice_name", "describe_keeps", "describe_places", "describe_roles", "plan_name", "render"]
+__all__ = [
+    "choice_name",
+    "describe_keeps",
+    "describe_places",
+    "describe_recomputed",
+    "describe_roles",
+    "plan_name",
+    "render",
+]
 
 _HEADINGS = ("blocks", "roles, outermost axis first", "keeps for backward", "time", "memory/rank")
 _UNPRICED = "-"
@@ -69,8 +77,8 @@ def choice_name(
     elif parts:
         parts = [f"{microbatches} micro-batches"]
     where = "" if count == len(strategies) else f" in {count} of {len(strategies)} blocks"
-    recomputed = ", recomputed" if strategy.recompute else ""
-    return ", ".join([*parts, f"{describe_roles(strategy, axis_sizes)}{recomputed}{where}"])
+    again = ", recomputed in part" if strategy.keeps else ", recomputed" if strategy.recompute else ""
+    return ", ".join([*parts, f"{describe_roles(strategy, axis_sizes)}{again}{where}"])
 
 
 def describe_roles(strategy: Strategy, axis_sizes: tuple[int, ...]) -> str:
@@ -88,14 +96,23 @@ def describe_keeps(strategy: Strategy, casts: bool = False) -> str:
     """Return what a block keeps for backward, and whether parameters too that ``zero`` axes gathered or, without such
     axes, that mixed precision cast (``casts``).
 
-    A block that is computed again gathers again, whatever ``keep_gathered`` says.
+    A block that is computed again as a whole gathers again, whatever ``keep_gathered`` says.
     """
-    keeps = "recompute" if strategy.recompute else "all"
-    kept = strategy.keep_gathered and not strategy.recompute
+    keeps = describe_recomputed(strategy) or "all"
+    kept = strategy.keep_gathered and not strategy.recomputes_all
     if "zero" not in strategy.roles:
         return f"{keeps}, casts {'kept' if kept else 'again'}" if casts else keeps
     late = " and late" if strategy.gather_late else ""
     return f"{keeps}, gathered kept" if kept else f"{keeps}, gathered again{late}"
+
+
+def describe_recomputed(strategy: Strategy) -> str:
+    """Return "recompute" for a block that is computed again as a whole, "3 of 11" for one that keeps so many of its
+    values, and nothing for one that keeps all.
+    """
+    if strategy.keeps:
+        return f"{len(strategy.keeps)} of {strategy.num_values}"
+    return "recompute" if strategy.recompute else ""
 
 
 def _rows(plan: Plan) -> list[tuple[range, list[BlockPlan]]]:

@@ -92,16 +92,18 @@ class Strategy:
     """Say what one block does with every mesh axis, and what it keeps for backward.
 
     ``roles`` has one role of :data:`ROLES` per mesh axis, outermost first. ``recompute`` keeps only the
-    inputs of the block and computes the rest again in backward. ``keep_gathered`` keeps the parameters
+    inputs of the block and computes the rest again in backward, all but the values that it ``keeps``: their numbers,
+    ascending, of the ``num_values`` that the block's backward needs (:mod:`passes.frontend.number_values`).
+    ``keep_gathered`` keeps the parameters
     that ``zero`` axes gathered, or mixed precision cast, in forward until backward (ZeRO-2-like);
-    without it they are gathered again (ZeRO-3-like). With both, ``recompute`` wins: the gathers are
+    without it they are gathered again (ZeRO-3-like). With both, ``recompute`` of a whole block wins: the gathers are
     computed again as all else is. ``gather_late`` gathers right before use; without it, gathers start a
     block ahead where the cluster gains by that, and take memory for that long. ``capacity``: under role
     ``expert``, each rank has room for so many times the rows that it sends to another in the mean, which bounds
     memory; what has no room is sent in further rounds, so no token is lost. Prices count on an expert's rank that
     has so many times the mean.
 
-    Raises PlanError for an unknown role and for values of a wrong type.
+    Raises PlanError for an unknown role, for values of a wrong type, and for values to keep that cannot be.
     """
 
     roles: tuple[str, ...]
@@ -109,6 +111,8 @@ class Strategy:
     keep_gathered: bool = False
     gather_late: bool = False
     capacity: float = CAPACITY
+    keeps: tuple[int, ...] = ()
+    num_values: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.roles, tuple):
@@ -130,6 +134,31 @@ class Strategy:
             )
         # Where nothing is exchanged it says nothing, and equal strategies are written alike.
         object.__setattr__(self, "capacity", float(capacity) if EXPERT in self.roles else CAPACITY)
+        self._check_keeps()
+
+    def _check_keeps(self) -> None:
+        numbers = [*self.keeps, self.num_values] if isinstance(self.keeps, tuple) else [None]
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise PlanError(
+                f"keeps is {self.keeps!r:.80} of num_values {self.num_values!r:.80}; give a tuple of the numbers of "
+                f"values, and how many there are in the block"
+            )
+        if list(self.keeps) != sorted(set(self.keeps)) or max(self.keeps, default=-1) >= max(self.num_values, 1):
+            raise PlanError(
+                f"keeps is {self.keeps!r:.80}, where ascending numbers below num_values ({self.num_values}) were "
+                f"expected, each once"
+            )
+        if bool(self.keeps) != bool(self.num_values) or (self.keeps and not self.recompute):
+            raise PlanError(
+                f"a strategy with recompute={self.recompute} keeps {self.keeps!r:.80} of {self.num_values} values: a "
+                f"block that recomputes may keep some of its values, one that does not keeps all; give recompute=True "
+                f"with both keeps and num_values, or neither"
+            )
+
+    @property
+    def recomputes_all(self) -> bool:
+        """Whether the whole block is computed again in backward."""
+        return self.recompute and not self.keeps
 
     def groups(self, axis_sizes: Sequence[int]) -> tuple[RoleGroup, ...]:
         """Gather the mesh axes by role, in :data:`LOWERING_ORDER`, without axes of size 1.
@@ -152,28 +181,34 @@ class Strategy:
         return tuple(groups)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the strategy as plain JSON values; ``capacity`` where it has a meaning."""
+        """Return the strategy as plain JSON values; ``capacity`` where it has a meaning, ``keeps`` where there are."""
         fields: dict[str, object] = {"roles": list(self.roles), **{name: getattr(self, name) for name in _FLAGS}}
-        return {**fields, "capacity": self.capacity} if EXPERT in self.roles else fields
+        if EXPERT in self.roles:
+            fields["capacity"] = self.capacity
+        return {**fields, "keeps": list(self.keeps), "num_values": self.num_values} if self.keeps else fields
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, object]) -> Strategy:
-        """Build a strategy from what :meth:`to_dict` returned; absent flags are False, an absent capacity is 1.25.
+        """Build a strategy from what :meth:`to_dict` returned; absent flags are False, an absent capacity is 1.25, and
+        no values are kept where none are named.
 
         Raises PlanError for unknown keys, missing roles and values of a wrong type.
         """
-        unknown = sorted(set(fields) - {"roles", "capacity", *_FLAGS}, key=str)
+        known = ("roles", *_FLAGS, "capacity", "keeps", "num_values")
+        unknown = sorted(set(fields) - set(known), key=str)
         if unknown:
             raise PlanError(
-                f"unknown keys {unknown!r:.80} in a strategy; the keys are roles, {', '.join(_FLAGS)}, capacity: "
-                f"remove others"
+                f"unknown keys {unknown!r:.80} in a strategy; the keys are {', '.join(known)}: remove others"
             )
         roles = fields.get("roles")
         if not isinstance(roles, (list, tuple)):
             raise PlanError(f"roles of a strategy is {roles!r:.80}; give a list with one role per mesh axis")
+        keeps = fields.get("keeps", ())
+        if not isinstance(keeps, (list, tuple)):
+            raise PlanError(f"keeps of a strategy is {keeps!r:.80}; give a list of the numbers of values")
         # __post_init__ checks the types of the rest.
-        rest = {"capacity": CAPACITY, **dict.fromkeys(_FLAGS, False), **fields, "roles": tuple(roles)}
-        return cls(**rest)  # type: ignore[arg-type]
+        rest = {"capacity": CAPACITY, **dict.fromkeys(_FLAGS, False), **fields}
+        return cls(**{**rest, "roles": tuple(roles), "keeps": tuple(keeps)})  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         """Return the roles, outermost axis first, the flags that are set, and another capacity than the usual:
@@ -182,6 +217,8 @@ class Strategy:
         flags = [f"+{name}" for name in _FLAGS if getattr(self, name)]
         if EXPERT in self.roles and self.capacity != CAPACITY:
             flags.append(f"capacity={self.capacity:g}")
+        if self.keeps:
+            flags.append(f"+keeps {','.join(map(str, self.keeps))} of {self.num_values}")
         return " ".join([*(self.roles or ("one device",)), *flags])
 
 

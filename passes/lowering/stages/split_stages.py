@@ -14,8 +14,7 @@ from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
 from galvatron_fx.ir.graph.precision import cast_parameter
 from galvatron_fx.ir.graph.rewrite import copied, eliminate_dead_code
 from galvatron_fx.ir.plan.strategy import Strategy
-from passes.analysis.dataflow import LINEAR_OPS, ancestors, input_only_ops
-from passes.lowering.rematerialize import made_of_parameters
+from passes.analysis.dataflow import LINEAR_OPS, ancestors, input_only_ops, made_of_parameters
 from passes.lowering.stages.stage_tasks import Draft, Task, names_of, write_tasks
 
 _REDUCES = (c.all_reduce, c.reduce_scatter)

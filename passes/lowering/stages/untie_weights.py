@@ -22,7 +22,7 @@ from galvatron_fx.ir.graph.metadata import (
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.rewrite import copy_node, eliminate_dead_code, write_call
 from galvatron_fx.ir.plan.strategy import copy_name
-from passes.lowering.rematerialize import made_of_parameters
+from passes.analysis.dataflow import made_of_parameters
 
 aten = torch.ops.aten
 

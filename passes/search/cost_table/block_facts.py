@@ -15,7 +15,8 @@ from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.graph.op_call import OpCall, input_nodes, is_getitem, op_call
 from galvatron_fx.ir.graph.precision import cast_parameter
-from passes.search.cost_table.graph_index import GraphIndex, is_view, storage_root, users_through_views
+from passes.analysis.storages import is_view, storage_root, users_through_views
+from passes.search.cost_table.graph_index import GraphIndex
 
 
 @dataclass(frozen=True)
@@ -100,13 +101,32 @@ class BlockFacts:
         return set(backward) - passed
 
     @cached_property
-    def rebuilt(self) -> set[fx.Node]:
+    def rebuilt(self) -> frozenset[fx.Node]:
         """The forward operators that backward needs something of."""
-        needed: set[fx.Node] = set()
-        for node in reversed(self.nodes):
-            if node in needed or meta_of(node).phase == "backward":
-                needed.update(source for source in input_nodes(node) if source.op == "call_function")
-        return {n for n in self.nodes if n in needed and meta_of(n).phase == "forward" and n not in self.weights_alone}
+        return self.rebuilt_beside(())
+
+    def rebuilt_beside(self, kept: tuple[int, ...]) -> frozenset[fx.Node]:
+        """Those of them that run again where the values with such numbers are kept."""
+        if kept not in self._rebuilt:
+            numbers, again = set(kept), set[fx.Node]()
+            for node in reversed(self.nodes):
+                if node in again or meta_of(node).phase == "backward":
+                    again.update(n for n in input_nodes(node) if n in self.inside and self._may_rebuild(n, numbers))
+            self._rebuilt[kept] = frozenset(again)
+        return self._rebuilt[kept]
+
+    def _may_rebuild(self, node: fx.Node, kept: set[int]) -> bool:
+        record = meta_of(node)
+        return record.phase == "forward" and record.value not in kept and node not in self.weights_alone
+
+    @cached_property
+    def _rebuilt(self) -> dict[tuple[int, ...], frozenset[fx.Node]]:
+        return {}
+
+    @cached_property
+    def num_values(self) -> int:
+        """How many values may be kept."""
+        return 1 + max((meta_of(node).value for node in self.nodes), default=-1)
 
     @cached_property
     def calls(self) -> list[ComputeCall]:
@@ -132,18 +152,18 @@ class BlockFacts:
         ]
 
     @cached_property
-    def entering(self) -> list[tuple[fx.Node, fx.Node, int]]:
-        """The same of what recomputation takes from other blocks, which is all that it keeps."""
-        rebuilt = [
+    def retaken(self) -> list[tuple[fx.Node, fx.Node, int]]:
+        """The same of all that recomputation of the whole block takes."""
+        return [
             (storage_root(source), node, position)
             for node in self.nodes
             if not is_getitem(node) and node in self.rebuilt
             for position, source in enumerate(input_nodes(node))
             if source not in self.weights_alone
         ]
-        return [use for use in (*self.kept, *rebuilt) if self._is_outside(use[0])]
 
-    def _is_outside(self, node: fx.Node) -> bool:
+    def is_outside(self, node: fx.Node) -> bool:
+        """Whether the block does not compute ``node``."""
         return node.op != "call_function" or max(meta_of(node).block, 0) != self.index
 
     @cached_property

@@ -8,7 +8,8 @@ are arrays over columns, a column being degrees, axes and micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from torch import fx
@@ -31,6 +32,7 @@ from galvatron_fx.ir.graph.symbols import BATCH
 from galvatron_fx.ir.kernels.experts import route
 from passes.analysis.repeated_heads import repeated_heads
 from passes.search.cost_table.block_facts import BlockFacts, ComputeCall
+from passes.search.cost_table.kept_sets import KeptSet
 from passes.sharding.attention_rules import travelling_bytes
 from passes.sharding.expert_rules import sent_position
 from passes.sharding.insert_collectives import AxisSharding
@@ -39,6 +41,9 @@ _WHOLE, _SPLIT, _EXCHANGED = range(3)  # what a role does to a value
 
 Composition = tuple[tuple[str, AxisSharding], ...]
 """Roles in lowering order, each with the solver's decision for it."""
+
+Move = tuple["Redistribution", tuple[TensorSpec, Sequence[int]], tuple[fx.Node, list[fx.Node]]]
+"""A redistribution, what of what it moves, and the value with its takers."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +85,7 @@ class Amounts:
 class Operators:
     """Operators that compute: their flops, the bytes moved for their tensors, and where each operator's tensors start.
 
-    ``for_weights``: those of backward that no other block waits for; ``rebuilt``: those of forward that recomputation
-    runs again.
+    ``for_weights``: those of backward that no other block waits for.
     """
 
     flops: Amounts
@@ -89,7 +93,6 @@ class Operators:
     starts: Ints
     backward: Bools
     for_weights: Bools
-    rebuilt: Bools
     kinds: tuple[tuple[str, str], ...]
 
 
@@ -99,25 +102,23 @@ class Redistribution:
 
     ``kind`` of collective; "exchange": an all-to-all of as much from every rank as there is capacity for; "counts": an
     all-gather of as much from every rank; ``slot``: what it counts to ("far": to a step whose stages reduce gradients
-    apart); ``rebuilt``: recomputation makes it again.
+    apart).
     """
 
     role: int
     kind: str
     slot: str
-    rebuilt: bool = False
 
 
 @dataclass(frozen=True)
 class Ring:
-    """A tensor that role ``role`` sends around its ranks beside the operator numbered ``operator``; ``backward`` and
-    ``rebuilt`` as of that.
+    """A tensor that role ``role`` sends around its ranks beside the operator numbered ``operator``; ``backward`` as of
+    that.
     """
 
     role: int
     operator: int
     backward: bool
-    rebuilt: bool
 
 
 @dataclass(frozen=True)
@@ -150,11 +151,30 @@ class LiveRanges:
 
 
 @dataclass(frozen=True)
+class Levels:
+    """How much of a block is kept for backward: all, what is in one of some ``sets``, or nothing of its own, in order.
+
+    By level: ``saved[L, V]``: which of the values that may be kept are, ``rebuilt[L, V]``: which of those that backward
+    takes are not; ``operators[L, O]`` and ``moves[L, M]``: those that run again.
+    """
+
+    sets: tuple[KeptSet, ...]
+    saved: Bools
+    rebuilt: Bools
+    operators: Bools
+    moves: Bools
+
+    @property
+    def kept(self) -> tuple[KeptSet, ...]:
+        """The numbers of the values that a level names: none where all are kept, or none."""
+        return (), *self.sets, ()
+
+
+@dataclass(frozen=True)
 class BlockTerms:
     """All that a block's price is made of under one composition of roles.
 
-    ``saved``: what backward keeps of forward; ``entering``: what is kept in its place where the block is recomputed,
-    ``rebuilt``: what recomputation makes again.
+    ``kept``: what may be kept of forward; ``levels``: what is, and what runs again in its place.
     """
 
     roles: tuple[str, ...]
@@ -164,19 +184,15 @@ class BlockTerms:
     rings: tuple[Ring, ...]
     travelling: Amounts
     weights: Weights
-    saved: Amounts
-    entering: Amounts
-    rebuilt: Amounts
+    kept: Amounts
     deferred: Amounts
     lives: tuple[LiveRanges, LiveRanges]
+    levels: Levels
 
 
-def read_terms(block: BlockFacts, composition: Composition) -> BlockTerms:
-    """The terms of a block under one composition."""
-    return _Reading(block, composition).terms()
+class TermsReader:
+    """Reads the terms of a block under one composition."""
 
-
-class _Reading:
     def __init__(self, block: BlockFacts, composition: Composition) -> None:
         self.block = block
         self.graph = block.graph
@@ -184,23 +200,58 @@ class _Reading:
         self.shardings = [sharding for _, sharding in composition]
         self.roles = tuple(role for role, _ in composition)
 
+    @cached_property
     def terms(self) -> BlockTerms:
-        moves, moved = self._moves()
-        kept, entering = self._distinct(self.block.kept), self._distinct(self.block.entering)
-        inside = [use for use in kept if use not in entering]
+        """The terms, with no levels but the first and the last."""
         return BlockTerms(
             self.roles,
             self._operators(),
-            moves,
-            moved,
+            tuple(move for move, _, _ in self.moves),
+            self._amounts(row for _, row, _ in self.moves),
             *self._rings(),
             self._weights(),
-            self._kept_amounts(kept),
-            self._kept_amounts(entering),
-            self._kept_amounts(inside),
+            self._kept_amounts(self.kept),
             self._kept_amounts(self._distinct(self.block.deferred)),
             (self._lives("forward"), self._lives("backward")),
+            self._levels(()),
         )
+
+    def with_sets(self, sets: tuple[KeptSet, ...]) -> BlockTerms:
+        """The terms with a level for each set."""
+        return replace(self.terms, levels=self._levels(sets))
+
+    # ---- what is kept ----
+
+    @cached_property
+    def kept(self) -> dict[tuple[fx.Node, tuple[Placement, ...]], list[fx.Node]]:
+        """Takers of each storage that may be kept, in each placement that it is wanted in."""
+        return self._distinct([*self.block.kept, *self.block.retaken])
+
+    def _levels(self, sets: tuple[KeptSet, ...]) -> Levels:
+        levels = [self._level(kept) for kept in (None, *sets, ())]
+        return Levels(sets, *(np.array(rows) for rows in zip(*levels, strict=True)))
+
+    def _level(self, kept: KeptSet | None) -> tuple[Bools, Bools, Bools, Bools]:
+        """Of one level, what :class:`Levels` has; None keeps all."""
+        block, numbers = self.block, set(kept or ())
+        again: frozenset[fx.Node] = frozenset() if kept is None else block.rebuilt_beside(kept)
+
+        def stays(root: fx.Node) -> bool:
+            return kept is None or block.is_outside(root) or meta_of(root).value in numbers
+
+        rows = self.kept.items()
+        backward = [any(meta_of(taker).phase == "backward" for taker in takers) for _, takers in rows]
+        needed = [late or not again.isdisjoint(takers) for late, (_, takers) in zip(backward, rows, strict=True)]
+        stay = [stays(root) for (root, _), _ in rows]
+        return (
+            np.array([is_needed and is_kept for is_needed, is_kept in zip(needed, stay, strict=True)], dtype=np.bool_),
+            np.array([late and not is_kept for late, is_kept in zip(backward, stay, strict=True)], dtype=np.bool_),
+            _flags([call.node for call in block.calls], again.__contains__),
+            np.array([not (again.isdisjoint(t) or self._has(s, numbers)) for _, _, (s, t) in self.moves], np.bool_),
+        )
+
+    def _has(self, source: fx.Node, kept: set[int]) -> bool:
+        return not self.block.is_outside(source) and meta_of(source).value in kept
 
     def _amounts(self, rows: Iterable[tuple[TensorSpec, Sequence[int]]]) -> Amounts:
         return Amounts.of([_amount(spec, spec.size_bytes, split) for spec, split in rows], len(self.roles))
@@ -235,15 +286,15 @@ class _Reading:
             np.array(starts, dtype=np.int64),
             _flags(nodes, lambda node: meta_of(node).phase == "backward"),
             _flags(nodes, self.block.for_weights.__contains__),
-            _flags(nodes, self.block.rebuilt.__contains__),
             tuple(operator.kind for operator in calls),
         )
 
-    def _moves(self) -> tuple[tuple[Redistribution, ...], Amounts]:
+    @cached_property
+    def moves(self) -> list[Move]:
         """Redistributions, with the bytes that the other roles leave of each."""
-        moves, rows = [], []
+        moves: list[Move] = []
         for role, sharding in enumerate(self.shardings):
-            for source, want, phase, have, again in self._redistributions(sharding):
+            for source, want, phase, have, takers in self._redistributions(sharding):
                 kind = _kind(have, want)
                 if kind is None:
                     continue
@@ -251,25 +302,24 @@ class _Reading:
                 if self.roles[role] == "zero" and finished:
                     kind = "reduce_scatter"
                 slot = phase if not finished else "reduce" if kind == "all_reduce" else "scatter"
-                moves.append(Redistribution(role, kind, slot, again))
                 split = self._split(source)
                 if slot == "reduce":  # of what ``zero`` has scattered before
                     split = [is_split or other == "zero" for is_split, other in zip(split, self.roles, strict=True)]
                 split[role] = _WHOLE
-                rows.append((meta_of(source).spec, split))
+                moves.append((Redistribution(role, kind, slot), (meta_of(source).spec, split), (source, takers)))
             for operator in self.block.calls:
                 sent = sent_position(operator.call, sharding.rules[operator.node])
                 if sent is not None:
-                    phase, again = meta_of(operator.node).phase, operator.node in self.block.rebuilt
-                    kind = "counts" if operator.call.target is route else "exchange"
-                    moves.append(Redistribution(role, kind, phase, again))
-                    rows.append(self._sent(operator, sent, role))
+                    kind, node = "counts" if operator.call.target is route else "exchange", operator.node
+                    move = Redistribution(role, kind, meta_of(node).phase)
+                    moves.append((move, self._sent(operator, sent, role), (node, [node])))
             for term in self.block.far_terms:
                 if isinstance(sharding.placement(term), Partial) and sharding.boundaries.get(term) == PARTIAL:
                     kind = "reduce_scatter" if self.roles[role] == "zero" else "all_reduce"
-                    moves.append(Redistribution(role, kind, "far"))
-                    rows.append((meta_of(term).spec, self._split(term)))
-        return tuple(moves), self._amounts(rows)
+                    moves.append(
+                        (Redistribution(role, kind, "far"), (meta_of(term).spec, self._split(term)), (term, []))
+                    )
+        return moves
 
     def _rings(self) -> tuple[tuple[Ring, ...], Amounts]:
         """What travels around ranks, with the bytes that the roles leave of each tensor on a rank."""
@@ -278,7 +328,7 @@ class _Reading:
             for role, sharding in enumerate(self.shardings):
                 for size_bytes in travelling_bytes(operator.call, sharding.rules[operator.node]):
                     backward = operator.kind[1] == "attention_backward"
-                    rings.append(Ring(role, number, backward, operator.node in self.block.rebuilt))
+                    rings.append(Ring(role, number, backward))
                     key = 1 + backward
                     split = [_done(each.rules[operator.node].inputs[key]) for each in self.shardings]
                     repeated = repeated_heads(input_nodes(operator.node)[key])
@@ -295,21 +345,21 @@ class _Reading:
         split[role] = _WHOLE
         return spec, split
 
-    def _redistributions(self, sharding: AxisSharding) -> list[tuple[fx.Node, Placement, str, Placement, bool]]:
-        """(value, wanted placement, phase, placement it has, made again by recomputation), each once, as the lowering
-        makes them."""
-        moves: dict[tuple[fx.Node, Placement], tuple[fx.Node, Placement, str, Placement, bool]] = {}
+    def _redistributions(
+        self, sharding: AxisSharding
+    ) -> list[tuple[fx.Node, Placement, str, Placement, list[fx.Node]]]:
+        """(value, wanted placement, phase, placement it has, takers), each once, as the lowering makes them."""
+        moves: dict[tuple[fx.Node, Placement], tuple[fx.Node, Placement, str, Placement, list[fx.Node]]] = {}
 
-        def move(source: fx.Node, want: Placement, phase: str, have: Placement, again: bool = False) -> None:
+        def move(source: fx.Node, want: Placement, phase: str, have: Placement, *takers: fx.Node) -> None:
             if have != want:
-                known = moves.setdefault((source, want), (source, want, phase, have, again))
-                moves[source, want] = (*known[:4], known[4] or again)
+                moves.setdefault((source, want), (source, want, phase, have, []))[-1].extend(takers)
 
         for node in self.nodes:
             if is_getitem(node):
                 continue
             for source, want in zip(input_nodes(node), sharding.rules[node].inputs, strict=True):
-                move(source, want, meta_of(node).phase, self._entering(sharding, source), node in self.block.rebuilt)
+                move(source, want, meta_of(node).phase, self._entering(sharding, source), node)
         for node in self.nodes:
             if node in sharding.boundaries:
                 move(node, sharding.boundaries[node], meta_of(node).phase, sharding.placement(node))
@@ -343,12 +393,15 @@ class _Reading:
             _flags(nodes, casts.__contains__),
         )
 
-    def _distinct(self, uses: Iterable[tuple[fx.Node, fx.Node, int]]) -> list[tuple[fx.Node, tuple[Placement, ...]]]:
-        """Storages with the placements that they are wanted in."""
+    def _distinct(
+        self, uses: Iterable[tuple[fx.Node, fx.Node, int]]
+    ) -> dict[tuple[fx.Node, tuple[Placement, ...]], list[fx.Node]]:
+        """Storages with the placements that they are wanted in, each with its takers."""
         rules = [sharding.rules for sharding in self.shardings]
-        return list(
-            dict.fromkeys((root, tuple(r[node].inputs[position] for r in rules)) for root, node, position in uses)
-        )
+        takers: dict[tuple[fx.Node, tuple[Placement, ...]], list[fx.Node]] = {}
+        for root, node, position in uses:
+            takers.setdefault((root, tuple(r[node].inputs[position] for r in rules)), []).append(node)
+        return takers
 
     def _kept_amounts(self, kept: Iterable[tuple[fx.Node, tuple[Placement, ...]]]) -> Amounts:
         return self._amounts((meta_of(root).spec, list(map(_done, wants))) for root, wants in kept)

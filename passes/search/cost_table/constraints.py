@@ -45,13 +45,21 @@ class Constrained:
         wanted = {name: value for name, value in constraints.items() if not isinstance(value, str)}
         return cls({name: (value, _blocks_of(graph, name)) for name, value in wanted.items()}, axes)
 
-    def allowed(self, strategies: Sequence[Strategy], num_blocks: int) -> Bools:
-        """Whether each block may take each strategy. Raises PlanError where none is left to a block."""
+    def allowed(self, strategies: Sequence[Strategy], kept: Sequence[Sequence[tuple[int, ...]]]) -> Bools:
+        """Whether each block may take each strategy. ``kept[block][strategy]``: numbers of the values that it keeps,
+        none where it keeps all or none; a strategy that was given means that. Raises PlanError where none is left to a
+        block.
+        """
         on_axes = np.array([all(s.roles[axis] == role for axis, role in self.axes.items()) for s in strategies])
         if not on_axes.any():
             raise PlanError(f"no searched strategy gives mesh axes the roles {sorted(self.axes.items())}; check roles")
-        allowed = np.repeat(on_axes[np.newaxis], num_blocks, axis=0)
+        allowed = np.repeat(on_axes[np.newaxis], len(kept), axis=0)
         for name, (wanted, members) in self.modules.items():
+            if isinstance(wanted, Strategy) and wanted.keeps:
+                raise PlanError(
+                    f"constraint {wanted} on module {name!r} names values to keep, which a search chooses: leave out "
+                    f"keeps and num_values, or write the plan by hand"
+                )
             fits = np.array([_matches(s, wanted) for s in strategies])
             if not fits.any():
                 raise PlanError(
@@ -59,6 +67,8 @@ class Constrained:
                 )
             for block in members:
                 allowed[block] &= fits
+                if isinstance(wanted, Strategy):
+                    allowed[block] &= np.array([not numbers for numbers in kept[block]])
                 if not allowed[block].any():
                     raise PlanError(f"the constraints on block {block} (module {name!r}) contradict each other")
         return allowed

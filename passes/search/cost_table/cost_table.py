@@ -22,11 +22,21 @@ from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.plan.strategy import Boundary, Strategy, batch_ranks, batch_share, boundary
 from passes.analysis.blocks import fingerprints
 from passes.search.candidates import AxisPartition, fits_partition
-from passes.search.cost_table.block_costs import BlockPricer, BlockPrices, PricedColumns, TermsOfBlock
+from passes.search.cost_table.block_costs import (
+    KEEPS_ALL,
+    KEEPS_NONE,
+    BlockPricer,
+    BlockPrices,
+    KnownSets,
+    PricedColumns,
+    TermsOfBlock,
+    Wanted,
+)
 from passes.search.cost_table.block_facts import BlockFacts
 from passes.search.cost_table.block_shardings import Solutions
 from passes.search.cost_table.constraints import Constrained
 from passes.search.cost_table.graph_index import GraphIndex
+from passes.search.cost_table.kept_sets import MOST_SETS, KeptSet
 
 
 @dataclass(frozen=True)
@@ -38,7 +48,8 @@ class CostTable:
     ``kind[strategy]``: which boundary a strategy has, of those that ``change`` tells apart; ``change[block, kind,
     kind]``: seconds from a block to the next, forward and back; ``crossing``: bytes of activations that pass in front
     of each block; ``allowed``: by the constraints; ``block_fingerprints``: fingerprints of the blocks; ``kinds``: axes
-    that are served as one, as the request says.
+    that are served as one, as the request says; ``kept[block][strategy]``: numbers of the values that are kept, of
+    ``num_values[block]``, where a strategy recomputes others: one stands in ``strategies`` for each set of a block.
     """
 
     strategies: tuple[Strategy, ...]
@@ -57,11 +68,25 @@ class CostTable:
     allowed: Bools
     block_fingerprints: tuple[str, ...]
     kinds: AxisPartition = ()
+    kept: tuple[tuple[KeptSet, ...], ...] = ()
+    num_values: tuple[int, ...] = ()
 
     @cached_property
     def time(self) -> Floats:
         """Seconds of a block in each of its micro-batches, what is done once a step shared among them."""
         return self.forward + self.backward + self.once / self.num_microbatches
+
+    def strategy(self, block: int, pick: int) -> Strategy:
+        """The strategy number ``pick`` as it is for a block."""
+        kept = self.kept[block][pick] if self.kept else ()
+        strategy = self.strategies[pick]
+        return replace(strategy, keeps=kept, num_values=self.num_values[block]) if kept else strategy
+
+    @cached_property
+    def keeps_some(self) -> Bools:
+        """The strategies that keep some values of a block and recompute others."""
+        sets = zip(*self.kept, strict=True)
+        return np.array([any(of_blocks) for of_blocks in sets] or [False] * len(self.strategies), dtype=np.bool_)
 
     @property
     def memory(self) -> Floats:
@@ -105,16 +130,32 @@ class CostTableRequest:
     """Strategies to price for one way to use the outermost axes, with ``num_microbatches`` micro-batches.
 
     ``kinds``: the axes that are served as one, which the others tell apart; where it names none, those to which a
-    strategy gives one role, as if all blocks did.
+    strategy gives one role, as if all blocks did; ``selective``: whether strategies that recompute do so with each of
+    the sets of values that are worth keeping in a block, too.
     """
 
     strategies: tuple[Strategy, ...]
     num_microbatches: int
     kinds: AxisPartition = ()
+    selective: bool = False
+
+    def columns(self, strategies: Sequence[Strategy]) -> list[Wanted]:
+        """What to price of ``strategies``; to recompute a whole block and keep what it gathered is not thought of."""
+        levels: list[Wanted] = []
+        for strategy in strategies:
+            if not strategy.recompute:
+                levels.append((strategy, self.num_microbatches, self.kinds, KEEPS_ALL))
+                continue
+            sets = [*range(1, MOST_SETS + 1)] if self.selective else []
+            levels += [
+                (strategy, self.num_microbatches, self.kinds, level)
+                for level in (*sets, *(() if strategy.keep_gathered and sets else (KEEPS_NONE,)))
+            ]
+        return levels
 
 
 def cost_table_requests(
-    strategies: Sequence[Strategy], num_microbatches: int, kinds: Sequence[AxisPartition]
+    strategies: Sequence[Strategy], num_microbatches: int, kinds: Sequence[AxisPartition], selective: bool = False
 ) -> list[CostTableRequest]:
     """A request for each of the ``kinds`` of axes, of the strategies that give axes of one kind one role; none of equal
     strategies for more kinds."""
@@ -122,7 +163,7 @@ def cost_table_requests(
     for each in kinds:
         fitting = tuple(strategy for strategy in strategies if fits_partition(strategy, each))
         if fitting:
-            requests.setdefault(fitting, CostTableRequest(fitting, num_microbatches, each))
+            requests.setdefault(fitting, CostTableRequest(fitting, num_microbatches, each, selective))
     return list(requests.values())
 
 
@@ -148,6 +189,7 @@ class Pricer:
         self._known: dict[CostTableRequest, CostTable | PlanError] = {}
         self._terms: dict[int, TermsOfBlock] = {i: {} for i in only}
         self._columns: dict[int, PricedColumns] | None = None
+        self._kept_sets: KnownSets = {}
 
     def on(self, cluster: Cluster) -> Pricer:
         """The same graph on another cluster, for surveys of many: what was found of blocks is taken over.
@@ -177,13 +219,11 @@ class Pricer:
         return [self._known[request] for request in requests]
 
     def _priced(self, requests: Sequence[CostTableRequest]) -> list[CostTable | PlanError]:
-        strategies = [self._usable(request) for request in requests]
-        wanted = [
-            (s, r.num_microbatches, r.kinds) for r, usable in zip(requests, strategies, strict=True) for s in usable
-        ]
+        columns = [request.columns(self._usable(request)) for request in requests]
+        wanted = [column for of_request in columns for column in of_request]
         self._solutions.solve(
             (group, batch_share(strategy, num_microbatches, self.cluster.shape))
-            for strategy, num_microbatches, _ in wanted
+            for strategy, num_microbatches in dict.fromkeys((s, parts) for s, parts, _, _ in wanted)
             for group in strategy.groups(self.cluster.shape)
         )
         pricers = [
@@ -192,19 +232,23 @@ class Pricer:
                 self.cluster,
                 self._solutions,
                 self.optimizer,
+                self._kept_sets,
                 self._terms[block.index],
                 self._columns[block.index] if self._columns is not None else None,
             )
             for block in self._facts
         ]
+        num_values = [block.num_values for block in self._facts]
         prices = [pricer.prices(wanted) for pricer in pricers] if wanted else []
         cost_tables: list[CostTable | PlanError] = []
         start = 0
-        for request, usable in zip(requests, strategies, strict=True):
-            entries = slice(start, start + len(usable))
-            start += len(usable)
+        for request, of_request in zip(requests, columns, strict=True):
+            entries = slice(start, start + len(of_request))
+            start += len(of_request)
+            usable = tuple(strategy for strategy, _, _, _ in of_request)
+            of_blocks = [block_prices[entries] for block_prices in prices]
             try:
-                cost_tables.append(self._chain(request, usable, [block_prices[entries] for block_prices in prices]))
+                cost_tables.append(self._chain(request, usable, of_blocks, num_values))
             except PlanError as error:
                 cost_tables.append(error)
         return cost_tables
@@ -217,7 +261,11 @@ class Pricer:
         return even or tuple(s for s in request.strategies if ranks[s] <= batch)
 
     def _chain(
-        self, request: CostTableRequest, usable: tuple[Strategy, ...], prices: Sequence[BlockPrices]
+        self,
+        request: CostTableRequest,
+        usable: tuple[Strategy, ...],
+        prices: Sequence[BlockPrices],
+        num_values: Sequence[int],
     ) -> CostTable:
         if not usable:
             raise PlanError(
@@ -244,9 +292,11 @@ class Pricer:
             np.array([kinds.index(kind) for kind in boundaries], dtype=np.int64),
             _changes(kinds, crossing[1:], self.cluster.axes),
             crossing,
-            self._constrained.allowed(usable, len(self.block_fingerprints)),
+            self._constrained.allowed(usable, [prices[row].kept for row in self._row]),
             self.block_fingerprints,
             request.kinds,
+            tuple(prices[row].kept for row in self._row),
+            tuple(num_values[row] for row in self._row),
         )
 
 

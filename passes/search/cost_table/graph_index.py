@@ -8,9 +8,8 @@ from functools import cached_property
 
 from torch import fx
 
-from cost_models.ops import is_free
 from galvatron_fx.ir.graph.metadata import meta_of, output_ports, ports
-from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
+from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.symbols import Sizes
 from passes.analysis.dataflow import gradient_terms
 
@@ -58,27 +57,3 @@ class GraphIndex:
         return cls(
             graph.meta.get("symbols"), blocks, parameters, trained, first, gradients, frozenset(gradient_terms(graph))
         )
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether ``node`` makes no memory of its own."""
-    return not is_getitem(node) and not meta_of(node).multi_output and is_free(node.target)  # type: ignore[arg-type]
-
-
-def storage_root(node: fx.Node) -> fx.Node:
-    """The value whose memory a view shares."""
-    while node.op == "call_function" and is_view(node) and input_nodes(node):
-        node = input_nodes(node)[0]
-    return node
-
-
-def users_through_views(node: fx.Node) -> list[fx.Node]:
-    """Users of a value and of its views."""
-    users: list[fx.Node] = []
-    pending = list(node.users)
-    while pending:
-        user = pending.pop()
-        users.append(user)
-        if user.op == "call_function" and is_view(user):
-            pending += list(user.users)
-    return users

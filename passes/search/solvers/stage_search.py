@@ -20,6 +20,7 @@ from math import prod
 import numpy as np
 
 from cost_models.schedule_time import InFlight
+from galvatron_fx.ir.arrays import Bools
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.plan.pipelining import even_cuts
 from galvatron_fx.ir.plan.schedule import Schedule
@@ -42,6 +43,9 @@ from passes.simulation.choice import Staging
 _ROUNDS = 16  # at most so many moves of all cuts
 _LITTLE = 1.01  # how much slower a choice of fewer kinds of axes may be
 _SAME = 1e-9  # share of a time that is rounding
+
+KEPT_SETS = "kept sets"
+"""To keep some values of blocks and recompute others, among what a search does without."""
 
 
 @dataclass(frozen=True, order=True)
@@ -80,7 +84,7 @@ class StageChoice:
 
 @dataclass(eq=False)
 class StageSearch:
-    """Searches one configuration on a priced chain; ``excluded``: roles that it does without."""
+    """Searches one configuration on a priced chain; ``excluded``: roles, and other choices, that it does without."""
 
     costs: CostTable
     configuration: Configuration
@@ -119,7 +123,7 @@ class StageSearch:
 
     def strategies(self, choice: StageChoice) -> list[Strategy]:
         """The strategy of every block in ``choice``."""
-        return [self.costs.strategies[pick] for pick in choice.picks]
+        return [self.costs.strategy(block, pick) for block, pick in enumerate(choice.picks)]
 
     def bound_s(self, limit: float) -> float:
         """Seconds that no choice within ``limit`` bytes a rank beats; see :meth:`StageBounds.bound_s`."""
@@ -179,9 +183,17 @@ class StageSearch:
         search = self.among(lambda strategy: role not in strategy.roles)
         return replace(search, excluded=self.excluded | {role}) if search is not None else None
 
+    def without_sets(self) -> StageSearch | None:
+        """The search among strategies that keep all or nothing of a block; None likewise."""
+        search = self._allowing(~self.costs.keeps_some)
+        return replace(search, excluded=self.excluded | {KEPT_SETS}) if search is not None else None
+
     def among(self, fits: Callable[[Strategy], bool]) -> StageSearch | None:
         """The search among some of the strategies; None where a block may take none of them."""
-        allowed = self.costs.allowed & np.array([fits(strategy) for strategy in self.costs.strategies])[None, :]
+        return self._allowing(np.array([fits(strategy) for strategy in self.costs.strategies]))
+
+    def _allowing(self, strategies: Bools) -> StageSearch | None:
+        allowed = self.costs.allowed & strategies[None, :]
         if not allowed.any(axis=1).all():
             return None
         return StageSearch(replace(self.costs, allowed=allowed), self.configuration, self.cluster)

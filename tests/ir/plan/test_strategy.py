@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from galvatron_fx.errors import GalvatronError, PlanError
+from galvatron_fx.ir.plan.plan_table import describe_keeps
 from galvatron_fx.ir.plan.strategy import LOWERING_ORDER, PIPELINE, ROLES, RoleGroup, Strategy
 
 STRATEGIES = st.builds(Strategy, st.lists(st.sampled_from(ROLES), max_size=5).map(tuple), st.booleans(), st.booleans())
@@ -86,3 +88,30 @@ def test_groups_refuses_another_number_of_axes() -> None:
 def test_errors_are_value_errors() -> None:
     assert issubclass(PlanError, GalvatronError)
     assert issubclass(GalvatronError, ValueError)
+
+
+KEEPS = Strategy(("data",), recompute=True, keeps=(0, 3), num_values=7)
+
+
+def test_kept_values_survive_json_and_are_shown() -> None:
+    assert Strategy.from_dict(KEEPS.to_dict()) == KEEPS
+    assert str(KEEPS) == "data +recompute +keeps 0,3 of 7"
+    assert "keeps" not in Strategy(("data",), recompute=True).to_dict()
+    assert KEEPS.recompute and not KEEPS.recomputes_all
+    assert describe_keeps(KEEPS) == "2 of 7"
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"keeps": (3, 0)}, "ascending numbers below num_values"),
+        ({"keeps": (0, 7)}, "ascending numbers below num_values"),
+        ({"keeps": ("0",)}, "give a tuple of the numbers"),
+        ({"keeps": (True,)}, "give a tuple of the numbers"),
+        ({"recompute": False}, "one that does not keeps all"),
+        ({"keeps": ()}, "give recompute=True with both"),
+    ],
+)
+def test_values_that_cannot_be_kept(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        replace(KEEPS, **changes)

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from galvatron_fx.ir.graph.collectives import all_gather
-from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
+from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of, set_meta
 from galvatron_fx.ir.graph.random_ops import random_uniform
 from galvatron_fx.ir.plan.strategy import Strategy
 from galvatron_fx.runtime.lockstep import Simulator
@@ -196,6 +196,35 @@ def test_the_values_stay(first: Strategy, second: Strategy) -> None:
     halves = SplitForwardBackward().run(Rematerialize((first, second)).run(two_blocks()))
     loss, *saved = halves.forward(*inputs[:1])
     torch.testing.assert_close((loss, *halves.backward(*saved, inputs[1])), tuple(expected), rtol=0, atol=0)
+
+
+NUMBERS = {"exp": 0, "sin": 1, "relu": 0, "tanh": 1}
+
+
+def numbered() -> fx.GraphModule:
+    """Two blocks whose values have numbers."""
+    graph = two_blocks()
+    for node in graph.graph.nodes:
+        if node.name in NUMBERS:
+            set_meta(node, meta_of(node).having(value=NUMBERS[node.name]))
+    return graph
+
+
+@pytest.mark.parametrize(
+    "keeps, kept, again", [((0,), {"exp", "relu"}, {"tanh_1"}), ((1,), {"tanh"}, {"exp_1", "relu_1"})]
+)
+def test_a_set_of_values_is_kept(keeps: tuple[int, ...], kept: set[str], again: set[str]) -> None:
+    """What is in the set is taken from forward, the rest computed from it or from what enters; all values stay."""
+    some = Strategy(("data",), recompute=True, keeps=keeps, num_values=2)
+    graph = Rematerialize((some, some)).run(numbered())
+    assert {node.name for node in graph.graph.nodes if node.op == "call_function" and meta_of(node).again} == again
+    halves = SplitForwardBackward().run(graph)
+    taken = {node.name for node in halves.backward.graph.nodes if node.op == "placeholder"}
+    assert taken & {"exp", "relu", "tanh"} == kept
+    inputs = [torch.randn(4, dtype=torch.float64), torch.tensor(2.0, dtype=torch.float64)]
+    loss, *saved = halves.forward(*inputs[:1])
+    expected = tuple(two_blocks()(*inputs))
+    torch.testing.assert_close((loss, *halves.backward(*saved, inputs[1])), expected, rtol=0, atol=0)
 
 
 def test_gathered_again_on_two_ranks() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from cost_models.node_cost import node_cost
 from passes.search.cost_table.block_facts import BlockFacts
-from passes.search.cost_table.block_terms import read_terms
+from passes.search.cost_table.block_terms import TermsReader
 from passes.search.cost_table.graph_index import GraphIndex
 from tests.helpers import captured
 from tests.models import zoo
@@ -30,7 +30,7 @@ def test_operators_that_nothing_splits_cost_what_their_records_say() -> None:
     index = GraphIndex.of(graph)
     for block in index.blocks:
         facts = BlockFacts(index, block)
-        operators = read_terms(facts, ()).operators
+        operators = TermsReader(facts, ()).terms.operators
         costs = [node_cost(call.node, index.sizes) for call in facts.calls]
         assert operators.flops.size.tolist() == [cost.flops for cost in costs]
         moved = np.add.reduceat(operators.tensors.size, operators.starts)

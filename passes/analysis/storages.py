@@ -1,0 +1,33 @@
+"""Which values of a graph have memory of their own, and which are views of others."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from cost_models.ops import is_free
+from galvatron_fx.ir.graph.metadata import meta_of
+from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether ``node`` makes no memory of its own."""
+    return not is_getitem(node) and not meta_of(node).multi_output and is_free(node.target)  # type: ignore[arg-type]
+
+
+def storage_root(node: fx.Node) -> fx.Node:
+    """The value whose memory a view shares."""
+    while node.op == "call_function" and is_view(node) and input_nodes(node):
+        node = input_nodes(node)[0]
+    return node
+
+
+def users_through_views(node: fx.Node) -> list[fx.Node]:
+    """Users of a value and of its views."""
+    users: list[fx.Node] = []
+    pending = list(node.users)
+    while pending:
+        user = pending.pop()
+        users.append(user)
+        if user.op == "call_function" and is_view(user):
+            pending += list(user.users)
+    return users

@@ -1,0 +1,337 @@
+"""What a block takes at the degrees, axes and micro-batches of many columns at once, as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from cost_models.bundles import bundled_s
+from cost_models.collectives import collective_s
+from cost_models.operator_time import traffic_s
+from cost_models.ops import op_time_s, price_class
+from cost_models.optimizer import OptimizerModel
+from cost_models.streams import exposed_s
+from galvatron_fx.ir.arrays import Bools, Floats, Ints
+from galvatron_fx.ir.cluster.cluster import Axis, Cluster
+from galvatron_fx.ir.graph.metadata import OpCost, meta_of
+from galvatron_fx.ir.plan.strategy import RoleGroup
+from passes.search.candidates import AxisPartition
+from passes.search.cost_table.block_terms import Amounts, BlockTerms, Redistribution, TermsReader
+from passes.search.cost_table.keep_reader import KeepReader
+from passes.search.cost_table.kept_sets import KeepProblem
+
+_PACKING_PASSES = 2  # what is packed, or taken out, is read and written
+_BUNDLED = ("scatter", "reduce", "far")
+
+Groups = tuple[RoleGroup, ...]
+
+ColumnKey = tuple[Groups, int, AxisPartition, float]
+"""Role groups, micro-batches, axes by kind, and capacity."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The terms of a block for role tables and micro-batches: arrays over columns, in seconds and bytes; those that
+    depend on the level are ``[level, column]``.
+
+    ``forward_wait_s``, ``backward_wait_s``: of forward and backward, what is waited for where it starts;
+    ``gather_start_s`` and the like: to start them; ``gather_work_s`` and the like: casts and packing; ``forward_waits``
+    and the like: how many collectives;
+    ``far_s``: to reduce terms of gradients that other stages have, if there are any.
+    """
+
+    forward_s: Floats
+    backward_s: Floats
+    forward_wait_s: Floats
+    backward_wait_s: Floats
+    forward_waits: Floats
+    backward_waits: Floats
+    again_waits: Floats
+    gather_waits: Floats
+    weight_s: Floats
+    again_s: Floats
+    gather_s: Floats
+    gather_start_s: Floats
+    gather_work_s: Floats
+    scatter_s: Floats
+    scatter_start_s: Floats
+    scatter_work_s: Floats
+    reduce_s: Floats
+    reduce_start_s: Floats
+    reduce_work_s: Floats
+    far_s: Floats
+    update_s: Floats
+    static_bytes: Floats
+    saved_bytes: Floats
+    rebuilt_bytes: Floats
+    deferred_bytes: Floats
+    gathered_bytes: Floats
+    transient_bytes: Floats
+    gradient_bytes: Floats
+    whole_gradient_bytes: Floats
+    largest_gradient_bytes: Floats
+
+    def at(self, columns: Ints) -> Columns:
+        """Some of the columns, or all in another order."""
+        return Columns(**{f.name: getattr(self, f.name)[..., columns] for f in fields(self)})
+
+    @classmethod
+    def joined(cls, parts: Sequence[Columns]) -> Columns:
+        """The columns of all parts, one after the other."""
+        return cls(**{f.name: np.concatenate([getattr(part, f.name) for part in parts], axis=-1) for f in fields(cls)})
+
+
+class Sent(NamedTuple):
+    """``[C]`` each: seconds of sending, of these to start, and of casts and packing; how many collectives."""
+
+    seconds: Floats
+    start_s: Floats
+    work_s: Floats
+    collectives: Floats
+
+
+class Evaluation:
+    """The terms of a block at the degrees, axes and micro-batches of some columns."""
+
+    def __init__(
+        self,
+        terms: BlockTerms,
+        cluster: Cluster,
+        optimizer: OptimizerModel,
+        wanted: Sequence[ColumnKey],
+    ) -> None:
+        self.terms = terms
+        self.cluster = cluster
+        self.optimizer = optimizer
+        count = len(wanted)
+        degrees = [[group.degree for group in groups] for groups, _, _, _ in wanted]
+        self.degrees = np.array(degrees, dtype=np.float64).reshape(count, len(terms.roles))
+        self.num_microbatches = np.array([num_microbatches for _, num_microbatches, _, _ in wanted], dtype=np.float64)
+        self.capacities = np.array([capacity for *_, capacity in wanted], dtype=np.float64)
+        # Columns by the axes that a role has in them, by kind: collectives over equal axes are priced together.
+        self.axes: list[dict[AxisPartition, Ints]] = []
+        for role in range(len(terms.roles)):
+            rows: dict[AxisPartition, list[int]] = {}
+            for column, (groups, _, kinds, _) in enumerate(wanted):
+                role_axes = groups[role].axes
+                served = tuple(kind for kind in kinds if kind[0] in role_axes) if kinds else (role_axes,)
+                rows.setdefault(served, []).append(column)
+            self.axes.append({axes: np.array(columns) for axes, columns in rows.items()})
+
+    def columns(self) -> Columns:
+        operators_s = self._operators_s()
+        forward, backward, weight, again = self._compute(operators_s)
+        moves, again_moves = self._moves(operators_s)
+        levels, kept = self.terms.levels, self._on_rank(self.terms.kept)
+        gather, gathered = self._gathers()
+        static, update = self._static()
+        gradients, whole, largest = self._gradients()
+        lives = [(life.alive @ self._on_rank(life.values)).max(axis=0, initial=0.0) for life in self.terms.lives]
+        return Columns(
+            forward_s=forward + moves["forward"].seconds,
+            backward_s=backward + moves["backward"].seconds,
+            forward_wait_s=moves["forward"].seconds,
+            backward_wait_s=moves["backward"].seconds,
+            forward_waits=moves["forward"].collectives,
+            backward_waits=moves["backward"].collectives,
+            again_waits=again_moves.collectives,
+            gather_waits=gather.collectives,
+            weight_s=weight,
+            again_s=again + again_moves.seconds,
+            gather_s=gather.seconds,
+            gather_start_s=gather.start_s,
+            gather_work_s=gather.work_s,
+            scatter_s=moves["scatter"].seconds,
+            scatter_start_s=moves["scatter"].start_s,
+            scatter_work_s=moves["scatter"].work_s,
+            reduce_s=moves["reduce"].seconds,
+            reduce_start_s=moves["reduce"].start_s,
+            reduce_work_s=moves["reduce"].work_s,
+            far_s=moves["far"].seconds + moves["far"].work_s,
+            update_s=update,
+            static_bytes=static,
+            saved_bytes=levels.saved @ kept,
+            rebuilt_bytes=levels.rebuilt @ kept,
+            deferred_bytes=self._on_rank(self.terms.deferred).sum(axis=0),
+            gathered_bytes=gathered,
+            transient_bytes=np.maximum(*lives),
+            gradient_bytes=gradients,
+            whole_gradient_bytes=whole,
+            largest_gradient_bytes=largest,
+        )
+
+    def _on_rank(self, amounts: Amounts) -> Floats:
+        return amounts.on_rank(self.degrees, self.num_microbatches, self.capacities)
+
+    def keep_problem(self, reader: TermsReader) -> KeepProblem:
+        """What it takes in the one column to keep each value, or to have it again."""
+        each_s = [
+            self._sent(move.kind, size[None], move.role, bundled=False).seconds[0]
+            if any(meta_of(taker).phase == "forward" for taker in takers)
+            else 0.0
+            for (move, _, (_, takers)), size in zip(reader.moves, self._moved(), strict=True)
+        ]
+        kept = self._on_rank(self.terms.kept)[:, 0]
+        nodes = [call.node for call in reader.block.calls]
+        seconds = dict(zip(nodes, self._operators_s()[:, 0].tolist(), strict=True))
+        return KeepReader(reader, seconds, np.array(each_s), kept).problem()
+
+    def _compute(self, seconds: Floats) -> tuple[Floats, Floats, Floats, Floats]:
+        """Of the ``seconds`` of operators, those in forward, in backward, for weights alone, and, by level, of those
+        that run again.
+        """
+        operators = self.terms.operators
+        picked = (~operators.backward, operators.backward, operators.for_weights)
+        forward, backward, weight = (seconds[rows].sum(axis=0) for rows in picked)
+        return forward, backward, weight, self.terms.levels.operators @ seconds
+
+    def _operators_s(self) -> Floats:
+        """``[operator, C]``: seconds of each."""
+        operators = self.terms.operators
+        if not len(operators.starts):
+            return np.zeros((0, len(self.num_microbatches)))
+        flops = self._on_rank(operators.flops)
+        moved = np.add.reduceat(self._on_rank(operators.tensors), operators.starts, axis=0)
+        seconds = np.zeros_like(flops)
+        device = self.cluster.device
+        named = {kind: (kind[0], price_class(device, *kind)) for kind in dict.fromkeys(operators.kinds)}
+        classes = [named[kind] for kind in operators.kinds]
+        for dtype, kind in dict.fromkeys(classes):
+            rows = np.flatnonzero([other == (dtype, kind) for other in classes])
+            seconds[rows] = op_time_s(OpCost(flops[rows], moved[rows], 0), dtype, device, kind)
+        return seconds
+
+    def _rings(self, operators_s: Floats) -> Iterator[tuple[str, Bools, Sent]]:
+        """What travels around ranks, as far as it takes longer than the products beside it (those of all steps but
+        one): phase, whether each level does it again, and what is sent.
+        """
+        rings, size = self.terms.rings, self._on_rank(self.terms.travelling)
+        for operator, backward, role in dict.fromkeys((ring.operator, ring.backward, ring.role) for ring in rings):
+            rows = np.flatnonzero([(ring.operator, ring.role) == (operator, role) for ring in rings])
+            degree = self.degrees[:, role]
+            sent = self._sent("rotate", size[rows], role, bundled=False)
+            sent_s, busy_s = sent.seconds * (degree - 1), operators_s[operator] * (degree - 1) / degree
+            seconds = exposed_s(busy_s, sent_s, np.zeros_like(sent_s), self.cluster.overlap)
+            phase = "backward" if backward else "forward"
+            yield phase, self.terms.levels.operators[:, operator], Sent(seconds, sent.start_s, sent.work_s, degree - 1)
+
+    def _moved(self) -> Floats:
+        """``[M, C]``: bytes of every redistribution, as its collective counts them."""
+        size = self._on_rank(self.terms.moved)
+        for row, move in enumerate(self.terms.moves):
+            degree = self.degrees[:, move.role]
+            if move.kind == "exchange":
+                size[row] *= np.minimum(self.capacities, degree)
+            elif move.kind == "counts":
+                size[row] *= degree
+        return size
+
+    def _moves(self, operators_s: Floats) -> tuple[dict[str, Sent], Sent]:
+        """What is sent: by phase, and finished gradients that are scattered or all-reduced; and, ``[L, C]``, what is
+        sent again.
+        """
+        slots = ("forward", "backward", "scatter", "reduce", "far")
+        moved = dict.fromkeys(slots, Sent(*(np.zeros(len(self.num_microbatches)) for _ in Sent._fields)))
+        repeats = self.terms.levels.moves
+        again = Sent(*(np.zeros((len(repeats), len(self.num_microbatches))) for _ in Sent._fields))
+        size = self._moved()
+        alike: dict[tuple[Redistribution, tuple[bool, ...]], list[int]] = {}
+        for row, move in enumerate(self.terms.moves):
+            alike.setdefault((move, tuple(repeats[:, row].tolist())), []).append(row)
+        redistributions = (
+            (move.slot, np.array(levels), self._sent(move.kind, size[rows], move.role, move.slot in _BUNDLED))
+            for (move, levels), rows in alike.items()
+        )
+        for slot, levels, sent in (*redistributions, *self._rings(operators_s)):
+            moved[slot] = Sent(*map(np.add, moved[slot], sent))
+            again = Sent(*(total + np.outer(levels, part) for total, part in zip(again, sent, strict=True)))
+        return moved, again
+
+    def _sent(self, kind: str, size: Floats, role: int, bundled: bool) -> Sent:
+        """Collectives of ``size[V, C]`` bytes over the axes of a role, one kind of axes after the other, added up.
+
+        An "exchange" is an all-to-all of as much from every rank, "counts" such an all-gather.
+        """
+        kind = {"exchange": "all_to_all", "counts": "all_gather"}.get(kind, kind)
+        seconds, starts, packing, count = (np.zeros(len(self.num_microbatches)) for _ in Sent._fields)
+        for served, columns in self.axes[role].items():
+            for group, group_bytes in self._by_kind(kind, size[:, columns], served):
+                if not bundled:
+                    each: Floats = collective_s(kind, group_bytes, group)
+                    seconds[columns] += each.sum(axis=0)
+                    count[columns] += (each > 0).sum(axis=0)
+                    continue
+                shared = kind == "all_reduce" and not self.cluster.overlap.gains
+                device, bundles = self.cluster.device, bundled_s(kind, group_bytes, group, shared)
+                seconds[columns] += bundles.seconds
+                starts[columns] += bundles.start_s
+                count[columns] += bundles.collectives
+                packing[columns] += traffic_s(device, _PACKING_PASSES * bundles.packed_bytes)
+                packing[columns] += device.launch_overhead_s * bundles.packed
+        return Sent(seconds, starts, packing, count)
+
+    def _by_kind(self, kind: str, size: Floats, served: AxisPartition) -> Iterator[tuple[list[Axis], Floats]]:
+        """The axes of each kind, and the bytes of a collective over these alone: of what the kinds before it leave."""
+        groups = [[self.cluster.axes[i] for i in indices] for indices in served]
+        degrees = [prod(axis.size for axis in group) for group in groups]
+        for place, group in enumerate(groups):
+            if kind == "all_reduce" or kind == "rotate":
+                shared = 1
+            elif kind == "all_to_all":
+                shared = prod(degrees) // degrees[place]
+            else:
+                shared = prod(degrees[:place])
+            yield group, size / shared
+
+    def _zero_degrees(self) -> Floats:
+        """``[W, C]``: ranks among which ``zero`` splits a parameter, 1 where none of its dims divides."""
+        weights, roles = self.terms.weights, self.terms.roles
+        if "zero" not in roles:
+            return np.ones((len(weights.shapes), len(self.num_microbatches)))
+        degree = self.degrees[:, roles.index("zero")][None, :]
+        whole = np.where(weights.amounts.split[:, None, :], self.degrees[None, :, :], 1.0).prod(axis=2)
+        divides = np.zeros(whole.shape, dtype=np.bool_)
+        for row, shape in enumerate(weights.shapes):
+            for size in shape:
+                divides[row] |= size % (degree[0] * whole[row]) == 0
+        return np.where(divides, degree, 1.0)
+
+    def _gathers(self) -> tuple[Sent, Floats]:
+        """(seconds, bytes) of making the block's parameters whole over the ``zero`` axes, in the dtype that the block
+        computes in, once. Where that is narrower, shards are cast and then gathered."""
+        weights, roles = self.terms.weights, self.terms.roles
+        degrees = self._zero_degrees()[weights.used]
+        weight_bytes = self._on_rank(weights.amounts)[weights.used]
+        computed, cast = weights.computed[weights.used, None], weights.cast[weights.used, None]
+        read = np.where(cast, weight_bytes * (1 + computed) / np.where(computed < 1, degrees, 1.0), 0.0)
+        nothing = np.zeros(len(self.num_microbatches))
+        gathers = Sent(nothing, nothing, traffic_s(self.cluster.device, read.sum(axis=0)), nothing)
+        if "zero" in roles:
+            gathered = (degrees > 1) & weights.gathered[weights.used, None]
+            moved = np.where(gathered, weight_bytes * np.minimum(computed, 1.0), 0.0)
+            sent = self._sent("all_gather", moved, roles.index("zero"), bundled=True)
+            gathers = sent._replace(work_s=gathers.work_s + sent.work_s)
+        return gathers, np.where(cast | (degrees > 1), weight_bytes * computed, 0.0).sum(axis=0)
+
+    def _static(self) -> tuple[Floats, Floats]:
+        """Bytes of parameters with gradients and optimizer states, and seconds of the update."""
+        weights = self.terms.weights
+        size = self._on_rank(weights.amounts) / self._zero_degrees()
+        trained = weights.trained[:, None]
+        updates = self.optimizer.updates(weights.shapes, weights.itemsizes)
+        held = np.where(trained, 2 * size + updates.state_bytes(size), size)  # gradients are as large as parameters
+        update_s = np.where(trained, updates.update_s(self.cluster.device, size), 0.0)
+        return held[weights.owned].sum(axis=0), update_s[weights.owned].sum(axis=0)
+
+    def _gradients(self) -> tuple[Floats, Floats, Floats]:
+        """Bytes of the gradients, of the same before ``zero`` axes scatter them, and of the largest of these."""
+        weights = self.terms.weights
+        rows = weights.owned & weights.trained
+        weight_bytes = self._on_rank(weights.amounts)[rows]
+        whole = weight_bytes * weights.reduced[rows, None]
+        scattered = weight_bytes / self._zero_degrees()[rows]
+        return scattered.sum(axis=0), whole.sum(axis=0), whole.max(axis=0, initial=0.0)
