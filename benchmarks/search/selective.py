@@ -1,10 +1,10 @@
 """Claim: blocks that recompute part of their values make faster steps than blocks that recompute all or nothing, and as
 fast ones as torch's own partitioner makes within the same memory, or faster.
 
-Simulated, without weights. On one device, with one micro-batch, each model under shares of the memory between what
-keeping all and what recomputing all takes; torch's partitioner (``activation_memory_budget``) splits the same graph,
-its program is simulated as ours is, and its peak is our budget. Then models on several devices, stages and micro-batches
-searched. Every search runs twice, with whole blocks only and with sets of values.
+Simulated, without weights. On one device, with one micro-batch: torch's partitioner (``activation_memory_budget``)
+splits the same graph, its program is simulated as ours is, and its peak is our budget. Then models on several devices,
+stages and micro-batches searched, under shares of the memory between what keeping all and what recomputing all takes.
+Every search runs twice, with whole blocks only and with sets of values.
 """
 
 from __future__ import annotations
