@@ -32,7 +32,7 @@ CALLS: list[Call] = [
     *losses(0, -100),
     *experts(),
     (aten.gather.default, (real(8, 8), 1, whole(8, 8, 4)), {}),
-    (aten.index_select.default, (real(8, 8), 0, whole(8, 4)), {}),
+    (aten.index_select.default, (real(8, 8), 0, whole(8, 8)), {}),
     (aten.zeros_like.default, (real(8, 8),), {}),
     (aten.mm.default, (real(8, 16), real(16, 4)), {}),
     (aten.add.Tensor, (real(8, 8), real(8)), {}),
