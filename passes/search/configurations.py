@@ -14,7 +14,8 @@ from galvatron_fx.ir.plan.strategy import PIPELINE
 from passes.search.solvers.stage_search import Configuration
 
 _SEARCHED_SCHEDULES = ("1f1b", "zb_h1", "interleaved_1f1b", "zbv")
-_STAGES_A_RANK = {"interleaved_1f1b": 2, "zbv": 2, "dualpipev": 2}
+_IN_TURNS = "interleaved_1f1b"
+_STAGES_A_RANK = {_IN_TURNS: 2, "zbv": 2, "dualpipev": 2}
 _ON_ONE_RANK = ("1f1b", "gpipe")
 _COARSE_SCHEDULES = ("1f1b", "zbv")
 _COARSE_STEP = 4  # micro-batches of a coarse search are so many times those before
@@ -112,9 +113,16 @@ class Configurations:
             if axes and self.cluster.axes[axes - 1].size == 1:
                 continue
             for schedule in self._schedules(ranks):
-                stages = ranks * _STAGES_A_RANK.get(schedule, 1) if ranks > 1 else 1
+                stages = self._stages(schedule, ranks)
                 if stages <= self.blocks:
                     yield _Shape(axes, ranks, schedule, stages)
+
+    def _stages(self, schedule: str, ranks: int) -> int:
+        """Stages on so many ranks: ranks that take theirs in turns have as many as are pinned, two if none are."""
+        pinned = self.pins.num_stages or 0
+        if schedule == _IN_TURNS and 1 < ranks < pinned and pinned % ranks == 0:
+            return pinned
+        return ranks * _STAGES_A_RANK.get(schedule, 1) if ranks > 1 else 1
 
     @property
     def _may_pipeline(self) -> bool:

@@ -67,6 +67,13 @@ def test_stages_of_many_schedules_have_one_meaning() -> None:
     assert found == {(2, "1f1b"), (2, "zb_h1"), (1, "interleaved_1f1b"), (1, "zbv")}
 
 
+def test_ranks_take_as_many_stages_in_turns_as_are_pinned() -> None:
+    """Six stages: three a rank on two; two a rank where nothing is pinned."""
+    pinned = configurations(num_stages=6, num_microbatches=8, schedule="interleaved_1f1b")
+    assert pinned == [Configuration(1, 6, "interleaved_1f1b", 8)]
+    assert {c.num_stages for c in configurations(schedule="interleaved_1f1b")} == {4}
+
+
 def test_small_batches_leave_ranks_idle_rather_than_no_plan() -> None:
     """A batch of 3 has no number of micro-batches that keeps four ranks busy."""
     assert {c.num_microbatches for c in configurations(num_stages=4, batch=3, schedule="1f1b")} == {1, 3}
