@@ -30,7 +30,7 @@ from galvatron_fx.ir.kernels.experts import route
 from galvatron_fx.ir.plan.pipelining import Pipelining
 from galvatron_fx.ir.plan.plan import BlockPlan, Plan
 from galvatron_fx.ir.plan.plan_table import plan_name
-from galvatron_fx.ir.plan.strategy import PIPELINE, ROLES, Strategy
+from galvatron_fx.ir.plan.strategy import CAPACITY, PIPELINE, ROLES, Strategy
 from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 from passes.analysis.blocks import num_blocks
 
@@ -43,8 +43,10 @@ SPACES: dict[str, tuple[str, ...]] = {
 }
 
 
-def by_hand(mapping: Mapping, graph: fx.GraphModule, cluster: gfx.Cluster) -> Plan:
-    """The mapping as a plan: stages cut evenly by layers, embedding and head with the first and the last."""
+def by_hand(mapping: Mapping, graph: fx.GraphModule, cluster: gfx.Cluster, imbalance: float) -> Plan:
+    """The mapping as a plan: stages cut evenly by layers, embedding and head with the first and the last; room for, and
+    prices of, ``imbalance`` times the mean of rows on the busiest rank's experts.
+    """
     inside = {meta_of(node).block for node in graph.graph.nodes if node.target is route}
     outer = (PIPELINE,) * (len(cluster.shape) - len(mapping.attention))
     roles = {True: (*outer, *mapping.experts), False: (*outer, *mapping.attention)}
@@ -52,7 +54,7 @@ def by_hand(mapping: Mapping, graph: fx.GraphModule, cluster: gfx.Cluster) -> Pl
     layers = (count - 2) // 2
     cuts = (0, *(1 + 2 * (layers * stage // stages) for stage in range(1, stages)))
     schedule = "interleaved_1f1b" if mapping.rounds > 1 else "1f1b"
-    blocks = [Strategy(roles[block in inside], keep_gathered=True) for block in range(count)]
+    blocks = [Strategy(roles[block in inside], keep_gathered=True, capacity=imbalance) for block in range(count)]
     return Plan(
         axis_sizes=cluster.shape,
         blocks=tuple(BlockPlan(f"block {i}", strategy, "", 0.0, 0) for i, strategy in enumerate(blocks)),
@@ -73,13 +75,18 @@ def rows(
     setting: Setting,
     captured: gfx.Captured,
     spaces: Sequence[str],
+    imbalance: float,
     search_seconds: float | None,
     plans: dict[str, Plan],
 ) -> Iterator[Row]:
-    """Search and simulate; ``plans`` takes those that are found."""
+    """Search and simulate for experts of some ``imbalance``; ``plans`` takes the plans that are found."""
     cluster = gfx.Cluster.preset(setting.cluster)
     graph = captured.graph_of(setting.inputs())
-    options: dict[str, Any] = {"search_seconds": search_seconds, "simulate_runners_up": False}
+    options: dict[str, Any] = {
+        "search_seconds": search_seconds,
+        "simulate_runners_up": False,
+        "expert_imbalance": imbalance,
+    }
     for space in spaces:
         start = time.process_time()
         try:
@@ -93,11 +100,11 @@ def rows(
         yield space, plan.report.simulated_s, plan.peak_memory_bytes, spent, plan_name(plan)
     for name, mapping in setting.mappings.items():
         start = time.process_time()
-        step = estimate(captured, cluster, setting.inputs(), by_hand(mapping, graph, cluster))
+        step = estimate(captured, cluster, setting.inputs(), by_hand(mapping, graph, cluster, imbalance))
         yield f"by hand: {name}", step.simulated_s, step.peak_bytes, time.process_time() - start, mapping.source
 
 
-def report(name: str, setting: Setting, spaces: Sequence[str], search_seconds: float | None, show: bool) -> None:
+def report(name: str, setting: Setting, options: argparse.Namespace) -> None:
     """Print the table of one model."""
     console, plans = Console(width=150), dict[str, Plan]()
     cluster = gfx.Cluster.preset(setting.cluster)
@@ -109,8 +116,10 @@ def report(name: str, setting: Setting, spaces: Sequence[str], search_seconds: f
     peak = cluster.num_devices * dict(cluster.device.peak_flops)["bfloat16"]
     published = f", published MFU {setting.published_mfu:.1%}" if setting.published_mfu else ""
     title = f"{name} on {setting.cluster}, batch {setting.batch} of {setting.sequence} tokens{published}"
+    title += f", imbalance of experts {options.imbalance:g}"
     table = Table("plan", "step", "MFU", "memory/rank", "search (CPU)", "what it does", title=title)
-    for row, step_s, size, spent, what in rows(setting, captured, spaces, search_seconds, plans):
+    entries = rows(setting, captured, options.spaces, options.imbalance, options.search_seconds, plans)
+    for row, step_s, size, spent, what in entries:
         cells = (
             row,
             format_seconds(step_s),
@@ -123,7 +132,7 @@ def report(name: str, setting: Setting, spaces: Sequence[str], search_seconds: f
         table.add_row(*cells)
     console.print(table)
     console.print(f"captured in {capture_s:.1f} s of processor time")
-    for space, plan in plans.items() if show else ():
+    for space, plan in plans.items() if options.plans else ():
         console.print(f"\n{space}:\n{plan}", highlight=False)
 
 
@@ -133,11 +142,14 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--spaces", nargs="*", choices=SPACES, default=list(SPACES))
     parser.add_argument("--search-seconds", type=float, help="of each search, by the wall")
+    parser.add_argument(
+        "--imbalance", type=float, default=CAPACITY, help="rows of the busiest rank's experts, over the mean"
+    )
     parser.add_argument("--plans", action="store_true", help="print the plans that are found")
     options = parser.parse_args()
     print(machine.describe(), flush=True)
     for name in options.models:
-        report(name, SETTINGS[name], options.spaces, options.search_seconds, options.plans)
+        report(name, SETTINGS[name], options)
 
 
 if __name__ == "__main__":
