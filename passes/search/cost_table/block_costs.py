@@ -26,7 +26,7 @@ from passes.search.cost_table.block_columns import ColumnKey, Columns, Evaluatio
 from passes.search.cost_table.block_facts import BlockFacts
 from passes.search.cost_table.block_shardings import Solutions
 from passes.search.cost_table.block_terms import BlockTerms, Composition, TermsReader
-from passes.search.cost_table.kept_sets import MOST_SETS, KeptSet
+from passes.search.cost_table.kept_sets import MOST_SETS, KeepProblem, KeptSet
 
 _ADDING_PASSES = 3  # a term is added to a sum: both are read, a new sum is written
 
@@ -69,8 +69,8 @@ Wanted = tuple[Strategy, int, AxisPartition, int]
 KEEPS_ALL, KEEPS_NONE = 0, -1
 """The first and the last level."""
 
-KnownSets = dict[tuple[int, tuple[object, ...]], tuple[KeptSet, ...]]
-"""Sets of values worth keeping, by block and by what is decided on its sharding."""
+KnownSets = dict[tuple[int, tuple[object, ...]] | KeepProblem, tuple[KeptSet, ...]]
+"""Sets of values worth keeping, by block and by what is decided on its sharding, and by the problem that this makes."""
 
 TermsOfBlock = dict[tuple[tuple[str, int], ...], BlockTerms]
 """By what each role decided, told apart by identity, behind whether there are sets."""
@@ -192,8 +192,11 @@ class BlockPricer:
             alone = tuple(g if is_in else replace(g, degree=1) for g, is_in in zip(groups, split, strict=True))
             others = self.cluster.num_devices // prod(group.degree for group in alone)
             columns = [(alone, others, (), CAPACITY)]
-            chain = Evaluation(reader.terms, self.cluster, self.optimizer, columns).keep_problem(reader).chain()
-            self.known_sets[key] = chain + ((),) * (MOST_SETS - len(chain))
+            problem = Evaluation(reader.terms, self.cluster, self.optimizer, columns).keep_problem(reader)
+            if problem not in self.known_sets:  # equal ones of other axes, or of roles that come to the same
+                chain = problem.chain()
+                self.known_sets[problem] = chain + ((),) * (MOST_SETS - len(chain))
+            self.known_sets[key] = self.known_sets[problem]
         return self.known_sets[key]
 
 
