@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.errors import InputError, PlanError
 from galvatron_fx.ir.graph.metadata import meta_of, ports, signature
 from galvatron_fx.ir.graph.placement import Placement
@@ -223,6 +223,7 @@ class _Assembly:
                     options.compare_batches,
                     _copies(binder),
                     options.session.control.runs,
+                    _axes_of_dim(binder, options.session.cluster),
                 )
             )
         watch_optimizers(model)
@@ -248,6 +249,10 @@ def _attributes(model: nn.Module, graph: fx.GraphModule) -> list[str]:
     """Plain attributes that the graph takes as buffers, as forward changes and reads them."""
     known = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     return [port.name for port in signature(graph).inputs if port.kind == "buffer" and port.name not in known]
+
+
+def _axes_of_dim(binder: Binder | StageBinder, cluster: Cluster) -> list[list[Axis]]:
+    return [[cluster.axes[axis] for axis in column.axes] for column in binder.lowered.layout.merged_axes]
 
 
 def _copies(binder: Binder | StageBinder) -> StageCopies | None:

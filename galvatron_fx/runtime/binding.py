@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,6 +22,7 @@ from galvatron_fx.ir.plan.strategy import original_name
 from galvatron_fx.ir.torch_compat.dtensors import STAGES_DIM
 from galvatron_fx.runtime.backends import Backend
 from galvatron_fx.runtime.expert_loads import KeptCounts
+from galvatron_fx.runtime.expert_order import ExpertOrders
 from galvatron_fx.runtime.program import Program
 from galvatron_fx.runtime.staged_program import PipelineGroup, StagedProgram
 from passes.analysis.gradient_sources import gradient_sources
@@ -43,6 +44,7 @@ class Binder:
     kernels: Kernels
     lowered: Lowered
     backend: Backend
+    orders: ExpertOrders = field(default_factory=ExpertOrders)
 
     @classmethod
     def build(cls, mesh: DeviceMesh, cluster: Cluster, lowered: Lowered, backend: Backend, kernels: Kernels) -> Binder:
@@ -60,12 +62,15 @@ class Binder:
     def bind(self, lowered: Lowered | LoweredStages) -> Program:
         """The program of this rank."""
         assert isinstance(lowered, Lowered), "a plan without stages is lowered without them"
+        self.orders.learn(lowered.joint)
         codegen = Codegen(_axes(self.mesh, lowered.layout), self.kernels)
-        codegen.run(lowered.halves.forward)
-        codegen.run(lowered.halves.backward)
-        counts = KeptCounts()
+        for half in (lowered.halves.forward, lowered.halves.backward):
+            codegen.run(half)
+        counts = KeptCounts(orders=self.orders)
         counts.keep(lowered.halves.forward, codegen.axes)
         WaitInBackward().run(lowered.halves)
+        for half in (lowered.halves.forward, lowered.halves.backward):
+            self.orders.write(half)
         read = rows_read(lowered.joint, self.mesh.shape)
         sources = gradient_sources(lowered.joint)
         return Program(lowered.halves, lowered.layout, signature(lowered.joint), read, self.backend, sources, counts)
@@ -81,6 +86,7 @@ class StageBinder:
     schedule: Schedule
     lowered: LoweredStages
     backend: Backend
+    orders: ExpertOrders = field(default_factory=ExpertOrders)
 
     @classmethod
     def build(
@@ -138,10 +144,12 @@ class StageBinder:
                     f"compile for inputs like those that are run"
                 )
         codegen = Codegen(_axes(self.mesh, lowered.layout), self.kernels)
-        counts = KeptCounts(self.schedule.num_microbatches)
+        self.orders.learn(lowered.joint)
+        counts = KeptCounts(self.schedule.num_microbatches, self.orders)
         for index in self._own():
             for task in lowered.stages[index].tasks.values():
                 codegen.run(task.graph)
+                self.orders.write(task.graph)
                 counts.keep(task.graph, codegen.axes)
         device = self.mesh.device_type
         read = rows_read(lowered.joint, self.mesh.shape, lowered.microbatched)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from galvatron_fx.ir.cluster.cluster import Axis
 from galvatron_fx.ir.graph.pass_pipeline import PassRun
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.runtime.original import LateChanges
@@ -38,7 +39,7 @@ class Compiled:
     this rank by original name; ``persistent``: whether each buffer belongs to the state dict; ``seed``: of dropout;
     ``late``: who notices what is done to the original from now on; ``is_local``: whether each rank brings its own rows
     of the batch; ``compare_batches``: how often ranks compare theirs; ``copies``: None without stages; ``pass_runs``:
-    of all passes so far.
+    of all passes so far; ``axes_of_dim``: of the cluster, for each dim of ``mesh``.
     """
 
     mesh: DeviceMesh
@@ -55,3 +56,4 @@ class Compiled:
     compare_batches: int
     copies: StageCopies | None
     pass_runs: Sequence[PassRun]
+    axes_of_dim: Sequence[Sequence[Axis]]

@@ -18,32 +18,41 @@ from galvatron_fx.ir.graph.placement import is_routed
 from galvatron_fx.ir.graph.rewrite import write_call
 from galvatron_fx.ir.kernels.experts import in_round, route
 from galvatron_fx.ir.plan import text_table
+from galvatron_fx.runtime.expert_order import ExpertOrder, ExpertOrders
 
-__all__ = ["CountsKeeper", "ExpertLoads", "KeptCounts", "LayerLoads"]
+__all__ = ["CountsKeeper", "ExpertLoads", "KeptCounts", "LayerLoads", "with_experts"]
 
 Place = tuple[int, int]  # block, and number of the mixture in it
+_Part = tuple[str, Tensor | None, int, tuple[int, ...]]  # name, rows that a rank counts, further rounds, order
 
 
 @dataclass(frozen=True)
 class LayerLoads:
     """``rows``: of each expert, in all micro-batches of all ranks; ``further_rounds``: of exchanges, of the ranks that
-    had most of them.
+    had most of them; ``held``: the experts in the order in which ranks hold them, if it is not the model's.
     """
 
     name: str
     rows: tuple[int, ...]
     further_rounds: int = 0
+    held: tuple[int, ...] = ()
 
     def imbalance(self, ranks: int) -> float:
-        """Rows of the busiest of ``ranks`` that hold equal runs of the experts, over their mean.
+        """Rows of the busiest of ``ranks`` that hold equal runs of the experts, as these are held, over their mean.
 
         Raises InputError for a number of ranks that does not divide the experts.
         """
         if ranks < 1 or len(self.rows) % ranks:
             raise InputError(f"{len(self.rows)} experts of '{self.name}' are not the same for {ranks} ranks each")
         each = len(self.rows) // ranks
-        of_ranks = [sum(self.rows[start : start + each]) for start in range(0, len(self.rows), each)]
+        rows = with_experts(self.rows, self.held)
+        of_ranks = [sum(rows[start : start + each]) for start in range(0, len(rows), each)]
         return max(of_ranks) * ranks / max(sum(of_ranks), 1)
+
+
+def with_experts(rows: Sequence[int], held: Sequence[int]) -> list[int]:
+    """The rows of experts, in the order in which they are held."""
+    return [rows[expert] for expert in held or range(len(rows))]
 
 
 @dataclass(frozen=True)
@@ -80,13 +89,15 @@ class ExpertLoads:
 class CountsKeeper:
     """Called by a graph: keeps the counts of one mixture, of the last ``calls`` micro-batches.
 
-    ``exchanged``: ranks and slots of an exchange; ``counted``: whether no other rank counts the same rows.
+    ``exchanged``: ranks and slots of an exchange; ``counted``: whether no other rank counts the same rows; ``order``:
+    in which the experts are held, whose rows are counted.
     """
 
     name: str
     calls: int
     exchanged: tuple[int, int] | None
     counted: bool
+    order: ExpertOrder | None = None
     kept: deque[tuple[Tensor, Tensor | None]] = field(init=False)
 
     __name__ = "keep_counts"  # as which it stands in code
@@ -97,22 +108,39 @@ class CountsKeeper:
     def __call__(self, counts: Tensor, of_ranks: Tensor | None = None) -> None:
         self.kept.append((counts, of_ranks))
 
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The experts in the order in which they are held, if it is not the model's."""
+        return self.order.held if self.order is not None and self.order.is_moved else ()
+
     def read(self) -> tuple[Tensor | None, int]:
         """Rows of this rank that it counts for all, and further rounds; waits for the device."""
-        rounds = 0
-        if self.exchanged is not None:
-            rounds = sum(num_rounds(of_ranks, *self.exchanged) - 1 for _, of_ranks in self.kept if of_ranks is not None)
         if not self.counted:
-            return None, rounds
+            return None, self.further_rounds()
         counts = [counts if self.exchanged else counts.diff(prepend=counts.new_zeros(1)) for counts, _ in self.kept]
-        return torch.stack(counts).sum(0).cpu().long(), rounds
+        rows = torch.stack(counts).sum(0).cpu().long()
+        return rows if self.order is None else self.order.of_experts(rows), self.further_rounds()
+
+    def further_rounds(self, held: Sequence[int] = ()) -> int:
+        """Rounds beyond the first that this rank runs, or would run if experts were ``held`` in another order."""
+        if self.exchanged is None:
+            return 0
+        tables = [of_ranks for _, of_ranks in self.kept if of_ranks is not None]
+        if held:
+            assert self.order is not None
+            places = torch.tensor([self.order.held.index(expert) for expert in held])
+            tables = [of_ranks.cpu().view(self.exchanged[0], -1)[:, places].flatten() for of_ranks in tables]
+        return sum(max(num_rounds(of_ranks, *self.exchanged), 1) - 1 for of_ranks in tables)
 
 
 @dataclass
 class KeptCounts:
-    """The counts of this rank's part of a program; ``calls``: how often a step runs its graphs."""
+    """The counts of this rank's part of a program; ``calls``: how often a step runs its graphs; ``orders``: in which
+    experts are held.
+    """
 
     calls: int = 1
+    orders: ExpertOrders = field(default_factory=ExpertOrders)
     layers: dict[Place, CountsKeeper] = field(default_factory=dict)
     _seen: Counter[int] = field(default_factory=Counter)
 
@@ -129,18 +157,24 @@ class KeptCounts:
             self._seen[block] += 1
             alone = all(is_routed(p) or a.coordinate == 0 for p, a in zip(record.placements[0], axes, strict=True))
             exchanged = None if node.target is route else _exchange(node)
-            layer = self.layers[place] = CountsKeeper(record.module or f"block {block}", self.calls, exchanged, alone)
+            name, order = record.module or f"block {block}", (self.orders.layers or {}).get(record.module)
+            layer = self.layers[place] = CountsKeeper(name, self.calls, exchanged, alone, order)
             values = _counts(node)
             with graph.graph.inserting_after(max(values)):
                 write_call(graph.graph, layer, tuple(values))
         graph.recompile()
 
+    def forget(self) -> None:
+        """Drop what was counted while experts were held in another order."""
+        for layer in self.layers.values():
+            layer.kept.clear()
+
     def loads(self) -> ExpertLoads:
         """What all ranks have counted; each of them calls it. Raises InputError where no step was trained."""
-        own = {place: (layer.name, *layer.read()) for place, layer in self.layers.items() if layer.kept}
+        own = {place: (layer.name, *layer.read(), layer.held) for place, layer in self.layers.items() if layer.kept}
         if len(own) < len(self.layers):
             raise InputError("no rows of experts are counted yet: call forward_backward(...) before")
-        of_ranks: list[dict[Place, tuple[str, Tensor | None, int]]] = [{} for _ in range(dist.get_world_size())]
+        of_ranks: list[dict[Place, _Part]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(of_ranks, own)
         places = sorted({place for rank in of_ranks for place in rank})
         return ExpertLoads(tuple(_together([rank[place] for rank in of_ranks if place in rank]) for place in places))
@@ -160,6 +194,6 @@ def _counts(node: fx.Node) -> list[fx.Node]:
     return [counts] if node.target is route else [counts, node.args[1]]  # type: ignore[list-item]
 
 
-def _together(parts: Sequence[tuple[str, Tensor | None, int]]) -> LayerLoads:
-    rows = torch.stack([counts for _, counts, _ in parts if counts is not None]).sum(0)
-    return LayerLoads(parts[0][0], tuple(rows.tolist()), max(rounds for *_, rounds in parts))
+def _together(parts: Sequence[_Part]) -> LayerLoads:
+    rows = torch.stack([counts for _, counts, *_ in parts if counts is not None]).sum(0)
+    return LayerLoads(parts[0][0], tuple(rows.tolist()), max(rounds for *_, rounds, _ in parts), parts[0][3])

@@ -97,6 +97,7 @@ class LikeOriginal(nn.Module):
 
         Torch's ``full_state_dict=True`` and ``torch.save`` of it raise InputError there.
         """
+        self.require_own_order("saved or loaded")
         state = super().state_dict(*args, **kwargs)
         if self._stages is not None:
             for name, value in state.items():
@@ -117,6 +118,7 @@ class LikeOriginal(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Called with what belongs to this module and those inside, also where it is one of another's."""
+        self.require_own_order("saved or loaded")
         held = {**dict(self.named_parameters(remove_duplicate=False)), **dict(self.named_buffers())}
         known = self._tree.twin.state_dict().keys() if self._stages is not None else ()
         for name in [name for name in state_dict if name.startswith(prefix)]:
@@ -126,6 +128,10 @@ class LikeOriginal(nn.Module):
             elif own_name in known:
                 del state_dict[name]
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def require_own_order(self, what: str) -> None:
+        """Raise InputError where tensors are not as the original has them."""
+        raise NotImplementedError
 
     def new_skeleton(self) -> nn.Module:
         """A copy of the original as it is switched now, whose parameters have no memory."""

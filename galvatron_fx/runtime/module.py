@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from cost_models.formula_text import cost_note
 from cost_models.schedule_time import ScheduleReport
@@ -40,6 +41,7 @@ from galvatron_fx.runtime.modes import mark
 from galvatron_fx.runtime.module_tree import ModuleTree, module_at
 from galvatron_fx.runtime.one_at_a_time import OneAtATime, refuse_autocast, without_autocast
 from galvatron_fx.runtime.program import Call
+from galvatron_fx.runtime.rebalance import ExpertMoves, move, propose, require_alone, restored
 from galvatron_fx.runtime.same_batch import BatchComparison
 from galvatron_fx.runtime.same_copies import CopyComparison
 from galvatron_fx.runtime.stage_tensors import mark_of_stage, of_one_stage
@@ -95,6 +97,8 @@ class DistributedGraphModule(LikeOriginal):
         self._copies = CopyComparison(device)
         self._programs = {(call_key(compiled.inputs), self._tree.modes, self._flags): compiled.program}
         self._pass_runs = compiled.pass_runs
+        self._axes_of_dim = compiled.axes_of_dim
+        self._orders = compiled.program.counts.orders
         self._main = compiled.program
 
     def _register(self, tensors: Mapping[str, Tensor | None], persistent: Mapping[str, bool]) -> None:
@@ -194,7 +198,8 @@ class DistributedGraphModule(LikeOriginal):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A model with weights, flags and modes of its own, on the same mesh and of the same programs."""
-        programs = self._compile_inputs, self._programs, self._main, self._trained, self._rows
+        self.require_own_order("copied")
+        programs = self._compile_inputs, self._programs, self._main, self._trained, self._rows, self._orders
         compared = self._comparison, self._copies
         shared = self.mesh, self.plan, *programs, *compared, self._watch, self._one, self._late, self._stages
         memo |= {id(value): value for value in shared}
@@ -203,6 +208,7 @@ class DistributedGraphModule(LikeOriginal):
         memo[id(self)] = new
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         new._memory = MemoryOfParameters(new._held)
+        self._orders.shared = True
         for parameter in new._held.values():
             mark_for_local_updates(parameter)
             if new._stages is not None:
@@ -228,6 +234,49 @@ class DistributedGraphModule(LikeOriginal):
         tokens choose has no layers with loads. Raises InputError before the first step.
         """
         return (self._trained or self._compiled()).counts.loads()
+
+    def rebalance_experts(self, *optimizers: Optimizer, dry_run: bool = True) -> ExpertMoves:
+        """Return what it costs and gains to deal the experts to ranks by the rows that they had in the last
+        :meth:`forward_backward`; with ``dry_run=False``, move them, too. Every rank calls it alike, between steps.
+
+        Their weights and gradients move, and their states in ``optimizers``: give all that the model is trained with.
+        Training goes on as if nothing had happened. But parameters then show experts in the order of ranks, so what
+        saves, loads or copies the model, or states of its optimizers, raises InputError until :meth:`restore_experts`.
+        Averages of parameters and the like that you keep yourself do not move.
+        Raises InputError where no block plays role ``expert``, before the first step, under a plan with stages, beside
+        a copy of the model, and for states that have not the shape of their parameter.
+        """
+        counts = (self._trained or self._compiled()).counts
+        require_alone(self._orders, self._stages is not None)
+        with self._watch.collectives():
+            proposals = propose(counts)
+            orders = [(order, gain.held) for order, gain in proposals]
+            cost = move(orders, self._held, optimizers, self._axes_of_dim, dry_run)
+        if proposals and not dry_run:
+            self._forget_loads()
+        return ExpertMoves(tuple(gain for _, gain in proposals), *cost, done=not dry_run)
+
+    def restore_experts(self, *optimizers: Optimizer) -> None:
+        """Move the experts back to the model's own order, with their states in ``optimizers``; every rank calls it.
+
+        Raises InputError as :meth:`rebalance_experts`.
+        """
+        self._compiled()
+        if self._orders.moved:
+            with self._watch.collectives():
+                move(restored(self._orders), self._held, optimizers, self._axes_of_dim, dry_run=False)
+            self._forget_loads()
+
+    def _forget_loads(self) -> None:
+        for program in self._programs.values():
+            program.counts.forget()
+
+    def require_own_order(self, what: str) -> None:
+        if self._orders.moved:
+            raise InputError(
+                f"the model cannot be {what} while its experts are held in another order than its own: call "
+                f"model.restore_experts(optimizer) before, and rebalance_experts again behind it"
+            )
 
     @property
     def forward_graph(self) -> fx.GraphModule:

@@ -16,6 +16,7 @@ from galvatron_fx.ir.graph.random_ops import random_uniform
 from galvatron_fx.ir.graph.rewrite import copy_node
 from galvatron_fx.ir.torch_compat.graphs import graph_module
 from galvatron_fx.runtime.expert_loads import CountsKeeper
+from galvatron_fx.runtime.expert_order import ExpertOrder
 from passes.lowering.codegen import communicates
 
 
@@ -62,10 +63,10 @@ def split_regions(graph: fx.GraphModule) -> list[Region]:
 
 
 def _stays_as_it_is(node: fx.Node) -> bool:
-    """Inductor writes neither collectives as kernels, nor what keeps tensors, nor integers that wrap around: their
-    overflow is undefined in C++, and random numbers of shards came out wrong.
+    """Inductor writes neither collectives as kernels, nor what keeps tensors or looks places of experts up, nor
+    integers that wrap around: their overflow is undefined in C++, and random numbers of shards came out wrong.
     """
-    return communicates(node) or node.target is random_uniform or isinstance(node.target, CountsKeeper)
+    return communicates(node) or node.target is random_uniform or isinstance(node.target, (CountsKeeper, ExpertOrder))
 
 
 def _calls(graph: fx.GraphModule) -> list[fx.Node]:

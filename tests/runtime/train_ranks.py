@@ -13,6 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -287,7 +288,65 @@ def experts(mesh: DeviceMesh) -> None:
     """Exchanged between two and four ranks, and held by others after loading."""
     mixtral = partial(mixture, "mixtral")
     train(compiled_by(mixtral(), mesh, zoo.tokens(), ("expert", "tensor")), mixtral(), zoo.tokens(), steps=2)
-    _saved_and_loaded(mesh, mixtral, ("expert", "expert"), ("zero", "expert"))
+    _saved_and_loaded(mesh, mixtral, ("zero", "expert"), ("expert", "expert"), _moved_and_back)
+
+
+def _moved_and_back(compiled: Any, plain: nn.Module, inputs: dict[str, Any], optimizers: list[Any]) -> None:
+    """A step while experts are held by other ranks: whatever would show their order is refused until they are back."""
+    moves = compiled.rebalance_experts(optimizers[0], dry_run=False)
+    assert moves.done and moves.layers and moves.seconds > 0 and "received by each rank" in str(moves)
+    _step(compiled, plain, inputs, optimizers)
+    with torch.no_grad():
+        same(compiled(**inputs)["loss"], plain(**inputs)["loss"], "loss of other programs")
+    with pytest.raises(InputError, match="another order than its own"):
+        compiled.state_dict()
+    with pytest.raises(InputError, match="cannot be copied while its experts"):
+        copy.deepcopy(compiled)
+    with pytest.raises(InputError, match="cannot be gathered while its experts"):
+        galvatron_fx.gather(compiled)
+    with pytest.raises(InputError, match="states of optimizers are saved and loaded in the model's own order"):
+        optimizers[0].state_dict()
+    compiled.restore_experts(optimizers[0])
+    same_parameters(compiled, plain, "experts that are back")
+
+
+def experts_move(mesh: DeviceMesh) -> None:
+    """Gradients of several batches add up over a move, the loads become what was promised, and who has to know of the
+    move is asked for.
+    """
+    x = torch.randn(8, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    plain = Mixture(nn.functional.silu, 8)
+    with torch.no_grad():
+        plain.router.bias[:2] += 3.0
+    plan = Plan.uniform(MESH, ("expert", "data"), capacity=0.5, pipelining=Pipelining(1, 2, "1f1b"))
+    compiled = galvatron_fx.compile(copy.deepcopy(plain), mesh, (x,), plan=plan)
+    with pytest.raises(InputError, match="no rows of experts are counted yet"):
+        compiled.rebalance_experts()
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (compiled, plain)]
+    for dry_run in (True, False, True):
+        same(compiled.forward_backward(x), plain(x), "loss")
+        plain(x).backward()
+        loads = compiled.expert_loads()
+        moves = compiled.rebalance_experts(optimizers[0], dry_run=dry_run)
+        if dry_run is False:
+            before, promised = loads, moves.layers[0]
+    assert not moves.layers and moves.received_bytes == 0, moves
+    assert loads.layers[0].rows == before.layers[0].rows
+    assert loads.imbalance(2) == promised.imbalance < 1.1 < promised.imbalance_before == before.imbalance(2)
+    assert before.further_rounds - loads.further_rounds == promised.rounds_saved > 0, promised
+    for optimizer in optimizers:
+        optimizer.step()
+    compiled.forward_backward(x)
+    compiled.restore_experts()
+    with pytest.raises(InputError, match="Give all optimizers of the model"):
+        optimizers[0].step()
+    dense = galvatron_fx.compile(plain, mesh, (x,), plan=Plan.uniform(MESH, ("data", "tensor")))
+    with pytest.raises(InputError, match="rebalance_experts is for plans with role 'expert'"):
+        dense.rebalance_experts()
+    compiled.zero_grad()
+    copy.deepcopy(compiled)
+    with pytest.raises(InputError, match="a copy was made of this model"):
+        compiled.rebalance_experts()
 
 
 def further_rounds(mesh: DeviceMesh) -> None:
@@ -366,13 +425,18 @@ def context(mesh: DeviceMesh) -> None:
 
 
 def _saved_and_loaded(
-    mesh: DeviceMesh, build: Callable[[], nn.Module], roles: tuple[str, ...], other_roles: tuple[str, ...]
+    mesh: DeviceMesh,
+    build: Callable[[], nn.Module],
+    roles: tuple[str, ...],
+    other_roles: tuple[str, ...],
+    between: Callable[..., None] = lambda *_: None,
 ) -> None:
-    """A step by one plan, and the next by another."""
+    """A step by one plan, and the next by another; ``between``: before it is saved."""
     inputs, folder = zoo.tokens(), FOLDER / "-".join(("checkpoint", *roles))
     first, plain = compiled_by(build(), mesh, inputs, roles), build()
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (first, plain)]
     _step(first, plain, inputs, optimizers)
+    between(first, plain, inputs, optimizers)
     saved = {"model": first.state_dict(), "optimizer": get_optimizer_state_dict(first, optimizers[0])}
     dcp.save(saved, checkpoint_id=folder)
 
@@ -467,7 +531,7 @@ CHECKS: tuple[Check, ...] = (
     uniform_plans, gathers_ahead, compiled_kernels, stages, stages_evaluate_and_train, later_batches_fail_together,
     loss_backward, unlike_neighbours, searched_plan, flat_mesh, gradients_accumulate, evaluation,
     buffers_update, other_batch_shapes, state_dicts, checkpoint_to_another_plan, experts, context, further_rounds,
-    meta_device, expert_loads, lazy, plan_mismatch, rank_0_searches_for_all,
+    meta_device, expert_loads, experts_move, lazy, plan_mismatch, rank_0_searches_for_all,
 )  # fmt: skip
 
 
