@@ -264,6 +264,7 @@ CALLS: list[Call] = [
     (aten.index_put.default, (real(4, 8), [whole(4, 4, 2), whole(8, 4, 2)], real(4, 2), True), {}),
     (aten.index_put.default, (real(4, 8), [None, whole(8, 4)], real(4, 4), True), {}),
     (aten.index_put.default, (real(4, 8), [In(torch.arange(4).flip(0))], real(4, 8)), {}),
+    (aten.index_select.default, (real(4, 8), 0, whole(4, 8)), {}),
     *pools(),
     *weight_norms(),
     *experts(),

@@ -69,6 +69,8 @@ ROLES = [
     ("expert", "tensor"), ("sequence", "expert"), ("tensor_sequence", "expert"),
 ]  # fmt: skip
 EXCHANGING = ("exchanging_route", "exchanging_dispatch", "exchanging_combine")
+# Several axes of experts, that other blocks tell apart: tests/models/test_experts.py trains with them.
+AMONG_MORE = tuple(f"among_more_{what}" for what in ("places", "rounds", "orders", "packed", "unpacked"))
 
 
 @pytest.mark.parametrize("roles", ROLES, ids=str)

@@ -37,7 +37,7 @@ from tests.passes.sharding.rule_calls import (
     f64,
     real,
 )
-from tests.passes.sharding.test_expert_rules import EXCHANGING
+from tests.passes.sharding.test_expert_rules import AMONG_MORE, EXCHANGING
 
 
 def mapped(value: Any, leaf: Callable[[In], Any]) -> Any:
@@ -150,9 +150,9 @@ def test_all_registered_operators_are_checked() -> None:
 
 
 def test_all_expansions_are_checked() -> None:
-    """Those of experts: in test_expert_rules.py."""
+    """Those of experts: see test_expert_rules.py."""
     used = {rule.expansion for call in CALLS for rule in rules_of(call)}
-    assert set(EXPANSIONS) <= used | set(EXCHANGING)
+    assert set(EXPANSIONS) <= used | {*EXCHANGING, *AMONG_MORE}
 
 
 def test_most_operators_split() -> None:
