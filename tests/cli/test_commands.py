@@ -145,7 +145,6 @@ def test_the_batch_of_a_configuration_is_searched(run: Run) -> None:
     "model, options, code, message",
     [
         ("build", ["--memory-budget", "20kB", "--search-batch", "16,8"], 4, "20 kB"),
-        ("build", ["--search-batch", "4", "--num-microbatches", "3"], 3, "3 micro-batches"),
         ("build_alone", ["--search-batch", "4"], 5, "return a pair"),
         ("build_of_none", ["--search-batch", "4"], 5, "called with a batch of 4 failed with TypeError"),
     ],
