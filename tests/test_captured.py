@@ -82,7 +82,7 @@ def test_what_explains_a_plan_takes_it_too(tmp_path: Path) -> None:
     assert text == galvatron_fx.explain(model, CLUSTER, there, plan=PLAN)
     pages = tmp_path / "ours.html", tmp_path / "theirs.html"
     write_page(pages[0], captured, CLUSTER, batch=8, sequence=24, plan=PLAN)
-    write_page(pages[1], model, CLUSTER, there, plan=PLAN)
+    write_page(pages[1], Captured(model, there), CLUSTER, plan=PLAN)
     assert pages[0].read_text() == pages[1].read_text()
 
 

@@ -99,7 +99,7 @@ def test_everything_is_drawn_and_nothing_overlaps(page: Path) -> None:
     dumped = re.search(r"<title>found (.*?)</title>", browse(probed, "--dump-dom").stdout, re.DOTALL)
     assert dumped is not None
     found: dict[str, Any] = json.loads(html.unescape(dumped[1]))
-    assert len(found["sections"]) == 10 and min(found["sections"].values()) > 60
+    assert len(found["sections"]) == 12 and min(found["sections"].values()) > 60
     assert (found["touching"], found["outside"]) == ([], [])
     assert (found["wide"], found["scrolled"], found["sideways"]) == (0, 0, 0)
     assert found["buttons"] > 8

@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from random import Random
@@ -30,7 +31,9 @@ from galvatron_fx.errors import PlanError
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.plan.pipelining import BY_HAND, Pipelining
 from galvatron_fx.ir.plan.plan import prime_factors
+from galvatron_fx.ir.plan.strategy import Strategy
 from galvatron_fx.runtime.stage_runner import StageRunner
+from passes.analysis.blocks import num_values
 from tests.models import zoo
 from tests.models.random_plans import Combination, draw, prepared, random_table
 from tests.runtime.launch import Check, assert_held, fork_checks, launched
@@ -89,14 +92,21 @@ def table_by_hand(mesh: DeviceMesh) -> None:
     trains(Pipelining.by_hand(random_table(Random(1), RANKS, 6, 4)), mesh)
 
 
-def drawn_plan(combination: Combination) -> Plan:
-    """The plan of a random combination."""
+def of_block(strategy: Strategy, count: int) -> Strategy:
+    """Of the values that were drawn without a look at the block, those that it has."""
+    keeps = tuple(value for value in strategy.keeps if value < count)
+    return replace(strategy, keeps=keeps, num_values=count if keeps else 0)
+
+
+def drawn_plan(combination: Combination, graph: fx.GraphModule) -> Plan:
+    """The plan of a random combination for a graph."""
     table = combination.schedule
     if table.name == BY_HAND:
         pipelining = Pipelining.by_hand(table, combination.first_blocks)
     else:
         pipelining = Pipelining(table.num_stages, table.num_microbatches, table.name, combination.first_blocks)
-    return Plan.from_roles(combination.sizes, combination.strategies, pipelining)
+    strategies = [of_block(*each) for each in zip(combination.strategies, num_values(graph), strict=True)]
+    return Plan.from_roles(combination.sizes, strategies, pipelining)
 
 
 def differs(combination: Combination) -> str:
@@ -104,7 +114,8 @@ def differs(combination: Combination) -> str:
     given = prepared(combination.name, combination.deep, combination.batch)
     mesh = init_device_mesh("cpu", combination.sizes)
     cluster = Cluster.from_mesh(mesh)
-    compiled = compile_captured(copy.deepcopy(given.model), given.graph, mesh, drawn_plan(combination), cluster)
+    plan = drawn_plan(combination, given.graph)
+    compiled = compile_captured(copy.deepcopy(given.model), given.graph, mesh, plan, cluster)
     compiled.forward_backward(**given.inputs)
     own = {f"grad {name}": p.grad for name, p in compiled.named_parameters()}
     assert own, "this rank holds no parameter"

@@ -199,7 +199,14 @@ def test_every_stage_of_a_model_passes(model: nn.Module) -> None:
     graph = Frontend(control).run(model, inputs)
     Lower(uniform(graph, "data"), Cluster.preset("2xA100-80GB"), control=control).run(graph)
     sharding = ["AssignShardings.axis0", "InsertCollectives.axis0"]
-    sharding += ["ShardParameters", "RestoreGradients", "DenseArguments", "UnaliasGradients", "ExchangeInRounds"]
+    sharding += [
+        "ShardParameters",
+        "RestoreGradients",
+        "DenseArguments",
+        "UnaliasGradients",
+        "ExchangeInRounds",
+        "ExpandRings",
+    ]
     scheduling = ("StartReductionsEarly", "BundleCollectives", "FinishReductionsLate", "PrefetchGathers")
     halves = [f"{name}.{phase}" for phase in ("forward", "backward") for name in scheduling]
     lowering = [*sharding, "ShardGraph", "Rematerialize", "ReduceInputsFirst", "SplitForwardBackward", *halves]

@@ -133,14 +133,20 @@ def looked_up(x: Tensor) -> Tensor:
     return (positions[batch, rows] <= positions[batch, rows[:, None]])[:, None]
 
 
-@pytest.mark.parametrize("mask", [causal, causal_float, lambda x: window(x) | causal(x)])
+@pytest.mark.parametrize("mask", [causal, causal_float, looked_up, lambda x: window(x) | causal(x)])
 def test_masks_of_diagonals_are_not_evaluated(mask: Any) -> None:
     assert attention_calls(folded(mask, most_elements=0)) == [(True, False)] * 2
 
 
+def counted(x: Tensor) -> Tensor:
+    """A causal mask of positions that are sums."""
+    ones = torch.ones(6, 6)
+    return ones.cumsum(1) <= ones.cumsum(0)
+
+
 def test_masks_too_large_to_evaluate_stay() -> None:
-    assert attention_calls(folded(looked_up, most_elements=35)) == [(False, True)] * 2
-    assert attention_calls(folded(looked_up, most_elements=36)) == [(True, False)] * 2
+    assert attention_calls(folded(counted, most_elements=35)) == [(False, True)] * 2
+    assert attention_calls(folded(counted, most_elements=36)) == [(True, False)] * 2
 
 
 # ---- whole models --------------------------------------------------------------------------------------------------
