@@ -178,5 +178,5 @@ def accelerate_trains(mesh: DeviceMesh) -> None:
 
 CHECKS: dict[str, Check] = {
     check.__name__: check
-    for check in (trainer_trains_and_resumes, trainer_refuses, trainer_computes_in_bfloat16, accelerate_trains)
+    for check in (trainer_trains_and_resumes, trainer_refuses, accelerate_trains, trainer_computes_in_bfloat16)
 }
