@@ -10,7 +10,7 @@ from typing import Any
 from galvatron_fx.ir.periods import periodic_runs
 from galvatron_fx.ir.plan import text_table
 from galvatron_fx.ir.plan.plan import BlockPlan, Plan
-from galvatron_fx.ir.plan.plan_table import describe_keeps, describe_places, describe_roles
+from galvatron_fx.ir.plan.plan_table import describe_blocks, describe_keeps, describe_roles
 from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 
 __all__ = ["PlanDiff", "compare"]
@@ -191,7 +191,7 @@ def _rows(run: _Run, first: Plan, second: Plan) -> Iterator[tuple[str, ...]]:
         if side:
             blocks = [block for _, block in side]
             yield (
-                _positions([position for position, _ in side]),
+                describe_blocks(_places([position for position, _ in side]), [block.name for block in blocks]),
                 "AB"[number],
                 describe_roles(blocks[0].strategy, plan.axis_sizes),
                 describe_keeps(blocks[0].strategy),
@@ -200,8 +200,6 @@ def _rows(run: _Run, first: Plan, second: Plan) -> Iterator[tuple[str, ...]]:
             )
 
 
-def _positions(positions: list[int]) -> str:
-    if len(positions) == 1:
-        return str(positions[0])
-    places = range(positions[0], positions[-1] + 1, positions[1] - positions[0])
-    return f"{describe_places(places)} ({len(places)}x)"
+def _places(positions: list[int]) -> range:
+    step = positions[1] - positions[0] if len(positions) > 1 else 1
+    return range(positions[0], positions[-1] + 1, step)

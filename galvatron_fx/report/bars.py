@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from galvatron_fx.ir.plan.plan import Plan
-from galvatron_fx.ir.plan.plan_table import describe_recomputed
+from galvatron_fx.ir.plan.plan_table import describe_names, describe_recomputed
 from galvatron_fx.ir.plan.prediction import MEMORY_KINDS, RECOMPUTE, RankUse
 from galvatron_fx.ir.plan.search_report_table import cause_name, cause_order
 from galvatron_fx.ir.plan.strategy import Strategy
@@ -52,7 +52,8 @@ def roles_picture(plan: Plan, width: float = WIDTH) -> Picture:
     picture = Picture(f"The role of each of {len(axes)} mesh axes in each of {count} blocks", width=width)
     left, width = picture.labels, (picture.width - picture.labels) / count
     names: list[Text] = []
-    for axis, size in enumerate(axes):
+    for position, size in enumerate(axes):
+        axis = plan.axis_names[position] if plan.axis_names else str(position)
         picture.add(
             Text(
                 left - 10,
@@ -62,8 +63,8 @@ def roles_picture(plan: Plan, width: float = WIDTH) -> Picture:
                 size=12 if picture.is_wide else 10.5,
             )
         )
-        for role, first, end in _runs([block.strategy.roles[axis] for block in plan.blocks]):
-            where = f"axis {axis}, {_blocks(first, end)}: {role}"
+        for role, first, end in _runs([block.strategy.roles[position] for block in plan.blocks]):
+            where = f"axis {axis}, {_blocks(first, end)}{_modules(plan, first, end)}: {role}"
             picture.add(Rect(left + first * width, picture.height, (end - first) * width, _ROW - 2, role, where))
             if text_width(role, 11) < (end - first) * width:
                 middle = left + (first + end) / 2 * width
@@ -225,6 +226,11 @@ def _block_numbers(picture: Picture, count: int, width: float) -> None:
 
 def _blocks(first: int, end: int) -> str:
     return f"block {first}" if end == first + 1 else f"blocks {first} to {end - 1}"
+
+
+def _modules(plan: Plan, first: int, end: int) -> str:
+    names = describe_names([block.name for block in plan.blocks[first:end]])
+    return f" ({names})" if names else ""
 
 
 def _rank_label(ranks: Sequence[RankUse], rank: int) -> str:

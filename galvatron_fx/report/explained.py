@@ -22,6 +22,7 @@ from galvatron_fx.report.block_code import BlockCode, block_codes
 from galvatron_fx.report.collective_rows import CollectiveRow, collective_rows, transfer_rows
 from galvatron_fx.report.module_times import ModuleTime, module_times
 from galvatron_fx.report.what_if import WhatIf, what_ifs
+from passes.analysis.block_names import block_names
 from passes.analysis.blocks import fingerprints
 from passes.lowering.apply_plan import check_batch, divided, strategies_on
 from passes.simulation.choice import SimulateChoice
@@ -39,8 +40,8 @@ __all__ = ["Explained", "explained"]
 class Explained:
     """A plan and what its step consists of.
 
-    ``plan``: with a strategy for every block; ``labels``: of every block its fingerprint and its strategy
-    on all axes of the cluster; ``batch``, ``sequence``: sizes of
+    ``plan``: with a strategy for every block; ``names``: modules of every block, or its number; ``labels``: of every
+    block its fingerprint and its strategy on all axes of the cluster; ``batch``, ``sequence``: sizes of
     the captured step, 0 where unknown; ``ranks``: of each pipeline rank what takes time and memory; ``memory``: the
     same over time; ``schedule``: when its actions run, None for one stage and one micro-batch, which has
     ``operators`` instead; ``throughput``: what a step trains; ``modules``: what takes computing time; ``what_ifs``: of
@@ -49,6 +50,7 @@ class Explained:
 
     plan: Plan
     cluster: Cluster
+    names: tuple[str, ...]
     labels: tuple[Label, ...]
     batch: int
     sequence: int
@@ -111,7 +113,8 @@ class _Explaining:
         self.graph = graph = divided(graph, plan)
         self.cluster = cluster
         self.block_fingerprints = fingerprints(graph)
-        self.plan = _with_blocks(plan, self.block_fingerprints)
+        self.names = block_names(graph)
+        self.plan = _with_blocks(plan, self.names, self.block_fingerprints)
         self.cuts = plan.pipelining.cuts(len(self.block_fingerprints))
         self.staging = staging_of(plan, cluster)
         self.optimizer = optimizer_model(plan.optimizer)
@@ -130,6 +133,7 @@ class _Explaining:
         return Explained(
             plan=self.plan,
             cluster=self.cluster,
+            names=self.names,
             labels=tuple(zip(self.block_fingerprints, strategies, strict=True)),
             batch=self.sizes.batch if self.sizes else 0,
             sequence=self.sizes.sequence if self.sizes else 0,
@@ -173,11 +177,10 @@ class _Explaining:
         return frozenset(action.kind for order in self.staging.schedule.orders for action in order)
 
 
-def _with_blocks(plan: Plan, block_fingerprints: tuple[str, ...]) -> Plan:
+def _with_blocks(plan: Plan, names: Sequence[str], block_fingerprints: Sequence[str]) -> Plan:
     """The plan with an entry for each block where it has one for all."""
     if not plan.is_wildcard:
         return plan
     strategy = plan.blocks[0].strategy
-    return replace(
-        plan, blocks=tuple(BlockPlan(f"block {i}", strategy, mark, 0.0, 0) for i, mark in enumerate(block_fingerprints))
-    )
+    marks = zip(names, block_fingerprints, strict=True)
+    return replace(plan, blocks=tuple(BlockPlan(name, strategy, mark, 0.0, 0) for name, mark in marks))

@@ -183,7 +183,8 @@ def _environment(explained: Explained) -> Environment:
         """The axes of a collective with their degree and, where the block has one role on them, that."""
         degree = prod(explained.cluster.axes[axis].size for axis in row.axes)
         roles = {row.label[1].roles[axis] for axis in row.axes} if row.label is not None else {"pipeline"}
-        return f"{words.name_axes(row.axes)} · {roles.pop() if len(roles) == 1 else 'several roles'}, {degree} ranks"
+        names = words.name_axes(row.axes, explained.cluster.given_names)
+        return f"{names} · {roles.pop() if len(roles) == 1 else 'several roles'}, {degree} ranks"
 
     environment.filters |= {
         "svg": inline_svg,

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from galvatron_fx.ir.periods import periodic_runs
-from galvatron_fx.ir.plan.plan_table import describe_keeps, describe_places, describe_roles
+from galvatron_fx.ir.plan.plan_table import describe_keeps, describe_names, describe_places, describe_roles
 from galvatron_fx.ir.plan.prediction import MEMORY_KINDS
 from galvatron_fx.ir.plan.search_report_table import cause_name, cause_order
 from galvatron_fx.ir.plan.units import format_bytes, format_seconds
@@ -161,6 +161,7 @@ def _block_row(explained: Explained, place: int, code: str, code_name: str, indi
     return {
         "anchor": f"blocks-{place}",
         "name": _places(indices) + (f" ({len(indices)}×)" if len(indices) > 1 else ""),
+        "modules": _modules(explained, indices),
         "stages": _span(*stages),
         "roles": blocks[0].strategy.roles,
         "keeps": describe_keeps(blocks[0].strategy),
@@ -172,9 +173,15 @@ def _block_row(explained: Explained, place: int, code: str, code_name: str, indi
 
 
 def _where(explained: Explained, label: Label) -> str:
-    """The blocks of a kind: "blocks 1–80, 82"."""
-    spans = [_places(indices) for other, indices in _runs(explained) if other == label]
-    return f"block{'s' * (explained.labels.count(label) > 1)} {', '.join(spans)}"
+    """The blocks of a kind: "blocks 1–80, 82 (model.layers.0–79, model.layers.81)"."""
+    runs = [indices for other, indices in _runs(explained) if other == label]
+    modules = ", ".join(filter(None, (_modules(explained, indices) for indices in runs)))
+    where = f"block{'s' * (explained.labels.count(label) > 1)} {', '.join(map(_places, runs))}"
+    return f"{where} ({modules})" if modules else where
+
+
+def _modules(explained: Explained, indices: range) -> str:
+    return describe_names([explained.names[index] for index in indices])
 
 
 def _strategy(explained: Explained, label: Label) -> str:

@@ -81,7 +81,7 @@ def axes(explained: Explained) -> list[Mapping[str, object]]:
         rows.append(
             {
                 "first": members[0],
-                "name": name_axes(members),
+                "name": name_axes(members, explained.plan.axis_names),
                 "ranks": f"{ranks} ranks",
                 "speed": f"{format_bytes(speed)}/s",
             }
@@ -170,14 +170,15 @@ def columns(explained: Explained) -> str:
     if not explained.columns:
         return "there is none"
     said = [
-        f"{number} is {name_axes(column.axes)} ({column.main_role})" for number, column in enumerate(explained.columns)
+        f"{number} is {name_axes(column.axes, explained.cluster.given_names)} ({column.main_role})"
+        for number, column in enumerate(explained.columns)
     ]
     return ", ".join(said)
 
 
-def name_axes(axes: Sequence[int]) -> str:
-    """Axes by their numbers: "axes 0, 1"."""
-    return f"{'axes' if len(axes) > 1 else 'axis'} {', '.join(map(str, axes))}"
+def name_axes(axes: Sequence[int], names: Sequence[str]) -> str:
+    """Axes by the names that the user gave them, else by their numbers: "axes dp.0, dp.1", "axes 0, 1"."""
+    return f"{'axes' if len(axes) > 1 else 'axis'} {', '.join(names[axis] if names else str(axis) for axis in axes)}"
 
 
 def uniform(explained: Explained) -> str:

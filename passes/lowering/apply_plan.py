@@ -18,6 +18,7 @@ from galvatron_fx.ir.graph.precision import policy_of
 from galvatron_fx.ir.kernels.experts import route
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.strategy import CONTEXT, EXPERT, Strategy, batch_ranks
+from passes.analysis.block_names import named_block
 from passes.analysis.blocks import fingerprints, graph_fingerprint, num_blocks, num_values
 from passes.lowering.lower_stages import LoweredStages, LowerStages
 from passes.lowering.lower_step import Lower, Lowered
@@ -57,9 +58,10 @@ def _check_sequence(plan: Plan, graph: fx.GraphModule) -> None:
         if chunks > 2 and symbols.sequence % chunks:
             whole = -(-symbols.sequence // chunks) * chunks
             raise PlanError(
-                f"block {index} ({strategy}) cuts a sequence of {symbols.sequence} tokens into {chunks} chunks, two a "
-                f"rank of its ring, which do not divide it: pad it to {whole} tokens (labels of -100, and an attention "
-                f"mask that hides them where attention is not causal), or give fewer axes the role 'context'"
+                f"{named_block(graph, index)} ({strategy}) cuts a sequence of {symbols.sequence} tokens into {chunks} "
+                f"chunks, two a rank of its ring, which do not divide it: pad it to {whole} tokens (labels of -100, "
+                f"and an attention mask that hides them where attention is not causal), or give fewer axes the role "
+                f"'context'"
             )
 
 
@@ -68,9 +70,9 @@ def _check_keeps(plan: Plan, graph: fx.GraphModule) -> None:
     for index, strategy in enumerate(expand(plan, len(counts))):
         if strategy.keeps and strategy.num_values != counts[index]:
             raise PlanError(
-                f"block {index} of the plan keeps {len(strategy.keeps)} of {strategy.num_values} values for backward, "
-                f"and in this model that block has {counts[index]}: the model changed since, or the plan is of another "
-                f"release; search the plan again, or write recompute=True without keeps"
+                f"{named_block(graph, index)} of the plan keeps {len(strategy.keeps)} of {strategy.num_values} values "
+                f"for backward, and in this model that block has {counts[index]}: the model changed since, or the plan "
+                f"is of another release; search the plan again, or write recompute=True without keeps"
             )
 
 
@@ -149,9 +151,10 @@ def check_batch(plan: Plan, graph: fx.GraphModule) -> None:
                 padded(graph, computed_batch(plan, graph))
             except CoupledSamplesError as error:
                 raise PlanError(
-                    f"block {index} ({strategy}) splits a batch of {symbols.batch} in {parts} micro-batches over "
-                    f"{ranks} ranks, so some have no sample, and it cannot be padded: {error}. Give a batch of at "
-                    f"least {ranks * parts}, use fewer micro-batches, or let some axes be tensor or sequence"
+                    f"{named_block(graph, index)} ({strategy}) splits a batch of {symbols.batch} in {parts} "
+                    f"micro-batches over {ranks} ranks, so some have no sample, and it cannot be padded: {error}. Give "
+                    f"a batch of at least {ranks * parts}, use fewer micro-batches, or let some axes be tensor or "
+                    f"sequence"
                 ) from None
             return
 

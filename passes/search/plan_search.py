@@ -32,6 +32,7 @@ from galvatron_fx.ir.plan.search_report import Contender, SearchReport
 from galvatron_fx.ir.plan.strategy import CAPACITY, Strategy
 from galvatron_fx.ir.plan.throughput import Throughput
 from galvatron_fx.ir.plan.units import format_bytes, format_seconds
+from passes.analysis.block_names import block_names
 from passes.analysis.blocks import graph_fingerprint
 from passes.search.best_first import BestFirst, Simulated, Simulator
 from passes.search.configurations import Pins
@@ -205,10 +206,10 @@ class _Search:
     # ---- from a choice to a plan ----
 
     def _plan(self, outcome: Simulated) -> Plan:
-        costs = outcome.search.costs
+        costs, names = outcome.search.costs, block_names(self.graph)
         blocks = tuple(
             BlockPlan(
-                f"block {i}",
+                names[i],
                 self._planned(costs.strategy(i, p)),
                 costs.block_fingerprints[i],
                 float(costs.time[i, p]) * costs.num_microbatches,
@@ -234,6 +235,7 @@ class _Search:
             pipelining=pipelining,
             mixed_precision=policy_of(self.graph),
             throughput=self.throughput,
+            axis_names=self.cluster.given_names,
         )
 
     def _notes(self, outcome: Simulated) -> tuple[str, ...]:

@@ -100,6 +100,13 @@ class Cluster:
         return tuple(axis.name for axis in self.axes)
 
     @property
+    def given_names(self) -> tuple[str, ...]:
+        """Names of the axes of several ranks as the user gave them; nothing where they are called a0, a1, ..."""
+        if self.axis_names == tuple(f"a{index}" for index in range(len(self.axes))):
+            return ()
+        return tuple(axis.name for axis in self.axes if axis.size > 1)
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Sizes of the axes, outermost first."""
         return tuple(axis.size for axis in self.axes)

@@ -64,6 +64,7 @@ class Plan:
     device. ``graph_fingerprint`` is that of the captured graph, or "" for a plan that fits any model.
     ``step_time_s`` is seconds, ``peak_memory_bytes`` and ``memory_budget_bytes`` are bytes per rank
     (0 where not priced, None for no budget). ``optimizer`` is the one of OPTIMIZERS whose states and update they count.
+    ``axis_names`` has what the user calls the axes, nothing where they have no names; it is for people alone.
     ``pipelining`` has the stages and micro-batches; the axes whose role is ``pipeline``, the same in every block, hold
     the stages. ``mixed_precision`` is the policy that the plan was priced with; ``throughput`` what a step trains, None
     where not priced. ``report`` says why a search chose the plan; it is no part of the plan, and lies in a file of its
@@ -83,13 +84,14 @@ class Plan:
     pipelining: Pipelining = ONE_STAGE
     mixed_precision: MixedPrecisionPolicy | None = None
     throughput: Throughput | None = None
+    axis_names: tuple[str, ...] = ()
     report: SearchReport | None = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "step_time_s", _as_float(self.step_time_s))
         if not isinstance(self.pipelining, Pipelining):
             raise PlanError(f"pipelining of a plan is {shown(self.pipelining)}; give a Pipelining(...)")
-        for name in ("axis_sizes", "blocks", "notes"):
+        for name in ("axis_sizes", "axis_names", "blocks", "notes"):
             if not isinstance(getattr(self, name), tuple):
                 raise PlanError(f"{name} of a plan is a {type(getattr(self, name)).__name__}; give a tuple")
         plan_json.validate(_to_document(self))
@@ -100,6 +102,11 @@ class Plan:
                     f"mesh axis {axis} of the plan has size {size}, where a prime was expected; split it into "
                     f"{prime_factors(size)} and give each its role, or build the plan with Plan.from_roles"
                 )
+        if self.axis_names and len(self.axis_names) != len(self.axis_sizes):
+            raise PlanError(
+                f"a plan for axes {self.axis_sizes} names {len(self.axis_names)} of them: {self.axis_names}; give a "
+                f"name for each, or none"
+            )
         _check_blocks(self)
         _check_stages(self)
 
@@ -235,6 +242,7 @@ class Plan:
             for fields in document.pop("blocks")
         )
         axis_sizes, notes = tuple(document.pop("axis_sizes")), tuple(document.pop("notes"))
+        axis_names = tuple(document.pop("axis_names", ()))
         pipelining = Pipelining.from_dict(document.pop("pipelining"))
         policy = policy_from_dict(document.pop("mixed_precision", None))
         throughput = Throughput.from_dict(document.pop("throughput", None))
@@ -245,6 +253,7 @@ class Plan:
             pipelining=pipelining,
             mixed_precision=policy,
             throughput=throughput,
+            axis_names=axis_names,
             **document,
         )
 
@@ -383,6 +392,7 @@ def _to_document(plan: Plan) -> dict[str, Any]:
         "pipelining": plan.pipelining.to_dict(),
         **({} if policy is None else {"mixed_precision": policy}),
         **({} if plan.throughput is None else {"throughput": plan.throughput.to_dict()}),
+        **({"axis_names": list(plan.axis_names)} if plan.axis_names else {}),
     }
 
 

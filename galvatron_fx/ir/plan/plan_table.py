@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "choice_name",
+    "describe_blocks",
     "describe_keeps",
+    "describe_names",
     "describe_places",
     "describe_recomputed",
     "describe_roles",
@@ -29,6 +32,8 @@ __all__ = [
 
 _HEADINGS = ("blocks", "roles, outermost axis first", "keeps for backward", "time", "memory/rank")
 _UNPRICED = "-"
+_NUMBERED = re.compile(r"block[ _]\d+")  # names of blocks without modules
+_DIGITS = re.compile(r"(\d+)")
 
 
 def render(plan: Plan) -> str:
@@ -39,8 +44,8 @@ def render(plan: Plan) -> str:
     casts = plan.mixed_precision is not None and plan.mixed_precision.param_dtype is not None
     rows = [
         (
-            "all" if plan.is_wildcard else _label(places, blocks),
-            describe_roles(blocks[0].strategy, plan.axis_sizes),
+            "all" if plan.is_wildcard else describe_blocks(places, [block.name for block in blocks]),
+            describe_roles(blocks[0].strategy, plan.axis_sizes, plan.axis_names),
             describe_keeps(blocks[0].strategy, casts),
             _seconds(sum(block.time_s for block in blocks)),
             _bytes(sum(block.memory_bytes for block in blocks)),
@@ -48,7 +53,7 @@ def render(plan: Plan) -> str:
         for places, blocks in _rows(plan)
     ]
     lines = [
-        _title(plan.axis_sizes),
+        _title(plan),
         "",
         *text_table.render(_HEADINGS, rows, numbers_from=3),
         "",
@@ -81,14 +86,17 @@ def choice_name(
     return ", ".join([*parts, f"{describe_roles(strategy, axis_sizes)}{again}{where}"])
 
 
-def describe_roles(strategy: Strategy, axis_sizes: tuple[int, ...]) -> str:
-    """Return the roles and their degrees, outermost first, neighbouring axes of one role together; and the capacity
-    with which experts are exchanged.
+def describe_roles(strategy: Strategy, axis_sizes: tuple[int, ...], axis_names: tuple[str, ...] = ()) -> str:
+    """Return the roles and their degrees, outermost first, neighbouring axes of one role together, but for those of
+    unlike dims of the user's mesh; and the capacity with which experts are exchanged.
 
-    ``axis_sizes`` has the ranks along each mesh axis: ``data×4 · tensor×2``.
+    ``axis_sizes`` has the ranks along each mesh axis: ``data×4 · tensor×2``; ``axis_names``: those of a mesh whose dims
+    have names: ``dp data×4 · tp tensor×2``.
     """
-    runs = groupby(zip(strategy.roles, axis_sizes, strict=True), key=lambda pair: pair[0])
-    roles = " · ".join(f"{role}×{prod(size for _, size in run)}" for role, run in runs) or "one device"
+    dims = [name.partition(".")[0] for name in axis_names] or [""] * len(axis_sizes)
+    runs = groupby(zip(dims, strategy.roles, axis_sizes, strict=True), key=lambda axis: axis[:2])
+    parts = [f"{dim} {role}×{prod(size for *_, size in run)}".lstrip() for (dim, role), run in runs]
+    roles = " · ".join(parts) or "one device"
     return f"{roles} (capacity {strategy.capacity:g})" if EXPERT in strategy.roles else roles
 
 
@@ -121,10 +129,22 @@ def _rows(plan: Plan) -> list[tuple[range, list[BlockPlan]]]:
     return [(places, [plan.blocks[i] for i in places]) for run in runs for places in run.places()]
 
 
-def _label(places: range, blocks: list[BlockPlan]) -> str:
-    if len(blocks) == 1:
-        return f"{places[0]} {blocks[0].name}"
-    return f"{describe_places(places)} ({len(blocks)}x)"
+def describe_blocks(places: range, names: Sequence[str]) -> str:
+    """Return where blocks stand and what they are called: "1-80 model.layers.0-79"; without names "1-80 (80x)"."""
+    count = f"({len(places)}x)" if len(places) > 1 else ""
+    return f"{describe_places(places)} {describe_names(names) or count}".rstrip()
+
+
+def describe_names(names: Sequence[str]) -> str:
+    """Return the modules of blocks: "model.layers.0-79"; nothing for blocks that have numbers alone."""
+    known = [name for name in names if not _NUMBERED.fullmatch(name)]
+    if not known:
+        return ""
+    parts = [_DIGITS.split(name) for name in known]
+    if len({tuple(part[::2]) for part in parts}) > 1:
+        return f"{known[0]} .. {known[-1]}"
+    texts = [list(dict.fromkeys(place)) for place in zip(*parts, strict=True)]
+    return "".join(text[0] if len(text) == 1 else f"{text[0]}-{text[-1]}" for text in texts)
 
 
 def describe_places(places: range) -> str:
@@ -134,10 +154,10 @@ def describe_places(places: range) -> str:
     return f"{places[0]}-{places[-1]}" if places.step == 1 else f"{places[0]}, {places[1]} .. {places[-1]}"
 
 
-def _title(axis_sizes: tuple[int, ...]) -> str:
-    if not axis_sizes:
+def _title(plan: Plan) -> str:
+    if not plan.axis_sizes:
         return "Plan for one device"
-    return f"Plan for {prod(axis_sizes)} ranks on a mesh of {'×'.join(map(str, axis_sizes))}"
+    return f"Plan for {prod(plan.axis_sizes)} ranks on a mesh of {'×'.join(map(str, plan.axis_sizes))}"
 
 
 def _totals(plan: Plan) -> list[str]:

@@ -24,11 +24,12 @@ class Constrained:
     """Constraints on a graph and a cluster.
 
     ``modules``: by the name that was given, the wanted strategy or roles, and the blocks that hold operators of the
-    module; ``axes``: roles by the numbers of mesh axes, for all blocks.
+    module; ``axes``: roles by the numbers of mesh axes, for all blocks, called ``axis_names``.
     """
 
     modules: Mapping[str, tuple[Any, set[int]]]
     axes: Mapping[int, str]
+    axis_names: tuple[str, ...]
 
     @classmethod
     def of(cls, graph: fx.GraphModule, cluster: Cluster, constraints: Mapping[str, Any]) -> Constrained:
@@ -43,7 +44,7 @@ class Constrained:
             for axis in _axes_called(name, role, cluster)
         }
         wanted = {name: value for name, value in constraints.items() if not isinstance(value, str)}
-        return cls({name: (value, _blocks_of(graph, name)) for name, value in wanted.items()}, axes)
+        return cls({name: (value, _blocks_of(graph, name)) for name, value in wanted.items()}, axes, cluster.axis_names)
 
     def allowed(self, strategies: Sequence[Strategy], kept: Sequence[Sequence[tuple[int, ...]]]) -> Bools:
         """Whether each block may take each strategy. ``kept[block][strategy]``: numbers of the values that it keeps,
@@ -52,7 +53,8 @@ class Constrained:
         """
         on_axes = np.array([all(s.roles[axis] == role for axis, role in self.axes.items()) for s in strategies])
         if not on_axes.any():
-            raise PlanError(f"no searched strategy gives mesh axes the roles {sorted(self.axes.items())}; check roles")
+            wanted = ", ".join(f"{self.axis_names[axis]} the role {role}" for axis, role in sorted(self.axes.items()))
+            raise PlanError(f"no searched strategy gives mesh axis {wanted}; check roles")
         allowed = np.repeat(on_axes[np.newaxis], len(kept), axis=0)
         for name, (wanted, members) in self.modules.items():
             if isinstance(wanted, Strategy) and wanted.keeps:

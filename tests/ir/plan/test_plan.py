@@ -152,13 +152,13 @@ def test_table() -> None:
         """\
 Plan for 8 ranks on a mesh of 2x2x2
 
-blocks     roles, outermost axis first              keeps for backward            time   memory/rank
+blocks           roles, outermost axis first        keeps for backward            time   memory/rank
 ----------------------------------------------------------------------------------------------------
-0 embed    datax2 | zerox2 | tensorx2               all, gathered kept           11 ms        500 MB
-1-4 (4x)   zerox4 | tensorx2                        recompute, gathered again    80 ms          1 GB
-5-6 (2x)   datax2 | zerox2 | tensorx2               all, gathered kept           36 ms        800 MB
-7 loss     tensor_sequencex2 | datax2 |             all                         5.5 ms         90 MB
-           sequencex2
+0 embed          datax2 | zerox2 | tensorx2         all, gathered kept           11 ms        500 MB
+1-4 layers.0-3   zerox4 | tensorx2                  recompute, gathered again    80 ms          1 GB
+5-6 layers.4-5   datax2 | zerox2 | tensorx2         all, gathered kept           36 ms        800 MB
+7 loss           tensor_sequencex2 | datax2 |       all                         5.5 ms         90 MB
+                 sequencex2
 
 predicted step time  140 ms
 predicted peak       2.39 GB per rank
