@@ -28,7 +28,7 @@ _KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_ba
 
 
 class CrossAttention(nn.Module):
-    """Queries of one sequence see another as long; the mask hides keys, and all of them from the first sample."""
+    """Queries of one sequence see another as long; the mask hides keys, by -inf and by finite numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,14 +36,15 @@ class CrossAttention(nn.Module):
 
     def forward(self, x: Tensor, memory: Tensor, keep: Tensor) -> Tensor:
         query, key = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in (self.query(x), self.memory(memory)))
-        attended = scaled_dot_product_attention(query, key, key, attn_mask=keep[:, None, None, :])
+        mask = keep.clamp(0).to(x.dtype).log().masked_fill(keep < 0, torch.finfo(x.dtype).min)
+        attended = scaled_dot_product_attention(query, key, key, attn_mask=mask[:, None, None, :])
         return self.out(attended.transpose(1, 2).flatten(2)).square().mean()
 
 
 def cross_attention() -> zoo.Case:
-    keep = torch.ones(2, 16, dtype=torch.bool)
-    keep[0], keep[1, 5:9] = False, False
-    x, memory = torch.randn(2, 2, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    keep = torch.ones(3, 16, dtype=torch.int64)
+    keep[0], keep[1, 5:9], keep[2] = 0, 0, -1  # all keys are hidden from the first sample and from the last
+    x, memory = torch.randn(2, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     return zoo.build(CrossAttention), {"x": x, "memory": memory, "keep": keep}
 
 

@@ -9,6 +9,10 @@ queries the back half of the keys. So all ranks do equal work.
 Parts are merged by the logarithms of the rows' sums (Liu, Zaharia & Abbeel 2023, Ring Attention with Blockwise
 Transformers), in float32 at least. Rows that see no key have a sum of -inf until the last step, and 0 after it, as in
 torch's kernel.
+
+A row that sees nothing under a mask of finite numbers (``finfo.min``) is the mean over all keys: what the mask adds
+leaves nothing of its scores, nor of the number of keys in its sum. So its parts are merged without what its whole row
+of the mask has in common, which the sum is given back at the last step; backward is then that of one device.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ from galvatron_fx.ir.kernels.attention import attention, attention_backward
 __all__ = ["RING_KERNELS", "ring_step", "ring_step_backward"]
 
 aten = torch.ops.aten
+
+_HIDDEN = -1e3  # a row of a mask that is all below hides its row, as biases do not reach so far
 
 _library = torch.library.Library("galvatron_fx", "FRAGMENT")
 _library.define(
@@ -69,6 +75,9 @@ def _ring_step(
     ranks: int,
 ) -> tuple[Tensor, Tensor]:
     source = (rank - step) % ranks
+    common: Tensor | None = None
+    if mask is not None:
+        mask, query, common = _without_common(mask, query)
     if out is None or sums is None:
         return _attend(query, key, value, is_causal, _columns(mask, ranks, source), scale)
     out, sums = out.to(_wide(query), copy=True), sums.clone()
@@ -79,7 +88,8 @@ def _ring_step(
             attended = _attend(query[:, :, queries], key[:, :, keys], value[:, :, keys], False, None, scale)
             _merge(out[:, :, queries], sums[:, :, queries], *attended)
     if is_last:
-        return out.to(query.dtype), sums.masked_fill_(sums == -math.inf, 0.0)
+        sums.masked_fill_(sums == -math.inf, 0.0)
+        return out.to(query.dtype), sums if common is None else sums.add_(common.squeeze(-1))
     return out, sums
 
 
@@ -119,6 +129,17 @@ def _chunk_pairs(length: int, is_earlier: bool) -> tuple[tuple[slice, slice], tu
     """Which halves of the queries see which halves of keys that come from an earlier rank, or a later one."""
     front, back = slice(0, length // 2), slice(length // 2, length)
     return (back, front), ((front, front) if is_earlier else (back, back))
+
+
+def _without_common(mask: Tensor, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A mask and queries without what hides whole rows, and that [.., queries, 1]: 0 for other rows.
+
+    Queries are zeros where the mask is so far down that adding it leaves nothing of their scores.
+    """
+    highest = mask.amax(-1, keepdim=True)
+    common = highest.masked_fill((highest >= _HIDDEN) | (highest == -math.inf), 0.0)
+    is_lost = common.to(_wide(query)) * torch.finfo(_wide(query)).eps < -1.0
+    return mask - common, query.masked_fill(is_lost, 0.0), common
 
 
 def _columns(mask: Tensor | None, ranks: int, source: int) -> Tensor | None:
