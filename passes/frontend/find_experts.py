@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of, set_meta
 from galvatron_fx.ir.graph.rewrite import eliminate_dead_code, inherited_meta, write_call
 from galvatron_fx.ir.kernels.experts import collect, combine, dispatch, route, spread
-from passes.frontend.id_values import INTEGERS, Values, followers, root_of, values_of_ids
+from passes.frontend.id_values import INTEGERS, Values, are_places, followers, root_of, values_of_ids
 
 __all__ = ["FindExperts"]
 
@@ -83,7 +83,8 @@ class _Routing:
             ends = [offsets for node in grouped if (offsets := _offsets(node)) in values]
             if ends and all(meta_of(end).spec.shape == (experts,) for end in ends):
                 routing = cls(graph.graph, sort, ids, list(dict.fromkeys(ends)), values)
-                return routing if routing._is_understood() else None
+                holds = routing._is_understood() and (are_places(root, experts) or routing._holds_for_strays(root))
+                return routing if holds else None
         return None
 
     @property
@@ -111,6 +112,18 @@ class _Routing:
                     return False
                 self.moves[user] = move
         return bool(self.moves)
+
+    def _holds_for_strays(self, root: fx.Node) -> bool:
+        """Whether ids of no expert are treated as :func:`route` does: those below go first, those behind go last."""
+        for stray in (-1, self.experts):
+            try:
+                values = values_of_ids(root, self.experts, stray)
+            except (IndexError, RuntimeError):
+                continue  # the model fails at such ids
+            looks_up = any(target in (spread, collect) for target, _ in self.moves.values())
+            if (stray < 0 and looks_up) or not replace(self, values=values, moves={})._is_understood():
+                return False  # a lookup counts ids below zero from behind
+        return True
 
     def _move(self, user: fx.Node, index: fx.Node) -> tuple[Any, int] | None:
         """The operator that stands for a lookup or a write at ``index``, and the copies of each token."""
@@ -144,7 +157,7 @@ class _Routing:
         return [ids.sort().values for ids in self.values[self.ids]]
 
     def _ends(self) -> list[Tensor]:
-        return [torch.bincount(ids, minlength=self.experts).cumsum(0) for ids in self.values[self.ids]]
+        return [torch.searchsorted(ids, torch.arange(self.experts), right=True) for ids in self._sorted()]
 
     def _are(self, node: fx.Node, expected: Sequence[Tensor]) -> bool:
         """Whether a value is that for every draw, if need be repeated along further dims."""

@@ -10,9 +10,14 @@ from torch import Tensor, fx
 from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
 
-__all__ = ["INTEGERS", "Values", "followers", "root_of", "values_of_ids"]
+__all__ = ["INTEGERS", "Values", "are_places", "followers", "root_of", "values_of_ids"]
+
+aten = torch.ops.aten
 
 INTEGERS = (torch.int64, torch.int32)
+
+# Operators that return places along a dim of their input, and the position of that dim among the arguments.
+_PLACES = {aten.topk.default: 2, aten.sort.default: 1, aten.sort.stable: 2, aten.max.dim: 1, aten.argmax.default: 1}
 
 _FEW_ROWS = 256
 
@@ -30,11 +35,22 @@ def root_of(ids: fx.Node) -> fx.Node:
     return ids
 
 
-def values_of_ids(root: fx.Node, experts: int) -> Values:
+def are_places(root: fx.Node, experts: int) -> bool:
+    """Whether ids are places along a dim of at most ``experts``, so that each is of an expert."""
+    maker = root.args[0] if is_getitem(root) else root
+    if not isinstance(maker, fx.Node) or maker.target not in _PLACES:
+        return False
+    at = _PLACES[maker.target]
+    dim = maker.args[at] if len(maker.args) > at else maker.kwargs.get("dim", -1)
+    shape = meta_of(maker.args[0]).spec.shape  # type: ignore[arg-type]
+    return isinstance(dim, int) and bool(shape) and shape[dim] <= experts
+
+
+def values_of_ids(root: fx.Node, experts: int, stray: int | None = None) -> Values:
     """The values of all that is computed from ``root`` and constants alone, for ids at random and ids that are all the
-    same.
+    same; ``stray``: the id in some places.
     """
-    values: Values = {root: _draws(meta_of(root).spec, experts)}
+    values: Values = {root: _draws(meta_of(root).spec, experts, stray)}
     pending = list(root.users)
     while pending:
         node = pending.pop()
@@ -57,11 +73,14 @@ def followers(values: Values, first: set[fx.Node]) -> list[fx.Node]:
     return list(behind)
 
 
-def _draws(spec: TensorSpec, experts: int) -> list[Tensor]:
+def _draws(spec: TensorSpec, experts: int, stray: int | None) -> list[Tensor]:
     count = 2 + _FEW_ROWS // max(spec.numel, 1)  # orders of few rows may be alike by chance
     seeds = [torch.Generator().manual_seed(seed) for seed in range(count)]
     draws = [torch.randint(experts, spec.shape, generator=seed, dtype=spec.dtype) for seed in seeds]
-    return [*draws, torch.full_like(draws[0], experts - 1)]
+    draws.append(torch.full_like(draws[0], experts - 1))
+    if stray is not None:
+        draws = [torch.where(draw % 2 == 0, draw, stray) for draw in draws]
+    return draws
 
 
 def _is_known(node: fx.Node, values: Values) -> bool:

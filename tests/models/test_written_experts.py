@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import transformers.integrations.moe  # noqa: F401  (registers products of groups that take float64)
 from torch import Tensor, fx, nn
 
-from galvatron_fx.errors import CaptureError
+from galvatron_fx.errors import CaptureError, InputError
 from galvatron_fx.ir.kernels.experts import collect, combine, dispatch, route, spread
 from tests.helpers import assert_exact, captured, one_device, simulate, uniform
 
@@ -168,6 +168,38 @@ def test_other_uses_of_the_order_leave_all_as_it_is() -> None:
     graph, expected = captured(model, inputs), one_device(model, inputs)
     assert not any(node.target is route for node in graph.graph.nodes)
     assert_exact(simulate(graph, model, inputs, (2,), uniform(graph, "data"), {}), expected)
+
+
+class Dropped(Experts):
+    """Copies of little weight have the id of no expert; experts' rows are counted by ``searchsorted`` or ``histc``."""
+
+    def __init__(self, searched: bool) -> None:
+        super().__init__()
+        self.searched = searched
+
+    def forward(self, h: Tensor) -> Tensor:
+        x = h.reshape(-1, WIDTH)
+        weights, ids = self.choose(x)
+        dropped = weights < 0.45
+        expert, order = ids.masked_fill(dropped, -1).flatten().sort()
+        bounds = torch.arange(EXPERTS)
+        counts = torch.histc(expert.double(), EXPERTS, 0, EXPERTS - 1).cumsum(0)
+        ends = torch.searchsorted(expert, bounds, right=True) if self.searched else counts
+        rows = torch.relu(grouped_mm(x[order // COPIES], self.up, ends.to(torch.int32)))
+        rows = grouped_mm(rows, self.down, ends.to(torch.int32)) * (weights * ~dropped).flatten()[order, None]
+        return torch.zeros_like(x).index_add(0, order // COPIES, rows).reshape(h.shape)
+
+
+@pytest.mark.parametrize("searched", [True, False])
+def test_ids_of_no_expert(searched: bool) -> None:
+    """They stand where the operators of experts have them, or all stays as it is; ranks exchange no such rows."""
+    model, inputs = written(lambda: Dropped(searched))
+    graph, expected = captured(model, inputs), one_device(model, inputs)
+    assert any(node.target is route for node in graph.graph.nodes) == searched
+    assert_exact(simulate(graph, model, inputs, (2,), uniform(graph, "data"), {}), expected)
+    if searched:
+        with pytest.raises(InputError, match=r"ids from -1 to 3.*weight of 0.*without the role 'expert'"):
+            simulate(graph, model, inputs, (2,), uniform(graph, "expert"), {})
 
 
 def test_tokens_of_one_expert_cannot_be_counted() -> None:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from galvatron_fx.ir.errors import InputError
+
 __all__ = ["collect", "combine", "dispatch", "in_round", "pack", "place_by_rank", "received_order", "route", "spread"]
 __all__ += ["unpack", "unsort"]
 
@@ -33,7 +35,7 @@ def _operator(signature: str) -> Any:
 route = _operator("route(Tensor experts, int num_experts) -> (Tensor, Tensor, Tensor)")
 """``route(experts[R], num_experts) -> place[R], order[R], ends[num_experts]``: the row of each copy of a token where
 these are in the order of their experts, equal ones as they come; the copy in each row; and how many rows the experts up
-to each have."""
+to each have. Ids below 0 count to the first expert, those of ``num_experts`` or more to none."""
 
 dispatch = _operator("dispatch(Tensor x, Tensor place, Tensor order, int copies) -> Tensor")
 """``dispatch(x[T, ...], place[T * copies], order[T * copies], copies) -> [T * copies, ...]``: ``copies`` of each token,
@@ -51,7 +53,8 @@ collect = _operator("collect(Tensor rows, Tensor ends) -> Tensor")
 
 place_by_rank = _operator("place_by_rank(Tensor experts, int num_experts, int ranks) -> (Tensor, Tensor)")
 """``place_by_rank(experts[R], num_experts, ranks) -> place[R], counts[num_experts]``: where each copy lies among
-``ranks * R`` rows, of which ``R`` are for each rank, in the order of its experts; and how many each expert has."""
+``ranks * R`` rows, of which ``R`` are for each rank, in the order of its experts; and how many each expert has. Raises
+InputError where an id is that of no expert."""
 
 in_round = _operator("in_round(Tensor place, Tensor counts, int ranks, int slots, Tensor? start=None) -> Tensor")
 """``in_round(place[R], counts[ranks * E], ranks, slots, start) -> [R]``: the same among ``ranks * slots`` rows, that is
@@ -113,6 +116,7 @@ def _collect(rows: Tensor, ends: Tensor) -> Tensor:
 
 @_implements("place_by_rank")
 def _place_by_rank(experts: Tensor, num_experts: int, ranks: int) -> tuple[Tensor, Tensor]:
+    _check_ids(experts, num_experts)
     expert_of_row, order = torch.sort(experts, stable=True)
     bounds = torch.arange(num_experts + 1, device=experts.device, dtype=experts.dtype)
     starts = torch.searchsorted(expert_of_row, bounds)
@@ -160,6 +164,20 @@ def _unpack(rows: Tensor, place: Tensor, copies: int) -> Tensor:
 @_implements("unsort")
 def _unsort(rows: Tensor, order: Tensor) -> Tensor:
     return torch.empty_like(rows, memory_format=torch.contiguous_format).index_copy_(0, order, rows)
+
+
+def _check_ids(experts: Tensor, num_experts: int) -> None:
+    """Ranks exchange rows of experts alone; on a GPU the check waits for nothing, and the process fails."""
+    is_expert = ((experts >= 0) & (experts < num_experts)).all()
+    remedy = (
+        f"there are experts 0 to {num_experts - 1}, and ranks that exchange rows have no place for others: give tokens "
+        "that no expert is to see a weight of 0 and the id of some expert, or take a plan without the role 'expert'"
+    )
+    if experts.device.type != "cpu":
+        torch._assert_async(is_expert, f"a router gave the id of no expert: {remedy}")
+    elif not is_expert:
+        lowest, highest = experts.aminmax()
+        raise InputError(f"a router gave ids from {int(lowest)} to {int(highest)}: {remedy}")
 
 
 def _along(mask: Tensor, rows: Tensor) -> Tensor:
