@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from galvatron_fx.ir.plan.pipelining import Pipelining
     from galvatron_fx.ir.plan.plan import Plan
     from galvatron_fx.ir.plan.strategy import Strategy
+    from galvatron_fx.loss_inside import with_loss
     from galvatron_fx.profiling import measure_cluster
     from galvatron_fx.runtime.batch_rows import own_rows
     from galvatron_fx.runtime.module import DistributedGraphModule
@@ -64,6 +65,7 @@ __all__ = [
     "save_weights",
     "sweep",
     "update_whole",
+    "with_loss",
 ]
 
 _HOMES = {
@@ -92,6 +94,7 @@ _HOMES = {
     "save_weights": "galvatron_fx.weights",
     "sweep": "galvatron_fx.sweeping.sweep",
     "update_whole": "galvatron_fx.runtime.whole_updates",
+    "with_loss": "galvatron_fx.loss_inside",
 }
 
 

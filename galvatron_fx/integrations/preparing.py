@@ -41,7 +41,7 @@ def compiled_for_ranks(
     if not compiled.has_loss:
         raise InputError(
             "the model returns no loss, and one that is computed outside would be that of this rank's rows alone: "
-            "give a module whose forward takes the targets and returns the loss"
+            "give a module whose forward takes the targets and returns the loss, as galvatron_fx.with_loss(model, loss)"
         )
     compiled.register_forward_hook(_own_outputs, with_kwargs=True)
     return compiled

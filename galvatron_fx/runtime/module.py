@@ -40,6 +40,7 @@ from galvatron_fx.runtime.lost_ranks import StepWatch
 from galvatron_fx.runtime.modes import mark
 from galvatron_fx.runtime.module_tree import ModuleTree, module_at
 from galvatron_fx.runtime.one_at_a_time import OneAtATime, refuse_autocast, without_autocast
+from galvatron_fx.runtime.own_outputs import own_outputs
 from galvatron_fx.runtime.program import Call
 from galvatron_fx.runtime.rebalance import ExpertMoves, move, propose, require_alone, restored
 from galvatron_fx.runtime.same_batch import BatchComparison
@@ -167,14 +168,14 @@ class DistributedGraphModule(LikeOriginal):
                     self._rows.complete(flat, row_positions, program.read)
                     results = program.evaluate(self._values(flat))
                     self._update_state(results)
-                return self._outputs(program, results)
+                return self._own_outputs(program, self._outputs(program, results))
             parameters = [self._tensor(port) for port in program.trained_ports]
             self._trained = program
             with self._watch.collectives():
                 self._rows.complete(flat, row_positions, program.read)
                 call = Call(self._values(flat), self._versions(flat), self._update_state, self._alone)
                 results = program.differentiable(call, *parameters)
-        return self._outputs(program, results, program.undifferentiated)
+        return self._own_outputs(program, self._outputs(program, results, program.undifferentiated))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their total norm is at most ``max_norm``; returns the norm before.
@@ -447,6 +448,11 @@ class DistributedGraphModule(LikeOriginal):
             if port.name.startswith(("none ", "input ")):
                 continue
             accumulate(port.name, self._tensor(port), gradient)
+
+    def _own_outputs(self, program: AnyProgram, outputs: Any) -> Any:
+        """Outputs of the rows that this rank brought, where the loss is computed of them."""
+        own = self._rows.is_local and not program.signature.scalars
+        return own_outputs(outputs, program.signature) if own else outputs
 
     def _outputs(self, program: AnyProgram, results: Mapping[OutputSpec, Any], detached: Collection[int] = ()) -> Any:
         """Nest the outputs as the model does, sharded ones as DTensors; those made elsewhere refuse to be read.

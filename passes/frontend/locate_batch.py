@@ -7,7 +7,14 @@ from dataclasses import dataclass, replace
 import sympy
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of, set_meta
+from galvatron_fx.ir.graph.metadata import (
+    TensorSpec,
+    meta_of,
+    output_ports,
+    set_meta,
+    set_signature,
+    signature,
+)
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.placement import Shard, through_view
 from galvatron_fx.ir.graph.symbols import BATCH
@@ -23,7 +30,7 @@ class LocateBatch:
     other operators keep the order of an input dim of the same size.
 
     Rewrite: ``batch_split_factors=()`` -> ``batch_split_factors=(s, 1)`` on ``[sequence * batch, hidden]``; the graph
-    is unchanged.
+    is unchanged. The signature says where the batch lies in the model's outputs.
     """
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
@@ -33,7 +40,19 @@ class LocateBatch:
             for node in graph.graph.nodes:
                 if node.op == "call_function":
                     _annotate(node, sizes.batch)
+            set_signature(graph, signature(graph).having(batch_dims=_of_outputs(graph)))
         return graph
+
+
+def _of_outputs(graph: fx.GraphModule) -> dict[str, tuple[int, int]]:
+    """The dim of each output that has the batch, and in how many runs, by the output's name."""
+    places = {}
+    for port, node in output_ports(graph):
+        spec = meta_of(node).spec if port.kind == "output" and node is not None else None
+        dim = None if spec is None else spec.dim_of(BATCH)
+        if spec is not None and dim is not None:
+            places[port.name] = dim, spec.batch_split_factor(dim)
+    return places
 
 
 def _annotate(node: fx.Node, batch: int) -> None:

@@ -125,7 +125,83 @@ def refusals(mesh: DeviceMesh) -> None:
             raise AssertionError("rows were taken before there is a plan")
 
 
+class Tagger(nn.Module):
+    """Layers without a loss: outputs with the batch first, flattened with the sequence, and not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(40, 12), nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+        self.head, self.scale = nn.Linear(12, 6), nn.Parameter(torch.ones(3))
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return {"tags": self.head(x).transpose(1, 2), "flat": x.flatten(0, 1), "scale": self.scale * 2}
+
+
+def _rows(mesh: DeviceMesh) -> tuple[Tensor, Tensor, slice]:
+    ids = torch.randint(40, (BATCH, 5), generator=torch.Generator().manual_seed(3))
+    count = BATCH // mesh.size()
+    return ids, ids % 6, slice(count * mesh.get_rank(), count * (mesh.get_rank() + 1))
+
+
+def loss_outside(mesh: DeviceMesh) -> None:
+    """A script's own loss of its rows' outputs, as under DistributedDataParallel; outputs that it leaves out give no
+    gradients, where no rank reads them.
+    """
+    ids, targets, own = _rows(mesh)
+    for role in ("zero", "tensor"):
+        torch.manual_seed(0)
+        plain = Tagger().double()
+        plan = Plan.uniform((mesh.size(),), (role,))
+        compiled = galvatron_fx.compile(copy.deepcopy(plain), mesh, (ids[own],), plan=plan, batch="local")
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (compiled, plain)]
+        for step in range(2):
+            for model, rows in ((compiled, own), (plain, slice(None))):
+                outputs = model(ids[rows])
+                loss = nn.functional.cross_entropy(outputs["tags"], targets[rows]) + outputs["flat"].square().mean()
+                if step:
+                    loss = loss + outputs["scale"].sum() * loss
+                loss.backward()
+            assert (compiled.scale.grad is None) == (plain.scale.grad is None) == (step == 0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            same_parameters(compiled, plain, f"{role}, step {step}")
+        with torch.no_grad():
+            same(compiled(ids[own])["tags"], plain(ids)["tags"][own], "tags of own rows")
+
+
+def loss_inside(mesh: DeviceMesh) -> None:
+    """The same script's loss inside of the model, over two stages and micro-batches; weights come out as they were."""
+    ids, targets, own = _rows(mesh)
+    plain = Tagger().double()
+    inside = galvatron_fx.with_loss(plain, lambda outputs, aims: nn.functional.cross_entropy(outputs["tags"], aims))
+    plan = Plan.uniform((2,), ("pipeline",), pipelining=Pipelining(2, 2))
+    compiled = galvatron_fx.compile(inside, mesh, (ids[own], targets[own]), plan=plan, batch="local")
+    found = compiled.forward_backward(ids[own], targets[own])
+    expected = nn.functional.cross_entropy(plain(ids)["tags"], targets)
+    expected.backward()
+    same(found.loss, expected, "loss")
+    gradients = {name: parameter.grad for name, parameter in compiled.named_parameters() if name != "scale"}
+    for name, gradient in gradients.items():
+        same(gradient, plain.get_parameter(name).grad, name)
+    with torch.no_grad():
+        for parameter in compiled.parameters():
+            parameter.mul_(2)
+        for parameter in plain.parameters():
+            parameter.mul_(2)
+        same(
+            galvatron_fx.gather(compiled)(ids, targets).loss,
+            inside(ids, labels=targets).loss,
+            "loss of gathered weights",
+        )
+
+
 OTHERS: dict[str, Check] = {
+    "loss_outside": loss_outside,
+    "loss_inside": loss_inside,
     "the_first_block_is_whole": partial(unlike_blocks, "tensor", "data"),
     "the_last_blocks_are_whole": partial(unlike_blocks, "zero", "tensor"),
     "refusals": refusals,
