@@ -23,6 +23,7 @@ _WORDS: Mapping[str, str] = {
     "sequence": "activations are split along the sequence, attention along its heads (Ulysses)",
     "context": "the sequence is split, attention included, whose keys and values go round a ring",
     "expert": "ranks of the axis hold different experts, to which tokens are sent",
+    "expert_sequence": "as expert, with tokens split along the sequence and not along the batch",
     "pipeline": "ranks of the axis hold different stages, one behind the other",
     "transients": "what operators make on the way and soon drop, gradients of activations included",
     "gathered parameters": "parameters made whole, or in another dtype, for use",

@@ -39,6 +39,7 @@ COLOURS: Mapping[str, tuple[str, str]] = {
     "sequence": ("#6b46c1", "#6b4fbb"),
     "context": ("#97266d", "#8f2b68"),
     "expert": ("#2c7a7b", "#297273"),
+    "expert_sequence": ("#5f7016", "#62731a"),
     "pipeline": ("#4a5568", "#566377"),
     # Causes of time.
     COMPUTE: ("#2b6cb0", "#3d7fc4"),

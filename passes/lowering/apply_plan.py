@@ -17,7 +17,7 @@ from galvatron_fx.ir.graph.placement import Placement
 from galvatron_fx.ir.graph.precision import policy_of
 from galvatron_fx.ir.kernels.experts import route
 from galvatron_fx.ir.plan.plan import Plan
-from galvatron_fx.ir.plan.strategy import CONTEXT, EXPERT, Strategy, batch_ranks
+from galvatron_fx.ir.plan.strategy import CONTEXT, EXPERT, EXPERT_ROLES, EXPERT_SEQUENCE, Strategy, batch_ranks
 from passes.analysis.block_names import named_block
 from passes.analysis.blocks import fingerprints, graph_fingerprint, num_blocks, num_values
 from passes.lowering.lower_stages import LoweredStages, LowerStages
@@ -84,7 +84,12 @@ def warn_without_sequence(plan: Plan, graph: fx.GraphModule) -> None:
     if symbols is not None and symbols.sequence:
         return
     same = "its ranks all compute the same"
-    for role, stays in (("sequence", same), (CONTEXT, same), ("tensor_sequence", "it is as 'tensor'")):
+    for role, stays in (
+        ("sequence", same),
+        (CONTEXT, same),
+        (EXPERT_SEQUENCE, same),
+        ("tensor_sequence", "it is as 'tensor'"),
+    ):
         if any(role in block.strategy.roles for block in plan.blocks):
             warnings.warn(
                 f"role '{role}' splits no sequence in this model, so {stays}: the model fixes the length, or takes no "
@@ -94,17 +99,18 @@ def warn_without_sequence(plan: Plan, graph: fx.GraphModule) -> None:
 
 
 def warn_without_experts(plan: Plan, graph: fx.GraphModule) -> None:
-    """Tell of a role ``expert`` in a plan that somebody gave that finds no experts, or too odd a number of them."""
+    """Tell of roles for experts, in a plan that somebody gave, that find none, or too odd a number of them."""
     counts = sorted({int(node.args[1]) for node in graph.graph.nodes if node.target is route})
     for strategy in dict.fromkeys(block.strategy for block in plan.blocks):
-        ranks = prod(size for role, size in zip(strategy.roles, plan.axis_sizes, strict=True) if role == EXPERT)
+        ranks = prod(size for role, size in zip(strategy.roles, plan.axis_sizes, strict=True) if role in EXPERT_ROLES)
         odd = [count for count in counts if count % ranks]
-        if EXPERT in strategy.roles and (odd or not counts):
+        if strategy.splits_experts and (odd or not counts):
             found = (
                 f"its {odd[0]} experts over {ranks} ranks do not divide" if odd else "it has none that tokens choose"
             )
+            role, alike = ("expert", "data") if EXPERT in strategy.roles else (EXPERT_SEQUENCE, "sequence")
             warnings.warn(
-                f"role 'expert' ({strategy}) splits no experts in this model, so it is as 'data': {found}. Give the "
+                f"role '{role}' ({strategy}) splits no experts in this model, so it is as '{alike}': {found}. Give the "
                 f"axis another role, or a size that divides the experts",
                 stacklevel=3,
             )

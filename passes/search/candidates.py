@@ -7,7 +7,7 @@ from itertools import product
 from math import prod
 
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
-from galvatron_fx.ir.plan.strategy import CONTEXT, EXPERT, PIPELINE, Strategy
+from galvatron_fx.ir.plan.strategy import CONTEXT, EXPERT, EXPERT_SEQUENCE, PIPELINE, Strategy
 
 FREE_AXES = 3  # up to so many mesh axes, every assignment of roles to axes is a candidate
 _TENSOR_ROLES = ("tensor", "tensor_sequence")
@@ -115,7 +115,12 @@ def _are_too_many(axes: Sequence[Axis], inside: int, samples: int | None) -> boo
 
 def _two_model_roles(model: Sequence[str], inside: int) -> Iterator[tuple[str, ...]]:
     """A tensor role, or heads, on the innermost of the ``inside`` inner axes, another role on the rest."""
-    inner_of = {"sequence": _TENSOR_ROLES, CONTEXT: ("sequence", *_TENSOR_ROLES), EXPERT: _TENSOR_ROLES}
+    inner_of = {
+        "sequence": _TENSOR_ROLES,
+        CONTEXT: ("sequence", *_TENSOR_ROLES),
+        EXPERT: _TENSOR_ROLES,
+        EXPERT_SEQUENCE: _TENSOR_ROLES,
+    }
     for outer, inner in ((outer, inner) for outer, roles in inner_of.items() for inner in roles):
         if {outer, inner} <= set(model):
             yield from ((outer,) * (inside - k) + (inner,) * k for k in range(1, inside))

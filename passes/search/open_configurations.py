@@ -11,7 +11,7 @@ from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.graph.metadata import signature
 from galvatron_fx.ir.graph.precision import cast_parameter
 from galvatron_fx.ir.kernels.experts import route
-from galvatron_fx.ir.plan.strategy import CAPACITY, CONTEXT, EXPERT, ROLES
+from galvatron_fx.ir.plan.strategy import CAPACITY, CONTEXT, EXPERT_ROLES, ROLES
 from passes.search.candidates import axis_partitions, candidates
 from passes.search.configurations import Configurations, Ladder, Pins
 from passes.search.cost_table.cost_table import CostTable, CostTableRequest, Pricer, cost_table_requests
@@ -141,7 +141,7 @@ class OpenConfigurations:
             selective,
         )
         strategies = tuple(
-            replace(each, capacity=self.capacity) if EXPERT in each.roles else each for each in strategies
+            replace(each, capacity=self.capacity) if each.splits_experts else each for each in strategies
         )
         kinds = axis_partitions(cluster.shape, pipeline_axes)
         return cost_table_requests(strategies, num_microbatches, kinds, selective)
@@ -152,7 +152,7 @@ class OpenConfigurations:
         routes = any(node.target is route for node in graph.graph.nodes)
         symbols = graph.meta.get("symbols")
         is_long = symbols is not None and symbols.sequence >= _LONG_SEQUENCE
-        useless = set() if routes else {EXPERT}
+        useless = set() if routes else set(EXPERT_ROLES)
         return useless if is_long or set(self.roles) != set(ROLES) else {*useless, CONTEXT}
 
 

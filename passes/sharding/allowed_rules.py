@@ -12,7 +12,7 @@ from cost_models.ops import is_free, is_matmul
 from galvatron_fx.ir.graph.op_call import OpCall
 from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement, Shard, fits, is_routed
 from galvatron_fx.ir.graph.precision import cast_gradient
-from galvatron_fx.ir.plan.strategy import BATCH_ROLES, EXPERT
+from galvatron_fx.ir.plan.strategy import BATCH_ROLES
 from passes.sharding import attention_rules, batched_rules, collective_rules, expert_rules, own_rules, random_rules  # noqa: F401  (register rules)  # noqa: F401  (likewise)
 from passes.sharding.own_rules import VIEWS, view_rules
 from passes.sharding.roles import RoleRules
@@ -56,13 +56,18 @@ class AllowedRules:
         return tuple(splitting if any(rule.splits_work for rule in splitting) else allowed)
 
     def _allowed(self, rule: OpRule, call: OpCall) -> bool:
-        pairs = [*zip(rule.outputs, call.outputs, strict=True), *zip(rule.inputs, call.inputs, strict=True)]
         if rule.exchanges:
-            return self.role.role == EXPERT
+            return self.role.allows_exchange(rule, call)
         fitting = all(
-            spec is None or (fits(p, spec.shape, self.degree) and self.role.allows(spec, p)) for p, spec in pairs
+            spec is None or (fits(p, spec.shape, self.degree) and self.role.allows(spec, p))
+            for p, spec in rule.placed(call)
         )
-        return fitting and not self._sums_features(rule, call) and not self._rounds_otherwise(rule, call)
+        return (
+            fitting
+            and not self.role.mixes_weights(rule, call)
+            and not self._sums_features(rule, call)
+            and not self._rounds_otherwise(rule, call)
+        )
 
     def _rounds_otherwise(self, rule: OpRule, call: OpCall) -> bool:
         """Whether the rule adds up terms in a narrower dtype than the parameters have, or casts terms to a narrower

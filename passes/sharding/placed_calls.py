@@ -102,8 +102,7 @@ def _has_rule(call: OpCall, rule: OpRule, degree: int) -> bool:
 
 
 def _fits(rule: OpRule, call: OpCall, degree: int) -> bool:
-    pairs = [*zip(rule.outputs, call.outputs, strict=True), *zip(rule.inputs, call.inputs, strict=True)]
-    return all(spec is None or fits(placement, spec.shape, degree) for placement, spec in pairs)
+    return all(spec is None or fits(placement, spec.shape, degree) for placement, spec in rule.placed(call))
 
 
 def _of_sorted_rows(rule: OpRule) -> OpRule:

@@ -7,18 +7,19 @@ from dataclasses import dataclass
 import torch
 
 from galvatron_fx.ir.graph.metadata import TensorSpec
+from galvatron_fx.ir.graph.op_call import OpCall
 from galvatron_fx.ir.graph.placement import REPLICATE, Placement, Shard, fits
 from galvatron_fx.ir.graph.symbols import BATCH, SEQUENCE
 from galvatron_fx.ir.kernels.experts import place_by_rank, route
-from galvatron_fx.ir.plan.strategy import BATCH_ROLES, CONTEXT, EXPERT
-from passes.sharding.rules import OpRule
+from galvatron_fx.ir.plan.strategy import BATCH_ROLES, CONTEXT, EXPERT_ROLES, EXPERT_SEQUENCE
+from passes.sharding.rules import OpRule, counts_tokens
 
 _WHOLE_WEIGHTS = ("sequence", CONTEXT)
 _ATTENTION = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 )
-_SEQUENCE_ROLES = (*_WHOLE_WEIGHTS, "tensor_sequence")
+_SEQUENCE_ROLES = (*_WHOLE_WEIGHTS, "tensor_sequence", EXPERT_SEQUENCE)
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class RoleRules:
         """Whether a value inside a block may be placed so."""
         if not isinstance(placement, Shard):
             return True
-        if self.role == EXPERT and spec.dim_of(BATCH) is None:
+        if self.role in EXPERT_ROLES and self._is_of_experts(spec):
             return placement in self.parameter_choices(spec)
         symbols = getattr(spec.symbolic[placement.dim], "free_symbols", ())
         if placement.split_factor > 1 and not symbols:
@@ -50,6 +51,10 @@ class RoleRules:
         if self.role == "tensor" and SEQUENCE in symbols and not self._splits_features(spec, placement):
             return False
         return self.splits_batch(spec, placement) == (self.role in BATCH_ROLES)
+
+    def _is_of_experts(self, spec: TensorSpec) -> bool:
+        """Whether a value may be one of the experts' weights: no part of what the role splits along its tokens."""
+        return spec.dim_of(BATCH) is None and (self.role not in _SEQUENCE_ROLES or spec.dim_of(SEQUENCE) is None)
 
     def _splits_features(self, spec: TensorSpec, placement: Shard) -> bool:
         """Whether the shard lies behind the batch and the sequence of a flattened dim (heads, say)."""
@@ -71,7 +76,26 @@ class RoleRules:
         """
         if self.role == CONTEXT and target in _ATTENTION:
             return not rule.expansion
-        return self.role == EXPERT and target in (route, place_by_rank) and not rule.exchanges
+        return self.role in EXPERT_ROLES and target in (route, place_by_rank) and not rule.exchanges
+
+    def allows_exchange(self, rule: OpRule, call: OpCall) -> bool:
+        """Whether ranks may exchange rows so: those of tokens that the role splits, for experts that it splits."""
+        return self.role in EXPERT_ROLES and all(
+            self.splits_batch(spec, placement) == (self.role in BATCH_ROLES)
+            for placement, spec in rule.placed(call)
+            if isinstance(placement, Shard) and spec is not None and counts_tokens(spec, placement)
+        )
+
+    def mixes_weights(self, rule: OpRule, call: OpCall) -> bool:
+        """Whether an operator would split features by weights that lie as experts do, as role ``tensor`` splits them;
+        under ``expert_sequence`` the weights of all but experts are whole.
+        """
+        if self.role != EXPERT_SEQUENCE:
+            return False
+        of_experts = {
+            self._is_of_experts(spec) for placement, spec in rule.placed(call) if isinstance(placement, Shard) and spec
+        }
+        return len(of_experts) > 1
 
     def must_split(self, spec: TensorSpec) -> bool:
         """Whether a value holds what the axis is there to split: the batch, or the sequence."""
@@ -88,7 +112,8 @@ class RoleRules:
         """
         if self.role in BATCH_ROLES:
             return not (isinstance(have, Shard) and want == REPLICATE)
-        if self.role in _WHOLE_WEIGHTS or isinstance(have, Shard) or not isinstance(want, Shard):
+        whole_weights = self.role in (*_WHOLE_WEIGHTS, EXPERT_SEQUENCE)
+        if whole_weights or isinstance(have, Shard) or not isinstance(want, Shard):
             return True
         size = spec.symbolic[want.dim]
         activation = spec.dim_of(BATCH) is not None or spec.dim_of(SEQUENCE) is not None
@@ -96,7 +121,11 @@ class RoleRules:
 
     def parameter_choices(self, spec: TensorSpec) -> list[Placement]:
         """Where a parameter of the block may lie, given its local shape, while its block runs."""
-        dims = {"tensor": len(spec.shape), "tensor_sequence": len(spec.shape), EXPERT: int(len(spec.shape) > 1)}
+        dims = {
+            "tensor": len(spec.shape),
+            "tensor_sequence": len(spec.shape),
+            **dict.fromkeys(EXPERT_ROLES, int(len(spec.shape) > 1)),
+        }
         shards: list[Placement] = [
             Shard(dim) for dim in range(dims.get(self.role, 0)) if fits(Shard(dim), spec.shape, self.degree)
         ]
@@ -120,7 +149,7 @@ class RoleRules:
         """Whether every rank makes a term of the gradient of a whole parameter: from its part of the batch, or of the
         sequence.
         """
-        return self.role in (*BATCH_ROLES, *_WHOLE_WEIGHTS)
+        return self.role in (*BATCH_ROLES, *_WHOLE_WEIGHTS, EXPERT_SEQUENCE)
 
     def leaves_terms(self) -> bool:
         """Whether gradients leave the axis as terms of a sum, for :mod:`passes.sharding.shard_parameters` to reduce and

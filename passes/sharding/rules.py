@@ -7,7 +7,7 @@ strided shards or special local programs matter. An operator without any rule is
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -57,6 +57,11 @@ class OpRule:
     def __str__(self) -> str:
         arrow = f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"
         return f"{arrow} [{self.expansion}]" if self.expansion else arrow
+
+    def placed(self, call: OpCall) -> Iterator[tuple[Placement, TensorSpec | None]]:
+        """What ``call`` takes and leaves, and where the rule places it."""
+        yield from zip(self.outputs, call.outputs, strict=True)
+        yield from zip(self.inputs, call.inputs, strict=True)
 
     @property
     def splits_work(self) -> bool:
@@ -149,19 +154,21 @@ def strided(rule: OpRule, call: OpCall, candidates: Iterable[Placement], degree:
     runs, but for those of losses, which take rows one by one; rules that speak of routed rows say themselves which
     those are.
     """
-    if not rule.splits_work or (rule.expansion and rule.expansion not in ROW_EXPANSIONS):
+    if not rule.splits_work or (rule.expansion and rule.expansion not in ROW_EXPANSIONS and not rule.exchanges):
         return []
     shards = [p for p in candidates if isinstance(p, Shard)]
     kinds = {(p.split_factor, p.routed and not rule.routes, p.mirrored) for p in shards} - {(1, False, False)}
 
-    def stride(placement: Placement, split_factor: int, routed: bool, mirrored: bool) -> Placement:
-        if not isinstance(placement, Shard):
+    def stride(pair: tuple[Placement, TensorSpec | None], kind: tuple[int, bool, bool]) -> Placement:
+        placement, spec = pair
+        if not isinstance(placement, Shard) or (rule.exchanges and not counts_tokens(spec, placement)):
             return placement
+        split_factor, routed, mirrored = kind
         return replace(placement, split_factor=split_factor, routed=placement.routed or routed, mirrored=mirrored)
 
     def instance(kind: tuple[int, bool, bool]) -> OpRule:
-        outputs, inputs = (tuple(stride(p, *kind) for p in side) for side in (rule.outputs, rule.inputs))
-        return OpRule(outputs, inputs, rule.expansion)
+        placed = [stride(pair, kind) for pair in rule.placed(call)]
+        return OpRule(tuple(placed[: len(call.outputs)]), tuple(placed[len(call.outputs) :]), rule.expansion)
 
     instances = [instance(kind) for kind in sorted(kinds)]
     placements = {*rule.outputs, *rule.inputs}
@@ -169,6 +176,11 @@ def strided(rule: OpRule, call: OpCall, candidates: Iterable[Placement], degree:
     if is_plain and not rule.routes and not rule.expansion:
         instances += _of_exchanged(rule, candidates)
     return [instance for instance in instances if _valid(instance, call, degree)]
+
+
+def counts_tokens(spec: TensorSpec | None, placement: Shard) -> bool:
+    """Whether the dim that is split has an index for each token, or copy of one, rather than for each expert."""
+    return spec is not None and bool(getattr(spec.symbolic[placement.dim], "free_symbols", ()))
 
 
 def _of_exchanged(rule: OpRule, candidates: Iterable[Placement]) -> list[OpRule]:
@@ -183,8 +195,7 @@ def _of_exchanged(rule: OpRule, candidates: Iterable[Placement]) -> list[OpRule]
 
 
 def _valid(rule: OpRule, call: OpCall, degree: int) -> bool:
-    pairs = [*zip(rule.outputs, call.outputs, strict=True), *zip(rule.inputs, call.inputs, strict=True)]
-    return all(spec is None or fits(placement, spec.shape, degree) for placement, spec in pairs)
+    return all(spec is None or fits(placement, spec.shape, degree) for placement, spec in rule.placed(call))
 
 
 # ---- torch's rules -------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from galvatron_fx.ir.graph.metadata import meta_of, ports, set_meta, signature
 from galvatron_fx.ir.graph.pass_pipeline import PassControl, PassPipeline
 from galvatron_fx.ir.graph.placement import REPLICATE, Placement
 from galvatron_fx.ir.graph.rewrite import copied
-from galvatron_fx.ir.plan.strategy import BATCH_ROLES, EXPERT, LOWERING_ORDER, PIPELINE, Strategy
+from galvatron_fx.ir.plan.strategy import BATCH_ROLES, EXPERT_ROLES, LOWERING_ORDER, PIPELINE, Strategy
 from passes.sharding.assign_shardings import AssignShardings
 from passes.sharding.dense_arguments import DenseArguments
 from passes.sharding.exchange_in_rounds import ExchangeInRounds
@@ -100,7 +100,7 @@ class ShardGraph:
         """
 
         def ranks(block: int, some: Sequence[MergedAxis]) -> int:
-            return prod(column.degree for column in some if column.roles[block] == EXPERT)
+            return prod(column.degree for column in some if column.roles[block] in EXPERT_ROLES)
 
         before = [ranks(block, columns[:index]) for block in range(len(self.strategies))]
         behind = [ranks(block, columns[index + 1 :]) for block in range(len(self.strategies))]
@@ -143,5 +143,5 @@ def merge_axes(strategies: Sequence[Strategy], axes: Sequence[Axis]) -> tuple[Me
 
 def _lowering_rank(column: MergedAxis) -> tuple[int, tuple[int, ...]]:
     """Ranks exchange tokens that all roles which split tokens have split."""
-    role = EXPERT if EXPERT in column.roles else column.main_role
+    role = next((role for role in EXPERT_ROLES if role in column.roles), column.main_role)
     return LOWERING_ORDER.index(role), column.axes

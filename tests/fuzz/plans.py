@@ -9,7 +9,7 @@ from random import Random
 from galvatron_fx.ir.plan.schedule import Schedule, legal, make_schedule
 from galvatron_fx.ir.plan.strategy import CAPACITY, PIPELINE, Strategy
 
-ROLES = ("data", "zero", "tensor", "tensor_sequence", "sequence", "context", "expert")
+ROLES = ("data", "zero", "tensor", "tensor_sequence", "sequence", "context", "expert", "expert_sequence")
 MESHES = ((2,), (2,), (3,), (2, 2), (2, 2), (2, 2), (2, 2), (2, 3), (3, 2), (2, 2, 2))
 SCHEDULES = ("1f1b", "gpipe", "zb_h1")
 _VALUES = 24

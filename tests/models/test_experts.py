@@ -35,7 +35,8 @@ def case(family: str) -> tuple[nn.Module, dict[str, torch.Tensor], fx.GraphModul
 PLANS = [
     (("data", "zero"), False, 1), (("sequence",), True, 1), (("zero", "tensor"), False, 1),
     (("tensor_sequence",), True, 1), (("expert",), True, 0.25), (("zero", "expert"), False, 1),
-    (("expert", "tensor"), False, 0.25), (("data", "expert"), True, 2), (("tensor_sequence", "expert"), False, 1.25),
+    (("expert", "tensor"), False, 0.25), (("data", "expert_sequence"), True, 2),
+    (("tensor_sequence", "expert"), False, 1.25),
 ]  # fmt: skip
 
 
@@ -103,7 +104,7 @@ def folded(graph: fx.GraphModule, attention: Strategy, experts: Strategy) -> lis
 
 FOLDED = [
     (Strategy(("data", "tensor_sequence")), Strategy(("data", "expert"), recompute=True)),
-    (Strategy(("tensor_sequence", "tensor"), recompute=True), Strategy(("expert", "tensor"))),
+    (Strategy(("tensor_sequence", "tensor"), recompute=True), Strategy(("expert_sequence", "tensor"))),
 ]
 
 
@@ -120,7 +121,7 @@ MORE_AXES = [
     (
         "deepseek",
         Strategy(("data", "tensor_sequence", "tensor")),
-        Strategy(("expert", "expert", "tensor"), recompute=True),
+        Strategy(("expert", "expert_sequence", "tensor"), recompute=True),
     ),
 ]
 

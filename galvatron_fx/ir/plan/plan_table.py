@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from galvatron_fx.ir.periods import periodic_runs
 from galvatron_fx.ir.plan import text_table
 from galvatron_fx.ir.plan.precision_policy import describe_policy
-from galvatron_fx.ir.plan.strategy import EXPERT, Strategy
+from galvatron_fx.ir.plan.strategy import Strategy
 from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def describe_roles(strategy: Strategy, axis_sizes: tuple[int, ...], axis_names: 
     runs = groupby(zip(dims, strategy.roles, axis_sizes, strict=True), key=lambda axis: axis[:2])
     parts = [f"{dim} {role}×{prod(size for *_, size in run)}".lstrip() for (dim, role), run in runs]
     roles = " · ".join(parts) or "one device"
-    return f"{roles} (capacity {strategy.capacity:g})" if EXPERT in strategy.roles else roles
+    return f"{roles} (capacity {strategy.capacity:g})" if strategy.splits_experts else roles
 
 
 def describe_keeps(strategy: Strategy, casts: bool = False) -> str:

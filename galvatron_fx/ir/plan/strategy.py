@@ -14,6 +14,7 @@ role                what the ranks along the axis do
                     (Megatron sequence parallelism)
 ``expert``          split the batch, and the experts of a mixture of experts: tokens travel to the
                     ranks that hold their experts and back; other parameters are replicated
+``expert_sequence`` as ``expert``, but tokens are split along the sequence, and attention by heads
 ``sequence``        split the activations along the sequence, and attention by heads; parameters are
                     replicated (Ulysses)
 ``context``         split the activations along the sequence, attention too: keys and values travel
@@ -35,6 +36,8 @@ __all__ = [
     "CAPACITY",
     "CONTEXT",
     "EXPERT",
+    "EXPERT_ROLES",
+    "EXPERT_SEQUENCE",
     "LOWERING_ORDER",
     "PIPELINE",
     "ROLES",
@@ -52,14 +55,37 @@ __all__ = [
 
 PIPELINE = "pipeline"
 EXPERT = "expert"
+EXPERT_SEQUENCE = "expert_sequence"
 CONTEXT = "context"
 
-ROLES: tuple[str, ...] = ("data", "zero", "tensor", "tensor_sequence", "sequence", CONTEXT, EXPERT, PIPELINE)
+ROLES: tuple[str, ...] = (
+    "data",
+    "zero",
+    "tensor",
+    "tensor_sequence",
+    "sequence",
+    CONTEXT,
+    EXPERT,
+    EXPERT_SEQUENCE,
+    PIPELINE,
+)
 
 BATCH_ROLES = ("data", "zero", EXPERT)
 """Those that split the batch."""
 
-LOWERING_ORDER: tuple[str, ...] = ("zero", "data", CONTEXT, "sequence", EXPERT, "tensor_sequence", "tensor")
+EXPERT_ROLES = (EXPERT, EXPERT_SEQUENCE)
+"""Those that split experts, to which tokens travel."""
+
+LOWERING_ORDER: tuple[str, ...] = (
+    "zero",
+    "data",
+    CONTEXT,
+    "sequence",
+    EXPERT,
+    EXPERT_SEQUENCE,
+    "tensor_sequence",
+    "tensor",
+)
 """The order in which lowering takes the roles, and in which :meth:`Strategy.groups` lists them; stages are cut last."""
 
 
@@ -69,7 +95,8 @@ mirrored) or nothing."""
 
 _SPLIT = {
     **dict.fromkeys(BATCH_ROLES, "batch"),
-    **{"tensor": "", "tensor_sequence": "sequence", "sequence": "sequence", CONTEXT: "context"},
+    **dict.fromkeys(("tensor_sequence", "sequence", EXPERT_SEQUENCE), "sequence"),
+    **{"tensor": "", CONTEXT: "context"},
 }
 
 _FLAGS = ("recompute", "keep_gathered", "gather_late")
@@ -98,10 +125,10 @@ class Strategy:
     that ``zero`` axes gathered, or mixed precision cast, in forward until backward (ZeRO-2-like);
     without it they are gathered again (ZeRO-3-like). With both, ``recompute`` of a whole block wins: the gathers are
     computed again as all else is. ``gather_late`` gathers right before use; without it, gathers start a
-    block ahead where the cluster gains by that, and take memory for that long. ``capacity``: under role
-    ``expert``, each rank has room for so many times the rows that it sends to another in the mean, which bounds
-    memory; what has no room is sent in further rounds, so no token is lost. Prices count on an expert's rank that
-    has so many times the mean.
+    block ahead where the cluster gains by that, and take memory for that long. ``capacity``: under roles that split
+    experts, each rank has room for so many times the rows that it sends to another in the mean, which bounds memory;
+    what has no room is sent in further rounds, so no token is lost. Prices count on an expert's rank that has so many
+    times the mean.
 
     Raises PlanError for an unknown role, for values of a wrong type, and for values to keep that cannot be.
     """
@@ -133,7 +160,7 @@ class Strategy:
                 f"sends to another, over their mean; write for example {CAPACITY}"
             )
         # Where nothing is exchanged it says nothing, and equal strategies are written alike.
-        object.__setattr__(self, "capacity", float(capacity) if EXPERT in self.roles else CAPACITY)
+        object.__setattr__(self, "capacity", float(capacity) if self.splits_experts else CAPACITY)
         self._check_keeps()
 
     def _check_keeps(self) -> None:
@@ -154,6 +181,11 @@ class Strategy:
                 f"block that recomputes may keep some of its values, one that does not keeps all; give recompute=True "
                 f"with both keeps and num_values, or neither"
             )
+
+    @property
+    def splits_experts(self) -> bool:
+        """Whether ranks of some axis hold unlike experts."""
+        return any(role in EXPERT_ROLES for role in self.roles)
 
     @property
     def recomputes_all(self) -> bool:
@@ -183,7 +215,7 @@ class Strategy:
     def to_dict(self) -> dict[str, object]:
         """Return the strategy as plain JSON values; ``capacity`` where it has a meaning, ``keeps`` where there are."""
         fields: dict[str, object] = {"roles": list(self.roles), **{name: getattr(self, name) for name in _FLAGS}}
-        if EXPERT in self.roles:
+        if self.splits_experts:
             fields["capacity"] = self.capacity
         return {**fields, "keeps": list(self.keeps), "num_values": self.num_values} if self.keeps else fields
 
@@ -215,7 +247,7 @@ class Strategy:
         ``data zero expert +recompute capacity=2``.
         """
         flags = [f"+{name}" for name in _FLAGS if getattr(self, name)]
-        if EXPERT in self.roles and self.capacity != CAPACITY:
+        if self.splits_experts and self.capacity != CAPACITY:
             flags.append(f"capacity={self.capacity:g}")
         if self.keeps:
             flags.append(f"+keeps {','.join(map(str, self.keeps))} of {self.num_values}")

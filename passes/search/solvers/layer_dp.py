@@ -20,12 +20,14 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import ArrayLike
 
-from galvatron_fx.ir.arrays import Floats, Ints
+from galvatron_fx.ir.arrays import Bools, Floats, Ints
 from galvatron_fx.ir.errors import InputError
 
 _PRICE_STEPS = 64  # breakpoints of the dual; a handful is usual
 _RELAXED_PRICES = 25
 _SLACK = 1e-12  # relative: labels that tie with the incumbent are of no use
+_MANY_LABELS = 4096  # from which on those are thinned out that differ by less than the gap allows
+_THINNED = 0.25  # of the gap, which all thinning together may cost
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,9 @@ class _Chain:
     memory: Floats
     transition: Floats
     budget: float
+    kinds: Ints
     _to_go: dict[float, Floats] = field(default_factory=dict)
+    _before: dict[float, Floats] = field(default_factory=dict)
 
     def to_go(self, price: float) -> Floats:
         """``[L,S]``: the cheapest completion after block l in strategy s, at ``price`` seconds a byte."""
@@ -63,7 +67,31 @@ class _Chain:
     def by_memory(self) -> _Chain:
         """The chain with memory for time: its cheapest is the one that takes least."""
         memory = np.where(np.isfinite(self.time), self.memory, np.inf)
-        return _Chain(memory, self.memory, np.where(np.isfinite(self.transition), 0.0, np.inf), self.budget)
+        change = np.where(np.isfinite(self.transition), 0.0, np.inf)
+        return _Chain(memory, self.memory, change, self.budget, self.kinds)
+
+    @cached_property
+    def members(self) -> Ints:
+        """``[K, most]``: the strategies of each kind, -1 behind them."""
+        of_kind = [np.flatnonzero(self.kinds == kind) for kind in range(int(self.kinds.max()) + 1)]
+        members = np.full((len(of_kind), max(map(len, of_kind))), -1)
+        for row, strategies in zip(members, of_kind, strict=True):
+            row[: len(strategies)] = strategies
+        return members
+
+    @cached_property
+    def changes(self) -> Floats:
+        """``[L-1, K, K]``: of going from one kind to another."""
+        first = self.members[:, 0]
+        return self.transition[:, first[:, None], first[None, :]]
+
+    def before(self, price: float) -> Floats:
+        """``[L, K]``: the cheapest completion of a chain that takes a strategy of kind k in block l next."""
+        if price not in self._before:
+            cost = self.time + price * self.memory + self.to_go(price)
+            padded = np.concatenate([cost, np.full((len(cost), 1), np.inf)], axis=1)  # where -1 stands for none
+            self._before[price] = padded[:, self.members].min(axis=2)
+        return self._before[price]
 
     def measure(self, picks: list[int]) -> tuple[float, float]:
         """Time and memory of a chain."""
@@ -80,6 +108,7 @@ def solve_layers(
     budget_bytes: float,
     gap: float = 0.0,
     known_s: float = np.inf,
+    kinds: ArrayLike | None = None,
 ) -> tuple[list[int], float, float] | None:
     """Choose a strategy for every layer: the least total time whose total memory is within the budget.
 
@@ -87,11 +116,12 @@ def solve_layers(
     ``transition_s[L-1, S, S]``: of going from one strategy to the next layer's; ``budget_bytes``: for the sum of
     memory. Returns (strategy per layer, total seconds, total bytes), the exact optimum, or with ``gap`` above zero a
     choice whose time is proven to be within that share of it, sooner; None where nothing fits. ``known_s``: where no
-    choice is faster than that, any that fits is returned, sooner.
+    choice is faster than that, any that fits is returned, sooner. ``kinds[S]``: strategies of one number have equal
+    transitions, from and to all others, which makes it sooner as well (None: all differ).
 
     Raises InputError for arrays that do not match.
     """
-    costs = _checked(time_s, memory_bytes, transition_s, budget_bytes)
+    costs = _checked(time_s, memory_bytes, transition_s, budget_bytes, kinds)
     _, least, _ = costs.by_memory.cheapest(0.0)
     if not least <= costs.budget:
         return None
@@ -103,7 +133,7 @@ def solve_layers(
 
 def cheapest_layers(time_s: Floats, transition_s: Floats) -> list[int]:
     """The fastest strategies for all layers, whatever memory they take; arrays as of :func:`solve_layers`."""
-    return _Chain(time_s, np.zeros_like(time_s), transition_s, np.inf).cheapest(0.0)[0]
+    return _Chain(time_s, np.zeros_like(time_s), transition_s, np.inf, np.arange(time_s.shape[1])).cheapest(0.0)[0]
 
 
 def relaxed_s(time_s: Floats, memory_bytes: Floats, counts: Ints, budgets_bytes: Floats) -> Floats:
@@ -124,7 +154,9 @@ def relaxed_s(time_s: Floats, memory_bytes: Floats, counts: Ints, budgets_bytes:
     return bounds
 
 
-def _checked(time_s: ArrayLike, memory_bytes: ArrayLike, transition_s: ArrayLike, budget: float) -> _Chain:
+def _checked(
+    time_s: ArrayLike, memory_bytes: ArrayLike, transition_s: ArrayLike, budget: float, kinds: ArrayLike | None
+) -> _Chain:
     time = np.asarray(time_s, dtype=np.float64)
     memory = np.asarray(memory_bytes, dtype=np.float64)
     if time.ndim != 2 or time.shape != memory.shape or 0 in time.shape:
@@ -137,7 +169,11 @@ def _checked(time_s: ArrayLike, memory_bytes: ArrayLike, transition_s: ArrayLike
         if np.isnan(values).any() or (values < 0).any():
             raise InputError(f"{name} holds negative numbers or NaN")
     impossible = ~(np.isfinite(time) & np.isfinite(memory))
-    return _Chain(np.where(impossible, np.inf, time), np.where(impossible, 0.0, memory), transition, float(budget))
+    numbers = np.unique(np.arange(strategies) if kinds is None else np.asarray(kinds), return_inverse=True)[1]
+    if len(numbers) != strategies:
+        raise InputError(f"kinds has {len(numbers)} numbers for {strategies} strategies: give one for each")
+    time, memory = np.where(impossible, np.inf, time), np.where(impossible, 0.0, memory)
+    return _Chain(time, memory, transition, float(budget), numbers)
 
 
 def _incumbent(costs: _Chain, below_s: float) -> tuple[list[int], float]:
@@ -218,39 +254,104 @@ def _joined(costs: _Chain, head: list[int], tail: list[int]) -> tuple[Floats, Fl
 
 
 def _labels(costs: _Chain, incumbent: list[int], price: float, gap: float, known_s: float) -> list[int]:
-    """Extend Pareto-optimal labels block by block; returns the picks of the best chain, if it is below ``known_s``."""
-    best_time = min(costs.measure(incumbent)[0], known_s)
-    time_to_go = costs.to_go(0.0)
-    memory_to_go = costs.by_memory.to_go(0.0)
-    priced_to_go = costs.to_go(price)
-    layers, strategies = costs.time.shape
+    """Extend Pareto-optimal labels block by block; returns the picks of the best chain, if it is below ``known_s``.
+
+    What follows depends on a strategy's kind alone, so labels of one kind compete, and one change of kind is priced
+    once for all the strategies behind it.
+    """
+    best_s = min(costs.measure(incumbent)[0], known_s)
+    thinned = gap * _THINNED
+    limits = _Limits(costs, price, best_s * (1 - (gap - thinned)))
+    bin_s = best_s * thinned / len(costs.time)
     history: list[tuple[Ints, Ints]] = []
-    where = np.flatnonzero(np.isfinite(costs.time[0]))
-    time, memory, parent = costs.time[0][where], costs.memory[0][where], np.full(len(where), -1)
-    for layer in range(layers):
-        if layer:
-            step = costs.transition[layer - 1][where] + costs.time[layer][None, :]
-            time = (time[:, None] + step).ravel()
-            memory = (memory[:, None] + costs.memory[layer][None, :]).ravel()
-            parent = np.repeat(np.arange(len(where)), strategies)
-            where = np.tile(np.arange(strategies), len(where))
-        fits = memory + memory_to_go[layer][where] <= costs.budget
-        bound = np.maximum(
-            time + time_to_go[layer][where],
-            time + price * memory + priced_to_go[layer][where] - price * costs.budget,
-        )
-        keep = np.flatnonzero(fits & (bound < best_time * (1 - gap)))
-        keep = keep[_pareto(where[keep], time[keep], memory[keep])]
-        if not len(keep):
+    labels = _Labels(np.zeros(1, dtype=np.intp), np.zeros(1), np.zeros(1), np.full(1, -1), np.zeros(1, dtype=np.intp))
+    for layer in range(len(costs.time)):
+        entering = labels if not layer else _entering(costs, limits, layer, labels)
+        labels = _extended(costs, limits, layer, entering, first=not layer)
+        labels = labels.take(_pareto(labels.kind, labels.time, labels.memory))
+        if gap > _SLACK and len(labels.time) > _MANY_LABELS:
+            labels = labels.take(_thinned(labels, bin_s))
+        if not len(labels.time):
             return incumbent
-        where, time, memory, parent = where[keep], time[keep], memory[keep], parent[keep]
-        history.append((where, parent))
+        history.append((labels.pick, labels.parent))
     picks: list[int] = []
-    label = int(np.argmin(time))
-    for where, parent in reversed(history):
-        picks.append(int(where[label]))
+    label = int(np.argmin(labels.time))
+    for pick, parent in reversed(history):
+        picks.append(int(pick[label]))
         label = int(parent[label])
     return picks[::-1]
+
+
+@dataclass(frozen=True)
+class _Labels:
+    """Chains up to a block, of each the kind that it ends in, its time and memory, the label that it extends and the
+    strategy that it does so by.
+    """
+
+    kind: Ints
+    time: Floats
+    memory: Floats
+    parent: Ints
+    pick: Ints
+
+    def take(self, keep: Ints) -> _Labels:
+        return _Labels(self.kind[keep], self.time[keep], self.memory[keep], self.parent[keep], self.pick[keep])
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """What labels must be able to come to: within the budget, and below ``below_s`` seconds."""
+
+    costs: _Chain
+    price: float
+    below_s: float
+
+    def hold(self, layer: int, picks: Ints, time: Floats, memory: Floats) -> Bools:
+        """Whether chains that end in the strategies ``picks`` of ``layer`` may have such a completion."""
+        costs = self.costs
+        priced = time + self.price * memory + costs.to_go(self.price)[layer][picks] - self.price * costs.budget
+        fits: Bools = memory + costs.by_memory.to_go(0.0)[layer][picks] <= costs.budget
+        return np.asarray(fits & (np.maximum(time + costs.to_go(0.0)[layer][picks], priced) < self.below_s))
+
+    def hold_before(self, layer: int, kinds: Ints, time: Floats, memory: Floats) -> Bools:
+        """The same of chains that have yet to take a strategy of ``kinds`` in ``layer``."""
+        costs = self.costs
+        priced = time + self.price * memory + costs.before(self.price)[layer][kinds] - self.price * costs.budget
+        fits: Bools = memory + costs.by_memory.before(0.0)[layer][kinds] <= costs.budget
+        return np.asarray(fits & (np.maximum(time + costs.before(0.0)[layer][kinds], priced) < self.below_s))
+
+
+def _entering(costs: _Chain, limits: _Limits, layer: int, labels: _Labels) -> _Labels:
+    """Labels with the change to every kind that the next block may have; their parents are ``labels``."""
+    step = costs.changes[layer - 1]
+    count, kinds = len(labels.time), step.shape[1]
+    time = (labels.time[:, None] + step[labels.kind]).ravel()
+    memory, kind = np.repeat(labels.memory, kinds), np.tile(np.arange(kinds), count)
+    keep = np.flatnonzero(limits.hold_before(layer, kind, time, memory))
+    if kinds < costs.time.shape[1]:
+        keep = keep[_pareto(kind[keep], time[keep], memory[keep])]
+    return _Labels(kind[keep], time[keep], memory[keep], keep // kinds, keep)
+
+
+def _extended(costs: _Chain, limits: _Limits, layer: int, entering: _Labels, first: bool) -> _Labels:
+    """Labels with every strategy of their kind in ``layer``, as far as these may be completed."""
+    members = np.arange(costs.time.shape[1])[None, :] if first else costs.members[entering.kind]
+    label, column = np.nonzero(members >= 0)
+    pick = members[label, column]
+    time, memory = entering.time[label] + costs.time[layer][pick], entering.memory[label] + costs.memory[layer][pick]
+    keep = np.flatnonzero(limits.hold(layer, pick, time, memory))
+    label, pick = label[keep], pick[keep]
+    return _Labels(costs.kinds[pick], time[keep], memory[keep], entering.parent[label], pick)
+
+
+def _thinned(labels: _Labels, bin_s: float) -> Ints:
+    """Positions of the labels that take least memory of those of their kind within ``bin_s`` of each other.
+
+    ``labels`` come in the order of kind and time, as :func:`_pareto` leaves them, so memory falls inside a kind.
+    """
+    bins = np.floor(labels.time / bin_s)
+    last = (labels.kind[1:] != labels.kind[:-1]) | (bins[1:] != bins[:-1])
+    return np.flatnonzero(np.append(last, True))
 
 
 def _pareto(where: Ints, time: Floats, memory: Floats) -> Ints:

@@ -62,6 +62,7 @@ class _Problem:
     held: Floats
     transient: Floats
     change: Floats
+    kinds: Ints
     distinct: Ints
     counts: Ints
 
@@ -81,7 +82,7 @@ class _Problem:
         nothing = np.zeros((len(columns), len(columns)))
         steps = [costs.change[a][np.ix_(kinds, kinds)] if b == a + 1 else nothing for a, b in pairwise(rows)]
         change = np.array(steps).reshape(-1, len(columns), len(columns))
-        return cls(columns, time, held, transient, change, distinct, counts)
+        return cls(columns, time, held, transient, change, kinds, distinct, counts)
 
     def bytes(self, picks: Sequence[int]) -> float:
         """What is kept and the largest transient."""
@@ -125,7 +126,7 @@ def best_picks(costs: CostTable, section: Section, budget: float) -> list[int] |
             break
         over = problem.transient > bound
         time, held = np.where(over, np.inf, problem.time), np.where(over, np.inf, problem.held)
-        solved = solve_layers(time, held, problem.change, budget - bound, gap, best_s)
+        solved = solve_layers(time, held, problem.change, budget - bound, gap, best_s, problem.kinds)
         if solved is not None and solved[1] < best_s * (1 - 1e-12):
             best, best_s = picks(solved[0]), solved[1]
     return best

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galvatron_fx.errors import InputError
+from passes.search.solvers import layer_dp
 from passes.search.solvers.layer_dp import cheapest_layers, relaxed_s, solve_layers
 
 
@@ -57,6 +58,27 @@ def test_with_a_known_choice_what_is_faster_is_still_the_fastest(
     picks, time, memory = solve_layers(*chain, budget, known_s=known_s)
     assert memory == sum(chain[1][i, p] for i, p in enumerate(picks)) <= budget
     assert time == pytest.approx(expected) if expected < known_s else time >= expected - 1e-9
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    chains(), st.lists(st.integers(0, 2), min_size=4, max_size=4), st.integers(0, 80), st.sampled_from([0, 0.02, 0.2])
+)
+def test_kinds_and_thinning_stay_within_the_gap(
+    chain: tuple[np.ndarray, np.ndarray, np.ndarray], numbers: list[int], budget: int, gap: float
+) -> None:
+    """Strategies of one kind change alike; labels are thinned as soon as there are two."""
+    time, memory, change = chain
+    kinds = np.array(numbers[: time.shape[1]])
+    first = [int(np.flatnonzero(kinds == kind)[0]) for kind in kinds]
+    change = change[:, first][:, :, first]
+    expected = brute_force(time, memory, change, budget)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_dp, "_MANY_LABELS", 1)
+        solved = solve_layers(time, memory, change, budget, gap, kinds=kinds)
+    assert (solved is None) == (expected is None)
+    if solved is not None:
+        assert solved[2] <= budget and expected * (1 - 1e-9) <= solved[1] <= expected / (1 - gap) + 1e-9
 
 
 @settings(max_examples=100, deadline=None)
@@ -123,3 +145,5 @@ def test_arrays_that_do_not_match_are_refused() -> None:
         solve_layers(np.ones((2, 3)), np.ones((2, 3)), np.zeros((0, 3, 3)), 10)
     with pytest.raises(InputError, match="negative"):
         solve_layers(-np.ones((1, 3)), np.ones((1, 3)), np.zeros((0, 3, 3)), 10)
+    with pytest.raises(InputError, match="kinds has 2 numbers for 3 strategies: give one for each"):
+        solve_layers(np.ones((1, 3)), np.ones((1, 3)), np.zeros((0, 3, 3)), 10, kinds=[0, 1])
