@@ -24,7 +24,7 @@ from galvatron_fx.errors import CheckpointError
 from tests.checkpoint.forked import run_ranks
 from tests.checkpoint.resume_ranks import Expected, Setting, compiled_run
 from tests.models import zoo
-from tests.runtime.train_ranks import full
+from tests.runtime.beside_plain import full
 
 STEPS = 6
 _BEREFT = 3

@@ -21,7 +21,7 @@ from galvatron_fx import Checkpointer, Plan
 from galvatron_fx.ir.plan.pipelining import Pipelining
 from tests.checkpoint.forked import run_ranks
 from tests.models import zoo
-from tests.runtime.train_ranks import full
+from tests.runtime.beside_plain import full
 
 
 @dataclass
@@ -166,14 +166,17 @@ def chain(case: Callable[[], zoo.Case], settings: list[Setting], folder: Path) -
         assert codes == [0] * setting.num_ranks, f"exit codes {codes} under {setting}"
 
 
+def with_dropout() -> zoo.Case:
+    return zoo.gpt2(layers=1, resid_pdrop=0.2, embd_pdrop=0.2)
+
+
 def _dropout_goes_on(folder: Path) -> None:
-    case = partial(zoo.gpt2, layers=1, resid_pdrop=0.2, embd_pdrop=0.2)
-    run = compiled_run(case, TENSOR)
+    run = compiled_run(with_dropout, TENSOR)
     run.step()
     checkpoints = Checkpointer(folder)
     checkpoints.save(1, **run.state)
     expected = [run.step(), run.step()]
-    again = compiled_run(case, TENSOR)
+    again = compiled_run(with_dropout, TENSOR)
     checkpoints.load(**again.state)
     assert [again.step(), again.step()] == expected
 

@@ -16,7 +16,7 @@ import galvatron_fx
 from tests.checkpoint.forked import run_ranks
 from tests.checkpoint.resume_ranks import MORE_STAGES, STAGES, TENSOR, Setting
 from tests.models import zoo
-from tests.runtime.train_ranks import full
+from tests.runtime.beside_plain import full
 
 Case = Callable[[], zoo.Case]
 

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.checkpoint.forked import run_ranks
+from tests.runtime.shared_captures import share_captures
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH_S = 800.0
@@ -50,9 +51,11 @@ def fork_ranks(sizes: Sequence[int], work: Check, prepare: Callable[[], object],
     """In a script: do ``work`` on a CPU mesh of ``sizes``, a fork of this process for each rank. Ends the script with
     an error where a rank fails or is not done after ``timeout_s``.
 
-    ``prepare``: called before, to capture a model: what that imports and caches, all ranks have then.
+    ``prepare``: called before, to capture the models of ``work``: what that imports and caches, all ranks have then,
+    and the graphs (:func:`tests.runtime.shared_captures.share_captures`).
     """
     torch.set_num_threads(1)
+    share_captures()
     prepare()
     codes = run_ranks(math.prod(sizes), lambda: work(init_device_mesh("cpu", tuple(sizes))), timeout_s, COLLECTIVE_S)
     if any(codes):
@@ -73,7 +76,7 @@ def run_checks(checks: Mapping[str, Check], only: Sequence[str], mesh: DeviceMes
     for name, check in checks.items():
         if only and name not in only:
             continue
-        start = time.monotonic()
+        start, start_cpu = time.monotonic(), time.process_time()
         error = ""
         try:
             check(mesh)
@@ -83,5 +86,6 @@ def run_checks(checks: Mapping[str, Check], only: Sequence[str], mesh: DeviceMes
         dist.all_gather_object(errors, error)
         if dist.get_rank() == 0:
             failed = [e for e in errors if e]
-            print(f"{name} took {time.monotonic() - start:.1f} s")
+            cpu_s = time.process_time() - start_cpu
+            print(f"{name} took {time.monotonic() - start:.1f} s, {cpu_s:.1f} of them computing")
             print(f"FAILED {name}\n{failed[0]}" if failed else f"ok {name}", flush=True)

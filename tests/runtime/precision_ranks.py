@@ -139,7 +139,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def main() -> None:
-    prepare = partial(galvatron_fx.capture, network(), (batch(0),))
+    prepare = partial(galvatron_fx.capture, network(), (batch(0),), mixed_precision=POLICY)
     fork_checks((RANKS,), {check.__name__: check for check in CHECKS}, sys.argv[1:], prepare)
 
 

@@ -17,8 +17,8 @@ from galvatron_fx import Pipelining, Plan, Strategy, own_rows
 from galvatron_fx.errors import InputError
 from passes.analysis.blocks import num_blocks
 from tests.models import zoo
+from tests.runtime.beside_plain import same, same_parameters
 from tests.runtime.launch import Check, fork_checks
-from tests.runtime.train_ranks import same, same_parameters
 
 BATCH = 8
 # By the number of ranks and the name of the check: model, mesh, roles, the number of micro-batches, rows of each rank.
@@ -214,11 +214,18 @@ def checks_of(ranks: int) -> dict[str, Check]:
     return plans | (OTHERS if ranks == 2 else {})
 
 
+def capture_models() -> None:
+    """For training and for evaluation."""
+    for make in MODELS.values():
+        model, inputs = make(layers=1)
+        for training in (True, False):
+            galvatron_fx.capture(model.train(training), batch(inputs, 0))
+
+
 def main() -> None:
     """Run the checks of every number of ranks, or those named."""
     for ranks in PLANS:
-        prepare = partial(galvatron_fx.capture, *zoo.llama(layers=1))
-        fork_checks((ranks,), checks_of(ranks), sys.argv[1:], prepare)
+        fork_checks((ranks,), checks_of(ranks), sys.argv[1:], capture_models)
 
 
 if __name__ == "__main__":

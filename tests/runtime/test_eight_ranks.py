@@ -20,8 +20,8 @@ from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.plan.pipelining import Pipelining
 from passes.analysis.blocks import num_blocks
 from tests.models import zoo
+from tests.runtime.beside_plain import train
 from tests.runtime.launch import Check, assert_held, fork_checks, launched
-from tests.runtime.train_ranks import train
 
 SIZES = (2, 2, 2)
 

@@ -36,8 +36,8 @@ from galvatron_fx.runtime.stage_runner import StageRunner
 from passes.analysis.blocks import num_values
 from tests.models import zoo
 from tests.models.random_plans import Combination, draw, prepared, random_table
+from tests.runtime.beside_plain import full, train
 from tests.runtime.launch import Check, assert_held, fork_checks, launched
-from tests.runtime.train_ranks import full, train
 
 RANKS = 4
 REFUSAL_S = 60.0  # far from the minutes in which collectives give up

@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import galvatron_fx
 from galvatron_fx import Plan
 from tests.models import zoo
+from tests.runtime.beside_plain import full
 from tests.runtime.launch import assert_held, launched
-from tests.runtime.train_ranks import CHECKS, full
+from tests.runtime.train_ranks import CHECKS
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def folder_and_output(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, s
     return folder, launched(Path(__file__).with_name("train_ranks.py"), str(folder))
 
 
-@pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
+@pytest.mark.parametrize("check", CHECKS)
 def test_on_four_processes(folder_and_output: tuple[Path, str], check: str) -> None:
     assert_held(folder_and_output[1], check)
 

@@ -7,41 +7,33 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import Tensor, fx, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import galvatron_fx
-from benchmarks.common.tensor_memory import TensorMemory, held_tensors
 from galvatron_fx import Plan, Strategy
 from galvatron_fx.compiling import compile_captured
 from galvatron_fx.errors import InputError, PlanError, TimeLimitError
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.cluster.overlap import Overlap
-from galvatron_fx.ir.plan.pipelining import ONE_STAGE, Pipelining
+from galvatron_fx.ir.plan.pipelining import Pipelining
 from passes.analysis.blocks import num_blocks
-from passes.lowering.apply_plan import lower
-from passes.lowering.lower_step import Lowered
-from passes.simulation.step import SimulateStep
 from tests.models import zoo
-from tests.models.mixtures import mixture
 from tests.models.test_odd_sizes import Convolutions, untidy
-from tests.passes.sharding.test_expert_rules import Mixture
+from tests.runtime import expert_checks
+from tests.runtime.beside_plain import MESH, compiled_by, full, same, saved_and_loaded, train
+from tests.runtime.expert_checks import mixtral
 from tests.runtime.launch import Check, fork_checks
 
 FOLDER = Path(sys.argv[1] if __name__ == "__main__" else ".")
-MESH = (2, 2)
 # By model: roles of the first and of the last blocks, schedule, number of stages and of micro-batches.
 STAGED = {
     "gpt2": ("data", "tensor", "1f1b", 2, 4),
@@ -51,62 +43,6 @@ STAGED = {
     "bert": ("sequence", "data", "interleaved_1f1b", 4, 2),
     "vit": ("zero", "tensor", "gpipe", 2, 4),
 }
-
-
-def full(value: Tensor) -> Tensor:
-    """The whole tensor of a DTensor."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def same(got: Tensor, expected: Tensor, what: str) -> None:
-    """Equal to 1e-10 relative to the largest element."""
-    scale = float(expected.abs().max()) or 1.0
-    error = float((full(got).detach() - expected.detach()).abs().max()) / scale
-    assert error < 1e-10, f"{what} differs by {error:.2e}"
-
-
-def same_parameters(compiled: nn.Module, plain: nn.Module, what: str) -> None:
-    """All parameters that this rank holds, under the same names; together the ranks hold them all."""
-    ours, theirs = dict(compiled.named_parameters()), dict(plain.named_parameters())
-    held: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(held, set(ours))
-    assert set().union(*held) == theirs.keys(), f"{what}: names differ: {set().union(*held) ^ theirs.keys()}"
-    for name, value in theirs.items():
-        if name not in ours:
-            continue
-        # Adam divides by the root of a second moment, which magnifies rounding where a gradient is nearly zero.
-        torch.testing.assert_close(
-            full(ours[name]), value, rtol=1e-8, atol=1e-9, msg=lambda m, n=name: f"{what} {n}: {m}"
-        )
-
-
-def train(
-    compiled: nn.Module, plain: nn.Module, inputs: dict[str, Any], *, steps: int = 3, direct: bool = True
-) -> None:
-    """AdamW, clipped gradients and a schedule, on both, compared at every step."""
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (compiled, plain)]
-    schedules = [torch.optim.lr_scheduler.StepLR(o, step_size=1, gamma=0.5) for o in optimizers]
-    for step in range(steps):
-        if direct:
-            loss = compiled.forward_backward(**inputs)["loss"]
-        else:
-            loss = compiled(**inputs)["loss"]
-            loss.backward()
-        expected = plain(**inputs)["loss"]
-        expected.backward()
-        same(loss, expected, f"loss of step {step}")
-        norms = [compiled.clip_grad_norm_(0.5), nn.utils.clip_grad_norm_(plain.parameters(), 0.5)]
-        same(norms[0], norms[1], f"gradient norm of step {step}")
-        for optimizer, schedule in zip(optimizers, schedules, strict=True):
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-        same_parameters(compiled, plain, f"step {step}")
-
-
-def compiled_by(model: nn.Module, mesh: DeviceMesh, inputs: Any, roles: tuple[str, ...], **options: bool) -> Any:
-    """Compile a copy of a model by one strategy for all blocks."""
-    return galvatron_fx.compile(copy.deepcopy(model), mesh, inputs, plan=Plan.uniform(MESH, roles, **options))
 
 
 @cache
@@ -233,8 +169,12 @@ def gradients_accumulate(mesh: DeviceMesh) -> None:
             same(found, parameter.grad, f"gradient of {name}")
 
 
+def dropping_gpt2() -> zoo.Case:
+    return zoo.gpt2(layers=2, resid_pdrop=0.3, embd_pdrop=0.3)
+
+
 def evaluation(mesh: DeviceMesh) -> None:
-    model, inputs = zoo.gpt2(layers=2, resid_pdrop=0.3, embd_pdrop=0.3)
+    model, inputs = dropping_gpt2()
     compiled = compiled_by(model.train(), mesh, inputs, ("data", "tensor"))
     plain = copy.deepcopy(model).eval()
     with torch.no_grad():
@@ -247,9 +187,12 @@ def evaluation(mesh: DeviceMesh) -> None:
     same(out.logits, expected.logits, "logits")
 
 
+def convolutions() -> zoo.Case:
+    return zoo.build(Convolutions), {"image": zoo.images()["pixel_values"], "label": torch.tensor([0, 4, 2, 1])}
+
+
 def buffers_update(mesh: DeviceMesh) -> None:
-    model = zoo.build(Convolutions)
-    inputs = {"image": zoo.images()["pixel_values"], "label": torch.tensor([0, 4, 2, 1])}
+    model, inputs = convolutions()
     compiled, plain = compiled_by(model, mesh, inputs, ("data", "zero")), copy.deepcopy(model)
     for _ in range(2):
         compiled.forward_backward(**inputs)
@@ -281,137 +224,7 @@ def state_dicts(mesh: DeviceMesh) -> None:
 
 
 def checkpoint_to_another_plan(mesh: DeviceMesh) -> None:
-    _saved_and_loaded(mesh, lambda: zoo.gpt2(layers=1)[0], ("zero", "tensor"), ("tensor", "data"))
-
-
-def experts(mesh: DeviceMesh) -> None:
-    """Exchanged between two and four ranks, and held by others after loading."""
-    mixtral = partial(mixture, "mixtral")
-    train(compiled_by(mixtral(), mesh, zoo.tokens(), ("expert", "tensor")), mixtral(), zoo.tokens(), steps=2)
-    _saved_and_loaded(mesh, mixtral, ("zero", "expert"), ("expert", "expert"), _moved_and_back)
-
-
-def _moved_and_back(compiled: Any, plain: nn.Module, inputs: dict[str, Any], optimizers: list[Any]) -> None:
-    """A step while experts are held by other ranks: whatever would show their order is refused until they are back."""
-    moves = compiled.rebalance_experts(optimizers[0], dry_run=False)
-    assert moves.done and moves.layers and moves.seconds > 0 and "received by each rank" in str(moves)
-    _step(compiled, plain, inputs, optimizers)
-    with torch.no_grad():
-        same(compiled(**inputs)["loss"], plain(**inputs)["loss"], "loss of other programs")
-    with pytest.raises(InputError, match="another order than its own"):
-        compiled.state_dict()
-    with pytest.raises(InputError, match="cannot be copied while its experts"):
-        copy.deepcopy(compiled)
-    with pytest.raises(InputError, match="cannot be gathered while its experts"):
-        galvatron_fx.gather(compiled)
-    with pytest.raises(InputError, match="states of optimizers are saved and loaded in the model's own order"):
-        optimizers[0].state_dict()
-    compiled.restore_experts(optimizers[0])
-    same_parameters(compiled, plain, "experts that are back")
-
-
-def experts_move(mesh: DeviceMesh) -> None:
-    """Gradients of several batches add up over a move, the loads become what was promised, and who has to know of the
-    move is asked for.
-    """
-    x = torch.randn(8, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    plain = Mixture(nn.functional.silu, 8)
-    with torch.no_grad():
-        plain.router.bias[:2] += 3.0
-    plan = Plan.uniform(MESH, ("expert", "data"), capacity=0.5, pipelining=Pipelining(1, 2, "1f1b"))
-    compiled = galvatron_fx.compile(copy.deepcopy(plain), mesh, (x,), plan=plan)
-    with pytest.raises(InputError, match="no rows of experts are counted yet"):
-        compiled.rebalance_experts()
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (compiled, plain)]
-    for dry_run in (True, False, True):
-        same(compiled.forward_backward(x), plain(x), "loss")
-        plain(x).backward()
-        loads = compiled.expert_loads()
-        moves = compiled.rebalance_experts(optimizers[0], dry_run=dry_run)
-        if dry_run is False:
-            before, promised = loads, moves.layers[0]
-    assert not moves.layers and moves.received_bytes == 0, moves
-    assert loads.layers[0].rows == before.layers[0].rows
-    assert loads.imbalance(2) == promised.imbalance < 1.1 < promised.imbalance_before == before.imbalance(2)
-    assert before.further_rounds - loads.further_rounds == promised.rounds_saved > 0, promised
-    for optimizer in optimizers:
-        optimizer.step()
-    compiled.forward_backward(x)
-    compiled.restore_experts()
-    with pytest.raises(InputError, match="Give all optimizers of the model"):
-        optimizers[0].step()
-    dense = galvatron_fx.compile(plain, mesh, (x,), plan=Plan.uniform(MESH, ("data", "tensor")))
-    with pytest.raises(InputError, match="rebalance_experts is for plans with role 'expert'"):
-        dense.rebalance_experts()
-    compiled.zero_grad()
-    copy.deepcopy(compiled)
-    with pytest.raises(InputError, match="a copy was made of this model"):
-        compiled.rebalance_experts()
-
-
-def further_rounds(mesh: DeviceMesh) -> None:
-    """Opposite routings take the same memory, as was predicted, and compute what one device does."""
-    x = torch.randn(16, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    plan, cluster = Plan.uniform(MESH, ("expert", "expert"), capacity=0.5), Cluster.from_mesh(mesh)
-    peaks = []
-    for crowded in ([0, 1], [2, 3]):
-        plain = Mixture(nn.functional.silu)
-        with torch.no_grad():
-            plain.router.weight.zero_()
-            plain.router.bias.zero_()[crowded] = 50.0
-        graph = galvatron_fx.capture(plain, (x,))
-        compiled = galvatron_fx.compile(copy.deepcopy(plain), mesh, (x,), plan=plan, compare_batches=0)
-        optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (compiled, plain)]
-        rows = rows_of_experts(plain, x)
-        for _ in range(2):
-            with TensorMemory([*held_tensors(compiled, optimizers[0]), x]) as memory:
-                loss = compiled.forward_backward(x)
-            expected = plain(x)
-            expected.backward()
-            same(loss, expected, "loss")
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            loads = compiled.expert_loads()
-            assert loads.layers[0].rows == rows and loads.further_rounds >= 3, loads
-            rows = rows_of_experts(plain, x)
-            same_parameters(compiled, plain, "parameters")
-        peaks.append(memory.peak_bytes)
-    lowered = lower(graph, plan, cluster)
-    assert isinstance(lowered, Lowered)
-    predicted = SimulateStep(cluster).run(lowered).peak_memory_bytes
-    assert peaks[0] == peaks[1] and 0 <= peaks[0] - predicted < 64, (peaks, predicted)  # Adam's counts of steps
-
-
-def rows_of_experts(model: Mixture, x: Tensor) -> tuple[int, ...]:
-    """What the router of the plain model sends to each of its experts."""
-    chosen = model.router(x.flatten(0, 1)).topk(2)[1]
-    return tuple(chosen.flatten().bincount(minlength=len(model.up)).tolist())
-
-
-def expert_loads(mesh: DeviceMesh) -> None:
-    """Are the router's own counts, under plans that exchange rows and others; the module asks for them or never."""
-    x = torch.randn(8, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    model = Mixture(nn.functional.silu)
-    rows = rows_of_experts(model, x)
-    batches = Pipelining(1, 2, "1f1b")
-    for roles, pipelining in (
-        (("data", "tensor"), ONE_STAGE), (("expert", "tensor_sequence"), batches), (("zero", "expert"), ONE_STAGE)
-    ):  # fmt: skip
-        plan = Plan.uniform(MESH, roles, capacity=0.5, pipelining=pipelining)
-        compiled = galvatron_fx.compile(copy.deepcopy(model), mesh, (x,), plan=plan)
-        for _ in range(2):
-            same(compiled.forward_backward(x), model(x), "loss")
-        loads = compiled.expert_loads()
-        assert [layer.rows for layer in loads.layers] == [rows], (roles, loads)
-        assert loads.imbalance(4) == 4 * max(rows) / sum(rows) and "further rounds" in str(loads)
-    fresh = galvatron_fx.compile(copy.deepcopy(model), mesh, (x,), plan=plan)
-    try:
-        fresh.expert_loads()
-    except InputError as error:
-        assert "no rows of experts are counted yet: call forward_backward" in str(error)
-    else:
-        raise AssertionError("loads before the first step")
+    saved_and_loaded(FOLDER, mesh, lambda: zoo.gpt2(layers=1)[0], ("zero", "tensor"), ("tensor", "data"))
 
 
 def context(mesh: DeviceMesh) -> None:
@@ -422,41 +235,6 @@ def context(mesh: DeviceMesh) -> None:
     roles = ("context", "sequence", "context", "data")
     plan = Plan.from_roles(MESH, [Strategy(("data", roles[i % 4])) for i in range(num_blocks(graph))])
     train(galvatron_fx.compile(copy.deepcopy(model), mesh, inputs, plan=plan), copy.deepcopy(model), inputs, steps=1)
-
-
-def _saved_and_loaded(
-    mesh: DeviceMesh,
-    build: Callable[[], nn.Module],
-    roles: tuple[str, ...],
-    other_roles: tuple[str, ...],
-    between: Callable[..., None] = lambda *_: None,
-) -> None:
-    """A step by one plan, and the next by another; ``between``: before it is saved."""
-    inputs, folder = zoo.tokens(), FOLDER / "-".join(("checkpoint", *roles))
-    first, plain = compiled_by(build(), mesh, inputs, roles), build()
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (first, plain)]
-    _step(first, plain, inputs, optimizers)
-    between(first, plain, inputs, optimizers)
-    saved = {"model": first.state_dict(), "optimizer": get_optimizer_state_dict(first, optimizers[0])}
-    dcp.save(saved, checkpoint_id=folder)
-
-    second = compiled_by(build(), mesh, inputs, other_roles)
-    optimizer = torch.optim.AdamW(second.parameters(), lr=1e-2)
-    loaded = {"model": second.state_dict(), "optimizer": get_optimizer_state_dict(second, optimizer)}
-    dcp.load(loaded, checkpoint_id=folder)
-    second.load_state_dict(loaded["model"])
-    set_optimizer_state_dict(second, optimizer, loaded["optimizer"])
-    same_parameters(second, plain, "after loading")
-    _step(second, plain, inputs, [optimizer, optimizers[1]])
-    same_parameters(second, plain, "a step after loading")
-
-
-def _step(compiled: nn.Module, plain: nn.Module, inputs: dict[str, Any], optimizers: list[Any]) -> None:
-    same(compiled.forward_backward(**inputs)["loss"], plain(**inputs)["loss"], "loss")
-    plain(**inputs)["loss"].backward()
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def meta_device(mesh: DeviceMesh) -> None:
@@ -527,19 +305,39 @@ def rank_0_searches_for_all(mesh: DeviceMesh) -> None:
         raise AssertionError("found a plan in no time")
 
 
-CHECKS: tuple[Check, ...] = (
+def trained_models() -> Iterator[zoo.Case]:
+    """What several checks train, or all ranks in one."""
+    for model, inputs in (zoo.gpt2(layers=1), zoo.gpt2(layers=2), zoo.bert(layers=2), untidy()):
+        yield model, inputs
+    yield mixtral(), zoo.tokens()
+    llama = zoo.llama(layers=2)[0]
+    for batch, sequence in ((zoo.BATCH, zoo.SEQUENCE), (4, 10), (3, 7)):
+        yield llama, zoo.tokens(batch, sequence)
+    for model, inputs in (zoo.gpt2(layers=3), dropping_gpt2(), convolutions()):
+        yield model.train(), inputs
+        yield model.eval(), inputs
+
+
+def capture_models() -> None:
+    """Before the ranks are forked."""
+    for name in STAGED:
+        captured(name)
+    for model, inputs in trained_models():
+        galvatron_fx.capture(model, inputs)
+
+
+_CHECKS: tuple[Check, ...] = (
     uniform_plans, gathers_ahead, compiled_kernels, stages, stages_evaluate_and_train, later_batches_fail_together,
-    loss_backward, unlike_neighbours, searched_plan, flat_mesh, gradients_accumulate, evaluation,
-    buffers_update, other_batch_shapes, state_dicts, checkpoint_to_another_plan, experts, context, further_rounds,
-    meta_device, expert_loads, experts_move, lazy, plan_mismatch, rank_0_searches_for_all,
+    loss_backward, unlike_neighbours, searched_plan, flat_mesh, gradients_accumulate, evaluation, buffers_update,
+    other_batch_shapes, state_dicts, checkpoint_to_another_plan, context, meta_device, lazy, plan_mismatch,
+    rank_0_searches_for_all, expert_checks.further_rounds, expert_checks.expert_loads, expert_checks.experts_move,
 )  # fmt: skip
+CHECKS = {check.__name__: check for check in _CHECKS} | {"experts": partial(expert_checks.experts, FOLDER)}
 
 
 def main() -> None:
     """Run all checks, or those named after the folder."""
-    fork_checks(
-        MESH, {check.__name__: check for check in CHECKS}, sys.argv[2:], lambda: [captured(name) for name in STAGED]
-    )
+    fork_checks(MESH, CHECKS, sys.argv[2:], capture_models)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import galvatron_fx
 from galvatron_fx import Pipelining, Plan, own_rows
 from galvatron_fx.errors import InputError, PlanError
 from tests.models import zoo
-from tests.runtime.train_ranks import same, same_parameters
+from tests.runtime.beside_plain import same, same_parameters
 from tests.seams.unlike_model import ROWS, batch, model_of, refused, uniform
 
 

@@ -15,8 +15,10 @@ from tests.seams.unlike_batches import (
     other_rows,
     other_rows_as_own,
     other_rows_later,
+    text,
     unlike_partners,
 )
+from tests.seams.unlike_model import batch, model_of
 from tests.seams.unlike_options import part_of_the_ranks, passes_of_the_users, unlike_options
 from tests.seams.unlike_weights import (
     another_buffer,
@@ -60,11 +62,18 @@ ON_FOUR: dict[str, Check] = {
 CHECKS: dict[int, dict[str, Check]] = {2: WEIGHTS | BATCHES, 4: ON_FOUR}
 
 
+def capture_models(ranks: int) -> None:
+    """Those of all checks, for their batches."""
+    galvatron_fx.capture(model_of(), batch())
+    for layers in (1, 2):
+        model, inputs = zoo.llama(layers)
+        galvatron_fx.capture(model, text(inputs, 0, 4 * ranks, 3))
+
+
 def main() -> None:
     """Run the checks of every number of ranks, or those named."""
     for ranks in CHECKS:
-        prepare = partial(galvatron_fx.capture, *zoo.llama(layers=1))
-        fork_checks((ranks,), CHECKS[ranks], sys.argv[1:], prepare)
+        fork_checks((ranks,), CHECKS[ranks], sys.argv[1:], partial(capture_models, ranks))
 
 
 if __name__ == "__main__":

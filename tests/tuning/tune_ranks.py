@@ -17,8 +17,8 @@ import galvatron_fx
 from galvatron_fx import Plan
 from galvatron_fx.errors import InputError, PlanError
 from tests.models import zoo
+from tests.runtime.beside_plain import full, same, same_parameters
 from tests.runtime.launch import Check, fork_checks
-from tests.runtime.train_ranks import full, same, same_parameters
 
 SECONDS = 2.0
 
@@ -119,8 +119,11 @@ CHECKS: list[Check] = [
     refusals,
 ]
 
+
+def capture_models() -> None:
+    for model, inputs in (zoo.llama(layers=1), zoo.llama(layers=3), zoo.bert(layers=2)):
+        galvatron_fx.capture(model, inputs)
+
+
 if __name__ == "__main__":
-    model, inputs = zoo.llama(layers=1)
-    fork_checks(
-        (2,), {check.__name__: check for check in CHECKS}, sys.argv[1:], lambda: galvatron_fx.capture(model, inputs)
-    )
+    fork_checks((2,), {check.__name__: check for check in CHECKS}, sys.argv[1:], capture_models)

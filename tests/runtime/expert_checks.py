@@ -1,0 +1,158 @@
+"""Checks of train_ranks.py: experts exchange rows, are moved between ranks, and their loads are told."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import galvatron_fx
+from benchmarks.common.tensor_memory import TensorMemory, held_tensors
+from galvatron_fx import Plan
+from galvatron_fx.errors import InputError
+from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.plan.pipelining import ONE_STAGE, Pipelining
+from passes.lowering.apply_plan import lower
+from passes.lowering.lower_step import Lowered
+from passes.simulation.step import SimulateStep
+from tests.models import zoo
+from tests.models.mixtures import mixture
+from tests.passes.sharding.test_expert_rules import Mixture
+from tests.runtime.beside_plain import MESH, compiled_by, one_step, same, same_parameters, saved_and_loaded, train
+
+mixtral = partial(mixture, "mixtral")
+
+
+def experts(folder: Path, mesh: DeviceMesh) -> None:
+    """Exchanged between two and four ranks, and held by others after loading."""
+    train(compiled_by(mixtral(), mesh, zoo.tokens(), ("expert", "tensor")), mixtral(), zoo.tokens(), steps=2)
+    saved_and_loaded(folder, mesh, mixtral, ("zero", "expert"), ("expert", "expert"), _moved_and_back)
+
+
+def _moved_and_back(compiled: Any, plain: nn.Module, inputs: dict[str, Any], optimizers: list[Any]) -> None:
+    """A step while experts are held by other ranks: whatever would show their order is refused until they are back."""
+    moves = compiled.rebalance_experts(optimizers[0], dry_run=False)
+    assert moves.done and moves.layers and moves.seconds > 0 and "received by each rank" in str(moves)
+    one_step(compiled, plain, inputs, optimizers)
+    with torch.no_grad():
+        same(compiled(**inputs)["loss"], plain(**inputs)["loss"], "loss of other programs")
+    with pytest.raises(InputError, match="another order than its own"):
+        compiled.state_dict()
+    with pytest.raises(InputError, match="cannot be copied while its experts"):
+        copy.deepcopy(compiled)
+    with pytest.raises(InputError, match="cannot be gathered while its experts"):
+        galvatron_fx.gather(compiled)
+    with pytest.raises(InputError, match="states of optimizers are saved and loaded in the model's own order"):
+        optimizers[0].state_dict()
+    compiled.restore_experts(optimizers[0])
+    same_parameters(compiled, plain, "experts that are back")
+
+
+def experts_move(mesh: DeviceMesh) -> None:
+    """Gradients of several batches add up over a move, the loads become what was promised, and who has to know of the
+    move is asked for.
+    """
+    x = torch.randn(8, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    plain = Mixture(nn.functional.silu, 8)
+    with torch.no_grad():
+        plain.router.bias[:2] += 3.0
+    plan = Plan.uniform(MESH, ("expert", "data"), capacity=0.5, pipelining=Pipelining(1, 2, "1f1b"))
+    compiled = galvatron_fx.compile(copy.deepcopy(plain), mesh, (x,), plan=plan)
+    with pytest.raises(InputError, match="no rows of experts are counted yet"):
+        compiled.rebalance_experts()
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (compiled, plain)]
+    for dry_run in (True, False, True):
+        same(compiled.forward_backward(x), plain(x), "loss")
+        plain(x).backward()
+        loads = compiled.expert_loads()
+        moves = compiled.rebalance_experts(optimizers[0], dry_run=dry_run)
+        if dry_run is False:
+            before, promised = loads, moves.layers[0]
+    assert not moves.layers and moves.received_bytes == 0, moves
+    assert loads.layers[0].rows == before.layers[0].rows
+    assert loads.imbalance(2) == promised.imbalance < 1.1 < promised.imbalance_before == before.imbalance(2)
+    assert before.further_rounds - loads.further_rounds == promised.rounds_saved > 0, promised
+    for optimizer in optimizers:
+        optimizer.step()
+    compiled.forward_backward(x)
+    compiled.restore_experts()
+    with pytest.raises(InputError, match="Give all optimizers of the model"):
+        optimizers[0].step()
+    dense = galvatron_fx.compile(plain, mesh, (x,), plan=Plan.uniform(MESH, ("data", "tensor")))
+    with pytest.raises(InputError, match="rebalance_experts is for plans with role 'expert'"):
+        dense.rebalance_experts()
+    compiled.zero_grad()
+    copy.deepcopy(compiled)
+    with pytest.raises(InputError, match="a copy was made of this model"):
+        compiled.rebalance_experts()
+
+
+def further_rounds(mesh: DeviceMesh) -> None:
+    """Opposite routings take the same memory, as was predicted, and compute what one device does."""
+    x = torch.randn(16, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    plan, cluster = Plan.uniform(MESH, ("expert", "expert"), capacity=0.5), Cluster.from_mesh(mesh)
+    peaks = []
+    for crowded in ([0, 1], [2, 3]):
+        plain = Mixture(nn.functional.silu)
+        with torch.no_grad():
+            plain.router.weight.zero_()
+            plain.router.bias.zero_()[crowded] = 50.0
+        graph = galvatron_fx.capture(plain, (x,))
+        compiled = galvatron_fx.compile(copy.deepcopy(plain), mesh, (x,), plan=plan, compare_batches=0)
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (compiled, plain)]
+        rows = rows_of_experts(plain, x)
+        for _ in range(2):
+            with TensorMemory([*held_tensors(compiled, optimizers[0]), x]) as memory:
+                loss = compiled.forward_backward(x)
+            expected = plain(x)
+            expected.backward()
+            same(loss, expected, "loss")
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            loads = compiled.expert_loads()
+            assert loads.layers[0].rows == rows and loads.further_rounds >= 3, loads
+            rows = rows_of_experts(plain, x)
+            same_parameters(compiled, plain, "parameters")
+        peaks.append(memory.peak_bytes)
+    lowered = lower(graph, plan, cluster)
+    assert isinstance(lowered, Lowered)
+    predicted = SimulateStep(cluster).run(lowered).peak_memory_bytes
+    assert peaks[0] == peaks[1] and 0 <= peaks[0] - predicted < 64, (peaks, predicted)  # Adam's counts of steps
+
+
+def rows_of_experts(model: Mixture, x: Tensor) -> tuple[int, ...]:
+    """What the router of the plain model sends to each of its experts."""
+    chosen = model.router(x.flatten(0, 1)).topk(2)[1]
+    return tuple(chosen.flatten().bincount(minlength=len(model.up)).tolist())
+
+
+def expert_loads(mesh: DeviceMesh) -> None:
+    """Are the router's own counts, under plans that exchange rows and others; the module asks for them or never."""
+    x = torch.randn(8, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    model = Mixture(nn.functional.silu)
+    rows = rows_of_experts(model, x)
+    batches = Pipelining(1, 2, "1f1b")
+    for roles, pipelining in (
+        (("data", "tensor"), ONE_STAGE), (("expert", "tensor_sequence"), batches), (("zero", "expert"), ONE_STAGE)
+    ):  # fmt: skip
+        plan = Plan.uniform(MESH, roles, capacity=0.5, pipelining=pipelining)
+        compiled = galvatron_fx.compile(copy.deepcopy(model), mesh, (x,), plan=plan)
+        for _ in range(2):
+            same(compiled.forward_backward(x), model(x), "loss")
+        loads = compiled.expert_loads()
+        assert [layer.rows for layer in loads.layers] == [rows], (roles, loads)
+        assert loads.imbalance(4) == 4 * max(rows) / sum(rows) and "further rounds" in str(loads)
+    fresh = galvatron_fx.compile(copy.deepcopy(model), mesh, (x,), plan=plan)
+    try:
+        fresh.expert_loads()
+    except InputError as error:
+        assert "no rows of experts are counted yet: call forward_backward" in str(error)
+    else:
+        raise AssertionError("loads before the first step")
