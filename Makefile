@@ -15,7 +15,7 @@ $(STAMP): pyproject.toml
 	touch $@
 
 test: venv
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 demo: venv
 	$(BIN)/python -m benchmarks.demo.demo

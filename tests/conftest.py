@@ -13,6 +13,12 @@ settings.register_profile("repeatable", deadline=None, derandomize=True, print_b
 settings.load_profile("repeatable")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start processes come first: one of a minute that came last would leave all other workers idle."""
+    starting = ("launched", "subprocess", "Launch")
+    items.sort(key=lambda item: not any(hasattr(getattr(item, "module", None), name) for name in starting))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def own_default_dtype() -> Iterator[None]:
     """Every module starts with torch's default dtype, whatever those before it in the process have set."""

@@ -10,7 +10,7 @@ import pytest
 
 from tests.examples.elastic import MODEL, ROOT, Launch
 
-STEPS = 60
+STEPS = 40
 
 
 def test_a_killed_rank_restarts_the_job_from_the_last_checkpoint_on_the_same_loss_curve(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_a_killed_rank_restarts_the_job_from_the_last_checkpoint_on_the_same_los
     rmtree(whole.folder / f"checkpoints/step-{whole.committed():010d}")
     moved = Launch.of(whole.folder, arguments, ranks=1)
     moved.finish()
-    assert "going on after step 55" in moved.log
+    assert f"going on after step {STEPS - 5}" in moved.log
     assert moved.losses() == pytest.approx(expected, rel=1e-6)  # TensorBoard keeps float32
     assert whole.losses("train/model flops utilisation")[STEPS] > 0
     assert {file.name for file in (tmp_path / "weights").iterdir()} >= {"config.json", "model.safetensors"}

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import galvatron_fx
 from cost_models.optimizer import ADAM
-from galvatron_fx import Cluster, Plan
+from galvatron_fx import Captured, Cluster, Plan
 from galvatron_fx.errors import BudgetError
 from galvatron_fx.ir.plan.strategy import ROLES
 from passes.search.configurations import Pins
@@ -22,6 +23,8 @@ from passes.search.plan_search import SearchOptions, search_plan
 from passes.search.solvers.stage_search import StageSearch
 
 CLUSTER = Cluster.preset("4xA100-80GB")
+# Of one stage and micro-batch, so that a tight budget has blocks recomputed and split.
+PINS: Any = {"num_stages": 1, "num_microbatches": 1}
 
 
 def small_llama() -> tuple[LlamaForCausalLM, dict[str, torch.Tensor]]:
@@ -41,12 +44,13 @@ def small_llama() -> tuple[LlamaForCausalLM, dict[str, torch.Tensor]]:
 
 
 @cache
+def captured_llama() -> Captured:
+    return Captured(*small_llama())
+
+
+@cache
 def search(budget: int | str | None, roles: tuple[str, ...] = ROLES) -> Plan:
-    """Of one stage and micro-batch, so that a tight budget has blocks recomputed and split."""
-    model, inputs = small_llama()
-    return galvatron_fx.plan(
-        model, CLUSTER, inputs, memory_budget=budget, roles=roles, num_stages=1, num_microbatches=1
-    )
+    return galvatron_fx.plan(captured_llama(), CLUSTER, memory_budget=budget, roles=roles, **PINS)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +66,7 @@ def leanest_bytes() -> int:
 def test_less_memory_is_never_faster(leanest_bytes: int) -> None:
     plans = [search(None)]
     most = plans[0].peak_memory_bytes
-    plans += [search(int(leanest_bytes + (most - leanest_bytes) * share)) for share in (0.6, 0.3, 0.0)]
+    plans += [search(int(leanest_bytes + (most - leanest_bytes) * share)) for share in (0.4, 0.0)]
     for plan in plans:
         assert plan.memory_budget_bytes is not None
         assert plan.peak_memory_bytes <= plan.memory_budget_bytes
@@ -98,25 +102,24 @@ def test_what_every_plan_holds_is_a_bound(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_roles_and_constraints_restrict_the_search() -> None:
-    model, inputs = small_llama()
-    plan = galvatron_fx.plan(model, CLUSTER, inputs, roles=("data", "tensor"), recompute=False)
+    captured = captured_llama()
+    plan = galvatron_fx.plan(captured, CLUSTER, roles=("data", "tensor"), recompute=False, **PINS)
     assert {role for block in plan.blocks for role in block.strategy.roles} <= {"data", "tensor"}
     assert not any(block.strategy.recompute for block in plan.blocks)
-    pinned = galvatron_fx.plan(model, CLUSTER, inputs, constraints={"model.layers.2": ("tensor", "tensor")})
+    pinned = galvatron_fx.plan(captured, CLUSTER, constraints={"model.layers.2": ("tensor", "tensor")}, **PINS)
     assert any(block.strategy.roles == ("tensor", "tensor") for block in pinned.blocks)
 
 
 def test_plans_are_identical_in_every_process() -> None:
+    """There sets of text are in another order."""
     script = "from tests.passes.search.test_budgets import search; print(search('20MB').to_json(), end='')"
-    texts = [
-        subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", script],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.getcwd()},
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        ).stdout
-        for seed in ("1", "2")
-    ]
-    assert texts[0] == texts[1] == search("20MB").to_json()
+    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    there = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.getcwd()},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    ).stdout
+    assert there == search("20MB").to_json()

@@ -31,7 +31,8 @@ from tests.helpers import captured
 from tests.passes.search.small_chains import chain_of
 
 CLUSTER = Cluster.preset("4xA100-80GB")
-LATE = replace(CLUSTER, overlap=replace(CLUSTER.overlap, skew=Skew(2e-3)))  # who receives waits for the sender
+# Who receives waits for the sender, beside all that takes time without a wait.
+LATE = replace(CLUSTER, overlap=replace(CLUSTER.overlap, skew=Skew(2e-3)))
 SHARED = replace(CLUSTER, overlap=Overlap(2.0, 2.0))  # gradients of all blocks are reduced together
 LAYERS = 8
 
@@ -111,7 +112,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("cluster", [CLUSTER, LATE, SHARED], ids=["at once", "late", "shared cores"])
+@pytest.mark.parametrize("cluster", [LATE, SHARED], ids=["late", "shared cores"])
 @pytest.mark.parametrize("name", CASES)
 def test_as_the_whole_model(
     name: str, cluster: Cluster, graphs: dict[str, fx.GraphModule], monkeypatch: pytest.MonkeyPatch
