@@ -136,6 +136,7 @@ def measure(case: Case, mesh: DeviceMesh) -> Peak:
     return Peak(predicted[program.pipeline.rank], memory.peak_bytes)
 
 
+@cache
 def predict(graph: fx.GraphModule, plan: gfx.Plan, cluster: gfx.Cluster) -> tuple[int, ...]:
     """The predicted peak of every pipeline rank, bytes."""
     lowered = lower(graph, plan, cluster)

@@ -19,9 +19,11 @@ from galvatron_fx.compiling import compile_captured
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.plan.pipelining import Pipelining
 from passes.analysis.blocks import num_blocks
+from tests.ir.cluster.test_cluster import described
 from tests.models import zoo
 from tests.runtime.beside_plain import train
 from tests.runtime.launch import Check, assert_held, fork_checks, launched
+from tests.runtime.shared_lowerings import lower_before_the_fork
 
 SIZES = (2, 2, 2)
 
@@ -34,17 +36,21 @@ def captured() -> tuple[nn.Module, dict[str, Any], fx.GraphModule]:
     return model, inputs, galvatron_fx.capture(model, inputs)
 
 
-def four_stages_of_two(mesh: DeviceMesh) -> None:
-    """T5, an unlike strategy in every stage: what the encoder made passes stages, tied embeddings are in two."""
-    model, inputs, graph = captured()
+def plan_of(graph: fx.GraphModule) -> Plan:
+    """An unlike strategy in every stage."""
     first = (0, 1, 3, 4, num_blocks(graph))
     strategies = [
         Strategy(("pipeline", "pipeline", role), recompute=role == "tensor")
         for role, start, end in zip(("zero", "tensor", "data", "tensor_sequence"), first, first[1:], strict=False)
         for _ in range(start, end)
     ]
-    plan = Plan.from_roles(SIZES, strategies, Pipelining(4, 4, "1f1b", first[:-1]))
-    compiled = compile_captured(copy.deepcopy(model), graph, mesh, plan, Cluster.from_mesh(mesh))
+    return Plan.from_roles(SIZES, strategies, Pipelining(4, 4, "1f1b", first[:-1]))
+
+
+def four_stages_of_two(mesh: DeviceMesh) -> None:
+    """T5: what the encoder made passes stages, tied embeddings are in two."""
+    model, inputs, graph = captured()
+    compiled = compile_captured(copy.deepcopy(model), graph, mesh, plan_of(graph), Cluster.from_mesh(mesh))
     train(compiled, model, inputs, steps=2)
 
 
@@ -62,9 +68,14 @@ def test_on_eight_processes(output: str, check: str) -> None:
     assert_held(output, check)
 
 
+def before_the_fork() -> None:
+    graph = captured()[2]
+    lower_before_the_fork(graph, plan_of(graph), described(SIZES))
+
+
 def main() -> None:
     """Run the checks, or those named."""
-    fork_checks(SIZES, CHECKS, sys.argv[1:], captured)
+    fork_checks(SIZES, CHECKS, sys.argv[1:], before_the_fork)
 
 
 if __name__ == "__main__":

@@ -34,10 +34,12 @@ from galvatron_fx.ir.plan.plan import prime_factors
 from galvatron_fx.ir.plan.strategy import Strategy
 from galvatron_fx.runtime.stage_runner import StageRunner
 from passes.analysis.blocks import num_values
+from tests.ir.cluster.test_cluster import described
 from tests.models import zoo
 from tests.models.random_plans import Combination, draw, prepared, random_table
 from tests.runtime.beside_plain import full, train
 from tests.runtime.launch import Check, assert_held, fork_checks, launched
+from tests.runtime.shared_lowerings import lower_before_the_fork
 
 RANKS = 4
 REFUSAL_S = 60.0  # far from the minutes in which collectives give up
@@ -75,10 +77,15 @@ def compiled_by(mesh: DeviceMesh, pipelining: Pipelining, layers: int) -> Any:
     return galvatron_fx.compile(model, mesh, inputs, plan=plan)
 
 
+def graph_and_plan(pipelining: Pipelining) -> tuple[fx.GraphModule, Plan]:
+    """A block a stage."""
+    return graph_of(pipelining.num_stages - 2), Plan.uniform(PRIMES, ROLES, pipelining=pipelining)
+
+
 def trains(pipelining: Pipelining, mesh: DeviceMesh) -> None:
     """Two steps of AdamW beside the plain model, and the measured schedule is the planned one."""
     model, inputs = model_and_batch(layers=pipelining.num_stages - 2)
-    graph, plan = graph_of(pipelining.num_stages - 2), Plan.uniform(PRIMES, ROLES, pipelining=pipelining)
+    graph, plan = graph_and_plan(pipelining)
     compiled = compile_captured(copy.deepcopy(model), graph, mesh, plan, Cluster.from_mesh(mesh))
     train(compiled, model, inputs, steps=2)
     report = compiled.measured_schedule()
@@ -87,9 +94,14 @@ def trains(pipelining: Pipelining, mesh: DeviceMesh) -> None:
     assert tuple(span.action for span in own) == report.schedule.orders[dist.get_rank()]
 
 
+def random_stages() -> Pipelining:
+    """Stages lie on any rank, several in a row on one, backward is whole here and halved there."""
+    return Pipelining.by_hand(random_table(Random(1), RANKS, 6, 4))
+
+
 def table_by_hand(mesh: DeviceMesh) -> None:
-    """A random table: stages lie on any rank, several in a row on one, backward is whole here and halved there."""
-    trains(Pipelining.by_hand(random_table(Random(1), RANKS, 6, 4)), mesh)
+    """A random table."""
+    trains(random_stages(), mesh)
 
 
 def of_block(strategy: Strategy, count: int) -> Strategy:
@@ -208,9 +220,20 @@ def test_on_a_pipeline_of_four(output: str, check: str) -> None:
     assert_held(output, check)
 
 
+def before_the_fork() -> None:
+    """Capture, and lower what trains."""
+    cluster = described((RANKS,))
+    for pipelining in (*(Pipelining(*of, name) for name, of in SCHEDULES.items()), random_stages()):
+        lower_before_the_fork(*graph_and_plan(pipelining), cluster)
+    for seed in DRAWN:
+        combination = draw(seed)
+        graph = prepared(combination.name, combination.deep, combination.batch).graph
+        lower_before_the_fork(graph, drawn_plan(combination, graph), described(combination.sizes))
+
+
 def main() -> None:
     """Run all checks, or those named."""
-    fork_checks((RANKS,), CHECKS, sys.argv[1:], lambda: [graph_of(layers) for layers in (2, 4, 6)])
+    fork_checks((RANKS,), CHECKS, sys.argv[1:], before_the_fork)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.accuracy.stage_memory_rank import Case, captured, measure_all
+from benchmarks.accuracy.stage_memory_rank import Case, captured, measure_all, predict
+from tests.ir.cluster.test_cluster import described
 from tests.runtime.launch import fork_ranks, launched
+from tests.runtime.shared_lowerings import lower_before_the_fork
 
 RANKS = 4
 # Communication threads let go of their tensors a moment after they are waited for.
@@ -41,11 +43,20 @@ def test_predicted_is_measured(peaks: dict[str, list[tuple[int, int]]], schedule
         assert predicted == pytest.approx(measured, rel=TOLERANCE)
 
 
+def before_the_fork(cases: list[Case]) -> None:
+    """Predict, and lower for the ranks."""
+    cluster = described((2, 2))
+    for case in cases:
+        graph = captured(case.model, case.policy())
+        predict(graph, case.plan(), cluster)
+        lower_before_the_fork(graph, case.plan().with_precision(case.policy()), cluster)
+
+
 def main() -> None:
-    """Measure on forked ranks; every graph is captured before."""
+    """Measure on forked ranks."""
     cases = [Case(schedule=name, **fields) for name, fields in CASES.items()]
     work = partial(measure_all, cases, Path(sys.argv[1]))
-    fork_ranks((2, 2), work, lambda: [captured(case.model, case.policy()) for case in cases])
+    fork_ranks((2, 2), work, partial(before_the_fork, cases))
 
 
 if __name__ == "__main__":

@@ -26,12 +26,14 @@ from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.cluster.overlap import Overlap
 from galvatron_fx.ir.plan.pipelining import Pipelining
 from passes.analysis.blocks import num_blocks
+from tests.ir.cluster.test_cluster import described
 from tests.models import zoo
 from tests.models.test_odd_sizes import Convolutions, untidy
 from tests.runtime import expert_checks
 from tests.runtime.beside_plain import MESH, compiled_by, full, same, saved_and_loaded, train
 from tests.runtime.expert_checks import mixtral
 from tests.runtime.launch import Check, fork_checks
+from tests.runtime.shared_lowerings import lower_before_the_fork
 
 FOLDER = Path(sys.argv[1] if __name__ == "__main__" else ".")
 # By model: roles of the first and of the last blocks, schedule, number of stages and of micro-batches.
@@ -60,26 +62,38 @@ def trains_captured(name: str, mesh: DeviceMesh, plan: Plan, cluster: Cluster, s
     train(compiled, copy.deepcopy(model), inputs, steps=steps)
 
 
+UNIFORM = (
+    Plan.uniform(MESH, ("data", "tensor"), recompute=True),
+    Plan.uniform(MESH, ("zero", "tensor_sequence")),
+    Plan.uniform(MESH, ("sequence", "zero"), keep_gathered=True),
+)
+
+
 def uniform_plans(mesh: DeviceMesh) -> None:
-    for roles, options in [
-        (("data", "tensor"), {"recompute": True}),
-        (("zero", "tensor_sequence"), {}),
-        (("sequence", "zero"), {"keep_gathered": True}),
-    ]:
-        trains_captured("llama", mesh, Plan.uniform(MESH, roles, **options), Cluster.from_mesh(mesh))
+    for plan in UNIFORM:
+        trains_captured("llama", mesh, plan, Cluster.from_mesh(mesh))
+
+
+GATHERING = (
+    Plan.uniform(MESH, ("zero", "zero")),
+    Plan.uniform(MESH, ("pipeline", "zero"), pipelining=Pipelining(2, 2, "1f1b")),
+)
+
+
+def overlapping(cluster: Cluster) -> Cluster:
+    """Where computing and communicating at once gains something, as it does not here."""
+    return replace(cluster, overlap=Overlap(1.0, 1.0))
 
 
 def gathers_ahead(mesh: DeviceMesh) -> None:
-    """Gathers start a block ahead where computing and communicating at once gains something, as it does not here."""
-    cluster = replace(Cluster.from_mesh(mesh), overlap=Overlap(1.0, 1.0))
-    in_stages = Plan.uniform(MESH, ["pipeline", "zero"], pipelining=Pipelining(2, 2, "1f1b"))
-    for plan in (Plan.uniform(MESH, ["zero", "zero"]), in_stages):
-        trains_captured("llama", mesh, plan, cluster)
+    """Gathers start a block ahead."""
+    for plan in GATHERING:
+        trains_captured("llama", mesh, plan, overlapping(Cluster.from_mesh(mesh)))
 
 
 def compiled_kernels(mesh: DeviceMesh) -> None:
     """Inductor compiles what lies between collectives: gradients in bundles, gathers ahead, reductions in forward."""
-    cluster = replace(Cluster.from_mesh(mesh), overlap=Overlap(1.0, 1.0))
+    cluster = overlapping(Cluster.from_mesh(mesh))
     model, inputs = untidy()
     blocks = num_blocks(galvatron_fx.capture(model, inputs))
     plan = Plan.from_roles(MESH, [Strategy(("zero", "tensor") if i % 2 else ("data", "data")) for i in range(blocks)])
@@ -87,16 +101,21 @@ def compiled_kernels(mesh: DeviceMesh) -> None:
     train(galvatron_fx.compile(copy.deepcopy(model), mesh, inputs, **options), copy.deepcopy(model), inputs, steps=1)
 
 
+def staged(name: str) -> Plan:
+    """Uneven stages of unlike strategies."""
+    first, second, schedule, count, parts = STAGED[name]
+    blocks = num_blocks(captured(name)[2])
+    half = blocks // 2
+    cuts = (0, half) if count == 2 else (0, 1, half, half + 1)
+    strategies = [Strategy(("pipeline", first), recompute=True)] * half
+    strategies += [Strategy(("pipeline", second), keep_gathered=second == "zero")] * (blocks - half)
+    return Plan.from_roles(MESH, strategies, Pipelining(count, parts, schedule, cuts))
+
+
 def stages(mesh: DeviceMesh) -> None:
     """Every schedule, uneven stages, unlike strategies, tied embeddings in the first and last stage."""
-    for name, (first, second, schedule, count, parts) in STAGED.items():
-        blocks = num_blocks(captured(name)[2])
-        half = blocks // 2
-        cuts = (0, half) if count == 2 else (0, 1, half, half + 1)
-        strategies = [Strategy(("pipeline", first), recompute=True)] * half
-        strategies += [Strategy(("pipeline", second), keep_gathered=second == "zero")] * (blocks - half)
-        plan = Plan.from_roles(MESH, strategies, Pipelining(count, parts, schedule, cuts))
-        trains_captured(name, mesh, plan, Cluster.from_mesh(mesh), steps=2)
+    for name in STAGED:
+        trains_captured(name, mesh, staged(name), Cluster.from_mesh(mesh), steps=2)
 
 
 def stages_evaluate_and_train(mesh: DeviceMesh) -> None:
@@ -318,12 +337,17 @@ def trained_models() -> Iterator[zoo.Case]:
         yield model.eval(), inputs
 
 
-def capture_models() -> None:
-    """Before the ranks are forked."""
-    for name in STAGED:
-        captured(name)
+def before_the_fork() -> None:
+    """Capture what is trained, and lower the plans of captured graphs."""
     for model, inputs in trained_models():
         galvatron_fx.capture(model, inputs)
+    cluster = described(MESH)
+    for name in STAGED:
+        lower_before_the_fork(captured(name)[2], staged(name), cluster)
+    for plan in UNIFORM:
+        lower_before_the_fork(captured("llama")[2], plan, cluster)
+    for plan in GATHERING:
+        lower_before_the_fork(captured("llama")[2], plan, overlapping(cluster))
 
 
 _CHECKS: tuple[Check, ...] = (
@@ -337,7 +361,7 @@ CHECKS = {check.__name__: check for check in _CHECKS} | {"experts": partial(expe
 
 def main() -> None:
     """Run all checks, or those named after the folder."""
-    fork_checks(MESH, CHECKS, sys.argv[2:], capture_models)
+    fork_checks(MESH, CHECKS, sys.argv[2:], before_the_fork)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,48 @@
+"""Plans that all ranks of a launch lower alike, lowered before the fork, each for one compilation of every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from galvatron_fx import compiling
+from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.graph.pass_pipeline import PassControl
+from galvatron_fx.ir.plan.plan import Plan
+from passes.lowering.lower_stages import LoweredStages
+from passes.lowering.lower_step import Lowered
+
+_lower = compiling.lower
+_lowered: dict[tuple[Any, ...], Lowered | LoweredStages] = {}
+
+
+def lower_before_the_fork(graph: fx.GraphModule, plan: Plan, cluster: Cluster) -> None:
+    """Lower ``plan``, for the first compilation of it on ``graph`` in each fork of this process.
+
+    ``cluster``: that of the compilation, which ``tests.ir.cluster.test_cluster.described`` has before there are ranks.
+    """
+    compiling.lower = _lower_or_take
+    _lowered[_key(graph, plan, cluster)] = _lower(graph, plan, cluster)
+
+
+def _lower_or_take(
+    graph: fx.GraphModule,
+    plan: Plan,
+    cluster: Cluster,
+    cache: dict[Any, Any] | None = None,
+    fixed: Mapping[str, Any] | None = None,
+    control: PassControl | None = None,
+    training: bool = True,
+) -> Lowered | LoweredStages:
+    key = _key(graph, plan, cluster)
+    as_then = training and not fixed and (control is None or control == PassControl())
+    if as_then and key in _lowered:
+        return _lowered.pop(key)  # the module changes it as its own
+    return _lower(graph, plan, cluster, cache, fixed, control, training)
+
+
+def _key(graph: fx.GraphModule, plan: Plan, cluster: Cluster) -> tuple[Any, ...]:
+    return id(graph), replace(plan, notes=()).digest(), cluster.to_json()
