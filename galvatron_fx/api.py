@@ -98,7 +98,7 @@ def plan(
     ``constraints``: name of a module, in which ``*`` stands for any text -> :class:`Strategy` (or its roles) for the
     blocks that hold the module; and name of a mesh axis -> its role in all blocks (``{"dp": "zero"}``);
     ``num_stages``, ``num_microbatches``, ``schedule`` (one of :data:`galvatron_fx.ir.plan.schedule.SCHEDULES`): pinned,
-    or searched where None;
+    or searched where None; schedule "search" also looks for a table of its own that is faster (docs/schedules.md);
     ``search_seconds``: when to take the best plan found so far, at the next configuration (its ``notes`` say so);
     ``optimizer``: whose states and update count (one of :data:`galvatron_fx.ir.plan.optimizers.OPTIMIZERS`);
     ``expert_imbalance``: rows that the busiest rank's experts are expected to have, over the mean, which prices role

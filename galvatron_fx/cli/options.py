@@ -15,7 +15,7 @@ from galvatron_fx.cli.models import DTYPES
 from galvatron_fx.ir.errors import GalvatronError
 from galvatron_fx.ir.plan.arguments import check_arguments
 from galvatron_fx.ir.plan.optimizers import ADAM, OPTIMIZERS
-from galvatron_fx.ir.plan.schedule import SCHEDULES
+from galvatron_fx.ir.plan.schedule import SCHEDULES, SEARCH
 from galvatron_fx.ir.plan.strategy import CAPACITY, PIPELINE, ROLES
 from galvatron_fx.ir.plan.units import parse_bytes
 
@@ -130,7 +130,9 @@ def add_search(parser: argparse.ArgumentParser) -> None:
     add_space(group)
     group.add_argument("--num-stages", type=positive(int, "stages"), metavar="N", help="default: searched")
     group.add_argument("--num-microbatches", type=positive(int, "micro-batches"), metavar="N", help="default: searched")
-    group.add_argument("--schedule", choices=SCHEDULES, help="default: searched")
+    group.add_argument(
+        "--schedule", choices=(*SCHEDULES, SEARCH), help=f"default: the best of them; {SEARCH}: also tables of its own"
+    )
     group.add_argument(
         "--constrain",
         action="append",

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
 
 from galvatron_fx.ir.errors import PlanError
+from galvatron_fx.ir.plan.pipelining import BY_HAND
 from galvatron_fx.ir.plan.progress import PRICING, SEARCH, SIMULATION
+from galvatron_fx.ir.plan.schedule import Schedule
 from galvatron_fx.ir.plan.search_report import SIMULATED, Contender
 from galvatron_fx.ir.plan.strategy import PIPELINE, Strategy
 from passes.search.known_plans import known_plans
@@ -53,7 +55,15 @@ class Simulated:
     def contender(self, limit: float) -> Contender:
         """What reports tell of it, for a budget of ``limit`` bytes."""
         fits = self.peak_bytes <= limit
-        return contender_of(self.search, SIMULATED, self.estimated_s, self.peak_bytes, fits, self.simulated_s)
+        seen = contender_of(self.search, SIMULATED, self.estimated_s, self.peak_bytes, fits, self.simulated_s)
+        table = self.table
+        return seen if table is None else replace(seen, schedule=table.name)
+
+    @property
+    def table(self) -> Schedule | None:
+        """What it runs by, if that is no named schedule."""
+        schedule = self.report.schedule if isinstance(self.report, StagesReport) else None
+        return schedule if schedule is not None and schedule.name == BY_HAND else None
 
 
 @dataclass

@@ -9,7 +9,7 @@ from math import prod
 
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import PlanError
-from galvatron_fx.ir.plan.schedule import SCHEDULES, legal
+from galvatron_fx.ir.plan.schedule import SCHEDULES, SEARCH, legal
 from galvatron_fx.ir.plan.strategy import PIPELINE
 from passes.search.solvers.stage_search import Configuration
 
@@ -26,7 +26,9 @@ _SHOWN = 3  # reasons
 
 @dataclass(frozen=True)
 class Pins:
-    """What of the pipeline is decided already; None is searched."""
+    """What of the pipeline is decided already; None is searched. Schedule "search": tables are searched for the best of
+    what named schedules found.
+    """
 
     num_stages: int | None = None
     num_microbatches: int | None = None
@@ -130,7 +132,7 @@ class Configurations:
 
     def _schedules(self, ranks: int) -> Sequence[str]:
         wanted = self.pins.schedule
-        if wanted is not None:
+        if wanted not in (None, SEARCH):
             return [wanted] if ranks > 1 or wanted in _ON_ONE_RANK else []
         return ("1f1b",) if ranks == 1 else _COARSE_SCHEDULES if self.coarse else _SEARCHED_SCHEDULES
 
@@ -153,8 +155,8 @@ class Configurations:
             value = getattr(pins, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise PlanError(f"{name} is {value!r}; give an int from 1, or None to search it")
-        if pins.schedule is not None and pins.schedule not in SCHEDULES:
-            raise PlanError(f"unknown schedule {pins.schedule!r}: use one of {', '.join(SCHEDULES)}")
+        if pins.schedule is not None and pins.schedule not in (*SCHEDULES, SEARCH):
+            raise PlanError(f"unknown schedule {pins.schedule!r}: use one of {', '.join((*SCHEDULES, SEARCH))}")
         count = pins.num_microbatches
         if count is not None and self.batch % count:
             divisors = _divisors(self.batch)

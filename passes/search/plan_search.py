@@ -28,6 +28,8 @@ from galvatron_fx.ir.plan.budget_error import BudgetError
 from galvatron_fx.ir.plan.pipelining import ONE_STAGE, Pipelining
 from galvatron_fx.ir.plan.plan import BlockPlan, Plan
 from galvatron_fx.ir.plan.progress import PRICING, REPORT
+from galvatron_fx.ir.plan.progress import SEARCH as SEARCH_PHASE
+from galvatron_fx.ir.plan.schedule import SEARCH
 from galvatron_fx.ir.plan.search_report import Contender, SearchReport
 from galvatron_fx.ir.plan.strategy import CAPACITY, Strategy
 from galvatron_fx.ir.plan.throughput import Throughput
@@ -42,6 +44,7 @@ from passes.search.open_configurations import OpenConfigurations
 from passes.search.padded_batches import plans_of_batches
 from passes.search.record import Record, Watch
 from passes.search.runners_up import RunnersUp
+from passes.search.searched_tables import WithTable, fastest_with_table
 from passes.search.shortlist import shortlist
 from passes.search.trials import MemorySlack
 from passes.simulation.choice import SimulateChoice
@@ -50,6 +53,7 @@ _LIGHTEST = 3  # choices that are simulated where nothing fits
 _NEARLY = 1.25  # times the budget: where that is the least found, a search may find what fits
 _MORE_MEMORY = (1.1, inf)  # times the budget: what the report tells of
 _CLOSE_TO_BOUND = 1e-3
+_TABLES = 4  # pipelines that a table is searched for
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,7 @@ class _Search:
         self.record = Record()
         self.simulator = Simulator(simulate, watch, self.record)
         self.slack = MemorySlack()
+        self.searched: WithTable | None = None
 
     def run(self, most: int) -> tuple[Plan, ...]:
         """The fastest that fit; where nothing does, of what gathers later; then whatever takes least memory. That is
@@ -151,7 +156,18 @@ class _Search:
             best = self._least(opened)
         if best is None:
             raise TimeLimitError(self._too_late())
+        if self.options.pins.schedule == SEARCH:
+            best = self._with_table(best)
         return tuple(self._reported(best, opened, most))
+
+    def _with_table(self, best: Simulated) -> Simulated:
+        """The fastest once tables were searched for the best choices of a few pipelines, as the plan's notes say."""
+        unlike = shortlist(self.simulator.outcomes, best, self.limit, len(self.simulator.outcomes))
+        others = {each.search.configuration: each for each in reversed(unlike)}
+        fastest_first = sorted(others.values(), key=lambda outcome: outcome.simulated_s)
+        with self.watch.phase(SEARCH_PHASE):
+            self.searched = fastest_with_table(fastest_first[:_TABLES], self.simulator.run, self.limit)
+        return self.searched.outcome
 
     @cached_property
     def _always_bytes(self) -> float:
@@ -218,11 +234,13 @@ class _Search:
             for i, p in enumerate(outcome.choice.picks)
         )
         setting = outcome.search.configuration
-        pipelining = (
-            ONE_STAGE
-            if setting.is_trivial
-            else Pipelining(setting.num_stages, setting.num_microbatches, setting.schedule, outcome.choice.first_blocks)
-        )
+        cuts, table = outcome.choice.first_blocks, outcome.table
+        if table is not None:
+            pipelining = Pipelining.by_hand(table, cuts)
+        elif setting.is_trivial:
+            pipelining = ONE_STAGE
+        else:
+            pipelining = Pipelining(setting.num_stages, setting.num_microbatches, setting.schedule, cuts)
         return Plan(
             axis_sizes=tuple(size for size in self.cluster.shape if size > 1),
             blocks=blocks,
@@ -240,6 +258,8 @@ class _Search:
 
     def _notes(self, outcome: Simulated) -> tuple[str, ...]:
         notes = [f"simulated on the lowered graphs: {format_seconds(outcome.simulated_s)}"]
+        if self.searched is not None and self.searched.outcome is outcome:
+            notes.append(self.searched.note)
         if self.is_cut_short:
             share = self._bound_s(outcome) / outcome.estimated_s
             notes.append(f"the search was cut short: the best plan takes at least {share:.0%} of this one's time")
@@ -258,6 +278,8 @@ class _Search:
         others = tuple(self.record.seen[key] for key in self.record.others(best.search.configuration))
         if self.options.simulate_runners_up:
             others = RunnersUp(opened, self.simulator, self.slack, self.limit, best).run()
+        if best.table is not None:  # the same by a named schedule
+            others = (self.record.seen[best.search.configuration, best.search.costs.kinds], *others)
         seen = best.contender(self.limit), *others
         for outcome in shortlist(self.simulator.outcomes, best, self.limit, most):
             yield self._plan(outcome).with_report(self._report(outcome, seen))

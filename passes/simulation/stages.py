@@ -123,11 +123,15 @@ class StagesReport:
         ranks = range(self.schedule.num_ranks)
         return max(sum(self.once_s(rank, task) for task in (*_ONCE, "update")) for rank in ranks)
 
+    def task_s(self, task: str) -> list[float]:
+        """Seconds that each stage takes for one run of ``task``."""
+        return [_task_s(times, task) for times in self.times]
+
     def _simulated(self, sends: float) -> ScheduleReport:
         """The schedule, with the times of transfers multiplied by ``sends``."""
-        forward, input_grad, weight_grad = ([_task_s(times, task) for times in self.times] for task in _PER_MICROBATCH)
-        ahead = [sends * _task_s(times, "send") for times in self.times[:-1]]
-        back = [sends * _task_s(times, "send_back") for times in self.times[1:]]
+        ahead = [sends * seconds for seconds in self.task_s("send")[:-1]]
+        back = [sends * seconds for seconds in self.task_s("send_back")[1:]]
+        forward, input_grad, weight_grad = map(self.task_s, _PER_MICROBATCH)
         amounts = forward, input_grad, weight_grad, ahead, back
         if not self.sharing:
             return simulate_schedule(self.schedule, *amounts)

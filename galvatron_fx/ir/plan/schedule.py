@@ -32,6 +32,7 @@ __all__ = [
     "ACTION_NAMES",
     "KINDS",
     "SCHEDULES",
+    "SEARCH",
     "Action",
     "Schedule",
     "Step",
@@ -42,6 +43,9 @@ __all__ = [
 ]
 
 SCHEDULES: tuple[str, ...] = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev")
+
+SEARCH = "search"
+"""Stands for the table that a search finds best (:mod:`passes.search.tables`); the plan then has that table."""
 
 ACTION_NAMES = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
 """What an action of each kind computes; "B" is "I" and "W" in one."""
@@ -397,6 +401,8 @@ def _holdings(schedule: Schedule) -> list[dict[tuple[int, ...], None]]:
 
 def _unplaceable(name: str, num_ranks: int, num_stages: int) -> str | None:
     """Return why schedule ``name`` cannot place so many stages on so many ranks, or None."""
+    if name == SEARCH:
+        return "schedule 'search' is what plan(...) takes: it writes the table that it finds into the plan"
     if name not in SCHEDULES:
         return f"unknown schedule {name!r}; use one of {', '.join(SCHEDULES)}"
     for what, count in (("pipeline ranks", num_ranks), ("stages", num_stages)):

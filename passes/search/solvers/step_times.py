@@ -92,8 +92,11 @@ class StepTimes:
             self.num_microbatches <= (_FULL + 1) * self.num_ranks or self.num_microbatches * self.num_stages <= _WHOLE
         )
 
-    def timed(self, cuts: Cuts, picks: Sequence[int]) -> float:
-        """Seconds of the simulated schedule, and of what is done once a step on the rank that has most of it."""
+    def timed(self, cuts: Cuts, picks: Sequence[int], table: Schedule | None = None) -> float:
+        """Seconds of the simulated schedule, and of what is done once a step on the rank that has most of it.
+
+        ``table``: to run instead, of the same stages on the same ranks.
+        """
         costs = self.costs
         ends = (*cuts[1:], len(costs.block_fingerprints))
         forward, backward, weight = [], [], []
@@ -109,10 +112,15 @@ class StepTimes:
             once[rank] += float(costs.once[rows, columns].sum())
         kinds = [(costs.kind[picks[cut - 1]], costs.kind[picks[cut]]) for cut in cuts[1:]]
         sends = [float(self.sends_s(cut, *pair)) for cut, pair in zip(cuts[1:], kinds, strict=True)]
-        return self._step_s(forward, backward, weight, sends) + max(once)
+        return self._step_s(forward, backward, weight, sends, table) + max(once)
 
     def _step_s(
-        self, forward: Sequence[float], backward: Sequence[float], weight: Sequence[float], sends: Sequence[float]
+        self,
+        forward: Sequence[float],
+        backward: Sequence[float],
+        weight: Sequence[float],
+        sends: Sequence[float],
+        table: Schedule | None,
     ) -> float:
         """Seconds of the simulated schedule; once it is full, each further round of micro-batches takes equally long.
 
@@ -120,6 +128,9 @@ class StepTimes:
         """
         whole = [sum(parts) for parts in zip(backward, weight, strict=True)]
         amounts = forward, backward, weight, *self.both_ways_s(sends, forward, whole)
+
+        if table is not None:
+            return simulate_schedule(table, *amounts).step_s
 
         def step_s(count: int) -> float:
             return simulate_schedule(self._schedule_of(count), *amounts).step_s

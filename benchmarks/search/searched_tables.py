@@ -1,0 +1,182 @@
+"""Claim: searched tables equal trying every table where these are few, and are never slower than a named schedule.
+
+Also mutates searched tables, each of which has to be refused; and searches tables for shapes of Tessel (Lin et al.
+2024, arXiv:2311.15269) in seconds of our own, as the paper's times are those of its machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from random import Random
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import machine
+from cost_models.schedule_time import simulate_schedule
+from galvatron_fx.ir.errors import PlanError
+from galvatron_fx.ir.plan.schedule import Action, Schedule, check_schedule
+from passes.search.tables.search import best_orders, search_table
+from passes.search.tables.timing import step_s
+from passes.search.tables.work import Operation, Work
+from tests.passes.search.table_cases import (
+    brute_force_s,
+    brute_force_work_s,
+    random_pipeline,
+    random_stages,
+    random_work,
+)
+
+SAME = 1e-9  # share of a step that is rounding
+MICROBATCHES = 32  # of Tessel's shapes
+RANKS = 4
+
+
+def differing(seed: int) -> bool:
+    """Whether the search misses what trying every table finds: up to 3 stages x 4 micro-batches, or any graph."""
+    random = Random(seed)
+    if seed % 5 == 4:
+        work, count = random_work(random, 2 + seed % 2), 2 + seed % 2
+        best_s, result = brute_force_work_s(work, count), best_orders(work, count, [])
+    else:
+        splits = seed % 5 == 3
+        ranks = random.choice((1, 2)) if splits else random.choice((1, 2, 3))
+        count = random.choice((1, 2) if splits else (1, 2, 3, 4))
+        stages = random_stages(random, range(ranks), ranks)
+        best_s, result = brute_force_s(stages, count, splits), best_orders(stages.work(splits), count, [])
+    return not result.is_proven or abs(result.step_s - best_s) > SAME * best_s
+
+
+def gains(count: int) -> Iterator[tuple[float | None, float, float]]:
+    """By how much tables of random pipelines beat the best named schedule, None where none keeps to memory; how far
+    they are above what nothing beats; CPU seconds of the search.
+    """
+    for seed in range(count):
+        stages, num_microbatches = random_pipeline(Random(seed))
+        start = time.process_time()
+        result = search_table(stages, num_microbatches)
+        spent = time.process_time() - start
+        assert simulate_schedule(result.schedule, *stages.amounts).step_s == result.step_s
+        named = None if result.named is None else result.named[1] / result.step_s - 1
+        yield named, result.step_s / result.least_s - 1, spent
+
+
+def mutated(random: Random, table: Schedule) -> Schedule:
+    """The table with one action lost, doubled, of another kind, in front of what it needs, or on another rank."""
+    rank = random.randrange(table.num_ranks)
+    row = list(table.orders[rank])
+    place = next(p for p in iter(lambda: random.randrange(len(row)), None) if row[p].kind != "F")
+    action = row[place]
+    others = [*row[:place], *row[place + 1 :]]
+    orders = list(table.orders)
+    kind = random.choice(("lost", "doubled", "other kind", "too early", "other rank"))
+    if kind == "other rank":
+        other = (rank + 1) % table.num_ranks
+        orders[other] = (*orders[other], action)
+    orders[rank] = tuple(
+        {
+            "lost": others,
+            "other rank": others,
+            "doubled": [*row, action],
+            "other kind": [*others, Action("F", action.stage, action.microbatch)],
+            "too early": [action, *others],
+        }[kind]
+    )
+    return replace(table, orders=tuple(orders))
+
+
+def accepted(count: int) -> int:
+    """How many mutated tables are not refused."""
+    random, wrong = Random(0), 0
+    tables = [search_table(*random_pipeline(Random(seed), (2, 3))).schedule for seed in range(10)]
+    for number in range(count):
+        try:
+            check_schedule(mutated(random, tables[number % len(tables)]))
+        except PlanError:
+            continue
+        wrong += 1
+    return wrong
+
+
+def shape(blocks: Sequence[tuple[tuple[int, ...], float, tuple[int, ...]]], room: float) -> Work:
+    """Forward and backward of blocks (ranks, seconds, blocks before it); a backward takes twice as long."""
+    count = len(blocks)
+    forwards = [Operation(ranks, seconds, tuple((b, 0.0) for b in before), 1.0) for ranks, seconds, before in blocks]
+    backwards = [
+        Operation(
+            ranks,
+            2 * seconds,
+            ((s, 0.0), *((count + other, 0.0) for other, (_, _, before) in enumerate(blocks) if s in before)),
+            -1.0,
+        )
+        for s, (ranks, seconds, _) in enumerate(blocks)
+    ]
+    names = tuple((kind, s) for kind in "FB" for s in range(count))
+    return Work((*forwards, *backwards), names, (room,) * RANKS)
+
+
+def shapes() -> dict[str, Work]:
+    """On four ranks, each with room for eight blocks of activations (M and NN: twelve)."""
+    everywhere = tuple(range(RANKS))
+    chain = [((s,), 1.0, (s - 1,) if s else ()) for s in range(RANKS)]
+    shared = [(everywhere, 0.5, ()), *(((s,), 1.0, (s,)) for s in range(RANKS)), (everywhere, 0.5, (RANKS,))]
+    second = [(everywhere, 0.5, (RANKS,)), *(((s,), 1.0, (RANKS + 1 + s,)) for s in range(RANKS))]
+    branches = [((0,), 1.0, ()), ((1,), 1.0, (0,)), ((2,), 1.0, ()), ((3,), 1.0, (2,)), (everywhere, 0.5, (1, 3))]
+    return {
+        "V: one stage a rank": shape(chain, 8.0),
+        "M: embedding and head on all ranks": shape(shared, 12.0),
+        "NN: two chains, each behind a block on all ranks": shape([*shared[:-1], *second], 12.0),
+        "K: two branches that meet on all ranks": shape(branches, 8.0),
+    }
+
+
+def bubbles(work: Work) -> tuple[float, float, float]:
+    """The idle share of the busiest rank's time: 1F1B's order by micro-batch, the searched step, its steady part."""
+    busiest_s = max(work.loads_s)
+    result = best_orders(work, MICROBATCHES, [])
+    in_turn = tuple(tuple(own) * MICROBATCHES for own in (_in_order(work, rank) for rank in range(RANKS)))
+    period = busiest_s if result.pattern is None else result.pattern.period_s
+    whole = MICROBATCHES * busiest_s
+    return 1 - whole / step_s(work, in_turn), 1 - whole / result.step_s, 1 - busiest_s / period
+
+
+def _in_order(work: Work, rank: int) -> list[int]:
+    return [i for i in work.topological if rank in work.operations[i].ranks]
+
+
+def main() -> None:
+    """Print what was asked for, and fail where a claim does not hold."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=500, help="that are compared with every table")
+    parser.add_argument("--pipelines", type=int, default=200, help="that are compared with named schedules")
+    parser.add_argument("--mutations", type=int, default=1000, help="of tables")
+    options = parser.parse_args()
+    console = Console(width=140)
+    console.print(f"{machine.describe()}\n")
+    wrong = sum(map(differing, range(options.cases)))
+    console.print(f"{options.cases} small cases, {wrong} of them not as good as every table tried")
+    rows = list(gains(options.pipelines))
+    compared = [gain for gain, _, _ in rows if gain is not None]
+    slower = sum(gain < -SAME for gain in compared)
+    console.print(
+        f"{len(rows)} pipelines: named schedules fit {len(compared)}; a table is faster in "
+        f"{sum(gain > SAME for gain in compared)} and slower in {slower} of these: a gain of "
+        f"{sum(compared) / len(compared):.1%} in the mean and {max(compared):.1%} at most"
+    )
+    proven, spent = sum(excess < SAME for _, excess, _ in rows), [seconds for _, _, seconds in rows]
+    console.print(f"proven best: {proven}; {sum(spent) / len(spent):.1f} CPU s a search, {max(spent):.1f} at most")
+    refused_not = accepted(options.mutations)
+    console.print(f"{options.mutations} mutated tables, {refused_not} of them accepted")
+    table = Table("shape", "one micro-batch at a time", f"searched, {MICROBATCHES} micro-batches", "its steady part")
+    for name, work in shapes().items():
+        table.add_row(name, *(f"{share:.1%}" for share in bubbles(work)))
+    console.print("Idle share of the busiest rank, by simulation:", table)
+    sys.exit(bool(wrong or slower or refused_not))
+
+
+if __name__ == "__main__":
+    main()
