@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.kernels.bindings import with_fast_calls
 from galvatron_fx.ir.torch_compat.graphs import box_arguments, compile_functional, missing_compiler, without_autograd
+from galvatron_fx.runtime.profiled import when_profiled, with_ranges
 from galvatron_fx.runtime.regions import Region, split_regions
 
 # Takes its arguments in one list, which it empties, so that every tensor dies at its last use.
@@ -31,11 +32,15 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class Eager:
-    """Runs a graph's operators one by one."""
+    """Runs a graph's operators one by one; in the traces of a profiler, by blocks and collectives."""
 
     def compile(self, graph: fx.GraphModule) -> Boxed:
         """Return generated Python code."""
-        return without_autograd(box_arguments(with_fast_calls(graph)))
+
+        def code(of: fx.GraphModule) -> Boxed:
+            return without_autograd(box_arguments(with_fast_calls(of)))
+
+        return when_profiled(code(graph), lambda: code(with_ranges(graph)))
 
 
 @dataclass(frozen=True)

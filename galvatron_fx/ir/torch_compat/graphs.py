@@ -14,7 +14,24 @@ from torch.fx.graph import _BoxedCodeGen
 
 from galvatron_fx.ir.torch_compat.tracing import new_fake_mode
 
-__all__ = ["box_arguments", "compile_functional", "graph_module", "missing_compiler", "without_autograd"]
+__all__ = [
+    "box_arguments",
+    "compile_functional",
+    "enter_range",
+    "exit_range",
+    "graph_module",
+    "is_profiled",
+    "missing_compiler",
+    "without_autograd",
+]
+
+enter_range = torch.ops.profiler._record_function_enter_new.default
+exit_range = torch.ops.profiler._record_function_exit._RecordFunction
+
+
+def is_profiled() -> bool:
+    """Tell whether torch.profiler runs, in whatever thread."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
 def graph_module(root: nn.Module, graph: fx.Graph, class_name: str = "GraphModule") -> fx.GraphModule:
