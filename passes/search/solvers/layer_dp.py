@@ -36,68 +36,66 @@ class _Chain:
 
     time: Floats
     memory: Floats
-    transition: Floats
+    change: Floats
     budget: float
     kinds: Ints
-    _to_go: dict[float, Floats] = field(default_factory=dict)
-    _before: dict[float, Floats] = field(default_factory=dict)
+    _rests: dict[float, tuple[Floats, Floats]] = field(default_factory=dict)
 
     def to_go(self, price: float) -> Floats:
         """``[L,S]``: the cheapest completion after block l in strategy s, at ``price`` seconds a byte."""
-        if price not in self._to_go:
-            self._to_go[price] = self._cheapest_rest(self.time + price * self.memory)
-        return self._to_go[price]
+        return self._rest(price)[0]
 
-    def _cheapest_rest(self, cost: Floats) -> Floats:
-        rest = np.zeros_like(cost)
-        for layer in range(len(cost) - 2, -1, -1):
-            rest[layer] = (self.transition[layer] + (cost[layer + 1] + rest[layer + 1])[None, :]).min(axis=1)
-        return rest
+    def before(self, price: float) -> Floats:
+        """``[L,K]``: the cheapest completion of a chain that takes a strategy of kind k in block l next."""
+        return self._rest(price)[1]
+
+    def _rest(self, price: float) -> tuple[Floats, Floats]:
+        if price not in self._rests:
+            cost = self.time + price * self.memory
+            padded = np.concatenate([cost, np.full((len(cost), 1), np.inf)], axis=1)  # where -1 stands for none
+            after, before = np.zeros_like(cost), np.empty((len(cost), len(self.members)))
+            for layer in range(len(cost) - 1, -1, -1):
+                if layer < len(cost) - 1:
+                    after[layer] = (self.change[layer] + before[layer + 1]).min(axis=1)[self.kinds]
+                    padded[layer, :-1] += after[layer]
+                before[layer] = padded[layer, self.members].min(axis=1)
+            self._rests[price] = after, before
+        return self._rests[price]
 
     def cheapest(self, price: float) -> tuple[list[int], float, float]:
         """The chain that is cheapest at ``price``: its strategies, time and memory."""
-        cost = self.time + price * self.memory
-        rest = self.to_go(price)
-        picks = [int(np.argmin(cost[0] + rest[0]))]
-        for layer in range(1, len(cost)):
-            picks.append(int(np.argmin(self.transition[layer - 1, picks[-1]] + cost[layer] + rest[layer])))
+        total = self.time + price * self.memory + self.to_go(price)
+        picks = [int(np.argmin(total[0]))]
+        for layer in range(1, len(total)):
+            step = self.change[layer - 1, self.kinds[picks[-1]]]
+            picks.append(int(np.argmin(step[self.kinds] + total[layer])))
         return picks, *self.measure(picks)
 
     @cached_property
     def by_memory(self) -> _Chain:
         """The chain with memory for time: its cheapest is the one that takes least."""
         memory = np.where(np.isfinite(self.time), self.memory, np.inf)
-        change = np.where(np.isfinite(self.transition), 0.0, np.inf)
+        change = np.where(np.isfinite(self.change), 0.0, np.inf)
         return _Chain(memory, self.memory, change, self.budget, self.kinds)
 
     @cached_property
     def members(self) -> Ints:
         """``[K, most]``: the strategies of each kind, -1 behind them."""
-        of_kind = [np.flatnonzero(self.kinds == kind) for kind in range(int(self.kinds.max()) + 1)]
+        of_kind = [np.flatnonzero(self.kinds == kind) for kind in range(self.change.shape[1])]
         members = np.full((len(of_kind), max(map(len, of_kind))), -1)
         for row, strategies in zip(members, of_kind, strict=True):
             row[: len(strategies)] = strategies
         return members
 
-    @cached_property
-    def changes(self) -> Floats:
-        """``[L-1, K, K]``: of going from one kind to another."""
-        first = self.members[:, 0]
-        return self.transition[:, first[:, None], first[None, :]]
-
-    def before(self, price: float) -> Floats:
-        """``[L, K]``: the cheapest completion of a chain that takes a strategy of kind k in block l next."""
-        if price not in self._before:
-            cost = self.time + price * self.memory + self.to_go(price)
-            padded = np.concatenate([cost, np.full((len(cost), 1), np.inf)], axis=1)  # where -1 stands for none
-            self._before[price] = padded[:, self.members].min(axis=2)
-        return self._before[price]
+    def changes(self, have: Ints, want: Ints) -> Floats:
+        """``[L-1]``: seconds of going from a strategy of each block but the last to one of the next block."""
+        seconds: Floats = self.change[np.arange(len(have)), self.kinds[have], self.kinds[want]]
+        return seconds
 
     def measure(self, picks: list[int]) -> tuple[float, float]:
         """Time and memory of a chain."""
-        layers = np.arange(len(picks))
-        time = float(self.time[layers, picks].sum())
-        time += float(self.transition[layers[:-1], picks[:-1], picks[1:]].sum())
+        layers, strategies = np.arange(len(picks)), np.array(picks)
+        time = float(self.time[layers, picks].sum() + self.changes(strategies[:-1], strategies[1:]).sum())
         return time, float(self.memory[layers, picks].sum())
 
 
@@ -113,11 +111,11 @@ def solve_layers(
     """Choose a strategy for every layer: the least total time whose total memory is within the budget.
 
     ``time_s[L, S]`` and ``memory_bytes[L, S]``: of layer l in strategy s (``inf`` where it cannot be);
-    ``transition_s[L-1, S, S]``: of going from one strategy to the next layer's; ``budget_bytes``: for the sum of
-    memory. Returns (strategy per layer, total seconds, total bytes), the exact optimum, or with ``gap`` above zero a
+    ``transition_s[L-1, K, K]``: of going from a strategy of one kind to the next layer's; ``budget_bytes``: for the sum
+    of memory. Returns (strategy per layer, total seconds, total bytes), the exact optimum, or with ``gap`` above zero a
     choice whose time is proven to be within that share of it, sooner; None where nothing fits. ``known_s``: where no
-    choice is faster than that, any that fits is returned, sooner. ``kinds[S]``: strategies of one number have equal
-    transitions, from and to all others, which makes it sooner as well (None: all differ).
+    choice is faster than that, any that fits is returned, sooner. ``kinds[S]``: the kind of each strategy, below K
+    (each is of its own where None).
 
     Raises InputError for arrays that do not match.
     """
@@ -131,9 +129,9 @@ def solve_layers(
     return picks, *costs.measure(picks)
 
 
-def cheapest_layers(time_s: Floats, transition_s: Floats) -> list[int]:
+def cheapest_layers(time_s: Floats, transition_s: Floats, kinds: Ints) -> list[int]:
     """The fastest strategies for all layers, whatever memory they take; arrays as of :func:`solve_layers`."""
-    return _Chain(time_s, np.zeros_like(time_s), transition_s, np.inf, np.arange(time_s.shape[1])).cheapest(0.0)[0]
+    return _Chain(time_s, np.zeros_like(time_s), transition_s, np.inf, kinds).cheapest(0.0)[0]
 
 
 def relaxed_s(time_s: Floats, memory_bytes: Floats, counts: Ints, budgets_bytes: Floats) -> Floats:
@@ -162,16 +160,17 @@ def _checked(
     if time.ndim != 2 or time.shape != memory.shape or 0 in time.shape:
         raise InputError(f"time_s {time.shape} and memory_bytes {memory.shape} must be equal and [layers, strategies]")
     layers, strategies = time.shape
-    transition = np.asarray(transition_s, dtype=np.float64).reshape(-1, strategies, strategies)
+    numbers = np.arange(strategies) if kinds is None else np.asarray(kinds)
+    if len(numbers) != strategies:
+        raise InputError(f"kinds has {len(numbers)} numbers for {strategies} strategies: give one for each")
+    count = int(numbers.max()) + 1 if kinds is None else np.shape(transition_s)[-1]
+    transition = np.asarray(transition_s, dtype=np.float64).reshape(-1, count, count)
     if len(transition) != layers - 1:
-        raise InputError(f"transition_s has {len(transition)} steps for {layers} layers: give [layers - 1, S, S]")
+        raise InputError(f"transition_s has {len(transition)} steps for {layers} layers: give [layers - 1, K, K]")
     for name, values in (("time_s", time), ("memory_bytes", memory), ("transition_s", transition)):
         if np.isnan(values).any() or (values < 0).any():
             raise InputError(f"{name} holds negative numbers or NaN")
     impossible = ~(np.isfinite(time) & np.isfinite(memory))
-    numbers = np.unique(np.arange(strategies) if kinds is None else np.asarray(kinds), return_inverse=True)[1]
-    if len(numbers) != strategies:
-        raise InputError(f"kinds has {len(numbers)} numbers for {strategies} strategies: give one for each")
     time, memory = np.where(impossible, np.inf, time), np.where(impossible, 0.0, memory)
     return _Chain(time, memory, transition, float(budget), numbers)
 
@@ -228,8 +227,9 @@ def _improved(costs: _Chain, picks: list[int]) -> list[int]:
     layers = np.arange(len(picks))
     edge = np.zeros((1, costs.time.shape[1]))
     while True:
-        before = np.concatenate([edge, costs.transition[layers[:-1], picks[:-1]]])
-        behind = np.concatenate([costs.transition[layers[:-1], :, picks[1:]], edge])
+        kinds = costs.kinds[picks]
+        before = np.concatenate([edge, costs.change[layers[:-1], kinds[:-1]][:, costs.kinds]])
+        behind = np.concatenate([costs.change[layers[:-1], :, kinds[1:]][:, costs.kinds], edge])
         time = costs.time + before + behind
         gain = time[layers, picks][:, None] - time
         room = costs.budget - costs.measure(picks)[1]
@@ -242,13 +242,13 @@ def _improved(costs: _Chain, picks: list[int]) -> list[int]:
 
 def _joined(costs: _Chain, head: list[int], tail: list[int]) -> tuple[Floats, Floats]:
     """``[L-1]``: time and memory of the chains that are ``head`` up to a layer and ``tail`` behind it."""
-    layers, steps = np.arange(len(head)), np.arange(len(head) - 1)
+    layers = np.arange(len(head))
     before, behind = np.array(head), np.array(tail)
     time_before = costs.time[layers, before].cumsum()[:-1]
-    time_before[1:] += costs.transition[steps, before[:-1], before[1:]].cumsum()[:-1]
+    time_before[1:] += costs.changes(before[:-1], before[1:]).cumsum()[:-1]
     reversed_s = costs.time[layers, behind][::-1].cumsum()[:-1]
-    reversed_s[1:] += costs.transition[steps, behind[:-1], behind[1:]][::-1].cumsum()[:-1]
-    across = costs.transition[steps, before[:-1], behind[1:]]
+    reversed_s[1:] += costs.changes(behind[:-1], behind[1:])[::-1].cumsum()[:-1]
+    across = costs.changes(before[:-1], behind[1:])
     memory_behind = costs.memory[layers, behind][::-1].cumsum()[:-1][::-1]
     return time_before + across + reversed_s[::-1], costs.memory[layers, before].cumsum()[:-1] + memory_behind
 
@@ -323,7 +323,7 @@ class _Limits:
 
 def _entering(costs: _Chain, limits: _Limits, layer: int, labels: _Labels) -> _Labels:
     """Labels with the change to every kind that the next block may have; their parents are ``labels``."""
-    step = costs.changes[layer - 1]
+    step = costs.change[layer - 1]
     count, kinds = len(labels.time), step.shape[1]
     time = (labels.time[:, None] + step[labels.kind]).ravel()
     memory, kind = np.repeat(labels.memory, kinds), np.tile(np.arange(kinds), count)

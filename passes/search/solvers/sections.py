@@ -78,10 +78,11 @@ class _Problem:
         columns = useful(costs.kind[costs.useful], [time[distinct], held[distinct], transient[distinct]])
         time, held, transient = time[:, columns], held[:, columns], transient[:, columns]
         columns = costs.useful[columns]
-        kinds = costs.kind[columns]
-        nothing = np.zeros((len(columns), len(columns)))
-        steps = [costs.change[a][np.ix_(kinds, kinds)] if b == a + 1 else nothing for a, b in pairwise(rows)]
-        change = np.array(steps).reshape(-1, len(columns), len(columns))
+        some, kinds = np.unique(costs.kind[columns], return_inverse=True)
+        joined = np.array([b == a + 1 for a, b in pairwise(rows)])[:, None, None]
+        change = np.where(
+            joined, costs.change[np.array(rows[:-1], dtype=np.intp)[:, None, None], some[:, None], some], 0.0
+        )
         return cls(columns, time, held, transient, change, kinds, distinct, counts)
 
     def bytes(self, picks: Sequence[int]) -> float:
@@ -114,7 +115,7 @@ def best_picks(costs: CostTable, section: Section, budget: float) -> list[int] |
     def picks(column_picks: Sequence[int]) -> list[int]:
         return side_by_side(costs, section, [int(problem.columns[p]) for p in column_picks])
 
-    free = cheapest_layers(problem.time, problem.change)
+    free = cheapest_layers(problem.time, problem.change, problem.kinds)
     if problem.bytes(free) <= budget:
         return picks(free)
     gap = _GAP if len(costs.block_fingerprints) > EXACT_BLOCKS else 0.0
