@@ -56,6 +56,8 @@ def _gpu(name: str, memory_bytes: int, bandwidth: float, peak_flops: Mapping[str
     return Device(name, memory_bytes, peak_flops, bandwidth, _MATMUL_EFFICIENCY, _MEMORY_EFFICIENCY, _LAUNCH_S)
 
 
+# Rates were compared in November 2026 with vendors' sheets as resellers and wikis quote them. Sheets give rates with
+# sparsity, twice these: H200 1,979 TFLOPS of bfloat16, B200 4,500, L40S 733, L4 242, MI300X 2,615.
 # Dense rates with tensor cores where a dtype has them without a change of meaning (float32 without TF32). Memory is in
 # decimal bytes: an "80 GB" card has 80 GiB, and what lies between is left to the CUDA context and NCCL's buffers.
 _A100 = {"float64": 19.5e12, "float32": 19.5e12, "bfloat16": 312e12, "float16": 312e12}
