@@ -12,17 +12,18 @@ from torch import fx
 from cost_models.bundles import share_s, start_s
 from cost_models.collectives import collective_s
 from cost_models.node_cost import node_cost
-from cost_models.operator_time import dtype_name
+from cost_models.operator_time import dtype_name, host_copy_s
 from cost_models.ops import is_free, kind_of, op_time_s
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.bound_ops import plus
 from galvatron_fx.ir.graph.bundles import bytes_by_block
 from galvatron_fx.ir.graph.further_rounds import FurtherRounds
+from galvatron_fx.ir.graph.host_copies import HOST_MOVES, arrived
 from galvatron_fx.ir.graph.layout import Layout
 from galvatron_fx.ir.graph.metadata import has_meta, meta_of
 from galvatron_fx.ir.graph.op_call import OpCall, call_key, is_getitem, op_call
-from galvatron_fx.ir.plan.prediction import ACCUMULATE, COMPUTE, RECOMPUTE, Cause
+from galvatron_fx.ir.plan.prediction import ACCUMULATE, COMPUTE, HOST_COPIES, RECOMPUTE, Cause
 
 __all__ = ["NodeTime", "Price"]
 
@@ -49,6 +50,10 @@ class NodeTime:
         if node.target in c.COLLECTIVES:
             axes = layout.merged_axes[int(node.args[-1])].axes  # type: ignore[arg-type]
             return self._collective(node, Cause(c.KINDS.get(node.target, node.target.__name__), axes))
+        if node.target in HOST_MOVES:
+            return Price(Cause(HOST_COPIES), host_copy_s(self.cluster.device, meta_of(node).spec.size_bytes))
+        if node.target is arrived:
+            return None
         if isinstance(node.target, FurtherRounds):
             return Price(Cause(_local_kind(node)), self._rounds_s(node.target, layout))
         return Price(Cause(_local_kind(node)), self._operator_s(node))

@@ -18,6 +18,14 @@ def traffic_s(device: Device, size_bytes: Bytes) -> Bytes:
     return size_bytes / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
 
 
+def host_copy_s(device: Device, size_bytes: Bytes, copies: Bytes | float = 1.0) -> Bytes:
+    """Seconds of ``copies`` of so many bytes together between the device's and the host's memory; each is started as
+    an operator is. Nothing where the device names no link to its host.
+    """
+    bandwidth = device.host_bandwidth_bytes_per_s
+    return size_bytes / bandwidth + copies * device.launch_overhead_s if bandwidth else 0.0 * size_bytes
+
+
 def dtype_name(call: OpCall) -> str:
     """Name of the dtype that an operator computes in: products in that of what they multiply."""
     specs = (*call.inputs, *call.outputs) if is_matmul(call.target) else (*call.outputs, *call.inputs)

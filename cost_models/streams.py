@@ -6,6 +6,9 @@ runs after the other; a wait stops computing until the stream is so far. While b
 which use different links, do not slow each other down. What a collective takes to start, waiting for messages that
 hold next to nothing, is not slowed down by work. The first that is waited for after computing
 takes ``overlap.skew`` longer.
+
+Copies between device and host have a stream of their own. They take none of the multiprocessors, and a few percent of
+the memory's bandwidth at most, so they and computing go on at their full rates; and no other rank is waited for.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import numpy as np
 
 from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.cluster.overlap import Overlap
+from galvatron_fx.ir.graph.host_copies import HOST_STREAM
 from galvatron_fx.ir.plan.prediction import Cause
 
 __all__ = ["Event", "Share", "Start", "StreamRun", "Wait", "Work", "exposed_s"]
@@ -116,11 +120,12 @@ class StreamRun:
     def _work(self, seconds: float) -> None:
         """Compute, slower as long as something is on its way."""
         while running := self._running():
-            compute, communication = self.overlap.compute, self.overlap.communication
+            collectives = [number for number in running if self._slows(number)]
+            compute, communication = self.overlap.compute if collectives else 1.0, self.overlap.communication
             passes_s = min(seconds * compute, self._nearest_s(running, communication))
             done_s = passes_s / compute
-            for number in running:
-                self._expose(number, (passes_s - done_s) / len(running))
+            for number in collectives:
+                self._expose(number, (passes_s - done_s) / len(collectives))
             self._pass(passes_s, running, communication)
             if seconds * compute <= passes_s:
                 return
@@ -129,7 +134,7 @@ class StreamRun:
 
     def _wait(self, stream: int, behind: int) -> None:
         queue = self._queues.get(stream, deque())
-        if len(queue) > behind:
+        if len(queue) > behind and stream != HOST_STREAM:
             self._left_s[queue[0]] += self.overlap.skew.seconds(self._computed_s)
             self._computed_s = 0.0
         while running := self._running():
@@ -146,13 +151,17 @@ class StreamRun:
             self._started_s.setdefault(number, self.now_s)
         return running
 
+    def _slows(self, number: int) -> bool:
+        """Whether what is under way and computing slow each other down."""
+        return self.events[number].stream != HOST_STREAM  # type: ignore[union-attr]
+
     def _expose(self, number: int, seconds: float) -> None:
         cause = self.events[number].cause  # type: ignore[union-attr]
         self.exposed[cause] = self.exposed.get(cause, 0.0) + seconds
 
     def _nearest_s(self, running: Sequence[int], slower: float) -> float:
         """Until the first of ``running`` has started or ended, which goes on ``slower`` once it has started."""
-        return min(self._starting_s[number] or self._left_s[number] * slower for number in running)
+        return min(self._starting_s[n] or self._left_s[n] * (slower if self._slows(n) else 1.0) for n in running)
 
     def _pass(self, passes_s: float, running: Sequence[int], slower: float) -> None:
         """Let time pass; what has so much left, but for rounding, starts or ends exactly then."""
@@ -161,8 +170,9 @@ class StreamRun:
             if starting_s := self._starting_s[number]:
                 self._starting_s[number] = _rest(starting_s, passes_s)
                 continue
-            ends = passes_s / slower >= self._left_s[number] * (1 - 1e-12)
-            self._left_s[number] = _rest(self._left_s[number], passes_s / slower)
+            done_s = passes_s / slower if self._slows(number) else passes_s
+            ends = done_s >= self._left_s[number] * (1 - 1e-12)
+            self._left_s[number] = _rest(self._left_s[number], done_s)
             if ends:
                 self.spans_s[number] = self._started_s[number], self.now_s
                 self._queues[self.events[number].stream].popleft()  # type: ignore[union-attr]

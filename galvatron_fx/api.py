@@ -78,6 +78,8 @@ def plan(
     search_seconds: float | None = None,
     optimizer: str = ADAM,
     expert_imbalance: float = CAPACITY,
+    offload: Sequence[str] = (),
+    host_memory: str | int | None = None,
     mixed_precision: MixedPrecisionPolicy | None = None,
     simulate_runners_up: bool = True,
     progress: Observer | None = None,
@@ -103,6 +105,8 @@ def plan(
     ``optimizer``: whose states and update count (one of :data:`galvatron_fx.ir.plan.optimizers.OPTIMIZERS`);
     ``expert_imbalance``: rows that the busiest rank's experts are expected to have, over the mean, which prices role
     ``expert`` and is its room (:class:`galvatron_fx.ir.plan.strategy.Strategy`, ``capacity``);
+    ``offload``: ``("activations",)`` to let values that forward saves wait in the host's memory where that pays;
+    ``host_memory``: bytes of it per rank (default: the device's share, as far as the cluster knows it);
     ``mixed_precision``: a ``torch.distributed.fsdp.MixedPrecisionPolicy``, the dtypes to compute and to reduce in;
     ``simulate_runners_up``: whether the report says what plans that people know (DDP, FSDP), and the best of other
     pipelines, would have cost, up to five, each simulated;
@@ -133,6 +137,8 @@ def plan(
         search_seconds,
         optimizer,
         expert_imbalance,
+        offload,
+        host_memory,
     )
     check_model(model, mixed_precision=mixed_precision, on_pass=on_pass, passes=passes, batch_dim=batch_dim)
     control = pass_control(on_pass, passes, [FRONTEND])
@@ -158,6 +164,8 @@ def compile(
     search_seconds: float | None = None,
     optimizer: str = ADAM,
     expert_imbalance: float = CAPACITY,
+    offload: Sequence[str] = (),
+    host_memory: str | int | None = None,
     mixed_precision: MixedPrecisionPolicy | None = None,
     backend: str = "eager",
     kernels: str | None = None,
@@ -204,6 +212,8 @@ def compile(
         search_seconds,
         optimizer,
         expert_imbalance,
+        offload,
+        host_memory,
     )
     machine = Cluster.from_json(from_first_rank(Cluster.from_mesh(mesh).to_json())) if cluster is None else cluster
     control = pass_control(on_pass, passes)

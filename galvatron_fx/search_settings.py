@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from math import inf
 
 from galvatron_fx.arguments import check_cluster
 from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.cluster.device import Device
 from galvatron_fx.ir.errors import InputError, PlanError
 from galvatron_fx.ir.plan.arguments import check_arguments, shown
 from galvatron_fx.ir.plan.optimizers import ADAM, check_optimizer
@@ -34,11 +36,13 @@ class SearchSettings:
     search_seconds: float | None = None
     optimizer: str = ADAM
     expert_imbalance: float = CAPACITY
+    offload: Sequence[str] = ()
+    host_memory: str | int | None = None
 
     def on(self, cluster: Cluster) -> SearchOptions:
         """What to search on ``cluster``; raises InputError and PlanError for what no search can use."""
         check_cluster(cluster)
-        checked_elsewhere = ("memory_budget", "optimizer")
+        checked_elsewhere = ("memory_budget", "optimizer", "host_memory")
         check_arguments(**{name: value for name, value in vars(self).items() if name not in checked_elsewhere})
         check_optimizer(self.optimizer)
         budget = self.budget_bytes
@@ -55,24 +59,46 @@ class SearchSettings:
             self.search_seconds,
             self.optimizer,
             capacity=self.expert_imbalance,
+            host_bytes=self._host_bytes(cluster.device),
         )
+
+    def _host_bytes(self, device: Device) -> float:
+        """Bytes of the host's memory that a rank may offload to: what was given, else the device's share, if it is
+        known.
+        """
+        if not self.offload:
+            if self.host_memory is not None:
+                raise InputError(
+                    f"host_memory={shown(self.host_memory)} is given and nothing is offloaded: give "
+                    f"offload=('activations',) as well, or leave it out"
+                )
+            return 0.0
+        if not device.host_bandwidth_bytes_per_s:
+            raise PlanError(
+                f"offload={shown(self.offload)}, and nothing is known of the link between '{device.name}' and its "
+                f"host: give Cluster.having(host_bytes_per_s=24e9), or leave out offload"
+            )
+        given = _bytes("host_memory", self.host_memory)
+        return float(given if given is not None else device.host_memory_bytes or inf)
 
     @property
     def budget_bytes(self) -> int | None:
         """The memory budget in bytes, None where none was given; raises InputError for what is no size."""
-        if self.memory_budget is None:
-            return None
-        try:
-            return parse_bytes(self.memory_budget)
-        except InputError as error:
-            raise InputError(f"memory_budget: {error}") from None
+        return _bytes("memory_budget", self.memory_budget)
 
     def refuse_beside_a_plan(self) -> None:
         """Raise PlanError where something was given that a given plan has decided, all but the budget."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name != "memory_budget" and (value or None) != field.default:
+            if field.name != "memory_budget" and (value or None) != (field.default or None):
                 raise PlanError(
                     f"{field.name}={shown(value)} is given beside plan=, which has decided that already: leave out "
                     f"{field.name}=, or leave out plan= to search one with it"
                 )
+
+
+def _bytes(name: str, size: str | int | None) -> int | None:
+    try:
+        return None if size is None else parse_bytes(size)
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from None

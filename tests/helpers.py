@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,14 +19,14 @@ from galvatron_fx.ir.graph.metadata import InputSpec, meta_of, ports
 from galvatron_fx.ir.graph.placement import Placement
 from galvatron_fx.ir.plan.schedule import Schedule
 from galvatron_fx.ir.plan.strategy import Strategy, original_name
-from passes.analysis.blocks import num_blocks
+from passes.analysis.blocks import num_blocks, num_values
 from passes.frontend.capture.capture import FlatInputs
 from passes.frontend.pipeline import Frontend
 from passes.lowering.lower_stages import LowerStages
 from passes.lowering.lower_step import Lower
 
 __all__ = ["assert_exact", "axes", "captured", "cluster_for", "collect", "distribute", "one_device"]
-__all__ += ["relative_errors", "simulate", "simulate_stages", "uniform"]
+__all__ += ["offloading", "relative_errors", "simulate", "simulate_stages", "uniform"]
 
 DEVICE = Cluster.preset("8xA100-80GB").device
 SEED = 20
@@ -143,6 +144,19 @@ def relative_errors(got: dict[str, torch.Tensor], expected: dict[str, torch.Tens
     largest = max((float(v.abs().max()) for n, v in expected.items() if n.startswith("grad")), default=1.0)
     scales = {name: max(float(value.abs().max()), 1e-6 * largest) or 1.0 for name, value in expected.items()}
     return {name: float((got[name] - value).abs().max()) / scales[name] for name, value in expected.items()}
+
+
+def offloading(graph: fx.GraphModule, strategies: Sequence[Strategy]) -> list[Strategy]:
+    """The same with all that is kept waiting on the host."""
+    return [
+        replace(
+            strategy,
+            offload_entering=True,
+            offloads=strategy.keeps if strategy.recompute else tuple(range(count)),
+            num_values=strategy.num_values if strategy.recompute else count,
+        )
+        for strategy, count in zip(strategies, num_values(graph), strict=True)
+    ]
 
 
 def uniform(graph: fx.GraphModule, *roles: str, **options: Any) -> list[Strategy]:

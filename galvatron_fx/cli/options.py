@@ -128,6 +128,19 @@ def add_search(parser: argparse.ArgumentParser) -> None:
         help="per device, such as 40GiB (default: the device's memory)",
     )
     add_space(group)
+    group.add_argument(
+        "--offload",
+        choices=("activations",),
+        action="append",
+        default=[],
+        help="let activations wait in the host's memory where that pays",
+    )
+    group.add_argument(
+        "--host-memory",
+        type=typed(_budget),
+        metavar="SIZE",
+        help="of the host, per device, for --offload (default: the device's share, as far as it is known)",
+    )
     group.add_argument("--num-stages", type=positive(int, "stages"), metavar="N", help="default: searched")
     group.add_argument("--num-microbatches", type=positive(int, "micro-batches"), metavar="N", help="default: searched")
     group.add_argument(
@@ -211,6 +224,8 @@ def search_of(options: argparse.Namespace) -> dict[str, Any]:
         "search_seconds": options.search_seconds,
         "optimizer": options.optimizer,
         "expert_imbalance": options.expert_imbalance,
+        "offload": tuple(options.offload),
+        "host_memory": options.host_memory,
         "mixed_precision": policy_of(options),
     }
 

@@ -28,6 +28,8 @@ _WORDS: Mapping[str, str] = {
     "transients": "what operators make on the way and soon drop, gradients of activations included",
     "gathered parameters": "parameters made whole, or in another dtype, for use",
     "activations": "what forward keeps for backward",
+    "copies to and from the host": "values that wait for backward in the host's memory go there and come back, beside "
+    "computing; what is waited for counts",
     "hoisted": "moved from every micro-batch to the start of the step, since it is the same in all of them",
     "idle": "waiting for other stages: filling and draining of the pipeline, and stages that are not equally long",
     "gradient sums": "adding the gradients of a micro-batch to those of the ones before",

@@ -10,7 +10,7 @@ from cost_models.node_time import NodeTime
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.metadata import meta_of
-from galvatron_fx.ir.plan.prediction import ACCUMULATE, COMPUTE, RECOMPUTE
+from galvatron_fx.ir.plan.prediction import ACCUMULATE, COMPUTE, HOST_COPIES, RECOMPUTE
 from galvatron_fx.report.collective_rows import ONCE_A_STEP, task_graphs
 from passes.simulation.short_model import Label
 from passes.simulation.short_program import ShortProgram
@@ -42,7 +42,7 @@ class ModuleTime:
 def module_times(
     program: ShortProgram, cluster: Cluster, kinds: frozenset[str], num_microbatches: int
 ) -> list[ModuleTime]:
-    """Return the seconds of operators by kind of block and module, in the order of the blocks, without collectives.
+    """Return the seconds of operators by kind of block and module, in the order of blocks; no collectives, no copies.
 
     ``kinds``, ``num_microbatches``: as of :func:`collective_rows`. Paths are those that nodes carry, of which as much
     counts as says what part of a layer they are in.
@@ -53,7 +53,7 @@ def module_times(
         task_blocks = set(program.blocks_of(position))
         for node in graph.graph.nodes:
             price = prices.price(node, layout) if node.target not in c.COLLECTIVES else None
-            if price is None or price.cause.kind == ACCUMULATE:
+            if price is None or price.cause.kind in (ACCUMULATE, HOST_COPIES):
                 continue
             block = max(meta_of(node).block, 0)
             times = blocks[block].stands_for if block in task_blocks else program.short.stage_of.count(position)

@@ -11,6 +11,7 @@ from galvatron_fx.ir.plan.prediction import (
     COMPUTE,
     GATHERED,
     GRADIENTS,
+    HOST_COPIES,
     IDLE,
     PARAMETERS,
     RECOMPUTE,
@@ -51,6 +52,7 @@ COLOURS: Mapping[str, tuple[str, str]] = {
     "reduce_scatter": ("#dd6b20", "#e8833f"),
     "all_to_all": ("#b83280", "#cf5b9b"),
     "rotate": ("#319795", "#4fb3b0"),
+    HOST_COPIES: ("#975a16", "#b7791f"),
     TRANSFER: ("#b7791f", "#d09a3d"),
     IDLE: ("#e2e8f0", "#2f3a4a"),
     # Kinds of memory.

@@ -101,6 +101,9 @@ def memory_table(explained: Explained) -> Amounts:
     held = [explained.ranks[rank].memory for rank in shown]
     kinds = [kind for kind in MEMORY_KINDS if any(use.memory[kind] for use in explained.ranks)]
     rows = [(kind, [format_bytes(use[kind]) if use[kind] else "-" for use in held]) for kind in kinds]
+    on_host = [explained.ranks[rank].host_bytes for rank in shown]
+    if any(on_host):
+        rows.append(("on the host, beside the peak", [format_bytes(size) if size else "-" for size in on_host]))
     return Amounts(_headings(explained, shown), rows, "peak", [format_bytes(sum(use.values())) for use in held])
 
 

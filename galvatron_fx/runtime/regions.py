@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import fx
 
+from galvatron_fx.ir.graph.host_copies import HOST_COPIES
 from galvatron_fx.ir.graph.metadata import has_meta, meta_of
 from galvatron_fx.ir.graph.op_call import is_getitem
 from galvatron_fx.ir.graph.random_ops import random_uniform
@@ -63,10 +64,11 @@ def split_regions(graph: fx.GraphModule) -> list[Region]:
 
 
 def _stays_as_it_is(node: fx.Node) -> bool:
-    """Inductor writes neither collectives as kernels, nor what keeps tensors or looks places of experts up, nor
-    integers that wrap around: their overflow is undefined in C++, and random numbers of shards came out wrong.
+    """Inductor writes neither collectives and host copies as kernels, nor what keeps tensors or looks places of experts
+    up, nor integers that wrap around: their overflow is undefined in C++, and random numbers of shards came out wrong.
     """
-    return communicates(node) or node.target is random_uniform or isinstance(node.target, (CountsKeeper, ExpertOrder))
+    is_waiting = communicates(node) or node.target in HOST_COPIES
+    return is_waiting or node.target is random_uniform or isinstance(node.target, (CountsKeeper, ExpertOrder))
 
 
 def _calls(graph: fx.GraphModule) -> list[fx.Node]:

@@ -10,11 +10,12 @@ from torch import fx
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.bound_ops import finished
 from galvatron_fx.ir.graph.further_rounds import FurtherRounds
+from galvatron_fx.ir.graph.host_copies import arrived
 from galvatron_fx.ir.graph.metadata import meta_of
 from passes.analysis.strided_values import StridedTensor, evaluate
 
 _DENSE = {*c.COLLECTIVES, *c.RINGS, *c.RING_STEPS, c.shard, c.shard_mirrored}
-_AS_THEY_LIE = {finished, c.local_index, c.only_first}
+_AS_THEY_LIE = {finished, arrived, c.local_index, c.only_first}
 
 
 def infer_strides(graph: fx.GraphModule, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:

@@ -21,6 +21,14 @@ def storage_root(node: fx.Node) -> fx.Node:
     return node
 
 
+def memory_root(node: fx.Node) -> fx.Node:
+    """The value whose memory ``node`` is in: that of the whole for a slice of a split."""
+    root = storage_root(node)
+    while is_getitem(root) and is_free(root.args[0].target):  # type: ignore[union-attr,arg-type]
+        root = storage_root(input_nodes(root.args[0])[0])  # type: ignore[arg-type]
+    return root
+
+
 def users_through_views(node: fx.Node) -> list[fx.Node]:
     """Users of a value and of its views."""
     users: list[fx.Node] = []

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from cost_models.ops import is_free
 from galvatron_fx.ir.graph.metadata import meta_of, set_meta
-from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
+from galvatron_fx.ir.graph.op_call import input_nodes
 from passes.analysis.dataflow import made_of_parameters
-from passes.analysis.storages import storage_root
+from passes.analysis.storages import memory_root
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class NumberValues:
         for node in graph.graph.nodes:
             if node not in needed or meta_of(node).multi_output:
                 continue
-            root = _root(node)
+            root = memory_root(node)
             if root.op != "call_function" or _block(root) != _block(node):
                 continue
             if root not in numbers:
@@ -52,14 +51,6 @@ def _needed(graph: fx.GraphModule) -> set[fx.Node]:
                 if is_forward and _block(source) == _block(node):
                     needed.add(source)
     return needed
-
-
-def _root(node: fx.Node) -> fx.Node:
-    """The value whose memory ``node`` is in: that of the whole for a slice of a split."""
-    root = storage_root(node)
-    while is_getitem(root) and is_free(root.args[0].target):  # type: ignore[union-attr,arg-type]
-        root = storage_root(input_nodes(root.args[0])[0])  # type: ignore[arg-type]
-    return root
 
 
 def _block(node: fx.Node) -> int:

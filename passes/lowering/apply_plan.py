@@ -68,11 +68,12 @@ def _check_sequence(plan: Plan, graph: fx.GraphModule) -> None:
 def _check_keeps(plan: Plan, graph: fx.GraphModule) -> None:
     counts = num_values(graph)
     for index, strategy in enumerate(expand(plan, len(counts))):
-        if strategy.keeps and strategy.num_values != counts[index]:
+        if strategy.num_values not in (0, counts[index]):
+            what = f"keeps {len(strategy.keeps)}" if strategy.keeps else f"offloads {len(strategy.offloads)}"
             raise PlanError(
-                f"{named_block(graph, index)} of the plan keeps {len(strategy.keeps)} of {strategy.num_values} values "
-                f"for backward, and in this model that block has {counts[index]}: the model changed since, or the plan "
-                f"is of another release; search the plan again, or write recompute=True without keeps"
+                f"{named_block(graph, index)} of the plan {what} of {strategy.num_values} values for backward, and in "
+                f"this model that block has {counts[index]}: the model changed since, or the plan is of another "
+                f"release; search the plan again, or write a strategy without keeps and offloads"
             )
 
 
@@ -209,9 +210,10 @@ def _on_cluster(strategy: Strategy, cluster: Cluster) -> Strategy:
 
 def _kept_of(strategy: Strategy, num_values: int) -> Strategy:
     """The strategy for a block of another graph of the model (another mode, say): where that has other values than the
-    planned one, all are computed again, which takes least memory.
+    planned one, all are computed again, or kept where none were, on the device.
     """
-    return strategy if strategy.num_values in (0, num_values) else replace(strategy, keeps=(), num_values=0)
+    fits = strategy.num_values in (0, num_values)
+    return strategy if fits else replace(strategy, keeps=(), offloads=(), num_values=0)
 
 
 def lower(

@@ -19,6 +19,7 @@ from galvatron_fx.ir.graph.pass_pipeline import PassControl, PassPipeline
 from galvatron_fx.ir.graph.placement import Placement
 from galvatron_fx.ir.plan.strategy import Strategy, stand_in_name
 from passes.lowering.communication.pipeline import ScheduleCommunication
+from passes.lowering.offload_activations import OffloadActivations
 from passes.lowering.rematerialize import Rematerialize
 from passes.lowering.stages.relay_or_recompute import RelayOrRecompute
 from passes.lowering.stages.split_microbatches import Microbatched, SplitMicrobatches
@@ -58,6 +59,7 @@ STAGING = PassPipeline(
         UntieWeights: "lowered",
         ShardGraph: "lowered",
         Rematerialize: "lowered",
+        OffloadActivations: "lowered",
         SplitStages: "scheduled",
     },
     verify_placed,
@@ -102,7 +104,8 @@ class LowerStages:
             self.strategies, self.cluster.axes, self.cluster.device, self.cache, self.fixed, self.control
         )
         sharded = apply(sharding, untied)
-        joint = apply(Rematerialize(self.strategies), sharded)
+        kept = apply(Rematerialize(self.strategies), sharded)
+        joint = apply(OffloadActivations(self.strategies, stage_of.__getitem__), kept)
         cut = SplitStages(self.first_blocks, self.strategies, self._relay(layout(sharded)).relayed)
         stages = apply.cut(cut, joint, _tasks)
         for part, task in _tasks(stages).items():

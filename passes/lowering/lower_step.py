@@ -15,6 +15,7 @@ from galvatron_fx.ir.graph.placement import Placement
 from galvatron_fx.ir.plan.strategy import Strategy
 from passes.lowering.communication.defer_output_waits import DeferOutputWaits
 from passes.lowering.communication.pipeline import ScheduleCommunication
+from passes.lowering.offload_activations import OffloadActivations
 from passes.lowering.reduce_inputs_first import ReduceInputsFirst
 from passes.lowering.rematerialize import Rematerialize
 from passes.lowering.split_forward_backward import ForwardBackward, SplitForwardBackward
@@ -36,6 +37,7 @@ LOWERING = PassPipeline(
     {
         ShardGraph: "lowered",
         Rematerialize: "lowered",
+        OffloadActivations: "lowered",
         ReduceInputsFirst: "lowered",
         SplitForwardBackward: "scheduled",
         DeferOutputWaits: "scheduled",
@@ -65,7 +67,8 @@ class Lower:
             self.strategies, self.cluster.axes, self.cluster.device, self.cache, self.fixed, self.control
         )
         sharded = apply(sharding, graph)
-        joint = apply(ReduceInputsFirst(), apply(Rematerialize(self.strategies), sharded))
+        kept = apply(Rematerialize(self.strategies), sharded)
+        joint = apply(ReduceInputsFirst(), apply(OffloadActivations(self.strategies), kept))
         halves = apply.cut(SplitForwardBackward(), joint, ForwardBackward.graphs)
         for phase, half in halves.graphs().items():
             ScheduleCommunication(self.strategies, layout(sharded), self.cluster, phase, self.control).run(half)

@@ -18,7 +18,7 @@ from galvatron_fx.ir.plan.strategy import PIPELINE, Strategy
 from passes.search.known_plans import known_plans
 from passes.search.open_configurations import OpenConfigurations, Rung
 from passes.search.record import Record, Watch, contender_of
-from passes.search.solvers.stage_search import KEPT_SETS, Configuration, StageChoice, StageSearch
+from passes.search.solvers.stage_search import KEPT_SETS, OFFLOAD, Configuration, StageChoice, StageSearch
 from passes.search.trials import MOST_SLACK, MemorySlack, Prospect, Trial
 from passes.simulation.choice import SimulateChoice
 from passes.simulation.stages import StagesReport
@@ -33,12 +33,15 @@ _Key = tuple[Configuration, tuple[int, ...], tuple[Strategy, ...]]
 
 @dataclass(frozen=True)
 class Simulated:
-    """A choice that was simulated; ``budget``: the estimated bytes that it was searched under."""
+    """A choice that was simulated; ``budget``: the estimated bytes that it was searched under; ``host_limit``: those
+    that it may take of the host's memory.
+    """
 
     search: StageSearch
     choice: StageChoice
     budget: float
     report: StepReport | StagesReport
+    host_limit: float = inf
 
     @property
     def estimated_s(self) -> float:
@@ -52,9 +55,13 @@ class Simulated:
     def peak_bytes(self) -> int:
         return self.report.peak_memory_bytes
 
+    def fits(self, limit: float) -> bool:
+        """Whether it keeps to ``limit`` bytes of a device, and to its share of the host's memory."""
+        return self.peak_bytes <= limit and self.report.host_bytes <= self.host_limit
+
     def contender(self, limit: float) -> Contender:
         """What reports tell of it, for a budget of ``limit`` bytes."""
-        fits = self.peak_bytes <= limit
+        fits = self.fits(limit)
         seen = contender_of(self.search, SIMULATED, self.estimated_s, self.peak_bytes, fits, self.simulated_s)
         table = self.table
         return seen if table is None else replace(seen, schedule=table.name)
@@ -69,12 +76,13 @@ class Simulated:
 @dataclass
 class Simulator:
     """Simulates choices, equal ones once; ``refusals``: why the model cannot run in configurations of some kind;
-    ``outcomes``: of all simulations so far.
+    ``outcomes``: of all simulations so far; ``host_limit``: bytes that they may take of the host's memory.
     """
 
     run: SimulateChoice
     watch: Watch
     record: Record
+    host_limit: float = inf
     refusals: dict[tuple[int, bool], PlanError] = field(default_factory=dict)
     outcomes: list[Simulated] = field(default_factory=list)
     _reports: dict[_Key, StepReport | StagesReport] = field(default_factory=dict)
@@ -84,7 +92,7 @@ class Simulator:
         report = self.report(search, choice)
         if report is None:
             return None
-        outcome = Simulated(search, choice, budget, report)
+        outcome = Simulated(search, choice, budget, report, self.host_limit)
         self.outcomes.append(outcome)
         self.record.simulated(search, outcome.contender(limit))
         self.watch.tell(simulated=self.record.simulations)
@@ -145,7 +153,7 @@ class BestFirst:
 
     A configuration stands for its bound, then for its estimate, then for the choice found in it, on many axes for one
     that tells few of them apart. What is simulated and slower than it promised has others looked at whose estimates are
-    higher: the same without one of its roles, or without sets of kept values, and one with its main roles in all
+    higher: the same without one of its roles, sets of kept values or host copies, and one with its main roles in all
     blocks. So the choice among more roles is not slower than that among fewer. ``stretch``: times the limit, the
     estimated bytes that are tried at any rate.
     """
@@ -260,7 +268,7 @@ class BestFirst:
         outcome = self.simulator.of(trial.search, trial.choice, trial.budget, self.limit)
         if outcome is None:
             return
-        if outcome.peak_bytes <= self.limit and (self.best is None or outcome.simulated_s < self.best.simulated_s):
+        if outcome.fits(self.limit) and (self.best is None or outcome.simulated_s < self.best.simulated_s):
             self.best = outcome
             self.simulator.watch.tell(best_s=outcome.simulated_s)
         if self.slack.learn(trial, outcome.peak_bytes, self.limit):
@@ -271,7 +279,7 @@ class BestFirst:
             if outcome.peak_bytes <= self.limit and not trial.is_uniform:
                 self._add_variants(trial)
             elif following is None and not trial.fits:
-                self._add_without_sets(trial)
+                self._add_simpler(trial)
 
     def _add_variants(self, trial: Trial) -> None:
         """What has less choice than the trial's search, and may be faster where that is slower than it promised."""
@@ -280,14 +288,17 @@ class BestFirst:
         for role in sorted({role for strategy in search.strategies(trial.choice) for role in strategy.roles}):
             if role != PIPELINE:
                 self._add_variant(search, role, search.without(role))
-        self._add_without_sets(trial)
+        self._add_simpler(trial)
 
-    def _add_without_sets(self, trial: Trial) -> None:
-        """What keeps all or nothing of a block, whose bytes are known better: where sets are chosen and none fits, or
-        where they are slower than they promised.
+    def _add_simpler(self, trial: Trial) -> None:
+        """What keeps all or nothing of a block, and what keeps all on the device, whose bytes are known better: where
+        the trial does otherwise and does not fit, or is slower than it promised.
         """
-        if any(strategy.keeps for strategy in trial.search.strategies(trial.choice)):
+        strategies = trial.search.strategies(trial.choice)
+        if any(strategy.keeps for strategy in strategies):
             self._add_variant(trial.search, KEPT_SETS, trial.search.without_sets())
+        if any(strategy.is_offloaded for strategy in strategies):
+            self._add_variant(trial.search, OFFLOAD, trial.search.without_offload())
 
     def _add_variant(self, search: StageSearch, left_out: str, variant: StageSearch | None) -> None:
         key = search.configuration, search.costs.kinds, search.excluded | {left_out}

@@ -56,6 +56,7 @@ class OpenConfigurations:
 
     ``gather_late``: whether blocks gather right before use, which is slower, so it is left for when nothing fits;
     ``capacity``: of exchanges with experts; ``coarse``: see :class:`Configurations`;
+    ``host_bytes``: of the host's memory that a rank may offload to;
     ``searches``: of all configurations that have prices; ``rungs``: the lowest of each ladder that has none;
     ``refusals``: why some have no prices, by pipeline axes and number of micro-batches.
     """
@@ -67,6 +68,7 @@ class OpenConfigurations:
     gather_late: bool = False
     capacity: float = CAPACITY
     coarse: bool = False
+    host_bytes: float = 0.0
     searches: list[StageSearch] = field(default_factory=list)
     rungs: list[Rung] = field(default_factory=list)
     refusals: dict[tuple[int, int], PlanError] = field(default_factory=dict)
@@ -144,7 +146,7 @@ class OpenConfigurations:
             replace(each, capacity=self.capacity) if each.splits_experts else each for each in strategies
         )
         kinds = axis_partitions(cluster.shape, pipeline_axes)
-        return cost_table_requests(strategies, num_microbatches, kinds, selective)
+        return cost_table_requests(strategies, num_microbatches, kinds, selective, self.host_bytes)
 
     def _useless_roles(self) -> set[str]:
         """Roles that split nothing in this model, or that a search leaves out unless it is told otherwise."""

@@ -58,7 +58,9 @@ _TABLES = 4  # pipelines that a table is searched for
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What to search for; see :func:`galvatron_fx.plan`."""
+    """What to search for; see :func:`galvatron_fx.plan`. ``host_bytes``: of the host's memory that a rank may offload
+    activations to, 0 for none.
+    """
 
     memory_budget_bytes: int
     roles: tuple[str, ...]
@@ -69,6 +71,7 @@ class SearchOptions:
     optimizer: str = optimizers.ADAM
     simulate_runners_up: bool = False
     capacity: float = CAPACITY
+    host_bytes: float = 0.0
 
 
 def search_plan(
@@ -138,7 +141,7 @@ class _Search:
         self.throughput = trained
         simulate = SimulateChoice(graph, cluster, self.pricer.block_fingerprints, self.pricer.optimizer)
         self.record = Record()
-        self.simulator = Simulator(simulate, watch, self.record)
+        self.simulator = Simulator(simulate, watch, self.record, options.host_bytes)
         self.slack = MemorySlack()
         self.searched: WithTable | None = None
 
@@ -193,6 +196,7 @@ class _Search:
             self.options.pins,
             gather_late,
             self.options.capacity,
+            host_bytes=self.options.host_bytes,
         )
         with self.watch.phase(PRICING):
             self.watch.tell(blocks=len(self.pricer.block_fingerprints))
@@ -353,5 +357,5 @@ class _Search:
         for search in sorted(opened.searches, key=lambda search: (search.least_bytes, search.configuration)):
             if not self.simulator.refuses(search.configuration):
                 outcome = self.simulator.of(search, search.least(), inf, self.limit)
-                if outcome is not None:
+                if outcome is not None and outcome.fits(inf):
                     yield outcome

@@ -14,7 +14,7 @@ def shortlist(outcomes: Iterable[Simulated], best: Simulated, limit: float, most
 
     Of those with the same stages, micro-batches and roles, the fastest.
     """
-    near = [each for each in outcomes if each.peak_bytes <= limit and each.simulated_s < _NEAR * best.simulated_s]
+    near = [each for each in outcomes if each.fits(limit) and each.simulated_s < _NEAR * best.simulated_s]
     unlike: dict[Hashable, Simulated] = {_kind(best): best}
     for outcome in sorted(near, key=lambda outcome: outcome.simulated_s):
         unlike.setdefault(_kind(outcome), outcome)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from passes.search.solvers.stage_search import KEPT_SETS, StageChoice, StageSearch
+from passes.search.solvers.stage_search import KEPT_SETS, OFFLOAD, StageChoice, StageSearch
 
 MOST_SLACK = 1.5  # by how much estimates may be above what the lowered program takes
 _CLOSE = 0.02  # of the budget: how closely its estimate is brought to what the lowered program takes
@@ -133,10 +133,10 @@ class MemorySlack:
     """How far estimates of bytes are above those of lowered programs, by what was simulated near the limit.
 
     Told by what it rests on: pipeline axes, schedule, whether there are micro-batches, and whether blocks may keep some
-    of their values. ``ratios``: seen of a kind.
+    of their values, or offload. ``ratios``: seen of a kind.
     """
 
-    ratios: dict[tuple[int, str, bool, bool], list[float]] = field(default_factory=dict)
+    ratios: dict[tuple[int, str, bool, bool, bool], list[float]] = field(default_factory=dict)
 
     def budgets(self, search: StageSearch, limit: float) -> tuple[float, float]:
         """The least and the largest budget of estimated bytes to search for a choice that takes ``limit`` bytes."""
@@ -154,6 +154,7 @@ class MemorySlack:
         return ratio > max([_SLACK, *seen[:-1]]) * (1 + _CLOSE)
 
 
-def _kind(search: StageSearch) -> tuple[int, str, bool, bool]:
-    setting = search.configuration
-    return setting.pipeline_axes, setting.schedule, setting.num_microbatches > 1, KEPT_SETS in search.excluded
+def _kind(search: StageSearch) -> tuple[int, str, bool, bool, bool]:
+    setting, excluded = search.configuration, search.excluded
+    several = setting.num_microbatches > 1
+    return setting.pipeline_axes, setting.schedule, several, KEPT_SETS in excluded, OFFLOAD in excluded

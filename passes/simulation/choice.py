@@ -15,7 +15,7 @@ from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.graph.metadata import signature
 from galvatron_fx.ir.graph.pass_pipeline import PassControl
-from galvatron_fx.ir.plan.prediction import MemoryUse
+from galvatron_fx.ir.plan.prediction import HOST, MemoryUse
 from galvatron_fx.ir.plan.schedule import Schedule
 from galvatron_fx.ir.plan.strategy import Strategy
 from passes.lowering.lower_stages import LowerStages
@@ -184,12 +184,12 @@ def _extrapolated(
 
 
 def _row(memory: MemoryUse) -> Row:
-    moments = {"step": memory.step, "update": memory.update}
+    moments = {"step": memory.step, "update": memory.update, "host": {HOST: memory.host_bytes}}
     return {(moment, kind): size for moment, held in moments.items() for kind, size in held.items()}
 
 
 def _memory(row: Row) -> MemoryUse:
-    held: dict[str, dict[str, int]] = {"step": {}, "update": {}}
+    held: dict[str, dict[str, int]] = {"step": {}, "update": {}, "host": {}}
     for (moment, kind), size in row.items():
         held[moment][kind] = round(size)
-    return MemoryUse(held["step"], held["update"])
+    return MemoryUse(held["step"], held["update"], held["host"][HOST])

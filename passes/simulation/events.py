@@ -12,6 +12,7 @@ from cost_models.node_time import Price
 from cost_models.streams import Event, Share, Start, Wait, Work
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.bundles import bytes_by_block
+from galvatron_fx.ir.graph.host_copies import HOST_COPIES, HOST_MOVES, HOST_STREAM, arrived
 from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.plan.prediction import Cause
 from passes.analysis.collective_schedule import hoistable_gathers, wait_points
@@ -99,7 +100,9 @@ def node_events(graph: fx.Graph, price: PriceOf) -> Iterable[tuple[fx.Node, list
             behind[stream] = min(behind.get(stream, started[stream]), started[stream] - number[done])
         events: list[Event] = [Wait(stream, left) for stream, left in behind.items()]
         priced = price(node)
-        if node.target in c.COLLECTIVES:
+        if node.target is arrived and node.args[0] in number:
+            events.append(Wait(HOST_STREAM, started[HOST_STREAM] - number[node.args[0]]))
+        elif node.target in HOST_MOVES or node.target in c.COLLECTIVES:
             number[node] = started[_stream(node)] = started.get(_stream(node), 0) + 1
             priced = priced or Price(Cause(""), 0.0)
             events.append(Start(priced.seconds, priced.cause, _stream(node), priced.start_s))
@@ -111,10 +114,10 @@ def node_events(graph: fx.Graph, price: PriceOf) -> Iterable[tuple[fx.Node, list
 def blocks_by_place(graph: fx.Graph) -> dict[fx.Node, int]:
     """The block whose computing every operator stands in, or its own where that is no neighbour.
 
-    Gathers ahead of time stand in that of the block in front of which they are, what is left for later of a gradient in
-    that of the next block; what is left for the end of the graph is there with its own block.
+    Gathers ahead of time, and host copies, stand in that of the block in front of which they are, what is left for
+    later of a gradient in that of the next block; what is left for the end of the graph is there with its own block.
     """
-    gathering = _gathering(graph)
+    gathering = _gathering(graph) | {node for node in graph.nodes if node.target in HOST_COPIES}
     operators = [node for node in graph.nodes if node.op == "call_function"]
     computing: dict[fx.Node, int] = {}
     block = None
@@ -170,7 +173,7 @@ def _merged(events: Sequence[Event]) -> tuple[Event, ...]:
 
 
 def _stream(node: fx.Node) -> int:
-    return int(node.args[-1])  # type: ignore[arg-type]
+    return HOST_STREAM if node.target in HOST_MOVES else int(node.args[-1])  # type: ignore[arg-type]
 
 
 def _block(node: fx.Node) -> int:

@@ -16,6 +16,7 @@ from torch import fx
 from galvatron_fx.ir.errors import VerifierError
 from galvatron_fx.ir.graph.bound_ops import BoundAxis, finished
 from galvatron_fx.ir.graph.further_rounds import FurtherRounds
+from galvatron_fx.ir.graph.host_copies import arrived, to_host
 from galvatron_fx.ir.graph.metadata import has_meta, meta_of
 from galvatron_fx.ir.graph.rewrite import copy_graph
 from galvatron_fx.ir.plan.prediction import (
@@ -23,6 +24,7 @@ from galvatron_fx.ir.plan.prediction import (
     BATCH,
     GATHERED,
     GRADIENTS,
+    HOST,
     PARAMETERS,
     TRANSIENTS,
     MemoryUse,
@@ -45,6 +47,7 @@ class LiveMemory:
     """Counts the bytes of storages as long as anyone holds them: by kind, now and when they were most.
 
     A storage may turn out later to be of another kind: what is counted says so then, also of the moment of the most.
+    The host's memory is counted apart: it is most at another moment.
     """
 
     def __init__(self) -> None:
@@ -53,6 +56,8 @@ class LiveMemory:
         self._most_bytes = 0
         self._at_most: list[Storage] = []
         self._beside: Mapping[str, int] = {}
+        self.host_bytes = 0
+        self.most_host_bytes = 0
 
     @property
     def now(self) -> dict[str, int]:
@@ -67,6 +72,7 @@ class LiveMemory:
     def begin(self) -> list[Storage]:
         """Return what is alive, and look for the most that is from here on."""
         self._at_most, self._most_bytes, self._beside = list(self._holders), self._bytes, {}
+        self.most_host_bytes = self.host_bytes
         return self._at_most
 
     def hold(self, storages: Iterable[Storage]) -> None:
@@ -84,18 +90,25 @@ class LiveMemory:
                 del self._holders[storage]
                 self._went(storage)
 
-    def passing(self, more: Mapping[str, int]) -> None:
-        """Note that so much more (or less) of each kind is alive for a moment than what is held."""
+    def passing(self, more: Mapping[str, int], more_on_host: int = 0) -> None:
+        """Note that so much more (or less) of each kind, and on the host, is alive for a moment than what is held."""
+        self.most_host_bytes = max(self.most_host_bytes, self.host_bytes + more_on_host)
         total = self._bytes + sum(more.values())
         if total > self._most_bytes:
             self._at_most, self._most_bytes, self._beside = list(self._holders), total, more
 
     def _came(self, storage: Storage) -> None:
-        self._bytes += storage.size_bytes
+        self._count(storage, storage.size_bytes)
         self.passing({})
 
     def _went(self, storage: Storage) -> None:
-        self._bytes -= storage.size_bytes
+        self._count(storage, -storage.size_bytes)
+
+    def _count(self, storage: Storage, size_bytes: int) -> None:
+        if storage.kind == HOST:
+            self.host_bytes += size_bytes
+        else:
+            self._bytes += size_bytes
 
 
 class GraphMemory(LiveMemory):
@@ -126,7 +139,7 @@ class GraphMemory(LiveMemory):
         self.label(self.run(halves.backward, [*saved, *tangents], owned), GRADIENTS)
         update = self.now
         update[TRANSIENTS] += update_bytes
-        return MemoryUse(self.most, update)
+        return MemoryUse(self.most, update, self.most_host_bytes)
 
     def hold_values(self, value: Any, kind: str = TRANSIENTS) -> None:
         """Count one holder more of each tensor's storage, which is of ``kind`` if it is new."""
@@ -194,7 +207,9 @@ class GraphMemory(LiveMemory):
         return [values[total] for total in rounds.sums_of(node.args)]
 
     def _new_kind(self, node: fx.Node, values: dict[fx.Node, Any]) -> str:
-        """Gathered, if it is made of parameters alone."""
+        """On the host, if it is copied there; gathered, if it is made of parameters alone."""
+        if node.target is to_host:
+            return HOST
         keys = [tensor.buffer for used in node.all_input_nodes for tensor in _tensors(values[used])]
         from_weights = [key in self._storages and self._storages[key].kind in _WEIGHTS for key in keys]
         return GATHERED if from_weights and all(from_weights) else TRANSIENTS
@@ -209,8 +224,8 @@ class GraphMemory(LiveMemory):
         if node.op == "get_attr":
             return StridedTensor.like(getattr(graph, str(node.target)))
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
-        if node.target is finished:
-            return args[0]  # as it does; traced, it would make another
+        if node.target in (finished, arrived):
+            return args[0]  # as they do; traced, they would make another
         value = evaluate(node.target, args, kwargs)
         _check(node, value)
         return value

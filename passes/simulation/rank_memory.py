@@ -89,7 +89,7 @@ class StageReplay:
         if task.is_empty:
             return {}
         effect = self.memory.tasks[name, any(term in self.sums for term in task.sums)]
-        self.live.passing(effect.peak)
+        self.live.passing(effect.peak, effect.host_peak)
         fresh = [Storage(size, kind) for size, kind in effect.fresh]
         named = {**self.step_values, **values, **{f"sum {term}": total for term, total in self.sums.items()}}
         outputs = [fresh[key] if isinstance(key, int) else named.get(key, OUTSIDE) for key in effect.outputs]

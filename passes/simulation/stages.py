@@ -78,6 +78,11 @@ class StagesReport:
         """The most bytes on any rank."""
         return max(self.peak_bytes)
 
+    @property
+    def host_bytes(self) -> int:
+        """The most bytes on the host of any rank."""
+        return max(use.host_bytes for use in self.memory)
+
     def ranks(self) -> tuple[RankUse, ...]:
         """The step by pipeline rank. What a rank waits for counts as transfer as far as faster links would spare it."""
         transfer_s = max(0.0, self.spans.step_s - self._simulated(sends=0.0).step_s)
@@ -89,7 +94,7 @@ class StagesReport:
             seconds[Cause(TRANSFER)] = min(transfer_s, waits_s)
             seconds[Cause(IDLE)] = waits_s - seconds[Cause(TRANSFER)]
             hidden = self._by_cause(rank, self.hidden, 1.0)
-            uses.append(RankUse(self.schedule.stages_of(rank), seconds, use.at_peak, hidden))
+            uses.append(RankUse(self.schedule.stages_of(rank), seconds, use.at_peak, hidden, use.host_bytes))
         return tuple(uses)
 
     def _seconds(self, rank: int) -> dict[Cause, float]:
@@ -220,7 +225,8 @@ class SimulateStages:
         for rank, replay in enumerate(self.replays(lowered, held, RankReplay)):
             live, always, hoisted = replay.live, held.always(rank), {BATCH: held.hoisted_bytes(rank)}
             update = {TRANSIENTS: held.update_bytes(rank)}
-            uses.append(MemoryUse(_added(live.most, always, hoisted), _added(live.now, always, update)))
+            most, now = _added(live.most, always, hoisted), _added(live.now, always, update)
+            uses.append(MemoryUse(most, now, live.most_host_bytes))
         return uses
 
     def replays(self, lowered: LoweredStages, held: PersistentMemory, kind: type[Replay]) -> list[Replay]:

@@ -69,9 +69,14 @@ class StepReport:
         """The most bytes alive."""
         return self.memory.peak_bytes
 
+    @property
+    def host_bytes(self) -> int:
+        """The most bytes on the host."""
+        return self.memory.host_bytes
+
     def ranks(self) -> tuple[RankUse, ...]:
         """The step by pipeline rank, of which there is one."""
-        return (RankUse((0,), self.seconds, self.memory.at_peak, self.hidden),)
+        return (RankUse((0,), self.seconds, self.memory.at_peak, self.hidden, self.host_bytes),)
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,7 @@ class SimulateStep:
         halves, trained = lowered.halves, _parameters(lowered, trained_only=True)
         memory = GraphMemory(lowered.layout.shape).use(lowered, self.optimizer.temporary_bytes(trained))
         states = {STATES: self.optimizer.state_bytes(trained)}
-        memory = MemoryUse({**memory.step, **states}, {**memory.update, **states})
+        memory = MemoryUse({**memory.step, **states}, {**memory.update, **states}, memory.host_bytes)
         graphs = {"forward": halves.forward, "backward": halves.backward}
         events = {name: self.graph_events(graph, lowered.layout) for name, graph in graphs.items()}
         alone = added(half.seconds for half in events.values()) | {Cause(UPDATE): self.update_s(trained)}

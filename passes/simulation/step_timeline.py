@@ -13,9 +13,10 @@ from torch import fx
 from cost_models.streams import StreamRun, Wait
 from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.graph.bound_ops import finished
+from galvatron_fx.ir.graph.host_copies import arrived
 from galvatron_fx.ir.graph.layout import Layout
 from galvatron_fx.ir.graph.metadata import meta_of
-from galvatron_fx.ir.plan.prediction import COMPUTE, MEMORY_KINDS, PARAMETERS, STATES, UPDATE, Cause, Storage
+from galvatron_fx.ir.plan.prediction import COMPUTE, HOST, MEMORY_KINDS, PARAMETERS, STATES, UPDATE, Cause, Storage
 from passes.lowering.lower_step import Lowered
 from passes.simulation.events import blocks_by_place, node_events
 from passes.simulation.live_memory import GraphMemory
@@ -134,7 +135,7 @@ class _Recorder(GraphMemory):
         self.events.append((storage, -storage.size_bytes))
 
     def _evaluate(self, graph: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-        if node.target is not finished:  # waits make nothing; what they let go counts for what came before
+        if node.target not in (finished, arrived):  # waits make nothing; what they let go counts for what came before
             self.names.append((graph.graph, node.name))
             self.first_events.append(len(self.events))
         return super()._evaluate(graph, node, values)
@@ -143,7 +144,8 @@ class _Recorder(GraphMemory):
         """``[node, kind]``: bytes when most is alive at each node."""
         changes = np.zeros((len(self.events) + 1, len(MEMORY_KINDS)))
         for row, (storage, size) in enumerate(self.events, 1):
-            changes[row, MEMORY_KINDS.index(storage.kind)] = size
+            if storage.kind != HOST:
+                changes[row, MEMORY_KINDS.index(storage.kind)] = size
         alive = changes.cumsum(axis=0)
         totals = alive.sum(axis=1)
         ends = [*self.first_events[1:], len(self.events)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -24,13 +24,15 @@ class TaskMemory:
 
     ``peak``: by kind, the most beside what was alive before it, less what dies until then; ``fresh``: bytes and kind of
     every storage that it makes and that outlives it; ``outputs``: for each output, then each sum, its storage: one of
-    the fresh by number, or that of an input or sum by name; ``strided``: outputs that are not contiguous.
+    the fresh by number, or that of an input or sum by name; ``strided``: outputs that are not contiguous;
+    ``host_peak``: the most on the host beside what was there before.
     """
 
     peak: Mapping[str, int]
     fresh: tuple[tuple[int, str], ...]
     outputs: tuple[int | str, ...]
     strided: frozenset[str]
+    host_peak: int = 0
 
 
 @dataclass(frozen=True)
@@ -133,11 +135,12 @@ class _Measurement:
         owned = {i for i, n in enumerate(named) if n in task.dies or i >= len(task.inputs)}
         added = any(term in self.sums for term in task.sums)
         count = len(task.outputs)
-        before = self.memory.begin()
+        before, on_host = self.memory.begin(), self.memory.host_bytes
         outputs = self.memory.run(task.graph, list(named.values()), owned)
         self.memory.label(outputs[:count], _MADE_BY.get(name, TRANSIENTS))
         self.memory.label(outputs[count:], GRADIENTS)
-        self.found[name, added] = self._effect(task, named, outputs, before)
+        host_peak = self.memory.most_host_bytes - on_host
+        self.found[name, added] = replace(self._effect(task, named, outputs, before), host_peak=host_peak)
         for dead in task.dies:
             del values[dead]
         values |= dict(zip(task.outputs, outputs[:count], strict=True))

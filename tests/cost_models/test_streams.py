@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from cost_models.streams import Event, Share, Start, StreamRun, Wait, Work, exposed_s
 from galvatron_fx.ir.cluster.overlap import Overlap, Skew
-from galvatron_fx.ir.plan.prediction import COMPUTE, Cause
+from galvatron_fx.ir.graph.host_copies import HOST_STREAM
+from galvatron_fx.ir.plan.prediction import COMPUTE, HOST_COPIES, Cause
 
 SECONDS = st.floats(0.0, 10.0)
 NOTHING_GAINED = Overlap(2.0, 2.0)
@@ -129,3 +130,13 @@ def test_skew_grows_ever_less(computed: float, more: float, late: float, growth:
     assert both <= (skew.seconds(computed) + skew.seconds(more)) * (1 + 1e-12)
     assert skew.seconds(np.array([computed, more])).tolist() == [skew.seconds(computed), skew.seconds(more)]
     assert Skew().seconds(computed) == 0.0
+
+
+def test_host_copies_and_computing_do_not_slow_each_other_down() -> None:
+    """Nor do they wait for other ranks; what is waited for counts."""
+    copy = Cause(HOST_COPIES)
+    events = [Start(3.0, copy, HOST_STREAM), Work(2.0, Cause(COMPUTE)), Wait(HOST_STREAM, 0), Work(1.0, Cause(COMPUTE))]
+    run = StreamRun.of(events, Overlap(2.0, 2.0, Skew(1.0, 1.0)))
+    assert (run.now_s, run.exposed, run.spans_s) == (4.0, {copy: 1.0}, {0: (0.0, 3.0)})
+    beside = StreamRun.of([Start(1.0, sent(0), 0), *events], Overlap(2.0, 2.0))
+    assert beside.exposed == {sent(0): 1.0} and beside.spans_s[1] == (0.0, 3.0), "a collective slows computing down"

@@ -84,7 +84,8 @@ def _staged(random: Random, blocks: int, batch: int, rules: int | None) -> PlanD
 def _strategy(random: Random, roles: tuple[str, ...]) -> Strategy:
     capacity = random.choice((0.25, 0.5, 1.0, 1.25, 2.0)) if "expert" in roles else CAPACITY
     strategy = Strategy(roles, random.random() < 0.3, random.random() < 0.3, capacity=capacity)
-    return with_kept_values(strategy, Random(repr(strategy)))
+    strategy = with_kept_values(strategy, Random(repr(strategy)))
+    return with_offloaded_values(strategy, Random(f"{strategy}, on the host"))
 
 
 def with_kept_values(strategy: Strategy, random: Random) -> Strategy:
@@ -93,6 +94,16 @@ def with_kept_values(strategy: Strategy, random: Random) -> Strategy:
         return strategy
     keeps = sorted(random.sample(range(_VALUES), random.randint(1, _VALUES // 2)))
     return replace(strategy, keeps=tuple(keeps), num_values=_VALUES)
+
+
+def with_offloaded_values(strategy: Strategy, random: Random) -> Strategy:
+    """Every third strategy, with some of what it keeps waiting on the host."""
+    if random.random() < 0.67:
+        return strategy
+    kept = strategy.keeps if strategy.recompute else range(_VALUES)
+    offloads = tuple(number for number in kept if random.random() < 0.7)
+    entering, values = random.random() < 0.7, _VALUES if offloads or strategy.keeps else 0
+    return replace(strategy, offloads=offloads, offload_entering=entering, num_values=values)
 
 
 def simpler(plan: PlanDraw) -> Iterator[PlanDraw]:
@@ -112,8 +123,9 @@ def simpler(plan: PlanDraw) -> Iterator[PlanDraw]:
     if len(plan.sizes) > 1:
         yield from (_without_axis(plan, axis) for axis in range(len(plan.sizes)))
     for i, strategy in enumerate(plan.strategies):
-        keeps_all = replace(strategy, recompute=False, keeps=(), num_values=0)
-        for plain in {keeps_all, replace(strategy, keep_gathered=False)} - {strategy}:
+        here = strategy.without_offload()
+        keeps_all = replace(here, recompute=False, keeps=(), num_values=0)
+        for plain in {here, keeps_all, replace(strategy, keep_gathered=False)} - {strategy}:
             yield replace(plan, strategies=(*plan.strategies[:i], plain, *plan.strategies[i + 1 :]))
 
 

@@ -45,6 +45,8 @@ SEARCH: dict[str, list[Any]] = {
     "search_seconds": [value for value in NONSENSE if value not in (3, 1.5)],
     "optimizer": [*NONSENSE, None],
     "expert_imbalance": [*(value for value in NONSENSE if value not in (3, 1.5)), None],
+    "offload": [*(value for value in NONSENSE if value != []), ["weights"]],
+    "host_memory": NONSENSE,
     "mixed_precision": NONSENSE,
 }
 # Arguments that an error may call by another name.
@@ -146,6 +148,7 @@ BESIDE_A_PLAN = {
     "search_seconds": 5,
     "optimizer": "sgd",
     "expert_imbalance": 2,
+    "offload": ("activations",),
 }
 
 

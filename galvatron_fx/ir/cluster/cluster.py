@@ -174,10 +174,12 @@ class Cluster:
         memory_bytes: str | int | None = None,
         inside_bytes_per_s: float | None = None,
         between_bytes_per_s: float | None = None,
+        host_bytes_per_s: float | None = None,
     ) -> Cluster:
-        """Return the same with other memory, or other links inside of nodes or between them.
+        """Return the same with other memory, or other links inside of nodes, between them or to the host.
 
-        ``memory_bytes``: of a device, "96GiB" or a number; ``inside_bytes_per_s``, ``between_bytes_per_s``: what a
+        ``memory_bytes``: of a device, "96GiB" or a number; ``host_bytes_per_s``: what a copy to or from the host moves;
+        ``inside_bytes_per_s``, ``between_bytes_per_s``: what a
         device sends over an axis. The axes between nodes are those slower than the fastest; a cluster of one node has
         none. What was measured of a link that is replaced is dropped. Raises InputError and ClusterError.
         """
@@ -190,6 +192,8 @@ class Cluster:
         device = self.device
         if memory_bytes is not None:
             device = replace(device, memory_bytes=parse_bytes(memory_bytes))
+        if host_bytes_per_s is not None:
+            device = replace(device, host_bandwidth_bytes_per_s=host_bytes_per_s)
         return replace(self, device=device, axes=tuple(linked(axis) for axis in self.axes))
 
     def to_json(self) -> str:

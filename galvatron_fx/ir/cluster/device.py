@@ -39,7 +39,9 @@ class Device:
     "bfloat16", "float16"); given as a mapping, kept as sorted pairs so that a device can be hashed.
     ``matmul_efficiency`` and ``memory_efficiency``: the fraction, above 0 and up to 1, of the peak rate and of
     ``memory_bandwidth_bytes_per_s`` that large operations reach. ``launch_overhead_s``: what every operation takes
-    besides its work.
+    besides its work. ``host_bandwidth_bytes_per_s``: what a copy between the device's and the host's memory moves,
+    either way; ``host_memory_bytes``: the share of the host's memory that a device's process has. 0: not known, and
+    no limit.
 
     What was measured takes precedence over these, where there is any: ``curves`` by kind of operator and dtype;
     ``calls``: seconds of single calls, by :func:`galvatron_fx.ir.graph.op_call.call_key`; ``view_s``: seconds of an
@@ -58,6 +60,8 @@ class Device:
     calls: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
     view_s: float = 0.0
     sharing: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    host_bandwidth_bytes_per_s: float = 0.0
+    host_memory_bytes: int = 0
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
@@ -70,7 +74,10 @@ class Device:
         checked_number(f"memory_bytes of '{self.name}'", self.memory_bytes)
         for name in _RATES:
             self._keep(name, checked_number(f"{name} of '{self.name}'", getattr(self, name)))
-        for name in ("launch_overhead_s", "view_s"):
+        if not isinstance(self.host_memory_bytes, int):
+            raise ClusterError(f"host_memory_bytes of '{self.name}' is {self.host_memory_bytes!r}; give a whole number")
+        checked_number(f"host_memory_bytes of '{self.name}'", self.host_memory_bytes, zero=True)
+        for name in ("launch_overhead_s", "view_s", "host_bandwidth_bytes_per_s"):
             self._keep(name, checked_number(f"{name} of '{self.name}'", getattr(self, name), zero=True))
         if max(self.matmul_efficiency, self.memory_efficiency) > 1:
             raise ClusterError(f"an efficiency of '{self.name}' is above 1; give fractions of the peak rates")

@@ -47,13 +47,29 @@ _MATMUL_EFFICIENCY, _MEMORY_EFFICIENCY, _LAUNCH_S = 0.75, 0.8, 5e-6
 # A100), 20.6 on sm90 (18 links on an H100), PCIe 3.0 x16 12 GB/s, 100 Gbit/s of network 12 GB/s.
 _NVLINK_S, _PCIE_S, _NETWORK_S = 3.4e-6, 5.7e-6, 14e-6
 _NET_100_GBIT = 12e9
-# PCIe 4.0 x16 moves twice as much as 3.0.
-_PCIE_4 = (_PCIE_S, 24e9)
+# PCIe 4.0 x16 moves twice as much as 3.0, and 5.0 twice as much as that. To the host's memory each GPU has x16 lanes.
+_GEN_3, _GEN_4, _GEN_5 = 12e9, 24e9, 48e9
+_PCIE_4 = (_PCIE_S, _GEN_4)
+_GIB = 2**30
 
 
-def _gpu(name: str, memory_bytes: int, bandwidth: float, peak_flops: Mapping[str, float]) -> Device:
-    """A GPU by its datasheet; ``bandwidth`` is that of its memory in bytes a second."""
-    return Device(name, memory_bytes, peak_flops, bandwidth, _MATMUL_EFFICIENCY, _MEMORY_EFFICIENCY, _LAUNCH_S)
+def _gpu(
+    name: str, memory_bytes: int, bandwidth: float, peak_flops: Mapping[str, float], host: float, host_gib: int = 0
+) -> Device:
+    """A GPU by its datasheet; ``bandwidth`` is that of its memory in bytes a second, ``host`` that of its link to the
+    host, of whose memory ``host_gib`` are its share (0: hosts differ).
+    """
+    return Device(
+        name,
+        memory_bytes,
+        peak_flops,
+        bandwidth,
+        _MATMUL_EFFICIENCY,
+        _MEMORY_EFFICIENCY,
+        _LAUNCH_S,
+        host_bandwidth_bytes_per_s=host,
+        host_memory_bytes=host_gib * _GIB,
+    )
 
 
 # Rates were compared in November 2026 with vendors' sheets as resellers and wikis quote them. Sheets give rates with
@@ -70,53 +86,71 @@ _L4 = {"float64": 0.47e12, "float32": 30.3e12, "bfloat16": 121e12, "float16": 12
 _RTX_4090 = {"float64": 1.29e12, "float32": 82.6e12, "bfloat16": 165.2e12, "float16": 165.2e12}
 _MI300X = {"float64": 163.4e12, "float32": 163.4e12, "bfloat16": 1307.4e12, "float16": 1307.4e12}
 _TITAN = {"float64": 0.51e12, "float32": 16.3e12, "float16": 130.5e12}
+# Shares of the host's memory: an eighth of a DGX A100 (1 TB with 40 GB cards, 2 TB with 80 GB; datasheets of 2020-21),
+# of a DGX H100, H200 or B200 (2 TB; datasheets of 2022-24), and of AWS g6e, g5 and g6.48xlarge (1536, 768, 768 GiB).
 PRESETS = {
     # NVIDIA A100 datasheet (2021), SXM; DGX A100: one 200 Gbit/s HDR InfiniBand port a GPU.
     "A100-80GB": Preset(
-        _gpu("A100-80GB", 80 * 10**9, 2.039e12, _A100), (_NVLINK_S, 12 * 20.0e9), (_NETWORK_S, 2 * _NET_100_GBIT)
+        _gpu("A100-80GB", 80 * 10**9, 2.039e12, _A100, _GEN_4, 256),
+        (_NVLINK_S, 12 * 20.0e9),
+        (_NETWORK_S, 2 * _NET_100_GBIT),
     ),
     "A100-40GB": Preset(
-        _gpu("A100-40GB", 40 * 10**9, 1.555e12, _A100), (_NVLINK_S, 12 * 20.0e9), (_NETWORK_S, 2 * _NET_100_GBIT)
+        _gpu("A100-40GB", 40 * 10**9, 1.555e12, _A100, _GEN_4, 128),
+        (_NVLINK_S, 12 * 20.0e9),
+        (_NETWORK_S, 2 * _NET_100_GBIT),
     ),
     # NVIDIA H100 datasheet (2023), SXM, without sparsity; DGX H100: one 400 Gbit/s NDR InfiniBand port a GPU.
     "H100-80GB": Preset(
-        _gpu("H100-80GB", 80 * 10**9, 3.35e12, _H100), (_NVLINK_S, 18 * 20.6e9), (_NETWORK_S, 4 * _NET_100_GBIT)
+        _gpu("H100-80GB", 80 * 10**9, 3.35e12, _H100, _GEN_5, 256),
+        (_NVLINK_S, 18 * 20.6e9),
+        (_NETWORK_S, 4 * _NET_100_GBIT),
     ),
     # NVIDIA TITAN RTX product page and Turing whitepaper (2018), float64 at 1/32; PCIe 3.0 x16, and one 100 Gbit/s
     # InfiniBand port for the 8 GPUs of a node, as on the 64-GPU cluster of Miao et al. (2022, Galvatron, section 5).
     "TITAN-RTX-24GB": Preset(
-        _gpu("TITAN-RTX-24GB", 24 * 10**9, 6.72e11, _TITAN), (_PCIE_S, 12e9), (_NETWORK_S, _NET_100_GBIT / 8)
+        _gpu("TITAN-RTX-24GB", 24 * 10**9, 6.72e11, _TITAN, _GEN_3), (_PCIE_S, 12e9), (_NETWORK_S, _NET_100_GBIT / 8)
     ),
     # NVIDIA H200 datasheet (2024), SXM, without sparsity; HGX H200: one 400 Gbit/s port a GPU.
     "H200-141GB": Preset(
-        _gpu("H200-141GB", 141 * 10**9, 4.8e12, _H100), (_NVLINK_S, 18 * 20.6e9), (_NETWORK_S, 4 * _NET_100_GBIT)
+        _gpu("H200-141GB", 141 * 10**9, 4.8e12, _H100, _GEN_5, 256),
+        (_NVLINK_S, 18 * 20.6e9),
+        (_NETWORK_S, 4 * _NET_100_GBIT),
     ),
     # NVIDIA DGX B200 and HGX B200 datasheets (2024-25): an eighth of a machine, half of the rates with sparsity;
     # NCCL: 40.1 GB/s a link on sm100, 18 links; one 400 Gbit/s port a GPU.
     "B200-180GB": Preset(
-        _gpu("B200-180GB", 180 * 10**9, 8e12, _B200), (_NVLINK_S, 18 * 40.1e9), (_NETWORK_S, 4 * _NET_100_GBIT)
+        _gpu("B200-180GB", 180 * 10**9, 8e12, _B200, _GEN_5, 256),
+        (_NVLINK_S, 18 * 40.1e9),
+        (_NETWORK_S, 4 * _NET_100_GBIT),
     ),
     # NVIDIA L40S datasheet (2023), without sparsity; 400 Gbit/s for 8 GPUs, as on AWS g6e.48xlarge.
-    "L40S-48GB": Preset(_gpu("L40S-48GB", 48 * 10**9, 8.64e11, _L40S), _PCIE_4, (_NETWORK_S, 4 * _NET_100_GBIT / 8)),
+    "L40S-48GB": Preset(
+        _gpu("L40S-48GB", 48 * 10**9, 8.64e11, _L40S, _GEN_4, 192), _PCIE_4, (_NETWORK_S, 4 * _NET_100_GBIT / 8)
+    ),
     # NVIDIA A10G datasheet (2021), without sparsity; 100 Gbit/s for 8 GPUs, as on AWS g5.48xlarge.
-    "A10G-24GB": Preset(_gpu("A10G-24GB", 24 * 10**9, 6e11, _A10G), _PCIE_4, (_NETWORK_S, _NET_100_GBIT / 8)),
+    "A10G-24GB": Preset(
+        _gpu("A10G-24GB", 24 * 10**9, 6e11, _A10G, _GEN_4, 96), _PCIE_4, (_NETWORK_S, _NET_100_GBIT / 8)
+    ),
     # NVIDIA L4 datasheet (2023), without sparsity; 100 Gbit/s for 8 GPUs, as on AWS g6.48xlarge.
-    "L4-24GB": Preset(_gpu("L4-24GB", 24 * 10**9, 3e11, _L4), _PCIE_4, (_NETWORK_S, _NET_100_GBIT / 8)),
+    "L4-24GB": Preset(_gpu("L4-24GB", 24 * 10**9, 3e11, _L4, _GEN_4, 96), _PCIE_4, (_NETWORK_S, _NET_100_GBIT / 8)),
     # NVIDIA Ada GPU architecture whitepaper (2022), appendix A: half precision that is summed in float32. These GPUs
     # cannot reach each other: all is copied through the host, at half of what the link moves. 100 Gbit/s for 8.
     "RTX-4090-24GB": Preset(
-        _gpu("RTX-4090-24GB", 24 * 10**9, 1.008e12, _RTX_4090), (_PCIE_S, 12e9), (_NETWORK_S, _NET_100_GBIT / 8)
+        _gpu("RTX-4090-24GB", 24 * 10**9, 1.008e12, _RTX_4090, _GEN_4), (_PCIE_S, 12e9), (_NETWORK_S, _NET_100_GBIT / 8)
     ),
     # AMD Instinct MI300X datasheet (2023), without sparsity. RCCL src/graph/topo.h: 48 GB/s for each of the seven links
     # to the others of a node. Groups of fewer than eight use fewer links, which axes cannot say: profile the machine
     # where these matter. One 400 Gbit/s port a GPU, as in the MI300X platform's reference design.
     "MI300X-192GB": Preset(
-        _gpu("MI300X-192GB", 192 * 10**9, 5.3e12, _MI300X), (_NVLINK_S, 7 * 48e9), (_NETWORK_S, 4 * _NET_100_GBIT)
+        _gpu("MI300X-192GB", 192 * 10**9, 5.3e12, _MI300X, _GEN_5),
+        (_NVLINK_S, 7 * 48e9),
+        (_NETWORK_S, 4 * _NET_100_GBIT),
     ),
 }
 # A GPU that no preset names: rates of a small data-centre card, deliberately low; profile it for more.
 GENERIC_GPU = Preset(
-    _gpu("generic-gpu", 16 * 10**9, 3e11, {"float64": 2.5e11, "float32": 8e12, "float16": 6.5e13}),
+    _gpu("generic-gpu", 16 * 10**9, 3e11, {"float64": 2.5e11, "float32": 8e12, "float16": 6.5e13}, _GEN_3),
     (_PCIE_S, 12e9),
     (_NETWORK_S, _NET_100_GBIT / 8),
 )
@@ -125,7 +159,16 @@ GENERIC_GPU = Preset(
 # an add takes 2 us. Halved, because the processes share cores and memory; bfloat16 is held to float32, which not every
 # CPU beats.
 _CPU_FLOPS = {"float64": 2e10, "float32": 1.2e11}
-_CPU = Device("cpu-process", 10**9, _CPU_FLOPS, 2e10, _MATMUL_EFFICIENCY, _MEMORY_EFFICIENCY, 2e-6)
+_CPU = Device(
+    "cpu-process",
+    10**9,
+    _CPU_FLOPS,
+    2e10,
+    _MATMUL_EFFICIENCY,
+    _MEMORY_EFFICIENCY,
+    2e-6,
+    host_bandwidth_bytes_per_s=8e9,  # a copy to another tensor: half of what its memory moves, as it reads and writes
+)
 # What gloo takes to start between processes of two cores, as those of a step find it, is 1 ms (an all-gather of a few
 # bytes among two) and more.
 _GLOO = (1e-3, 1e9)

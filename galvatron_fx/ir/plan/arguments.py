@@ -133,6 +133,10 @@ _ARGUMENTS: dict[str, _Argument] = {
         lambda value: isinstance(value, bool) or (isinstance(value, str) and value in ("auto", "selective")),
         "use 'auto', 'selective', True or False",
     ),
+    "offload": _Argument(
+        lambda value: _is_sequence(value) and all(each == "activations" for each in value),
+        "give ('activations',) to let them wait on the host, or () for nothing",
+    ),
     "constraints": _Argument(
         _is_constraints,
         "give a dict from names of modules to Strategy or roles, or from mesh axes to a role, or None",

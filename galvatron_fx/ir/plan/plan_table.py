@@ -23,6 +23,7 @@ __all__ = [
     "describe_blocks",
     "describe_keeps",
     "describe_names",
+    "describe_offloaded",
     "describe_places",
     "describe_recomputed",
     "describe_roles",
@@ -106,7 +107,7 @@ def describe_keeps(strategy: Strategy, casts: bool = False) -> str:
 
     A block that is computed again as a whole gathers again, whatever ``keep_gathered`` says.
     """
-    keeps = describe_recomputed(strategy) or "all"
+    keeps = (describe_recomputed(strategy) or "all") + describe_offloaded(strategy)
     kept = strategy.keep_gathered and not strategy.recomputes_all
     if "zero" not in strategy.roles:
         return f"{keeps}, casts {'kept' if kept else 'again'}" if casts else keeps
@@ -121,6 +122,13 @@ def describe_recomputed(strategy: Strategy) -> str:
     if strategy.keeps:
         return f"{len(strategy.keeps)} of {strategy.num_values}"
     return "recompute" if strategy.recompute else ""
+
+
+def describe_offloaded(strategy: Strategy) -> str:
+    """Return ", 2 and inputs on the host" where two values and what enters the block wait there, or nothing."""
+    values = [str(len(strategy.offloads))] if strategy.offloads else []
+    what = " and ".join([*values, *(["inputs"] if strategy.offload_entering else [])])
+    return f", {what} on the host" if what else ""
 
 
 def _rows(plan: Plan) -> list[tuple[range, list[BlockPlan]]]:

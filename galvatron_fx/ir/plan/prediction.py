@@ -13,6 +13,8 @@ __all__ = [
     "COMPUTE",
     "GATHERED",
     "GRADIENTS",
+    "HOST",
+    "HOST_COPIES",
     "IDLE",
     "LOCAL_CAUSES",
     "MEMORY_KINDS",
@@ -33,6 +35,8 @@ __all__ = [
 COMPUTE, RECOMPUTE, ACCUMULATE = "compute", "recompute", "gradient sums"
 UPDATE, TRANSFER, IDLE = "optimizer update", "transfers between stages", "idle"
 
+HOST_COPIES = "copies to and from the host"
+
 LOCAL_CAUSES = (COMPUTE, RECOMPUTE, ACCUMULATE, UPDATE)
 """Causes of time that a rank needs no other for."""
 
@@ -43,6 +47,9 @@ MEMORY_KINDS = (PARAMETERS, GRADIENTS, STATES, GATHERED, ACTIVATIONS, TRANSIENTS
 """Buffers count as parameters, and so do outputs as activations. Transients: what operators and the optimizer make on
 the way, gradients of activations included. Gathered: made of parameters alone, also in another dtype."""
 
+HOST = "host"
+"""What waits in the host's memory, and takes none of the device's."""
+
 
 class Cause(NamedTuple):
     """Why a rank takes time: one of the words above, or a collective's name with the mesh ``axes`` that it is over."""
@@ -52,13 +59,13 @@ class Cause(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        """Whether it is no collective."""
-        return not self.axes
+        """Whether it runs on the computing stream: it is neither a collective nor a host copy."""
+        return not self.axes and self.kind != HOST_COPIES
 
 
 @dataclass(eq=False)
 class Storage:
-    """Memory that one or several values share; ``kind``: one of :data:`MEMORY_KINDS`."""
+    """Memory that one or several values share; ``kind``: one of :data:`MEMORY_KINDS`, or :data:`HOST`."""
 
     size_bytes: int
     kind: str = TRANSIENTS
@@ -66,10 +73,14 @@ class Storage:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes on one rank, by kind: when most is alive in the step, and while the optimizer updates behind it."""
+    """Bytes on one rank, by kind: when most is alive in the step, and while the optimizer updates behind it.
+
+    ``host_bytes``: the most that waits in the host's memory.
+    """
 
     step: Mapping[str, int]
     update: Mapping[str, int]
+    host_bytes: int = 0
 
     @property
     def at_peak(self) -> Mapping[str, int]:
@@ -86,13 +97,15 @@ class MemoryUse:
 class RankUse:
     """A step on one pipeline rank: its ``stages``, seconds by cause (their sum is the step), bytes at the peak.
 
-    ``hidden``: what collectives take beside their part of the step, while the rank computes.
+    ``hidden``: what collectives take beside their part of the step, while the rank computes; ``host_bytes``: the most
+    that waits in the host's memory.
     """
 
     stages: tuple[int, ...]
     seconds: Mapping[Cause, float]
     memory: Mapping[str, int]
     hidden: Mapping[Cause, float] = field(default_factory=dict)
+    host_bytes: int = 0
 
     @property
     def hidden_s(self) -> float:
@@ -111,8 +124,9 @@ def busiest(ranks: Sequence[RankUse]) -> int:
 
 
 def by_kind(storages: Iterable[Storage]) -> dict[str, int]:
-    """Bytes of storages by kind, every kind in its place."""
+    """Bytes of the device's storages by kind, every kind in its place."""
     total = dict.fromkeys(MEMORY_KINDS, 0)
     for storage in storages:
-        total[storage.kind] += storage.size_bytes
+        if storage.kind != HOST:
+            total[storage.kind] += storage.size_bytes
     return total

@@ -114,6 +114,7 @@ def _rank(use: RankUse) -> dict[str, Any]:
         "seconds": [[cause.kind, list(cause.axes), seconds] for cause, seconds in use.seconds.items()],
         "memory": dict(use.memory),
         "hidden": [[cause.kind, list(cause.axes), seconds] for cause, seconds in use.hidden.items()],
+        "host_bytes": use.host_bytes,
     }
 
 
@@ -121,9 +122,8 @@ def _use(document: dict[str, Any]) -> RankUse:
     def by_cause(entries: list[Any]) -> dict[Cause, float]:
         return {Cause(kind, tuple(axes)): seconds for kind, axes, seconds in entries}
 
-    return RankUse(
-        tuple(document["stages"]), by_cause(document["seconds"]), document["memory"], by_cause(document["hidden"])
-    )
+    seconds, hidden = by_cause(document["seconds"]), by_cause(document["hidden"])
+    return RankUse(tuple(document["stages"]), seconds, document["memory"], hidden, document.get("host_bytes", 0))
 
 
 def _finite(number: float) -> float | None:

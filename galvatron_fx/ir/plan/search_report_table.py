@@ -12,6 +12,7 @@ from galvatron_fx.ir.plan import text_table
 from galvatron_fx.ir.plan.prediction import (
     ACCUMULATE,
     COMPUTE,
+    HOST_COPIES,
     IDLE,
     MEMORY_KINDS,
     RECOMPUTE,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Simulated", "cause_name", "cause_order", "render", "render_use"]
 
-_ORDER = (COMPUTE, RECOMPUTE, ACCUMULATE, UPDATE)  # then collectives, then what is waited for
+_ORDER = (COMPUTE, RECOMPUTE, ACCUMULATE, UPDATE, HOST_COPIES)  # then collectives, then what is waited for
 _LAST = (TRANSFER, IDLE)
 _WIDTH = 100
 _INDENT = 13
@@ -172,7 +173,10 @@ def _memory_rows(simulated: Simulated, shown: Sequence[int]) -> list[list[str]]:
     uses: list[RankUse] = [simulated.ranks[rank] for rank in shown]
     kinds = [kind for kind in MEMORY_KINDS if any(use.memory[kind] for use in simulated.ranks)]
     rows = [[kind, *(_bytes(use.memory, kind) for use in uses)] for kind in kinds]
-    return [*rows, ["peak", *(format_bytes(sum(use.memory.values())) for use in uses)]]
+    rows.append(["peak", *(format_bytes(sum(use.memory.values())) for use in uses)])
+    if any(use.host_bytes for use in simulated.ranks):
+        rows.append(["on the host", *(format_bytes(use.host_bytes) for use in uses)])
+    return rows
 
 
 def _contender_row(contender: Contender, chosen: Contender | None) -> list[str]:

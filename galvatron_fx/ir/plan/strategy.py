@@ -26,7 +26,7 @@ role                what the ranks along the axis do
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, prod
 
 from galvatron_fx.ir.errors import PlanError
@@ -100,6 +100,7 @@ _SPLIT = {
 }
 
 _FLAGS = ("recompute", "keep_gathered", "gather_late")
+_ENTERING = "offload_entering"
 
 CAPACITY = 1.25
 """Room for rows on their way to experts, over what each pair of ranks sends in the mean, if nothing else is said."""
@@ -121,6 +122,8 @@ class Strategy:
     ``roles`` has one role of :data:`ROLES` per mesh axis, outermost first. ``recompute`` keeps only the
     inputs of the block and computes the rest again in backward, all but the values that it ``keeps``: their numbers,
     ascending, of the ``num_values`` that the block's backward needs (:mod:`passes.frontend.number_values`).
+    ``offloads`` has the numbers of those kept values that wait for backward in the host's memory;
+    ``offload_entering`` has what enters the block, and backward takes, wait there too.
     ``keep_gathered`` keeps the parameters
     that ``zero`` axes gathered, or mixed precision cast, in forward until backward (ZeRO-2-like);
     without it they are gathered again (ZeRO-3-like). With both, ``recompute`` of a whole block wins: the gathers are
@@ -140,6 +143,8 @@ class Strategy:
     capacity: float = CAPACITY
     keeps: tuple[int, ...] = ()
     num_values: int = 0
+    offloads: tuple[int, ...] = ()
+    offload_entering: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.roles, tuple):
@@ -150,7 +155,7 @@ class Strategy:
         for axis, role in enumerate(self.roles):
             if role not in ROLES:
                 raise PlanError(f"unknown role {role!r:.80} for mesh axis {axis}; use one of {', '.join(ROLES)}")
-        for name in _FLAGS:
+        for name in (*_FLAGS, _ENTERING):
             if not isinstance(value := getattr(self, name), bool):
                 raise PlanError(f"{name} is {value!r:.80}, where a bool was expected; give True or False")
         capacity = self.capacity
@@ -164,28 +169,43 @@ class Strategy:
         self._check_keeps()
 
     def _check_keeps(self) -> None:
-        numbers = [*self.keeps, self.num_values] if isinstance(self.keeps, tuple) else [None]
-        if not all(type(number) is int and number >= 0 for number in numbers):
+        for name in ("keeps", "offloads"):
+            numbers = getattr(self, name)
+            if not (isinstance(numbers, tuple) and all(map(_is_count, (*numbers, self.num_values)))):
+                raise PlanError(
+                    f"{name} is {numbers!r:.80} of num_values {self.num_values!r:.80}; give a tuple of the numbers of "
+                    f"values, and how many there are in the block"
+                )
+            if list(numbers) != sorted(set(numbers)) or max(numbers, default=-1) >= max(self.num_values, 1):
+                raise PlanError(
+                    f"{name} is {numbers!r:.80}, where ascending numbers below num_values ({self.num_values}) were "
+                    f"expected, each once"
+                )
+        if bool(self.keeps or self.offloads) != bool(self.num_values) or (self.keeps and not self.recompute):
             raise PlanError(
-                f"keeps is {self.keeps!r:.80} of num_values {self.num_values!r:.80}; give a tuple of the numbers of "
-                f"values, and how many there are in the block"
+                f"a strategy with recompute={self.recompute} keeps {self.keeps!r:.80} and offloads "
+                f"{self.offloads!r:.80} of {self.num_values} values: a block that recomputes may keep some of its "
+                f"values, one that does not keeps all; give recompute=True with both keeps and num_values, or neither"
             )
-        if list(self.keeps) != sorted(set(self.keeps)) or max(self.keeps, default=-1) >= max(self.num_values, 1):
+        if self.recompute and not set(self.offloads) <= set(self.keeps):
             raise PlanError(
-                f"keeps is {self.keeps!r:.80}, where ascending numbers below num_values ({self.num_values}) were "
-                f"expected, each once"
-            )
-        if bool(self.keeps) != bool(self.num_values) or (self.keeps and not self.recompute):
-            raise PlanError(
-                f"a strategy with recompute={self.recompute} keeps {self.keeps!r:.80} of {self.num_values} values: a "
-                f"block that recomputes may keep some of its values, one that does not keeps all; give recompute=True "
-                f"with both keeps and num_values, or neither"
+                f"a strategy that recomputes offloads {self.offloads!r:.80} and keeps {self.keeps!r:.80}: what is "
+                f"computed again cannot wait on the host; add the numbers to keeps, or leave them out of offloads"
             )
 
     @property
     def splits_experts(self) -> bool:
         """Whether ranks of some axis hold unlike experts."""
         return any(role in EXPERT_ROLES for role in self.roles)
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether anything waits for backward on the host."""
+        return bool(self.offloads) or self.offload_entering
+
+    def without_offload(self) -> Strategy:
+        """The same with everything that it keeps on the device."""
+        return replace(self, offloads=(), offload_entering=False, num_values=self.num_values if self.keeps else 0)
 
     @property
     def recomputes_all(self) -> bool:
@@ -213,20 +233,23 @@ class Strategy:
         return tuple(groups)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the strategy as plain JSON values; ``capacity`` where it has a meaning, ``keeps`` where there are."""
+        """Return the strategy as plain JSON values; ``capacity``, ``keeps`` and the like where they say something."""
         fields: dict[str, object] = {"roles": list(self.roles), **{name: getattr(self, name) for name in _FLAGS}}
         if self.splits_experts:
             fields["capacity"] = self.capacity
-        return {**fields, "keeps": list(self.keeps), "num_values": self.num_values} if self.keeps else fields
+        if self.num_values:
+            fields["num_values"] = self.num_values
+        numbers = {name: list(getattr(self, name)) for name in ("keeps", "offloads") if getattr(self, name)}
+        return fields | numbers | ({_ENTERING: True} if self.offload_entering else {})
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, object]) -> Strategy:
         """Build a strategy from what :meth:`to_dict` returned; absent flags are False, an absent capacity is 1.25, and
-        no values are kept where none are named.
+        no values are kept or offloaded where none are named.
 
         Raises PlanError for unknown keys, missing roles and values of a wrong type.
         """
-        known = ("roles", *_FLAGS, "capacity", "keeps", "num_values")
+        known = ("roles", *_FLAGS, "capacity", "keeps", "num_values", "offloads", _ENTERING)
         unknown = sorted(set(fields) - set(known), key=str)
         if unknown:
             raise PlanError(
@@ -235,12 +258,15 @@ class Strategy:
         roles = fields.get("roles")
         if not isinstance(roles, (list, tuple)):
             raise PlanError(f"roles of a strategy is {roles!r:.80}; give a list with one role per mesh axis")
-        keeps = fields.get("keeps", ())
-        if not isinstance(keeps, (list, tuple)):
-            raise PlanError(f"keeps of a strategy is {keeps!r:.80}; give a list of the numbers of values")
+        numbers: dict[str, tuple[object, ...]] = {}
+        for name in ("keeps", "offloads"):
+            value = fields.get(name, ())
+            if not isinstance(value, (list, tuple)):
+                raise PlanError(f"{name} of a strategy is {value!r:.80}; give a list of the numbers of values")
+            numbers[name] = tuple(value)
         # __post_init__ checks the types of the rest.
         rest = {"capacity": CAPACITY, **dict.fromkeys(_FLAGS, False), **fields}
-        return cls(**{**rest, "roles": tuple(roles), "keeps": tuple(keeps)})  # type: ignore[arg-type]
+        return cls(**{**rest, **numbers, "roles": tuple(roles)})  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         """Return the roles, outermost axis first, the flags that are set, and another capacity than the usual:
@@ -251,7 +277,15 @@ class Strategy:
             flags.append(f"capacity={self.capacity:g}")
         if self.keeps:
             flags.append(f"+keeps {','.join(map(str, self.keeps))} of {self.num_values}")
+        if self.offloads:
+            flags.append(f"+offloads {','.join(map(str, self.offloads))} of {self.num_values}")
+        if self.offload_entering:
+            flags.append(f"+{_ENTERING}")
         return " ".join([*(self.roles or ("one device",)), *flags])
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
 
 
 def copy_name(name: str, stage: int) -> str:

@@ -13,13 +13,16 @@ from galvatron_fx.ir.graph.pass_pipeline import PassControl, PassPipeline
 from galvatron_fx.ir.plan.strategy import Strategy
 from passes.lowering.communication.bundle_collectives import BundleCollectives
 from passes.lowering.communication.finish_reductions_late import FinishReductionsLate
+from passes.lowering.communication.overlap_host_copies import OverlapHostCopies
 from passes.lowering.communication.prefetch_gathers import PrefetchGathers
 from passes.lowering.communication.start_reductions_early import StartReductionsEarly
 from passes.sharding.placed_calls import verify_placed
 
 COMMUNICATION = PassPipeline(
     "communication",
-    dict.fromkeys((StartReductionsEarly, BundleCollectives, FinishReductionsLate, PrefetchGathers), "scheduled"),
+    dict.fromkeys(
+        (StartReductionsEarly, BundleCollectives, FinishReductionsLate, PrefetchGathers, OverlapHostCopies), "scheduled"
+    ),
     verify_placed,
 )
 
@@ -46,4 +49,6 @@ class ScheduleCommunication:
         apply.in_place(FinishReductionsLate(), graph)
         if self.cluster.overlap.gains:
             apply.in_place(PrefetchGathers(self.strategies), graph)
+            if any(strategy.is_offloaded for strategy in self.strategies):
+                apply.in_place(OverlapHostCopies(), graph)
         return graph

@@ -20,9 +20,10 @@ from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.graph.metadata import OpCost, meta_of
 from galvatron_fx.ir.plan.strategy import RoleGroup
 from passes.search.candidates import AxisPartition
-from passes.search.cost_table.block_terms import Amounts, BlockTerms, Redistribution, TermsReader
+from passes.search.cost_table.block_terms import Amounts, BlockTerms, Levels, Redistribution, TermsReader
 from passes.search.cost_table.keep_reader import KeepReader
 from passes.search.cost_table.kept_sets import KeepProblem
+from passes.search.cost_table.offload_levels import OffloadChoice, offload_choices
 
 _PACKING_PASSES = 2  # what is packed, or taken out, is read and written
 _BUNDLED = ("scatter", "reduce", "far")
@@ -41,6 +42,7 @@ class Columns:
     ``forward_wait_s``, ``backward_wait_s``: of forward and backward, what is waited for where it starts;
     ``gather_start_s`` and the like: to start them; ``gather_work_s`` and the like: casts and packing; ``forward_waits``
     and the like: how many collectives;
+    ``host_copies``: how many values go to the host;
     ``far_s``: to reduce terms of gradients that other stages have, if there are any.
     """
 
@@ -67,6 +69,8 @@ class Columns:
     update_s: Floats
     static_bytes: Floats
     saved_bytes: Floats
+    host_bytes: Floats
+    host_copies: Floats
     rebuilt_bytes: Floats
     deferred_bytes: Floats
     gathered_bytes: Floats
@@ -155,6 +159,8 @@ class Evaluation:
             update_s=update,
             static_bytes=static,
             saved_bytes=levels.saved @ kept,
+            host_bytes=levels.offloaded @ kept,
+            host_copies=np.repeat(levels.offloaded.sum(axis=1)[:, None], kept.shape[1], axis=1),
             rebuilt_bytes=levels.rebuilt @ kept,
             deferred_bytes=self._on_rank(self.terms.deferred).sum(axis=0),
             gathered_bytes=gathered,
@@ -166,6 +172,13 @@ class Evaluation:
 
     def _on_rank(self, amounts: Amounts) -> Floats:
         return amounts.on_rank(self.degrees, self.num_microbatches, self.capacities)
+
+    def offload_choices(self, reader: TermsReader, levels: Levels) -> list[OffloadChoice]:
+        """What may wait on the host in the one column, for each of the ``levels``."""
+        gains, device = self.cluster.overlap.gains, self.cluster.device
+        room = float(self.columns().forward_s[0]) * device.host_bandwidth_bytes_per_s if gains else 0.0
+        kept = self._on_rank(self.terms.kept)[:, 0]
+        return offload_choices(reader.block, [root for root, _ in reader.kept], levels.saved, kept, room)
 
     def keep_problem(self, reader: TermsReader) -> KeepProblem:
         """What it takes in the one column to keep each value, or to have it again."""

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
-from cost_models.operator_time import traffic_s
+from cost_models.operator_time import host_copy_s, traffic_s
 from cost_models.optimizer import OptimizerModel
 from cost_models.streams import exposed_s
 from galvatron_fx.ir.arrays import Bools, Floats, Ints
@@ -27,6 +28,7 @@ from passes.search.cost_table.block_facts import BlockFacts
 from passes.search.cost_table.block_shardings import Solutions
 from passes.search.cost_table.block_terms import BlockTerms, Composition, TermsReader
 from passes.search.cost_table.kept_sets import MOST_SETS, KeepProblem, KeptSet
+from passes.search.cost_table.offload_levels import NOTHING, OnHost
 
 _ADDING_PASSES = 3  # a term is added to a sum: both are read, a new sum is written
 
@@ -45,7 +47,8 @@ class BlockPrices:
     and what is gathered for the whole step; ``saved_bytes``: kept from forward to backward of one micro-batch;
     ``deferred_bytes``: what
     the gradients of weights need when they come later; ``transient_bytes``: the most that lives beside these while it
-    runs; ``kept``: the numbers of the values that are kept, where the block recomputes others.
+    runs; ``kept``: the numbers of the values that are kept, where the block recomputes others; ``host_bytes`` and
+    ``on_host``: what waits on the host, of one micro-batch.
     """
 
     forward_s: Floats
@@ -56,27 +59,44 @@ class BlockPrices:
     saved_bytes: Floats
     deferred_bytes: Floats
     transient_bytes: Floats
+    host_bytes: Floats
     kept: tuple[KeptSet, ...]
+    on_host: tuple[OnHost, ...]
 
     def __getitem__(self, entries: slice) -> BlockPrices:
         """The prices of some of the entries."""
         return BlockPrices(**{f.name: getattr(self, f.name)[entries] for f in fields(self)})
 
 
-Wanted = tuple[Strategy, int, AxisPartition, int]
+class Level(NamedTuple):
+    """What a block does with what backward needs: the place of a set of what is kept, and how much of that waits on the
+    host, one of :data:`passes.search.cost_table.offload_levels.OFFLOADED`.
+    """
+
+    kept: int
+    offloaded: int = NOTHING
+
+
+Wanted = tuple[Strategy, int, AxisPartition, Level]
 """A strategy to price, the number of micro-batches, the axes that are served as one, and the level of what is kept."""
 
 KEEPS_ALL, KEEPS_NONE = 0, -1
-"""The first and the last level."""
+"""The first and the last place."""
+
+Extra = tuple[bool, bool]
+"""Whether there are sets between keeping all and nothing, and whether blocks offload."""
 
 KnownSets = dict[tuple[int, tuple[object, ...]] | KeepProblem, tuple[KeptSet, ...]]
 """Sets of values worth keeping, by block and by what is decided on its sharding, and by the problem that this makes."""
 
 TermsOfBlock = dict[tuple[tuple[str, int], ...], BlockTerms]
-"""By what each role decided, told apart by identity, behind whether there are sets."""
+"""By what each role decided, told apart by identity, behind which levels there are."""
 
-PricedColumns = dict[Hashable, tuple[Columns, tuple[KeptSet, ...]]]
-"""All terms of a column and what each level keeps, by whether there are sets, axes of each role, micro-batches, axes
+LevelNames = tuple[tuple[KeptSet, OnHost], ...]
+"""What each level keeps, and what of that waits on the host."""
+
+PricedColumns = dict[Hashable, tuple[Columns, LevelNames]]
+"""All terms of a column and what each level keeps, by which levels there are, axes of each role, micro-batches, axes
 that are served as one, and capacity."""
 
 
@@ -106,17 +126,20 @@ class BlockPricer:
             (groups[strategy], num_microbatches, kinds, strategy.capacity): share[strategy, num_microbatches]
             for strategy, num_microbatches, kinds, _ in wanted
         }
-        levels = np.array([level for _, _, _, level in wanted], dtype=np.int64)
-        some = bool((levels > KEEPS_ALL).any())
-        columns, sets = self._known_columns(distinct, some)
+        places = np.array([level.kept for _, _, _, level in wanted], dtype=np.int64)
+        offloaded = np.array([level.offloaded for _, _, _, level in wanted], dtype=np.int64)
+        some = bool((places > KEEPS_ALL).any())
+        count = 2 + MOST_SETS * some
+        levels = offloaded * count + places % count
+        columns, sets = self._known_columns(distinct, (some, bool(offloaded.any())))
         position = {key: i for i, key in enumerate(distinct)}
         rows = np.array(
             [position[groups[s], num_microbatches, kinds, s.capacity] for s, num_microbatches, kinds, _ in wanted],
             dtype=np.int64,
         )
         terms = Columns(**{f.name: _taken(getattr(columns, f.name), levels, rows) for f in fields(columns)})
-        kept = [sets[row][level] for row, level in zip(rows.tolist(), levels.tolist(), strict=True)]
-        again = levels != KEEPS_ALL
+        names = [sets[row][level] for row, level in zip(rows.tolist(), levels.tolist(), strict=True)]
+        again, kept = places != KEEPS_ALL, [numbers for numbers, _ in names]
         return _prices(
             terms,
             again & ~np.array([bool(numbers) for numbers in kept], dtype=np.bool_),
@@ -125,25 +148,24 @@ class BlockPricer:
             np.array([num_microbatches > 1 for _, num_microbatches, _, _ in wanted], dtype=np.bool_),
             np.array([PIPELINE in strategy.roles for strategy, _, _, _ in wanted], dtype=np.bool_),
             tuple(kept),
+            tuple(on_host for _, on_host in names),
             self.cluster,
         )
 
-    def _known_columns(
-        self, shares: Mapping[ColumnKey, float], some: bool
-    ) -> tuple[Columns, list[tuple[KeptSet, ...]]]:
+    def _known_columns(self, shares: Mapping[ColumnKey, float], extra: Extra) -> tuple[Columns, list[LevelNames]]:
         """The terms of columns with their shares of the batch, and what each level keeps in them, each found once;
-        ``some``: whether there are levels between the first and the last.
+        ``extra``: which levels there are beside the first and the last.
         """
         if self.priced is None:
-            return self._columns(list(shares), list(shares.values()), some)
-        keys = {wanted: (some, self._key(wanted)) for wanted in shares}
+            return self._columns(list(shares), list(shares.values()), extra)
+        keys = {wanted: (extra, self._key(wanted)) for wanted in shares}
         new = [wanted for wanted, key in keys.items() if key not in self.priced]
         if new:
-            columns, kept = self._columns(new, [shares[wanted] for wanted in new], some)
+            columns, names = self._columns(new, [shares[wanted] for wanted in new], extra)
             for place, wanted in enumerate(new):
-                self.priced[keys[wanted]] = columns.at(np.array([place])), kept[place]
+                self.priced[keys[wanted]] = columns.at(np.array([place])), names[place]
         every = [self.priced[key] for key in keys.values()]
-        return Columns.joined([columns for columns, _ in every]), [kept for _, kept in every]
+        return Columns.joined([columns for columns, _ in every]), [names for _, names in every]
 
     def _key(self, wanted: ColumnKey) -> Hashable:
         """What prices rest on, on every cluster of such devices."""
@@ -155,30 +177,43 @@ class BlockPricer:
         return roles, num_microbatches, served, capacity
 
     def _columns(
-        self, wanted: Sequence[ColumnKey], shares: Sequence[float], some: bool
-    ) -> tuple[Columns, list[tuple[KeptSet, ...]]]:
+        self, wanted: Sequence[ColumnKey], shares: Sequence[float], extra: Extra
+    ) -> tuple[Columns, list[LevelNames]]:
         """The terms of columns, and what each level keeps in them; those of one composition are computed together."""
         alike: dict[tuple[tuple[str, int], ...], list[int]] = {}
         composed: dict[tuple[tuple[str, int], ...], Composition] = {}
         for i, ((groups, _, _, _), share) in enumerate(zip(wanted, shares, strict=True)):
             composition = tuple((group.role, self.solutions.at(group, share)) for group in groups)
-            key = ("sets", int(some)), *((role, id(sharding)) for role, sharding in composition)
+            levels = ("sets", int(extra[0])), ("offload", int(extra[1]))
+            key = *levels, *((role, id(sharding)) for role, sharding in composition)
             composed[key] = composition
             alike.setdefault(key, []).append(i)
         parts: list[Columns] = []
-        kept: list[tuple[KeptSet, ...]] = [()] * len(wanted)
+        names: list[LevelNames] = [()] * len(wanted)
         for key, rows in alike.items():
             asked = [wanted[i] for i in rows]
             if key not in self.terms:
-                reader = TermsReader(self.block, composed[key])
-                sets = self._sets(reader, composed[key], asked[0][0]) if some else ()
-                self.terms[key] = reader.with_sets(sets)
+                self.terms[key] = self._with_levels(composed[key], asked[0][0], extra)
             terms = self.terms[key]
             parts.append(Evaluation(terms, self.cluster, self.optimizer, asked).columns())
             for row in rows:
-                kept[row] = terms.levels.kept
+                names[row] = tuple(zip(terms.levels.kept, terms.levels.on_host, strict=True))
         order = np.argsort([row for rows in alike.values() for row in rows])
-        return Columns.joined(parts).at(order), kept
+        return Columns.joined(parts).at(order), names
+
+    def _with_levels(self, composition: Composition, groups: Groups, extra: Extra) -> BlockTerms:
+        """The terms of a composition with all their levels."""
+        reader = TermsReader(self.block, composition)
+        terms = reader.with_sets(self._sets(reader, composition, groups) if extra[0] else ())
+        if not extra[1]:
+            return terms
+        alone = Evaluation(reader.terms, self.cluster, self.optimizer, [self._as_if_split(groups)])
+        return replace(terms, levels=terms.levels.with_offload(alone.offload_choices(reader, terms.levels)))
+
+    def _as_if_split(self, groups: Groups) -> ColumnKey:
+        """The column in which all ranks whose roles leave the choice of values to smaller tensors split the batch."""
+        alone = tuple(replace(g, degree=1) if g.role in _EVEN_ROLES else g for g in groups)
+        return alone, self.cluster.num_devices // prod(group.degree for group in alone), (), CAPACITY
 
     def _sets(self, reader: TermsReader, composition: Composition, groups: Groups) -> tuple[KeptSet, ...]:
         """The sets of values worth keeping, as many as a chain has at most: of fewer the last is none.
@@ -189,10 +224,8 @@ class BlockPricer:
         pairs = zip(groups, composition, split, strict=True)
         key = self.block.index, tuple((g.axes, g.degree, id(sharding)) for g, (_, sharding), is_in in pairs if is_in)
         if key not in self.known_sets:
-            alone = tuple(g if is_in else replace(g, degree=1) for g, is_in in zip(groups, split, strict=True))
-            others = self.cluster.num_devices // prod(group.degree for group in alone)
-            columns = [(alone, others, (), CAPACITY)]
-            problem = Evaluation(reader.terms, self.cluster, self.optimizer, columns).keep_problem(reader)
+            alone = Evaluation(reader.terms, self.cluster, self.optimizer, [self._as_if_split(groups)])
+            problem = alone.keep_problem(reader)
             if problem not in self.known_sets:  # equal ones of other axes, or of roles that come to the same
                 chain = problem.chain()
                 self.known_sets[problem] = chain + ((),) * (MOST_SETS - len(chain))
@@ -219,13 +252,15 @@ def _prices(
     several: Bools,
     pipelined: Bools,
     kept: tuple[KeptSet, ...],
+    on_host: tuple[OnHost, ...],
     cluster: Cluster,
 ) -> BlockPrices:
     """What recomputation (of the ``whole`` block or of some of its values), keeping gathered parameters, several
     micro-batches and tasks of stages make of a block's terms.
 
     Gathers that are not late are prefetched beside the computing of a neighbour, for which the block's own stands, as
-    do reductions run beside what comes next; exactly so in a row of equal blocks.
+    do reductions run beside what comes next; exactly so in a row of equal blocks. So are host copies: a block's worth
+    of bytes is under way, or ahead, beside what computing holds.
     """
     device, overlap = cluster.device, cluster.overlap
     staged = several | pipelined
@@ -253,16 +288,24 @@ def _prices(
         + np.where(once, 0.0, terms.scatter_start_s)
         + np.where(staged, 0.0, terms.reduce_start_s)
     )
-    transient = terms.transient_bytes + terms.gathered_bytes - held + ahead + terms.rebuilt_bytes
+    fetched = terms.host_bytes * (2 if overlap.gains else 1)
+    transient = fetched + terms.transient_bytes + terms.gathered_bytes - held + ahead + terms.rebuilt_bytes
     exposed = _exposed_s(backward_s, terms.backward_wait_s, back_gather_s + back_reduce_s, back_start_s, overlap)
     forward_exposed = _exposed_s(forward_s, terms.forward_wait_s, ahead_s, ahead_start_s, overlap)
     gathers = np.where(once, 0.0, terms.gather_waits)
     forward_late_s = _late_s(forward_s - terms.forward_wait_s, terms.forward_waits + gathers, overlap)
     waits = terms.backward_waits + terms.again_waits + np.where(again, gathers, 0.0)
     backward_late_s = _late_s(backward_s - terms.backward_wait_s, waits, overlap)
+    forward_s = forward_s + forward_exposed + late_s + forward_late_s
+    copies_s = host_copy_s(device, terms.host_bytes, terms.host_copies)
+    # Beside computing and collectives, which other links carry.
+    backward_busy_s = backward_s + exposed if overlap.gains else np.zeros_like(backward_s)
+    forward_busy_s = forward_s if overlap.gains else np.zeros_like(forward_s)
+    forward_s = forward_s + np.maximum(copies_s - forward_busy_s, 0.0)
+    backward_s = backward_s + np.maximum(copies_s - backward_busy_s, 0.0)
     of_weights = back_reduce_s / np.maximum(back_gather_s + back_reduce_s, _TINY_S)
     return BlockPrices(
-        forward_s=forward_s + forward_exposed + late_s + forward_late_s,
+        forward_s=forward_s,
         backward_s=backward_s + exposed + np.where(again, late_s, 0.0) + backward_late_s,
         weight_s=weights_s + exposed * of_weights,
         once_s=terms.update_s
@@ -273,7 +316,9 @@ def _prices(
         saved_bytes=np.floor(terms.saved_bytes),
         deferred_bytes=np.floor(terms.deferred_bytes),
         transient_bytes=np.floor(np.maximum(transient, np.where(several, 2 * terms.largest_gradient_bytes, 0.0))),
+        host_bytes=np.floor(terms.host_bytes),
         kept=kept,
+        on_host=on_host,
     )
 
 

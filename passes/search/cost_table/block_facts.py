@@ -166,6 +166,14 @@ class BlockFacts:
         """Whether the block does not compute ``node``."""
         return node.op != "call_function" or max(meta_of(node).block, 0) != self.index
 
+    def may_wait_on_host(self, root: fx.Node) -> bool:
+        """Whether offloading takes a value of forward; see :class:`passes.lowering.offload_activations`."""
+        if root.op != "call_function" or meta_of(root).multi_output or root in self.graph.of_inputs:
+            return False
+        users = users_through_views(root)
+        blocks = [max(meta_of(node).block, 0) for node in (root, *users) if node.op == "call_function"]
+        return max(blocks) - min(blocks) <= 1 and all(user.op == "call_function" for user in users)
+
     @cached_property
     def deferred(self) -> list[tuple[fx.Node, fx.Node, int]]:
         """The same of all that the weight gradients take, of forward and of the rest of backward."""

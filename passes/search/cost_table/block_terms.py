@@ -33,6 +33,7 @@ from galvatron_fx.ir.kernels.experts import route
 from passes.analysis.repeated_heads import repeated_heads
 from passes.search.cost_table.block_facts import BlockFacts, ComputeCall
 from passes.search.cost_table.kept_sets import KeptSet
+from passes.search.cost_table.offload_levels import OffloadChoice, OnHost
 from passes.sharding.attention_rules import travelling_bytes
 from passes.sharding.expert_rules import sent_position
 from passes.sharding.insert_collectives import AxisSharding
@@ -155,7 +156,9 @@ class Levels:
     """How much of a block is kept for backward: all, what is in one of some ``sets``, or nothing of its own, in order.
 
     By level: ``saved[L, V]``: which of the values that may be kept are, ``rebuilt[L, V]``: which of those that backward
-    takes are not; ``operators[L, O]`` and ``moves[L, M]``: those that run again.
+    takes are not; ``operators[L, O]`` and ``moves[L, M]``: those that run again. Where blocks offload, all levels
+    follow once more for each way to do so: ``offloaded[L, V]``: what waits on the host, by name ``on_host``, and is not
+    ``saved``.
     """
 
     sets: tuple[KeptSet, ...]
@@ -163,11 +166,24 @@ class Levels:
     rebuilt: Bools
     operators: Bools
     moves: Bools
+    offloaded: Bools
+    on_host: tuple[OnHost, ...]
 
     @property
     def kept(self) -> tuple[KeptSet, ...]:
         """The numbers of the values that a level names: none where all are kept, or none."""
-        return (), *self.sets, ()
+        levels = (), *self.sets, ()
+        return levels * (len(self.saved) // len(levels))
+
+    def with_offload(self, choices: Sequence[OffloadChoice]) -> Levels:
+        """These levels, and behind them one for each of the choices, which go through them in order."""
+        offloaded = np.concatenate([self.offloaded, np.array([choice.rows for choice in choices])])
+        times = len(offloaded) // len(self.saved)
+        saved, rebuilt, operators, moves = (
+            np.tile(rows, (times, 1)) for rows in (self.saved, self.rebuilt, self.operators, self.moves)
+        )
+        on_host = (*self.on_host, *(choice.on_host for choice in choices))
+        return Levels(self.sets, saved & ~offloaded, rebuilt, operators, moves, offloaded, on_host)
 
 
 @dataclass(frozen=True)
@@ -229,7 +245,8 @@ class TermsReader:
 
     def _levels(self, sets: tuple[KeptSet, ...]) -> Levels:
         levels = [self._level(kept) for kept in (None, *sets, ())]
-        return Levels(sets, *(np.array(rows) for rows in zip(*levels, strict=True)))
+        saved, rebuilt, operators, moves = (np.array(rows) for rows in zip(*levels, strict=True))
+        return Levels(sets, saved, rebuilt, operators, moves, np.zeros_like(saved), (OnHost(),) * len(levels))
 
     def _level(self, kept: KeptSet | None) -> tuple[Bools, Bools, Bools, Bools]:
         """Of one level, what :class:`Levels` has; None keeps all."""

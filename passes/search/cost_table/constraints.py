@@ -46,21 +46,20 @@ class Constrained:
         wanted = {name: value for name, value in constraints.items() if not isinstance(value, str)}
         return cls({name: (value, _blocks_of(graph, name)) for name, value in wanted.items()}, axes, cluster.axis_names)
 
-    def allowed(self, strategies: Sequence[Strategy], kept: Sequence[Sequence[tuple[int, ...]]]) -> Bools:
-        """Whether each block may take each strategy. ``kept[block][strategy]``: numbers of the values that it keeps,
-        none where it keeps all or none; a strategy that was given means that. Raises PlanError where none is left to a
-        block.
+    def allowed(self, strategies: Sequence[Strategy], chosen: Sequence[Sequence[bool]]) -> Bools:
+        """Whether each block may take each strategy. ``chosen[block][strategy]``: whether that keeps some values of the
+        block or offloads any; one that was given means neither. Raises PlanError where none is left to a block.
         """
         on_axes = np.array([all(s.roles[axis] == role for axis, role in self.axes.items()) for s in strategies])
         if not on_axes.any():
             wanted = ", ".join(f"{self.axis_names[axis]} the role {role}" for axis, role in sorted(self.axes.items()))
             raise PlanError(f"no searched strategy gives mesh axis {wanted}; check roles")
-        allowed = np.repeat(on_axes[np.newaxis], len(kept), axis=0)
+        allowed = np.repeat(on_axes[np.newaxis], len(chosen), axis=0)
         for name, (wanted, members) in self.modules.items():
-            if isinstance(wanted, Strategy) and wanted.keeps:
+            if isinstance(wanted, Strategy) and (wanted.keeps or wanted.is_offloaded):
                 raise PlanError(
-                    f"constraint {wanted} on module {name!r} names values to keep, which a search chooses: leave out "
-                    f"keeps and num_values, or write the plan by hand"
+                    f"constraint {wanted} on module {name!r} names values to keep or to offload, which a search "
+                    f"chooses: leave out keeps, offloads, offload_entering and num_values, or write the plan by hand"
                 )
             fits = np.array([_matches(s, wanted) for s in strategies])
             if not fits.any():
@@ -70,7 +69,7 @@ class Constrained:
             for block in members:
                 allowed[block] &= fits
                 if isinstance(wanted, Strategy):
-                    allowed[block] &= np.array([not numbers for numbers in kept[block]])
+                    allowed[block] &= ~np.array(chosen[block])
                 if not allowed[block].any():
                     raise PlanError(f"the constraints on block {block} (module {name!r}) contradict each other")
         return allowed

@@ -28,6 +28,7 @@ from passes.search.cost_table.block_costs import (
     BlockPricer,
     BlockPrices,
     KnownSets,
+    Level,
     PricedColumns,
     TermsOfBlock,
     Wanted,
@@ -37,6 +38,7 @@ from passes.search.cost_table.block_shardings import Solutions
 from passes.search.cost_table.constraints import Constrained
 from passes.search.cost_table.graph_index import GraphIndex
 from passes.search.cost_table.kept_sets import MOST_SETS, KeptSet
+from passes.search.cost_table.offload_levels import OFFLOADED, OnHost
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class CostTable:
     kind]``: seconds from a block to the next, forward and back; ``crossing``: bytes of activations that pass in front
     of each block; ``allowed``: by the constraints; ``block_fingerprints``: fingerprints of the blocks; ``kinds``: axes
     that are served as one, as the request says; ``kept[block][strategy]``: numbers of the values that are kept, of
-    ``num_values[block]``, where a strategy recomputes others: one stands in ``strategies`` for each set of a block.
+    ``num_values[block]``, where a strategy recomputes others: one stands in ``strategies`` for each set of a block;
+    ``on_host[block][strategy]``: what waits on the host, likewise.
     """
 
     strategies: tuple[Strategy, ...]
@@ -70,6 +73,7 @@ class CostTable:
     kinds: AxisPartition = ()
     kept: tuple[tuple[KeptSet, ...], ...] = ()
     num_values: tuple[int, ...] = ()
+    on_host: tuple[tuple[OnHost, ...], ...] = ()
 
     @cached_property
     def time(self) -> Floats:
@@ -79,14 +83,32 @@ class CostTable:
     def strategy(self, block: int, pick: int) -> Strategy:
         """The strategy number ``pick`` as it is for a block."""
         kept = self.kept[block][pick] if self.kept else ()
+        on_host = self.on_host[block][pick] if self.on_host else OnHost()
         strategy = self.strategies[pick]
-        return replace(strategy, keeps=kept, num_values=self.num_values[block]) if kept else strategy
+        if not kept and on_host == OnHost():
+            return strategy
+        return replace(
+            strategy,
+            keeps=kept,
+            offloads=on_host.values,
+            offload_entering=on_host.entering,
+            num_values=self.num_values[block] if kept or on_host.values else 0,
+        )
 
     @cached_property
     def keeps_some(self) -> Bools:
         """The strategies that keep some values of a block and recompute others."""
-        sets = zip(*self.kept, strict=True)
-        return np.array([any(of_blocks) for of_blocks in sets] or [False] * len(self.strategies), dtype=np.bool_)
+        return self._with_any([[bool(numbers) for numbers in row] for row in self.kept])
+
+    @cached_property
+    def offloads_some(self) -> Bools:
+        """The strategies of which something waits on the host."""
+        return self._with_any([[on_host != OnHost() for on_host in row] for row in self.on_host])
+
+    def _with_any(self, rows: Sequence[Sequence[bool]]) -> Bools:
+        """The strategies for which ``rows[block]`` are true of some block; none where there are no rows."""
+        of_strategies = [any(column) for column in zip(*rows, strict=True)]
+        return np.array(of_strategies or [False] * len(self.strategies), dtype=np.bool_)
 
     @property
     def memory(self) -> Floats:
@@ -131,31 +153,36 @@ class CostTableRequest:
 
     ``kinds``: the axes that are served as one, which the others tell apart; where it names none, those to which a
     strategy gives one role, as if all blocks did; ``selective``: whether strategies that recompute do so with each of
-    the sets of values that are worth keeping in a block, too.
+    the sets of values that are worth keeping in a block, too; ``host_bytes``: of the host's memory that a rank may
+    offload to, 0 for no offloading.
     """
 
     strategies: tuple[Strategy, ...]
     num_microbatches: int
     kinds: AxisPartition = ()
     selective: bool = False
+    host_bytes: float = 0.0
 
     def columns(self, strategies: Sequence[Strategy]) -> list[Wanted]:
         """What to price of ``strategies``; to recompute a whole block and keep what it gathered is not thought of."""
-        levels: list[Wanted] = []
+        sets = [*range(1, MOST_SETS + 1)] if self.selective else []
+        kinds = OFFLOADED if self.host_bytes else OFFLOADED[:1]
+        wanted: list[Wanted] = []
         for strategy in strategies:
-            if not strategy.recompute:
-                levels.append((strategy, self.num_microbatches, self.kinds, KEEPS_ALL))
-                continue
-            sets = [*range(1, MOST_SETS + 1)] if self.selective else []
-            levels += [
-                (strategy, self.num_microbatches, self.kinds, level)
-                for level in (*sets, *(() if strategy.keep_gathered and sets else (KEEPS_NONE,)))
+            again = [*sets, *(() if strategy.keep_gathered and sets else (KEEPS_NONE,))]
+            places = again if strategy.recompute else [KEEPS_ALL]
+            wanted += [
+                (strategy, self.num_microbatches, self.kinds, Level(place, kind)) for place in places for kind in kinds
             ]
-        return levels
+        return wanted
 
 
 def cost_table_requests(
-    strategies: Sequence[Strategy], num_microbatches: int, kinds: Sequence[AxisPartition], selective: bool = False
+    strategies: Sequence[Strategy],
+    num_microbatches: int,
+    kinds: Sequence[AxisPartition],
+    selective: bool = False,
+    host_bytes: float = 0.0,
 ) -> list[CostTableRequest]:
     """A request for each of the ``kinds`` of axes, of the strategies that give axes of one kind one role; none of equal
     strategies for more kinds."""
@@ -163,7 +190,7 @@ def cost_table_requests(
     for each in kinds:
         fitting = tuple(strategy for strategy in strategies if fits_partition(strategy, each))
         if fitting:
-            requests.setdefault(fitting, CostTableRequest(fitting, num_microbatches, each, selective))
+            requests.setdefault(fitting, CostTableRequest(fitting, num_microbatches, each, selective, host_bytes))
     return list(requests.values())
 
 
@@ -275,6 +302,9 @@ class Pricer:
         def rows(name: str) -> Floats:
             return np.array([getattr(price, name) for price in prices])[self._row]
 
+        of_blocks = [prices[row] for row in self._row]
+        # Each block may have its share of the host's memory: as many micro-batches as stages wait at once, mostly.
+        host = rows("host_bytes") * len(of_blocks)
         boundaries = [boundary(strategy) for strategy in usable]
         kinds = sorted(set(boundaries))
         crossing = self._crossing / request.num_microbatches
@@ -292,12 +322,18 @@ class Pricer:
             np.array([kinds.index(kind) for kind in boundaries], dtype=np.int64),
             _changes(kinds, crossing[1:], self.cluster.axes),
             crossing,
-            self._constrained.allowed(usable, [prices[row].kept for row in self._row]),
+            self._constrained.allowed(usable, list(map(_chosen, of_blocks))) & (host <= request.host_bytes),
             self.block_fingerprints,
             request.kinds,
-            tuple(prices[row].kept for row in self._row),
+            tuple(price.kept for price in of_blocks),
             tuple(num_values[row] for row in self._row),
+            tuple(price.on_host for price in of_blocks),
         )
+
+
+def _chosen(prices: BlockPrices) -> list[bool]:
+    """Whether a strategy of the block keeps some of its values, or offloads: a search chooses that, nobody else."""
+    return [bool(kept) or on_host != OnHost() for kept, on_host in zip(prices.kept, prices.on_host, strict=True)]
 
 
 def useful(kind: Ints, amounts: Sequence[Floats]) -> Ints:

@@ -11,7 +11,7 @@ from torch import fx
 from galvatron_fx.ir.graph.metadata import meta_of, output_ports, ports
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.symbols import Sizes
-from passes.analysis.dataflow import gradient_terms
+from passes.analysis.dataflow import gradient_terms, input_only_ops
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class GraphIndex:
     """The nodes of every block, parameters with their first users, and (parameter, gradient) pairs.
 
     ``sizes``: what its expressions stand for; ``trained``: the parameters that require gradients; ``terms``: values
-    that are only added up to gradients.
+    that are only added up to gradients; ``of_inputs``: operators that follow from the inputs alone.
     """
 
     sizes: Sizes | None
@@ -29,6 +29,7 @@ class GraphIndex:
     first_user: Mapping[fx.Node, fx.Node]
     gradients: tuple[tuple[fx.Node, fx.Node], ...]
     terms: frozenset[fx.Node]
+    of_inputs: frozenset[fx.Node]
 
     @cached_property
     def gradient_of(self) -> dict[fx.Node, fx.Node]:
@@ -54,6 +55,5 @@ class GraphIndex:
             if port.kind == "grad" and node is not None and port.name in named
         )
         trained = frozenset(node for port, node in ports(graph) if port.kind == "param" and port.requires_grad)
-        return cls(
-            graph.meta.get("symbols"), blocks, parameters, trained, first, gradients, frozenset(gradient_terms(graph))
-        )
+        terms, of_inputs = frozenset(gradient_terms(graph)), frozenset(input_only_ops(graph))
+        return cls(graph.meta.get("symbols"), blocks, parameters, trained, first, gradients, terms, of_inputs)

@@ -47,6 +47,9 @@ _SAME = 1e-9  # share of a time that is rounding
 KEPT_SETS = "kept sets"
 """To keep some values of blocks and recompute others, among what a search does without."""
 
+OFFLOAD = "offload"
+"""To have values wait on the host, likewise."""
+
 
 @dataclass(frozen=True, order=True)
 class Configuration:
@@ -187,6 +190,11 @@ class StageSearch:
         """The search among strategies that keep all or nothing of a block; None likewise."""
         search = self._allowing(~self.costs.keeps_some)
         return replace(search, excluded=self.excluded | {KEPT_SETS}) if search is not None else None
+
+    def without_offload(self) -> StageSearch | None:
+        """The search among strategies that keep all on the device; None likewise."""
+        search = self._allowing(~self.costs.offloads_some)
+        return replace(search, excluded=self.excluded | {OFFLOAD}) if search is not None else None
 
     def among(self, fits: Callable[[Strategy], bool]) -> StageSearch | None:
         """The search among some of the strategies; None where a block may take none of them."""

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.bound_ops import BoundAxis, finished, from_ranks, to_ranks
+from galvatron_fx.ir.graph.host_copies import HOST_COPIES, arrived
 from galvatron_fx.ir.graph.layout import layout
 from galvatron_fx.ir.graph.metadata import meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import input_nodes
@@ -25,7 +26,7 @@ from passes.analysis.blocks import num_blocks
 from passes.lowering.codegen import Codegen
 from passes.lowering.lower_stages import LowerStages
 from passes.lowering.lower_step import Lower
-from tests.helpers import DEVICE, axes, captured
+from tests.helpers import DEVICE, axes, captured, offloading
 
 MOVES = (*c.COLLECTIVES, *c.RANK_LOCAL)
 
@@ -103,10 +104,14 @@ def _strategies(graph: fx.GraphModule, *rows: tuple[str, ...], **options: bool) 
     return [Strategy(rows[i % len(rows)], **options) for i in range(num_blocks(graph))]
 
 
-def lowered(name: str, model: str, sizes: tuple[int, ...], *rows: tuple[str, ...], **options: bool) -> list[Case]:
+def lowered(
+    name: str, model: str, sizes: tuple[int, ...], *rows: tuple[str, ...], offload: bool = False, **options: bool
+) -> list[Case]:
     """The joint graph and its two halves, scheduled and bound to the last rank."""
     graph = graph_of(model)
-    program = Lower(_strategies(graph, *rows, **options), Cluster(DEVICE, axes(sizes))).run(graph)
+    strategies = _strategies(graph, *rows, **options)
+    strategies = offloading(graph, strategies) if offload else strategies
+    program = Lower(strategies, Cluster(DEVICE, axes(sizes))).run(graph)
     shape = layout(program.joint).shape
     halves = {"forward": program.halves.forward, "backward": program.halves.backward}
     cases = [Case(f"{name}, joint", program.joint, "lowered")]
@@ -137,6 +142,7 @@ def cases() -> Iterator[Case]:
     yield from lowered("unlike neighbours", "llama", (2, 2), ("tensor", "sequence"), ("data", "zero"))
     yield from lowered("zero x tensor_sequence", "llama", (2, 2), ("zero", "tensor_sequence"))
     yield from lowered("recomputed", "llama", (2, 2), ("zero", "tensor"), recompute=True)
+    yield from lowered("offloaded", "mlp", (2,), ("data",), offload=True)
     yield from lowered("ring", "llama", (2,), ("context",), ("sequence",))
     yield from staged("stages", (2, 2), ("pipeline", "tensor_sequence"))
 
@@ -296,6 +302,32 @@ ON_MOVES: tuple[Mutation, ...] = (
 ON_RING_STEPS: tuple[Mutation, ...] = (other_axis, other_step)
 
 
+def other_source(node: fx.Node, columns: int) -> bool:
+    """Another value like it is copied."""
+    source = node.args[0]
+    others = (n for n in node.graph.nodes if n.op == "call_function" and n < source and not meta_of(n).multi_output)
+    other = next((n for n in others if meta_of(n).spec == meta_of(source).spec), None)
+    if other is not None:
+        node.update_arg(0, other)
+    return other is not None
+
+
+def other_phase(node: fx.Node, columns: int) -> bool:
+    """It is said to be of the other half of the program."""
+    set_meta(node, meta_of(node).having(phase="forward" if meta_of(node).phase == "backward" else "backward"))
+    return node.target is not arrived
+
+
+def unwaited(node: fx.Node, columns: int) -> bool:
+    """What takes the copy does not wait for it."""
+    for wait in [*node.users]:
+        wait.replace_all_uses_with(node, delete_user_cb=lambda user, wait=wait: user is not wait)
+    return node.target is not arrived
+
+
+ON_HOST_COPIES: tuple[Mutation, ...] = (drop, other_source, other_phase, unwaited)
+
+
 def other_group(node: fx.Node, columns: int) -> bool:
     """Among other ranks."""
     places = [i for i, value in enumerate(node.args) if isinstance(value, str) and value.startswith("group")]
@@ -344,6 +376,7 @@ def rows(programs: int | None = None) -> Iterator[Row]:
             if programs is not None and times[case.stage, kind] > programs:
                 continue
             computes = ON_RING_STEPS if node.target in c.RING_STEPS else ON_MOVES
+            computes = ON_HOST_COPIES if node.target in HOST_COPIES else computes
             for mutation in ON_BOUND if case.stage == "bound" else computes:
                 yield Row(case, kind, mutation.__name__, lambda c=case, n=node.name, m=mutation: _mutated(c, n, m))
 
@@ -353,8 +386,10 @@ def _kind(node: fx.Node) -> str | None:
     if node.target in MOVES:
         part = "" if meta_of(node).step is None else f" of {meta_of(node).step.program.split()[0]}"  # type: ignore[union-attr]
         return f"{node.target.__name__}{part}"  # type: ignore[union-attr]
-    if node.target in c.RING_STEPS:
+    if node.target in (*c.RING_STEPS, arrived):
         return str(node.target.__name__)  # type: ignore[union-attr]
+    if node.target in HOST_COPIES:
+        return str(node.target)
     is_c10d = getattr(node.target, "namespace", "") == "_c10d_functional"
     if is_c10d or node.target in (finished, from_ranks, to_ranks, c.take_run):
         return str(getattr(node.target, "__name__", node.target))

@@ -26,6 +26,7 @@ REPORT = SearchReport(
             {Cause(COMPUTE): 1.8, Cause("all_gather", (0, 1)): 0.1},
             dict.fromkeys(MEMORY_KINDS, 1),
             {Cause("all_gather", (0, 1)): 0.2},
+            7,
         ),
     ),
     runners_up=(Contender(2, 2, "zbv", 4, "bound", inf, fits=False, name="TP + PP"),),

@@ -115,3 +115,29 @@ def test_kept_values_survive_json_and_are_shown() -> None:
 def test_values_that_cannot_be_kept(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         replace(KEEPS, **changes)
+
+
+OFFLOADS = replace(KEEPS, offloads=(3,), offload_entering=True)
+
+
+def test_offloaded_values_survive_json_and_are_shown() -> None:
+    assert Strategy.from_dict(OFFLOADS.to_dict()) == OFFLOADS
+    assert str(OFFLOADS) == "data +recompute +keeps 0,3 of 7 +offloads 3 of 7 +offload_entering"
+    assert describe_keeps(OFFLOADS) == "2 of 7, 1 and inputs on the host"
+    assert OFFLOADS.is_offloaded and OFFLOADS.without_offload() == KEEPS
+    entering = Strategy(("data",), recompute=True, offload_entering=True)
+    assert Strategy.from_dict(entering.to_dict()) == entering and "offloads" not in entering.to_dict()
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"offloads": (3, 0)}, "offloads is .* ascending numbers below num_values"),
+        ({"offloads": [3]}, "offloads is .* give a tuple of the numbers"),
+        ({"offloads": (1,)}, "what is computed again cannot wait on the host; add the numbers to keeps"),
+        ({"offload_entering": 1}, "offload_entering is 1, where a bool was expected"),
+    ],
+)
+def test_values_that_cannot_be_offloaded(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        replace(OFFLOADS, **changes)

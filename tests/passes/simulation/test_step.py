@@ -46,7 +46,7 @@ from passes.lowering.split_forward_backward import SplitForwardBackward
 from passes.simulation.live_memory import GraphMemory
 from passes.simulation.step import SimulateStep, StepReport
 from tests.graphs import Builder, Shape
-from tests.helpers import captured, uniform
+from tests.helpers import captured, offloading, uniform
 
 aten = torch.ops.aten
 f64 = torch.float64
@@ -338,6 +338,7 @@ def fake_groups() -> Iterator[dict[int, BoundAxis]]:
         _unregister_process_group(group.group_name)
 
 
+@pytest.mark.parametrize("offloads", [False, True])
 @pytest.mark.parametrize("options", [{}, {"recompute": True}, {"keep_gathered": True}], ids=str)
 @pytest.mark.parametrize(
     "roles",
@@ -345,13 +346,20 @@ def fake_groups() -> Iterator[dict[int, BoundAxis]]:
     ids=" ".join,
 )
 def test_what_is_measured(
-    stack: fx.GraphModule, fake_groups: dict[int, BoundAxis], roles: tuple[str, ...], options: dict[str, bool]
+    stack: fx.GraphModule,
+    fake_groups: dict[int, BoundAxis],
+    roles: tuple[str, ...],
+    options: dict[str, bool],
+    offloads: bool,
 ) -> None:
-    """The predicted peak of forward and backward is, to the byte, what a rank that runs the program has alive."""
+    """The predicted peaks of forward and backward, on the device and on the host, are, to the byte, what a rank that
+    runs the program has alive.
+    """
     cluster = Cluster.preset("4xA100-80GB")
-    lowered = Lower(uniform(stack, *roles, **options), cluster).run(stack)
+    strategies = uniform(stack, *roles, **options)
+    lowered = Lower(offloading(stack, strategies) if offloads else strategies, cluster).run(stack)
     degrees = [column.degree for column in lowered.layout.merged_axes]
-    predicted = GraphMemory(degrees).use(lowered, update_bytes=0).peak_bytes
+    predicted = GraphMemory(degrees).use(lowered, update_bytes=0)
     ports = lowered.halves.input_ports
     nodes = lowered.halves.forward.graph.find_nodes(op="placeholder")
     inputs = {port: torch.ones(meta_of(n).spec.shape) for port, n in zip(ports, nodes, strict=True)}
@@ -360,4 +368,5 @@ def test_what_is_measured(
     program = Program(lowered.halves, lowered.layout, signature(lowered.joint), rows_read(lowered.joint, ()))
     with torch.no_grad(), TensorMemory(inputs.values()) as measured:
         kept = program.train(inputs.__getitem__)
-    assert kept[1] and predicted == measured.peak_bytes
+    assert kept[1] and predicted.peak_bytes == measured.peak_bytes
+    assert predicted.host_bytes == measured.host_peak_bytes and bool(predicted.host_bytes) == offloads

@@ -1,0 +1,79 @@
+"""Copies between a device's memory and its host's, as nodes of a graph: started at one node, waited for at another.
+
+On GPUs they run on a stream of their own, from and to pinned memory, as those of torch's activation offloading
+(``torch/_functorch/_activation_offloading``), and keep strides. On CPUs a copy is another tensor, there at once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["HOST_COPIES", "HOST_MOVES", "HOST_STREAM", "arrived", "from_host", "to_host"]
+
+HOST_STREAM = -1
+"""The number of the stream that host copies run on, beside those of mesh columns."""
+
+_library = torch.library.Library("galvatron_fx", "FRAGMENT")
+_library.define("to_host(Tensor x) -> Tensor")
+_library.define("from_host(Tensor x, *, Device device) -> Tensor")
+
+to_host = torch.ops.galvatron_fx.to_host.default
+"""``to_host(x)``: start to copy a tensor into the host's memory."""
+
+from_host = torch.ops.galvatron_fx.from_host.default
+"""``from_host(x, device=...)``: start to copy it back into a device's memory."""
+
+
+def arrived(copy: Tensor, source: Tensor) -> Tensor:
+    """Wait for a host copy, which reads ``source`` until then."""
+    event = _under_way.pop(copy.data_ptr(), None)
+    if event is not None:
+        torch.accelerator.current_stream().wait_event(event)
+    return copy
+
+
+HOST_MOVES = (to_host, from_host)
+"""What starts a copy."""
+
+HOST_COPIES = (*HOST_MOVES, arrived)
+"""All nodes that host copies are made of."""
+
+_streams: dict[torch.device, torch.Stream] = {}
+_under_way: dict[int, torch.Event] = {}  # by address of the copy: what says that it is there
+
+
+@torch.library.impl(_library, "to_host", "CompositeExplicitAutograd")
+def _to_host(x: Tensor) -> Tensor:
+    is_cpu = x.device.type == "cpu"
+    return _copied(x, torch.empty_like(x, device="cpu", pin_memory=not is_cpu), x.device)
+
+
+@torch.library.impl(_library, "from_host", "CompositeExplicitAutograd")
+def _from_host(x: Tensor, *, device: torch.device) -> Tensor:
+    here = torch.empty_like(x, device=device, pin_memory=False)
+    return _copied(x, here, here.device)
+
+
+def _copied(source: Tensor, copy: Tensor, device: torch.device) -> Tensor:
+    """Fill ``copy``; on a GPU beside what is computed from now on."""
+    if device.type == "cpu" or not copy.numel():
+        return copy.copy_(source)
+    stream = _streams.setdefault(device, torch.Stream(device=device))
+    computing = torch.accelerator.current_stream(device)
+    stream.wait_stream(computing)
+    torch.accelerator.set_stream(stream)
+    copy.copy_(source, non_blocking=True)
+    _under_way[copy.data_ptr()] = stream.record_event()
+    torch.accelerator.set_stream(computing)
+    return copy
+
+
+@torch.library.register_fake("galvatron_fx::to_host")
+def _fake_to_host(x: Tensor) -> Tensor:
+    return torch.empty_like(x, device="cpu")
+
+
+@torch.library.register_fake("galvatron_fx::from_host")
+def _fake_from_host(x: Tensor, *, device: torch.device) -> Tensor:
+    return torch.empty_like(x, device=device)

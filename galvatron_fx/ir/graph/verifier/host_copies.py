@@ -1,0 +1,31 @@
+"""What copies between device and host have to be: the same tensor in other memory, waited for before it is taken."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from galvatron_fx.ir.graph.host_copies import HOST_MOVES, arrived, from_host, to_host
+from galvatron_fx.ir.graph.metadata import meta_of
+
+__all__ = ["host_copy_problem"]
+
+_PHASES = {to_host: "forward", from_host: "backward"}
+
+
+def host_copy_problem(node: fx.Node) -> str | None:
+    """What is wrong with a host copy or with the wait for one, None if nothing is."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    record, given = meta_of(node), meta_of(source)
+    if record.specs[0] != given.specs[0]:
+        return f"is a copy of {given.specs[0]} and is recorded as {record.specs[0]}"
+    if record.placements != given.placements:
+        return f"lies otherwise than '{source.name}', which it is a copy of"
+    if node.target is arrived:
+        if source.target not in HOST_MOVES or node.args[1] is not source.args[0]:
+            return f"waits for '{source.name}', which is no copy of '{node.args[1]}'"
+        return None
+    if record.phase != _PHASES[node.target]:  # type: ignore[index]
+        return f"is of the {record.phase} phase, where copies of the {_PHASES[node.target]} phase were expected"  # type: ignore[index]
+    untimely = [user.name for user in node.users if user.target is not arrived]
+    return f"is taken by {untimely} before it has arrived" if untimely or not node.users else None

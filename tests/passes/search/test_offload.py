@@ -1,0 +1,95 @@
+"""The search lets activations wait on the host where that pays, and never loses by being allowed to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import galvatron_fx as gfx
+from galvatron_fx.errors import BudgetError, InputError, PlanError
+from galvatron_fx.report.explained import explained
+from galvatron_fx.report.html import render
+from galvatron_fx.search_settings import SearchSettings
+from passes.lowering.lower_step import Lower
+from passes.search.plan_search import search_plan
+from passes.simulation.step import SimulateStep
+from tests.helpers import captured
+
+ONE = gfx.Cluster.preset("1xA100-80GB")
+PINNED = {"roles": ("data",), "num_stages": 1, "num_microbatches": 1}
+
+
+class Layers(nn.Module):
+    """Residual layers whose activations are far larger than their weights."""
+
+    def __init__(self, width: int = 256, layers: int = 5) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(width, 2 * width) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(nn.functional.gelu(up(x)))
+        return x.square().mean()
+
+
+@pytest.fixture(scope="module")
+def graph() -> fx.GraphModule:
+    return captured(Layers(), {"x": torch.empty(32768, 256, device="meta")})
+
+
+def best(graph: fx.GraphModule, budget: int, cluster: gfx.Cluster = ONE, **options: Any) -> gfx.Plan:
+    return search_plan(graph, cluster, SearchSettings(budget, **PINNED, **options).on(cluster))
+
+
+def test_less_memory_is_enough(graph: fx.GraphModule) -> None:
+    """What does not fit without the host fits with it, and both peaks are those of the whole lowered program."""
+    with pytest.raises(BudgetError) as error:
+        best(graph, 2**20)
+    tight = error.value.least_bytes
+    offloading = best(graph, tight * 9 // 10, offload=("activations",))
+    assert offloading.peak_memory_bytes <= tight * 9 // 10
+    strategies = [block.strategy for block in offloading.blocks]
+    whole = SimulateStep(ONE).run(Lower(strategies, ONE).run(graph))
+    (rank,) = offloading.report.ranks
+    assert 0 < rank.host_bytes == whole.host_bytes and offloading.peak_memory_bytes == whole.peak_memory_bytes
+    assert gfx.Plan.from_json(offloading.to_json()) == offloading and "host" in str(offloading)
+
+
+def test_no_plan_is_slower(graph: fx.GraphModule) -> None:
+    for budget in (700 * 2**20, 2**29):
+        here, there = best(graph, budget), best(graph, budget, offload=("activations",))
+        assert there.report.simulated_s <= here.report.simulated_s
+        assert here.report.ranks[0].host_bytes == 0
+
+
+def test_the_host_has_a_budget(graph: fx.GraphModule) -> None:
+    budget = 700 * 2**20
+    free = best(graph, budget, recompute=False, offload=("activations",))
+    used = free.report.ranks[0].host_bytes
+    assert used > 0
+    less = best(graph, budget, offload=("activations",), host_memory=used // 2)
+    assert less.report.ranks[0].host_bytes <= used // 2
+    assert less.report.simulated_s >= best(graph, budget, offload=("activations",)).report.simulated_s
+
+
+def test_the_page_shows_it(graph: fx.GraphModule) -> None:
+    plan = best(graph, 600 * 2**20, recompute=False, offload=("activations",))
+    page = render(explained(graph, plan, ONE, roles=("data",)), "layers")
+    assert "copies to and from the host" in page and "on the host, beside the peak" in page
+    assert "copies to and from the host" in str(plan.report) and "host" in str(plan)
+
+
+def test_refusals() -> None:
+    unlinked = gfx.Cluster.from_json(ONE.having(host_bytes_per_s=0.0).to_json())
+    with pytest.raises(PlanError, match=r"nothing is known of the link .*host_bytes_per_s=24e9"):
+        SearchSettings(offload=("activations",)).on(unlinked)
+    with pytest.raises(InputError, match="host_memory='1GiB' is given and nothing is offloaded"):
+        SearchSettings(host_memory="1GiB").on(ONE)
+    with pytest.raises(InputError, match=r"host_memory: .*"):
+        SearchSettings(offload=("activations",), host_memory="many").on(ONE)
+    with pytest.raises(InputError, match=r"offload is .*give \('activations',\)"):
+        SearchSettings(offload=("weights",)).on(ONE)
