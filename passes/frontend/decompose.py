@@ -26,12 +26,14 @@ aten = torch.ops.aten
 # Operators that are broken up although torch has a rule for them, and why.
 _STATISTICS = "torch's rule splits the channels only: a batch that is split would be gathered for the batch statistics"
 _COUNTS = "torch's rule averages the means of ranks whose numbers of labels that count differ"
+_STRIDES = "it wants pairs that lie together, and lowered graphs keep no strides"
 ALWAYS: dict[Any, str] = {
     aten._native_batch_norm_legit_functional.default: _STATISTICS,
     aten._native_batch_norm_legit.no_stats: _STATISTICS,
     aten.native_batch_norm_backward.default: _STATISTICS,
     aten.nll_loss2d_forward.default: _COUNTS,
     aten.nll_loss2d_backward.default: _COUNTS,
+    aten.view_as_complex.default: _STRIDES,
 }
 
 # Losses with rules for rows that count alike: broken up where a weight per class stands at this position.
@@ -47,6 +49,11 @@ def _masked_write(target: Tensor, masks: Sequence[Tensor], value: Tensor, accumu
     """``target[mask] = value`` for one mask over the leading dims and one value."""
     (mask,) = masks
     return torch.where(mask.reshape(*mask.shape, *[1] * (target.dim() - mask.dim())), value.reshape(()), target)
+
+
+def _complex(pairs: Tensor) -> Tensor:
+    """``view_as_complex``, wherever the two of a pair lie."""
+    return torch.complex(pairs.select(-1, 0), pairs.select(-1, 1))
 
 
 def _trilinear(
@@ -70,6 +77,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.copy.default: _copy,
     aten.index_put.default: _masked_write,
     aten._trilinear.default: _trilinear,
+    aten.view_as_complex.default: _complex,
 }
 
 _SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)

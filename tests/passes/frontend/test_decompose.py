@@ -106,6 +106,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "binary cross entropy": lambda x, t: F.binary_cross_entropy(torch.sigmoid(x), t),
     "binary cross entropy with logits": F.binary_cross_entropy_with_logits,
     "soft margin": F.soft_margin_loss,
+    "complex": lambda x, t: torch.view_as_complex(x.mT.unflatten(-1, (5, 2)).contiguous()).square().abs().sum(),
     "elu": lambda x, t: (F.elu(x) * t).sum(),
     "leaky relu": lambda x, t: (F.leaky_relu(x) * t).sum(),
     "hardswish": lambda x, t: (F.hardswish(x) * t).sum(),
