@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import galvatron_fx
-from galvatron_fx import Cluster, Plan, Strategy
+from galvatron_fx import Captured, Cluster, Plan, Strategy
 from galvatron_fx.errors import BudgetError, CaptureError, InputError, PlanError
 from passes.analysis.blocks import num_blocks
 from passes.lowering.apply_plan import check_plan
@@ -239,17 +239,17 @@ def test_control_flow_by_values_names_the_line(model: type[nn.Module], line: str
 
 def test_budget_that_nothing_fits() -> None:
     """The error has the least budget found and its plan; with that budget the search succeeds."""
-    model, inputs = zoo.gpt2(layers=2)
+    captured = Captured(*zoo.gpt2(layers=1))
     with pytest.raises(BudgetError, match="no plan fits") as caught:
-        galvatron_fx.plan(model, CLUSTER, inputs, memory_budget=1000)
+        galvatron_fx.plan(captured, CLUSTER, memory_budget=1000)
     error = caught.value
     assert error.plan is not None
     assert error.least_bytes == error.plan.peak_memory_bytes > 1000
     assert str(error.least_bytes) in str(error)
-    plan = galvatron_fx.plan(model, CLUSTER, inputs, memory_budget=error.least_bytes)
+    plan = galvatron_fx.plan(captured, CLUSTER, memory_budget=error.least_bytes)
     assert plan.peak_memory_bytes <= error.least_bytes
     with pytest.raises(BudgetError):
-        galvatron_fx.plan(model, CLUSTER, inputs, memory_budget=int(0.8 * error.least_bytes))
+        galvatron_fx.plan(captured, CLUSTER, memory_budget=int(0.8 * error.least_bytes))
 
 
 @pytest.mark.parametrize("budget", ["12 elephants", "-3GiB", ""])
