@@ -8,7 +8,7 @@ returned, and the budget that the search works with is moved until the simulatio
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -46,6 +46,7 @@ from passes.search.record import Record, Watch
 from passes.search.runners_up import RunnersUp
 from passes.search.searched_tables import WithTable, fastest_with_table
 from passes.search.shortlist import shortlist
+from passes.search.solvers.stage_search import StageSearch
 from passes.search.trials import MemorySlack
 from passes.simulation.choice import SimulateChoice
 
@@ -321,7 +322,9 @@ class _Search:
         """A choice that takes so little memory that it fits after all, None if time is over; else BudgetError."""
         with self.watch.phase(PRICING):
             opened.open_lightest()
-        lightest = list(islice(self._lightest(opened), _LIGHTEST))
+        here = [each for each in (search.without_offload() for search in opened.searches) if each is not None]
+        kinds = (opened.searches, here) if self.options.host_bytes else (opened.searches,)
+        lightest = [outcome for each in kinds for outcome in islice(self._lightest(each), _LIGHTEST)]
         if not lightest:
             raise min(self.simulator.refusals.items())[1]
         least = min(lightest, key=lambda outcome: outcome.peak_bytes)
@@ -352,9 +355,9 @@ class _Search:
             f"evenly: give more memory or more devices"
         )
 
-    def _lightest(self, opened: OpenConfigurations) -> Iterator[Simulated]:
+    def _lightest(self, searches: Sequence[StageSearch]) -> Iterator[Simulated]:
         """The choices that take least memory by estimates, simulated; without those that cannot run."""
-        for search in sorted(opened.searches, key=lambda search: (search.least_bytes, search.configuration)):
+        for search in sorted(searches, key=lambda search: (search.least_bytes, search.configuration)):
             if not self.simulator.refuses(search.configuration):
                 outcome = self.simulator.of(search, search.least(), inf, self.limit)
                 if outcome is not None and outcome.fits(inf):

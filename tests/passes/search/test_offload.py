@@ -50,6 +50,9 @@ def test_less_memory_is_enough(graph: fx.GraphModule) -> None:
     with pytest.raises(BudgetError) as error:
         best(graph, 2**20)
     tight = error.value.least_bytes
+    with pytest.raises(BudgetError) as error:
+        best(graph, 2**20, offload=("activations",))
+    assert error.value.least_bytes <= tight
     offloading = best(graph, tight * 9 // 10, offload=("activations",))
     assert offloading.peak_memory_bytes <= tight * 9 // 10
     strategies = [block.strategy for block in offloading.blocks]
