@@ -160,7 +160,7 @@ class _Search:
             best = self._least(opened)
         if best is None:
             raise TimeLimitError(self._too_late())
-        if self.options.pins.schedule == SEARCH:
+        if self.options.pins.schedule == SEARCH and not self.is_cut_short:
             best = self._with_table(best)
         return tuple(self._reported(best, opened, most))
 

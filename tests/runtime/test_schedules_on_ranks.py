@@ -34,6 +34,8 @@ from galvatron_fx.ir.plan.plan import prime_factors
 from galvatron_fx.ir.plan.strategy import Strategy
 from galvatron_fx.runtime.stage_runner import StageRunner
 from passes.analysis.blocks import num_values
+from passes.search.tables.search import search_table
+from passes.search.tables.stages import Stages
 from tests.ir.cluster.test_cluster import described
 from tests.models import zoo
 from tests.models.random_plans import Combination, draw, prepared, random_table
@@ -102,6 +104,14 @@ def random_stages() -> Pipelining:
 def table_by_hand(mesh: DeviceMesh) -> None:
     """A random table."""
     trains(random_stages(), mesh)
+
+
+def searched_table(mesh: DeviceMesh) -> None:
+    """A table that was searched for stages of unlike times on ranks with little room, several micro-batches each."""
+    forward, ones, none = (1.0, 4.0, 1.0, 2.0), (1.0,) * 4, (0.0,) * 3
+    table = search_table(Stages((0, 1, 2, 3), forward, ones, forward, none, none, ones, ones, (3.0,) * 4), 4).schedule
+    assert table.name == BY_HAND and table.splits_backward, "no named schedule is as fast"
+    trains(Pipelining.by_hand(table), mesh)
 
 
 def of_block(strategy: Strategy, count: int) -> Strategy:
@@ -199,7 +209,7 @@ def refuses_unlike_plans(mesh: DeviceMesh) -> None:
 def _checks() -> dict[str, Check]:
     named: dict[str, Check] = {name: partial(trains, Pipelining(*of, name)) for name, of in SCHEDULES.items()}
     others: tuple[Check, ...] = (
-        table_by_hand, random_plans, gradients_of_zero_are_seen,
+        table_by_hand, searched_table, random_plans, gradients_of_zero_are_seen,
         refuses_another_mesh, refuses_more_stages_than_blocks, refuses_a_duplicate_action,
         refuses_a_table_of_other_ranks, refuses_unlike_plans,
     )  # fmt: skip
