@@ -46,14 +46,17 @@ def shown_ranks(ranks: Sequence[RankUse], most: int = _MOST_ROWS) -> list[int]:
     return sorted({*spread, busiest, fullest})
 
 
-def roles_picture(plan: Plan, width: float = WIDTH) -> Picture:
-    """Every block as a column, every mesh axis as a row, outermost first; below, stages and what is computed again."""
+def roles_picture(plan: Plan, width: float = WIDTH, axis_names: Sequence[str] = ()) -> Picture:
+    """Every block as a column, every mesh axis as a row, outermost first; below, stages and what is computed again.
+
+    ``axis_names``: as the user calls them, if at all.
+    """
     count, axes = len(plan.blocks), plan.axis_sizes
     picture = Picture(f"The role of each of {len(axes)} mesh axes in each of {count} blocks", width=width)
     left, width = picture.labels, (picture.width - picture.labels) / count
     names: list[Text] = []
     for position, size in enumerate(axes):
-        axis = plan.axis_names[position] if plan.axis_names else str(position)
+        axis = axis_names[position] if axis_names else str(position)
         picture.add(
             Text(
                 left - 10,

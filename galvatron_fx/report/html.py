@@ -134,7 +134,7 @@ def _pictures(explained: Explained) -> dict[str, Both]:
     schedule = explained.schedule
     areas = shown_ranks(explained.ranks, _MOST_AREAS)
     return {
-        "roles": _both(lambda width: roles_picture(explained.plan, width)),
+        "roles": _both(lambda width: roles_picture(explained.plan, width, words.axis_names(explained))),
         "time": _both(lambda width: time_picture(explained.ranks, width)),
         "modules": _both(partial(modules_picture, by_module(explained.modules)[:_MOST_MODULES])),
         "memory": _both(lambda width: memory_picture(explained.ranks, budget, width)),

@@ -81,7 +81,7 @@ def axes(explained: Explained) -> list[Mapping[str, object]]:
         rows.append(
             {
                 "first": members[0],
-                "name": name_axes(members, explained.plan.axis_names),
+                "name": name_axes(members, axis_names(explained)),
                 "ranks": f"{ranks} ranks",
                 "speed": f"{format_bytes(speed)}/s",
             }
@@ -174,6 +174,12 @@ def columns(explained: Explained) -> str:
         for number, column in enumerate(explained.columns)
     ]
     return ", ".join(said)
+
+
+def axis_names(explained: Explained) -> tuple[str, ...]:
+    """Names of the axes that the plan has roles for, where the user gave them some."""
+    named = zip(explained.cluster.given_names, explained.cluster.shape, strict=False)
+    return tuple(name for name, size in named if size > 1)
 
 
 def name_axes(axes: Sequence[int], names: Sequence[str]) -> str:

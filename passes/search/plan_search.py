@@ -258,7 +258,9 @@ class _Search:
             pipelining=pipelining,
             mixed_precision=policy_of(self.graph),
             throughput=self.throughput,
-            axis_names=self.cluster.given_names,
+            axis_names=tuple(
+                name for name, size in zip(self.cluster.given_names, self.cluster.shape, strict=False) if size > 1
+            ),
         )
 
     def _notes(self, outcome: Simulated) -> tuple[str, ...]:

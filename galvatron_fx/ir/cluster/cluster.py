@@ -101,10 +101,9 @@ class Cluster:
 
     @property
     def given_names(self) -> tuple[str, ...]:
-        """Names of the axes of several ranks as the user gave them; nothing where they are called a0, a1, ..."""
-        if self.axis_names == tuple(f"a{index}" for index in range(len(self.axes))):
-            return ()
-        return tuple(axis.name for axis in self.axes if axis.size > 1)
+        """Names of the axes as the user gave them; nothing where they are called a0, a1, ..."""
+        numbered = tuple(f"a{index}" for index in range(len(self.axes)))
+        return () if self.axis_names == numbered else self.axis_names
 
     @property
     def shape(self) -> tuple[int, ...]:

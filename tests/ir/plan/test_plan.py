@@ -476,3 +476,13 @@ def test_from_json_survives_any_value_in_any_place(data: st.DataObject) -> None:
         place = place[key]
     place[key] = data.draw(JSON_VALUES)
     read_or_refuse(json.dumps(document))
+
+
+def test_axes_by_name() -> None:
+    """As the dims of the user's mesh are called; in the table and in JSON, for people alone."""
+    plain = Plan.uniform((2, 2, 2), ("data", "data", "tensor"))
+    named = replace(plain, axis_names=("dp.0", "dp.1", "tp"))
+    assert "dp data×4 · tp tensor×2" in str(named) and "data×4 · tensor×2" in str(plain)
+    assert Plan.from_json(named.to_json()) == named and "axis_names" not in plain.to_json()
+    with pytest.raises(PlanError, match=r"names 1 of them: \('dp',\); give a name for each, or none"):
+        replace(plain, axis_names=("dp",))
