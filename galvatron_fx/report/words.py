@@ -245,9 +245,8 @@ def _step(explained: Explained) -> str:
 
 
 def _searched(explained: Explained) -> str:
-    if not explained.plan.step_time_s:
-        return "simulated"
-    return f"simulated; {format_seconds(explained.plan.step_time_s)} as searched"
+    report = explained.plan.report
+    return f"simulated; {format_seconds(report.chosen.time_s)} by the search's estimate" if report else "simulated"
 
 
 def _rate(per_s: float) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of, ports
+from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of, output_ports, ports
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.random_ops import comparable_args
 from passes.analysis.dataflow import parameter_owners
@@ -54,6 +54,24 @@ def graph_fingerprint(graph: fx.GraphModule, block_fingerprints: Sequence[str] |
     for block in fingerprints(graph) if block_fingerprints is None else block_fingerprints:
         digest.update(block.encode())
     return digest.hexdigest()[:32]
+
+
+def wiring(graph: fx.GraphModule) -> tuple[Any, ...]:
+    """What a graph is beside its blocks' :func:`fingerprints`: its inputs and outputs but for their names, the order of
+    its nodes, and what each of them reads.
+    """
+    place: dict[fx.Node, Any] = {}
+    for port, node in ports(graph):
+        place[node] = len(place), port.kind, port.requires_grad, _spec_key(meta_of(node).specs)
+    wires = []
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            place[node] = node.target
+        elif node.op == "call_function":
+            wires.append((meta_of(node).block, *(place[source] for source in input_nodes(node))))
+            place[node] = len(place)
+    outputs = tuple((port.kind, node and place[node]) for port, node in output_ports(graph))
+    return tuple(place.values()), tuple(wires), outputs
 
 
 def _fingerprint(nodes: Sequence[fx.Node], keys: Mapping[fx.Node, Any], owners: Mapping[fx.Node, int]) -> str:

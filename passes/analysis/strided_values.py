@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from galvatron_fx.ir.graph.metadata import TensorSpec
-from galvatron_fx.ir.torch_compat.tracing import new_fake_mode
+from galvatron_fx.ir.torch_compat.tracing import fake_mode
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _results(target: Any, args: Any, kwargs: Any) -> tuple[_Result | None, ...] 
             return kind(map(thaw, content)) if kind in (list, tuple) else content
         return value
 
-    with new_fake_mode():
+    with fake_mode():
         outputs = target(*thaw(args), **dict(thaw(kwargs)))
     known = {_storage(tensor): position for position, tensor in reversed(list(enumerate(given)))}
 

@@ -18,7 +18,7 @@ from galvatron_fx.ir.graph.op_call import op_call
 from galvatron_fx.ir.graph.placement import Shard
 from galvatron_fx.ir.graph.rewrite import write_call
 from galvatron_fx.ir.graph.symbols import BATCH, Sizes, value_at
-from galvatron_fx.ir.torch_compat.tracing import new_fake_mode
+from galvatron_fx.ir.torch_compat.tracing import fake_mode
 
 __all__ = ["PaddingWriter", "makes_what_it_says"]
 
@@ -123,7 +123,7 @@ def _shapes(target: Any, args: Any, kwargs: Any) -> tuple[tuple[int, ...] | None
             return torch.empty(value.shape, dtype=value.dtype)
         return [thaw(item) for item in value] if isinstance(value, tuple) else value
 
-    with new_fake_mode():
+    with fake_mode():
         try:
             result = target(*map(thaw, args), **{key: thaw(value) for key, value in kwargs})
         except (RuntimeError, ValueError, IndexError, TypeError):

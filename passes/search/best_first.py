@@ -19,7 +19,7 @@ from passes.search.known_plans import known_plans
 from passes.search.open_configurations import OpenConfigurations, Rung
 from passes.search.record import Record, Watch, contender_of
 from passes.search.solvers.stage_search import KEPT_SETS, OFFLOAD, Configuration, StageChoice, StageSearch
-from passes.search.trials import MOST_SLACK, MemorySlack, Prospect, Trial
+from passes.search.trials import MOST_SLACK, MemorySlack, Prospect, Trial, kind_of
 from passes.simulation.choice import SimulateChoice
 from passes.simulation.stages import StagesReport
 from passes.simulation.step import StepReport
@@ -138,10 +138,10 @@ class _Queue:
         """How much of it."""
         return sum(seconds < below_s for seconds, _, _ in self.entries)
 
-    def renew(self, configuration: Configuration, limit: float) -> None:
-        """Have first trials of such configurations made anew."""
+    def renew(self, search: StageSearch, limit: float) -> None:
+        """Have first trials of such searches made anew."""
         for place, (_, number, item) in enumerate(self.entries):
-            if isinstance(item, Trial) and item.is_first and item.search.configuration.kind == configuration.kind:
+            if isinstance(item, Trial) and item.is_first and kind_of(item.search) == kind_of(search):
                 prospect = Prospect.of(item.search, limit)
                 self.entries[place] = prospect.time_s, number, prospect
         heapify(self.entries)
@@ -264,7 +264,6 @@ class BestFirst:
         self.simulator.watch.tell(searched=self.simulator.record.searched)
 
     def _simulate(self, trial: Trial) -> None:
-        configuration = trial.search.configuration
         outcome = self.simulator.of(trial.search, trial.choice, trial.budget, self.limit)
         if outcome is None:
             return
@@ -272,7 +271,7 @@ class BestFirst:
             self.best = outcome
             self.simulator.watch.tell(best_s=outcome.simulated_s)
         if self.slack.learn(trial, outcome.peak_bytes, self.limit):
-            self._queue.renew(configuration, self.limit)
+            self._queue.renew(trial.search, self.limit)
         with self.simulator.watch.phase(SEARCH):
             following = trial.next(self.limit, outcome.peak_bytes)
             self._queue.put(following)

@@ -250,7 +250,7 @@ class _Search:
             axis_sizes=tuple(size for size in self.cluster.shape if size > 1),
             blocks=blocks,
             graph_fingerprint=graph_fingerprint(self.graph, self.pricer.block_fingerprints),
-            step_time_s=outcome.estimated_s,
+            step_time_s=outcome.simulated_s,
             peak_memory_bytes=outcome.peak_bytes,
             memory_budget_bytes=self.options.memory_budget_bytes,
             optimizer=self.options.optimizer,
@@ -264,11 +264,9 @@ class _Search:
         )
 
     def _notes(self, outcome: Simulated) -> tuple[str, ...]:
-        notes = [f"simulated on the lowered graphs: {format_seconds(outcome.simulated_s)}"]
-        if self.searched is not None and self.searched.outcome is outcome:
-            notes.append(self.searched.note)
+        notes = [self.searched.note] if self.searched is not None and self.searched.outcome is outcome else []
         if self.is_cut_short:
-            share = self._bound_s(outcome) / outcome.estimated_s
+            share = self._bound_s(outcome) / outcome.simulated_s
             notes.append(f"the search was cut short: the best plan takes at least {share:.0%} of this one's time")
         return tuple(notes)
 

@@ -11,7 +11,7 @@ from passes.search.solvers.stage_search import KEPT_SETS, OFFLOAD, StageChoice, 
 MOST_SLACK = 1.5  # by how much estimates may be above what the lowered program takes
 _CLOSE = 0.02  # of the budget: how closely its estimate is brought to what the lowered program takes
 _NEAR = 0.7  # of the limit: choices as full tell how far estimates are off there
-_SLACK = 1.1  # by how much estimates are above it, often
+_SLACK = 1.1  # by how much estimates are above it, often: what is tried until a simulation tells
 _ENOUGH = 3  # simulations near the limit: estimates are not further off than was seen by then
 _STEP = 1.04  # from a budget that nothing keeps to to the next
 _TRIES = 8
@@ -140,8 +140,8 @@ class MemorySlack:
 
     def budgets(self, search: StageSearch, limit: float) -> tuple[float, float]:
         """The least and the largest budget of estimated bytes to search for a choice that takes ``limit`` bytes."""
-        seen = self.ratios.get(_kind(search), [])
-        least = max([_SLACK, *seen])
+        seen = self.ratios.get(kind_of(search), [])
+        least = max(seen, default=_SLACK)
         return least * limit, (least if len(seen) >= _ENOUGH else MOST_SLACK) * limit
 
     def learn(self, trial: Trial, peak_bytes: int, limit: float) -> bool:
@@ -149,12 +149,14 @@ class MemorySlack:
         if not _NEAR <= peak_bytes / limit <= 1 / _NEAR:
             return False
         ratio = min(trial.search.bytes(trial.choice) / peak_bytes, MOST_SLACK)
-        seen = self.ratios.setdefault(_kind(trial.search), [])
+        seen = self.ratios.setdefault(kind_of(trial.search), [])
+        before = max(seen, default=_SLACK)
         seen.append(ratio)
-        return ratio > max([_SLACK, *seen[:-1]]) * (1 + _CLOSE)
+        return abs(max(seen) / before - 1) > _CLOSE
 
 
-def _kind(search: StageSearch) -> tuple[int, str, bool, bool, bool]:
+def kind_of(search: StageSearch) -> tuple[int, str, bool, bool, bool]:
+    """What decides how far estimates of bytes are off."""
     setting, excluded = search.configuration, search.excluded
     several = setting.num_microbatches > 1
     return setting.pipeline_axes, setting.schedule, several, KEPT_SETS in excluded, OFFLOAD in excluded

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from galvatron_fx.ir.graph.pass_pipeline import PassControl
 from galvatron_fx.ir.plan.prediction import HOST, MemoryUse
 from galvatron_fx.ir.plan.schedule import Schedule
 from galvatron_fx.ir.plan.strategy import Strategy
+from passes.analysis.blocks import wiring
 from passes.lowering.lower_stages import LowerStages
 from passes.lowering.lower_step import Lower
 from passes.lowering.stages.split_microbatches import Microbatched
@@ -63,8 +64,9 @@ class Staging:
 
 @dataclass
 class SimulateChoice:
-    """Simulates choices of one graph; block solutions are shared among them. ``block_fingerprints``: fingerprints of
-    the blocks; ``optimizer``: what updates the parameters.
+    """Simulates choices of one graph; block solutions are shared among them, and short models that differ in nothing
+    but how many blocks each of theirs stands for are measured once. ``block_fingerprints``: fingerprints of the blocks;
+    ``optimizer``: what updates the parameters.
     """
 
     graph: fx.GraphModule
@@ -73,7 +75,9 @@ class SimulateChoice:
     optimizer: OptimizerModel = ADAM
     _cache: dict[Any, Any] = field(default_factory=dict)
     _graphs: dict[tuple[int, ...], fx.GraphModule] = field(default_factory=dict)
-    _microbatched: dict[tuple[tuple[int, ...], int], Microbatched] = field(default_factory=dict)
+    _wired: dict[Hashable, fx.GraphModule] = field(default_factory=dict)
+    _microbatched: dict[tuple[int, int], Microbatched] = field(default_factory=dict)
+    _measured: dict[Hashable, Measured] = field(default_factory=dict)
     # The chosen plan is lowered once more before it runs, and verified then.
     _control: PassControl = field(default_factory=lambda: PassControl(verifies=False))
     _simulator: SimulateStep = field(init=False)
@@ -92,14 +96,13 @@ class SimulateChoice:
         return self._one_stage(short, strategies) if staging is None else self._stages(short, strategies, staging)
 
     def _one_stage(self, short: ShortModel, strategies: Sequence[Strategy]) -> StepReport:
-        def measure(model: ShortModel) -> Measured:
-            kept = [strategies[b] for b in model.keep]
+        def measure(model: ShortModel, kept: Sequence[Strategy]) -> Measured:
             lowered = Lower(kept, self.cluster, self._cache, control=self._control).run(self._graph(model))
             step = self._simulator.parts(lowered)
             seconds: dict[Any, float] = {**step.alone, _PARAMETER_BYTES: step.parameter_bytes}
             return Measured([seconds], [_row(step.memory)], [step.events])
 
-        whole = _whole(short, measure)
+        whole = _whole(short, self._once(measure, strategies))
         (seconds,), (memory,), (events,) = whole
         parameter_bytes = round(seconds.pop(_PARAMETER_BYTES))
         return self._simulator.report(seconds, events.values(), _memory(memory), parameter_bytes)
@@ -109,8 +112,7 @@ class SimulateChoice:
         simulate = SimulateStages(self.cluster, schedule, staging.axes, self.optimizer)
         filled = SimulateStages(self.cluster, staging.filled, staging.axes, self.optimizer)
 
-        def measure(model: ShortModel) -> Measured:
-            kept = [strategies[b] for b in model.keep]
+        def measure(model: ShortModel, kept: Sequence[Strategy]) -> Measured:
             lower = LowerStages(
                 kept,
                 model.first_blocks,
@@ -126,19 +128,39 @@ class SimulateChoice:
             return Measured(simulate.alone(lowered, events), [_row(use) for use in filled.memory(lowered)], events)
 
         ranks = [schedule.stages_of(rank) for rank in range(schedule.num_ranks)]
-        whole = _whole(short, measure, ranks)
+        once = self._once(measure, strategies, schedule, staging.filled, tuple(staging.axes))
+        whole = _whole(short, once, ranks)
         return simulate.report(whole.seconds, whole.events, [_memory(row) for row in whole.memory])
 
+    def _once(
+        self,
+        measure: Callable[[ShortModel, Sequence[Strategy]], Measured],
+        strategies: Sequence[Strategy],
+        *setting: Any,
+    ) -> Callable[[ShortModel], Measured]:
+        """Measure short models, those that are equal once; ``setting``: what else that rests on."""
+
+        def measured(model: ShortModel) -> Measured:
+            kept = tuple(strategies[block] for block in model.keep)
+            key = id(self._graph(model)), kept, model.first_blocks, model.stage_of, setting
+            if key not in self._measured:
+                self._measured[key] = measure(model, kept)
+            return self._measured[key]
+
+        return measured
+
     def _graph(self, model: ShortModel) -> fx.GraphModule:
-        """The short model, made once for all choices that keep the same blocks."""
+        """The short model; the same for all that are equal but for names, whichever blocks they keep."""
         keep = tuple(model.keep)
         if keep not in self._graphs:
-            self._graphs[keep] = DropBlocks(keep, self.block_fingerprints).run(self.graph)
+            graph = DropBlocks(keep, self.block_fingerprints).run(self.graph)
+            wired = tuple(self.block_fingerprints[block] for block in keep), wiring(graph)
+            self._graphs[keep] = self._wired.setdefault(wired, graph)
         return self._graphs[keep]
 
     def _split(self, model: ShortModel, lower: LowerStages) -> Microbatched:
         """Its batch cut, likewise."""
-        key = tuple(model.keep), lower.num_microbatches
+        key = id(self._graph(model)), lower.num_microbatches
         if key not in self._microbatched:
             self._microbatched[key] = lower.split(self._graph(model))
         return self._microbatched[key]

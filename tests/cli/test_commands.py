@@ -49,7 +49,7 @@ def test_plan_as_json(planned: tuple[Path, dict[str, Any]]) -> None:
     assert json.loads(Plan.load(path).to_json()) == found["plan"]
     assert found["model"]["class"] == "LlamaForCausalLM"
     assert found["model"]["batch"] == {"input_ids": "8×32", "labels": "8×32"}
-    assert found["report"]["chosen"]["time_s"] == found["plan"]["step_time_s"]
+    assert found["report"]["simulated_s"] == found["plan"]["step_time_s"]
     assert found["plan"]["pipelining"]["num_microbatches"] == 2
 
 
@@ -330,7 +330,7 @@ def test_reasons_lie_beside_the_plan_and_explain_tells_them(tmp_path: Path, caps
     assert plan.report is not None and str(plan.report) in printed
     assert main(["explain", *model, "--plan", str(path), "--folder", str(tmp_path / "graphs")]) == 0
     assert str(plan.report) in capsys.readouterr().out
-    replace(plan, notes=()).save(path)
+    replace(plan, notes=("another plan",)).save(path)
     assert Plan.load(path).report is None, "a report of another plan was taken"
 
 

@@ -62,7 +62,7 @@ class Plan:
 
     ``axis_sizes`` has the ranks along each mesh axis, outermost first, each a prime; it is () for one
     device. ``graph_fingerprint`` is that of the captured graph, or "" for a plan that fits any model.
-    ``step_time_s`` is seconds, ``peak_memory_bytes`` and ``memory_budget_bytes`` are bytes per rank
+    ``step_time_s`` is the simulated seconds of a step, ``peak_memory_bytes`` and ``memory_budget_bytes`` bytes per rank
     (0 where not priced, None for no budget). ``optimizer`` is the one of OPTIMIZERS whose states and update they count.
     ``axis_names`` has what the user calls the axes, nothing where they have no names; it is for people alone.
     ``pipelining`` has the stages and micro-batches; the axes whose role is ``pipeline``, the same in every block, hold

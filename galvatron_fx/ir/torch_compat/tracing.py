@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -35,6 +36,7 @@ __all__ = [
     "decomposition",
     "export_joint",
     "failures_unlogged",
+    "fake_mode",
     "is_custom_backward",
     "leave_modules",
     "module_of",
@@ -52,6 +54,17 @@ ASKED_BY_TORCH_COMPILE = "_initialize_hook"
 def new_fake_mode() -> FakeTensorMode:
     """Make a fake tensor mode that lets a model use the real constants it holds."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+_of_thread = threading.local()
+
+
+def fake_mode() -> FakeTensorMode:
+    """Give this thread's fake tensor mode, to run single operators in: making one takes longer than such a run."""
+    if not hasattr(_of_thread, "fake_mode"):
+        _of_thread.fake_mode = new_fake_mode()
+    mode: FakeTensorMode = _of_thread.fake_mode
+    return mode
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from torch import fx
 
 from galvatron_fx.errors import InputError
 from galvatron_fx.ir.graph.metadata import meta_of, signature
-from passes.analysis.blocks import fingerprints
+from passes.analysis.blocks import fingerprints, wiring
 from passes.simulation.drop_blocks import DropBlocks
 from tests.graphs import Builder, listing
 
@@ -72,6 +72,25 @@ def test_blocks_are_numbered_anew_and_the_graph_stays() -> None:
     assert [meta_of(n).block for n in short.graph.nodes if n.op == "call_function"] == [0, 1, 2, 2, 1, 1, 1, 0, 0, 0]
     assert listing(graph) == before
     short.graph.lint()
+
+
+def four_layers(reads_all: bool) -> fx.GraphModule:
+    """``h = h @ w`` four times, and the sum of the last, or of all."""
+    builder = Builder()
+    values = [builder.input("x", (4, 4))]
+    for builder.block in range(4):
+        values.append(builder.call(aten.mm.default, values[-1], builder.input(f"w{builder.block}", (4, 4), "param")))
+    builder.block = 4
+    read = builder.call(aten.cat.default, values[1:]) if reads_all else values[-1]
+    return builder.finish(("output", "0", builder.call(aten.sum.default, read)), loss=0)
+
+
+@pytest.mark.parametrize("reads_all", [False, True])
+def test_wiring_tells_which_layers_stand_for_those_left_out(reads_all: bool) -> None:
+    graph = four_layers(reads_all)
+    marks = fingerprints(graph)
+    first, second = (wiring(DropBlocks(keep, marks).run(graph)) for keep in ((0, 1, 3, 4), (0, 2, 3, 4)))
+    assert (first == second) is not reads_all
 
 
 def test_nothing_to_drop() -> None:

@@ -140,6 +140,20 @@ def test_as_the_whole_model(
         assert mine.busy_s == pytest.approx(theirs.busy_s, rel=1e-9)
 
 
+def test_equal_short_models_are_lowered_once(
+    graphs: dict[str, fx.GraphModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph, first_blocks = graphs["llama"], (0, 8)
+    block_fingerprints, schedule = fingerprints(graph), make_schedule("1f1b", 2, 2, 4)
+    staging = Staging(schedule, schedule, CLUSTER.axes[:1])
+    three, four = ([AGAIN] * (1 + n) + [ZERO] * (7 - n) + [TENSOR] * 2 for n in (3, 4))
+    simulate = SimulateChoice(graph, CLUSTER, block_fingerprints)
+    simulate.run(three, first_blocks, staging)
+    expected = SimulateChoice(graph, CLUSTER, block_fingerprints).run(four, first_blocks, staging)
+    monkeypatch.setattr(simulate_choice, "LowerStages", None)
+    assert simulate.run(four, first_blocks, staging) == expected
+
+
 def test_stages_wait_for_those_that_have_computed(graphs: dict[str, fx.GraphModule]) -> None:
     """One micro-batch passes all stages and comes back: a wait each time, as long as the sender's computing says."""
     block_fingerprints, schedule = fingerprints(graphs["gpt2"]), make_schedule("1f1b", 4, 4, 1)
