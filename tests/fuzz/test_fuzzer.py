@@ -114,13 +114,13 @@ def test_a_lost_collective_is_seen(lost: Any, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_statistics_that_are_no_longer_dense_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found by the 70th of programs drawn from seed 6000 on; of those that find it, 6231 is the shortest."""
+    """Of programs drawn from seed 6000 on, 6216 is the first that finds it."""
 
     def as_view(rows: Tensor, shape: Sequence[int], dim: int, split_factor: int) -> Tensor:
         runs = rows.reshape(len(rows), *shape[:dim], split_factor, shape[dim] // split_factor, *shape[dim + 1 :])
         return runs.movedim(0, dim + 1).reshape(*shape[:dim], len(rows) * shape[dim], *shape[dim + 1 :])
 
-    prepared = Prepared(draw_program(6231))
+    prepared = Prepared(draw_program(6216))
     assert [outcome.kind for outcome in run_program(prepared, plans=1)] == [EXACT]
     monkeypatch.setattr(c, "join_rows", as_view)
     assert [outcome.kind for outcome in run_program(prepared, plans=1)] == [WRONG]
