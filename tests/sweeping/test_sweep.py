@@ -107,7 +107,7 @@ def test_a_survey_finds_about_what_a_search_does(captured: Captured) -> None:
     best = Survey(Pricer(graph, TWO, {}), ROLES, "auto").best(TWO.device.memory_bytes)
     plan = galvatron_fx.plan(captured, TWO, batch=8, roles=ROLES, simulate_runners_up=False)
     assert isinstance(best, Surveyed)
-    assert best.step_s == pytest.approx(plan.step_time_s, rel=0.02)
+    assert best.step_s == pytest.approx(plan.step_time_s, rel=0.05)  # an estimate and a simulation
     assert plan.throughput is not None and 0 < plan.throughput.mfu(plan.step_time_s) < 1
     assert f"{plan.throughput.per_s(plan.step_time_s):,.0f} tokens/s" in str(plan)
 
