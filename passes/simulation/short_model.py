@@ -193,9 +193,12 @@ def _stand_ins(whole: Sequence[tuple[Segment, ...]]) -> tuple[list[int], tuple[i
     are. Kept are the largest of each kind, and the first and last stage of each kind of block, between which all others
     of it lie.
     """
-    enters = [_last_boundary(whole[i - 1]) if i else None for i in range(len(whole))]
-    leaves = [_first_boundary(whole[i + 1]) if i + 1 < len(whole) else None for i in range(len(whole))]
-    kinds = [(_shape(stage), enters[i], leaves[i]) for i, stage in enumerate(whole)]
+    enters = [_last(whole[i - 1]) if i else None for i in range(len(whole))]
+    leaves = [_first(whole[i + 1]) if i + 1 < len(whole) else None for i in range(len(whole))]
+    kinds = [
+        (_shape(stage), enter and enter[1], leave and leave[1])
+        for stage, enter, leave in zip(whole, enters, leaves, strict=True)
+    ]
     largest = {
         kind: max((i for i, k in enumerate(kinds) if k == kind), key=lambda i: _size(whole[i])) for kind in kinds
     }
@@ -204,9 +207,10 @@ def _stand_ins(whole: Sequence[tuple[Segment, ...]]) -> tuple[list[int], tuple[i
         for mark, _ in (label for segment in stage for label in segment.labels):
             holders.setdefault(mark, []).append(i)
     chosen = sorted({*largest.values(), *(i for positions in holders.values() for i in (positions[0], positions[-1]))})
-    between = list(pairwise(chosen))
-    if any(enters[b] != _last_boundary(whole[a]) or leaves[a] != _first_boundary(whole[b]) for a, b in between):
-        chosen = list(range(len(whole)))  # a stage would follow one that it does not follow in the whole model
+    if any(enters[b] != _last(whole[a]) or leaves[a] != _first(whole[b]) for a, b in pairwise(chosen)):
+        # A stage would follow one that it does not follow in the whole model, and what it takes in would come from a
+        # twin further away: the stages between the two would not be needed.
+        chosen = list(range(len(whole)))
     return chosen, tuple(chosen.index(i if i in chosen else largest[kind]) for i, kind in enumerate(kinds))
 
 
@@ -215,12 +219,15 @@ def _shape(stage: Sequence[Segment]) -> tuple[tuple[Labels, int], ...]:
     return tuple((segment.labels, min(segment.length, _KEPT + 1)) for segment in stage)
 
 
-def _first_boundary(stage: Sequence[Segment]) -> Boundary:
-    return boundary(stage[0].labels[0][1])
+def _first(stage: Sequence[Segment]) -> tuple[str, Boundary]:
+    """Fingerprint and boundary of the block that a stage starts with."""
+    mark, strategy = stage[0].labels[0]
+    return mark, boundary(strategy)
 
 
-def _last_boundary(stage: Sequence[Segment]) -> Boundary:
-    return boundary(stage[-1].labels[-1][1])
+def _last(stage: Sequence[Segment]) -> tuple[str, Boundary]:
+    mark, strategy = stage[-1].labels[-1]
+    return mark, boundary(strategy)
 
 
 def _kept_blocks(segment: Segment) -> list[int]:
