@@ -81,7 +81,8 @@ class Solutions:
         below = max((other for other in known if other <= share), default=share)
         above = min((other for other in known if other >= share), default=share)
         if below < share < above and known[below] is known[above]:
-            return known[below]
+            known[share] = known[below]
+            self._solved_blocks[group.role, group.degree, share] = self._solved_blocks[group.role, group.degree, below]
         if share not in known:
             roles = [RoleRules(group.role, group.degree, self.batch)] * self.blocks
             prices = Prices(self.cluster.device, tuple(self.cluster.axes[i] for i in group.axes), share)

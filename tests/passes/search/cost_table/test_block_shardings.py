@@ -124,6 +124,15 @@ def test_blocks_whose_decisions_agree_are_not_solved_between(known: Solutions) -
     assert sorted(Recorded.steady) == [1 / 256, 1.0] and len(Recorded.asked) > 2
 
 
+def test_later_shares_go_on_from_one_that_was_not_solved(known: Solutions) -> None:
+    """A share between two of one decision is known unsolved; the next request may begin there."""
+    tensor = group("tensor", (0,))
+    for shares in ((1 / 256, 1 / 4), (1 / 64, 1.0)):
+        known.solve([(tensor, share) for share in shares])
+    assert 1 / 64 not in Recorded.asked
+    assert known.at(tensor, 1 / 64) == "few" and known.at(tensor, 1.0) == "many"
+
+
 def test_batch_roles_are_solved_once_for_all_degrees(known: Solutions) -> None:
     """They see no share, and split the same dims whatever the degree."""
     groups = [group("data", (0,)), group("data", (0, 1))]
