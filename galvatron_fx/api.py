@@ -97,8 +97,9 @@ def plan(
     ``roles``: what mesh axes may do (default: all that there are);
     ``recompute``: "auto" (chosen per block: nothing, part of its values or all of them), "selective" (part or all),
     True or False for all blocks;
-    ``constraints``: name of a module, in which ``*`` stands for any text -> :class:`Strategy` (or its roles) for the
-    blocks that hold the module; and name of a mesh axis -> its role in all blocks (``{"dp": "zero"}``);
+    ``constraints``: name of a module, in which ``*`` stands for any text -> :class:`Strategy`, its roles, or roles of
+    some mesh axes (``{"tp": "tensor"}``) for the blocks that hold the module; and name of a mesh axis -> its role in
+    all blocks (``{"dp": "zero"}``);
     ``num_stages``, ``num_microbatches``, ``schedule`` (one of :data:`galvatron_fx.ir.plan.schedule.SCHEDULES`): pinned,
     or searched where None; schedule "search" also looks for a table of its own that is faster (docs/schedules.md);
     ``search_seconds``: when to take the best plan found so far, at the next configuration (its ``notes`` say so);

@@ -37,6 +37,11 @@ def _check_plain(model: nn.Module) -> None:
             raise InputError(f"{_place(name)} is compiled already: give the model that it was made of")
         if owner.startswith("torch.distributed.fsdp."):
             raise InputError(f"{_place(name)} is wrapped by {type(module).__name__}: give the model inside, {_SPLITS}")
+        if module._compiled_call_impl is not None:
+            raise InputError(
+                f"{_place(name)} was compiled in place by its method compile(): leave that call out, {_SPLITS}, with "
+                f"kernels of torch's inductor where backend='inductor' is given"
+            )
         if isinstance(module, (DistributedDataParallel, DataParallel)) or "_orig_mod" in module._modules:
             raise InputError(
                 f"{_place(name)} is wrapped by {type(module).__name__}: give a model whose modules are not wrapped, "

@@ -19,7 +19,7 @@ from passes.search.plan_search import SearchOptions
 
 __all__ = ["Constraints", "SearchSettings"]
 
-Constraints = Mapping[str, Strategy | Sequence[str] | str]
+Constraints = Mapping[str, Strategy | Sequence[str] | Mapping[str, str] | str]
 
 
 @dataclass(frozen=True)

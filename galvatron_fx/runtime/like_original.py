@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from galvatron_fx.ir.errors import InputError
-from galvatron_fx.ir.torch_compat.tracing import ASKED_BY_TORCH_COMPILE
+from galvatron_fx.ir.torch_compat.tracing import ASKED_BY_DDP, ASKED_BY_TORCH_COMPILE
 from galvatron_fx.runtime.compiled import AnyProgram, StageCopies
 from galvatron_fx.runtime.dtensor_views import lie_like, share_of
 from galvatron_fx.runtime.late_changes import refuse_assignment, refuse_part
@@ -42,6 +42,11 @@ class LikeOriginal(nn.Module):
                 raise
         if name == ASKED_BY_TORCH_COMPILE:
             _refuse_torch_compile()
+        if name == ASKED_BY_DDP:
+            raise InputError(
+                "DistributedDataParallel of a compiled model: its program reduces the gradients itself, so train it as "
+                "it is, without the wrapper"
+            )
         return self._tree.attributes.read(self, self._tree.twin, "", name)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -28,6 +28,7 @@ _REFUSED = {
     **dict.fromkeys(("generate", "push_to_hub", "save_pretrained"), _WHOLE),
     **dict.fromkeys(("_init_weights", "init_weights", "initialize_weights", "reset_parameters"), _DRAWN),
     "reset_running_stats": _RENEWED,
+    "resize_token_embeddings": "changes the shapes of parameters: call it before compile",
 }
 _CONTAINER_METHODS = ("__contains__", "__getitem__", "__iter__", "__len__", "__reversed__")
 
@@ -86,20 +87,20 @@ def is_of_original(twin: nn.Module, name: str) -> bool:
     return name not in _of_every_module() and hasattr(twin, name)
 
 
-@cache
 def _of_every_module() -> frozenset[str]:
-    return frozenset({*dir(nn.Module), *vars(nn.Module())})
+    """Read anew each time: torch.compile adds to the class."""
+    return frozenset({*dir(nn.Module), *_in_every_module()})
 
 
 @cache
-def _names(kind: Hashable) -> frozenset[str]:
-    return frozenset(dir(kind))
+def _in_every_module() -> frozenset[str]:
+    return frozenset(vars(nn.Module()))
 
 
 def _refuse_clashes(shown: nn.Module, twin: nn.Module, name: str) -> None:
     """Raise AttributeError where code of the original would take an attribute of ``shown`` for its own."""
     kinds: tuple[Any, Any] = type(shown), type(twin)
-    names = [_names(kind) | module.__dict__.keys() for kind, module in zip(kinds, (shown, twin), strict=True)]
+    names = [{*dir(kind)} | module.__dict__.keys() for kind, module in zip(kinds, (shown, twin), strict=True)]
     clashes = sorted((names[0] & names[1]) - _of_every_module() - {*_CONTAINER_METHODS})
     if clashes:
         raise AttributeError(

@@ -183,7 +183,9 @@ def test_constraints_that_contradict() -> None:
         )
 
 
-@pytest.mark.parametrize("constraints", [{"layers.0": ("zero",)}, {"layers.*": ("zero",)}, {"a0": "zero"}])
+@pytest.mark.parametrize(
+    "constraints", [{"layers.0": ("zero",)}, {"layers.*": ("zero",)}, {"a0": "zero"}, {"layers.*": {"a0": "zero"}}]
+)
 def test_constraint_is_met(constraints: dict[str, Any]) -> None:
     plan = galvatron_fx.plan(Regression(), CLUSTER, REGRESSION, constraints=constraints)
     assert {block.strategy.roles for block in plan.blocks} == {("zero",)}
@@ -193,6 +195,9 @@ def test_constraint_is_met(constraints: dict[str, Any]) -> None:
     ({"tp": "tensor"}, "on 'tp': the mesh has no such axis of several ranks; it has a0"),
     ({"a0": "tesnor"}, "constraint 'tesnor' on 'a0': use one of the roles data, zero"),
     ({"a0": "tensor", "layers.0": ("zero",)}, "contradict"),
+    ({"layers.0": {"tp": "tensor"}}, "on 'tp': the mesh has no such axis"),
+    ({"layers.0": {"a0": "expert"}}, "constraint a0 the role expert on module 'layers.0': no searched strategy is"),
+    ({"layers.0": {0: "tensor"}}, "roles by mesh axis, or from mesh axes"),
 ])  # fmt: skip
 def test_roles_of_axes_that_cannot_be(constraints: dict[str, Any], said: str) -> None:
     with pytest.raises(PlanError, match=said):

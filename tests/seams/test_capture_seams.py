@@ -343,3 +343,7 @@ def test_models_that_something_else_has_split_are_refused(mesh: DeviceMesh) -> N
     inner.layers[0] = torch.compile(inner.layers[0])
     with pytest.raises(InputError, match=r"module 'layers\.0' is wrapped by OptimizedModule"):
         galvatron_fx.capture(inner, INPUTS)
+    in_place = Regression()
+    in_place.layers[0].compile()
+    with pytest.raises(InputError, match=r"module 'layers\.0' was compiled in place.*leave that call out"):
+        galvatron_fx.capture(in_place, INPUTS)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 import galvatron_fx
 from galvatron_fx import DistributedGraphModule, Plan
@@ -127,6 +128,15 @@ def test_containers_are_indexed(mesh: DeviceMesh, plain: Stack) -> None:
     assert len(lazy) == 2  # type: ignore[arg-type]
 
 
+def test_what_torch_compile_adds_to_all_modules_is_no_clash(
+    mesh: DeviceMesh, plain: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = compiled_of(mesh, plain)
+    assert model.dtype == plain.dtype
+    monkeypatch.setattr(nn.Module, "___added_later", False, raising=False)
+    assert model.dtype == plain.dtype
+
+
 def test_settings_that_are_changed_hold_from_the_next_step_on(mesh: DeviceMesh, plain: Stack) -> None:
     model, original = compiled_of(mesh, plain), copy.deepcopy(plain)
     before = model(X)
@@ -148,6 +158,8 @@ def test_methods_that_need_more_than_shards_are_refused(mesh: DeviceMesh, plain:
         getattr(model, name)(*[X] * (name == "first"))
     with pytest.raises(InputError, match='backend="inductor"'):
         torch.compile(model)
+    with pytest.raises(InputError, match=r"DistributedDataParallel of a compiled model.*without the wrapper"):
+        DistributedDataParallel(model)
 
 
 def test_what_cannot_be_followed_is_not_handed_out(mesh: DeviceMesh) -> None:

@@ -101,8 +101,13 @@ def _is_batch_dim(value: Any) -> bool:
 def _is_constraints(value: Any) -> bool:
     if value is None:
         return True
-    named = isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
-    return named and all(isinstance(wanted, (str, Strategy)) or _is_sequence(wanted) for wanted in value.values())
+    return _has_names(value) and all(
+        isinstance(wanted, (str, Strategy)) or _is_sequence(wanted) or _has_names(wanted) for wanted in value.values()
+    )
+
+
+def _has_names(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
 
 _EXAMPLE_ROLES = "give a sequence of roles, such as ('data', 'zero'); there are " + ", ".join(ROLES)
@@ -139,7 +144,7 @@ _ARGUMENTS: dict[str, _Argument] = {
     ),
     "constraints": _Argument(
         _is_constraints,
-        "give a dict from names of modules to Strategy or roles, or from mesh axes to a role, or None",
+        "give a dict from modules to Strategy, roles or roles by mesh axis, or from mesh axes to a role; or None",
         PlanError,
     ),
     "num_stages": _STAGES,

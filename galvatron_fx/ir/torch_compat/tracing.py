@@ -25,6 +25,7 @@ from torch.nn.modules import transformer as torch_transformer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
+    "ASKED_BY_DDP",
     "ASKED_BY_TORCH_COMPILE",
     "FakeTensor",
     "FakeTensorMode",
@@ -49,6 +50,8 @@ __all__ = [
 
 # The attribute that torch.compile asks a module for, and nobody else: lazy modules have it.
 ASKED_BY_TORCH_COMPILE = "_initialize_hook"
+# And the one that DistributedDataParallel asks for before it changes anything.
+ASKED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 
 
 def new_fake_mode() -> FakeTensorMode:

@@ -23,8 +23,9 @@ __all__ = ["Constrained"]
 class Constrained:
     """Constraints on a graph and a cluster.
 
-    ``modules``: by the name that was given, the wanted strategy or roles, and the blocks that hold operators of the
-    module; ``axes``: roles by the numbers of mesh axes, for all blocks, called ``axis_names``.
+    ``modules``: by the name that was given, the wanted strategy, roles, or roles by the numbers of mesh axes, and the
+    blocks that hold operators of the module; ``axes``: roles by the numbers of mesh axes, for all blocks, called
+    ``axis_names``.
     """
 
     modules: Mapping[str, tuple[Any, set[int]]]
@@ -37,23 +38,21 @@ class Constrained:
 
         Raises PlanError for names of modules and axes that are not there, and for unknown roles.
         """
-        axes = {
-            axis: role
-            for name, role in constraints.items()
-            if isinstance(role, str)
-            for axis in _axes_called(name, role, cluster)
-        }
-        wanted = {name: value for name, value in constraints.items() if not isinstance(value, str)}
-        return cls({name: (value, _blocks_of(graph, name)) for name, value in wanted.items()}, axes, cluster.axis_names)
+        axes = _roles_by_axis({name: role for name, role in constraints.items() if isinstance(role, str)}, cluster)
+        modules = {}
+        for name, value in constraints.items():
+            if not isinstance(value, str):
+                wanted = _roles_by_axis(value, cluster) if isinstance(value, Mapping) else value
+                modules[name] = wanted, _blocks_of(graph, name)
+        return cls(modules, axes, cluster.axis_names)
 
     def allowed(self, strategies: Sequence[Strategy], chosen: Sequence[Sequence[bool]]) -> Bools:
         """Whether each block may take each strategy. ``chosen[block][strategy]``: whether that keeps some values of the
         block or offloads any; one that was given means neither. Raises PlanError where none is left to a block.
         """
-        on_axes = np.array([all(s.roles[axis] == role for axis, role in self.axes.items()) for s in strategies])
+        on_axes = np.array([_matches(s, self.axes) for s in strategies])
         if not on_axes.any():
-            wanted = ", ".join(f"{self.axis_names[axis]} the role {role}" for axis, role in sorted(self.axes.items()))
-            raise PlanError(f"no searched strategy gives mesh axis {wanted}; check roles")
+            raise PlanError(f"no searched strategy gives mesh axis {self._named(self.axes)}; check roles")
         allowed = np.repeat(on_axes[np.newaxis], len(chosen), axis=0)
         for name, (wanted, members) in self.modules.items():
             if isinstance(wanted, Strategy) and (wanted.keeps or wanted.is_offloaded):
@@ -63,8 +62,9 @@ class Constrained:
                 )
             fits = np.array([_matches(s, wanted) for s in strategies])
             if not fits.any():
+                said = self._named(wanted) if isinstance(wanted, Mapping) else wanted
                 raise PlanError(
-                    f"constraint {wanted} on module {name!r}: no searched strategy is like it; check roles and axes"
+                    f"constraint {said} on module {name!r}: no searched strategy is like it; check roles and axes"
                 )
             for block in members:
                 allowed[block] &= fits
@@ -73,6 +73,13 @@ class Constrained:
                 if not allowed[block].any():
                     raise PlanError(f"the constraints on block {block} (module {name!r}) contradict each other")
         return allowed
+
+    def _named(self, axes: Mapping[int, str]) -> str:
+        return ", ".join(f"{self.axis_names[axis]} the role {role}" for axis, role in sorted(axes.items()))
+
+
+def _roles_by_axis(roles: Mapping[str, str], cluster: Cluster) -> dict[int, str]:
+    return {axis: role for name, role in roles.items() for axis in _axes_called(name, role, cluster)}
 
 
 def _axes_called(name: str, role: str, cluster: Cluster) -> list[int]:
@@ -106,4 +113,6 @@ def _is_in(module: str, pattern: str) -> bool:
 def _matches(strategy: Strategy, wanted: Any) -> bool:
     if isinstance(wanted, Strategy):
         return strategy == wanted
+    if isinstance(wanted, Mapping):
+        return all(strategy.roles[axis] == role for axis, role in wanted.items())
     return sorted(strategy.roles) == sorted(wanted)
