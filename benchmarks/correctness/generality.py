@@ -86,7 +86,7 @@ def cases() -> tuple[dict[str, Make], list[str]]:
     missing = []
     for source, library in SOURCES:
         try:
-            found |= importlib.import_module(source).cases()
+            found |= importlib.import_module(f"benchmarks.correctness.{source}").cases()
         except (ImportError, RuntimeError) as error:  # not here, or built for another torch
             missing.append(f"{library} is left out, as it cannot be imported: {str(error).splitlines()[0]}")
     return found, missing
