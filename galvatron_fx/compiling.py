@@ -37,7 +37,7 @@ from galvatron_fx.runtime.materialize import materialize
 from galvatron_fx.runtime.module import DistributedGraphModule
 from galvatron_fx.runtime.one_at_a_time import refuse_autocast, without_autocast
 from galvatron_fx.runtime.optimizer_states import watch_states
-from galvatron_fx.runtime.original import LateChanges, check_hooks, watch_optimizers
+from galvatron_fx.runtime.original import LateChanges, check_hooks, watch_constants, watch_optimizers
 from galvatron_fx.runtime.program import Program
 from galvatron_fx.runtime.same_weights import describe_constants, describe_model, unlike_tensors
 from galvatron_fx.runtime.staged_program import StagedProgram
@@ -227,6 +227,7 @@ class _Assembly:
                 )
             )
         watch_optimizers(model)
+        watch_constants(self.graph)
         watch_updates(module)
         watch_whole_updates()
         if plan.peak_memory_bytes:
@@ -299,7 +300,7 @@ def _skeleton(model: nn.Module) -> nn.Module:
     for parameter in model.parameters():
         empty = torch.empty_like(parameter, device="meta")
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    for _, tensor in ModuleState(model).tensors.values():
+    for tensor in ModuleState(model).constants.values():
         if tensor.grad_fn is not None:  # left by a forward before; torch does not copy it
             memo[id(tensor)] = tensor.detach()
     return copy.deepcopy(model, memo)

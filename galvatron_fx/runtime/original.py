@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -16,11 +16,11 @@ from torch.utils.hooks import RemovableHandle
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.runtime.stage_tensors import refuse_whole_states
 
-__all__ = ["LateChanges", "check_hooks", "watch_optimizers"]
+__all__ = ["LateChanges", "check_hooks", "watch_constants", "watch_optimizers"]
 
 _REMEDY = "return what it wants from the model's forward, or hook the compiled model itself or its parameters"
 
-# Parameters of models that were compiled, by id: the tensor, its model's number, its name.
+# What models that were compiled do not train, by id: the tensor, its model's number, what is wrong with updating it.
 _ORIGINALS: dict[int, tuple[weakref.ref[Tensor] | None, int, str]] = {}
 _NONE = None, 0, ""
 _FIRST, _EVERY = 3, 100  # calls of the compiled model
@@ -31,9 +31,27 @@ def watch_optimizers(model: nn.Module) -> None:
 
     It was built before compile, and would train nothing. One that trains the original itself has gradients.
     """
-    _register()
     for name, parameter in model.named_parameters():
-        _ORIGINALS[id(parameter)] = weakref.ref(parameter, _forget(id(parameter))), id(model), name
+        _watch(
+            parameter,
+            model,
+            f"holds parameters of the model that was compiled ('{name}'), none of which has a gradient: it was built "
+            f"before compile and trains nothing. Build it from the compiled model's parameters()",
+        )
+
+
+def watch_constants(graph: fx.GraphModule) -> None:
+    """The same for tensors that require gradients and that no module registers: ``graph`` has them as constants."""
+    for node in graph.graph.find_nodes(op="get_attr"):
+        tensor = getattr(graph, node.target)
+        if isinstance(tensor, Tensor) and tensor.is_leaf and tensor.requires_grad:
+            _watch(
+                tensor,
+                graph,
+                f"holds a tensor of shape {list(tensor.shape)} that the compiled model takes for a constant, as no "
+                f"module registers it: make it an nn.Parameter that is an attribute of a module (modules in lists: "
+                f"nn.ModuleList), and compile then",
+            )
 
 
 def check_hooks(model: nn.Module) -> None:
@@ -65,6 +83,11 @@ def check_hooks(model: nn.Module) -> None:
             )
 
 
+def _watch(tensor: Tensor, model: nn.Module, reason: str) -> None:
+    _register()
+    _ORIGINALS[id(tensor)] = weakref.ref(tensor, _forget(id(tensor))), id(model), reason
+
+
 @cache
 def _register() -> None:
     register_optimizer_step_pre_hook(_check)
@@ -78,22 +101,18 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     refuse_whole_states(optimizer)
     originals = list(_originals(optimizer))
     trained = {number for parameter, number, _ in originals if parameter.grad is not None}
-    for _, number, name in originals:
+    for _, number, reason in originals:
         if number not in trained:
-            raise InputError(
-                f"this {type(optimizer).__name__} holds parameters of the model that was compiled ('{name}'), none of "
-                f"which has a gradient: it was built before compile and trains nothing. Build it from the compiled "
-                f"model's parameters()"
-            )
+            raise InputError(f"this {type(optimizer).__name__} {reason}")
 
 
 def _originals(optimizer: Optimizer) -> Iterator[tuple[Tensor, int, str]]:
     for group in optimizer.param_groups:
         parameters: list[Tensor] = group["params"]
         for parameter in parameters:
-            reference, number, name = _ORIGINALS.get(id(parameter), _NONE)
+            reference, number, reason = _ORIGINALS.get(id(parameter), _NONE)
             if reference is not None and id(reference()) == id(parameter):
-                yield parameter, number, name
+                yield parameter, number, reason
 
 
 class LateChanges:

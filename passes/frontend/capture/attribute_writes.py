@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from galvatron_fx.ir.errors import CaptureError
+from passes.frontend.capture.aliases import View
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_ITEM = torch.Tensor.__setitem__
@@ -24,20 +25,27 @@ class StateWritten(Exception):
 
 
 class AttributeWrites(TorchFunctionMode):
-    """Stops a trace at a write into one of ``constants`` (tensors by name), which would change it for good.
+    """Stops a trace at a write into one of ``constants`` (tensors by name), which would change it for good, and at a
+    use of one of ``views`` of trained weights, which would stay as it is.
 
-    ``x.data = y`` is not seen by a trace, so it is done as a copy into ``x``. Raises StateWritten, and CaptureError
-    where ``y`` has another shape or dtype than ``x``.
+    ``x.data = y`` is not seen by a trace, so it is done as a copy into ``x``. ``viewed``: views of other weights that
+    were used. Raises StateWritten, and CaptureError for views and where ``y`` has another shape or dtype than ``x``.
     """
 
-    def __init__(self, constants: Mapping[str, Tensor]) -> None:
+    def __init__(self, constants: Mapping[str, Tensor], views: Sequence[View] = ()) -> None:
         super().__init__()
         self._names = {id(tensor): name for name, tensor in constants.items()}
+        self._views = {id(view.tensor): view for view in views}
+        self.viewed: list[View] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _SET_DATA or func == _SET_DATA:
             return _copy_data(*args)
+        if self._views:
+            for value in (*args, *kwargs.values()):
+                for part in value if isinstance(value, (list, tuple)) else (value,):
+                    self._read(part)
         if self._names and args:
             name = getattr(func, "__name__", "")
             if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or func is _SET_ITEM:
@@ -47,12 +55,28 @@ class AttributeWrites(TorchFunctionMode):
                     self._note(tensor)
         return func(*args, **kwargs)
 
+    def _read(self, value: Any) -> None:
+        view = self._views.get(id(value))
+        if view is None:
+            return
+        if view.is_trained:
+            refuse_view(view)
+        self.viewed.append(view)
+
     def _note(self, tensor: Any) -> None:
         if not isinstance(tensor, Tensor):
             return
         for part in (tensor, tensor._base):
             if part is not None and id(part) in self._names:
                 raise StateWritten([self._names[id(part)]])
+
+
+def refuse_view(view: View) -> NoReturn:
+    """Raise CaptureError for a view of a weight that steps change."""
+    raise CaptureError(
+        f"forward uses '{view.path}', which shares memory with '{view.weight}' and would stay as it is while steps "
+        f"change '{view.weight}': reach that as an attribute of its module, and make views of it in forward"
+    )
 
 
 def _copy_data(tensor: Tensor, value: Tensor) -> None:

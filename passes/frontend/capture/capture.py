@@ -17,7 +17,7 @@ from galvatron_fx.ir.graph.metadata import (
 from galvatron_fx.ir.graph.precision import Precision, computed_in, set_precision
 from galvatron_fx.ir.graph.symbols import InputDims
 from galvatron_fx.ir.torch_compat.tracing import export_joint, failures_unlogged, new_fake_mode
-from passes.frontend.capture.attribute_writes import StateWritten
+from passes.frontend.capture.attribute_writes import StateWritten, refuse_view
 from passes.frontend.capture.batch_dims import BatchDim, fit_sizes
 from passes.frontend.capture.compare_layers import UnlikeUnits
 from passes.frontend.capture.effect_tokens import drop_tokens
@@ -92,6 +92,7 @@ class Capture:
                     flat = FlatModel(model, inputs, self.policy)
                     trace = self._once(flat, held)
                     _check_state(flat)
+                    _check_views(flat, trace.whole)
                     check_gradients(trace.whole, flat)
                     return trace
             except StateWritten as attributes:
@@ -195,6 +196,14 @@ def _check_state(flat: FlatModel) -> None:
             f"not keep it. Return it from forward to have it",
             stacklevel=2,
         )
+
+
+def _check_views(flat: FlatModel, graph: fx.GraphModule) -> None:
+    """See that no constant is a view of a buffer that steps change."""
+    written = {port.name for port, _ in output_ports(graph) if port.kind == "buffer"}
+    for view in flat.viewed:
+        if view.weight in written:
+            refuse_view(view)
 
 
 def _trace(flat: FlatModel, shapes: Sequence[tuple[int, ...]], repeats: tuple[Repeat, ...]) -> fx.GraphModule:

@@ -14,6 +14,7 @@ from torch import nn
 from galvatron_fx.ir.graph.precision import computed_in
 from galvatron_fx.ir.torch_compat.tensors import pytree
 from galvatron_fx.ir.torch_compat.tracing import FakeTensorMode, annotate_module, leave_modules
+from passes.frontend.capture.aliases import Aliases, View
 from passes.frontend.capture.attribute_writes import AttributeWrites
 from passes.frontend.capture.flat_inputs import FlatInputs, flatten
 from passes.frontend.capture.flat_outputs import FlatOutputs, flat_outputs
@@ -34,8 +35,8 @@ class FlatModel(nn.Module):
     def __init__(self, model: nn.Module, inputs: FlatInputs, policy: MixedPrecisionPolicy | None = None) -> None:
         super().__init__()
         self.module = model
-        self._aliases = _aliases(model)
         self._outside = OutsideState(model)
+        self._aliases = Aliases(model, self._outside)
         self.inputs = inputs
         self.policy = policy
         self._inputs_as = policy.param_dtype if policy is not None and policy.cast_forward_inputs else None
@@ -44,6 +45,7 @@ class FlatModel(nn.Module):
         self._changes: dict[str, Change] = {}
         self.rebound: tuple[str, ...] = ()
         self.changed_in_checkpoints: dict[str, None] = {}
+        self.viewed: list[View] = []
 
     @property
     def outputs(self) -> FlatOutputs:
@@ -74,11 +76,12 @@ class FlatModel(nn.Module):
     @contextlib.contextmanager
     def observed(self) -> Iterator[ModuleState]:
         """Let the model run inside, and undo what it does to its attributes, and to what its code names elsewhere."""
-        with _tied(self._aliases), self._outside.without_cache():
+        with self._aliases.tied(), self._outside.without_cache():
             state = ModuleState(self.module, self._outside)
             try:
-                with AttributeWrites({path: tensor for path, (_, tensor) in state.tensors.items()}):
+                with AttributeWrites(state.constants, self._aliases.views) as writes:
                     yield state
+                    self.viewed += writes.viewed
             finally:
                 state.restore()
 
@@ -95,36 +98,6 @@ class FlatModel(nn.Module):
                 torch.empty(shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
                 for shape, tensor in zip(shapes, self.inputs.tensors, strict=True)
             ]
-
-
-# Where a parameter is, and where else it is.
-_Place = tuple[nn.Module, str]
-
-
-def _aliases(model: nn.Module) -> list[tuple[_Place, _Place]]:
-    first: dict[int, _Place] = {}
-    aliases = []
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and first.setdefault(id(parameter), (module, name)) != (module, name):
-                aliases.append((first[id(parameter)], (module, name)))
-    return aliases
-
-
-@contextlib.contextmanager
-def _tied(aliases: Sequence[tuple[_Place, _Place]]) -> Iterator[None]:
-    """Let a parameter of several names be one tensor, as it is without tracing: ``parameters()`` counts it once.
-
-    Tracing puts a tensor of its own in every place.
-    """
-    parameters = [module._parameters[name] for _, (module, name) in aliases]
-    for (source, its_name), (module, name) in aliases:
-        module._parameters[name] = source._parameters[its_name]
-    try:
-        yield
-    finally:
-        for (_, (module, name)), parameter in zip(aliases, parameters, strict=True):
-            module._parameters[name] = parameter
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:

@@ -77,7 +77,8 @@ class ModuleState:
     """The attributes of all modules of a model at one moment: tables, plain attributes, and what containers hold.
 
     Containers are dicts, lists, sets, deques, tuples and objects of classes that libraries do not define, also inside
-    each other. ``outside``: what else the model's code may change.
+    each other. ``outside``: what else the model's code may change. ``values``: what lies where, by qualified name;
+    that of the modules first, which are ``num_inside`` of them.
     """
 
     def __init__(self, model: nn.Module, outside: OutsideState | None = None) -> None:
@@ -89,17 +90,19 @@ class ModuleState:
         self.values: dict[str, tuple[Place, Any]] = {}
         for prefix, module in model.named_modules():
             self._add_module(f"{prefix}." if prefix else "", module)
+        self.num_inside = len(self.values)
         self._named = self._named_now()
         for path, holder, name, value in self._named:
             self._add(path, Place(model, name, "", holder, name), value, 0)
 
     @property
-    def tensors(self) -> dict[str, tuple[Place, Tensor]]:
-        """Every tensor outside the tables of parameters and buffers, by qualified name."""
+    def constants(self) -> dict[str, Tensor]:
+        """Every tensor that is no parameter and no buffer, by qualified name."""
+        registered = {id(value) for place, value in self.values.values() if place.table}
         return {
-            path: (place, value)
+            path: value
             for path, (place, value) in self.values.items()
-            if not place.table and isinstance(value, Tensor)
+            if isinstance(value, Tensor) and id(value) not in registered
         }
 
     def changes(self) -> list[Change]:
@@ -172,7 +175,7 @@ class ModuleState:
                 self._inner.append(inner)
             self.values[path] = place, value if inner is None else inner
             return
-        self.values[path] = place, _Container(value)
+        self.values[path] = place, Container(value)
         if id(value) in self._seen:
             return
         self._seen[id(value)] = value
@@ -184,7 +187,7 @@ class ModuleState:
 
 
 @dataclass(frozen=True)
-class _Container:
+class Container:
     """A container without what is in it."""
 
     value: Any
@@ -192,7 +195,7 @@ class _Container:
 
 def is_same(before: Any, after: Any) -> bool:
     """Whether a value is what it was: the same object, an equal number or text, or a container of the same class."""
-    if isinstance(before, _Container) and isinstance(after, _Container):
+    if isinstance(before, Container) and isinstance(after, Container):
         return type(before.value) is type(after.value)
     if isinstance(before, InnerState) and isinstance(after, InnerState):
         return before == after

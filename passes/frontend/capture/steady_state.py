@@ -136,6 +136,7 @@ class _Steps(FlatModel):
                 (step.others[path],) = self._give([value])
                 if not isinstance(place.holder, (tuple, set)):
                     place.put(self._given[-1].clone())
+        self._aliases.follow()
         self.steps.append(step)
         return start.later()
 
