@@ -127,20 +127,7 @@ def plan(
         batch_dim=batch_dim,
         simulate_runners_up=simulate_runners_up,
     )
-    settings = SearchSettings(
-        memory_budget,
-        roles,
-        recompute,
-        constraints,
-        num_stages,
-        num_microbatches,
-        schedule,
-        search_seconds,
-        optimizer,
-        expert_imbalance,
-        offload,
-        host_memory,
-    )
+    settings = SearchSettings.of(locals())
     check_model(model, mixed_precision=mixed_precision, on_pass=on_pass, passes=passes, batch_dim=batch_dim)
     control = pass_control(on_pass, passes, [FRONTEND])
     policy = checked_policy(mixed_precision)
@@ -202,20 +189,7 @@ def compile(
     model = plain_model(model)
     check_arguments(mesh=mesh, seed=seed, progress=progress, batch_dim=batch_dim)
     require_all_ranks(mesh)
-    settings = SearchSettings(
-        memory_budget,
-        roles,
-        recompute,
-        constraints,
-        num_stages,
-        num_microbatches,
-        schedule,
-        search_seconds,
-        optimizer,
-        expert_imbalance,
-        offload,
-        host_memory,
-    )
+    settings = SearchSettings.of(locals())
     machine = Cluster.from_json(from_first_rank(Cluster.from_mesh(mesh).to_json())) if cluster is None else cluster
     control = pass_control(on_pass, passes)
     policy, given = checked_policy(mixed_precision), as_plan(plan)

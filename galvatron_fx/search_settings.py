@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import inf
+from typing import Any
 
 from galvatron_fx.arguments import check_cluster
 from galvatron_fx.ir.cluster.cluster import Cluster
@@ -38,6 +39,11 @@ class SearchSettings:
     expert_imbalance: float = CAPACITY
     offload: Sequence[str] = ()
     host_memory: str | int | None = None
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> SearchSettings:
+        """Those among the ``arguments`` of a function that takes them all, by their names."""
+        return cls(**{field.name: arguments[field.name] for field in fields(cls)})
 
     def on(self, cluster: Cluster) -> SearchOptions:
         """What to search on ``cluster``; raises InputError and PlanError for what no search can use."""

@@ -112,7 +112,7 @@ class _Sweeper:
         pricer: Pricer | None = None
         for cluster in sorted(self.clusters, key=lambda cluster: (cluster.device.name, -cluster.num_devices)):
             tell(f"{cluster.num_devices} {cluster.device.name}")
-            pricer = (pricer or Pricer(graph, cluster, {}, optimizer_model(self.settings.optimizer))).on(cluster)
+            pricer = (pricer or Pricer(graph, cluster, {}, optimizer_model(self.settings.optimizer), True)).on(cluster)
             survey = Survey(pricer, tuple(self.settings.roles), self.settings.recompute)
             rates = throughput(graph, cluster)
             for budget in self.budgets:

@@ -11,6 +11,7 @@ from torch import fx, nn
 from galvatron_fx.ir.errors import CaptureError, InputError
 from galvatron_fx.ir.gc_tuning import fewer_collections
 from galvatron_fx.ir.graph.pass_pipeline import GraphPass, PassControl, PassPipeline
+from galvatron_fx.ir.torch_compat.tracing import on_cpu
 from passes.frontend.annotate_costs import AnnotateCosts
 from passes.frontend.batched_indexing import BatchedIndexing
 from passes.frontend.capture.batch_dims import BatchDim
@@ -67,7 +68,8 @@ class Frontend:
     def trace(self, model: nn.Module, example_inputs: ExampleInputs) -> Trace:
         """Trace a model for :meth:`resized`; raises as :meth:`run` does."""
         try:
-            return self._capture.trace(model, example_inputs)
+            with on_cpu():
+                return self._capture.trace(model, example_inputs)
         except (CaptureError, InputError) as error:
             raise error.with_traceback(None) from error.__cause__
 
@@ -82,11 +84,12 @@ class Frontend:
     @fewer_collections()
     def _finished(self, capture: Callable[[], fx.GraphModule]) -> fx.GraphModule:
         apply = FRONTEND.under(self.control)
-        try:
-            graph = apply.first(self._capture, capture)
-        except (CaptureError, InputError) as error:
-            # The model is at fault: where in the capture it was noticed says nothing to the user.
-            raise error.with_traceback(None) from error.__cause__
-        for step, _ in PASSES:
-            graph = apply(step, graph)
+        with on_cpu():
+            try:
+                graph = apply.first(self._capture, capture)
+            except (CaptureError, InputError) as error:
+                # The model is at fault: where in the capture it was noticed says nothing to the user.
+                raise error.with_traceback(None) from error.__cause__
+            for step, _ in PASSES:
+                graph = apply(step, graph)
         return graph

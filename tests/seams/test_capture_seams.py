@@ -347,3 +347,10 @@ def test_models_that_something_else_has_split_are_refused(mesh: DeviceMesh) -> N
     in_place.layers[0].compile()
     with pytest.raises(InputError, match=r"module 'layers\.0' was compiled in place.*leave that call out"):
         galvatron_fx.capture(in_place, INPUTS)
+
+
+def test_a_default_device_of_the_caller_is_not_that_of_the_trace() -> None:
+    """``with torch.device("meta")`` around model and plan alike is what people write."""
+    expected = galvatron_fx.capture(Regression(), INPUTS).code
+    with torch.device("meta"):
+        assert galvatron_fx.capture(Regression(), INPUTS).code == expected

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._C import _len_torch_function_stack
 from torch._decomp import decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
@@ -43,6 +44,7 @@ __all__ = [
     "module_of",
     "new_fake_mode",
     "no_modes",
+    "on_cpu",
     "trace_decomposed",
     "unit_of",
     "with_effects",
@@ -104,6 +106,11 @@ def no_modes() -> contextlib.AbstractContextManager[Any]:
     return scope
 
 
+def on_cpu() -> contextlib.AbstractContextManager[Any]:
+    """Make tensors on the CPU, also where a caller has another default device, as inside ``torch.device("meta")``."""
+    return torch.device("cpu") if _len_torch_function_stack() else contextlib.nullcontext()
+
+
 def export_joint(module: nn.Module, args: Sequence[torch.Tensor], mode: FakeTensorMode) -> fx.GraphModule:
     """Trace forward and backward of ``module`` on fake ``args`` into one functional ATen graph.
 
@@ -133,7 +140,7 @@ def trace_decomposed(
     table: Mapping[Any, Callable[..., Any]],
 ) -> fx.GraphModule:
     """Trace ``function`` on fake CPU tensors of the given shapes and dtypes, replacing the operators in ``table``."""
-    with new_fake_mode(), torch.no_grad():
+    with on_cpu(), new_fake_mode(), torch.no_grad():
         tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
         return make_fx(function, decomposition_table=dict(table))(*tensors)
 
