@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import product
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, product
 from math import prod
+from operator import mul
 
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.plan.strategy import CONTEXT, EXPERT, EXPERT_SEQUENCE, PIPELINE, Strategy
@@ -12,10 +13,20 @@ from galvatron_fx.ir.plan.strategy import CONTEXT, EXPERT, EXPERT_SEQUENCE, PIPE
 FREE_AXES = 3  # up to so many mesh axes, every assignment of roles to axes is a candidate
 _TENSOR_ROLES = ("tensor", "tensor_sequence")
 _MODEL_RANKS = 16  # on more axes, tensor and sequence roles split a block among so many ranks, if samples allow it
+_COARSE_STEP = 4  # degrees and numbers of micro-batches of a coarse search are so many times those before
 
 
 AxisPartition = tuple[tuple[int, ...], ...]
 """Mesh axes by kind: those of one kind have equal roles in every block, and so are served as one."""
+
+
+def far_apart(numbers: Iterable[int]) -> list[int]:
+    """Of ascending numbers the first, and each that is at least four times the one before it."""
+    kept: list[int] = []
+    for number in numbers:
+        if not kept or number >= _COARSE_STEP * kept[-1]:
+            kept.append(number)
+    return kept
 
 
 def axis_partitions(axis_sizes: Sequence[int], pipeline_axes: int) -> list[AxisPartition]:
@@ -47,6 +58,7 @@ def candidates(
     gather_late: bool = False,
     samples: int | None = None,
     selective: bool = False,
+    coarse: bool = False,
 ) -> tuple[Strategy, ...]:
     """All strategies of a block whose outermost ``pipeline_axes`` axes hold stages.
 
@@ -55,7 +67,8 @@ def candidates(
     ``casts``: whether blocks cast their parameters, so that there are copies to be kept also where none are gathered;
     ``gather_late``: of all strategies, see :class:`galvatron_fx.ir.plan.strategy.Strategy`; ``samples``: of a
     micro-batch, None where there are enough for all ranks; ``selective``: whether blocks that recompute may keep some
-    of their values, beside which they may keep what they gathered.
+    of their values, beside which they may keep what they gathered; ``coarse``: on meshes of many axes, roles have fewer
+    degrees.
 
     Two axes of equal size and speed are interchangeable, so only tables whose roles ascend along them are kept. On
     meshes of many axes, tensor, sequence and expert roles take the inner, faster axes, as they talk in every layer,
@@ -69,7 +82,7 @@ def candidates(
     elif len(axes) <= FREE_AXES:
         tables = list(_all_tables(axes, inner))
     else:
-        tables = list(dict.fromkeys(_nested_tables(axes, inner, samples)))
+        tables = list(dict.fromkeys(_nested_tables(axes, inner, samples, coarse)))
     choices = {"auto": (False, True), "blocks": (False, True), "selective": (True,)}
     again = choices.get(str(recompute), (bool(recompute),))
     strategies = []
@@ -88,9 +101,13 @@ def _all_tables(axes: Sequence[Axis], roles: Sequence[str]) -> Iterator[tuple[st
             yield tuple(roles[pick] for pick in picks)
 
 
-def _nested_tables(axes: Sequence[Axis], roles: Sequence[str], samples: int | None) -> Iterator[tuple[str, ...]]:
+def _nested_tables(
+    axes: Sequence[Axis], roles: Sequence[str], samples: int | None, coarse: bool
+) -> Iterator[tuple[str, ...]]:
     """``data`` outside, ``zero`` inside it, tensor and sequence roles innermost."""
     count = len(axes)
+    ranks = [1, *accumulate((axis.size for axis in reversed(axes)), mul)]
+    model_ranks, zero_ranks = set(far_apart(ranks[1:])), set(far_apart(ranks))
     model = [role for role in roles if role not in ("data", "zero")]
     batch = [role for role in ("data", "zero") if role in roles]
     for inside in range(count + 1):
@@ -98,7 +115,12 @@ def _nested_tables(axes: Sequence[Axis], roles: Sequence[str], samples: int | No
             continue
         if batch and inside and _are_too_many(axes, inside, samples):
             continue
+        fewest = samples is not None and ranks[-1] // ranks[inside] <= samples < ranks[-1] // ranks[max(inside - 1, 0)]
+        if coarse and inside and ranks[inside] not in model_ranks and not fewest:
+            continue
         for zeros in range(count - inside + 1):
+            if coarse and zeros < count - inside and ranks[zeros] not in zero_ranks:
+                continue
             split = ("data",) * (count - inside - zeros) + ("zero",) * zeros
             if set(split) <= set(batch):
                 yield from ((*split, *(role,) * inside) for role in (model if inside else [""]))

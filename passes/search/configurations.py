@@ -11,6 +11,7 @@ from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.plan.schedule import SCHEDULES, SEARCH, legal
 from galvatron_fx.ir.plan.strategy import PIPELINE
+from passes.search.candidates import far_apart
 from passes.search.solvers.stage_search import Configuration
 
 _SEARCHED_SCHEDULES = ("1f1b", "zb_h1", "interleaved_1f1b", "zbv")
@@ -18,7 +19,6 @@ _IN_TURNS = "interleaved_1f1b"
 _STAGES_A_RANK = {_IN_TURNS: 2, "zbv": 2, "dualpipev": 2}
 _ON_ONE_RANK = ("1f1b", "gpipe")
 _COARSE_SCHEDULES = ("1f1b", "zbv")
-_COARSE_STEP = 4  # micro-batches of a coarse search are so many times those before
 _MOST_STAGES = 64
 _MICROBATCHES = 8  # a pipeline rank: more of them fill the pipeline no better, and are for want of memory
 _SHOWN = 3  # reasons
@@ -144,7 +144,7 @@ class Configurations:
             return [1]
         divisors = _divisors(self.batch)
         counts = [count for count in divisors if count >= ranks] or divisors
-        return _far_apart(counts) if self.coarse else counts
+        return far_apart(counts) if self.coarse else counts
 
     # ---- what cannot be ----
 
@@ -200,15 +200,6 @@ class Configurations:
 
 def _divisors(number: int) -> list[int]:
     return [count for count in range(1, number + 1) if number % count == 0]
-
-
-def _far_apart(numbers: Sequence[int]) -> list[int]:
-    """Of ascending numbers the first, and each that is at least four times the one before it."""
-    kept: list[int] = []
-    for number in numbers:
-        if not kept or number >= _COARSE_STEP * kept[-1]:
-            kept.append(number)
-    return kept
 
 
 def _listed(numbers: Sequence[int]) -> str:

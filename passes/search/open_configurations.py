@@ -55,7 +55,7 @@ class OpenConfigurations:
     """Prices configurations, rung by rung.
 
     ``gather_late``: whether blocks gather right before use, which is slower, so it is left for when nothing fits;
-    ``capacity``: of exchanges with experts; ``coarse``: see :class:`Configurations`;
+    ``capacity``: of exchanges with experts; ``coarse``: see :class:`Configurations` and :func:`candidates`;
     ``host_bytes``: of the host's memory that a rank may offload to;
     ``searches``: of all configurations that have prices; ``rungs``: the lowest of each ladder that has none;
     ``refusals``: why some have no prices, by pipeline axes and number of micro-batches.
@@ -141,11 +141,12 @@ class OpenConfigurations:
             self.gather_late,
             self.pricer.batch // num_microbatches,
             selective,
+            self.coarse,
         )
         strategies = tuple(
             replace(each, capacity=self.capacity) if each.splits_experts else each for each in strategies
         )
-        kinds = axis_partitions(cluster.shape, pipeline_axes)
+        kinds = [()] if self.coarse else axis_partitions(cluster.shape, pipeline_axes)
         return cost_table_requests(strategies, num_microbatches, kinds, selective, self.host_bytes)
 
     def _useless_roles(self) -> set[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import log
 
 from torch import fx
 
@@ -25,7 +26,7 @@ class Solutions:
 
     What micro-batches and other axes leave of the batch is a share of it. A decision's price grows evenly with
     the share, so one that is best at two shares is best at all between: only where they differ is a third solved, and
-    there only the blocks whose decisions differ.
+    there only the blocks whose decisions differ. ``coarse``: shares are rounded to powers of what is close.
     """
 
     graph: fx.GraphModule
@@ -33,6 +34,7 @@ class Solutions:
     blocks: int
     batch: int
     only: frozenset[int]
+    coarse: bool = False
     _known: dict[tuple[str, int], dict[float, AxisSharding]] = field(default_factory=dict)
     _solved_blocks: dict[tuple[str, int, float], SolvedBlocks] = field(default_factory=dict)
 
@@ -47,7 +49,7 @@ class Solutions:
         for group, share in wanted:
             key = group.role, group.degree
             group_of.setdefault(key, group)
-            shares.setdefault(key, set()).add(1.0 if group.role in BATCH_ROLES else share)
+            shares.setdefault(key, set()).add(1.0 if group.role in BATCH_ROLES else self._rounded(share))
         for key, group_shares in shares.items():
             twin = self._solved_for_any_degree(key)
             if twin is not None:
@@ -60,6 +62,9 @@ class Solutions:
         known = self._known[group.role, group.degree]
         nearest = min(known, key=lambda at: (max(at / share, share / at), at))
         return known[nearest]
+
+    def _rounded(self, share: float) -> float:
+        return _CLOSE_SHARES ** round(log(share, _CLOSE_SHARES)) if self.coarse else share
 
     def _between(self, group: RoleGroup, low: float, high: float) -> None:
         """Solve at both ends, and between them as long as these differ."""

@@ -196,12 +196,16 @@ def cost_table_requests(
 
 @dataclass
 class Pricer:
-    """Prices chains of one graph and cluster; solutions of blocks, and chains, are found once for all searches."""
+    """Prices chains of one graph and cluster; solutions of blocks, and chains, are found once for all searches.
+
+    ``coarse``: blocks are solved at fewer shares of the batch, for surveys.
+    """
 
     graph: fx.GraphModule
     cluster: Cluster
     constraints: Mapping[str, Any]
     optimizer: OptimizerModel = ADAM
+    coarse: bool = False
 
     def __post_init__(self) -> None:
         self.block_fingerprints = fingerprints(self.graph)
@@ -211,7 +215,8 @@ class Pricer:
         self.batch = symbols.batch if symbols else 1
         self._crossing = _crossing_bytes(self.graph, len(self.block_fingerprints))
         only = frozenset(self._first.values())
-        self._solutions = Solutions(self.graph, self.cluster, len(self.block_fingerprints), self.batch, only)
+        blocks = len(self.block_fingerprints)
+        self._solutions = Solutions(self.graph, self.cluster, blocks, self.batch, only, self.coarse)
         self._constrained = Constrained.of(self.graph, self.cluster, self.constraints)
         self._known: dict[CostTableRequest, CostTable | PlanError] = {}
         self._terms: dict[int, TermsOfBlock] = {i: {} for i in only}

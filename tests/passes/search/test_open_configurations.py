@@ -85,6 +85,19 @@ def test_tables_on_many_axes() -> None:
     assert not any(table.index("tensor") < table.index("sequence") for table in tables(2) if len({*table}) == 3)
 
 
+def test_coarse_tables_have_far_degrees_and_one_for_few_samples() -> None:
+    """Roles split by 2, 8, 32 ranks, and by 16 where that gives each rank one of four samples."""
+    machine = Cluster.preset("64xA100-80GB")
+
+    def degrees(role: str, samples: int | None) -> set[int]:
+        strategies = candidates(machine, ("zero", "tensor"), False, samples=samples, coarse=True)
+        return {2 ** strategy.roles.count(role) for strategy in strategies}
+
+    assert degrees("tensor", None) == {1, 2, 8} and degrees("tensor", 4) == {1, 2, 8, 16}
+    with_data = candidates(machine, ("data", "zero"), False, coarse=True)
+    assert {2 ** strategy.roles.count("zero") for strategy in with_data} == {1, 4, 16, 64}
+
+
 class Logits(nn.Module):
     def __init__(self) -> None:
         super().__init__()
