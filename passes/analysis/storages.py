@@ -16,9 +16,16 @@ def is_view(node: fx.Node) -> bool:
 
 def storage_root(node: fx.Node) -> fx.Node:
     """The value whose memory a view shares."""
+    return through_views(node)[-1]
+
+
+def through_views(node: fx.Node) -> list[fx.Node]:
+    """A value, and what it is only another view of, the nearest first."""
+    views = [node]
     while node.op == "call_function" and is_view(node) and input_nodes(node):
         node = input_nodes(node)[0]
-    return node
+        views.append(node)
+    return views
 
 
 def memory_root(node: fx.Node) -> fx.Node:

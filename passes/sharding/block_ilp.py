@@ -20,6 +20,9 @@ from passes.sharding.rules import OpRule, has_rule
 
 # Price of what a role should not do, but must where an operator has no rule that suits it.
 _UNWANTED_S = 1.0
+# Times a reduction in front of a view of a gradient: behind it, it takes as long, and other axes may take their share
+# first.
+_EARLY = 1 + 1e-6
 
 # Per choice: a rule for an operator, a placement for an input, None for a sink.
 Decision = OpRule | Placement | None
@@ -174,12 +177,15 @@ class BlockProblem:
     def _changes(self, node: fx.Node, value: _Value, wanted: list[Placement]) -> _Changes:
         """Seconds of each change that has a meaning, read once for all values that are alike."""
         parameter, late = node in self.parameter_side, node in self.decided.values.unreduced
-        alike = value.spec, tuple(value.candidates), tuple(wanted), parameter, late
+        early = node in self.decided.values.viewed_gradients
+        alike = value.spec, tuple(value.candidates), tuple(wanted), parameter, late, early
         if alike not in self.changes:
-            self.changes[alike] = self._priced_changes(value, wanted, parameter, late)
+            self.changes[alike] = self._priced_changes(value, wanted, parameter, late, early)
         return self.changes[alike]
 
-    def _priced_changes(self, value: _Value, wanted: list[Placement], parameter: bool, late: bool) -> _Changes:
+    def _priced_changes(
+        self, value: _Value, wanted: list[Placement], parameter: bool, late: bool, early: bool
+    ) -> _Changes:
         pairs = {}
         for have in value.candidates:
             for want in wanted:
@@ -189,7 +195,8 @@ class BlockProblem:
                 may_change = self.role.may_change_parameter if parameter else self.role.may_change
                 too_early = late and isinstance(have, Partial)
                 wanted_so = have == want or (may_change(value.spec, have, want) and not too_early)
-                pairs[have, want] = time_s + (0.0 if wanted_so else _UNWANTED_S)
+                times = _EARLY if early and isinstance(have, Partial) else 1.0
+                pairs[have, want] = time_s * times + (0.0 if wanted_so else _UNWANTED_S)
         return pairs
 
     def _new_value(self, node: fx.Node, spec: TensorSpec, candidates: Sequence[Placement]) -> _Value:

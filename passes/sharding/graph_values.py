@@ -18,6 +18,7 @@ from passes.analysis.dataflow import (
     parameter_owners,
     sums_over_batch,
 )
+from passes.analysis.storages import through_views
 
 
 class GraphValues:
@@ -87,6 +88,12 @@ class GraphValues:
     def crossing_terms(self) -> dict[fx.Node, frozenset[fx.Node]]:
         """What a block adds to gradients that other blocks make, with the parameters that these are of."""
         return crossing_terms(self.graph)
+
+    @cached_property
+    def viewed_gradients(self) -> set[fx.Node]:
+        """What gradients are only another view of."""
+        gradients = [node for port, node in self.outputs if port.kind == "grad" and node is not None]
+        return {value for node in gradients for value in through_views(node)[1:]}
 
     @cached_property
     def sums(self) -> set[fx.Node]:

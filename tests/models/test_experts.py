@@ -14,11 +14,13 @@ from torch import fx, nn
 from cost_models.node_cost import node_cost
 from cost_models.ops import is_matmul
 from galvatron_fx.errors import PlanError
+from galvatron_fx.ir.graph.collectives import all_reduce
 from galvatron_fx.ir.graph.metadata import has_meta, meta_of, ports
 from galvatron_fx.ir.kernels.experts import route
 from galvatron_fx.ir.plan.schedule import make_schedule
 from galvatron_fx.ir.plan.strategy import Strategy
 from passes.analysis.blocks import fingerprints, num_blocks
+from passes.analysis.storages import is_view
 from passes.lowering.lower_stages import LowerStages
 from passes.lowering.lower_step import Lower
 from tests.helpers import assert_exact, captured, cluster_for, one_device, simulate, simulate_stages, uniform
@@ -68,10 +70,27 @@ def test_routers_without_an_order(family: str) -> None:
 def test_stages_and_microbatches_are_exact(family: str) -> None:
     """Not of a router in float32, whose products round otherwise for fewer tokens."""
     model, inputs, graph, expected = case(family)
-    schedule = make_schedule("1f1b", 2, 2, 2)
-    for role in ("data", "expert"):
+    for role, name in (("data", "1f1b"), ("expert", "zb_h1")):
+        schedule = make_schedule(name, 2, 2, 2)
         strategies, first = uniform(graph, "pipeline", role, capacity=0.5), (0, num_blocks(graph) // 2)
         assert_exact(simulate_stages(graph, model, inputs, (2, 2), strategies, first, schedule), expected)
+
+
+def test_gradients_of_experts_do_not_wait_whole() -> None:
+    """Their products make them along with those of inputs, and there they are scattered and added up."""
+    graph = case("mixtral")[2]
+    strategies = uniform(graph, "pipeline", "zero")
+    stages = LowerStages(strategies, (0, 3), 2, cluster_for((2, 2), strategies)).run(graph).stages
+    assert len(stages[-1].tasks["input_grad"].sums) == 2  # the two weights of the experts of its layer
+
+
+def test_data_adds_up_what_zero_has_scattered() -> None:
+    """Gradients are reduced behind views of them, where shares of them lie."""
+    graph = case("mixtral")[2]
+    strategies = uniform(graph, "data", "zero")
+    lowered = Lower(strategies, cluster_for((2, 2), strategies), {}).run(graph).joint
+    reduced = [node for node in lowered.graph.nodes if node.target is all_reduce]
+    assert reduced and not any(is_view(user) for node in reduced for user in node.users if user.op == "call_function")
 
 
 def test_a_loss_that_balances_experts_allows_no_microbatches() -> None:

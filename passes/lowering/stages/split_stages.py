@@ -15,6 +15,7 @@ from galvatron_fx.ir.graph.precision import cast_parameter
 from galvatron_fx.ir.graph.rewrite import copied, eliminate_dead_code
 from galvatron_fx.ir.plan.strategy import Strategy
 from passes.analysis.dataflow import LINEAR_OPS, ancestors, input_only_ops, made_of_parameters
+from passes.analysis.storages import is_view
 from passes.lowering.stages.stage_tasks import Draft, Task, names_of, write_tasks
 
 _REDUCES = (c.all_reduce, c.reduce_scatter)
@@ -215,7 +216,7 @@ class _Cut:
         finish = self._finish([n for _, n in gradients if n is not None], backward)
         start = self._start(forward)
         lead = ancestors([n for n in flow.sends_back if n in set(backward)], set(backward) - finish)
-        lead |= {n for n in backward if is_getitem(n) and n.args[0] in lead}
+        lead |= _made_along(lead, backward, finish)
         ways = {
             "start": [n for n in forward if n in start],
             "forward": [n for n in forward if n not in start],
@@ -304,6 +305,23 @@ class _Cut:
     def _ports(self, ways: Iterable[Sequence[fx.Node]], others: Sequence[fx.Node | None]) -> dict[str, InputSpec]:
         used = {n for nodes in ways for node in nodes for n in input_nodes(node)} | set(others)
         return {node.name: port for port, node in ports(self.graph) if node in used}
+
+
+def _made_along(lead: set[fx.Node], backward: Sequence[fx.Node], finish: set[fx.Node]) -> set[fx.Node]:
+    """What operators make along with gradients of inputs, and gradients that are this, seen otherwise or reduced: kept
+    for the gradients of weights it would be held whole, and spare no work.
+    """
+    ending: set[fx.Node] = set()  # gradients, and what leads to nothing else
+    for node in reversed(backward):
+        if all(user in ending for user in node.users if user.op == "call_function"):
+            ending.add(node)
+    along: set[fx.Node] = set()
+    for node in backward:
+        sources = input_nodes(node)
+        same = node in ending and node not in finish and (is_view(node) or node.target in _REDUCES)
+        if (is_getitem(node) and sources[0] in lead) or (same and sources[0] in along):
+            along.add(node)
+    return along
 
 
 def _drafts(

@@ -15,7 +15,7 @@ from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.graph.op_call import OpCall, input_nodes, is_getitem, op_call
 from galvatron_fx.ir.graph.precision import cast_parameter
-from passes.analysis.storages import is_view, storage_root, users_through_views
+from passes.analysis.storages import is_view, storage_root, through_views, users_through_views
 from passes.search.cost_table.graph_index import GraphIndex
 
 
@@ -74,8 +74,8 @@ class BlockFacts:
 
     @cached_property
     def final(self) -> set[fx.Node]:
-        """Gradients, and what they are only another view of."""
-        return {value for _, node in self.gradients for value in _through_views(node)}
+        """Gradients, and what they are only another view of: terms are added up in front of views as well as behind."""
+        return {value for _, node in self.gradients for value in through_views(node)}
 
     @cached_property
     def far_terms(self) -> list[fx.Node]:
@@ -209,15 +209,6 @@ class BlockFacts:
             alive.append(span)
             values.append(node)
         return values, np.array(alive).reshape(len(values), len(nodes)).T
-
-
-def _through_views(node: fx.Node) -> list[fx.Node]:
-    """A gradient and what it is only another view of: terms are added up in front of views as well as behind."""
-    views = [node]
-    while is_view(node) and input_nodes(node):
-        node = input_nodes(node)[0]
-        views.append(node)
-    return views
 
 
 def _parameter_side(nodes: list[fx.Node], parameters: frozenset[fx.Node]) -> set[fx.Node]:
