@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import numpy as np
 
 from galvatron_fx.ir.arrays import Floats
-from galvatron_fx.ir.plan.schedule import Schedule
+from galvatron_fx.ir.plan.schedule import SPREAD, Schedule
 
 
 def many_step_s(
@@ -23,17 +24,20 @@ def many_step_s(
     """
     time = [seconds for f, i, w in stages for seconds in (f, i + w, i, w)]
     delay: list[Floats | float] = [0.0] * len(time)
-    for stage, (here, there) in enumerate(zip(schedule.rank_of_stage, schedule.rank_of_stage[1:], strict=False)):
-        if here != there:
+    for stage in range(schedule.num_stages - 1):
+        if schedule.sends(stage, stage + 1):
             delay[4 * (stage + 1)] = ahead[stage]
+        if schedule.sends(stage + 1, stage):
             delay[4 * stage + 1] = delay[4 * stage + 2] = back[stage]
     free: list[Floats] = [np.zeros(1)] * schedule.num_ranks
     ends: list[Floats] = [np.full(1, -np.inf)]
     for _, rank, slot, after in schedule.steps:
-        start = np.maximum(free[rank], ends[after] + delay[slot]) if after else free[rank]
-        free[rank] = start + time[slot]
-        ends.append(free[rank])
-    last = free[0]
-    for end in free[1:]:
-        last = np.maximum(last, end)
+        start = reduce(np.maximum, free) if rank == SPREAD else free[rank]
+        end = (np.maximum(start, ends[after] + delay[slot]) if after else start) + time[slot]
+        if rank == SPREAD:
+            free = [end] * schedule.num_ranks
+        else:
+            free[rank] = end
+        ends.append(end)
+    last: Floats = reduce(np.maximum, free)
     return last

@@ -5,7 +5,8 @@ Transfers run beside compute and do not wait for each other. So with ``end`` of 
 
     start = max(free[rank], end[what it waits for] + transfer),    end = free[rank] = start + time,
 
-where an F waits for the F of the stage before and a B or I for the B or I of the stage behind. This is the longest
+where an F waits for the F of the stage before and a B or I for the B or I of the stage behind. What all ranks compute
+together starts when the last of them is free. This is the longest
 path through the schedule, as in Narayanan et al. 2021 (arXiv:2104.04473, section 2) with times of its own per stage.
 
 Activations of a micro-batch are held on a stage from its F until its B has ended, or its W where backward is split:
@@ -22,7 +23,7 @@ from operator import mul
 from typing import NamedTuple
 
 from galvatron_fx.ir.errors import InputError
-from galvatron_fx.ir.plan.schedule import Action, Schedule
+from galvatron_fx.ir.plan.schedule import SPREAD, Action, Schedule
 
 __all__ = [
     "InFlight",
@@ -68,11 +69,12 @@ class ScheduleReport:
         InputError naming an action that is missing, too many, on another rank, or ends before it starts.
         """
         times = {(span.rank, span.action): (span.start_s, span.end_s) for span in spans}
-        for rank, action in [(step.rank, step.action) for step in schedule.steps]:
+        wanted = [(rank, action) for rank, order in enumerate(schedule.orders) for action in order]
+        for rank, action in wanted:
             if (rank, action) not in times:
                 raise InputError(f"no span of {action} on rank {rank}; give one for every action of the schedule")
-        if len(spans) != len(schedule.steps):
-            raise InputError(f"{len(spans)} spans for {len(schedule.steps)} actions; give one for each, of one step")
+        if len(spans) != len(wanted):
+            raise InputError(f"{len(spans)} spans for {len(wanted)} actions; give one for each, of one step")
         for span in spans:
             if not -math.inf < span.start_s <= span.end_s < math.inf:
                 raise InputError(
@@ -80,7 +82,12 @@ class ScheduleReport:
                     f"finite seconds of one clock"
                 )
         first = min(span.start_s for span in spans)
-        starts, ends = zip(*(times[step.rank, step.action] for step in schedule.steps), strict=True)
+        starts, ends = [], []
+        for action, _, _, _ in schedule.steps:
+            # What ranks compute together has come to an end where the last has ended it.
+            ranks = schedule.ranks_of(action.stage)
+            starts.append(min(times[rank, action][0] for rank in ranks))
+            ends.append(max(times[rank, action][1] for rank in ranks))
         return cls(schedule, tuple(start - first for start in starts), tuple(end - first for end in ends))
 
     @cached_property
@@ -90,16 +97,20 @@ class ScheduleReport:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """Every action with its rank, start and end, in the order of ``schedule.steps``."""
+        """Every action on each rank that computes it, with start and end, in the order of ``schedule.steps``."""
         times = zip(self.schedule.steps, self.starts_s, self.ends_s, strict=True)
-        return tuple(Span(step.action, step.rank, start, end) for step, start, end in times)
+        return tuple(
+            Span(step.action, rank, start, end)
+            for step, start, end in times
+            for rank in self.schedule.ranks_of(step.action.stage)
+        )
 
     @cached_property
     def busy_s(self) -> tuple[float, ...]:
         """Seconds that each rank computes."""
         busy = [0.0] * self.schedule.num_ranks
-        for step, start, end in zip(self.schedule.steps, self.starts_s, self.ends_s, strict=True):
-            busy[step.rank] += end - start
+        for _, rank, start_s, end_s in self.spans:
+            busy[rank] += end_s - start_s
         return tuple(busy)
 
     @property
@@ -186,7 +197,7 @@ def waiting_counts(schedule: Schedule) -> tuple[InFlight, ...]:
     """
     counts: list[set[tuple[int, int]]] = [set() for _ in schedule.rank_of_stage]
     now = [(0, 0)] * schedule.num_stages
-    for action in (action for order in schedule.orders for action in order):
+    for action, _, _, _ in schedule.steps:
         whole, half = now[action.stage]
         if action.kind == "F":
             now[action.stage] = whole + 1, half
@@ -226,10 +237,14 @@ def _run(schedule: Schedule, time: Sequence[float], delay: Sequence[float]) -> S
     # Before the first action stands the end of nothing, which has arrived whatever the transfer takes.
     starts, ends = [0.0], [-math.inf]
     for _, rank, slot, after in schedule.steps:
-        start, arrival = free[rank], ends[after] + delay[slot]
+        start, arrival = max(free) if rank == SPREAD else free[rank], ends[after] + delay[slot]
         if arrival > start:
             start = arrival
-        free[rank] = end = start + time[slot]
+        end = start + time[slot]
+        if rank == SPREAD:
+            free = [end] * schedule.num_ranks
+        else:
+            free[rank] = end
         starts.append(start)
         ends.append(end)
     return ScheduleReport(schedule, tuple(starts[1:]), tuple(ends[1:]))
@@ -238,9 +253,10 @@ def _run(schedule: Schedule, time: Sequence[float], delay: Sequence[float]) -> S
 def _delays(schedule: Schedule, send_forward_s: Sequence[float], send_backward_s: Sequence[float]) -> list[float]:
     """Return by ``Step.slot`` the transfer that comes before F, B, I and W of each stage."""
     delay = [0.0] * (4 * schedule.num_stages)
-    for stage, (here, there) in enumerate(zip(schedule.rank_of_stage, schedule.rank_of_stage[1:], strict=False)):
-        if here != there:
+    for stage in range(schedule.num_stages - 1):
+        if schedule.sends(stage, stage + 1):
             delay[4 * (stage + 1)] = send_forward_s[stage]
+        if schedule.sends(stage + 1, stage):
             delay[4 * stage + 1] = delay[4 * stage + 2] = send_backward_s[stage]
     return delay
 

@@ -74,14 +74,15 @@ class _Run:
         self.ends = [-math.inf] + [math.inf] * count
         self.waiting: list[list[int]] = [[] for _ in range(self.schedule.num_ranks)]
         for index in range(count, 0, -1):
-            self.waiting[self.schedule.steps[index - 1].rank].append(index)
+            for rank in self._ranks(index):
+                self.waiting[rank].append(index)
         self.doing: dict[int, int] = {}
 
     def advance(self) -> bool:
         """Go on to the next event; False where all is done."""
         arrivals = {rank: self._arrival_s(indices[-1]) for rank, indices in enumerate(self.waiting) if indices}
         for rank, arrival_s in arrivals.items():
-            if rank not in self.doing and arrival_s <= self.now_s:
+            if rank not in self.doing and arrival_s <= self.now_s and self._all_wait(self.waiting[rank][-1]):
                 index = self.waiting[rank].pop()
                 self.doing[rank], self.starts[index] = index, self.now_s
                 self.left_s[rank] = self.time[self.schedule.steps[index - 1].slot]
@@ -99,6 +100,16 @@ class _Run:
                 self.left_s[rank] -= (next_s - self.now_s) / factor
         self.now_s = next_s
         return True
+
+    def _ranks(self, index: int) -> Sequence[int]:
+        return self.schedule.ranks_of(self.schedule.steps[index - 1].action.stage)
+
+    def _all_wait(self, index: int) -> bool:
+        """Whether all ranks that compute a step together are there, or have started it."""
+        return all(
+            self.doing.get(rank) == index if rank in self.doing else self.waiting[rank][-1:] == [index]
+            for rank in self._ranks(index)
+        )
 
     def _arrival_s(self, index: int) -> float:
         step = self.schedule.steps[index - 1]

@@ -19,7 +19,6 @@ from galvatron_fx.ir.graph.symbols import BATCH
 from galvatron_fx.ir.plan.arguments import check_arguments
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.precision_policy import describe_policy
-from galvatron_fx.ir.plan.strategy import original_name
 from galvatron_fx.ir.torch_compat.dtensors import look_for_infinities_in_all_shards
 from galvatron_fx.pass_insertion import describe_passes, require_all_ran
 from galvatron_fx.planning_session import PlanningSession
@@ -205,8 +204,7 @@ class _Assembly:
             unlike = unlike_tensors(model, device_type)
             builder, binder, program = self._of(plan)
             skeleton = _skeleton(model)
-            placed = {original_name(name): placements for name, placements in binder.placements().items()}
-            tensors = materialize(model, binder.mesh, placed, options.seed, binder.elsewhere(), unlike)
+            tensors = materialize(model, binder.mesh, binder.homes(), options.seed, binder.elsewhere(), unlike)
             module = DistributedGraphModule(
                 Compiled(
                     binder.mesh,

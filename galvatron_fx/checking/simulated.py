@@ -95,7 +95,12 @@ def replay(schedule: Schedule, runners: Sequence[StageRunner]) -> None:
         before = sum(map(len, pending))
         for order in pending:
             while order and _is_ready(order[0], passed, last):
-                _act(order.pop(0), runners, passed, last)
+                action, together = order[0], [pending[rank] for rank in schedule.ranks_of(order[0].stage)]
+                if any(other[:1] != [action] for other in together):
+                    break
+                for other in together:
+                    other.pop(0)
+                _act(action, runners, passed, last)
         assert sum(map(len, pending)) < before, f"deadlock before {[order[0] for order in pending if order]}"
 
 

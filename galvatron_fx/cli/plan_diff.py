@@ -120,7 +120,7 @@ def _totals(first: Plan, second: Plan) -> list[_Total]:
         return _Total(name, getattr(first, name), getattr(second, name))
 
     plans = ("axis_sizes", "graph_fingerprint", "step_time_s", "peak_memory_bytes", "memory_budget_bytes", "optimizer")
-    names = ("num_stages", "num_microbatches", "schedule", "first_blocks")
+    names = ("num_stages", "num_microbatches", "schedule", "first_blocks", "vocabulary")
     pipelining = [_Total(name, getattr(first.pipelining, name), getattr(second.pipelining, name)) for name in names]
     return [*map(both, plans), *pipelining]
 
@@ -162,6 +162,7 @@ _NAMES = {
     "num_microbatches": "micro-batches",
     "schedule": "schedule",
     "first_blocks": "stages begin at",
+    "vocabulary": "embedding and head",
 }
 
 

@@ -15,6 +15,7 @@ from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.layout import Layout
 from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.plan.prediction import TRANSFER, Cause
+from galvatron_fx.ir.plan.schedule import SPREAD
 from galvatron_fx.report.reasons import Reasons
 from passes.lowering.lower_step import Lowered
 from passes.simulation.short_model import Label
@@ -106,18 +107,20 @@ def transfer_rows(program: ShortProgram, step: StagesReport, pipeline_axes: tupl
         stage = program.lowered.stages[program.short.stage_of[index]]
         for task, names, to in (("send", stage.sends, index + 1), ("send_back", stage.sends_back, index - 1)):
             seconds = times.get((task, Cause(TRANSFER)), 0.0)
-            if not 0 <= to < len(ranks) or ranks[to] == ranks[index] or not names:
+            if not 0 <= to < len(ranks) or not step.schedule.sends(index, to) or not names:
                 continue
+            is_told = ranks[to] == SPREAD
             size = sum(stage.specs[name].size_bytes for name in names)
             spec = max((stage.specs[name] for name in names), key=lambda spec: spec.size_bytes)
             ahead = task == "send"
             what = "activations" if ahead else "gradients of activations"
-            why = f"{what} ({len(names)} values) for the stage {'behind' if ahead else 'before'} on another rank"
+            kind, place = ("broadcast", "that all ranks compute") if is_told else ("send", "on another rank")
+            why = f"{what} ({len(names)} values) for the stage {'behind' if ahead else 'before'} {place}"
             row = CollectiveRow(
-                None, "forward" if ahead else "backward", "send", pipeline_axes, spec.shape, _dtype(spec.dtype),
-                size, float(size), step.schedule.num_microbatches, seconds, why,
+                None, "forward" if ahead else "backward", kind, pipeline_axes, spec.shape, _dtype(spec.dtype), size,
+                float(size), step.schedule.num_microbatches, seconds, why,
             )  # fmt: skip
-            key = (task, size, spec.shape, seconds)
+            key = (task, is_told, size, spec.shape, seconds)
             known = rows.get(key)
             rows[key] = replace(row, count=row.count + (known.count if known else 0))
     return list(rows.values())

@@ -63,7 +63,7 @@ COLOURS: Mapping[str, tuple[str, str]] = {
     ACTIVATIONS: ("#c53030", "#dd5c5c"),
     TRANSIENTS: ("#d69e2e", "#dfb154"),
     BATCH: ("#718096", "#8593a8"),
-    # What a pipeline rank does, and the same for its later stages.
+    # What a pipeline rank does, the same for its later stages, and for stages that all ranks compute together.
     "forward": ("#2b6cb0", "#3d7fc4"),
     "backward": ("#2f855a", "#3c9d6d"),
     "input gradients": ("#dd6b20", "#e8833f"),
@@ -72,6 +72,10 @@ COLOURS: Mapping[str, tuple[str, str]] = {
     "backward, later stage": ("#8cc7a8", "#86c7a6"),
     "input gradients, later stage": ("#f2b78f", "#f0b48c"),
     "weight gradients, later stage": ("#c3b0ec", "#c4b2ea"),
+    "forward, all ranks": ("#b83280", "#c94f96"),
+    "backward, all ranks": ("#702459", "#8f3d78"),
+    "input gradients, all ranks": ("#d53f8c", "#de66a4"),
+    "weight gradients, all ranks": ("#97266d", "#ab4585"),
     # The chosen plan and the others.
     "chosen": ("#2b6cb0", "#3d7fc4"),
     "other": ("#a3b1c4", "#6b7a90"),

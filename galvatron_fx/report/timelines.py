@@ -10,7 +10,7 @@ import numpy as np
 from cost_models.schedule_time import ScheduleReport
 from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.plan.prediction import LOCAL_CAUSES, MEMORY_KINDS
-from galvatron_fx.ir.plan.schedule import ACTION_NAMES, Action
+from galvatron_fx.ir.plan.schedule import ACTION_NAMES, SPREAD, Action
 from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 from galvatron_fx.report.bars import FAR
 from galvatron_fx.report.drawing import WIDTH, Band, Boxes, Line, Picture, Rect, Shape, Text, merged, text_width, ticks
@@ -179,8 +179,10 @@ def _thinned(timeline: MemoryTimeline) -> tuple[Floats, Floats]:
 
 
 def _action_colour(report: ScheduleReport, action: Action) -> str:
-    stages = report.schedule.stages_of(report.schedule.rank_of_stage[action.stage])
-    later = ", later stage" if action.stage != stages[0] else ""
+    owner = report.schedule.rank_of_stage[action.stage]
+    if owner == SPREAD:
+        return f"{ACTION_NAMES[action.kind]}, all ranks"
+    later = ", later stage" if action.stage != report.schedule.rank_of_stage.index(owner) else ""
     return ACTION_NAMES[action.kind] + later
 
 

@@ -14,11 +14,11 @@ from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.graph.bound_ops import BoundAxis
 from galvatron_fx.ir.graph.layout import Layout
 from galvatron_fx.ir.graph.metadata import InputSpec, signature
-from galvatron_fx.ir.graph.placement import Placement
+from galvatron_fx.ir.graph.placement import REPLICATE, Placement
 from galvatron_fx.ir.kernels.select import Kernels
 from galvatron_fx.ir.plan.plan import Plan
-from galvatron_fx.ir.plan.schedule import Schedule
-from galvatron_fx.ir.plan.strategy import original_name
+from galvatron_fx.ir.plan.schedule import SPREAD, Schedule
+from galvatron_fx.ir.plan.strategy import PIPELINE, original_name
 from galvatron_fx.ir.torch_compat.dtensors import STAGES_DIM
 from galvatron_fx.runtime.backends import Backend
 from galvatron_fx.runtime.expert_loads import KeptCounts
@@ -33,7 +33,11 @@ from passes.lowering.lower_stages import LoweredStages
 from passes.lowering.lower_step import Lowered
 from passes.lowering.stages.split_stages import Stage
 
+ONE_RANK_DIM = "galvatron_fx_one_rank"  # of a mesh of stages that are on one rank each
+
 Placements = dict[str, tuple[Placement, ...]]
+Homes = dict[str, tuple[DeviceMesh, tuple[Placement, ...]]]
+"""The ranks that hold parts of each parameter, and how it lies on them."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,10 @@ class Binder:
     def placements(self) -> Placements:
         """How every parameter lies, by name."""
         return _placements(signature(self.lowered.joint).inputs, self.lowered.layout)
+
+    def homes(self) -> Homes:
+        """Who holds every parameter, by its original name."""
+        return {name: (self.mesh, placed) for name, placed in self.placements().items()}
 
     def elsewhere(self) -> frozenset[str]:
         """Parameters and buffers that this rank does not hold: none."""
@@ -78,9 +86,14 @@ class Binder:
 
 @dataclass(frozen=True)
 class StageBinder:
-    """Binds plans with stages or micro-batches; ``mesh``: the ranks of one stage."""
+    """Binds plans with stages or micro-batches; ``mesh``: the ranks of one stage, one dim per column of the layout.
+
+    Where embedding and head are spread over the stages' ranks, these are one more column, and one dim of ``mesh``;
+    ``stage_mesh`` has but the others.
+    """
 
     mesh: DeviceMesh
+    stage_mesh: DeviceMesh
     kernels: Kernels
     pipeline: PipelineGroup
     schedule: Schedule
@@ -104,18 +117,39 @@ class StageBinder:
         pipeline_axes = tuple(sizes[axis] for axis in plan.pipeline_axes)
         whole = _lowering_mesh(mesh, cluster, lowered.layout, pipeline_axes)
         if not pipeline_axes:
-            return cls(whole, kernels, PipelineGroup(0, (dist.get_rank(),), None, {}), schedule, lowered, backend)
+            alone = PipelineGroup(0, (dist.get_rank(),), None, {})
+            return cls(whole, whole, kernels, alone, schedule, lowered, backend)
         names = whole.mesh_dim_names or ()
-        stage_mesh = whole[tuple(names[1:])]
-        group = whole.get_group(0)
+        stage_mesh = whole[tuple(name for name in names if name != STAGES_DIM)]
+        columns_mesh = stage_mesh
+        if spread_column(lowered.layout) is not None:
+            columns_mesh = whole[names[: len(lowered.layout.merged_axes)]]
+        group = whole.get_group(STAGES_DIM)
         shared = _copy_groups(whole, schedule, lowered.stages)
         peers = tuple(dist.get_process_group_ranks(group))
-        pipeline = PipelineGroup(whole.get_local_rank(0), peers, group, shared)
-        return cls(stage_mesh, kernels, pipeline, schedule, lowered, backend)
+        pipeline = PipelineGroup(whole.get_local_rank(STAGES_DIM), peers, group, shared)
+        return cls(columns_mesh, stage_mesh, kernels, pipeline, schedule, lowered, backend)
 
     def placements(self) -> Placements:
         """How every parameter, or copy of one, lies on the mesh of its stage."""
         return _placements(signature(self.lowered.joint).inputs, self.lowered.layout)
+
+    def homes(self) -> Homes:
+        """Who holds every parameter: all ranks, if they compute its stage together, or those of one stage."""
+        column, spread = spread_column(self.lowered.layout), self._spread()
+        homes: Homes = {}
+        for name, placed in self.placements().items():
+            parameter = original_name(name)
+            if column is None or parameter in spread:
+                homes[parameter] = self.mesh, placed
+            else:
+                homes[parameter] = self.stage_mesh, (*placed[:column], *placed[column + 1 :])
+        return homes
+
+    def _spread(self) -> set[str]:
+        """Parameters and buffers of stages that all ranks compute together."""
+        stages = (stage for stage in self.lowered.stages if self.schedule.rank_of_stage[stage.index] == SPREAD)
+        return {original_name(name) for stage in stages for name in _tensors(stage)}
 
     def elsewhere(self) -> frozenset[str]:
         """Parameters and buffers that only other pipeline ranks hold; what no stage uses is held by the first."""
@@ -125,8 +159,12 @@ class StageBinder:
         return frozenset(taken - self._held() | (unused if self._rank else set()))
 
     def copies(self) -> frozenset[str]:
-        """Parameters held here that an earlier pipeline rank holds, too."""
-        holders = _holders(self.schedule, self.lowered.stages)
+        """Parameters and buffers held here that an earlier pipeline rank holds, too, and not another part of them."""
+        holders, column = _holders(self.schedule, self.lowered.stages), spread_column(self.lowered.layout)
+        if column is not None:
+            placed = self.placements().items()
+            split = {original_name(name) for name, placements in placed if placements[column] != REPLICATE}
+            holders |= {name: [0] for name in self._spread() - split}
         return frozenset(name for name in self._held() if min(holders.get(name, [self._rank])) < self._rank)
 
     def _held(self) -> set[str]:
@@ -164,16 +202,27 @@ class StageBinder:
         return self.schedule.stages_of(self._rank)
 
 
-def _lowering_mesh(mesh: DeviceMesh, cluster: Cluster, layout: Layout, split_factor: tuple[int, ...]) -> DeviceMesh:
-    """The ranks of ``mesh`` with one dim for the axes ``split_factor`` (if any) and one per column of the layout."""
+def spread_column(layout: Layout) -> int | None:
+    """The column of the ranks that hold stages, where some blocks are spread over them."""
+    return next((i for i, column in enumerate(layout.merged_axes) if PIPELINE in column.roles), None)
+
+
+def _lowering_mesh(mesh: DeviceMesh, cluster: Cluster, layout: Layout, stages: tuple[int, ...]) -> DeviceMesh:
+    """The ranks of ``mesh`` with one dim per column of the layout, and one for the axes ``stages`` (if any): in front,
+    or where these are a column.
+    """
     ranks = mesh.mesh.reshape([axis.size for axis in cluster.axes] or [1])
-    order = [*split_factor, *(axis for column in layout.merged_axes for axis in column.axes)]
-    rest = [axis for axis in range(ranks.dim()) if axis not in order]
+    order = [axis for column in layout.merged_axes for axis in column.axes]
     shape = list(layout.shape) or [1]
     names = _dim_names(mesh, cluster, [column.axes for column in layout.merged_axes])
-    if split_factor:
-        shape = [-1, *shape]
-        names = [STAGES_DIM, *names]
+    column = spread_column(layout)
+    if column is not None:
+        names[column] = STAGES_DIM
+        if len(shape) == 1:
+            shape, names = [*shape, 1], [*names, ONE_RANK_DIM]
+    elif stages:
+        order, shape, names = [*stages, *order], [-1, *shape], [STAGES_DIM, *names]
+    rest = [axis for axis in range(ranks.dim()) if axis not in order]
     return DeviceMesh(mesh.device_type, ranks.permute(*order, *rest).reshape(shape), mesh_dim_names=tuple(names))
 
 
@@ -210,9 +259,9 @@ def _tensors(stage: Stage) -> list[str]:
 
 
 def _holders(schedule: Schedule, stages: Sequence[Stage]) -> dict[str, list[int]]:
-    """For each parameter and buffer the pipeline ranks that hold it or a copy, ascending."""
+    """For each parameter and buffer of one rank's stages the pipeline ranks that hold it or a copy, ascending."""
     holders: dict[str, set[int]] = {}
-    for stage in stages:
+    for stage in (stage for stage in stages if schedule.rank_of_stage[stage.index] != SPREAD):
         for name in _tensors(stage):
             holders.setdefault(original_name(name), set()).add(schedule.rank_of_stage[stage.index])
     return {name: sorted(ranks) for name, ranks in sorted(holders.items())}
@@ -221,7 +270,8 @@ def _holders(schedule: Schedule, stages: Sequence[Stage]) -> dict[str, list[int]
 def _copy_groups(whole: DeviceMesh, schedule: Schedule, stages: Sequence[Stage]) -> dict[str, dist.ProcessGroup]:
     """A group for every set of pipeline ranks that hold copies of a trained parameter; all ranks make all groups."""
     trained = {original_name(g.port.name) for stage in stages for g in stage.gradients if g.port.kind == "grad"}
-    ranks_by_stage = whole.mesh.reshape(whole.mesh.shape[0], -1)
+    dim = (whole.mesh_dim_names or ()).index(STAGES_DIM)
+    ranks_by_stage = whole.mesh.movedim(dim, 0).reshape(whole.mesh.shape[dim], -1)
     here = dist.get_rank()
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     shared: dict[str, dist.ProcessGroup] = {}

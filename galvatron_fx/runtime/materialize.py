@@ -19,13 +19,14 @@ from galvatron_fx.runtime.same_weights import from_first
 def materialize(
     model: nn.Module,
     mesh: DeviceMesh,
-    placements: Mapping[str, tuple[Placement, ...]],
+    homes: Mapping[str, tuple[DeviceMesh, tuple[Placement, ...]]],
     seed: int,
     elsewhere: Set[str] = frozenset(),
     unlike: Set[str] = frozenset(),
 ) -> dict[str, Tensor | None]:
     """Return this rank's tensors by name: parameters as DTensors, buffers whole, without those that are ``elsewhere``.
 
+    ``homes``: the mesh on which each parameter lies, and how; one that has none lies whole on ``mesh``.
     Tied parameters are one tensor under several names. A model on the meta device is initialised module by module with
     its own ``reset_parameters`` or ``_init_weights``, each module from a seed of its own, so that every mesh, one
     device included, gets the same weights, and no rank ever holds more than one whole module. Those that are ``unlike``
@@ -35,7 +36,7 @@ def materialize(
     by_identity: dict[int, Tensor] = {}
     names = list(model.named_parameters(remove_duplicate=False))
     first_name = {id(tensor): name for name, tensor in reversed(_named_tensors(model))}
-    placed = {id(parameter): placements[name] for name, parameter in names if name in placements}
+    placed = {id(parameter): homes[name] for name, parameter in names if name in homes}
     tensors: dict[str, Tensor | None] = {}
     fresh = _Initialiser(model, seed)
 
@@ -55,7 +56,7 @@ def materialize(
                 whole(parameter)  # the others wait for this rank
             continue
         if key not in by_identity:
-            by_identity[key] = _shard_parameter(whole(parameter), parameter, mesh, placed.get(key, ()))
+            by_identity[key] = _shard_parameter(whole(parameter), parameter, *placed.get(key, (mesh, ())))
         tensors[name] = by_identity[key]
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if id(buffer) not in foreign:
@@ -84,7 +85,7 @@ def _shard_parameter(
         if isinstance(placement, Shard):
             local = take_run(local, placement.dim, placement.split_factor, mesh.size(dim), mesh.get_local_rank(dim))
     local = local.to(mesh.device_type, copy=True).contiguous()
-    shown = [to_dtensor(p) for p in placements or (REPLICATE,)]
+    shown = [to_dtensor(p) for p in placements or (REPLICATE,) * mesh.ndim]
     whole_shape = torch.Size(parameter.shape)
     stride = torch.empty(whole_shape, device="meta").stride()
     tensor = DTensor.from_local(local, mesh, shown, run_check=False, shape=whole_shape, stride=stride)

@@ -8,9 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from cost_models.formula_text import cost_note
@@ -45,7 +43,8 @@ from galvatron_fx.runtime.program import Call
 from galvatron_fx.runtime.rebalance import ExpertMoves, move, propose, require_alone, restored
 from galvatron_fx.runtime.same_batch import BatchComparison
 from galvatron_fx.runtime.same_copies import CopyComparison
-from galvatron_fx.runtime.stage_tensors import mark_of_stage, of_one_stage
+from galvatron_fx.runtime.stage_tensors import mark_of_stage
+from galvatron_fx.runtime.total_norm import total_norm
 from passes.frontend.capture.capture import FlatInputs
 
 
@@ -183,13 +182,10 @@ class DistributedGraphModule(LikeOriginal):
         As ``torch.nn.utils.clip_grad_norm_``, but over the parameters of all stages, each counted once.
         """
         check_arguments(max_norm=max_norm, norm_type=norm_type)
-        gradients = {name: of_one_stage(p.grad) for name, p in self.named_parameters() if p.grad is not None}
-        counted = [gradient for name, gradient in gradients.items() if name not in self.stage_copies]
+        gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
+        group = self._stages.group if self._stages is not None else None
         with self._watch.collectives():
-            norm = torch.nn.utils.get_total_norm(counted, norm_type)
-            total = norm.full_tensor() if isinstance(norm, DTensor) else norm
-            if self._stages is not None:
-                total = _norm_over(total, norm_type, self._stages.group)
+            total = total_norm(gradients, norm_type, self.stage_copies, group)
             if gradients:
                 factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as torch's
                 scale_all([local_part(gradient) for gradient in gradients.values()], factor)
@@ -478,14 +474,3 @@ class DistributedGraphModule(LikeOriginal):
                 position += 1
             leaves.append(value)
         return pytree.tree_unflatten(leaves, spec)
-
-
-def _norm_over(norm: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor:
-    """The norm of all stages' gradients from each stage's."""
-    if norm_type == float("inf"):
-        dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
-        return norm
-    power = norm**norm_type
-    dist.all_reduce(power, group=group)
-    total: Tensor = power ** (1.0 / norm_type)
-    return total

@@ -16,7 +16,7 @@ from cost_models.schedule_time import ScheduleReport, Span
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.metadata import InputSpec, OutputSpec, Signature, TensorSpec, meta_of, ports, signature
 from galvatron_fx.ir.graph.placement import Placement, Shard
-from galvatron_fx.ir.plan.schedule import Schedule
+from galvatron_fx.ir.plan.schedule import SPREAD, Schedule
 from galvatron_fx.ir.plan.strategy import original_name
 from galvatron_fx.runtime.backends import Backend, Boxed, Eager, compile_graph
 from galvatron_fx.runtime.backward_refusals import Versions
@@ -182,8 +182,9 @@ class StagedProgram:
             shared = {name: self._value(port, value_of) for name, port in stage.ports.items() if port.kind != "hoisted"}
             positions = {name: int(port.name) for name, port in stage.ports.items() if port.kind == "hoisted"}
             runners.append(StageRunner(stage, self._run_task, shared, partial(_of_microbatch, hoisted, positions)))
-        peers = [self.pipeline.peers[rank] for rank in self.schedule.rank_of_stage]
-        running = [RunningStage(r, self.schedule, self.pipeline.rank, peers, self.device) for r in runners]
+        pipeline = self.pipeline
+        ranks = pipeline.rank, pipeline.peers, pipeline.group
+        running = [RunningStage(runner, self.schedule, *ranks, self.device) for runner in runners]
         for runner in runners:
             runner.start()
         TorchPipeline(running, self.schedule, forward_only).run()
@@ -249,7 +250,7 @@ class StagedProgram:
             gradients[name] = port, total
 
     def _outputs(self, runners: Sequence[StageRunner]) -> dict[OutputSpec, Any]:
-        """Outputs made on this rank; numbers (losses) are told to all stages."""
+        """Outputs made on this rank; numbers (losses) are told to all stages, which have those of spread ones."""
         count = self.lowered.microbatched.num_microbatches
         by_microbatch: list[dict[OutputSpec, Any]] = [{} for _ in range(count)]
         for runner in runners:
@@ -268,7 +269,7 @@ class StagedProgram:
     def _tell_state(self, merged: dict[OutputSpec, Any]) -> None:
         """Give new values of buffers and parameters to all ranks that hold them, and to no others."""
         for port, (maker, holders, spec) in self._state.items():
-            if holders != {maker}:
+            if holders != {maker} and maker != SPREAD:
                 value = merged.get(port, torch.empty(spec.shape, dtype=spec.dtype, device=self.device)).contiguous()
                 dist.broadcast(value, src=self.pipeline.peers[maker], group=self.pipeline.group)
                 merged[port] = value
@@ -284,7 +285,7 @@ class StagedProgram:
         for stage in self.lowered.stages:
             for port in stage.ports.values():
                 if port.kind in ("param", "buffer"):
-                    holders.setdefault(original_name(port.name), set()).add(ranks[stage.index])
+                    holders.setdefault(original_name(port.name), set()).update(self.schedule.ranks_of(stage.index))
             for output, name in stage.results:
                 if output.kind == "buffer":
                     makers[output] = ranks[stage.index], stage.specs[name]
@@ -297,6 +298,8 @@ class StagedProgram:
         if self.pipeline.group is None or len({rank for rank, _ in self._pieces.values()}) < 2:
             return
         for port, (rank, spec) in self._pieces.items():
+            if rank == SPREAD:
+                continue
             for results in by_microbatch:
                 value = results.get(port)
                 value = torch.empty(spec.shape, dtype=spec.dtype, device=self.device) if value is None else value
@@ -316,7 +319,7 @@ class StagedProgram:
 
     @cached_property
     def _scalars(self) -> dict[OutputSpec, tuple[int, torch.dtype]]:
-        """Outputs without dims: the pipeline rank that makes each, and its dtype."""
+        """Outputs without dims that one pipeline rank makes: this rank, and the dtype."""
         split = self.lowered.microbatched
         scalars: dict[OutputSpec, tuple[int, torch.dtype]] = {}
         for stage in self.lowered.stages:
@@ -327,6 +330,7 @@ class StagedProgram:
                     scalars[port] = rank, spec.dtype
                 if port.kind == "piece":
                     scalars |= {late: (rank, dtype) for late, dtype in split.late_scalars().items()}
+        scalars = {port: made for port, made in scalars.items() if made[0] != SPREAD}
         return dict(sorted(scalars.items(), key=lambda item: item[0].name))
 
 

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from cost_models.schedule_time import Span
-from galvatron_fx.ir.plan.schedule import Action, Schedule
-from galvatron_fx.ir.torch_compat.pipelines import lower_actions, pipeline_runtime
+from galvatron_fx.ir.plan.schedule import SPREAD, Action, Schedule
+from galvatron_fx.ir.plan.transfers import with_transfers
+from galvatron_fx.ir.torch_compat.pipelines import pipeline_runtime, runtime_actions
 from galvatron_fx.runtime.stage_runner import StageRunner
 
 T = TypeVar("T")
@@ -21,7 +22,7 @@ class Sender:
     """Sends values to one neighbouring stage, those of one micro-batch at a time.
 
     Torch's runtime would wait for all sends at the end of the step, and hold their tensors until then. Waiting for the
-    one before cannot hang: ``lower_actions`` puts a receive into its rank's order together with its send, so that what
+    one before cannot hang: ``with_transfers`` puts a receive into its rank's order together with its send, so that what
     a rank does before receiving never waits for what the sender does after sending.
     """
 
@@ -48,11 +49,22 @@ class Sender:
 class RunningStage:
     """One stage as torch's runtime calls it: it holds what was received until the computation that takes it.
 
-    ``peers``: the global rank of every stage on this rank's coordinates. ``spans``: when it computed what, in seconds
-    of ``time.perf_counter``, without the wait for what it takes; of asynchronous kernels, when they were launched.
+    A stage that all ranks compute together (a spread one) is told what it takes by the rank that has it.
+
+    ``peers``: the global ranks of the pipeline on this rank's coordinates, ``group`` their group. ``spans``: when it
+    computed what, in seconds of ``time.perf_counter``, without the wait for what it takes; of asynchronous kernels,
+    when they were launched.
     """
 
-    def __init__(self, runner: StageRunner, schedule: Schedule, rank: int, peers: Sequence[int], device: str) -> None:
+    def __init__(
+        self,
+        runner: StageRunner,
+        schedule: Schedule,
+        rank: int,
+        peers: Sequence[int],
+        group: dist.ProcessGroup | None,
+        device: str,
+    ) -> None:
         self.runner = runner
         self.stage_index = runner.stage.index
         self.num_stages = schedule.num_stages
@@ -64,10 +76,17 @@ class RunningStage:
         self.submod = None
         self.stage_index_to_group_rank: dict[int, int] = {}
         self.spans: list[Span] = []
-        self._sends_ahead = not self.is_last and schedule.rank_of_stage[self.stage_index + 1] != rank
-        self._peers = peers
-        # Of the last stage the first of these has no use, and of the first stage the second.
-        self._ahead, self._back = (Sender(peers[(self.stage_index + step) % self.num_stages]) for step in (1, -1))
+        self._is_spread = schedule.rank_of_stage[self.stage_index] == SPREAD
+        self._group = group
+        # Of the last stage the first of these has no use, and of the first stage the second; nor have they of a
+        # neighbour that is spread.
+        ahead, back = (schedule.rank_of_stage[(self.stage_index + step) % self.num_stages] for step in (1, -1))
+        self._sends_ahead = (
+            not self.is_last and schedule.sends(self.stage_index, self.stage_index + 1) and ahead != SPREAD
+        )
+        self._keeps_back = not self._is_spread or back == rank
+        self._peer_ahead, self._peer_back = peers[ahead], peers[back]
+        self._ahead, self._back = Sender(self._peer_ahead), Sender(self._peer_back)
         self._device = device
         self._activations: dict[int, list[Any]] = {}
         self._gradients: dict[int, list[Any]] = {}
@@ -78,11 +97,11 @@ class RunningStage:
 
     def get_fwd_recv_ops(self, index: int) -> list[dist.P2POp]:
         self._activations[index] = self._buffers(self.runner.stage.receives)
-        return self._receives(self._activations[index], -1)
+        return self._receives(self._activations[index], self._peer_back)
 
     def get_bwd_recv_ops(self, index: int) -> list[dist.P2POp]:
         self._gradients[index] = self._buffers(self.runner.stage.receives_back)
-        return self._receives(self._gradients[index], 1)
+        return self._receives(self._gradients[index], self._peer_ahead)
 
     def get_fwd_send_ops(self, index: int) -> list[dist.P2POp]:
         """Send, and leave torch's runtime nothing to hold."""
@@ -112,25 +131,34 @@ class RunningStage:
         specs = [self.runner.stage.specs[name] for name in names]
         return [torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs]
 
-    def _receives(self, tensors: Sequence[torch.Tensor], step: int) -> list[dist.P2POp]:
-        peer = self._peers[self.stage_index + step]
+    def _receives(self, tensors: Sequence[torch.Tensor], peer: int) -> list[dist.P2POp]:
+        if self._is_spread:  # all ranks receive at once, when they compute
+            return []
         return [dist.P2POp(dist.irecv, tensor, peer) for tensor in tensors]
+
+    def _told(self, values: list[Any], source: int) -> list[Any]:
+        """What a stage takes; of a spread one, on all ranks what ``source`` has."""
+        if self._is_spread:
+            for position, value in enumerate(values):
+                values[position] = value.contiguous()
+                dist.broadcast(values[position], src=source, group=self._group)
+        return values
 
     # ---- what is computed ----
 
     def forward_one_chunk(self, index: int, *_: Any, **__: Any) -> list[Any]:
-        received = self._activations.pop(index, [])
+        received = self._told(self._activations.pop(index, []), self._peer_back)
         sends = self._timed("F", index, lambda: self.runner.forward(index, received, keep=self.has_backward))
         if self._sends_ahead:
             self._outgoing[index] = sends
         return sends
 
     def backward_one_chunk(self, index: int, full_backward: bool = True, **_: Any) -> None:
-        received = self._gradients.pop(index, [])
+        received = self._told(self._gradients.pop(index, []), self._peer_ahead)
         kind = "B" if full_backward else "I"
-        self._outgoing_back[index] = self._timed(
-            kind, index, lambda: self.runner.backward(index, received, whole=full_backward)
-        )
+        sends = self._timed(kind, index, lambda: self.runner.backward(index, received, whole=full_backward))
+        if self._keeps_back:
+            self._outgoing_back[index] = sends
 
     def backward_weight_one_chunk(self, index: int, **_: Any) -> None:
         self._timed("W", index, lambda: self.runner.weight_grad(index))
@@ -153,11 +181,7 @@ class TorchPipeline(pipeline_runtime()):  # type: ignore[misc]
     def __init__(self, stages: Sequence[RunningStage], schedule: Schedule, forward_only: bool = False) -> None:
         super().__init__(list(stages), schedule.num_microbatches, backward_requires_autograd=False)
         self.stage_index_to_group_rank = dict(enumerate(schedule.rank_of_stage))
-        orders = [
-            [(a.stage, a.kind, a.microbatch) for a in order if a.kind == "F" or not forward_only]
-            for order in schedule.orders
-        ]
-        self.pipeline_order_with_comms = lower_actions(orders, schedule.rank_of_stage)
+        self.pipeline_order_with_comms = runtime_actions(with_transfers(schedule, forward_only))
         for stage in stages:
             stage.has_backward = not forward_only
 

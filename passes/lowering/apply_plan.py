@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import lcm, prod
 from typing import Any
@@ -17,7 +17,15 @@ from galvatron_fx.ir.graph.placement import Placement
 from galvatron_fx.ir.graph.precision import policy_of
 from galvatron_fx.ir.kernels.experts import route
 from galvatron_fx.ir.plan.plan import Plan
-from galvatron_fx.ir.plan.strategy import CONTEXT, EXPERT, EXPERT_ROLES, EXPERT_SEQUENCE, Strategy, batch_ranks
+from galvatron_fx.ir.plan.strategy import (
+    CONTEXT,
+    EXPERT,
+    EXPERT_ROLES,
+    EXPERT_SEQUENCE,
+    PIPELINE,
+    Strategy,
+    batch_ranks,
+)
 from passes.analysis.block_names import named_block
 from passes.analysis.blocks import fingerprints, graph_fingerprint, num_blocks, num_values
 from passes.lowering.lower_stages import LoweredStages, LowerStages
@@ -36,6 +44,7 @@ __all__ = [
     "warn_uneven_batch",
     "warn_without_experts",
     "warn_without_sequence",
+    "with_spread_ends",
 ]
 
 
@@ -187,12 +196,23 @@ def computed_batch(plan: Plan, graph: fx.GraphModule) -> int:
 
 def expand(plan: Plan, count: int) -> list[Strategy]:
     """A strategy for each of ``count`` blocks; another number of blocks than planned (evaluation) is met by
-    position.
+    position. Where the vocabulary is spread, axes that hold stages are ``tensor`` to the first and the last block.
     """
     planned = 1 if plan.is_wildcard else len(plan.blocks)
     if plan.is_wildcard or planned == count:
-        return [plan.strategy_of(i, count) for i in range(count)]
-    return [plan.strategy_of(i * planned // count, planned) for i in range(count)]
+        strategies = [plan.strategy_of(i, count) for i in range(count)]
+    else:
+        strategies = [plan.strategy_of(i * planned // count, planned) for i in range(count)]
+    return with_spread_ends(strategies) if plan.pipelining.is_spread else strategies
+
+
+def with_spread_ends(strategies: Sequence[Strategy]) -> list[Strategy]:
+    """Strategies of which the first and the last give the role ``tensor`` to the axes that hold stages."""
+
+    def spread(strategy: Strategy) -> Strategy:
+        return replace(strategy, roles=tuple("tensor" if role == PIPELINE else role for role in strategy.roles))
+
+    return [spread(strategies[0]), *strategies[1:-1], spread(strategies[-1])]
 
 
 def strategies_on(plan: Plan, cluster: Cluster, count: int) -> list[Strategy]:
@@ -238,6 +258,8 @@ def lower(
         return Lower(strategies, cluster, held, fixed or {}, asked).run(graph)
     planned = blocks if plan.is_wildcard else len(plan.blocks)
     cuts = [first * blocks // planned for first in plan.pipelining.cuts(planned)]
+    if plan.pipelining.is_spread:
+        cuts[-1] = blocks - 1
     count = plan.pipelining.num_microbatches
     stages = LowerStages(strategies, cuts, count, cluster, held, fixed or {}, asked, keep_outputs=not training)
     return stages.run(graph)

@@ -24,6 +24,7 @@ from passes.lowering.rematerialize import Rematerialize
 from passes.lowering.stages.relay_or_recompute import RelayOrRecompute
 from passes.lowering.stages.split_microbatches import Microbatched, SplitMicrobatches
 from passes.lowering.stages.split_stages import SplitStages, Stage, stage_of_node, stages_of_blocks
+from passes.lowering.stages.spread_stages import check_alone, check_copies, spread_stages
 from passes.lowering.stages.untie_weights import UntieWeights
 from passes.sharding.placed_calls import verify_placed
 from passes.sharding.shard_graph import ShardGraph
@@ -100,6 +101,8 @@ class LowerStages:
         self._check_epilogue(microbatched)
         stage_of = stages_of_blocks(self.first_blocks, len(self.strategies))
         untied = apply(UntieWeights(stage_of), microbatched.graph)
+        spread = spread_stages(self.strategies, self.first_blocks)
+        check_copies(untied, stage_of, spread)
         sharding = ShardGraph(
             self.strategies, self.cluster.axes, self.cluster.device, self.cache, self.fixed, self.control
         )
@@ -108,6 +111,7 @@ class LowerStages:
         joint = apply(OffloadActivations(self.strategies, stage_of.__getitem__), kept)
         cut = SplitStages(self.first_blocks, self.strategies, self._relay(layout(sharded)).relayed)
         stages = apply.cut(cut, joint, _tasks)
+        check_alone([stage for stage in stages if spread and stage.index not in spread], layout(sharded))
         for part, task in _tasks(stages).items():
             ScheduleCommunication(self.strategies, layout(sharded), self.cluster, part, self.control).run(task)
         return LoweredStages(joint, stages, microbatched, layout(sharded), whole)

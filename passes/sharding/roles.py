@@ -11,7 +11,7 @@ from galvatron_fx.ir.graph.op_call import OpCall
 from galvatron_fx.ir.graph.placement import REPLICATE, Placement, Shard, fits
 from galvatron_fx.ir.graph.symbols import BATCH, SEQUENCE
 from galvatron_fx.ir.kernels.experts import place_by_rank, route
-from galvatron_fx.ir.plan.strategy import BATCH_ROLES, CONTEXT, EXPERT_ROLES, EXPERT_SEQUENCE
+from galvatron_fx.ir.plan.strategy import BATCH_ROLES, CONTEXT, EXPERT_ROLES, EXPERT_SEQUENCE, PIPELINE
 from passes.sharding.rules import OpRule, counts_tokens
 
 _WHOLE_WEIGHTS = ("sequence", CONTEXT)
@@ -24,7 +24,11 @@ _SEQUENCE_ROLES = (*_WHOLE_WEIGHTS, "tensor_sequence", EXPERT_SEQUENCE)
 
 @dataclass(frozen=True)
 class RoleRules:
-    """The limits that ``role`` puts on an axis of ``degree`` ranks; ``batch`` is the batch size left on each rank."""
+    """The limits that ``role`` puts on an axis of ``degree`` ranks; ``batch`` is the batch size left on each rank.
+
+    An axis that holds stages is lowered where other blocks are spread over its ranks: to a block of one rank all is
+    whole, as if each rank computed it.
+    """
 
     role: str
     degree: int
@@ -41,6 +45,8 @@ class RoleRules:
         """Whether a value inside a block may be placed so."""
         if not isinstance(placement, Shard):
             return True
+        if self.role == PIPELINE:
+            return False
         if self.role in EXPERT_ROLES and self._is_of_experts(spec):
             return placement in self.parameter_choices(spec)
         symbols = getattr(spec.symbolic[placement.dim], "free_symbols", ())

@@ -130,7 +130,10 @@ def _left(batch: int, role: RoleRules) -> int:
 
 
 def merge_axes(strategies: Sequence[Strategy], axes: Sequence[Axis]) -> tuple[MergedAxis, ...]:
-    """Group the axes whose roles agree in every block, in the order of lowering, which is that of the lowering mesh."""
+    """Group the axes whose roles agree in every block, in the order of lowering, which is that of the lowering mesh.
+
+    Axes that hold stages are left out, unless the first and the last block are spread over them.
+    """
     groups: dict[tuple[str, ...], list[int]] = {}
     for i, axis in enumerate(axes):
         if axis.size > 1 and strategies[0].roles[i] != PIPELINE:
@@ -144,4 +147,4 @@ def merge_axes(strategies: Sequence[Strategy], axes: Sequence[Axis]) -> tuple[Me
 def _lowering_rank(column: MergedAxis) -> tuple[int, tuple[int, ...]]:
     """Ranks exchange tokens that all roles which split tokens have split."""
     role = next((role for role in EXPERT_ROLES if role in column.roles), column.main_role)
-    return LOWERING_ORDER.index(role), column.axes
+    return (*LOWERING_ORDER, PIPELINE).index(role), column.axes

@@ -9,7 +9,7 @@ from cost_models.optimizer import OptimizerModel, ParameterShard
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.metadata import InputSpec, meta_of, ports
 from galvatron_fx.ir.plan.prediction import BATCH, PARAMETERS, STATES
-from galvatron_fx.ir.plan.schedule import Schedule
+from galvatron_fx.ir.plan.schedule import SPREAD, Schedule
 from galvatron_fx.ir.plan.strategy import original_name, stood_for_name
 from passes.lowering.lower_stages import LoweredStages
 from passes.lowering.stages.split_microbatches import Microbatched
@@ -49,7 +49,14 @@ class PersistentMemory:
         everywhere = {name for held in tensors for name in held}
         tensors[0] |= {name: shard for name, shard in shards.items() if name not in everywhere}
         trained = frozenset(original_name(g.port.name) for stage in lowered.stages for g in stage.gradients)
-        shared = frozenset(name for name in trained if sum(name in held for held in tensors) > 1)
+        spread = {
+            original_name(port.name)
+            for stage in lowered.stages
+            if schedule.rank_of_stage[stage.index] == SPREAD
+            for port in stage.ports.values()
+            if _is_tensor(port)
+        }
+        shared = frozenset(name for name in trained - spread if sum(name in held for held in tensors) > 1)
         batch = sum(meta_of(n).spec.size_bytes for p, n in ports(lowered.microbatched.graph) if p.kind == "input")
         return cls(optimizer, tensors, trained, shared, batch, hoisted)
 

@@ -7,13 +7,10 @@ from dataclasses import dataclass, field
 
 from galvatron_fx.ir.plan.prediction import ACTIVATIONS, GRADIENTS, TRANSIENTS, Storage
 from galvatron_fx.ir.plan.strategy import original_name
+from galvatron_fx.ir.plan.transfers import Row
 from passes.lowering.stages.split_stages import Stage
 from passes.simulation.live_memory import LiveMemory
 from passes.simulation.task_memory import StageMemory
-
-# What a rank does: stage, kind (F, B, I, W and their transfers) and micro-batch.
-Row = tuple[int, str, int]
-
 
 # Parameters, inputs and whatever else stays alive beside the schedule: counted by whoever asks.
 OUTSIDE = Storage(0)
@@ -126,11 +123,13 @@ class RankReplay:
     _gradients: dict[tuple[int, int], list[Storage]] = field(default_factory=dict)
     _outgoing: dict[Row, list[Storage]] = field(default_factory=dict)
     _under_way: dict[tuple[int, str], list[Storage]] = field(default_factory=dict)
+    _sent: set[Row] = field(default_factory=set)
 
     def run(self, order: Sequence[Row]) -> None:
         """Run all tasks but the last of each stage."""
         for stage in self.stages.values():
             stage.start()
+        self._sent = {row for row in order if row[1].startswith("SEND")}
         for row in order:
             self._act(*row)
         for sent in self._under_way.values():
@@ -178,8 +177,10 @@ class RankReplay:
             self._pass(self._gradients, (index, "SEND_B", part), index - 1, sends)
 
     def _pass(self, arrived: dict[tuple[int, int], list[Storage]], send: Row, to: int, values: list[Storage]) -> None:
-        """To a neighbour on this rank at once, to another when it is sent."""
+        """To a neighbour on this rank at once, to another when it is sent; what is not sent is let go of."""
         if to in self.stages:
             arrived[to, send[2]] = values
-        else:
+        elif send in self._sent:
             self._outgoing[send] = values
+        else:
+            self.live.drop(values)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
 
-from cost_models.collectives import collective_s
+from cost_models.collectives import broadcast_s, collective_s
 from cost_models.optimizer import ADAM, OptimizerModel, ParameterShard
 from cost_models.schedule_time import ScheduleReport, simulate_schedule
 from cost_models.shared_cores import simulate_sharing, slowdown_of
@@ -15,9 +15,9 @@ from cost_models.streams import Event
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.graph.metadata import TensorSpec, ports
 from galvatron_fx.ir.plan.prediction import BATCH, IDLE, TRANSFER, TRANSIENTS, UPDATE, Cause, MemoryUse, RankUse
-from galvatron_fx.ir.plan.schedule import Schedule
+from galvatron_fx.ir.plan.schedule import SPREAD, Schedule
 from galvatron_fx.ir.plan.strategy import stood_for_name
-from galvatron_fx.ir.torch_compat.pipelines import orders_with_transfers
+from galvatron_fx.ir.plan.transfers import with_transfers
 from passes.lowering.lower_stages import LoweredStages
 from passes.lowering.stages.split_stages import Stage
 from passes.simulation.events import GraphEvents
@@ -182,9 +182,11 @@ class SimulateStages:
         """Seconds of every stage, as if nothing ran at once."""
         degrees = lowered.layout.shape
         shards = {p.name: shard_of(node, degrees) for p, node in ports(lowered.joint) if p.kind == "param"}
-        pairs = zip(lowered.stages, events, strict=True)
-        times = {id(stage.tasks): self._alone(stage, stage_events, shards) for stage, stage_events in pairs}
-        return [times[id(stage.tasks)] for stage in lowered.stages]
+        times: dict[Hashable, StageTimes] = {}
+        for stage, stage_events in zip(lowered.stages, events, strict=True):
+            if (key := self._key(stage)) not in times:
+                times[key] = self._alone(stage, stage_events, shards)
+        return [times[self._key(stage)] for stage in lowered.stages]
 
     def report(
         self,
@@ -236,9 +238,8 @@ class SimulateStages:
             id(stage.tasks): StageMemory.of(stage, lowered.layout.shape, kinds) for stage in distinct_stages(lowered)
         }
         memory = [measured[id(stage.tasks)] for stage in lowered.stages]
-        rows = [[(a.stage, a.kind, a.microbatch) for a in order] for order in self.schedule.orders]
         replays = []
-        for rank, order in enumerate(orders_with_transfers(rows, self.schedule.rank_of_stage)):
+        for rank, order in enumerate(with_transfers(self.schedule)):
             live = LiveMemory()
             stages = {i: StageReplay(lowered.stages[i], memory[i], live) for i in self.schedule.stages_of(rank)}
             replay = kind(stages, live)
@@ -248,8 +249,9 @@ class SimulateStages:
         return replays
 
     def _alone(self, stage: Stage, events: StageEvents, shards: Mapping[str, ParameterShard]) -> StageTimes:
-        times = {("send", Cause(TRANSFER)): self._send_s(stage.specs, stage.sends)}
-        times["send_back", Cause(TRANSFER)] = self._send_s(stage.specs, stage.sends_back)
+        ahead, back = (self._taker(stage.index + step) for step in (1, -1))
+        times = {("send", Cause(TRANSFER)): self._send_s(stage.specs, stage.sends, ahead)}
+        times["send_back", Cause(TRANSFER)] = self._send_s(stage.specs, stage.sends_back, back)
         params = [port for port in stage.ports.values() if port.kind == "param" and port.requires_grad]
         trained = [shards[stood_for_name(port.name)] for port in params]
         times[_UPDATE, Cause(UPDATE)] = self._simulator.update_s(trained)
@@ -257,12 +259,22 @@ class SimulateStages:
             times |= {(name, cause): spent for cause, spent in task_events.seconds.items()}
         return times
 
-    def _send_s(self, specs: dict[str, TensorSpec], names: Sequence[str]) -> float:
-        """Seconds to send values to a neighbouring stage."""
+    def _taker(self, stage: int) -> int | None:
+        """The rank of a neighbouring stage."""
+        return self.schedule.rank_of_stage[stage] if 0 <= stage < self.schedule.num_stages else None
+
+    def _key(self, stage: Stage) -> Hashable:
+        """What the times of a stage rest on: stages with equal tasks may pass their values to one rank or to all."""
+        return id(stage.tasks), self._taker(stage.index + 1) == SPREAD, self._taker(stage.index - 1) == SPREAD
+
+    def _send_s(self, specs: dict[str, TensorSpec], names: Sequence[str], taker: int | None) -> float:
+        """Seconds to send values to a neighbouring stage; to a spread one, all its ranks are told."""
         if not names or not self.pipeline_axes:
             return 0.0
-        link = self.pipeline_axes[0]
-        return sum(float(collective_s("send_recv", float(specs[name].size_bytes), [link])) for name in names)
+        sizes = [float(specs[name].size_bytes) for name in names]
+        if taker == SPREAD:
+            return sum(broadcast_s(size, self.pipeline_axes) for size in sizes)
+        return sum(float(collective_s("send_recv", size, self.pipeline_axes[:1])) for size in sizes)
 
 
 def _task_s(times: StageTimes, task: str) -> float:

@@ -15,12 +15,14 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -32,14 +34,16 @@ from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.plan.pipelining import BY_HAND, Pipelining
 from galvatron_fx.ir.plan.plan import prime_factors
 from galvatron_fx.ir.plan.strategy import Strategy
+from galvatron_fx.runtime.dtensor_views import local_part
 from galvatron_fx.runtime.stage_runner import StageRunner
 from passes.analysis.blocks import num_values
 from passes.search.tables.search import search_table
 from passes.search.tables.stages import Stages
 from tests.ir.cluster.test_cluster import described
 from tests.models import zoo
+from tests.models.language import language
 from tests.models.random_plans import Combination, draw, prepared, random_table
-from tests.runtime.beside_plain import full, train
+from tests.runtime.beside_plain import full, same, train
 from tests.runtime.launch import Check, assert_held, fork_checks, launched
 from tests.runtime.shared_lowerings import lower_before_the_fork
 
@@ -112,6 +116,32 @@ def searched_table(mesh: DeviceMesh) -> None:
     table = search_table(Stages((0, 1, 2, 3), forward, ones, forward, none, none, ones, ones, (3.0,) * 4), 4).schedule
     assert table.name == BY_HAND and table.splits_backward, "no named schedule is as fast"
     trains(Pipelining.by_hand(table), mesh)
+
+
+def spread_vocabulary(mesh: DeviceMesh) -> None:
+    """Embedding and head, tied, on all ranks: steps, evaluation, and a state that a plan of whole ends takes over."""
+    model, inputs = language(RANKS, is_tied=True)
+    cluster, graph = Cluster.from_mesh(mesh), galvatron_fx.capture(model, inputs)
+    spread, ends = (
+        Plan.uniform(PRIMES, ROLES, pipelining=Pipelining(RANKS, 2, "zb_h1", vocabulary=vocabulary))
+        for vocabulary in ("spread", "ends")
+    )
+    compiled, other = (compile_captured(copy.deepcopy(model), graph, mesh, plan, cluster) for plan in (spread, ends))
+    assert local_part(compiled.embed.weight).shape[0] == model.embed.weight.shape[0] // RANKS
+    train(compiled, model, inputs, steps=2)
+    with torch.no_grad():
+        same(compiled(**inputs)["loss"], model(**inputs)["loss"], "loss of evaluation")
+    report = compiled.measured_schedule()
+    assert report.schedule == spread.pipelining.table(RANKS)
+    with TemporaryDirectory() as own:
+        folder = [own]
+        dist.broadcast_object_list(folder)
+        dcp.save(compiled.state_dict(), checkpoint_id=folder[0])
+        loaded = other.state_dict()
+        dcp.load(loaded, checkpoint_id=folder[0])
+        other.load_state_dict(loaded)
+        dist.barrier()
+    same(other.forward_backward(**inputs)["loss"], model(**inputs)["loss"], "loss after loading")
 
 
 def of_block(strategy: Strategy, count: int) -> Strategy:
@@ -209,7 +239,7 @@ def refuses_unlike_plans(mesh: DeviceMesh) -> None:
 def _checks() -> dict[str, Check]:
     named: dict[str, Check] = {name: partial(trains, Pipelining(*of, name)) for name, of in SCHEDULES.items()}
     others: tuple[Check, ...] = (
-        table_by_hand, searched_table, random_plans, gradients_of_zero_are_seen,
+        table_by_hand, searched_table, spread_vocabulary, random_plans, gradients_of_zero_are_seen,
         refuses_another_mesh, refuses_more_stages_than_blocks, refuses_a_duplicate_action,
         refuses_a_table_of_other_ranks, refuses_unlike_plans,
     )  # fmt: skip

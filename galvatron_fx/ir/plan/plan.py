@@ -19,7 +19,7 @@ from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.plan import plan_json, plan_table, report_json
 from galvatron_fx.ir.plan.arguments import check_arguments, shown
 from galvatron_fx.ir.plan.optimizers import ADAM, check_optimizer
-from galvatron_fx.ir.plan.pipelining import BY_HAND, ONE_STAGE, Pipelining
+from galvatron_fx.ir.plan.pipelining import BY_HAND, ENDS, ONE_STAGE, SPREAD_ENDS, Pipelining
 from galvatron_fx.ir.plan.precision_policy import describe_policy, policy_from_dict, policy_to_dict
 from galvatron_fx.ir.plan.schedule import legal
 from galvatron_fx.ir.plan.search_report import SearchReport
@@ -368,6 +368,11 @@ def _check_stages(plan: Plan) -> None:
     if not plan.is_wildcard:
         plan.pipelining.cuts(len(plan.blocks))
     ranks = plan.num_pipeline_ranks
+    if plan.pipelining.is_spread and ranks == 1:
+        raise PlanError(
+            f"vocabulary={SPREAD_ENDS!r} spreads embedding and head over pipeline ranks, and the plan has no axis of "
+            f"role '{PIPELINE}': give some axis that role, or vocabulary={ENDS!r}"
+        )
     if plan.pipelining.schedule == BY_HAND:
         plan.pipelining.table(ranks)
         return

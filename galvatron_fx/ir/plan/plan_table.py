@@ -194,6 +194,7 @@ def _stages(plan: Plan) -> list[str]:
     )
     return [
         f"stages               {pipelining.num_stages} on {plan.num_pipeline_ranks} pipeline ranks, {cuts}",
+        *(["vocabulary           first and last block spread over all pipeline ranks"] if pipelining.is_spread else []),
         f"micro-batches        {pipelining.num_microbatches}, schedule {pipelining.schedule}",
         *(["rows                 sums over blocks that lie on several ranks"] if plan.num_pipeline_ranks > 1 else []),
     ]

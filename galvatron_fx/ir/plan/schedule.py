@@ -20,7 +20,7 @@ Importing this file does not import torch; :func:`make_schedule` does.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -33,6 +33,7 @@ __all__ = [
     "KINDS",
     "SCHEDULES",
     "SEARCH",
+    "SPREAD",
     "Action",
     "Schedule",
     "Step",
@@ -46,6 +47,9 @@ SCHEDULES: tuple[str, ...] = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv
 
 SEARCH = "search"
 """Stands for the table that a search finds best (:mod:`passes.search.tables`); the plan then has that table."""
+
+SPREAD = -1
+"""The rank of a stage that all pipeline ranks compute together, each its share: none starts before all are there."""
 
 ACTION_NAMES = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
 """What an action of each kind computes; "B" is "I" and "W" in one."""
@@ -99,6 +103,7 @@ class Step(NamedTuple):
 
     ``slot`` is ``4 * stage`` plus the index of the kind in :data:`KINDS`, to look up times by. ``after`` is the
     1-based position, in the same list, of the action on a neighbouring stage whose result arrives first; 0 for none.
+    ``rank`` is :data:`SPREAD` where all ranks compute it together.
     """
 
     action: Action
@@ -111,7 +116,8 @@ class Step(NamedTuple):
 class Schedule:
     """Say what every pipeline rank computes, in order.
 
-    ``rank_of_stage`` has the pipeline rank of each stage, and ``orders`` the actions of each rank, without gaps.
+    ``rank_of_stage`` has the pipeline rank of each stage, :data:`SPREAD` for one that all compute together, and
+    ``orders`` the actions of each rank, without gaps; actions of spread stages stand in all orders.
     ``name`` is one of :data:`SCHEDULES`, or another for a table made by hand. Nothing is checked here; see
     :func:`check_schedule`.
     """
@@ -140,7 +146,16 @@ class Schedule:
         """Return the stages of pipeline rank ``rank``, ascending; raises PlanError when there is no such rank."""
         if not 0 <= rank < self.num_ranks:
             raise PlanError(f"pipeline rank {rank} of {self.num_ranks}; give 0 to {self.num_ranks - 1}")
-        return tuple(stage for stage, stage_rank in enumerate(self.rank_of_stage) if stage_rank == rank)
+        return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner in (rank, SPREAD))
+
+    def ranks_of(self, stage: int) -> Sequence[int]:
+        """Return the pipeline ranks that compute a stage."""
+        owner = self.rank_of_stage[stage]
+        return range(self.num_ranks) if owner == SPREAD else (owner,)
+
+    def sends(self, stage: int, to: int) -> bool:
+        """Whether values of one stage have to be sent for another: not where its ranks, or all, have them."""
+        return self.rank_of_stage[stage] not in (SPREAD, self.rank_of_stage[to])
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
@@ -178,7 +193,7 @@ class Schedule:
         name, ranks, num_microbatches, orders = (fields[key] for key in _KEYS)
         if not isinstance(name, str):
             raise PlanError(f"the name of a schedule is {_shorten(name)}; give text such as '1f1b'")
-        if not isinstance(ranks, list) or not all(map(_is_count, ranks)):
+        if not isinstance(ranks, list) or not all(rank == SPREAD or _is_count(rank) for rank in ranks):
             raise PlanError(f"rank_of_stage of a schedule is {_shorten(ranks)}; give a list with one rank per stage")
         if not isinstance(num_microbatches, int) or not _is_count(num_microbatches):
             raise PlanError(f"num_microbatches of a schedule is {_shorten(num_microbatches)}; give an int from 1")
@@ -252,8 +267,8 @@ def check_schedule(schedule: Schedule) -> None:
     """Raise PlanError, naming rank, action and remedy, unless the schedule computes every gradient and ends.
 
     Wanted are, for every stage and micro-batch, one F and after it either one B, or one I and after it one W, all on
-    the rank of the stage; and orders that do not wait for each other in a circle, where an F waits for the F of the
-    stage before and a B or I for that of the stage behind.
+    the rank of the stage, or on every rank if all compute it together, in one order; and orders that do not wait for
+    each other in a circle, where an F waits for the F of the stage before and a B or I for that of the stage behind.
     """
     _checked_steps(schedule)
 
@@ -278,7 +293,7 @@ def _check_form(schedule: Schedule) -> None:
     if not _is_count(schedule.num_microbatches) or schedule.num_microbatches == 0:
         raise PlanError(f"a schedule of {schedule.num_microbatches!r} microbatches; give an int from 1")
     for stage, rank in enumerate(schedule.rank_of_stage):
-        if not _is_count(rank) or rank >= schedule.num_ranks:
+        if rank != SPREAD and (not _is_count(rank) or rank >= schedule.num_ranks):
             raise PlanError(
                 f"stage {stage} is on rank {rank!r} of a schedule with orders for {schedule.num_ranks} ranks; "
                 f"mend rank_of_stage, or give an order for that rank"
@@ -288,12 +303,12 @@ def _check_form(schedule: Schedule) -> None:
         raise PlanError(f"ranks {idle} of {schedule.num_ranks} have no stage; give every pipeline rank at least one")
 
 
-def _places(schedule: Schedule) -> dict[tuple[int, int], dict[str, int]]:
-    """Return for every stage and micro-batch where in the order of its rank the actions are, by kind.
+def _places(schedule: Schedule) -> dict[tuple[int, int, int], dict[str, int]]:
+    """Return for every rank, stage and micro-batch where in the order of the rank the actions are, by kind.
 
     Raises PlanError for an action that does not exist, is on a wrong rank, or is there twice.
     """
-    places: dict[tuple[int, int], dict[str, int]] = {}
+    places: dict[tuple[int, int, int], dict[str, int]] = {}
     for rank, order in enumerate(schedule.orders):
         for place, action in enumerate(order):
             if action.stage >= schedule.num_stages or action.microbatch >= schedule.num_microbatches:
@@ -301,20 +316,21 @@ def _places(schedule: Schedule) -> dict[tuple[int, int], dict[str, int]]:
                     f"rank {rank} has {action} in a schedule of {schedule.num_stages} stages and "
                     f"{schedule.num_microbatches} microbatches, both counted from 0; remove it"
                 )
-            if (owner := schedule.rank_of_stage[action.stage]) != rank:
+            if (owner := schedule.rank_of_stage[action.stage]) not in (rank, SPREAD):
                 raise PlanError(f"rank {rank} has {action}, and stage {action.stage} is on rank {owner}; move it there")
-            kinds = places.setdefault((action.stage, action.microbatch), {})
+            kinds = places.setdefault((rank, action.stage, action.microbatch), {})
             if action.kind in kinds:
                 raise PlanError(f"rank {rank} has {action} twice, at {kinds[action.kind]} and {place}; remove one")
             kinds[action.kind] = place
     return places
 
 
-def _check_pairs(schedule: Schedule, places: Mapping[tuple[int, int], dict[str, int]]) -> None:
+def _check_pairs(schedule: Schedule, places: Mapping[tuple[int, int, int], dict[str, int]]) -> None:
     """Raise PlanError unless every stage and micro-batch has F and B, or F, I and W, in this order."""
-    for stage, rank in enumerate(schedule.rank_of_stage):
+    pairs = [(stage, rank) for stage in range(schedule.num_stages) for rank in schedule.ranks_of(stage)]
+    for stage, rank in pairs:
         for microbatch in range(schedule.num_microbatches):
-            kinds = places.get((stage, microbatch), {})
+            kinds = places.get((rank, stage, microbatch), {})
             wanted = _wanted(rank, stage, microbatch, kinds)
             for first, then in pairwise(wanted):
                 if kinds[first] > kinds[then]:
@@ -353,15 +369,22 @@ def _replay(schedule: Schedule) -> tuple[list[Step], dict[int, Action]]:
                 action = order[at[rank]]
                 needed = _needed(schedule, action)
                 after = ended.get(needed) if needed else 0
-                if after is None:
+                owner = schedule.rank_of_stage[action.stage]
+                if after is None or (owner == SPREAD and _absent(schedule, at, action)):
                     break
-                steps.append(Step(action, rank, 4 * action.stage + KINDS.index(action.kind), after))
+                steps.append(Step(action, owner, 4 * action.stage + KINDS.index(action.kind), after))
                 if action.kind != "W":
                     ended[action.kind == "F", action.stage, action.microbatch] = len(steps)
-                at[rank] += 1
+                for together in schedule.ranks_of(action.stage):
+                    at[together] += 1
             progress = progress or at[rank] > start
     orders = enumerate(schedule.orders)
     return steps, {rank: order[at[rank]] for rank, order in orders if at[rank] < len(order)}
+
+
+def _absent(schedule: Schedule, at: Sequence[int], action: Action) -> list[int]:
+    """Return the ranks whose order has something else, or nothing, where they stand."""
+    return [rank for rank, order in enumerate(schedule.orders) if order[at[rank] : at[rank] + 1] != (action,)]
 
 
 def _needed(schedule: Schedule, action: Action) -> tuple[bool, int, int] | None:
@@ -374,12 +397,15 @@ def _needed(schedule: Schedule, action: Action) -> tuple[bool, int, int] | None:
 
 
 def _why_blocked(schedule: Schedule, action: Action) -> str:
+    if schedule.rank_of_stage[action.stage] == SPREAD:
+        return " (all ranks compute it together)"
     needed = _needed(schedule, action)
     if needed is None:
         return ""
     forward, stage, microbatch = needed
     wanted = f"{stage}F{microbatch}" if forward else f"{stage}B{microbatch} or {stage}I{microbatch}"
-    return f" (waits for {wanted} on rank {schedule.rank_of_stage[stage]})"
+    ranks = schedule.ranks_of(stage)
+    return f" (waits for {wanted} on {f'rank {ranks[0]}' if len(ranks) == 1 else 'all ranks'})"
 
 
 def _holdings(schedule: Schedule) -> list[dict[tuple[int, ...], None]]:
@@ -387,7 +413,7 @@ def _holdings(schedule: Schedule) -> list[dict[tuple[int, ...], None]]:
     counts = [dict.fromkeys(schedule.stages_of(rank), 0) for rank in range(schedule.num_ranks)]
     holdings: list[dict[tuple[int, ...], None]] = [{} for _ in schedule.orders]
     grown = [False] * schedule.num_ranks
-    for action, rank, _, _ in schedule.steps:
+    for action, rank in ((a, rank) for a, _, _, _ in schedule.steps for rank in schedule.ranks_of(a.stage)):
         if action.kind == "F":
             counts[rank][action.stage] += 1
             grown[rank] = True
@@ -427,11 +453,13 @@ def _render(schedule: Schedule) -> str:
     steps, blocked = _replay(schedule)
     rows: list[list[str]] = [[] for _ in schedule.orders]
     ends = [0]
-    for action, rank, _, after in steps:
-        row = rows[rank]
-        row += ["."] * (ends[after] - len(row))
-        row += [str(action), *"=" * (_UNIT_STEPS[action.kind] - 1)]
-        ends.append(len(row))
+    for action, _, _, after in steps:
+        together = [rows[rank] for rank in schedule.ranks_of(action.stage)]
+        start = max(ends[after], *map(len, together))
+        for row in together:
+            row += ["."] * (start - len(row))
+            row += [str(action), *"=" * (_UNIT_STEPS[action.kind] - 1)]
+        ends.append(start + _UNIT_STEPS[action.kind])
     for rank, action in blocked.items():
         rows[rank].append(f"stuck at {action}")
     return "\n".join([_heading(schedule), *_columns(rows)])

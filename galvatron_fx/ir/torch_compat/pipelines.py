@@ -1,4 +1,4 @@
-"""Torch's pipeline schedules: orders of work, sends and receives, the runtime."""
+"""Torch's pipeline schedules: orders of work, actions, the runtime."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["lower_actions", "orders_with_transfers", "pipeline_orders", "pipeline_runtime"]
+__all__ = ["pipeline_orders", "pipeline_runtime", "runtime_actions"]
 
 
 def pipeline_orders(
@@ -69,28 +69,12 @@ def pipeline_runtime() -> type:
     return schedules._PipelineScheduleRuntime
 
 
-def lower_actions(
-    orders: Sequence[Sequence[tuple[int, str, int]]], rank_of_stage: Sequence[int]
-) -> dict[int, list[Any]]:
-    """Torch's actions, with sends and receives between them, for rows of (stage, kind, micro-batch); by rank."""
+def runtime_actions(rows: Sequence[Sequence[tuple[int, str, int]]]) -> dict[int, list[Any]]:
+    """Torch's actions by rank, for rows of (stage, kind, micro-batch), transfers such as SEND_F among them."""
     from torch.distributed.pipelining import schedules
 
-    kinds = {"F": schedules.FORWARD, "B": schedules.FULL_BACKWARD}
-    kinds |= {"I": schedules.BACKWARD_INPUT, "W": schedules.BACKWARD_WEIGHT}
-    actions = {
+    kinds = {str(kind.value): kind for kind in schedules._ComputationType}
+    return {
         rank: [schedules._Action(stage, kinds[kind], microbatch) for stage, kind, microbatch in order]
-        for rank, order in enumerate(orders)
+        for rank, order in enumerate(rows)
     }
-    mapping = tuple(rank_of_stage)
-    return schedules._add_send_recv(actions, lambda stage: mapping[stage], len(mapping))
-
-
-def orders_with_transfers(
-    orders: Sequence[Sequence[tuple[int, str, int]]], rank_of_stage: Sequence[int]
-) -> list[list[tuple[int, str, int]]]:
-    """The rows of :func:`lower_actions` as (stage, kind, micro-batch), SEND_F, RECV_F, SEND_B and RECV_B among them."""
-    lowered = lower_actions(orders, rank_of_stage)
-    return [
-        [(a.stage_index, str(a.computation_type.value), int(a.microbatch_index)) for a in lowered[rank]]
-        for rank in sorted(lowered)
-    ]

@@ -238,7 +238,7 @@ def test_actions_of_wrong_values_are_refused(fields: tuple[str, int, int], messa
         ({"name": 3}, r"the name of a schedule is 3; give text"),
         ({"extra": 1}, r"give an object with the keys name, rank_of_stage, num_microbatches, orders"),
         ({"rank_of_stage": "01"}, r"rank_of_stage of a schedule is '01'; give a list"),
-        ({"rank_of_stage": [0, -1]}, r"rank_of_stage of a schedule is \[0, -1\]; give a list"),
+        ({"rank_of_stage": [0, -2]}, r"rank_of_stage of a schedule is \[0, -2\]; give a list"),
         ({"num_microbatches": True}, r"num_microbatches of a schedule is True; give an int"),
         ({"num_microbatches": 1.5}, r"num_microbatches of a schedule is 1\.5; give an int"),
         ({"orders": "0F0"}, r"orders of a schedule is '0F0'; give one list of actions"),

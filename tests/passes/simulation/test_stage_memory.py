@@ -13,7 +13,7 @@ from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.plan.prediction import ACTIVATIONS, GRADIENTS, TRANSIENTS, Storage
 from galvatron_fx.ir.plan.schedule import Schedule, make_schedule
 from galvatron_fx.ir.plan.strategy import Strategy
-from galvatron_fx.ir.torch_compat.pipelines import orders_with_transfers
+from galvatron_fx.ir.plan.transfers import with_transfers
 from galvatron_fx.runtime.microbatches import hoisted_values
 from passes.lowering.lower_stages import LoweredStages, LowerStages
 from passes.lowering.stages.split_stages import SplitStages, Stage
@@ -93,10 +93,9 @@ def test_memory_of_tasks(stages: tuple[Stage, ...]) -> None:
 
 def peaks(stages: tuple[Stage, ...], schedule: Schedule) -> list[tuple[int, int]]:
     """(most bytes, bytes at the end) of every rank, beside parameters and inputs."""
-    rows = [[(a.stage, a.kind, a.microbatch) for a in order] for order in schedule.orders]
-    kinds = {kind for row in rows for _, kind, _ in row}
+    kinds = {action.kind for order in schedule.orders for action in order}
     found = []
-    for rank, order in enumerate(orders_with_transfers(rows, schedule.rank_of_stage)):
+    for rank, order in enumerate(with_transfers(schedule)):
         live = LiveMemory()
         own = {i: StageReplay(stages[i], StageMemory.of(stages[i], (), kinds), live) for i in schedule.stages_of(rank)}
         replay = RankReplay(own, live)
