@@ -92,7 +92,8 @@ def _key(name: str, value: Tensor) -> Key:
 
 def _whole(value: Tensor) -> Tensor:
     whole = value.full_tensor() if isinstance(value, DTensor) else value
-    return whole.detach().clone()
+    dense = whole.to_dense() if whole.is_sparse else whole  # of Embedding(sparse=True); compiled ones are dense
+    return dense.detach().clone()
 
 
 def _weights(outputs: list[Tensor], trained: int | None = None) -> dict[int, Tensor]:

@@ -135,6 +135,14 @@ def test_no_loss_and_several(losses: int) -> None:
     assert row(found, "gradient", "linear.weight")
 
 
+@pytest.mark.filterwarnings("ignore:sparse=True of an embedding")
+def test_sparse_gradients_of_eager_are_compared() -> None:
+    model = nn.Sequential(nn.Embedding(20, 6, sparse=True), nn.Linear(6, 4))
+    found = galvatron_fx.check(model, 2, (torch.randint(0, 20, (4, 5)),), Plan.uniform((2,), ("data",)), steps=2)
+    assert found.ok, str(found)
+    assert row(found, "gradient", "0.weight")
+
+
 @pytest.mark.parametrize("plan", [ZERO_TENSOR, STAGED], ids=["zero tensor", "stages"])
 def test_eager_gets_the_same_draws(plan: Plan) -> None:
     model = tagger(plan, dropout=0.4)
