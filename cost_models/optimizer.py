@@ -48,6 +48,11 @@ class Update:
     is_orthogonal: bool = False
     is_whole: bool = False
 
+    @property
+    def num_states(self) -> int:
+        """How many tensors a parameter's states are."""
+        return self.copies + (2 if self.has_sums else 0)
+
     def workspace_bytes(self, shard: ParameterShard) -> int:
         """What is made while ``shard`` is updated: the whole parameter, its gradient and states, where it is split."""
         size_bytes = shard.itemsize * prod(shard.shape) if self.is_whole else shard.size_bytes
@@ -64,11 +69,14 @@ class Update:
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """What a rank holds of a parameter: the ``shape`` of the whole, bytes on the rank, bytes of an element."""
+    """What a rank holds of a parameter: the ``shape`` of the whole, bytes on the rank, bytes of an element; and whether
+    its optimizer states live in the host's memory.
+    """
 
     shape: tuple[int, ...]
     size_bytes: int
     itemsize: int
+    states_on_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,6 +118,7 @@ class OptimizerModel:
             np.array([one.copies for one in updates], dtype=np.float64),
             np.array(whole, dtype=np.float64),
             np.array([one.passes for one in updates], dtype=np.float64),
+            np.array([one.num_states for one in updates], dtype=np.float64),
             tuple(tuple(shape) if one.is_orthogonal else () for one, shape in zip(updates, shapes, strict=True)),
         )
 
@@ -120,12 +129,14 @@ class OptimizerModel:
 @dataclass(frozen=True)
 class Updates:
     """Of V parameters: ``copies[V]`` and ``passes[V]`` as :class:`Update` has them, ``whole_bytes[V]``: of states that
-    no rank has a part of; ``orthogonal``: the shapes of those that are made orthogonal, () for the others.
+    no rank has a part of; ``counts[V]``: of tensors of states; ``orthogonal``: the shapes of those that are made
+    orthogonal, () for the others.
     """
 
     copies: Floats
     whole_bytes: Floats
     passes: Floats
+    counts: Floats
     orthogonal: tuple[tuple[int, ...], ...]
 
     def state_bytes(self, size_bytes: Floats) -> Floats:

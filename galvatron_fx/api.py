@@ -106,7 +106,8 @@ def plan(
     ``optimizer``: whose states and update count (one of :data:`galvatron_fx.ir.plan.optimizers.OPTIMIZERS`);
     ``expert_imbalance``: rows that the busiest rank's experts are expected to have, over the mean, which prices role
     ``expert`` and is its room (:class:`galvatron_fx.ir.plan.strategy.Strategy`, ``capacity``);
-    ``offload``: ``("activations",)`` to let values that forward saves wait in the host's memory where that pays;
+    ``offload``: what may be in the host's memory where that pays: ``"activations"``, which wait there for backward,
+    ``"states"`` of the optimizer, which come to the device for its step, or both;
     ``host_memory``: bytes of it per rank (default: the device's share, as far as the cluster knows it);
     ``mixed_precision``: a ``torch.distributed.fsdp.MixedPrecisionPolicy``, the dtypes to compute and to reduce in;
     ``simulate_runners_up``: whether the report says what plans that people know (DDP, FSDP), and the best of other

@@ -19,6 +19,7 @@ from galvatron_fx.ir.graph.symbols import BATCH
 from galvatron_fx.ir.plan.arguments import check_arguments
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.precision_policy import describe_policy
+from galvatron_fx.ir.plan.strategy import original_name
 from galvatron_fx.ir.torch_compat.dtensors import look_for_infinities_in_all_shards
 from galvatron_fx.pass_insertion import describe_passes, require_all_ran
 from galvatron_fx.planning_session import PlanningSession
@@ -30,7 +31,9 @@ from galvatron_fx.runtime.batch_rows import global_inputs
 from galvatron_fx.runtime.binding import Binder, StageBinder
 from galvatron_fx.runtime.compiled import Compiled, StageCopies
 from galvatron_fx.runtime.gloo_shutdown import end_after_gloo
+from galvatron_fx.runtime.host_states import keep_on_host
 from galvatron_fx.runtime.local_updates import watch_updates
+from galvatron_fx.runtime.lone_updates import watch_lone_updates
 from galvatron_fx.runtime.malloc import keep_freed_memory
 from galvatron_fx.runtime.materialize import materialize
 from galvatron_fx.runtime.module import DistributedGraphModule
@@ -228,6 +231,8 @@ class _Assembly:
         watch_constants(self.graph)
         watch_updates(module)
         watch_whole_updates()
+        watch_lone_updates()
+        keep_on_host(module, _with_host_states(binder))
         if plan.peak_memory_bytes:
             watch_states(module, plan.optimizer)
         look_for_infinities_in_all_shards()
@@ -248,6 +253,11 @@ def _attributes(model: nn.Module, graph: fx.GraphModule) -> list[str]:
     """Plain attributes that the graph takes as buffers, as forward changes and reads them."""
     known = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     return [port.name for port in signature(graph).inputs if port.kind == "buffer" and port.name not in known]
+
+
+def _with_host_states(binder: Binder | StageBinder) -> frozenset[str]:
+    ports = signature(binder.lowered.joint).inputs
+    return frozenset(original_name(port.name) for port in ports if port.states_on_host)
 
 
 def _axes_of_dim(binder: Binder | StageBinder, cluster: Cluster) -> list[list[Axis]]:

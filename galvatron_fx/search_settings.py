@@ -16,6 +16,7 @@ from galvatron_fx.ir.plan.optimizers import ADAM, check_optimizer
 from galvatron_fx.ir.plan.strategy import CAPACITY, ROLES, Strategy
 from galvatron_fx.ir.plan.units import parse_bytes
 from passes.search.configurations import Pins
+from passes.search.cost_table.offload_levels import Offload
 from passes.search.plan_search import SearchOptions
 
 __all__ = ["Constraints", "SearchSettings"]
@@ -65,7 +66,7 @@ class SearchSettings:
             self.search_seconds,
             self.optimizer,
             capacity=self.expert_imbalance,
-            host_bytes=self._host_bytes(cluster.device),
+            offload=Offload(tuple(dict.fromkeys(self.offload)), self._host_bytes(cluster.device)),
         )
 
     def _host_bytes(self, device: Device) -> float:
@@ -76,7 +77,7 @@ class SearchSettings:
             if self.host_memory is not None:
                 raise InputError(
                     f"host_memory={shown(self.host_memory)} is given and nothing is offloaded: give "
-                    f"offload=('activations',) as well, or leave it out"
+                    f"offload=('activations',), ('states',) or both as well, or leave it out"
                 )
             return 0.0
         if not device.host_bandwidth_bytes_per_s:

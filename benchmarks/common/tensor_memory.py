@@ -21,10 +21,13 @@ class TensorMemory(TorchDispatchMode):
     ``existing``: tensors that were made before (parameters, optimizer states) and count too. Of a DTensor the local
     part counts. Views share their storage, so they cost nothing; what a kernel allocates inside and frees again before
     it returns is not seen. What is copied to the host counts apart, in ``host_bytes`` and ``host_peak_bytes``, on CPUs
-    as well. ``resizing``: also look for storages that are given another size, which takes long.
+    as well, and so does what was ``on_host`` before. ``resizing``: also look for storages that are given another size,
+    which takes long.
     """
 
-    def __init__(self, existing: Iterable[Tensor] = (), *, resizing: bool = False) -> None:
+    def __init__(
+        self, existing: Iterable[Tensor] = (), *, on_host: Iterable[Tensor] = (), resizing: bool = False
+    ) -> None:
         super().__init__()
         self._resizing = resizing
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
@@ -32,8 +35,9 @@ class TensorMemory(TorchDispatchMode):
         self.peak_bytes = 0
         self.host_bytes = 0
         self.host_peak_bytes = 0
-        for tensor in existing:
-            self._hold(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+        for there, tensors in ((False, existing), (True, on_host)):
+            for tensor in tensors:
+                self._hold(tensor.to_local() if isinstance(tensor, DTensor) else tensor, there)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):

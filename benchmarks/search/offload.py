@@ -110,7 +110,7 @@ def peaks() -> list[list[str]]:
 def measured(graph: fx.GraphModule, cluster: gfx.Cluster, plan: Plan) -> tuple[tuple[int, int], tuple[int, int]]:
     """Bytes of forward and backward on device and host, each predicted and as measured while a step runs here."""
     lowered = Lower(strategies_on(plan, cluster, len(plan.blocks)), cluster).run(graph)
-    predicted = GraphMemory(lowered.layout.shape).use(lowered, update_bytes=0)
+    predicted = GraphMemory(lowered.layout.shape).use(lowered)
     nodes = lowered.halves.forward.graph.find_nodes(op="placeholder")
     specs = {p: meta_of(node).spec for p, node in zip(lowered.halves.input_ports, nodes, strict=True)}
     inputs = {port: torch.ones(spec.shape, dtype=spec.dtype) for port, spec in specs.items()}

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from galvatron_fx.checkpoint import plain
 from galvatron_fx.checkpoint.model_state import Shapes
 from galvatron_fx.ir.errors import CheckpointError
+from galvatron_fx.runtime.host_states import empty_on_host, has_host_states
 
 PREFIX = "optimizer."
 _OWN_OPTIONS = ("params", "param_names")
@@ -94,17 +95,27 @@ def targets(model: nn.Module, optimizer: Optimizer, record: Mapping[str, Any], s
 
 
 def restore(model: nn.Module, optimizer: Optimizer, record: Mapping[str, Any], loaded: Mapping[str, Tensor]) -> None:
-    """Give the optimizer the recorded options and state; ``loaded``: the filled :func:`targets`."""
+    """Give the optimizer the recorded options and state; ``loaded``: the filled :func:`targets`.
+
+    Torch's ``load_state_dict`` brings all tensors to the device: those that belong on the host come behind it.
+    """
     grouped = names(model, optimizer)
+    on_host = {name for name, parameter in model.named_parameters() if has_host_states(parameter)}
     states: dict[int, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     for held, group, options in zip(grouped, optimizer.param_groups, _options(grouped, record["groups"]), strict=True):
         first = len(states)
         for name in held:
             state = record["state"].get(name, {})
-            states[len(states)] = {key: _value(name, key, value, loaded) for key, value in state.items()}
+            here = {key: value for key, value in state.items() if value is not None or name not in on_host}
+            states[len(states)] = {key: _value(name, key, value, loaded) for key, value in here.items()}
         groups.append({**group, **options, "params": list(range(first, len(states)))})
     optimizer.load_state_dict({"state": {i: state for i, state in states.items() if state}, "param_groups": groups})
+    for held, group in zip(grouped, optimizer.param_groups, strict=True):
+        for name, parameter in zip(held, group["params"], strict=True):
+            there = [key for key, value in record["state"].get(name, {}).items() if value is None and name in on_host]
+            if there:
+                optimizer.state[parameter] |= {key: _value(name, key, None, loaded) for key in there}
 
 
 def _options(grouped: Sequence[Sequence[str]], groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -132,7 +143,14 @@ def _value(name: str, key: str, value: list[Any] | None, loaded: Mapping[str, Te
 
 
 def _like(parameter: Tensor, shape: Sequence[int], dtype: str) -> Tensor:
-    """An empty tensor: of the parameter's shape and lying like it, or whole on every rank (Adafactor's factors)."""
+    """An empty tensor: of the parameter's shape and lying like it, or whole on every rank (Adafactor's factors); on the
+    host where the parameter's states belong there.
+    """
+    here = _on_device(parameter, shape, dtype)
+    return empty_on_host(here) if has_host_states(parameter) else here
+
+
+def _on_device(parameter: Tensor, shape: Sequence[int], dtype: str) -> Tensor:
     kind = plain.DTYPES[dtype]
     if list(parameter.shape) == list(shape):
         return torch.empty_like(parameter, dtype=kind)

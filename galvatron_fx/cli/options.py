@@ -16,7 +16,7 @@ from galvatron_fx.ir.errors import GalvatronError
 from galvatron_fx.ir.plan.arguments import check_arguments
 from galvatron_fx.ir.plan.optimizers import ADAM, OPTIMIZERS
 from galvatron_fx.ir.plan.schedule import SCHEDULES, SEARCH
-from galvatron_fx.ir.plan.strategy import CAPACITY, PIPELINE, ROLES
+from galvatron_fx.ir.plan.strategy import CAPACITY, OFFLOADABLE, PIPELINE, ROLES
 from galvatron_fx.ir.plan.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -130,10 +130,10 @@ def add_search(parser: argparse.ArgumentParser) -> None:
     add_space(group)
     group.add_argument(
         "--offload",
-        choices=("activations",),
+        choices=OFFLOADABLE,
         action="append",
         default=[],
-        help="let activations wait in the host's memory where that pays",
+        help="let activations wait, or optimizer states live, in the host's memory where that pays; may be repeated",
     )
     group.add_argument(
         "--host-memory",

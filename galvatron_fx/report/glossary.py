@@ -30,6 +30,8 @@ _WORDS: Mapping[str, str] = {
     "activations": "what forward keeps for backward",
     "copies to and from the host": "values that wait for backward in the host's memory go there and come back, beside "
     "computing; what is waited for counts",
+    "copies of optimizer states": "states that live in the host's memory come to the device for their update and go "
+    "back, behind backward",
     "hoisted": "moved from every micro-batch to the start of the step, since it is the same in all of them",
     "idle": "waiting for other stages: filling and draining of the pipeline, and stages that are not equally long",
     "gradient sums": "adding the gradients of a micro-batch to those of the ones before",

@@ -15,6 +15,7 @@ from galvatron_fx.ir.plan.prediction import (
     IDLE,
     PARAMETERS,
     RECOMPUTE,
+    STATE_COPIES,
     STATES,
     TRANSFER,
     TRANSIENTS,
@@ -53,6 +54,7 @@ COLOURS: Mapping[str, tuple[str, str]] = {
     "all_to_all": ("#b83280", "#cf5b9b"),
     "rotate": ("#319795", "#4fb3b0"),
     HOST_COPIES: ("#975a16", "#b7791f"),
+    STATE_COPIES: ("#744210", "#a0703a"),
     TRANSFER: ("#b7791f", "#d09a3d"),
     IDLE: ("#e2e8f0", "#2f3a4a"),
     # Kinds of memory.

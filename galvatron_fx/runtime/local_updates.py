@@ -5,7 +5,7 @@ What people see stays as it is: parameters, gradients and states are DTensors.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from functools import cache, cached_property
 from typing import Any
 
@@ -19,8 +19,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.torch_compat.dtensors import lie_alike, local_tensor
 from galvatron_fx.runtime.dtensor_views import lie_like, local_part
+from galvatron_fx.runtime.host_states import has_host_states, streamed
+from galvatron_fx.runtime.step_twins import closure_of
 
-__all__ = ["called_closure", "mark_for_local_updates", "watch_updates"]
+__all__ = ["mark_for_local_updates", "updates_locally", "watch_updates"]
 
 _STATES = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
 _MARK = "updated_locally"
@@ -52,21 +54,11 @@ def _on_local_tensors(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[
     if not any(hasattr(parameter, _MARK) for parameter in parameters):
         return None
     twin = object.__new__(twin_class)
-    twin.__dict__ = {**optimizer.__dict__, "state": _LocalStates(optimizer.state), "whole": optimizer}
+    closure = closure_of(args, kwargs)
+    own = {"state": _LocalStates(optimizer.state), "whole": optimizer, "step_closure": closure}
+    twin.__dict__ = {**optimizer.__dict__, **own}
     del twin.__dict__["param_groups"]
-    return (twin, *called_closure(args, kwargs)), {}
-
-
-def called_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Call the closure that ``step`` is given, if any, which makes the gradients; what stands for it, which returns the
-    same.
-    """
-    given = [closure for closure in (*args[1:], kwargs.get("closure")) if closure is not None]
-    if not given:
-        return ()
-    with torch.enable_grad():
-        loss = given[0]()
-    return (lambda: loss,)
+    return (twin, *closure), {}
 
 
 class _Twin:
@@ -74,10 +66,13 @@ class _Twin:
 
     whole: Optimizer
     state: _LocalStates
+    step_closure: tuple[Callable[[], Any], ...]
 
     @cached_property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Read when all hooks have run: they may set learning rates and gradients."""
+        """Read when all hooks have run: they may set learning rates and gradients; and the closure behind them."""
+        for closure in self.step_closure:
+            closure()
         with torch.no_grad():
             groups = [
                 {**group, "params": [self.state.alias(parameter) for parameter in group["params"]]}
@@ -88,11 +83,32 @@ class _Twin:
             group["foreach"] = bool(group.get("foreach"))
             # Fused kernels do not count that they write, by which backward notices an early step.
             increment_version([alias for alias in group["params"] if alias.grad is not None])
-        return groups
+        return self._after_streaming(groups)
+
+    def _after_streaming(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Update the parameters whose states are on the host, and return the groups of the others."""
+        away: dict[Tensor, tuple[dict[str, Any], Tensor]] = {}
+        for group in groups:
+            parameters = [(alias, self.state.parameter_of(alias)) for alias in group["params"]]
+            away |= {p: (group, alias) for alias, p in parameters if has_host_states(p) and alias.grad is not None}
+        streamed(self.whole.state, list(away), lambda parameter: self._step_alone(*away[parameter]))
+        updated = {id(alias) for _, alias in away.values()}
+        return [{**group, "params": [p for p in group["params"] if id(p) not in updated]} for group in groups]
+
+    def _step_alone(self, group: dict[str, Any], alias: Tensor) -> None:
+        twin: Any = object.__new__(type(self))
+        twin.__dict__ = {**self.__dict__, "param_groups": [{**group, "params": [alias]}]}
+        type(self.whole).step.__wrapped__(twin)  # type: ignore[attr-defined]
+        self.state.pop(alias, None)  # as it has the states on the device
 
 
 # They treat each element by itself: what a rank holds is updated as it is in the whole.
 _TWINS: dict[type[Optimizer], type[Any]] = {kind: type(kind.__name__, (_Twin, kind), {}) for kind in (Adam, AdamW, SGD)}
+
+
+def updates_locally(optimizer: Optimizer) -> bool:
+    """Whether steps of such an optimizer run on local tensors."""
+    return type(optimizer) in _TWINS
 
 
 class _LocalStates(dict[Tensor, "_LocalState"]):
@@ -112,8 +128,12 @@ class _LocalStates(dict[Tensor, "_LocalState"]):
         self._parameters[id(alias)] = parameter
         return alias
 
+    def parameter_of(self, alias: Tensor) -> Tensor:
+        """What :meth:`alias` made an alias of."""
+        return self._parameters[id(alias)]
+
     def __missing__(self, alias: Tensor) -> _LocalState:
-        parameter = self._parameters[id(alias)]
+        parameter = self.parameter_of(alias)
         state = _LocalState(self._states[parameter], parameter)
         self[alias] = state
         return state

@@ -31,6 +31,7 @@ from galvatron_fx.runtime.dtensor_views import local_part, shown, write_whole
 from galvatron_fx.runtime.expert_loads import ExpertLoads
 from galvatron_fx.runtime.gradients import accumulate
 from galvatron_fx.runtime.hooks import has_hooks, refuse_backward_hooks
+from galvatron_fx.runtime.host_states import keep_like
 from galvatron_fx.runtime.late_changes import MemoryOfParameters, refuse_changed_output, refuse_gradients
 from galvatron_fx.runtime.like_original import LikeOriginal
 from galvatron_fx.runtime.local_updates import mark_for_local_updates
@@ -206,8 +207,9 @@ class DistributedGraphModule(LikeOriginal):
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         new._memory = MemoryOfParameters(new._held)
         self._orders.shared = True
-        for parameter in new._held.values():
+        for name, parameter in new._held.items():
             mark_for_local_updates(parameter)
+            keep_like(parameter, self._held[name])
             if new._stages is not None:
                 mark_of_stage(parameter)
         return new

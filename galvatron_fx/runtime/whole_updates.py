@@ -7,7 +7,6 @@ parameter is whole at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -17,16 +16,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Adafactor, Muon, Optimizer, Rprop
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from galvatron_fx.ir.errors import InputError
 from galvatron_fx.runtime.dtensor_views import lie_like, local_part, share_of
-from galvatron_fx.runtime.local_updates import called_closure
+from galvatron_fx.runtime.host_states import has_host_states, streamed
+from galvatron_fx.runtime.step_twins import GroupedParameter, parameters_of, step_after, step_over
 
-__all__ = ["update_whole", "watch_whole_updates"]
+__all__ = ["update_whole", "updates_whole", "watch_whole_updates"]
 
 _KINDS = (Adafactor, Muon, Rprop)
 _NAMES = frozenset({"transformers.optimization.Adafactor"})  # named, as the package may not be there
 _ASKED = "updates_whole_parameters"
-_GROWING = frozenset({"param_groups", "state"})
 
 
 def update_whole(optimizer: Optimizer) -> Optimizer:
@@ -50,48 +48,47 @@ def watch_whole_updates() -> None:
     register_optimizer_step_pre_hook(_update_whole)
 
 
+def updates_whole(optimizer: Optimizer) -> bool:
+    """Whether an optimizer updates whole parameters."""
+    kind = type(optimizer)
+    return kind in _KINDS or f"{kind.__module__}.{kind.__qualname__}" in _NAMES or hasattr(optimizer, _ASKED)
+
+
 def _update_whole(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Update what is split, parameter by parameter, and leave an optimizer of the rest to the step that follows."""
-    kind = type(optimizer)
-    if kind not in _KINDS and f"{kind.__module__}.{kind.__qualname__}" not in _NAMES and not hasattr(optimizer, _ASKED):
+    if not updates_whole(optimizer):
         return None
-    if not any(isinstance(parameter, DTensor) for _, parameter in _parameters(optimizer)):
+    if not any(isinstance(parameter, DTensor) for _, parameter in parameters_of(optimizer)):
         return None
-    closure = called_closure(args, kwargs)
+    return step_after(optimizer, args, kwargs, lambda: _update_split(optimizer))
+
+
+def _update_split(optimizer: Optimizer) -> list[GroupedParameter]:
+    """Update all DTensors, and return the rest."""
+    split = [(g, p) for g, p in parameters_of(optimizer) if isinstance(p, DTensor) and p.grad is not None]
+    group_of: dict[Tensor, dict[str, Any]] = {parameter: group for group, parameter in split}
     with torch.no_grad():
-        for group, parameter in _parameters(optimizer):
-            if isinstance(parameter, DTensor) and parameter.grad is not None:
+        on_host = [parameter for _, parameter in split if has_host_states(parameter)]
+        streamed(optimizer.state, on_host, lambda parameter: _update(optimizer, group_of[parameter], parameter))
+        for group, parameter in split:
+            if not has_host_states(parameter):
                 _update(optimizer, group, parameter)
-    rest = _over(optimizer, [(g, p) for g, p in _parameters(optimizer) if not isinstance(p, DTensor)])
-    return (rest, *closure), {}
+    return [(group, parameter) for group, parameter in parameters_of(optimizer) if not isinstance(parameter, DTensor)]
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
-    return ((group, parameter) for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _over(optimizer: Optimizer, parameters: list[tuple[dict[str, Any], Tensor]]) -> Any:
-    """A twin of ``optimizer`` over some parameters, each with the settings of its group."""
-    twin = object.__new__(type(optimizer))
-    twin.__dict__ = {**optimizer.__dict__, "param_groups": [{**group, "params": [p]} for group, p in parameters]}
-    return twin
-
-
-def _update(optimizer: Optimizer, group: dict[str, Any], parameter: DTensor) -> None:
+def _update(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
     """One step of one parameter, on whole tensors."""
+    assert isinstance(parameter, DTensor)
     whole = torch.nn.Parameter(_whole(parameter))
     whole.grad = _whole(parameter.grad)
     shown = optimizer.state[parameter]
-    twin = _over(optimizer, [(group, whole)])
-    twin.state = type(optimizer.state)(dict)
+    states = type(optimizer.state)(dict)
     if shown:
-        twin.state[whole] = {name: _whole(value) for name, value in shown.items()}
-    before = {**twin.__dict__}, {**twin.param_groups[0]}
-    type(optimizer).step.__wrapped__(twin)  # type: ignore[attr-defined]
-    _keep_flags(optimizer, before, (twin.__dict__, twin.param_groups[0]))
+        states[whole] = {name: _whole(value) for name, value in shown.items()}
+    step_over(optimizer, (group, whole), states)
     if not _is_whole(parameter):
         local_part(parameter).copy_(share_of(parameter, whole))
-    shown.update({name: _part(value, parameter) for name, value in twin.state[whole].items()})
+    shown.update({name: _part(value, parameter) for name, value in states[whole].items()})
 
 
 def _whole(value: Any) -> Any:
@@ -110,20 +107,3 @@ def _part(value: Any, parameter: DTensor) -> Any:
 
 def _is_whole(tensor: DTensor) -> bool:
     return all(placement.is_replicate() for placement in tensor.placements)
-
-
-def _keep_flags(optimizer: Optimizer, before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
-    """Keep flags that a step has set, as of a first step; raise InputError for numbers: every parameter would change
-    them.
-    """
-    for held, old, new in zip((optimizer.__dict__, {}), before, after, strict=True):
-        for name in new.keys() - _GROWING:
-            if new[name] is old.get(name):
-                continue
-            if held and isinstance(new[name], bool):
-                held[name] = new[name]
-                continue
-            raise InputError(
-                f"{type(optimizer).__name__} changes '{name}' in a step, beside the states of its parameters, and "
-                f"cannot update them one by one: leave update_whole out, or train under a plan of role data alone"
-            )

@@ -153,6 +153,12 @@ def parameter_owners(graph: fx.GraphModule) -> dict[fx.Node, int]:
     return owners
 
 
+def owning_blocks(graph: fx.GraphModule) -> dict[str, int]:
+    """The same by the parameters' own names."""
+    owners = parameter_owners(graph)
+    return {original_name(port.name): owners[node] for port, node in ports(graph) if node in owners}
+
+
 def original_parameters(graph: fx.GraphModule) -> dict[fx.Node, fx.Node]:
     """Copies of parameters that later pipeline stages hold, each with the parameter: they lie alike."""
     by_name = {port.name: node for port, node in ports(graph) if port.kind == "param"}

@@ -18,8 +18,10 @@ from galvatron_fx.ir.graph.metadata import InputSpec, Signature, signature
 from galvatron_fx.ir.graph.pass_pipeline import PassControl, PassPipeline
 from galvatron_fx.ir.graph.placement import Placement
 from galvatron_fx.ir.plan.strategy import Strategy, stand_in_name
+from passes.analysis.dataflow import owning_blocks
 from passes.lowering.communication.pipeline import ScheduleCommunication
 from passes.lowering.offload_activations import OffloadActivations
+from passes.lowering.place_states import PlaceStates
 from passes.lowering.rematerialize import Rematerialize
 from passes.lowering.stages.relay_or_recompute import RelayOrRecompute
 from passes.lowering.stages.split_microbatches import Microbatched, SplitMicrobatches
@@ -59,6 +61,7 @@ STAGING = PassPipeline(
         SplitMicrobatches: "lowered",
         UntieWeights: "lowered",
         ShardGraph: "lowered",
+        PlaceStates: "lowered",
         Rematerialize: "lowered",
         OffloadActivations: "lowered",
         SplitStages: "scheduled",
@@ -106,7 +109,8 @@ class LowerStages:
         sharding = ShardGraph(
             self.strategies, self.cluster.axes, self.cluster.device, self.cache, self.fixed, self.control
         )
-        sharded = apply(sharding, untied)
+        places = PlaceStates(self.strategies, owning_blocks(microbatched.graph))
+        sharded = apply(places, apply(sharding, untied))
         kept = apply(Rematerialize(self.strategies), sharded)
         joint = apply(OffloadActivations(self.strategies, stage_of.__getitem__), kept)
         cut = SplitStages(self.first_blocks, self.strategies, self._relay(layout(sharded)).relayed)

@@ -13,9 +13,11 @@ from galvatron_fx.ir.graph.layout import Layout, layout
 from galvatron_fx.ir.graph.pass_pipeline import PassControl, PassPipeline
 from galvatron_fx.ir.graph.placement import Placement
 from galvatron_fx.ir.plan.strategy import Strategy
+from passes.analysis.dataflow import owning_blocks
 from passes.lowering.communication.defer_output_waits import DeferOutputWaits
 from passes.lowering.communication.pipeline import ScheduleCommunication
 from passes.lowering.offload_activations import OffloadActivations
+from passes.lowering.place_states import PlaceStates
 from passes.lowering.reduce_inputs_first import ReduceInputsFirst
 from passes.lowering.rematerialize import Rematerialize
 from passes.lowering.split_forward_backward import ForwardBackward, SplitForwardBackward
@@ -36,6 +38,7 @@ LOWERING = PassPipeline(
     "lowering",
     {
         ShardGraph: "lowered",
+        PlaceStates: "lowered",
         Rematerialize: "lowered",
         OffloadActivations: "lowered",
         ReduceInputsFirst: "lowered",
@@ -66,7 +69,7 @@ class Lower:
         sharding = ShardGraph(
             self.strategies, self.cluster.axes, self.cluster.device, self.cache, self.fixed, self.control
         )
-        sharded = apply(sharding, graph)
+        sharded = apply(PlaceStates(self.strategies, owning_blocks(graph)), apply(sharding, graph))
         kept = apply(Rematerialize(self.strategies), sharded)
         joint = apply(ReduceInputsFirst(), apply(OffloadActivations(self.strategies), kept))
         halves = apply.cut(SplitForwardBackward(), joint, ForwardBackward.graphs)

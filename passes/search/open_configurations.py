@@ -15,6 +15,7 @@ from galvatron_fx.ir.plan.strategy import CAPACITY, CONTEXT, EXPERT_ROLES, ROLES
 from passes.search.candidates import axis_partitions, candidates
 from passes.search.configurations import Configurations, Ladder, Pins
 from passes.search.cost_table.cost_table import CostTable, CostTableRequest, Pricer, cost_table_requests
+from passes.search.cost_table.offload_levels import ON_DEVICE, Offload
 from passes.search.solvers.stage_search import Configuration, StageSearch
 
 _NO_LIMIT = 2.0**100  # bytes
@@ -56,7 +57,7 @@ class OpenConfigurations:
 
     ``gather_late``: whether blocks gather right before use, which is slower, so it is left for when nothing fits;
     ``capacity``: of exchanges with experts; ``coarse``: see :class:`Configurations` and :func:`candidates`;
-    ``host_bytes``: of the host's memory that a rank may offload to;
+    ``offload``: what may be on the host;
     ``searches``: of all configurations that have prices; ``rungs``: the lowest of each ladder that has none;
     ``refusals``: why some have no prices, by pipeline axes and number of micro-batches.
     """
@@ -68,7 +69,7 @@ class OpenConfigurations:
     gather_late: bool = False
     capacity: float = CAPACITY
     coarse: bool = False
-    host_bytes: float = 0.0
+    offload: Offload = ON_DEVICE
     searches: list[StageSearch] = field(default_factory=list)
     rungs: list[Rung] = field(default_factory=list)
     refusals: dict[tuple[int, int], PlanError] = field(default_factory=dict)
@@ -147,7 +148,7 @@ class OpenConfigurations:
             replace(each, capacity=self.capacity) if each.splits_experts else each for each in strategies
         )
         kinds = [()] if self.coarse else axis_partitions(cluster.shape, pipeline_axes)
-        return cost_table_requests(strategies, num_microbatches, kinds, selective, self.host_bytes)
+        return cost_table_requests(strategies, num_microbatches, kinds, selective, self.offload)
 
     def _useless_roles(self) -> set[str]:
         """Roles that split nothing in this model, or that a search leaves out unless it is told otherwise."""

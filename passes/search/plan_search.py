@@ -39,6 +39,7 @@ from passes.analysis.blocks import graph_fingerprint
 from passes.search.best_first import BestFirst, Simulated, Simulator
 from passes.search.configurations import Pins
 from passes.search.cost_table.cost_table import Pricer
+from passes.search.cost_table.offload_levels import ON_DEVICE, Offload
 from passes.search.least_memory import least_bytes
 from passes.search.open_configurations import OpenConfigurations
 from passes.search.padded_batches import plans_of_batches
@@ -59,9 +60,7 @@ _TABLES = 4  # pipelines that a table is searched for
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What to search for; see :func:`galvatron_fx.plan`. ``host_bytes``: of the host's memory that a rank may offload
-    activations to, 0 for none.
-    """
+    """What to search for; see :func:`galvatron_fx.plan`."""
 
     memory_budget_bytes: int
     roles: tuple[str, ...]
@@ -72,7 +71,7 @@ class SearchOptions:
     optimizer: str = optimizers.ADAM
     simulate_runners_up: bool = False
     capacity: float = CAPACITY
-    host_bytes: float = 0.0
+    offload: Offload = ON_DEVICE
 
 
 def search_plan(
@@ -142,7 +141,7 @@ class _Search:
         self.throughput = trained
         simulate = SimulateChoice(graph, cluster, self.pricer.block_fingerprints, self.pricer.optimizer)
         self.record = Record()
-        self.simulator = Simulator(simulate, watch, self.record, options.host_bytes)
+        self.simulator = Simulator(simulate, watch, self.record, options.offload.host_bytes)
         self.slack = MemorySlack()
         self.searched: WithTable | None = None
 
@@ -175,7 +174,8 @@ class _Search:
 
     @cached_property
     def _always_bytes(self) -> float:
-        return least_bytes(self.graph, self.cluster.num_devices, self.pricer.optimizer)
+        has_states = not self.options.offload.states
+        return least_bytes(self.graph, self.cluster.num_devices, self.pricer.optimizer, has_states)
 
     @property
     def _may_fit(self) -> bool:
@@ -197,7 +197,7 @@ class _Search:
             self.options.pins,
             gather_late,
             self.options.capacity,
-            host_bytes=self.options.host_bytes,
+            offload=self.options.offload,
         )
         with self.watch.phase(PRICING):
             self.watch.tell(blocks=len(self.pricer.block_fingerprints))
@@ -323,7 +323,7 @@ class _Search:
         with self.watch.phase(PRICING):
             opened.open_lightest()
         here = [each for each in (search.without_offload() for search in opened.searches) if each is not None]
-        kinds = (opened.searches, here) if self.options.host_bytes else (opened.searches,)
+        kinds = (opened.searches, here) if self.options.offload.activations else (opened.searches,)
         lightest = [outcome for each in kinds for outcome in islice(self._lightest(each), _LIGHTEST)]
         if not lightest:
             raise min(self.simulator.refusals.items())[1]

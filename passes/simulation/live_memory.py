@@ -119,10 +119,9 @@ class GraphMemory(LiveMemory):
         self._degrees = degrees
         self._storages: dict[Buffer, Storage] = {}
 
-    def use(self, lowered: Lowered, update_bytes: int) -> MemoryUse:
-        """The most bytes alive beside optimizer states: parameters, inputs, gradients and outputs included.
-
-        ``update_bytes``: what the optimizer takes while it updates, when the gradients are all that backward left.
+    def use(self, lowered: Lowered) -> MemoryUse:
+        """The most bytes alive beside what the optimizer has: parameters, inputs, gradients and outputs included; and
+        what is alive when it updates, of which backward left the gradients.
         """
         halves = lowered.halves
         count = len(halves.result_ports)
@@ -137,9 +136,7 @@ class GraphMemory(LiveMemory):
         borrowed = {i for i, source in enumerate(halves.saved_inputs) if source is not None}
         owned = set(range(len(saved) + len(tangents))) - borrowed
         self.label(self.run(halves.backward, [*saved, *tangents], owned), GRADIENTS)
-        update = self.now
-        update[TRANSIENTS] += update_bytes
-        return MemoryUse(self.most, update, self.most_host_bytes)
+        return MemoryUse(self.most, self.now, self.most_host_bytes)
 
     def hold_values(self, value: Any, kind: str = TRANSIENTS) -> None:
         """Count one holder more of each tensor's storage, which is of ``kind`` if it is new."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from cost_models.host_states import OptimizerStep
 from cost_models.optimizer import OptimizerModel, ParameterShard
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.metadata import InputSpec, meta_of, ports
@@ -37,7 +38,7 @@ class PersistentMemory:
     def of(cls, lowered: LoweredStages, schedule: Schedule, optimizer: OptimizerModel) -> PersistentMemory:
         """Look at the ports of all stages."""
         degrees = lowered.layout.shape
-        shards = {original_name(p.name): shard_of(n, degrees) for p, n in ports(lowered.joint) if _is_tensor(p)}
+        shards = {original_name(p.name): shard_of(p, n, degrees) for p, n in ports(lowered.joint) if _is_tensor(p)}
         tensors: list[dict[str, ParameterShard]] = []
         hoisted = []
         pieces = _hoisted_bytes(lowered.microbatched)
@@ -63,12 +64,11 @@ class PersistentMemory:
     def always(self, rank: int) -> dict[str, int]:
         """Bytes held through the whole step, by kind: parameters, buffers, optimizer states and the batch."""
         held = sum(shard.size_bytes for shard in self.tensors[rank].values())
-        states = self.optimizer.state_bytes(self._trained(rank))
-        return {PARAMETERS: held, STATES: states, BATCH: self.batch_bytes}
+        return {PARAMETERS: held, STATES: self.update(rank).device_bytes, BATCH: self.batch_bytes}
 
-    def update_bytes(self, rank: int) -> int:
-        """The most that the optimizer takes for itself."""
-        return self.optimizer.temporary_bytes(self._trained(rank))
+    def update(self, rank: int) -> OptimizerStep:
+        """What the optimizer does on a rank."""
+        return OptimizerStep(self.optimizer, self._trained(rank))
 
     def hoisted_bytes(self, rank: int) -> int:
         """Held from the start of the step until all gradients are there."""

@@ -103,7 +103,7 @@ def _table(replays: Sequence[_Watched], held: PersistentMemory) -> Floats:
         always = kinds_array(held.always(rank))
         hoisted = kinds_array({BATCH: held.hoisted_bytes(rank)})
         step = [kinds_array(moment) + always + hoisted for moment in (*replay.moments, replay.live.most)]
-        update = {TRANSIENTS: held.update_bytes(rank)}
+        update = {TRANSIENTS: held.update(rank).most_bytes}
         rows.append(np.concatenate([*step, kinds_array(replay.live.now) + always + kinds_array(update)]))
     table = np.zeros((len(rows), max(map(len, rows))))
     for row, amounts in zip(table, rows, strict=True):

@@ -14,7 +14,7 @@ from cost_models.shared_cores import simulate_sharing, slowdown_of
 from cost_models.streams import Event
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.graph.metadata import TensorSpec, ports
-from galvatron_fx.ir.plan.prediction import BATCH, IDLE, TRANSFER, TRANSIENTS, UPDATE, Cause, MemoryUse, RankUse
+from galvatron_fx.ir.plan.prediction import BATCH, IDLE, TRANSFER, TRANSIENTS, Cause, MemoryUse, RankUse
 from galvatron_fx.ir.plan.schedule import SPREAD, Schedule
 from galvatron_fx.ir.plan.strategy import stood_for_name
 from galvatron_fx.ir.plan.transfers import with_transfers
@@ -99,7 +99,7 @@ class StagesReport:
 
     def _seconds(self, rank: int) -> dict[Cause, float]:
         """What a rank does in a step."""
-        seconds = {Cause(UPDATE): self.updates_s[rank]}
+        seconds: dict[Cause, float] = {}
         stages, count = self.schedule.stages_of(rank), self.schedule.num_microbatches
         among_all_s = count * sum(_task_s(self.times[stage], task) for stage in stages for task in _PER_MICROBATCH)
         faster = self.spans.busy_s[rank] / among_all_s if self.sharing and among_all_s else 1.0
@@ -112,7 +112,8 @@ class StagesReport:
         seconds: dict[Cause, float] = {}
         for stage in self.schedule.stages_of(rank):
             for (task, cause), spent in times[stage].items():
-                runs = self.schedule.num_microbatches * faster if task in _PER_MICROBATCH else float(task in _ONCE)
+                once = float(task in (*_ONCE, _UPDATE))
+                runs = self.schedule.num_microbatches * faster if task in _PER_MICROBATCH else once
                 if runs:
                     seconds[cause] = seconds.get(cause, 0.0) + runs * spent
         return seconds
@@ -181,7 +182,7 @@ class SimulateStages:
     def alone(self, lowered: LoweredStages, events: Sequence[StageEvents]) -> list[StageTimes]:
         """Seconds of every stage, as if nothing ran at once."""
         degrees = lowered.layout.shape
-        shards = {p.name: shard_of(node, degrees) for p, node in ports(lowered.joint) if p.kind == "param"}
+        shards = {p.name: shard_of(p, node, degrees) for p, node in ports(lowered.joint) if p.kind == "param"}
         times: dict[Hashable, StageTimes] = {}
         for stage, stage_events in zip(lowered.stages, events, strict=True):
             if (key := self._key(stage)) not in times:
@@ -226,9 +227,9 @@ class SimulateStages:
         uses = []
         for rank, replay in enumerate(self.replays(lowered, held, RankReplay)):
             live, always, hoisted = replay.live, held.always(rank), {BATCH: held.hoisted_bytes(rank)}
-            update = {TRANSIENTS: held.update_bytes(rank)}
-            most, now = _added(live.most, always, hoisted), _added(live.now, always, update)
-            uses.append(MemoryUse(most, now, live.most_host_bytes))
+            update = held.update(rank)
+            most, now = _added(live.most, always, hoisted), _added(live.now, always, {TRANSIENTS: update.most_bytes})
+            uses.append(MemoryUse(most, now, live.most_host_bytes + update.host_bytes))
         return uses
 
     def replays(self, lowered: LoweredStages, held: PersistentMemory, kind: type[Replay]) -> list[Replay]:
@@ -254,7 +255,7 @@ class SimulateStages:
         times["send_back", Cause(TRANSFER)] = self._send_s(stage.specs, stage.sends_back, back)
         params = [port for port in stage.ports.values() if port.kind == "param" and port.requires_grad]
         trained = [shards[stood_for_name(port.name)] for port in params]
-        times[_UPDATE, Cause(UPDATE)] = self._simulator.update_s(trained)
+        times |= {(_UPDATE, cause): spent for cause, spent in self._simulator.update_s(trained).items()}
         for name, task_events in events.items():
             times |= {(name, cause): spent for cause, spent in task_events.seconds.items()}
         return times

@@ -9,19 +9,22 @@ from itertools import chain
 
 from torch import fx
 
+from cost_models.host_states import OptimizerStep
 from cost_models.node_time import NodeTime
 from cost_models.ops import op_time_s
 from cost_models.optimizer import ADAM, OptimizerModel, ParameterShard
 from cost_models.streams import Event, Work
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.graph.layout import Layout
-from galvatron_fx.ir.graph.metadata import OpCost, meta_of
+from galvatron_fx.ir.graph.metadata import InputSpec, OpCost, meta_of
 from galvatron_fx.ir.graph.placement import Shard
 from galvatron_fx.ir.plan.prediction import (
     COMPUTE,
     LOCAL_CAUSES,
     RECOMPUTE,
+    STATE_COPIES,
     STATES,
+    TRANSIENTS,
     UPDATE,
     Cause,
     MemoryUse,
@@ -34,6 +37,9 @@ from passes.simulation.implicit_copies import implicit_copies
 from passes.simulation.live_memory import GraphMemory
 
 Seconds = dict[Cause, float]
+
+OF_UPDATE = (UPDATE, STATE_COPIES)
+"""Causes of the optimizer's step, behind backward."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class StepReport:
     @property
     def compute_s(self) -> float:
         """Seconds of operators."""
-        return sum(s for cause, s in self.seconds.items() if cause.kind in LOCAL_CAUSES and cause.kind != UPDATE)
+        return sum(s for cause, s in self.seconds.items() if cause.kind in LOCAL_CAUSES and cause.kind not in OF_UPDATE)
 
     @property
     def communication_s(self) -> float:
@@ -119,12 +125,10 @@ class SimulateStep:
     def parts(self, lowered: Lowered) -> StepParts:
         """Look at the two graphs, without letting anything overlap."""
         halves, trained = lowered.halves, _parameters(lowered, trained_only=True)
-        memory = GraphMemory(lowered.layout.shape).use(lowered, self.optimizer.temporary_bytes(trained))
-        states = {STATES: self.optimizer.state_bytes(trained)}
-        memory = MemoryUse({**memory.step, **states}, {**memory.update, **states}, memory.host_bytes)
+        memory = _with_states(GraphMemory(lowered.layout.shape).use(lowered), OptimizerStep(self.optimizer, trained))
         graphs = {"forward": halves.forward, "backward": halves.backward}
         events = {name: self.graph_events(graph, lowered.layout) for name, graph in graphs.items()}
-        alone = added(half.seconds for half in events.values()) | {Cause(UPDATE): self.update_s(trained)}
+        alone = added(half.seconds for half in events.values()) | self.update_s(trained)
         held = sum(shard.size_bytes for shard in _parameters(lowered, trained_only=False))
         return StepParts(alone, events, memory, held)
 
@@ -139,12 +143,22 @@ class SimulateStep:
             spent = float(op_time_s(OpCost(0, size, size), record.spec.dtype, device, "contiguous"))
             yield max(record.block, 0), Work(spent, Cause(RECOMPUTE if record.again else COMPUTE))
 
-    def update_s(self, trained: Sequence[ParameterShard]) -> float:
-        """Seconds of the optimizer's update of parameters, one after the other."""
-        return self.optimizer.update_s(self.cluster.device, trained)
+    def update_s(self, trained: Sequence[ParameterShard]) -> Seconds:
+        """Seconds of the optimizer's update of parameters, one after the other, and of copies for it, by cause."""
+        update = OptimizerStep(self.optimizer, trained)
+        copies_s = update.copies_s(self.cluster.device)
+        seconds = {Cause(UPDATE): update.update_s(self.cluster.device)}
+        return seconds | ({Cause(STATE_COPIES): copies_s} if copies_s else {})
 
 
-def shard_of(node: fx.Node, degrees: Sequence[int]) -> ParameterShard:
+def _with_states(memory: MemoryUse, update: OptimizerStep) -> MemoryUse:
+    """The ``memory`` of forward and backward with what the optimizer holds, and takes for itself in its update."""
+    states, most = {STATES: update.device_bytes}, memory.update.get(TRANSIENTS, 0) + update.most_bytes
+    on_host = memory.host_bytes + update.host_bytes
+    return MemoryUse({**memory.step, **states}, {**memory.update, TRANSIENTS: most, **states}, on_host)
+
+
+def shard_of(port: InputSpec, node: fx.Node, degrees: Sequence[int]) -> ParameterShard:
     """What a rank holds of a lowered graph's parameter; ``degrees``: ranks along each column of the layout."""
     record = meta_of(node)
     shape = list(record.spec.shape)
@@ -152,14 +166,15 @@ def shard_of(node: fx.Node, degrees: Sequence[int]) -> ParameterShard:
     for placement, degree in zip(placements, degrees, strict=False):
         if isinstance(placement, Shard):
             shape[placement.dim] *= degree
-    return ParameterShard(tuple(shape), record.spec.size_bytes, record.spec.dtype.itemsize)
+    itemsize = record.spec.dtype.itemsize
+    return ParameterShard(tuple(shape), record.spec.size_bytes, itemsize, port.states_on_host)
 
 
 def _parameters(lowered: Lowered, trained_only: bool) -> list[ParameterShard]:
     """Each parameter (each that is trained)."""
     nodes = lowered.halves.forward.graph.find_nodes(op="placeholder")
     return [
-        shard_of(node, lowered.layout.shape)
+        shard_of(port, node, lowered.layout.shape)
         for node, port in zip(nodes, lowered.halves.input_ports, strict=True)
         if port.kind == "param" and (port.requires_grad or not trained_only)
     ]

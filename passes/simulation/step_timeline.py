@@ -16,12 +16,12 @@ from galvatron_fx.ir.graph.bound_ops import finished
 from galvatron_fx.ir.graph.host_copies import arrived
 from galvatron_fx.ir.graph.layout import Layout
 from galvatron_fx.ir.graph.metadata import meta_of
-from galvatron_fx.ir.plan.prediction import COMPUTE, HOST, MEMORY_KINDS, PARAMETERS, STATES, UPDATE, Cause, Storage
+from galvatron_fx.ir.plan.prediction import COMPUTE, HOST, MEMORY_KINDS, PARAMETERS, STATES, Cause, Storage
 from passes.lowering.lower_step import Lowered
 from passes.simulation.events import blocks_by_place, node_events
 from passes.simulation.live_memory import GraphMemory
 from passes.simulation.short_program import Repeat, ShortProgram
-from passes.simulation.step import SimulateStep, StepReport
+from passes.simulation.step import OF_UPDATE, SimulateStep, StepReport
 
 __all__ = ["MemoryTimeline", "OperatorSpan", "StepTimeline", "kinds_array"]
 
@@ -69,7 +69,7 @@ class StepTimeline:
         lowered = program.lowered
         assert isinstance(lowered, Lowered)
         recorder = _Recorder(lowered.layout.shape)
-        recorder.use(lowered, 0)
+        recorder.use(lowered)
         graphs = (lowered.halves.forward, lowered.halves.backward)
         run = _run([graph.graph for graph in graphs], lowered.layout, simulator)
         begins = np.append(run.begins_s, run.ends_s)
@@ -189,7 +189,7 @@ def _memory(
     levels[:, always] = update[always]
     values = np.column_stack([moments, levels])
     rows = np.array([row for _, _, row in _unrolled(blocks, program.repeats, np.vstack([values, values[-1:]]))])
-    update_s = step.step_time_s - step.seconds[Cause(UPDATE)]
+    update_s = step.step_time_s - sum(s for cause, s in step.seconds.items() if cause.kind in OF_UPDATE)
     rows = np.vstack([rows, [update_s, *update]])
     return MemoryTimeline(rows[:, 0], rows[:, 1:], step.step_time_s)
 

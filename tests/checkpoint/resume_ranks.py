@@ -44,11 +44,12 @@ class Batches:
 
 @dataclass(frozen=True)
 class Setting:
-    """Ranks and the plan they train by; the first role ``pipeline`` makes two stages."""
+    """Ranks and the plan they train by; the first role ``pipeline`` makes two stages; where optimizer states live."""
 
     mesh: tuple[int, ...]
     roles: tuple[str, ...]
     asynchronous: bool = False
+    offload_states: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -56,12 +57,12 @@ class Setting:
 
     def plan(self) -> Plan:
         staged = Pipelining(2, 2) if self.roles[0] == "pipeline" else Pipelining()
-        return Plan.uniform(self.mesh, self.roles, pipelining=staged)
+        return Plan.uniform(self.mesh, self.roles, offload_states=self.offload_states, pipelining=staged)
 
 
-DATA_ZERO = Setting((2, 2), ("data", "zero"))
+DATA_ZERO = Setting((2, 2), ("data", "zero"), offload_states=True)
 TENSOR = Setting((2,), ("tensor",), asynchronous=True)
-STAGES = Setting((2, 2), ("pipeline", "zero"), asynchronous=True)
+STAGES = Setting((2, 2), ("pipeline", "zero"), asynchronous=True, offload_states=True)
 MORE_STAGES = Setting((2,), ("pipeline",))
 ALONE = Setting((1,), ("data",))
 

@@ -62,14 +62,17 @@ def batch() -> dict[str, Tensor]:
 
 
 def pair(mesh: DeviceMesh, role: str) -> tuple[DistributedGraphModule, Layers]:
-    """A compiled model beside the plain one; under "mixed", neighbours are unlike."""
+    """A compiled model beside the plain one; under "mixed", neighbours are unlike, and states of some
+    are on the host, as are all of stages.
+    """
     torch.manual_seed(0)
     plain = Layers().double()
     if role == "pipeline":
-        plan = Plan.uniform((2,), ("pipeline",), pipelining=Pipelining(2, 2, "1f1b"))
+        plan = Plan.uniform((2,), ("pipeline",), offload_states=True, pipelining=Pipelining(2, 2, "1f1b"))
     elif role == "mixed":
         blocks = num_blocks(galvatron_fx.capture(plain, batch()))
-        plan = Plan.from_roles((2,), [Strategy((ROLES[i % 3],)) for i in range(blocks)])
+        strategies = [Strategy((ROLES[i % 3],), offload_states=i % 2 == 0) for i in range(blocks)]
+        plan = Plan.from_roles((2,), strategies)
     else:
         plan = Plan.uniform((2,), (role,))
     return galvatron_fx.compile(copy.deepcopy(plain), mesh, batch(), plan=plan), plain

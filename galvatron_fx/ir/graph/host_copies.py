@@ -1,6 +1,6 @@
 """Copies between a device's memory and its host's, as nodes of a graph: started at one node, waited for at another.
 
-On GPUs they run on a stream of their own, from and to pinned memory, as those of torch's activation offloading
+On GPUs they run on streams of their own, from and to pinned memory, as those of torch's activation offloading
 (``torch/_functorch/_activation_offloading``), and keep strides. On CPUs a copy is another tensor, there at once.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["HOST_COPIES", "HOST_MOVES", "HOST_STREAM", "arrived", "from_host", "to_host"]
+__all__ = ["HOST_COPIES", "HOST_MOVES", "HOST_STREAM", "arrived", "from_host", "settle", "start_copy", "to_host"]
 
 HOST_STREAM = -1
 """The number of the stream that host copies run on, beside those of mesh columns."""
@@ -33,33 +33,44 @@ def arrived(copy: Tensor, source: Tensor) -> Tensor:
     return copy
 
 
+def settle(copy: Tensor) -> None:
+    """Have this process, not the device alone, wait for a copy and for those that were started before it."""
+    event = _under_way.pop(copy.data_ptr(), None)
+    if event is not None:
+        event.synchronize()
+
+
 HOST_MOVES = (to_host, from_host)
 """What starts a copy."""
 
 HOST_COPIES = (*HOST_MOVES, arrived)
 """All nodes that host copies are made of."""
 
-_streams: dict[torch.device, torch.Stream] = {}
+_streams: dict[tuple[torch.device, int], torch.Stream] = {}
 _under_way: dict[int, torch.Event] = {}  # by address of the copy: what says that it is there
 
 
 @torch.library.impl(_library, "to_host", "CompositeExplicitAutograd")
 def _to_host(x: Tensor) -> Tensor:
     is_cpu = x.device.type == "cpu"
-    return _copied(x, torch.empty_like(x, device="cpu", pin_memory=not is_cpu), x.device)
+    return start_copy(x, torch.empty_like(x, device="cpu", pin_memory=not is_cpu))
 
 
 @torch.library.impl(_library, "from_host", "CompositeExplicitAutograd")
 def _from_host(x: Tensor, *, device: torch.device) -> Tensor:
-    here = torch.empty_like(x, device=device, pin_memory=False)
-    return _copied(x, here, here.device)
+    return start_copy(x, torch.empty_like(x, device=device, pin_memory=False))
 
 
-def _copied(source: Tensor, copy: Tensor, device: torch.device) -> Tensor:
-    """Fill ``copy``; on a GPU beside what is computed from now on."""
+def start_copy(source: Tensor, copy: Tensor, lane: int = 0) -> Tensor:
+    """Fill ``copy`` and return it; between a GPU and its host beside what is computed from now on, and behind copies of
+    the same ``lane``. :func:`arrived` waits for it.
+    """
+    device = copy.device if source.device.type == "cpu" else source.device
     if device.type == "cpu" or not copy.numel():
         return copy.copy_(source)
-    stream = _streams.setdefault(device, torch.Stream(device=device))
+    if (device, lane) not in _streams:
+        _streams[device, lane] = torch.Stream(device=device)
+    stream = _streams[device, lane]
     computing = torch.accelerator.current_stream(device)
     stream.wait_stream(computing)
     torch.accelerator.set_stream(stream)

@@ -175,12 +175,14 @@ class InputSpec:
     """One input of a graph.
 
     ``kind``: among others "hoisted" (what a micro-batch takes from the prologue), "seed" (of random numbers) and
-    "tangent" (the gradient of an output); ``name``: of the parameter or buffer, else the position as text.
+    "tangent" (the gradient of an output); ``name``: of the parameter or buffer, else the position as text;
+    ``states_on_host``: whether the optimizer states of a parameter live in the host's memory.
     """
 
     kind: InputKind
     name: str
     requires_grad: bool = False
+    states_on_host: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from math import inf
 from typing import Any
 
 from galvatron_fx.ir.errors import GalvatronError, InputError, PlanError
-from galvatron_fx.ir.plan.strategy import ROLES, Strategy
+from galvatron_fx.ir.plan.strategy import OFFLOADABLE, ROLES, Strategy
 
 __all__ = ["check_arguments", "shown"]
 
@@ -139,8 +139,9 @@ _ARGUMENTS: dict[str, _Argument] = {
         "use 'auto', 'selective', True or False",
     ),
     "offload": _Argument(
-        lambda value: _is_sequence(value) and all(each == "activations" for each in value),
-        "give ('activations',) to let them wait on the host, or () for nothing",
+        lambda value: _is_sequence(value) and all(each in OFFLOADABLE for each in value),
+        "give ('activations',) to let them wait on the host, ('states',) to keep those of optimizers there, both, or "
+        "() for nothing",
     ),
     "constraints": _Argument(
         _is_constraints,

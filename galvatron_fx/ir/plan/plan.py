@@ -120,6 +120,7 @@ class Plan:
         keep_gathered: bool = False,
         gather_late: bool = False,
         capacity: float = CAPACITY,
+        offload_states: bool = False,
         num_blocks: int | None = None,
         pipelining: Pipelining = ONE_STAGE,
     ) -> Plan:
@@ -131,7 +132,9 @@ class Plan:
         unknown roles, and when there are not as many roles as axes.
         """
         check_arguments(axis_sizes=axis_sizes, roles=roles, num_blocks=num_blocks)
-        strategy = Strategy(tuple(roles), recompute, keep_gathered, gather_late, capacity)
+        strategy = Strategy(
+            tuple(roles), recompute, keep_gathered, gather_late, capacity, offload_states=offload_states
+        )
         if num_blocks is not None:
             return cls.from_roles(axis_sizes, [strategy] * num_blocks, pipelining)
         split = _split_roles(strategy, tuple(axis_sizes), [prime_factors(size) for size in axis_sizes])

@@ -125,10 +125,16 @@ def describe_recomputed(strategy: Strategy) -> str:
 
 
 def describe_offloaded(strategy: Strategy) -> str:
-    """Return ", 2 and inputs on the host" where two values and what enters the block wait there, or nothing."""
+    """Return ", 2, inputs and states on the host" where two values, what enters the block and its optimizer states are
+    there, or nothing.
+    """
     values = [str(len(strategy.offloads))] if strategy.offloads else []
-    what = " and ".join([*values, *(["inputs"] if strategy.offload_entering else [])])
-    return f", {what} on the host" if what else ""
+    entering = ["inputs"] if strategy.offload_entering else []
+    *first, last = *values, *entering, *(["states"] if strategy.offload_states else []), ""
+    if not first:
+        return ""
+    *first, last = first
+    return f", {' and '.join([*([', '.join(first)] if first else []), last])} on the host"
 
 
 def _rows(plan: Plan) -> list[tuple[range, list[BlockPlan]]]:

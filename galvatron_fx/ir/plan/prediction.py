@@ -21,6 +21,7 @@ __all__ = [
     "PARAMETERS",
     "RECOMPUTE",
     "STATES",
+    "STATE_COPIES",
     "TRANSFER",
     "TRANSIENTS",
     "UPDATE",
@@ -36,8 +37,9 @@ COMPUTE, RECOMPUTE, ACCUMULATE = "compute", "recompute", "gradient sums"
 UPDATE, TRANSFER, IDLE = "optimizer update", "transfers between stages", "idle"
 
 HOST_COPIES = "copies to and from the host"
+STATE_COPIES = "copies of optimizer states"
 
-LOCAL_CAUSES = (COMPUTE, RECOMPUTE, ACCUMULATE, UPDATE)
+LOCAL_CAUSES = (COMPUTE, RECOMPUTE, ACCUMULATE, UPDATE, STATE_COPIES)
 """Causes of time that a rank needs no other for."""
 
 PARAMETERS, GRADIENTS, STATES, GATHERED = "parameters", "gradients", "optimizer states", "gathered parameters"

@@ -16,6 +16,7 @@ from galvatron_fx.ir.plan.prediction import (
     IDLE,
     MEMORY_KINDS,
     RECOMPUTE,
+    STATE_COPIES,
     TRANSFER,
     UPDATE,
     Cause,
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Simulated", "cause_name", "cause_order", "render", "render_use"]
 
-_ORDER = (COMPUTE, RECOMPUTE, ACCUMULATE, UPDATE, HOST_COPIES)  # then collectives, then what is waited for
+# Then come collectives, then what is waited for.
+_ORDER = (COMPUTE, RECOMPUTE, ACCUMULATE, UPDATE, STATE_COPIES, HOST_COPIES)
 _LAST = (TRANSFER, IDLE)
 _WIDTH = 100
 _INDENT = 13

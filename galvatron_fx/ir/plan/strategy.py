@@ -39,6 +39,7 @@ __all__ = [
     "EXPERT_ROLES",
     "EXPERT_SEQUENCE",
     "LOWERING_ORDER",
+    "OFFLOADABLE",
     "PIPELINE",
     "ROLES",
     "Boundary",
@@ -100,7 +101,10 @@ _SPLIT = {
 }
 
 _FLAGS = ("recompute", "keep_gathered", "gather_late")
-_ENTERING = "offload_entering"
+_ENTERING, _STATES = "offload_entering", "offload_states"
+
+OFFLOADABLE = ("activations", "states")
+"""What may live in the host's memory: values that wait for backward, optimizer states."""
 
 CAPACITY = 1.25
 """Room for rows on their way to experts, over what each pair of ranks sends in the mean, if nothing else is said."""
@@ -123,7 +127,8 @@ class Strategy:
     inputs of the block and computes the rest again in backward, all but the values that it ``keeps``: their numbers,
     ascending, of the ``num_values`` that the block's backward needs (:mod:`passes.frontend.number_values`).
     ``offloads`` has the numbers of those kept values that wait for backward in the host's memory;
-    ``offload_entering`` has what enters the block, and backward takes, wait there too.
+    ``offload_entering`` has what enters the block, and backward takes, wait there too; ``offload_states`` has the
+    optimizer states of the block's parameters live there, which come to the device while it updates them.
     ``keep_gathered`` keeps the parameters
     that ``zero`` axes gathered, or mixed precision cast, in forward until backward (ZeRO-2-like);
     without it they are gathered again (ZeRO-3-like). With both, ``recompute`` of a whole block wins: the gathers are
@@ -145,6 +150,7 @@ class Strategy:
     num_values: int = 0
     offloads: tuple[int, ...] = ()
     offload_entering: bool = False
+    offload_states: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.roles, tuple):
@@ -155,7 +161,7 @@ class Strategy:
         for axis, role in enumerate(self.roles):
             if role not in ROLES:
                 raise PlanError(f"unknown role {role!r:.80} for mesh axis {axis}; use one of {', '.join(ROLES)}")
-        for name in (*_FLAGS, _ENTERING):
+        for name in (*_FLAGS, _ENTERING, _STATES):
             if not isinstance(value := getattr(self, name), bool):
                 raise PlanError(f"{name} is {value!r:.80}, where a bool was expected; give True or False")
         capacity = self.capacity
@@ -200,11 +206,11 @@ class Strategy:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether anything waits for backward on the host."""
+        """Whether anything waits for backward on the host; optimizer states do not."""
         return bool(self.offloads) or self.offload_entering
 
     def without_offload(self) -> Strategy:
-        """The same with everything that it keeps on the device."""
+        """The same with everything that it keeps for backward on the device."""
         return replace(self, offloads=(), offload_entering=False, num_values=self.num_values if self.keeps else 0)
 
     @property
@@ -240,7 +246,7 @@ class Strategy:
         if self.num_values:
             fields["num_values"] = self.num_values
         numbers = {name: list(getattr(self, name)) for name in ("keeps", "offloads") if getattr(self, name)}
-        return fields | numbers | ({_ENTERING: True} if self.offload_entering else {})
+        return fields | numbers | {name: True for name in (_ENTERING, _STATES) if getattr(self, name)}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, object]) -> Strategy:
@@ -249,7 +255,7 @@ class Strategy:
 
         Raises PlanError for unknown keys, missing roles and values of a wrong type.
         """
-        known = ("roles", *_FLAGS, "capacity", "keeps", "num_values", "offloads", _ENTERING)
+        known = ("roles", *_FLAGS, "capacity", "keeps", "num_values", "offloads", _ENTERING, _STATES)
         unknown = sorted(set(fields) - set(known), key=str)
         if unknown:
             raise PlanError(
@@ -279,8 +285,7 @@ class Strategy:
             flags.append(f"+keeps {','.join(map(str, self.keeps))} of {self.num_values}")
         if self.offloads:
             flags.append(f"+offloads {','.join(map(str, self.offloads))} of {self.num_values}")
-        if self.offload_entering:
-            flags.append(f"+{_ENTERING}")
+        flags += [f"+{name}" for name in (_ENTERING, _STATES) if getattr(self, name)]
         return " ".join([*(self.roles or ("one device",)), *flags])
 
 

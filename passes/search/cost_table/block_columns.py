@@ -42,7 +42,7 @@ class Columns:
     ``forward_wait_s``, ``backward_wait_s``: of forward and backward, what is waited for where it starts;
     ``gather_start_s`` and the like: to start them; ``gather_work_s`` and the like: casts and packing; ``forward_waits``
     and the like: how many collectives;
-    ``host_copies``: how many values go to the host;
+    ``host_copies``: how many values go to the host; ``state_bytes``: of optimizer states, in ``states`` tensors;
     ``far_s``: to reduce terms of gradients that other stages have, if there are any.
     """
 
@@ -68,6 +68,8 @@ class Columns:
     far_s: Floats
     update_s: Floats
     static_bytes: Floats
+    state_bytes: Floats
+    states: Floats
     saved_bytes: Floats
     host_bytes: Floats
     host_copies: Floats
@@ -132,7 +134,7 @@ class Evaluation:
         moves, again_moves = self._moves(operators_s)
         levels, kept = self.terms.levels, self._on_rank(self.terms.kept)
         gather, gathered = self._gathers()
-        static, update = self._static()
+        static, state_bytes, states, update = self._static()
         gradients, whole, largest = self._gradients()
         lives = [(life.alive @ self._on_rank(life.values)).max(axis=0, initial=0.0) for life in self.terms.lives]
         return Columns(
@@ -158,6 +160,8 @@ class Evaluation:
             far_s=moves["far"].seconds + moves["far"].work_s,
             update_s=update,
             static_bytes=static,
+            state_bytes=state_bytes,
+            states=states,
             saved_bytes=levels.saved @ kept,
             host_bytes=levels.offloaded @ kept,
             host_copies=np.repeat(levels.offloaded.sum(axis=1)[:, None], kept.shape[1], axis=1),
@@ -330,15 +334,18 @@ class Evaluation:
             gathers = sent._replace(work_s=gathers.work_s + sent.work_s)
         return gathers, np.where(cast | (degrees > 1), weight_bytes * computed, 0.0).sum(axis=0)
 
-    def _static(self) -> tuple[Floats, Floats]:
-        """Bytes of parameters with gradients and optimizer states, and seconds of the update."""
+    def _static(self) -> tuple[Floats, Floats, Floats, Floats]:
+        """Bytes of parameters, gradients and optimizer states; bytes and number of states; seconds of the update."""
         weights = self.terms.weights
         size = self._on_rank(weights.amounts) / self._zero_degrees()
         trained = weights.trained[:, None]
         updates = self.optimizer.updates(weights.shapes, weights.itemsizes)
-        held = np.where(trained, 2 * size + updates.state_bytes(size), size)  # gradients are as large as parameters
+        states = np.where(trained, updates.state_bytes(size), 0.0)
+        held = np.where(trained, 2 * size, size) + states  # gradients are as large as parameters
+        counts = np.where(trained, updates.counts[:, None], 0.0) + 0.0 * size
         update_s = np.where(trained, updates.update_s(self.cluster.device, size), 0.0)
-        return held[weights.owned].sum(axis=0), update_s[weights.owned].sum(axis=0)
+        held, states, counts, update_s = (each[weights.owned].sum(axis=0) for each in (held, states, counts, update_s))
+        return held, states, counts, update_s
 
     def _gradients(self) -> tuple[Floats, Floats, Floats]:
         """Bytes of the gradients, of the same before ``zero`` axes scatter them, and of the largest of these."""

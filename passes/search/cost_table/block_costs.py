@@ -48,7 +48,7 @@ class BlockPrices:
     ``deferred_bytes``: what
     the gradients of weights need when they come later; ``transient_bytes``: the most that lives beside these while it
     runs; ``kept``: the numbers of the values that are kept, where the block recomputes others; ``host_bytes`` and
-    ``on_host``: what waits on the host, of one micro-batch.
+    ``on_host``: what waits on the host, of one micro-batch; ``away_bytes``: optimizer states there, where ``away``.
     """
 
     forward_s: Floats
@@ -60,6 +60,8 @@ class BlockPrices:
     deferred_bytes: Floats
     transient_bytes: Floats
     host_bytes: Floats
+    away_bytes: Floats
+    away: Bools
     kept: tuple[KeptSet, ...]
     on_host: tuple[OnHost, ...]
 
@@ -70,11 +72,12 @@ class BlockPrices:
 
 class Level(NamedTuple):
     """What a block does with what backward needs: the place of a set of what is kept, and how much of that waits on the
-    host, one of :data:`passes.search.cost_table.offload_levels.OFFLOADED`.
+    host, one of :data:`passes.search.cost_table.offload_levels.OFFLOADED`; and whether optimizer states are there.
     """
 
     kept: int
     offloaded: int = NOTHING
+    states: bool = False
 
 
 Wanted = tuple[Strategy, int, AxisPartition, Level]
@@ -147,6 +150,7 @@ class BlockPricer:
             np.array([strategy.gather_late for strategy, _, _, _ in wanted], dtype=np.bool_),
             np.array([num_microbatches > 1 for _, num_microbatches, _, _ in wanted], dtype=np.bool_),
             np.array([PIPELINE in strategy.roles for strategy, _, _, _ in wanted], dtype=np.bool_),
+            np.array([level.states for _, _, _, level in wanted], dtype=np.bool_),
             tuple(kept),
             tuple(on_host for _, on_host in names),
             self.cluster,
@@ -251,12 +255,13 @@ def _prices(
     late: Bools,
     several: Bools,
     pipelined: Bools,
+    away: Bools,
     kept: tuple[KeptSet, ...],
     on_host: tuple[OnHost, ...],
     cluster: Cluster,
 ) -> BlockPrices:
     """What recomputation (of the ``whole`` block or of some of its values), keeping gathered parameters, several
-    micro-batches and tasks of stages make of a block's terms.
+    micro-batches, tasks of stages and optimizer states that are ``away`` make of a block's terms.
 
     Gathers that are not late are prefetched beside the computing of a neighbour, for which the block's own stands, as
     do reductions run beside what comes next; exactly so in a row of equal blocks. So are host copies: a block's worth
@@ -303,20 +308,26 @@ def _prices(
     forward_busy_s = forward_s if overlap.gains else np.zeros_like(forward_s)
     forward_s = forward_s + np.maximum(copies_s - forward_busy_s, 0.0)
     backward_s = backward_s + np.maximum(copies_s - backward_busy_s, 0.0)
+    away_bytes = np.where(away, terms.state_bytes, 0.0)
     of_weights = back_reduce_s / np.maximum(back_gather_s + back_reduce_s, _TINY_S)
     return BlockPrices(
         forward_s=forward_s,
         backward_s=backward_s + exposed + np.where(again, late_s, 0.0) + backward_late_s,
         weight_s=weights_s + exposed * of_weights,
         once_s=terms.update_s
+        + np.where(away, host_copy_s(device, terms.state_bytes, terms.states), 0.0)  # each beside one of the way back
         + np.where(pipelined, terms.far_s, 0.0)
         + np.where(staged, terms.reduce_s + terms.reduce_work_s, 0.0)
         + np.where(once, terms.gather_s + terms.gather_work_s + terms.scatter_s + terms.scatter_work_s, 0.0),
-        static_bytes=np.floor(terms.static_bytes - terms.gradient_bytes + held + np.maximum(gradients, sums)),
+        static_bytes=np.floor(
+            terms.static_bytes - away_bytes - terms.gradient_bytes + held + np.maximum(gradients, sums)
+        ),
         saved_bytes=np.floor(terms.saved_bytes),
         deferred_bytes=np.floor(terms.deferred_bytes),
         transient_bytes=np.floor(np.maximum(transient, np.where(several, 2 * terms.largest_gradient_bytes, 0.0))),
         host_bytes=np.floor(terms.host_bytes),
+        away_bytes=np.floor(away_bytes),
+        away=away,
         kept=kept,
         on_host=on_host,
     )

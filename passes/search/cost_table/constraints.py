@@ -55,10 +55,11 @@ class Constrained:
             raise PlanError(f"no searched strategy gives mesh axis {self._named(self.axes)}; check roles")
         allowed = np.repeat(on_axes[np.newaxis], len(chosen), axis=0)
         for name, (wanted, members) in self.modules.items():
-            if isinstance(wanted, Strategy) and (wanted.keeps or wanted.is_offloaded):
+            if isinstance(wanted, Strategy) and (wanted.keeps or wanted.is_offloaded or wanted.offload_states):
                 raise PlanError(
                     f"constraint {wanted} on module {name!r} names values to keep or to offload, which a search "
-                    f"chooses: leave out keeps, offloads, offload_entering and num_values, or write the plan by hand"
+                    f"chooses: leave out keeps, offloads, offload_entering, offload_states and num_values, or write "
+                    f"the plan by hand"
                 )
             fits = np.array([_matches(s, wanted) for s in strategies])
             if not fits.any():

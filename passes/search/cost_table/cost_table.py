@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -19,7 +20,7 @@ from galvatron_fx.ir.arrays import Bools, Floats, Ints
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.graph.metadata import meta_of
-from galvatron_fx.ir.plan.strategy import Boundary, Strategy, batch_ranks, batch_share, boundary
+from galvatron_fx.ir.plan.strategy import PIPELINE, Boundary, Strategy, batch_ranks, batch_share, boundary
 from passes.analysis.blocks import fingerprints
 from passes.search.candidates import AxisPartition, fits_partition
 from passes.search.cost_table.block_costs import (
@@ -38,7 +39,7 @@ from passes.search.cost_table.block_shardings import Solutions
 from passes.search.cost_table.constraints import Constrained
 from passes.search.cost_table.graph_index import GraphIndex
 from passes.search.cost_table.kept_sets import MOST_SETS, KeptSet
-from passes.search.cost_table.offload_levels import OFFLOADED, OnHost
+from passes.search.cost_table.offload_levels import OFFLOADED, ON_DEVICE, Offload, OnHost
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class CostTable:
     of each block; ``allowed``: by the constraints; ``block_fingerprints``: fingerprints of the blocks; ``kinds``: axes
     that are served as one, as the request says; ``kept[block][strategy]``: numbers of the values that are kept, of
     ``num_values[block]``, where a strategy recomputes others: one stands in ``strategies`` for each set of a block;
-    ``on_host[block][strategy]``: what waits on the host, likewise.
+    ``on_host[block][strategy]``: what waits on the host, likewise; ``away[strategy]``: whether optimizer states are
+    there.
     """
 
     strategies: tuple[Strategy, ...]
@@ -74,6 +76,7 @@ class CostTable:
     kept: tuple[tuple[KeptSet, ...], ...] = ()
     num_values: tuple[int, ...] = ()
     on_host: tuple[tuple[OnHost, ...], ...] = ()
+    away: tuple[bool, ...] = ()
 
     @cached_property
     def time(self) -> Floats:
@@ -85,6 +88,8 @@ class CostTable:
         kept = self.kept[block][pick] if self.kept else ()
         on_host = self.on_host[block][pick] if self.on_host else OnHost()
         strategy = self.strategies[pick]
+        if self.away and self.away[pick]:
+            strategy = replace(strategy, offload_states=True)
         if not kept and on_host == OnHost():
             return strategy
         return replace(
@@ -102,7 +107,7 @@ class CostTable:
 
     @cached_property
     def offloads_some(self) -> Bools:
-        """The strategies of which something waits on the host."""
+        """The strategies of which something waits on the host for backward."""
         return self._with_any([[on_host != OnHost() for on_host in row] for row in self.on_host])
 
     def _with_any(self, rows: Sequence[Sequence[bool]]) -> Bools:
@@ -153,26 +158,26 @@ class CostTableRequest:
 
     ``kinds``: the axes that are served as one, which the others tell apart; where it names none, those to which a
     strategy gives one role, as if all blocks did; ``selective``: whether strategies that recompute do so with each of
-    the sets of values that are worth keeping in a block, too; ``host_bytes``: of the host's memory that a rank may
-    offload to, 0 for no offloading.
+    the sets of values that are worth keeping in a block, too; ``offload``: what may be on the host.
     """
 
     strategies: tuple[Strategy, ...]
     num_microbatches: int
     kinds: AxisPartition = ()
     selective: bool = False
-    host_bytes: float = 0.0
+    offload: Offload = ON_DEVICE
 
     def columns(self, strategies: Sequence[Strategy]) -> list[Wanted]:
         """What to price of ``strategies``; to recompute a whole block and keep what it gathered is not thought of."""
         sets = [*range(1, MOST_SETS + 1)] if self.selective else []
-        kinds = OFFLOADED if self.host_bytes else OFFLOADED[:1]
+        kinds = OFFLOADED if self.offload.activations else OFFLOADED[:1]
+        away = (False, True) if self.offload.states else (False,)
         wanted: list[Wanted] = []
         for strategy in strategies:
             again = [*sets, *(() if strategy.keep_gathered and sets else (KEEPS_NONE,))]
             places = again if strategy.recompute else [KEEPS_ALL]
             wanted += [
-                (strategy, self.num_microbatches, self.kinds, Level(place, kind)) for place in places for kind in kinds
+                (strategy, self.num_microbatches, self.kinds, Level(*level)) for level in product(places, kinds, away)
             ]
         return wanted
 
@@ -182,7 +187,7 @@ def cost_table_requests(
     num_microbatches: int,
     kinds: Sequence[AxisPartition],
     selective: bool = False,
-    host_bytes: float = 0.0,
+    offload: Offload = ON_DEVICE,
 ) -> list[CostTableRequest]:
     """A request for each of the ``kinds`` of axes, of the strategies that give axes of one kind one role; none of equal
     strategies for more kinds."""
@@ -190,7 +195,7 @@ def cost_table_requests(
     for each in kinds:
         fitting = tuple(strategy for strategy in strategies if fits_partition(strategy, each))
         if fitting:
-            requests.setdefault(fitting, CostTableRequest(fitting, num_microbatches, each, selective, host_bytes))
+            requests.setdefault(fitting, CostTableRequest(fitting, num_microbatches, each, selective, offload))
     return list(requests.values())
 
 
@@ -308,8 +313,12 @@ class Pricer:
             return np.array([getattr(price, name) for price in prices])[self._row]
 
         of_blocks = [prices[row] for row in self._row]
-        # Each block may have its share of the host's memory: as many micro-batches as stages wait at once, mostly.
-        host = rows("host_bytes") * len(of_blocks)
+        # Each block may have its share of the host's memory: as many micro-batches as stages wait at once, mostly, and
+        # the states of one stage are on a rank. Where not all states have room, those of the first blocks do, as long
+        # as these are alike; what others take together is simulated.
+        host = rows("host_bytes") + rows("away_bytes") / [_num_stages(each, self.cluster.shape) for each in usable]
+        share, together = host * len(of_blocks), host.cumsum(axis=0)
+        fits = np.where(prices[0].away, np.minimum(share, together), share) <= request.offload.host_bytes
         boundaries = [boundary(strategy) for strategy in usable]
         kinds = sorted(set(boundaries))
         crossing = self._crossing / request.num_microbatches
@@ -327,18 +336,24 @@ class Pricer:
             np.array([kinds.index(kind) for kind in boundaries], dtype=np.int64),
             _changes(kinds, crossing[1:], self.cluster.axes),
             crossing,
-            self._constrained.allowed(usable, list(map(_chosen, of_blocks))) & (host <= request.host_bytes),
+            self._constrained.allowed(usable, list(map(_chosen, of_blocks))) & fits,
             self.block_fingerprints,
             request.kinds,
             tuple(price.kept for price in of_blocks),
             tuple(num_values[row] for row in self._row),
             tuple(price.on_host for price in of_blocks),
+            tuple(prices[0].away.tolist()),
         )
+
+
+def _num_stages(strategy: Strategy, axis_sizes: Sequence[int]) -> int:
+    return prod(size for size, role in zip(axis_sizes, strategy.roles, strict=True) if role == PIPELINE)
 
 
 def _chosen(prices: BlockPrices) -> list[bool]:
     """Whether a strategy of the block keeps some of its values, or offloads: a search chooses that, nobody else."""
-    return [bool(kept) or on_host != OnHost() for kept, on_host in zip(prices.kept, prices.on_host, strict=True)]
+    named = zip(prices.kept, prices.on_host, prices.away.tolist(), strict=True)
+    return [bool(kept) or on_host != OnHost() or away for kept, on_host, away in named]
 
 
 def useful(kind: Ints, amounts: Sequence[Floats]) -> Ints:

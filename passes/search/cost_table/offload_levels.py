@@ -18,11 +18,35 @@ from galvatron_fx.ir.graph.metadata import meta_of
 from passes.search.cost_table.block_facts import BlockFacts
 from passes.search.cost_table.kept_sets import KeptSet
 
-__all__ = ["NOTHING", "OFFLOADED", "OffloadChoice", "OnHost", "offload_choices"]
+__all__ = ["NOTHING", "OFFLOADED", "ON_DEVICE", "Offload", "OffloadChoice", "OnHost", "offload_choices"]
 
 NOTHING, _HIDDEN, _ALL = range(3)
 OFFLOADED = (NOTHING, _HIDDEN, _ALL)
 """How much of what it saves a block may offload."""
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What a search may have on the host, some of :data:`galvatron_fx.ir.plan.strategy.OFFLOADABLE`, in so many bytes a
+    rank.
+    """
+
+    what: tuple[str, ...] = ()
+    host_bytes: float = 0.0
+
+    @property
+    def activations(self) -> bool:
+        """Whether values may wait there for backward."""
+        return "activations" in self.what
+
+    @property
+    def states(self) -> bool:
+        """Whether optimizer states may live there."""
+        return "states" in self.what
+
+
+ON_DEVICE = Offload()
+"""Nothing is on the host."""
 
 
 class OnHost(NamedTuple):

@@ -127,6 +127,13 @@ def test_offloaded_values_survive_json_and_are_shown() -> None:
     assert OFFLOADS.is_offloaded and OFFLOADS.without_offload() == KEEPS
     entering = Strategy(("data",), recompute=True, offload_entering=True)
     assert Strategy.from_dict(entering.to_dict()) == entering and "offloads" not in entering.to_dict()
+    states = replace(OFFLOADS, offload_states=True)
+    assert Strategy.from_dict(states.to_dict()) == states and str(states) == f"{OFFLOADS} +offload_states"
+    assert (
+        describe_keeps(states) == "2 of 7, 1, inputs and states on the host"
+        and states.without_offload().is_offloaded is False
+    )
+    assert describe_keeps(Strategy(("data",), offload_states=True)) == "all, states on the host"
 
 
 @pytest.mark.parametrize(
@@ -136,6 +143,7 @@ def test_offloaded_values_survive_json_and_are_shown() -> None:
         ({"offloads": [3]}, "offloads is .* give a tuple of the numbers"),
         ({"offloads": (1,)}, "what is computed again cannot wait on the host; add the numbers to keeps"),
         ({"offload_entering": 1}, "offload_entering is 1, where a bool was expected"),
+        ({"offload_states": "yes"}, "offload_states is 'yes', where a bool was expected"),
     ],
 )
 def test_values_that_cannot_be_offloaded(changes: dict[str, Any], message: str) -> None:

@@ -86,6 +86,35 @@ def test_the_page_shows_it(graph: fx.GraphModule) -> None:
     assert "copies to and from the host" in str(plan.report) and "host" in str(plan)
 
 
+def test_states_live_on_the_host() -> None:
+    """Less memory is enough, to the byte what the lowered program takes; in as much of the host's as there is."""
+    graph = captured(Layers(), {"x": torch.empty(64, 256, device="meta")})
+    with pytest.raises(BudgetError) as error:
+        best(graph, 2**20)
+    with pytest.raises(BudgetError) as with_states:
+        best(graph, 2**20, offload=("states",))
+    tight, least = error.value.least_bytes, with_states.value.least_bytes
+    assert least < 0.7 * tight
+    away = best(graph, least, offload=("states",))
+    strategies = [block.strategy for block in away.blocks]
+    whole = SimulateStep(ONE).run(Lower(strategies, ONE).run(graph))
+    (rank,) = away.report.ranks
+    assert rank.host_bytes == whole.host_bytes == 2 * 4 * 5 * (2 * 256 * 512 + 256 + 512)
+    assert away.peak_memory_bytes == whole.peak_memory_bytes and whole.step_time_s == pytest.approx(away.step_time_s)
+    assert gfx.Plan.from_json(away.to_json()) == away and "all, states on the host" in str(away)
+    page = render(explained(graph, away, ONE, roles=("data",)), "layers")
+    assert "copies of optimizer states" in page and "copies of optimizer states" in str(away.report)
+    roomy = best(graph, tight, offload=("states",))
+    assert roomy.step_time_s == best(graph, tight).step_time_s < away.step_time_s
+    some = best(graph, (tight + least) // 2, offload=("states",))
+    assert 0 < some.report.ranks[0].host_bytes < rank.host_bytes
+    assert roomy.step_time_s < some.step_time_s < away.step_time_s
+    half = best(graph, (3 * tight + least) // 4, offload=("states",), host_memory=rank.host_bytes // 2)
+    assert 0 < half.report.ranks[0].host_bytes <= rank.host_bytes // 2
+    with pytest.raises(BudgetError):
+        best(graph, least, offload=("states",), host_memory=rank.host_bytes // 2)
+
+
 def test_refusals() -> None:
     unlinked = gfx.Cluster.from_json(ONE.having(host_bytes_per_s=0.0).to_json())
     with pytest.raises(PlanError, match=r"nothing is known of the link .*host_bytes_per_s=24e9"):
@@ -94,5 +123,5 @@ def test_refusals() -> None:
         SearchSettings(host_memory="1GiB").on(ONE)
     with pytest.raises(InputError, match=r"host_memory: .*"):
         SearchSettings(offload=("activations",), host_memory="many").on(ONE)
-    with pytest.raises(InputError, match=r"offload is .*give \('activations',\)"):
+    with pytest.raises(InputError, match=r"offload is .*give \('activations',\).*\('states',\)"):
         SearchSettings(offload=("weights",)).on(ONE)

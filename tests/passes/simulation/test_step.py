@@ -359,7 +359,7 @@ def test_what_is_measured(
     strategies = uniform(stack, *roles, **options)
     lowered = Lower(offloading(stack, strategies) if offloads else strategies, cluster).run(stack)
     degrees = [column.degree for column in lowered.layout.merged_axes]
-    predicted = GraphMemory(degrees).use(lowered, update_bytes=0)
+    predicted = GraphMemory(degrees).use(lowered)
     ports = lowered.halves.input_ports
     nodes = lowered.halves.forward.graph.find_nodes(op="placeholder")
     inputs = {port: torch.ones(meta_of(n).spec.shape) for port, n in zip(ports, nodes, strict=True)}

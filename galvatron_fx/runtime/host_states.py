@@ -1,0 +1,155 @@
+"""Optimizer states in the host's memory: they come to the device for the update of their parameter, and go back.
+
+Between steps a state is a tensor on the host, pinned where the device is a GPU, and lies as its parameter does. On CPUs
+it is another tensor, so that tests run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from cost_models.host_states import update_order
+from galvatron_fx.ir.graph.host_copies import arrived, settle, start_copy, to_host
+from galvatron_fx.ir.torch_compat.dtensors import dtensor_of
+from galvatron_fx.runtime.dtensor_views import local_part
+from galvatron_fx.runtime.optimizer_states import shards_of
+
+__all__ = ["empty_on_host", "has_host_states", "keep_like", "keep_on_host", "streamed"]
+
+_MARK = "states_on_host"  # of a parameter: where its states belong
+_THERE = "is_on_host"  # of a state: that it is there
+_COMING = 1  # the lane of what comes to the device: what goes to the host is on the other
+
+States = MutableMapping[Tensor, dict[str, Any]]
+"""As optimizers keep them."""
+
+
+def keep_on_host(model: nn.Module, names: Collection[str]) -> None:
+    """Have optimizers keep the states of such parameters of ``model`` on the host, from their next step on."""
+    for name, parameter in model.named_parameters():
+        if name in names:
+            setattr(parameter, _MARK, True)
+
+
+def keep_like(parameter: Tensor, other: Tensor) -> None:
+    """Keep the states of a parameter where those of another are kept."""
+    if has_host_states(other):
+        setattr(parameter, _MARK, True)
+
+
+def has_host_states(parameter: Tensor) -> bool:
+    """Whether the states of a parameter belong on the host."""
+    return hasattr(parameter, _MARK)
+
+
+def empty_on_host(like: Tensor) -> Tensor:
+    """A tensor for a state on the host, that lies as ``like`` does, with nothing in it."""
+    local = local_part(like)
+    return _there(torch.empty_like(local, device="cpu", pin_memory=local.device.type != "cpu"), like)
+
+
+def streamed(states: States, parameters: Sequence[Tensor], update: Callable[[Tensor], None]) -> None:
+    """Call ``update`` of each parameter while its states are on the device: while those of one go, the next one's come.
+
+    Behind it they are on the host, where any process may read them; also where ``update`` raises, but for those of its
+    parameter, which stay on the device.
+    """
+    shards = shards_of(parameters)
+    queue = [parameters[i] for i in update_order(shards)]
+    going, coming = _Going(), _Coming.of(states, queue[0]) if queue else None
+    try:
+        for place, parameter in enumerate(queue):
+            assert coming is not None
+            coming.wait()
+            going.wait()
+            coming.give(states[parameter])
+            update(parameter)
+            going = _Going.of(states[parameter], coming.hosts)
+            coming = _Coming.of(states, queue[place + 1]) if place + 1 < len(queue) else None
+    finally:
+        going.settle()
+
+
+class _Coming:
+    """The states of a parameter on their way to the device; ``hosts``: where they come from, by name."""
+
+    def __init__(self, hosts: Mapping[str, Tensor], device: torch.device) -> None:
+        self.hosts = hosts
+        parts = {name: local_part(host) for name, host in hosts.items()}
+        self._copies = {
+            name: start_copy(part, torch.empty_like(part, device=device, pin_memory=False), _COMING)
+            for name, part in parts.items()
+        }
+
+    @classmethod
+    def of(cls, states: States, parameter: Tensor) -> _Coming:
+        """Those of ``parameter`` that are on the host; on the device are those that were made or loaded there."""
+        device = local_part(parameter).device
+        state = states.get(parameter, {})
+        return cls({name: value for name, value in state.items() if _is_there(value, device)}, device)
+
+    def wait(self) -> None:
+        for name, copy in self._copies.items():
+            arrived(copy, local_part(self.hosts[name]))
+
+    def give(self, state: dict[str, Any]) -> None:
+        """Put them into the ``state`` that the optimizer updates."""
+        state |= {name: _lying_like(copy, self.hosts[name]) for name, copy in self._copies.items()}
+        self._copies = {}
+
+
+class _Going:
+    """The states of a parameter on their way to the host."""
+
+    def __init__(self, copies: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        self._copies = list(copies)
+
+    @classmethod
+    def of(cls, state: dict[str, Any], hosts: Mapping[str, Tensor]) -> _Going:
+        """Those of ``state``, which gets what is on the host in their place: the tensors of ``hosts`` that fit."""
+        copies = []
+        for name, value in state.items():
+            if not isinstance(value, Tensor) or not value.ndim:
+                continue  # a count of steps
+            here, host = local_part(value), hosts.get(name)
+            if host is not None and (host.shape, host.dtype) == (value.shape, value.dtype):
+                there = start_copy(here, local_part(host))
+            else:
+                there = to_host(here)
+                host = _there(there, value)
+            copies.append((there, here))
+            state[name] = host
+        return cls(copies)
+
+    def wait(self) -> None:
+        """Let the device go on when they are there, and let go of them."""
+        for there, here in self._copies:
+            arrived(there, here)
+        self._copies = []
+
+    def settle(self) -> None:
+        """Wait until the host may read them."""
+        for there, _ in self._copies:
+            settle(there)
+        self._copies = []
+
+
+def _is_there(value: Any, device: torch.device) -> bool:
+    if not isinstance(value, Tensor) or not value.ndim:
+        return False
+    return hasattr(value, _THERE) or local_part(value).device.type != device.type
+
+
+def _there(local: Tensor, like: Tensor) -> Tensor:
+    state = _lying_like(local, like)
+    setattr(state, _THERE, True)
+    return state
+
+
+def _lying_like(local: Tensor, like: Tensor) -> Tensor:
+    return dtensor_of(local, like) if isinstance(like, DTensor) else local
