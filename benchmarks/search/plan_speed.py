@@ -143,7 +143,10 @@ def run_case(case: Case, layers: int, lower: bool) -> dict[str, Any]:
 def _lower(plan: Plan, graph: fx.GraphModule, cluster: gfx.Cluster) -> None:
     strategies, pipelining = [block.strategy for block in plan.blocks], plan.pipelining
     if pipelining.num_stages > 1 or pipelining.num_microbatches > 1:
-        LowerStages(strategies, pipelining.first_blocks or (0,), pipelining.num_microbatches, cluster).run(graph)
+        lower = LowerStages(strategies, pipelining.first_blocks or (0,), pipelining.num_microbatches, cluster)
+        stages = lower.run(graph).stages
+        for index in pipelining.table(plan.num_pipeline_ranks).stages_of(0):
+            stages[index].write()  # as a rank does
     else:
         Lower(strategies, cluster).run(graph)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 from torch import fx
@@ -27,6 +28,7 @@ from passes.lowering.stages.relay_or_recompute import RelayOrRecompute
 from passes.lowering.stages.split_microbatches import Microbatched, SplitMicrobatches
 from passes.lowering.stages.split_stages import SplitStages, Stage, stage_of_node, stages_of_blocks
 from passes.lowering.stages.spread_stages import check_alone, check_copies, spread_stages
+from passes.lowering.stages.stage_tasks import Task
 from passes.lowering.stages.untie_weights import UntieWeights
 from passes.sharding.placed_calls import verify_placed
 from passes.sharding.shard_graph import ShardGraph
@@ -36,7 +38,9 @@ from passes.sharding.shard_graph import ShardGraph
 class LoweredStages:
     """Rank-agnostic graphs of all stages, what surrounds the micro-batches, and the layout of inputs and outputs.
 
-    ``joint``: the whole lowered graph of one micro-batch; ``signature``: of the whole batch's graph.
+    ``joint``: the whole lowered graph of one micro-batch; ``signature``: of the whole batch's graph. The graphs of a
+    stage are written, verified and shown when they are asked for: each rank runs its own. (All are at once for whoever
+    looks at passes or inserts some.)
     """
 
     joint: fx.GraphModule
@@ -114,11 +118,23 @@ class LowerStages:
         kept = apply(Rematerialize(self.strategies), sharded)
         joint = apply(OffloadActivations(self.strategies, stage_of.__getitem__), kept)
         cut = SplitStages(self.first_blocks, self.strategies, self._relay(layout(sharded)).relayed)
-        stages = apply.cut(cut, joint, _tasks)
-        check_alone([stage for stage in stages if spread and stage.index not in spread], layout(sharded))
-        for part, task in _tasks(stages).items():
-            ScheduleCommunication(self.strategies, layout(sharded), self.cluster, part, self.control).run(task)
+        drafts = cut.run(joint)
+        check_alone([stage for stage in drafts if spread and stage.index not in spread], layout(sharded))
+        stages = tuple(
+            replace(stage, write=cache(partial(self._write, cut, stage, layout(sharded)))) for stage in drafts
+        )
+        if self.control.on_pass is not None or self.control.inserted:
+            for stage in stages:
+                stage.write()
         return LoweredStages(joint, stages, microbatched, layout(sharded), whole)
+
+    def _write(self, cut: SplitStages, stage: Stage, placed: Layout) -> dict[str, Task]:
+        """The finished tasks of a stage."""
+        part = f"stage{stage.index}"
+        tasks = STAGING.under(self.control, part).cut_by(cut, stage.write, _graphs)
+        for name, graph in _graphs(tasks).items():
+            ScheduleCommunication(self.strategies, placed, self.cluster, f"{part}.{name}", self.control).run(graph)
+        return tasks
 
     def _check_epilogue(self, split: Microbatched) -> None:
         """Raise PlanError where what all samples change would have to be put together from several stages."""
@@ -142,9 +158,8 @@ class LowerStages:
         return RelayOrRecompute(lambda node: stage_of_node(node, self.first_blocks), compute_s, send_s)
 
 
-def _tasks(stages: Sequence[Stage]) -> dict[str, fx.GraphModule]:
-    """The graphs of all stages."""
-    return {f"stage{stage.index}.{name}": task.graph for stage in stages for name, task in stage.tasks.items()}
+def _graphs(tasks: Mapping[str, Task]) -> dict[str, fx.GraphModule]:
+    return {name: task.graph for name, task in tasks.items()}
 
 
 def _another(stage: Stage, index: int, number: int) -> Stage:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import sympy
 import torch
@@ -280,6 +281,7 @@ def _due_share(node: fx.Node, rule: OpRule, degree: int, capacity: float, parts:
     return min(1.0, due / (degree * exchange_slots(rows, degree, capacity, parts)))
 
 
+@lru_cache(maxsize=1 << 16)
 def _localized(
     spec: TensorSpec | None, placement: Placement, degree: int, capacity: float = 1.0, parts: int = 1
 ) -> TensorSpec | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ class OpRule:
         """Whether it takes or leaves rows that each rank has sorted for itself."""
         return any(map(is_routed, (*self.inputs, *self.outputs)))
 
-    @property
+    @cached_property
     def exchanges(self) -> bool:
         """Whether it takes or leaves rows that ranks have exchanged with each other."""
         among_more = self.expansion.startswith(AMONG_MORE)

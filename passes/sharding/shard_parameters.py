@@ -53,6 +53,8 @@ class ShardParameters:
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Rewrite ``graph`` in place and return it."""
         owners = _owners(graph)
+        results = enumerate(output_ports(graph))
+        gradient_of = {port.name: i for i, (port, node) in results if port.kind == "grad" and node is not None}
         for index, column in enumerate(self.columns):
             if "zero" not in column.roles:
                 continue
@@ -60,7 +62,7 @@ class ShardParameters:
                 if port.kind == "param" and node in owners and column.roles[owners[node]] == "zero":
                     placement = self._placement(port, node, position, index, column.degree)
                     self.inputs[position][index] = placement
-                    self._split(graph, port, node, placement, index, column.degree)
+                    self._split(graph, node, gradient_of.get(port.name), placement, index, column.degree)
         graph.recompile()
         return graph
 
@@ -74,19 +76,26 @@ class ShardParameters:
         return next((Shard(dim) for dim in free if fits(Shard(dim), shape, degree)), REPLICATE)
 
     def _split(
-        self, graph: fx.GraphModule, port: InputSpec, node: fx.Node, placement: Placement, index: int, degree: int
+        self,
+        graph: fx.GraphModule,
+        node: fx.Node,
+        gradient_at: int | None,
+        placement: Placement,
+        index: int,
+        degree: int,
     ) -> None:
+        """Keep a share of a parameter, whose gradient is the output at ``gradient_at``, if it has one."""
         whole = meta_of(node)
         if isinstance(placement, Shard):
             placed = _placed_on(whole.placements, index, placement)
             set_meta(node, whole.having(specs=(_local(whole.spec, placement, degree),), placements=placed))
             self._gather_for_users(graph, node, whole, placement, index)
-        for position, (out_port, gradient) in enumerate(output_ports(graph)):
-            if out_port.kind == "grad" and out_port.name == port.name and gradient is not None:
-                have = self.outputs[position][index]
-                reduced = self._reduce(graph, gradient, have, placement, index, degree)
-                set_output(graph, position, reduced)
-                self.outputs[position][index] = placement
+        if gradient_at is not None:
+            results: Sequence[fx.Node] = graph.graph.output_node().args[0]  # type: ignore[assignment]
+            have = self.outputs[gradient_at][index]
+            reduced = self._reduce(graph, results[gradient_at], have, placement, index, degree)
+            set_output(graph, gradient_at, reduced)
+            self.outputs[gradient_at][index] = placement
 
     def _gather_for_users(
         self, graph: fx.GraphModule, node: fx.Node, whole: NodeMeta, placement: Shard, index: int
@@ -111,7 +120,7 @@ class ShardParameters:
             gathered = self._gather(graph, shard_of, record, placement, index, members)
             for user in members:
                 user.replace_input_with(shard_of, gathered)
-            if is_first:
+            if is_first and graph.graph.output_node() in shard_of.users:
                 graph.graph.output_node().replace_input_with(shard_of, gathered)
 
     def _rows(self, users: list[fx.Node]) -> list[list[fx.Node]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from torch import fx
+from torch.fx.node import Node
 
 from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
 from galvatron_fx.ir.graph.random_ops import comparable_args
@@ -70,15 +71,15 @@ def input_nodes(node: fx.Node) -> list[fx.Node]:
     nodes: list[fx.Node] = []
     _collect(node.args, nodes)
     if node.kwargs:
-        _collect(tuple(node.kwargs.values()), nodes)
+        _collect(node.kwargs.values(), nodes)
     return nodes
 
 
-def _collect(values: Sequence[Any], nodes: list[fx.Node]) -> None:
+def _collect(values: Iterable[Any], nodes: list[fx.Node]) -> None:
     for value in values:
-        if isinstance(value, fx.Node):
+        if isinstance(value, Node):
             nodes.append(value)
-        elif isinstance(value, (list, tuple)):
+        elif isinstance(value, (list, tuple)) and value and not isinstance(value[0], int):  # sizes are numbers alone
             _collect(value, nodes)
 
 

@@ -117,7 +117,11 @@ class PipelineRun:
 
         Inserted passes run on each of them, and have to rewrite it in place.
         """
-        result = self.make(step, lambda: step.run(graph), parts_of, len(graph.graph.nodes))
+        return self.cut_by(step, lambda: step.run(graph), parts_of, len(graph.graph.nodes))
+
+    def cut_by(self, step: Any, run: Callable[[], T], parts_of: Callable[[T], Parts], nodes_before: int = 0) -> T:
+        """As :meth:`cut`, for a pass that makes some of the graphs at a time: ``run`` is its."""
+        result = self.make(step, run, parts_of, nodes_before)
         for extra in self.control.inserted.get(type(step).__name__, ()):
             for part, piece in parts_of(result).items():
                 self.pipeline.under(self.control, _joined(self.part, part)).rewrite(extra, type(step), piece)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 
 from torch import fx
 
@@ -35,15 +36,16 @@ class Gradient:
 class Stage:
     """One pipeline stage.
 
-    ``tasks``: by name: ``start`` runs once a step (parameters gathered for all micro-batches), ``finish`` once after
-    the last (gradients reduced); ``backward`` is ``input_grad`` and ``weight_grad`` in one.
+    ``write``: makes the ``tasks``, once, as a rank runs but few of the stages. These are, by name: ``start``, which
+    runs once a step (parameters gathered for all micro-batches), ``finish``, once after the last (gradients reduced);
+    ``backward`` is ``input_grad`` and ``weight_grad`` in one.
     ``ports``: the inputs of the graph that the stage takes, by name of value; ``receives`` and ``sends``: activations
     from the stage before and for the next; ``receives_back`` and ``sends_back``: gradients from the next and for the
     one before; ``results``: outputs of the graph made here; ``specs``: local shapes of what passes and of results.
     """
 
     index: int
-    tasks: dict[str, Task]
+    write: Callable[[], dict[str, Task]]
     ports: dict[str, InputSpec]
     receives: tuple[str, ...]
     sends: tuple[str, ...]
@@ -52,6 +54,11 @@ class Stage:
     results: tuple[tuple[OutputSpec, str], ...]
     gradients: tuple[Gradient, ...]
     specs: dict[str, TensorSpec]
+
+    @property
+    def tasks(self) -> dict[str, Task]:
+        """Its graphs, by name, which are written when they are first asked for."""
+        return self.write()
 
 
 @dataclass(frozen=True)
@@ -172,9 +179,21 @@ class _Cut:
         self.graph = graph
         self.strategies = strategies
         self.portable = input_only_ops(graph) - relayed
+        self.of_parameters = made_of_parameters(graph)
         self.home = _homes(graph, first_blocks, self.portable)
         self.flows = [_Flow() for _ in first_blocks]
-        self.order = {node: i for i, node in enumerate(graph.graph.nodes)}
+        self.members: list[list[fx.Node]] = [[] for _ in first_blocks]
+        for node, stage in self.home.items():
+            self.members[stage].append(node)
+        self.results: list[list[tuple[OutputSpec, fx.Node]]] = [[] for _ in first_blocks]
+        self.gradients: list[list[tuple[OutputSpec, fx.Node]]] = [[] for _ in first_blocks]
+        for port, value in output_ports(graph):
+            if value is not None and port.kind != "grad":
+                # What follows from the inputs alone is made in the last stage.
+                self.results[self.home.get(value, len(first_blocks) - 1)].append((port, value))
+            elif value in self.home:
+                self.gradients[self.home[value]].append((port, value))
+        self.port_of = {node: port for port, node in ports(graph)}
         self._route()
 
     # ---- what crosses ----
@@ -208,12 +227,10 @@ class _Cut:
 
     def stage(self, index: int) -> Stage:
         flow = self.flows[index]
-        stage_nodes = [node for node, stage in self.home.items() if stage == index]
-        forward = [n for n in stage_nodes if _phase(n) == "forward"]
-        backward = [n for n in stage_nodes if _phase(n) == "backward"]
-        results = [(p, n) for p, n in output_ports(self.graph) if p.kind != "grad" and self._made_at(n, index)]
-        gradients = [(p, n) for p, n in output_ports(self.graph) if p.kind == "grad" and self.home.get(n) == index]  # type: ignore[arg-type]
-        finish = self._finish([n for _, n in gradients if n is not None], backward)
+        results, gradients = self.results[index], self.gradients[index]
+        forward = [n for n in self.members[index] if _phase(n) == "forward"]
+        backward = [n for n in self.members[index] if _phase(n) == "backward"]
+        finish = self._finish([n for _, n in gradients], backward)
         start = self._start(forward)
         lead = ancestors([n for n in flow.sends_back if n in set(backward)], set(backward) - finish)
         lead |= _made_along(lead, backward, finish)
@@ -225,41 +242,32 @@ class _Cut:
             "weight_grad": [n for n in backward if n not in lead and n not in finish],
             "finish": [n for n in backward if n in finish],
         }
-        ways["forward"] = self._with_portable(ways["forward"], backward, [n for _, n in results if n is not None])
-        terms = self._terms([(p, n) for p, n in gradients if n is not None], finish)
-        ahead = {*flow.sends, *(n for _, n in results if n is not None)}
-        tasks = write_tasks(self.graph, _drafts(ways, ahead, set(flow.sends_back), terms))
+        ways["forward"] = self._with_portable(ways["forward"], backward, [n for _, n in results])
+        terms = self._terms(gradients, finish)
+        ahead = {*flow.sends, *(n for _, n in results)}
+        drafts = _drafts(ways, ahead, set(flow.sends_back), terms)
         ports_taken = self._ports(ways.values(), [*(n for _, n in results), *(term for _, _, term in terms)])
-        passing = [*flow.receives, *flow.sends, *flow.receives_back, *flow.sends_back]
-        passing += [node for _, node in results if node is not None]
+        passing = [*flow.receives, *flow.sends, *flow.receives_back, *flow.sends_back, *(node for _, node in results)]
         return Stage(
             index,
-            tasks,
+            cache(partial(write_tasks, self.graph, drafts)),
             ports_taken,
             names_of(flow.receives),
             names_of(flow.sends),
             names_of(flow.receives_back),
             names_of(flow.sends_back),
-            tuple((port, node.name) for port, node in results if node is not None),
+            tuple((port, node.name) for port, node in results),
             tuple(Gradient(p, term.name, n.name) for p, n, term in terms),
             {node.name: meta_of(node).spec for node in passing},
         )
 
-    def _made_at(self, node: fx.Node | None, index: int) -> bool:
-        """Whether an output is made in a stage; what follows from the inputs alone is, in the last."""
-        if node is None:
-            return False
-        return self.home.get(node, len(self.flows) - 1) == index
-
     def _start(self, forward: Sequence[fx.Node]) -> set[fx.Node]:
         """Gathers and casts of parameters that stay for all micro-batches, and what they need."""
-        alone = made_of_parameters(self.graph)
+        alone = [n for n in forward if n in self.of_parameters]
         kept = [
-            n
-            for n in forward
-            if n in alone and n.target in _MAKES_USABLE and self.strategies[max(meta_of(n).block, 0)].keep_gathered
+            n for n in alone if n.target in _MAKES_USABLE and self.strategies[max(meta_of(n).block, 0)].keep_gathered
         ]
-        return ancestors(kept, {n for n in forward if n in alone})
+        return ancestors(kept, set(alone))
 
     def _finish(self, gradients: Sequence[fx.Node], backward: Sequence[fx.Node]) -> set[fx.Node]:
         """Reductions of gradients that can wait for the last micro-batch, and the views behind them."""
@@ -300,11 +308,11 @@ class _Cut:
         """``forward`` with the operators on inputs alone that the stage needs."""
         wanted = [n for node in (*forward, *backward) for n in input_nodes(node)] + list(results)
         needed = ancestors([n for n in wanted if n in self.portable], self.portable)
-        return sorted({*forward, *needed}, key=self.order.__getitem__)
+        return sorted({*forward, *needed})
 
-    def _ports(self, ways: Iterable[Sequence[fx.Node]], others: Sequence[fx.Node | None]) -> dict[str, InputSpec]:
+    def _ports(self, ways: Iterable[Sequence[fx.Node]], others: Sequence[fx.Node]) -> dict[str, InputSpec]:
         used = {n for nodes in ways for node in nodes for n in input_nodes(node)} | set(others)
-        return {node.name: port for port, node in ports(self.graph) if node in used}
+        return {node.name: port for node, port in self.port_of.items() if node in used}
 
 
 def _made_along(lead: set[fx.Node], backward: Sequence[fx.Node], finish: set[fx.Node]) -> set[fx.Node]:

@@ -68,12 +68,13 @@ class Draft:
 def write_tasks(graph: fx.GraphModule, drafts: Mapping[str, Draft]) -> dict[str, Task]:
     """The graphs of all tasks, by name as the drafts."""
     needs = {name: draft.needs for name, draft in drafts.items()}
-    whole_step = {*graph.graph.find_nodes(op="placeholder"), *drafts["start"].nodes}
+    once = set(drafts["start"].nodes)
     tasks = {}
     for name, draft in drafts.items():
         wanted = draft.leaving | {node for other in LATER[name] for node in needs[other]}
         task = _Writer(graph, draft).task(needs[name], [node for node in draft.nodes if node in wanted])
-        tasks[name] = replace(task, dies=frozenset(names_of(set(needs[name]) - wanted - whole_step)))
+        dies = (node for node in set(needs[name]) - wanted - once if node.op != "placeholder")
+        tasks[name] = replace(task, dies=frozenset(names_of(dies)))
     return tasks
 
 
@@ -95,14 +96,12 @@ class _Writer:
         for term in self.draft.terms:
             if term in self._copies:
                 self._add(term)
-        inside = set(self.draft.nodes)
         used = [n for node in self.draft.nodes for n in input_nodes(node)]
         constants = {n for n in (*used, *self.draft.terms) if n.op == "get_attr"}
-        for node in self.joint.graph.nodes:
-            if node in inside or node in constants:
-                self._copies[node] = copy_node(self._graph, node, lambda n: self._copies[n])
-                if node in self._sums:
-                    self._add(node)
+        for node in sorted([*self.draft.nodes, *constants]):
+            self._copies[node] = copy_node(self._graph, node, lambda n: self._copies[n])
+            if node in self._sums:
+                self._add(node)
         results = [self._copies[node] for node in outputs] + list(self._sums.values())
         self._graph.output(tuple(results))
         graph = graph_module(self.joint, self._graph)
