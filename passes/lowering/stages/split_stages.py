@@ -325,9 +325,9 @@ def _made_along(lead: set[fx.Node], backward: Sequence[fx.Node], finish: set[fx.
             ending.add(node)
     along: set[fx.Node] = set()
     for node in backward:
-        sources = input_nodes(node)
+        source = next(iter(input_nodes(node)), None)  # constants that backward makes have none
         same = node in ending and node not in finish and (is_view(node) or node.target in _REDUCES)
-        if (is_getitem(node) and sources[0] in lead) or (same and sources[0] in along):
+        if (is_getitem(node) and source in lead) or (same and source in along):
             along.add(node)
     return along
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from torch import fx
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
 
+import galvatron_fx
+from galvatron_fx import Pipelining, Plan
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.graph.pass_pipeline import PassControl
 from passes.lowering.lower_stages import LoweredStages, LowerStages
@@ -40,3 +44,21 @@ def test_all_are_shown_to_who_looks_at_passes() -> None:
     for stage in _lowered(PassControl()).stages:
         for name, task in stage.tasks.items():
             assert seen[f"stage{stage.index}.{name}"] == listing(task.graph)
+
+
+class Warped(nn.Module):
+    """Backward of its grid makes a constant of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.angles = nn.Linear(48, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        grid = functional.affine_grid(self.angles(x.flatten(1)).view(-1, 2, 3), list(x.shape), align_corners=False)
+        return functional.grid_sample(x, grid, align_corners=False).square().mean()
+
+
+def test_constants_of_backward_stay_where_they_are_used() -> None:
+    plan = Plan.uniform((2,), ("data",), pipelining=Pipelining(1, 2))
+    found = galvatron_fx.check(Warped(), 2, (torch.randn(4, 3, 4, 4),), plan)
+    assert found.ok, str(found)
