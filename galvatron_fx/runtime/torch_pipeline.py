@@ -12,7 +12,7 @@ import torch.distributed as dist
 from cost_models.schedule_time import Span
 from galvatron_fx.ir.plan.schedule import SPREAD, Action, Schedule
 from galvatron_fx.ir.plan.transfers import with_transfers
-from galvatron_fx.ir.torch_compat.pipelines import pipeline_runtime, runtime_actions
+from galvatron_fx.ir.torch_compat.pipelines import pipeline_runtime, runtime_actions, take_over_sends
 from galvatron_fx.runtime.stage_runner import StageRunner
 
 T = TypeVar("T")
@@ -103,15 +103,11 @@ class RunningStage:
         self._gradients[index] = self._buffers(self.runner.stage.receives_back)
         return self._receives(self._gradients[index], self._peer_ahead)
 
-    def get_fwd_send_ops(self, index: int) -> list[dist.P2POp]:
-        """Send, and leave torch's runtime nothing to hold."""
+    def send_ahead(self, index: int) -> None:
         self._ahead.send(self._outgoing.pop(index))
-        return []
 
-    def get_bwd_send_ops(self, index: int) -> list[dist.P2POp]:
-        """Likewise."""
+    def send_back(self, index: int) -> None:
         self._back.send(self._outgoing_back.pop(index))
-        return []
 
     def settle(self) -> None:
         """Wait for the last sends."""
@@ -184,6 +180,8 @@ class TorchPipeline(pipeline_runtime()):  # type: ignore[misc]
         self.pipeline_order_with_comms = runtime_actions(with_transfers(schedule, forward_only))
         for stage in stages:
             stage.has_backward = not forward_only
+        of = {stage.stage_index: stage for stage in stages}
+        take_over_sends(self, lambda stage, i: of[stage].send_ahead(i), lambda stage, i: of[stage].send_back(i))
 
     def _initialize_stages(self, *_: Any, **__: Any) -> None:
         return

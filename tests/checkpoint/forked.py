@@ -17,11 +17,15 @@ import torch.distributed as dist
 Work = Callable[[], None]
 _FAILED = 1
 
+# Fake tensors make a CUDA build without a GPU see one. Autograd starts a thread for it at the first backward pass, and
+# then refuses backward passes in forks. The first one is run here, before there are fakes, and starts no thread.
+torch.ones((), requires_grad=True).backward()
+
 
 def run_ranks(size: int, work: Work, timeout_s: float = 120, collective_s: float = 60) -> list[int]:
     """Run ``work`` on ``size`` ranks over gloo and return their exit codes: 0, 1 after an error, -9 where killed.
 
-    Call it from a process that has started no threads, process group or backward pass. Ranks that do not end within
+    Call it from a process that has started no threads and no process group. Ranks that do not end within
     ``timeout_s`` are killed; raises TimeoutError then. ``collective_s``: the
     timeout of the process group.
     """

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from torch.profiler import profile
 from galvatron_fx.ir.torch_compat.processes import all_gather_rows
 from galvatron_fx.ir.torch_compat.tensors import num_holders
 from galvatron_fx.ir.torch_compat.tracing import compiling
+from galvatron_fx.ir.torch_compat.versions import NEWEST_TESTED, OLDEST_TESTED, warn_of_an_untested_version
 
 
 @pytest.fixture
@@ -49,3 +54,15 @@ def test_distributions_do_not_look_at_values_while_a_model_is_traced(monkeypatch
         torch.distributions.Normal(0.0, spread)
     with pytest.raises(ValueError, match="GreaterThan"):
         torch.distributions.Normal(0.0, spread)
+
+
+def test_versions_that_were_not_tested_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    (major, oldest), (_, newest) = OLDEST_TESTED, NEWEST_TESTED
+    assert f"torch>={major}.{oldest},<{major}.{newest + 1}" in project["dependencies"]
+    with warnings.catch_warnings(action="error"):
+        warn_of_an_untested_version()
+    for version in ("2.12.1+cpu", f"{major}.{newest + 1}.0.dev20270101"):
+        monkeypatch.setattr(torch, "__version__", version)
+        with pytest.warns(UserWarning, match=rf"torch 2\.13 to 2\.15, and this is torch {re.escape(version)}: hold"):
+            warn_of_an_untested_version()

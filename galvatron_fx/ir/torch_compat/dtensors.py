@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, TupleStrategy
 
+from galvatron_fx.ir.torch_compat.versions import torch_version
+
 __all__ = [
     "STAGES_DIM",
     "DTensor",
@@ -43,8 +45,7 @@ def has_sharding_rules() -> bool:
     """Whether torch's rules can be relied on: in 2.11 some are wrong, as that of layer normalisation's backward, which
     splits its weight; 2.12 was not tried.
     """
-    major, minor = torch.__version__.split(".")[:2]
-    return (int(major), int(minor)) >= (2, 13)
+    return torch_version() >= (2, 13)
 
 
 def _propagator() -> Any:

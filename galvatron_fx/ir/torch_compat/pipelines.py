@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["pipeline_orders", "pipeline_runtime", "runtime_actions"]
+__all__ = ["pipeline_orders", "pipeline_runtime", "runtime_actions", "take_over_sends"]
 
 
 def pipeline_orders(
@@ -67,6 +67,20 @@ def pipeline_runtime() -> type:
     from torch.distributed.pipelining import schedules
 
     return schedules._PipelineScheduleRuntime
+
+
+def take_over_sends(runtime: Any, ahead: Callable[[int, int], None], back: Callable[[int, int], None]) -> None:
+    """Have ``runtime`` call these two, with stage and micro-batch, where it would send and keep what it sends.
+
+    ``register_custom_function`` is for computing, and refuses sends. From 2.15 on, the runtime wants an action that
+    waits for each of its own sends.
+    """
+    from torch.distributed.pipelining import schedules
+
+    for kind, send in ((schedules.SEND_F, ahead), (schedules.SEND_B, back)):
+        runtime._comp_type_to_function_map[kind] = lambda action, _, send=send: send(
+            action.stage_index, action.microbatch_index
+        )
 
 
 def runtime_actions(rows: Sequence[Sequence[tuple[int, str, int]]]) -> dict[int, list[Any]]:
