@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from galvatron_fx.ir.errors import CaptureError
+from passes.frontend.replaced_functions import replaced
 
 _embedding: Any = torch.embedding
 _embedding_bag: Any = functional.embedding_bag
@@ -29,14 +30,8 @@ def dense_lookups() -> Iterator[None]:
         (torch, "embedding_renorm_", _refuse_renorm),
         (functional, "embedding_bag", _bags),
     )
-    before = [getattr(owner, name) for owner, name, _ in places]
-    try:
-        for owner, name, function in places:
-            setattr(owner, name, function)
+    with replaced(places):
         yield
-    finally:
-        for (owner, name, _), function in zip(places, before, strict=True):
-            setattr(owner, name, function)
 
 
 def _dense_embedding(

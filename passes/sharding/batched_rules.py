@@ -12,6 +12,7 @@ import torch
 from galvatron_fx.ir.graph.metadata import TensorSpec
 from galvatron_fx.ir.graph.op_call import OpCall
 from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Placement, Shard
+from galvatron_fx.ir.kernels.ctc import ctc_loss, ctc_loss_backward
 from passes.sharding.rules import OpRule, register_rule
 
 aten = torch.ops.aten
@@ -170,6 +171,21 @@ def _same_batch(call: OpCall) -> bool:
 
 def _points(call: OpCall, position: int) -> Shard:
     return Shard(len(call.inputs[position].shape) - 2)
+
+
+_CTC = (Shard(1), Shard(0), Shard(0), Shard(0))
+
+
+@register_rule(ctc_loss)
+def _ctc(call: OpCall, degree: int) -> list[OpRule]:
+    """log_probs [T, B, C], targets [B, S], lengths of both [B] -> losses [B]: split the batch."""
+    return [OpRule((Shard(0),), _CTC)]
+
+
+@register_rule(ctc_loss_backward)
+def _ctc_backward(call: OpCall, degree: int) -> list[OpRule]:
+    """gradient [B], log_probs [T, B, C], targets [B, S], lengths of both [B] -> [T, B, C]: likewise; linear."""
+    return [OpRule((Shard(1),), (Shard(0), *_CTC)), OpRule((PARTIAL,), (PARTIAL, *(REPLICATE,) * 4))]
 
 
 @register_rule(aten.searchsorted.Tensor)

@@ -32,6 +32,7 @@ from passes.frontend.capture.steady_state import steady_state
 from passes.frontend.capture.trace import Trace
 from passes.frontend.capture.trace_errors import explained
 from passes.frontend.dense_lookups import dense_lookups
+from passes.frontend.value_free import value_free
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -218,6 +219,7 @@ def _trace(flat: FlatModel, shapes: Sequence[tuple[int, ...]], repeats: tuple[Re
     }
     with (
         dense_lookups(),
+        value_free(),
         torch.inference_mode(False),
         torch.enable_grad(),  # also at a first call for evaluation
         fake_weights(model, mode, flat.policy),

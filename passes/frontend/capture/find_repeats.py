@@ -14,6 +14,7 @@ from passes.frontend.capture.call_signatures import Description, calls_of, descr
 from passes.frontend.capture.fake_model import FlatModel, PassThrough, fake_weights, passing_through
 from passes.frontend.capture.record_calls import CallRecorder, Leaf, RecordedCall
 from passes.frontend.capture.reruns import reruns
+from passes.frontend.value_free import value_free
 
 _KEPT = 3  # the first, the last but one and the last: see passes.frontend.capture.repeat_layers
 _LEAST_CUT = 2  # units: fewer do not pay for finding them
@@ -64,7 +65,7 @@ def find_repeats(flat: FlatModel) -> tuple[Repeat, ...]:
 
     def recorded(cut: Mapping[nn.Module, PassThrough]) -> CallRecorder:
         recorder = CallRecorder(model, keys)
-        with compiling(), mode, passing_through(cut), reruns(model), recorder.recording():
+        with compiling(), value_free(), mode, passing_through(cut), reruns(model), recorder.recording():
             flat(*args)
         return recorder
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from galvatron_fx.ir.graph.precision import cast_gradient, cast_parameter
 from galvatron_fx.ir.graph.random_ops import random_uniform
+from galvatron_fx.ir.kernels.ctc import ctc_loss, ctc_loss_backward
 from galvatron_fx.ir.kernels.experts import combine, dispatch
 from passes.sharding.own_rules import VIEWS
 
@@ -102,6 +103,12 @@ def softmaxes(dim: int, shift: float = 0.0) -> list[Call]:
         made.append((forward, (x, dim, False), {}))
         made.append((backward, (gradient, In(forward(x.value, dim, False)), dim, f64), {}))
     return made
+
+
+def ctc_losses() -> list[Call]:
+    log_probs, targets = In(real(6, 4, 4).value.log_softmax(-1)), In(torch.tensor([[1, 2], [3, 3], [2, 9], [1, 1]]))
+    given = log_probs, targets, In(torch.tensor([6, 5, 4, 3])), In(torch.tensor([2, 2, 1, 2])), 0, True
+    return [(ctc_loss, given, {}), (ctc_loss_backward, (real(4), *given), {})]
 
 
 def pools() -> list[Call]:
@@ -288,6 +295,7 @@ CALLS: list[Call] = [
     *(call for reduction in (0, 1, 2) for call in masked_losses(reduction)),
     (aten.where.self, (whole(2, 4, 8, boolean=True), real(4, 8), real(4, 8)), {}),
     (aten.where.self, (whole(2, 8, boolean=True), real(4, 8), real()), {}),
+    *ctc_losses(),
     *convolutions(bias=True),
     *convolutions(bias=False),
     *convolutions(bias=True, groups=4),

@@ -1,0 +1,106 @@
+"""Covariances and CTC losses: torch's own look at values, and what stands in for them in a trace does not."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import galvatron_fx
+from galvatron_fx.errors import CaptureError
+from passes.frontend.value_free import value_free
+
+f64 = torch.float64
+
+
+def values() -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=f64)
+
+
+COUNTS, WEIGHTS = torch.tensor([1, 2, 0, 3, 1, 2]), torch.tensor([0.5, 1.0, 2.0, 0.1, 0.0, 1.0], dtype=f64)
+
+
+@pytest.mark.parametrize(
+    "x, options",
+    [
+        (values(), {}),
+        (values()[0], {"correction": 0}),
+        ((10 * values()).long(), {}),
+        (torch.complex(values(), values().flip(0)), {"fweights": COUNTS}),
+        (values(), {"aweights": WEIGHTS}),
+        (values(), {"fweights": COUNTS, "aweights": WEIGHTS, "correction": 2}),
+        (values(), {"fweights": COUNTS, "correction": 9}),  # what is divided by is not positive
+    ],
+)
+def test_covariances_are_those_of_torch(x: Tensor, options: dict[str, Any]) -> None:
+    with warnings.catch_warnings(action="ignore"):
+        expected = torch.cov(x, **options), x.corrcoef()
+    with value_free():
+        got = x.cov(**options), torch.corrcoef(x)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+    assert "cov" not in vars(torch.Tensor), "the inherited method is back"
+
+
+class Decorrelated(nn.Module):
+    """A layer whose outputs are to have no covariance over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return (y.mT.cov() - torch.eye(4)).square().sum() + y.square().mean()
+
+
+class Transcriber(nn.Module):
+    """Classes of every time step; targets and their lengths are given."""
+
+    def __init__(self, reduction: str, zero_infinity: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+        self.loss = nn.CTCLoss(blank=2, reduction=reduction, zero_infinity=zero_infinity)
+
+    def forward(self, x: Tensor, targets: Tensor, steps: Tensor, lengths: Tensor) -> Tensor:
+        log_probs = self.layer(x).log_softmax(-1).transpose(0, 1)
+        return self.loss(log_probs, targets, steps, lengths).sum()
+
+
+def batch() -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(1)
+    targets = torch.tensor([[0, 1, 3], [4, 4, -100], [3, -100, -100], [1, 1, 1]])
+    steps, lengths = torch.tensor([7, 6, 4, 3]), torch.tensor([3, 2, 1, 3])  # the last target has no path
+    return torch.randn(4, 7, 6, generator=generator), targets, steps, lengths
+
+
+@pytest.mark.parametrize("role, parts", [("data", 1), ("zero", 2), ("tensor", 1)])
+def test_batches_of_ctc_losses_are_split(role: str, parts: int) -> None:
+    plan = galvatron_fx.Plan.uniform((2,), (role,), pipelining=galvatron_fx.Pipelining(1, parts))
+    model = Transcriber("mean" if parts == 1 else "sum", zero_infinity=True)
+    galvatron_fx.check(model, 2, batch(), plan).raise_if_different()
+
+
+@pytest.mark.parametrize("role", ["data", "tensor"])
+def test_covariances_over_the_batch_are_exact(role: str) -> None:
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(2))
+    galvatron_fx.check(Decorrelated(), 2, (x,), galvatron_fx.Plan.uniform((2,), (role,))).raise_if_different()
+
+
+def test_one_sample_and_lengths_that_are_numbers() -> None:
+    x, targets, *_ = batch()
+    log_probs = x[0].double().log_softmax(-1)
+    for reduction in ("none", "mean", "sum"):
+        given = log_probs, targets[0], (7,), (3,)
+        expected = nn.functional.ctc_loss(*given, reduction=reduction)
+        with value_free():
+            got = nn.functional.ctc_loss(*given, reduction=reduction)
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_targets_that_lie_behind_each_other_are_refused() -> None:
+    x, targets, steps, lengths = batch()
+    with pytest.raises(CaptureError, match=r"4 samples behind each other.*pad them to \[samples, longest target\]"):
+        galvatron_fx.capture(Transcriber("mean", False), (x, targets.flatten()[:9], steps, lengths))
