@@ -129,13 +129,6 @@ def add_search(parser: argparse.ArgumentParser) -> None:
     )
     add_space(group)
     group.add_argument(
-        "--offload",
-        choices=OFFLOADABLE,
-        action="append",
-        default=[],
-        help="let activations wait, or optimizer states live, in the host's memory where that pays; may be repeated",
-    )
-    group.add_argument(
         "--host-memory",
         type=typed(_budget),
         metavar="SIZE",
@@ -205,6 +198,13 @@ def add_space(group: argparse._ArgumentGroup) -> None:
         metavar="DTYPE[,DTYPE]",
         help="compute in the first, reduce gradients in the second (default: the first); parameters are then float32 "
         "where --dtype says nothing",
+    )
+    group.add_argument(
+        "--offload",
+        choices=OFFLOADABLE,
+        action="append",
+        default=[],
+        help="let activations wait, or optimizer states live, in the host's memory where that pays; may be repeated",
     )
 
 

@@ -100,6 +100,7 @@ def run(given: argparse.Namespace) -> Result:
             roles=options.roles_of(given),
             recompute=options.recompute_of(given),
             optimizer=given.optimizer,
+            offload=tuple(given.offload),
             usd_per_hour=dict(given.price),
             tokens=given.tokens,
             simulate=given.simulate,

@@ -15,6 +15,7 @@ from cost_models.optimizer import optimizer_model
 from galvatron_fx.captured import Captured
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import GalvatronError, InputError
+from galvatron_fx.ir.plan.arguments import check_arguments
 from galvatron_fx.ir.plan.optimizers import ADAM
 from galvatron_fx.ir.plan.plan_table import choice_name, plan_name
 from galvatron_fx.ir.plan.search_report import SIMULATED
@@ -45,6 +46,7 @@ def sweep(
     roles: Sequence[str] = ROLES,
     recompute: str | bool = "auto",
     optimizer: str = ADAM,
+    offload: Sequence[str] = (),
     usd_per_hour: Mapping[str, float] | None = None,
     tokens: float | None = None,
     simulate: bool = False,
@@ -54,7 +56,8 @@ def sweep(
 
     ``captured``: a captured model, or several by name; ``clusters``: presets, profiles, or such with other links
     (:meth:`galvatron_fx.Cluster.having`); ``budgets``: per device, None for its memory; ``batches``, ``sequences``:
-    None for those that were captured; ``roles``, ``recompute``, ``optimizer``: as of :func:`galvatron_fx.plan`;
+    None for those that were captured; ``roles``, ``recompute``, ``optimizer``, ``offload``: as of
+    :func:`galvatron_fx.plan`;
     ``usd_per_hour``: of one device, by its name; ``tokens``: how many a training is to see, for days and dollars;
     ``simulate``: search and simulate each point as :func:`galvatron_fx.plan` does, about half a minute each, instead of
     taking the best by estimates, about a second each; ``progress``: called with the points that are
@@ -78,7 +81,8 @@ def sweep(
         )
     if tokens is not None and not tokens > 0:
         raise InputError(f"tokens is {tokens!r}: give a number above 0")
-    settings = SearchSettings(roles=roles, recompute=recompute, optimizer=optimizer)
+    check_arguments(roles=roles, recompute=recompute, offload=offload)
+    settings = SearchSettings(roles=roles, recompute=recompute, optimizer=optimizer, offload=offload)
     sweeper = _Sweeper(settings, machines, [None if b is None else parse_bytes(b) for b in budgets], simulate)
     total = len(models) * len(machines) * len(budgets) * len(batches) * len(sequences)
     points: list[SweepPoint] = []
@@ -113,7 +117,7 @@ class _Sweeper:
         for cluster in sorted(self.clusters, key=lambda cluster: (cluster.device.name, -cluster.num_devices)):
             tell(f"{cluster.num_devices} {cluster.device.name}")
             pricer = (pricer or Pricer(graph, cluster, {}, optimizer_model(self.settings.optimizer), True)).on(cluster)
-            survey = Survey(pricer, tuple(self.settings.roles), self.settings.recompute)
+            survey: Survey | None = None
             rates = throughput(graph, cluster)
             for budget in self.budgets:
                 limit = cluster.device.memory_bytes if budget is None else min(budget, cluster.device.memory_bytes)
@@ -127,7 +131,12 @@ class _Sweeper:
                     sizes.sequence or 0,
                 )
                 try:
-                    yield self._searched(empty, graph, cluster) if self.simulate else _surveyed(empty, survey, rates)
+                    if self.simulate:
+                        yield self._searched(empty, graph, cluster)
+                        continue
+                    options = self.settings.on(cluster)
+                    survey = survey or Survey(pricer, options.roles, options.recompute, options.offload)
+                    yield _surveyed(empty, survey, rates)
                 except GalvatronError as error:
                     yield replace(empty, reason=str(error).partition("\n")[0])
 

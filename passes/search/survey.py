@@ -19,6 +19,7 @@ from galvatron_fx.ir.plan.search_report import SEARCHED, SIMULATED
 from galvatron_fx.ir.plan.units import format_bytes
 from passes.search.configurations import Pins
 from passes.search.cost_table.cost_table import Pricer
+from passes.search.cost_table.offload_levels import ON_DEVICE, Offload
 from passes.search.open_configurations import OpenConfigurations, Rung
 from passes.search.solvers.stage_search import StageChoice, StageSearch
 from passes.search.trials import MOST_SLACK, Prospect, Trial
@@ -59,12 +60,13 @@ class TooLarge:
 class Survey:
     """Surveys one graph on one cluster, whose prices ``pricer`` knows, under any number of budgets.
 
-    ``roles``, ``recompute``: as of a search.
+    ``roles``, ``recompute``: as of a search; ``offload``: what may be on the host.
     """
 
     pricer: Pricer
     roles: tuple[str, ...]
     recompute: str | bool
+    offload: Offload = ON_DEVICE
     _numbers: Iterator[int] = field(default_factory=count)
 
     def best(self, limit: float) -> Surveyed | TooLarge:
@@ -76,7 +78,7 @@ class Survey:
 
     @cached_property
     def _opened(self) -> OpenConfigurations:
-        opened = OpenConfigurations(self.pricer, self.roles, self.recompute, Pins(), coarse=True)
+        opened = OpenConfigurations(self.pricer, self.roles, self.recompute, Pins(), coarse=True, offload=self.offload)
         opened.open_first()
         if not opened.searches:
             refusals = opened.refusals

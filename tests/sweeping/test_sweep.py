@@ -119,6 +119,20 @@ def test_where_estimates_leave_it_open_the_leanest_is_simulated(captured: Captur
     assert isinstance(doubtful, (Surveyed, TooLarge)) and doubtful.known == "simulated"
 
 
+def test_activations_may_wait_on_the_host(captured: Captured) -> None:
+    """Instead of more micro-batches, which take longer where blocks are small."""
+    survey = Survey(Pricer(captured.graph(8), TWO, {}), ("data",), False)
+    budget = round(0.9 * min(search.least_bytes for search in survey._opened.searches))
+
+    def step_s(*offload: str) -> float:
+        options = {"budgets": (budget,), "batches": (8,), "roles": ("data",), "recompute": False}
+        point = galvatron_fx.sweep(captured, [TWO], offload=offload, **options).points[0]
+        assert point.step_s is not None
+        return point.step_s
+
+    assert step_s("activations") < 0.5 * step_s()
+
+
 def test_links_and_memory_are_replaced() -> None:
     sixteen = Cluster.preset("16xA100-80GB")
     slower = sixteen.having(memory_bytes="40GB", between_bytes_per_s=parse_bandwidth("100Gb"))
@@ -148,6 +162,7 @@ def test_bandwidths_are_bits_of_ports_or_bytes_reached() -> None:
         ({"batches": ()}, "batches of a sweep is empty"),
         ({"usd_per_hour": {"H100": 2.0}}, r"usd_per_hour of \['H100'\]"),
         ({"tokens": 0}, "tokens is 0"),
+        ({"offload": ("parameters",)}, r"offload is .*give \('activations',\)"),
     ],
 )
 def test_wrong_options_are_refused(captured: Captured, options: dict[str, object], said: str) -> None:
