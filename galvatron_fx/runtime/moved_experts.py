@@ -72,7 +72,7 @@ def split_dims(tensor: DTensor) -> list[int]:
 def reorder(tensor: DTensor, order: Tensor) -> None:
     """Take the rows of a tensor in another ``order``, in place; the ranks that split them hold all for that long."""
     mesh, local = tensor.device_mesh, local_part(tensor)
-    rows = local.contiguous()
+    rows = local.to(mesh.device_type).contiguous()  # states may be on the host, and groups are of devices
     for dim in reversed(split_dims(tensor)):
         parts = [torch.empty_like(rows) for _ in range(mesh.size(dim))]
         dist.all_gather(parts, rows, group=mesh.get_group(dim))

@@ -352,8 +352,12 @@ class _Search:
             return "give more memory, more devices, or a smaller batch"
         return (
             f"parameters, gradients and optimizer states alone take {format_bytes(self._always_bytes)} a device, split "
-            f"evenly: give more memory or more devices"
+            f"evenly: give more memory or more devices{self._host_remedy()}"
         )
+
+    def _host_remedy(self) -> str:
+        has_link = self.cluster.device.host_bandwidth_bytes_per_s and not self.options.offload.states
+        return ", or keep states on the host: offload=('states',)" if has_link else ""
 
     def _lightest(self, searches: Sequence[StageSearch]) -> Iterator[Simulated]:
         """The choices that take least memory by estimates, simulated; without those that cannot run."""

@@ -137,7 +137,7 @@ class Survey:
                 report = self._simulate.run(candidate.strategies(choice), choice.first_blocks, candidate.staging)
             except PlanError:
                 continue  # such stages cannot be cut; the other may be
-            if report.peak_memory_bytes <= limit:
+            if report.peak_memory_bytes <= limit and report.host_bytes <= self.offload.host_bytes:
                 return Surveyed(candidate, choice, report.step_time_s, report.peak_memory_bytes, SIMULATED)
             peaks.append(report.peak_memory_bytes)
         return TooLarge(min(peaks), SIMULATED) if peaks else TooLarge(int(search.least_bytes), SEARCHED)

@@ -94,15 +94,17 @@ def test_no_operator_of_an_update_gets_a_dtensor(mesh: DeviceMesh) -> None:
     assert counts[0] == 0 < counts[1]
 
 
-def test_hooks_of_the_optimizer_are_obeyed(mesh: DeviceMesh) -> None:
-    """Also those that run after the compiler's own, and a scheduler."""
-
-    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.7
-            for parameter in group["params"]:
+def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """A hook of steps that changes what they take."""
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.7
+        for parameter in group["params"]:
+            if parameter.grad is not None:
                 parameter.grad = parameter.grad * 3
 
+
+def test_hooks_of_the_optimizer_are_obeyed(mesh: DeviceMesh) -> None:
+    """Also those that run after the compiler's own, and a scheduler."""
     seen: list[int] = []
 
     def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -117,10 +119,12 @@ def test_hooks_of_the_optimizer_are_obeyed(mesh: DeviceMesh) -> None:
 
 
 def test_a_closure_and_frozen_parameters(mesh: DeviceMesh) -> None:
+    """The closure runs behind hooks, and makes other gradients than these have changed."""
     models = list(pair(mesh))
     for model in models:
         model.get_parameter("up.weight").requires_grad_(False)
         optimizer = AdamW(model.parameters(), lr=0.1)
+        optimizer.register_step_pre_hook(before)
 
         def closure(model: nn.Module = model, optimizer: Optimizer = optimizer) -> Tensor:
             optimizer.zero_grad()

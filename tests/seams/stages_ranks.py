@@ -62,8 +62,8 @@ def batch() -> dict[str, Tensor]:
 
 
 def pair(mesh: DeviceMesh, role: str) -> tuple[DistributedGraphModule, Layers]:
-    """A compiled model beside the plain one; under "mixed", neighbours are unlike, and states of some
-    are on the host, as are all of stages.
+    """A compiled model beside the plain one; under "mixed", neighbours are unlike, and the states of every second block
+    are on the host, as all of stages are; what enters the others waits there for backward.
     """
     torch.manual_seed(0)
     plain = Layers().double()
@@ -71,7 +71,9 @@ def pair(mesh: DeviceMesh, role: str) -> tuple[DistributedGraphModule, Layers]:
         plan = Plan.uniform((2,), ("pipeline",), offload_states=True, pipelining=Pipelining(2, 2, "1f1b"))
     elif role == "mixed":
         blocks = num_blocks(galvatron_fx.capture(plain, batch()))
-        strategies = [Strategy((ROLES[i % 3],), offload_states=i % 2 == 0) for i in range(blocks)]
+        strategies = [
+            Strategy((ROLES[i % 3],), offload_states=i % 2 == 0, offload_entering=i % 2 == 1) for i in range(blocks)
+        ]
         plan = Plan.from_roles((2,), strategies)
     else:
         plan = Plan.uniform((2,), (role,))

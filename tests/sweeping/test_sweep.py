@@ -112,6 +112,15 @@ def test_a_survey_finds_about_what_a_search_does(captured: Captured) -> None:
     assert f"{plan.throughput.per_s(plan.step_time_s):,.0f} tokens/s" in str(plan)
 
 
+def test_states_on_the_host_let_more_points_fit(captured: Captured) -> None:
+    """Of Adam's 16 bytes a parameter half are on a device then."""
+    points = [
+        galvatron_fx.sweep(captured, [TWO], budgets=[480_000], batches=[8], roles=ROLES, offload=offload).points[0]
+        for offload in ((), ("states",))
+    ]
+    assert [point.fits for point in points] == [False, True]
+
+
 def test_where_estimates_leave_it_open_the_leanest_is_simulated(captured: Captured) -> None:
     survey = Survey(Pricer(captured.graph(8), TWO, {}), ROLES, "auto")
     least = min(search.least_bytes for search in survey._opened.searches)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import expecttest
+import pytest
 import torch
 from torch import fx
 
@@ -18,7 +20,8 @@ from passes.lowering.rematerialize import Rematerialize
 from passes.lowering.split_forward_backward import SplitForwardBackward
 from tests.graphs import Builder, listing
 from tests.helpers import captured, offloading, simulate, simulate_stages
-from tests.models.zoo import gpt2, llama
+from tests.models.mixtures import mixture
+from tests.models.zoo import Case, gpt2, llama, tokens
 
 aten = torch.ops.aten
 KEEP = Strategy(("data",))
@@ -180,11 +183,19 @@ return [mul_3]""",
         )
 
 
-def test_nothing_changes() -> None:
+def mixtral() -> Case:
+    return mixture("mixtral", num_hidden_layers=2), tokens()
+
+
+@pytest.mark.parametrize(
+    ("case", "roles"),
+    [(lambda: llama(2), ("zero", "tensor")), (lambda: llama(2), ("context", "data")), (mixtral, ("expert", "zero"))],
+)
+def test_nothing_changes(case: Callable[[], Case], roles: tuple[str, ...]) -> None:
     """To the bit, where all that is kept waits on the host."""
-    model, inputs = llama(2)
+    model, inputs = case()
     graph = captured(model, inputs)
-    plain = [Strategy(("zero", "tensor"), recompute=i == 1) for i in range(num_blocks(graph))]
+    plain = [Strategy(roles, recompute=i == 1) for i in range(num_blocks(graph))]
     there, here = (simulate(graph, model, inputs, (2, 2), each, {}) for each in (offloading(graph, plain), plain))
     assert all(there[name].equal(value) for name, value in here.items())
 
