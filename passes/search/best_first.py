@@ -10,9 +10,9 @@ from itertools import count
 from math import inf
 
 from galvatron_fx.ir.errors import PlanError
-from galvatron_fx.ir.plan.pipelining import BY_HAND
+from galvatron_fx.ir.plan.pipelining import BY_HAND, SPREAD_ENDS
 from galvatron_fx.ir.plan.progress import PRICING, SEARCH, SIMULATION
-from galvatron_fx.ir.plan.schedule import Schedule
+from galvatron_fx.ir.plan.schedule import SPREAD, Schedule
 from galvatron_fx.ir.plan.search_report import SIMULATED, Contender
 from galvatron_fx.ir.plan.strategy import PIPELINE, Strategy
 from passes.search.known_plans import known_plans
@@ -64,7 +64,14 @@ class Simulated:
         fits = self.fits(limit)
         seen = contender_of(self.search, SIMULATED, self.estimated_s, self.peak_bytes, fits, self.simulated_s)
         table = self.table
+        if self.is_spread:
+            return replace(seen, schedule=f"{seen.schedule}, {SPREAD_ENDS} vocabulary")
         return seen if table is None else replace(seen, schedule=table.name)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether all pipeline ranks compute the first and the last block together."""
+        return isinstance(self.report, StagesReport) and SPREAD in self.report.schedule.rank_of_stage
 
     @property
     def table(self) -> Schedule | None:

@@ -25,13 +25,13 @@ from galvatron_fx.ir.gc_tuning import fewer_collections
 from galvatron_fx.ir.graph.precision import policy_of
 from galvatron_fx.ir.plan import optimizers
 from galvatron_fx.ir.plan.budget_error import BudgetError
-from galvatron_fx.ir.plan.pipelining import ONE_STAGE, Pipelining
+from galvatron_fx.ir.plan.pipelining import ONE_STAGE, SPREAD_ENDS, Pipelining
 from galvatron_fx.ir.plan.plan import BlockPlan, Plan
-from galvatron_fx.ir.plan.progress import PRICING, REPORT
+from galvatron_fx.ir.plan.progress import PRICING, REPORT, SIMULATION
 from galvatron_fx.ir.plan.progress import SEARCH as SEARCH_PHASE
 from galvatron_fx.ir.plan.schedule import SEARCH
 from galvatron_fx.ir.plan.search_report import Contender, SearchReport
-from galvatron_fx.ir.plan.strategy import CAPACITY, Strategy
+from galvatron_fx.ir.plan.strategy import CAPACITY, PIPELINE, Strategy
 from galvatron_fx.ir.plan.throughput import Throughput
 from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 from passes.analysis.block_names import block_names
@@ -48,6 +48,7 @@ from passes.search.runners_up import RunnersUp
 from passes.search.searched_tables import WithTable, fastest_with_table
 from passes.search.shortlist import shortlist
 from passes.search.solvers.stage_search import StageSearch
+from passes.search.spread_vocabulary import fastest_with_spread_vocabulary
 from passes.search.trials import MemorySlack
 from passes.simulation.choice import SimulateChoice
 
@@ -161,6 +162,8 @@ class _Search:
             raise TimeLimitError(self._too_late())
         if self.options.pins.schedule == SEARCH and not self.is_cut_short:
             best = self._with_table(best)
+        if PIPELINE in self.options.roles and not self.is_cut_short:
+            best = self._with_spread_vocabulary(best)
         return tuple(self._reported(best, opened, most))
 
     def _with_table(self, best: Simulated) -> Simulated:
@@ -171,6 +174,12 @@ class _Search:
         with self.watch.phase(SEARCH_PHASE):
             self.searched = fastest_with_table(fastest_first[:_TABLES], self.simulator.run, self.limit)
         return self.searched.outcome
+
+    def _with_spread_vocabulary(self, best: Simulated) -> Simulated:
+        """The fastest once embedding and head were tried on all pipeline ranks, where a vocabulary is large."""
+        with self.watch.phase(SIMULATION):
+            outcomes = self.simulator.outcomes
+            return fastest_with_spread_vocabulary(self.graph, outcomes, best, self.simulator.run, self.limit)
 
     @cached_property
     def _always_bytes(self) -> float:
@@ -242,6 +251,9 @@ class _Search:
         cuts, table = outcome.choice.first_blocks, outcome.table
         if table is not None:
             pipelining = Pipelining.by_hand(table, cuts)
+        elif outcome.is_spread:
+            parts = setting.num_stages, setting.num_microbatches, setting.schedule
+            pipelining = Pipelining(*parts, cuts[1:-1], vocabulary=SPREAD_ENDS)
         elif setting.is_trivial:
             pipelining = ONE_STAGE
         else:
@@ -283,7 +295,7 @@ class _Search:
         others = tuple(self.record.seen[key] for key in self.record.others(best.search.configuration))
         if self.options.simulate_runners_up:
             others = RunnersUp(opened, self.simulator, self.slack, self.limit, best).run()
-        if best.table is not None:  # the same by a named schedule
+        if best.table is not None or best.is_spread:  # the same by a named schedule, with whole ends
             others = (self.record.seen[best.search.configuration, best.search.costs.kinds], *others)
         seen = best.contender(self.limit), *others
         for outcome in shortlist(self.simulator.outcomes, best, self.limit, most):

@@ -43,10 +43,10 @@ class RoleRules:
 
     def allows(self, spec: TensorSpec, placement: Placement) -> bool:
         """Whether a value inside a block may be placed so."""
+        if self.role == PIPELINE:
+            return placement == REPLICATE
         if not isinstance(placement, Shard):
             return True
-        if self.role == PIPELINE:
-            return False
         if self.role in EXPERT_ROLES and self._is_of_experts(spec):
             return placement in self.parameter_choices(spec)
         symbols = getattr(spec.symbolic[placement.dim], "free_symbols", ())

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from galvatron_fx.ir.plan.schedule import Schedule, legal, make_schedule
+from galvatron_fx.ir.plan.spread_ends import make_spread_schedule
 from galvatron_fx.ir.plan.strategy import CAPACITY, PIPELINE, Strategy
+from passes.lowering.apply_plan import with_spread_ends
 
 ROLES = ("data", "zero", "tensor", "tensor_sequence", "sequence", "context", "expert", "expert_sequence")
 MESHES = ((2,), (2,), (3,), (2, 2), (2, 2), (2, 2), (2, 2), (2, 3), (3, 2), (2, 2, 2))
@@ -20,7 +22,8 @@ class PlanDraw:
     """A plan that fits any number of blocks.
 
     ``sizes`` of the mesh axes; ``strategies`` are dealt to the blocks in turn; ``stages`` and ``microbatches`` by
-    ``schedule``, where there are any; ``rules``: the seed that picks the rules of operators, None picks by price.
+    ``schedule``, where there are any; ``rules``: the seed that picks the rules of operators, None picks by price;
+    ``is_spread``: whether all pipeline ranks compute the first and the last block, where others are left for all.
     """
 
     sizes: tuple[int, ...]
@@ -29,10 +32,16 @@ class PlanDraw:
     microbatches: int = 1
     schedule: str = "1f1b"
     rules: int | None = None
+    is_spread: bool = False
+
+    def spreads(self, blocks: int) -> bool:
+        """Whether that can be of so many blocks."""
+        return self.is_spread and 1 < self.stages <= blocks - 2
 
     def dealt(self, blocks: int) -> list[Strategy]:
         """A strategy for each block."""
-        return [self.strategies[i % len(self.strategies)] for i in range(blocks)]
+        strategies = [self.strategies[i % len(self.strategies)] for i in range(blocks)]
+        return with_spread_ends(strategies) if self.spreads(blocks) else strategies
 
     @property
     def has_stages(self) -> bool:
@@ -41,11 +50,14 @@ class PlanDraw:
 
     def first_blocks(self, blocks: int) -> list[int]:
         """The first block of every stage."""
+        if self.spreads(blocks):
+            return [0, *(1 + stage * (blocks - 2) // self.stages for stage in range(self.stages)), blocks - 1]
         return [stage * blocks // self.stages for stage in range(self.stages)]
 
-    def table(self) -> Schedule:
+    def table(self, blocks: int) -> Schedule:
         """The schedule."""
-        return make_schedule(self.schedule, self.stages, self.stages, self.microbatches)
+        make = make_spread_schedule if self.spreads(blocks) else make_schedule
+        return make(self.schedule, self.stages, self.stages, self.microbatches)
 
 
 def draw_plan(random: Random, blocks: int, batch: int) -> PlanDraw:
@@ -78,7 +90,8 @@ def _staged(random: Random, blocks: int, batch: int, rules: int | None) -> PlanD
     tables = tuple(
         _strategy(random, (*lead, *(random.choice(ROLES) for _ in range(lacking)))) for _ in range(min(blocks, 3))
     )
-    return PlanDraw(sizes, tables, stages, microbatches, name, rules)
+    drawn = PlanDraw(sizes, tables, stages, microbatches, name, rules)
+    return replace(drawn, is_spread=Random(f"{drawn}, spread").random() < 0.4)
 
 
 def _strategy(random: Random, roles: tuple[str, ...]) -> Strategy:
@@ -113,6 +126,8 @@ def simpler(plan: PlanDraw) -> Iterator[PlanDraw]:
         yield replace(plan, rules=None)
     if plan.has_stages:
         yield replace(plan, stages=1, microbatches=1, strategies=tuple(map(_without_stages, plan.strategies)))
+        if plan.is_spread:
+            yield replace(plan, is_spread=False)
         if plan.microbatches > 1:
             yield replace(plan, microbatches=plan.microbatches // 2)
     if len(plan.strategies) > 1:

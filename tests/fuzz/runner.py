@@ -133,11 +133,12 @@ class Prepared:
 
     def check(self, plan: PlanDraw) -> None:
         """Run a plan; raises what the compiler raises, and AssertionError where a value differs."""
-        strategies = plan.dealt(num_blocks(self.graph))
+        blocks = num_blocks(self.graph)
+        strategies = plan.dealt(blocks)
         with picked_rules(plan.rules):
             if plan.has_stages:
-                first = plan.first_blocks(num_blocks(self.graph))
-                got = simulate_stages(self.graph, self.model, self.inputs, plan.sizes, strategies, first, plan.table())
+                first, table = plan.first_blocks(blocks), plan.table(blocks)
+                got = simulate_stages(self.graph, self.model, self.inputs, plan.sizes, strategies, first, table)
             else:
                 got = simulate(self.graph, self.model, self.inputs, plan.sizes, strategies, {})
         assert_exact(got, self.expected, tolerance=TOLERANCE)

@@ -36,7 +36,8 @@ class Composition:
 
     ``losses``: "one", "loss and another" (of which ``loss`` is trained) or "two" (added up outside); ``buffer``: how
     a running mean is updated; ``stored``: where a part of the loss is kept; ``freeze``: when a parameter is; ``rows``:
-    who brings the batch; ``resume``: what a new model loads after a step; ``call``: what differentiates.
+    who brings the batch; ``resume``: what a new model loads after a step; ``call``: what differentiates;
+    ``vocabulary``: where embedding and head are under stages.
     """
 
     seed: int
@@ -57,9 +58,12 @@ class Composition:
     optimizer: str
     resume: str
     call: str
+    vocabulary: str = "ends"
 
     def __str__(self) -> str:
-        parts = [f"{name}={value}" for name, value in vars(self).items() if value not in (False, "none", "no", 1)]
+        parts = [
+            f"{name}={value}" for name, value in vars(self).items() if value not in (False, "none", "no", "ends", 1)
+        ]
         return " ".join(parts)
 
 
@@ -89,6 +93,7 @@ def draw(seed: int) -> Composition:
         optimizer=random.choice(("sgd", "adamw")),
         resume=random.choice(("no", "no", "state dict")),
         call=often if random.random() < 0.9 else random.choice(("forward_backward", "backward")),
+        vocabulary=Random(f"{seed}, vocabulary").choice(("ends", "spread")) if role == "pipeline" else "ends",
     )
 
 
@@ -221,7 +226,7 @@ class Trainer:
             options["batch"] = "local"
             batch = self._rows(batch)
         stages = 2 if what.role == "pipeline" else 1
-        pipelining = Pipelining(stages, what.microbatches)
+        pipelining = Pipelining(stages, what.microbatches, vocabulary=what.vocabulary)
         plan = Plan.uniform((2,), (what.role,), recompute=what.recompute, pipelining=pipelining)
         return galvatron_fx.compile(plain, self.mesh, batch, plan=plan, **options)
 

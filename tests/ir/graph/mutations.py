@@ -23,6 +23,7 @@ from galvatron_fx.ir.graph.rewrite import copied, eliminate_dead_code, write_cal
 from galvatron_fx.ir.graph.verifier.moves import read_move
 from galvatron_fx.ir.plan.strategy import Strategy
 from passes.analysis.blocks import num_blocks
+from passes.lowering.apply_plan import with_spread_ends
 from passes.lowering.codegen import Codegen
 from passes.lowering.lower_stages import LowerStages
 from passes.lowering.lower_step import Lower
@@ -122,12 +123,16 @@ def lowered(
     return cases
 
 
-def staged(name: str, sizes: tuple[int, ...], *rows: tuple[str, ...], **options: bool) -> list[Case]:
-    """The tasks of two stages of the LLaMA-like model, and what is computed before its two micro-batches."""
+def staged(name: str, sizes: tuple[int, ...], *rows: tuple[str, ...], spread: bool = False) -> list[Case]:
+    """The tasks of two stages of the LLaMA-like model, or of its spread ends and what is between, and what is computed
+    before its two micro-batches.
+    """
     graph = graph_of("llama")
-    strategies = _strategies(graph, *rows, **options)
-    half = len(strategies) // 2
-    program = LowerStages(strategies, (0, half), 2, Cluster(DEVICE, axes(sizes))).run(graph)
+    strategies = _strategies(graph, *rows)
+    cuts: tuple[int, ...] = (0, len(strategies) // 2)
+    if spread:
+        strategies, cuts = with_spread_ends(strategies), (0, 1, len(strategies) - 1)
+    program = LowerStages(strategies, cuts, 2, Cluster(DEVICE, axes(sizes))).run(graph)
     cases = [Case(f"{name}, prologue", program.microbatched.prologue, "scheduled")]
     for stage in program.stages:
         for task in ("forward", "backward", "weight_grad", "finish"):
@@ -145,6 +150,7 @@ def cases() -> Iterator[Case]:
     yield from lowered("offloaded", "mlp", (2,), ("data",), offload=True)
     yield from lowered("ring", "llama", (2,), ("context",), ("sequence",))
     yield from staged("stages", (2, 2), ("pipeline", "tensor_sequence"))
+    yield from staged("spread ends", (2,), ("pipeline",), spread=True)
 
 
 # ---- mutations -----------------------------------------------------------------------------------------------------
