@@ -29,6 +29,7 @@ Shapes = list[tuple[int, ...]]
 # (i, j) of b**i * s**j, simplest first; attention needs s**2, pairwise losses b**2.
 _MONOMIALS = ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2), (2, 0))
 _OFFSETS = (0, 1, -1)
+_SHORT = 4  # a sequence that is traced soon where a program may loop over it
 
 
 @dataclass(frozen=True)
@@ -108,14 +109,12 @@ def fit_symbols(
     """
     known = dims.sizes(shapes)
     graph.meta["symbols"] = None
-    loops_over_sequence = loops_over_batch = False
+    loops_over_sequence, loops_over_batch = _loops_over_sequence(graph, shapes, dims, retrace), False
     for other in _other_sizes(known.batch, known.sequence):
         if loops_over_sequence if other.sequence else loops_over_batch:
             continue
-        try:
-            with failures_unlogged():
-                second = retrace(dims.resized(shapes, other))
-        except GalvatronError:
+        second = _traced(retrace, dims.resized(shapes, other))
+        if second is None:
             continue
         base = Sizes(known.batch, known.sequence if other.sequence else 0)
         if annotate(graph, second, base, other):
@@ -124,6 +123,35 @@ def fit_symbols(
         loops_over_sequence |= len(second.graph.nodes) < len(graph.graph.nodes)  # it is traced at fewer steps
         loops_over_batch |= not other.sequence and len(second.graph.nodes) > len(graph.graph.nodes)
     return None
+
+
+def _traced(retrace: Callable[[Shapes], fx.GraphModule], shapes: Shapes) -> fx.GraphModule | None:
+    try:
+        with failures_unlogged():
+            return retrace(shapes)
+    except GalvatronError:
+        return None
+
+
+def _loops_over_sequence(
+    graph: fx.GraphModule, shapes: Shapes, dims: InputDims, retrace: Callable[[Shapes], fx.GraphModule]
+) -> bool:
+    """Whether a program that takes a value apart into as many as the sequence is long does less on a short one, which
+    is traced sooner than one that is about as long.
+    """
+    sizes = dims.sizes(shapes)
+    if sizes.sequence <= 2 * _SHORT or not any(_parts(node) >= sizes.sequence for node in graph.graph.nodes):
+        return False
+    short = _traced(retrace, dims.resized(shapes, Sizes(sizes.batch, _SHORT)))
+    return short is not None and len(short.graph.nodes) < len(graph.graph.nodes)
+
+
+def _parts(node: fx.Node) -> int:
+    """Into how many values a node is taken apart."""
+    if node.op == "output":
+        return 0
+    selected = sum(user.target is torch.ops.aten.select.int for user in node.users)
+    return max(len(meta_of(node).specs), selected)
 
 
 def value_at(dim: Dim, sizes: Sizes) -> int:

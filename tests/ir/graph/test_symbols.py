@@ -103,6 +103,32 @@ def unrolled(steps: int, shape: tuple[int, ...]) -> fx.GraphModule:
     return build.finish(("output", "0", x))
 
 
+@pytest.mark.parametrize(("is_loop", "asked_first"), [(True, (4, 16, 4)), (False, (4, 15, 4))])
+def test_a_loop_over_what_is_taken_apart_is_seen_on_a_short_sequence(
+    is_loop: bool, asked_first: tuple[int, ...]
+) -> None:
+    """Sixteen values are taken of a sequence of sixteen: as many as it is long, or always so many."""
+    asked: list[tuple[int, ...]] = []
+
+    def retrace(shapes: Shapes) -> fx.GraphModule:
+        asked.append(shapes[0])
+        return selecting(shapes[0][1] if is_loop else 16, shapes[0])
+
+    graph = selecting(16, (3, 16, 4))
+    fit_symbols(graph, [(3, 16, 4)], EMBEDDINGS, retrace)
+    assert asked == [(3, 4, 4), asked_first]
+    assert graph.meta["symbols"] == Sizes(3, 0 if is_loop else 16)
+
+
+def selecting(steps: int, shape: tuple[int, ...]) -> fx.GraphModule:
+    """The last of so many values that are taken of a sequence."""
+    build = Builder()
+    x = build.input("x", shape)
+    for step in range(steps):
+        part = build.call(aten.select.int, x, 1, step % shape[1])
+    return build.finish(("output", "0", part))
+
+
 @pytest.mark.parametrize(
     ("shapes", "dtypes", "tried"),
     [
