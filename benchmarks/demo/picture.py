@@ -1,4 +1,4 @@
-"""Draws the picture of the README: the page of a plan for LLaMA-70B on 64 GPUs, as Chromium shows its upper part."""
+"""Draws the pictures of the README and of docs/explain-page.md: a page in Chromium, wide and narrow, dark and light."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ import galvatron_fx
 from galvatron_fx.ir.plan.strategy import ROLES
 from galvatron_fx.report.page import write_page
 
-PICTURE = Path(__file__).parents[2] / "docs" / "images" / "explain-page.png"
-WIDTH = 1200
+IMAGES = Path(__file__).parents[2] / "docs" / "images"
+WIDE, NARROW = 1400, 420
+COLUMNS, GAP = 3, 24  # of the narrow page side by side, so that all of its upper part is seen
 COLOURS = 256  # a quarter of the bytes, and no difference to the eye
+SCHEMES = {"dark": 0, "light": 1}  # as Chromium's setting counts them
 
 
 def page(path: Path) -> None:
@@ -34,8 +36,34 @@ def page(path: Path) -> None:
     print(write_page(path, model, cluster, {"input_ids": ids, "labels": ids}, roles=ROLES))
 
 
+def shot(browser: str, page: Path, size: tuple[int, int], scheme: int) -> Image.Image:
+    """What Chromium shows of a page in a window of that size."""
+    with tempfile.TemporaryDirectory() as folder:
+        picture = Path(folder) / "shot.png"
+        flags = (
+            "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--allow-file-access-from-files",
+            f"--user-data-dir={folder}/profile", f"--blink-settings=preferredColorScheme={scheme}",
+            f"--window-size={size[0]},{size[1]}",
+        )  # fmt: skip
+        subprocess.run([browser, *flags, f"--screenshot={picture}", page.resolve().as_uri()], check=True)
+        return Image.open(picture).convert("RGB")
+
+
+def narrow(browser: str, page: Path, height: int, scheme: int) -> Image.Image:
+    """The page on a narrow screen, in columns; Chromium has no window as narrow, so it lies in a frame."""
+    frame = page.with_name("frame.html")
+    style = f"width:{NARROW}px;height:{COLUMNS * height}px;border:0"
+    frame.write_text(f'<body style="margin:0"><iframe src="{page.name}" style="{style}"></iframe></body>')
+    whole = shot(browser, frame, (600, COLUMNS * height), scheme)
+    side_by_side = Image.new("RGB", (COLUMNS * (NARROW + GAP) - GAP, height), whole.getpixel((2, 2)))
+    for column in range(COLUMNS):
+        part = whole.crop((0, column * height, NARROW, (column + 1) * height))
+        side_by_side.paste(part, (column * (NARROW + GAP), 0))
+    return side_by_side
+
+
 def main() -> None:
-    """Write the page, and the picture of its upper part."""
+    """Write the page, and pictures of its upper part."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--page", type=Path, help="take this page in place of planning one")
     parser.add_argument("--height", type=int, default=1600, help="pixels of the page that are shown")
@@ -44,12 +72,17 @@ def main() -> None:
     if browser is None:
         raise SystemExit("needs Chromium")
     with tempfile.TemporaryDirectory() as folder:
-        path = options.page or Path(folder) / "page.html"
+        path = Path(folder) / "page.html"
         if options.page is None:
             page(path)
-        flags = ("--headless", "--no-sandbox", "--hide-scrollbars", f"--window-size={WIDTH},{options.height}")
-        subprocess.run([browser, *flags, f"--screenshot={PICTURE}", path.resolve().as_uri()], check=True)
-    Image.open(PICTURE).convert("RGB").quantize(COLOURS).save(PICTURE, optimize=True)
+        else:
+            shutil.copy(options.page, path)
+        for name, scheme in SCHEMES.items():
+            for kind, picture in (
+                ("page", shot(browser, path, (WIDE, options.height), scheme)),
+                ("narrow", narrow(browser, path, options.height, scheme)),
+            ):
+                picture.quantize(COLOURS).save(IMAGES / f"explain-{kind}-{name}.png", optimize=True)
 
 
 if __name__ == "__main__":

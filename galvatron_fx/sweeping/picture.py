@@ -16,7 +16,7 @@ _MARKERS = ("o", "s", "^", "D", "v")
 def draw(points: Sequence[SweepPoint], path: str | os.PathLike[str]) -> None:
     """Draw a column of two charts for each model: a line for each device, dashes for budgets and batches beside.
 
-    Points without a plan stand as crosses below the lines, at the count of devices that is too small.
+    Points without a plan stand as crosses at the bottom, at the count of devices that is too small.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -62,7 +62,10 @@ def _lines(rate: object, use: object, points: Sequence[SweepPoint], place: int) 
         rate.plot(counts, [p.tokens_per_s for p in fitting], label=label, **style)  # type: ignore[attr-defined]
         use.plot(counts, [100 * (p.mfu or 0) for p in fitting], **style)  # type: ignore[attr-defined]
         unfit = [p.devices for p in line if not p.fits]
-        use.plot(unfit, [-0.6 - place * 0.8] * len(unfit), "x", color=colour, clip_on=False)  # type: ignore[attr-defined]
+        if unfit:
+            height = 0.03 + 0.03 * place  # of the chart
+            at_bottom = use.get_xaxis_transform()  # type: ignore[attr-defined]
+            use.plot(unfit, [height] * len(unfit), "x", color=colour, transform=at_bottom)  # type: ignore[attr-defined]
 
 
 def _named(key: tuple[int, int, int], series: Sequence[tuple[int, int, int]]) -> str:
