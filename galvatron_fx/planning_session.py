@@ -21,7 +21,14 @@ from galvatron_fx.search_settings import SearchSettings
 from passes.frontend.capture.batch_dims import BatchDim
 from passes.frontend.capture.capture import ExampleInputs, FlatInputs
 from passes.frontend.pipeline import Frontend
-from passes.lowering.apply_plan import check_plan, lower, warn_uneven_batch, warn_without_experts, warn_without_sequence
+from passes.lowering.apply_plan import (
+    check_plan,
+    lower,
+    warn_uneven_batch,
+    warn_uneven_vocabulary,
+    warn_without_experts,
+    warn_without_sequence,
+)
 from passes.lowering.lower_stages import LoweredStages
 from passes.lowering.lower_step import Lowered
 from passes.search.plan_search import SearchOptions, search_plans
@@ -108,6 +115,7 @@ class PlanningSession:
         if self.given is not None:
             warn_without_sequence(plan, graph)
             warn_without_experts(plan, graph)
+            warn_uneven_vocabulary(plan, graph)
             check_budget(plan, graph, self.cluster, self.settings.budget_bytes)
 
     def run(

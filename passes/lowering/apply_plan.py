@@ -12,6 +12,7 @@ from torch import fx
 
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import PlanError
+from galvatron_fx.ir.graph.metadata import meta_of, ports
 from galvatron_fx.ir.graph.pass_pipeline import PassControl
 from galvatron_fx.ir.graph.placement import Placement
 from galvatron_fx.ir.graph.precision import policy_of
@@ -42,6 +43,7 @@ __all__ = [
     "lower",
     "strategies_on",
     "warn_uneven_batch",
+    "warn_uneven_vocabulary",
     "warn_without_experts",
     "warn_without_sequence",
     "with_spread_ends",
@@ -122,6 +124,24 @@ def warn_without_experts(plan: Plan, graph: fx.GraphModule) -> None:
             warnings.warn(
                 f"role '{role}' ({strategy}) splits no experts in this model, so it is as '{alike}': {found}. Give the "
                 f"axis another role, or a size that divides the experts",
+                stacklevel=3,
+            )
+            return
+
+
+def warn_uneven_vocabulary(plan: Plan, graph: fx.GraphModule) -> None:
+    """Tell of a weight of the head, in a plan that spreads it, of which ranks cannot hold equal parts of the rows."""
+    ranks, last = plan.num_pipeline_ranks, num_blocks(graph) - 1
+    for port, node in ports(graph) if plan.pipelining.is_spread else ():
+        shape = meta_of(node).spec.shape
+        is_weight = port.kind == "param" and len(shape) > 1
+        calls = [user for user in node.users if user.op == "call_function"]
+        if is_weight and max(shape) % ranks and any(meta_of(call).block == last for call in calls):
+            warnings.warn(
+                f"'{port.name}' is to be spread over {ranks} pipeline ranks, which do not divide its {max(shape)} "
+                f"rows: it is split otherwise or not at all, and every rank computes more than its part. Pad it to "
+                f"{-(-max(shape) // ranks) * ranks} rows (in transformers "
+                f"resize_token_embeddings(pad_to_multiple_of={ranks})), or use vocabulary='ends'",
                 stacklevel=3,
             )
             return

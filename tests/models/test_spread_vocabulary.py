@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import pytest
@@ -54,7 +55,9 @@ SETTINGS = {
 def test_a_step_equals_one_device(name: str) -> None:
     setting = SETTINGS[name]
     model, inputs = language(setting.stages, setting.vocabulary, setting.is_tied, setting.batch)
-    galvatron_fx.check(model, setting.sizes, inputs, plan=setting.plan)
+    uneven = pytest.warns(UserWarning, match="do not divide its 23 rows.* Pad it to 24 rows")
+    with uneven if setting.vocabulary == 23 else nullcontext():
+        galvatron_fx.check(model, setting.sizes, inputs, plan=setting.plan)
 
 
 def test_equal_parts_of_the_vocabulary() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from math import inf
 
 from galvatron_fx.ir.plan.schedule import SPREAD, Action, Schedule, make_schedule
@@ -116,10 +117,8 @@ class _Weave:
         if action.kind == "W" or (action.kind == "F" and stage == 0 and part in self.embedded):
             return 0
         if action.kind != "F":
-            if (
-                len(self.with_head) <= min(part + self.lags[stage], self.inner.num_microbatches - 1)
-                and self.lags[stage]
-            ):
+            lag = self.lags[stage]
+            if lag and len(self.with_head) < min(part + lag + 1, self.inner.num_microbatches):
                 return None
             if stage == self.last and part in self.with_head:
                 return 0
@@ -161,11 +160,15 @@ class _Weave:
         """Micro-batches without an embedding that the first stage takes at once, one after the other, or in the next
         ``ahead`` actions of its rank.
         """
-        order = self.inner.orders[self.first_rank][self.at[self.first_rank] :]
-        is_taken = [action.kind == "F" and action.stage == 0 for action in order]
-        count = max(ahead, next((i for i, taken in enumerate(is_taken) if not taken), len(order)))
-        parts = [action.microbatch for action, taken in zip(order[:count], is_taken, strict=False) if taken]
-        return [] if parts and not ahead and parts[0] in self.embedded else [m for m in parts if m not in self.embedded]
+        at, parts = self.at[self.first_rank], []
+        for place, action in enumerate(islice(self.inner.orders[self.first_rank], at, None)):
+            is_taken = action.kind == "F" and action.stage == 0
+            is_there = is_taken and action.microbatch in self.embedded
+            if place >= ahead and (not is_taken or (is_there and place == 0)):
+                break
+            if is_taken and not is_there:
+                parts.append(action.microbatch)
+        return parts
 
     def _embed(self, parts: Sequence[int]) -> None:
         for part in parts:
