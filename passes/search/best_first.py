@@ -266,6 +266,7 @@ class BestFirst:
             else:
                 budget, most = self.slack.budgets(item.search, self.limit)
                 closer = item.closer(self.limit, budget, max(most, self.limit * self.stretch))
+                closer = self.slack.suited(closer, self.limit) if isinstance(closer, Trial) else closer
         self.simulator.record.look(item, closer)
         self._queue.put(closer)
         self.simulator.watch.tell(searched=self.simulator.record.searched)
@@ -280,7 +281,7 @@ class BestFirst:
         if self.slack.learn(trial, outcome.peak_bytes, self.limit):
             self._queue.renew(trial.search, self.limit)
         with self.simulator.watch.phase(SEARCH):
-            following = trial.next(self.limit, outcome.peak_bytes)
+            following = trial.next(self.limit, outcome.peak_bytes, outcome.simulated_s, self._best_s)
             self._queue.put(following)
             if outcome.peak_bytes <= self.limit and not trial.is_uniform:
                 self._add_variants(trial)

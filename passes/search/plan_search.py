@@ -52,7 +52,7 @@ from passes.search.spread_vocabulary import fastest_with_spread_vocabulary
 from passes.search.trials import MemorySlack
 from passes.simulation.choice import SimulateChoice
 
-_LIGHTEST = 3  # choices that are simulated where nothing fits
+_LIGHTEST = 3  # choices that are simulated where nothing fits by estimates
 _NEARLY = 1.25  # times the budget: where that is the least found, a search may find what fits
 _MORE_MEMORY = (1.1, inf)  # times the budget: what the report tells of
 _CLOSE_TO_BOUND = 1e-3
@@ -331,12 +331,15 @@ class _Search:
         return seconds
 
     def _least(self, opened: OpenConfigurations) -> Simulated | None:
-        """A choice that takes so little memory that it fits after all, None if time is over; else BudgetError."""
+        """A choice that takes so little memory that it fits after all, None if time is over; else BudgetError, of the
+        first by estimates where not even parameters fit.
+        """
         with self.watch.phase(PRICING):
             opened.open_lightest()
         here = [each for each in (search.without_offload() for search in opened.searches) if each is not None]
         kinds = (opened.searches, here) if self.options.offload.activations else (opened.searches,)
-        lightest = [outcome for each in kinds for outcome in islice(self._lightest(each), _LIGHTEST)]
+        most = _LIGHTEST if self._may_fit else 1
+        lightest = [outcome for each in kinds for outcome in islice(self._lightest(each), most)]
         if not lightest:
             raise min(self.simulator.refusals.items())[1]
         least = min(lightest, key=lambda outcome: outcome.peak_bytes)

@@ -14,10 +14,16 @@ _NEAR = 0.7  # of the limit: choices as full tell how far estimates are off ther
 _SLACK = 1.1  # by how much estimates are above it, often: what is tried until a simulation tells
 _ENOUGH = 3  # simulations near the limit: estimates are not further off than was seen by then
 _STEP = 1.04  # from a budget that nothing keeps to to the next
+_LIKE = 0.95  # of how far the estimate before was off, another choice of the same search is off as well
 _TRIES = 8
 _UNIFORM_TRIES = 3
 _ESTIMATE = 0.96  # of an estimate; choices of down to 0.970 of theirs have been seen
 _MOVED = 0.8  # of a choice whose cuts were not moved; choices of down to 0.847 of theirs have been seen
+
+
+_Kind = tuple[int, str, bool, bool, bool]
+"""Pipeline axes, schedule, whether there are micro-batches, and whether blocks keep no sets of values, or offload none.
+"""
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,8 @@ class Trial:
 
     ``fits`` and ``over``: the largest budget whose choice kept to the real one when it was simulated, and the least
     whose choice did not; ``tries``: simulations that are left; ``is_rough``: whether the choice may still become one of
-    fewer kinds of axes; ``is_uniform``: whether only one table of roles is searched.
+    fewer kinds of axes; ``is_uniform``: whether only one table of roles is searched; ``times``: the estimate, what the
+    choice before took by simulation, at least.
     """
 
     search: StageSearch
@@ -37,6 +44,7 @@ class Trial:
     tries: int = _TRIES
     is_rough: bool = False
     is_uniform: bool = False
+    times: float = 1.0
 
     @classmethod
     def first(cls, search: StageSearch, budget: float, most: float) -> Trial | None:
@@ -63,8 +71,8 @@ class Trial:
 
     @property
     def time_s(self) -> float:
-        """Seconds of a step, by estimate."""
-        return self.choice.time_s
+        """Seconds of a step, by estimate and by what was simulated of the search before."""
+        return self.choice.time_s * self.times
 
     @property
     def is_first(self) -> bool:
@@ -75,9 +83,13 @@ class Trial:
         """The choice that is simulated: of a rough one, one that is alike."""
         return replace(self, choice=self.search.with_fewer_axis_groups(self.choice, self.budget), is_rough=False)
 
-    def next(self, limit: float, peak_bytes: int) -> Trial | None:
-        """The trial that follows from what this one's simulation took; None where nothing is left to learn."""
+    def next(self, limit: float, peak_bytes: int, simulated_s: float, below_s: float = np.inf) -> Trial | None:
+        """The trial that follows from what this one's simulation took; None where nothing is left to learn, or where
+        one of less memory promises no step ``below_s``.
+        """
         room = limit - peak_bytes
+        if room < 0 and _LIKE * simulated_s >= below_s:
+            return None
         fits = max(self.fits, self.budget) if room >= 0 else self.fits
         over = min(self.over, self.budget) if room < 0 else self.over
         used = self.budget if room >= 0 else min(self.budget, self.search.bytes(self.choice))
@@ -95,7 +107,8 @@ class Trial:
             choice = self.search.run(budget)
         if choice is None or choice == self.choice or (room >= 0 and choice.time_s >= self.choice.time_s):
             return None
-        return replace(self, choice=choice, budget=budget, fits=fits, over=over, tries=self.tries - 1)
+        times = max(1.0, _LIKE * simulated_s / self.choice.time_s)
+        return replace(self, choice=choice, budget=budget, fits=fits, over=over, tries=self.tries - 1, times=times)
 
 
 @dataclass(frozen=True)
@@ -132,31 +145,40 @@ class Prospect:
 class MemorySlack:
     """How far estimates of bytes are above those of lowered programs, by what was simulated near the limit.
 
-    Told by what it rests on: pipeline axes, schedule, whether there are micro-batches, and whether blocks may keep some
-    of their values, or offload. ``ratios``: seen of a kind.
+    ``ratios``: seen of a kind, by the roles that most time is spent under.
     """
 
-    ratios: dict[tuple[int, str, bool, bool, bool], list[float]] = field(default_factory=dict)
+    ratios: dict[_Kind, dict[tuple[str, ...], list[float]]] = field(default_factory=dict)
 
     def budgets(self, search: StageSearch, limit: float) -> tuple[float, float]:
         """The least and the largest budget of estimated bytes to search for a choice that takes ``limit`` bytes."""
-        seen = self.ratios.get(kind_of(search), [])
+        seen = self._seen(kind_of(search))
         least = max(seen, default=_SLACK)
         return least * limit, (least if len(seen) >= _ENOUGH else MOST_SLACK) * limit
+
+    def suited(self, trial: Trial, limit: float) -> Trial:
+        """A first trial, or that under less, where estimates of a choice of its roles are known to be closer."""
+        seen = self.ratios.get(kind_of(trial.search), {}).get(trial.search.main_roles(trial.choice), [])
+        budget = max(seen, default=np.inf) * limit
+        closer = Trial.first(trial.search, budget, budget) if budget < trial.budget * (1 - _CLOSE) else None
+        return closer or trial
 
     def learn(self, trial: Trial, peak_bytes: int, limit: float) -> bool:
         """Hear what a choice took; whether first trials of its kind have to be made anew."""
         if not _NEAR <= peak_bytes / limit <= 1 / _NEAR:
             return False
+        kind, roles = kind_of(trial.search), trial.search.main_roles(trial.choice)
+        before = max(self._seen(kind), default=_SLACK)
         ratio = min(trial.search.bytes(trial.choice) / peak_bytes, MOST_SLACK)
-        seen = self.ratios.setdefault(kind_of(trial.search), [])
-        before = max(seen, default=_SLACK)
-        seen.append(ratio)
-        return abs(max(seen) / before - 1) > _CLOSE
+        self.ratios.setdefault(kind, {}).setdefault(roles, []).append(ratio)
+        return abs(max(self._seen(kind)) / before - 1) > _CLOSE
+
+    def _seen(self, kind: _Kind) -> list[float]:
+        return [ratio for ratios in self.ratios.get(kind, {}).values() for ratio in ratios]
 
 
-def kind_of(search: StageSearch) -> tuple[int, str, bool, bool, bool]:
-    """What decides how far estimates of bytes are off."""
+def kind_of(search: StageSearch) -> _Kind:
+    """What decides how far estimates of bytes are off, beside roles."""
     setting, excluded = search.configuration, search.excluded
     several = setting.num_microbatches > 1
     return setting.pipeline_axes, setting.schedule, several, KEPT_SETS in excluded, OFFLOAD in excluded

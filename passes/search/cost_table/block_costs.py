@@ -95,6 +95,9 @@ KnownSets = dict[tuple[int, tuple[object, ...]] | KeepProblem, tuple[KeptSet, ..
 TermsOfBlock = dict[tuple[tuple[str, int], ...], BlockTerms]
 """By what each role decided, told apart by identity, behind which levels there are."""
 
+Neighbours = tuple[float, float]
+"""What the blocks before and behind work, over what a block does itself."""
+
 LevelNames = tuple[tuple[KeptSet, OnHost], ...]
 """What each level keeps, and what of that waits on the host."""
 
@@ -107,7 +110,8 @@ that are served as one, and capacity."""
 class BlockPricer:
     """Prices strategies of one block by the ``solutions`` for their roles; ``optimizer``: what updates parameters;
     ``known_sets``: shared by the pricers of a search, as equal questions have to have equal answers;
-    ``terms`` and ``priced``: what is known of the block already, and where more is kept (None: no prices).
+    ``terms`` and ``priced``: what is known of the block already, and where more is kept (None: no prices);
+    ``neighbours``: of the blocks before and behind, the work over that of the block.
     """
 
     block: BlockFacts
@@ -117,6 +121,7 @@ class BlockPricer:
     known_sets: KnownSets
     terms: TermsOfBlock = field(default_factory=dict)
     priced: PricedColumns | None = None
+    neighbours: Neighbours = (1.0, 1.0)
 
     def prices(self, wanted: Sequence[Wanted]) -> BlockPrices:
         """The prices of all that is wanted, in order."""
@@ -154,6 +159,7 @@ class BlockPricer:
             tuple(kept),
             tuple(on_host for _, on_host in names),
             self.cluster,
+            self.neighbours,
         )
 
     def _known_columns(self, shares: Mapping[ColumnKey, float], extra: Extra) -> tuple[Columns, list[LevelNames]]:
@@ -259,13 +265,14 @@ def _prices(
     kept: tuple[KeptSet, ...],
     on_host: tuple[OnHost, ...],
     cluster: Cluster,
+    neighbours: Neighbours,
 ) -> BlockPrices:
     """What recomputation (of the ``whole`` block or of some of its values), keeping gathered parameters, several
     micro-batches, tasks of stages and optimizer states that are ``away`` make of a block's terms.
 
-    Gathers that are not late are prefetched beside the computing of a neighbour, for which the block's own stands, as
-    do reductions run beside what comes next; exactly so in a row of equal blocks. So are host copies: a block's worth
-    of bytes is under way, or ahead, beside what computing holds.
+    Gathers that are not late are prefetched beside the computing of a neighbour, for which the block's own stands, or
+    a part of it where ``neighbours`` work less. So does it for what reductions run beside; exactly so in a row of equal
+    blocks. So are host copies: a block's worth of bytes is under way, or ahead, beside what computing holds.
     """
     device, overlap = cluster.device, cluster.overlap
     staged = several | pipelined
@@ -288,15 +295,18 @@ def _prices(
     ahead_s, late_s = np.where(late, 0.0, gather_s), np.where(late, gather_s, 0.0)
     back_gather_s, back_reduce_s = np.where(again, ahead_s, 0.0), scatter_s + reduce_s
     ahead_start_s = np.where(ahead_s > 0, terms.gather_start_s, 0.0)
+    back_gather_start_s = np.where(again, ahead_start_s, 0.0)
     back_start_s = (
-        np.where(again, ahead_start_s, 0.0)
-        + np.where(once, 0.0, terms.scatter_start_s)
-        + np.where(staged, 0.0, terms.reduce_start_s)
+        back_gather_start_s + np.where(once, 0.0, terms.scatter_start_s) + np.where(staged, 0.0, terms.reduce_start_s)
     )
     fetched = terms.host_bytes * (2 if overlap.gains else 1)
     transient = fetched + terms.transient_bytes + terms.gathered_bytes - held + ahead + terms.rebuilt_bytes
-    exposed = _exposed_s(backward_s, terms.backward_wait_s, back_gather_s + back_reduce_s, back_start_s, overlap)
-    forward_exposed = _exposed_s(forward_s, terms.forward_wait_s, ahead_s, ahead_start_s, overlap)
+    before, behind = (min(work, 1.0) for work in neighbours)
+    exposed = np.maximum(
+        _exposed_s(backward_s, terms.backward_wait_s, back_gather_s + back_reduce_s, back_start_s, overlap),
+        _exposed_s(behind * backward_s, behind * terms.backward_wait_s, back_gather_s, back_gather_start_s, overlap),
+    )
+    forward_exposed = _exposed_s(before * forward_s, before * terms.forward_wait_s, ahead_s, ahead_start_s, overlap)
     gathers = np.where(once, 0.0, terms.gather_waits)
     forward_late_s = _late_s(forward_s - terms.forward_wait_s, terms.forward_waits + gathers, overlap)
     waits = terms.backward_waits + terms.again_waits + np.where(again, gathers, 0.0)

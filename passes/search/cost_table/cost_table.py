@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from typing import Any
 
@@ -15,11 +15,13 @@ import numpy as np
 from torch import fx
 
 from cost_models.collectives import collective_s
+from cost_models.node_cost import moved_bytes
+from cost_models.ops import op_time_s, price_class
 from cost_models.optimizer import ADAM, OptimizerModel
 from galvatron_fx.ir.arrays import Bools, Floats, Ints
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.errors import PlanError
-from galvatron_fx.ir.graph.metadata import meta_of
+from galvatron_fx.ir.graph.metadata import OpCost, meta_of
 from galvatron_fx.ir.plan.strategy import PIPELINE, Boundary, Strategy, batch_ranks, batch_share, boundary
 from passes.analysis.blocks import fingerprints
 from passes.search.candidates import AxisPartition, fits_partition
@@ -30,6 +32,7 @@ from passes.search.cost_table.block_costs import (
     BlockPrices,
     KnownSets,
     Level,
+    Neighbours,
     PricedColumns,
     TermsOfBlock,
     Wanted,
@@ -237,6 +240,7 @@ class Pricer:
         assert self._facts  # read once, for all
         twin = copy.copy(self)
         twin.cluster, twin._known = cluster, {}
+        twin.__dict__.pop("_neighbours", None)  # by the seconds of operators on its own devices
         twin._solutions = replace(self._solutions, cluster=cluster)
         twin._constrained = Constrained.of(self.graph, cluster, self.constraints)
         alike = (cluster.device, cluster.overlap) == (self.cluster.device, self.cluster.overlap)
@@ -248,6 +252,33 @@ class Pricer:
     def _facts(self) -> list[BlockFacts]:
         index = GraphIndex.of(self.graph)
         return [BlockFacts(index, i) for i in self._first.values()]
+
+    @cached_property
+    def _neighbours(self) -> list[Neighbours]:
+        """By block, as :class:`BlockPricer` says: what most of its equals have before and behind them, among blocks
+        that repeat; one where there is none.
+        """
+        seconds = [self._whole_s(block) for block in self._facts]
+        rows = self._row.tolist()
+        times = Counter(rows)
+
+        def beside(row: int, pairs: Iterable[tuple[int, int]]) -> float:
+            others = Counter(other for here, other in pairs if here == row and times[other] > 1)
+            if times[row] == 1 or not others or not seconds[row] > 0:
+                return 1.0
+            return seconds[others.most_common(1)[0][0]] / seconds[row]
+
+        pairs = list(pairwise(rows))
+        ahead = [(here, before) for before, here in pairs]
+        return [(beside(row, ahead), beside(row, pairs)) for row in range(len(seconds))]
+
+    def _whole_s(self, block: BlockFacts) -> float:
+        """Seconds of all operators of a block on one device."""
+        device = self.cluster.device
+        costs = ((OpCost(call.flops, sum(moved_bytes(call.call)), 0), *call.kind) for call in block.calls)
+        return sum(
+            float(op_time_s(cost, dtype, device, price_class(device, dtype, kind))) for cost, dtype, kind in costs
+        )
 
     def cost_tables(self, requests: Sequence[CostTableRequest]) -> list[CostTable | PlanError]:
         """Price all requests together; PlanError in place of a chain that the batch or the constraints rule out."""
@@ -272,8 +303,9 @@ class Pricer:
                 self._kept_sets,
                 self._terms[block.index],
                 self._columns[block.index] if self._columns is not None else None,
+                neighbours,
             )
-            for block in self._facts
+            for block, neighbours in zip(self._facts, self._neighbours, strict=True)
         ]
         num_values = [block.num_values for block in self._facts]
         prices = [pricer.prices(wanted) for pricer in pricers] if wanted else []

@@ -178,7 +178,7 @@ class StageSearch:
 
     def uniform(self, choice: StageChoice) -> StageSearch | None:
         """The search among strategies with the roles of the main one of ``choice``."""
-        main = self._main_roles(choice)
+        main = self.main_roles(choice)
         return self.among(lambda strategy: strategy.roles == main)
 
     def without(self, role: str) -> StageSearch | None:
@@ -208,14 +208,14 @@ class StageSearch:
 
     def _with_few_columns(self, choice: StageChoice) -> StageSearch | None:
         """The search among strategies that tell no axes apart but those that the main one does."""
-        parted = [a != b for a, b in pairwise(self._main_roles(choice))]
+        parted = [a != b for a, b in pairwise(self.main_roles(choice))]
 
         def fits(strategy: Strategy) -> bool:
             return all(apart or a == b for apart, (a, b) in zip(parted, pairwise(strategy.roles), strict=True))
 
         return self.among(fits)
 
-    def _main_roles(self, choice: StageChoice) -> tuple[str, ...]:
+    def main_roles(self, choice: StageChoice) -> tuple[str, ...]:
         """The roles of the strategy that most time is spent under."""
         spent = np.zeros(len(self.costs.strategies))
         for block, pick in enumerate(choice.picks):

@@ -185,7 +185,7 @@ def test_the_best_plan_until_time_is_up(stack: fx.GraphModule, monkeypatch: pyte
     def watch(progress: Progress) -> None:
         clock[0] = 10.0 if progress.best_s is not None else 0.0
 
-    def promising(trial: Trial, limit: float, peak_bytes: int) -> Trial:
+    def promising(trial: Trial, *simulated: float) -> Trial:
         """Another budget promises more than there is."""
         return replace(trial, choice=replace(trial.choice, time_s=trial.choice.time_s / 2))
 
