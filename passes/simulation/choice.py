@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.graph.metadata import signature
 from galvatron_fx.ir.graph.pass_pipeline import PassControl
+from galvatron_fx.ir.graph.rewrite import copied
 from galvatron_fx.ir.plan.prediction import HOST, MemoryUse
 from galvatron_fx.ir.plan.schedule import Schedule
 from galvatron_fx.ir.plan.strategy import Strategy
@@ -159,11 +160,11 @@ class SimulateChoice:
         return self._graphs[keep]
 
     def _split(self, model: ShortModel, lower: LowerStages) -> Microbatched:
-        """Its batch cut, likewise."""
+        """Its batch cut, likewise; a copy, as stages untie the weights of what they are cut from."""
         key = id(self._graph(model)), lower.num_microbatches
         if key not in self._microbatched:
             self._microbatched[key] = lower.split(self._graph(model))
-        return self._microbatched[key]
+        return replace(self._microbatched[key], graph=copied(self._microbatched[key].graph))
 
 
 def _whole(

@@ -175,6 +175,16 @@ def test_equal_short_models_are_lowered_once(
     assert simulate.run(four, first_blocks, staging) == expected
 
 
+def test_stages_untie_weights_for_themselves_alone(graphs: dict[str, fx.GraphModule]) -> None:
+    """The short models of two stages and of one are the same graph, and one stage has one copy of a tied weight."""
+    graph, block_fingerprints = graphs["gpt2"], fingerprints(graphs["gpt2"])
+    two, one = make_schedule("1f1b", 2, 2, 4), make_schedule("1f1b", 1, 1, 4)
+    simulate = SimulateChoice(graph, CLUSTER, block_fingerprints)
+    simulate.run([DATA] * (LAYERS + 2), (0, 1), Staging(two, two, CLUSTER.axes[:1]))
+    case = [ALONE] * (LAYERS + 2), (0,), Staging(one, one, ())
+    assert simulate.run(*case) == SimulateChoice(graph, CLUSTER, block_fingerprints).run(*case)
+
+
 def test_stages_wait_for_those_that_have_computed(graphs: dict[str, fx.GraphModule]) -> None:
     """One micro-batch passes all stages and comes back: a wait each time, as long as the sender's computing says."""
     block_fingerprints, schedule = fingerprints(graphs["gpt2"]), make_schedule("1f1b", 4, 4, 1)
