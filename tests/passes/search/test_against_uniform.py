@@ -20,7 +20,7 @@ def test_a_uniform_choice_has_the_main_roles_in_all_blocks() -> None:
         assert alike is not None
         uniform = alike.run(BUDGET)
         assert uniform is not None and uniform.time_s >= choice.time_s * (1 - 1e-9)
-        assert {search.costs.strategies[pick].roles for pick in uniform.picks} == {search._main_roles(choice)}
+        assert {search.costs.strategies[pick].roles for pick in uniform.picks} == {search.main_roles(choice)}
         mixed += len({search.costs.strategies[pick].roles for pick in choice.picks}) > 1
     assert mixed, "or this shows nothing"
 
