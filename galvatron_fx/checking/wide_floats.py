@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ NARROW = frozenset(_WIDE)
 """Dtypes that are narrower than float64 and complex128."""
 
 _BITS = {torch.ops.aten.view.dtype}  # reads the bits of a number, whatever it is
+_GROUPED = {torch.ops.aten._grouped_mm.default}  # torch has no kernel of it for float64
 
 Change = Callable[[Tensor], Tensor]
 
@@ -47,7 +48,7 @@ class WideFloats(TorchDispatchMode):
         formal = func._schema.arguments
         wide = [arg if _is_written(formal, at) else _wide(arg) for at, arg in enumerate(args)]
         named = {name: value if name == "out" else _wide(value) for name, value in (kwargs or {}).items()}
-        result = func(*wide, **named)
+        result = _grouped_mm(*wide, **named) if func in _GROUPED else func(*wide, **named)
         return result if func._schema.is_mutable else _wide(result)
 
 
@@ -64,6 +65,30 @@ def _wide(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return pytree.tree_map(_wide, value)
     return value
+
+
+def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor | None = None, *, out_dtype: Any = None) -> Tensor:
+    """``torch.nn.functional.grouped_mm`` by dense products of masked operands; what lies beyond the last end is zero.
+
+    ``offs`` [groups] are the ends of the groups in the dim that has them in place of a batch dim: rows of ``left``
+    [rows, k] beside ``right`` [groups, k, n], columns of ``right`` [k, n] beside ``left`` [groups, rows, k], or k of
+    both. They may be other ones on every simulated rank, so no value of theirs is read.
+    What torch does not take either (``bias``) is a TypeError.
+    """
+    if offs is None:
+        return left @ right
+    if right.ndim == 3:
+        return torch.stack([(left * mask[:, None]) @ one for mask, one in _groups(offs, len(left), right)]).sum(0)
+    if left.ndim == 3:
+        return torch.stack([one @ (right * mask) for mask, one in _groups(offs, right.shape[1], left)]).sum(0)
+    return torch.stack([(left * mask) @ right for mask, _ in _groups(offs, left.shape[1], offs)])
+
+
+def _groups(ends: Tensor, length: int, operands: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each group where it lies in ``length`` positions, and its one of ``operands``."""
+    group = (torch.arange(length, device=ends.device)[:, None] >= ends).sum(1)
+    for index, operand in enumerate(operands):
+        yield group == index, operand
 
 
 def widened(tensor: Tensor) -> Tensor:
