@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from galvatron_fx.ir.errors import InputError
-from galvatron_fx.ir.torch_compat.tracing import ASKED_BY_DDP, ASKED_BY_TORCH_COMPILE
+from galvatron_fx.ir.torch_compat.tracing import ASKED_BY_DDP
 from galvatron_fx.runtime.compiled import AnyProgram, StageCopies
 from galvatron_fx.runtime.dtensor_views import lie_like, share_of
 from galvatron_fx.runtime.late_changes import refuse_assignment, refuse_part
@@ -40,8 +40,6 @@ class LikeOriginal(nn.Module):
         except AttributeError:
             if "_tree" not in self.__dict__:
                 raise
-        if name == ASKED_BY_TORCH_COMPILE:
-            _refuse_torch_compile()
         if name == ASKED_BY_DDP:
             raise InputError(
                 "DistributedDataParallel of a compiled model: its program reduces the gradients itself, so train it as "
@@ -75,7 +73,15 @@ class LikeOriginal(nn.Module):
 
     def compile(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse: the program is compiled, by ``backend="inductor"``."""
-        _refuse_torch_compile()
+        raise InputError(
+            "torch.compile of a compiled model: its graphs are traced already, so give "
+            'galvatron_fx.compile(model, mesh, batch, backend="inductor"), which compiles them by torch\'s inductor'
+        )
+
+    # torch.compile takes a module with these two for a lazy one. Torch before 2.15 reads the first when it wraps the
+    # model; 2.15 sees that it is there, and calls the second at the first step.
+    _initialize_hook = property(compile)
+    _infer_parameters = compile
 
     @property
     def training(self) -> bool:
@@ -155,10 +161,3 @@ def _as_held(tensor: Tensor, value: Any) -> Any:
     if not is_whole or not isinstance(tensor, DTensor) or value.shape != tensor.shape:
         return value
     return lie_like(tensor, share_of(tensor, value.to(tensor.device_mesh.device_type)))
-
-
-def _refuse_torch_compile() -> NoReturn:
-    raise InputError(
-        "torch.compile of a compiled model: its graphs are traced already, so give "
-        'galvatron_fx.compile(model, mesh, batch, backend="inductor"), which compiles them by torch\'s inductor'
-    )

@@ -157,7 +157,7 @@ def test_methods_that_need_more_than_shards_are_refused(mesh: DeviceMesh, plain:
     with pytest.raises(InputError, match=said):
         getattr(model, name)(*[X] * (name == "first"))
     with pytest.raises(InputError, match='backend="inductor"'):
-        torch.compile(model)
+        torch.compile(model)(X)
     with pytest.raises(InputError, match=r"DistributedDataParallel of a compiled model.*without the wrapper"):
         DistributedDataParallel(model)
 

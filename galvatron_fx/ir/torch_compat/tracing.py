@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+import torch.utils.checkpoint as torch_checkpoint
 from torch import fx, nn
 from torch._C import _len_torch_function_stack
 from torch._decomp import decomposition_table
@@ -27,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 __all__ = [
     "ASKED_BY_DDP",
-    "ASKED_BY_TORCH_COMPILE",
+    "CHECKPOINT_GENERATOR",
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
@@ -50,10 +51,16 @@ __all__ = [
     "with_effects",
 ]
 
-# The attribute that torch.compile asks a module for, and nobody else: lazy modules have it.
-ASKED_BY_TORCH_COMPILE = "_initialize_hook"
-# And the one that DistributedDataParallel asks for before it changes anything.
+# The attribute that DistributedDataParallel asks for before it changes anything.
 ASKED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
+
+
+# The name in torch.utils.checkpoint of what runs around the body of a checkpoint without reentrance.
+CHECKPOINT_GENERATOR = next(
+    name
+    for name in ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+    if hasattr(torch_checkpoint, name)
+)
 
 
 def new_fake_mode() -> FakeTensorMode:

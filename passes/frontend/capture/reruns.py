@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from galvatron_fx.ir.errors import CaptureError
 from galvatron_fx.ir.graph.metadata import meta_of, output_ports
-from galvatron_fx.ir.torch_compat.tracing import is_custom_backward
+from galvatron_fx.ir.torch_compat.tracing import CHECKPOINT_GENERATOR, is_custom_backward
 from galvatron_fx.ir.traced_values import traced_value
 from passes.frontend.capture.module_state import quoted
 
@@ -51,7 +51,7 @@ def reruns(model: nn.Module) -> Iterator[Reruns]:
     are not in the trace: CaptureError names these weights.
     """
     backward, set_state = torch.autograd.backward, torch.set_rng_state
-    plain_checkpoint = torch_checkpoint._checkpoint_without_reentrant_generator
+    plain_checkpoint = getattr(torch_checkpoint, CHECKPOINT_GENERATOR)
     seen = Reruns()
 
     def refuse(tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -78,13 +78,13 @@ def reruns(model: nn.Module) -> Iterator[Reruns]:
             yield from plain_checkpoint(*args, **kwargs)
 
     torch_checkpoint.CheckpointFunction.apply = classmethod(plainly)  # type: ignore[method-assign, assignment]
-    torch_checkpoint._checkpoint_without_reentrant_generator = around
+    setattr(torch_checkpoint, CHECKPOINT_GENERATOR, around)
     torch.autograd.backward, torch.set_rng_state = refuse, restore
     try:
         yield seen
     finally:
         del torch_checkpoint.CheckpointFunction.apply
-        torch_checkpoint._checkpoint_without_reentrant_generator = plain_checkpoint
+        setattr(torch_checkpoint, CHECKPOINT_GENERATOR, plain_checkpoint)
         torch.autograd.backward, torch.set_rng_state = backward, set_state
 
 
