@@ -32,6 +32,7 @@ FLOORS = {
 # A class and its table or its JSON.
 PAIRS = [
     {"galvatron_fx.ir.cluster.cluster", "galvatron_fx.ir.cluster.cluster_json"},
+    {"galvatron_fx.ir.cluster.cluster", "galvatron_fx.ir.cluster.cluster_table"},
     {"galvatron_fx.ir.plan.plan", "galvatron_fx.ir.plan.plan_table"},
     {"galvatron_fx.ir.plan.search_report", "galvatron_fx.ir.plan.search_report_table"},
 ]

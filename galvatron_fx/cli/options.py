@@ -114,7 +114,7 @@ def add_cluster(parser: argparse.ArgumentParser, required: bool = True) -> None:
         "--cluster",
         required=required,
         metavar="CLUSTER",
-        help="a count and a device, such as 64xA100-80GB, which need not be here; or a profile.json",
+        help="a count and a device, such as 64xA100-80GB, which need not be here; or a file: a profile, unlike nodes",
     )
 
 

@@ -52,8 +52,9 @@ def steps() -> AbstractContextManager[StepsProgress]:
 
 def describe_cluster(cluster: Cluster) -> str:
     """Return a line that says what the cluster is."""
-    count = f"{cluster.num_devices} {cluster.device.name}"
-    return f"cluster  {count}, mesh of {'×'.join(map(str, cluster.shape))}, slowest links first"
+    from galvatron_fx.ir.cluster.cluster_table import describe
+
+    return f"cluster  {describe(cluster)}"
 
 
 def report_document(report: SearchReport) -> dict[str, Any]:

@@ -39,10 +39,15 @@ Check = Callable[[Any], _Flaw | None]
 
 
 class Schema:
-    """The JSON schema in a file of ``galvatron_fx/ir``; unlike JSON Schema itself it takes 2.0 for no integer."""
+    """The JSON schema in a file of ``galvatron_fx/ir``, or the definition in it that ``#name`` behind it names; unlike
+    JSON Schema itself it takes 2.0 for no integer.
+    """
 
     def __init__(self, file_name: str) -> None:
-        self.document: dict[str, Any] = json.loads(files("galvatron_fx.ir").joinpath(file_name).read_text("utf-8"))
+        file_name, _, name = file_name.partition("#")
+        document: dict[str, Any] = json.loads(files("galvatron_fx.ir").joinpath(file_name).read_text("utf-8"))
+        own = document["$defs"][name] if name else {}
+        self.document: dict[str, Any] = {"$defs": document["$defs"], **own} if name else document
         strict = Draft202012Validator.TYPE_CHECKER.redefine(
             "integer", lambda _, value: isinstance(value, int) and not isinstance(value, bool)
         )

@@ -31,6 +31,8 @@ _MOST_DEPTH = 100  # of objects and lists in each other; plans, profiles and mod
 class JsonFormat:
     """A kind of document, "plan" for ``name``, and what is said of text that is none.
 
+    ``schema_file``: in ``galvatron_fx/ir``, with ``#name`` for one of its definitions.
+
     Names in braces in ``too_long``, ``non_finite``, ``other_version`` and ``misfit`` stand for what was found;
     ``nullable``: what may be there instead of null.
     """
@@ -47,16 +49,26 @@ class JsonFormat:
 
     def parse(self, text: str, most_characters: int) -> dict[str, Any]:
         """Return the document in ``text``; raises ``error`` for everything that is none."""
+        document = self.load(text, most_characters)
+        try:
+            self.check(document)
+        except RecursionError:
+            raise self._too_deep() from None
+        return cast(dict[str, Any], document)
+
+    def load(self, text: str, most_characters: int) -> object:
+        """Return the JSON in ``text``, whatever it is about; raises ``error`` for what is none, or repeats keys."""
         if not isinstance(text, str):
             raise self.error(f"a {self.name} is JSON text of at most {most_characters} characters, no {type(text)}")
         if len(text) > most_characters:
             raise self.error(self.too_long.format(size=len(text), most=most_characters))
         try:
-            document = _load(text, f"the {self.name}", self.error, self._refuse_constant)
-            self.check(document)
+            return _load(text, f"the {self.name}", self.error, self._refuse_constant)
         except RecursionError:
-            raise self.error(f"the {self.name} is not JSON that is read: it is nested too deeply") from None
-        return cast(dict[str, Any], document)
+            raise self._too_deep() from None
+
+    def _too_deep(self) -> GalvatronError:
+        return self.error(f"the {self.name} is not JSON that is read: it is nested too deeply")
 
     def check(self, document: object) -> None:
         """Raise ``error`` unless ``document`` fits the schema, naming the place, what is there and what may be."""

@@ -89,15 +89,17 @@ def _surveyed(name: str, pricer: Pricer, budget: int, roles: tuple[str, ...]) ->
     )
 
 
-def _doubled(cluster: Cluster) -> Cluster:
-    """Twice the devices, over links as slow as the slowest there are."""
+def _doubled(cluster: Cluster) -> Cluster | None:
+    """Twice the devices, over links as slow as the slowest there are; None for unlike nodes."""
+    if cluster.nodes is not None:
+        return None
     slowest = min(cluster.axes, key=lambda axis: axis.bandwidth_bytes_per_s)
     added = Axis("doubled", 2, slowest.latency_s, slowest.bandwidth_bytes_per_s)
     return replace(cluster, axes=(added, *cluster.axes))
 
 
 def _halved(cluster: Cluster) -> Cluster | None:
-    """Half the devices, without an outermost axis of two; None where there is none."""
-    if cluster.axes[0].size != 2 or len(cluster.axes) == 1:
+    """Half the devices, without an outermost axis of two; None where there is none, and for unlike nodes."""
+    if cluster.nodes is not None or cluster.axes[0].size != 2 or len(cluster.axes) == 1:
         return None
     return replace(cluster, axes=cluster.axes[1:])

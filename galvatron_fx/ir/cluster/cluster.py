@@ -1,4 +1,4 @@
-"""What a plan is made for: one kind of device, and the links between devices as axes of prime size.
+"""What a plan is made for: devices, and the links between them as axes of prime size.
 
 Every axis has its own latency and bandwidth, so that "tensor parallel inside a node, data parallel between nodes"
 is a choice of axes. Axes go from the outermost (slowest) to the innermost (fastest), and rank = row-major position.
@@ -12,16 +12,20 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import sympy
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from galvatron_fx.ir.cluster.curves import CollectiveCurve
 from galvatron_fx.ir.cluster.device import Device, checked_number
+from galvatron_fx.ir.cluster.nodes import Link, Matrix, Node, Nodes, primes, weakest
 from galvatron_fx.ir.cluster.overlap import Overlap
 from galvatron_fx.ir.cluster.presets import CPU_PRESET, PRESETS, Preset, cpu_preset, cuda_preset
 from galvatron_fx.ir.cluster.provenance import Origin
@@ -73,16 +77,19 @@ class Axis:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal devices on a mesh of prime ``axes``, outermost (slowest) first; the ranks are its row-major positions.
+    """Devices on a mesh of prime ``axes``, outermost (slowest) first; the ranks are its row-major positions.
 
     ``overlap``: the mutual slowdown of computing and communicating at once; ``origin``: what it was measured on, None
-    for a preset. Raises ClusterError without axes and for two axes of one name.
+    for a preset; ``nodes``: of unlike machines, as :meth:`from_nodes` takes them: then ``device`` is one that none is
+    slower or smaller than, and an axis has the slowest of its links. Raises ClusterError without axes and for two axes
+    of one name.
     """
 
     device: Device
     axes: tuple[Axis, ...]
     overlap: Overlap = field(default_factory=Overlap)
     origin: Origin | None = None
+    nodes: Nodes | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", tuple(self.axes))
@@ -117,6 +124,69 @@ class Cluster:
                 return axis
         raise ClusterError(f"there is no axis '{name}' in this cluster; use one of {', '.join(self.axis_names)}")
 
+    @property
+    def kinds(self) -> tuple[Device, ...]:
+        """The kinds of device, of which there are several in unlike nodes alone."""
+        return (self.device,) if self.nodes is None else self.nodes.kinds
+
+    @property
+    def rank_order(self) -> tuple[int, ...]:
+        """The device at each position of the mesh, where they are not in the order of the nodes; else nothing."""
+        order = () if self.nodes is None else self.nodes.order
+        return () if order == tuple(range(len(order))) else order
+
+    def ordered(self, order: Sequence[int]) -> Cluster:
+        """The same nodes with the devices ``order`` at the positions of the mesh, and the links that follow.
+
+        Raises ClusterError for what is no permutation, and for a cluster that is not made of nodes.
+        """
+        if self.nodes is None:
+            raise ClusterError("ranks are ordered by the links between nodes: describe them with Cluster.from_nodes")
+        return _on_nodes(self.nodes.ordered(order), self.overlap)
+
+    def parts(self, pipeline_axes: int) -> tuple[Cluster, ...]:
+        """The devices of each pipeline rank where the outermost ``pipeline_axes`` axes hold stages: their kind, and on
+        the other axes their own links. Equal devices are the same in each.
+
+        Raises ClusterError where devices of several kinds would share a stage.
+        """
+        return _parts(self, pipeline_axes)
+
+    def hops(self, pipeline_axes: int) -> tuple[Axis, ...]:
+        """The link from each pipeline rank to the next, as an axis."""
+        return _hops(self, pipeline_axes)
+
+    @classmethod
+    def from_nodes(
+        cls,
+        nodes: Sequence[tuple[str | Device, int] | Node],
+        *,
+        latency_s: Matrix | None = None,
+        bandwidth_bytes_per_s: Matrix | None = None,
+        overlap: Overlap | None = None,
+    ) -> Cluster:
+        """Describe unlike machines: ``nodes`` are pairs of a device, or the name of a preset's ("A100-80GB"), and how
+        many of it a machine has. Their devices are the ranks, in order.
+
+        ``latency_s`` and ``bandwidth_bytes_per_s``, ``[node][node]``: what was measured from a device of one node to
+        one of another while all others send as well, and on the diagonal inside of each node; where None, nodes
+        of presets have their usual links, and two nodes the slower ones of both. ``overlap``: as of the cluster; the
+        first preset's where None. Raises ClusterError for unknown names, bad numbers, matrices of other shapes, and
+        devices that are no preset's without matrices.
+        """
+        if isinstance(nodes, str) or not isinstance(nodes, Sequence):
+            raise ClusterError(f"nodes are {shown(nodes)}; give a list of pairs such as ('A100-80GB', 8)")
+        made = tuple(_node(given) for given in nodes)
+        usual = [PRESETS.get(node.device.name) for node in made]
+        first = next((preset for preset in usual if preset is not None), CPU_PRESET)
+        latency, bandwidth = (
+            _usual_links(made, usual, name, place) if matrix is None else tuple(tuple(row) for row in matrix)
+            for place, (name, matrix) in enumerate(
+                [("latency_s", latency_s), ("bandwidth_bytes_per_s", bandwidth_bytes_per_s)]
+            )
+        )
+        return _on_nodes(Nodes(made, latency, bandwidth), first.overlap if overlap is None else overlap)
+
     @classmethod
     def preset(cls, text: str) -> Cluster:
         """Return ``"<count>x<device>"``, such as ``"64xA100-80GB"``: nodes of 8, linked as in their usual machines.
@@ -135,8 +205,8 @@ class Cluster:
                 f"'{text}' would leave a node half empty; take up to {preset.per_node} devices, or a multiple such as "
                 f"{nodes * preset.per_node} or {(nodes + 1) * preset.per_node}"
             )
-        outer = [(size, preset.between) for size in _primes(max(nodes, 1))]
-        inner = [(size, preset.inside) for size in _primes(preset.per_node if nodes else count)]
+        outer = [(size, preset.between) for size in primes(max(nodes, 1))]
+        inner = [(size, preset.inside) for size in primes(preset.per_node if nodes else count)]
         return cls(preset.device, _axes(outer + inner), preset.overlap)
 
     @classmethod
@@ -182,18 +252,27 @@ class Cluster:
         device sends over an axis. The axes between nodes are those slower than the fastest; a cluster of one node has
         none. What was measured of a link that is replaced is dropped. Raises InputError and ClusterError.
         """
+        if self.nodes is not None:
+            if inside_bytes_per_s is not None or between_bytes_per_s is not None:
+                raise ClusterError("links of nodes are a matrix: give others to Cluster.from_nodes")
+            given = self.nodes.nodes
+            devices = [_device_having(node.device, memory_bytes, host_bytes_per_s) for node in given]
+            nodes = tuple(Node(device, node.count) for device, node in zip(devices, given, strict=True))
+            return _on_nodes(replace(self.nodes, nodes=nodes), self.overlap)
         fastest = max(axis.bandwidth_bytes_per_s for axis in self.axes)
 
         def linked(axis: Axis) -> Axis:
             speed = inside_bytes_per_s if axis.bandwidth_bytes_per_s == fastest else between_bytes_per_s
             return axis if speed is None else replace(axis, bandwidth_bytes_per_s=speed, curves=(), contention=1.0)
 
-        device = self.device
-        if memory_bytes is not None:
-            device = replace(device, memory_bytes=parse_bytes(memory_bytes))
-        if host_bytes_per_s is not None:
-            device = replace(device, host_bandwidth_bytes_per_s=host_bytes_per_s)
+        device = _device_having(self.device, memory_bytes, host_bytes_per_s)
         return replace(self, device=device, axes=tuple(linked(axis) for axis in self.axes))
+
+    def __str__(self) -> str:
+        """Return the cluster as a table of plain text."""
+        from galvatron_fx.ir.cluster.cluster_table import render
+
+        return render(self)
 
     def to_json(self) -> str:
         """Return the cluster as JSON, byte-identical from run to run."""
@@ -226,21 +305,16 @@ class Cluster:
         return cls.from_json(read_bytes(path, MOST_CHARACTERS).decode("utf-8", errors="replace"))
 
 
-def _primes(size: int) -> list[int]:
-    """The prime factors of ``size``, largest first, so that the innermost axes are the smallest."""
-    return sorted(sympy.factorint(size, multiple=True), reverse=True)
-
-
 def mesh_axes(mesh: DeviceMesh) -> dict[str, int]:
     """Sizes of the prime axes of ``mesh`` by name, outermost first: "dp" is a dim of that name and a prime size, and
     "dp.0", "dp.1" are those of one that has several; a0, a1, ... where dims have no names.
     """
     named: dict[str, int] = {}
     for position, size in enumerate(mesh.mesh.shape):
-        primes = _primes(size)
-        for index, prime in enumerate(primes):
+        factors = primes(size)
+        for index, prime in enumerate(factors):
             dim = mesh.mesh_dim_names[position] if mesh.mesh_dim_names else ""
-            parts = f"{dim}.{index}" if len(primes) > 1 else dim
+            parts = f"{dim}.{index}" if len(factors) > 1 else dim
             named[parts if dim else f"a{len(named)}"] = prime
     return named or {(mesh.mesh_dim_names or ("a0",))[0]: 1}
 
@@ -263,3 +337,90 @@ def _leaves_node(ranks: torch.Tensor, per_node: int) -> list[bool]:
     """Tell of every dim of ``ranks`` (shape: the axes' sizes) whether a step along it goes from one node to another."""
     nodes = ranks.long().div(per_node, rounding_mode="floor")
     return [bool((nodes.amax(dim) != nodes.amin(dim)).any()) for dim in range(ranks.ndim)]
+
+
+def _device_having(device: Device, memory_bytes: str | int | None, host_bytes_per_s: float | None) -> Device:
+    if memory_bytes is not None:
+        device = replace(device, memory_bytes=parse_bytes(memory_bytes))
+    return device if host_bytes_per_s is None else replace(device, host_bandwidth_bytes_per_s=host_bytes_per_s)
+
+
+def _node(given: tuple[str | Device, int] | Node) -> Node:
+    if isinstance(given, Node):
+        return given
+    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != 2:
+        raise ClusterError(f"a node is {shown(given)}; give a device and a count, such as ('A100-80GB', 8)")
+    device, count = given
+    if isinstance(device, str):
+        if device not in PRESETS:
+            raise ClusterError(
+                f"'{device[:80]}' is no preset of a device; give a Device, or one of {', '.join(PRESETS)}"
+            )
+        device = PRESETS[device].device
+    return Node(device, count)
+
+
+def _usual_links(
+    nodes: Sequence[Node], usual: Sequence[Preset | None], name: str, place: int
+) -> tuple[tuple[float, ...], ...]:
+    """What presets say of links: number ``place`` of (latency, bandwidth)."""
+    worse = (max, min)[place]
+    for node, preset in zip(nodes, usual, strict=True):
+        if preset is None:
+            raise ClusterError(
+                f"'{node.device.name}' is no preset's device, so its links are not known: give {name} as a matrix "
+                f"[node][node], inside of nodes on the diagonal"
+            )
+    known = [preset for preset in usual if preset is not None]
+    return tuple(
+        tuple(a.inside[place] if i == j else worse(a.between[place], b.between[place]) for j, b in enumerate(known))
+        for i, a in enumerate(known)
+    )
+
+
+def _on_nodes(nodes: Nodes, overlap: Overlap) -> Cluster:
+    """The cluster that nodes in their order make."""
+    links = nodes.axis_links(np.arange(len(nodes.order)).reshape(nodes.shape))
+    return Cluster(weakest(nodes.kinds), _axes(list(zip(nodes.shape, links, strict=True))), overlap, nodes=nodes)
+
+
+@lru_cache(maxsize=4096)
+def _parts(cluster: Cluster, pipeline_axes: int) -> tuple[Cluster, ...]:
+    shape, inner = cluster.shape, cluster.axes[pipeline_axes:]
+    ranks = math.prod(shape[:pipeline_axes])
+    if cluster.nodes is None:
+        return (cluster,) * ranks
+    parts = []
+    for rank, positions in enumerate(np.arange(cluster.num_devices).reshape(ranks, *shape[pipeline_axes:])):
+        kinds = cluster.nodes.kinds_at(positions)
+        if len(kinds) > 1:
+            raise ClusterError(_unlike_inside(cluster, pipeline_axes, rank, kinds))
+        links = cluster.nodes.axis_links(positions)
+        own = tuple(_linked(axis, link) for axis, link in zip(inner, links, strict=True))
+        parts.append(Cluster(kinds[0], (*cluster.axes[:pipeline_axes], *own), cluster.overlap))
+    return tuple(parts)
+
+
+@lru_cache(maxsize=4096)
+def _hops(cluster: Cluster, pipeline_axes: int) -> tuple[Axis, ...]:
+    ranks = math.prod(cluster.shape[:pipeline_axes])
+    if cluster.nodes is None:
+        return cluster.axes[:1] * (ranks - 1)
+    places = np.arange(cluster.num_devices).reshape(ranks, -1)
+    return tuple(_linked(cluster.axes[0], cluster.nodes.hop(here, there)) for here, there in pairwise(places))
+
+
+def _linked(axis: Axis, link: Link) -> Axis:
+    return replace(axis, latency_s=link[0], bandwidth_bytes_per_s=link[1])
+
+
+def _unlike_inside(cluster: Cluster, pipeline_axes: int, rank: int, kinds: Sequence[Device]) -> str:
+    names = " and ".join(device.name for device in kinds)
+    per_rank = cluster.num_devices // math.prod(cluster.shape[:pipeline_axes])
+    return (
+        f"devices of unlike kinds ({names}) would share pipeline rank {rank} of {per_rank} devices: the ranks of a "
+        f"stage have equal shares of its work and memory, so the faster would wait for the slower, and the smaller "
+        f"overflow. Allow role 'pipeline', with as many stages that each holds one kind (outermost axes first, of a "
+        f"mesh of {'×'.join(map(str, cluster.shape))}), have kinds in multiples of more devices, or plan for the "
+        f"devices of one kind"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -97,6 +97,26 @@ class Device:
     def _numbers(self, name: str, given: Mapping[Any, object]) -> Pairs:
         pairs: Iterable[tuple[Any, object]] = sorted(given.items())
         return tuple((key, checked_number(f"{name}['{key}'] of '{self.name}'", value)) for key, value in pairs)
+
+    @property
+    def flops_rate(self) -> float:
+        """Operations a second of large products in the dtype that is fastest, by which kinds are compared."""
+        return max(dict(self.peak_flops).values()) * self.matmul_efficiency
+
+    def slower(self, times: float, name: str | None = None) -> Device:
+        """A device whose every operator takes ``times`` as long; raises ClusterError for what is no number above 0."""
+        times = checked_number(f"how many times slower than '{self.name}'", times)
+        curves = (replace(c, points=tuple((amount, s * times) for amount, s in c.points)) for c in self.curves)
+        return replace(
+            self,
+            name=f"{self.name} x{times:g} slower" if name is None else name,
+            peak_flops={dtype: rate / times for dtype, rate in dict(self.peak_flops).items()},
+            memory_bandwidth_bytes_per_s=self.memory_bandwidth_bytes_per_s / times,
+            launch_overhead_s=self.launch_overhead_s * times,
+            curves=tuple(curves),
+            calls={call: s * times for call, s in dict(self.calls).items()},
+            view_s=self.view_s * times,
+        )
 
     @cached_property
     def _by_kind(self) -> dict[tuple[str, str], OperatorCurve]:
