@@ -20,7 +20,7 @@ from galvatron_fx.ir.plan.arguments import check_arguments
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.precision_policy import describe_policy
 from galvatron_fx.ir.plan.strategy import original_name
-from galvatron_fx.ir.torch_compat.dtensors import look_for_infinities_in_all_shards
+from galvatron_fx.ir.torch_compat.dtensor_operators import mend_dtensor_operators
 from galvatron_fx.pass_insertion import describe_passes, require_all_ran
 from galvatron_fx.planning_session import PlanningSession
 from galvatron_fx.profiling.kernel_choice import fastest_kernels, kernel_choice
@@ -235,7 +235,7 @@ class _Assembly:
         keep_on_host(module, _with_host_states(binder))
         if plan.peak_memory_bytes:
             watch_states(module, plan.optimizer)
-        look_for_infinities_in_all_shards()
+        mend_dtensor_operators()
         return module
 
     def _of(self, plan: Plan) -> _Bound:

@@ -13,10 +13,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import galvatron_fx
 from galvatron_fx import Plan, Strategy
@@ -242,6 +244,25 @@ def state_dicts(mesh: DeviceMesh) -> None:
         same(second.get_parameter(name), full(parameter), name)
 
 
+def draws_into_shards(mesh: DeviceMesh) -> None:
+    """Weights that are drawn after compile, and numbers read from them, are those of one device."""
+    model, inputs = untidy()
+    compiled, plain = compiled_by(model, mesh, inputs, ("zero", "tensor")), copy.deepcopy(model)
+    likes = []
+    for each in (compiled, plain):
+        torch.manual_seed(1)
+        for parameter in each.parameters():
+            nn.init.normal_(parameter)
+            nn.init.uniform_(parameter, a=parameter.mean().item())
+        likes.append([torch.randn_like(parameter) for parameter in each.parameters()])
+    train(compiled, plain, inputs, steps=1)
+    assert sum(isinstance(like, DTensor) and like.to_local().numel() < like.numel() for like in likes[0]) > 3
+    for drawn, expected in zip(*likes, strict=True):
+        same(drawn, expected, "what is drawn like a parameter")
+    with pytest.raises(InputError, match=r"allreduce_.* is called on a DTensor.*full_tensor\(\) is the whole value"):
+        dist.all_reduce(next(compiled.parameters()).detach())
+
+
 def checkpoint_to_another_plan(mesh: DeviceMesh) -> None:
     saved_and_loaded(FOLDER, mesh, lambda: zoo.gpt2(layers=1)[0], ("zero", "tensor"), ("tensor", "data"))
 
@@ -353,8 +374,9 @@ def before_the_fork() -> None:
 _CHECKS: tuple[Check, ...] = (
     uniform_plans, gathers_ahead, compiled_kernels, stages, stages_evaluate_and_train, later_batches_fail_together,
     loss_backward, unlike_neighbours, searched_plan, flat_mesh, gradients_accumulate, evaluation, buffers_update,
-    other_batch_shapes, state_dicts, checkpoint_to_another_plan, context, meta_device, lazy, plan_mismatch,
-    rank_0_searches_for_all, expert_checks.further_rounds, expert_checks.expert_loads, expert_checks.experts_move,
+    other_batch_shapes, state_dicts, draws_into_shards, checkpoint_to_another_plan, context, meta_device, lazy,
+    plan_mismatch, rank_0_searches_for_all, expert_checks.further_rounds, expert_checks.expert_loads,
+    expert_checks.experts_move,
 )  # fmt: skip
 CHECKS = {check.__name__: check for check in _CHECKS} | {"experts": partial(expert_checks.experts, FOLDER)}
 

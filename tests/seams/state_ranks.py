@@ -6,6 +6,7 @@ import copy
 import sys
 from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -60,6 +61,8 @@ def stages(mesh: object) -> None:
         optimizer.zero_grad()
         got[f"output {number}"] = trained.forward_backward(*inputs).detach()
         optimizer.step()
+    with pytest.warns(UserWarning, match=r"of this rank's stages alone\. model\.clip_grad_norm_"):
+        next(trained.parameters()).grad.norm().item()
     got |= {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in left(trained).items()}
     assert {"mean", "seen"} <= set(got) if dist.get_rank() == 0 else "follower.weight" in got
     assert_exact(got, {name: value for name, value in expected.items() if name in got}, f"rank {dist.get_rank()}")

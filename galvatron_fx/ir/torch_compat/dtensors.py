@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, TupleStrategy
@@ -32,7 +30,6 @@ __all__ = [
     "has_sharding_rules",
     "lie_alike",
     "local_tensor",
-    "look_for_infinities_in_all_shards",
     "multi_axis_rule",
     "single_axis_rule",
 ]
@@ -87,28 +84,3 @@ def lie_alike(one: DTensor, other: DTensor) -> bool:
     """Whether two tensors of one shape lie alike on one mesh."""
     specs = one._spec, other._spec
     return specs[0] is specs[1] or (specs[0].placements == specs[1].placements and specs[0].mesh == specs[1].mesh)
-
-
-@functools.cache
-def look_for_infinities_in_all_shards() -> None:
-    """Have ``GradScaler`` skip a step on all ranks where one has an infinite gradient, however gradients lie.
-
-    Torch 2.13 asks other ranks along those axes alone that split the first gradient of an optimizer, so that of
-    gradients that lie otherwise one rank would take a step that another skips. Ranks of other stages, along the dim
-    ``STAGES_DIM`` of the mesh that theirs is cut from, are asked as well.
-    """
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-    torch_handler = handlers[operator]
-
-    def handler(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        torch_handler(op_call, args, kwargs)
-        gradients, any_infinite = args[0], args[1]
-        split = ((g.device_mesh, dim) for g in gradients for dim, p in enumerate(g.placements) if not p.is_replicate())
-        for mesh, dim in dict.fromkeys(split):
-            dist.all_reduce(any_infinite, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
-        for root in dict.fromkeys(gradient.device_mesh._get_root_mesh() for gradient in gradients):
-            if STAGES_DIM in (root.mesh_dim_names or ()):
-                dist.all_reduce(any_infinite, op=dist.ReduceOp.MAX, group=root.get_group(STAGES_DIM))
-
-    handlers[operator] = handler

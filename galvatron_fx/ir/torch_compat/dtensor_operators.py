@@ -1,0 +1,110 @@
+"""Operators on DTensors that torch gets wrong, or refuses without a remedy, where compiled models hold them."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from galvatron_fx.ir.errors import InputError
+from galvatron_fx.ir.torch_compat.dtensors import STAGES_DIM
+
+__all__ = ["mend_dtensor_operators"]
+
+_DRAWS = (
+    "bernoulli_.float",
+    "normal_.default",
+    "uniform_.default",
+    "rand_like.default",
+    "randn_like.default",
+    "randint_like.default",
+    "randint_like.low_dtype",
+)
+_COLLECTIVES = ("allreduce_", "broadcast_", "reduce_", "allgather_", "_allgather_base_", "_reduce_scatter_base_")
+
+
+@functools.cache
+def mend_dtensor_operators() -> None:
+    """Handle some operators on DTensors here, in this process.
+
+    - ``GradScaler`` skips a step on all ranks where one has an infinite gradient.
+    - ``item()``, ``float()`` and ``bool()`` read the whole value, of a sum or norm over shards, too, where torch reads
+      this rank's part.
+    - Random numbers that are drawn into tensors in shards, or like them, are those that one device draws. On CPUs
+      torch draws the same ones on every rank, so that all shards are equal.
+    - Collectives that a script calls on a tensor in shards raise InputError with the remedy.
+    """
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    handlers[unscale] = functools.partial(_look_for_infinities_in_all_shards, handlers[unscale])
+    handlers[torch.ops.aten._local_scalar_dense.default] = _read_whole
+    for packet, overload in (name.split(".") for name in _DRAWS):
+        handlers[getattr(getattr(torch.ops.aten, packet), overload)] = _draw
+    for name in _COLLECTIVES:
+        handlers[getattr(torch.ops.c10d, name).default] = _refuse_collective
+
+
+def _look_for_infinities_in_all_shards(
+    torch_handler: Any, op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Torch 2.13 asks other ranks along those axes alone that split the first gradient of an optimizer, so that of
+    gradients that lie otherwise one rank would take a step that another skips. Ranks of other stages, along the dim
+    ``STAGES_DIM`` of the mesh that theirs is cut from, are asked as well.
+    """
+    torch_handler(op_call, args, kwargs)
+    gradients, any_infinite = args[0], args[1]
+    split = ((g.device_mesh, dim) for g in gradients for dim, p in enumerate(g.placements) if not p.is_replicate())
+    for mesh, dim in dict.fromkeys(split):
+        dist.all_reduce(any_infinite, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    staged = (gradient.device_mesh._get_root_mesh() for gradient in gradients if _is_of_one_stage(gradient))
+    for root in dict.fromkeys(staged):
+        dist.all_reduce(any_infinite, op=dist.ReduceOp.MAX, group=root.get_group(STAGES_DIM))
+
+
+def _is_of_one_stage(tensor: DTensor) -> bool:
+    return STAGES_DIM in (tensor.device_mesh._get_root_mesh().mesh_dim_names or ())
+
+
+def _read_whole(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A collective of the ranks that hold parts: all of them have to read it."""
+    tensor: DTensor = args[0]
+    if _is_of_one_stage(tensor):
+        warnings.warn(
+            "a number is read from a tensor of one stage of the model: sums over model.parameters(), as a norm of all "
+            "gradients, are of this rank's stages alone. model.clip_grad_norm_(max_norm) returns the norm of the model",
+            stacklevel=2,
+        )
+    if all(placement.is_replicate() for placement in tensor.placements):
+        return op_call(tensor._local_tensor)
+    try:
+        return op_call(tensor.full_tensor())
+    except RuntimeError as error:
+        raise InputError(
+            "a number is read from a tensor in shards, which all ranks have to do at once, and some did not come: "
+            "read it on every rank, also where one alone logs it"
+        ) from error
+
+
+def _draw(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Draw the whole tensor, and take this rank's part. None of these operators reads the values of its tensor."""
+    tensor: DTensor = args[0]
+    local = tensor._local_tensor
+    whole = op_call(torch.empty(tensor.shape, dtype=local.dtype, device=local.device), *args[1:], **kwargs)
+    part = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    if op_call._schema.is_mutable:
+        local.copy_(part._local_tensor)
+        return tensor
+    return part
+
+
+def _refuse_collective(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    raise InputError(
+        f"a collective ({op_call.name()}) is called on a DTensor, as the parameters and gradients of compiled models "
+        "are: its ranks hold shards, which torch.distributed cannot send. Compiled models reduce gradients, keep "
+        "weights alike and split optimizer states (role 'zero', in place of ZeroRedundancyOptimizer) themselves; "
+        "tensor.full_tensor() is the whole value, tensor.to_local() this rank's part"
+    )
