@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from galvatron_fx.ir.errors import InputError
-from galvatron_fx.ir.torch_compat.tracing import ASKED_BY_DDP
 from galvatron_fx.runtime.compiled import AnyProgram, StageCopies
 from galvatron_fx.runtime.dtensor_views import lie_like, share_of
 from galvatron_fx.runtime.late_changes import refuse_assignment, refuse_part
 from galvatron_fx.runtime.module_tree import ModuleTree, refuse_conversion
 from galvatron_fx.runtime.original_attributes import is_of_original
 from galvatron_fx.runtime.stage_tensors import as_stage_tensor
+from galvatron_fx.runtime.wrappers import check_read, check_set, refuse_wrapper
 
 __all__ = ["LikeOriginal"]
 
@@ -40,14 +40,11 @@ class LikeOriginal(nn.Module):
         except AttributeError:
             if "_tree" not in self.__dict__:
                 raise
-        if name == ASKED_BY_DDP:
-            raise InputError(
-                "DistributedDataParallel of a compiled model: its program reduces the gradients itself, so train it as "
-                "it is, without the wrapper"
-            )
+        check_read(name)
         return self._tree.attributes.read(self, self._tree.twin, "", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        check_set(name)
         if self.__dict__.get("_main") is not None and name != "training":
             is_inner = name in self.__dict__ or hasattr(type(self), name) or not is_of_original(self._tree.twin, name)
             if not (name.startswith("_") and is_inner):
@@ -67,6 +64,9 @@ class LikeOriginal(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         refuse_conversion(self, fn)
         return self
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        refuse_wrapper("DataParallel")
 
     def _get_name(self) -> str:
         return type(self).__name__
@@ -150,8 +150,9 @@ class LikeOriginal(nn.Module):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise InputError(
-            "a compiled model belongs to its process groups and cannot be pickled: save its weights with "
-            "galvatron_fx.save_weights or a Checkpointer, and compile again where they are loaded"
+            "a compiled model belongs to its process groups and cannot be pickled, nor copied by copy.copy: save its "
+            "weights with galvatron_fx.save_weights or a Checkpointer, and compile again where they are loaded; "
+            "copy.deepcopy makes a model with weights of its own on the same mesh"
         )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.runtime.modes import Modes, Switches
 from galvatron_fx.runtime.original_attributes import AttributesRead, is_of_original, with_container_methods
+from galvatron_fx.runtime.wrappers import check_read, refuse_fully_shard
 
 __all__ = ["ModuleTree", "ShownModule", "module_at", "refuse_conversion"]
 
@@ -35,12 +36,14 @@ class ModuleTree:
     def fill(self, root: nn.Module) -> None:
         """Put what shows the modules inside of the original into ``root``, which is to hold their parameters."""
         self._root = with_container_methods(root, self.twin)
+        refuse_fully_shard(root)
         for name, child in self.twin._modules.items():
             root._modules[name] = None if child is None else self._show(child, name)
 
     def _show(self, twin: nn.Module, path: str) -> ShownModule:
         if twin not in self._shown:
             shown = self._shown[twin] = with_container_methods(ShownModule(twin, path, self), twin)
+            refuse_fully_shard(shown)
             for name, child in twin._modules.items():
                 shown._modules[name] = None if child is None else self._show(child, f"{path}.{name}")
         return self._shown[twin]
@@ -117,6 +120,7 @@ class ShownModule(nn.Module):
         except AttributeError:
             if "_tree" not in self.__dict__:
                 raise
+        check_read(name)
         return self._tree.attributes.read(self, self._twin, self._path, name)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import galvatron_fx
@@ -158,8 +162,30 @@ def test_methods_that_need_more_than_shards_are_refused(mesh: DeviceMesh, plain:
         getattr(model, name)(*[X] * (name == "first"))
     with pytest.raises(InputError, match='backend="inductor"'):
         torch.compile(model)(X)
-    with pytest.raises(InputError, match=r"DistributedDataParallel of a compiled model.*without the wrapper"):
-        DistributedDataParallel(model)
+
+
+@pytest.mark.parametrize(("name", "wrap"), [
+    ("DistributedDataParallel", DistributedDataParallel),
+    ("FullyShardedDataParallel", lambda model: FullyShardedDataParallel(model, device_id=torch.device("cuda", 0))),
+    ("fully_shard", fully_shard),
+    ("fully_shard", lambda model: fully_shard(model.layers[0])),
+    ("replicate", replicate),
+    ("parallelize_module", lambda model: parallelize_module(model, model.mesh, {"layers.*": ColwiseParallel()})),
+    ("DataParallel", lambda model: model._replicate_for_data_parallel()),  # what it does first, on several GPUs
+])  # fmt: skip
+def test_wrappers_around_it_are_refused_by_name(mesh: DeviceMesh, plain: Stack, name: str, wrap: Any) -> None:
+    model = compiled_of(mesh, plain)
+    before = dict(model.named_parameters())
+    with pytest.raises(InputError, match=rf"^{name}.* of a compiled model.*without the wrapper"):
+        wrap(model)
+    assert all(before[name] is parameter for name, parameter in model.named_parameters())
+    torch.testing.assert_close(model(X), plain(X))
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy])
+def test_it_is_neither_pickled_nor_copied_halfway(mesh: DeviceMesh, plain: Stack, copied: Any) -> None:
+    with pytest.raises(InputError, match=r"cannot be pickled, nor copied by copy\.copy: save its weights"):
+        copied(compiled_of(mesh, plain))
 
 
 def test_what_cannot_be_followed_is_not_handed_out(mesh: DeviceMesh) -> None:

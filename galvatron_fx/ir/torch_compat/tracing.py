@@ -27,7 +27,6 @@ from torch.nn.modules import transformer as torch_transformer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
-    "ASKED_BY_DDP",
     "CHECKPOINT_GENERATOR",
     "FakeTensor",
     "FakeTensorMode",
@@ -50,10 +49,6 @@ __all__ = [
     "unit_of",
     "with_effects",
 ]
-
-# The attribute that DistributedDataParallel asks for before it changes anything.
-ASKED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
-
 
 # The name in torch.utils.checkpoint of what runs around the body of a checkpoint without reentrance.
 CHECKPOINT_GENERATOR = next(
