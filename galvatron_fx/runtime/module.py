@@ -195,12 +195,16 @@ class DistributedGraphModule(LikeOriginal):
     # ---- reading ----
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A model with weights, flags and modes of its own, on the same mesh and of the same programs."""
+        """A model with weights, flags and modes of its own, on the same mesh and of the same programs.
+
+        It has no gradients, as copies of any module have none.
+        """
         self.require_own_order("copied")
         programs = self._compile_inputs, self._programs, self._main, self._trained, self._rows, self._orders
         compared = self._comparison, self._copies
         shared = self.mesh, self.plan, *programs, *compared, self._watch, self._one, self._late, self._stages
         memo |= {id(value): value for value in shared}
+        memo |= dict.fromkeys(id(parameter.grad) for parameter in self.parameters() if parameter.grad is not None)
         memo[id(self._generator)] = self._generator.clone_state()
         new = type(self).__new__(type(self))
         memo[id(self)] = new

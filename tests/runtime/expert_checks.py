@@ -87,8 +87,8 @@ def experts_move(mesh: DeviceMesh) -> None:
     dense = galvatron_fx.compile(plain, mesh, (x,), plan=Plan.uniform(MESH, ("data", "tensor")))
     with pytest.raises(InputError, match="rebalance_experts is for plans with role 'expert'"):
         dense.rebalance_experts()
-    compiled.zero_grad()
-    copy.deepcopy(compiled)
+    assert compiled.get_parameter("router.bias").grad is not None
+    assert all(parameter.grad is None for parameter in copy.deepcopy(compiled).parameters())
     with pytest.raises(InputError, match="a copy was made of this model"):
         compiled.rebalance_experts()
 

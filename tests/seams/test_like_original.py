@@ -188,6 +188,17 @@ def test_it_is_neither_pickled_nor_copied_halfway(mesh: DeviceMesh, plain: Stack
         copied(compiled_of(mesh, plain))
 
 
+def test_a_copy_has_weights_of_its_own_and_no_gradients(mesh: DeviceMesh, plain: Stack) -> None:
+    model = compiled_of(mesh, plain)
+    model.forward_backward(X)
+    copied = copy.deepcopy(model)
+    assert all(parameter.grad is None for parameter in copied.parameters())
+    copied.forward_backward(X)
+    torch.optim.SGD(copied.parameters(), lr=0.1).step()
+    assert copied(X) < model(X)
+    torch.testing.assert_close(model(X), plain(X))
+
+
 def test_what_cannot_be_followed_is_not_handed_out(mesh: DeviceMesh) -> None:
     model = compiled_of(mesh, Tangled())
     with pytest.raises(AttributeError, match=r"'rows' of the original cannot run.* same names as it: _rows\. Rename"):

@@ -128,9 +128,10 @@ PRESETS = {
     "L40S-48GB": Preset(
         _gpu("L40S-48GB", 48 * 10**9, 8.64e11, _L40S, _GEN_4, 192), _PCIE_4, (_NETWORK_S, 4 * _NET_100_GBIT / 8)
     ),
-    # NVIDIA A10G datasheet (2021), without sparsity; 100 Gbit/s for 8 GPUs, as on AWS g5.48xlarge. Products in 16 bits
-    # run at twice the rate of float32. The A10's 125e12 are not its: the A10 has less float32 and more tensor compute
-    # (Baseten, "NVIDIA A10 vs A10G for ML model inference", 2023).
+    # NVIDIA GA102 whitepaper (2021): 512 flops of 16 bits, summed in float32, a clock and multiprocessor, of which an
+    # A10G has 80 at 1.71 GHz; 69.5e12 were measured on one (torch-performance-test-data, issue 126, 2026). The A10's
+    # 125e12 are not its (Baseten, "NVIDIA A10 vs A10G for ML model inference", 2023). 100 Gbit/s for 8, as on AWS
+    # g5.48xlarge.
     "A10G-24GB": Preset(
         _gpu("A10G-24GB", 24 * 10**9, 6e11, _A10G, _GEN_4, 96), _PCIE_4, (_NETWORK_S, _NET_100_GBIT / 8)
     ),
