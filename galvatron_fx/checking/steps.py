@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
-from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from galvatron_fx.checking.same_draws import SameDraws
@@ -18,6 +17,7 @@ from galvatron_fx.checking.wide_floats import WideFloats
 from galvatron_fx.ir.graph.metadata import InputSpec, OutputSpec, Signature, meta_of, ports, signature
 from galvatron_fx.ir.graph.precision import computed_in
 from galvatron_fx.ir.plan.strategy import original_name
+from galvatron_fx.ir.torch_compat.dtensors import whole_tensor
 from galvatron_fx.ir.torch_compat.tensors import pytree
 from galvatron_fx.ir.torch_compat.tracing import composites_in_python
 from galvatron_fx.runtime.module import DistributedGraphModule
@@ -91,7 +91,7 @@ def _key(name: str, value: Tensor) -> Key:
 
 
 def _whole(value: Tensor) -> Tensor:
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    whole = whole_tensor(value)
     dense = whole.to_dense() if whole.is_sparse else whole  # of Embedding(sparse=True); compiled ones are dense
     return dense.detach().clone()
 
@@ -258,12 +258,8 @@ class OnRanks:
         if self.has_loss:
             return self.module.forward_backward(*args, **kwargs)
         result = self.module(*args, **kwargs)
-        outputs = [_shown(leaf) for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
+        outputs = [whole_tensor(leaf) for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
         weights = _weights(outputs)
         if weights:
             torch.autograd.backward([outputs[at] for at in weights], list(weights.values()))
         return result
-
-
-def _shown(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from galvatron_fx.api import compile
 from galvatron_fx.ir.errors import InputError
+from galvatron_fx.ir.torch_compat.dtensors import whole_tensor
 from galvatron_fx.ir.torch_compat.tensors import pytree
 from galvatron_fx.runtime.module import DistributedGraphModule
 
@@ -57,8 +57,7 @@ def _own_outputs(model: DistributedGraphModule, args: Any, kwargs: Any, outputs:
         has_rows = isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == len(rows) * dist.get_world_size()
         if not rows or not has_rows:
             return leaf
-        whole = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
-        return whole.narrow(0, rows[0], len(rows))
+        return whole_tensor(leaf).narrow(0, rows[0], len(rows))
 
     return pytree.tree_map(own, outputs)
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.metadata import Signature
+from galvatron_fx.ir.torch_compat.dtensors import whole_tensor
 from galvatron_fx.ir.torch_compat.tensors import pytree
 
 __all__ = ["own_outputs"]
@@ -29,8 +29,7 @@ def own_outputs(outputs: Any, signature: Signature) -> Any:
     leaves, tree = pytree.tree_flatten(outputs)
     places = [position for position, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     dims = [_dim(signature, position) for position in range(len(places))]
-    whole = [leaves[place] for place in places]
-    whole = [value.full_tensor() if isinstance(value, DTensor) else value for value in whole]
+    whole = [whole_tensor(leaves[place]) for place in places]
     for place, own in zip(places, _OwnRows.apply(dims, *whole), strict=True):
         leaves[place] = own
     return pytree.tree_unflatten(leaves, tree)
@@ -69,7 +68,7 @@ class _OwnRows(torch.autograd.Function):
                 continue
             whole = torch.zeros(shape, dtype=dtype, device=device)
             if gradient is not None:
-                _rows(whole, dim).copy_(gradient / dist.get_world_size())
+                _rows(whole, dim).copy_(whole_tensor(gradient) / dist.get_world_size())
             dist.all_reduce(whole)
             gradients.append(whole)
         return (None, *gradients)

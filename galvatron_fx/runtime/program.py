@@ -17,6 +17,7 @@ from galvatron_fx.ir.graph.layout import Layout
 from galvatron_fx.ir.graph.metadata import InputSpec, OutputSpec, Signature
 from galvatron_fx.ir.graph.placement import Placement
 from galvatron_fx.ir.graph.rewrite import copy_graph
+from galvatron_fx.ir.torch_compat.dtensors import whole_tensor
 from galvatron_fx.ir.torch_compat.graphs import graph_module
 from galvatron_fx.ir.torch_compat.tensors import keeps_graph
 from galvatron_fx.runtime.backends import Backend, Boxed, Eager, compile_graph
@@ -233,10 +234,12 @@ class Step(torch.autograd.Function):
         for port in program.halves.tangent_ports:
             place, shape, dtype, device = ctx.tangents[port.name]
             tangent = tangents[place]
-            if tangent is not None:
-                given[port.name] = tangent
-            dense_tangent = torch.zeros(shape, dtype=dtype, device=device) if tangent is None else tangent.contiguous()
-            arguments.append(dense_tangent)
+            if tangent is None:
+                arguments.append(torch.zeros(shape, dtype=dtype, device=device))
+                continue
+            # A loss to which a script adds a penalty on parameters has the gradient of a DTensor.
+            given[port.name] = whole_tensor(tangent)
+            arguments.append(given[port.name].contiguous())
         arguments += program.nothing_open()
         with call.alone():
             computed = program.run_backward(arguments)

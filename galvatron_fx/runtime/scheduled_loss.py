@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from galvatron_fx.ir.torch_compat.dtensors import whole_tensor
 from galvatron_fx.ir.torch_compat.tensors import keeps_graph, scale_all
 from galvatron_fx.runtime.backward_refusals import refuse_higher_orders, refuse_second_backward
 from galvatron_fx.runtime.gradients import gradient_of
@@ -58,7 +59,7 @@ class _ScheduledLoss(torch.autograd.Function):
         else:
             ctx.step = None
         (tangent,) = tangents
-        _scale(gradients.values(), tangent)
+        _scale(gradients.values(), whole_tensor(tangent))  # of a DTensor where penalties on parameters are added
         handed = (
             gradient_of(parameter, gradients[name]) if name in gradients else None
             for name, parameter in zip(ctx.names, ctx.parameters, strict=True)

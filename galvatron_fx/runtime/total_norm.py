@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from galvatron_fx.ir.torch_compat.dtensors import STAGES_DIM
+from galvatron_fx.ir.torch_compat.dtensors import STAGES_DIM, whole_tensor
 from galvatron_fx.runtime.stage_tensors import of_one_stage
 
 __all__ = ["total_norm"]
@@ -43,7 +43,7 @@ def _is_of_all_stages(gradient: Tensor) -> bool:
 def _norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     """The norm of gradients on one mesh, the same on all ranks that hold them."""
     norm = torch.nn.utils.get_total_norm(gradients, norm_type)
-    total: Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    total = whole_tensor(norm)
     return total
 
 

@@ -10,10 +10,10 @@ from math import prod
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from galvatron_fx.checkpoint import model_state, plain
 from galvatron_fx.checkpoint.ranks import Ranks
+from galvatron_fx.ir.torch_compat.dtensors import whole_tensor
 
 __all__ = ["Whole", "gathered", "gathered_everywhere", "whole_tensors"]
 
@@ -81,4 +81,4 @@ def _full(whole: Whole, tensor: Tensor | None, ranks: Ranks) -> Tensor | None:
     if ranks.rank not in whole.ranks:
         return None
     assert tensor is not None, "a rank holds what it said it does"
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole_tensor(tensor)

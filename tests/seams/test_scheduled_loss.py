@@ -20,6 +20,7 @@ from tests.seams.test_training_loop import (
     backward_twice,
     change_what_backward_does_not_read,
     gradient_of_a_scaled_loss,
+    penalty_on_weights,
     zeros_stay,
 )
 
@@ -64,7 +65,8 @@ def hooked(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("use", [
     any_function_of_the_loss, losses_of_two_calls, divided_in_place, one_that_is_dropped, hooked, accumulate,
-    asked_for, backward_twice, change_what_backward_does_not_read, gradient_of_a_scaled_loss, zeros_stay,
+    asked_for, backward_twice, change_what_backward_does_not_read, gradient_of_a_scaled_loss,
+    penalty_on_weights, zeros_stay,
 ])  # fmt: skip
 def test_ways_to_call_backward(mesh: DeviceMesh, use: Callable[[nn.Module], None]) -> None:
     compiled, plain = pair(mesh, microbatches=2)

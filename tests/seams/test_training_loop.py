@@ -182,6 +182,11 @@ def gradient_of_a_scaled_loss(model: nn.Module) -> None:
         parameter.grad = parameter.grad / 1024
 
 
+def penalty_on_weights(model: nn.Module) -> None:
+    """Which is added to the loss outside of the model."""
+    (model(**batch())["loss"] / 2 + sum(weight.norm() for weight in model.parameters())).backward()
+
+
 def asked_for(model: nn.Module) -> None:
     parameters = list(model.parameters())
     loss = model(**batch())["loss"]
@@ -191,7 +196,7 @@ def asked_for(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("use", [
     backward_twice, each_loss_alone, accumulate, zeros_stay, change_what_backward_does_not_read,
-    gradient_of_a_scaled_loss, asked_for,
+    gradient_of_a_scaled_loss, penalty_on_weights, asked_for,
 ])  # fmt: skip
 def test_ways_to_call_backward(mesh: DeviceMesh, use: Callable[[nn.Module], None]) -> None:
     compiled, plain = pair(mesh, lambda h, o, y: {"loss": (o - y).square().mean(), "reg": h.square().sum()})

@@ -32,6 +32,7 @@ __all__ = [
     "local_tensor",
     "multi_axis_rule",
     "single_axis_rule",
+    "whole_tensor",
 ]
 
 # The dim of a mesh along which ranks hold other stages of a model.
@@ -84,3 +85,9 @@ def lie_alike(one: DTensor, other: DTensor) -> bool:
     """Whether two tensors of one shape lie alike on one mesh."""
     specs = one._spec, other._spec
     return specs[0] is specs[1] or (specs[0].placements == specs[1].placements and specs[0].mesh == specs[1].mesh)
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor's whole value, which its ranks ask for at once; others as they are."""
+    whole: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole
