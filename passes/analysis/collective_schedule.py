@@ -43,7 +43,9 @@ def wait_points(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def hoistable_gathers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Gathers of what is there before the graph computes, each with the operators that lead to it, in order."""
+    """Gathers of what is there before the graph computes, each with the operators that lead to it, in order; but for
+    those of slices, which stay.
+    """
     chains: dict[fx.Node, list[fx.Node]] = {}
     gathers = {}
     for node in graph.nodes:
@@ -54,7 +56,7 @@ def hoistable_gathers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
         if node.op != "call_function" or not (len(sources) == 1 or packs) or any(n not in chains for n in sources):
             continue
         is_gather = node.target is c.all_gather
-        if meta_of(node).multi_output or (node.target in c.COLLECTIVES and not is_gather):
+        if meta_of(node).multi_output or (node.target in c.COLLECTIVES and not is_gather) or meta_of(node).stays:
             continue
         before = list(dict.fromkeys(link for source in sources for link in chains[source]))
         if is_gather:

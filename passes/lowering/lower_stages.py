@@ -24,6 +24,7 @@ from passes.lowering.communication.pipeline import ScheduleCommunication
 from passes.lowering.offload_activations import OffloadActivations
 from passes.lowering.place_states import PlaceStates
 from passes.lowering.rematerialize import Rematerialize
+from passes.lowering.split_gathers import SplitGathers
 from passes.lowering.stages.relay_or_recompute import RelayOrRecompute
 from passes.lowering.stages.split_microbatches import Microbatched, SplitMicrobatches
 from passes.lowering.stages.split_stages import SplitStages, Stage, stage_of_node, stages_of_blocks
@@ -67,6 +68,7 @@ STAGING = PassPipeline(
         ShardGraph: "lowered",
         PlaceStates: "lowered",
         Rematerialize: "lowered",
+        SplitGathers: "lowered",
         OffloadActivations: "lowered",
         SplitStages: "scheduled",
     },
@@ -115,7 +117,7 @@ class LowerStages:
         )
         places = PlaceStates(self.strategies, owning_blocks(microbatched.graph))
         sharded = apply(places, apply(sharding, untied))
-        kept = apply(Rematerialize(self.strategies), sharded)
+        kept = apply(SplitGathers(self.strategies), apply(Rematerialize(self.strategies), sharded))
         joint = apply(OffloadActivations(self.strategies, stage_of.__getitem__), kept)
         cut = SplitStages(self.first_blocks, self.strategies, self._relay(layout(sharded)).relayed)
         drafts = cut.run(joint)

@@ -21,6 +21,7 @@ from passes.lowering.place_states import PlaceStates
 from passes.lowering.reduce_inputs_first import ReduceInputsFirst
 from passes.lowering.rematerialize import Rematerialize
 from passes.lowering.split_forward_backward import ForwardBackward, SplitForwardBackward
+from passes.lowering.split_gathers import SplitGathers
 from passes.sharding.placed_calls import verify_placed
 from passes.sharding.shard_graph import ShardGraph
 
@@ -40,6 +41,7 @@ LOWERING = PassPipeline(
         ShardGraph: "lowered",
         PlaceStates: "lowered",
         Rematerialize: "lowered",
+        SplitGathers: "lowered",
         OffloadActivations: "lowered",
         ReduceInputsFirst: "lowered",
         SplitForwardBackward: "scheduled",
@@ -70,7 +72,7 @@ class Lower:
             self.strategies, self.cluster.axes, self.cluster.device, self.cache, self.fixed, self.control
         )
         sharded = apply(PlaceStates(self.strategies, owning_blocks(graph)), apply(sharding, graph))
-        kept = apply(Rematerialize(self.strategies), sharded)
+        kept = apply(SplitGathers(self.strategies), apply(Rematerialize(self.strategies), sharded))
         joint = apply(ReduceInputsFirst(), apply(OffloadActivations(self.strategies), kept))
         halves = apply.cut(SplitForwardBackward(), joint, ForwardBackward.graphs)
         for phase, half in halves.graphs().items():

@@ -34,7 +34,8 @@ _Key = tuple[Configuration, tuple[int, ...], tuple[Strategy, ...]]
 @dataclass(frozen=True)
 class Simulated:
     """A choice that was simulated; ``budget``: the estimated bytes that it was searched under; ``host_limit``: those
-    that it may take of the host's memory.
+    that it may take of the host's memory; ``slices``: in how many each block gathers its parameters, none where all
+    are gathered whole.
     """
 
     search: StageSearch
@@ -42,6 +43,19 @@ class Simulated:
     budget: float
     report: StepReport | StagesReport
     host_limit: float = inf
+    slices: tuple[int, ...] = ()
+
+    @property
+    def strategies(self) -> list[Strategy]:
+        """The strategy of every block."""
+        chosen = self.search.strategies(self.choice)
+        slices = self.slices or (1,) * len(chosen)
+        return [replace(each, split_gathers=count) for each, count in zip(chosen, slices, strict=True)]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it runs by a named schedule, and its first and last block as all others."""
+        return self.table is None and not self.is_spread
 
     @property
     def estimated_s(self) -> float:

@@ -47,6 +47,7 @@ from passes.search.record import Record, Watch
 from passes.search.runners_up import RunnersUp
 from passes.search.searched_tables import WithTable, fastest_with_table
 from passes.search.shortlist import shortlist
+from passes.search.sliced_gathers import lightest_with_slices, with_slices
 from passes.search.solvers.stage_search import StageSearch
 from passes.search.spread_vocabulary import fastest_with_spread_vocabulary
 from passes.search.trials import MemorySlack
@@ -156,6 +157,8 @@ class _Search:
             if best is None and not self.is_cut_short:
                 opened = self._opened(gather_late)
                 best = self._fastest(opened, self.limit)
+        if "zero" in self.options.roles and not self.is_cut_short:
+            best = self._with_slices(best)
         if best is None and not self.is_cut_short:
             best = self._least(opened)
         if best is None:
@@ -180,6 +183,11 @@ class _Search:
         with self.watch.phase(SIMULATION):
             outcomes = self.simulator.outcomes
             return fastest_with_spread_vocabulary(self.graph, outcomes, best, self.simulator.run, self.limit)
+
+    def _with_slices(self, best: Simulated | None) -> Simulated | None:
+        """The fastest once parameters were gathered in slices, where their gathers may take too much."""
+        with self.watch.phase(SIMULATION):
+            return with_slices(self.graph, self.simulator.outcomes, best, self.simulator.run, self.limit)
 
     @cached_property
     def _always_bytes(self) -> float:
@@ -236,11 +244,11 @@ class _Search:
     # ---- from a choice to a plan ----
 
     def _plan(self, outcome: Simulated) -> Plan:
-        costs, names = outcome.search.costs, block_names(self.graph)
+        costs, names, strategies = outcome.search.costs, block_names(self.graph), outcome.strategies
         blocks = tuple(
             BlockPlan(
                 names[i],
-                self._planned(costs.strategy(i, p)),
+                self._planned(strategies[i]),
                 costs.block_fingerprints[i],
                 float(costs.time[i, p]) * costs.num_microbatches,
                 int(costs.memory[i, p]),
@@ -351,6 +359,9 @@ class _Search:
             if outcome is None:
                 break
             least = outcome
+        if self._may_fit:
+            with self.watch.phase(SIMULATION):
+                least = lightest_with_slices(self.graph, least, self.simulator.run)
         if least.peak_bytes <= self.limit:
             return least
         plan = self._plan(least)

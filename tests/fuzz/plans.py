@@ -98,7 +98,8 @@ def _strategy(random: Random, roles: tuple[str, ...]) -> Strategy:
     capacity = random.choice((0.25, 0.5, 1.0, 1.25, 2.0)) if "expert" in roles else CAPACITY
     strategy = Strategy(roles, random.random() < 0.3, random.random() < 0.3, capacity=capacity)
     strategy = with_kept_values(strategy, Random(repr(strategy)))
-    return with_offloaded_values(strategy, Random(f"{strategy}, on the host"))
+    strategy = with_offloaded_values(strategy, Random(f"{strategy}, on the host"))
+    return with_slices(strategy, Random(f"{strategy}, in slices"))
 
 
 def with_kept_values(strategy: Strategy, random: Random) -> Strategy:
@@ -118,6 +119,12 @@ def with_offloaded_values(strategy: Strategy, random: Random) -> Strategy:
     entering, values = random.random() < 0.7, _VALUES if offloads or strategy.keeps else 0
     states = random.random() < 0.5
     return replace(strategy, offloads=offloads, offload_entering=entering, num_values=values, offload_states=states)
+
+
+def with_slices(strategy: Strategy, random: Random) -> Strategy:
+    """Every second strategy that gathers what it used again, with gathers in slices."""
+    may_slice = "zero" in strategy.roles and not strategy.keep_gathered
+    return replace(strategy, split_gathers=random.choice((1, 1, 2, 3, 4))) if may_slice else strategy
 
 
 def simpler(plan: PlanDraw) -> Iterator[PlanDraw]:
@@ -141,7 +148,8 @@ def simpler(plan: PlanDraw) -> Iterator[PlanDraw]:
     for i, strategy in enumerate(plan.strategies):
         here = strategy.without_offload()
         keeps_all = replace(here, recompute=False, keeps=(), num_values=0)
-        for plain in {here, keeps_all, replace(strategy, keep_gathered=False)} - {strategy}:
+        whole = replace(strategy, split_gathers=1)
+        for plain in {here, keeps_all, whole, replace(strategy, keep_gathered=False)} - {strategy}:
             yield replace(plan, strategies=(*plan.strategies[:i], plain, *plan.strategies[i + 1 :]))
 
 

@@ -115,6 +115,7 @@ class NodeMeta:
     ``placements``: of every output, one for each mesh column that is lowered; ``step``: what the node has to be, where
     it is part of a program that several operators make up (:mod:`galvatron_fx.ir.graph.local_program`);
     ``filled``: the share of its work that is due in the mean, where its rows may be of no token;
+    ``stays``: whether this collective starts where it stands, as it sends one slice of several;
     ``value``: which of the values that its block's backward needs it is, or is only another view of, -1 for none
     (:mod:`passes.frontend.number_values`).
     """
@@ -132,6 +133,7 @@ class NodeMeta:
     step: Step | None = None
     filled: float = 1.0
     value: int = -1
+    stays: bool = False
 
     @property
     def spec(self) -> TensorSpec:

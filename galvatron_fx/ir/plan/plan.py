@@ -121,6 +121,7 @@ class Plan:
         gather_late: bool = False,
         capacity: float = CAPACITY,
         offload_states: bool = False,
+        split_gathers: int = 1,
         num_blocks: int | None = None,
         pipelining: Pipelining = ONE_STAGE,
     ) -> Plan:
@@ -133,7 +134,13 @@ class Plan:
         """
         check_arguments(axis_sizes=axis_sizes, roles=roles, num_blocks=num_blocks)
         strategy = Strategy(
-            tuple(roles), recompute, keep_gathered, gather_late, capacity, offload_states=offload_states
+            tuple(roles),
+            recompute,
+            keep_gathered,
+            gather_late,
+            capacity,
+            offload_states=offload_states,
+            split_gathers=split_gathers,
         )
         if num_blocks is not None:
             return cls.from_roles(axis_sizes, [strategy] * num_blocks, pipelining)

@@ -112,7 +112,10 @@ def describe_keeps(strategy: Strategy, casts: bool = False) -> str:
     if "zero" not in strategy.roles:
         return f"{keeps}, casts {'kept' if kept else 'again'}" if casts else keeps
     late = " and late" if strategy.gather_late else ""
-    return f"{keeps}, gathered kept" if kept else f"{keeps}, gathered again{late}"
+    if kept:
+        return f"{keeps}, gathered kept"
+    slices = f" in {strategy.split_gathers} slices" if strategy.split_gathers > 1 else ""
+    return f"{keeps}, gathered again{late}{slices}"
 
 
 def describe_recomputed(strategy: Strategy) -> str:

@@ -102,6 +102,7 @@ _SPLIT = {
 
 _FLAGS = ("recompute", "keep_gathered", "gather_late")
 _ENTERING, _STATES = "offload_entering", "offload_states"
+_SLICES = "split_gathers"
 
 OFFLOADABLE = ("activations", "states")
 """What may live in the host's memory: values that wait for backward, optimizer states."""
@@ -133,7 +134,9 @@ class Strategy:
     that ``zero`` axes gathered, or mixed precision cast, in forward until backward (ZeRO-2-like);
     without it they are gathered again (ZeRO-3-like). With both, ``recompute`` of a whole block wins: the gathers are
     computed again as all else is. ``gather_late`` gathers right before use; without it, gathers start a
-    block ahead where the cluster gains by that, and take memory for that long. ``capacity``: under roles that split
+    block ahead where the cluster gains by that, and take memory for that long. ``split_gathers`` gathers parameters
+    under ``zero`` in so many slices, as far as one operator takes them, each right before that uses it, and reduces
+    their gradients so: no more than a slice is whole at a time. ``capacity``: under roles that split
     experts, each rank has room for so many times the rows that it sends to another in the mean, which bounds memory;
     what has no room is sent in further rounds, so no token is lost. Prices count on an expert's rank that has so many
     times the mean.
@@ -151,6 +154,7 @@ class Strategy:
     offloads: tuple[int, ...] = ()
     offload_entering: bool = False
     offload_states: bool = False
+    split_gathers: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.roles, tuple):
@@ -164,6 +168,7 @@ class Strategy:
         for name in (*_FLAGS, _ENTERING, _STATES):
             if not isinstance(value := getattr(self, name), bool):
                 raise PlanError(f"{name} is {value!r:.80}, where a bool was expected; give True or False")
+        self._check_slices()
         capacity = self.capacity
         if isinstance(capacity, bool) or not isinstance(capacity, (int, float)) or not 0 < capacity < inf:
             raise PlanError(
@@ -173,6 +178,18 @@ class Strategy:
         # Where nothing is exchanged it says nothing, and equal strategies are written alike.
         object.__setattr__(self, "capacity", float(capacity) if self.splits_experts else CAPACITY)
         self._check_keeps()
+
+    def _check_slices(self) -> None:
+        if type(self.split_gathers) is not int or self.split_gathers < 1:
+            raise PlanError(
+                f"split_gathers is {self.split_gathers!r:.80}, where a number of slices was expected; give an int of "
+                f"at least 1, which splits nothing"
+            )
+        if self.split_gathers > 1 and self.keep_gathered:
+            raise PlanError(
+                f"a strategy keeps what it gathered and splits gathers in {self.split_gathers} slices, of which one is "
+                f"there at a time; give keep_gathered=True or split_gathers, not both"
+            )
 
     def _check_keeps(self) -> None:
         for name in ("keeps", "offloads"):
@@ -245,6 +262,8 @@ class Strategy:
             fields["capacity"] = self.capacity
         if self.num_values:
             fields["num_values"] = self.num_values
+        if self.split_gathers > 1:
+            fields[_SLICES] = self.split_gathers
         numbers = {name: list(getattr(self, name)) for name in ("keeps", "offloads") if getattr(self, name)}
         return fields | numbers | {name: True for name in (_ENTERING, _STATES) if getattr(self, name)}
 
@@ -255,7 +274,7 @@ class Strategy:
 
         Raises PlanError for unknown keys, missing roles and values of a wrong type.
         """
-        known = ("roles", *_FLAGS, "capacity", "keeps", "num_values", "offloads", _ENTERING, _STATES)
+        known = ("roles", *_FLAGS, "capacity", "keeps", "num_values", "offloads", _ENTERING, _STATES, _SLICES)
         unknown = sorted(set(fields) - set(known), key=str)
         if unknown:
             raise PlanError(
@@ -286,6 +305,8 @@ class Strategy:
         if self.offloads:
             flags.append(f"+offloads {','.join(map(str, self.offloads))} of {self.num_values}")
         flags += [f"+{name}" for name in (_ENTERING, _STATES) if getattr(self, name)]
+        if self.split_gathers > 1:
+            flags.append(f"+{_SLICES} {self.split_gathers}")
         return " ".join([*(self.roles or ("one device",)), *flags])
 
 

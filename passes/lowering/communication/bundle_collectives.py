@@ -71,7 +71,7 @@ class BundleCollectives:
         for node, links in linked.items():
             axes = tuple(self.columns[_column(node)])
             enough = bundle_bytes(node.target.__name__, axes)  # type: ignore[union-attr]
-            if _whole_bytes(node) >= enough:
+            if _whole_bytes(node) >= enough or meta_of(node).stays:
                 continue
             key = self._key(node, links)
             bundle = filling.setdefault(key, [])

@@ -144,6 +144,9 @@ def test_offloaded_values_survive_json_and_are_shown() -> None:
         ({"offloads": (1,)}, "what is computed again cannot wait on the host; add the numbers to keeps"),
         ({"offload_entering": 1}, "offload_entering is 1, where a bool was expected"),
         ({"offload_states": "yes"}, "offload_states is 'yes', where a bool was expected"),
+        ({"split_gathers": 0}, "split_gathers is 0, where a number of slices was expected"),
+        ({"split_gathers": True}, "split_gathers is True, where a number of slices was expected"),
+        ({"split_gathers": 2, "keep_gathered": True}, "keeps what it gathered and splits gathers in 2 slices"),
     ],
 )
 def test_values_that_cannot_be_offloaded(changes: dict[str, Any], message: str) -> None:
