@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch import Tensor, fx
 
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.bound_ops import BoundAxis
-from galvatron_fx.ir.graph.further_rounds import num_rounds
+from galvatron_fx.ir.graph.further_rounds import Room
 from galvatron_fx.ir.graph.metadata import has_meta, meta_of
 from galvatron_fx.ir.graph.placement import is_routed
 from galvatron_fx.ir.graph.rewrite import write_call
@@ -23,31 +24,39 @@ from galvatron_fx.runtime.expert_order import ExpertOrder, ExpertOrders
 __all__ = ["CountsKeeper", "ExpertLoads", "KeptCounts", "LayerLoads", "with_experts"]
 
 Place = tuple[int, int]  # block, and number of the mixture in it
-_Part = tuple[str, Tensor | None, int, tuple[int, ...]]  # name, rows that a rank counts, further rounds, order
+_Experts = tuple[int, ...]
+_Part = tuple[
+    str, Tensor | None, int, _Experts, _Experts
+]  # name, rows that a rank counts, further rounds, order, shadows
 
 
 @dataclass(frozen=True)
 class LayerLoads:
     """``rows``: of each expert, in all micro-batches of all ranks; ``further_rounds``: of exchanges, of the ranks that
-    had most of them; ``held``: the experts in the order in which ranks hold them, if it is not the model's.
+    had most of them; ``held``: the experts in the order in which ranks hold them, if it is not the model's;
+    ``shadows``: those whose rows all ranks compute, each of its own tokens.
     """
 
     name: str
     rows: tuple[int, ...]
     further_rounds: int = 0
     held: tuple[int, ...] = ()
+    shadows: tuple[int, ...] = ()
 
     def imbalance(self, ranks: int) -> float:
-        """Rows of the busiest of ``ranks`` that hold equal runs of the experts, as these are held, over their mean.
+        """Rows of the busiest of ``ranks`` that hold equal runs of the experts, as these are held, over their mean. Of
+        experts with shadows, all ranks are taken to have as many.
 
         Raises InputError for a number of ranks that does not divide the experts.
         """
         if ranks < 1 or len(self.rows) % ranks:
             raise InputError(f"{len(self.rows)} experts of '{self.name}' are not the same for {ranks} ranks each")
         each = len(self.rows) // ranks
-        rows = with_experts(self.rows, self.held)
-        of_ranks = [sum(rows[start : start + each]) for start in range(0, len(rows), each)]
-        return max(of_ranks) * ranks / max(sum(of_ranks), 1)
+        travelling = [0 if expert in self.shadows else rows for expert, rows in enumerate(self.rows)]
+        rows = with_experts(travelling, self.held)
+        busiest = max(sum(rows[start : start + each]) for start in range(0, len(rows), each))
+        total = sum(self.rows)
+        return float(Fraction(busiest * ranks + total - sum(rows), max(total, 1)))
 
 
 def with_experts(rows: Sequence[int], held: Sequence[int]) -> list[int]:
@@ -89,13 +98,13 @@ class ExpertLoads:
 class CountsKeeper:
     """Called by a graph: keeps the counts of one mixture, of the last ``calls`` micro-batches.
 
-    ``exchanged``: ranks and slots of an exchange; ``counted``: whether no other rank counts the same rows; ``order``:
+    ``exchanged``: the room of an exchange; ``counted``: whether no other rank counts the same rows; ``order``:
     in which the experts are held, whose rows are counted.
     """
 
     name: str
     calls: int
-    exchanged: tuple[int, int] | None
+    exchanged: Room | None
     counted: bool
     order: ExpertOrder | None = None
     kept: deque[tuple[Tensor, Tensor | None]] = field(init=False)
@@ -113,24 +122,46 @@ class CountsKeeper:
         """The experts in the order in which they are held, if it is not the model's."""
         return self.order.held if self.order is not None and self.order.is_moved else ()
 
+    @property
+    def shadows(self) -> tuple[int, ...]:
+        """The experts that all ranks compute."""
+        if self.exchanged is None:
+            return ()
+        return tuple(range(self.exchanged.shadows)) if self.order is None else self.order.shadows
+
     def read(self) -> tuple[Tensor | None, int]:
         """Rows of this rank that it counts for all, and further rounds; waits for the device."""
         if not self.counted:
             return None, self.further_rounds()
         counts = [counts if self.exchanged else counts.diff(prepend=counts.new_zeros(1)) for counts, _ in self.kept]
-        rows = torch.stack(counts).sum(0).cpu().long()
+        rows = self._by_place(torch.stack(counts).sum(0).cpu().long())
         return rows if self.order is None else self.order.of_experts(rows), self.further_rounds()
 
-    def further_rounds(self, held: Sequence[int] = ()) -> int:
-        """Rounds beyond the first that this rank runs, or would run if experts were ``held`` in another order."""
+    def further_rounds(self, held: Sequence[int] = (), shadows: Sequence[int] = ()) -> int:
+        """Rounds beyond the first that this rank runs, or would run if experts were ``held`` in another order and other
+        ones had ``shadows``.
+        """
         if self.exchanged is None:
             return 0
         tables = [of_ranks for _, of_ranks in self.kept if of_ranks is not None]
         if held:
-            assert self.order is not None
-            places = torch.tensor([self.order.held.index(expert) for expert in held])
-            tables = [of_ranks.cpu().view(self.exchanged[0], -1)[:, places].flatten() for of_ranks in tables]
-        return sum(max(num_rounds(of_ranks, *self.exchanged), 1) - 1 for of_ranks in tables)
+            tables = [self._as_if(of_ranks.cpu().view(self.exchanged.ranks, -1), held, shadows) for of_ranks in tables]
+        return sum(max(self.exchanged.num_rounds(of_ranks), 1) - 1 for of_ranks in tables)
+
+    def _by_place(self, counts: Tensor) -> Tensor:
+        """What each place has, ``[..., experts]``, of counts that have shadows behind all experts."""
+        if not self.shadows:
+            return counts
+        by_place, of_shadows = counts.split([counts.shape[-1] - len(self.shadows), len(self.shadows)], -1)
+        places = torch.tensor(self.shadows) if self.order is None else self.order.shadow_places()
+        return torch.index_add(by_place, -1, places, of_shadows)
+
+    def _as_if(self, of_ranks: Tensor, held: Sequence[int], shadows: Sequence[int]) -> Tensor:
+        """What all ranks would count."""
+        assert self.order is not None
+        rows = self._by_place(of_ranks)[:, [self.order.held.index(expert) for expert in held]]
+        places = torch.tensor([held.index(expert) for expert in shadows], dtype=torch.int64)
+        return torch.cat([rows.index_fill(1, places, 0), rows[:, places]], 1).flatten()
 
 
 @dataclass
@@ -156,10 +187,10 @@ class KeptCounts:
             place = block, self._seen[block]
             self._seen[block] += 1
             alone = all(is_routed(p) or a.coordinate == 0 for p, a in zip(record.placements[0], axes, strict=True))
-            exchanged = None if node.target is route else _exchange(node)
             name, order = record.module or f"block {block}", (self.orders.layers or {}).get(record.module)
-            layer = self.layers[place] = CountsKeeper(name, self.calls, exchanged, alone, order)
             values = _counts(node)
+            exchanged = None if node.target is route else _room(node, values[0])
+            layer = self.layers[place] = CountsKeeper(name, self.calls, exchanged, alone, order)
             with graph.graph.inserting_after(max(values)):
                 write_call(graph.graph, layer, tuple(values))
         graph.recompile()
@@ -171,7 +202,11 @@ class KeptCounts:
 
     def loads(self) -> ExpertLoads:
         """What all ranks have counted; each of them calls it. Raises InputError where no step was trained."""
-        own = {place: (layer.name, *layer.read(), layer.held) for place, layer in self.layers.items() if layer.kept}
+        own = {
+            place: (layer.name, *layer.read(), layer.held, layer.shadows)
+            for place, layer in self.layers.items()
+            if layer.kept
+        }
         if len(own) < len(self.layers):
             raise InputError("no rows of experts are counted yet: call forward_backward(...) before")
         of_ranks: list[dict[Place, _Part]] = [{} for _ in range(dist.get_world_size())]
@@ -180,10 +215,11 @@ class KeptCounts:
         return ExpertLoads(tuple(_together([rank[place] for rank in of_ranks if place in rank]) for place in places))
 
 
-def _exchange(node: fx.Node) -> tuple[int, int]:
+def _room(node: fx.Node, counts: fx.Node) -> Room:
     ranks, slots = node.args[2:4]
     assert isinstance(ranks, int) and isinstance(slots, int)
-    return ranks, slots
+    num_shadows = meta_of(counts).spec.shape[0] - int(node.args[0].args[0].args[1])  # type: ignore[union-attr,arg-type]
+    return Room(ranks, slots, num_shadows, int(node.kwargs.get("shadow_slots", 0)))  # type: ignore[arg-type]
 
 
 def _counts(node: fx.Node) -> list[fx.Node]:
@@ -196,4 +232,5 @@ def _counts(node: fx.Node) -> list[fx.Node]:
 
 def _together(parts: Sequence[_Part]) -> LayerLoads:
     rows = torch.stack([counts for _, counts, *_ in parts if counts is not None]).sum(0)
-    return LayerLoads(parts[0][0], tuple(rows.tolist()), max(rounds for *_, rounds, _ in parts), parts[0][3])
+    name, _, _, held, shadows = parts[0]
+    return LayerLoads(name, tuple(rows.tolist()), max(part[2] for part in parts), held, shadows)

@@ -1,5 +1,5 @@
-"""In which order the experts of a layer are held: data that its graphs read, so that experts move and none is compiled
-again.
+"""In which order the experts of a layer are held, and which have shadows: data that its graphs read, so that experts
+move and none is compiled again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.metadata import has_meta, meta_of
 from galvatron_fx.ir.graph.rewrite import write_call
+from galvatron_fx.ir.kernels.experts import shadows
 from passes.analysis.expert_weights import ROUTES, ExpertWeights, expert_weights
 
 __all__ = ["ExpertOrder", "ExpertOrders"]
@@ -19,17 +20,21 @@ __all__ = ["ExpertOrder", "ExpertOrders"]
 
 @dataclass(eq=False)
 class ExpertOrder:
-    """Called by graphs: the place of each chosen expert among those held; ``held``: experts by place."""
+    """Called by graphs: the place of each chosen expert among those held; ``held``: experts by place; ``shadows``:
+    those that every rank computes for its own tokens.
+    """
 
     module: str
     weights: ExpertWeights
     held: tuple[int, ...] = field(init=False)
+    shadows: tuple[int, ...] = field(init=False)
     _places: Tensor | None = field(init=False, default=None, repr=False)
 
     __name__ = "expert_places"  # as which it stands in code
 
     def __post_init__(self) -> None:
         self.held = tuple(range(self.weights.experts))
+        self.shadows = self.held[: self.weights.shadows]
 
     def __call__(self, experts: Tensor) -> Tensor:
         if self._places is None:
@@ -49,6 +54,10 @@ class ExpertOrder:
         own = tuple(range(self.weights.experts))
         self._places = None if held == own else torch.tensor([*held, len(own)]).argsort()
 
+    def shadow_places(self) -> Tensor:
+        """Where the experts that have shadows are held."""
+        return torch.tensor([self.held.index(expert) for expert in self.shadows], dtype=torch.int64)
+
     def stay(self, reason: str) -> None:
         """Refuse moves from now on. Raises InputError where the experts have moved."""
         if self.is_moved:
@@ -58,6 +67,18 @@ class ExpertOrder:
     def of_experts(self, by_place: Tensor) -> Tensor:
         """What each place has, in the model's own order."""
         return by_place if self._places is None else by_place[self._places[:-1].to(by_place.device)]
+
+
+@dataclass(frozen=True, eq=False)
+class ShadowPlaces:
+    """Called by graphs: where the experts that have shadows are held."""
+
+    order: ExpertOrder
+
+    __name__ = "shadow_places"  # as which it stands in code
+
+    def __call__(self) -> Tensor:
+        return self.order.shadow_places()
 
 
 @dataclass(eq=False)
@@ -91,9 +112,15 @@ class ExpertOrders:
     def write(self, graph: fx.GraphModule) -> None:
         """Let a bound graph look up where the experts are that its tokens choose."""
         for node in list(graph.graph.nodes) if self.layers else ():
-            if node.target not in ROUTES or not has_meta(node):
+            if node.target not in (*ROUTES, shadows) or not has_meta(node):
                 continue
             order = (self.layers or {}).get(meta_of(node).module)
+            if node.target is shadows:
+                if order is not None:
+                    with graph.graph.inserting_before(node):
+                        node.replace_all_uses_with(write_call(graph.graph, ShadowPlaces(order), ()))
+                    graph.graph.erase_node(node)
+                continue
             if order is None:
                 for each in (self.layers or {}).values():
                     each.stay(f"'{node.name}' of a program may choose among them, too")

@@ -238,7 +238,7 @@ class DistributedGraphModule(LikeOriginal):
         """
         return (self._trained or self._compiled()).counts.loads()
 
-    def rebalance_experts(self, *optimizers: Optimizer, dry_run: bool = True) -> ExpertMoves:
+    def rebalance_experts(self, *optimizers: Optimizer, dry_run: bool = True, moves: bool = True) -> ExpertMoves:
         """Return what it costs and gains to deal the experts to ranks by the rows that they had in the last
         :meth:`forward_backward`; with ``dry_run=False``, move them, too. Every rank calls it alike, between steps.
 
@@ -246,16 +246,20 @@ class DistributedGraphModule(LikeOriginal):
         Training goes on as if nothing had happened. But parameters then show experts in the order of ranks, so what
         saves, loads or copies the model, or states of its optimizers, raises InputError until :meth:`restore_experts`.
         Averages of parameters and the like that you keep yourself do not move.
+        Under a plan with shadows (:class:`galvatron_fx.ir.plan.strategy.Strategy`) the experts with most rows get them,
+        and only the others are dealt; with ``moves=False`` nothing else changes, which costs nothing.
         Raises InputError where no block plays role ``expert``, before the first step, under a plan with stages, beside
         a copy of the model, and for states that have not the shape of their parameter.
         """
         counts = (self._trained or self._compiled()).counts
         require_alone(self._orders, self._stages is not None)
         with self._watch.collectives():
-            proposals = propose(counts)
+            proposals = propose(counts, moves)
             orders = [(order, gain.held) for order, gain in proposals]
             cost = move(orders, self._held, optimizers, self._axes_of_dim, dry_run)
         if proposals and not dry_run:
+            for order, gain in proposals:
+                order.shadows = gain.shadows
             self._forget_loads()
         return ExpertMoves(tuple(gain for _, gain in proposals), *cost, done=not dry_run)
 

@@ -1,9 +1,11 @@
-"""Deal experts to ranks anew, so that each has about as many rows: what that costs and gains, and the moves."""
+"""Deal experts to ranks anew, or let all ranks compute others of them, so that each has about as many rows: what that
+costs and gains, and the moves.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -17,7 +19,7 @@ from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.plan import text_table
 from galvatron_fx.ir.plan.units import format_bytes
 from galvatron_fx.runtime.dtensor_views import local_part
-from galvatron_fx.runtime.expert_loads import KeptCounts, LayerLoads, with_experts
+from galvatron_fx.runtime.expert_loads import KeptCounts, LayerLoads
 from galvatron_fx.runtime.expert_order import ExpertOrder, ExpertOrders
 from galvatron_fx.runtime.moved_experts import mark_moved, reorder, require_movable, split_dims, tensors_of
 
@@ -26,9 +28,11 @@ __all__ = ["ExpertMoves", "LayerMove", "balanced", "move", "propose", "require_a
 
 @dataclass(frozen=True)
 class LayerMove:
-    """Experts of one layer that are dealt to ranks anew; ``held``: experts in the order of ranks.
+    """Experts of one layer that are dealt to ranks anew; ``held``: experts in the order of ranks; ``shadows``: those
+    that all ranks compute.
 
-    ``imbalance_before`` and ``imbalance``: rows of the busiest rank over the mean, of the last step; ``rows_saved``:
+    ``imbalance_before`` and ``imbalance``: rows of the busiest rank over the mean, of the last step; ``by_moves`` and
+    ``by_shadows``: if only experts moved, and if only others had shadows, which costs nothing; ``rows_saved``:
     that its busiest rank had more; ``rounds_saved``: further rounds of exchange that it would not have run.
     """
 
@@ -37,8 +41,11 @@ class LayerMove:
     num_moved: int
     imbalance_before: float
     imbalance: float
+    by_moves: float
+    by_shadows: float
     rows_saved: int
     rounds_saved: int
+    shadows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,13 +62,16 @@ class ExpertMoves:
     done: bool = False
 
     def __str__(self) -> str:
-        headings = ("layer", "experts moved", "imbalance before", "after", "rows saved", "rounds saved")
+        headings = ("layer", "experts moved", "shadows", "imbalance before", "after", "by moves alone",
+                    "by shadows alone", "rows saved", "rounds saved")  # fmt: skip
         rows = [
-            (each.name, str(each.num_moved), f"{each.imbalance_before:.2f}", f"{each.imbalance:.2f}",
+            (each.name, str(each.num_moved), " ".join(map(str, each.shadows)) or "none",
+             *(f"{imbalance:.2f}" for imbalance in
+               (each.imbalance_before, each.imbalance, each.by_moves, each.by_shadows)),
              str(each.rows_saved), str(each.rounds_saved))
             for each in self.layers
         ]  # fmt: skip
-        state = "moved" if self.done else "not moved: give dry_run=False"
+        state = "done" if self.done else "not done: give dry_run=False"
         cost = f"{format_bytes(self.received_bytes)} received by each rank, {self.seconds:.3g} s ({state})"
         return "\n".join([*text_table.render(headings, rows, 1), cost])
 
@@ -93,8 +103,9 @@ def require_alone(orders: ExpertOrders, has_stages: bool) -> None:
         )
 
 
-def propose(counts: KeptCounts) -> list[tuple[ExpertOrder, LayerMove]]:
-    """The layers whose busiest rank would have fewer rows, by the last step; every rank calls it alike.
+def propose(counts: KeptCounts, moves: bool) -> list[tuple[ExpertOrder, LayerMove]]:
+    """The layers whose busiest rank would have fewer rows, by the last step; every rank calls it alike. Without
+    ``moves`` only other experts get shadows.
 
     Raises InputError before the first step, and where the experts of a layer cannot be put in another order.
     """
@@ -104,28 +115,36 @@ def propose(counts: KeptCounts) -> list[tuple[ExpertOrder, LayerMove]]:
         order = counts.layers[place].order
         if order is None or order.weights.ranks == 1:
             continue
-        if order.weights.refusal:
+        if order.weights.refusal and moves:
             raise InputError(f"experts of '{layer.name}' cannot move: {order.weights.refusal}")
-        held = balanced(layer.rows, order.weights.ranks)
-        before, after = _busiest(layer, order.held, order.weights.ranks), _busiest(layer, held, order.weights.ranks)
-        if after < before:
+        gain = _proposal(order, layer, moves)
+        if gain.imbalance < gain.imbalance_before:
             rounds = [0] * dist.get_world_size()
-            dist.all_gather_object(rounds, counts.layers[place].further_rounds(held))
-            mean = max(sum(layer.rows), 1) / order.weights.ranks
-            num_moved = _num_moved(order, held)
-            saved = layer.further_rounds - max(rounds)
-            gain = LayerMove(layer.name, held, num_moved, before / mean, after / mean, before - after, saved)
-            proposals.append((order, gain))
+            dist.all_gather_object(rounds, counts.layers[place].further_rounds(gain.held, gain.shadows))
+            proposals.append((order, replace(gain, rounds_saved=layer.further_rounds - max(rounds))))
     modules = [order.module for order, _ in proposals]
     if len(set(modules)) < len(modules):
         raise InputError("experts that a step runs several times cannot move: their loads differ")
     return proposals
 
 
-def _busiest(layer: LayerLoads, held: tuple[int, ...], ranks: int) -> int:
-    rows = with_experts(layer.rows, held)
-    each = len(rows) // ranks
-    return max(sum(rows[start : start + each]) for start in range(0, len(rows), each))
+def _proposal(order: ExpertOrder, layer: LayerLoads, moves: bool) -> LayerMove:
+    """The experts with most rows get shadows, and the others are dealt to ranks."""
+    ranks, before = order.weights.ranks, layer.imbalance(order.weights.ranks)
+    by_rows = sorted(range(len(layer.rows)), key=lambda expert: (-layer.rows[expert], expert))
+    shadows = tuple(sorted(by_rows[: order.weights.shadows]))
+
+    def dealt(shadows: tuple[int, ...]) -> LayerLoads:
+        rows = [0 if expert in shadows else rows for expert, rows in enumerate(layer.rows)]
+        return replace(layer, held=balanced(rows, ranks), shadows=shadows)
+
+    by_moves, by_shadows = dealt(order.shadows).imbalance(ranks), replace(layer, shadows=shadows).imbalance(ranks)
+    best = dealt(shadows) if moves else replace(layer, held=order.held, shadows=shadows)
+    saved = round((before - best.imbalance(ranks)) * sum(layer.rows) / ranks)
+    num_moved = _num_moved(order, best.held)
+    return LayerMove(
+        layer.name, best.held, num_moved, before, best.imbalance(ranks), by_moves, by_shadows, saved, 0, shadows
+    )
 
 
 def _num_moved(order: ExpertOrder, held: tuple[int, ...]) -> int:
@@ -153,6 +172,7 @@ def move(
     InputError before anything moves.
     """
     tensors = []
+    orders = [(order, held) for order, held in orders if held != order.held]
     for order, held in orders:
         index = torch.tensor([order.held.index(expert) for expert in held])
         for name in order.weights.names:

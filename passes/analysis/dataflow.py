@@ -11,6 +11,7 @@ from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of, output_ports, po
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.precision import cast_gradient
 from galvatron_fx.ir.graph.symbols import BATCH
+from galvatron_fx.ir.kernels.experts import shadows
 from galvatron_fx.ir.plan.strategy import original_name
 
 aten = torch.ops.aten
@@ -50,7 +51,8 @@ def made_of_parameters(graph: fx.GraphModule) -> set[fx.Node]:
     for node in graph.graph.nodes:
         if node.op == "call_function" and meta_of(node).phase == "forward":
             sources = input_nodes(node)
-            if sources and all(source in parameters or source in alone for source in sources):
+            knows_all = bool(sources) or node.target is shadows  # of experts, which the runtime names
+            if knows_all and all(source in parameters or source in alone for source in sources):
                 alone.add(node)
     return alone
 

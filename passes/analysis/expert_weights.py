@@ -13,7 +13,16 @@ from galvatron_fx.ir.graph.collectives import all_gather, shard
 from galvatron_fx.ir.graph.further_rounds import FurtherRounds
 from galvatron_fx.ir.graph.metadata import meta_of, ports
 from galvatron_fx.ir.graph.op_call import is_getitem
-from galvatron_fx.ir.kernels.experts import collect, in_round, place_by_rank, received_order, route, spread
+from galvatron_fx.ir.kernels.experts import (
+    collect,
+    in_round,
+    lend,
+    place_by_rank,
+    received_order,
+    route,
+    spread,
+    with_shadows,
+)
 from galvatron_fx.ir.plan.strategy import original_name
 
 __all__ = ["ROUTES", "ExpertWeights", "expert_weights"]
@@ -23,19 +32,22 @@ ROUTES = (route, place_by_rank)
 
 _aten = torch.ops.aten
 _SWAPS = (_aten.transpose.int, _aten.permute.default)
-_KEEP = (_aten._to_copy.default, _aten.clone.default, _aten.detach.default, _aten.alias.default, all_gather, shard)
+_KEEP = (_aten._to_copy.default, _aten.clone.default, _aten.detach.default, _aten.alias.default)
+_KEEP_TOO = (all_gather, shard, with_shadows)
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
     """Experts of one module: how many, ``ranks`` that hold equal runs of them (1: each holds all), and the names of the
-    parameters that do; ``refusal``: why these cannot be put in another order, or nothing.
+    parameters that do; ``refusal``: why these cannot be put in another order, or nothing; ``shadows``: how many of them
+    all ranks compute.
     """
 
     experts: int
     ranks: int
     names: tuple[str, ...]
     refusal: str = ""
+    shadows: int = 0
 
 
 def expert_weights(graph: fx.GraphModule) -> dict[str, ExpertWeights]:
@@ -70,7 +82,12 @@ def _layer(node: fx.Node, names: Mapping[fx.Node, tuple[str, str]]) -> ExpertWei
         elif wrong := _other_reader(source):
             refusal = f"'{name}' is read by '{wrong.name}', too, which is no product of experts"
         weights[name] = None
-    return ExpertWeights(experts, ranks, tuple(weights), refusal)
+    return ExpertWeights(experts, ranks, tuple(weights), refusal, _num_shadows(node))
+
+
+def _num_shadows(node: fx.Node) -> int:
+    named = node.args[3] if len(node.args) > 3 else None
+    return meta_of(named).spec.shape[0] if isinstance(named, fx.Node) else 0
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
@@ -111,7 +128,7 @@ def _keeps_order(node: fx.Node) -> bool:
         rank = len(meta_of(node).spec.shape)
         places = [int(dim) % rank for dim in dims]  # type: ignore[arg-type]
         return places[0] == 0 if node.target is _aten.permute.default else 0 not in places
-    return node.target in _KEEP
+    return node.target in (*_KEEP, *_KEEP_TOO)
 
 
 def _source(node: fx.Node | None) -> fx.Node:
@@ -128,6 +145,11 @@ def _other_reader(source: fx.Node) -> fx.Node | None:
         for user in pending.pop().users:
             if _keeps_order(user) or is_getitem(user):
                 pending.append(user)
-            elif user.op != "output" and user.target is not spread and not _is_grouped(user) and not _is_rounds(user):
+            elif (
+                user.op != "output"
+                and user.target not in (spread, lend)
+                and not _is_grouped(user)
+                and not _is_rounds(user)
+            ):
                 return user
     return None

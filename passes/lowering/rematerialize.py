@@ -12,6 +12,7 @@ from galvatron_fx.ir.graph.metadata import meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.precision import cast_parameter
 from galvatron_fx.ir.graph.rewrite import copy_node, eliminate_dead_code
+from galvatron_fx.ir.kernels.experts import with_shadows
 from galvatron_fx.ir.plan.strategy import Strategy
 from passes.analysis.dataflow import made_of_parameters
 
@@ -73,12 +74,14 @@ def _leaves_block(node: fx.Node) -> bool:
 
 
 def _gathered(graph: fx.GraphModule, alone: set[fx.Node]) -> set[fx.Node]:
-    """Those of the nodes made from parameters ``alone`` that lie behind a gather or a cast: what is used of them, and
-    views of it.
+    """Those of the nodes made from parameters ``alone`` that lie behind a gather, a cast, or a copy that has shadow
+    experts, too: what is used of them, and views of it.
     """
     gathered: set[fx.Node] = set()
     for node in graph.graph.nodes:
-        behind = node.target in (all_gather, cast_parameter) or any(source in gathered for source in input_nodes(node))
+        behind = node.target in (all_gather, cast_parameter, with_shadows) or any(
+            source in gathered for source in input_nodes(node)
+        )
         if node in alone and behind:
             gathered.add(node)
     return gathered

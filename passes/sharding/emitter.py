@@ -10,19 +10,23 @@ from torch import fx
 
 from galvatron_fx.ir.graph.collectives import all_reduce
 from galvatron_fx.ir.graph.metadata import NodeMeta, TensorSpec, meta_of, set_meta
+from galvatron_fx.ir.graph.placement import NO_EXCHANGE, Exchange
 from galvatron_fx.ir.graph.rewrite import write_call
 from passes.sharding.rules import OpRule
 
 
 @dataclass(frozen=True)
 class Emitter:
-    """Writes nodes with facts like those of the node being expanded by ``rule``; ``written``: all of them, in order."""
+    """Writes nodes with facts like those of the node being expanded by ``rule``; ``exchange``: the room for rows of
+    experts; ``written``: all of the nodes, in order.
+    """
 
     graph: fx.Graph
     like: NodeMeta
     axis: int
     degree: int
     rule: OpRule
+    exchange: Exchange = NO_EXCHANGE
     written: list[fx.Node] = field(default_factory=list)
 
     def emit(self, target: Any, args: tuple[Any, ...], spec: TensorSpec | None, **kwargs: Any) -> fx.Node:
@@ -32,9 +36,11 @@ class Emitter:
         self.written.append(node)
         return node
 
-    def emit_multi(self, target: Any, args: tuple[Any, ...], specs: Sequence[TensorSpec | None]) -> fx.Node:
+    def emit_multi(
+        self, target: Any, args: tuple[Any, ...], specs: Sequence[TensorSpec | None], **kwargs: Any
+    ) -> fx.Node:
         """Append a call with several outputs."""
-        node = write_call(self.graph, target, args)
+        node = write_call(self.graph, target, args, kwargs)
         set_meta(node, self.like.having(specs=tuple(specs), multi_output=True))
         self.written.append(node)
         return node

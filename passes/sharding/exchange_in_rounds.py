@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from galvatron_fx.ir.errors import ShardingError
-from galvatron_fx.ir.graph.further_rounds import FurtherRounds
+from galvatron_fx.ir.graph.further_rounds import FurtherRounds, Room
 from galvatron_fx.ir.graph.local_program import record_program
 from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
@@ -43,7 +43,7 @@ class ExchangeInRounds:
         """Rewrite ``graph`` in place and return it."""
         for node in graph.graph.find_nodes(op="call_function", target=in_round):
             exchange = _Exchange.of(graph, node)
-            if exchange.slots < meta_of(node).spec.shape[0]:
+            if exchange.may_lack_room:
                 exchange.write()
         return graph
 
@@ -54,7 +54,7 @@ class _Exchange:
 
     ``place``: where each row lies in the first round; ``nodes``: all that differs from round to round; ``sums``: what
     adds rows up, so that it is the same for all rounds once their terms are added; both in order. ``counts``: of all
-    ranks, of which there are ``ranks``.
+    ranks; ``room``: for rows of one round.
     """
 
     graph: fx.GraphModule
@@ -62,14 +62,22 @@ class _Exchange:
     nodes: tuple[fx.Node, ...]
     sums: tuple[fx.Node, ...]
     counts: fx.Node
-    ranks: int
-    slots: int
+    room: Room
 
     @classmethod
     def of(cls, graph: fx.GraphModule, place: fx.Node) -> _Exchange:
         _, counts, ranks, slots = place.args[:4]
         assert isinstance(counts, fx.Node) and isinstance(ranks, int) and isinstance(slots, int)
-        return cls(graph, place, *_region([place, _order_beside(place)]), counts, ranks, slots)
+        kept = int(place.kwargs.get("shadow_slots", 0))  # type: ignore[arg-type]
+        order = _order_beside(place)
+        shadows = meta_of(order.args[2]).spec.shape[0] if kept else 0  # type: ignore[arg-type]
+        return cls(graph, place, *_region([place, order]), counts, Room(ranks, slots, shadows, kept))
+
+    @property
+    def may_lack_room(self) -> bool:
+        """Whether some routing has more rows than one round has room for."""
+        rows = meta_of(self.place).spec.shape[0]
+        return self.room.slots < rows or 0 < self.room.shadow_slots < rows
 
     def write(self) -> None:
         """Write the nodes of further rounds, in forward and in backward."""
@@ -82,8 +90,8 @@ class _Exchange:
         body, inputs = self._round(sums)
         args = (self.counts, *sums, *inputs)
         rows = meta_of(self.place).spec.shape[0]
-        expected = -(-rows // (self.ranks * self.slots)) - 1
-        rounds = FurtherRounds(body, len(sums), self.ranks, self.slots, expected)
+        expected = -(-rows // (self.room.ranks * self.room.slots)) - 1
+        rounds = FurtherRounds(body, len(sums), self.room, expected)
         late = _put_off(sums, args)
         with self.graph.graph.inserting_after(max(args)):
             call = write_call(self.graph.graph, rounds, args)
@@ -116,7 +124,7 @@ class _Exchange:
         for node in needed:
             copies[node] = copy_node(new, node, copies.__getitem__)
             if node.target in (in_round, received_order):
-                copies[node].args = (*copies[node].args, start)
+                copies[node].kwargs = {**copies[node].kwargs, "start": start}
         new.output(tuple(copies[node] for node in sums))
         return graph_module(self.graph, new, "Round"), inputs
 

@@ -18,7 +18,7 @@ from torch import fx
 from galvatron_fx.ir.graph.collectives import all_gather, all_to_all, gather_mirrored, local_index, shard
 from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
 from galvatron_fx.ir.graph.placement import Shard
-from galvatron_fx.ir.kernels.experts import in_round, pack, place_by_rank, received_order, unpack, unsort
+from galvatron_fx.ir.kernels.experts import in_round, pack, place_by_rank, received_order, shadows, unpack, unsort
 from passes.sharding.emitter import Builder, Emitter, Outputs
 from passes.sharding.exchange_expansions import (
     among_more_orders,
@@ -243,21 +243,37 @@ def exchanging_route(
     (experts,) = inputs
     place_spec, order_spec, ends_spec = outputs
     assert place_spec is not None and order_spec is not None
-    num_experts, slots = int(node.args[1]), order_spec.shape[0] // e.degree  # type: ignore[arg-type]
-    counts_spec = TensorSpec((num_experts,), torch.int64)
-    by_rank, counts = _outputs(e, place_by_rank, (experts, num_experts, e.degree), (place_spec, counts_spec))
-    all_counts = e.emit(all_gather, (counts, 0, 1, e.axis), TensorSpec((e.degree * num_experts,), torch.int64))
-    table = [e.degree, num_experts]
-    of_ranks = e.emit(aten.reshape.default, (all_counts, table), TensorSpec(tuple(table), torch.int64))
-    received_spec = TensorSpec((e.degree, num_experts // e.degree), torch.int64)
-    received = e.emit(shard, (of_ranks, 1, 1, e.axis), received_spec)
-    place = e.emit(in_round, (by_rank, all_counts, e.degree, slots), place_spec)
-    return [place, *_outputs(e, received_order, (received, slots), (order_spec, ends_spec))]
+    num_experts, rows = int(node.args[1]), place_spec.shape[0] * e.degree  # type: ignore[arg-type]
+    num_shadows, slots = e.exchange.shadows, e.exchange.slots(rows, e.degree)
+    num_counts = num_experts + num_shadows
+    to_place: tuple[Any, ...] = (experts, num_experts, e.degree)
+    if num_shadows:
+        to_place = (*to_place, e.emit(shadows, (num_shadows,), _counts(num_shadows)))
+    by_rank, counts = _outputs(e, place_by_rank, to_place, (place_spec, _counts(num_counts)))
+    all_counts = e.emit(all_gather, (counts, 0, 1, e.axis), _counts(e.degree * num_counts))
+    of_ranks = e.emit(aten.reshape.default, (all_counts, [e.degree, num_counts]), _counts(e.degree, num_counts))
+    if num_shadows:
+        of_ranks = e.emit(aten.slice.Tensor, (of_ranks, 1, 0, num_experts), _counts(e.degree, num_experts))
+    received = e.emit(shard, (of_ranks, 1, 1, e.axis), _counts(e.degree, num_experts // e.degree))
+    if not num_shadows:
+        place = e.emit(in_round, (by_rank, all_counts, e.degree, slots), place_spec)
+        return [place, *_outputs(e, received_order, (received, slots), (order_spec, ends_spec))]
+    kept = {"shadow_slots": e.exchange.shadow_slots(rows, e.degree)}
+    place = e.emit(in_round, (by_rank, all_counts, e.degree, slots), place_spec, **kept)
+    own = e.emit(aten.slice.Tensor, (counts, 0, num_experts, num_counts), _counts(num_shadows))
+    ends_spec = TensorSpec((num_experts // e.degree + num_shadows,), torch.int32)
+    return [place, *_outputs(e, received_order, (received, slots, own), (order_spec, ends_spec), **kept)]
 
 
-def _outputs(e: Emitter, target: Any, args: tuple[Any, ...], specs: Sequence[TensorSpec | None]) -> Outputs:
+def _counts(*shape: int) -> TensorSpec:
+    return TensorSpec(shape, torch.int64)
+
+
+def _outputs(
+    e: Emitter, target: Any, args: tuple[Any, ...], specs: Sequence[TensorSpec | None], **kwargs: Any
+) -> Outputs:
     """Append a call with several outputs, and what takes them apart."""
-    call = e.emit_multi(target, args, specs)
+    call = e.emit_multi(target, args, specs, **kwargs)
     return [e.emit(operator.getitem, (call, i), spec) for i, spec in enumerate(specs)]
 
 
@@ -268,8 +284,7 @@ def exchanging_dispatch(
     x, place, order = inputs
     out = outputs[0]
     assert out is not None
-    received = _to_ranks(e, e.emit(pack, (x, place, node.args[3], out.shape[0]), out))
-    rows = e.emit(aten.reshape.default, (received, list(out.shape)), out)
+    rows = _exchanged(e, e.emit(pack, (x, place, node.args[3], out.shape[0]), out), meta_of(place).spec.shape[0])
     return [e.emit(aten.index_select.default, (rows, 0, order), out)]
 
 
@@ -278,10 +293,21 @@ def exchanging_combine(
 ) -> Outputs:
     """Send rows back to the ranks of their tokens, and add up the copies of each."""
     rows, place, order = inputs
-    spec = meta_of(rows).spec
-    received = _to_ranks(e, e.emit(unsort, (rows, order), _like(rows)))
-    by_rank = e.emit(aten.reshape.default, (received, list(spec.shape)), _like(rows))
+    by_rank = _exchanged(e, e.emit(unsort, (rows, order), _like(rows)), meta_of(place).spec.shape[0])
     return [e.emit(unpack, (by_rank, place, node.args[3]), outputs[0])]
+
+
+def _exchanged(e: Emitter, x: fx.Node, rows: int) -> fx.Node:
+    """Send each rank's part of the rows in the slots of ``x``; those behind, of shadows, stay. ``rows``: of a rank."""
+    size, *rest = meta_of(x).spec.shape
+    dtype, kept = meta_of(x).spec.dtype, e.exchange.shadow_slots(rows * e.degree, e.degree)
+    parts = []
+    for start, end in ((0, size - kept), (size - kept, size)) if kept else ():
+        parts.append(e.emit(aten.slice.Tensor, (x, 0, start, end), TensorSpec((end - start, *rest), dtype)))
+    received = _to_ranks(e, parts[0] if kept else x)
+    by_rank = TensorSpec((size - kept, *rest), dtype)
+    moved = e.emit(aten.reshape.default, (received, list(by_rank.shape)), by_rank)
+    return e.emit(aten.cat.default, ([moved, parts[1]],), meta_of(x).spec) if kept else moved
 
 
 def _to_ranks(e: Emitter, x: fx.Node) -> fx.Node:

@@ -15,14 +15,18 @@ from galvatron_fx.ir.kernels.experts import (
     collect,
     combine,
     dispatch,
+    give_back,
     in_round,
+    lend,
     pack,
     place_by_rank,
     received_order,
     route,
+    shadows,
     spread,
     unpack,
     unsort,
+    with_shadows,
 )
 from passes.sharding.rules import OpRule, register_rule, torch_rules
 
@@ -104,7 +108,7 @@ def _place_by_rank(call: OpCall, degree: int) -> list[OpRule]:
 
 def _has_more(call: OpCall, degree: int) -> bool:
     """Whether the experts of a rank can be split once more."""
-    return bool(call.args[1] % (call.args[2] * degree) == 0)
+    return len(call.inputs) == 1 and bool(call.args[1] % (call.args[2] * degree) == 0)
 
 
 @register_rule(in_round)
@@ -116,7 +120,7 @@ def _in_round(call: OpCall, degree: int) -> list[OpRule]:
 @register_rule(received_order)
 def _received_order(call: OpCall, degree: int) -> list[OpRule]:
     """counts [ranks, experts] -> order [rows], ends [experts]."""
-    return [OpRule((_EXCHANGED, _OWN_ENDS), (ROUTED_ENDS,), "among_more_orders")]
+    return [OpRule((_EXCHANGED, _OWN_ENDS), (ROUTED_ENDS,), "among_more_orders")] if len(call.inputs) == 1 else []
 
 
 @register_rule(pack)
@@ -135,6 +139,30 @@ def _unpack(call: OpCall, degree: int) -> list[OpRule]:
 def _unsort(call: OpCall, degree: int) -> list[OpRule]:
     """rows [rows, ...], order [rows] -> [rows, ...]."""
     return [OpRule((_EXCHANGED,), (_EXCHANGED, _EXCHANGED)), *_along_features(call)]
+
+
+@register_rule(lend)
+def _lend(call: OpCall, degree: int) -> list[OpRule]:
+    """weights [experts, ...], experts [shadows] -> [shadows, ...]: split what each expert has; linear."""
+    return _along_features(call)
+
+
+@register_rule(with_shadows)
+def _with_shadows(call: OpCall, degree: int) -> list[OpRule]:
+    """weights [experts, ...], lent [shadows, ...] -> [experts + shadows, ...]: likewise."""
+    return [OpRule(rule.outputs, (*rule.inputs[:1], *rule.inputs[:1])) for rule in _along_features(call)]
+
+
+@register_rule(give_back)
+def _give_back(call: OpCall, degree: int) -> list[OpRule]:
+    """gradients [experts + shadows, ...], lent [shadows, ...], experts [shadows] -> [experts, ...]: likewise."""
+    return [OpRule(rule.outputs, (*rule.outputs, *rule.outputs, REPLICATE)) for rule in _along_features(call)]
+
+
+@register_rule(shadows)
+def _shadows(call: OpCall, degree: int) -> list[OpRule]:
+    """Which experts every rank computes: all know."""
+    return []
 
 
 @register_rule(torch.ops.aten.index_select.default)

@@ -28,15 +28,16 @@ from galvatron_fx.ir.graph.local_program import record_program, record_step, ren
 from galvatron_fx.ir.graph.metadata import Dim, NodeMeta, Placements, TensorSpec, meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
 from galvatron_fx.ir.graph.placement import (
+    NO_EXCHANGE,
     PARTIAL,
     REPLICATE,
+    Exchange,
     Exchanged,
     Partial,
     Placement,
     Replicate,
     Shard,
     between,
-    exchange_slots,
     is_mirror_image,
     is_routed,
     local_shape,
@@ -47,6 +48,7 @@ from passes.sharding.emitter import Emitter
 from passes.sharding.expansions import EXPANSIONS
 from passes.sharding.local_args import localize_args, lowered_target, map_inputs
 from passes.sharding.rules import OpRule
+from passes.sharding.shadow_experts import lent_weights, returned_gradients, shadows_of
 
 
 @dataclass(frozen=True)
@@ -82,18 +84,16 @@ class InsertCollectives:
 
     Rewrite: ``y = mm(x, w)`` with ``x: S(1)``, ``w: S(0)`` and a consumer that takes ``y`` replicated ->
     ``y = mm(x_local, w_local); y_1 = all_reduce(y, "sum", axis)``.
-    ``capacities``: of each block's exchange of rows (:class:`galvatron_fx.ir.plan.strategy.Strategy`); ``parts``: ranks
-    of the axes behind this one that take part in it.
+    ``exchanges``: the room for rows of experts of each block.
     Raises ShardingError for a change of placement that has no meaning (Shard to Partial).
     """
 
     sharding: AxisSharding
-    capacities: Sequence[float] = ()
-    parts: Sequence[int] = ()
+    exchanges: Sequence[Exchange] = ()
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Return a new graph whose shapes are local to the axis; ``graph`` is left as it is."""
-        lowered = _Lowering(self.sharding, self.capacities, self.parts, fx.Graph())
+        lowered = _Lowering(self.sharding, self.exchanges, fx.Graph())
         for node in graph.graph.nodes:
             lowered.add(node)
         result = graph_module(graph, lowered.graph)
@@ -105,13 +105,11 @@ class InsertCollectives:
 class _Lowering:
     """State of one run: the new graph, the new node of every old one, and the redistributions made so far."""
 
-    def __init__(
-        self, sharding: AxisSharding, capacities: Sequence[float], parts: Sequence[int], graph: fx.Graph
-    ) -> None:
+    def __init__(self, sharding: AxisSharding, exchanges: Sequence[Exchange], graph: fx.Graph) -> None:
         self.sharding = sharding
-        self.capacities = capacities
-        self.parts = parts
+        self.exchanges = exchanges
         self.graph = graph
+        self._lent: dict[fx.Node, fx.Node] = {}
         self._new: dict[fx.Node, fx.Node] = {}
         self._changes: dict[tuple[fx.Node, Placement], fx.Node] = {}
 
@@ -153,7 +151,7 @@ class _Lowering:
         record = meta_of(new_source)
         specs = (record.specs[int(index)],)  # type: ignore[arg-type]
         self._copy_facts(node, new, specs, _placed(node, (self.sharding.placement(node),)))
-        self._new[node] = new
+        self._new[node] = self._of_own_experts(node, new, self.sharding.rules[source])  # type: ignore[index]
 
     def _record_picked(self, new: fx.Node, node: fx.Node, placement: Placement) -> None:
         """Let a result of a local program lie as ``node`` did, which picked it out of the operator expanded here."""
@@ -172,28 +170,57 @@ class _Lowering:
             self._redistributed(source, want, record)
             for source, want in zip(input_nodes(node), rule.inputs, strict=True)
         ]
-        degree = self.sharding.degree
-        capacity = self.capacities[max(record.block, 0)] if rule.exchanges else 1.0
-        parts = self.parts[max(record.block, 0)] if rule.exchanges else 1
-        outputs = tuple(
-            _localized(s, p, degree, capacity, parts) for s, p in zip(record.specs, rule.outputs, strict=True)
-        )
+        degree, exchange = self.sharding.degree, self._exchange(record, rule)
+        outputs = tuple(_localized(s, p, degree, exchange) for s, p in zip(record.specs, rule.outputs, strict=True))
         placements = _placed(node, rule.outputs)
         if rule.expansion:
-            like = record.having(placements=(), step=None)
-            emitter = Emitter(self.graph, like, self.sharding.axis, degree, rule)
+            emitter = self._emitter(record, rule)
             values = EXPANSIONS[rule.expansion](emitter, node, inputs, outputs)
             results = {result: (placed,) for result, placed in zip(values, placements, strict=True)}
             record_program(rule.expansion, emitter.written, results, len(placements[0]))
             self._new[node] = values if record.multi_output else values[0]  # type: ignore[assignment]
             return
+        if exchange.shadows:
+            inputs = [self._with_shadows(n, inputs, record, rule, i) for i, n in enumerate(inputs)]
+            outputs = tuple(
+                _with_more(s, exchange.shadows) if _is_of_experts(p) else s
+                for s, p in zip(outputs, rule.outputs, strict=True)
+            )
         local = localize_args(node.target, node.args, outputs)
         args, kwargs = map_inputs((local, node.kwargs), inputs)
         new = write_call(self.graph, lowered_target(node.target), args, kwargs, node.name)
         self._copy_facts(node, new, outputs, placements)
         if rule.exchanges and is_matmul(node.target):  # type: ignore[arg-type]
-            set_meta(new, meta_of(new).having(filled=record.filled * _due_share(node, rule, degree, capacity, parts)))
-        self._new[node] = new
+            set_meta(new, meta_of(new).having(filled=record.filled * _due_share(node, rule, degree, exchange)))
+        self._new[node] = new if record.multi_output else self._of_own_experts(node, new, rule)
+
+    def _exchange(self, record: NodeMeta, rule: OpRule) -> Exchange:
+        return self.exchanges[max(record.block, 0)] if rule.exchanges else NO_EXCHANGE
+
+    def _emitter(self, like: NodeMeta, rule: OpRule) -> Emitter:
+        like, exchange = like.having(placements=(), step=None), self._exchange(like, rule)
+        return Emitter(self.graph, like, self.sharding.axis, self.sharding.degree, rule, exchange)
+
+    def _with_shadows(
+        self, new: fx.Node, inputs: list[fx.Node], consumer: NodeMeta, rule: OpRule, position: int
+    ) -> fx.Node:
+        """What an operator takes of experts, with that of shadows behind it; anything else as it is."""
+        if not _is_of_experts(rule.inputs[position]):
+            return new
+        if new not in self._lent:
+            ends = next(n for n, p in zip(inputs, rule.inputs, strict=True) if p == Shard(0, routed=True))
+            emitter = self._emitter(consumer.having(value=-1), rule)
+            self._lent[new] = lent_weights(emitter, new, shadows_of(ends))
+        return self._lent[new]
+
+    def _of_own_experts(self, node: fx.Node, new: fx.Node, rule: OpRule) -> fx.Node:
+        """What an operator leaves of experts, without that of shadows, which their owners have; else as it is."""
+        record = meta_of(node)
+        if not self._exchange(record, rule).shadows or not _is_of_experts(self.sharding.placement(node)):
+            return new
+        call = new.all_input_nodes[0] if is_getitem(new) else new
+        ends = next(n for n, p in zip(input_nodes(call), rule.inputs, strict=True) if p == Shard(0, routed=True))
+        return returned_gradients(self._emitter(record, rule), new, shadows_of(ends))
 
     def _add_output(self, node: fx.Node) -> None:
         wanted = self.sharding.outputs
@@ -273,30 +300,39 @@ def _placed(node: fx.Node, axis_placements: tuple[Placement, ...]) -> Placements
     return tuple((*placed, here) for placed, here in zip(earlier, axis_placements, strict=True))
 
 
-def _due_share(node: fx.Node, rule: OpRule, degree: int, capacity: float, parts: int) -> float:
+def _is_of_experts(placement: Placement) -> bool:
+    """Whether an operator on exchanged rows takes or leaves so what each of the experts has."""
+    return placement == Shard(0)
+
+
+def _with_more(spec: TensorSpec | None, rows: int) -> TensorSpec | None:
+    return spec and TensorSpec((spec.shape[0] + rows, *spec.shape[1:]), spec.dtype)
+
+
+def _due_share(node: fx.Node, rule: OpRule, degree: int, exchange: Exchange) -> float:
     """Of the rows that there is room for, how many the busiest rank has, if it has ``capacity`` times the mean."""
     placed = zip(input_nodes(node), rule.inputs, strict=True)
     rows = next(meta_of(source).spec.shape[p.dim] for source, p in placed if isinstance(p, Exchanged))
-    due = max(1.0, capacity) * rows / degree
-    return min(1.0, due / (degree * exchange_slots(rows, degree, capacity, parts)))
+    due = max(1.0, exchange.capacity) * rows / degree
+    return min(1.0, due / exchange.room(rows, degree))
 
 
 @lru_cache(maxsize=1 << 16)
 def _localized(
-    spec: TensorSpec | None, placement: Placement, degree: int, capacity: float = 1.0, parts: int = 1
+    spec: TensorSpec | None, placement: Placement, degree: int, exchange: Exchange = NO_EXCHANGE
 ) -> TensorSpec | None:
     if spec is not None and isinstance(placement, Exchanged):
-        return _exchanged(spec, placement.dim, degree, capacity, parts)
+        return _exchanged(spec, placement.dim, degree, exchange)
     if spec is None or not isinstance(placement, Shard):
         return spec
     shape = local_shape(placement, spec.shape, degree)
     return TensorSpec(shape, spec.dtype, _scaled(spec, placement, 1, degree), _runs(spec, placement, 1, degree))
 
 
-def _exchanged(spec: TensorSpec, dim: int, degree: int, capacity: float, parts: int) -> TensorSpec:
+def _exchanged(spec: TensorSpec, dim: int, degree: int, exchange: Exchange) -> TensorSpec:
     """Rows along ``dim`` as far as a rank has room for them."""
     rows = spec.shape[dim]
-    room = degree * exchange_slots(rows, degree, capacity, parts)
+    room = exchange.room(rows, degree)
     shape = (*spec.shape[:dim], room, *spec.shape[dim + 1 :])
     dims = _scaled(spec, Shard(dim), room, rows)
     return TensorSpec(shape, spec.dtype, dims, spec.batch_split_factors)

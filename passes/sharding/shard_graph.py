@@ -11,11 +11,13 @@ from torch import fx
 
 from cost_models.node_cost import cost_at
 from galvatron_fx.ir.cluster.cluster import Axis, Device
+from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.graph.layout import Layout, MergedAxis, set_layout
 from galvatron_fx.ir.graph.metadata import meta_of, ports, set_meta, signature
 from galvatron_fx.ir.graph.pass_pipeline import PassControl, PassPipeline
-from galvatron_fx.ir.graph.placement import REPLICATE, Placement
+from galvatron_fx.ir.graph.placement import REPLICATE, Exchange, Placement
 from galvatron_fx.ir.graph.rewrite import copied
+from galvatron_fx.ir.kernels.experts import route
 from galvatron_fx.ir.plan.strategy import BATCH_ROLES, EXPERT_ROLES, LOWERING_ORDER, PIPELINE, Strategy
 from passes.sharding.assign_shardings import AssignShardings
 from passes.sharding.dense_arguments import DenseArguments
@@ -83,8 +85,7 @@ class ShardGraph:
                 placed[index] = sharding.inputs[node]
             for taken, out in zip(outputs, sharding.outputs, strict=True):
                 taken[index] = out
-            capacities, parts = self._exchanges(columns, index)
-            graph = apply(InsertCollectives(sharding, capacities, parts), graph)
+            graph = apply(InsertCollectives(sharding, self._exchanges(graph, columns, index)), graph)
             batches = [_left(batch, role) for batch, role in zip(batches, roles, strict=True)]
         keep = [strategy.keep_gathered for strategy in self.strategies]
         steps = ShardParameters(columns, inputs, outputs, self.fixed, keep), RestoreGradients(), DenseArguments()
@@ -94,18 +95,39 @@ class ShardGraph:
         set_layout(graph, Layout(columns, tuple(map(tuple, inputs)), tuple(map(tuple, outputs))))
         return graph
 
-    def _exchanges(self, columns: Sequence[MergedAxis], index: int) -> tuple[list[float], list[int]]:
-        """For each block's exchange of rows on a column: its capacity, where no column before it has one, and the ranks
-        of the columns behind it that take part.
+    def _exchanges(self, graph: fx.GraphModule, columns: Sequence[MergedAxis], index: int) -> list[Exchange]:
+        """The room of each block's exchange of rows on a column: by its capacity, where no column before it has one,
+        and so that the ranks of the columns behind it can take part.
         """
 
         def ranks(block: int, some: Sequence[MergedAxis]) -> int:
             return prod(column.degree for column in some if column.roles[block] in EXPERT_ROLES)
 
-        before = [ranks(block, columns[:index]) for block in range(len(self.strategies))]
-        behind = [ranks(block, columns[index + 1 :]) for block in range(len(self.strategies))]
-        capacities = [s.capacity if n == 1 else 1.0 for s, n in zip(self.strategies, before, strict=True)]
-        return capacities, behind
+        experts: dict[int, int] = {}
+        for node in graph.graph.find_nodes(op="call_function", target=route):
+            block, count = max(meta_of(node).block, 0), int(node.args[1])
+            experts[block] = min(count, experts.get(block, count))
+        exchanges = []
+        for block, strategy in enumerate(self.strategies):
+            before, behind = ranks(block, columns[:index]), ranks(block, columns[index + 1 :])
+            if strategy.shadows and block in experts and columns[index].roles[block] in EXPERT_ROLES:
+                _check_shadows(strategy, block, experts[block], max(before, behind) > 1)
+            capacity = strategy.capacity if before == 1 else 1.0
+            exchanges.append(Exchange(capacity, behind, strategy.shadows, experts.get(block, 1)))
+        return exchanges
+
+
+def _check_shadows(strategy: Strategy, block: int, num_experts: int, told_apart: bool) -> None:
+    if strategy.shadows >= num_experts:
+        raise PlanError(
+            f"block {block} has {strategy.shadows} shadows of {num_experts} experts: give shadows below {num_experts}, "
+            f"or role 'data', under which every rank has all of them"
+        )
+    if told_apart:
+        raise PlanError(
+            f"block {block} has {strategy.shadows} shadows of experts that several axes split which other blocks tell "
+            f"apart: give these axes the same roles in all blocks, or shadows=0"
+        )
 
 
 def _reshaping(graph: fx.GraphModule) -> fx.GraphModule:

@@ -98,7 +98,8 @@ def _strategy(random: Random, roles: tuple[str, ...]) -> Strategy:
     capacity = random.choice((0.25, 0.5, 1.0, 1.25, 2.0)) if "expert" in roles else CAPACITY
     strategy = Strategy(roles, random.random() < 0.3, random.random() < 0.3, capacity=capacity)
     strategy = with_kept_values(strategy, Random(repr(strategy)))
-    strategy = with_offloaded_values(strategy, Random(f"{strategy}, on the host"))
+    shadows = Random(f"{strategy}, shadows").choice((0, 0, 1, 2)) if roles.count("expert") == 1 else 0
+    strategy = with_offloaded_values(replace(strategy, shadows=shadows), Random(f"{strategy}, on the host"))
     return with_slices(strategy, Random(f"{strategy}, in slices"))
 
 
@@ -149,7 +150,8 @@ def simpler(plan: PlanDraw) -> Iterator[PlanDraw]:
         here = strategy.without_offload()
         keeps_all = replace(here, recompute=False, keeps=(), num_values=0)
         whole = replace(strategy, split_gathers=1)
-        for plain in {here, keeps_all, whole, replace(strategy, keep_gathered=False)} - {strategy}:
+        fewer = replace(strategy, keep_gathered=False), replace(strategy, shadows=0)
+        for plain in {here, keeps_all, whole, *fewer} - {strategy}:
             yield replace(plan, strategies=(*plan.strategies[:i], plain, *plan.strategies[i + 1 :]))
 
 

@@ -93,6 +93,48 @@ def experts_move(mesh: DeviceMesh) -> None:
         compiled.rebalance_experts()
 
 
+def experts_have_shadows(mesh: DeviceMesh) -> None:
+    """Those with most rows, as data that steps read: training goes on exactly, alone and along with moves."""
+    x = torch.randn(8, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    plain = Mixture(nn.functional.silu, 8)
+    with torch.no_grad():
+        plain.router.bias[5] += 3.0
+    plan = Plan.uniform(MESH, ("expert", "expert"), capacity=0.5, shadows=1)
+    compiled = galvatron_fx.compile(copy.deepcopy(plain), mesh, (x,), plan=plan)
+    models = compiled, plain
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
+    _loads_of_a_step(compiled, plain, x, optimizers)
+    told = compiled.rebalance_experts(optimizers[0])
+    (layer,) = told.layers
+    assert layer.imbalance <= min(layer.by_moves, layer.by_shadows) < layer.imbalance_before, told
+    assert layer.shadows == (5,) and told.received_bytes > 0 and "by shadows alone" in str(told)
+    named = compiled.rebalance_experts(moves=False, dry_run=False)
+    assert named.received_bytes == 0 and named.layers[0].num_moved == 0
+    rounds = _loads_of_a_step(compiled, plain, x, optimizers).further_rounds
+    assert compiled.expert_loads().layers[0].shadows == (5,)
+    assert compiled.expert_loads().imbalance(4) < layer.imbalance_before
+    assert not compiled.rebalance_experts(moves=False).layers
+    compiled.state_dict()  # which experts have shadows is nothing that a checkpoint holds
+    moved = compiled.rebalance_experts(optimizers[0], dry_run=False)
+    after = _loads_of_a_step(compiled, plain, x, optimizers)
+    assert rounds - after.further_rounds <= moved.layers[0].rounds_saved + 1
+    compiled.restore_experts(optimizers[0])
+    _loads_of_a_step(compiled, plain, x, optimizers)
+
+
+def _loads_of_a_step(compiled: Any, plain: Any, x: Tensor, optimizers: list[Any]) -> Any:
+    """Those of one more step, in which it does as the plain model."""
+    rows = rows_of_experts(plain, x)
+    same(compiled.forward_backward(x), plain(x), "loss")
+    plain(x).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    loads = compiled.expert_loads()
+    assert loads.layers[0].rows == rows, (loads, rows)
+    return loads
+
+
 def further_rounds(mesh: DeviceMesh) -> None:
     """Opposite routings take the same memory, as was predicted, and compute what one device does."""
     x = torch.randn(16, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -376,7 +376,7 @@ _CHECKS: tuple[Check, ...] = (
     loss_backward, unlike_neighbours, searched_plan, flat_mesh, gradients_accumulate, evaluation, buffers_update,
     other_batch_shapes, state_dicts, draws_into_shards, checkpoint_to_another_plan, context, meta_device, lazy,
     plan_mismatch, rank_0_searches_for_all, expert_checks.further_rounds, expert_checks.expert_loads,
-    expert_checks.experts_move,
+    expert_checks.experts_move, expert_checks.experts_have_shadows,
 )  # fmt: skip
 CHECKS = {check.__name__: check for check in _CHECKS} | {"experts": partial(expert_checks.experts, FOLDER)}
 

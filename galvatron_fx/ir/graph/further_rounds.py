@@ -9,33 +9,49 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-__all__ = ["FurtherRounds", "num_rounds"]
+__all__ = ["FurtherRounds", "Room"]
 
 
-def num_rounds(counts: Tensor, ranks: int, slots: int) -> int:
-    """In how many rounds ``ranks`` exchange all rows with ``slots`` for each pair; waits for the device.
-
-    ``counts[ranks * experts]``: of each rank, how many rows go to each expert. All ranks have the same.
+@dataclass(frozen=True)
+class Room:
+    """For the rows of one round: ``slots`` for each pair of ``ranks``, and ``shadow_slots`` on each for those of the
+    ``shadows``, experts that it computes itself.
     """
-    of_pairs = counts.view(ranks, ranks, -1).sum(-1)
-    return -(-int(of_pairs.max()) // slots)
+
+    ranks: int
+    slots: int
+    shadows: int = 0
+    shadow_slots: int = 0
+
+    def num_rounds(self, counts: Tensor) -> int:
+        """In how many rounds ranks exchange all rows; waits for the device.
+
+        ``counts[ranks * (experts + shadows)]``: of each rank, how many rows go to each expert, and of how many it keeps
+        for each shadow. All ranks have the same.
+        """
+        of_ranks = counts.view(self.ranks, -1)
+        num_experts = of_ranks.shape[1] - self.shadows
+        of_pairs = of_ranks[:, :num_experts].reshape(self.ranks, self.ranks, -1).sum(-1)
+        rounds = -(-int(of_pairs.max()) // self.slots)
+        if not self.shadows:
+            return rounds
+        kept = of_ranks[:, num_experts:].sum(-1)
+        return max(rounds, -(-int(kept.max()) // self.shadow_slots))
 
 
 @dataclass(frozen=True, eq=False)
 class FurtherRounds:
     """Add what all rounds but the first add to sums; calls return the sums, in whose memory it is.
 
-    ``call(counts, *sums, *inputs)``: ``counts`` as of :func:`num_rounds`, the ``num_sums`` sums after the first round,
-    and what the rounds read. ``body``: one round, ``body(start, *inputs)`` returns terms of the sums, where ``start``
-    says how many rows of each pair of ranks earlier rounds took. Where every pair has enough room it does nothing.
-    ``ranks``: that exchange rows; ``slots``: rows for each pair; ``expected``: how many
-    rounds more there are if all pairs send alike.
+    ``call(counts, *sums, *inputs)``: ``counts`` as of :meth:`Room.num_rounds`, the ``num_sums`` sums after the first
+    round, and what the rounds read. ``body``: one round, ``body(start, *inputs)`` returns terms of the sums, where
+    ``start`` says how many rows of each pair of ranks earlier rounds took. Where there is room for all it does nothing.
+    ``room``: of each; ``expected``: how many rounds more there are if all pairs send alike.
     """
 
     body: fx.GraphModule = field(repr=False)
     num_sums: int
-    ranks: int
-    slots: int
+    room: Room
     expected: int = 0
 
     __name__ = "further_rounds"  # as which it stands in code
@@ -51,7 +67,8 @@ class FurtherRounds:
 
     def starts(self, counts: Tensor) -> range:
         """How many rows of each pair are gone when each further round begins."""
-        return range(self.slots, self.slots * num_rounds(counts, self.ranks, self.slots), self.slots)
+        slots = self.room.slots
+        return range(slots, slots * self.room.num_rounds(counts), slots)
 
     def sums_of(self, args: Sequence[Any]) -> list[Any]:
         """Those arguments of a call whose memory its results have."""

@@ -151,6 +151,38 @@ def exchange_slots(rows: int, degree: int, capacity: float, parts: int = 1) -> i
     return -(-slots // parts**2) * parts**2
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """The room that ranks have for rows which they exchange: ``capacity`` and ``parts`` as of :func:`exchange_slots`.
+
+    ``shadows``: of ``experts``, those that each rank computes for its own tokens, whose rows do not travel.
+    """
+
+    capacity: float = 1.0
+    parts: int = 1
+    shadows: int = 0
+    experts: int = 1
+
+    def slots(self, rows: int, degree: int) -> int:
+        """For each pair of ranks, of the ``rows`` that all ``degree`` ranks have."""
+        return exchange_slots(rows, degree, self.capacity, self.parts)
+
+    def shadow_slots(self, rows: int, degree: int) -> int:
+        """For rows of shadow experts on each rank: as many for each of them as for an expert that it holds; a multiple
+        of ``degree``, as all other room is.
+        """
+        of_rank = rows // degree
+        return degree * ceil(min(of_rank, self.capacity * of_rank * self.shadows * degree / self.experts) / degree)
+
+    def room(self, rows: int, degree: int) -> int:
+        """For rows on each rank."""
+        return degree * self.slots(rows, degree) + self.shadow_slots(rows, degree)
+
+
+NO_EXCHANGE = Exchange()
+"""Where nothing is said of it."""
+
+
 def fits(placement: Placement, shape: Sequence[int], degree: int) -> bool:
     """Tell whether a tensor of ``shape`` can be placed so over ``degree`` ranks: shards must divide evenly."""
     if not isinstance(placement, Shard):

@@ -4,10 +4,12 @@
 ``collect``. What lies between them has one row for every copy of a token; what is done to it does not depend on the
 order of the rows but for the experts' products, so each rank may sort its own tokens (see
 :class:`galvatron_fx.ir.graph.placement.Shard`, ``routed``), or exchange them with ranks that hold the other experts
-(:class:`galvatron_fx.ir.graph.placement.Exchanged`). The last six are the local parts of that exchange.
+(:class:`galvatron_fx.ir.graph.placement.Exchanged`). The others are the local parts of that exchange.
 
 Ranks exchange rows in rounds: in each, every pair of ranks has so many slots, and ``start`` says how many rows of a
 pair earlier rounds took (none, where it is absent). ``pack`` and ``unpack`` are transposes of each other.
+
+Shadows are experts that every rank computes for its own tokens. Their owners lend the weights, and get gradients back.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch import Tensor
 from galvatron_fx.ir.errors import InputError
 
 __all__ = ["collect", "combine", "dispatch", "in_round", "pack", "place_by_rank", "received_order", "route", "spread"]
-__all__ += ["unpack", "unsort"]
+__all__ += ["give_back", "lend", "shadows", "unpack", "unsort", "with_shadows"]
 
 _library = torch.library.Library("galvatron_fx", "FRAGMENT")
 _ANY_DEVICE = "CompositeExplicitAutograd"
@@ -51,19 +53,40 @@ spread = _operator("spread(Tensor values, Tensor ends, Tensor order) -> Tensor")
 collect = _operator("collect(Tensor rows, Tensor ends) -> Tensor")
 """``collect(rows[R, ...], ends[E]) -> [E, ...]``: the sum of each expert's rows."""
 
-place_by_rank = _operator("place_by_rank(Tensor experts, int num_experts, int ranks) -> (Tensor, Tensor)")
+_PLACE_BY_RANK = "place_by_rank(Tensor experts, int num_experts, int ranks, Tensor? shadows=None) -> (Tensor, Tensor)"
+place_by_rank = _operator(_PLACE_BY_RANK)
 """``place_by_rank(experts[R], num_experts, ranks) -> place[R], counts[num_experts]``: where each copy lies among
-``ranks * R`` rows, of which ``R`` are for each rank, in the order of its experts; and how many each expert has. Raises
-InputError where an id is that of no expert."""
+``ranks * R`` rows, of which ``R`` are for each rank, in the order of its experts; and how many each expert has.
+``shadows[S]``: experts whose copies do not go to a rank: they lie in ``R`` rows more, and ``counts`` has them behind
+all others. Raises InputError where an id is that of no expert."""
 
-in_round = _operator("in_round(Tensor place, Tensor counts, int ranks, int slots, Tensor? start=None) -> Tensor")
-"""``in_round(place[R], counts[ranks * E], ranks, slots, start) -> [R]``: the same among ``ranks * slots`` rows, that is
-``slots`` for each rank, and ``ranks * slots`` for copies of other rounds. ``counts``: of all ranks, which tell how many
-rounds there are."""
+_ROUND = "Tensor? start=None, int shadow_slots=0"
+in_round = _operator(f"in_round(Tensor place, Tensor counts, int ranks, int slots, *, {_ROUND}) -> Tensor")
+"""``in_round(place[R], counts[ranks * E], ranks, slots, start, shadow_slots) -> [R]``: the same among ``ranks * slots +
+shadow_slots`` rows, that is ``slots`` for each rank and ``shadow_slots`` for shadows, and one behind them for copies of
+other rounds. ``counts``: of all ranks, which tell how many rounds there are."""
 
-received_order = _operator("received_order(Tensor counts, int slots, Tensor? start=None) -> (Tensor, Tensor)")
-"""``received_order(counts[ranks, E], slots, start) -> order[ranks * slots], ends[E]``: of ``slots`` rows from each
-rank, which has ``counts`` for each expert, those of each expert one behind the other and the empty ones last."""
+received_order = _operator(
+    f"received_order(Tensor counts, int slots, Tensor? shadow_counts=None, *, {_ROUND}) -> (Tensor, Tensor)"
+)
+"""``received_order(counts[ranks, E], slots, shadow_counts[S], start, shadow_slots) -> order[ranks * slots +
+shadow_slots], ends[E + S]``: of ``slots`` rows from each rank, which has ``counts`` for each expert, and behind them
+those of shadows, the rows of each expert one behind the other and the empty ones last."""
+
+shadows = _operator("shadows(int num_shadows) -> Tensor")
+"""``shadows(num_shadows) -> [num_shadows]``: experts that every rank computes for its own tokens: the first ones, as
+long as :class:`galvatron_fx.runtime.expert_order.ExpertOrder` names no others."""
+
+lend = _operator("lend(Tensor weights, Tensor experts) -> Tensor")
+"""``lend(weights[E, ...], experts[S]) -> [S, ...]``: what a rank has of experts; zeros for those not in [0, E), which
+others have."""
+
+with_shadows = _operator("with_shadows(Tensor weights, Tensor lent) -> Tensor")
+"""``with_shadows(weights[E, ...], lent[S, ...]) -> [E + S, ...]``: one behind the other, in memory as ``weights``."""
+
+give_back = _operator("give_back(Tensor gradients, Tensor lent, Tensor experts) -> Tensor")
+"""``give_back(gradients[E + S, ...], lent[S, ...], experts[S]) -> [E, ...]``: the gradients of a rank's own experts and
+what all ranks made of those that it lent: the transpose of the two above."""
 
 pack = _operator("pack(Tensor x, Tensor place, int copies, int rows) -> Tensor")
 """``pack(x[T, ...], place[T * copies], copies, rows) -> [rows, ...]``: copies of tokens at their places, zeros
@@ -115,35 +138,93 @@ def _collect(rows: Tensor, ends: Tensor) -> Tensor:
 
 
 @_implements("place_by_rank")
-def _place_by_rank(experts: Tensor, num_experts: int, ranks: int) -> tuple[Tensor, Tensor]:
+def _place_by_rank(
+    experts: Tensor, num_experts: int, ranks: int, shadows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     _check_ids(experts, num_experts)
+    bounds = torch.arange(num_experts + 1 + _count(shadows), device=experts.device, dtype=experts.dtype)
+    if shadows is not None:  # they have numbers behind all experts, as if one rank more held them
+        numbers = bounds[:num_experts].index_copy(0, shadows.to(experts.device), bounds[num_experts:-1])
+        experts = numbers.index_select(0, experts)
     expert_of_row, order = torch.sort(experts, stable=True)
-    bounds = torch.arange(num_experts + 1, device=experts.device, dtype=experts.dtype)
     starts = torch.searchsorted(expert_of_row, bounds)
-    rank_of_row = expert_of_row // (num_experts // ranks)
+    rank_of_row = (expert_of_row // (num_experts // ranks)).clamp(max=ranks)
     rows = torch.arange(len(order), device=order.device)
     in_order = rank_of_row * len(order) + rows - starts[rank_of_row * (num_experts // ranks)]
     return in_order.index_select(0, _inverse(order)), starts.diff()
 
 
 @_implements("in_round")
-def _in_round(place: Tensor, counts: Tensor, ranks: int, slots: int, start: Tensor | None = None) -> Tensor:
+def _in_round(
+    place: Tensor, counts: Tensor, ranks: int, slots: int, *, start: Tensor | None = None, shadow_slots: int = 0
+) -> Tensor:
     rank, slot = place // len(place), place % len(place)
+    room: Tensor | int = slots
+    if shadow_slots:
+        room = torch.where(rank < ranks, slots, shadow_slots)
     if start is not None:
-        slot = slot - start
-    return torch.where((slot >= 0) & (slot < slots), rank * slots + slot, ranks * slots)
+        slot = slot - start // slots * room
+    return torch.where((slot >= 0) & (slot < room), rank * slots + slot, ranks * slots + shadow_slots)
 
 
 @_implements("received_order")
-def _received_order(counts: Tensor, slots: int, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    row = torch.arange(slots, device=counts.device)
-    if start is not None:
-        row = row + start
-    row = row.expand(len(counts), -1).contiguous()
-    expert_of_slot = torch.searchsorted(counts.cumsum(1), row, right=True)  # empty ones are of none, behind all
-    in_order, order = torch.sort(expert_of_slot.flatten(), stable=True)
-    experts = torch.arange(counts.shape[1], device=counts.device)
+def _received_order(
+    counts: Tensor,
+    slots: int,
+    shadow_counts: Tensor | None = None,
+    *,
+    start: Tensor | None = None,
+    shadow_slots: int = 0,
+) -> tuple[Tensor, Tensor]:
+    row = _rows_of_round(slots, slots, start, counts).expand(len(counts), -1).contiguous()
+    expert_of_row = torch.searchsorted(
+        counts.cumsum(1), row, right=True
+    ).flatten()  # empty ones are of none, behind all
+    num_experts = counts.shape[1]
+    if shadow_counts is not None:
+        expert_of_row.masked_fill_(expert_of_row == num_experts, num_experts + len(shadow_counts))
+        row = _rows_of_round(shadow_slots, slots, start, counts)
+        shadow_of_row = torch.searchsorted(shadow_counts.cumsum(0), row, right=True)
+        expert_of_row = torch.cat([expert_of_row, shadow_of_row + num_experts])
+        num_experts += len(shadow_counts)
+    in_order, order = torch.sort(expert_of_row, stable=True)
+    experts = torch.arange(num_experts, device=counts.device)
     return order, torch.searchsorted(in_order, experts, right=True, out_int32=True)
+
+
+def _rows_of_round(room: int, slots: int, start: Tensor | None, like: Tensor) -> Tensor:
+    """The rows of one sender that have a place in the round which begins at ``start``."""
+    row = torch.arange(room, device=like.device)
+    return row if start is None else row + start.to(like.device) // slots * room
+
+
+@_implements("shadows")
+def _shadows(num_shadows: int) -> Tensor:
+    return torch.arange(num_shadows)
+
+
+@_implements("lend")
+def _lend(weights: Tensor, experts: Tensor) -> Tensor:
+    experts = experts.to(weights.device)
+    lent = weights.index_select(0, experts.clamp(0, len(weights) - 1))
+    return lent.masked_fill_(_along((experts < 0) | (experts >= len(weights)), lent), 0)
+
+
+@_implements("with_shadows")
+def _with_shadows(weights: Tensor, lent: Tensor) -> Tensor:
+    whole: Tensor = _fake_with_shadows(weights, lent)
+    whole[: len(weights)] = weights
+    whole[len(weights) :] = lent
+    return whole
+
+
+@_implements("give_back")
+def _give_back(gradients: Tensor, lent: Tensor, experts: Tensor) -> Tensor:
+    own: Tensor = gradients[: len(gradients) - len(lent)].clone(memory_format=torch.contiguous_format)
+    experts = experts.to(own.device)
+    is_own = (experts >= 0) & (experts < len(own))
+    own.index_add_(0, experts.clamp(0, len(own) - 1), lent.masked_fill(_along(~is_own, lent), 0))
+    return own
 
 
 @_implements("pack")
@@ -164,6 +245,10 @@ def _unpack(rows: Tensor, place: Tensor, copies: int) -> Tensor:
 @_implements("unsort")
 def _unsort(rows: Tensor, order: Tensor) -> Tensor:
     return torch.empty_like(rows, memory_format=torch.contiguous_format).index_copy_(0, order, rows)
+
+
+def _count(shadows: Tensor | None) -> int:
+    return 0 if shadows is None else len(shadows)
 
 
 def _check_ids(experts: Tensor, num_experts: int) -> None:
@@ -225,18 +310,54 @@ def _fake_collect(rows: Tensor, ends: Tensor) -> Tensor:
 
 
 @torch.library.register_fake("galvatron_fx::place_by_rank")
-def _fake_place_by_rank(experts: Tensor, num_experts: int, ranks: int) -> tuple[Tensor, Tensor]:
-    return experts.new_empty(experts.shape, dtype=torch.int64), experts.new_empty((num_experts,), dtype=torch.int64)
+def _fake_place_by_rank(
+    experts: Tensor, num_experts: int, ranks: int, shadows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    counts = experts.new_empty((num_experts + _count(shadows),), dtype=torch.int64)
+    return experts.new_empty(experts.shape, dtype=torch.int64), counts
 
 
 @torch.library.register_fake("galvatron_fx::in_round")
-def _fake_in_round(place: Tensor, counts: Tensor, ranks: int, slots: int, start: Tensor | None = None) -> Tensor:
+def _fake_in_round(
+    place: Tensor, counts: Tensor, ranks: int, slots: int, *, start: Tensor | None = None, shadow_slots: int = 0
+) -> Tensor:
     return torch.empty_like(place)
 
 
 @torch.library.register_fake("galvatron_fx::received_order")
-def _fake_received_order(counts: Tensor, slots: int, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    return counts.new_empty((counts.shape[0] * slots,)), counts.new_empty((counts.shape[1],), dtype=torch.int32)
+def _fake_received_order(
+    counts: Tensor,
+    slots: int,
+    shadow_counts: Tensor | None = None,
+    *,
+    start: Tensor | None = None,
+    shadow_slots: int = 0,
+) -> tuple[Tensor, Tensor]:
+    ends = counts.new_empty((counts.shape[1] + _count(shadow_counts),), dtype=torch.int32)
+    return counts.new_empty((counts.shape[0] * slots + shadow_slots,)), ends
+
+
+@torch.library.register_fake("galvatron_fx::shadows")
+def _fake_shadows(num_shadows: int) -> Tensor:
+    return torch.empty((num_shadows,), dtype=torch.int64)
+
+
+@torch.library.register_fake("galvatron_fx::lend")
+def _fake_lend(weights: Tensor, experts: Tensor) -> Tensor:
+    return weights.new_empty((len(experts), *weights.shape[1:]))
+
+
+@torch.library.register_fake("galvatron_fx::with_shadows")
+def _fake_with_shadows(weights: Tensor, lent: Tensor) -> Tensor:
+    order = sorted(range(1, weights.dim()), key=weights.stride, reverse=True)
+    sizes = [len(weights) + len(lent), *(weights.shape[dim] for dim in order)]
+    whole = weights.new_empty(sizes)
+    return whole.permute([0, *(1 + order.index(dim) for dim in range(1, weights.dim()))])
+
+
+@torch.library.register_fake("galvatron_fx::give_back")
+def _fake_give_back(gradients: Tensor, lent: Tensor, experts: Tensor) -> Tensor:
+    return gradients.new_empty((len(gradients) - len(lent), *gradients.shape[1:]))
 
 
 @torch.library.register_fake("galvatron_fx::pack")

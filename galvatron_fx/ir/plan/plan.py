@@ -120,6 +120,7 @@ class Plan:
         keep_gathered: bool = False,
         gather_late: bool = False,
         capacity: float = CAPACITY,
+        shadows: int = 0,
         offload_states: bool = False,
         split_gathers: int = 1,
         num_blocks: int | None = None,
@@ -141,6 +142,7 @@ class Plan:
             capacity,
             offload_states=offload_states,
             split_gathers=split_gathers,
+            shadows=shadows,
         )
         if num_blocks is not None:
             return cls.from_roles(axis_sizes, [strategy] * num_blocks, pipelining)

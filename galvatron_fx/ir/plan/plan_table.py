@@ -89,7 +89,7 @@ def choice_name(
 
 def describe_roles(strategy: Strategy, axis_sizes: tuple[int, ...], axis_names: tuple[str, ...] = ()) -> str:
     """Return the roles and their degrees, outermost first, neighbouring axes of one role together, but for those of
-    unlike dims of the user's mesh; and the capacity with which experts are exchanged.
+    unlike dims of the user's mesh; and the capacity with which experts are exchanged, and how many have shadows.
 
     ``axis_sizes`` has the ranks along each mesh axis: ``data×4 · tensor×2``; ``axis_names``: those of a mesh whose dims
     have names: ``dp data×4 · tp tensor×2``.
@@ -98,7 +98,10 @@ def describe_roles(strategy: Strategy, axis_sizes: tuple[int, ...], axis_names: 
     runs = groupby(zip(dims, strategy.roles, axis_sizes, strict=True), key=lambda axis: axis[:2])
     parts = [f"{dim} {role}×{prod(size for *_, size in run)}".lstrip() for (dim, role), run in runs]
     roles = " · ".join(parts) or "one device"
-    return f"{roles} (capacity {strategy.capacity:g})" if strategy.splits_experts else roles
+    if not strategy.splits_experts:
+        return roles
+    shadows = f", {strategy.shadows} shadow expert{'s'[: strategy.shadows > 1]}" if strategy.shadows else ""
+    return f"{roles} (capacity {strategy.capacity:g}{shadows})"
 
 
 def describe_keeps(strategy: Strategy, casts: bool = False) -> str:

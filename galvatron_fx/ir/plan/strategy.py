@@ -139,7 +139,8 @@ class Strategy:
     their gradients so: no more than a slice is whole at a time. ``capacity``: under roles that split
     experts, each rank has room for so many times the rows that it sends to another in the mean, which bounds memory;
     what has no room is sent in further rounds, so no token is lost. Prices count on an expert's rank that has so many
-    times the mean.
+    times the mean. ``shadows``: under such roles, so many experts are computed on every rank for its own tokens, with
+    weights that their owners lend and gradients that these get back; which ones may change while the model trains.
 
     Raises PlanError for an unknown role, for values of a wrong type, and for values to keep that cannot be.
     """
@@ -155,6 +156,7 @@ class Strategy:
     offload_entering: bool = False
     offload_states: bool = False
     split_gathers: int = 1
+    shadows: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.roles, tuple):
@@ -177,6 +179,11 @@ class Strategy:
             )
         # Where nothing is exchanged it says nothing, and equal strategies are written alike.
         object.__setattr__(self, "capacity", float(capacity) if self.splits_experts else CAPACITY)
+        if not _is_count(self.shadows):
+            raise PlanError(
+                f"shadows is {self.shadows!r:.80}, where a number of experts was expected; write 0 for none"
+            )
+        object.__setattr__(self, "shadows", self.shadows if self.splits_experts else 0)
         self._check_keeps()
 
     def _check_slices(self) -> None:
@@ -260,6 +267,8 @@ class Strategy:
         fields: dict[str, object] = {"roles": list(self.roles), **{name: getattr(self, name) for name in _FLAGS}}
         if self.splits_experts:
             fields["capacity"] = self.capacity
+        if self.shadows:
+            fields["shadows"] = self.shadows
         if self.num_values:
             fields["num_values"] = self.num_values
         if self.split_gathers > 1:
@@ -274,7 +283,8 @@ class Strategy:
 
         Raises PlanError for unknown keys, missing roles and values of a wrong type.
         """
-        known = ("roles", *_FLAGS, "capacity", "keeps", "num_values", "offloads", _ENTERING, _STATES, _SLICES)
+        known = ("roles", *_FLAGS, "capacity", "shadows", "keeps", "num_values", "offloads", _ENTERING)
+        known = (*known, _STATES, _SLICES)
         unknown = sorted(set(fields) - set(known), key=str)
         if unknown:
             raise PlanError(
@@ -290,16 +300,18 @@ class Strategy:
                 raise PlanError(f"{name} of a strategy is {value!r:.80}; give a list of the numbers of values")
             numbers[name] = tuple(value)
         # __post_init__ checks the types of the rest.
-        rest = {"capacity": CAPACITY, **dict.fromkeys(_FLAGS, False), **fields}
+        rest = {"capacity": CAPACITY, "shadows": 0, **dict.fromkeys(_FLAGS, False), **fields}
         return cls(**{**rest, **numbers, "roles": tuple(roles)})  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        """Return the roles, outermost axis first, the flags that are set, and another capacity than the usual:
-        ``data zero expert +recompute capacity=2``.
+        """Return the roles, outermost axis first, the flags that are set, another capacity than the usual, and shadow
+        experts: ``data zero expert +recompute capacity=2 shadows=1``.
         """
         flags = [f"+{name}" for name in _FLAGS if getattr(self, name)]
         if self.splits_experts and self.capacity != CAPACITY:
             flags.append(f"capacity={self.capacity:g}")
+        if self.shadows:
+            flags.append(f"shadows={self.shadows}")
         if self.keeps:
             flags.append(f"+keeps {','.join(map(str, self.keeps))} of {self.num_values}")
         if self.offloads:

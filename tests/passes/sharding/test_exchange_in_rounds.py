@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.testing import FileCheck
 
 from galvatron_fx.errors import PlanError, ShardingError
-from galvatron_fx.ir.graph.further_rounds import FurtherRounds, num_rounds
+from galvatron_fx.ir.graph.further_rounds import FurtherRounds, Room
 from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.graph.placement import exchange_slots
 from galvatron_fx.ir.graph.printer import readable
@@ -118,13 +118,13 @@ def test_rounds_that_are_due_anyway_are_priced() -> None:
 
 def test_all_ranks_run_the_rounds_of_the_fullest_pair() -> None:
     counts = torch.tensor([[3, 0, 1, 0], [0, 7, 0, 1]])  # rank 0 sends 3 rows to itself, rank 1 sends 7 to rank 0
-    assert [num_rounds(counts.flatten(), 2, slots) for slots in (1, 3, 7, 8)] == [7, 3, 1, 1]
+    assert [Room(2, slots).num_rounds(counts.flatten()) for slots in (1, 3, 7, 8)] == [7, 3, 1, 1]
 
 
 def test_every_row_has_one_round() -> None:
     experts = torch.tensor([2, 0, 2, 2, 0, 3, 2, 1])
     by_rank, counts = place_by_rank(experts, 4, 2)
-    places = [in_round(by_rank, counts, 2, 2, start and torch.tensor(start)) for start in (None, 2, 4)]
+    places = [in_round(by_rank, counts, 2, 2, start=start and torch.tensor(start)) for start in (None, 2, 4)]
     assert (torch.stack(places) < 4).sum(0).tolist() == [1] * len(experts)
     x = torch.randn(4, 3, dtype=torch.float64)
     torch.testing.assert_close(sum(unpack(pack(x, place, 2, 4), place, 2) for place in places), 2 * x)
@@ -132,7 +132,7 @@ def test_every_row_has_one_round() -> None:
     for place in places:
         torch.testing.assert_close((pack(x, place, 2, 4) * rows).sum(), (x * unpack(rows, place, 2)).sum())
     received = torch.tensor([[3, 1], [0, 2]])  # of two experts, from each of two ranks
-    ends = [received_order(received, 2, start and torch.tensor(start))[1].tolist() for start in (None, 2)]
+    ends = [received_order(received, 2, start=start and torch.tensor(start))[1].tolist() for start in (None, 2)]
     assert ends == [[2, 4], [1, 2]]
 
 
