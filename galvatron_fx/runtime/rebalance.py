@@ -62,8 +62,8 @@ class ExpertMoves:
     done: bool = False
 
     def __str__(self) -> str:
-        headings = ("layer", "experts moved", "shadows", "imbalance before", "after", "by moves alone",
-                    "by shadows alone", "rows saved", "rounds saved")  # fmt: skip
+        headings = ("layer", "moved", "shadows", "imbalance", "after", "moves alone", "shadows alone", "rows saved",
+                    "rounds saved")  # fmt: skip
         rows = [
             (each.name, str(each.num_moved), " ".join(map(str, each.shadows)) or "none",
              *(f"{imbalance:.2f}" for imbalance in

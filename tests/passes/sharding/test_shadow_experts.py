@@ -19,6 +19,8 @@ from galvatron_fx.ir.plan.strategy import Strategy
 from galvatron_fx.runtime.expert_loads import LayerLoads
 from passes.analysis.expert_weights import expert_weights
 from tests.helpers import assert_exact, captured, one_device, simulate, simulate_stages, uniform
+from tests.models import mixtures as families
+from tests.models import zoo
 from tests.passes.sharding.test_exchange_in_rounds import BIASES, lowered, mixture, tokens
 
 PLANS = [
@@ -34,6 +36,17 @@ def test_shadows_are_exact(routing: str) -> None:
     for roles, capacity, shadows, recompute in PLANS:
         strategies = uniform(graph, *roles, capacity=capacity, shadows=shadows, recompute=recompute)
         assert_exact(simulate(graph, model, (x,), (2, 2), strategies, {}), expected, f"{roles} {shadows}")
+
+
+def test_biases_of_experts_are_lent_too() -> None:
+    """Of a shipped model; all tokens go to the same experts, of which one has a shadow."""
+    model, inputs = families.mixture("gpt_oss"), zoo.tokens()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(0 if "router" in name else 1)
+    graph = captured(model, inputs)
+    strategies = uniform(graph, "expert", "tensor", capacity=0.5, shadows=1)
+    assert_exact(simulate(graph, model, inputs, (2, 2), strategies, {}), one_device(model, inputs))
 
 
 def test_micro_batches_borrow_weights_once() -> None:

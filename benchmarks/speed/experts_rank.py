@@ -1,0 +1,113 @@
+"""One rank of experts.py: steps of all contenders in turns. Started through torchrun.
+
+Arguments: a folder; what to do (JSON: the model's sizes, steps, seconds of profiling).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers.distributed import DistributedConfig
+
+import galvatron_fx as gfx
+from benchmarks.common.contender import WARM_UP, Contender
+from galvatron_fx.profiling import measure_calls, measure_cluster
+from passes.lowering.apply_plan import lower
+from passes.lowering.lower_step import Lowered
+from passes.simulation.step import SimulateStep
+
+Batch = dict[str, Tensor]
+
+
+def tokens(task: dict[str, Any]) -> Batch:
+    """The same on every rank."""
+    shape = task["batch"], task["sequence"]
+    ids = torch.randint(task["model"]["vocab_size"], shape, generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def mixtral(task: dict[str, Any]) -> nn.Module:
+    """The library's model, as it initialises it."""
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(**task["model"], use_cache=False)
+    return transformers.MixtralForCausalLM(config).train()
+
+
+def theirs(folder: Path, task: dict[str, Any]) -> Contender:
+    """The library's own expert parallelism: all-to-alls between experts, FSDP for all else."""
+    if dist.get_rank() == 0:
+        mixtral(task).save_pretrained(folder / "mixtral")
+    dist.barrier()
+    ranks = dist.get_world_size()
+    config = DistributedConfig(fsdp_size=ranks, ep_size=ranks, ep_implementation="all_to_all")
+    model = transformers.MixtralForCausalLM.from_pretrained(folder / "mixtral", distributed_config=config).train()
+    rows = {name: value.chunk(ranks)[dist.get_rank()] for name, value in tokens(task).items()}
+    return Contender(lambda: model(**rows).loss.backward(), torch.optim.AdamW(model.parameters(), foreach=False))
+
+
+def compiled(task: dict[str, Any], mesh: DeviceMesh, cluster: gfx.Cluster, plan: gfx.Plan) -> Contender:
+    """Ours under a plan."""
+    batch = tokens(task)
+    model = gfx.compile(mixtral(task), mesh, batch, plan=plan, cluster=cluster)
+    return Contender(lambda: model.forward_backward(**batch), torch.optim.AdamW(model.parameters()))
+
+
+def plans(task: dict[str, Any], mesh: DeviceMesh, cluster: gfx.Cluster) -> tuple[dict[str, gfx.Plan], dict[str, float]]:
+    """What contends, and the seconds that are predicted of each."""
+    graph = gfx.capture(mixtral(task), tokens(task))
+    found = gfx.plan(graph, cluster, num_stages=1, num_microbatches=1)
+    sizes = (mesh.size(),)
+    all_plans = {"search": found} | {role: gfx.Plan.uniform(sizes, (role,)) for role in ("expert", "data", "tensor")}
+    lowered = {name: lower(graph, plan, cluster) for name, plan in all_plans.items()}
+    halves = [
+        half
+        for low in lowered.values()
+        if isinstance(low, Lowered)
+        for half in (low.halves.forward, low.halves.backward)
+    ]
+    cluster = measure_calls(cluster, mesh, halves, seconds=task["calls_s"])
+    return all_plans, {
+        n: SimulateStep(cluster).run(low).step_time_s for n, low in lowered.items() if isinstance(low, Lowered)
+    }
+
+
+def main() -> None:
+    """Run one rank."""
+    folder, task = Path(sys.argv[1]), json.loads(sys.argv[2])
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    cluster = measure_cluster(mesh, seconds=task["profile_s"])
+    all_plans, predicted = plans(task, mesh, cluster)
+    makers: dict[str, Callable[[], Contender]] = {"transformers": lambda: theirs(folder, task)}
+    makers |= {name: lambda plan=plan: compiled(task, mesh, cluster, plan) for name, plan in all_plans.items()}
+    contenders: dict[str, Contender] = {}
+    for name, make in makers.items():
+        try:
+            contenders[name] = make()
+            contenders[name].timed()
+        except Exception:
+            if dist.get_rank() == 0:
+                traceback.print_exc()
+            contenders.pop(name, None)
+    for _ in range(WARM_UP - 1 + task["steps"]):
+        for contender in contenders.values():
+            contender.timed()
+    if dist.get_rank() == 0:
+        steps = {name: contender.step_s for name, contender in contenders.items()}
+        found = {"measured": steps, "predicted": predicted, "plan": str(all_plans["search"])}
+        (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

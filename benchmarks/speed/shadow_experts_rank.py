@@ -1,0 +1,141 @@
+"""One rank of shadow_experts.py: steps of all plans in turns, on a trace of skewed loads. Started through torchrun.
+
+Arguments: a folder; what to do (JSON).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers.integrations.moe  # noqa: F401  (registers operators)
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+import galvatron_fx as gfx
+from benchmarks.common.contender import WARM_UP, Contender
+from cost_models.ops import is_matmul
+from galvatron_fx.ir.graph.further_rounds import FurtherRounds
+from galvatron_fx.ir.graph.metadata import has_meta, meta_of, set_meta
+from galvatron_fx.ir.kernels.experts import combine, dispatch, route
+from galvatron_fx.ir.plan.strategy import CAPACITY
+from galvatron_fx.profiling import measure_cluster
+from galvatron_fx.runtime.expert_loads import ExpertLoads
+from passes.lowering.apply_plan import lower
+from passes.lowering.lower_step import Lowered
+from passes.simulation.step import SimulateStep
+
+COPIES = 2
+VARIANTS = (
+    ("static", 0, False), ("capacity", 0, False), ("moves", 0, True), ("shadows", 1, False),
+    ("shadows and moves", 1, True),
+)  # fmt: skip
+
+
+class Mixture(nn.Module):
+    """Layers of experts that tokens choose by given scores; what they multiply is learned."""
+
+    def __init__(self, layers: int, experts: int, hidden: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.ParameterList(torch.randn(experts, hidden, 4 * hidden) * 0.02 for _ in range(layers))
+        self.down = nn.ParameterList(torch.randn(experts, 4 * hidden, hidden) * 0.02 for _ in range(layers))
+
+    def forward(self, x: Tensor, scores: Tensor) -> Tensor:
+        """The mean square; x [batch, sequence, hidden], scores [batch, sequence, experts]."""
+        tokens = x.flatten(0, 1)
+        weights, chosen = scores.flatten(0, 1).topk(COPIES)
+        for up, down in zip(self.up, self.down, strict=True):
+            place, order, ends = route(chosen.reshape(-1), len(up))
+            rows = F.silu(_product(dispatch(tokens, place, order, COPIES), up, ends))
+            rows = _product(rows, down, ends) * dispatch(weights.softmax(-1).reshape(-1), place, order, 1).unsqueeze(-1)
+            tokens = tokens + combine(rows, place, order, COPIES)
+        return tokens.pow(2).mean()
+
+
+def _product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return torch.ops.transformers.grouped_mm_fallback(rows, weight, ends)
+
+
+def batch(task: dict[str, Any]) -> dict[str, Tensor]:
+    """Tokens choose experts by Zipf's law with an ``exponent``, which ones are hot being drawn (Gumbel top-k)."""
+    generator = torch.Generator().manual_seed(task["seed"])
+    shape = task["batch"], task["sequence"]
+    ranks = 1 + torch.randperm(task["experts"], generator=generator)
+    noise = torch.rand(*shape, task["experts"], generator=generator).clamp(1e-6, 1 - 1e-6)
+    scores = -task["exponent"] * ranks.log() - (-noise.log()).log()
+    return {"x": torch.randn(*shape, task["hidden"], generator=generator), "scores": scores}
+
+
+def as_measured(lowered: Lowered, loads: ExpertLoads, rows: float, ranks: int) -> Lowered:
+    """A program whose prices count on a busiest rank and on further rounds as they were measured; ``rows``: of a rank
+    in the mean.
+    """
+    rounds = loads.further_rounds / len(loads.layers)
+    busiest = loads.imbalance(ranks) * rows / (1 + rounds)
+    for half in (lowered.halves.forward, lowered.halves.backward):
+        for node in half.graph.nodes:
+            if isinstance(node.target, FurtherRounds):
+                node.target = replace(node.target, expected=round(rounds))
+                _fill(node.target.body, busiest)
+        _fill(half, busiest)
+    return lowered
+
+
+def _fill(graph: fx.GraphModule, busiest: float) -> None:
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and has_meta(node) and is_matmul(node.target):
+            room = meta_of(node.args[0]).spec.shape[0]
+            set_meta(node, meta_of(node).having(filled=min(1.0, busiest / room)))
+
+
+def main() -> None:
+    """Run one rank."""
+    folder, task = Path(sys.argv[1]), json.loads(sys.argv[2])
+    dist.init_process_group("gloo")
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
+    cluster = measure_cluster(mesh, seconds=task["profile_s"])
+    inputs, sizes = batch(task), (task["layers"], task["experts"], task["hidden"])
+    graph = gfx.capture(Mixture(*sizes), inputs)
+    found, contenders, capacity = {}, {}, CAPACITY
+    for name, shadows, moves in VARIANTS:
+        room = capacity if name == "capacity" else CAPACITY
+        plan = gfx.Plan.uniform((ranks,), ("expert",), capacity=room, shadows=shadows)
+        model = gfx.compile(Mixture(*sizes), mesh, inputs, plan=plan, cluster=cluster)
+        optimizer = torch.optim.AdamW(model.parameters())
+        contender = contenders[name] = Contender(lambda model=model: model.forward_backward(**inputs), optimizer)
+        contender.timed()
+        if shadows or moves:
+            model.rebalance_experts(optimizer, dry_run=False, moves=moves)
+            contender.timed()
+        loads = model.expert_loads()
+        capacity = max(capacity, loads.imbalance(ranks))
+        rows = task["batch"] * task["sequence"] * COPIES / ranks
+        lowered = lower(graph, plan, cluster)
+        assert isinstance(lowered, Lowered)
+        report = SimulateStep(cluster).run(as_measured(lowered, loads, rows, ranks))
+        found[name] = {
+            "imbalance": loads.imbalance(ranks), "rounds": loads.further_rounds, "capacity": room,
+            "simulated_s": report.step_time_s, "memory_bytes": report.peak_memory_bytes,
+        }  # fmt: skip
+    for contender in contenders.values():
+        contender.times.clear()
+    for _ in range(WARM_UP + task["steps"]):
+        for contender in contenders.values():
+            contender.timed()
+    for name, contender in contenders.items():
+        found[name]["measured_s"] = contender.step_s
+    if dist.get_rank() == 0:
+        (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
