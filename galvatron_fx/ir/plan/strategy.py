@@ -283,8 +283,8 @@ class Strategy:
 
         Raises PlanError for unknown keys, missing roles and values of a wrong type.
         """
-        known = ("roles", *_FLAGS, "capacity", "shadows", "keeps", "num_values", "offloads", _ENTERING)
-        known = (*known, _STATES, _SLICES)
+        others = ("capacity", "shadows", "keeps", "num_values", "offloads", _ENTERING, _STATES, _SLICES)
+        known = ("roles", *_FLAGS, *others)
         unknown = sorted(set(fields) - set(known), key=str)
         if unknown:
             raise PlanError(
