@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from galvatron_fx.ir.errors import InputError
-from galvatron_fx.runtime.stage_tensors import refuse_whole_states
+from galvatron_fx.runtime.stage_tensors import refuse_whole_model
 
 __all__ = ["LateChanges", "check_hooks", "watch_constants", "watch_optimizers"]
 
@@ -98,7 +98,7 @@ def _forget(key: int) -> Any:
 
 
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    refuse_whole_states(optimizer)
+    refuse_whole_model(optimizer)
     originals = list(_originals(optimizer))
     trained = {number for parameter, number, _ in originals if parameter.grad is not None}
     for _, number, reason in originals:

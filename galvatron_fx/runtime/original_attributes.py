@@ -52,6 +52,11 @@ class AttributesRead:
         whole_name = f"{path}.{name}" if path else name
         if name in twin.__dict__ and not isinstance(in_class, property):
             return self._value(twin.__dict__[name], whole_name)
+        if name in twin._parameters or name in twin._buffers:
+            raise AttributeError(
+                f"'{whole_name}' is not on this rank: under a plan with stages a rank holds the parameters of its own "
+                f"stages alone (model.named_parameters()), and galvatron_fx.gather(model) is the whole model"
+            )
         if in_class is _ABSENT:
             raise AttributeError(f"a compiled model has no attribute '{whole_name}', as the original has none")
         if name in _REFUSED:

@@ -7,13 +7,13 @@ from typing import Any, NoReturn, SupportsIndex
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.torch_compat.dtensors import dtensor_like
 from galvatron_fx.ir.torch_compat.tensors import plain_function, total_norm_functions
 
-__all__ = ["StageTensor", "as_stage_tensor", "in_stages", "mark_of_stage", "of_one_stage", "refuse_whole_states"]
+__all__ = ["StageTensor", "as_stage_tensor", "in_stages", "mark_of_stage", "of_one_stage", "refuse_whole_model"]
 
 
 class StageTensor(DTensor):
@@ -91,10 +91,18 @@ def _mark_gradient(parameter: Tensor) -> None:
         parameter.grad = as_stage_tensor(gradient)
 
 
-def refuse_whole_states(optimizer: Optimizer) -> None:
-    """Let the states of an optimizer of stages be told from those of a whole model, from its first step on."""
+def refuse_whole_model(optimizer: Optimizer) -> None:
+    """Let the states of an optimizer of stages be told from those of a whole model, from its first step on.
+
+    Raises InputError for one whose update of a parameter depends on the others.
+    """
     first = (parameter for group in optimizer.param_groups for parameter in group["params"][:1])
     is_of_stage = any(hasattr(parameter, "of_one_stage") for parameter in first)
+    if is_of_stage and isinstance(optimizer, LBFGS):
+        raise InputError(
+            "LBFGS takes products over all parameters, and under a plan with stages a rank holds those of its own "
+            "stages alone: compile without stages (num_stages=1), or train with another optimizer"
+        )
     if is_of_stage and _marked not in optimizer._optimizer_state_dict_post_hooks.values():
         optimizer.register_state_dict_post_hook(_marked)
 

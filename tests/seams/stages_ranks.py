@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -166,6 +167,10 @@ def stages_refuse_whole_states(mesh: DeviceMesh) -> None:
     refused(lambda: get_optimizer_state_dict(compiled, optimizer, options=whole), remedy)
     refused(lambda: torch.save(compiled.state_dict(), io.BytesIO()), remedy)
     refused(lambda: torch.save(optimizer.state_dict(), io.BytesIO()), remedy)
+    refused(lambda: torch.optim.LBFGS(compiled.parameters()).step(lambda: 0.0), "compile without stages (num_stages=1)")
+    owner, _, name = next(name for name in plain.state_dict() if name not in compiled.state_dict()).rpartition(".")
+    with pytest.raises(AttributeError, match=rf"'{owner}\.{name}' is not on this rank: under a plan with stages"):
+        getattr(compiled.get_submodule(owner), name)
     own = get_model_state_dict(compiled)
     assert own.keys() == compiled.state_dict().keys() < plain.state_dict().keys()
     get_optimizer_state_dict(compiled, optimizer)
