@@ -289,7 +289,7 @@ class _Builder:
         lowered = self._lower(graph, {}, training=True)
         if isinstance(lowered, LoweredStages):
             return StageBinder.build(mesh, cluster, self.plan, lowered, backend, kernels)
-        return Binder.build(mesh, cluster, lowered, backend, kernels)
+        return Binder.build(mesh, cluster, self.plan, lowered, backend, kernels)
 
     def program(self, binder: Binder | StageBinder, twin: nn.Module, inputs: FlatInputs) -> Program | StagedProgram:
         """A model without weights, for other inputs or as it is switched, on the parameters as they lie."""

@@ -10,7 +10,7 @@ from galvatron_fx.ir.plan.budget_error import BudgetError
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.units import format_bytes
 from passes.analysis.blocks import fingerprints
-from passes.lowering.apply_plan import divided, strategies_on
+from passes.lowering.apply_plan import divided, in_order, strategies_on
 from passes.simulation.choice import SimulateChoice, Staging
 from passes.simulation.stages import StagesReport
 from passes.simulation.step import StepReport
@@ -38,7 +38,7 @@ def check_budget(plan: Plan, graph: fx.GraphModule, cluster: Cluster, budget: in
 
 def simulated(graph: fx.GraphModule, cluster: Cluster, plan: Plan) -> StepReport | StagesReport:
     """A step of ``plan`` on tensors without data; the plan has to fit."""
-    graph = divided(graph, plan)
+    graph, cluster = divided(graph, plan), in_order(cluster, plan)
     marks = fingerprints(graph)
     strategies = strategies_on(plan, cluster, len(marks))
     first_blocks = plan.pipelining.cuts(len(marks))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
-__all__ = ["Run", "periodic_runs"]
+__all__ = ["Run", "describe_ranks", "periodic_runs"]
 
 _LEAST_COUNT = 3  # of longer periods: two may be alike by chance
 
@@ -54,3 +55,10 @@ def _count(values: Sequence[object], start: int, period: int) -> int:
     while end < len(values) and values[end] == values[end - period]:
         end += 1
     return (end - start) // period
+
+
+def describe_ranks(order: Sequence[int]) -> str:
+    """Return numbers with runs joined: "0-3, 8-11, 4"."""
+    runs = [list(run) for _, run in groupby(enumerate(order), lambda pair: pair[1] - pair[0])]
+    ends = [(run[0][1], run[-1][1]) for run in runs]
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)

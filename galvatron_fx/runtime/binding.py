@@ -19,7 +19,7 @@ from galvatron_fx.ir.kernels.select import Kernels
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.schedule import SPREAD, Schedule
 from galvatron_fx.ir.plan.strategy import PIPELINE, original_name
-from galvatron_fx.ir.torch_compat.dtensors import STAGES_DIM
+from galvatron_fx.ir.torch_compat.dtensors import STAGES_DIM, mesh_in_order
 from galvatron_fx.runtime.backends import Backend
 from galvatron_fx.runtime.expert_loads import KeptCounts
 from galvatron_fx.runtime.expert_order import ExpertOrders
@@ -51,9 +51,11 @@ class Binder:
     orders: ExpertOrders = field(default_factory=ExpertOrders)
 
     @classmethod
-    def build(cls, mesh: DeviceMesh, cluster: Cluster, lowered: Lowered, backend: Backend, kernels: Kernels) -> Binder:
+    def build(
+        cls, mesh: DeviceMesh, cluster: Cluster, plan: Plan, lowered: Lowered, backend: Backend, kernels: Kernels
+    ) -> Binder:
         """Rearrange the ranks of ``mesh`` into the lowering mesh. Every rank calls it alike."""
-        return cls(_lowering_mesh(mesh, cluster, lowered.layout, ()), kernels, lowered, backend)
+        return cls(_lowering_mesh(mesh, cluster, plan, lowered.layout, ()), kernels, lowered, backend)
 
     def placements(self) -> Placements:
         """How every parameter lies, by name."""
@@ -115,7 +117,7 @@ class StageBinder:
         schedule = plan.pipelining.table(plan.num_pipeline_ranks)
         sizes = [i for i, axis in enumerate(cluster.axes) if axis.size > 1]
         pipeline_axes = tuple(sizes[axis] for axis in plan.pipeline_axes)
-        whole = _lowering_mesh(mesh, cluster, lowered.layout, pipeline_axes)
+        whole = _lowering_mesh(mesh, cluster, plan, lowered.layout, pipeline_axes)
         if not pipeline_axes:
             alone = PipelineGroup(0, (dist.get_rank(),), None, {})
             return cls(whole, whole, kernels, alone, schedule, lowered, backend)
@@ -207,11 +209,16 @@ def spread_column(layout: Layout) -> int | None:
     return next((i for i, column in enumerate(layout.merged_axes) if PIPELINE in column.roles), None)
 
 
-def _lowering_mesh(mesh: DeviceMesh, cluster: Cluster, layout: Layout, stages: tuple[int, ...]) -> DeviceMesh:
-    """The ranks of ``mesh`` with one dim per column of the layout, and one for the axes ``stages`` (if any): in front,
-    or where these are a column.
+def _lowering_mesh(
+    mesh: DeviceMesh, cluster: Cluster, plan: Plan, layout: Layout, stages: tuple[int, ...]
+) -> DeviceMesh:
+    """The ranks of ``mesh``, in the plan's order, with one dim per column of the layout, and one for the axes
+    ``stages`` (if any): in front, or where these are a column.
     """
-    ranks = mesh.mesh.reshape([axis.size for axis in cluster.axes] or [1])
+    ranks = mesh.mesh.flatten()
+    if plan.rank_order:
+        ranks = ranks[list(plan.rank_order)]
+    ranks = ranks.reshape([axis.size for axis in cluster.axes] or [1])
     order = [axis for column in layout.merged_axes for axis in column.axes]
     shape = list(layout.shape) or [1]
     names = _dim_names(mesh, cluster, [column.axes for column in layout.merged_axes])
@@ -223,7 +230,7 @@ def _lowering_mesh(mesh: DeviceMesh, cluster: Cluster, layout: Layout, stages: t
     elif stages:
         order, shape, names = [*stages, *order], [-1, *shape], [STAGES_DIM, *names]
     rest = [axis for axis in range(ranks.dim()) if axis not in order]
-    return DeviceMesh(mesh.device_type, ranks.permute(*order, *rest).reshape(shape), mesh_dim_names=tuple(names))
+    return mesh_in_order(mesh.device_type, ranks.permute(*order, *rest).reshape(shape), tuple(names))
 
 
 def _dim_names(mesh: DeviceMesh, cluster: Cluster, merged: Sequence[Sequence[int]]) -> list[str]:

@@ -40,6 +40,7 @@ __all__ = [
     "computed_batch",
     "divided",
     "expand",
+    "in_order",
     "lower",
     "strategies_on",
     "warn_uneven_batch",
@@ -256,6 +257,13 @@ def _kept_of(strategy: Strategy, num_values: int) -> Strategy:
     return strategy if fits else replace(strategy, keeps=(), offloads=(), num_values=0)
 
 
+def in_order(cluster: Cluster, plan: Plan) -> Cluster:
+    """The cluster with its devices where the plan has them."""
+    if cluster.nodes is None:
+        return cluster
+    return cluster.ordered(plan.rank_order or range(cluster.num_devices))
+
+
 def lower(
     graph: fx.GraphModule,
     plan: Plan,
@@ -266,7 +274,7 @@ def lower(
     training: bool = True,
 ) -> Lowered | LoweredStages:
     """Lower a captured graph by a plan: forward and backward, or the tasks of every stage."""
-    counts = num_values(graph)
+    counts, cluster = num_values(graph), in_order(cluster, plan)
     blocks = len(counts)
     strategies = [
         _kept_of(strategy, count) for strategy, count in zip(strategies_on(plan, cluster, blocks), counts, strict=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from galvatron_fx.ir.periods import describe_ranks
 from galvatron_fx.ir.plan import text_table
 from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from galvatron_fx.ir.cluster.cluster import Cluster
     from galvatron_fx.ir.cluster.nodes import Nodes
 
-__all__ = ["describe", "describe_ranks", "render"]
+__all__ = ["describe", "render"]
 
 _MOST_ROWS = 16  # nodes that are listed one by one, with a matrix of their links
 
@@ -45,13 +45,6 @@ def render(cluster: Cluster) -> str:
     if cluster.rank_order:
         lines += ["", f"rank order  {describe_ranks(cluster.rank_order)}"]
     return "\n".join(lines)
-
-
-def describe_ranks(order: Sequence[int]) -> str:
-    """Return numbers with runs joined, "0-3, 8-11, 4": the device at each position."""
-    runs = [list(run) for _, run in groupby(enumerate(order), lambda pair: pair[1] - pair[0])]
-    ends = [(run[0][1], run[-1][1]) for run in runs]
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)
 
 
 def _nodes(nodes: Nodes) -> list[str]:

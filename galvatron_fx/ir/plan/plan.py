@@ -67,7 +67,8 @@ class Plan:
     ``axis_names`` has what the user calls the axes, nothing where they have no names; it is for people alone.
     ``pipelining`` has the stages and micro-batches; the axes whose role is ``pipeline``, the same in every block, hold
     the stages. ``mixed_precision`` is the policy that the plan was priced with; ``throughput`` what a step trains, None
-    where not priced. ``report`` says why a search chose the plan; it is no part of the plan, and lies in a file of its
+    where not priced. ``rank_order`` has the rank at each position of the mesh, row by row, nothing where they are in
+    their own order. ``report`` says why a search chose the plan; it is no part of the plan, and lies in a file of its
     own: plans that were written by hand or changed have None.
 
     Raises PlanError when the parts do not fit each other or ``plan_schema.json``.
@@ -85,13 +86,14 @@ class Plan:
     mixed_precision: MixedPrecisionPolicy | None = None
     throughput: Throughput | None = None
     axis_names: tuple[str, ...] = ()
+    rank_order: tuple[int, ...] = ()
     report: SearchReport | None = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "step_time_s", _as_float(self.step_time_s))
         if not isinstance(self.pipelining, Pipelining):
             raise PlanError(f"pipelining of a plan is {shown(self.pipelining)}; give a Pipelining(...)")
-        for name in ("axis_sizes", "axis_names", "blocks", "notes"):
+        for name in ("axis_sizes", "axis_names", "blocks", "notes", "rank_order"):
             if not isinstance(getattr(self, name), tuple):
                 raise PlanError(f"{name} of a plan is a {type(getattr(self, name)).__name__}; give a tuple")
         plan_json.validate(_to_document(self))
@@ -107,6 +109,7 @@ class Plan:
                 f"a plan for axes {self.axis_sizes} names {len(self.axis_names)} of them: {self.axis_names}; give a "
                 f"name for each, or none"
             )
+        _check_order(self)
         _check_blocks(self)
         _check_stages(self)
 
@@ -254,7 +257,7 @@ class Plan:
             for fields in document.pop("blocks")
         )
         axis_sizes, notes = tuple(document.pop("axis_sizes")), tuple(document.pop("notes"))
-        axis_names = tuple(document.pop("axis_names", ()))
+        axis_names, rank_order = tuple(document.pop("axis_names", ())), tuple(document.pop("rank_order", ()))
         pipelining = Pipelining.from_dict(document.pop("pipelining"))
         policy = policy_from_dict(document.pop("mixed_precision", None))
         throughput = Throughput.from_dict(document.pop("throughput", None))
@@ -266,6 +269,7 @@ class Plan:
             mixed_precision=policy,
             throughput=throughput,
             axis_names=axis_names,
+            rank_order=rank_order,
             **document,
         )
 
@@ -353,6 +357,18 @@ def _split_roles(strategy: Strategy, sizes: tuple[int, ...], factors: list[tuple
     return replace(strategy, roles=tuple(roles))
 
 
+def _check_order(plan: Plan) -> None:
+    """Raise PlanError for an order that does not name every rank once; one that changes nothing is left out."""
+    ranks = list(range(prod(plan.axis_sizes)))
+    if plan.rank_order and sorted(plan.rank_order) != ranks:
+        raise PlanError(
+            f"rank_order of the plan is {str(list(plan.rank_order))[:80]}; name each of the {len(ranks)} ranks of axes "
+            f"{plan.axis_sizes} once, or leave it out"
+        )
+    if list(plan.rank_order) == ranks:
+        object.__setattr__(plan, "rank_order", ())
+
+
 def _check_blocks(plan: Plan) -> None:
     """Raise PlanError for a strategy of another mesh, and for a wildcard that is not alone and free."""
     for index, block in enumerate(plan.blocks):
@@ -410,6 +426,7 @@ def _to_document(plan: Plan) -> dict[str, Any]:
         **({} if policy is None else {"mixed_precision": policy}),
         **({} if plan.throughput is None else {"throughput": plan.throughput.to_dict()}),
         **({"axis_names": list(plan.axis_names)} if plan.axis_names else {}),
+        **({"rank_order": list(plan.rank_order)} if plan.rank_order else {}),
     }
 
 

@@ -9,7 +9,7 @@ from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING
 
-from galvatron_fx.ir.periods import periodic_runs
+from galvatron_fx.ir.periods import describe_ranks, periodic_runs
 from galvatron_fx.ir.plan import text_table
 from galvatron_fx.ir.plan.precision_policy import describe_policy
 from galvatron_fx.ir.plan.strategy import Strategy
@@ -185,6 +185,7 @@ def _totals(plan: Plan) -> list[str]:
     peak = f"{_bytes(plan.peak_memory_bytes)} per rank" if plan.peak_memory_bytes else _UNPRICED
     totals = [
         *_stages(plan),
+        *([f"rank order           {describe_ranks(plan.rank_order)}"] if plan.rank_order else []),
         f"predicted step time  {_seconds(plan.step_time_s)}",
         *([f"throughput           {plan.throughput.describe(plan.step_time_s)}"] if plan.throughput else []),
         f"predicted peak       {peak}",

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, TupleStrategy
@@ -30,6 +32,7 @@ __all__ = [
     "has_sharding_rules",
     "lie_alike",
     "local_tensor",
+    "mesh_in_order",
     "multi_axis_rule",
     "single_axis_rule",
     "whole_tensor",
@@ -37,6 +40,21 @@ __all__ = [
 
 # The dim of a mesh along which ranks hold other stages of a model.
 STAGES_DIM = "galvatron_fx_stages"
+
+
+def mesh_in_order(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
+    """A mesh of all ranks, in whose groups every rank's number is its coordinate. Every rank calls it alike.
+
+    Torch makes groups of ranks that ascend, whatever their order in the mesh. Where it would, groups are made here.
+    """
+    rows = [ranks.movedim(dim, -1).reshape(-1, size).tolist() for dim, size in enumerate(ranks.shape)]
+    if all(row == sorted(row) for groups in rows for row in groups):
+        return DeviceMesh(device_type, ranks, mesh_dim_names=names)
+    here, own = dist.get_rank(), []
+    for groups in rows:
+        made = {tuple(row): dist.new_group(row, sort_ranks=False) for row in groups}
+        own += [group for row, group in made.items() if here in row]
+    return DeviceMesh.from_group(own, device_type, ranks, mesh_dim_names=names)
 
 
 def has_sharding_rules() -> bool:
