@@ -13,6 +13,7 @@ from galvatron_fx.ir.torch_compat.tensors import pytree
 from passes.frontend.capture.flat_inputs import FlatInputs
 
 __all__ = ["MemoryOfParameters", "refuse_assignment", "refuse_changed_output", "refuse_gradients", "refuse_part"]
+__all__ += ["require_like"]
 
 _BRACKETS = "[]'"
 IN_PLACE = "write the values in place, as in 'with torch.no_grad(): parameter.copy_(values)'"
@@ -55,6 +56,17 @@ def refuse_changed_output(made: Any, returned: Any) -> None:
         raise InputError(
             "a forward hook of the compiled model returns another output, after forward_backward has differentiated "
             "the loss: call the model and backward() on the loss that the hook returns, or return it from forward"
+        )
+
+
+def require_like(name: str, held: Tensor, given: Tensor) -> None:
+    """Raise InputError where ``given``, which takes a parameter's place for one call, does not lie as ``held`` does."""
+    lies = [(t.shape, t.dtype, getattr(t, "device_mesh", None), getattr(t, "placements", None)) for t in (held, given)]
+    if lies[0] != lies[1]:
+        raise InputError(
+            f"'{name}' of a compiled model is replaced for a call (functional_call) by a tensor that does not lie as "
+            f"it does: make it from the model's own parameter, or by distribute_tensor with its device_mesh and "
+            f"placements"
         )
 
 

@@ -65,6 +65,13 @@ class LikeOriginal(nn.Module):
         refuse_conversion(self, fn)
         return self
 
+    def share_memory(self) -> NoReturn:
+        """Refuse: the program's tensors stay where they are."""
+        raise InputError(
+            "share_memory of a compiled model: other processes would write to tensors that its ranks hold; share the "
+            "original, or what galvatron_fx.gather(model) returns"
+        )
+
     def _replicate_for_data_parallel(self) -> NoReturn:
         refuse_wrapper("DataParallel")
 

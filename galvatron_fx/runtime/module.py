@@ -32,7 +32,7 @@ from galvatron_fx.runtime.expert_loads import ExpertLoads
 from galvatron_fx.runtime.gradients import accumulate
 from galvatron_fx.runtime.hooks import has_hooks, refuse_backward_hooks
 from galvatron_fx.runtime.host_states import keep_like
-from galvatron_fx.runtime.late_changes import MemoryOfParameters, refuse_changed_output, refuse_gradients
+from galvatron_fx.runtime.late_changes import MemoryOfParameters, refuse_changed_output, refuse_gradients, require_like
 from galvatron_fx.runtime.like_original import LikeOriginal
 from galvatron_fx.runtime.local_updates import mark_for_local_updates
 from galvatron_fx.runtime.lost_ranks import StepWatch
@@ -426,7 +426,10 @@ class DistributedGraphModule(LikeOriginal):
             if port.kind == "seed":
                 return seed
             if port.kind != "input":
-                return local_part(self._tensor(port))
+                tensor, name = self._tensor(port), original_name(port.name)
+                if tensor is not self._held.get(name, tensor):
+                    require_like(name, self._held[name], tensor)
+                return local_part(tensor)
             tensor = flat.tensors[int(port.name)].detach()
             # Dense, as it was traced: compiled graphs rely on strides.
             return (tensor if tensor.device.type == device else tensor.to(device)).contiguous()

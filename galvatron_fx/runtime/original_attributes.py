@@ -58,7 +58,7 @@ class AttributesRead:
                 f"stages alone (model.named_parameters()), and galvatron_fx.gather(model) is the whole model"
             )
         if in_class is _ABSENT:
-            raise AttributeError(f"a compiled model has no attribute '{whole_name}', as the original has none")
+            raise AttributeError(_absent(twin, name, whole_name))
         if name in _REFUSED:
             return _refuse_call(name, whole_name)
         bind: Callable[..., Any] | None = getattr(type(in_class), "__get__", None)
@@ -85,6 +85,18 @@ class AttributesRead:
             for path, (value, before) in self._at_first.items()
             if (now := contents_of(path, value)) != before
         )
+
+
+def _absent(twin: nn.Module, name: str, whole_name: str) -> str:
+    """Why a compiled model has no attribute of that name."""
+    if name in twin._parameters or name in twin._buffers:
+        return f"'{whole_name}' of a compiled model is held by the ranks of another pipeline stage"
+    if not hasattr(twin, name):
+        return f"a compiled model has no attribute '{whole_name}', as the original has none"
+    return (
+        f"'{whole_name}' of a compiled model is not there, as the original finds it by a __getattr__ of its class: "
+        f"{_GATHER} whole.{whole_name}"
+    )
 
 
 def is_of_original(twin: nn.Module, name: str) -> bool:

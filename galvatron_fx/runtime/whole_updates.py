@@ -23,16 +23,17 @@ from galvatron_fx.runtime.step_twins import GroupedParameter, parameters_of, ste
 __all__ = ["update_whole", "updates_whole", "watch_whole_updates"]
 
 _KINDS = (Adafactor, Muon, Rprop)
-_NAMES = frozenset({"transformers.optimization.Adafactor"})  # named, as the package may not be there
+# Named, as the packages may not be there. States of the last two are in blocks of a whole parameter.
+_OTHERS = ("transformers.optimization.Adafactor", "bitsandbytes.", "torchao.")
 _ASKED = "updates_whole_parameters"
 
 
 def update_whole(optimizer: Optimizer) -> Optimizer:
     """Have ``optimizer`` update each parameter of a compiled model whole, as on one device, from its next step on.
 
-    For optimizers that cannot work on DTensors, such as those of bitsandbytes, or whose result depends on where a
-    parameter is split, such as 8-bit states in blocks. ``Adafactor``, ``Muon`` and ``Rprop`` of torch and ``Adafactor``
-    of transformers do so by themselves. A rank then does the whole update of every parameter that it holds a part of,
+    For optimizers that cannot work on DTensors, or whose result depends on where a parameter is split. ``Adafactor``,
+    ``Muon`` and ``Rprop`` of torch, ``Adafactor`` of transformers, and those of bitsandbytes and torchao (8-bit states
+    in blocks) do so by themselves. A rank then does the whole update of every parameter that it holds a part of,
     one after the other. States of the parameter's shape are split as it is, others are whole on every rank.
 
     Returns ``optimizer``. A step raises InputError for an optimizer that keeps numbers beside the states of parameters.
@@ -50,8 +51,13 @@ def watch_whole_updates() -> None:
 
 def updates_whole(optimizer: Optimizer) -> bool:
     """Whether an optimizer updates whole parameters."""
-    kind = type(optimizer)
-    return kind in _KINDS or f"{kind.__module__}.{kind.__qualname__}" in _NAMES or hasattr(optimizer, _ASKED)
+    return _is_known(type(optimizer)) or hasattr(optimizer, _ASKED)
+
+
+@cache
+def _is_known(kind: type) -> bool:
+    names = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
+    return kind in _KINDS or any(name.startswith(_OTHERS) for name in names)
 
 
 def _update_whole(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -20,7 +20,7 @@ from cost_models.optimizer import optimizer_model
 from galvatron_fx.errors import InputError
 from galvatron_fx.runtime.local_updates import mark_for_local_updates, watch_updates
 from galvatron_fx.runtime.optimizer_states import shards_of
-from galvatron_fx.runtime.whole_updates import watch_whole_updates
+from galvatron_fx.runtime.whole_updates import updates_whole, watch_whole_updates
 
 
 @pytest.fixture
@@ -98,6 +98,14 @@ def test_a_closure_makes_the_gradients(mesh: DeviceMesh, make: Any) -> None:
     assert optimizer.step(closure=closure) == 3.0 and not parameter.to_local().equal(before)
     after = parameter.to_local().clone()
     assert optimizer.step(None) is None and not parameter.to_local().equal(after)
+
+
+@pytest.mark.parametrize("package", ["bitsandbytes.optim.adamw", "torchao.optim.adam"])
+def test_those_of_packages_with_blocked_states_are_known(mesh: DeviceMesh, package: str) -> None:
+    """Also where a script derives from them."""
+    theirs: Any = type("Theirs", (SGD,), {"__module__": package})
+    mine: Any = type("Mine", (theirs,), {})
+    assert updates_whole(mine([split(mesh, (8, 2))])) and not updates_whole(SGD([split(mesh, (8, 2))]))
 
 
 def test_an_optimizer_of_plain_tensors_steps_as_ever(mesh: DeviceMesh) -> None:

@@ -14,6 +14,7 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 import galvatron_fx
@@ -116,6 +117,33 @@ def test_attributes_methods_and_class_are_the_originals(mesh: DeviceMesh, plain:
     assert not hasattr(model.layers[0], "weights") and model.layers[0].in_features == 4
 
 
+class Forwarding(Stack):
+    """Finds attributes in a module inside, as wrappers of other libraries do."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layers"), name)
+
+
+def test_what_the_original_finds_elsewhere_is_told_of(mesh: DeviceMesh) -> None:
+    model = compiled_of(mesh, Forwarding())
+    with pytest.raises(AttributeError, match=r"'extend'.* by a __getattr__ of its class.*gather.*whole\.extend"):
+        _ = model.extend
+    with pytest.raises(AttributeError, match="has no attribute 'reach', as the original has none"):
+        _ = model.reach
+
+
+def test_a_call_with_other_parameters_wants_them_to_lie_alike(mesh: DeviceMesh) -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    model = compiled_of(mesh, plain)
+    doubled, theirs = ({name: 2 * p for name, p in one.named_parameters()} for one in (model, plain))
+    torch.testing.assert_close(functional_call(model, doubled, (X,)), functional_call(plain, theirs, (X,)))
+    with pytest.raises(InputError, match=r"'0.weight' of a compiled model is replaced for a call.*does not lie as"):
+        functional_call(model, {"0.weight": theirs["0.weight"]}, (X,))
+
+
 def test_containers_are_indexed(mesh: DeviceMesh, plain: Stack) -> None:
     model = compiled_of(mesh, plain)
     assert len(model.layers) == 2 and model.layers[-1] is model.get_submodule("layers.1")
@@ -155,6 +183,7 @@ def test_settings_that_are_changed_hold_from_the_next_step_on(mesh: DeviceMesh, 
     ("freeze", "'_frozen_layers' of a compiled model is assigned"),
     ("generate", r"generate\(\) of a compiled model reads whole weights.*galvatron_fx.gather\(model\).*whole.generate"),
     ("compile", r'backend="inductor"'),
+    ("share_memory", r"share_memory of a compiled model.*galvatron_fx\.gather\(model\)"),
 ])  # fmt: skip
 def test_methods_that_need_more_than_shards_are_refused(mesh: DeviceMesh, plain: Stack, name: str, said: str) -> None:
     model = compiled_of(mesh, plain)
