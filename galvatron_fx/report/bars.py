@@ -12,7 +12,7 @@ from galvatron_fx.ir.plan.search_report_table import cause_name, cause_order
 from galvatron_fx.ir.plan.strategy import Strategy
 from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 from galvatron_fx.report.alternatives import Alternative
-from galvatron_fx.report.drawing import WIDTH, Line, Picture, Rect, Text, text_width
+from galvatron_fx.report.drawing import WIDTH, Line, Picture, Rect, Text, fitting, text_width
 from galvatron_fx.report.module_times import ModuleTime
 
 __all__ = [
@@ -77,7 +77,12 @@ def roles_picture(plan: Plan, width: float = WIDTH, axis_names: Sequence[str] = 
         if width >= 16:
             picture.add(Line(left + first * width, 0, left + first * width, picture.height - 2, "paper", 0.6))
     picture.add(*names)
-    _strip(picture, "computed again", [_again(block.strategy) for block in plan.blocks], width)
+    _strip(
+        picture,
+        "computed again" if picture.is_wide else "again",
+        [_again(block.strategy) for block in plan.blocks],
+        width,
+    )
     if plan.pipelining.num_stages > 1:
         cuts = [] if plan.is_wildcard else plan.pipelining.cuts(count)
         _strip(picture, "stages", [f"{sum(c <= b for c in cuts) - 1}" for b in range(count)], width)
@@ -176,7 +181,9 @@ def _bars(
     place = picture.scale(labels, picture.width - room, top, most, write, what)
     for row, ((label, parts), text) in enumerate(zip(rows, said, strict=True)):
         y, amount_before = top + row * row_height + above, 0.0
-        picture.add(Text(0, y - 6, label) if above else Text(labels - 10, y + _BAR / 2 + 2, label, "end"))
+        name_of_row = fitting(label, 12, picture.width) if above else fitting(label, 12, labels - 10)
+        at = (0.0, y - 6) if above else (labels - 10, y + _BAR / 2 + 2)
+        picture.add(Text(*at, name_of_row, "start" if above else "end"))
         for colour, name, amount in parts:
             x, end = place(amount_before), place(amount_before + amount)
             if end - x > 0.05:

@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 from math import floor, log10
 from typing import TypeAlias
 
-__all__ = ["NARROW_WIDTH", "WIDTH", "Band", "Boxes", "Line", "Picture", "Rect", "Shape", "Text", "text_width", "ticks"]
+from galvatron_fx.ir.plan.units import format_seconds
+
+__all__ = ["NARROW_WIDTH", "WIDTH", "Band", "Boxes", "Line", "Picture", "Rect", "Shape", "Text", "TimeAxis"]
+__all__ += ["fitting", "text_width", "ticks"]
 
 WIDTH = 1080.0
 NARROW_WIDTH = 380.0
@@ -33,18 +36,19 @@ class Rect:
 
 @dataclass(frozen=True)
 class Boxes:
-    """Many boxes of one colour and height, each with its left end and its width."""
+    """Many boxes of one colour and height, each with its left end and its width; ``lane``: the name of their row."""
 
     y: float
     height: float
     spans: tuple[tuple[float, float], ...]
     fill: str
+    lane: str = ""
 
 
 @dataclass(frozen=True)
 class Band:
     """What lies between two stepped lines: from ``xs[i]`` to ``xs[i + 1]`` it reaches from ``lower[i]`` up to
-    ``upper[i]``.
+    ``upper[i]``; a pixel stands for ``pixel`` bytes.
     """
 
     xs: tuple[float, ...]
@@ -52,6 +56,7 @@ class Band:
     upper: tuple[float, ...]
     fill: str
     title: str = ""
+    pixel: float = 0.0
 
     @property
     def corners(self) -> list[tuple[float, float]]:
@@ -90,14 +95,32 @@ class Text:
 Shape: TypeAlias = Rect | Boxes | Band | Line | Text
 
 
+@dataclass(frozen=True)
+class TimeAxis:
+    """Where a picture shows seconds: from 0 at ``left`` to ``end_s`` at ``right``, down to ``bottom``."""
+
+    left: float
+    right: float
+    bottom: float
+    end_s: float
+
+    def holds(self, x: float, end: float, y: float) -> bool:
+        """Whether a shape from ``x`` to ``end`` that begins at ``y`` is of what happens."""
+        return self.left - 0.5 <= x and end <= self.right + 0.5 and y < self.bottom + 5
+
+
 @dataclass
 class Picture:
-    """Shapes, later ones over earlier ones; ``title`` says in a sentence what is to be seen."""
+    """Shapes, later ones over earlier ones; ``title`` says in a sentence what is to be seen.
+
+    ``time``: of pictures over time, which a page lets people look at closely.
+    """
 
     title: str
     height: float = 0.0
     width: float = WIDTH
     shapes: list[Shape] = field(default_factory=list)
+    time: TimeAxis | None = None
 
     @property
     def is_wide(self) -> bool:
@@ -148,6 +171,11 @@ class Picture:
         self.height += 42
         return place
 
+    def time_scale(self, right: float, top: float, end_s: float) -> Callable[[float], float]:
+        """As :meth:`scale`, of the seconds of a step, from the labels to ``right``."""
+        self.time = TimeAxis(self.labels, right, self.height, end_s)
+        return self.scale(self.labels, right, top, end_s, format_seconds, "time in the step")
+
 
 def ticks(most: float, count: int = 6) -> list[float]:
     """About ``count`` round numbers from 0 to ``most``."""
@@ -162,6 +190,12 @@ def ticks(most: float, count: int = 6) -> list[float]:
 def text_width(text: str, size: float) -> float:
     """How wide a text is at most, about."""
     return _LETTER * size * len(text)
+
+
+def fitting(text: str, size: float, width: float) -> str:
+    """The text, or so much of it as has room."""
+    letters = int(width / (_LETTER * size))
+    return text if len(text) <= letters else text[: max(1, letters - 1)].rstrip() + "…"
 
 
 def merged(spans: Sequence[tuple[float, float]], gap: float) -> tuple[tuple[float, float], ...]:

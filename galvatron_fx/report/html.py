@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import re
 from collections.abc import Callable
@@ -33,6 +34,8 @@ from galvatron_fx.report.explained import Explained
 from galvatron_fx.report.glossary import terms
 from galvatron_fx.report.module_times import by_module
 from galvatron_fx.report.palette import css_variables
+from galvatron_fx.report.schedule_trace import schedule_trace
+from galvatron_fx.report.step_trace import step_trace
 from galvatron_fx.report.svg import inline_svg
 from galvatron_fx.report.tables import block_rows, block_times, memory_table, module_table, time_table
 from galvatron_fx.report.timelines import memory_timeline_picture, operators_picture, schedule_picture
@@ -84,6 +87,7 @@ def render(explained: Explained, model_name: str) -> str:
         memory_words=words.memory(explained),
         timeline_words=words.timeline(explained),
         step_words=words.step(explained),
+        trace_base64=base64.b64encode(_trace(explained)).decode(),
         collective_words=words.collectives(explained),
         columns=words.columns(explained),
         alternatives=_alternatives(explained),
@@ -96,6 +100,15 @@ def render(explained: Explained, model_name: str) -> str:
         script_hash=_hash(script),
     )  # fmt: skip
     return _with_terms(page)
+
+
+def _trace(explained: Explained) -> bytes:
+    """The step for Perfetto, which opens compressed traces as they are; without the time of compressing."""
+    if explained.schedule is not None:
+        events = schedule_trace({"predicted": explained.schedule})
+    else:
+        events = step_trace(explained.operators, explained.memory[0])
+    return gzip.compress(events.to_json().encode(), mtime=0)
 
 
 def _with_terms(page: str) -> str:

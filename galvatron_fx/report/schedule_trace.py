@@ -10,7 +10,7 @@ from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.plan.schedule import ACTION_NAMES
 from galvatron_fx.report.trace_events import TraceEvents
 
-__all__ = ["ScheduleReports", "titled", "write_trace"]
+__all__ = ["ScheduleReports", "schedule_trace", "titled", "write_trace"]
 
 ScheduleReports = ScheduleReport | Mapping[str, ScheduleReport]
 """One report, or several by title ("predicted", "measured")."""
@@ -19,8 +19,15 @@ ScheduleReports = ScheduleReport | Mapping[str, ScheduleReport]
 def write_trace(reports: ScheduleReports, path: str | os.PathLike[str]) -> None:
     """Write a trace in Chrome's trace-event format (JSON, microseconds) to ``path``, for Perfetto to open.
 
-    Every report of ``reports`` is a process and every pipeline rank a thread in it; an event
-    is an action, with its stage and micro-batch as arguments. Raises InputError for no reports, and OSError.
+    Raises InputError for no reports, and OSError.
+    """
+    schedule_trace(reports).save(path)
+
+
+def schedule_trace(reports: ScheduleReports) -> TraceEvents:
+    """The events of schedules: every report is a process and every pipeline rank a thread in it.
+
+    An event is an action, with its stage and micro-batch as arguments. Raises InputError for no reports.
     """
     trace = TraceEvents()
     for title, report in titled(reports).items():
@@ -29,7 +36,7 @@ def write_trace(reports: ScheduleReports, path: str | os.PathLike[str]) -> None:
             action = span.action
             arguments = {"stage": action.stage, "microbatch": action.microbatch}
             trace.span(process, span.rank, str(action), ACTION_NAMES[action.kind], span.start_s, span.end_s, arguments)
-    trace.save(path)
+    return trace
 
 
 def titled(reports: ScheduleReports) -> dict[str, ScheduleReport]:

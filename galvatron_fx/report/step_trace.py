@@ -10,7 +10,7 @@ from galvatron_fx.ir.plan.search_report_table import cause_name
 from galvatron_fx.report.trace_events import TraceEvents
 from passes.simulation.step_timeline import MemoryTimeline, OperatorSpan
 
-__all__ = ["write_step_trace"]
+__all__ = ["step_trace", "write_step_trace"]
 
 _OPERATORS = "operators"
 
@@ -18,8 +18,16 @@ _OPERATORS = "operators"
 def write_step_trace(spans: Sequence[OperatorSpan], memory: MemoryTimeline, path: str | os.PathLike[str]) -> None:
     """Write a trace in Chrome's trace-event format (JSON, microseconds) to ``path``, for Perfetto to open.
 
+    Raises OSError.
+    """
+    step_trace(spans, memory).save(path)
+
+
+def step_trace(spans: Sequence[OperatorSpan], memory: MemoryTimeline) -> TraceEvents:
+    """The events of a step.
+
     Operators are one thread, each kind of collective with its axes another; an event has its block and direction as
-    arguments, and a counter the bytes alive by kind. Raises OSError.
+    arguments, and a counter the bytes alive by kind.
     """
     lanes = [_OPERATORS, *dict.fromkeys(cause_name(s.cause) for s in spans if s.cause.kind not in LOCAL_CAUSES)]
     trace = TraceEvents()
@@ -31,4 +39,4 @@ def write_step_trace(spans: Sequence[OperatorSpan], memory: MemoryTimeline, path
         trace.span(process, lane, name, span.phase, span.start_s, span.end_s, arguments)
     for start_s, held in zip(memory.starts_s.tolist(), memory.size_bytes.tolist(), strict=True):
         trace.counter(process, "memory in bytes", start_s, dict(zip(MEMORY_KINDS, held, strict=True)))
-    trace.save(path)
+    return trace

@@ -21,6 +21,7 @@ __all__ = ["memory_timeline_picture", "operators_picture", "schedule_picture"]
 
 _COLUMNS = 320
 _LANE = 24.0
+_CLOSE = 0.03  # pixels: what lies nearer together cannot be told apart, looked at ever so closely
 _THIN = 0.5  # pixels: what strays from a block among the operators of another
 
 
@@ -59,7 +60,7 @@ def memory_timeline_picture(
             )
         picture.height += 14
     picture.height -= 14
-    picture.scale(picture.labels, picture.width - 30, picture.height, end_s, format_seconds, "time in the step")
+    picture.time_scale(picture.width - 30, picture.height, end_s)
     picture.legend((kind for kind, there in zip(MEMORY_KINDS, used, strict=True) if there))
     return picture
 
@@ -81,9 +82,7 @@ def schedule_picture(reports: Mapping[str, ScheduleReport], width: float = WIDTH
         tops.append(picture.height)
         picture.height += report.schedule.num_ranks * _LANE
     end_s = max(report.step_s for report in reports.values())
-    place = picture.scale(
-        picture.labels, picture.width - picture.margin, 0.0, end_s, format_seconds, "time in the step"
-    )
+    place = picture.time_scale(picture.width - picture.margin, 0.0, end_s)
     lanes = (_lanes(picture, report, top, place) for top, report in zip(tops, reports.values(), strict=True))
     colours = [colour for each in lanes for colour in each]
     picture.legend([*sorted(dict.fromkeys(colours), key=lambda name: ("later" in name, name)), "idle"])
@@ -104,7 +103,7 @@ def _lanes(picture: Picture, report: ScheduleReport, top: float, place: Callable
         for colour in dict.fromkeys(colour for colour, _ in spans):
             same = [span for other, span in spans if other == colour]
             boxes = [(place(s.start_s), place(s.end_s) - _hairline(s.end_s - s.start_s, scale)) for s in same]
-            picture.add(Boxes(y + 2, _LANE - 5, merged(boxes, 0.0), colour))
+            picture.add(Boxes(y + 2, _LANE - 5, merged(boxes, 0.0), colour, f"rank {rank}"))
             yield colour
         for colour, span in spans:
             text, width = str(span.action.microbatch), (span.end_s - span.start_s) * scale
@@ -134,7 +133,7 @@ def operators_picture(spans: Sequence[OperatorSpan], step_s: float, width: float
         )
         for kind in dict.fromkeys(s.cause.kind for s in lane_spans):
             boxes = [(place(s.start_s), place(s.end_s)) for s in lane_spans if s.cause.kind == kind]
-            picture.add(Boxes(y + 2, _LANE - 5, merged(boxes, 0.4), kind))
+            picture.add(Boxes(y + 2, _LANE - 5, merged(boxes, _CLOSE), kind, lane))
         share = sum(s.end_s - s.start_s for s in lane_spans) / step_s if step_s else 0.0
         picture.add(Text(picture.width - picture.margin + 8, y + 11, f"{share:.1%}", "start", "muted", 11))
     local = [kind for kind in LOCAL_CAUSES if any(s.cause.kind == kind for s in spans)]
@@ -145,7 +144,7 @@ def operators_picture(spans: Sequence[OperatorSpan], step_s: float, width: float
 def _axis(picture: Picture, height: float, right: float, end_s: float) -> Callable[[float], float]:
     """Room for lanes of so much height, over an axis of time."""
     picture.height = height
-    return picture.scale(picture.labels, right, 0.0, end_s, format_seconds, "time in the step")
+    return picture.time_scale(right, 0.0, end_s)
 
 
 def _area(picture: Picture, timeline: MemoryTimeline, label: str, height: float, most: float, end_s: float) -> None:
@@ -165,7 +164,7 @@ def _area(picture: Picture, timeline: MemoryTimeline, label: str, height: float,
     for column, kind in enumerate(MEMORY_KINDS):
         if sizes[:, column].any():
             title = f"{kind}: at most {format_bytes(timeline.size_bytes[:, column].max())} on {label}"
-            picture.add(Band(xs, tuple(lower.tolist()), tuple(tops[:, column].tolist()), kind, title))
+            picture.add(Band(xs, tuple(lower.tolist()), tuple(tops[:, column].tolist()), kind, title, most / height))
         lower = tops[:, column]
     picture.height = bottom
 

@@ -74,9 +74,13 @@ class TraceEvents:
         event = {"ph": "C", "pid": process.number, "name": name, "ts": round(at_s * 1e9) / 1e3, "args": dict(values)}
         self.events.append(event)
 
+    def to_json(self) -> str:
+        """The trace as text."""
+        return json.dumps({"displayTimeUnit": "ms", "traceEvents": self.events}, allow_nan=False) + "\n"
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace; raises OSError."""
-        write(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": self.events}, allow_nan=False) + "\n")
+        write(path, self.to_json())
 
     def _describe(self, what: str, process: int, number: int, name: str) -> None:
         at = {"ph": "M", "pid": process, "tid": number}

@@ -51,11 +51,12 @@ def watch_whole_updates() -> None:
 
 def updates_whole(optimizer: Optimizer) -> bool:
     """Whether an optimizer updates whole parameters."""
-    return _is_known(type(optimizer)) or hasattr(optimizer, _ASKED)
+    kind: Any = type(optimizer)
+    return _is_known(kind) or hasattr(optimizer, _ASKED)
 
 
 @cache
-def _is_known(kind: type) -> bool:
+def _is_known(kind: Any) -> bool:
     names = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
     return kind in _KINDS or any(name.startswith(_OTHERS) for name in names)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import json
 import re
 from html.parser import HTMLParser
@@ -104,12 +105,29 @@ def test_names_of_modules_are_text(written: tuple[Plan, str]) -> None:
 def test_the_plan_is_in_the_page(written: tuple[Plan, str]) -> None:
     plan, text = written
     page = Page(text)
-    (link,) = (link for link in page.values("href") if link.startswith("data:"))
-    found = Plan.from_json(base64.b64decode(link.removeprefix("data:application/json;base64,")).decode())
+    found = Plan.from_json(downloaded(page, "application/json").decode())
     assert found.axis_sizes == plan.axis_sizes and found.pipelining == plan.pipelining
     assert {block.strategy for block in found.blocks} == {block.strategy for block in plan.blocks}
     schema = json.loads(Path(galvatron_fx.__file__).with_name("ir").joinpath("plan_schema.json").read_text())
     Draft202012Validator(schema).validate(json.loads(found.to_json()))
+
+
+def downloaded(page: Page, kind: str) -> bytes:
+    """What the page's one link to data of that kind gives."""
+    (link,) = (link for link in page.values("href") if link.startswith(f"data:{kind};base64,"))
+    return base64.b64decode(link.partition(",")[2])
+
+
+def test_the_trace_is_in_the_page(written: tuple[Plan, str]) -> None:
+    plan, text = written
+    events = json.loads(gzip.decompress(downloaded(Page(text), "application/gzip")))["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    lanes = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    if plan.pipelining.num_stages > 1:
+        assert {"rank 0", "rank 1"} <= lanes and {span["args"]["stage"] for span in spans} == {0, 1}
+    else:
+        assert "operators" in lanes and max(span["args"]["block"] for span in spans) == len(plan.blocks) - 1
+    assert "ui.perfetto.dev" in Page(text).words["timeline"]
 
 
 def test_alternatives(written: tuple[Plan, str]) -> None:

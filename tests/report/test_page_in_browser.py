@@ -25,6 +25,23 @@ QUIET = [
 # What a person would see: heights of sections, what is wider than the window, labels that touch or leave their picture.
 PROBE = """
 <script>
+// What a pointer in the middle of the step reads, and how much of the step is shown when a fifth was dragged over.
+const looks = () => ["memory-areas", "step-lanes"].map((name) => {
+  const picture = document.querySelector(`svg[aria-labelledby=${name}-title]`), frame = picture.getBoundingClientRect();
+  const says = picture.nextElementSibling.lastChild, view = picture.querySelector("svg.time"), read = [];
+  const point = (kind, x, y) => picture.dispatchEvent(new PointerEvent(kind, {
+    clientX: frame.left + frame.width * x, clientY: frame.top + y, bubbles: true }));
+  picture.setPointerCapture = () => {};
+  for (let y = 4; y < frame.height; y += 4) {
+    point("pointermove", 0.5, y);
+    read.push(says.textContent);
+  }
+  point("pointerdown", 0.4, 40);
+  point("pointerup", 0.6, 40);
+  const shown = view.viewBox.baseVal.width / Number(view.getAttribute("width"));
+  picture.dispatchEvent(new MouseEvent("dblclick"));
+  return { read, shown, again: view.viewBox.baseVal.width === Number(view.getAttribute("width")) };
+});
 window.addEventListener("load", () => {
   const boxes = (svg) => Array.from(svg.querySelectorAll("text"), (t) => [t.textContent, t.getBoundingClientRect()]);
   const touching = [], outside = [];
@@ -45,7 +62,7 @@ window.addEventListener("load", () => {
   const scrolled = Array.from(document.querySelectorAll(".scroll")).filter((e) => e.scrollWidth > e.clientWidth + 1);
   const found = { sections: Object.fromEntries(sections), touching, outside, wide: wide.length,
     scrolled: scrolled.length, sideways: Math.max(0, document.documentElement.scrollWidth - innerWidth),
-    buttons: document.querySelectorAll("th button").length };
+    buttons: document.querySelectorAll("th button").length, read: looks() };
   document.title = "found " + JSON.stringify(found);
 });
 </script>
@@ -103,3 +120,8 @@ def test_everything_is_drawn_and_nothing_overlaps(page: Path) -> None:
     assert (found["touching"], found["outside"]) == ([], [])
     assert (found["wide"], found["scrolled"], found["sideways"]) == (0, 0, 0)
     assert found["buttons"] > 8
+    memory, lanes = found["read"]
+    assert any(re.fullmatch(r"\d+ us · parameters: [\d.]+ kB", said) for said in memory["read"]), memory["read"]
+    working = r"\d+ us · (rank 0, (forward|weight gradients)|operators, compute): [\d.]+ us, from [\d.]+ us on"
+    assert any(re.fullmatch(working, said) for said in lanes["read"]), lanes["read"]
+    assert all(0.2 < seen["shown"] < 0.3 and seen["again"] for seen in (memory, lanes))
