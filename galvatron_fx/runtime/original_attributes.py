@@ -89,8 +89,6 @@ class AttributesRead:
 
 def _absent(twin: nn.Module, name: str, whole_name: str) -> str:
     """Why a compiled model has no attribute of that name."""
-    if name in twin._parameters or name in twin._buffers:
-        return f"'{whole_name}' of a compiled model is held by the ranks of another pipeline stage"
     if not hasattr(twin, name):
         return f"a compiled model has no attribute '{whole_name}', as the original has none"
     return (
