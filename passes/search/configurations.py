@@ -8,7 +8,7 @@ from itertools import groupby
 from math import prod
 
 from galvatron_fx.ir.cluster.cluster import Cluster
-from galvatron_fx.ir.errors import PlanError
+from galvatron_fx.ir.errors import ClusterError, PlanError
 from galvatron_fx.ir.plan.schedule import SCHEDULES, SEARCH, legal
 from galvatron_fx.ir.plan.strategy import PIPELINE
 from passes.search.candidates import far_apart
@@ -109,6 +109,8 @@ class Configurations:
 
     def _shapes(self) -> Iterator[_Shape]:
         for axes in range(len(self.cluster.axes) + 1):
+            if self._unlike(axes) is not None:
+                continue
             ranks = prod(axis.size for axis in self.cluster.axes[:axes])
             if (axes and not self._may_pipeline) or ranks > _MOST_STAGES:
                 continue
@@ -118,6 +120,14 @@ class Configurations:
                 stages = self._stages(schedule, ranks)
                 if stages <= self.blocks:
                     yield _Shape(axes, ranks, schedule, stages)
+
+    def _unlike(self, axes: int) -> ClusterError | None:
+        """Why so many axes cannot hold stages, as some would have devices of several kinds."""
+        try:
+            self.cluster.parts(axes)
+        except ClusterError as error:
+            return error
+        return None
 
     def _stages(self, schedule: str, ranks: int) -> int:
         """Stages on so many ranks: ranks that take theirs in turns have as many as are pinned, two if none are."""
@@ -169,6 +179,8 @@ class Configurations:
     def _no_shape(self) -> str:
         """Why there is no way to use the axes."""
         pins = self.pins
+        if not any(True for _ in self._shapes()) and (unlike := self._unlike(0)) is not None:
+            return str(unlike)
         possible = sorted({shape.stages for shape in self._shapes()})
         if pins.num_stages is not None and pins.num_stages > self.blocks:
             most = f"at most {possible[-1]}" if possible else "fewer"

@@ -41,6 +41,7 @@ from passes.search.configurations import Pins
 from passes.search.cost_table.cost_table import Pricer
 from passes.search.cost_table.offload_levels import ON_DEVICE, Offload
 from passes.search.least_memory import least_bytes
+from passes.search.node_search import plans_on_nodes
 from passes.search.open_configurations import OpenConfigurations
 from passes.search.padded_batches import plans_of_batches
 from passes.search.record import Record, Watch
@@ -114,7 +115,12 @@ def search_plans(
 
     def search(of: fx.GraphModule) -> tuple[Plan, ...]:
         priced = pricer or Pricer(of, cluster, options.constraints, optimizer_model(options.optimizer))
-        return _Search(of, cluster, options, watched, priced, deadline, trained).run(most)
+
+        def on(ordered: Cluster) -> _Search:
+            known = priced if ordered == priced.cluster else priced.on(ordered)
+            return _Search(of, ordered, options, watched, known, deadline, trained)
+
+        return on(cluster).run(most) if cluster.nodes is None else plans_on_nodes(cluster, most, on)
 
     if pricer is not None:
         return search(graph)
@@ -146,6 +152,7 @@ class _Search:
         self.simulator = Simulator(simulate, watch, self.record, options.offload.host_bytes)
         self.slack = MemorySlack()
         self.searched: WithTable | None = None
+        self.best: Simulated | None = None
 
     def run(self, most: int) -> tuple[Plan, ...]:
         """The fastest that fit; where nothing does, of what gathers later; then whatever takes least memory. That is
@@ -167,6 +174,7 @@ class _Search:
             best = self._with_table(best)
         if PIPELINE in self.options.roles and not self.is_cut_short:
             best = self._with_spread_vocabulary(best)
+        self.best = best
         return tuple(self._reported(best, opened, most))
 
     def _with_table(self, best: Simulated) -> Simulated:
@@ -278,6 +286,7 @@ class _Search:
             pipelining=pipelining,
             mixed_precision=policy_of(self.graph),
             throughput=self.throughput,
+            rank_order=self.cluster.rank_order,
             axis_names=tuple(
                 name for name, size in zip(self.cluster.given_names, self.cluster.shape, strict=False) if size > 1
             ),

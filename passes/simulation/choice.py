@@ -20,8 +20,8 @@ from galvatron_fx.ir.plan.prediction import HOST, MemoryUse
 from galvatron_fx.ir.plan.schedule import Schedule
 from galvatron_fx.ir.plan.strategy import Strategy
 from passes.analysis.blocks import wiring
-from passes.lowering.lower_stages import LowerStages
-from passes.lowering.lower_step import Lower
+from passes.lowering.lower_stages import LoweredStages, LowerStages
+from passes.lowering.lower_step import Lower, Lowered
 from passes.lowering.stages.split_microbatches import Microbatched
 from passes.simulation.drop_blocks import DropBlocks
 from passes.simulation.events import GraphEvents
@@ -79,6 +79,7 @@ class SimulateChoice:
     _wired: dict[Hashable, fx.GraphModule] = field(default_factory=dict)
     _microbatched: dict[tuple[int, int], Microbatched] = field(default_factory=dict)
     _measured: dict[Hashable, Measured] = field(default_factory=dict)
+    _lowered: dict[Hashable, tuple[LoweredStages | Lowered, Sequence[Row]]] | None = None
     # The chosen plan is lowered once more before it runs, and verified then.
     _control: PassControl = field(default_factory=lambda: PassControl(verifies=False))
     _simulator: SimulateStep = field(init=False)
@@ -96,9 +97,36 @@ class SimulateChoice:
         short = ShortModel.of(self.block_fingerprints, strategies, first_blocks)
         return self._one_stage(short, strategies) if staging is None else self._stages(short, strategies, staging)
 
+    def on_other_links(self) -> Callable[[Cluster], SimulateChoice]:
+        """Return what makes simulators for the same devices with other links, which lower choices once for all.
+
+        A choice is lowered as for this cluster, by whose links its blocks' operators are split.
+        """
+        kept: dict[Hashable, tuple[LoweredStages | Lowered, Sequence[Row]]] = {}
+
+        def linked(cluster: Cluster) -> SimulateChoice:
+            return replace(self, cluster=cluster, _measured={}, _lowered=kept)
+
+        return linked
+
+    def _once_lowered(
+        self, key: Hashable, lower: Callable[[], tuple[LoweredStages | Lowered, Sequence[Row]]]
+    ) -> tuple[LoweredStages | Lowered, Sequence[Row]]:
+        """What a model is lowered to, and the bytes that it takes: neither depends on links."""
+        if self._lowered is None:
+            return lower()
+        if key not in self._lowered:
+            self._lowered[key] = lower()
+        return self._lowered[key]
+
     def _one_stage(self, short: ShortModel, strategies: Sequence[Strategy]) -> StepReport:
+        def lower(model: ShortModel, kept: Sequence[Strategy]) -> Lowered:
+            return Lower(kept, self.cluster, self._cache, control=self._control).run(self._graph(model))
+
         def measure(model: ShortModel, kept: Sequence[Strategy]) -> Measured:
-            lowered = Lower(kept, self.cluster, self._cache, control=self._control).run(self._graph(model))
+            key = id(self._graph(model)), tuple(kept)
+            lowered, _ = self._once_lowered(key, lambda: (lower(model, kept), ()))
+            assert isinstance(lowered, Lowered), "a model without stages is lowered without them"
             step = self._simulator.parts(lowered)
             seconds: dict[Any, float] = {**step.alone, _PARAMETER_BYTES: step.parameter_bytes}
             return Measured([seconds], [_row(step.memory)], [step.events])
@@ -113,7 +141,7 @@ class SimulateChoice:
         simulate = SimulateStages(self.cluster, schedule, staging.axes, self.optimizer)
         filled = SimulateStages(self.cluster, staging.filled, staging.axes, self.optimizer)
 
-        def measure(model: ShortModel, kept: Sequence[Strategy]) -> Measured:
+        def lowered_with_bytes(model: ShortModel, kept: Sequence[Strategy]) -> tuple[LoweredStages, Sequence[Row]]:
             lower = LowerStages(
                 kept,
                 model.first_blocks,
@@ -125,8 +153,14 @@ class SimulateChoice:
             )
             lowered = lower.lower(self._split(model, lower), signature(self._graph(model)))
             lowered = lowered.standing_for(model.stage_of)
+            return lowered, [_row(use) for use in filled.memory(lowered)]
+
+        def measure(model: ShortModel, kept: Sequence[Strategy]) -> Measured:
+            key = id(self._graph(model)), tuple(kept), model.first_blocks, model.stage_of, schedule, staging.filled
+            lowered, memory = self._once_lowered(key, lambda: lowered_with_bytes(model, kept))
+            assert isinstance(lowered, LoweredStages), "a model of stages is lowered into them"
             events = simulate.events(lowered)
-            return Measured(simulate.alone(lowered, events), [_row(use) for use in filled.memory(lowered)], events)
+            return Measured(simulate.alone(lowered, events), memory, events)
 
         ranks = [schedule.stages_of(rank) for rank in range(schedule.num_ranks)]
         once = self._once(measure, strategies, schedule, staging.filled, tuple(staging.axes))

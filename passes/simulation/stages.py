@@ -147,7 +147,7 @@ class StagesReport:
 @dataclass(frozen=True)
 class SimulateStages:
     """Simulate ``schedule`` with the tasks of lowered stages; ``pipeline_axes``: the axes that hold the stages;
-    ``optimizer``: what updates the parameters.
+    ``optimizer``: what updates the parameters. Each pipeline rank has its own devices and links of the cluster.
 
     What is done once a step (gathers kept for it, reductions of gradients, the optimizer's update) comes before and
     after the schedule, as it does when it runs.
@@ -157,10 +157,7 @@ class SimulateStages:
     schedule: Schedule
     pipeline_axes: Sequence[Axis]
     optimizer: OptimizerModel = ADAM
-    _simulator: SimulateStep = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_simulator", SimulateStep(self.cluster, self.optimizer))
+    _simulators: dict[Cluster, SimulateStep] = field(init=False, default_factory=dict)
 
     def run(self, lowered: LoweredStages) -> StagesReport:
         """Return the prediction. Raises VerifierError where a node's shape is not the one its facts say."""
@@ -170,14 +167,15 @@ class SimulateStages:
 
     def events(self, lowered: LoweredStages) -> list[StageEvents]:
         """What a rank does in the tasks of every stage."""
-        by_tasks = {
-            id(stage.tasks): {
-                name: self._simulator.graph_events(stage.tasks[name].graph, lowered.layout)
-                for name in (*_PER_MICROBATCH, *_ONCE)
-            }
-            for stage in distinct_stages(lowered)
-        }
-        return [by_tasks[id(stage.tasks)] for stage in lowered.stages]
+        by_tasks: dict[Hashable, StageEvents] = {}
+        for stage in lowered.stages:
+            simulator, tasks = self._simulator(stage.index), stage.tasks
+            if (id(tasks), simulator.cluster) not in by_tasks:
+                by_tasks[id(tasks), simulator.cluster] = {
+                    name: simulator.graph_events(tasks[name].graph, lowered.layout)
+                    for name in (*_PER_MICROBATCH, *_ONCE)
+                }
+        return [by_tasks[id(stage.tasks), self._part(stage.index)] for stage in lowered.stages]
 
     def alone(self, lowered: LoweredStages, events: Sequence[StageEvents]) -> list[StageTimes]:
         """Seconds of every stage, as if nothing ran at once."""
@@ -250,32 +248,53 @@ class SimulateStages:
         return replays
 
     def _alone(self, stage: Stage, events: StageEvents, shards: Mapping[str, ParameterShard]) -> StageTimes:
+        here = self._taker(stage.index)
         ahead, back = (self._taker(stage.index + step) for step in (1, -1))
-        times = {("send", Cause(TRANSFER)): self._send_s(stage.specs, stage.sends, ahead)}
-        times["send_back", Cause(TRANSFER)] = self._send_s(stage.specs, stage.sends_back, back)
+        times = {("send", Cause(TRANSFER)): self._send_s(stage.specs, stage.sends, here, ahead)}
+        times["send_back", Cause(TRANSFER)] = self._send_s(stage.specs, stage.sends_back, here, back)
         params = [port for port in stage.ports.values() if port.kind == "param" and port.requires_grad]
         trained = [shards[stood_for_name(port.name)] for port in params]
-        times |= {(_UPDATE, cause): spent for cause, spent in self._simulator.update_s(trained).items()}
+        times |= {(_UPDATE, cause): spent for cause, spent in self._simulator(stage.index).update_s(trained).items()}
         for name, task_events in events.items():
             times |= {(name, cause): spent for cause, spent in task_events.seconds.items()}
         return times
 
+    def _part(self, stage: int) -> Cluster:
+        """The devices that compute a stage; those of all ranks, at the pace of the slowest, where it is spread."""
+        if self.cluster.nodes is None or not self.pipeline_axes or self._taker(stage) == SPREAD:
+            return self.cluster
+        return self.cluster.parts(len(self.pipeline_axes))[self.schedule.rank_of_stage[stage]]
+
+    def _simulator(self, stage: int) -> SimulateStep:
+        part = self._part(stage)
+        if part not in self._simulators:
+            self._simulators[part] = SimulateStep(part, self.optimizer)
+        return self._simulators[part]
+
     def _taker(self, stage: int) -> int | None:
-        """The rank of a neighbouring stage."""
+        """The rank of a stage, None beyond the ends."""
         return self.schedule.rank_of_stage[stage] if 0 <= stage < self.schedule.num_stages else None
 
     def _key(self, stage: Stage) -> Hashable:
         """What the times of a stage rest on: stages with equal tasks may pass their values to one rank or to all."""
-        return id(stage.tasks), self._taker(stage.index + 1) == SPREAD, self._taker(stage.index - 1) == SPREAD
+        beside = [self._taker(stage.index + step) for step in (1, -1)]
+        links = [self._hop(self._taker(stage.index), other) for other in beside] if self.pipeline_axes else []
+        return id(stage.tasks), self._part(stage.index), *links, *(other == SPREAD for other in beside)
 
-    def _send_s(self, specs: dict[str, TensorSpec], names: Sequence[str], taker: int | None) -> float:
+    def _hop(self, here: int | None, there: int | None) -> Axis:
+        """The link between the ranks of two stages; the slowest there is where one has none of its own."""
+        if here is None or there is None or here == there or SPREAD in (here, there):
+            return self.pipeline_axes[0]
+        return self.cluster.hop(len(self.pipeline_axes), here, there)
+
+    def _send_s(self, specs: dict[str, TensorSpec], names: Sequence[str], here: int | None, taker: int | None) -> float:
         """Seconds to send values to a neighbouring stage; to a spread one, all its ranks are told."""
         if not names or not self.pipeline_axes:
             return 0.0
         sizes = [float(specs[name].size_bytes) for name in names]
         if taker == SPREAD:
             return sum(broadcast_s(size, self.pipeline_axes) for size in sizes)
-        return sum(float(collective_s("send_recv", size, self.pipeline_axes[:1])) for size in sizes)
+        return sum(float(collective_s("send_recv", size, [self._hop(here, taker)])) for size in sizes)
 
 
 def _task_s(times: StageTimes, task: str) -> float:

@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -152,9 +151,9 @@ class Cluster:
         """
         return _parts(self, pipeline_axes)
 
-    def hops(self, pipeline_axes: int) -> tuple[Axis, ...]:
-        """The link from each pipeline rank to the next, as an axis."""
-        return _hops(self, pipeline_axes)
+    def hop(self, pipeline_axes: int, here: int, there: int) -> Axis:
+        """The link between two pipeline ranks, as an axis."""
+        return self.axes[0] if self.nodes is None else _hop(self, pipeline_axes, here, there)
 
     @classmethod
     def from_nodes(
@@ -401,13 +400,11 @@ def _parts(cluster: Cluster, pipeline_axes: int) -> tuple[Cluster, ...]:
     return tuple(parts)
 
 
-@lru_cache(maxsize=4096)
-def _hops(cluster: Cluster, pipeline_axes: int) -> tuple[Axis, ...]:
-    ranks = math.prod(cluster.shape[:pipeline_axes])
-    if cluster.nodes is None:
-        return cluster.axes[:1] * (ranks - 1)
-    places = np.arange(cluster.num_devices).reshape(ranks, -1)
-    return tuple(_linked(cluster.axes[0], cluster.nodes.hop(here, there)) for here, there in pairwise(places))
+@lru_cache(maxsize=2**16)
+def _hop(cluster: Cluster, pipeline_axes: int, here: int, there: int) -> Axis:
+    assert cluster.nodes is not None, "equal devices have equal links"
+    places = np.arange(cluster.num_devices).reshape(math.prod(cluster.shape[:pipeline_axes]), -1)
+    return _linked(cluster.axes[0], cluster.nodes.hop(places[here], places[there]))
 
 
 def _linked(axis: Axis, link: Link) -> Axis:

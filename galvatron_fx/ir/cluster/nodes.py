@@ -101,7 +101,7 @@ class Nodes:
         return np.repeat(np.arange(len(self.nodes), dtype=np.int64), [node.count for node in self.nodes])
 
     @cached_property
-    def _links(self) -> tuple[Floats, Floats]:
+    def links(self) -> tuple[Floats, Floats]:
         """Latencies and bandwidths, each direction as slow as the slower."""
         latency, bandwidth = np.array(self.latency_s), np.array(self.bandwidth_bytes_per_s)
         return np.maximum(latency, latency.T), np.minimum(bandwidth, bandwidth.T)
@@ -130,7 +130,7 @@ class Nodes:
 
     def _slowest(self, senders: Ints, receivers: Ints) -> Link:
         pairs = self._node_of_device[senders.ravel()], self._node_of_device[receivers.ravel()]
-        latency, bandwidth = self._links
+        latency, bandwidth = self.links
         return float(latency[pairs].max()), float(bandwidth[pairs].min())
 
     def kinds_at(self, positions: Ints) -> list[Device]:

@@ -42,7 +42,7 @@ def test_parts_have_their_own_kind_and_links_and_the_rest_the_weakest():
     assert UNLIKE.shape == (3, 2, 2)
     assert [part.device.name for part in UNLIKE.parts(1)] == [FAST, FAST, SLOW]
     assert [part.axes[1].bandwidth_bytes_per_s for part in UNLIKE.parts(1)] == [240e9, 240e9, 24e9]
-    assert [hop.bandwidth_bytes_per_s for hop in UNLIKE.hops(1)] == [24e9, 1.5e9]
+    assert [UNLIKE.hop(1, *ranks).bandwidth_bytes_per_s for ranks in ((0, 1), (1, 2), (2, 0))] == [24e9, 1.5e9, 1.5e9]
     assert UNLIKE.device.memory_bytes == 24 * 10**9
     assert UNLIKE.device.flops_rate == PRESETS[SLOW].device.flops_rate
 
@@ -50,7 +50,7 @@ def test_parts_have_their_own_kind_and_links_and_the_rest_the_weakest():
 def test_equal_devices_are_one_part_whatever_the_axes():
     cluster = Cluster.preset("16xA100-80GB")
     assert cluster.parts(1) == (cluster, cluster)
-    assert cluster.hops(1) == (cluster.axes[0],)
+    assert cluster.hop(1, 0, 1) == cluster.axes[0]
 
 
 def test_unlike_devices_in_a_stage_are_refused():
