@@ -18,6 +18,7 @@ from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.bound_ops import plus
 from galvatron_fx.ir.graph.bundles import bytes_by_block
+from galvatron_fx.ir.graph.folded_gradients import fold_gradient
 from galvatron_fx.ir.graph.further_rounds import FurtherRounds
 from galvatron_fx.ir.graph.host_copies import HOST_MOVES, arrived
 from galvatron_fx.ir.graph.layout import Layout
@@ -52,7 +53,7 @@ class NodeTime:
             return self._collective(node, Cause(c.KINDS.get(node.target, node.target.__name__), axes))
         if node.target in HOST_MOVES:
             return Price(Cause(HOST_COPIES), host_copy_s(self.cluster.device, meta_of(node).spec.size_bytes))
-        if node.target is arrived:
+        if node.target in (arrived, fold_gradient):  # the update is priced as a whole
             return None
         if isinstance(node.target, FurtherRounds):
             return Price(Cause(_local_kind(node)), self._rounds_s(node.target, layout))

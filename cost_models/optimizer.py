@@ -82,13 +82,14 @@ class ParameterShard:
 @dataclass(frozen=True)
 class OptimizerModel:
     """An optimizer by ``name``: what it does to ``vectors`` (of one dim or none), to ``matrices`` of two dims, and to
-    ``others``, which have more.
+    ``others``, which have more; ``accumulates``: whether its states take up gradients, which are updated by later.
     """
 
     name: str
     vectors: Update
     matrices: Update
     others: Update
+    accumulates: bool = False
 
     def update(self, shape: Sequence[int]) -> Update:
         """What is done to a parameter of ``shape``."""
@@ -206,8 +207,13 @@ _UNFACTORED = Update(copies=1, passes=8, temporaries=2, left=2, is_whole=True)
 _MUON = Update(copies=1, passes=7, temporaries=1, left=0, is_orthogonal=True, is_whole=True)
 
 
-def _for_all(name: str, update: Update) -> OptimizerModel:
-    return OptimizerModel(name, update, update, update)
+# The gradient is read, and both moments are read and written, which are read again, and the parameter read and written
+# (Zhang et al. 2023, algorithm 2), in each step of one micro-batch.
+_ADAMA = Update(copies=2, passes=9, temporaries=1, left=0)
+
+
+def _for_all(name: str, update: Update, accumulates: bool = False) -> OptimizerModel:
+    return OptimizerModel(name, update, update, update, accumulates)
 
 
 _MODELS = {
@@ -221,6 +227,7 @@ _MODELS = {
         # torch.optim.Muon takes matrices alone. The rest counts as Adam's; so must the embeddings and the head that one
         # gives to AdamW, but no shape tells them from other matrices.
         OptimizerModel("muon", _ADAM, _MUON, _ADAM),
+        _for_all("adama", _ADAMA, accumulates=True),
     )
 }
 

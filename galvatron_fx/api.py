@@ -80,6 +80,7 @@ def plan(
     expert_imbalance: float = CAPACITY,
     offload: Sequence[str] = (),
     host_memory: str | int | None = None,
+    fold_gradients: bool = False,
     mixed_precision: MixedPrecisionPolicy | None = None,
     simulate_runners_up: bool = True,
     progress: Observer | None = None,
@@ -109,6 +110,8 @@ def plan(
     ``offload``: what may be in the host's memory where that pays: ``"activations"``, which wait there for backward,
     ``"states"`` of the optimizer, which come to the device for its step, or both;
     ``host_memory``: bytes of it per rank (default: the device's share, as far as the cluster knows it);
+    ``fold_gradients``: whether plans of one stage and one micro-batch may update each parameter as soon as backward has
+    its gradient, so that no gradients are kept (:meth:`DistributedGraphModule.fold_gradients`);
     ``mixed_precision``: a ``torch.distributed.fsdp.MixedPrecisionPolicy``, the dtypes to compute and to reduce in;
     ``simulate_runners_up``: whether the report says what plans that people know (DDP, FSDP), and the best of other
     pipelines, would have cost, up to five, each simulated;
@@ -155,6 +158,7 @@ def compile(
     expert_imbalance: float = CAPACITY,
     offload: Sequence[str] = (),
     host_memory: str | int | None = None,
+    fold_gradients: bool = False,
     mixed_precision: MixedPrecisionPolicy | None = None,
     backend: str = "eager",
     kernels: str | None = None,

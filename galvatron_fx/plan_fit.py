@@ -42,7 +42,7 @@ def simulated(graph: fx.GraphModule, cluster: Cluster, plan: Plan) -> StepReport
     marks = fingerprints(graph)
     strategies = strategies_on(plan, cluster, len(marks))
     first_blocks = plan.pipelining.cuts(len(marks))
-    simulate = SimulateChoice(graph, cluster, marks, optimizer_model(plan.optimizer))
+    simulate = SimulateChoice(graph, cluster, marks, optimizer_model(plan.optimizer), plan.fold_gradients)
     return simulate.run(strategies, first_blocks, staging_of(plan, cluster))
 
 

@@ -40,6 +40,7 @@ class SearchSettings:
     expert_imbalance: float = CAPACITY
     offload: Sequence[str] = ()
     host_memory: str | int | None = None
+    fold_gradients: bool = False
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> SearchSettings:
@@ -67,6 +68,7 @@ class SearchSettings:
             self.optimizer,
             capacity=self.expert_imbalance,
             offload=Offload(tuple(dict.fromkeys(self.offload)), self._host_bytes(cluster.device)),
+            fold_gradients=self.fold_gradients,
         )
 
     def _host_bytes(self, device: Device) -> float:

@@ -128,12 +128,6 @@ def add_search(parser: argparse.ArgumentParser) -> None:
         help="per device, such as 40GiB (default: the device's memory)",
     )
     add_space(group)
-    group.add_argument(
-        "--host-memory",
-        type=typed(_budget),
-        metavar="SIZE",
-        help="of the host, per device, for --offload (default: the device's share, as far as it is known)",
-    )
     group.add_argument("--num-stages", type=positive(int, "stages"), metavar="N", help="default: searched")
     group.add_argument("--num-microbatches", type=positive(int, "micro-batches"), metavar="N", help="default: searched")
     group.add_argument(
@@ -206,6 +200,17 @@ def add_space(group: argparse._ArgumentGroup) -> None:
         default=[],
         help="let activations wait, or optimizer states live, in the host's memory where that pays; may be repeated",
     )
+    group.add_argument(
+        "--host-memory",
+        type=typed(_budget),
+        metavar="SIZE",
+        help="of the host, per device, for --offload (default: the device's share, as far as it is known)",
+    )
+    group.add_argument(
+        "--fold-gradients",
+        action="store_true",
+        help="let plans of one stage and one micro-batch update each parameter as soon as its gradient is complete",
+    )
 
 
 def search_of(options: argparse.Namespace) -> dict[str, Any]:
@@ -226,6 +231,7 @@ def search_of(options: argparse.Namespace) -> dict[str, Any]:
         "expert_imbalance": options.expert_imbalance,
         "offload": tuple(options.offload),
         "host_memory": options.host_memory,
+        "fold_gradients": options.fold_gradients,
         "mixed_precision": policy_of(options),
     }
 

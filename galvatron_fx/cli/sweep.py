@@ -101,6 +101,8 @@ def run(given: argparse.Namespace) -> Result:
             recompute=options.recompute_of(given),
             optimizer=given.optimizer,
             offload=tuple(given.offload),
+            host_memory=given.host_memory,
+            fold_gradients=given.fold_gradients,
             usd_per_hour=dict(given.price),
             tokens=given.tokens,
             simulate=given.simulate,

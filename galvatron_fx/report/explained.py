@@ -118,13 +118,15 @@ class _Explaining:
         self.cuts = plan.pipelining.cuts(len(self.block_fingerprints))
         self.staging = staging_of(plan, cluster)
         self.optimizer = optimizer_model(plan.optimizer)
-        self.simulate = SimulateChoice(graph, cluster, self.block_fingerprints, self.optimizer)
+        self.simulate = SimulateChoice(graph, cluster, self.block_fingerprints, self.optimizer, plan.fold_gradients)
 
     def run(self) -> Explained:
         step = self._step(self.plan)
         parts = None if self.staging is None else self.staging.schedule.num_microbatches
         strategies = strategies_on(self.plan, self.cluster, len(self.block_fingerprints))
-        program = ShortProgram.of(self.graph, self.cluster, self.block_fingerprints, strategies, self.cuts, parts)
+        program = ShortProgram.of(
+            self.graph, self.cluster, self.block_fingerprints, strategies, self.cuts, parts, self.plan.fold_gradients
+        )
         memory, operators = self._timelines(program, step)
         kinds = self._kinds()
         collectives = collective_rows(program, self.cluster, kinds, parts or 1)

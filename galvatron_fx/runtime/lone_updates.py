@@ -15,7 +15,7 @@ from galvatron_fx.runtime.local_updates import updates_locally
 from galvatron_fx.runtime.step_twins import GroupedParameter, parameters_of, step_after, step_over
 from galvatron_fx.runtime.whole_updates import updates_whole
 
-__all__ = ["watch_lone_updates"]
+__all__ = ["require_lone_updates", "watch_lone_updates"]
 
 _KINDS = (Adadelta, Adagrad, Adamax, ASGD, NAdam, RAdam, RMSprop)
 """Of torch: they look at one element at a time."""
@@ -35,14 +35,23 @@ def _update_alone(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str,
         return None
     if not any(has_host_states(parameter) for _, parameter in parameters_of(optimizer)):
         return None
-    if type(optimizer) not in _KINDS:
-        one_by_one = "call galvatron_fx.update_whole(optimizer) if it updates each parameter by itself, else "
-        raise InputError(
-            f"the plan keeps states of this {type(optimizer).__name__} on the host, from where those of one parameter "
-            f"after the other are updated: {'' if isinstance(optimizer, LBFGS) else one_by_one}compile without "
-            f"offload=('states',)"
-        )
+    require_lone_updates(
+        optimizer,
+        f"the plan keeps states of this {type(optimizer).__name__} on the host, from where those of one parameter "
+        f"after the other are updated",
+        "offload=('states',)",
+    )
     return step_after(optimizer, args, kwargs, lambda: _after_streaming(optimizer))
+
+
+def require_lone_updates(optimizer: Optimizer, reason: str, without: str) -> None:
+    """Raise InputError, with the ``reason`` and the option to compile ``without``, for an optimizer of which nobody
+    said that it updates each parameter by itself.
+    """
+    if type(optimizer) in _KINDS:
+        return
+    one_by_one = "call galvatron_fx.update_whole(optimizer) if it updates each parameter by itself, else "
+    raise InputError(f"{reason}: {'' if isinstance(optimizer, LBFGS) else one_by_one}compile without {without}")
 
 
 def _after_streaming(optimizer: Optimizer) -> list[GroupedParameter]:

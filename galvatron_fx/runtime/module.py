@@ -29,6 +29,7 @@ from galvatron_fx.runtime.compiled import AnyProgram, Compiled
 from galvatron_fx.runtime.detached import detached_output
 from galvatron_fx.runtime.dtensor_views import local_part, shown, write_whole
 from galvatron_fx.runtime.expert_loads import ExpertLoads
+from galvatron_fx.runtime.folding import FoldedUpdates, folding, refuse_folded
 from galvatron_fx.runtime.gradients import accumulate
 from galvatron_fx.runtime.hooks import has_hooks, refuse_backward_hooks
 from galvatron_fx.runtime.host_states import keep_like
@@ -84,6 +85,7 @@ class DistributedGraphModule(LikeOriginal):
         self._descriptions: dict[Any, str] = {}
         self._generator = torch.Generator().manual_seed(compiled.seed)
         self._watch = StepWatch()
+        self._folded: FoldedUpdates | None = None
         self._late = compiled.late
         self._register(compiled.tensors, compiled.persistent)
         self._stages = compiled.copies
@@ -116,6 +118,18 @@ class DistributedGraphModule(LikeOriginal):
 
     # ---- training ----
 
+    def fold_gradients(self, *optimizers: Optimizer) -> None:
+        """Have the ``optimizers`` update each parameter while backward computes, under a plan with ``fold_gradients``:
+        call it once, before the first :meth:`forward_backward`. Under any other plan it does nothing.
+
+        :meth:`forward_backward` then updates, with the settings that the optimizers have; ``step()`` ends the step, and
+        ``zero_grad()`` lets go of what stands in ``.grad``. No gradient is kept, so that a norm of all, scaling,
+        accumulation and closures raise InputError; hooks of parameters get each gradient. Raises InputError for
+        optimizers that do not update each parameter by itself.
+        """
+        if self.plan.fold_gradients:
+            self._folded = FoldedUpdates(optimizers)
+
     def forward_backward(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward on the global batch, add to ``.grad`` of the parameters and return the outputs.
 
@@ -143,11 +157,11 @@ class DistributedGraphModule(LikeOriginal):
             program, flat, row_positions = self._program(args, kwargs)
             program.require_loss()
             self._trained = program
-            with torch.no_grad(), self._watch.collectives():
+            with torch.no_grad(), self._watch.collectives(), folding(self._folded, program.folded, self._held):
                 self._rows.complete(flat, row_positions, program.read)
                 results, gradients = program.train(self._values(flat))
                 self._update_state(results)
-                self._accumulate(gradients)
+                self._accumulate(gradients, program.folded)
         return self._outputs(program, results, program.signature.beside_loss)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -169,6 +183,7 @@ class DistributedGraphModule(LikeOriginal):
                     results = program.evaluate(self._values(flat))
                     self._update_state(results)
                 return self._own_outputs(program, self._outputs(program, results))
+            refuse_folded(program.folded, "backward() may be one of several, whose gradients are summed up")
             parameters = [self._tensor(port) for port in program.trained_ports]
             self._trained = program
             with self._watch.collectives():
@@ -183,6 +198,7 @@ class DistributedGraphModule(LikeOriginal):
         As ``torch.nn.utils.clip_grad_norm_``, but over the parameters of all stages, each counted once.
         """
         check_arguments(max_norm=max_norm, norm_type=norm_type)
+        refuse_folded(self._folded is not None, "their norm is known when the first updates are over")
         gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
         group = self._stages.group if self._stages is not None else None
         with self._watch.collectives():
@@ -200,7 +216,15 @@ class DistributedGraphModule(LikeOriginal):
         It has no gradients, as copies of any module have none.
         """
         self.require_own_order("copied")
-        programs = self._compile_inputs, self._programs, self._main, self._trained, self._rows, self._orders
+        programs = (
+            self._compile_inputs,
+            self._programs,
+            self._main,
+            self._trained,
+            self._rows,
+            self._orders,
+            self._folded,
+        )
         compared = self._comparison, self._copies
         shared = self.mesh, self.plan, *programs, *compared, self._watch, self._one, self._late, self._stages
         memo |= {id(value): value for value in shared}
@@ -209,7 +233,7 @@ class DistributedGraphModule(LikeOriginal):
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        new._memory = MemoryOfParameters(new._held)
+        new._memory, new._folded = MemoryOfParameters(new._held), None
         self._orders.shared = True
         for name, parameter in new._held.items():
             mark_for_local_updates(parameter)
@@ -452,11 +476,12 @@ class DistributedGraphModule(LikeOriginal):
         """Write what forward makes of buffers, and of parameters that it changes."""
         write_whole([(self._tensor(port), value) for port, value in results.items() if port.kind == "buffer"])
 
-    def _accumulate(self, gradients: Iterable[tuple[OutputSpec, Any]]) -> None:
+    def _accumulate(self, gradients: Iterable[tuple[OutputSpec, Any]], folded: Collection[str]) -> None:
         for port, gradient in gradients:
             if port.name.startswith(("none ", "input ")):
                 continue
-            accumulate(port.name, self._tensor(port), gradient)
+            take = self._folded.leave if self._folded is not None and port.name in folded else accumulate
+            take(port.name, self._tensor(port), gradient)
 
     def _own_outputs(self, program: AnyProgram, outputs: Any) -> Any:
         """Outputs of the rows that this rank brought, where the loss is computed of them."""

@@ -85,6 +85,11 @@ class Program:
         module.recompile()
         return compile_graph(module, self.backend)
 
+    @cached_property
+    def folded(self) -> frozenset[str]:
+        """Parameters that are updated while backward computes."""
+        return self.halves.folded
+
     @property
     def graphs(self) -> dict[str, fx.GraphModule]:
         """The graphs by name."""

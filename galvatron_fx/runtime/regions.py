@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import fx
 
+from galvatron_fx.ir.graph.folded_gradients import fold_gradient
 from galvatron_fx.ir.graph.host_copies import HOST_COPIES
 from galvatron_fx.ir.graph.metadata import has_meta, meta_of
 from galvatron_fx.ir.graph.op_call import is_getitem
@@ -68,6 +69,7 @@ def _stays_as_it_is(node: fx.Node) -> bool:
     up, nor integers that wrap around: their overflow is undefined in C++, and random numbers of shards came out wrong.
     """
     is_waiting = communicates(node) or node.target in HOST_COPIES
+    is_waiting |= node.target is fold_gradient
     return is_waiting or node.target is random_uniform or isinstance(node.target, (CountsKeeper, ExpertOrder))
 
 

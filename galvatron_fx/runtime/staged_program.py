@@ -135,6 +135,11 @@ class StagedProgram:
         loss_port(self.signature, is_scheduled=True)
 
     @property
+    def folded(self) -> frozenset[str]:
+        """No parameter is updated while backward computes: its gradient is a sum over micro-batches."""
+        return frozenset()
+
+    @property
     def undifferentiated(self) -> frozenset[int]:
         """Positions of outputs that need gradients, and get none in ``differentiable``: all but the loss."""
         return self.signature.beside_loss

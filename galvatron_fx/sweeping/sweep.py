@@ -47,6 +47,8 @@ def sweep(
     recompute: str | bool = "auto",
     optimizer: str = ADAM,
     offload: Sequence[str] = (),
+    host_memory: str | int | None = None,
+    fold_gradients: bool = False,
     usd_per_hour: Mapping[str, float] | None = None,
     tokens: float | None = None,
     simulate: bool = False,
@@ -56,8 +58,8 @@ def sweep(
 
     ``captured``: a captured model, or several by name; ``clusters``: presets, profiles, or such with other links
     (:meth:`galvatron_fx.Cluster.having`); ``budgets``: per device, None for its memory; ``batches``, ``sequences``:
-    None for those that were captured; ``roles``, ``recompute``, ``optimizer``, ``offload``: as of
-    :func:`galvatron_fx.plan`;
+    None for those that were captured; ``roles``, ``recompute``, ``optimizer``, ``offload``,
+    ``host_memory``, ``fold_gradients``: as of :func:`galvatron_fx.plan`;
     ``usd_per_hour``: of one device, by its name; ``tokens``: how many a training is to see, for days and dollars;
     ``simulate``: search and simulate each point as :func:`galvatron_fx.plan` does, about half a minute each, instead of
     taking the best by estimates, about a second each; ``progress``: called with the points that are
@@ -81,8 +83,17 @@ def sweep(
         )
     if tokens is not None and not tokens > 0:
         raise InputError(f"tokens is {tokens!r}: give a number above 0")
-    check_arguments(roles=roles, recompute=recompute, offload=offload)
-    settings = SearchSettings(roles=roles, recompute=recompute, optimizer=optimizer, offload=offload)
+    check_arguments(roles=roles, recompute=recompute, offload=offload, fold_gradients=fold_gradients)
+    settings = SearchSettings(
+        roles=roles,
+        recompute=recompute,
+        optimizer=optimizer,
+        offload=offload,
+        host_memory=host_memory,
+        fold_gradients=fold_gradients,
+    )
+    if host_memory is not None:
+        settings.on(machines[0])  # or every point had the same reason
     sweeper = _Sweeper(settings, machines, [None if b is None else parse_bytes(b) for b in budgets], simulate)
     total = len(models) * len(machines) * len(budgets) * len(batches) * len(sequences)
     points: list[SweepPoint] = []
@@ -116,7 +127,10 @@ class _Sweeper:
         pricer: Pricer | None = None
         for cluster in sorted(self.clusters, key=lambda cluster: (cluster.device.name, -cluster.num_devices)):
             tell(f"{cluster.num_devices} {cluster.device.name}")
-            pricer = (pricer or Pricer(graph, cluster, {}, optimizer_model(self.settings.optimizer), True)).on(cluster)
+            if pricer is None:
+                model = optimizer_model(self.settings.optimizer)
+                pricer = Pricer(graph, cluster, {}, model, coarse=True, folds=self.settings.fold_gradients)
+            pricer = pricer.on(cluster)
             survey: Survey | None = None
             rates = throughput(graph, cluster)
             for budget in self.budgets:

@@ -61,6 +61,7 @@ class TimedSteps:
         """Train ``module`` for a turn; seconds of a step, of the slowest rank. Every rank calls it alike."""
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         optimizer = _OPTIMIZERS[self.optimizer](trained) if trained and self.updates else None
+        module.fold_gradients(*([optimizer] if optimizer is not None else []))
         for _ in range(_WARM_UP):
             self._step(module, optimizer)
         warm_s = self._timed(module, optimizer, 1)

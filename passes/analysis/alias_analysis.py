@@ -9,6 +9,7 @@ from torch import fx
 
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.bound_ops import finished
+from galvatron_fx.ir.graph.folded_gradients import fold_gradient, left_of
 from galvatron_fx.ir.graph.further_rounds import FurtherRounds
 from galvatron_fx.ir.graph.host_copies import arrived
 from galvatron_fx.ir.graph.metadata import meta_of
@@ -31,4 +32,5 @@ def infer_strides(graph: fx.GraphModule, node: fx.Node, values: Mapping[fx.Node,
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: values[source])
     if isinstance(node.target, FurtherRounds):
         return node.target.sums_of(args)
-    return args[0] if node.target in _AS_THEY_LIE else evaluate(node.target, args, kwargs)
+    target = left_of if node.target is fold_gradient else node.target
+    return args[0] if target in _AS_THEY_LIE else evaluate(target, args, kwargs)

@@ -283,7 +283,7 @@ def lower(
     asked = PassControl() if control is None else control
     graph = divided(graph, plan, asked)
     if plan.pipelining.is_trivial:
-        return Lower(strategies, cluster, held, fixed or {}, asked).run(graph)
+        return Lower(strategies, cluster, held, fixed or {}, asked, plan.fold_gradients).run(graph)
     planned = blocks if plan.is_wildcard else len(plan.blocks)
     cuts = [first * blocks // planned for first in plan.pipelining.cuts(planned)]
     if plan.pipelining.is_spread:

@@ -16,6 +16,7 @@ from galvatron_fx.ir.plan.strategy import Strategy
 from passes.analysis.dataflow import owning_blocks
 from passes.lowering.communication.defer_output_waits import DeferOutputWaits
 from passes.lowering.communication.pipeline import ScheduleCommunication
+from passes.lowering.fold_gradients import FoldGradients
 from passes.lowering.offload_activations import OffloadActivations
 from passes.lowering.place_states import PlaceStates
 from passes.lowering.reduce_inputs_first import ReduceInputsFirst
@@ -46,6 +47,7 @@ LOWERING = PassPipeline(
         ReduceInputsFirst: "lowered",
         SplitForwardBackward: "scheduled",
         DeferOutputWaits: "scheduled",
+        FoldGradients: "scheduled",
     },
     verify_placed,
 )
@@ -56,7 +58,8 @@ class Lower:
     """Apply a strategy per block: shard, insert collectives, place recomputation, split, schedule communication.
 
     ``fixed``: placements of parameters that exist already; ``cache``: solutions of blocks; ``control``: who sees the
-    graph after each pass, and what else runs.
+    graph after each pass, and what else runs; ``folds``: gradients are folded into updates
+    (:class:`passes.lowering.fold_gradients.FoldGradients`).
     """
 
     strategies: Sequence[Strategy]
@@ -64,6 +67,7 @@ class Lower:
     cache: dict[Any, Any] = field(default_factory=dict)
     fixed: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
     control: PassControl = field(default_factory=PassControl)
+    folds: bool = False
 
     def run(self, graph: fx.GraphModule) -> Lowered:
         """Return the lowered program; ``graph`` stays as it is."""
@@ -76,6 +80,9 @@ class Lower:
         joint = apply(ReduceInputsFirst(), apply(OffloadActivations(self.strategies), kept))
         halves = apply.cut(SplitForwardBackward(), joint, ForwardBackward.graphs)
         for phase, half in halves.graphs().items():
-            ScheduleCommunication(self.strategies, layout(sharded), self.cluster, phase, self.control).run(half)
+            options = self.strategies, layout(sharded), self.cluster, phase, self.control, self.folds
+            ScheduleCommunication(*options).run(half)
         LOWERING.under(self.control, "forward").in_place(DeferOutputWaits(len(halves.result_ports)), halves.forward)
+        if self.folds:
+            LOWERING.under(self.control, "backward").in_place(FoldGradients(halves), halves.backward)
         return Lowered(joint, halves, layout(sharded))

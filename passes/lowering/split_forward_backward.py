@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from galvatron_fx.ir.graph.folded_gradients import fold_gradient
 from galvatron_fx.ir.graph.layout import lay_part
 from galvatron_fx.ir.graph.metadata import InputSpec, OutputSpec, has_meta, meta_of, output_ports, ports
 from galvatron_fx.ir.graph.op_call import input_nodes
@@ -33,6 +34,12 @@ class ForwardBackward:
     def graphs(self) -> dict[str, fx.GraphModule]:
         """Both, by what they are called."""
         return {"forward": self.forward, "backward": self.backward}
+
+    @property
+    def folded(self) -> frozenset[str]:
+        """Parameters whose gradients backward hands to an optimizer."""
+        taken = self.backward.graph.find_nodes(op="call_function", target=fold_gradient)
+        return frozenset(str(node.args[1]) for node in taken)
 
     @property
     def open_results(self) -> dict[int, fx.Node]:

@@ -8,18 +8,24 @@ from cost_models.optimizer import OptimizerModel, ParameterShard
 from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of, output_ports, ports
 
 
-def least_bytes(graph: fx.GraphModule, num_devices: int, optimizer: OptimizerModel, has_states: bool = True) -> float:
+def least_bytes(
+    graph: fx.GraphModule,
+    num_devices: int,
+    optimizer: OptimizerModel,
+    has_states: bool = True,
+    has_gradients: bool = True,
+) -> float:
     """Bytes that the fullest rank holds at least: of parameters, their gradients and optimizer states, split evenly.
 
     All of them are there when the optimizer steps, each on one rank or more; ``has_states``: but for states where
-    these may be on the host.
+    these may be on the host, ``has_gradients``: but for gradients where these may be folded into updates.
     """
     trained = {port.name for port, node in output_ports(graph) if port.kind == "grad" and node is not None}
     shards = [(port.name, _whole(meta_of(node).spec)) for port, node in ports(graph) if port.kind == "param"]
     held = sum(shard.size_bytes for _, shard in shards)
     updated = [shard for name, shard in shards if name in trained]
     gradients = sum(shard.size_bytes for shard in updated)
-    return (held + gradients + has_states * optimizer.state_bytes(updated)) / num_devices
+    return (held + has_gradients * gradients + has_states * optimizer.state_bytes(updated)) / num_devices
 
 
 def _whole(spec: TensorSpec) -> ParameterShard:

@@ -75,6 +75,7 @@ class SearchOptions:
     simulate_runners_up: bool = False
     capacity: float = CAPACITY
     offload: Offload = ON_DEVICE
+    fold_gradients: bool = False
 
 
 def search_plan(
@@ -114,7 +115,8 @@ def search_plans(
     trained = throughput(graph, cluster)  # of the batch itself, without rows that fill it up
 
     def search(of: fx.GraphModule) -> tuple[Plan, ...]:
-        priced = pricer or Pricer(of, cluster, options.constraints, optimizer_model(options.optimizer))
+        model = optimizer_model(options.optimizer)
+        priced = pricer or Pricer(of, cluster, options.constraints, model, folds=options.fold_gradients)
 
         def on(ordered: Cluster) -> _Search:
             known = priced if ordered == priced.cluster else priced.on(ordered)
@@ -147,7 +149,7 @@ class _Search:
         self.is_cut_short = False
         self.pricer = pricer
         self.throughput = trained
-        simulate = SimulateChoice(graph, cluster, self.pricer.block_fingerprints, self.pricer.optimizer)
+        simulate = SimulateChoice(graph, cluster, self.pricer.block_fingerprints, pricer.optimizer, pricer.folds)
         self.record = Record()
         self.simulator = Simulator(simulate, watch, self.record, options.offload.host_bytes)
         self.slack = MemorySlack()
@@ -199,8 +201,8 @@ class _Search:
 
     @cached_property
     def _always_bytes(self) -> float:
-        has_states = not self.options.offload.states
-        return least_bytes(self.graph, self.cluster.num_devices, self.pricer.optimizer, has_states)
+        has_states, has_gradients = not self.options.offload.states, not self.options.fold_gradients
+        return least_bytes(self.graph, self.cluster.num_devices, self.pricer.optimizer, has_states, has_gradients)
 
     @property
     def _may_fit(self) -> bool:
@@ -287,6 +289,7 @@ class _Search:
             mixed_precision=policy_of(self.graph),
             throughput=self.throughput,
             rank_order=self.cluster.rank_order,
+            fold_gradients=self.pricer.folds and pipelining.is_trivial,
             axis_names=tuple(
                 name for name, size in zip(self.cluster.given_names, self.cluster.shape, strict=False) if size > 1
             ),

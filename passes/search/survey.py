@@ -88,7 +88,7 @@ class Survey:
     @cached_property
     def _simulate(self) -> SimulateChoice:
         pricer = self.pricer
-        return SimulateChoice(pricer.graph, pricer.cluster, pricer.block_fingerprints, pricer.optimizer)
+        return SimulateChoice(pricer.graph, pricer.cluster, pricer.block_fingerprints, pricer.optimizer, pricer.folds)
 
     def _fastest(self, limit: float, most: float) -> Trial | None:
         """What nothing promises to beat, under a budget of ``limit`` up to ``most`` estimated bytes."""

@@ -67,13 +67,15 @@ class Staging:
 class SimulateChoice:
     """Simulates choices of one graph; block solutions are shared among them, and short models that differ in nothing
     but how many blocks each of theirs stands for are measured once. ``block_fingerprints``: fingerprints of the blocks;
-    ``optimizer``: what updates the parameters.
+    ``optimizer``: what updates the parameters; ``folds``: whether gradients are folded into updates, where there is one
+    stage and one micro-batch.
     """
 
     graph: fx.GraphModule
     cluster: Cluster
     block_fingerprints: Sequence[str]
     optimizer: OptimizerModel = ADAM
+    folds: bool = False
     _cache: dict[Any, Any] = field(default_factory=dict)
     _graphs: dict[tuple[int, ...], fx.GraphModule] = field(default_factory=dict)
     _wired: dict[Hashable, fx.GraphModule] = field(default_factory=dict)
@@ -121,7 +123,8 @@ class SimulateChoice:
 
     def _one_stage(self, short: ShortModel, strategies: Sequence[Strategy]) -> StepReport:
         def lower(model: ShortModel, kept: Sequence[Strategy]) -> Lowered:
-            return Lower(kept, self.cluster, self._cache, control=self._control).run(self._graph(model))
+            step = Lower(kept, self.cluster, self._cache, control=self._control, folds=self.folds)
+            return step.run(self._graph(model))
 
         def measure(model: ShortModel, kept: Sequence[Strategy]) -> Measured:
             key = id(self._graph(model)), tuple(kept)

@@ -8,13 +8,14 @@ inside.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
 from galvatron_fx.ir.errors import VerifierError
 from galvatron_fx.ir.graph.bound_ops import BoundAxis, finished
+from galvatron_fx.ir.graph.folded_gradients import fold_gradient, left_of
 from galvatron_fx.ir.graph.further_rounds import FurtherRounds
 from galvatron_fx.ir.graph.host_copies import arrived, to_host
 from galvatron_fx.ir.graph.metadata import has_meta, meta_of
@@ -112,11 +113,14 @@ class LiveMemory:
 
 
 class GraphMemory(LiveMemory):
-    """Runs lowered graphs on tensors without data; ``degrees``: ranks along each column of their layout."""
+    """Runs lowered graphs on tensors without data; ``degrees``: ranks along each column of their layout;
+    ``update_bytes``: what an optimizer takes for itself while it updates a parameter whose gradient it is handed.
+    """
 
-    def __init__(self, degrees: Sequence[int]) -> None:
+    def __init__(self, degrees: Sequence[int], update_bytes: Callable[[str], int] | None = None) -> None:
         super().__init__()
         self._degrees = degrees
+        self._update_bytes = update_bytes
         self._storages: dict[Buffer, Storage] = {}
 
     def use(self, lowered: Lowered) -> MemoryUse:
@@ -186,6 +190,8 @@ class GraphMemory(LiveMemory):
                 values[node] = self._further_rounds(node, values)
             else:
                 values[node] = self._evaluate(graph, node, values)
+            if node.target is fold_gradient and self._update_bytes is not None:
+                self.passing({TRANSIENTS: self._update_bytes(str(node.args[1]))})
             self.hold_values(values[node], self._new_kind(node, values))
             held.add(node)
             for used in {*node.all_input_nodes, node}:
@@ -223,7 +229,7 @@ class GraphMemory(LiveMemory):
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
         if node.target in (finished, arrived):
             return args[0]  # as they do; traced, they would make another
-        value = evaluate(node.target, args, kwargs)
+        value = evaluate(left_of if node.target is fold_gradient else node.target, args, kwargs)
         _check(node, value)
         return value
 

@@ -63,8 +63,10 @@ class ShortProgram:
         strategies: Sequence[Strategy],
         first_blocks: Sequence[int],
         num_microbatches: int | None,
+        folds: bool = False,
     ) -> ShortProgram:
-        """Lower ``graph`` with few blocks; ``num_microbatches``: None for one stage and the whole batch at once.
+        """Lower ``graph`` with few blocks; ``num_microbatches``: None for one stage and the whole batch at once;
+        ``folds``: whether that folds gradients into updates.
 
         Raises what lowering raises.
         """
@@ -74,7 +76,7 @@ class ShortProgram:
         kept = [strategies[block] for block in short.keep]
         few = DropBlocks(short.keep, block_fingerprints).run(graph)
         if num_microbatches is None:
-            return cls(short, Lower(kept, cluster).run(few))
+            return cls(short, Lower(kept, cluster, folds=folds).run(few))
         lower = LowerStages(kept, short.first_blocks, num_microbatches, cluster, keep_outputs=False)
         return cls(short, lower.run(few))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -124,13 +124,27 @@ class SimulateStep:
 
     def parts(self, lowered: Lowered) -> StepParts:
         """Look at the two graphs, without letting anything overlap."""
-        halves, trained = lowered.halves, _parameters(lowered, trained_only=True)
-        memory = _with_states(GraphMemory(lowered.layout.shape).use(lowered), OptimizerStep(self.optimizer, trained))
+        halves, named = lowered.halves, _parameters(lowered, trained_only=True)
+        trained, folded = list(named.values()), halves.folded
+
+        use = GraphMemory(lowered.layout.shape, self.update_bytes(lowered)).use(lowered)
+        later = [shard for name, shard in named.items() if name not in folded or self.optimizer.accumulates]
+        at_end = OptimizerStep(self.optimizer, later)
+        memory = _with_states(use, OptimizerStep(self.optimizer, trained), at_end.most_bytes)
         graphs = {"forward": halves.forward, "backward": halves.backward}
         events = {name: self.graph_events(graph, lowered.layout) for name, graph in graphs.items()}
         alone = added(half.seconds for half in events.values()) | self.update_s(trained)
-        held = sum(shard.size_bytes for shard in _parameters(lowered, trained_only=False))
+        held = sum(shard.size_bytes for shard in _parameters(lowered, trained_only=False).values())
         return StepParts(alone, events, memory, held)
+
+    def update_bytes(self, lowered: Lowered) -> Callable[[str], int]:
+        """What an optimizer that is handed a gradient takes for itself of the device's memory, by the parameter's name:
+        for its update, which one that accumulates does later.
+        """
+        if self.optimizer.accumulates:
+            return lambda _: 0
+        named = _parameters(lowered, trained_only=True)
+        return lambda name: OptimizerStep(self.optimizer, [named[name]]).most_bytes
 
     def graph_events(self, graph: fx.GraphModule, layout: Layout) -> GraphEvents:
         """The events of a graph that lies on the cluster as ``layout`` says."""
@@ -151,9 +165,11 @@ class SimulateStep:
         return seconds | ({Cause(STATE_COPIES): copies_s} if copies_s else {})
 
 
-def _with_states(memory: MemoryUse, update: OptimizerStep) -> MemoryUse:
-    """The ``memory`` of forward and backward with what the optimizer holds, and takes for itself in its update."""
-    states, most = {STATES: update.device_bytes}, memory.update.get(TRANSIENTS, 0) + update.most_bytes
+def _with_states(memory: MemoryUse, update: OptimizerStep, most_bytes: int) -> MemoryUse:
+    """The ``memory`` of forward and backward with what the optimizer holds, and the ``most_bytes`` that it takes for
+    itself behind them.
+    """
+    states, most = {STATES: update.device_bytes}, memory.update.get(TRANSIENTS, 0) + most_bytes
     on_host = memory.host_bytes + update.host_bytes
     return MemoryUse({**memory.step, **states}, {**memory.update, TRANSIENTS: most, **states}, on_host)
 
@@ -170,11 +186,11 @@ def shard_of(port: InputSpec, node: fx.Node, degrees: Sequence[int]) -> Paramete
     return ParameterShard(tuple(shape), record.spec.size_bytes, itemsize, port.states_on_host)
 
 
-def _parameters(lowered: Lowered, trained_only: bool) -> list[ParameterShard]:
-    """Each parameter (each that is trained)."""
+def _parameters(lowered: Lowered, trained_only: bool) -> dict[str, ParameterShard]:
+    """Each parameter (each that is trained), by name."""
     nodes = lowered.halves.forward.graph.find_nodes(op="placeholder")
-    return [
-        shard_of(port, node, lowered.layout.shape)
+    return {
+        port.name: shard_of(port, node, lowered.layout.shape)
         for node, port in zip(nodes, lowered.halves.input_ports, strict=True)
         if port.kind == "param" and (port.requires_grad or not trained_only)
-    ]
+    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -68,7 +68,7 @@ class StepTimeline:
         """Run the short program on tensors without data; ``step``: the prediction for the whole model."""
         lowered = program.lowered
         assert isinstance(lowered, Lowered)
-        recorder = _Recorder(lowered.layout.shape)
+        recorder = _Recorder(lowered.layout.shape, simulator.update_bytes(lowered))
         recorder.use(lowered)
         graphs = (lowered.halves.forward, lowered.halves.backward)
         run = _run([graph.graph for graph in graphs], lowered.layout, simulator)
@@ -120,8 +120,8 @@ def _run(graphs: Sequence[fx.Graph], layout: Layout, simulator: SimulateStep) ->
 class _Recorder(GraphMemory):
     """Notes what comes and goes at which node; what a storage turns out to be is known at the end only."""
 
-    def __init__(self, degrees: Sequence[int]) -> None:
-        super().__init__(degrees)
+    def __init__(self, degrees: Sequence[int], update_bytes: Callable[[str], int]) -> None:
+        super().__init__(degrees, update_bytes)
         self.names: list[tuple[fx.Graph, str]] = []
         self.events: list[tuple[Storage, int]] = []
         self.first_events: list[int] = []
@@ -133,6 +133,12 @@ class _Recorder(GraphMemory):
     def _went(self, storage: Storage) -> None:
         super()._went(storage)
         self.events.append((storage, -storage.size_bytes))
+
+    def passing(self, more: Mapping[str, int], more_on_host: int = 0) -> None:
+        super().passing(more, more_on_host)
+        for kind, size in more.items():
+            storage = Storage(size, kind)
+            self.events += [(storage, size), (storage, -size)]
 
     def _evaluate(self, graph: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         if node.target not in (finished, arrived):  # waits make nothing; what they let go counts for what came before

@@ -23,6 +23,7 @@ from cost_models.optimizer import ADAM, ParameterShard, _products, optimizer_mod
 from galvatron_fx.errors import PlanError
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.plan.optimizers import OPTIMIZERS
+from galvatron_fx.optim import AdamA
 from galvatron_fx.runtime.optimizer_states import shards_of, state_bytes
 
 A100 = Cluster.preset("1xA100-80GB").device
@@ -44,6 +45,7 @@ TORCH: dict[str, Make] = {
     "sgd_momentum": lambda parameters: [SGD(parameters, momentum=0.9)],
     "adafactor": lambda parameters: [Adafactor(parameters)],
     "muon": muon_and_adamw,
+    "adama": lambda parameters: [AdamA(parameters)],
 }
 
 

@@ -190,6 +190,25 @@ def gradients_accumulate(mesh: DeviceMesh) -> None:
             same(found, parameter.grad, f"gradient of {name}")
 
 
+def folds_gradients(mesh: DeviceMesh) -> None:
+    """With shares that are scattered, sums over all ranks, tied and unused parameters: as the step behind backward."""
+    for roles in (("zero", "tensor"), ("data", "zero")):
+        trained = []
+        for folds in (True, False):
+            model, inputs = untidy()
+            plan = Plan.uniform(tuple(mesh.shape), roles, fold_gradients=folds)
+            compiled = galvatron_fx.compile(model, mesh, inputs, plan=plan)
+            optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.1)
+            compiled.fold_gradients(optimizer)
+            for _ in range(3):
+                compiled.forward_backward(**inputs)
+                optimizer.step()
+                optimizer.zero_grad()
+            trained.append(compiled)
+        for (name, one), other in zip(trained[0].named_parameters(), trained[1].parameters(), strict=True):
+            assert torch.equal(one.to_local(), other.to_local()), name
+
+
 def dropping_gpt2() -> zoo.Case:
     return zoo.gpt2(layers=2, resid_pdrop=0.3, embd_pdrop=0.3)
 
@@ -373,9 +392,9 @@ def before_the_fork() -> None:
 
 _CHECKS: tuple[Check, ...] = (
     uniform_plans, gathers_ahead, compiled_kernels, stages, stages_evaluate_and_train, later_batches_fail_together,
-    loss_backward, unlike_neighbours, searched_plan, flat_mesh, gradients_accumulate, evaluation, buffers_update,
-    other_batch_shapes, state_dicts, draws_into_shards, checkpoint_to_another_plan, context, meta_device, lazy,
-    plan_mismatch, rank_0_searches_for_all, order_checks.ranks_in_another_order,
+    loss_backward, unlike_neighbours, searched_plan, flat_mesh, gradients_accumulate, folds_gradients, evaluation,
+    buffers_update, other_batch_shapes, state_dicts, draws_into_shards, checkpoint_to_another_plan, context,
+    meta_device, lazy, plan_mismatch, rank_0_searches_for_all, order_checks.ranks_in_another_order,
     order_checks.rows_of_ranks_in_another_order, order_checks.a_mesh_in_another_order, expert_checks.further_rounds,
     expert_checks.expert_loads, expert_checks.experts_move, expert_checks.experts_have_shadows,
 )  # fmt: skip

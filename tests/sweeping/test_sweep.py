@@ -122,6 +122,8 @@ def test_states_on_the_host_let_more_points_fit(captured: Captured) -> None:
         for offload in ((), ("states",))
     ]
     assert [point.fits for point in points] == [False, True]
+    options = {"budgets": [480_000], "batches": [8], "roles": ROLES, "offload": ("states",)}
+    assert not galvatron_fx.sweep(captured, [TWO], host_memory=1000, **options).points[0].fits
 
 
 def test_where_estimates_leave_it_open_the_leanest_is_simulated(captured: Captured) -> None:
@@ -175,6 +177,8 @@ def test_bandwidths_are_bits_of_ports_or_bytes_reached() -> None:
         ({"usd_per_hour": {"H100": 2.0}}, r"usd_per_hour of \['H100'\]"),
         ({"tokens": 0}, "tokens is 0"),
         ({"offload": ("parameters",)}, r"offload is .*give \('activations',\)"),
+        ({"host_memory": "8GiB"}, "host_memory='8GiB' is given and nothing is offloaded"),
+        ({"host_memory": "much", "offload": ("states",)}, "host_memory: .*not a size"),
     ],
 )
 def test_wrong_options_are_refused(captured: Captured, options: dict[str, object], said: str) -> None:

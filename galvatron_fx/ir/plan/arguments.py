@@ -143,6 +143,7 @@ _ARGUMENTS: dict[str, _Argument] = {
         "give ('activations',) to let them wait on the host, ('states',) to keep those of optimizers there, both, or "
         "() for nothing",
     ),
+    "fold_gradients": _Argument(lambda value: isinstance(value, bool), "give True or False"),
     "constraints": _Argument(
         _is_constraints,
         "give a dict from modules to Strategy, roles or roles by mesh axis, or from mesh axes to a role; or None",

@@ -12,7 +12,7 @@ __all__ = ["ADAM", "OPTIMIZERS", "check_optimizer"]
 ADAM = "adam"
 """What is planned for where nothing is said."""
 
-OPTIMIZERS = (ADAM, "adamw", "sgd", "sgd_momentum", "adafactor", "muon")
+OPTIMIZERS = (ADAM, "adamw", "sgd", "sgd_momentum", "adafactor", "muon", "adama")
 
 
 def check_optimizer(name: Any) -> None:

@@ -68,7 +68,8 @@ class Plan:
     ``pipelining`` has the stages and micro-batches; the axes whose role is ``pipeline``, the same in every block, hold
     the stages. ``mixed_precision`` is the policy that the plan was priced with; ``throughput`` what a step trains, None
     where not priced. ``rank_order`` has the rank at each position of the mesh, row by row, nothing where they are in
-    their own order. ``report`` says why a search chose the plan; it is no part of the plan, and lies in a file of its
+    their own order. ``fold_gradients``: whether each parameter is updated as soon as backward has its gradient.
+    ``report`` says why a search chose the plan; it is no part of the plan, and lies in a file of its
     own: plans that were written by hand or changed have None.
 
     Raises PlanError when the parts do not fit each other or ``plan_schema.json``.
@@ -87,6 +88,7 @@ class Plan:
     throughput: Throughput | None = None
     axis_names: tuple[str, ...] = ()
     rank_order: tuple[int, ...] = ()
+    fold_gradients: bool = False
     report: SearchReport | None = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -98,6 +100,12 @@ class Plan:
                 raise PlanError(f"{name} of a plan is a {type(getattr(self, name)).__name__}; give a tuple")
         plan_json.validate(_to_document(self))
         check_optimizer(self.optimizer)
+        if self.fold_gradients and not self.pipelining.is_trivial:
+            raise PlanError(
+                f"a plan with {self.pipelining.num_stages} stages and {self.pipelining.num_microbatches} micro-batches "
+                f"folds gradients into updates: they are sums over micro-batches, complete at the end of the step; use "
+                f"one stage and one micro-batch, or fold_gradients=False"
+            )
         for axis, size in enumerate(self.axis_sizes):
             if prime_factors(size) != (size,):
                 raise PlanError(
@@ -128,6 +136,7 @@ class Plan:
         split_gathers: int = 1,
         num_blocks: int | None = None,
         pipelining: Pipelining = ONE_STAGE,
+        fold_gradients: bool = False,
     ) -> Plan:
         """Write a plan by hand that treats every block alike.
 
@@ -148,11 +157,12 @@ class Plan:
             shadows=shadows,
         )
         if num_blocks is not None:
-            return cls.from_roles(axis_sizes, [strategy] * num_blocks, pipelining)
+            plan = cls.from_roles(axis_sizes, [strategy] * num_blocks, pipelining)
+            return replace(plan, fold_gradients=fold_gradients)
         split = _split_roles(strategy, tuple(axis_sizes), [prime_factors(size) for size in axis_sizes])
         primes = tuple(prime for size in axis_sizes for prime in prime_factors(size))
         blocks = (BlockPlan(WILDCARD, split, "", 0.0, 0),)
-        return cls(primes, blocks, "", 0.0, 0, None, pipelining=pipelining)
+        return cls(primes, blocks, "", 0.0, 0, None, pipelining=pipelining, fold_gradients=fold_gradients)
 
     @classmethod
     def from_roles(
@@ -424,6 +434,7 @@ def _to_document(plan: Plan) -> dict[str, Any]:
         "notes": list(plan.notes),
         "pipelining": plan.pipelining.to_dict(),
         **({} if policy is None else {"mixed_precision": policy}),
+        **({"fold_gradients": True} if plan.fold_gradients else {}),
         **({} if plan.throughput is None else {"throughput": plan.throughput.to_dict()}),
         **({"axis_names": list(plan.axis_names)} if plan.axis_names else {}),
         **({"rank_order": list(plan.rank_order)} if plan.rank_order else {}),

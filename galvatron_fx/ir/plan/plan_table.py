@@ -192,6 +192,8 @@ def _totals(plan: Plan) -> list[str]:
         f"memory budget        {budget}",
         f"optimizer            {plan.optimizer}",
     ]
+    if plan.fold_gradients:
+        totals.append("gradients            folded into the update while backward computes")
     if plan.mixed_precision is not None:
         totals.append(f"mixed precision      {describe_policy(plan.mixed_precision)}")
     return totals + [f"note                 {note}" for note in plan.notes]

@@ -18,9 +18,13 @@ class FinishReductionsLate:
     that terms are added to their sums one after the other. So is what follows from an all-reduce, if that is to be
     reduced again; what else follows from one is done at the end of the graph, as it holds nothing but its result.
 
+    ``promptly``: what follows from any reduction is done there, so that gradients are complete as early.
+
     Rewrite: ``a = reduce_scatter(g); a = a.float(); h = mm(g, w); b = reduce_scatter(h)`` ->
     ``a = reduce_scatter(g); h = mm(g, w); a = a.float(); b = reduce_scatter(h)``.
     """
+
+    promptly: bool = False
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Rewrite ``graph`` in place and return it, recompiled."""
@@ -38,7 +42,7 @@ class FinishReductionsLate:
         for node in sorted(reductions, reverse=True):
             key = node.target, node.args[-1]
             until[node] = node.graph.output_node()
-            if node.target is c.reduce_scatter or collectives_among(late[node]):
+            if self.promptly or node.target is c.reduce_scatter or collectives_among(late[node]):
                 until[node] = following.get(key, until[node])
             following[key] = node
         for node in reversed(until):

@@ -32,7 +32,7 @@ class ScheduleCommunication:
     """The passes over a forward or backward graph, or a stage's task, that lies on ``cluster`` as ``layout`` says.
 
     ``strategies``: one a block; ``part``: which graph of the program it is; ``control``: as of
-    :class:`passes.lowering.lower_step.Lower`.
+    :class:`passes.lowering.lower_step.Lower`; ``folds``: gradients are taken as soon as they are complete.
     """
 
     strategies: Sequence[Strategy]
@@ -40,13 +40,14 @@ class ScheduleCommunication:
     cluster: Cluster
     part: str = ""
     control: PassControl = field(default_factory=PassControl)
+    folds: bool = False
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Rewrite ``graph`` in place and return it, recompiled."""
         apply = COMMUNICATION.under(self.control, self.part)
         apply.in_place(StartReductionsEarly(), graph)
         apply.in_place(BundleCollectives.over(self.layout, self.cluster), graph)
-        apply.in_place(FinishReductionsLate(), graph)
+        apply.in_place(FinishReductionsLate(promptly=self.folds), graph)
         if self.cluster.overlap.gains:
             apply.in_place(PrefetchGathers(self.strategies), graph)
             if any(strategy.is_offloaded for strategy in self.strategies):

@@ -111,7 +111,8 @@ class BlockPricer:
     """Prices strategies of one block by the ``solutions`` for their roles; ``optimizer``: what updates parameters;
     ``known_sets``: shared by the pricers of a search, as equal questions have to have equal answers;
     ``terms`` and ``priced``: what is known of the block already, and where more is kept (None: no prices);
-    ``neighbours``: of the blocks before and behind, the work over that of the block.
+    ``neighbours``: of the blocks before and behind, the work over that of the block; ``folds``: whether gradients are
+    folded into updates where there is one stage and one micro-batch.
     """
 
     block: BlockFacts
@@ -122,6 +123,7 @@ class BlockPricer:
     terms: TermsOfBlock = field(default_factory=dict)
     priced: PricedColumns | None = None
     neighbours: Neighbours = (1.0, 1.0)
+    folds: bool = False
 
     def prices(self, wanted: Sequence[Wanted]) -> BlockPrices:
         """The prices of all that is wanted, in order."""
@@ -160,6 +162,7 @@ class BlockPricer:
             tuple(on_host for _, on_host in names),
             self.cluster,
             self.neighbours,
+            self.folds,
         )
 
     def _known_columns(self, shares: Mapping[ColumnKey, float], extra: Extra) -> tuple[Columns, list[LevelNames]]:
@@ -266,6 +269,7 @@ def _prices(
     on_host: tuple[OnHost, ...],
     cluster: Cluster,
     neighbours: Neighbours,
+    folds: bool,
 ) -> BlockPrices:
     """What recomputation (of the ``whole`` block or of some of its values), keeping gathered parameters, several
     micro-batches, tasks of stages and optimizer states that are ``away`` make of a block's terms.
@@ -282,6 +286,7 @@ def _prices(
     # Gradients that are reduced at the end grow whole, and what becomes of them takes the place of what was gathered.
     sums = np.where(several, np.where(keep, terms.whole_gradient_bytes, terms.gradient_bytes), 0.0)
     gradients = np.where(keep & several, 0.0, terms.gradient_bytes)
+    folded = np.where(folds & ~staged, terms.gradient_bytes, 0.0)  # those of a block are there while it computes
     adding = np.where(several, _ADDING_PASSES * sums, 0.0)
     once = keep & staged  # gathered before the first micro-batch, scattered after the last
     again = ~keep  # gathered for backward, too
@@ -300,7 +305,7 @@ def _prices(
         back_gather_start_s + np.where(once, 0.0, terms.scatter_start_s) + np.where(staged, 0.0, terms.reduce_start_s)
     )
     fetched = terms.host_bytes * (2 if overlap.gains else 1)
-    transient = fetched + terms.transient_bytes + terms.gathered_bytes - held + ahead + terms.rebuilt_bytes
+    transient = fetched + folded + terms.transient_bytes + terms.gathered_bytes - held + ahead + terms.rebuilt_bytes
     before, behind = (min(work, 1.0) for work in neighbours)
     exposed = np.maximum(
         _exposed_s(backward_s, terms.backward_wait_s, back_gather_s + back_reduce_s, back_start_s, overlap),
@@ -330,7 +335,7 @@ def _prices(
         + np.where(staged, terms.reduce_s + terms.reduce_work_s, 0.0)
         + np.where(once, terms.gather_s + terms.gather_work_s + terms.scatter_s + terms.scatter_work_s, 0.0),
         static_bytes=np.floor(
-            terms.static_bytes - away_bytes - terms.gradient_bytes + held + np.maximum(gradients, sums)
+            terms.static_bytes - away_bytes - terms.gradient_bytes + held + np.maximum(gradients, sums) - folded
         ),
         saved_bytes=np.floor(terms.saved_bytes),
         deferred_bytes=np.floor(terms.deferred_bytes),

@@ -206,7 +206,8 @@ def cost_table_requests(
 class Pricer:
     """Prices chains of one graph and cluster; solutions of blocks, and chains, are found once for all searches.
 
-    ``coarse``: blocks are solved at fewer shares of the batch, for surveys.
+    ``coarse``: blocks are solved at fewer shares of the batch, for surveys; ``folds``: gradients are folded into
+    updates where there is one stage and one micro-batch.
     """
 
     graph: fx.GraphModule
@@ -214,6 +215,7 @@ class Pricer:
     constraints: Mapping[str, Any]
     optimizer: OptimizerModel = ADAM
     coarse: bool = False
+    folds: bool = False
 
     def __post_init__(self) -> None:
         self.block_fingerprints = fingerprints(self.graph)
@@ -304,6 +306,7 @@ class Pricer:
                 self._terms[block.index],
                 self._columns[block.index] if self._columns is not None else None,
                 neighbours,
+                self.folds,
             )
             for block, neighbours in zip(self._facts, self._neighbours, strict=True)
         ]

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.bound_ops import BoundAxis, finished, from_ranks, to_ranks
+from galvatron_fx.ir.graph.folded_gradients import fold_gradient
 from galvatron_fx.ir.graph.host_copies import HOST_COPIES, arrived
 from galvatron_fx.ir.graph.layout import layout
 from galvatron_fx.ir.graph.metadata import meta_of, set_meta
@@ -100,19 +101,25 @@ class Case:
     stage: str
 
 
-def _strategies(graph: fx.GraphModule, *rows: tuple[str, ...], **options: bool) -> list[Strategy]:
+def _strategies(graph: fx.GraphModule, *rows: tuple[str, ...], **options: Any) -> list[Strategy]:
     """Blocks take the rows in turn."""
     return [Strategy(rows[i % len(rows)], **options) for i in range(num_blocks(graph))]
 
 
 def lowered(
-    name: str, model: str, sizes: tuple[int, ...], *rows: tuple[str, ...], offload: bool = False, **options: bool
+    name: str,
+    model: str,
+    sizes: tuple[int, ...],
+    *rows: tuple[str, ...],
+    offload: bool = False,
+    folds: bool = False,
+    **options: Any,
 ) -> list[Case]:
     """The joint graph and its two halves, scheduled and bound to the last rank."""
     graph = graph_of(model)
     strategies = _strategies(graph, *rows, **options)
     strategies = offloading(graph, strategies) if offload else strategies
-    program = Lower(strategies, Cluster(DEVICE, axes(sizes))).run(graph)
+    program = Lower(strategies, Cluster(DEVICE, axes(sizes)), folds=folds).run(graph)
     shape = layout(program.joint).shape
     halves = {"forward": program.halves.forward, "backward": program.halves.backward}
     cases = [Case(f"{name}, joint", program.joint, "lowered")]
@@ -148,6 +155,8 @@ def cases() -> Iterator[Case]:
     yield from lowered("zero x tensor_sequence", "llama", (2, 2), ("zero", "tensor_sequence"))
     yield from lowered("recomputed", "llama", (2, 2), ("zero", "tensor"), recompute=True)
     yield from lowered("offloaded", "mlp", (2,), ("data",), offload=True)
+    yield from lowered("in slices", "llama", (2,), ("zero",), split_gathers=2)
+    yield from lowered("folded", "mlp", (2,), ("zero",), folds=True)
     yield from lowered("ring", "llama", (2,), ("context",), ("sequence",))
     yield from staged("stages", (2, 2), ("pipeline", "tensor_sequence"))
     yield from staged("spread ends", (2,), ("pipeline",), spread=True)
@@ -334,6 +343,22 @@ def unwaited(node: fx.Node, columns: int) -> bool:
 ON_HOST_COPIES: tuple[Mutation, ...] = (drop, other_source, other_phase, unwaited)
 
 
+def other_name(node: fx.Node, columns: int) -> bool:
+    """Another parameter is updated by the gradient."""
+    names = [n.args[1] for n in node.graph.nodes if n.target is fold_gradient and n.args[1] != node.args[1]]
+    node.update_arg(1, names[0])
+    return True
+
+
+def other_gradient(node: fx.Node, columns: int) -> bool:
+    """Another value, whatever its shape, updates the parameter."""
+    node.update_arg(0, next(n for n in node.graph.nodes if n.op == "call_function"))
+    return True
+
+
+ON_FOLDED: tuple[Mutation, ...] = (other_name, other_gradient, other_phase, twice)
+
+
 def other_group(node: fx.Node, columns: int) -> bool:
     """Among other ranks."""
     places = [i for i, value in enumerate(node.args) if isinstance(value, str) and value.startswith("group")]
@@ -375,6 +400,8 @@ def rows(programs: int | None = None) -> Iterator[Row]:
         seen: set[Any] = set()
         for node in case.graph.graph.nodes:
             kind = _kind(node)
+            if case.stage == "bound" and node.target is fold_gradient:
+                continue  # as it was before it was bound
             if kind is None or kind in seen:
                 continue
             seen.add(kind)
@@ -383,6 +410,7 @@ def rows(programs: int | None = None) -> Iterator[Row]:
                 continue
             computes = ON_RING_STEPS if node.target in c.RING_STEPS else ON_MOVES
             computes = ON_HOST_COPIES if node.target in HOST_COPIES else computes
+            computes = ON_FOLDED if node.target is fold_gradient else computes
             for mutation in ON_BOUND if case.stage == "bound" else computes:
                 yield Row(case, kind, mutation.__name__, lambda c=case, n=node.name, m=mutation: _mutated(c, n, m))
 
@@ -391,8 +419,9 @@ def _kind(node: fx.Node) -> str | None:
     """What a row speaks of: a collective, in a local program or not; in bound graphs whatever stands for one."""
     if node.target in MOVES:
         part = "" if meta_of(node).step is None else f" of {meta_of(node).step.program.split()[0]}"  # type: ignore[union-attr]
+        part = " of a slice" if meta_of(node).stays else part
         return f"{node.target.__name__}{part}"  # type: ignore[union-attr]
-    if node.target in (*c.RING_STEPS, arrived):
+    if node.target in (*c.RING_STEPS, arrived, fold_gradient):
         return str(node.target.__name__)  # type: ignore[union-attr]
     if node.target in HOST_COPIES:
         return str(node.target)

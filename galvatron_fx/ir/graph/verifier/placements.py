@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from galvatron_fx.ir.graph.folded_gradients import fold_gradient
 from galvatron_fx.ir.graph.host_copies import HOST_COPIES
 from galvatron_fx.ir.graph.layout import layout, placement_of
 from galvatron_fx.ir.graph.local_program import literals, placements_of
@@ -16,6 +17,7 @@ from galvatron_fx.ir.graph.metadata import Step, has_meta, meta_of
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
 from galvatron_fx.ir.graph.placement import Replicate
 from galvatron_fx.ir.graph.verifier.calls import CallRules, call_problem, placed_call
+from galvatron_fx.ir.graph.verifier.folded_gradients import folded_gradient_problem
 from galvatron_fx.ir.graph.verifier.host_copies import host_copy_problem
 from galvatron_fx.ir.graph.verifier.moves import MOVES, Move, read_move, shape_problem
 
@@ -96,6 +98,8 @@ class Placements:
             first = step.columns
         if node.target in HOST_COPIES:
             return host_copy_problem(node)
+        if node.target is fold_gradient:
+            return folded_gradient_problem(node)
         if node.target in MOVES:
             return self._move_problem(node, first)
         if is_getitem(node):
