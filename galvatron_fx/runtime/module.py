@@ -25,6 +25,7 @@ from galvatron_fx.runtime.absent_output import AbsentOutput
 from galvatron_fx.runtime.agreement import together
 from galvatron_fx.runtime.batch_rows import BatchRows, unmarked
 from galvatron_fx.runtime.call_key import call_key, described
+from galvatron_fx.runtime.call_style import CallStyle
 from galvatron_fx.runtime.compiled import AnyProgram, Compiled
 from galvatron_fx.runtime.detached import detached_output
 from galvatron_fx.runtime.dtensor_views import local_part, shown, write_whole
@@ -95,6 +96,7 @@ class DistributedGraphModule(LikeOriginal):
         self._memory = MemoryOfParameters(self._held)
         self._flags = self._trained_flags()
         device = self.mesh.device_type
+        self._style = CallStyle(compiled.skeleton.forward, compiled.inputs)
         self._rows = BatchRows(self.mesh, compiled.program.read, compiled.inputs.tensor_names, compiled.is_local)
         self._comparison = BatchComparison(compiled.compare_batches, device, compiled.is_local)
         self._copies = CopyComparison(device)
@@ -336,7 +338,7 @@ class DistributedGraphModule(LikeOriginal):
 
     def rows_of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
         """The rows of the global batch that this rank brings to a call with these arguments (``batch="local"``)."""
-        return self._rows.brought(unmarked(args, kwargs)[0])
+        return self._rows.brought(unmarked(*self._style.of(args, kwargs))[0])
 
     @property
     def has_loss(self) -> bool:
@@ -382,7 +384,7 @@ class DistributedGraphModule(LikeOriginal):
     def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[AnyProgram, FlatInputs, list[int]]:
         """The program for a call, its inputs, and the positions of those of which this rank has but its own rows."""
         self._late.warn()
-        given, marked = unmarked(args, kwargs)
+        given, marked = unmarked(*self._style.of(args, kwargs))
         self._memory.require_kept(self._held)
         if torch.is_grad_enabled():
             refuse_gradients(given)
