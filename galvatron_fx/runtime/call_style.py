@@ -21,7 +21,7 @@ class CallStyle:
 
     def __init__(self, forward: Callable[..., Any], example: FlatInputs) -> None:
         args, kwargs = example.call(example.tensors)
-        self._count, self._names = len(args), kwargs.keys()
+        self._count, self._names = len(args), set(kwargs)
         parameters = inspect.signature(forward).parameters.values()
         self._order = [parameter.name for parameter in parameters if parameter.kind in _BY_POSITION]
 
