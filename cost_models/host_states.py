@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import pairwise
 from math import prod
 
-from cost_models.operator_time import host_copy_s
+from cost_models.operator_time import disk_s, host_copy_s
 from cost_models.optimizer import OptimizerModel, ParameterShard
 from galvatron_fx.ir.cluster.cluster import Device
 
@@ -46,7 +46,12 @@ class OptimizerStep:
     @property
     def host_bytes(self) -> int:
         """Bytes of states in the host's memory."""
-        return self.optimizer.state_bytes(self._streamed)
+        return self.optimizer.state_bytes([shard for shard in self._streamed if shard.states_on_host])
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of states on disk."""
+        return self.optimizer.state_bytes([shard for shard in self._streamed if shard.states_on_disk])
 
     @property
     def most_bytes(self) -> int:
@@ -60,12 +65,15 @@ class OptimizerStep:
         return max([self.optimizer.temporary_bytes(self._here), *updating, *copying])
 
     def copies_s(self, device: Device) -> float:
-        """Seconds of copies between device and host: one goes while the next comes."""
+        """Seconds of copies between device and host, of which one goes while the next comes, or of reading and writing
+        the disk, which takes longer.
+        """
         each = [
             host_copy_s(device, float(self._state_bytes(shard)), self.optimizer.update(shard.shape).num_states)
             for shard in self._streamed
         ]
-        return sum(map(max, pairwise([0.0, *each, 0.0])))
+        copying_s = sum(map(max, pairwise([0.0, *each, 0.0])))
+        return max(copying_s, disk_s(device, float(self.disk_bytes)))
 
     def update_s(self, device: Device) -> float:
         """Seconds of the update itself."""
@@ -73,11 +81,11 @@ class OptimizerStep:
 
     @cached_property
     def _here(self) -> list[ParameterShard]:
-        return [shard for shard in self.shards if not shard.states_on_host]
+        return [shard for shard in self.shards if not (shard.states_on_host or shard.states_on_disk)]
 
     @cached_property
     def _streamed(self) -> list[ParameterShard]:
-        away = [shard for shard in self.shards if shard.states_on_host]
+        away = [shard for shard in self.shards if shard.states_on_host or shard.states_on_disk]
         return [away[i] for i in update_order(away)]
 
     def _state_bytes(self, shard: ParameterShard) -> int:

@@ -26,6 +26,12 @@ def host_copy_s(device: Device, size_bytes: Bytes, copies: Bytes | float = 1.0) 
     return size_bytes / bandwidth + copies * device.launch_overhead_s if bandwidth else 0.0 * size_bytes
 
 
+def disk_s(device: Device, size_bytes: Bytes) -> Bytes:
+    """Seconds of reading so many bytes from disk and writing them back. Nothing where the device names no disk."""
+    bandwidth = device.disk_bandwidth_bytes_per_s
+    return 2 * size_bytes / bandwidth if bandwidth else 0.0 * size_bytes
+
+
 def dtype_name(call: OpCall) -> str:
     """Name of the dtype that an operator computes in: products in that of what they multiply."""
     specs = (*call.inputs, *call.outputs) if is_matmul(call.target) else (*call.outputs, *call.inputs)

@@ -70,13 +70,14 @@ class Update:
 @dataclass(frozen=True)
 class ParameterShard:
     """What a rank holds of a parameter: the ``shape`` of the whole, bytes on the rank, bytes of an element; and whether
-    its optimizer states live in the host's memory.
+    its optimizer states live in the host's memory, or on disk.
     """
 
     shape: tuple[int, ...]
     size_bytes: int
     itemsize: int
     states_on_host: bool = False
+    states_on_disk: bool = False
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,7 @@ def plan(
     offload: Sequence[str] = (),
     host_memory: str | int | None = None,
     fold_gradients: bool = False,
+    storage: str | os.PathLike[str] | None = None,
     mixed_precision: MixedPrecisionPolicy | None = None,
     simulate_runners_up: bool = True,
     progress: Observer | None = None,
@@ -110,6 +111,8 @@ def plan(
     ``offload``: what may be in the host's memory where that pays: ``"activations"``, which wait there for backward,
     ``"states"`` of the optimizer, which come to the device for its step, or both;
     ``host_memory``: bytes of it per rank (default: the device's share, as far as the cluster knows it);
+    ``storage``: a folder on a disk of each device's process, where ``"states"`` live instead of in the host's memory
+    (a plan needs no more than to know that there is one);
     ``fold_gradients``: whether plans of one stage and one micro-batch may update each parameter as soon as backward has
     its gradient, so that no gradients are kept (:meth:`DistributedGraphModule.fold_gradients`);
     ``mixed_precision``: a ``torch.distributed.fsdp.MixedPrecisionPolicy``, the dtypes to compute and to reduce in;
@@ -159,6 +162,7 @@ def compile(
     offload: Sequence[str] = (),
     host_memory: str | int | None = None,
     fold_gradients: bool = False,
+    storage: str | os.PathLike[str] | None = None,
     mixed_precision: MixedPrecisionPolicy | None = None,
     backend: str = "eager",
     kernels: str | None = None,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from galvatron_fx.runtime.backends import Backend, new_backend
 from galvatron_fx.runtime.batch_rows import global_inputs
 from galvatron_fx.runtime.binding import Binder, StageBinder
 from galvatron_fx.runtime.compiled import Compiled, StageCopies
+from galvatron_fx.runtime.disk_states import Storage
 from galvatron_fx.runtime.gloo_shutdown import end_after_gloo
 from galvatron_fx.runtime.host_states import keep_on_host
 from galvatron_fx.runtime.local_updates import watch_updates
@@ -232,7 +235,10 @@ class _Assembly:
         watch_updates(module)
         watch_whole_updates()
         watch_lone_updates()
-        keep_on_host(module, _with_host_states(binder))
+        on_host, on_disk = _with_states_elsewhere(binder)
+        keep_on_host(module, on_host)
+        if on_disk:
+            keep_on_host(module, on_disk, _storage(options.session.settings.storage))
         if plan.peak_memory_bytes:
             watch_states(module, plan.optimizer)
         mend_dtensor_operators()
@@ -255,9 +261,20 @@ def _attributes(model: nn.Module, graph: fx.GraphModule) -> list[str]:
     return [port.name for port in signature(graph).inputs if port.kind == "buffer" and port.name not in known]
 
 
-def _with_host_states(binder: Binder | StageBinder) -> frozenset[str]:
+def _with_states_elsewhere(binder: Binder | StageBinder) -> tuple[frozenset[str], frozenset[str]]:
+    """Parameters whose states are on the host, and those whose states are on disk."""
     ports = signature(binder.lowered.joint).inputs
-    return frozenset(original_name(port.name) for port in ports if port.states_on_host)
+    on_host = frozenset(original_name(port.name) for port in ports if port.states_on_host)
+    return on_host, frozenset(original_name(port.name) for port in ports if port.states_on_disk)
+
+
+def _storage(folder: str | os.PathLike[str] | None) -> Storage:
+    if folder is None:
+        raise InputError(
+            "the plan keeps optimizer states on disk: give compile storage=, a folder on this machine's disk with room "
+            "for them, or plan without storage"
+        )
+    return Storage(Path(folder))
 
 
 def _axes_of_dim(binder: Binder | StageBinder, cluster: Cluster) -> list[list[Axis]]:

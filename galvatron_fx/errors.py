@@ -10,6 +10,7 @@ from galvatron_fx.ir.errors import (
     LostRankError,
     PlanError,
     ShardingError,
+    StorageError,
     TimeLimitError,
     VerifierError,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "LostRankError",
     "PlanError",
     "ShardingError",
+    "StorageError",
     "TimeLimitError",
     "VerifierError",
 ]

@@ -68,6 +68,8 @@ class PlanningSession:
         object.__setattr__(self, "watch", Watch(self.progress))
         if self.given is not None:
             self.settings.refuse_beside_a_plan()
+        else:
+            self.settings.check_storage(self.cluster.device)
 
     @property
     def frontend(self) -> Frontend:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import inf
@@ -41,6 +42,7 @@ class SearchSettings:
     offload: Sequence[str] = ()
     host_memory: str | int | None = None
     fold_gradients: bool = False
+    storage: str | os.PathLike[str] | None = None
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> SearchSettings:
@@ -67,9 +69,27 @@ class SearchSettings:
             self.search_seconds,
             self.optimizer,
             capacity=self.expert_imbalance,
-            offload=Offload(tuple(dict.fromkeys(self.offload)), self._host_bytes(cluster.device)),
+            offload=Offload(
+                tuple(dict.fromkeys(self.offload)), self._host_bytes(cluster.device), self.storage is not None
+            ),
             fold_gradients=self.fold_gradients,
         )
+
+    def check_storage(self, device: Device) -> None:
+        """Refuse a folder for states that a search cannot place there. Raises InputError and PlanError."""
+        if self.storage is None:
+            return
+        if "states" not in self.offload:
+            raise InputError(
+                f"storage={shown(self.storage)} is given and no states are offloaded: give offload=('states',) as "
+                f"well, or leave it out"
+            )
+        if not device.disk_bandwidth_bytes_per_s:
+            raise PlanError(
+                f"storage={shown(self.storage)}, and nothing is known of the disk of '{device.name}': give "
+                f"Cluster.having(disk_bytes_per_s=3e9), what each device's process reads or writes, or leave out "
+                f"storage"
+            )
 
     def _host_bytes(self, device: Device) -> float:
         """Bytes of the host's memory that a rank may offload to: what was given, else the device's share, if it is
@@ -96,10 +116,10 @@ class SearchSettings:
         return _bytes("memory_budget", self.memory_budget)
 
     def refuse_beside_a_plan(self) -> None:
-        """Raise PlanError where something was given that a given plan has decided, all but the budget."""
+        """Raise PlanError where something was given that a given plan has decided, all but budget and storage."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name != "memory_budget" and (value or None) != (field.default or None):
+            if field.name not in ("memory_budget", "storage") and (value or None) != (field.default or None):
                 raise PlanError(
                     f"{field.name}={shown(value)} is given beside plan=, which has decided that already: leave out "
                     f"{field.name}=, or leave out plan= to search one with it"

@@ -147,7 +147,7 @@ def _like(parameter: Tensor, shape: Sequence[int], dtype: str) -> Tensor:
     host where the parameter's states belong there.
     """
     here = _on_device(parameter, shape, dtype)
-    return empty_on_host(here) if has_host_states(parameter) else here
+    return empty_on_host(here, parameter) if has_host_states(parameter) else here
 
 
 def _on_device(parameter: Tensor, shape: Sequence[int], dtype: str) -> Tensor:

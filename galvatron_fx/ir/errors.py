@@ -45,6 +45,10 @@ class ShardingError(GalvatronError):
     """Raised when a tensor or an operator cannot be sharded the way a strategy asks for."""
 
 
+class StorageError(GalvatronError):
+    """Raised when optimizer states find no room on disk, or cannot be written there."""
+
+
 class CheckpointError(GalvatronError):
     """Raised when a checkpoint or a folder of weights is torn, altered, or does not fit what it is loaded into."""
 

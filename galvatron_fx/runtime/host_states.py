@@ -1,7 +1,8 @@
-"""Optimizer states in the host's memory: they come to the device for the update of their parameter, and go back.
+"""Optimizer states in the host's memory, or on disk: they come to the device for the update of their parameter, and go
+back.
 
-Between steps a state is a tensor on the host, pinned where the device is a GPU, and lies as its parameter does. On CPUs
-it is another tensor, so that tests run.
+Between steps a state is a tensor on the host, pinned where the device is a GPU, or mapped to a file, and lies as its
+parameter does. On CPUs it is another tensor, so that tests run.
 """
 
 from __future__ import annotations
@@ -16,41 +17,51 @@ from torch.distributed.tensor import DTensor
 from cost_models.host_states import update_order
 from galvatron_fx.ir.graph.host_copies import arrived, settle, start_copy, to_host
 from galvatron_fx.ir.torch_compat.dtensors import dtensor_of
+from galvatron_fx.runtime.disk_states import Storage
 from galvatron_fx.runtime.dtensor_views import local_part
 from galvatron_fx.runtime.optimizer_states import shards_of
 
 __all__ = ["empty_on_host", "has_host_states", "keep_like", "keep_on_host", "streamed"]
 
 _MARK = "states_on_host"  # of a parameter: where its states belong
-_THERE = "is_on_host"  # of a state: that it is there
+_THERE = "is_on_host"  # of a state: that it is there, and in which storage
 _COMING = 1  # the lane of what comes to the device: what goes to the host is on the other
 
 States = MutableMapping[Tensor, dict[str, Any]]
 """As optimizers keep them."""
 
 
-def keep_on_host(model: nn.Module, names: Collection[str]) -> None:
-    """Have optimizers keep the states of such parameters of ``model`` on the host, from their next step on."""
+def keep_on_host(model: nn.Module, names: Collection[str], storage: Storage | None = None) -> None:
+    """Have optimizers keep the states of such parameters of ``model`` on the host, or in ``storage`` on disk, from
+    their next step on.
+    """
     for name, parameter in model.named_parameters():
         if name in names:
-            setattr(parameter, _MARK, True)
+            setattr(parameter, _MARK, storage)
 
 
 def keep_like(parameter: Tensor, other: Tensor) -> None:
     """Keep the states of a parameter where those of another are kept."""
     if has_host_states(other):
-        setattr(parameter, _MARK, True)
+        setattr(parameter, _MARK, getattr(other, _MARK))
 
 
 def has_host_states(parameter: Tensor) -> bool:
-    """Whether the states of a parameter belong on the host."""
+    """Whether the states of a parameter belong on the host, or on disk."""
     return hasattr(parameter, _MARK)
 
 
-def empty_on_host(like: Tensor) -> Tensor:
-    """A tensor for a state on the host, that lies as ``like`` does, with nothing in it."""
-    local = local_part(like)
-    return _there(torch.empty_like(local, device="cpu", pin_memory=local.device.type != "cpu"), like)
+def empty_on_host(like: Tensor, parameter: Tensor) -> Tensor:
+    """A tensor for a state of ``parameter`` where these belong, that lies as ``like`` does, with nothing in it."""
+    return _there(_room(parameter, local_part(like)), like, parameter)
+
+
+def _room(parameter: Tensor, local: Tensor) -> Tensor:
+    """A tensor like this rank's part of a state of ``parameter``, where these belong."""
+    storage: Storage | None = getattr(parameter, _MARK, None)
+    if storage is not None:
+        return storage.empty_like(local)
+    return torch.empty_like(local, device="cpu", pin_memory=local.device.type != "cpu")
 
 
 def streamed(states: States, parameters: Sequence[Tensor], update: Callable[[Tensor], None]) -> None:
@@ -69,7 +80,7 @@ def streamed(states: States, parameters: Sequence[Tensor], update: Callable[[Ten
             going.wait()
             coming.give(states[parameter])
             update(parameter)
-            going = _Going.of(states[parameter], coming.hosts)
+            going = _Going.of(parameter, states[parameter], coming.hosts)
             coming = _Coming.of(states, queue[place + 1]) if place + 1 < len(queue) else None
     finally:
         going.settle()
@@ -110,18 +121,19 @@ class _Going:
         self._copies = list(copies)
 
     @classmethod
-    def of(cls, state: dict[str, Any], hosts: Mapping[str, Tensor]) -> _Going:
+    def of(cls, parameter: Tensor, state: dict[str, Any], hosts: Mapping[str, Tensor]) -> _Going:
         """Those of ``state``, which gets what is on the host in their place: the tensors of ``hosts`` that fit."""
         copies = []
         for name, value in state.items():
             if not isinstance(value, Tensor) or not value.ndim:
                 continue  # a count of steps
             here, host = local_part(value), hosts.get(name)
-            if host is not None and (host.shape, host.dtype) == (value.shape, value.dtype):
-                there = start_copy(here, local_part(host))
+            if host is None or not _belongs(host, parameter) or (host.shape, host.dtype) != (value.shape, value.dtype):
+                storage: Storage | None = getattr(parameter, _MARK, None)
+                there = to_host(here) if storage is None else start_copy(here, storage.empty_like(here))
+                host = _there(there, value, parameter)
             else:
-                there = to_host(here)
-                host = _there(there, value)
+                there = start_copy(here, local_part(host))
             copies.append((there, here))
             state[name] = host
         return cls(copies)
@@ -145,10 +157,16 @@ def _is_there(value: Any, device: torch.device) -> bool:
     return hasattr(value, _THERE) or local_part(value).device.type != device.type
 
 
-def _there(local: Tensor, like: Tensor) -> Tensor:
+def _there(local: Tensor, like: Tensor, parameter: Tensor) -> Tensor:
     state = _lying_like(local, like)
-    setattr(state, _THERE, True)
+    setattr(state, _THERE, getattr(parameter, _MARK, None))
     return state
+
+
+def _belongs(host: Tensor, parameter: Tensor) -> bool:
+    """Whether a state that is not on the device is where those of its parameter belong; on the host it may be any."""
+    storage = getattr(parameter, _MARK, None)
+    return storage is None or getattr(host, _THERE, None) is storage
 
 
 def _lying_like(local: Tensor, like: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Say of each parameter whether its optimizer states live in the host's memory."""
+"""Say of each parameter whether its optimizer states live in the host's memory, or on disk."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from galvatron_fx.ir.plan.strategy import Strategy, original_name
 
 @dataclass(frozen=True)
 class PlaceStates:
-    """Mark the parameters of blocks whose strategy has ``offload_states``.
+    """Mark the parameters of blocks whose strategy has ``offload_states``, or has these on disk.
 
     The graph computes what it did: the optimizer's step follows the mark (``galvatron_fx/runtime/host_states.py``), and
     so do predictions. Copies of a tied parameter are marked as it is.
 
-    Rewrite: ``param w`` -> ``param w, whose states are on the host``.
+    Rewrite: ``param w`` -> ``param w, whose states are on the host``, or on disk.
 
     ``strategies``: one per block; ``owners``: the block of every parameter by name, that of its first use
     (:func:`passes.analysis.dataflow.owning_blocks`).
@@ -36,4 +36,7 @@ class PlaceStates:
 
     def _placed(self, port: InputSpec) -> InputSpec:
         block = self.owners.get(original_name(port.name)) if port.kind == "param" else None
-        return port if block is None else replace(port, states_on_host=self.strategies[block].offload_states)
+        if block is None:
+            return port
+        away, on_disk = self.strategies[block].offload_states, self.strategies[block].states_on_disk
+        return replace(port, states_on_host=away and not on_disk, states_on_disk=on_disk)

@@ -116,7 +116,8 @@ def search_plans(
 
     def search(of: fx.GraphModule) -> tuple[Plan, ...]:
         model = optimizer_model(options.optimizer)
-        priced = pricer or Pricer(of, cluster, options.constraints, model, folds=options.fold_gradients)
+        kinds = {"folds": options.fold_gradients, "on_disk": options.offload.disk}
+        priced = pricer or Pricer(of, cluster, options.constraints, model, **kinds)
 
         def on(ordered: Cluster) -> _Search:
             known = priced if ordered == priced.cluster else priced.on(ordered)

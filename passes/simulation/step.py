@@ -183,7 +183,8 @@ def shard_of(port: InputSpec, node: fx.Node, degrees: Sequence[int]) -> Paramete
         if isinstance(placement, Shard):
             shape[placement.dim] *= degree
     itemsize = record.spec.dtype.itemsize
-    return ParameterShard(tuple(shape), record.spec.size_bytes, itemsize, port.states_on_host)
+    away = port.states_on_host, port.states_on_disk
+    return ParameterShard(tuple(shape), record.spec.size_bytes, itemsize, *away)
 
 
 def _parameters(lowered: Lowered, trained_only: bool) -> dict[str, ParameterShard]:

@@ -243,10 +243,12 @@ class Cluster:
         inside_bytes_per_s: float | None = None,
         between_bytes_per_s: float | None = None,
         host_bytes_per_s: float | None = None,
+        disk_bytes_per_s: float | None = None,
     ) -> Cluster:
         """Return the same with other memory, or other links inside of nodes, between them or to the host.
 
         ``memory_bytes``: of a device, "96GiB" or a number; ``host_bytes_per_s``: what a copy to or from the host moves;
+        ``disk_bytes_per_s``: what a device's process reads from or writes to disk;
         ``inside_bytes_per_s``, ``between_bytes_per_s``: what a
         device sends over an axis. The axes between nodes are those slower than the fastest; a cluster of one node has
         none. What was measured of a link that is replaced is dropped. Raises InputError and ClusterError.
@@ -255,7 +257,7 @@ class Cluster:
             if inside_bytes_per_s is not None or between_bytes_per_s is not None:
                 raise ClusterError("links of nodes are a matrix: give others to Cluster.from_nodes")
             given = self.nodes.nodes
-            devices = [_device_having(node.device, memory_bytes, host_bytes_per_s) for node in given]
+            devices = [_device_having(node.device, memory_bytes, host_bytes_per_s, disk_bytes_per_s) for node in given]
             nodes = tuple(Node(device, node.count) for device, node in zip(devices, given, strict=True))
             return _on_nodes(replace(self.nodes, nodes=nodes), self.overlap)
         fastest = max(axis.bandwidth_bytes_per_s for axis in self.axes)
@@ -264,7 +266,7 @@ class Cluster:
             speed = inside_bytes_per_s if axis.bandwidth_bytes_per_s == fastest else between_bytes_per_s
             return axis if speed is None else replace(axis, bandwidth_bytes_per_s=speed, curves=(), contention=1.0)
 
-        device = _device_having(self.device, memory_bytes, host_bytes_per_s)
+        device = _device_having(self.device, memory_bytes, host_bytes_per_s, disk_bytes_per_s)
         return replace(self, device=device, axes=tuple(linked(axis) for axis in self.axes))
 
     def __str__(self) -> str:
@@ -338,9 +340,13 @@ def _leaves_node(ranks: torch.Tensor, per_node: int) -> list[bool]:
     return [bool((nodes.amax(dim) != nodes.amin(dim)).any()) for dim in range(ranks.ndim)]
 
 
-def _device_having(device: Device, memory_bytes: str | int | None, host_bytes_per_s: float | None) -> Device:
+def _device_having(
+    device: Device, memory_bytes: str | int | None, host_bytes_per_s: float | None, disk_bytes_per_s: float | None
+) -> Device:
     if memory_bytes is not None:
         device = replace(device, memory_bytes=parse_bytes(memory_bytes))
+    if disk_bytes_per_s is not None:
+        device = replace(device, disk_bandwidth_bytes_per_s=disk_bytes_per_s)
     return device if host_bytes_per_s is None else replace(device, host_bandwidth_bytes_per_s=host_bytes_per_s)
 
 

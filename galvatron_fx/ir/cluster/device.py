@@ -40,8 +40,8 @@ class Device:
     ``matmul_efficiency`` and ``memory_efficiency``: the fraction, above 0 and up to 1, of the peak rate and of
     ``memory_bandwidth_bytes_per_s`` that large operations reach. ``launch_overhead_s``: what every operation takes
     besides its work. ``host_bandwidth_bytes_per_s``: what a copy between the device's and the host's memory moves,
-    either way; ``host_memory_bytes``: the share of the host's memory that a device's process has. 0: not known, and
-    no limit.
+    either way; ``host_memory_bytes``: the share of the host's memory that a device's process has;
+    ``disk_bandwidth_bytes_per_s``: what it reads from or writes to disk, while others do. 0: not known, and no limit.
 
     What was measured takes precedence over these, where there is any: ``curves`` by kind of operator and dtype;
     ``calls``: seconds of single calls, by :func:`galvatron_fx.ir.graph.op_call.call_key`; ``view_s``: seconds of an
@@ -62,6 +62,7 @@ class Device:
     sharing: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     host_bandwidth_bytes_per_s: float = 0.0
     host_memory_bytes: int = 0
+    disk_bandwidth_bytes_per_s: float = 0.0
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
@@ -77,7 +78,7 @@ class Device:
         if not isinstance(self.host_memory_bytes, int):
             raise ClusterError(f"host_memory_bytes of '{self.name}' is {self.host_memory_bytes!r}; give a whole number")
         checked_number(f"host_memory_bytes of '{self.name}'", self.host_memory_bytes, zero=True)
-        for name in ("launch_overhead_s", "view_s", "host_bandwidth_bytes_per_s"):
+        for name in ("launch_overhead_s", "view_s", "host_bandwidth_bytes_per_s", "disk_bandwidth_bytes_per_s"):
             self._keep(name, checked_number(f"{name} of '{self.name}'", getattr(self, name), zero=True))
         if max(self.matmul_efficiency, self.memory_efficiency) > 1:
             raise ClusterError(f"an efficiency of '{self.name}' is above 1; give fractions of the peak rates")

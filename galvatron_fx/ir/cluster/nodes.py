@@ -168,4 +168,5 @@ def weakest(kinds: Sequence[Device]) -> Device:
         memory_bytes=min(device.memory_bytes for device in kinds),
         host_memory_bytes=min(device.host_memory_bytes for device in kinds),
         host_bandwidth_bytes_per_s=min(device.host_bandwidth_bytes_per_s for device in kinds),
+        disk_bandwidth_bytes_per_s=min(device.disk_bandwidth_bytes_per_s for device in kinds),
     )

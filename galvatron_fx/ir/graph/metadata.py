@@ -178,13 +178,15 @@ class InputSpec:
 
     ``kind``: among others "hoisted" (what a micro-batch takes from the prologue), "seed" (of random numbers) and
     "tangent" (the gradient of an output); ``name``: of the parameter or buffer, else the position as text;
-    ``states_on_host``: whether the optimizer states of a parameter live in the host's memory.
+    ``states_on_host``: whether the optimizer states of a parameter live in the host's memory; ``states_on_disk``:
+    whether they live on disk.
     """
 
     kind: InputKind
     name: str
     requires_grad: bool = False
     states_on_host: bool = False
+    states_on_disk: bool = False
 
 
 @dataclass(frozen=True)

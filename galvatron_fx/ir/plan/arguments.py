@@ -143,6 +143,7 @@ _ARGUMENTS: dict[str, _Argument] = {
         "give ('activations',) to let them wait on the host, ('states',) to keep those of optimizers there, both, or "
         "() for nothing",
     ),
+    "storage": _Argument(lambda value: value is None or _is_path(value), "give the path of a folder, or None"),
     "fold_gradients": _Argument(lambda value: isinstance(value, bool), "give True or False"),
     "constraints": _Argument(
         _is_constraints,

@@ -132,15 +132,17 @@ def describe_recomputed(strategy: Strategy) -> str:
 
 def describe_offloaded(strategy: Strategy) -> str:
     """Return ", 2, inputs and states on the host" where two values, what enters the block and its optimizer states are
-    there, or nothing.
+    there, ", states on disk" where these are, or nothing.
     """
     values = [str(len(strategy.offloads))] if strategy.offloads else []
     entering = ["inputs"] if strategy.offload_entering else []
-    *first, last = *values, *entering, *(["states"] if strategy.offload_states else []), ""
+    on_host = strategy.offload_states and not strategy.states_on_disk
+    on_disk = ", states on disk" if strategy.states_on_disk else ""
+    *first, last = *values, *entering, *(["states"] if on_host else []), ""
     if not first:
-        return ""
+        return on_disk
     *first, last = first
-    return f", {' and '.join([*([', '.join(first)] if first else []), last])} on the host"
+    return f", {' and '.join([*([', '.join(first)] if first else []), last])} on the host{on_disk}"
 
 
 def _rows(plan: Plan) -> list[tuple[range, list[BlockPlan]]]:

@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cost_models.operator_time import host_copy_s, traffic_s
+from cost_models.operator_time import disk_s, host_copy_s, traffic_s
 from cost_models.optimizer import OptimizerModel
 from cost_models.streams import exposed_s
 from galvatron_fx.ir.arrays import Bools, Floats, Ints
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
+from galvatron_fx.ir.cluster.device import Device
 from galvatron_fx.ir.cluster.overlap import Overlap
 from galvatron_fx.ir.plan.strategy import CAPACITY, PIPELINE, Strategy, batch_share
 from passes.search.candidates import AxisPartition
@@ -112,7 +113,8 @@ class BlockPricer:
     ``known_sets``: shared by the pricers of a search, as equal questions have to have equal answers;
     ``terms`` and ``priced``: what is known of the block already, and where more is kept (None: no prices);
     ``neighbours``: of the blocks before and behind, the work over that of the block; ``folds``: whether gradients are
-    folded into updates where there is one stage and one micro-batch.
+    folded into updates where there is one stage and one micro-batch; ``on_disk``: states that are not on the device
+    are on disk.
     """
 
     block: BlockFacts
@@ -124,6 +126,7 @@ class BlockPricer:
     priced: PricedColumns | None = None
     neighbours: Neighbours = (1.0, 1.0)
     folds: bool = False
+    on_disk: bool = False
 
     def prices(self, wanted: Sequence[Wanted]) -> BlockPrices:
         """The prices of all that is wanted, in order."""
@@ -163,6 +166,7 @@ class BlockPricer:
             self.cluster,
             self.neighbours,
             self.folds,
+            self.on_disk,
         )
 
     def _known_columns(self, shares: Mapping[ColumnKey, float], extra: Extra) -> tuple[Columns, list[LevelNames]]:
@@ -270,6 +274,7 @@ def _prices(
     cluster: Cluster,
     neighbours: Neighbours,
     folds: bool,
+    on_disk: bool,
 ) -> BlockPrices:
     """What recomputation (of the ``whole`` block or of some of its values), keeping gathered parameters, several
     micro-batches, tasks of stages and optimizer states that are ``away`` make of a block's terms.
@@ -330,7 +335,7 @@ def _prices(
         backward_s=backward_s + exposed + np.where(again, late_s, 0.0) + backward_late_s,
         weight_s=weights_s + exposed * of_weights,
         once_s=terms.update_s
-        + np.where(away, host_copy_s(device, terms.state_bytes, terms.states), 0.0)  # each beside one of the way back
+        + np.where(away, _state_copies_s(device, terms, on_disk), 0.0)
         + np.where(pipelined, terms.far_s, 0.0)
         + np.where(staged, terms.reduce_s + terms.reduce_work_s, 0.0)
         + np.where(once, terms.gather_s + terms.gather_work_s + terms.scatter_s + terms.scatter_work_s, 0.0),
@@ -346,6 +351,12 @@ def _prices(
         kept=kept,
         on_host=on_host,
     )
+
+
+def _state_copies_s(device: Device, terms: Columns, on_disk: bool) -> Floats:
+    """Of states that come and go, each beside one of the way back, or from disk and back."""
+    copies_s = host_copy_s(device, terms.state_bytes, terms.states)
+    return np.maximum(copies_s, disk_s(device, terms.state_bytes)) if on_disk else copies_s
 
 
 def _exposed_s(busy_s: Floats, wait_s: Floats, sent_s: Floats, start_s: Floats, overlap: Overlap) -> Floats:

@@ -57,7 +57,7 @@ class CostTable:
     that are served as one, as the request says; ``kept[block][strategy]``: numbers of the values that are kept, of
     ``num_values[block]``, where a strategy recomputes others: one stands in ``strategies`` for each set of a block;
     ``on_host[block][strategy]``: what waits on the host, likewise; ``away[strategy]``: whether optimizer states are
-    there.
+    there, or, with ``on_disk``, on disk.
     """
 
     strategies: tuple[Strategy, ...]
@@ -80,6 +80,7 @@ class CostTable:
     num_values: tuple[int, ...] = ()
     on_host: tuple[tuple[OnHost, ...], ...] = ()
     away: tuple[bool, ...] = ()
+    on_disk: bool = False
 
     @cached_property
     def time(self) -> Floats:
@@ -92,7 +93,7 @@ class CostTable:
         on_host = self.on_host[block][pick] if self.on_host else OnHost()
         strategy = self.strategies[pick]
         if self.away and self.away[pick]:
-            strategy = replace(strategy, offload_states=True)
+            strategy = replace(strategy, offload_states=True, states_on_disk=self.on_disk)
         if not kept and on_host == OnHost():
             return strategy
         return replace(
@@ -207,7 +208,7 @@ class Pricer:
     """Prices chains of one graph and cluster; solutions of blocks, and chains, are found once for all searches.
 
     ``coarse``: blocks are solved at fewer shares of the batch, for surveys; ``folds``: gradients are folded into
-    updates where there is one stage and one micro-batch.
+    updates where there is one stage and one micro-batch; ``on_disk``: states that are not on the device are on disk.
     """
 
     graph: fx.GraphModule
@@ -216,6 +217,7 @@ class Pricer:
     optimizer: OptimizerModel = ADAM
     coarse: bool = False
     folds: bool = False
+    on_disk: bool = False
 
     def __post_init__(self) -> None:
         self.block_fingerprints = fingerprints(self.graph)
@@ -307,6 +309,7 @@ class Pricer:
                 self._columns[block.index] if self._columns is not None else None,
                 neighbours,
                 self.folds,
+                self.on_disk,
             )
             for block, neighbours in zip(self._facts, self._neighbours, strict=True)
         ]
@@ -351,7 +354,9 @@ class Pricer:
         # Each block may have its share of the host's memory: as many micro-batches as stages wait at once, mostly, and
         # the states of one stage are on a rank. Where not all states have room, those of the first blocks do, as long
         # as these are alike; what others take together is simulated.
-        host = rows("host_bytes") + rows("away_bytes") / [_num_stages(each, self.cluster.shape) for each in usable]
+        host = rows("host_bytes")
+        if not request.offload.disk:
+            host = host + rows("away_bytes") / [_num_stages(each, self.cluster.shape) for each in usable]
         share, together = host * len(of_blocks), host.cumsum(axis=0)
         fits = np.where(prices[0].away, np.minimum(share, together), share) <= request.offload.host_bytes
         boundaries = [boundary(strategy) for strategy in usable]
@@ -378,6 +383,7 @@ class Pricer:
             tuple(num_values[row] for row in self._row),
             tuple(price.on_host for price in of_blocks),
             tuple(prices[0].away.tolist()),
+            request.offload.disk,
         )
 
 

@@ -28,11 +28,12 @@ OFFLOADED = (NOTHING, _HIDDEN, _ALL)
 @dataclass(frozen=True)
 class Offload:
     """What a search may have on the host, some of :data:`galvatron_fx.ir.plan.strategy.OFFLOADABLE`, in so many bytes a
-    rank.
+    rank; ``disk``: states are on disk instead.
     """
 
     what: tuple[str, ...] = ()
     host_bytes: float = 0.0
+    disk: bool = False
 
     @property
     def activations(self) -> bool:

@@ -134,6 +134,10 @@ def test_offloaded_values_survive_json_and_are_shown() -> None:
         and states.without_offload().is_offloaded is False
     )
     assert describe_keeps(Strategy(("data",), offload_states=True)) == "all, states on the host"
+    disk = Strategy(("data",), offload_entering=True, offload_states=True, states_on_disk=True)
+    assert describe_keeps(disk) == "all, inputs on the host, states on disk"
+    assert describe_keeps(replace(disk, offload_entering=False)) == "all, states on disk"
+    assert describe_keeps(Strategy(("zero",), split_gathers=2)) == "all, gathered again in 2 slices"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,70 @@
+"""Room for optimizer states on disk: memory-mapped files without names, which no process but this one ever sees.
+
+A file has all of its bytes from the start, so that a full disk shows when states are made and not while they are
+written. It has no name, so that it is gone with its process, however that ends. What outlives a run is a checkpoint.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from galvatron_fx.ir.errors import StorageError
+from galvatron_fx.ir.plan.units import format_bytes
+
+__all__ = ["Storage"]
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Room in a ``folder``, of a disk that this process alone need see. Raises StorageError where it cannot write."""
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        os.close(self._open())
+
+    def empty_like(self, local: Tensor) -> Tensor:
+        """A tensor on disk of the shape and dtype of ``local``, dense, with nothing in it; its room is free again when
+        nobody holds it. Raises StorageError where there is none left.
+        """
+        if not local.numel():
+            return torch.empty_like(local, device="cpu")
+        file = self._open()
+        try:
+            os.posix_fallocate(file, 0, local.nbytes)
+            mapped = torch.from_file(f"/proc/self/fd/{file}", shared=True, size=local.numel(), dtype=local.dtype)
+        except (OSError, RuntimeError) as error:
+            raise self._error(error, f"no room for {format_bytes(local.nbytes)} of optimizer states") from None
+        finally:
+            os.close(file)
+        return mapped.view(local.shape)
+
+    def _open(self) -> int:
+        try:
+            return os.open(self.folder, os.O_RDWR | os.O_TMPFILE, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+                raise self._error(error, "cannot be written to") from None
+        try:  # a file system that knows no files without names
+            file, name = tempfile.mkstemp(prefix="galvatron-fx-states-", dir=self.folder)
+        except OSError as error:
+            raise self._error(error, "cannot be written to") from None
+        os.unlink(name)
+        return file
+
+    def _error(self, error: Exception, what: str) -> StorageError:
+        is_full = isinstance(error, OSError) and error.errno in _FULL
+        remedy = "free some, give storage= another disk" if is_full else "give storage= a folder that is there"
+        return StorageError(
+            f"storage {str(self.folder)!r}: {what} ({error}): {remedy}, or plan without storage. A step that was "
+            f"begun is not finished: resume from the last checkpoint"
+        )
