@@ -187,7 +187,7 @@ def _curve(kind: str, axes: Sequence[Axis]) -> CollectiveCurve | None:
 def _checked(size_bytes: float | Floats, axes: Sequence[Axis]) -> tuple[Floats, list[Axis]]:
     """Return the sizes as an array, and the axes of more than one device, fastest first."""
     size = np.asarray(size_bytes, dtype=np.float64)
-    if not np.all(size >= 0):
+    if not size.min(initial=0.0) >= 0:
         raise InputError(f"size_bytes holds {np.min(size)}; give sizes of at least 0 bytes")
     names = [axis.name for axis in axes]
     if len(set(names)) < len(names):
@@ -203,11 +203,12 @@ def _send(size: Floats, axis: Axis) -> Floats:
 
 def _scatter(size: Floats, groups: Sequence[Axis]) -> Floats:
     """Reduce-scatter, scatter, or (backwards) all-gather, fastest axis first, each on what the one before left."""
-    seconds = np.zeros_like(size)
+    seconds, is_sent = np.zeros_like(size), size > 0
     for axis in groups:
         sent = size * ((axis.size - 1) / axis.size)
         extra_steps = (_log2_steps(axis.size) - 1) * axis.latency_s
-        seconds = seconds + np.where(size > 0, _send(sent, axis) + extra_steps, 0.0)
+        message_s = axis.latency_s + sent / axis.bandwidth_bytes_per_s
+        seconds = seconds + np.where(is_sent, message_s + extra_steps, 0.0)
         size = size / axis.size
     return seconds
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-
-from torch import fx
+from functools import cached_property
 
 from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.graph.metadata import signature
@@ -130,15 +129,14 @@ class OpenConfigurations:
         return opened
 
     def _requests(self, pipeline_axes: int, num_microbatches: int) -> list[CostTableRequest]:
-        cluster, graph = self.pricer.cluster, self.pricer.graph
-        useless = self._useless_roles()
+        cluster = self.pricer.cluster
         selective = self.recompute in ("auto", "selective")
         strategies = candidates(
             cluster,
-            [role for role in self.roles if role not in useless],
+            [role for role in self.roles if role not in self._useless_roles],
             self.recompute,
             pipeline_axes,
-            _casts(graph),
+            self._casts,
             self.gather_late,
             self.pricer.batch // num_microbatches,
             selective,
@@ -150,6 +148,7 @@ class OpenConfigurations:
         kinds = [()] if self.coarse else axis_partitions(cluster.shape, pipeline_axes)
         return cost_table_requests(strategies, num_microbatches, kinds, selective, self.offload)
 
+    @cached_property
     def _useless_roles(self) -> set[str]:
         """Roles that split nothing in this model, or that a search leaves out unless it is told otherwise."""
         graph = self.pricer.graph
@@ -159,10 +158,10 @@ class OpenConfigurations:
         useless = set() if routes else set(EXPERT_ROLES)
         return useless if is_long or set(self.roles) != set(ROLES) else {*useless, CONTEXT}
 
+    @cached_property
+    def _casts(self) -> bool:
+        return any(node.target is cast_parameter for node in self.pricer.graph.graph.nodes)
+
 
 def _weight(search: StageSearch) -> tuple[float, Configuration]:
     return search.least_bytes, search.configuration
-
-
-def _casts(graph: fx.GraphModule) -> bool:
-    return any(node.target is cast_parameter for node in graph.graph.nodes)

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import inf, prod
 
 from galvatron_fx.ir.errors import PlanError
@@ -118,6 +119,17 @@ class RoleGroup:
     role: str
     axes: tuple[int, ...]
     degree: int
+
+
+@lru_cache(maxsize=2**16)
+def _groups(roles: tuple[str, ...], axis_sizes: tuple[int, ...]) -> tuple[RoleGroup, ...]:
+    """Thousands of strategies of a search, and each of them many times, are of few combinations of roles."""
+    groups = []
+    for role in LOWERING_ORDER:
+        axes = tuple(axis for axis, axis_role in enumerate(roles) if axis_role == role and axis_sizes[axis] > 1)
+        if axes:
+            groups.append(RoleGroup(role, axes, prod(axis_sizes[axis] for axis in axes)))
+    return tuple(groups)
 
 
 @dataclass(frozen=True, order=True)
@@ -257,14 +269,7 @@ class Strategy:
                 f"strategy '{self}' has {len(self.roles)} roles for a mesh of {len(axis_sizes)} axes with sizes "
                 f"{tuple(axis_sizes)}; give one role per mesh axis"
             )
-        groups = []
-        for role in LOWERING_ORDER:
-            axes = tuple(
-                axis for axis, axis_role in enumerate(self.roles) if axis_role == role and axis_sizes[axis] > 1
-            )
-            if axes:
-                groups.append(RoleGroup(role, axes, prod(axis_sizes[axis] for axis in axes)))
-        return tuple(groups)
+        return _groups(self.roles, tuple(axis_sizes))
 
     def to_dict(self) -> dict[str, object]:
         """Return the strategy as plain JSON values; ``capacity``, ``keeps`` and the like where they say something."""

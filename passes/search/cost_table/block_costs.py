@@ -130,9 +130,10 @@ class BlockPricer:
 
     def prices(self, wanted: Sequence[Wanted]) -> BlockPrices:
         """The prices of all that is wanted, in order."""
-        groups = {strategy: strategy.groups(self.cluster.shape) for strategy, _, _, _ in wanted}
+        shape = self.cluster.shape
+        groups = {strategy: strategy.groups(shape) for strategy, _, _, _ in wanted}
         share = {
-            (strategy, num_microbatches): batch_share(strategy, num_microbatches, self.cluster.shape)
+            (strategy, num_microbatches): batch_share(strategy, num_microbatches, shape)
             for strategy, num_microbatches, _, _ in wanted
         }
         distinct = {
