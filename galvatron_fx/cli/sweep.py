@@ -11,6 +11,7 @@ from galvatron_fx.cli import models, options, output
 from galvatron_fx.cli.exits import UsageError
 from galvatron_fx.cli.files import check_writable, read_cluster
 from galvatron_fx.cli.output import Result
+from galvatron_fx.figures import require_matplotlib
 from galvatron_fx.ir.plan.units import parse_bandwidth, parse_bytes
 
 if TYPE_CHECKING:
@@ -85,6 +86,8 @@ def run(given: argparse.Namespace) -> Result:
     """Sweep; raises what :func:`galvatron_fx.sweep` raises, UsageError for no cluster, OSError for files."""
     for path in filter(None, (given.out, given.picture)):
         check_writable(path)
+    if given.picture:
+        require_matplotlib()
     clusters = _clusters(given)
     from galvatron_fx.sweeping.sweep import sweep
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from galvatron_fx.figures import new_figure
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.prediction import RankUse
@@ -84,7 +85,7 @@ def draw(picture: Picture, path: PathLike) -> None:
     if suffix not in (".png", ".svg"):
         raise InputError(f"a picture is drawn as .png or .svg, and {os.fspath(path)} has neither suffix")
     width, height = picture.width + 2 * _MARGIN, picture.height + 2 * _MARGIN
-    figure = _new_figure(width / _PER_INCH, height / _PER_INCH)
+    figure = new_figure(width / _PER_INCH, height / _PER_INCH)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_xlim(-_MARGIN, picture.width + _MARGIN)
     axes.set_ylim(picture.height + _MARGIN, -_MARGIN)
@@ -92,17 +93,6 @@ def draw(picture: Picture, path: PathLike) -> None:
     for order, shape in enumerate(picture.shapes):
         _add(axes, shape, order)
     _save(figure, path, suffix)
-
-
-def _new_figure(width_inch: float, height_inch: float) -> Figure:
-    """Make a figure apart from what other code draws; raises InputError where matplotlib is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InputError(
-            f"a picture is drawn with matplotlib, and there is none here: {error}; pip install matplotlib"
-        ) from error
-    return Figure(figsize=(width_inch, height_inch))
 
 
 def _add(axes: Axes, shape: Shape, order: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from galvatron_fx.figures import new_figure
 from galvatron_fx.sweeping.points import SweepPoint
 
 # Okabe and Ito (2008): colours that people tell apart however they see colours.
@@ -16,15 +17,13 @@ _MARKERS = ("o", "s", "^", "D", "v")
 def draw(points: Sequence[SweepPoint], path: str | os.PathLike[str]) -> None:
     """Draw a column of two charts for each model: a line for each device, dashes for budgets and batches beside.
 
-    Points without a plan stand as crosses at the bottom, at the count of devices that is too small.
+    Points without a plan stand as crosses at the bottom, at the count of devices that is too small. Raises InputError
+    where matplotlib is missing.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     models = list(dict.fromkeys(point.model for point in points))
     devices = list(dict.fromkeys(point.device for point in points))
-    figure = Figure(figsize=(1.2 + 5.2 * len(models), 7.4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(1.2 + 5.2 * len(models), 7.4)
+    figure.set_layout_engine("constrained")
     axes = figure.subplots(2, len(models), squeeze=False, sharex="col", sharey="row")
     for column, model in enumerate(models):
         rate, use = axes[0][column], axes[1][column]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -339,6 +340,15 @@ def test_a_file_that_cannot_be_written_is_told_before_the_search(capsys: pytest.
     for command in (["plan", "--out"], ["explain", "--html"], ["sweep", "--picture"]):
         assert main([command[0], *model, command[1], "/no/such/folder/file"]) == 3
         assert "/no/such/folder/file: No such file or directory" in capsys.readouterr().err
+
+
+def test_a_missing_matplotlib_is_told_before_the_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    model = ["--model", "no_such_module:build", "--devices", "1", "--kinds", "A100-80GB"]
+    assert main(["sweep", *model, "--picture", str(tmp_path / "sweep.png")]) == 3
+    assert "pip install matplotlib" in capsys.readouterr().err
 
 
 def test_sweep_prints_and_writes_every_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
