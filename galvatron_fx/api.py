@@ -10,8 +10,9 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from galvatron_fx.arguments import as_plan, check_model, refuse_captured
-from galvatron_fx.captured import Captured
+from galvatron_fx.captured import Captured, is_forward_only
 from galvatron_fx.compiling import CompileOptions, compile_model
+from galvatron_fx.forward_only import settled
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.graph.pass_dump import OnPass
 from galvatron_fx.ir.graph.precision import checked_policy
@@ -45,20 +46,23 @@ def capture(
     on_pass: OnPass | None = None,
     passes: InsertedPasses | None = None,
     batch_dim: BatchDim = None,
+    forward_only: bool | None = None,
 ) -> fx.GraphModule:
     """Trace ``model`` into one blocked joint graph of forward and backward, without weight memory.
 
     ``example_inputs``: the global batch, a dict of keyword arguments or a tuple, real or meta tensors;
     ``mixed_precision``, ``on_pass``, ``passes``: see :func:`plan`; ``batch_dim``: which dim of the inputs is the batch,
     a number for all of them or a dict by their names, counted from 0. Where None it is the first, or the second of
-    models that take [sequence, batch, ...], which the graph tells. Raises CaptureError for control flow that depends on
-    values, InputError for inputs that do not fit and for a policy with other dtypes than floating-point ones.
+    models that take [sequence, batch, ...], which the graph tells; ``forward_only``: see :func:`plan`, a graph without
+    backward. Raises CaptureError for control flow that depends on values, InputError for inputs that do not fit and for
+    a policy with other dtypes than floating-point ones.
     """
     refuse_captured(model, "captured.graph(batch, sequence) gives its graph")
     model = plain_model(model)
-    check_arguments(batch_dim=batch_dim)
+    check_arguments(batch_dim=batch_dim, forward_only=forward_only)
     control = pass_control(on_pass, passes, [FRONTEND])
-    return Frontend(control, checked_policy(mixed_precision), batch_dim).run(model, example_inputs)
+    without_backward = is_forward_only(model, forward_only)
+    return Frontend(control, checked_policy(mixed_precision), batch_dim, without_backward).run(model, example_inputs)
 
 
 def plan(
@@ -88,6 +92,7 @@ def plan(
     on_pass: OnPass | None = None,
     passes: InsertedPasses | None = None,
     batch_dim: BatchDim = None,
+    forward_only: bool | None = None,
 ) -> Plan:
     """Search the fastest plan that fits: no processes, no devices, no weight memory.
 
@@ -121,7 +126,8 @@ def plan(
     ``progress``: called with every :class:`galvatron_fx.ir.plan.progress.Progress`;
     ``on_pass``: called with the name of every pass and its graph; ``passes``: your own passes to run behind ours, by
     name, such as ``{"Decompose": MyPass()}`` (docs/adding-a-pass.md); before the search, those of the front end;
-    ``batch_dim``: see :func:`capture`.
+    ``batch_dim``: see :func:`capture`; ``forward_only``: plan inference: no backward, gradients or optimizer states.
+    None: where the model is in eval mode and the caller under ``torch.no_grad()`` (of a captured model: as it was).
 
     The plan's ``report`` says why it was chosen. Raises BudgetError, with the least feasible budget and its plan, where
     nothing fits, PlanError for unknown roles or modules and for pins that cannot be, and TimeLimitError where
@@ -133,11 +139,13 @@ def plan(
         sequence=sequence,
         batch_dim=batch_dim,
         simulate_runners_up=simulate_runners_up,
+        forward_only=forward_only,
     )
     settings = SearchSettings.of(locals())
     check_model(model, mixed_precision=mixed_precision, on_pass=on_pass, passes=passes, batch_dim=batch_dim)
     control = pass_control(on_pass, passes, [FRONTEND])
     policy = checked_policy(mixed_precision)
+    settings = settled(settings, model)
     session = PlanningSession(cluster, settings, None, policy, control, progress, batch_dim, simulate_runners_up)
     return session.choose(session.capture(model, example_inputs, batch, sequence))
 
@@ -174,6 +182,7 @@ def compile(
     on_pass: OnPass | None = None,
     passes: InsertedPasses | None = None,
     batch_dim: BatchDim = None,
+    forward_only: bool | None = None,
 ) -> DistributedGraphModule:
     """Compile ``model`` for ``mesh``: search a plan, or take ``plan`` (or the path of one), and lower it for this rank.
 
@@ -189,6 +198,7 @@ def compile(
     of float32 on CPUs to oneDNN where it is clearly faster, "torch" leaves them to torch (default: what the
     environment variable GALVATRON_FX_KERNELS says, else "auto"). ``tune_seconds``: how long the best plans are run, in
     turns, on the batch and copies of the weights, before the fastest is taken (``plan.report`` says what all took).
+    ``forward_only``: see :func:`plan`; None beside a plan that was searched: as that says.
 
     Every rank calls it alike; they compare their libraries, options, batches, models and plans before anything runs.
     Where their weights differ, those of rank 0 are taken, with a warning. Raises what :func:`plan` raises, InputError
@@ -196,12 +206,13 @@ def compile(
     """
     refuse_captured(model, "give the model it was made of, and plan=galvatron_fx.plan(captured, ...) for its plan")
     model = plain_model(model)
-    check_arguments(mesh=mesh, seed=seed, progress=progress, batch_dim=batch_dim)
+    check_arguments(mesh=mesh, seed=seed, progress=progress, batch_dim=batch_dim, forward_only=forward_only)
     require_all_ranks(mesh)
     settings = SearchSettings.of(locals())
     machine = Cluster.from_json(from_first_rank(Cluster.from_mesh(mesh).to_json())) if cluster is None else cluster
     control = pass_control(on_pass, passes)
     policy, given = checked_policy(mixed_precision), as_plan(plan)
+    settings = settled(settings, model, given)
     session = PlanningSession(machine, settings, given, policy, control, progress, batch_dim, tune_seconds is not None)
     runner = new_backend(backend, mesh.device_type)
     options = CompileOptions(mesh, session, runner, seed, batch, compare_batches, kernels, tune_seconds)

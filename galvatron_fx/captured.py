@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import torch
 from torch import fx, nn
 
 from galvatron_fx.ir.errors import InputError
@@ -24,14 +25,14 @@ from passes.frontend.pipeline import FRONTEND, Frontend
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["Captured"]
+__all__ = ["Captured", "is_forward_only"]
 
 
 class Captured:
     """A model's training step with its sizes as expressions: traced once, for plans at every batch and sequence.
 
     ``example_inputs``: a global batch as of :func:`galvatron_fx.capture`, of two samples or more, traced when the first
-    graph is asked for; ``mixed_precision``, ``on_pass``, ``passes``, ``batch_dim``: as there.
+    graph is asked for; ``mixed_precision``, ``on_pass``, ``passes``, ``batch_dim``, ``forward_only``: as there.
 
     Each graph is that of a capture at its sizes. Where a size in the model is no expression of batch and sequence
     (a constant of a fixed length, layers that depend on the length), the model is captured anew, with a warning that
@@ -47,12 +48,14 @@ class Captured:
         on_pass: OnPass | None = None,
         passes: InsertedPasses | None = None,
         batch_dim: BatchDim = None,
+        forward_only: bool | None = None,
     ) -> None:
         self._model = plain_model(model)
         self._inputs = FlatInputs.of(example_inputs)
-        check_arguments(batch_dim=batch_dim)
+        check_arguments(batch_dim=batch_dim, forward_only=forward_only)
         control = pass_control(on_pass, passes, [FRONTEND])
-        self._frontend = Frontend(control, checked_policy(mixed_precision), batch_dim)
+        self.forward_only = is_forward_only(self._model, forward_only)
+        self._frontend = Frontend(control, checked_policy(mixed_precision), batch_dim, self.forward_only)
         self._anew: dict[str, None] = {}
 
     def graph(self, batch: int | None = None, sequence: int | None = None) -> fx.GraphModule:
@@ -120,3 +123,8 @@ class Captured:
             self._anew[reason] = None
             shapes = ", ".join(str(list(shape)) for shape in inputs.shapes)
             warnings.warn(f"captured anew for inputs {shapes}: {reason}", stacklevel=4)
+
+
+def is_forward_only(model: nn.Module, asked: bool | None) -> bool:
+    """What was asked for, else whether the model is in eval mode and the caller under ``torch.no_grad()``."""
+    return not (model.training or torch.is_grad_enabled()) if asked is None else asked

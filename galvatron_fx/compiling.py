@@ -47,6 +47,7 @@ from galvatron_fx.runtime.program import Program
 from galvatron_fx.runtime.same_weights import describe_constants, describe_model, unlike_tensors
 from galvatron_fx.runtime.staged_program import StagedProgram
 from galvatron_fx.runtime.whole_updates import watch_whole_updates
+from galvatron_fx.search_settings import SearchSettings
 from galvatron_fx.tuning.timed_steps import TimedSteps
 from galvatron_fx.tuning.tune import MOST_PLANS, tune
 from passes.analysis.blocks import graph_fingerprint
@@ -135,7 +136,10 @@ def compile_captured(
     model, the batch or ``cluster``, which describes ``mesh``.
     """
     check_plan(plan, graph, cluster)
-    session = PlanningSession(cluster, given=plan, policy=plan.mixed_precision)
+    forward_only = signature(graph).forward_only
+    plan = plan.with_forward_only(forward_only)
+    settings = SearchSettings(forward_only=forward_only)
+    session = PlanningSession(cluster, settings, given=plan, policy=plan.mixed_precision)
     options = CompileOptions(mesh, session, new_backend(backend, mesh.device_type))
     return _Assembly(model, signature(graph).input_spec, graph, options).module(plan)
 
@@ -239,7 +243,7 @@ class _Assembly:
         keep_on_host(module, on_host)
         if on_disk:
             keep_on_host(module, on_disk, _storage(options.session.settings.storage))
-        if plan.peak_memory_bytes:
+        if plan.peak_memory_bytes and not plan.forward_only:
             watch_states(module, plan.optimizer)
         mend_dtensor_operators()
         return module

@@ -8,6 +8,7 @@ from torch import nn
 
 from galvatron_fx.arguments import check_model
 from galvatron_fx.captured import Captured
+from galvatron_fx.forward_only import settled
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.plan.arguments import check_arguments
 from galvatron_fx.ir.plan.plan import Plan
@@ -65,19 +66,22 @@ def estimate(
     sequence: int | None = None,
     progress: Observer | None = None,
     passes: InsertedPasses | None = None,
+    forward_only: bool | None = None,
 ) -> Estimate:
     """Lower ``model`` by ``plan`` and simulate a step: seconds by cause and bytes by kind on every pipeline rank.
 
     ``cluster``: devices and links, which need not be here; ``example_inputs``: the global batch, real or meta tensors;
-    None for a captured model at ``batch`` and ``sequence``; these, ``progress`` and ``passes``: as of
-    :func:`galvatron_fx.plan`. Raises PlanError where the plan does not fit model, batch or mesh,
-    and what :func:`galvatron_fx.capture` raises.
+    None for a captured model at ``batch`` and ``sequence``; these, ``progress``, ``passes`` and ``forward_only``: as of
+    :func:`galvatron_fx.plan` (a plan that was searched says whether it is of forward alone). Raises PlanError where the
+    plan does not fit model, batch or mesh, and what :func:`galvatron_fx.capture` raises.
     """
     check_model(model, passes=passes)
-    check_arguments(batch=batch, sequence=sequence, progress=progress)
+    check_arguments(batch=batch, sequence=sequence, progress=progress, forward_only=forward_only)
     control = pass_control(None, passes, [FRONTEND])
-    session = PlanningSession(cluster, SearchSettings(), plan, plan.mixed_precision, control, progress)
+    settings = settled(SearchSettings(forward_only=forward_only), model, plan)
+    session = PlanningSession(cluster, settings, plan, plan.mixed_precision, control, progress)
     graph = session.capture(model, example_inputs, batch, sequence)
+    plan = session.choose(graph)
     session.check(graph, plan)
     session.watch.tell(blocks=num_blocks(graph))
     with session.watch.phase(SIMULATION):

@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from galvatron_fx.arguments import as_plan, check_model
 from galvatron_fx.captured import Captured
+from galvatron_fx.forward_only import settled
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.pass_dump import PassFolder
@@ -55,6 +56,7 @@ def explain(
     the folder cannot be written.
     """
     check_model(model, mixed_precision=mixed_precision)
+    given = as_plan(plan)
     check_arguments(batch=batch, sequence=sequence, after=after, dump_folder=folder, progress=progress)
     stages: dict[str, str] = {}
     files = PassFolder(Path(folder)) if folder is not None else None
@@ -65,9 +67,8 @@ def explain(
             files.write(name, stages[name])
 
     control = pass_control(note, passes, LOWERING_PIPELINES if isinstance(model, Captured) else PIPELINES)
-    session = PlanningSession(
-        cluster, SearchSettings(**options), as_plan(plan), checked_policy(mixed_precision), control, progress
-    )
+    settings = settled(SearchSettings(**options), model, given)
+    session = PlanningSession(cluster, settings, given, checked_policy(mixed_precision), control, progress)
     shown = model.shown_to(note) if isinstance(model, Captured) else model
     chosen, graph = session.run(shown, example_inputs, batch, sequence)
     session.lower(graph, chosen)

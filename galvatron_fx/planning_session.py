@@ -11,6 +11,7 @@ from galvatron_fx.arguments import refuse_sizes
 from galvatron_fx.captured import Captured
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import InputError
+from galvatron_fx.ir.graph.metadata import signature
 from galvatron_fx.ir.graph.pass_pipeline import PassControl
 from galvatron_fx.ir.graph.precision import policy_of
 from galvatron_fx.ir.plan.plan import Plan
@@ -74,7 +75,7 @@ class PlanningSession:
     @property
     def frontend(self) -> Frontend:
         """What captures models for it."""
-        return Frontend(self.control, self.policy, self.batch_dim)
+        return Frontend(self.control, self.policy, self.batch_dim, bool(self.settings.forward_only))
 
     def capture(
         self,
@@ -107,7 +108,7 @@ class PlanningSession:
     def shortlist(self, graph: fx.GraphModule, most: int) -> tuple[Plan, ...]:
         """The given plan, or the best ones there are; raises likewise."""
         if self.given is not None:
-            return (self.given.with_precision(policy_of(graph)),)
+            return (self.given.with_precision(policy_of(graph)).with_forward_only(signature(graph).forward_only),)
         return search_plans(graph, self.cluster, self.options, self.watch, most=most)
 
     def check(self, graph: fx.GraphModule, plan: Plan) -> None:

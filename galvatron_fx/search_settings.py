@@ -14,6 +14,7 @@ from galvatron_fx.ir.cluster.device import Device
 from galvatron_fx.ir.errors import InputError, PlanError
 from galvatron_fx.ir.plan.arguments import check_arguments, shown
 from galvatron_fx.ir.plan.optimizers import ADAM, check_optimizer
+from galvatron_fx.ir.plan.schedule import FORWARD_ONLY_SCHEDULE
 from galvatron_fx.ir.plan.strategy import CAPACITY, ROLES, Strategy
 from galvatron_fx.ir.plan.units import parse_bytes
 from passes.search.configurations import Pins
@@ -43,6 +44,7 @@ class SearchSettings:
     host_memory: str | int | None = None
     fold_gradients: bool = False
     storage: str | os.PathLike[str] | None = None
+    forward_only: bool | None = None
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> SearchSettings:
@@ -59,6 +61,8 @@ class SearchSettings:
         unknown = [role for role in self.roles if role not in ROLES]
         if unknown or not self.roles:
             raise PlanError(f"unknown role(s) {unknown or list(self.roles)}: use some of {', '.join(ROLES)}")
+        if self.forward_only:
+            self._refuse_of_training()
         pins = Pins(self.num_stages, self.num_microbatches, self.schedule)
         return SearchOptions(
             cluster.device.memory_bytes if budget is None else budget,
@@ -91,6 +95,22 @@ class SearchSettings:
                 f"storage"
             )
 
+    def _refuse_of_training(self) -> None:
+        """Raise InputError for what only backward and the optimizer have a use for."""
+        useless = {
+            "recompute": self.recompute not in ("auto", False),
+            "offload": bool(self.offload),
+            "fold_gradients": self.fold_gradients,
+            "optimizer": self.optimizer != ADAM,
+            "schedule": self.schedule not in (None, FORWARD_ONLY_SCHEDULE),
+        }
+        for name, is_given in useless.items():
+            if is_given:
+                raise InputError(
+                    f"{name}={shown(getattr(self, name))} is of training, and forward_only=True has no backward and no "
+                    f"optimizer: leave out {name}="
+                )
+
     def _host_bytes(self, device: Device) -> float:
         """Bytes of the host's memory that a rank may offload to: what was given, else the device's share, if it is
         known.
@@ -119,7 +139,9 @@ class SearchSettings:
         """Raise PlanError where something was given that a given plan has decided, all but budget and storage."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name not in ("memory_budget", "storage") and (value or None) != (field.default or None):
+            if field.name not in ("memory_budget", "storage", "forward_only") and (value or None) != (
+                field.default or None
+            ):
                 raise PlanError(
                     f"{field.name}={shown(value)} is given beside plan=, which has decided that already: leave out "
                     f"{field.name}=, or leave out plan= to search one with it"

@@ -21,14 +21,17 @@ from galvatron_fx.checking.simulated import Results, ValueOf, run_stages, run_st
 from galvatron_fx.checking.steps import Eager, Key, OnRanks, OptimizerOf, Simulated, Step, StepRunner, train
 from galvatron_fx.checking.subject import Subject, same_generators
 from galvatron_fx.checking.wide_floats import NARROW, widened
+from galvatron_fx.forward_only import settled
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.metadata import meta_of, signature
 from galvatron_fx.ir.graph.pass_pipeline import PassControl
 from galvatron_fx.ir.graph.precision import checked_policy
+from galvatron_fx.ir.plan.arguments import check_arguments
 from galvatron_fx.ir.plan.plan import Plan, prime_factors
 from galvatron_fx.pass_insertion import InsertedPasses, pass_control, require_all_ran
 from galvatron_fx.planning_session import PlanningSession
+from galvatron_fx.search_settings import SearchSettings
 from passes.frontend.capture.capture import ExampleInputs, FlatInputs
 from passes.lowering.apply_plan import lower
 from passes.lowering.lower_stages import LoweredStages
@@ -62,13 +65,15 @@ def check(
     optimizer: OptimizerOf | None = None,
     seed: int = 0,
     passes: InsertedPasses | None = None,
+    forward_only: bool | None = None,
 ) -> CheckReport:
     """Train ``steps`` steps by ``plan`` and, eager, on one device, and report where the two differ most.
 
     ``ranks``: a DeviceMesh, whose ranks all call this alike and get equal reports; or ranks that are simulated in this
     process: a Cluster, their number, or the sizes of the mesh axes; ``batch``: the global batch; ``plan``: searched
     where None; ``optimizer``: makes one of parameters (default: SGD with momentum); ``passes``: your own, as of
-    :func:`galvatron_fx.compile`, of which the plan's program is made and eager knows nothing.
+    :func:`galvatron_fx.compile`, of which the plan's program is made and eager knows nothing; ``forward_only``: as of
+    :func:`galvatron_fx.compile`: then outputs and buffers of so many calls are compared, and nothing is trained.
 
     ``exact``: both compute in float64, also what the model casts to float32 inside and whatever ``mixed_precision``
     says, so that a difference above ``tolerance`` (relative to the largest element) is a fault and no rounding.
@@ -87,10 +92,13 @@ def check(
     cluster = Cluster.from_mesh(ranks) if isinstance(ranks, DeviceMesh) else cluster_of(ranks)
     policy = checked_policy(mixed_precision)
     limits = Limits(exact, tolerance, factor)
-    with same_generators(), torch.enable_grad():
+    check_arguments(forward_only=forward_only)
+    settings = settled(SearchSettings(forward_only=forward_only), model, plan)
+    with same_generators(), torch.set_grad_enabled(not settings.forward_only):
         subject = Subject.of(model, FlatInputs.of(batch), mesh, seed)
         control = pass_control(None, passes)
-        return _Check(subject, cluster, policy, limits, steps, optimizer or _descent, seed, control).run(plan)
+        optimizer_of = optimizer or _descent
+        return _Check(subject, cluster, policy, limits, steps, optimizer_of, seed, control, settings).run(plan)
 
 
 def cluster_of(ranks: Cluster | int | Sequence[int]) -> Cluster:
@@ -124,6 +132,7 @@ class _Check:
     optimizer: OptimizerOf
     seed: int
     control: PassControl
+    settings: SearchSettings
 
     def run(self, plan: Plan | None) -> CheckReport:
         """Compare; ``plan`` is searched where None."""
@@ -157,10 +166,10 @@ class _Check:
     # ---- what runs ----
 
     def _captured(self, model: nn.Module, inputs: FlatInputs, policy: MixedPrecisionPolicy | None) -> fx.GraphModule:
-        return PlanningSession(self.cluster, policy=policy, control=self.control).capture(model, inputs)
+        return PlanningSession(self.cluster, self.settings, policy=policy, control=self.control).capture(model, inputs)
 
     def _planned(self, graph: fx.GraphModule, plan: Plan | None) -> Plan:
-        session = PlanningSession(self.cluster, given=plan, policy=self.policy)
+        session = PlanningSession(self.cluster, self.settings, given=plan, policy=self.policy)
         chosen = session.choose(graph)
         session.check(graph, chosen)
         return chosen
@@ -181,6 +190,7 @@ class _Check:
             mixed_precision=policy,
             seed=self.seed,
             passes=self.control.inserted,
+            forward_only=self.settings.forward_only,
         )
         return self._train(OnRanks(compiled, inputs, has_loss=signature(graph).loss is not None))
 

@@ -58,8 +58,9 @@ class StepRunner(Protocol):
 
 
 def train(runner: StepRunner, steps: int, optimizer_of: OptimizerOf, seed: int) -> list[Step]:
-    """Run ``steps`` steps, each from a seed that the compiled module would draw."""
-    trained = [parameter for parameter in runner.module.parameters() if parameter.requires_grad]
+    """Run ``steps`` steps, each from a seed that the compiled module would draw; under ``no_grad`` they train none."""
+    learns = torch.is_grad_enabled()
+    trained = [parameter for parameter in runner.module.parameters() if learns and parameter.requires_grad]
     optimizer = optimizer_of(trained) if trained else None
     generator = torch.Generator().manual_seed(seed)
     history = []
@@ -72,7 +73,9 @@ def train(runner: StepRunner, steps: int, optimizer_of: OptimizerOf, seed: int) 
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
-        values |= {("parameter", name): _whole(p) for name, p in runner.module.named_parameters() if p.requires_grad}
+        values |= {
+            ("parameter", name): _whole(p) for name, p in runner.module.named_parameters() if learns and p.requires_grad
+        }
         values |= {("buffer", name): _whole(buffer) for name, buffer in runner.module.named_buffers()}
         history.append(Step(values, dict(runner.spread)))
     return history

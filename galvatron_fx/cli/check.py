@@ -43,12 +43,14 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> Result:
     """Check; raises what :func:`galvatron_fx.check` raises, PlanError with the plan's path."""
     plan = files.read_plan(given.plan) if given.plan else None
+    options.follow(given, plan)
     cluster = options.cluster_of(given)
     subject = models.load(given)
     from galvatron_fx.checking.check import check
 
     policy = plan.mixed_precision if plan is not None else None
     settings = {"steps": given.steps, "exact": not given.own_precision, "seed": given.seed, "mixed_precision": policy}
+    settings["forward_only"] = given.forward_only
     try:
         report = check(subject.model, cluster, subject.values_of(given.seed), plan, **settings)
     except PlanError as error:

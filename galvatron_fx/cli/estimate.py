@@ -41,6 +41,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> Result:
     """Simulate; raises what :func:`galvatron_fx.estimate` raises, PlanError with the plan's path."""
     plan = files.read_plan(given.plan)
+    options.follow(given, plan)
     cluster = options.cluster_of(given)
     with output.progress() as progress:
         progress.say("building the model")
@@ -48,7 +49,9 @@ def run(given: argparse.Namespace) -> Result:
         from galvatron_fx.estimating import estimate
 
         try:
-            prediction = estimate(subject.model, cluster, subject.inputs, plan, progress=progress)
+            prediction = estimate(
+                subject.model, cluster, subject.inputs, plan, progress=progress, forward_only=given.forward_only
+            )
         except PlanError as error:
             files.refuse(given.plan, error)
     limit = given.memory_budget or cluster.device.memory_bytes

@@ -49,6 +49,7 @@ def run(given: argparse.Namespace) -> Result:
     if given.html:
         files.check_writable(given.html)
     plan = files.read_plan(given.plan) if given.plan else None
+    options.follow(given, plan)
     why = [str(plan.report), ""] if plan is not None and plan.report is not None else []
     cluster = options.cluster_of(given)
     with output.progress() as progress:
@@ -65,8 +66,8 @@ def run(given: argparse.Namespace) -> Result:
             if subject.batch_size < _LEAST_SHARED:
                 write_page(given.html, subject.model, cluster, subject.inputs, **settings)
             else:  # captured for other batches, too
-                policy = settings.pop("mixed_precision")
-                captured = Captured(subject.model, subject.inputs, mixed_precision=policy)
+                of_capture = {name: settings.pop(name) for name in ("mixed_precision", "forward_only")}
+                captured = Captured(subject.model, subject.inputs, **of_capture)
                 write_page(given.html, captured, cluster, None, **settings)
             return Result("\n".join([*why, f"written to {given.html}"]), {"html": given.html})
         from galvatron_fx.explaining import explain

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from galvatron_fx.cli.exits import ModelError
@@ -26,6 +26,11 @@ class Task:
     name: str
     table: str
     labels: str
+
+    @property
+    def unlabelled(self) -> Task:
+        """The same without labels to learn."""
+        return replace(self, labels=NOTHING)
 
     def classes(self, config: PretrainedConfig) -> list[type[nn.Module]]:
         """The classes that transformers has for the task and the configuration."""

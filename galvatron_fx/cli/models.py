@@ -118,15 +118,17 @@ def _of_config(options: argparse.Namespace, model_config: ModelConfig) -> Subjec
         raise ModelError(f"{kind.__name__} cannot be built: {type(error).__name__}: {error}") from error
     batch = _batch(options, config)
 
+    is_trained = not getattr(options, "forward_only", False)
+
     def inputs_of(size: int) -> Any:
-        return example_inputs(model, task, replace(batch, size=size), dtype)
+        return example_inputs(model, task if is_trained else task.unlabelled, replace(batch, size=size), dtype)
 
     inputs = inputs_of(batch.size)
 
     def values_of(seed: int) -> Any:
         return random_values(inputs, config, task, batch, seed)
 
-    return Subject(options.model, model.train(), inputs, inputs_of, values_of)
+    return Subject(options.model, model.train(is_trained), inputs, inputs_of, values_of)
 
 
 @contextlib.contextmanager
@@ -195,6 +197,8 @@ def _of_function(options: argparse.Namespace) -> Subject:
             ) from error
 
     model, inputs = _checked(options.model, result)
+    if getattr(options, "forward_only", False):
+        model.eval()
     return Subject(options.model, model, inputs, inputs_of, lambda seed: _with_numbers(inputs, seed))
 
 

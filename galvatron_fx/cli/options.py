@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from galvatron_fx.ir.cluster.cluster import Cluster
+    from galvatron_fx.ir.plan.plan import Plan
 
 __all__ = [
     "add_cluster",
@@ -32,6 +33,7 @@ __all__ = [
     "add_space",
     "batches",
     "cluster_of",
+    "follow",
     "policy_of",
     "positive",
     "recompute_of",
@@ -91,6 +93,11 @@ def add_model(parser: argparse.ArgumentParser, required: bool = True) -> None:
         type=positive(int, "tokens"),
         metavar="N",
         help="tokens a sample (default: 2048, or what the model has positions for)",
+    )
+    group.add_argument(
+        "--forward-only",
+        action="store_true",
+        help="inference: in eval mode, without labels, backward and optimizer (of a plan that is: implied)",
     )
 
 
@@ -233,6 +240,7 @@ def search_of(options: argparse.Namespace) -> dict[str, Any]:
         "host_memory": options.host_memory,
         "fold_gradients": options.fold_gradients,
         "mixed_precision": policy_of(options),
+        "forward_only": options.forward_only,
     }
 
 
@@ -247,6 +255,11 @@ def roles_of(options: argparse.Namespace) -> tuple[str, ...]:
 def recompute_of(options: argparse.Namespace) -> str | bool:
     """Whether backward computes again."""
     return _RECOMPUTE[options.recompute]
+
+
+def follow(options: argparse.Namespace, plan: Plan | None) -> None:
+    """Take models as a plan that was made for inference has them."""
+    options.forward_only |= plan is not None and plan.forward_only
 
 
 def policy_of(options: argparse.Namespace) -> MixedPrecisionPolicy | None:

@@ -34,6 +34,9 @@ examples:
   # the batch that trains the most samples a second; with train:build, build(batch) is called for each
   galvatron-fx plan --model llama --cluster 8xA100-80GB --search-batch
 
+  # inference: one forward of 8 x 512 tokens, without backward, gradients and optimizer
+  galvatron-fx plan --model llama --cluster 4xA100-80GB --forward-only --batch-size 8 --sequence-length 512
+
   # the first layer split in two by every axis of the mesh
   galvatron-fx plan --model llama --cluster 4xA100-80GB --no-pipeline --constrain model.layers.0=tensor,tensor
 

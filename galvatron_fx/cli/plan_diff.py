@@ -195,7 +195,7 @@ def _rows(run: _Run, first: Plan, second: Plan) -> Iterator[tuple[str, ...]]:
                 describe_blocks(_places([position for position, _ in side]), [block.name for block in blocks]),
                 "AB"[number],
                 describe_roles(blocks[0].strategy, plan.axis_sizes),
-                describe_keeps(blocks[0].strategy),
+                "-" if plan.forward_only else describe_keeps(blocks[0].strategy),
                 format_seconds(sum(block.time_s for block in blocks)),
                 format_bytes(sum(block.memory_bytes for block in blocks)),
             )

@@ -70,15 +70,19 @@ def _checked(given: argparse.Namespace, plan: Plan) -> str:
         return ""
     cluster = options.cluster_of(given)
     if not given.model:
-        plan.check(plan.graph_fingerprint, [block.fingerprint for block in plan.blocks], cluster.shape)
+        marks = [block.fingerprint for block in plan.blocks]
+        plan.check(plan.graph_fingerprint, marks, cluster.shape, plan.mixed_precision, plan.forward_only)
         return f" for {given.cluster}"
     with output.progress() as progress:
         progress.say("building the model")
+        options.follow(given, plan)
         subject = models.load(given)
         from galvatron_fx.api import capture
         from passes.lowering.apply_plan import check_plan
 
         progress.say("capture")
-        graph = capture(subject.model, subject.inputs, mixed_precision=plan.mixed_precision)
+        graph = capture(
+            subject.model, subject.inputs, mixed_precision=plan.mixed_precision, forward_only=given.forward_only
+        )
         check_plan(plan, graph, cluster)
     return f" for {subject.name} on {given.cluster}"

@@ -112,7 +112,9 @@ def uniform_plans(
         other = replace(plan, blocks=tuple(replace(block, strategy=strategy) for block in plan.blocks))
         if other.blocks == plan.blocks:
             continue
-        name = f"{known}: {describe_roles(strategy, plan.axis_sizes)}, {describe_keeps(strategy)}"
+        name = f"{known}: {describe_roles(strategy, plan.axis_sizes)}"
+        if not plan.forward_only:
+            name += f", {describe_keeps(strategy)}"
         try:
             step = simulate(other)
         except GalvatronError as error:

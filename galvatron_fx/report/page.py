@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from galvatron_fx.arguments import as_plan, check_model
 from galvatron_fx.captured import Captured
+from galvatron_fx.forward_only import settled
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.graph.precision import checked_policy
 from galvatron_fx.ir.plan.arguments import check_arguments
@@ -64,7 +65,7 @@ def write_page(
     policy = mixed_precision if given is None or mixed_precision is not None else given.mixed_precision
     session = PlanningSession(
         cluster,
-        SearchSettings(**options),
+        settled(SearchSettings(**options), model, given),
         given,
         checked_policy(policy),
         pass_control(None, passes, [FRONTEND]),

@@ -167,7 +167,7 @@ def _block_row(explained: Explained, place: int, code: str, code_name: str, indi
         "modules": _modules(explained, indices),
         "stages": _span(*stages),
         "roles": blocks[0].strategy.roles,
-        "keeps": describe_keeps(blocks[0].strategy),
+        "keeps": "-" if explained.plan.forward_only else describe_keeps(blocks[0].strategy),
         "time": _seconds(time_s),
         "memory": format_bytes(memory_bytes) if memory_bytes else "-",
         "code": code,
@@ -190,7 +190,8 @@ def _modules(explained: Explained, indices: range) -> str:
 def _strategy(explained: Explained, label: Label) -> str:
     index = explained.labels.index(label)
     strategy = explained.plan.blocks[index].strategy
-    return f"{describe_roles(strategy, explained.plan.axis_sizes)}, keeps {describe_keeps(strategy)}"
+    roles = describe_roles(strategy, explained.plan.axis_sizes)
+    return roles if explained.plan.forward_only else f"{roles}, keeps {describe_keeps(strategy)}"
 
 
 def _places(places: range) -> str:

@@ -29,8 +29,9 @@ def lead(explained: Explained) -> str:
     shape = " × ".join(map(str, explained.plan.axis_sizes)) or "1"
     sizes = f"a batch of {explained.batch} samples" if explained.batch else "the given batch"
     sizes += f" of {explained.sequence} tokens" if explained.sequence else ""
+    step = "forward pass, for inference" if explained.plan.forward_only else "training step"
     return (
-        f"The plan of one training step: {len(explained.labels)} layer blocks on a mesh of {shape} "
+        f"The plan of one {step}: {len(explained.labels)} layer blocks on a mesh of {shape} "
         f"({explained.cluster.num_devices} devices), {sizes}. All of it is predicted, on lowered graphs that "
         f"did not run."
     )
@@ -61,8 +62,9 @@ def cards(explained: Explained) -> list[Card]:
             str(pipelining.num_microbatches),
             f"schedule {pipelining.schedule}" if pipelining.num_stages > 1 else "",
         ),
-        Card("optimizer", plan.optimizer),
     ]
+    if not plan.forward_only:
+        plan_cards.append(Card("optimizer", plan.optimizer))
     if plan.report is not None and isfinite(plan.report.gap):
         bound = f"by the search's prices no plan takes less than {format_seconds(plan.report.bound_s)}"
         plan_cards.append(Card("at most slower than the best", f"{plan.report.gap:.1%}", bound))
@@ -129,8 +131,9 @@ def memory(explained: Explained) -> str:
 def timeline(explained: Explained) -> str:
     """What the areas are made of."""
     if explained.schedule is None:
+        steps = "forward" if explained.plan.forward_only else "forward, backward and the optimizer's update"
         return (
-            "Tensor bytes alive on a rank at every operator of forward, backward and the optimizer's update. Equal "
+            f"Tensor bytes alive on a rank at every operator of {steps}. Equal "
             "blocks were run once, on tensors without data, and repeated."
         )
     return (
@@ -224,10 +227,14 @@ def blocks(explained: Explained) -> str:
     over = (
         f"all its blocks (there are {count}), which lie over {ranks} pipeline ranks" if ranks > 1 else "all its blocks"
     )
+    held = (
+        "parameters" if explained.plan.forward_only else
+        "parameters, gradients, optimizer states and what is kept for backward"
+    )  # fmt: skip
     return (
         f"Equal neighbours share a row, and axes that are as fast and play the same roles a column. Time and memory of "
-        f"a row are the sums over {over}, as the search priced them: parameters, gradients, optimizer states and what "
-        f"is kept for backward. What a rank holds stands under Where the memory goes."
+        f"a row are the sums over {over}, as the search priced them: {held}. What a rank holds stands "
+        f"under Where the memory goes."
     )
 
 

@@ -27,7 +27,7 @@ from galvatron_fx.runtime.batch_rows import BatchRows, unmarked
 from galvatron_fx.runtime.call_key import call_key, described
 from galvatron_fx.runtime.call_style import CallStyle
 from galvatron_fx.runtime.compiled import AnyProgram, Compiled
-from galvatron_fx.runtime.detached import detached_output
+from galvatron_fx.runtime.detached import TRAIN_REMEDY, detached_output, forward_only_outputs
 from galvatron_fx.runtime.dtensor_views import local_part, shown, write_whole
 from galvatron_fx.runtime.expert_loads import ExpertLoads
 from galvatron_fx.runtime.folding import FoldedUpdates, folding, refuse_folded
@@ -139,7 +139,8 @@ class DistributedGraphModule(LikeOriginal):
         stages than the one that makes it (with several micro-batches: all) get what raises InputError when read.
         The loss is the output called ``loss``, or the only scalar that needs gradients. Raises LostRankError where
         other ranks are gone, or do not come within the timeout of the process group; and InputError where the model
-        returns no loss, or several of other names: call the module and ``backward()`` on a loss of your own instead.
+        returns no loss, or several of other names: call the module and ``backward()`` on a loss of your own instead;
+        or was compiled forward-only.
         """
         if not has_hooks(self):
             return self._train(args, kwargs)
@@ -154,6 +155,8 @@ class DistributedGraphModule(LikeOriginal):
         return returned
 
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.plan.forward_only:
+            raise InputError(f"forward_backward of a model that was compiled forward-only: {TRAIN_REMEDY}")
         refuse_autocast(self.mesh.device_type, self.plan.mixed_precision)
         with self._alone():
             program, flat, row_positions = self._program(args, kwargs)
@@ -171,7 +174,7 @@ class DistributedGraphModule(LikeOriginal):
 
         Under a plan with stages or micro-batches, backward runs with forward: the gradients are held until
         ``backward()`` of the loss, which every rank gets and calls, and other outputs are detached. InputError says
-        where the model returns no loss.
+        where the model returns no loss. Of a model that was compiled forward-only, ``backward()`` raises InputError.
         """
         if self._in_step:
             self._step_outputs = self._train(args, kwargs)
@@ -179,12 +182,13 @@ class DistributedGraphModule(LikeOriginal):
         refuse_autocast(self.mesh.device_type, self.plan.mixed_precision)
         with self._alone():
             program, flat, row_positions = self._program(args, kwargs)
-            if not torch.is_grad_enabled():
-                with self._watch.collectives():
+            if self.plan.forward_only or not torch.is_grad_enabled():
+                with torch.no_grad(), self._watch.collectives():
                     self._rows.complete(flat, row_positions, program.read)
                     results = program.evaluate(self._values(flat))
                     self._update_state(results)
-                return self._own_outputs(program, self._outputs(program, results))
+                outputs = self._own_outputs(program, self._outputs(program, results))
+                return forward_only_outputs(outputs) if self.plan.forward_only else outputs
             refuse_folded(program.folded, "backward() may be one of several, whose gradients are summed up")
             parameters = [self._tensor(port) for port in program.trained_ports]
             self._trained = program
@@ -386,7 +390,7 @@ class DistributedGraphModule(LikeOriginal):
         self._late.warn()
         given, marked = unmarked(*self._style.of(args, kwargs))
         self._memory.require_kept(self._held)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not self.plan.forward_only:
             refuse_gradients(given)
         flat, row_positions = self._rows.spread(given, marked)
         flags = self._trained_flags()
@@ -427,7 +431,7 @@ class DistributedGraphModule(LikeOriginal):
             yield
 
     def _trained_flags(self) -> tuple[bool, ...]:
-        return tuple([parameter.requires_grad for parameter in self._held.values()])
+        return tuple([not self.plan.forward_only and parameter.requires_grad for parameter in self._held.values()])
 
     def _refuse_flags_of_stages(self, flags: tuple[bool, ...]) -> None:
         """Other ranks do not see the flags of parameters that they do not hold."""

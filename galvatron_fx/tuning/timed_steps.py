@@ -59,7 +59,8 @@ class TimedSteps:
 
     def run(self, module: DistributedGraphModule) -> float:
         """Train ``module`` for a turn; seconds of a step, of the slowest rank. Every rank calls it alike."""
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        learns = not module.plan.forward_only
+        trained = [parameter for parameter in module.parameters() if learns and parameter.requires_grad]
         optimizer = _OPTIMIZERS[self.optimizer](trained) if trained and self.updates else None
         module.fold_gradients(*([optimizer] if optimizer is not None else []))
         for _ in range(_WARM_UP):
@@ -77,7 +78,9 @@ class TimedSteps:
 
     def _step(self, module: DistributedGraphModule, optimizer: Optimizer | None) -> None:
         args, kwargs = self.inputs.call(self.inputs.tensors)
-        if self.has_loss:
+        if module.plan.forward_only:
+            module(*args, **kwargs)
+        elif self.has_loss:
             module.forward_backward(*args, **kwargs)
         else:
             outputs = [leaf for leaf in pytree.tree_leaves(module(*args, **kwargs)) if isinstance(leaf, Tensor)]

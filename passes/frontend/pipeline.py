@@ -53,12 +53,14 @@ class Frontend:
     """Capture a model and prepare its graph for pricing and sharding.
 
     ``control``: who sees the graph after each pass, and what else runs; ``policy``: of mixed precision; None computes
-    in the dtypes of the parameters; ``batch_dim``: which dim of the inputs is the batch, found where None.
+    in the dtypes of the parameters; ``batch_dim``: which dim of the inputs is the batch, found where None;
+    ``forward_only``: graphs without backward.
     """
 
     control: PassControl = field(default_factory=PassControl)
     policy: MixedPrecisionPolicy | None = None
     batch_dim: BatchDim = None
+    forward_only: bool = False
 
     def run(self, model: nn.Module, example_inputs: ExampleInputs) -> fx.GraphModule:
         """Return the blocked joint graph. Raises what :class:`passes.frontend.capture.capture.Capture` raises."""
@@ -79,7 +81,7 @@ class Frontend:
 
     @property
     def _capture(self) -> Capture:
-        return Capture(policy=self.policy, batch_dim=self.batch_dim)
+        return Capture(policy=self.policy, batch_dim=self.batch_dim, forward_only=self.forward_only)
 
     @fewer_collections()
     def _finished(self, capture: Callable[[], fx.GraphModule]) -> fx.GraphModule:

@@ -12,7 +12,7 @@ from torch import fx
 
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import PlanError
-from galvatron_fx.ir.graph.metadata import meta_of, ports
+from galvatron_fx.ir.graph.metadata import meta_of, ports, signature
 from galvatron_fx.ir.graph.pass_pipeline import PassControl
 from galvatron_fx.ir.graph.placement import Placement
 from galvatron_fx.ir.graph.precision import policy_of
@@ -54,7 +54,9 @@ __all__ = [
 def check_plan(plan: Plan, graph: fx.GraphModule, cluster: Cluster) -> None:
     """Refuse a plan for another model, mesh, batch or precision. Raises PlanError naming what differs."""
     block_fingerprints = fingerprints(graph)
-    plan.check(graph_fingerprint(graph, block_fingerprints), block_fingerprints, cluster.shape, policy_of(graph))
+    forward_only = signature(graph).forward_only
+    mark = graph_fingerprint(graph, block_fingerprints)
+    plan.check(mark, block_fingerprints, cluster.shape, policy_of(graph), forward_only)
     _check_keeps(plan, graph)
     check_batch(plan, graph)
     _check_sequence(plan, graph)

@@ -82,7 +82,8 @@ class LowerStages:
 
     ``strategies``: one a block, equal in where they play ``pipeline``; ``first_blocks``: of every stage;
     ``fixed``, ``cache``, ``control``: as of :class:`passes.lowering.lower_step.Lower`; ``keep_outputs``: outputs other
-    than numbers, too, which several micro-batches would have to keep to the end of the step.
+    than numbers, too, which several micro-batches would have to keep to the end of the step; of what is forward alone
+    they are what it is run for, and always kept.
     """
 
     strategies: Sequence[Strategy]
@@ -100,7 +101,8 @@ class LowerStages:
 
     def split(self, graph: fx.GraphModule) -> Microbatched:
         """Cut the batch alone, which rests on the number of micro-batches and not on strategies."""
-        split = SplitMicrobatches(self.num_microbatches, self.cluster.device, self.keep_outputs)
+        keep_outputs = self.keep_outputs or signature(graph).forward_only
+        split = SplitMicrobatches(self.num_microbatches, self.cluster.device, keep_outputs)
         microbatched: Microbatched = STAGING.under(self.control).cut(split, graph, lambda parts: {"": parts.graph})
         return microbatched
 

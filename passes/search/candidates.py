@@ -59,6 +59,7 @@ def candidates(
     samples: int | None = None,
     selective: bool = False,
     coarse: bool = False,
+    keeps: bool = True,
 ) -> tuple[Strategy, ...]:
     """All strategies of a block whose outermost ``pipeline_axes`` axes hold stages.
 
@@ -68,7 +69,7 @@ def candidates(
     ``gather_late``: of all strategies, see :class:`galvatron_fx.ir.plan.strategy.Strategy`; ``samples``: of a
     micro-batch, None where there are enough for all ranks; ``selective``: whether blocks that recompute may keep some
     of their values, beside which they may keep what they gathered; ``coarse``: on meshes of many axes, roles have fewer
-    degrees.
+    degrees; ``keeps``: whether there is a backward to keep anything for.
 
     Two axes of equal size and speed are interchangeable, so only tables whose roles ascend along them are kept. On
     meshes of many axes, tensor, sequence and expert roles take the inner, faster axes, as they talk in every layer,
@@ -89,7 +90,7 @@ def candidates(
     for table in tables:
         for repeat in again:
             strategies.append(Strategy((*outer, *table), repeat, gather_late=gather_late))
-            if ("zero" in table or casts) and (selective or not repeat):
+            if keeps and ("zero" in table or casts) and (selective or not repeat):
                 strategies.append(Strategy((*outer, *table), repeat, True, gather_late))
     return tuple(strategies)
 

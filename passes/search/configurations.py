@@ -9,7 +9,7 @@ from math import prod
 
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import ClusterError, PlanError
-from galvatron_fx.ir.plan.schedule import SCHEDULES, SEARCH, legal
+from galvatron_fx.ir.plan.schedule import FORWARD_ONLY_SCHEDULE, SCHEDULES, SEARCH, legal
 from galvatron_fx.ir.plan.strategy import PIPELINE
 from passes.search.candidates import far_apart
 from passes.search.solvers.stage_search import Configuration
@@ -65,8 +65,8 @@ class _Shape:
 class Configurations:
     """All that pins, axes and batch allow for a model of ``blocks`` blocks and a batch of ``batch`` samples.
 
-    ``has_loss``: whether the graph trains; what has no loss is cut into stages and micro-batches by pins alone;
-    ``coarse``: fewer schedules and numbers of micro-batches, for surveys.
+    ``has_loss``: whether the graph trains; what has no loss is cut into stages and micro-batches by pins alone, unless
+    it is ``forward_only``, where any is; ``coarse``: fewer schedules and numbers of micro-batches, for surveys.
     """
 
     cluster: Cluster
@@ -76,6 +76,7 @@ class Configurations:
     blocks: int
     has_loss: bool = True
     coarse: bool = False
+    forward_only: bool = False
 
     def ladders(self) -> list[Ladder]:
         """Return them by pipeline axes. Raises PlanError, with the remedy, for pins that leave none."""
@@ -138,19 +139,25 @@ class Configurations:
 
     @property
     def _may_pipeline(self) -> bool:
-        return (PIPELINE in self.roles and self.has_loss) or (self.pins.num_stages or 1) > 1
+        return (PIPELINE in self.roles and self._may_schedule) or (self.pins.num_stages or 1) > 1
+
+    @property
+    def _may_schedule(self) -> bool:
+        return self.has_loss or self.forward_only
 
     def _schedules(self, ranks: int) -> Sequence[str]:
         wanted = self.pins.schedule
         if wanted not in (None, SEARCH):
             return [wanted] if ranks > 1 or wanted in _ON_ONE_RANK else []
+        if self.forward_only:
+            return (FORWARD_ONLY_SCHEDULE,)
         return ("1f1b",) if ranks == 1 else _COARSE_SCHEDULES if self.coarse else _SEARCHED_SCHEDULES
 
     def _counts(self, ranks: int) -> list[int]:
         """Numbers of micro-batches: at least one a pipeline rank, of small batches as many as there are samples for."""
         if self.pins.num_microbatches is not None:
             return [self.pins.num_microbatches]
-        if not self.has_loss:
+        if not self._may_schedule:
             return [1]
         divisors = _divisors(self.batch)
         counts = [count for count in divisors if count >= ranks] or divisors

@@ -76,9 +76,10 @@ class OpenConfigurations:
     def open_first(self) -> None:
         """Price the lowest rung of every ladder. Raises PlanError for pins and options that leave none."""
         pricer = self.pricer
-        blocks, has_loss = len(pricer.block_fingerprints), signature(pricer.graph).loss is not None
+        ports, blocks = signature(pricer.graph), len(pricer.block_fingerprints)
+        has_loss = ports.loss is not None
         configurations = Configurations(
-            pricer.cluster, self.roles, self.pins, pricer.batch, blocks, has_loss, self.coarse
+            pricer.cluster, self.roles, self.pins, pricer.batch, blocks, has_loss, self.coarse, ports.forward_only
         )
         ladders = configurations.ladders()
         opened = self._priced([setting for ladder in ladders for setting in ladder.rungs[0]])
@@ -130,17 +131,19 @@ class OpenConfigurations:
 
     def _requests(self, pipeline_axes: int, num_microbatches: int) -> list[CostTableRequest]:
         cluster = self.pricer.cluster
-        selective = self.recompute in ("auto", "selective")
+        keeps = not signature(self.pricer.graph).forward_only
+        selective = keeps and self.recompute in ("auto", "selective")
         strategies = candidates(
             cluster,
             [role for role in self.roles if role not in self._useless_roles],
-            self.recompute,
+            self.recompute if keeps else False,
             pipeline_axes,
-            self._casts,
+            self._casts and keeps,
             self.gather_late,
             self.pricer.batch // num_microbatches,
             selective,
             self.coarse,
+            keeps,
         )
         strategies = tuple(
             replace(each, capacity=self.capacity) if each.splits_experts else each for each in strategies

@@ -22,6 +22,7 @@ from cost_models.optimizer import optimizer_model
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import PlanError, TimeLimitError
 from galvatron_fx.ir.gc_tuning import fewer_collections
+from galvatron_fx.ir.graph.metadata import signature
 from galvatron_fx.ir.graph.precision import policy_of
 from galvatron_fx.ir.plan import optimizers
 from galvatron_fx.ir.plan.budget_error import BudgetError
@@ -288,6 +289,7 @@ class _Search:
             notes=self._notes(outcome),
             pipelining=pipelining,
             mixed_precision=policy_of(self.graph),
+            forward_only=signature(self.graph).forward_only,
             throughput=self.throughput,
             rank_order=self.cluster.rank_order,
             fold_gradients=self.pricer.folds and pipelining.is_trivial,

@@ -63,3 +63,14 @@ def test_a_plan_for_another_mesh_is_refused(capsys: pytest.CaptureFixture[str], 
     Plan.uniform((2,), ("zero",)).save(path)
     assert main([*OWN, "--plan", str(path)]) == 3
     assert str(path) in capsys.readouterr().err
+
+
+def test_inference(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, small = str(tmp_path / "plan.json"), [*ARGUMENTS, *CLUSTER, "--set", "num_hidden_layers=1"]
+    assert main(["plan", *small, "--no-pipeline", "--forward-only", "--out", path]) == 0
+    assert "Forward-only plan for 4 ranks" in capsys.readouterr().out
+    assert main(["check", *small, "--plan", path, "--json"]) == 0  # the plan says what it is for
+    found = json.loads(capsys.readouterr().out)
+    assert {row["kind"] for row in found["rows"]} == {"buffer", "output"} and "labels" not in found["model"]["batch"]
+    assert main(["estimate", path, *small, "--forward-only"]) == 0
+    assert "optimizer" not in capsys.readouterr().out

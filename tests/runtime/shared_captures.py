@@ -41,7 +41,7 @@ def _key(frontend: Frontend, model: nn.Module, inputs: FlatInputs) -> bytes | No
     if frontend.control.on_pass or frontend.control.inserted:
         return None
     stream = io.BytesIO()
-    options = frontend.policy, frontend.batch_dim, torch.get_default_dtype()
+    options = frontend.policy, frontend.batch_dim, frontend.forward_only, torch.get_default_dtype()
     faked = (*model.parameters(), *model.buffers(), *inputs.tensors)
     try:
         _Pickler(stream, faked).dump((options, model, inputs.leaves, str(inputs.tree)))

@@ -227,7 +227,8 @@ class Signature:
     Of the model's outputs, by position: ``loss`` is what one step of training differentiates; ``scalars`` are those
     without dims that need gradients, the loss among them; ``detached`` need gradients and get none; ``output_names``
     say where each is in what the model returns; ``padded``: the dim of outputs that has rows of padding, by name;
-    ``batch_dims``: the dim of outputs that has the batch, and in how many runs, by name, None where that is not known.
+    ``batch_dims``: the dim of outputs that has the batch, and in how many runs, by name, None where that is not known;
+    ``forward_only``: whether the graph was captured to be run without backward: nothing in it needs gradients.
     """
 
     inputs: tuple[InputSpec, ...]
@@ -242,6 +243,7 @@ class Signature:
     output_names: tuple[str, ...] = ()
     padded: Mapping[str, PaddedDim] = field(default_factory=dict)
     batch_dims: Mapping[str, tuple[int, int]] | None = None
+    forward_only: bool = False
 
     @property
     def beside_loss(self) -> frozenset[int]:

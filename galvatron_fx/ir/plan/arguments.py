@@ -132,6 +132,10 @@ _ARGUMENTS: dict[str, _Argument] = {
     "batch_dim": _Argument(
         _is_batch_dim, "give the dim that is the batch in all inputs, a dict of those of some inputs by name, or None"
     ),
+    "forward_only": _Argument(
+        lambda value: value is None or isinstance(value, bool),
+        "give True, False, or None for what the model's mode and torch.no_grad() say",
+    ),
     "num_blocks": _Argument(_count(1), "give an int from 1, or None for any number of blocks", PlanError),
     "roles": _Argument(_is_sequence, _EXAMPLE_ROLES, PlanError),
     "recompute": _Argument(

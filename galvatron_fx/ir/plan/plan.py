@@ -65,12 +65,13 @@ class Plan:
     ``step_time_s`` is the simulated seconds of a step, ``peak_memory_bytes`` and ``memory_budget_bytes`` bytes per rank
     (0 where not priced, None for no budget). ``optimizer`` is the one of OPTIMIZERS whose states and update they count.
     ``axis_names`` has what the user calls the axes, nothing where they have no names; it is for people alone.
-    ``pipelining`` has the stages and micro-batches; the axes whose role is ``pipeline``, the same in every block, hold
-    the stages. ``mixed_precision`` is the policy that the plan was priced with; ``throughput`` what a step trains, None
-    where not priced. ``rank_order`` has the rank at each position of the mesh, row by row, nothing where they are in
-    their own order. ``fold_gradients``: whether each parameter is updated as soon as backward has its gradient.
-    ``report`` says why a search chose the plan; it is no part of the plan, and lies in a file of its
-    own: plans that were written by hand or changed have None.
+    ``forward_only`` is of a plan without backward, gradients and optimizer. ``pipelining`` has the stages and
+    micro-batches; the axes whose role is ``pipeline``, the same in every block, hold the stages. ``mixed_precision`` is
+    the policy that the plan was priced with; ``throughput`` what a step trains, None where not priced. ``rank_order``
+    has the rank at each position of the mesh, row by row, nothing where they are in their own order.
+    ``fold_gradients``: whether each parameter is updated as soon as backward has its gradient. ``report`` says why a
+    search chose the plan; it is no part of the plan, and lies in a file of its own: plans that were written by hand or
+    changed have None.
 
     Raises PlanError when the parts do not fit each other or ``plan_schema.json``.
     """
@@ -89,6 +90,7 @@ class Plan:
     axis_names: tuple[str, ...] = ()
     rank_order: tuple[int, ...] = ()
     fold_gradients: bool = False
+    forward_only: bool = False
     report: SearchReport | None = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -198,6 +200,11 @@ class Plan:
         """Whether the plan has one strategy for any number of blocks."""
         return len(self.blocks) == 1 and self.blocks[0].name == WILDCARD
 
+    @property
+    def is_tied(self) -> bool:
+        """Whether the plan is of one model: it was searched, and not written by hand."""
+        return bool(self.graph_fingerprint) or any(block.fingerprint for block in self.blocks)
+
     def strategy_of(self, block_index: int, num_blocks: int) -> Strategy:
         """Return the strategy of block ``block_index`` (from 0) of a model with ``num_blocks`` blocks.
 
@@ -214,13 +221,20 @@ class Plan:
         block_fingerprints: Sequence[str],
         axis_sizes: Sequence[int],
         mixed_precision: MixedPrecisionPolicy | None = None,
+        forward_only: bool = False,
     ) -> None:
         """Raise PlanError, naming what differs and the remedy, unless the plan fits this model, mesh and precision.
 
         ``block_fingerprints`` has one entry per block; ``axis_sizes`` is compared prime by prime, so
         that a mesh of (8,) fits a plan for (2, 2, 2). A fingerprint of "" in the plan fits any; a plan with no
-        fingerprints and no policy of its own fits any precision.
+        fingerprints and no policy of its own fits any precision, and trains or is ``forward_only``.
         """
+        if self.with_forward_only(forward_only).forward_only != forward_only:
+            mine, this = ("forward alone", "training") if self.forward_only else ("training", "forward alone")
+            raise PlanError(
+                f"the plan was made for {mine} and this is {this}; pass forward_only={self.forward_only}, or search a "
+                f"plan with forward_only={forward_only}"
+            )
         if self.with_precision(mixed_precision).mixed_precision != mixed_precision:
             raise PlanError(
                 f"the plan was made for mixed precision '{describe_policy(self.mixed_precision)}' and this is "
@@ -248,10 +262,13 @@ class Plan:
 
     def with_precision(self, policy: MixedPrecisionPolicy | None) -> Plan:
         """Return a plan that is tied to no model, and says nothing of precision, with ``policy``; others unchanged."""
-        is_tied = self.graph_fingerprint or any(block.fingerprint for block in self.blocks)
-        if is_tied or self.mixed_precision is not None or policy is None:
+        if self.is_tied or self.mixed_precision is not None or policy is None:
             return self
         return replace(self, mixed_precision=policy)
+
+    def with_forward_only(self, forward_only: bool) -> Plan:
+        """Return a plan that is tied to no model, and says nothing of it, as one of forward alone; others unchanged."""
+        return self if self.is_tied or not forward_only else replace(self, forward_only=True)
 
     def to_json(self) -> str:
         """Return the plan as JSON text, byte-identical for equal plans."""
@@ -438,6 +455,7 @@ def _to_document(plan: Plan) -> dict[str, Any]:
         **({} if plan.throughput is None else {"throughput": plan.throughput.to_dict()}),
         **({"axis_names": list(plan.axis_names)} if plan.axis_names else {}),
         **({"rank_order": list(plan.rank_order)} if plan.rank_order else {}),
+        **({"forward_only": True} if plan.forward_only else {}),
     }
 
 

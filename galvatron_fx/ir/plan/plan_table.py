@@ -31,7 +31,8 @@ __all__ = [
     "render",
 ]
 
-_HEADINGS = ("blocks", "roles, outermost axis first", "keeps for backward", "time", "memory/rank")
+_KEEPS = "keeps for backward"
+_HEADINGS = ("blocks", "roles, outermost axis first", _KEEPS, "time", "memory/rank")
 _UNPRICED = "-"
 _NUMBERED = re.compile(r"block[ _]\d+")  # names of blocks without modules
 _DIGITS = re.compile(r"(\d+)")
@@ -43,11 +44,12 @@ def render(plan: Plan) -> str:
     Times and memory of a row are the sums over its blocks. Numbers that were not predicted show as "-".
     """
     casts = plan.mixed_precision is not None and plan.mixed_precision.param_dtype is not None
+    headings = [heading for heading in _HEADINGS if not (plan.forward_only and heading == _KEEPS)]
     rows = [
         (
             "all" if plan.is_wildcard else describe_blocks(places, [block.name for block in blocks]),
             describe_roles(blocks[0].strategy, plan.axis_sizes, plan.axis_names),
-            describe_keeps(blocks[0].strategy, casts),
+            *([] if plan.forward_only else [describe_keeps(blocks[0].strategy, casts)]),
             _seconds(sum(block.time_s for block in blocks)),
             _bytes(sum(block.memory_bytes for block in blocks)),
         )
@@ -56,7 +58,7 @@ def render(plan: Plan) -> str:
     lines = [
         _title(plan),
         "",
-        *text_table.render(_HEADINGS, rows, numbers_from=3),
+        *text_table.render(headings, rows, numbers_from=len(headings) - 2),
         "",
         *_totals(plan),
     ]
@@ -177,9 +179,10 @@ def describe_places(places: range) -> str:
 
 
 def _title(plan: Plan) -> str:
+    kind = "Forward-only plan" if plan.forward_only else "Plan"
     if not plan.axis_sizes:
-        return "Plan for one device"
-    return f"Plan for {prod(plan.axis_sizes)} ranks on a mesh of {'×'.join(map(str, plan.axis_sizes))}"
+        return f"{kind} for one device"
+    return f"{kind} for {prod(plan.axis_sizes)} ranks on a mesh of {'×'.join(map(str, plan.axis_sizes))}"
 
 
 def _totals(plan: Plan) -> list[str]:
@@ -192,8 +195,9 @@ def _totals(plan: Plan) -> list[str]:
         *([f"throughput           {plan.throughput.describe(plan.step_time_s)}"] if plan.throughput else []),
         f"predicted peak       {peak}",
         f"memory budget        {budget}",
-        f"optimizer            {plan.optimizer}",
     ]
+    if not plan.forward_only:
+        totals.append(f"optimizer            {plan.optimizer}")
     if plan.fold_gradients:
         totals.append("gradients            folded into the update while backward computes")
     if plan.mixed_precision is not None:

@@ -30,6 +30,7 @@ from galvatron_fx.ir.errors import PlanError
 
 __all__ = [
     "ACTION_NAMES",
+    "FORWARD_ONLY_SCHEDULE",
     "KINDS",
     "SCHEDULES",
     "SEARCH",
@@ -44,6 +45,9 @@ __all__ = [
 ]
 
 SCHEDULES: tuple[str, ...] = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev")
+
+FORWARD_ONLY_SCHEDULE = "gpipe"
+"""What plans without backward follow: all schedules of one stage a rank have their forwards in its order."""
 
 SEARCH = "search"
 """Stands for the table that a search finds best (:mod:`passes.search.tables`); the plan then has that table."""

@@ -54,7 +54,8 @@ class Capture:
     :mod:`passes.frontend.capture.repeat_layers`). ``policy``: the model sees parameters and inputs in the dtype that it
     is to compute in, as if they had been cast before its forward;
     :class:`passes.frontend.mixed_precision.MixedPrecision` writes the casts of parameters down. ``batch_dim``: which
-    dim of the inputs is the batch (:mod:`passes.frontend.capture.batch_dims`).
+    dim of the inputs is the batch (:mod:`passes.frontend.capture.batch_dims`). ``forward_only``: no backward: the graph
+    is that of the model under ``torch.no_grad()``, without tangents and gradients.
 
     If the model returns scalars that need gradients (its losses), they alone are differentiable, and the other outputs
     (logits, hidden states) are returned detached; a model without such a scalar keeps every floating output
@@ -65,6 +66,7 @@ class Capture:
     share_layers: bool = True
     policy: MixedPrecisionPolicy | None = None
     batch_dim: BatchDim = None
+    forward_only: bool = False
 
     def run(self, model: nn.Module, example_inputs: ExampleInputs) -> fx.GraphModule:
         """Capture ``model`` on ``example_inputs`` (a dict of keyword arguments, a tuple or one tensor; the global
@@ -90,7 +92,7 @@ class Capture:
         while True:
             try:
                 with as_buffers(model, held):
-                    flat = FlatModel(model, inputs, self.policy)
+                    flat = FlatModel(model, inputs, self.policy, self.forward_only)
                     trace = self._once(flat, held)
                     _check_state(flat)
                     _check_views(flat, trace.whole)
@@ -221,8 +223,8 @@ def _trace(flat: FlatModel, shapes: Sequence[tuple[int, ...]], repeats: tuple[Re
         dense_lookups(),
         value_free(),
         torch.inference_mode(False),
-        torch.enable_grad(),  # also at a first call for evaluation
-        fake_weights(model, mode, flat.policy),
+        torch.set_grad_enabled(not flat.forward_only),  # also at a first call for evaluation
+        fake_weights(model, mode, flat.policy, flat.forward_only),
         module_names(flat, units),
         passing_through(cut),
         reruns(model) as rerun,

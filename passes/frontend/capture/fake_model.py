@@ -30,15 +30,25 @@ ROOT = "module"
 
 
 class FlatModel(nn.Module):
-    """The model with flat tensors in and out, cast as ``policy`` says; remembers how its outputs were nested."""
+    """The model with flat tensors in and out, cast as ``policy`` says; remembers how its outputs were nested.
 
-    def __init__(self, model: nn.Module, inputs: FlatInputs, policy: MixedPrecisionPolicy | None = None) -> None:
+    ``forward_only``: nothing needs gradients, whatever parameters and inputs say.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: FlatInputs,
+        policy: MixedPrecisionPolicy | None = None,
+        forward_only: bool = False,
+    ) -> None:
         super().__init__()
         self.module = model
         self._outside = OutsideState(model)
         self._aliases = Aliases(model, self._outside)
         self.inputs = inputs
         self.policy = policy
+        self.forward_only = forward_only
         self._inputs_as = policy.param_dtype if policy is not None and policy.cast_forward_inputs else None
         self._outputs_as = policy.output_dtype if policy is not None else None
         self._outputs: FlatOutputs | None = None
@@ -95,7 +105,7 @@ class FlatModel(nn.Module):
         """Inputs of the given shapes without memory."""
         with mode:
             return [
-                torch.empty(shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+                torch.empty(shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad and not self.forward_only)
                 for shape, tensor in zip(shapes, self.inputs.tensors, strict=True)
             ]
 
@@ -137,10 +147,13 @@ def passing_through(cut: Mapping[nn.Module, PassThrough]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def fake_weights(model: nn.Module, mode: FakeTensorMode, policy: MixedPrecisionPolicy | None = None) -> Iterator[None]:
+def fake_weights(
+    model: nn.Module, mode: FakeTensorMode, policy: MixedPrecisionPolicy | None = None, forward_only: bool = False
+) -> Iterator[None]:
     """Put fake CPU tensors in place of the parameters and buffers, sharing what is shared, and put them back.
 
-    Parameters have the dtype that ``policy`` computes in; buffers stay as they are.
+    Parameters have the dtype that ``policy`` computes in, and with ``forward_only`` need no gradients; buffers stay as
+    they are.
     """
     fakes: dict[int, torch.Tensor] = {}
 
@@ -151,7 +164,7 @@ def fake_weights(model: nn.Module, mode: FakeTensorMode, policy: MixedPrecisionP
             with mode:
                 empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
             if is_parameter:
-                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad and not forward_only)
             fakes[id(tensor)] = empty
         return fakes[id(tensor)]
 

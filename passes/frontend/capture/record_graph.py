@@ -35,7 +35,8 @@ def record_graph(graph: fx.GraphModule, flat: FlatModel) -> None:
     """Attach facts to every node and a signature to the graph."""
     inputs = flat.inputs
     input_ports: list[InputSpec] = []
-    trained = {name for name, parameter in flat.named_parameters(remove_duplicate=False) if parameter.requires_grad}
+    parameters = [] if flat.forward_only else flat.named_parameters(remove_duplicate=False)
+    trained = {name for name, parameter in parameters if parameter.requires_grad}
     for node in graph.graph.nodes:
         if node.op == "output":
             continue
@@ -57,6 +58,7 @@ def record_graph(graph: fx.GraphModule, flat: FlatModel) -> None:
             scalars=flat.outputs.scalars,
             detached=flat.outputs.detached,
             output_names=flat.outputs.names,
+            forward_only=flat.forward_only,
         ),
     )
     output.args = (tuple(node for _, node in pairs),)
