@@ -38,24 +38,37 @@ VARIANTS = (
 )  # fmt: skip
 
 
+class Experts(nn.Module):
+    """One layer of experts that tokens choose by given scores; what they multiply is learned."""
+
+    def __init__(self, experts: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(experts, hidden, 4 * hidden) * 0.02)
+        self.down = nn.Parameter(torch.randn(experts, 4 * hidden, hidden) * 0.02)
+
+    def forward(self, tokens: Tensor, scores: Tensor) -> Tensor:
+        """The sum of each token's experts; tokens [tokens, hidden], scores [tokens, experts]."""
+        weights, chosen = scores.topk(COPIES)
+        place, order, ends = route(chosen.reshape(-1), len(self.up))
+        rows = F.silu(_product(dispatch(tokens, place, order, COPIES), self.up, ends))
+        rows = _product(rows, self.down, ends)
+        rows = rows * dispatch(weights.softmax(-1).reshape(-1), place, order, 1).unsqueeze(-1)
+        return combine(rows, place, order, COPIES)
+
+
 class Mixture(nn.Module):
-    """Layers of experts that tokens choose by given scores; what they multiply is learned."""
+    """Layers of experts, all of which see the same loads."""
 
     def __init__(self, layers: int, experts: int, hidden: int) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.up = nn.ParameterList(torch.randn(experts, hidden, 4 * hidden) * 0.02 for _ in range(layers))
-        self.down = nn.ParameterList(torch.randn(experts, 4 * hidden, hidden) * 0.02 for _ in range(layers))
+        self.layers = nn.ModuleList(Experts(experts, hidden) for _ in range(layers))
 
     def forward(self, x: Tensor, scores: Tensor) -> Tensor:
         """The mean square; x [batch, sequence, hidden], scores [batch, sequence, experts]."""
         tokens = x.flatten(0, 1)
-        weights, chosen = scores.flatten(0, 1).topk(COPIES)
-        for up, down in zip(self.up, self.down, strict=True):
-            place, order, ends = route(chosen.reshape(-1), len(up))
-            rows = F.silu(_product(dispatch(tokens, place, order, COPIES), up, ends))
-            rows = _product(rows, down, ends) * dispatch(weights.softmax(-1).reshape(-1), place, order, 1).unsqueeze(-1)
-            tokens = tokens + combine(rows, place, order, COPIES)
+        for layer in self.layers:
+            tokens = tokens + layer(tokens, scores.flatten(0, 1))
         return tokens.pow(2).mean()
 
 
