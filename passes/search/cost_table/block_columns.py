@@ -20,7 +20,7 @@ from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.graph.metadata import OpCost, meta_of
 from galvatron_fx.ir.plan.strategy import RoleGroup
 from passes.search.candidates import AxisPartition
-from passes.search.cost_table.block_terms import Amounts, BlockTerms, Levels, Redistribution, TermsReader
+from passes.search.cost_table.block_terms import Amounts, BlockTerms, Levels, TermsReader
 from passes.search.cost_table.keep_reader import KeepReader
 from passes.search.cost_table.kept_sets import KeepProblem
 from passes.search.cost_table.offload_levels import OffloadChoice, offload_choices
@@ -253,19 +253,16 @@ class Evaluation:
         """
         slots = ("forward", "backward", "scatter", "reduce", "far")
         moved = dict.fromkeys(slots, Sent(*(np.zeros(len(self.num_microbatches)) for _ in Sent._fields)))
-        repeats = self.terms.levels.moves
-        again = Sent(*(np.zeros((len(repeats), len(self.num_microbatches))) for _ in Sent._fields))
+        again = Sent(*(np.zeros((len(self.terms.levels.moves), len(self.num_microbatches))) for _ in Sent._fields))
         size = self._moved()
-        alike: dict[tuple[Redistribution, tuple[bool, ...]], list[int]] = {}
-        for row, move in enumerate(self.terms.moves):
-            alike.setdefault((move, tuple(repeats[:, row].tolist())), []).append(row)
         redistributions = (
-            (move.slot, np.array(levels), self._sent(move.kind, size[rows], move.role, move.slot in _BUNDLED))
-            for (move, levels), rows in alike.items()
+            (move.slot, repeated, self._sent(move.kind, size[rows], move.role, move.slot in _BUNDLED))
+            for move, repeated, rows in self.terms.alike_moves
         )
         for slot, levels, sent in (*redistributions, *self._rings(operators_s)):
             moved[slot] = Sent(*map(np.add, moved[slot], sent))
-            again = Sent(*(total + np.outer(levels, part) for total, part in zip(again, sent, strict=True)))
+            if levels.any():
+                again = Sent(*(total + np.outer(levels, part) for total, part in zip(again, sent, strict=True)))
         return moved, again
 
     def _sent(self, kind: str, size: Floats, role: int, bundled: bool) -> Sent:

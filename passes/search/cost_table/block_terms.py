@@ -205,6 +205,15 @@ class BlockTerms:
     lives: tuple[LiveRanges, LiveRanges]
     levels: Levels
 
+    @cached_property
+    def alike_moves(self) -> list[tuple[Redistribution, Bools, Ints]]:
+        """Redistributions of one sort that the same levels repeat: which levels that are, and the places of all."""
+        repeats = self.levels.moves
+        rows: dict[tuple[Redistribution, tuple[bool, ...]], list[int]] = {}
+        for row, move in enumerate(self.moves):
+            rows.setdefault((move, tuple(repeats[:, row].tolist())), []).append(row)
+        return [(move, np.array(levels), np.array(places)) for (move, levels), places in rows.items()]
+
 
 class TermsReader:
     """Reads the terms of a block under one composition."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, product
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import fx
@@ -43,6 +43,9 @@ from passes.search.cost_table.constraints import Constrained
 from passes.search.cost_table.graph_index import GraphIndex
 from passes.search.cost_table.kept_sets import MOST_SETS, KeptSet
 from passes.search.cost_table.offload_levels import OFFLOADED, ON_DEVICE, Offload, OnHost
+
+_NOTHING = OnHost()
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
@@ -107,12 +110,12 @@ class CostTable:
     @cached_property
     def keeps_some(self) -> Bools:
         """The strategies that keep some values of a block and recompute others."""
-        return self._with_any([[bool(numbers) for numbers in row] for row in self.kept])
+        return self._with_any([[bool(numbers) for numbers in row] for row in _distinct(self.kept)])
 
     @cached_property
     def offloads_some(self) -> Bools:
         """The strategies of which something waits on the host for backward."""
-        return self._with_any([[on_host != OnHost() for on_host in row] for row in self.on_host])
+        return self._with_any([[on_host != _NOTHING for on_host in row] for row in _distinct(self.on_host)])
 
     def _with_any(self, rows: Sequence[Sequence[bool]]) -> Bools:
         """The strategies for which ``rows[block]`` are true of some block; none where there are no rows."""
@@ -350,7 +353,7 @@ class Pricer:
         def rows(name: str) -> Floats:
             return np.array([getattr(price, name) for price in prices])[self._row]
 
-        of_blocks = [prices[row] for row in self._row]
+        of_blocks, chosen = [prices[row] for row in self._row], [_chosen(price) for price in prices]
         # Each block may have its share of the host's memory: as many micro-batches as stages wait at once, mostly, and
         # the states of one stage are on a rank. Where not all states have room, those of the first blocks do, as long
         # as these are alike; what others take together is simulated.
@@ -376,7 +379,7 @@ class Pricer:
             np.array([kinds.index(kind) for kind in boundaries], dtype=np.int64),
             _changes(kinds, crossing[1:], self.cluster.axes),
             crossing,
-            self._constrained.allowed(usable, list(map(_chosen, of_blocks))) & fits,
+            self._constrained.allowed(usable, [chosen[row] for row in self._row]) & fits,
             self.block_fingerprints,
             request.kinds,
             tuple(price.kept for price in of_blocks),
@@ -387,6 +390,11 @@ class Pricer:
         )
 
 
+def _distinct(rows: Sequence[Row]) -> list[Row]:
+    """Each of the rows once: equal blocks share theirs."""
+    return list({id(row): row for row in rows}.values())
+
+
 def _num_stages(strategy: Strategy, axis_sizes: Sequence[int]) -> int:
     return prod(size for size, role in zip(axis_sizes, strategy.roles, strict=True) if role == PIPELINE)
 
@@ -394,7 +402,7 @@ def _num_stages(strategy: Strategy, axis_sizes: Sequence[int]) -> int:
 def _chosen(prices: BlockPrices) -> list[bool]:
     """Whether a strategy of the block keeps some of its values, or offloads: a search chooses that, nobody else."""
     named = zip(prices.kept, prices.on_host, prices.away.tolist(), strict=True)
-    return [bool(kept) or on_host != OnHost() or away for kept, on_host, away in named]
+    return [bool(kept) or on_host != _NOTHING or away for kept, on_host, away in named]
 
 
 def useful(kind: Ints, amounts: Sequence[Floats]) -> Ints:
