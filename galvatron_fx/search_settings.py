@@ -65,7 +65,7 @@ class SearchSettings:
             self._refuse_of_training()
         pins = Pins(self.num_stages, self.num_microbatches, self.schedule)
         return SearchOptions(
-            cluster.device.memory_bytes if budget is None else budget,
+            max(kind.memory_bytes for kind in cluster.kinds) if budget is None else budget,
             tuple(self.roles),
             self.recompute,
             dict(self.constraints or {}),

@@ -52,11 +52,14 @@ __all__ = [
 
 
 def check_plan(plan: Plan, graph: fx.GraphModule, cluster: Cluster) -> None:
-    """Refuse a plan for another model, mesh, batch or precision. Raises PlanError naming what differs."""
+    """Refuse a plan for another model, mesh, batch or precision. Raises PlanError naming what differs, and ClusterError
+    where devices of several kinds would share a stage.
+    """
     block_fingerprints = fingerprints(graph)
     forward_only = signature(graph).forward_only
     mark = graph_fingerprint(graph, block_fingerprints)
     plan.check(mark, block_fingerprints, cluster.shape, policy_of(graph), forward_only)
+    in_order(cluster, plan).parts(len(plan.pipeline_axes))
     _check_keeps(plan, graph)
     check_batch(plan, graph)
     _check_sequence(plan, graph)

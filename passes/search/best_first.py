@@ -67,7 +67,10 @@ class Simulated:
 
     @property
     def peak_bytes(self) -> int:
-        return self.report.peak_memory_bytes
+        """Bytes of the fullest rank, as if each had the least memory of all."""
+        if self.search.parts is None or not isinstance(self.report, StagesReport):
+            return self.report.peak_memory_bytes
+        return self.search.peak_bytes(self.report.peak_bytes)
 
     def fits(self, limit: float) -> bool:
         """Whether it keeps to ``limit`` bytes of a device, and to its share of the host's memory."""
@@ -76,7 +79,8 @@ class Simulated:
     def contender(self, limit: float) -> Contender:
         """What reports tell of it, for a budget of ``limit`` bytes."""
         fits = self.fits(limit)
-        seen = contender_of(self.search, SIMULATED, self.estimated_s, self.peak_bytes, fits, self.simulated_s)
+        peak_bytes = self.report.peak_memory_bytes
+        seen = contender_of(self.search, SIMULATED, self.estimated_s, peak_bytes, fits, self.simulated_s)
         table = self.table
         if self.is_spread:
             return replace(seen, schedule=f"{seen.schedule}, {SPREAD_ENDS} vocabulary")

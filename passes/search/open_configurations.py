@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 
 from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.graph.metadata import signature
@@ -15,6 +16,7 @@ from passes.search.candidates import axis_partitions, candidates
 from passes.search.configurations import Configurations, Ladder, Pins
 from passes.search.cost_table.cost_table import CostTable, CostTableRequest, Pricer, cost_table_requests
 from passes.search.cost_table.offload_levels import ON_DEVICE, Offload
+from passes.search.cost_table.parts import Parts, tables_of_parts
 from passes.search.solvers.stage_search import Configuration, StageSearch
 
 _NO_LIMIT = 2.0**100  # bytes
@@ -56,7 +58,7 @@ class OpenConfigurations:
 
     ``gather_late``: whether blocks gather right before use, which is slower, so it is left for when nothing fits;
     ``capacity``: of exchanges with experts; ``coarse``: see :class:`Configurations` and :func:`candidates`;
-    ``offload``: what may be on the host;
+    ``offload``: what may be on the host; ``budget_bytes``: what ranks with so much memory may take;
     ``searches``: of all configurations that have prices; ``rungs``: the lowest of each ladder that has none;
     ``refusals``: why some have no prices, by pipeline axes and number of micro-batches.
     """
@@ -69,9 +71,11 @@ class OpenConfigurations:
     capacity: float = CAPACITY
     coarse: bool = False
     offload: Offload = ON_DEVICE
+    budget_bytes: float = inf
     searches: list[StageSearch] = field(default_factory=list)
     rungs: list[Rung] = field(default_factory=list)
     refusals: dict[tuple[int, int], PlanError] = field(default_factory=dict)
+    _parts: dict[CostTableRequest, Parts | PlanError] = field(default_factory=dict)
 
     def open_first(self) -> None:
         """Price the lowest rung of every ladder. Raises PlanError for pins and options that leave none."""
@@ -121,13 +125,26 @@ class OpenConfigurations:
                 if isinstance(refusal, PlanError):
                     self.refusals[key] = refusal
         opened = [
-            StageSearch(costs, setting, self.pricer.cluster)
+            search
             for setting in settings
-            for costs in priced[setting.key]
-            if isinstance(costs, CostTable)
+            for request, costs in zip(requests[setting.key], priced[setting.key], strict=True)
+            if isinstance(costs, CostTable) and (search := self._search(setting, request, costs)) is not None
         ]
         self.searches += opened
         return opened
+
+    def _search(self, setting: Configuration, request: CostTableRequest, costs: CostTable) -> StageSearch | None:
+        """The search of a configuration; None where the devices of its ranks leave no strategy."""
+        cluster = self.pricer.cluster
+        if len(set(cluster.parts(setting.pipeline_axes))) == 1:
+            return StageSearch(costs, setting, cluster)
+        if request not in self._parts:
+            self._parts[request] = tables_of_parts(self.pricer, request, setting.pipeline_axes, self.budget_bytes)
+        parts = self._parts[request]
+        if isinstance(parts, PlanError):
+            self.refusals[setting.key] = parts
+            return None
+        return StageSearch(parts.least, setting, cluster, parts=parts)
 
     def _requests(self, pipeline_axes: int, num_microbatches: int) -> list[CostTableRequest]:
         cluster = self.pricer.cluster

@@ -131,6 +131,11 @@ def search_plans(
     return plans_of_batches(graph, cluster, options.pins.num_microbatches or 1, most, search)
 
 
+def _least_memory(cluster: Cluster) -> float:
+    """Bytes of the device that has least, in a cluster of several kinds; of one kind the budget alone counts."""
+    return float(cluster.device.memory_bytes) if len(cluster.kinds) > 1 else inf
+
+
 class _Search:
     def __init__(
         self,
@@ -146,7 +151,7 @@ class _Search:
         self.cluster = cluster
         self.options = options
         self.watch = watch
-        self.limit = float(options.memory_budget_bytes)
+        self.limit = min(float(options.memory_budget_bytes), _least_memory(cluster))
         self.deadline = deadline
         self.is_cut_short = False
         self.pricer = pricer
@@ -176,7 +181,7 @@ class _Search:
             raise TimeLimitError(self._too_late())
         if self.options.pins.schedule == SEARCH and not self.is_cut_short:
             best = self._with_table(best)
-        if PIPELINE in self.options.roles and not self.is_cut_short:
+        if PIPELINE in self.options.roles and not self.is_cut_short and len(self.cluster.kinds) == 1:
             best = self._with_spread_vocabulary(best)
         self.best = best
         return tuple(self._reported(best, opened, most))
@@ -204,7 +209,18 @@ class _Search:
     @cached_property
     def _always_bytes(self) -> float:
         has_states, has_gradients = not self.options.offload.states, not self.options.fold_gradients
-        return least_bytes(self.graph, self.cluster.num_devices, self.pricer.optimizer, has_states, has_gradients)
+        even = least_bytes(self.graph, self.cluster.num_devices, self.pricer.optimizer, has_states, has_gradients)
+        return even * self._least_share
+
+    @property
+    def _least_share(self) -> float:
+        """What the devices with least memory have of it, relative to the mean."""
+        if len(self.cluster.kinds) == 1 or self.cluster.nodes is None:
+            return 1.0
+        budget = float(self.options.memory_budget_bytes)
+        nodes = self.cluster.nodes.nodes
+        total = sum(node.count * min(node.device.memory_bytes, budget) for node in nodes)
+        return self.limit * self.cluster.num_devices / total
 
     @property
     def _may_fit(self) -> bool:
@@ -227,6 +243,7 @@ class _Search:
             gather_late,
             self.options.capacity,
             offload=self.options.offload,
+            budget_bytes=self.options.memory_budget_bytes,
         )
         with self.watch.phase(PRICING):
             self.watch.tell(blocks=len(self.pricer.block_fingerprints))
@@ -257,15 +274,16 @@ class _Search:
 
     def _plan(self, outcome: Simulated) -> Plan:
         costs, names, strategies = outcome.search.costs, block_names(self.graph), outcome.strategies
+        amounts = outcome.search.amounts(outcome.choice)
         blocks = tuple(
             BlockPlan(
                 names[i],
                 self._planned(strategies[i]),
                 costs.block_fingerprints[i],
-                float(costs.time[i, p]) * costs.num_microbatches,
-                int(costs.memory[i, p]),
+                seconds,
+                int(kept),
             )
-            for i, p in enumerate(outcome.choice.picks)
+            for i, (seconds, kept) in enumerate(amounts)
         )
         setting = outcome.search.configuration
         cuts, table = outcome.choice.first_blocks, outcome.table
@@ -283,7 +301,7 @@ class _Search:
             blocks=blocks,
             graph_fingerprint=graph_fingerprint(self.graph, self.pricer.block_fingerprints),
             step_time_s=outcome.simulated_s,
-            peak_memory_bytes=outcome.peak_bytes,
+            peak_memory_bytes=outcome.report.peak_memory_bytes,
             memory_budget_bytes=self.options.memory_budget_bytes,
             optimizer=self.options.optimizer,
             notes=self._notes(outcome),
@@ -293,10 +311,16 @@ class _Search:
             throughput=self.throughput,
             rank_order=self.cluster.rank_order,
             fold_gradients=self.pricer.folds and pipelining.is_trivial,
+            device_kinds=self._kinds(setting.pipeline_axes),
             axis_names=tuple(
                 name for name, size in zip(self.cluster.given_names, self.cluster.shape, strict=False) if size > 1
             ),
         )
+
+    def _kinds(self, pipeline_axes: int) -> tuple[str, ...]:
+        """The device of each pipeline rank, where there are several kinds."""
+        parts = self.cluster.parts(pipeline_axes) if len(self.cluster.kinds) > 1 else ()
+        return tuple(part.device.name for part in parts)
 
     def _notes(self, outcome: Simulated) -> tuple[str, ...]:
         notes = [self.searched.note] if self.searched is not None and self.searched.outcome is outcome else []

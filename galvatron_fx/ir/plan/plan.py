@@ -69,6 +69,7 @@ class Plan:
     micro-batches; the axes whose role is ``pipeline``, the same in every block, hold the stages. ``mixed_precision`` is
     the policy that the plan was priced with; ``throughput`` what a step trains, None where not priced. ``rank_order``
     has the rank at each position of the mesh, row by row, nothing where they are in their own order.
+    ``device_kinds`` has the kind of device of each pipeline rank, nothing where all are of one; it is for people alone.
     ``fold_gradients``: whether each parameter is updated as soon as backward has its gradient. ``report`` says why a
     search chose the plan; it is no part of the plan, and lies in a file of its own: plans that were written by hand or
     changed have None.
@@ -91,13 +92,14 @@ class Plan:
     rank_order: tuple[int, ...] = ()
     fold_gradients: bool = False
     forward_only: bool = False
+    device_kinds: tuple[str, ...] = ()
     report: SearchReport | None = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "step_time_s", _as_float(self.step_time_s))
         if not isinstance(self.pipelining, Pipelining):
             raise PlanError(f"pipelining of a plan is {shown(self.pipelining)}; give a Pipelining(...)")
-        for name in ("axis_sizes", "axis_names", "blocks", "notes", "rank_order"):
+        for name in ("axis_sizes", "axis_names", "blocks", "notes", "rank_order", "device_kinds"):
             if not isinstance(getattr(self, name), tuple):
                 raise PlanError(f"{name} of a plan is a {type(getattr(self, name)).__name__}; give a tuple")
         plan_json.validate(_to_document(self))
@@ -118,6 +120,11 @@ class Plan:
             raise PlanError(
                 f"a plan for axes {self.axis_sizes} names {len(self.axis_names)} of them: {self.axis_names}; give a "
                 f"name for each, or none"
+            )
+        if self.device_kinds and len(self.device_kinds) != self.num_pipeline_ranks:
+            raise PlanError(
+                f"a plan of {self.num_pipeline_ranks} pipeline ranks names the devices of {len(self.device_kinds)}; "
+                f"name those of each, or none"
             )
         _check_order(self)
         _check_blocks(self)
@@ -297,6 +304,7 @@ class Plan:
             throughput=throughput,
             axis_names=axis_names,
             rank_order=rank_order,
+            device_kinds=tuple(document.pop("device_kinds", ())),
             **document,
         )
 
@@ -456,6 +464,7 @@ def _to_document(plan: Plan) -> dict[str, Any]:
         **({"axis_names": list(plan.axis_names)} if plan.axis_names else {}),
         **({"rank_order": list(plan.rank_order)} if plan.rank_order else {}),
         **({"forward_only": True} if plan.forward_only else {}),
+        **({"device_kinds": list(plan.device_kinds)} if plan.device_kinds else {}),
     }
 
 

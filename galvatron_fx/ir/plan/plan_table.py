@@ -190,6 +190,7 @@ def _totals(plan: Plan) -> list[str]:
     peak = f"{_bytes(plan.peak_memory_bytes)} per rank" if plan.peak_memory_bytes else _UNPRICED
     totals = [
         *_stages(plan),
+        *_kinds(plan),
         *([f"rank order           {describe_ranks(plan.rank_order)}"] if plan.rank_order else []),
         f"predicted step time  {_seconds(plan.step_time_s)}",
         *([f"throughput           {plan.throughput.describe(plan.step_time_s)}"] if plan.throughput else []),
@@ -203,6 +204,23 @@ def _totals(plan: Plan) -> list[str]:
     if plan.mixed_precision is not None:
         totals.append(f"mixed precision      {describe_policy(plan.mixed_precision)}")
     return totals + [f"note                 {note}" for note in plan.notes]
+
+
+def _kinds(plan: Plan) -> list[str]:
+    """Return a line for each kind of device, with the stages and blocks that lie on it."""
+    if not plan.device_kinds:
+        return []
+    table, lines = plan.pipelining.table(plan.num_pipeline_ranks), []
+    blocks = len(plan.blocks)
+    firsts = [] if plan.is_wildcard else [*plan.pipelining.cuts(blocks), blocks]
+    runs = groupby(range(len(plan.device_kinds)), lambda rank: plan.device_kinds[rank])
+    for number, (kind, run) in enumerate(runs):
+        ranks = list(run)
+        stages = sorted(stage for rank in ranks for stage in table.stages_of(rank))
+        held = [block for stage in stages for block in range(firsts[stage], firsts[stage + 1])] if firsts else []
+        where = f"stages {describe_ranks(stages)}" + (f", blocks {describe_ranks(held)}" if held else "")
+        lines.append(f"{'devices' if not number else '':<20} {kind}: {where}")
+    return lines
 
 
 def _stages(plan: Plan) -> list[str]:

@@ -237,6 +237,7 @@ class Pricer:
         self._terms: dict[int, TermsOfBlock] = {i: {} for i in only}
         self._columns: dict[int, PricedColumns] | None = None
         self._kept_sets: KnownSets = {}
+        self._of_parts: dict[Cluster, Pricer] = {}
 
     def on(self, cluster: Cluster) -> Pricer:
         """The same graph on another cluster, for surveys of many: what was found of blocks is taken over.
@@ -254,6 +255,12 @@ class Pricer:
         if self._columns is None or not alike:
             twin._columns = {i: {} for i in self._terms}
         return twin
+
+    def on_part(self, part: Cluster) -> Pricer:
+        """The same on the devices of some pipeline ranks, made once."""
+        if part not in self._of_parts:
+            self._of_parts[part] = self.on(part)
+        return self._of_parts[part]
 
     @cached_property
     def _facts(self) -> list[BlockFacts]:

@@ -30,20 +30,25 @@ def may_try(blocks: int, stages: int) -> bool:
 
 
 def balanced(weights: Floats, stages: int) -> Cuts:
-    """First blocks of stages whose largest sum of ``weights`` is least, by dynamic programming."""
-    return _balanced(tuple(weights.tolist()), stages)
+    """First blocks of stages whose largest sum of ``weights`` is least, by dynamic programming.
+
+    ``weights``: of each block, or ``[stage, block]`` where a block weighs otherwise in other stages.
+    """
+    return _balanced(tuple(map(tuple, np.atleast_2d(weights).tolist())), stages)
 
 
 @lru_cache(maxsize=1024)
-def _balanced(weights: tuple[float, ...], stages: int) -> Cuts:
-    blocks = len(weights)
-    total = np.concatenate(([0.0], np.cumsum(weights)))
-    stage_weight = total[:, None] - total[None, :]  # [end, start]
-    stage_weight[np.triu_indices(blocks + 1)] = np.inf
+def _balanced(weights: tuple[tuple[float, ...], ...], stages: int) -> Cuts:
+    blocks = len(weights[0])
+    above = np.triu_indices(blocks + 1)
     least = np.full(blocks + 1, np.inf)
     least[0] = 0.0
     last = []
-    for _ in range(stages):
+    for stage in range(stages):
+        if stage < len(weights):
+            total = np.concatenate(([0.0], np.cumsum(weights[stage])))
+            stage_weight = total[:, None] - total[None, :]  # [end, start]
+            stage_weight[above] = np.inf
         worst = np.maximum(least[None, :], stage_weight)
         last.append(worst.argmin(axis=1))
         least = worst.min(axis=1)

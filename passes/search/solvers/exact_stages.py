@@ -156,7 +156,7 @@ class ExactPicks:
             sends = [send[before] for send in sends]
             if stage:
                 leaves, enters = stages[stage - 1].leaves[rows[-2]], tuples.enters[new]
-                sends.append(self.times.sends_s(self.cuts[stage], leaves, enters))
+                sends.append(self.times.sends_s(stage, self.cuts[stage], leaves, enters))
             costs = [*(s.cost[row] for s, row in zip(stages, rows, strict=False)), *least[stage + 1 :]]
             keep = np.flatnonzero(self._promising(costs, sends, below_s))
             if not len(keep):

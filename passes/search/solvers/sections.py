@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -131,6 +132,52 @@ def best_picks(costs: CostTable, section: Section, budget: float) -> list[int] |
         if solved is not None and solved[1] < best_s * (1 - 1e-12):
             best, best_s = picks(solved[0]), solved[1]
     return best
+
+
+@dataclass(eq=False)
+class SectionSolver:
+    """Solves sections of one priced chain, equal ones once."""
+
+    costs: CostTable
+    _solved: dict[tuple[Section, float], list[int] | None] = field(default_factory=dict)
+
+    def picks(self, section: Section, budget: float) -> list[int] | None:
+        """Solved once for all sections of equal blocks with equally many in flight."""
+        like = self._like(section)
+        key = like, budget
+        if key not in self._solved:
+            fewer = self._fewer.get((self._blocks_alike(section), budget))
+            if fewer is not None and self._is_optimal_too(fewer[0], fewer[1], like, budget):
+                self._solved[key] = fewer[1]
+            else:
+                self._solved[key] = best_picks(self.costs, like, budget)
+            self._fewer[self._blocks_alike(section), budget] = like, self._solved[key]
+        return self._solved[key]
+
+    def _is_optimal_too(self, fewer: Section, picks: list[int] | None, more: Section, budget: float) -> bool:
+        """Whether what is best with fewer micro-batches in flight still fits with more: then nothing is better."""
+        held = fewer.held(self.costs)
+        if (held > more.held(self.costs)).any():
+            return False
+        return picks is None or more.bytes(self.costs, picks) <= budget
+
+    def _like(self, section: Section) -> Section:
+        """The first section that this one equals: it differs by which of equal blocks it holds."""
+        return self._known.setdefault((self._blocks_alike(section), section.waiting), section)
+
+    def _blocks_alike(self, section: Section) -> tuple[object, ...]:
+        sizes = [float(self.costs.crossing[b]) for b in section.blocks[1:]]
+        gaps = [b - a for a, b in pairwise(section.blocks)]
+        return tuple(self.costs.like(b) for b in section.blocks), tuple(sizes), tuple(gaps)
+
+    @cached_property
+    def _known(self) -> dict[object, Section]:
+        return {}
+
+    @cached_property
+    def _fewer(self) -> dict[object, tuple[Section, list[int] | None]]:
+        """The last solution by what it depends on beside the micro-batches in flight."""
+        return {}
 
 
 def _relaxed_s(problem: _Problem, bounds: Sequence[float], budget: float) -> Floats:

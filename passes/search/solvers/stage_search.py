@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from math import prod
+from math import ceil, prod
 
 import numpy as np
 
@@ -27,12 +27,13 @@ from galvatron_fx.ir.plan.schedule import Schedule
 from galvatron_fx.ir.plan.strategy import Strategy
 from passes.search.candidates import FREE_AXES
 from passes.search.cost_table.cost_table import CostTable
+from passes.search.cost_table.parts import Parts
 from passes.search.solvers.cuts import Cuts, balanced, every_cuts, may_try, moved_together
 from passes.search.solvers.exact_stages import ExactPicks
 from passes.search.solvers.sections import (
     SMALL,
     Section,
-    best_picks,
+    SectionSolver,
     least_picks,
     side_by_side,
 )
@@ -87,13 +88,19 @@ class StageChoice:
 
 @dataclass(eq=False)
 class StageSearch:
-    """Searches one configuration on a priced chain; ``excluded``: roles, and other choices, that it does without."""
+    """Searches one configuration on a priced chain; ``excluded``: roles, and other choices, that it does without.
+
+    ``parts``: prices by pipeline rank where ranks have devices or links of their own; ``costs`` then has the least of
+    each, which no choice beats.
+    """
 
     costs: CostTable
     configuration: Configuration
     cluster: Cluster
     excluded: frozenset[str] = frozenset()
-    _sections: dict[tuple[Section, float], list[int] | None] = field(default_factory=dict, init=False)
+    parts: Parts | None = None
+    _solvers: dict[int, SectionSolver] = field(default_factory=dict, init=False)
+    _joined: dict[Cuts, StepTimes] = field(default_factory=dict, init=False)
 
     @property
     def schedule(self) -> Schedule:
@@ -204,7 +211,8 @@ class StageSearch:
         allowed = self.costs.allowed & strategies[None, :]
         if not allowed.any(axis=1).all():
             return None
-        return StageSearch(replace(self.costs, allowed=allowed), self.configuration, self.cluster)
+        costs, parts = replace(self.costs, allowed=allowed), self.parts and self.parts.allowing(allowed)
+        return StageSearch(costs, self.configuration, self.cluster, parts=parts)
 
     def _with_few_columns(self, choice: StageChoice) -> StageSearch | None:
         """The search among strategies that tell no axes apart but those that the main one does."""
@@ -241,7 +249,7 @@ class StageSearch:
         """Of small instances the best choice of all, where one is better than ``best`` by more than rounding."""
         for cuts in ways if self.is_small else ():
             below_s = best.time_s * (1 - _SAME) if best is not None else np.inf
-            picks = ExactPicks(self.times, cuts, self._waiting, budget).run(below_s)
+            picks = ExactPicks(self.times_at(cuts), cuts, self._waiting, budget).run(below_s)
             if picks is not None:
                 best = self._timed(cuts, self._stages_side_by_side(cuts, picks))
         return best
@@ -269,15 +277,30 @@ class StageSearch:
         """The choice that takes the least memory, cut evenly by number of blocks."""
         cuts = even_cuts(len(self.costs.block_fingerprints), self.configuration.num_stages)
         picks = [0] * len(self.costs.block_fingerprints)
-        for section in self._rank_sections(cuts):
-            for block, pick in zip(section.blocks, least_picks(self.costs, section), strict=True):
+        for rank, section in enumerate(self._rank_sections(cuts)):
+            for block, pick in zip(section.blocks, least_picks(self._costs_of(rank), section), strict=True):
                 picks[block] = pick
         return self._timed(cuts, picks)
 
     def bytes(self, choice: StageChoice) -> float:
-        """Estimated bytes of ``choice`` on its fullest rank."""
-        sections = self._rank_sections(choice.first_blocks)
-        return max(s.bytes(self.costs, [choice.picks[b] for b in s.blocks]) for s in sections)
+        """Estimated bytes of ``choice`` on its fullest rank, as if each had the least memory of all."""
+        sections = enumerate(self._rank_sections(choice.first_blocks))
+        return max(s.bytes(self._costs_of(rank), [choice.picks[b] for b in s.blocks]) for rank, s in sections)
+
+    def amounts(self, choice: StageChoice) -> list[tuple[float, float]]:
+        """Seconds in a step and kept bytes of every block."""
+        costs = self.times_at(choice.first_blocks).costs
+        scales = self._ranks_of_blocks(choice.first_blocks)
+        shares = [1.0 if self.parts is None else self.parts.scales[rank] for rank in scales]
+        return [
+            (float(costs.time[i, p]) * costs.num_microbatches, float(costs.memory[i, p]) / share)
+            for (i, p), share in zip(enumerate(choice.picks), shares, strict=True)
+        ]
+
+    def peak_bytes(self, by_rank: Sequence[int]) -> int:
+        """The most of what ranks take, as if each had the least memory of all."""
+        scales = (1.0,) * len(by_rank) if self.parts is None else self.parts.scales
+        return max(ceil(size * scale) for size, scale in zip(by_rank, scales, strict=True))
 
     @cached_property
     def least_bytes(self) -> float:
@@ -308,8 +331,10 @@ class StageSearch:
     def _starts(self) -> list[Cuts]:
         """Cuts that balance time, that balance memory, and that balance blocks."""
         blocks, stages = len(self.costs.block_fingerprints), self.configuration.num_stages
-        memory = np.where(self.costs.allowed, self.costs.memory, np.inf).min(axis=1)
-        return [balanced(self.costs.fastest, stages), balanced(memory, stages), even_cuts(blocks, stages)]
+        of_stages = [self._costs_of(rank) for rank in self.filled.rank_of_stage] if self.parts else [self.costs]
+        memory = [np.where(costs.allowed, costs.memory, np.inf).min(axis=1) for costs in of_stages]
+        time = [costs.fastest for costs in of_stages]
+        return [balanced(np.array(time), stages), balanced(np.array(memory), stages), even_cuts(blocks, stages)]
 
     def _moved(self, cuts: Cuts, budget: float) -> Cuts:
         """The cuts moved, as long as that shortens the steady part of the schedule with its filling and draining."""
@@ -325,17 +350,18 @@ class StageSearch:
 
     def _cuts_bound_s(self, cuts: Cuts) -> float:
         """Seconds that no strategies beat: the slowest rank at its fastest."""
-        return slowest_s(self.costs, cuts, self.filled.rank_of_stage) * self.costs.num_microbatches * (1 - 1e-9)
+        costs = self.times_at(cuts).costs
+        return slowest_s(costs, cuts, self.filled.rank_of_stage) * costs.num_microbatches * (1 - 1e-9)
 
     def _stage_s(self, stage: int, first: int, end: int, budget: float) -> float:
         """Seconds of a micro-batch on one stage, which has its share of its rank's memory; infinite if it is short."""
         section = Section(tuple(range(first, end)), (self._waiting[stage],) * (end - first))
-        share = self.configuration.num_stages // self.num_ranks
-        picks = self._section_picks(section, budget / share)
+        share, rank = self.configuration.num_stages // self.num_ranks, self.filled.rank_of_stage[stage]
+        picks, costs = self._solver(rank).picks(section, budget / share), self._costs_of(rank)
         if picks is None:
             return float(np.inf)
-        moves = sum(self.costs.change_s(b, p, q) for b, (p, q) in enumerate(pairwise(picks), first))
-        return float(self.costs.time[list(section.blocks), picks].sum()) + moves
+        moves = sum(costs.change_s(b, p, q) for b, (p, q) in enumerate(pairwise(picks), first))
+        return float(costs.time[list(section.blocks), picks].sum()) + moves
 
     @cached_property
     def _waiting(self) -> tuple[InFlight, ...]:
@@ -346,19 +372,41 @@ class StageSearch:
     def _choice(self, cuts: Cuts, budget: float, below_s: float = np.inf) -> StageChoice | None:
         """The fastest strategies; None where they do not fit, or where a rank is busy for ``below_s`` seconds."""
         picks = [0] * len(self.costs.block_fingerprints)
-        for section in sorted(self._rank_sections(cuts), key=self._least_held, reverse=True):
-            section_picks = self._section_picks(section, budget)
+        sections = list(enumerate(self._rank_sections(cuts)))
+        for rank, section in sorted(sections, key=lambda pair: self._least_held(*pair), reverse=True):
+            section_picks, costs = self._solver(rank).picks(section, budget), self._costs_of(rank)
             if (
                 section_picks is None
-                or self.costs.time[list(section.blocks), section_picks].sum() * self.costs.num_microbatches >= below_s
+                or costs.time[list(section.blocks), section_picks].sum() * costs.num_microbatches >= below_s
             ):
                 return None
             for block, pick in zip(section.blocks, section_picks, strict=True):
                 picks[block] = pick
         return self._timed(cuts, picks)
 
-    def _least_held(self, section: Section) -> float:
-        return float(section.held(self.costs).min(axis=1).sum())
+    def _least_held(self, rank: int, section: Section) -> float:
+        return float(section.held(self._costs_of(rank)).min(axis=1).sum())
+
+    def _costs_of(self, rank: int) -> CostTable:
+        """The prices of a pipeline rank."""
+        return self.costs if self.parts is None else self.parts.tables[rank]
+
+    def _solver(self, rank: int) -> SectionSolver:
+        costs = self._costs_of(rank)
+        return self._solvers.setdefault(id(costs), SectionSolver(costs))
+
+    def _ranks_of_blocks(self, cuts: Cuts) -> list[int]:
+        ends = (*cuts[1:], len(self.costs.block_fingerprints))
+        stages = zip(self.filled.rank_of_stage, cuts, ends, strict=True)
+        return [rank for rank, first, end in stages for _ in range(first, end)]
+
+    def times_at(self, cuts: Cuts) -> StepTimes:
+        """What times choices of these cuts: each block at the prices of its rank."""
+        if self.parts is None:
+            return self.times
+        if cuts not in self._joined:
+            self._joined[cuts] = replace(self.times, costs=self.parts.joined(self._ranks_of_blocks(cuts)))
+        return self._joined[cuts]
 
     def _rank_sections(self, cuts: Cuts) -> list[Section]:
         """The blocks of each rank, with what the schedule has in flight where the rank holds most."""
@@ -371,43 +419,5 @@ class StageSearch:
             sections.append(Section(tuple(blocks), tuple(waiting)))
         return sections
 
-    def _section_picks(self, section: Section, budget: float) -> list[int] | None:
-        """Solved once for all sections of equal blocks with equally many in flight."""
-        like = self._like(section)
-        key = like, budget
-        if key not in self._sections:
-            fewer = self._fewer.get((self._blocks_alike(section), budget))
-            if fewer is not None and self._is_optimal_too(fewer[0], fewer[1], like, budget):
-                self._sections[key] = fewer[1]
-            else:
-                self._sections[key] = best_picks(self.costs, like, budget)
-            self._fewer[self._blocks_alike(section), budget] = like, self._sections[key]
-        return self._sections[key]
-
-    def _is_optimal_too(self, fewer: Section, picks: list[int] | None, more: Section, budget: float) -> bool:
-        """Whether what is best with fewer micro-batches in flight still fits with more: then nothing is better."""
-        held = fewer.held(self.costs)
-        if (held > more.held(self.costs)).any():
-            return False
-        return picks is None or more.bytes(self.costs, picks) <= budget
-
-    def _like(self, section: Section) -> Section:
-        """The first section that this one equals: it differs by which of equal blocks it holds."""
-        return self._known.setdefault((self._blocks_alike(section), section.waiting), section)
-
-    def _blocks_alike(self, section: Section) -> tuple[object, ...]:
-        sizes = [float(self.costs.crossing[b]) for b in section.blocks[1:]]
-        gaps = [b - a for a, b in pairwise(section.blocks)]
-        return tuple(self.costs.like(b) for b in section.blocks), tuple(sizes), tuple(gaps)
-
-    @cached_property
-    def _known(self) -> dict[object, Section]:
-        return {}
-
-    @cached_property
-    def _fewer(self) -> dict[object, tuple[Section, list[int] | None]]:
-        """The last solution by what it depends on beside the micro-batches in flight."""
-        return {}
-
     def _timed(self, cuts: Cuts, picks: Sequence[int]) -> StageChoice:
-        return StageChoice(cuts, tuple(picks), self.times.timed(cuts, picks))
+        return StageChoice(cuts, tuple(picks), self.times_at(cuts).timed(cuts, picks))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -111,7 +112,8 @@ class StepTimes:
             weight.append(late)
             once[rank] += float(costs.once[rows, columns].sum())
         kinds = [(costs.kind[picks[cut - 1]], costs.kind[picks[cut]]) for cut in cuts[1:]]
-        sends = [float(self.sends_s(cut, *pair)) for cut, pair in zip(cuts[1:], kinds, strict=True)]
+        pairs = enumerate(zip(cuts[1:], kinds, strict=True), 1)
+        sends = [float(self.sends_s(stage, cut, *pair)) for stage, (cut, pair) in pairs]
         return self._step_s(forward, backward, weight, sends, table) + max(once)
 
     def _step_s(
@@ -152,21 +154,36 @@ class StepTimes:
         ahead = [send + late(spent) for send, spent in zip(sends, forward[:-1], strict=True)]
         return ahead, [send + late(spent) for send, spent in zip(sends, backward[1:], strict=True)]
 
-    def sends_s(self, cut: int, leaves: Kinds, enters: Kinds) -> Floats:
-        """Seconds to pass a micro-batch's activations on before block ``cut``, and to change how they lie.
+    def sends_s(self, stage: int, cut: int, leaves: Kinds, enters: Kinds) -> Floats:
+        """Seconds to pass activations of a micro-batch to ``stage``, before block ``cut``, and to change how they lie.
 
         ``leaves`` and ``enters``: kinds of boundaries of the sender and of the receiver, an entry for each pair.
         """
-        link = self.cluster.axes[0]
+        latency_s, bandwidth = self._links[stage - 1]
         size = self.costs.crossing[cut] / self._shards[leaves]
         change = self.costs.change[cut - 1, leaves, enters] / 2
-        seconds: Floats = link.latency_s + size / link.bandwidth_bytes_per_s + change
+        seconds: Floats = latency_s + size / bandwidth + change
         return seconds
+
+    @cached_property
+    def _links(self) -> list[tuple[float, float]]:
+        """Latency and bandwidth of the link into each stage but the first; those of the slowest axis where unlike
+        stages are not told apart.
+        """
+        axes = [axis.size for axis in self.cluster.axes]
+        outer = next((k for k in range(len(axes) + 1) if prod(axes[:k]) == self.num_ranks), 0)
+        ranks = self.filled.rank_of_stage
+        links = [
+            self.cluster.axes[0] if here == there else self.cluster.hop(outer, here, there)
+            for here, there in pairwise(ranks)
+        ]
+        return [(link.latency_s, link.bandwidth_bytes_per_s) for link in links]
 
     def quickest_send_s(self, cut: int) -> float:
         """The least of all pairs of boundaries."""
         kinds = np.arange(len(self._shards))
-        return float(self.sends_s(cut, kinds[:, None], kinds[None, :]).min())
+        stages = {link: stage for stage, link in enumerate(self._links, 1)}
+        return min(float(self.sends_s(stage, cut, kinds[:, None], kinds[None, :]).min()) for stage in stages.values())
 
     @cached_property
     def _shards(self) -> Floats:
