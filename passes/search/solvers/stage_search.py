@@ -289,9 +289,10 @@ class StageSearch:
 
     def amounts(self, choice: StageChoice) -> list[tuple[float, float]]:
         """Seconds in a step and kept bytes of every block."""
-        costs = self.times_at(choice.first_blocks).costs
-        scales = self._ranks_of_blocks(choice.first_blocks)
-        shares = [1.0 if self.parts is None else self.parts.scales[rank] for rank in scales]
+        costs, shares = self.costs, [1.0] * len(choice.picks)
+        if self.parts is not None:
+            costs = self.times_at(choice.first_blocks).costs
+            shares = [self.parts.scales[rank] for rank in self._ranks_of_blocks(choice.first_blocks)]
         return [
             (float(costs.time[i, p]) * costs.num_microbatches, float(costs.memory[i, p]) / share)
             for (i, p), share in zip(enumerate(choice.picks), shares, strict=True)
