@@ -1,22 +1,28 @@
 """Claim: models that nobody tuned for are captured, planned and exact.
 
-Sweeps tiny configurations of many architectures (transformers, diffusers, timm, plain torch) and prints a row for each:
-seconds of capture, blocks found, whether a plan for four devices was found, whether the searched and three written
-plans equal one device on simulated ranks, what is left of the work on each of two ranks (1.00 of half: all is split),
-and the operators without a sharding rule. Models that compute parts of themselves in float32 are within its rounding.
-Libraries that are not here are named and skipped.
+Sweeps tiny configurations of many architectures (transformers, diffusers, timm, PyTorch Geometric, plain torch) and
+prints a row for each: seconds of capture, blocks found, whether a plan for four devices was found, whether the searched
+and three written plans equal one device on simulated ranks, what is left of the work on each of two ranks (1.00 of
+half: all is split), and the operators without a sharding rule. Models that compute parts of themselves in float32 are
+within its rounding. A model is *refused* where an error of ours says why; any other error is *raw*, and a defect.
+Libraries that are not here are named and skipped. ``--rows FILE`` keeps rows, so that a sweep can go on where it ended,
+and ``--summary`` prints what kept rows say.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import signal
 import time
+import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +33,7 @@ from benchmarks.common import machine
 from cost_models.node_cost import node_cost
 from galvatron_fx import Cluster
 from galvatron_fx.api import capture
+from galvatron_fx.ir.errors import GalvatronError
 from galvatron_fx.ir.graph.op_call import is_getitem
 from passes.analysis.blocks import num_blocks
 from passes.lowering.apply_plan import expand
@@ -38,11 +45,13 @@ CLUSTER = Cluster.preset("4xA100-80GB")
 WRITTEN = (("data", "tensor"), ("zero", "tensor_sequence"), ("sequence", "zero"))
 SHARED = ("data", "tensor", "sequence")
 EXACT, ROUNDED = 1e-10, 2e-4  # relative: float64, and what float32 inside a model leaves of it
+EVEN = 1.05  # of the work of an even split, which is split well
 MOST_PARAMETERS = 3_000_000  # a configuration that did not get small is not measured
 
 # Where the cases are, and the library that they need.
 SOURCES = (("generality_torch", "torch"), ("generality_transformers", "transformers"))
 SOURCES += (("generality_diffusers", "diffusers"), ("generality_timm", "timm"))
+SOURCES += (("generality_graphs", "torch_geometric"),)
 
 Make = Callable[[], tuple[torch.nn.Module, Any]]
 
@@ -59,6 +68,11 @@ class Row:
     shares: list[float] = field(default_factory=list)
     without_rule: list[str] = field(default_factory=list)
     problem: str = ""
+    kind: str = ""
+
+
+class NotMadeError(Exception):
+    """Says why a model is not measured: it cannot be built small, or does not run by itself."""
 
 
 class TooLong(BaseException):
@@ -94,10 +108,7 @@ def cases() -> tuple[dict[str, Make], list[str]]:
 
 def examine(row: Row, make: Make) -> None:
     """Fill ``row``."""
-    model, inputs = make()
-    if sum(parameter.numel() for parameter in model.parameters()) > MOST_PARAMETERS:
-        raise ValueError("its configuration does not get small")
-    expected = one_device(model, inputs)
+    model, inputs, expected = made(make)
     start = time.perf_counter()
     graph = capture(model, inputs)
     row.capture_s, row.blocks = time.perf_counter() - start, num_blocks(graph)
@@ -110,6 +121,19 @@ def examine(row: Row, make: Make) -> None:
         if not row.exact[-1] and not is_close(got, expected, ROUNDED):
             raise ArithmeticError(f"{strategies[0].roles} differs from one device")
     row.shares = [share(graph, role) for role in SHARED]
+    row.kind = "exact" if all(row.exact) else "rounded"
+
+
+def made(make: Make) -> tuple[torch.nn.Module, Any, dict[str, torch.Tensor]]:
+    """A model, its inputs, and what one device makes of them."""
+    try:
+        model, inputs = make()
+        count = sum(parameter.numel() for parameter in model.parameters())
+        if count > MOST_PARAMETERS:
+            raise ValueError(f"its configuration does not get small: it has {count} parameters")
+        return model, inputs, one_device(model, inputs)
+    except Exception as error:  # whatever it is: the model is not ours
+        raise NotMadeError(f"{type(error).__name__}: {error}") from error
 
 
 def is_close(got: dict[str, Any], expected: dict[str, Any], tolerance: float) -> bool:
@@ -142,10 +166,54 @@ def measured(name: str, make: Make, seconds: int) -> Row:
             with limited(seconds):
                 examine(row, make)
         except (Exception, TooLong) as error:  # a sweep reports what fails, and goes on
-            row.problem = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+            row.kind, row.problem = kind_of(error), said(error)
     texts = {str(warning.message) for warning in caught}
     row.without_rule = sorted({text.split()[1] for text in texts if "no sharding rule" in text})
     return row
+
+
+KINDS = {
+    "exact": "equal to one device to 1e-10 under all plans",
+    "rounded": "equal to the rounding of what they compute in float32",
+    "refused": "refused by an error that says why",
+    "wrong": "differ from one device",
+    "raw": "end in an error that is not ours",
+    "long": "take longer than they may",
+    "not made": "cannot be built small, or do not run by themselves: not counted",
+}
+
+
+def kind_of(error: BaseException) -> str:
+    """What becomes of a model whose row ends in ``error``."""
+    kinds = ((NotMadeError, "not made"), (TooLong, "long"), (ArithmeticError, "wrong"), (GalvatronError, "refused"))
+    return next((kind for family, kind in kinds if isinstance(error, family)), "raw")
+
+
+def said(error: BaseException) -> str:
+    """The first line of an error, and where it came from if it is not ours."""
+    first = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    if kind_of(error) != "raw":
+        return first
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{first} ({Path(frame.filename).name}:{frame.lineno})"
+
+
+def summarize(rows: Sequence[Row], console: Console) -> None:
+    """Print how many models are exact, refused and so on, why those refused are, and how evenly work is split."""
+    counted = [row for row in rows if row.kind != "not made"]
+    for kind, meaning in KINDS.items():
+        number = sum(row.kind == kind for row in rows)
+        part = f" ({number / max(len(counted), 1):.1%})" if kind != "not made" else ""
+        console.print(f"{number:4d}{part} {meaning}")
+    for at, role in enumerate(SHARED):
+        shares = sorted(row.shares[at] for row in counted if len(row.shares) > at)
+        even = sum(share <= EVEN for share in shares)
+        if shares:
+            console.print(f"{role}: {even} of {len(shares)} do at most {EVEN} of an even split of the work")
+    for kind in ("refused", "wrong", "raw", "long"):
+        for problem, number in Counter(row.problem for row in counted if row.kind == kind).most_common():
+            names = [row.name for row in counted if row.kind == kind and row.problem == problem]
+            console.print(f"{kind} {number}: {problem}: {', '.join(names[:6])}")
 
 
 def cells(row: Row) -> list[str]:
@@ -167,33 +235,42 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="only architectures whose name contains one of these")
     parser.add_argument("--seconds", type=int, default=120, help="the longest that one may take (default: 120)")
+    parser.add_argument("--rows", type=Path, help="a file of rows, one a line: those in it are not measured again")
+    parser.add_argument("--summary", action="store_true", help="measure nothing, and say what the kept rows say")
     options = parser.parse_args()
     torch.set_num_threads(1)
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{machine.describe()}\n")
+    rows = kept(options.rows)
+    if options.summary:
+        summarize(rows, console)
+        return
     found, missing = cases()
     for reason in missing:
         console.print(reason)
     table = Table(title="= exact to 1e-10, ~ to the rounding of float32", title_justify="left")
-    for heading in (
-        "architecture",
-        "capture s",
-        "blocks",
-        "planned",
-        "exact",
-        " ".join(SHARED),
-        "replicated, or problem",
-    ):
+    shares = " ".join(SHARED)
+    for heading in ("architecture", "capture s", "blocks", "planned", "exact", shares, "replicated, or problem"):
         table.add_column(heading, overflow="fold")
-    rows = []
+    known = {row.name for row in rows}
     for name, make in found.items():
-        if not options.names or any(part in name for part in options.names):
+        if name not in known and (not options.names or any(part in name for part in options.names)):
             rows.append(measured(name, make, options.seconds))
-            table.add_row(*cells(rows[-1]))
             console.print(" | ".join(cells(rows[-1])))
+            if options.rows:
+                with options.rows.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(rows[-1])) + "\n")
+    for row in rows:
+        table.add_row(*cells(row))
     console.print(table)
-    good = sum(len(row.exact) == 1 + len(WRITTEN) and not row.problem for row in rows)
-    console.print(f"\n{good} of {len(rows)} captured, planned and equal to one device under {1 + len(WRITTEN)} plans")
+    summarize(rows, console)
+
+
+def kept(path: Path | None) -> list[Row]:
+    """Rows of an earlier sweep."""
+    if path is None or not path.exists():
+        return []
+    return [Row(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 if __name__ == "__main__":

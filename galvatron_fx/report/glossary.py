@@ -22,6 +22,7 @@ _WORDS: Mapping[str, str] = {
     "tensor_sequence": "as tensor, with activations between the layers split along the sequence",
     "sequence": "activations are split along the sequence, attention along its heads (Ulysses)",
     "context": "the sequence is split, attention included, whose keys and values go round a ring",
+    "graph": "vertices of a graph are split, and edges or features where vertices are added up by edges",
     "expert": "ranks of the axis hold different experts, to which tokens are sent",
     "expert_sequence": "as expert, with tokens split along the sequence and not along the batch",
     "pipeline": "ranks of the axis hold different stages, one behind the other",

@@ -40,6 +40,7 @@ COLOURS: Mapping[str, tuple[str, str]] = {
     "tensor_sequence": ("#c53030", "#b83232"),
     "sequence": ("#6b46c1", "#6b4fbb"),
     "context": ("#97266d", "#8f2b68"),
+    "graph": ("#744210", "#7b5a1e"),
     "expert": ("#2c7a7b", "#297273"),
     "expert_sequence": ("#5f7016", "#62731a"),
     "pipeline": ("#4a5568", "#566377"),

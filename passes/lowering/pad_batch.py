@@ -29,6 +29,7 @@ from galvatron_fx.ir.graph.random_ops import random_uniform
 from galvatron_fx.ir.graph.rewrite import copy_node, inherited_meta, write_call
 from galvatron_fx.ir.graph.symbols import BATCH, Sizes
 from galvatron_fx.ir.torch_compat.graphs import graph_module
+from passes.analysis.neighbours import reads_along, writes_along
 from passes.lowering.padding_rules import (
     LOSS_GRADIENTS,
     MEANS,
@@ -58,6 +59,9 @@ class PadBatch:
     The sharding rules say what is done to each sample by itself: that is done to rows of padding as well. Where
     samples are summed, their rows are zero; a mean divides by the samples that there are, and their labels are those
     that a loss leaves out. Gradients are zero there from the loss on. Random numbers of the samples stay as they were.
+
+    Rows that are looked up at places that are data (neighbours in a graph) are those of the batch alone, and so are rows
+    that are written there.
 
     Rewrite, of 5 samples to 6: ``loss = mean(f(x))`` -> ``y = f(index_select(x, 0, [0, 1, 2, 3, 4, 4]));
     loss = sum(masked_fill(y, [5:], 0)) / 5``.
@@ -165,6 +169,9 @@ class _Padding:
     def _add_call(self, node: fx.Node) -> None:
         record = meta_of(node)
         with_rows = [source for source in input_nodes(node) if source in self.shards]
+        if any(along(node) is not None for along in (reads_along, writes_along)) and with_rows == [node.args[0]]:
+            self._add_lookup(node)
+            return
         rule = None
         if with_rows or any(map(_has_rows, record.specs)):
             rule = self._rule(node)
@@ -182,12 +189,35 @@ class _Padding:
         if node.target is not random_uniform and all(source in self.copies for source in with_rows):
             self.copies.add(node)
 
+    def _add_lookup(self, node: fx.Node) -> None:
+        """Let rows be read, or written, of the batch alone: no place is one of padding."""
+        table, dim = node.args[0], self.shards[node.args[0]].dim  # type: ignore[index]
+        is_write = writes_along(node) is not None
+        target = self._without_padding(table, dim, meta_of(node)) if is_write else self._new[table]  # type: ignore[arg-type, index]
+        new = copy_node(self.write.graph, node, lambda source: target if source is table else self._new[source])
+        if is_write:
+            self._leave_unpadded(node, new)
+        elif any(map(_has_rows, meta_of(node).specs)):
+            raise _refusal(node)
+        self._new[node] = new
+        self._settle(node, False)
+
+    def _without_padding(self, node: fx.Node, dim: int, beside: NodeMeta) -> fx.Node:
+        value: fx.Node = self._new[node]
+        if node in self._unpadded:
+            return value
+        spec = meta_of(node).spec
+        dims = tuple(size if at == dim else each for at, (size, each) in enumerate(zip(spec.shape, spec.symbolic, strict=True)))
+        spec = TensorSpec(spec.shape, spec.dtype, dims)
+        return self.write.emit(aten.slice.Tensor, (value, dim, 0, spec.shape[dim]), spec, beside)
+
     def _settle(self, node: fx.Node, is_zero: bool) -> None:
         """Let rows of padding be zero in gradients, from the first on: most operators leave them so."""
         if any(source in self.gradients for source in input_nodes(node)):
             self.gradients.add(node)
         if not is_zero and node in self.gradients and node in self.shards and not meta_of(node).multi_output:
             self._new[node] = self._filled(node, 0, meta_of(node))
+            self._unpadded.discard(node)
             is_zero = True
         if is_zero:
             self.zero.add(node)

@@ -8,7 +8,7 @@ from math import prod
 from operator import mul
 
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
-from galvatron_fx.ir.plan.strategy import CONTEXT, EXPERT, EXPERT_SEQUENCE, PIPELINE, Strategy
+from galvatron_fx.ir.plan.strategy import CONTEXT, EXPERT, EXPERT_SEQUENCE, GRAPH, PIPELINE, Strategy
 
 FREE_AXES = 3  # up to so many mesh axes, every assignment of roles to axes is a candidate
 _TENSOR_ROLES = ("tensor", "tensor_sequence")
@@ -141,6 +141,7 @@ def _two_model_roles(model: Sequence[str], inside: int) -> Iterator[tuple[str, .
     inner_of = {
         "sequence": _TENSOR_ROLES,
         CONTEXT: ("sequence", *_TENSOR_ROLES),
+        GRAPH: _TENSOR_ROLES,
         EXPERT: _TENSOR_ROLES,
         EXPERT_SEQUENCE: _TENSOR_ROLES,
     }

@@ -11,7 +11,8 @@ from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.graph.metadata import signature
 from galvatron_fx.ir.graph.precision import cast_parameter
 from galvatron_fx.ir.kernels.experts import route
-from galvatron_fx.ir.plan.strategy import CAPACITY, CONTEXT, EXPERT_ROLES, ROLES
+from galvatron_fx.ir.plan.strategy import CAPACITY, CONTEXT, EXPERT_ROLES, GRAPH, ROLES
+from passes.analysis.neighbours import has_neighbours
 from passes.search.candidates import axis_partitions, candidates
 from passes.search.configurations import Configurations, Ladder, Pins
 from passes.search.cost_table.cost_table import CostTable, CostTableRequest, Pricer, cost_table_requests
@@ -176,6 +177,9 @@ class OpenConfigurations:
         symbols = graph.meta.get("symbols")
         is_long = symbols is not None and symbols.sequence >= _LONG_SEQUENCE
         useless = set() if routes else set(EXPERT_ROLES)
+        if has_neighbours(graph):
+            return {*useless, CONTEXT, "sequence"}  # edges alone would be split
+        useless.add(GRAPH)
         return useless if is_long or set(self.roles) != set(ROLES) else {*useless, CONTEXT}
 
     @cached_property

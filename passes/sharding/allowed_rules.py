@@ -13,7 +13,15 @@ from galvatron_fx.ir.graph.op_call import OpCall
 from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement, Shard, fits, is_routed
 from galvatron_fx.ir.graph.precision import cast_gradient
 from galvatron_fx.ir.plan.strategy import BATCH_ROLES
-from passes.sharding import attention_rules, batched_rules, collective_rules, expert_rules, own_rules, random_rules  # noqa: F401  (register rules)  # noqa: F401  (likewise)
+from passes.sharding import (  # noqa: F401  (register rules)
+    attention_rules,
+    batched_rules,
+    collective_rules,
+    expert_rules,
+    lookup_rules,
+    own_rules,
+    random_rules,
+)
 from passes.sharding.own_rules import VIEWS, view_rules
 from passes.sharding.roles import RoleRules
 from passes.sharding.rules import OpRule, op_rules, strided

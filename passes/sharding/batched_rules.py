@@ -131,18 +131,6 @@ def _grid_sampler_backward(call: OpCall, degree: int) -> list[OpRule]:
     ]
 
 
-@register_rule(aten.scatter_reduce.two)
-def _scatter_reduce(call: OpCall, degree: int) -> list[OpRule]:
-    """target, (dim), places, values: split the other dims, where all three have the same size."""
-    sizes = [spec.shape for spec in call.inputs]
-    rank = len(call.output.shape)
-    return [
-        OpRule((Shard(dim),), (Shard(dim),) * 3)
-        for dim in range(rank)
-        if dim != int(call.args[1]) % max(rank, 1) and len({shape[dim] for shape in sizes}) == 1
-    ]
-
-
 @register_rule(aten._cdist_forward.default)
 def _distances(call: OpCall, degree: int) -> list[OpRule]:
     """a [..., P, M], b [..., R, M] -> [..., P, R]: split the batch, the points of a, or those of b."""

@@ -302,23 +302,3 @@ def _weight_norm_backward(call: OpCall, degree: int) -> list[OpRule]:
         OpRule((Shard(dim),) * 2, (Shard(dim),) * 4),
         OpRule((PARTIAL,) * 2, (PARTIAL, REPLICATE, REPLICATE, REPLICATE)),
     ]
-
-
-@register_rule(aten.index_put.default)
-def _index_put(call: OpCall, degree: int) -> list[OpRule]:
-    """target, indices, values: as torch says; and where values are added up at places of the leading dims, each rank
-    may add its own. Masks, which stand for as many dims as they have, are taken apart before (see Decompose) or whole.
-    """
-    if any(spec.dtype is torch.bool for spec in call.args[1] if spec is not None):
-        return []
-    rules = torch_rules(call, degree)
-    places, accumulate = call.args[1], len(call.args) > 3 and call.args[3]
-    values = call.inputs[-1].shape
-    if not accumulate or None in places or any(spec.shape != places[0].shape for spec in places):
-        return rules
-    within = len(places[0].shape)
-    if values[:within] != places[0].shape or len(values) - within != len(call.output.shape) - len(places):
-        return rules
-    for dim in range(within):
-        rules.append(OpRule((PARTIAL,), (PARTIAL, *(Shard(dim),) * (len(places) + 1))))
-    return [*rules, OpRule((PARTIAL,), (PARTIAL, *(REPLICATE,) * len(places), PARTIAL))]

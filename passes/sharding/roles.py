@@ -11,15 +11,15 @@ from galvatron_fx.ir.graph.op_call import OpCall
 from galvatron_fx.ir.graph.placement import REPLICATE, Placement, Shard, fits
 from galvatron_fx.ir.graph.symbols import BATCH, SEQUENCE
 from galvatron_fx.ir.kernels.experts import place_by_rank, route
-from galvatron_fx.ir.plan.strategy import BATCH_ROLES, CONTEXT, EXPERT_ROLES, EXPERT_SEQUENCE, PIPELINE
+from galvatron_fx.ir.plan.strategy import BATCH_ROLES, CONTEXT, EXPERT_ROLES, EXPERT_SEQUENCE, GRAPH, PIPELINE
 from passes.sharding.rules import OpRule, counts_tokens
 
-_WHOLE_WEIGHTS = ("sequence", CONTEXT)
+_WHOLE_WEIGHTS = ("sequence", CONTEXT, GRAPH)
 _ATTENTION = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 )
-_SEQUENCE_ROLES = (*_WHOLE_WEIGHTS, "tensor_sequence", EXPERT_SEQUENCE)
+_SEQUENCE_ROLES = ("sequence", CONTEXT, "tensor_sequence", EXPERT_SEQUENCE)
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,8 @@ class RoleRules:
         symbols = getattr(spec.symbolic[placement.dim], "free_symbols", ())
         if placement.split_factor > 1 and not symbols:
             return False
+        if self.role == GRAPH:
+            return not placement.mirrored and (BATCH not in symbols or self.splits_batch(spec, placement))
         if placement.mirrored != (self.role == CONTEXT) or (placement.mirrored and SEQUENCE not in symbols):
             return False
         if self.role == "tensor" and SEQUENCE in symbols and not self._splits_features(spec, placement):
@@ -107,8 +109,15 @@ class RoleRules:
         """Whether a value holds what the axis is there to split: the batch, or the sequence."""
         if self.role in BATCH_ROLES:
             return spec.dim_of(BATCH) is not None
+        if self.role == GRAPH:
+            return self._has_features(spec)
         activation = spec.dim_of(BATCH) is not None and spec.dim_of(SEQUENCE) is not None
         return activation and self.role in _SEQUENCE_ROLES
+
+    def _has_features(self, spec: TensorSpec) -> bool:
+        """Whether a value has a row of numbers for each vertex, or edge: degrees and places are cheap to have whole."""
+        of_rows = spec.dim_of(BATCH) is not None or spec.dim_of(SEQUENCE) is not None
+        return of_rows and len(spec.shape) > 1 and spec.dtype.is_floating_point
 
     def may_change(self, spec: TensorSpec, have: Placement, want: Placement) -> bool:
         """Whether a redistribution suits the role.
@@ -168,6 +177,9 @@ class RoleRules:
         if self.role in BATCH_ROLES:
             shard = self._shard_of(spec, BATCH)
             return shard if shard is not None else REPLICATE
+        if self.role == GRAPH and self._has_features(spec):
+            of_vertices = spec.dim_of(BATCH) is not None
+            return self._shard_of(spec, BATCH if of_vertices else SEQUENCE) or REPLICATE
         if self.role in _SEQUENCE_ROLES and spec.dim_of(BATCH) is not None:
             shard = self._shard_of(spec, SEQUENCE)
             return shard if shard is not None else REPLICATE

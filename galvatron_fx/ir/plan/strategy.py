@@ -19,6 +19,8 @@ role                what the ranks along the axis do
                     replicated (Ulysses)
 ``context``         split the activations along the sequence, attention too: keys and values travel
                     around a ring of the ranks; parameters are replicated (ring attention)
+``graph``           split the vertices of a graph network, and its edges or features where vertices are
+                    looked up and added up by edges; parameters are replicated
 ``pipeline``        hold different stages of the model: the same axes for all blocks
 =================== =============================================================================
 """
@@ -39,6 +41,7 @@ __all__ = [
     "EXPERT",
     "EXPERT_ROLES",
     "EXPERT_SEQUENCE",
+    "GRAPH",
     "LOWERING_ORDER",
     "OFFLOADABLE",
     "PIPELINE",
@@ -59,6 +62,7 @@ PIPELINE = "pipeline"
 EXPERT = "expert"
 EXPERT_SEQUENCE = "expert_sequence"
 CONTEXT = "context"
+GRAPH = "graph"
 
 ROLES: tuple[str, ...] = (
     "data",
@@ -67,6 +71,7 @@ ROLES: tuple[str, ...] = (
     "tensor_sequence",
     "sequence",
     CONTEXT,
+    GRAPH,
     EXPERT,
     EXPERT_SEQUENCE,
     PIPELINE,
@@ -81,6 +86,7 @@ EXPERT_ROLES = (EXPERT, EXPERT_SEQUENCE)
 LOWERING_ORDER: tuple[str, ...] = (
     "zero",
     "data",
+    GRAPH,
     CONTEXT,
     "sequence",
     EXPERT,
@@ -96,7 +102,7 @@ Boundary = tuple[str, ...]
 mirrored) or nothing."""
 
 _SPLIT = {
-    **dict.fromkeys(BATCH_ROLES, "batch"),
+    **dict.fromkeys((*BATCH_ROLES, GRAPH), "batch"),
     **dict.fromkeys(("tensor_sequence", "sequence", EXPERT_SEQUENCE), "sequence"),
     **{"tensor": "", CONTEXT: "context"},
 }
@@ -362,9 +368,9 @@ def boundary(strategy: Strategy) -> Boundary:
 
 
 def batch_ranks(strategy: Strategy, axis_sizes: Sequence[int]) -> int:
-    """Ranks among which a strategy splits the batch."""
+    """Ranks among which a strategy splits the batch, or the vertices that stand for one."""
     sizes = [size for size in axis_sizes if size > 1] if len(strategy.roles) != len(axis_sizes) else axis_sizes
-    return prod(size for role, size in zip(strategy.roles, sizes, strict=True) if role in BATCH_ROLES)
+    return prod(size for role, size in zip(strategy.roles, sizes, strict=True) if role in (*BATCH_ROLES, GRAPH))
 
 
 def batch_share(strategy: Strategy, num_microbatches: int, axis_sizes: Sequence[int]) -> float:

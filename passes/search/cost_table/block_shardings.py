@@ -10,7 +10,7 @@ from math import log
 from torch import fx
 
 from galvatron_fx.ir.cluster.cluster import Cluster
-from galvatron_fx.ir.plan.strategy import BATCH_ROLES, CONTEXT, RoleGroup
+from galvatron_fx.ir.plan.strategy import BATCH_ROLES, CONTEXT, GRAPH, RoleGroup
 from passes.sharding.assign_shardings import AssignShardings, SolvedBlocks
 from passes.sharding.graph_values import GraphValues
 from passes.sharding.insert_collectives import AxisSharding
@@ -49,7 +49,7 @@ class Solutions:
         for group, share in wanted:
             key = group.role, group.degree
             group_of.setdefault(key, group)
-            shares.setdefault(key, set()).add(1.0 if group.role in BATCH_ROLES else self._rounded(share))
+            shares.setdefault(key, set()).add(1.0 if group.role in (*BATCH_ROLES, GRAPH) else self._rounded(share))
         for key, group_shares in shares.items():
             twin = self._solved_for_any_degree(key)
             if twin is not None:
