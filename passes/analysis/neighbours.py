@@ -20,8 +20,12 @@ _WRITES = (aten.index_add.default, aten.scatter_add.default, aten.scatter_reduce
 
 
 def has_neighbours(graph: fx.GraphModule) -> bool:
-    """Whether vertices are added up by edges: rows of the batch are written at places that are data."""
-    return any(writes_along(node) is not None and meta_of(node).phase == "forward" for node in graph.graph.nodes)
+    """Whether forward looks rows of the batch up for something else than samples: for the edges of a graph."""
+    return any(
+        meta_of(node).phase == "forward" and reads_along(node) is not None and meta_of(node).spec.dim_of(BATCH) is None
+        for node in graph.graph.nodes
+        if node.op == "call_function"
+    )
 
 
 def reads_along(node: fx.Node) -> int | None:
@@ -44,5 +48,5 @@ def _along(node: fx.Node, by_dim: tuple[object, ...], by_places: object) -> int 
     else:
         return None
     spec = meta_of(table).spec  # type: ignore[arg-type]
-    at = int(dim) % max(len(spec.shape), 1)  # type: ignore[call-overload]
+    at = int(dim) % max(len(spec.shape), 1)  # type: ignore[arg-type]
     return at if spec.dims and BATCH in getattr(spec.dims[at], "free_symbols", ()) else None

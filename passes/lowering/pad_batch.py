@@ -60,8 +60,7 @@ class PadBatch:
     samples are summed, their rows are zero; a mean divides by the samples that there are, and their labels are those
     that a loss leaves out. Gradients are zero there from the loss on. Random numbers of the samples stay as they were.
 
-    Rows that are looked up at places that are data (neighbours in a graph) are those of the batch alone, and so are rows
-    that are written there.
+    Rows that are looked up, or written, at places that are data (neighbours in a graph) are those of the batch alone.
 
     Rewrite, of 5 samples to 6: ``loss = mean(f(x))`` -> ``y = f(index_select(x, 0, [0, 1, 2, 3, 4, 4]));
     loss = sum(masked_fill(y, [5:], 0)) / 5``.
@@ -206,9 +205,7 @@ class _Padding:
         value: fx.Node = self._new[node]
         if node in self._unpadded:
             return value
-        spec = meta_of(node).spec
-        dims = tuple(size if at == dim else each for at, (size, each) in enumerate(zip(spec.shape, spec.symbolic, strict=True)))
-        spec = TensorSpec(spec.shape, spec.dtype, dims)
+        spec = _alone(meta_of(node).spec, dim)
         return self.write.emit(aten.slice.Tensor, (value, dim, 0, spec.shape[dim]), spec, beside)
 
     def _settle(self, node: fx.Node, is_zero: bool) -> None:
@@ -321,8 +318,7 @@ class _Padding:
         shard = self.shards[node] = _batch_of(spec)
         if spec.symbolic[shard.dim] != BATCH:
             raise _refusal(node)
-        dims = tuple(spec.shape[at] if at == shard.dim else size for at, size in enumerate(spec.symbolic))
-        set_meta(new, record.having(specs=(TensorSpec(spec.shape, spec.dtype, dims),), cost=record.cost))
+        set_meta(new, record.having(specs=(_alone(spec, shard.dim),), cost=record.cost))
         self._unpadded.add(node)
         self.copies.add(node)
 
@@ -336,6 +332,12 @@ def _batch_of(spec: TensorSpec) -> Shard:
     dim = spec.dim_of(BATCH)
     assert dim is not None
     return Shard(dim, spec.batch_split_factor(dim))
+
+
+def _alone(spec: TensorSpec, dim: int) -> TensorSpec:
+    """The spec of the samples without padding, which lie in ``dim``: their number is one, whatever the batch."""
+    dims = tuple(spec.shape[at] if at == dim else size for at, size in enumerate(spec.symbolic))
+    return TensorSpec(spec.shape, spec.dtype, dims)
 
 
 def _has_rows(spec: TensorSpec | None) -> bool:

@@ -178,7 +178,7 @@ class OpenConfigurations:
         is_long = symbols is not None and symbols.sequence >= _LONG_SEQUENCE
         useless = set() if routes else set(EXPERT_ROLES)
         if has_neighbours(graph):
-            return {*useless, CONTEXT, "sequence"}  # edges alone would be split
+            return {*useless, CONTEXT, "sequence", "tensor_sequence"}  # of sequences: they would split edges alone
         useless.add(GRAPH)
         return useless if is_long or set(self.roles) != set(ROLES) else {*useless, CONTEXT}
 
