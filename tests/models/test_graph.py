@@ -155,7 +155,7 @@ def test_where_it_is_searched() -> None:
 
     def useless(model: nn.Module, inputs: Any) -> set[str]:
         pricer: Any = SimpleNamespace(graph=captured(model, inputs))
-        return OpenConfigurations(pricer, ROLES, "auto", Pins())._useless_roles()
+        return OpenConfigurations(pricer, ROLES, "auto", Pins())._useless_roles
 
     network = useless(zoo.build(lambda: Network(Convolution)), graph_inputs(8, 20))
     assert "graph" not in network and {"sequence", "context", "tensor_sequence"} <= network

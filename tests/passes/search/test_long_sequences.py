@@ -18,7 +18,7 @@ from tests.helpers import cluster_for
 def useless(sequence: int, roles: tuple[str, ...]) -> set[str]:
     graph: Any = SimpleNamespace(meta={"symbols": Sizes(2, sequence)}, graph=SimpleNamespace(nodes=()))
     pricer: Any = SimpleNamespace(graph=graph)
-    return OpenConfigurations(pricer, roles, "auto", Pins())._useless_roles()
+    return OpenConfigurations(pricer, roles, "auto", Pins())._useless_roles
 
 
 @pytest.mark.parametrize("sequence, roles, offered", [
