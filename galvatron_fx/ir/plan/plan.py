@@ -394,8 +394,10 @@ def _split_roles(strategy: Strategy, sizes: tuple[int, ...], factors: list[tuple
 
 def _check_order(plan: Plan) -> None:
     """Raise PlanError for an order that does not name every rank once; one that changes nothing is left out."""
+    if not plan.rank_order:
+        return
     ranks = list(range(prod(plan.axis_sizes)))
-    if plan.rank_order and sorted(plan.rank_order) != ranks:
+    if sorted(plan.rank_order) != ranks:
         raise PlanError(
             f"rank_order of the plan is {str(list(plan.rank_order))[:80]}; name each of the {len(ranks)} ranks of axes "
             f"{plan.axis_sizes} once, or leave it out"
