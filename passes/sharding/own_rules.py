@@ -133,10 +133,14 @@ def _windows(call: OpCall, degree: int) -> list[OpRule]:
     return [*rules, OpRule((PARTIAL,), (PARTIAL,))]
 
 
-@register_rule(aten.mean.default, aten.mean.dim, aten.clone.default)
+@register_rule(
+    aten.mean.default, aten.mean.dim, aten.clone.default, aten._conj.default,
+    aten._fft_c2c.default, aten._fft_c2r.default, aten._fft_r2c.default,
+    aten.slice_scatter.default, aten.select_scatter.default,
+)  # fmt: skip
 def _linear(call: OpCall, degree: int) -> list[OpRule]:
     """As torch says; and of the terms of a sum each by itself."""
-    return [*torch_rules(call, degree), OpRule((PARTIAL,), (PARTIAL,))]
+    return [*torch_rules(call, degree), OpRule((PARTIAL,), (PARTIAL,) * len(call.inputs))]
 
 
 @register_rule(aten.where.self)
