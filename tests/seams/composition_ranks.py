@@ -54,8 +54,8 @@ def broken_compile(mesh: DeviceMesh, model: torch.nn.Module) -> None:
         module = compile(*args, **options)
         accumulate = module._accumulate
 
-        def doubled(gradients: Any) -> None:
-            accumulate(gradients)
+        def doubled(*step: Any) -> None:
+            accumulate(*step)
             if dist.get_rank() == 1:
                 module.layers.get_submodule("0").up.bias.grad.to_local().mul_(1.001)
 

@@ -34,7 +34,7 @@ def test_copies_have_weights_and_modes_of_their_own(mesh: DeviceMesh) -> None:
     assert modes(kept) != modes(compiled)
     same_step(compiled, plain)
     same_step(other, copy.deepcopy(normed(mesh, frozen_norm)[1]))
-    with pytest.raises(InputError, match=r"cannot be pickled: save its weights with galvatron_fx.save_weights"):
+    with pytest.raises(InputError, match=r"cannot be pickled.*: save its weights with galvatron_fx.save_weights"):
         pickle.dumps(compiled)
 
 
