@@ -108,10 +108,12 @@ def cases() -> tuple[dict[str, Make], list[str]]:
 
 def examine(row: Row, make: Make) -> None:
     """Fill ``row``."""
-    model, inputs, expected = made(make)
+    model, inputs, expected, draws = made(make)
     start = time.perf_counter()
     graph = capture(model, inputs)
     row.capture_s, row.blocks = time.perf_counter() - start, num_blocks(graph)
+    if draws:
+        expected = simulate(graph, model, inputs, (2,), uniform(graph, "data"), {})
     plan = search_plan(graph, CLUSTER, SearchOptions(CLUSTER.device.memory_bytes, ("data", "zero", "tensor")))
     row.planned = True
     programs = [(CLUSTER.shape, expand(plan, row.blocks)), *(((2, 2), uniform(graph, *roles)) for roles in WRITTEN)]
@@ -121,17 +123,18 @@ def examine(row: Row, make: Make) -> None:
         if not row.exact[-1] and not is_close(got, expected, ROUNDED):
             raise ArithmeticError(f"{strategies[0].roles} differs from one device")
     row.shares = [share(graph, role) for role in SHARED]
-    row.kind = "exact" if all(row.exact) else "rounded"
+    row.kind = "random" if draws else "exact" if all(row.exact) else "rounded"
 
 
-def made(make: Make) -> tuple[torch.nn.Module, Any, dict[str, torch.Tensor]]:
-    """A model, its inputs, and what one device makes of them."""
+def made(make: Make) -> tuple[torch.nn.Module, Any, dict[str, torch.Tensor], bool]:
+    """A model, its inputs, what one device makes of them, and whether it makes something else the next time."""
     try:
         model, inputs = make()
         count = sum(parameter.numel() for parameter in model.parameters())
         if count > MOST_PARAMETERS:
             raise ValueError(f"its configuration does not get small: it has {count} parameters")
-        return model, inputs, one_device(model, inputs)
+        expected = one_device(model, inputs)
+        return model, inputs, expected, not is_close(one_device(model, inputs), expected, EXACT)
     except Exception as error:  # whatever it is: the model is not ours
         raise NotMadeError(f"{type(error).__name__}: {error}") from error
 
@@ -175,6 +178,7 @@ def measured(name: str, make: Make, seconds: int) -> Row:
 KINDS = {
     "exact": "equal to one device to 1e-10 under all plans",
     "rounded": "equal to the rounding of what they compute in float32",
+    "random": "draw random numbers, which no mesh changes: all plans are equal to each other",
     "refused": "refused by an error that says why",
     "wrong": "differ from one device",
     "raw": "end in an error that is not ours",

@@ -5,13 +5,16 @@ In such a model the batch is the vertices of one graph: none can be computed wit
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import fx
 
 from galvatron_fx.ir.graph.metadata import meta_of
+from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.symbols import BATCH
 
-__all__ = ["has_neighbours", "reads_along", "writes_along"]
+__all__ = ["adds_up_rows", "has_neighbours", "reads_along", "writes_along"]
 
 aten = torch.ops.aten
 
@@ -22,10 +25,20 @@ _WRITES = (aten.index_add.default, aten.scatter_add.default, aten.scatter_reduce
 def has_neighbours(graph: fx.GraphModule) -> bool:
     """Whether forward looks rows of the batch up for something else than samples: for the edges of a graph."""
     return any(
-        meta_of(node).phase == "forward" and reads_along(node) is not None and meta_of(node).spec.dim_of(BATCH) is None
-        for node in graph.graph.nodes
-        if node.op == "call_function"
+        reads_along(node) is not None and meta_of(node).spec.dim_of(BATCH) is None for node in _forward_calls(graph)
     )
+
+
+def adds_up_rows(graph: fx.GraphModule) -> bool:
+    """Whether forward writes something else than samples into rows of the batch: bags of rows of any number."""
+    return any(
+        writes_along(node) is not None and meta_of(input_nodes(node)[-1]).spec.dim_of(BATCH) is None
+        for node in _forward_calls(graph)
+    )
+
+
+def _forward_calls(graph: fx.GraphModule) -> Iterator[fx.Node]:
+    return (node for node in graph.graph.nodes if node.op == "call_function" and meta_of(node).phase == "forward")
 
 
 def reads_along(node: fx.Node) -> int | None:

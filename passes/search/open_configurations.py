@@ -12,7 +12,7 @@ from galvatron_fx.ir.graph.metadata import signature
 from galvatron_fx.ir.graph.precision import cast_parameter
 from galvatron_fx.ir.kernels.experts import route
 from galvatron_fx.ir.plan.strategy import CAPACITY, CONTEXT, EXPERT_ROLES, GRAPH, ROLES
-from passes.analysis.neighbours import has_neighbours
+from passes.analysis.neighbours import adds_up_rows, has_neighbours
 from passes.search.candidates import axis_partitions, candidates
 from passes.search.configurations import Configurations, Ladder, Pins
 from passes.search.cost_table.cost_table import CostTable, CostTableRequest, Pricer, cost_table_requests
@@ -179,7 +179,8 @@ class OpenConfigurations:
         useless = set() if routes else set(EXPERT_ROLES)
         if has_neighbours(graph):
             return {*useless, CONTEXT, "sequence", "tensor_sequence"}  # of sequences: they would split edges alone
-        useless.add(GRAPH)
+        if not adds_up_rows(graph):
+            useless.add(GRAPH)
         return useless if is_long or set(self.roles) != set(ROLES) else {*useless, CONTEXT}
 
     @cached_property

@@ -27,6 +27,15 @@ _OUTPUT_SHAPE_AT: dict[Any, int] = {
     aten.index_select_backward.default: 1,
     aten.diagonal_backward.default: 1,
     aten._adaptive_avg_pool2d.default: -1,
+    **{
+        getattr(aten, f"{name}_backward").default: 2
+        for name in (
+            *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d"),
+            *("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d"),
+            *("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"),
+            *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
+        )
+    },
 }
 
 # Operators whose kernels refuse tensors that do not lie in memory in order, and the positions of those arguments.

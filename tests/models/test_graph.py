@@ -160,6 +160,29 @@ def test_where_it_is_searched() -> None:
     network = useless(zoo.build(lambda: Network(Convolution)), graph_inputs(8, 20))
     assert "graph" not in network and {"sequence", "context", "tensor_sequence"} <= network
     assert "graph" in useless(*zoo.gpt2(1))
+    assert "graph" not in useless(zoo.build(Bags), bags(0, 5, 10, 15))
+
+
+class Bags(nn.Module):
+    """Bags of rows of a table, each of its own number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.EmbeddingBag(9, WIDTH, mode="sum"), nn.Linear(WIDTH, 1)
+
+    def forward(self, ids: Tensor, offsets: Tensor, x: Tensor) -> Tensor:
+        return self.head(self.table(ids, offsets) + x).square().mean()
+
+
+def bags(*offsets: int) -> dict[str, Tensor]:
+    x = torch.ones(len(offsets), WIDTH, dtype=torch.float64)
+    return {"ids": torch.arange(20) % 9, "offsets": torch.tensor(offsets), "x": x}
+
+
+def test_bags_of_rows() -> None:
+    model, inputs = zoo.build(Bags), bags(0, 1, 1, 12)
+    graph = captured(model, inputs)
+    assert_exact(simulate(graph, model, inputs, (2,), uniform(graph, "graph"), {}), one_device(model, inputs))
 
 
 def test_micro_batches_are_refused() -> None:

@@ -375,6 +375,14 @@ TORCH_CALLS: list[Call] = [
     (aten.index_put.default, (real(4, 8), [whole(2, 4, 8, boolean=True)], real()), {}),
     (aten.index_select.default, (real(4, 8), 0, whole(4, 4)), {}),
     (aten.scatter.src, (real(4, 8), 1, In(torch.arange(4).expand(4, 4).contiguous()), real(4, 4)), {}),
+    *(
+        (backward.default, (real(4, 4, 4, 4), [4, 4], [4, 4, 2, 2], *more), {})
+        for backward, more in (
+            (aten.upsample_nearest2d_backward, ()),
+            (aten.upsample_bilinear2d_backward, (False,)),
+            (aten._upsample_bicubic2d_aa_backward, (False,)),
+        )
+    ),
     (aten.flip.default, (real(4, 8), [1]), {}),
     (aten.roll.default, (real(4, 8), [1], [1]), {}),
     (aten.repeat.default, (real(4, 8), [2, 1]), {}),
