@@ -18,7 +18,7 @@ def folded_gradient_problem(node: fx.Node) -> str | None:
     if record.phase != "backward":
         return f"is of the {record.phase} phase, where gradients are of backward"
     # Sizes as expressions are left out: a gradient has those that its operators were traced with.
-    kinds = [(meta.specs[0].shape, meta.specs[0].dtype) for meta in (record, given)]
+    kinds = [(meta.spec.shape, meta.spec.dtype) for meta in (record, given)]
     if kinds[0] != kinds[1] or record.placements != given.placements:
         return f"is recorded as {record.specs[0]}, and takes a gradient '{gradient.name}' of {given.specs[0]}"
     others = [user.name for user in (*gradient.users, *node.users) if user is not node and user.op != "output"]
