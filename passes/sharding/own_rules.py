@@ -134,13 +134,23 @@ def _windows(call: OpCall, degree: int) -> list[OpRule]:
 
 
 @register_rule(
-    aten.mean.default, aten.mean.dim, aten.clone.default, aten._conj.default,
-    aten._fft_c2c.default, aten._fft_c2r.default, aten._fft_r2c.default,
-    aten.slice_scatter.default, aten.select_scatter.default,
+    aten.mean.default, aten.mean.dim, aten.clone.default, aten._conj.default, aten.slice_scatter.default,
+    aten.select_scatter.default,
 )  # fmt: skip
 def _linear(call: OpCall, degree: int) -> list[OpRule]:
     """As torch says; and of the terms of a sum each by itself."""
     return [*torch_rules(call, degree), OpRule((PARTIAL,), (PARTIAL,) * len(call.inputs))]
+
+
+@register_rule(aten._fft_c2c.default, aten._fft_c2r.default, aten._fft_r2c.default)
+def _transform(call: OpCall, degree: int) -> list[OpRule]:
+    """As torch says, but for the largest and smallest of terms: the transform of these is no largest of transforms."""
+    sums = {PARTIAL, Partial("avg")}
+    return [
+        rule
+        for rule in torch_rules(call, degree)
+        if all(place in sums for place in rule.inputs if isinstance(place, Partial))
+    ]
 
 
 @register_rule(aten.where.self)

@@ -176,7 +176,7 @@ def check_cluster(cluster: Cluster, content: bytes) -> None:
     assert again == cluster and again.to_json() == cluster.to_json(), "what was read and written reads otherwise"
 
 
-_MAY_BE_ZERO = {"host_bandwidth_bytes_per_s", "host_memory_bytes"}  # not known
+_MAY_BE_ZERO = {"host_bandwidth_bytes_per_s", "host_memory_bytes", "disk_bandwidth_bytes_per_s"}  # not known
 _MAY_BE_ZERO |= {"latency_s", "launch_overhead_s", "view_s", "late_s", "flop_s", "byte_s", "error", "points"}
 
 

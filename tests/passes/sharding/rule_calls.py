@@ -34,6 +34,10 @@ def whole(high: int, *shape: int, boolean: bool = False) -> In:
     return In(value.bool() if boolean else value)
 
 
+def complex_numbers(*shape: int) -> In:
+    return In(torch.randn(shape, dtype=torch.complex128, generator=GENERATOR))
+
+
 GENERATOR = torch.Generator().manual_seed(0)
 
 # Operator, arguments, keyword arguments; every size that may be split is a multiple of 4 (two ranks, two runs).
@@ -235,11 +239,24 @@ def samplers() -> list[Call]:
     ]
 
 
+def transforms() -> list[Call]:
+    """Fourier transforms, as those of long convolutions, and what their backward writes into."""
+    return [
+        (aten._conj.default, (complex_numbers(4, 8),), {}),
+        (aten._fft_c2c.default, (complex_numbers(4, 4, 8), [2], 0, True), {}),
+        (aten._fft_r2c.default, (real(4, 4, 8), [2], 0, True), {}),
+        (aten._fft_c2r.default, (complex_numbers(4, 4, 5), [2], 2, 8), {}),
+        (aten.slice_scatter.default, (real(4, 8, 4), real(4, 4, 4), 1, 0, 4), {}),
+        (aten.select_scatter.default, (real(4, 8, 4), real(4, 4), 1, 2), {}),
+    ]
+
+
 CALLS: list[Call] = [
     *matrices(),
     *repeated_pools(),
     *distances(),
     *samplers(),
+    *transforms(),
     (aten.hardshrink_backward.default, (real(4, 8), real(4, 8), 0.5), {}),
     *((aten.scatter_reduce.two, (real(4, 8), 1, whole(8, 4, 4), real(4, 4), how), {}) for how in ("sum", "amax")),
     (aten.gather.default, (real(4, 8), 1, whole(8, 4, 4)), {}),
