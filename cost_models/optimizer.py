@@ -79,6 +79,11 @@ class ParameterShard:
     states_on_host: bool = False
     states_on_disk: bool = False
 
+    @property
+    def states_away(self) -> bool:
+        """Whether its states come to the device for each update."""
+        return self.states_on_host or self.states_on_disk
+
 
 @dataclass(frozen=True)
 class OptimizerModel:

@@ -20,6 +20,7 @@ from galvatron_fx.ir.graph.folded_gradients import folding_into
 from galvatron_fx.ir.torch_compat.dtensors import dtensor_like, dtensor_of
 from galvatron_fx.ir.torch_compat.tensors import plain_function
 from galvatron_fx.runtime.gradients import accumulate
+from galvatron_fx.runtime.host_states import StreamedStates, has_host_states
 from galvatron_fx.runtime.local_updates import updates_locally
 from galvatron_fx.runtime.lone_updates import require_lone_updates
 from galvatron_fx.runtime.step_twins import GroupedParameter, parameters_of, step_after, step_over
@@ -75,10 +76,12 @@ class FoldedUpdates:
         self._of: dict[Tensor, tuple[Optimizer, GroupedParameter]] = {}
         self._settings: dict[Optimizer, list[dict[str, Any]]] = {}
         self._due: set[Optimizer] = set()
+        self.states = StreamedStates([])
         self._optimizers = tuple(optimizers)
         _register()
         for optimizer in optimizers:
-            if not (updates_locally(optimizer) or updates_whole(optimizer) or _accumulates(optimizer)):
+            takes_up = _accumulates(optimizer) and not any(has_host_states(p) for _, p in parameters_of(optimizer))
+            if not (takes_up or updates_locally(optimizer) or updates_whole(optimizer)):
                 require_lone_updates(
                     optimizer,
                     f"the plan has this {type(optimizer).__name__} update one parameter after the other while backward "
@@ -87,8 +90,10 @@ class FoldedUpdates:
                 )
             _FOLDED[optimizer] = self
 
-    def begin(self) -> None:
-        """Look for what the next backward is to update; raises InputError where the step before is not over."""
+    def begin(self, order: Sequence[Tensor]) -> None:
+        """Look for what the next backward is to update, in this ``order``; raises InputError where the step before is
+        not over.
+        """
         if not all(map(_accumulates, self._due)):
             raise InputError(
                 f"{_REASON} it updates at every forward_backward, and optimizer.step() was not called since the last: "
@@ -107,6 +112,8 @@ class FoldedUpdates:
                 f"{_REASON} nothing is added to what the step before left in .grad: call optimizer.zero_grad() between "
                 f"step() and forward_backward"
             )
+        away = (parameter for parameter in order if parameter in self._of and has_host_states(parameter))
+        self.states = StreamedStates([(self._of[parameter][0].state, parameter) for parameter in away])
         self._settings = {each: [_settings(group) for group in each.param_groups] for each in self._optimizers}
 
     def _let_go(self, optimizer: Optimizer) -> None:
@@ -122,7 +129,10 @@ class FoldedUpdates:
         if parameter not in self._of:
             return
         optimizer, grouped = self._of[parameter]
-        _update(optimizer, grouped)
+        if has_host_states(parameter):
+            self.states.update(parameter, lambda: _update(optimizer, grouped))
+        else:
+            _update(optimizer, grouped)
         parameter.grad = None
         self._due.add(optimizer)
 
@@ -163,9 +173,12 @@ def folding(updates: FoldedUpdates | None, folded: Collection[str], parameters: 
             "the plan folds gradients into updates (fold_gradients=True), and no optimizer takes them: call "
             "model.fold_gradients(optimizer) once, before the first forward_backward"
         )
-    updates.begin()
-    with folding_into(lambda name, gradient: updates.take(name, parameters[name], gradient)):
-        yield
+    updates.begin([parameters[name] for name in folded])
+    try:
+        with folding_into(lambda name, gradient: updates.take(name, parameters[name], gradient)):
+            yield
+    finally:
+        updates.states.end()
 
 
 def refuse_folded(folded: Collection[str] | bool, reason: str) -> None:

@@ -7,7 +7,10 @@ parameter does. On CPUs it is another tensor, so that tests run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ from galvatron_fx.runtime.disk_states import Storage
 from galvatron_fx.runtime.dtensor_views import local_part
 from galvatron_fx.runtime.optimizer_states import shards_of
 
-__all__ = ["empty_on_host", "has_host_states", "keep_like", "keep_on_host", "streamed"]
+__all__ = ["StreamedStates", "empty_on_host", "has_host_states", "keep_like", "keep_on_host", "streamed"]
 
 _MARK = "states_on_host"  # of a parameter: where its states belong
 _THERE = "is_on_host"  # of a state: that it is there, and in which storage
@@ -72,18 +75,55 @@ def streamed(states: States, parameters: Sequence[Tensor], update: Callable[[Ten
     """
     shards = shards_of(parameters)
     queue = [parameters[i] for i in update_order(shards)]
-    going, coming = _Going(), _Coming.of(states, queue[0]) if queue else None
+    stream = StreamedStates([(states, parameter) for parameter in queue])
     try:
-        for place, parameter in enumerate(queue):
-            assert coming is not None
-            coming.wait()
-            going.wait()
-            coming.give(states[parameter])
-            update(parameter)
-            going = _Going.of(parameter, states[parameter], coming.hosts)
-            coming = _Coming.of(states, queue[place + 1]) if place + 1 < len(queue) else None
+        for parameter in queue:
+            stream.update(parameter, partial(update, parameter))
     finally:
-        going.settle()
+        stream.end()
+
+
+class StreamedStates:
+    """States of parameters that are updated in the order of ``queue``, which has where the states of each are kept."""
+
+    def __init__(self, queue: Sequence[tuple[States, Tensor]]) -> None:
+        self._queue = deque(queue)
+        self._going = _Going()
+        self._coming: tuple[Tensor, _Coming] | None = None
+
+    def update(self, parameter: Tensor, update: Callable[[], None]) -> None:
+        """Call ``update`` while the states of ``parameter`` are on the device, where it belongs to no host. Then they
+        go, and those of the next in the queue come.
+        """
+        while self._queue[0][1] is not parameter:
+            self._queue.popleft()  # it has no gradient in this step
+        states, _ = self._queue.popleft()
+        expected, coming = self._coming or (None, None)
+        if coming is None or expected is not parameter:
+            coming = _Coming.of(states, parameter)
+        coming.wait()
+        self._going.wait()
+        coming.give(states[parameter])
+        with _on_device(parameter):
+            update()
+        self._going = _Going.of(parameter, states[parameter], coming.hosts)
+        self._coming = (self._queue[0][1], _Coming.of(*self._queue[0])) if self._queue else None
+
+    def end(self) -> None:
+        """Wait until any process may read the states on the host."""
+        self._going.settle()
+        self._coming = None
+
+
+@contextmanager
+def _on_device(parameter: Tensor) -> Iterator[None]:
+    """Have optimizers take the states of a parameter for what they are: on the device."""
+    mark = getattr(parameter, _MARK)
+    delattr(parameter, _MARK)
+    try:
+        yield
+    finally:
+        setattr(parameter, _MARK, mark)
 
 
 class _Coming:

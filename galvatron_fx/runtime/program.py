@@ -86,9 +86,9 @@ class Program:
         return compile_graph(module, self.backend)
 
     @cached_property
-    def folded(self) -> frozenset[str]:
-        """Parameters that are updated while backward computes."""
-        return self.halves.folded
+    def folded(self) -> dict[str, None]:
+        """Parameters that are updated while backward computes, in that order."""
+        return dict.fromkeys(self.halves.folded)
 
     @property
     def graphs(self) -> dict[str, fx.GraphModule]:

@@ -135,9 +135,9 @@ class StagedProgram:
         loss_port(self.signature, is_scheduled=True)
 
     @property
-    def folded(self) -> frozenset[str]:
+    def folded(self) -> dict[str, None]:
         """No parameter is updated while backward computes: its gradient is a sum over micro-batches."""
-        return frozenset()
+        return {}
 
     @property
     def undifferentiated(self) -> frozenset[int]:

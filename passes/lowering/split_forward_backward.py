@@ -36,10 +36,10 @@ class ForwardBackward:
         return {"forward": self.forward, "backward": self.backward}
 
     @property
-    def folded(self) -> frozenset[str]:
-        """Parameters whose gradients backward hands to an optimizer."""
+    def folded(self) -> tuple[str, ...]:
+        """Parameters whose gradients backward hands to an optimizer, in that order."""
         taken = self.backward.graph.find_nodes(op="call_function", target=fold_gradient)
-        return frozenset(str(node.args[1]) for node in taken)
+        return tuple(str(node.args[1]) for node in taken)
 
     @property
     def open_results(self) -> dict[int, fx.Node]:

@@ -8,13 +8,15 @@ from itertools import groupby
 
 from torch import fx
 
+from cost_models.host_states import FoldedStates
 from cost_models.node_time import Price
 from cost_models.streams import Event, Share, Start, Wait, Work
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.bundles import bytes_by_block
+from galvatron_fx.ir.graph.folded_gradients import fold_gradient
 from galvatron_fx.ir.graph.host_copies import HOST_COPIES, HOST_MOVES, HOST_STREAM, arrived
 from galvatron_fx.ir.graph.metadata import meta_of
-from galvatron_fx.ir.plan.prediction import Cause
+from galvatron_fx.ir.plan.prediction import STATE_COPIES, Cause
 from passes.analysis.collective_schedule import hoistable_gathers, wait_points
 
 __all__ = ["BlockEvents", "GraphEvents", "blocks_by_place", "node_events"]
@@ -49,15 +51,18 @@ class GraphEvents:
     blocks: tuple[BlockEvents, ...]
 
     @classmethod
-    def of(cls, graph: fx.Graph, price: PriceOf, copies: Iterable[tuple[int, Work]]) -> GraphEvents:
-        """Price every node; ``copies``: work that is no node's, by block, done behind the rest of it.
+    def of(
+        cls, graph: fx.Graph, price: PriceOf, states: FoldedStates, copies: Iterable[tuple[int, Work]]
+    ) -> GraphEvents:
+        """Price every node; ``states``: that come for updates in the graph; ``copies``: work that is no node's, by
+        block, done behind the rest of it.
 
         A bundle of several blocks is so, too: each has the share of its bytes in the packing and in the collective.
         """
         parts: dict[int, tuple[list[Event], list[Event], list[Event]]] = {}
         place, gathering, now = blocks_by_place(graph), _gathering(graph), 0
         shares: list[tuple[int, Event]] = []
-        for node, events in node_events(graph, price):
+        for node, events in node_events(graph, price, states):
             if sizes := bytes_by_block(node):
                 shares += _shares(events, sizes)
                 events = [_without_shares(event) for event in events]
@@ -86,13 +91,25 @@ class GraphEvents:
         return total
 
 
-def node_events(graph: fx.Graph, price: PriceOf) -> Iterable[tuple[fx.Node, list[Event]]]:
-    """Each operator with the waits in front of it and what it does; those that take no time among them."""
+def node_events(graph: fx.Graph, price: PriceOf, states: FoldedStates) -> Iterable[tuple[fx.Node, list[Event]]]:
+    """Each operator with the waits in front of it and what it does; those that take no time among them.
+
+    An update waits for its states to come, and for those of the one before to go. Then its own go while those of the
+    next come, as ``galvatron_fx/runtime/host_states.py`` has it.
+    """
     due: dict[fx.Node, list[fx.Node]] = {}
     for node, moment in wait_points(graph).items():
         due.setdefault(moment, []).append(node)
     started: dict[int, int] = {}  # by stream, how many collectives
     number: dict[fx.Node, int] = {}
+    streamed = _streamed(graph, states)
+
+    def copied(seconds: float) -> list[Event]:
+        started[HOST_STREAM] = started.get(HOST_STREAM, 0) + 1
+        start = Start(seconds, Cause(STATE_COPIES), HOST_STREAM)
+        return [start] if states.run_beside else [start, Wait(HOST_STREAM, 0)]
+
+    last_copy = 0
     for node in graph.nodes:
         behind: dict[int, int] = {}
         for done in due.get(node, ()):
@@ -102,6 +119,13 @@ def node_events(graph: fx.Graph, price: PriceOf) -> Iterable[tuple[fx.Node, list
         priced = price(node)
         if node.target is arrived and node.args[0] in number:
             events.append(Wait(HOST_STREAM, started[HOST_STREAM] - number[node.args[0]]))
+        elif node in streamed:
+            *first_s, behind_s = streamed[node]
+            if first_s:
+                events += copied(*first_s)
+                last_copy = started[HOST_STREAM]
+            events += [Wait(HOST_STREAM, started[HOST_STREAM] - last_copy), *copied(behind_s)]
+            last_copy = started[HOST_STREAM]
         elif node.target in HOST_MOVES or node.target in c.COLLECTIVES:
             number[node] = started[_stream(node)] = started.get(_stream(node), 0) + 1
             priced = priced or Price(Cause(""), 0.0)
@@ -109,6 +133,17 @@ def node_events(graph: fx.Graph, price: PriceOf) -> Iterable[tuple[fx.Node, list
         elif priced is not None and priced.seconds:
             events.append(Work(priced.seconds, priced.cause))
         yield node, events
+
+
+def _streamed(graph: fx.Graph, states: FoldedStates) -> dict[fx.Node, list[float]]:
+    """Updates whose states come, with the seconds of the copies behind each; in front of the first as well."""
+    folds = graph.find_nodes(op="call_function", target=fold_gradient)
+    streamed = [node for node in folds if node.args[1] in states.shards]
+    first_s, *behind_s = states.copies_s([str(node.args[1]) for node in streamed])
+    copies = {node: [seconds] for node, seconds in zip(streamed, behind_s, strict=True)}
+    if streamed:
+        copies[streamed[0]].insert(0, first_s)
+    return copies
 
 
 def blocks_by_place(graph: fx.Graph) -> dict[fx.Node, int]:

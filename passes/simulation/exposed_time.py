@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from cost_models.streams import Event, StreamRun
+from cost_models.streams import Event, Start, StreamRun
 from galvatron_fx.ir.cluster.overlap import Overlap
 from galvatron_fx.ir.plan.prediction import Cause
 
@@ -16,11 +16,14 @@ def exposed_and_hidden(
 ) -> tuple[dict[Cause, float], dict[Cause, float]]:
     """Return (seconds, hidden) by cause where ``graphs`` run one after the other.
 
-    ``alone``: seconds as if nothing ran at once; those of local causes stay. What both hold of a collective adds up to
-    these, unless computing beside it costs more than waiting for it would.
+    ``alone``: seconds as if nothing ran at once; those of local causes stay, but where the events start them beside
+    computing. What both hold of a collective adds up to these, unless computing beside it costs more than waiting for
+    it would.
     """
-    exposed = added(StreamRun.of(events, overlap).exposed for events in graphs)
-    collectives = {cause: spent for cause, spent in alone.items() if not cause.is_local}
+    runs = [StreamRun.of(events, overlap) for events in graphs]
+    exposed = added(run.exposed for run in runs)
+    started = {event.cause for run in runs for event in run.events if isinstance(event, Start)}
+    collectives = {cause: spent for cause, spent in alone.items() if cause in started or not cause.is_local}
     hidden = {cause: spent - exposed.get(cause, 0.0) for cause, spent in collectives.items()}
     seconds = {cause: exposed.get(cause, 0.0) if cause in collectives else spent for cause, spent in alone.items()}
     return seconds, {cause: spent for cause, spent in hidden.items() if spent > 1e-9 * collectives[cause]}

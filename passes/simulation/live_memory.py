@@ -44,6 +44,10 @@ def kind_of_port(kind: str) -> str:
     return PARAMETERS if kind in ("param", "buffer") else BATCH
 
 
+UpdateBytes = Callable[[str], tuple[int, int]]
+"""Of a parameter's update by its name: temporary bytes, and bytes of states that come to the device for it."""
+
+
 class LiveMemory:
     """Counts the bytes of storages as long as anyone holds them: by kind, now and when they were most.
 
@@ -114,13 +118,15 @@ class LiveMemory:
 
 class GraphMemory(LiveMemory):
     """Runs lowered graphs on tensors without data; ``degrees``: ranks along each column of their layout;
-    ``update_bytes``: what an optimizer takes for itself while it updates a parameter whose gradient it is handed.
+    ``update_bytes``: what an optimizer that is handed a parameter's gradient takes for itself, and what the states take
+    that come for its update, while those of the one before go.
     """
 
-    def __init__(self, degrees: Sequence[int], update_bytes: Callable[[str], int] | None = None) -> None:
+    def __init__(self, degrees: Sequence[int], update_bytes: UpdateBytes | None = None) -> None:
         super().__init__()
         self._degrees = degrees
         self._update_bytes = update_bytes
+        self._states: list[Storage] = []
         self._storages: dict[Buffer, Storage] = {}
 
     def use(self, lowered: Lowered) -> MemoryUse:
@@ -172,6 +178,7 @@ class GraphMemory(LiveMemory):
         """Run one graph; inputs in ``owned`` (already held) are dropped at their last use, outputs stay held."""
         values: dict[fx.Node, Any] = {}
         bound = self._bound(graph)
+        streamed = self._streamed(bound)
         last = _last_uses(bound)
         held: set[fx.Node] = set()
         for i, node in enumerate(bound.find_nodes(op="placeholder")):
@@ -184,14 +191,16 @@ class GraphMemory(LiveMemory):
             if node.op == "placeholder":
                 continue
             if node.op == "output":
+                self.drop(self._states)
+                self._states = []
                 outs = node.args[0]
                 return [values[n] if isinstance(n, fx.Node) else None for n in outs]
             if isinstance(node.target, FurtherRounds):
                 values[node] = self._further_rounds(node, values)
             else:
                 values[node] = self._evaluate(graph, node, values)
-            if node.target is fold_gradient and self._update_bytes is not None:
-                self.passing({TRANSIENTS: self._update_bytes(str(node.args[1]))})
+            if node.target is fold_gradient:
+                self._update(node, streamed)
             self.hold_values(values[node], self._new_kind(node, values))
             held.add(node)
             for used in {*node.all_input_nodes, node}:
@@ -199,6 +208,28 @@ class GraphMemory(LiveMemory):
                     self.drop_values(values.pop(used))
                     held.discard(used)
         raise AssertionError("the graph has no output")
+
+    def _streamed(self, graph: fx.Graph) -> list[Storage]:
+        """The states that come to the device while a graph runs, the first last."""
+        names = [str(node.args[1]) for node in graph.nodes if node.target is fold_gradient]
+        sizes = [self._update_bytes(name)[1] for name in names] if self._update_bytes is not None else []
+        return [Storage(size) for size in reversed(sizes) if size]
+
+    def _update(self, fold: fx.Node, streamed: list[Storage]) -> None:
+        """Update a parameter: where states came for that, those of the one before are gone then, and the next come."""
+        takes, comes = (0, 0) if self._update_bytes is None else self._update_bytes(str(fold.args[1]))
+        if not comes:
+            self.passing({TRANSIENTS: takes})
+            return
+        if not self._states:
+            self._states = [streamed.pop()]
+            self.hold(self._states)
+        *gone, here = self._states
+        self.drop(gone)
+        self.passing({TRANSIENTS: takes})
+        following = [streamed.pop()] if streamed else []
+        self.hold(following)
+        self._states = [here, *following]
 
     def _further_rounds(self, node: fx.Node, values: dict[fx.Node, Any]) -> list[Any]:
         """Run one round more, as any step may, and return the sums, to which it adds."""

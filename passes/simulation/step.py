@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 
 from torch import fx
 
-from cost_models.host_states import OptimizerStep
+from cost_models.host_states import FoldedStates, OptimizerStep
 from cost_models.node_time import NodeTime
 from cost_models.ops import op_time_s
 from cost_models.optimizer import ADAM, OptimizerModel, ParameterShard
@@ -34,7 +34,7 @@ from passes.lowering.lower_step import Lowered
 from passes.simulation.events import GraphEvents
 from passes.simulation.exposed_time import added, exposed_and_hidden
 from passes.simulation.implicit_copies import implicit_copies
-from passes.simulation.live_memory import GraphMemory
+from passes.simulation.live_memory import GraphMemory, UpdateBytes
 
 Seconds = dict[Cause, float]
 
@@ -132,23 +132,36 @@ class SimulateStep:
         at_end = OptimizerStep(self.optimizer, later)
         memory = _with_states(use, OptimizerStep(self.optimizer, trained), at_end.most_bytes)
         graphs = {"forward": halves.forward, "backward": halves.backward}
-        events = {name: self.graph_events(graph, lowered.layout) for name, graph in graphs.items()}
-        alone = added(half.seconds for half in events.values()) | self.update_s(trained)
+        states = self.folded_states(lowered)
+        events = {name: self.graph_events(graph, lowered.layout, states) for name, graph in graphs.items()}
+        alone = added([*(half.seconds for half in events.values()), self.update_s(trained, bool(folded))])
         held = sum(shard.size_bytes for shard in _parameters(lowered, trained_only=False).values())
         return StepParts(alone, events, memory, held)
 
-    def update_bytes(self, lowered: Lowered) -> Callable[[str], int]:
-        """What an optimizer that is handed a gradient takes for itself of the device's memory, by the parameter's name:
-        for its update, which one that accumulates does later.
+    def update_bytes(self, lowered: Lowered) -> UpdateBytes:
+        """What an optimizer that is handed a gradient takes of the device's memory: for its update, which one that
+        accumulates does later.
         """
-        if self.optimizer.accumulates:
-            return lambda _: 0
         named = _parameters(lowered, trained_only=True)
-        return lambda name: OptimizerStep(self.optimizer, [named[name]]).most_bytes
 
-    def graph_events(self, graph: fx.GraphModule, layout: Layout) -> GraphEvents:
-        """The events of a graph that lies on the cluster as ``layout`` says."""
-        return GraphEvents.of(graph.graph, partial(self.prices.price, layout=layout), self._copies(graph, layout.shape))
+        def taken(name: str) -> tuple[int, int]:
+            shard = named[name]
+            update = self.optimizer.update(shard.shape)
+            states = self.optimizer.state_bytes([shard]) if shard.states_away else 0
+            return 0 if self.optimizer.accumulates else update.workspace_bytes(shard), states
+
+        return taken
+
+    def folded_states(self, lowered: Lowered | None = None) -> FoldedStates:
+        """Those that come to the device while backward computes; none of a stage."""
+        named = {} if lowered is None else _parameters(lowered, trained_only=True)
+        away = {name: shard for name, shard in named.items() if shard.states_away}
+        return FoldedStates(self.optimizer, away, self.cluster)
+
+    def graph_events(self, graph: fx.GraphModule, layout: Layout, states: FoldedStates | None = None) -> GraphEvents:
+        """The events of a graph that lies on the cluster as ``layout`` says; ``states``: that come while it runs."""
+        price, copies = partial(self.prices.price, layout=layout), self._copies(graph, layout.shape)
+        return GraphEvents.of(graph.graph, price, states or self.folded_states(), copies)
 
     def _copies(self, graph: fx.GraphModule, degrees: Sequence[int]) -> Iterator[tuple[int, Work]]:
         """Copies that are no operators of their own, by block; only measured prices are worth the run on fakes."""
@@ -157,10 +170,12 @@ class SimulateStep:
             spent = float(op_time_s(OpCost(0, size, size), record.spec.dtype, device, "contiguous"))
             yield max(record.block, 0), Work(spent, Cause(RECOMPUTE if record.again else COMPUTE))
 
-    def update_s(self, trained: Sequence[ParameterShard]) -> Seconds:
-        """Seconds of the optimizer's update of parameters, one after the other, and of copies for it, by cause."""
+    def update_s(self, trained: Sequence[ParameterShard], folded: bool = False) -> Seconds:
+        """Seconds of the optimizer's update of parameters, one after the other, and of copies for it, by cause; these
+        are in the graphs where gradients are ``folded``.
+        """
         update = OptimizerStep(self.optimizer, trained)
-        copies_s = update.copies_s(self.cluster.device)
+        copies_s = 0.0 if folded else update.copies_s(self.cluster.device)
         seconds = {Cause(UPDATE): update.update_s(self.cluster.device)}
         return seconds | ({Cause(STATE_COPIES): copies_s} if copies_s else {})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,12 +14,11 @@ from cost_models.streams import StreamRun, Wait
 from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.graph.bound_ops import finished
 from galvatron_fx.ir.graph.host_copies import arrived
-from galvatron_fx.ir.graph.layout import Layout
 from galvatron_fx.ir.graph.metadata import meta_of
-from galvatron_fx.ir.plan.prediction import COMPUTE, HOST, MEMORY_KINDS, PARAMETERS, STATES, Cause, Storage
+from galvatron_fx.ir.plan.prediction import COMPUTE, HOST, MEMORY_KINDS, PARAMETERS, STATES, UPDATE, Cause, Storage
 from passes.lowering.lower_step import Lowered
 from passes.simulation.events import blocks_by_place, node_events
-from passes.simulation.live_memory import GraphMemory
+from passes.simulation.live_memory import GraphMemory, UpdateBytes
 from passes.simulation.short_program import Repeat, ShortProgram
 from passes.simulation.step import OF_UPDATE, SimulateStep, StepReport
 
@@ -71,7 +70,7 @@ class StepTimeline:
         recorder = _Recorder(lowered.layout.shape, simulator.update_bytes(lowered))
         recorder.use(lowered)
         graphs = (lowered.halves.forward, lowered.halves.backward)
-        run = _run([graph.graph for graph in graphs], lowered.layout, simulator)
+        run = _run([graph.graph for graph in graphs], lowered, simulator)
         begins = np.append(run.begins_s, run.ends_s)
         place = {node: block for graph in graphs for node, block in blocks_by_place(graph.graph).items()}
         blocks = [place[node] for node in run.nodes]
@@ -79,7 +78,9 @@ class StepTimeline:
         begun = {
             (n.graph, n.name): begin_and_block for n, *begin_and_block in zip(run.nodes, begins, blocks, strict=False)
         }
-        return cls(spans, _memory(program, recorder, begun, step))
+        behind = (UPDATE,) if lowered.halves.folded else OF_UPDATE
+        update_at_s = step.step_time_s - sum(s for cause, s in step.seconds.items() if cause.kind in behind)
+        return cls(spans, _memory(program, recorder, begun, step, update_at_s))
 
 
 class _Run(NamedTuple):
@@ -96,9 +97,10 @@ class _Run(NamedTuple):
     ends_s: float
 
 
-def _run(graphs: Sequence[fx.Graph], layout: Layout, simulator: SimulateStep) -> _Run:
-    price = partial(simulator.prices.price, layout=layout)
-    by_node = [pair for graph in graphs for pair in node_events(graph, price)]
+def _run(graphs: Sequence[fx.Graph], lowered: Lowered, simulator: SimulateStep) -> _Run:
+    price = partial(simulator.prices.price, layout=lowered.layout)
+    states = simulator.folded_states(lowered)
+    by_node = [pair for graph in graphs for pair in node_events(graph, price, states)]
     run = StreamRun.of([event for _, events in by_node for event in events], simulator.cluster.overlap)
     nodes, causes, times, count = [], [], [], 0
     for node, events in by_node:
@@ -120,7 +122,7 @@ def _run(graphs: Sequence[fx.Graph], layout: Layout, simulator: SimulateStep) ->
 class _Recorder(GraphMemory):
     """Notes what comes and goes at which node; what a storage turns out to be is known at the end only."""
 
-    def __init__(self, degrees: Sequence[int], update_bytes: Callable[[str], int]) -> None:
+    def __init__(self, degrees: Sequence[int], update_bytes: UpdateBytes) -> None:
         super().__init__(degrees, update_bytes)
         self.names: list[tuple[fx.Graph, str]] = []
         self.events: list[tuple[Storage, int]] = []
@@ -179,7 +181,11 @@ def _spans(
 
 
 def _memory(
-    program: ShortProgram, recorder: _Recorder, begun: Mapping[tuple[fx.Graph, str], list[Any]], step: StepReport
+    program: ShortProgram,
+    recorder: _Recorder,
+    begun: Mapping[tuple[fx.Graph, str], list[Any]],
+    step: StepReport,
+    update_at_s: float,
 ) -> MemoryTimeline:
     moments, now = [], 0.0
     for name in recorder.names:
@@ -195,8 +201,7 @@ def _memory(
     levels[:, always] = update[always]
     values = np.column_stack([moments, levels])
     rows = np.array([row for _, _, row in _unrolled(blocks, program.repeats, np.vstack([values, values[-1:]]))])
-    update_s = step.step_time_s - sum(s for cause, s in step.seconds.items() if cause.kind in OF_UPDATE)
-    rows = np.vstack([rows, [update_s, *update]])
+    rows = np.vstack([rows, [update_at_s, *update]])
     return MemoryTimeline(rows[:, 0], rows[:, 1:], step.step_time_s)
 
 

@@ -17,6 +17,7 @@ import galvatron_fx
 from benchmarks.common.tensor_memory import TensorMemory
 from cost_models.optimizer import optimizer_model
 from galvatron_fx.errors import InputError, PlanError
+from galvatron_fx.optim import AdamA
 from passes.lowering.apply_plan import lower
 from passes.lowering.lower_step import Lowered
 from passes.simulation.step import SimulateStep
@@ -87,29 +88,34 @@ def test_trains_as_the_stock_optimizer(mesh: DeviceMesh, make: Make, on_host: bo
 
 @pytest.mark.parametrize(("name", "make"), [("adamw", AdamW), ("sgd_momentum", momentum), ("adafactor", Adafactor)])
 def test_bytes_are_those_that_are_predicted(mesh: DeviceMesh, name: str, make: Make) -> None:
-    """Of a whole step; without gradients it takes no more."""
+    """Of a whole step, with states on the host too, of which those of two parameters are here at a time; without
+    gradients it takes no more.
+    """
     peaks = []
-    for folds in (True, False):
-        model = compiled(mesh, folds)
+    for folds, on_host in ((True, True), (True, False), (False, False)):
+        model = compiled(mesh, folds, offload_states=on_host)
         optimizer = make(model.parameters())
         model.fold_gradients(optimizer)
         for _ in range(2):  # the second has states
             inputs = batch()
             kept = [value for state in optimizer.state.values() for value in state.values()]
-            counts = sum(value.nbytes for value in kept if not value.ndim)
+            counts = [value for value in kept if not value.ndim]
+            away = [value for value in kept if value.ndim and on_host]
+            here = [value for value in kept if value.ndim and not on_host]
             gc.collect()
-            with TensorMemory([*model.parameters(), *inputs.values(), *kept]) as memory:
+            with TensorMemory([*model.parameters(), *inputs.values(), *counts, *here], on_host=away) as memory:
                 outputs = model.forward_backward(**inputs)
                 optimizer.step()
             del outputs
             optimizer.zero_grad()
-        peaks.append(memory.peak_bytes - counts)
+        peaks.append(memory.peak_bytes - sum(value.nbytes for value in counts))
         cluster = galvatron_fx.Cluster.preset("1xA100-80GB")
         program = lower(galvatron_fx.capture(net(), batch()), model.plan, cluster)
         assert isinstance(program, Lowered)
-        predicted = SimulateStep(cluster, optimizer_model(name)).run(program).peak_memory_bytes
-        assert abs(predicted - peaks[-1]) <= NUMBERS_BYTES
-    assert peaks[0] <= peaks[1] + NUMBERS_BYTES
+        report = SimulateStep(cluster, optimizer_model(name)).run(program)
+        assert abs(report.peak_memory_bytes - peaks[-1]) <= NUMBERS_BYTES
+        assert report.host_bytes == memory.host_bytes == memory.host_peak_bytes
+    assert peaks[1] <= peaks[2] + NUMBERS_BYTES
 
 
 @pytest.fixture
@@ -178,6 +184,9 @@ def test_what_cannot_be_folded(mesh: DeviceMesh, folding: Folding) -> None:
         optimizer.step(lambda: 0.0)
     with pytest.raises(InputError, match="update_whole"):
         model.fold_gradients(OwnAdamW(model.parameters()))
+    away = compiled(mesh, True, offload_states=True)
+    with pytest.raises(InputError, match="compile without fold_gradients=True"):
+        away.fold_gradients(AdamA(away.parameters()))
     with pytest.raises(InputError, match="no optimizer takes them"):
         copy.deepcopy(model).forward_backward(**batch())
     with pytest.raises(PlanError, match="folds gradients into updates: they are sums over micro-batches"):

@@ -329,6 +329,7 @@ def _prices(
     forward_busy_s = forward_s if overlap.gains else np.zeros_like(forward_s)
     forward_s = forward_s + np.maximum(copies_s - forward_busy_s, 0.0)
     backward_s = backward_s + np.maximum(copies_s - backward_busy_s, 0.0)
+    beside_s = np.where(folds & ~staged & overlap.gains, backward_s, 0.0)
     away_bytes = np.where(away, terms.state_bytes, 0.0)
     of_weights = back_reduce_s / np.maximum(back_gather_s + back_reduce_s, _TINY_S)
     return BlockPrices(
@@ -336,7 +337,7 @@ def _prices(
         backward_s=backward_s + exposed + np.where(again, late_s, 0.0) + backward_late_s,
         weight_s=weights_s + exposed * of_weights,
         once_s=terms.update_s
-        + np.where(away, _state_copies_s(device, terms, on_disk), 0.0)
+        + np.where(away, np.maximum(_state_copies_s(device, terms, on_disk) - beside_s, 0.0), 0.0)
         + np.where(pipelined, terms.far_s, 0.0)
         + np.where(staged, terms.reduce_s + terms.reduce_work_s, 0.0)
         + np.where(once, terms.gather_s + terms.gather_work_s + terms.scatter_s + terms.scatter_work_s, 0.0),
