@@ -79,6 +79,7 @@ def plan(
     num_stages: int | None = None,
     num_microbatches: int | None = None,
     schedule: str | None = None,
+    vocabulary: str | None = None,
     search_seconds: float | None = None,
     optimizer: str = ADAM,
     expert_imbalance: float = CAPACITY,
@@ -109,6 +110,8 @@ def plan(
     all blocks (``{"dp": "zero"}``);
     ``num_stages``, ``num_microbatches``, ``schedule`` (one of :data:`galvatron_fx.ir.plan.schedule.SCHEDULES`): pinned,
     or searched where None; schedule "search" also looks for a table of its own that is faster (docs/schedules.md);
+    ``vocabulary``: "spread" lets all pipeline ranks compute the first and the last block (embedding and head) together,
+    "ends" leaves them to the first and the last stage, None tries both where a vocabulary is large;
     ``search_seconds``: when to take the best plan found so far, at the next configuration (its ``notes`` say so);
     ``optimizer``: whose states and update count (one of :data:`galvatron_fx.ir.plan.optimizers.OPTIMIZERS`);
     ``expert_imbalance``: rows that the busiest rank's experts are expected to have, over the mean, which prices role
@@ -164,6 +167,7 @@ def compile(
     num_stages: int | None = None,
     num_microbatches: int | None = None,
     schedule: str | None = None,
+    vocabulary: str | None = None,
     search_seconds: float | None = None,
     optimizer: str = ADAM,
     expert_imbalance: float = CAPACITY,

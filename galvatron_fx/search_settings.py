@@ -14,7 +14,8 @@ from galvatron_fx.ir.cluster.device import Device
 from galvatron_fx.ir.errors import InputError, PlanError
 from galvatron_fx.ir.plan.arguments import check_arguments, shown
 from galvatron_fx.ir.plan.optimizers import ADAM, check_optimizer
-from galvatron_fx.ir.plan.schedule import FORWARD_ONLY_SCHEDULE
+from galvatron_fx.ir.plan.pipelining import SPREAD_ENDS
+from galvatron_fx.ir.plan.schedule import FORWARD_ONLY_SCHEDULE, SEARCH
 from galvatron_fx.ir.plan.strategy import CAPACITY, ROLES, Strategy
 from galvatron_fx.ir.plan.units import parse_bytes
 from passes.search.configurations import Pins
@@ -37,6 +38,7 @@ class SearchSettings:
     num_stages: int | None = None
     num_microbatches: int | None = None
     schedule: str | None = None
+    vocabulary: str | None = None
     search_seconds: float | None = None
     optimizer: str = ADAM
     expert_imbalance: float = CAPACITY
@@ -61,9 +63,14 @@ class SearchSettings:
         unknown = [role for role in self.roles if role not in ROLES]
         if unknown or not self.roles:
             raise PlanError(f"unknown role(s) {unknown or list(self.roles)}: use some of {', '.join(ROLES)}")
+        if self.vocabulary == SPREAD_ENDS and self.schedule == SEARCH:
+            raise PlanError(
+                f"schedule={SEARCH!r} searches tables whose first and last block are of the first and the last stage, "
+                f"and vocabulary={SPREAD_ENDS!r}: leave out one of them"
+            )
         if self.forward_only:
             self._refuse_of_training()
-        pins = Pins(self.num_stages, self.num_microbatches, self.schedule)
+        pins = Pins(self.num_stages, self.num_microbatches, self.schedule, self.vocabulary)
         return SearchOptions(
             max(kind.memory_bytes for kind in cluster.kinds) if budget is None else budget,
             tuple(self.roles),

@@ -15,6 +15,7 @@ from galvatron_fx.cli.models import DTYPES
 from galvatron_fx.ir.errors import GalvatronError
 from galvatron_fx.ir.plan.arguments import check_arguments
 from galvatron_fx.ir.plan.optimizers import ADAM, OPTIMIZERS
+from galvatron_fx.ir.plan.pipelining import VOCABULARIES
 from galvatron_fx.ir.plan.schedule import SCHEDULES, SEARCH
 from galvatron_fx.ir.plan.strategy import CAPACITY, OFFLOADABLE, PIPELINE, ROLES
 from galvatron_fx.ir.plan.units import parse_bytes
@@ -141,6 +142,11 @@ def add_search(parser: argparse.ArgumentParser) -> None:
         "--schedule", choices=(*SCHEDULES, SEARCH), help=f"default: the best of them; {SEARCH}: also tables of its own"
     )
     group.add_argument(
+        "--vocabulary",
+        choices=VOCABULARIES,
+        help="embedding and head on all pipeline ranks together, or on the first and the last (default: searched)",
+    )
+    group.add_argument(
         "--constrain",
         action="append",
         default=[],
@@ -232,6 +238,7 @@ def search_of(options: argparse.Namespace) -> dict[str, Any]:
         "num_stages": options.num_stages,
         "num_microbatches": options.num_microbatches,
         "schedule": options.schedule,
+        "vocabulary": options.vocabulary,
         "constraints": constraints_of(options.constraints, options.constrain),
         "search_seconds": options.search_seconds,
         "optimizer": options.optimizer,

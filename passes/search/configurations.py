@@ -9,6 +9,7 @@ from math import prod
 
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import ClusterError, PlanError
+from galvatron_fx.ir.plan.pipelining import ENDS, SPREAD_ENDS
 from galvatron_fx.ir.plan.schedule import FORWARD_ONLY_SCHEDULE, SCHEDULES, SEARCH, legal
 from galvatron_fx.ir.plan.strategy import PIPELINE
 from passes.search.candidates import far_apart
@@ -27,12 +28,18 @@ _SHOWN = 3  # reasons
 @dataclass(frozen=True)
 class Pins:
     """What of the pipeline is decided already; None is searched. Schedule "search": tables are searched for the best of
-    what named schedules found.
+    what named schedules found. Vocabulary "spread": there are stages, and two blocks beside them.
     """
 
     num_stages: int | None = None
     num_microbatches: int | None = None
     schedule: str | None = None
+    vocabulary: str | None = None
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether all pipeline ranks have to compute the first and the last block together."""
+        return self.vocabulary == SPREAD_ENDS
 
     def __str__(self) -> str:
         """Return what is pinned, as the options are written."""
@@ -109,8 +116,9 @@ class Configurations:
     # ---- what can be ----
 
     def _shapes(self) -> Iterator[_Shape]:
-        for axes in range(len(self.cluster.axes) + 1):
-            if self._unlike(axes) is not None:
+        between = self.blocks - 2 * self.pins.is_spread
+        for axes in range(self.pins.is_spread, len(self.cluster.axes) + 1):
+            if self._unlike(axes) is not None or self._has_unlike_ends:
                 continue
             ranks = prod(axis.size for axis in self.cluster.axes[:axes])
             if (axes and not self._may_pipeline) or ranks > _MOST_STAGES:
@@ -119,8 +127,13 @@ class Configurations:
                 continue
             for schedule in self._schedules(ranks):
                 stages = self._stages(schedule, ranks)
-                if stages <= self.blocks:
+                if stages <= between:
                     yield _Shape(axes, ranks, schedule, stages)
+
+    @property
+    def _has_unlike_ends(self) -> bool:
+        """Whether blocks of all ranks would be on devices of several kinds."""
+        return self.pins.is_spread and len(self.cluster.kinds) > 1
 
     def _unlike(self, axes: int) -> ClusterError | None:
         """Why so many axes cannot hold stages, as some would have devices of several kinds."""
@@ -189,6 +202,8 @@ class Configurations:
         if not any(True for _ in self._shapes()) and (unlike := self._unlike(0)) is not None:
             return str(unlike)
         possible = sorted({shape.stages for shape in self._shapes()})
+        if self._has_unlike_ends:
+            return f"vocabulary={SPREAD_ENDS!r} is for devices of one kind, and there are several: use {ENDS!r}"
         if pins.num_stages is not None and pins.num_stages > self.blocks:
             most = f"at most {possible[-1]}" if possible else "fewer"
             return (
@@ -196,8 +211,9 @@ class Configurations:
                 f"{most} (what the outermost axes of {self._mesh} can hold), or a model of more blocks"
             )
         if not self._may_pipeline:
-            return f"schedule {pins.schedule!r} needs stages: add '{PIPELINE}' to the roles, or give num_stages"
+            return f"{pins} needs stages: add '{PIPELINE}' to the roles, or give num_stages"
         under = f" under schedule {pins.schedule!r}" if pins.schedule is not None else ""
+        under += f" between two blocks of all ranks (vocabulary={SPREAD_ENDS!r})" * pins.is_spread
         if not possible:
             return (
                 f"no number of stages{under} fits {self._mesh} and a model of {self.blocks} blocks: use another "

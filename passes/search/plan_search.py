@@ -51,7 +51,7 @@ from passes.search.searched_tables import WithTable, fastest_with_table
 from passes.search.shortlist import shortlist
 from passes.search.sliced_gathers import lightest_with_slices, with_slices
 from passes.search.solvers.stage_search import StageSearch
-from passes.search.spread_vocabulary import fastest_with_spread_vocabulary
+from passes.search.spread_vocabulary import fastest_with_spread_vocabulary, with_spread_vocabulary
 from passes.search.trials import MemorySlack
 from passes.simulation.choice import SimulateChoice
 
@@ -159,6 +159,7 @@ class _Search:
         simulate = SimulateChoice(graph, cluster, self.pricer.block_fingerprints, pricer.optimizer, pricer.folds)
         self.record = Record()
         self.simulator = Simulator(simulate, watch, self.record, options.offload.host_bytes)
+        self.outcomes = self.simulator.outcomes
         self.slack = MemorySlack()
         self.searched: WithTable | None = None
         self.best: Simulated | None = None
@@ -175,13 +176,15 @@ class _Search:
                 best = self._fastest(opened, self.limit)
         if "zero" in self.options.roles and not self.is_cut_short:
             best = self._with_slices(best)
-        if best is None and not self.is_cut_short:
+        if self.options.pins.is_spread and (self.outcomes or not self.is_cut_short):
+            best = self._spread(opened)
+        elif best is None and not self.is_cut_short:
             best = self._least(opened)
         if best is None:
             raise TimeLimitError(self._too_late())
         if self.options.pins.schedule == SEARCH and not self.is_cut_short:
             best = self._with_table(best)
-        if PIPELINE in self.options.roles and not self.is_cut_short and len(self.cluster.kinds) == 1:
+        if self._may_spread and not self.is_cut_short:
             best = self._with_spread_vocabulary(best)
         self.best = best
         return tuple(self._reported(best, opened, most))
@@ -195,11 +198,26 @@ class _Search:
             self.searched = fastest_with_table(fastest_first[:_TABLES], self.simulator.run, self.limit)
         return self.searched.outcome
 
+    @property
+    def _may_spread(self) -> bool:
+        """Whether nothing is said of the vocabulary, and all pipeline ranks may have it."""
+        is_open = self.options.pins.vocabulary is None and PIPELINE in self.options.roles
+        return is_open and len(self.cluster.kinds) == 1
+
     def _with_spread_vocabulary(self, best: Simulated) -> Simulated:
         """The fastest once embedding and head were tried on all pipeline ranks, where a vocabulary is large."""
         with self.watch.phase(SIMULATION):
-            outcomes = self.simulator.outcomes
-            return fastest_with_spread_vocabulary(self.graph, outcomes, best, self.simulator.run, self.limit)
+            return fastest_with_spread_vocabulary(self.graph, self.outcomes, best, self.simulator.run, self.limit)
+
+    def _spread(self, opened: OpenConfigurations) -> Simulated:
+        """The fastest of those with embedding and head on all pipeline ranks. Raises BudgetError where none fits."""
+        outcomes = self.outcomes or self._lightest_kinds(opened)
+        with self.watch.phase(SIMULATION):
+            self.outcomes = with_spread_vocabulary(outcomes, self.simulator.run)
+        fitting = [outcome for outcome in self.outcomes if outcome.fits(self.limit)]
+        if not fitting:
+            raise self._over_budget(min(self.outcomes, key=lambda outcome: outcome.peak_bytes))
+        return min(fitting, key=lambda outcome: outcome.simulated_s)
 
     def _with_slices(self, best: Simulated | None) -> Simulated | None:
         """The fastest once parameters were gathered in slices, where their gathers may take too much."""
@@ -345,7 +363,7 @@ class _Search:
         if best.table is not None or best.is_spread:  # the same by a named schedule, with whole ends
             others = (self.record.seen[best.search.configuration, best.search.costs.kinds], *others)
         seen = best.contender(self.limit), *others
-        for outcome in shortlist(self.simulator.outcomes, best, self.limit, most):
+        for outcome in shortlist(self.outcomes, best, self.limit, most):
             yield self._plan(outcome).with_report(self._report(outcome, seen))
 
     def _report(self, outcome: Simulated, seen: tuple[Contender, ...]) -> SearchReport:
@@ -381,15 +399,7 @@ class _Search:
         """A choice that takes so little memory that it fits after all, None if time is over; else BudgetError, of the
         first by estimates where not even parameters fit.
         """
-        with self.watch.phase(PRICING):
-            opened.open_lightest()
-        here = [each for each in (search.without_offload() for search in opened.searches) if each is not None]
-        kinds = (opened.searches, here) if self.options.offload.activations else (opened.searches,)
-        most = _LIGHTEST if self._may_fit else 1
-        lightest = [outcome for each in kinds for outcome in islice(self._lightest(each), most)]
-        if not lightest:
-            raise min(self.simulator.refusals.items())[1]
-        least = min(lightest, key=lambda outcome: outcome.peak_bytes)
+        least = min(self._lightest_kinds(opened), key=lambda outcome: outcome.peak_bytes)
         # The estimates that picked it are no simulation: another choice may turn out to take less.
         while self._may_fit and self.limit < least.peak_bytes <= _NEARLY * self.limit:
             outcome = self._fastest(opened, least.peak_bytes - 1)
@@ -403,8 +413,11 @@ class _Search:
                 least = lightest_with_slices(self.graph, least, self.simulator.run)
         if least.peak_bytes <= self.limit:
             return least
+        raise self._over_budget(least)
+
+    def _over_budget(self, least: Simulated) -> BudgetError:
         plan = self._plan(least)
-        raise BudgetError(
+        return BudgetError(
             f"no plan fits {format_bytes(self.options.memory_budget_bytes)} per device: the least found is "
             f"{format_bytes(least.peak_bytes)} ({least.peak_bytes} bytes), reached by\n{plan}\n"
             f"{self._remedy()}",
@@ -423,6 +436,18 @@ class _Search:
     def _host_remedy(self) -> str:
         has_link = self.cluster.device.host_bandwidth_bytes_per_s and not self.options.offload.states
         return ", or keep states on the host: offload=('states',)" if has_link else ""
+
+    def _lightest_kinds(self, opened: OpenConfigurations) -> list[Simulated]:
+        """A few of the lightest choices, and of those that keep all on the device."""
+        with self.watch.phase(PRICING):
+            opened.open_lightest()
+        here = [each for each in (search.without_offload() for search in opened.searches) if each is not None]
+        kinds = (opened.searches, here) if self.options.offload.activations else (opened.searches,)
+        most = _LIGHTEST if self._may_fit else 1
+        lightest = [outcome for each in kinds for outcome in islice(self._lightest(each), most)]
+        if not lightest:
+            raise min(self.simulator.refusals.items())[1]
+        return lightest
 
     def _lightest(self, searches: Sequence[StageSearch]) -> Iterator[Simulated]:
         """The choices that take least memory by estimates, simulated; without those that cannot run."""

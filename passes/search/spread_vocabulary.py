@@ -19,7 +19,7 @@ from passes.search.solvers.stage_search import StageChoice, StageSearch
 from passes.simulation.choice import SimulateChoice, Staging
 from passes.simulation.stages import StagesReport
 
-__all__ = ["fastest_with_spread_vocabulary"]
+__all__ = ["fastest_with_spread_vocabulary", "with_spread_vocabulary"]
 
 _PIPELINES = 4  # that are tried, the fastest of each configuration
 _LARGE = 2**14  # rows of a vocabulary; with fewer it is never more than a small part of a model
@@ -38,23 +38,41 @@ def fastest_with_spread_vocabulary(
     blocks take long against the share of a rank.
     """
     rows = _most_rows(graph)
-    for outcome in _pipelines(outcomes, best, rows) if rows >= _LARGE else ():
-        for choice in _choices(outcome):
-            spread = _simulated(outcome, choice, simulate)
-            if spread is not None and spread.fits(limit) and spread.simulated_s < best.simulated_s:
-                best = spread
-    return best
+    near = [
+        outcome
+        for outcome in outcomes
+        if rows >= _LARGE
+        and outcome.simulated_s < _NEAR * best.simulated_s
+        and rows % outcome.search.num_ranks == 0
+        and _is_long(outcome.search)
+    ]
+    spread = [each for each in _spread(near, simulate) if isinstance(each, Simulated) and each.fits(limit)]
+    return min((best, *spread), key=lambda outcome: outcome.simulated_s)
 
 
-def _pipelines(outcomes: Sequence[Simulated], best: Simulated, rows: int) -> list[Simulated]:
-    """The fastest outcomes with stages, one a configuration, whose ranks divide ``rows`` and have long ends."""
+def with_spread_vocabulary(outcomes: Sequence[Simulated], simulate: SimulateChoice) -> list[Simulated]:
+    """Return the fastest of the ``outcomes``, which have stages, each with spread ends and even stages between, whether
+    that is faster or not, in any memory. Raises PlanError where the model cannot be run so.
+    """
+    tried = list(_spread(outcomes, simulate))
+    refusals = [each for each in tried if isinstance(each, PlanError)]
+    if len(refusals) == len(tried):
+        raise refusals[0]
+    return [each for each in tried if isinstance(each, Simulated)]
+
+
+def _spread(outcomes: Sequence[Simulated], simulate: SimulateChoice) -> Iterator[Simulated | PlanError]:
+    """The fastest outcomes with stages, one a configuration, simulated with spread ends; or why one cannot be run."""
     by_configuration: dict[object, Simulated] = {}
     for outcome in sorted(outcomes, key=lambda outcome: outcome.simulated_s):
-        ranks = outcome.search.num_ranks
-        near = outcome.simulated_s < _NEAR * best.simulated_s and isinstance(outcome.report, StagesReport)
-        if near and ranks > 1 and rows % ranks == 0 and _is_long(outcome.search):
+        if isinstance(outcome.report, StagesReport) and outcome.search.num_ranks > 1:
             by_configuration.setdefault(outcome.search.configuration, outcome)
-    return list(by_configuration.values())[:_PIPELINES]
+    for outcome in list(by_configuration.values())[:_PIPELINES]:
+        for choice in _choices(outcome):
+            try:
+                yield _simulated(outcome, choice, simulate)
+            except PlanError as refusal:  # a parameter that a stage of one rank uses, too
+                yield refusal
 
 
 def _is_long(search: StageSearch) -> bool:
@@ -99,8 +117,8 @@ def _even(search: StageSearch, picks: Sequence[int]) -> Cuts | None:
     return (0, *cuts, count - 1)
 
 
-def _simulated(outcome: Simulated, choice: StageChoice, simulate: SimulateChoice) -> Simulated | None:
-    """The choice with spread ends; None where the model cannot be run so."""
+def _simulated(outcome: Simulated, choice: StageChoice, simulate: SimulateChoice) -> Simulated:
+    """The choice with spread ends. Raises PlanError where the model cannot be run so."""
     search, setting = outcome.search, outcome.search.configuration
     assert setting.schedule in SCHEDULES
     filled, whole = (
@@ -108,8 +126,5 @@ def _simulated(outcome: Simulated, choice: StageChoice, simulate: SimulateChoice
         for schedule in (search.filled, search.schedule)
     )
     staging = Staging(whole, filled, simulate.cluster.axes[: setting.pipeline_axes])
-    try:
-        report = simulate.run(with_spread_ends(search.strategies(choice)), choice.first_blocks, staging)
-    except PlanError:  # a parameter that a stage of one rank uses, too
-        return None
+    report = simulate.run(with_spread_ends(search.strategies(choice)), choice.first_blocks, staging)
     return replace(outcome, choice=replace(choice, time_s=report.step_time_s), report=report)

@@ -92,3 +92,5 @@ def test_a_parameter_of_stages_of_one_rank_is_refused() -> None:
     model.layers = nn.ModuleList(Echo(model.embed) for _ in range(2)).double()
     with pytest.raises(PlanError, match=r"'embed.weight' is split over all pipeline ranks.*vocabulary='ends'"):
         galvatron_fx.check(model, 2, inputs, plan=SETTINGS["untied"].plan)
+    with pytest.raises(PlanError, match=r"'embed.weight' is split over all pipeline ranks.*vocabulary='ends'"):
+        galvatron_fx.plan(model, cluster_of(2), inputs, vocabulary="spread")

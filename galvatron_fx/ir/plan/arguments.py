@@ -12,6 +12,7 @@ from math import inf
 from typing import Any
 
 from galvatron_fx.ir.errors import GalvatronError, InputError, PlanError
+from galvatron_fx.ir.plan.pipelining import VOCABULARIES
 from galvatron_fx.ir.plan.strategy import OFFLOADABLE, ROLES, Strategy
 
 __all__ = ["check_arguments", "shown"]
@@ -157,6 +158,11 @@ _ARGUMENTS: dict[str, _Argument] = {
     "num_stages": _STAGES,
     "num_microbatches": _STAGES,
     "schedule": _Argument(lambda value: value is None or isinstance(value, str), "give its name, or None", PlanError),
+    "vocabulary": _Argument(
+        lambda value: value is None or (isinstance(value, str) and value in VOCABULARIES),
+        f"use {' or '.join(map(repr, VOCABULARIES))}, or None to search it",
+        PlanError,
+    ),
     "seconds": _Argument(
         lambda value: _is_number(value) and value > 0,
         "give seconds above 0",

@@ -10,12 +10,12 @@ from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.plan.schedule import SPREAD, Action, Schedule, check_schedule, make_schedule, stage_ranks
 from galvatron_fx.ir.plan.spread_ends import make_spread_schedule
 
-__all__ = ["BY_HAND", "ENDS", "ONE_STAGE", "SPREAD_ENDS", "Pipelining", "even_cuts"]
+__all__ = ["BY_HAND", "ENDS", "ONE_STAGE", "SPREAD_ENDS", "VOCABULARIES", "Pipelining", "even_cuts"]
 
 BY_HAND = "table"
 """The name of a schedule that is given action by action."""
 
-ENDS, SPREAD_ENDS = "ends", "spread"
+VOCABULARIES = ENDS, SPREAD_ENDS = "ends", "spread"
 """Where embedding and head are: in the first and last stage, or spread over all pipeline ranks."""
 
 
@@ -49,7 +49,7 @@ class Pipelining:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise PlanError(f"{name} is {value!r}; give an int from 1")
-        if self.vocabulary not in (ENDS, SPREAD_ENDS):
+        if self.vocabulary not in VOCABULARIES:
             raise PlanError(f"vocabulary is {self.vocabulary!r:.80}; give {ENDS!r} or {SPREAD_ENDS!r}")
         if self.first_blocks:
             first = int(self.is_spread)

@@ -12,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import galvatron_fx
 from galvatron_fx import Cluster, Plan
+from galvatron_fx.errors import BudgetError, PlanError
 from galvatron_fx.plan_fit import simulated
 from passes.search import spread_vocabulary
 
@@ -26,10 +27,10 @@ def gpt2(vocabulary: int) -> tuple[nn.Module, dict[str, Any]]:
         return GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False)), {"input_ids": ids, "labels": ids}
 
 
-def planned(*model: Any) -> Plan:
+def planned(*model: Any, **options: Any) -> Plan:
     """The fastest of pipelines."""
     given, *inputs = model
-    return galvatron_fx.plan(given, CLUSTER, *inputs, roles=("pipeline",), num_stages=2, num_microbatches=4)
+    return galvatron_fx.plan(given, CLUSTER, *inputs, roles=("pipeline",), num_stages=2, num_microbatches=4, **options)
 
 
 def test_a_large_vocabulary_is_spread() -> None:
@@ -43,6 +44,24 @@ def test_a_large_vocabulary_is_spread() -> None:
     assert whole and all(plan.step_time_s < contender.step_s for contender in whole)
     assert "vocabulary           first and last block spread over all pipeline ranks" in str(plan)
     assert "spread" in str(plan.report)
+
+
+def test_it_is_as_was_asked_for() -> None:
+    large, small = (galvatron_fx.Captured(*gpt2(vocabulary)) for vocabulary in (2**15, 64))
+    assert not planned(large, vocabulary="ends").pipelining.is_spread
+    plan = planned(small, vocabulary="spread")
+    assert plan.pipelining.is_spread and plan.report is not None
+    with pytest.raises(BudgetError, match=r"the least found is .*") as refused:
+        planned(small, vocabulary="spread", memory_budget=plan.peak_memory_bytes // 2)
+    assert refused.value.plan.pipelining.is_spread
+
+
+def test_what_cannot_be_spread_is_refused() -> None:
+    small = galvatron_fx.Captured(*gpt2(64))
+    with pytest.raises(PlanError, match=r"vocabulary is 'all': use 'ends' or 'spread', or None to search it"):
+        planned(small, vocabulary="all")
+    with pytest.raises(PlanError, match=r"schedule='search' searches tables .* leave out one of them"):
+        planned(small, vocabulary="spread", schedule="search")
 
 
 @pytest.mark.parametrize("vocabulary", [64, 2**15 + 1])
