@@ -212,7 +212,7 @@ def compile(
     model = plain_model(model)
     check_arguments(mesh=mesh, seed=seed, progress=progress, batch_dim=batch_dim, forward_only=forward_only)
     require_all_ranks(mesh)
-    settings = SearchSettings.of(locals())
+    settings = SearchSettings.of(locals()).on_mesh(mesh)
     machine = Cluster.from_json(from_first_rank(Cluster.from_mesh(mesh).to_json())) if cluster is None else cluster
     control = pass_control(on_pass, passes)
     policy, given = checked_policy(mixed_precision), as_plan(plan)

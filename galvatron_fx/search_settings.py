@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
 
 from galvatron_fx.arguments import check_cluster
 from galvatron_fx.ir.cluster.cluster import Cluster
@@ -52,6 +54,21 @@ class SearchSettings:
     def of(cls, arguments: Mapping[str, Any]) -> SearchSettings:
         """Those among the ``arguments`` of a function that takes them all, by their names."""
         return cls(**{field.name: arguments[field.name] for field in fields(cls)})
+
+    def on_mesh(self, mesh: DeviceMesh) -> SearchSettings:
+        """Leave out constraints on dims of ``mesh`` that have one rank: every role is alike there."""
+        sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+        if not isinstance(self.constraints, Mapping) or 1 not in sizes.values():
+            return self
+
+        def searched(roles: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: role for name, role in roles.items() if role not in ROLES or sizes.get(name) != 1}
+
+        by_name = {
+            name: searched(wanted) if isinstance(wanted, Mapping) else wanted
+            for name, wanted in self.constraints.items()
+        }
+        return replace(self, constraints=searched(by_name))
 
     def on(self, cluster: Cluster) -> SearchOptions:
         """What to search on ``cluster``; raises InputError and PlanError for what no search can use."""

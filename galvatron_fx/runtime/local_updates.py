@@ -53,12 +53,26 @@ def _on_local_tensors(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     if not any(hasattr(parameter, _MARK) for parameter in parameters):
         return None
+    _require_settings(optimizer)
     twin = object.__new__(twin_class)
     closure = closure_of(args, kwargs)
     own = {"state": _LocalStates(optimizer.state), "whole": optimizer, "step_closure": closure}
     twin.__dict__ = {**optimizer.__dict__, **own}
     del twin.__dict__["param_groups"]
     return (twin, *closure), {}
+
+
+def _require_settings(optimizer: Optimizer) -> None:
+    """Refuse groups that came without settings out of a checkpoint: torch saves those of one rank for all."""
+    for group in optimizer.param_groups:
+        missing = sorted(optimizer.defaults.keys() - group.keys())
+        if missing:
+            raise InputError(
+                f"a parameter group of this {type(optimizer).__name__} lacks {', '.join(missing)}. If it was loaded: a "
+                f"checkpoint of torch holds the groups of one rank, and under a plan with stages others have other "
+                f"parameters. Save and load with StateDictOptions(flatten_optimizer_state_dict=True), or a "
+                f"galvatron_fx.Checkpointer"
+            )
 
 
 class _Twin:

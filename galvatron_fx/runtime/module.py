@@ -159,7 +159,7 @@ class DistributedGraphModule(LikeOriginal):
             raise InputError(f"forward_backward of a model that was compiled forward-only: {TRAIN_REMEDY}")
         refuse_autocast(self.mesh.device_type, self.plan.mixed_precision)
         with self._alone():
-            program, flat, row_positions = self._program(args, kwargs)
+            program, flat, row_positions = self._program(args, kwargs, trains=True)
             program.require_loss()
             self._trained = program
             with torch.no_grad(), self._watch.collectives(), folding(self._folded, program.folded, self._held):
@@ -181,7 +181,7 @@ class DistributedGraphModule(LikeOriginal):
             return self._step_outputs
         refuse_autocast(self.mesh.device_type, self.plan.mixed_precision)
         with self._alone():
-            program, flat, row_positions = self._program(args, kwargs)
+            program, flat, row_positions = self._program(args, kwargs, trains=torch.is_grad_enabled())
             if self.plan.forward_only or not torch.is_grad_enabled():
                 with torch.no_grad(), self._watch.collectives():
                     self._rows.complete(flat, row_positions, program.read)
@@ -385,7 +385,9 @@ class DistributedGraphModule(LikeOriginal):
 
     # ---- inside ----
 
-    def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[AnyProgram, FlatInputs, list[int]]:
+    def _program(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], trains: bool
+    ) -> tuple[AnyProgram, FlatInputs, list[int]]:
         """The program for a call, its inputs, and the positions of those of which this rank has but its own rows."""
         self._late.warn()
         given, marked = unmarked(*self._style.of(args, kwargs))
@@ -393,7 +395,8 @@ class DistributedGraphModule(LikeOriginal):
         if torch.is_grad_enabled() and not self.plan.forward_only:
             refuse_gradients(given)
         flat, row_positions = self._rows.spread(given, marked)
-        flags = self._trained_flags()
+        # Averages of weights freeze what they copied: without backward, stages need not know what is frozen.
+        flags = self._trained_flags() if trains or self._stages is None else self._flags
         key = call_key(flat), self._tree.modes, flags
         try:
             self._compare(key, given, row_positions)

@@ -150,3 +150,13 @@ def test_states_that_lie_otherwise_are_refused(mesh: DeviceMesh) -> None:
     state["exp_avg"] = state["exp_avg"].full_tensor()
     with pytest.raises(InputError, match=r"state 'exp_avg' of a parameter of shape \(8,\) does not lie as the"):
         optimizer.step()
+
+
+def test_groups_without_their_settings_are_refused(mesh: DeviceMesh) -> None:
+    """As torch's checkpoints of stages leave them, whose ranks have other parameters."""
+    compiled, _ = pair(mesh)
+    optimizer = AdamW(compiled.parameters())
+    del optimizer.param_groups[0]["betas"]
+    compiled.forward_backward(**batch())
+    with pytest.raises(InputError, match=r"of this AdamW lacks betas\. .*flatten_optimizer_state_dict=True"):
+        optimizer.step()

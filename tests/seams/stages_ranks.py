@@ -214,6 +214,16 @@ def stages_refuse_flags(mesh: DeviceMesh) -> None:
         refused(lambda m=compiled: m.forward_backward(**batch()), said)  # type: ignore[misc]
 
 
+def stages_evaluate_frozen_averages(mesh: DeviceMesh) -> None:
+    """Averages of weights are copies that are frozen: what that changes is backward alone, which is refused."""
+    compiled, plain = pair(mesh, "pipeline")
+    average = copy.deepcopy(compiled).requires_grad_(False)
+    with torch.no_grad():
+        same(average(**batch())["loss"], plain(**batch())["loss"], "loss")
+        refused(lambda: average.forward_backward(**batch()), "under a plan with stages")
+    refused(lambda: average(**batch()), "under a plan with stages")
+
+
 def stages_differentiate(mesh: DeviceMesh) -> None:
     """``loss.backward()``: scaled, asked for, of a copy; gradients are of one stage, as those of forward_backward."""
     compiled, plain = pair(mesh, "pipeline")
@@ -417,6 +427,7 @@ CHECKS: dict[str, Check] = {
         stages_refuse_whole_states,
         stages_save_and_load_their_parts,
         stages_refuse_flags,
+        stages_evaluate_frozen_averages,
         stages_differentiate,
         outputs_with_dims_where_they_are,
         batches_in_parts_and_padded,

@@ -22,6 +22,7 @@ from galvatron_fx.errors import ClusterError, InputError
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster, Device
 from galvatron_fx.ir.plan.units import format_bytes, format_seconds, parse_bytes
 from galvatron_fx.runtime.binding import _dim_names
+from galvatron_fx.search_settings import SearchSettings
 
 NAMES = ["A100-80GB", "A100-40GB", "H100-80GB", "TITAN-RTX-24GB"]
 DEVICE: dict[str, Any] = {
@@ -115,6 +116,17 @@ def test_a_mesh_keeps_the_names_of_its_dims() -> None:
         assert _dim_names(mesh, Cluster.preset("24xA100-80GB"), [(0, 1)]) == ["dp_tp.0"]
         assert _dim_names(mesh, described_by_hand := Cluster(cluster.device, cluster.axes[::-1]), [(0,)]) == ["tp.2"]
         assert described_by_hand.shape != cluster.shape
+
+
+def test_constraints_on_dims_of_one_rank_change_nothing() -> None:
+    """A script keeps its constraints where a dim has one rank; other names and roles are still looked at."""
+    kept = {"tp": "tensor", "layers.0": ("zero", "tensor"), "dp": "tensr", "pp": "zero"}
+    given = {**kept, "cp": "context", "layers.*": {"cp": "context", "tp": "tensor"}, "head": {"cp": "zero"}}
+    with world(24):
+        mesh = DeviceMesh("cpu", torch.arange(24).reshape(3, 1, 8), mesh_dim_names=("dp", "cp", "tp"))
+        settings = SearchSettings(constraints=given).on_mesh(mesh)
+        assert settings.constraints == {**kept, "layers.*": {"tp": "tensor"}, "head": {}}
+        assert SearchSettings(constraints=given).on_mesh(DeviceMesh("cpu", torch.arange(24))).constraints is given
 
 
 def test_memory_is_shared_by_ranks_or_as_given() -> None:
