@@ -53,6 +53,9 @@ def main() -> None:
         told = predicted.get(name)
         told_of = ("", "") if told is None else (format_seconds(told), f"{told / seconds:.2f}")
         table.add_row(name, format_seconds(seconds), f"{seconds / best:.2f}", *told_of)
+    for name, why in found["failed"].items():
+        table.add_row(name, "failed", "", "", "")
+        console.print(f"{name} failed: {why}")
     console.print(table)
 
 

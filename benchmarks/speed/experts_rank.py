@@ -91,20 +91,22 @@ def main() -> None:
     makers: dict[str, Callable[[], Contender]] = {"transformers": lambda: theirs(folder, task)}
     makers |= {name: lambda plan=plan: compiled(task, mesh, cluster, plan) for name, plan in all_plans.items()}
     contenders: dict[str, Contender] = {}
+    failed: dict[str, str] = {}
     for name, make in makers.items():
         try:
             contenders[name] = make()
             contenders[name].timed()
-        except Exception:
+        except Exception as error:  # whatever it is: the others go on, and the table says so
+            contenders.pop(name, None)
+            failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
             if dist.get_rank() == 0:
                 traceback.print_exc()
-            contenders.pop(name, None)
     for _ in range(WARM_UP - 1 + task["steps"]):
         for contender in contenders.values():
             contender.timed()
     if dist.get_rank() == 0:
         steps = {name: contender.step_s for name, contender in contenders.items()}
-        found = {"measured": steps, "predicted": predicted, "plan": str(all_plans["search"])}
+        found = {"measured": steps, "predicted": predicted, "failed": failed, "plan": str(all_plans["search"])}
         (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ from passes.frontend.replaced_functions import replaced
 
 
 def value_free() -> contextlib.AbstractContextManager[None]:
-    """Compute covariances without a look at their weights, and CTC losses of padded targets sample by sample.
+    """Compute covariances without a look at their weights, CTC losses of padded targets sample by sample, and counts of
+    numbers below ``minlength`` alone.
 
     Raises CaptureError, inside, for CTC losses of targets that lie behind each other.
     """
@@ -51,7 +53,24 @@ def _corrcoef(input: Tensor) -> Tensor:
     return scaled.clamp(-1, 1)
 
 
-_OF = {"cov": _cov, "corrcoef": _corrcoef}
+_bincount: Any = torch.bincount
+
+
+def _count(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """As ``torch.bincount`` of numbers below ``minlength``: counts [minlength], or sums of ``weights``; others are an
+    error of the step, where torch's counts would be longer. Without ``minlength`` it is torch's own.
+    """
+    if minlength < 1:
+        counts: Tensor = _bincount(input, weights, minlength)
+        return counts
+    if weights is None:
+        weights = torch.ones_like(input, dtype=torch.int64)
+    elif weights.dtype != torch.float32:
+        weights = weights.double()
+    return weights.new_zeros(minlength).scatter_add(0, input.long(), weights.detach())
+
+
+_OF = {"cov": _cov, "corrcoef": _corrcoef, "bincount": _count}
 
 
 def _ctc_loss(

@@ -56,7 +56,7 @@ class Gathered(Experts):
         weights, ids = self.choose(x)
         expert, order = ids.view(-1).sort()
         inverse = torch.empty_like(order).scatter(0, order, torch.arange(len(order)))
-        ends = F.one_hot(ids, EXPERTS).sum((0, 1)).cumsum(0).to(torch.int32)
+        ends = torch.bincount(ids.flatten(), minlength=EXPERTS).cumsum(0).to(torch.int32)
         rows = torch.relu(grouped_mm(x.repeat_interleave(COPIES, 0)[order], self.up, ends) + self.bias[expert])
         back = grouped_mm(rows, self.down, ends).gather(0, inverse[:, None].expand(-1, WIDTH))
         return (back.view(-1, COPIES, WIDTH) * weights[..., None]).sum(1).reshape(h.shape)

@@ -98,6 +98,11 @@ def counts(layer: nn.Module, x: Tensor) -> Tensor:
     return layer(x).sum() * torch.bincount(x[:, 0].abs().long()).sum()  # here
 
 
+def lists_counts(layer: nn.Module, x: Tensor) -> Tensor:
+    parts = x.split(torch.bincount((x[:, 0] > 0).long(), minlength=2).tolist())  # here
+    return layer(parts[0]).sum()
+
+
 def leaves_torch(layer: nn.Module, x: Tensor) -> Tensor:
     return layer(x).sum() * float(x.detach().numpy().max())  # here
 
@@ -118,7 +123,8 @@ def leaves_torch(layer: nn.Module, x: Tensor) -> Tensor:
         (selects, "aten.masked_select.default", "torch.where(mask, x, 0)"),
         (looks_for_places, "aten.nonzero.default", "the condition itself as a mask"),
         (lists_distinct_values, "aten._unique2.default", "where batches are made"),
-        (counts, "aten.bincount.default", "one_hot"),
+        (counts, "aten.bincount.default", "torch.bincount(x, minlength=classes)"),
+        (lists_counts, "turns the values of a tensor into Python numbers", "multiply them in groups"),
         (leaves_torch, "leaves PyTorch for NumPy", "the function of torch"),
     ],
 )

@@ -22,27 +22,27 @@ _NUMBER = (
     "compute with the tensor itself; return a value to log as one more output, and read it after the step; pass one "
     "that sets a size or a count as a Python number"
 )
+_EXPERTS = "of experts: sort their rows and multiply them in groups (torch.nn.functional.grouped_mm)"
+_COUNTS = "keep what says how many rows there are of each kind as a tensor, and mask, or look up, all rows; " + _EXPERTS
 _MASK = (
     "keep all rows and leave some out by torch.where(mask, x, 0), as in (x * mask).sum() / mask.sum(); "
-    "x[mask] = value and masked_fill work as they are"
+    "x[mask] = value and masked_fill work as they are; " + _EXPERTS
 )
-_PLACES = (
-    "use the condition itself as a mask, with torch.where, or topk for a fixed number of places; of experts: sort "
-    "their rows and multiply them in groups (torch.nn.functional.grouped_mm)"
-)
+_PLACES = "use the condition itself as a mask, with torch.where, or topk for a fixed number of places; " + _EXPERTS
 # Operators whose result has a shape that depends on values: how people call them, and what to write instead.
 _SHAPES = {
     "masked_select": _MASK,
     "nonzero": _PLACES,
     "unique": "list the distinct values where batches are made, and pass them as an input",
     "repeat_interleave": "give repeats as a Python number, or expand to a fixed length and mask what is too many",
-    "bincount": "count with torch.nn.functional.one_hot(x, classes).sum(0)",
+    "bincount": "say how many classes there are: torch.bincount(x, minlength=classes)",
     "linalg_lstsq": "use torch.linalg.pinv(a) @ b",
 }
 _ANY_SHAPE = (
     "use an operator whose result has a fixed shape, or compute it where batches are made and pass it as an input"
 )
 
+_LISTS = ("tolist", "numpy", "split", "split_with_sizes")
 _PRINTS = ("print", "log", "debug", "info", "warning", "format", "append", "write", "add_scalar", "update")
 _LOOPS = (ast.While, ast.For, ast.comprehension)
 
@@ -58,6 +58,8 @@ def remedy_for_read(frame: FrameSummary) -> tuple[str, str]:
         return "loops by the value of a tensor", _LOOP
     if any(isinstance(node, (ast.If, ast.IfExp, ast.BoolOp)) and _decides(node, inside) for node in inside):
         return "decides by the value of a tensor", _BRANCH
+    if any(_calls(node, _LISTS) for node in inside):
+        return "turns the values of a tensor into Python numbers", _COUNTS
     return "turns the value of a tensor into a Python number", _NUMBER
 
 

@@ -1,4 +1,4 @@
-"""Covariances and CTC losses: torch's own look at values, and what stands in for them in a trace does not."""
+"""Covariances, counts and CTC losses: torch's own look at values, and what stands in for them in a trace does not."""
 
 from __future__ import annotations
 
@@ -42,6 +42,17 @@ def test_covariances_are_those_of_torch(x: Tensor, options: dict[str, Any]) -> N
         got = x.cov(**options), torch.corrcoef(x)
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
     assert "cov" not in vars(torch.Tensor), "the inherited method is back"
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS, WEIGHTS.float(), COUNTS])
+def test_counts_are_those_of_torch(weights: Tensor | None) -> None:
+    expected = torch.bincount(COUNTS, weights, 5), COUNTS.bincount(weights)
+    with value_free():
+        got = COUNTS.bincount(weights, 5), torch.bincount(COUNTS, weights)
+        with pytest.raises(RuntimeError, match="index 3 is out of bounds"):
+            torch.bincount(COUNTS, weights, minlength=3)
+    for mine, torchs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, torchs, rtol=0, atol=0)
 
 
 class Decorrelated(nn.Module):
