@@ -102,7 +102,8 @@ class LowerStages:
     def split(self, graph: fx.GraphModule) -> Microbatched:
         """Cut the batch alone, which rests on the number of micro-batches and not on strategies."""
         keep_outputs = self.keep_outputs or signature(graph).forward_only
-        split = SplitMicrobatches(self.num_microbatches, self.cluster.device, keep_outputs)
+        solved = self.cache.setdefault(SplitMicrobatches, {})
+        split = SplitMicrobatches(self.num_microbatches, self.cluster.device, keep_outputs, solved)
         microbatched: Microbatched = STAGING.under(self.control).cut(split, graph, lambda parts: {"": parts.graph})
         return microbatched
 

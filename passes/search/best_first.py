@@ -143,14 +143,16 @@ class Simulator:
 
 @dataclass
 class _Queue:
-    """What is left to look at, by the seconds it promises; what was put in first of equal ones."""
+    """What is left to look at, by the seconds it promises; what was put in first of equal ones. ``limit``: bytes."""
 
+    limit: float
     entries: list[tuple[float, int, Prospect | Trial | Rung]] = field(default_factory=list)
     _number: Iterator[int] = field(default_factory=count)
 
     def put(self, item: Prospect | Trial | Rung | None) -> None:
         if item is not None:
-            heappush(self.entries, (_promised_s(item), next(self._number), item))
+            promised_s = item.promised_s(self.limit) if isinstance(item, Rung) else item.time_s
+            heappush(self.entries, (promised_s, next(self._number), item))
 
     def take(self) -> Prospect | Trial | Rung:
         return heappop(self.entries)[-1]
@@ -163,11 +165,11 @@ class _Queue:
         """How much of it."""
         return sum(seconds < below_s for seconds, _, _ in self.entries)
 
-    def renew(self, search: StageSearch, limit: float) -> None:
+    def renew(self, search: StageSearch) -> None:
         """Have first trials of such searches made anew."""
         for place, (_, number, item) in enumerate(self.entries):
             if isinstance(item, Trial) and item.is_first and kind_of(item.search) == kind_of(search):
-                prospect = Prospect.of(item.search, limit)
+                prospect = Prospect.of(item.search, self.limit)
                 self.entries[place] = prospect.time_s, number, prospect
         heapify(self.entries)
 
@@ -191,8 +193,11 @@ class BestFirst:
     best: Simulated | None = None
     is_cut_short: bool = False
     stretch: float = 0.0
-    _queue: _Queue = field(default_factory=_Queue)
+    _queue: _Queue = field(init=False)
     _variants: set[object] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._queue = _Queue(self.limit)
 
     def run(self) -> Simulated | None:
         """Return it, None if none was found.
@@ -297,7 +302,7 @@ class BestFirst:
             self.best = outcome
             self.simulator.watch.tell(best_s=outcome.simulated_s)
         if self.slack.learn(trial, outcome.peak_bytes, self.limit):
-            self._queue.renew(trial.search, self.limit)
+            self._queue.renew(trial.search)
         with self.simulator.watch.phase(SEARCH):
             following = trial.next(self.limit, outcome.peak_bytes, outcome.simulated_s, self._best_s)
             self._queue.put(following)
@@ -308,12 +313,20 @@ class BestFirst:
 
     def _add_variants(self, trial: Trial) -> None:
         """What has less choice than the trial's search, and may be faster where that is slower than it promised."""
-        self._queue.put(Trial.uniform(trial))
+        self._add_uniform(trial)
         search = trial.search
         for role in sorted({role for strategy in search.strategies(trial.choice) for role in strategy.roles}):
             if role != PIPELINE:
                 self._add_variant(search, role, search.without(role))
         self._add_simpler(trial)
+
+    def _add_uniform(self, trial: Trial) -> None:
+        uniform = Trial.uniform(trial)
+        if uniform is not None:
+            choice, strategies = uniform.choice, tuple(uniform.search.strategies(uniform.choice))
+            key = trial.search.configuration, choice.first_blocks, strategies
+            self._queue.put(uniform if key not in self._variants else None)
+            self._variants.add(key)
 
     def _add_simpler(self, trial: Trial) -> None:
         """What keeps all or nothing of a block, and what keeps all on the device, whose bytes are known better: where
@@ -330,7 +343,3 @@ class BestFirst:
         if variant is not None and key not in self._variants:
             self._variants.add(key)
             self._queue.put(Prospect.of(variant, self.limit))
-
-
-def _promised_s(item: Prospect | Trial | Rung) -> float:
-    return item.bound_s if isinstance(item, Rung) else item.time_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import inf
+from math import inf, isfinite
 
 from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.graph.metadata import signature
@@ -19,6 +19,7 @@ from passes.search.cost_table.cost_table import CostTable, CostTableRequest, Pri
 from passes.search.cost_table.offload_levels import ON_DEVICE, Offload
 from passes.search.cost_table.parts import Parts, tables_of_parts
 from passes.search.solvers.stage_search import Configuration, StageSearch
+from passes.search.trials import ESTIMATE, MOST_SLACK
 
 _NO_LIMIT = 2.0**100  # bytes
 _LONG_SEQUENCE = 16_384  # tokens from which attention may be worth a ring
@@ -37,10 +38,16 @@ class Rung:
     number: int
     below: tuple[StageSearch, ...]
 
-    @property
-    def bound_s(self) -> float:
-        """Seconds that no choice of the rung beats."""
-        return min(search.bound_s(_NO_LIMIT) for search in self.below)
+    def promised_s(self, limit: float) -> float:
+        """Seconds that its choices hardly beat: as estimated of those of the rung below, if these kept as little."""
+        below, here = self.ladder.rungs[self.number - 1 : self.number + 1]
+        smaller = below[-1].num_microbatches / here[0].num_microbatches
+        bound_s = min(search.bound_s(_NO_LIMIT) for search in self.below)
+        for budget in (limit, MOST_SLACK * limit):
+            estimate_s = ESTIMATE * min(search.estimate_s(budget, smaller) for search in self.below)
+            if isfinite(estimate_s):
+                return max(bound_s, estimate_s)
+        return bound_s
 
     def may_pay(self, limit: float) -> bool:
         """Whether ``limit`` bytes may keep the rung below from its best, and leave room beside parameters."""

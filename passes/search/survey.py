@@ -96,7 +96,7 @@ class Survey:
 
         def put(item: Prospect | Trial | Rung | None) -> None:
             if item is not None:
-                promised_s = item.bound_s if isinstance(item, Rung) else item.time_s
+                promised_s = item.promised_s(limit) if isinstance(item, Rung) else item.time_s
                 heappush(queue, (promised_s, next(self._numbers), item))
 
         def put_all(searches: list[StageSearch]) -> None:

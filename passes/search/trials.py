@@ -14,10 +14,10 @@ _NEAR = 0.7  # of the limit: choices as full tell how far estimates are off ther
 _SLACK = 1.1  # by how much estimates are above it, often: what is tried until a simulation tells
 _ENOUGH = 3  # simulations near the limit: estimates are not further off than was seen by then
 _STEP = 1.04  # from a budget that nothing keeps to to the next
-_LIKE = 0.95  # of how far the estimate before was off, another choice of the same search is off as well
+_LIKE = 0.98  # of how far the estimate before was off, another choice of the same search is off as well
 _TRIES = 8
 _UNIFORM_TRIES = 3
-_ESTIMATE = 0.96  # of an estimate; choices of down to 0.970 of theirs have been seen
+ESTIMATE = 0.96  # of an estimate; choices of down to 0.970 of theirs have been seen
 _MOVED = 0.8  # of a choice whose cuts were not moved; choices of down to 0.847 of theirs have been seen
 
 
@@ -97,14 +97,15 @@ class Trial:
         closed = budget <= fits * (1 + _CLOSE) or budget >= over * (1 - _CLOSE) or abs(room) < _CLOSE * limit
         if self.tries == 1 or (closed and room >= 0) or budget <= 0:
             return None
-        choice = self.search.run(budget)
+        cuts = self.choice.first_blocks
+        choice = self.search.run(budget, cuts)
         while room < 0 and choice is None and budget * _STEP < min(self.budget, over) * (1 - _CLOSE):
             budget *= _STEP
-            choice = self.search.run(budget)
+            choice = self.search.run(budget, cuts)
         # It takes more than was estimated: ask for less, until that costs time.
         while room < 0 and choice is not None and choice.time_s <= self.choice.time_s:
             budget *= 1 - _CLOSE
-            choice = self.search.run(budget)
+            choice = self.search.run(budget, cuts)
         if choice is None or choice == self.choice or (room >= 0 and choice.time_s >= self.choice.time_s):
             return None
         times = max(1.0, _LIKE * simulated_s / self.choice.time_s)
@@ -133,7 +134,7 @@ class Prospect:
         such budget.
         """
         if self.looks == 0:
-            estimates = (_ESTIMATE * self.search.estimate_s(bytes_) for bytes_ in (limit, MOST_SLACK * limit))
+            estimates = (ESTIMATE * self.search.estimate_s(bytes_) for bytes_ in (limit, MOST_SLACK * limit))
             estimate = next(filter(np.isfinite, estimates), None)
             return replace(self, time_s=max(self.time_s, estimate), looks=1) if estimate is not None else None
         if self.looks == 1 and (at_least_s := _MOVED * self.search.unmoved_s(budget)) > self.time_s:

@@ -25,7 +25,7 @@ from passes.lowering.lower_step import Lower, Lowered
 from passes.lowering.stages.split_microbatches import Microbatched
 from passes.simulation.drop_blocks import DropBlocks
 from passes.simulation.events import GraphEvents
-from passes.simulation.short_model import Labels, ShortModel
+from passes.simulation.short_model import Apart, ShortModel
 from passes.simulation.stages import SimulateStages, StagesReport
 from passes.simulation.step import SimulateStep, StepReport
 
@@ -134,7 +134,7 @@ class SimulateChoice:
             seconds: dict[Any, float] = {**step.alone, _PARAMETER_BYTES: step.parameter_bytes}
             return Measured([seconds], [_row(step.memory)], [step.events])
 
-        whole = _whole(short, self._once(measure, strategies))
+        whole = _whole(short, self._once(measure, strategies), [[0]])
         (seconds,), (memory,), (events,) = whole
         parameter_bytes = round(seconds.pop(_PARAMETER_BYTES))
         return self._simulator.report(seconds, events.values(), _memory(memory), parameter_bytes)
@@ -204,34 +204,29 @@ class SimulateChoice:
         return replace(self._microbatched[key], graph=copied(self._microbatched[key].graph))
 
 
-def _whole(
-    short: ShortModel, measure: Callable[[ShortModel], Measured], ranks: Sequence[Sequence[int]] | None = None
-) -> Whole:
+def _whole(short: ShortModel, measure: Callable[[ShortModel], Measured], ranks: Sequence[Sequence[int]]) -> Whole:
     """What ``measure`` would find on the whole model; ``ranks``: the stages of each."""
-    base = measure(short)
-    longer = {labels: measure(short.longer(labels)) for labels in short.labels}
+    base, stages = measure(short), [[stage] for stage in range(len(short.whole))]
+    longer = {apart: measure(short.longer(apart)) for apart in short.apart(ranks)}
     return Whole(
-        _extrapolated(short, base.seconds, {labels: result.seconds for labels, result in longer.items()}),
-        _extrapolated(short, base.memory, {labels: result.memory for labels, result in longer.items()}, ranks),
-        [_unrolled(short, stage, base, longer) for stage in range(len(short.whole))],
+        _extrapolated(short, base.seconds, {apart: result.seconds for apart, result in longer.items()}, stages),
+        _extrapolated(short, base.memory, {apart: result.memory for apart, result in longer.items()}, ranks),
+        [_unrolled(short, stage, base, longer) for (stage,) in stages],
     )
 
 
 def _unrolled(
-    short: ShortModel, stage: int, base: Measured, longer: Mapping[Labels, Measured]
+    short: ShortModel, stage: int, base: Measured, longer: Mapping[Apart, Measured]
 ) -> dict[str, Sequence[Event]]:
     """The events of every graph of a stage of the whole model."""
     return {
-        name: short.unrolled(stage, events, {labels: result.events[stage][name] for labels, result in longer.items()})
+        name: short.unrolled(stage, events, {apart: result.events[stage][name] for apart, result in longer.items()})
         for name, events in base.events[stage].items()
     }
 
 
 def _extrapolated(
-    short: ShortModel,
-    base: Sequence[Row],
-    longer: Mapping[Labels, Sequence[Row]],
-    rows: Sequence[Sequence[int]] | None = None,
+    short: ShortModel, base: Sequence[Row], longer: Mapping[Apart, Sequence[Row]], rows: Sequence[Sequence[int]]
 ) -> list[dict[Any, float]]:
     """The amounts of the whole model; see :meth:`ShortModel.extrapolate`."""
     keys = list(dict.fromkeys(key for amounts in (base, *longer.values()) for row in amounts for key in row))
@@ -239,7 +234,7 @@ def _extrapolated(
     def table(amounts: Sequence[Row]) -> Floats:
         return np.array([[row.get(key, 0.0) for key in keys] for row in amounts], dtype=np.float64)
 
-    total = short.extrapolate(table(base), {label: table(amounts) for label, amounts in longer.items()}, rows)
+    total = short.extrapolate(table(base), {apart: table(amounts) for apart, amounts in longer.items()}, rows)
     return [dict(zip(keys, row, strict=True)) for row in total.tolist()]
 
 

@@ -30,6 +30,9 @@ Label = tuple[str, Strategy]
 Labels = tuple[Label, ...]
 """Those of the blocks of a period."""
 
+Apart = tuple[Labels, ...]
+"""Those of segments that can be made longer at once: no stage, and no rank, has two of them."""
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -91,40 +94,55 @@ class ShortModel:
         """Labels of segments that were cut, each once."""
         return list(dict.fromkeys(s.labels for stage in self.kept for s in stage if s.left_out))
 
-    def longer(self, labels: Labels) -> ShortModel:
-        """One period more in each segment of ``labels`` that was cut."""
+    def apart(self, ranks: Sequence[Sequence[int]]) -> list[Apart]:
+        """The same, those together that one longer model tells of, as no rank has two of them; ``ranks``: the stages of
+        each.
+        """
+        groups: list[tuple[list[Labels], set[int]]] = []
+        for labels in self.labels:
+            cut = [any(s.labels == labels and s.left_out for s in stage) for stage in self.kept]
+            on = {rank for rank, stages in enumerate(ranks) if any(cut[self.stage_of[stage]] for stage in stages)}
+            group = next((group for group in groups if group[1].isdisjoint(on)), None)
+            if group is None:
+                group = [], set()
+                groups.append(group)
+            group[0].append(labels)
+            group[1].update(on)
+        return [tuple(together) for together, _ in groups]
+
+    def longer(self, apart: Apart) -> ShortModel:
+        """One period more in each segment of such labels that was cut."""
         stages = tuple(
-            tuple(replace(s, kept=s.kept + 1) if s.labels == labels and s.left_out else s for s in stage)
+            tuple(replace(s, kept=s.kept + 1) if s.labels in apart and s.left_out else s for s in stage)
             for stage in self.kept
         )
         return replace(self, kept=stages)
 
-    def extrapolate(
-        self, base: Floats, longer: Mapping[Labels, Floats], rows: Sequence[Sequence[int]] | None = None
-    ) -> Floats:
+    def extrapolate(self, base: Floats, longer: Mapping[Apart, Floats], rows: Sequence[Sequence[int]]) -> Floats:
         """``[row, amount]`` of the whole model, from those measured on this one and on each that is longer.
 
-        ``rows``: the stages of the whole model that each row is about; one row a stage by default.
+        ``rows``: the stages of the whole model that each row is about.
         """
-        about = rows if rows is not None else [[stage] for stage in range(len(self.whole))]
         total = base.copy()
-        for labels, measured in longer.items():
-            more = self.longer(labels)
-            grown = [_periods(b, labels) - _periods(a, labels) for a, b in zip(self.kept, more.kept, strict=True)]
-            added = np.array([sum(grown[self.stage_of[stage]] for stage in stages) for stages in about])
-            missing = np.array([sum(self._missing(stage, labels) for stage in stages) for stages in about])
-            total += (measured - base) * (missing / np.maximum(added, 1))[:, None]
+        for apart, measured in longer.items():
+            more = self.longer(apart)
+            for labels in apart:
+                grown = [_periods(b, labels) - _periods(a, labels) for a, b in zip(self.kept, more.kept, strict=True)]
+                added = np.array([sum(grown[self.stage_of[stage]] for stage in stages) for stages in rows])
+                missing = np.array([sum(self._missing(stage, labels) for stage in stages) for stages in rows])
+                total += (measured - base) * np.where(added, missing / np.maximum(added, 1), 0.0)[:, None]
         return total
 
-    def unrolled(self, stage: int, base: GraphEvents, longer: Mapping[Labels, GraphEvents]) -> list[Event]:
+    def unrolled(self, stage: int, base: GraphEvents, longer: Mapping[Apart, GraphEvents]) -> list[Event]:
         """The events of a graph of the whole model's ``stage``, from those of its stand-in on this model and on each
         that is longer: between two periods of a segment that was cut come those of the period that is more there.
         """
         gaps = []
         for place, (whole, (first, kept)) in enumerate(zip(self.whole[stage], self._places(stage), strict=True)):
             if whole.left_out:
-                start = self.longer(kept.labels)._places(stage)[place][0]
-                gaps.append(_Gap(first, start, kept.period, whole.left_out, longer[kept.labels].blocks))
+                apart = next(each for each in longer if kept.labels in each)
+                start = self.longer(apart)._places(stage)[place][0]
+                gaps.append(_Gap(first, start, kept.period, whole.left_out, longer[apart].blocks))
         events: list[Event] = []
         for block, following in zip(base.blocks, [*base.blocks[1:], None], strict=True):
             gap = next((gap for gap in gaps if following and gap.is_between(block.block, following.block)), None)

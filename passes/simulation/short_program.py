@@ -72,7 +72,7 @@ class ShortProgram:
         """
         short = ShortModel.of(block_fingerprints, strategies, first_blocks)
         for labels in short.labels * _MORE:
-            short = short.longer(labels)
+            short = short.longer((labels,))
         kept = [strategies[block] for block in short.keep]
         few = DropBlocks(short.keep, block_fingerprints).run(graph)
         if num_microbatches is None:

@@ -87,7 +87,8 @@ class StageTimelines:
         short = ShortModel.of(self.block_fingerprints, strategies, first_blocks)
         base = measure(short)
         ranks = [staging.schedule.stages_of(rank) for rank in range(staging.schedule.num_ranks)]
-        table = short.extrapolate(base, {labels: measure(short.longer(labels)) for labels in short.labels}, ranks)
+        longer = {apart: measure(short.longer(apart)) for apart in short.apart(ranks)}
+        table = short.extrapolate(base, longer, ranks)
         return tuple(
             _timeline(rank, rank_actions, row, step)
             for rank, (rank_actions, row) in enumerate(zip(actions, table, strict=True))

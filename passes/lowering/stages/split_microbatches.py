@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -32,7 +32,7 @@ from galvatron_fx.ir.plan.plan import prime_factors
 from galvatron_fx.ir.torch_compat.graphs import graph_module
 from passes.analysis.blocks import num_blocks
 from passes.analysis.dataflow import input_only
-from passes.sharding.assign_shardings import AssignShardings
+from passes.sharding.assign_shardings import AssignShardings, SolvedBlocks
 from passes.sharding.insert_collectives import AxisSharding, InsertCollectives
 from passes.sharding.placed_calls import verify_placed
 from passes.sharding.prices import Prices
@@ -100,7 +100,8 @@ class SplitMicrobatches:
 
     Rewrite: ``loss = sum(l(x)) / count(labels)`` -> ``loss_i = sum(l(x_i)) / hoisted_count``.
 
-    ``keep_outputs``: also those of the model that are not numbers (with one micro-batch they always stay).
+    ``keep_outputs``: also those of the model that are not numbers (with one micro-batch they always stay);
+    ``cache``: solutions of blocks, shared between runs.
 
     Raises PlanError where micro-batches do not divide the batch, where the model has no loss, and where an operator
     couples samples (batch statistics, contrastive losses), naming the node.
@@ -109,6 +110,7 @@ class SplitMicrobatches:
     num_microbatches: int
     device: Device
     keep_outputs: bool = True
+    cache: dict[bool, SolvedBlocks] = field(default_factory=dict)
 
     def run(self, graph: fx.GraphModule) -> Microbatched:
         """Return the micro-batch's graph; ``graph`` stays as it is."""
@@ -136,7 +138,8 @@ class SplitMicrobatches:
         roles = [RoleRules("zero", count, sizes.batch)] * num_blocks(graph)
         axes = tuple(Axis(f"time_{i}", prime, *_NO_LINK) for i, prime in enumerate(prime_factors(count)))
         prices = Prices(self.device, axes)
-        assign = AssignShardings(0, roles, prices, outputs_as_terms=True, narrow_terms=narrow_terms)
+        cache = self.cache.setdefault(narrow_terms, {})
+        assign = AssignShardings(0, roles, prices, cache, outputs_as_terms=True, narrow_terms=narrow_terms)
         sharding = assign.run(graph)
         microbatch = InsertCollectives(sharding).run(graph)
         set_layout(microbatch, _time_layout(graph, sharding, roles))

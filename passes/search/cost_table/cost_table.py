@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, product
@@ -417,14 +417,20 @@ def useful(kind: Ints, amounts: Sequence[Floats]) -> Ints:
 
     An infinite amount says that a block may not take a strategy; what none may take is of no use either.
     """
-    rows = np.concatenate(amounts)
-    keep = np.atleast_1d(np.isfinite(amounts[0]).any(axis=0))
-    for each in np.unique(kind):
-        members = np.flatnonzero(kind == each)
-        at_most = (rows[:, members, None] <= rows[:, None, members]).all(axis=0)
-        later = np.triu(at_most & at_most.T).T  # of equal ones the first is kept
-        keep[members[(at_most & ~later).any(axis=0)]] = False
-    return np.flatnonzero(keep)
+    rows = np.concatenate(amounts).T
+    order = np.lexsort(rows.T[::-1])
+    order = order[np.isfinite(amounts[0]).any(axis=0)[order]]
+    kept = [member for each in np.unique(kind) for member in _undominated(order[kind[order] == each], rows)]
+    return np.sort(np.array(kept, dtype=np.int64))
+
+
+def _undominated(rest: Ints, rows: Floats) -> Iterator[int]:
+    """Of ``rest``, which are in the order of their ``rows``, those that none before them beats in every amount."""
+    while len(rest):
+        # What beats another comes before it, and is itself only beaten by what comes first.
+        first, rest = rest[0], rest[1:]
+        yield int(first)
+        rest = rest[(rows[rest] < rows[first]).any(axis=1)]
 
 
 def _crossing_bytes(graph: fx.GraphModule, blocks: int) -> Floats:

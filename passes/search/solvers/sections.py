@@ -52,7 +52,7 @@ def waiting_bytes(costs: CostTable, blocks: Sequence[int], waiting: Sequence[InF
 
 
 @dataclass(frozen=True)
-class _Problem:
+class SectionProblem:
     """A section's prices under the strategies that can be of use, ``columns`` of the chain's.
 
     ``distinct``: the first of each kind of equal rows, ``counts``: how many there are of each.
@@ -68,7 +68,7 @@ class _Problem:
     counts: Ints
 
     @classmethod
-    def of(cls, costs: CostTable, section: Section) -> _Problem:
+    def of(cls, costs: CostTable, section: Section) -> SectionProblem:
         rows = list(section.blocks)
         distinct, counts = distinct_rows(costs, section)
         grid = np.ix_(np.array(rows), costs.useful)
@@ -106,12 +106,15 @@ def side_by_side(costs: CostTable, section: Section, picks: Sequence[int]) -> li
     return ordered
 
 
-def best_picks(costs: CostTable, section: Section, budget: float) -> list[int] | None:
+def best_picks(
+    costs: CostTable, section: Section, budget: float, problem: SectionProblem | None = None
+) -> list[int] | None:
     """The fastest strategies of a section whose kept memory and largest transient are within ``budget``, or None.
 
     Blocks that follow each other in the model are joined by the chain's changes of boundary, others by nothing.
+    ``problem``: of the section, where it is known.
     """
-    problem = _Problem.of(costs, section)
+    problem = problem or SectionProblem.of(costs, section)
 
     def picks(column_picks: Sequence[int]) -> list[int]:
         return side_by_side(costs, section, [int(problem.columns[p]) for p in column_picks])
@@ -140,6 +143,7 @@ class SectionSolver:
 
     costs: CostTable
     _solved: dict[tuple[Section, float], list[int] | None] = field(default_factory=dict)
+    _problems: dict[Section, SectionProblem] = field(default_factory=dict)
 
     def picks(self, section: Section, budget: float) -> list[int] | None:
         """Solved once for all sections of equal blocks with equally many in flight."""
@@ -150,9 +154,15 @@ class SectionSolver:
             if fewer is not None and self._is_optimal_too(fewer[0], fewer[1], like, budget):
                 self._solved[key] = fewer[1]
             else:
-                self._solved[key] = best_picks(self.costs, like, budget)
+                self._solved[key] = best_picks(self.costs, like, budget, self._problem(like))
             self._fewer[self._blocks_alike(section), budget] = like, self._solved[key]
         return self._solved[key]
+
+    def _problem(self, section: Section) -> SectionProblem:
+        """What a section is solved by, whatever the budget."""
+        if section not in self._problems:
+            self._problems[section] = SectionProblem.of(self.costs, section)
+        return self._problems[section]
 
     def _is_optimal_too(self, fewer: Section, picks: list[int] | None, more: Section, budget: float) -> bool:
         """Whether what is best with fewer micro-batches in flight still fits with more: then nothing is better."""
@@ -180,7 +190,7 @@ class SectionSolver:
         return {}
 
 
-def _relaxed_s(problem: _Problem, bounds: Sequence[float], budget: float) -> Floats:
+def _relaxed_s(problem: SectionProblem, bounds: Sequence[float], budget: float) -> Floats:
     """Seconds that no choice of transients up to each of ``bounds`` beats; infinite where there is none."""
     rows, most = problem.distinct, np.array(bounds)
     over = problem.transient[rows] > most[:, None, None]

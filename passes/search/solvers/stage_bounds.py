@@ -31,20 +31,21 @@ class StageBounds:
 
     def bound_s(self, limit: float) -> float:
         """Seconds that no choice within ``limit`` bytes a rank beats: all ranks busy, one micro-batch in flight."""
-        return self._relaxed_s(limit, [(1.0, (((1, 0),),))]) * self.times.costs.num_microbatches / self.times.num_ranks
+        return self._one_waiting_s(limit, 1.0)
 
-    def estimate_s(self, limit: float) -> float:
+    def estimate_s(self, limit: float, waiting: float = 1.0) -> float:
         """About the seconds of the best choice: blocks shared as evenly among equal ranks as whole blocks can be.
 
+        ``waiting``: of the bytes that micro-batches keep for backward, those that count, as if these were smaller.
         With one stage, and of a few blocks with few ways to cut them, it is proven that no choice within ``limit``
         bytes beats it. Elsewhere one may: uneven stages are better in short schedules where blocks differ much.
         """
         if self._may_try_cuts:
-            return max(self.bound_s(limit), self._quickest_s)
+            return max(self._one_waiting_s(limit, waiting), self._quickest_s)
         costs = self.times.costs
         like = self.times.stand_ins
-        waiting = [(weight, stages_waiting(schedule)) for weight, schedule in like]
-        share_s = self._relaxed_s(limit, waiting) / self.times.num_ranks
+        kinds = [(weight * waiting, stages_waiting(schedule)) for weight, schedule in like]
+        share_s = self._relaxed_s(limit, kinds) / self.times.num_ranks
         if not np.isfinite(share_s):
             return float(np.inf)
         most_s = slowest_s(costs, balanced(costs.fastest, self.times.num_ranks), range(self.times.num_ranks))
@@ -56,6 +57,10 @@ class StageBounds:
         others_s = (share_s * self.times.num_ranks - busy_s) / max(self.times.num_ranks - 1, 1)
         bubble = sum(weight * _bubble(schedule) for weight, schedule in like)
         return max(others_s, 0.0) * repeated * bubble + busy_s * costs.num_microbatches
+
+    def _one_waiting_s(self, limit: float, waiting: float) -> float:
+        share_s = self._relaxed_s(limit, [(waiting, (((1, 0),),))]) / self.times.num_ranks
+        return share_s * self.times.costs.num_microbatches
 
     @cached_property
     def _quickest_s(self) -> float:

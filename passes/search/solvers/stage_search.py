@@ -139,9 +139,9 @@ class StageSearch:
         """Seconds that no choice within ``limit`` bytes a rank beats; see :meth:`StageBounds.bound_s`."""
         return self._bounds.bound_s(limit)
 
-    def estimate_s(self, limit: float) -> float:
+    def estimate_s(self, limit: float, waiting: float = 1.0) -> float:
         """About the seconds of the best choice; see :meth:`StageBounds.estimate_s`."""
-        return self._bounds.estimate_s(limit)
+        return self._bounds.estimate_s(limit, waiting)
 
     def unmoved_s(self, budget: float) -> float:
         """Seconds of the best choice with cuts that balance time, whose search is only the start of a whole one; zero
@@ -155,11 +155,11 @@ class StageSearch:
     def _bounds(self) -> StageBounds:
         return StageBounds(self.times)
 
-    def run(self, budget: float) -> StageChoice | None:
+    def run(self, budget: float, near: Cuts | None = None) -> StageChoice | None:
         """The fastest choice whose estimated memory is within ``budget`` bytes on every rank, or None; on meshes of
-        many axes as :meth:`with_fewer_axis_groups`.
+        many axes as :meth:`with_fewer_axis_groups`. ``near``: as of :meth:`search_once`.
         """
-        choice = self.search_once(budget)
+        choice = self.search_once(budget, near)
         return self.with_fewer_axis_groups(choice, budget) if choice is not None and self.may_be_alike else choice
 
     def search_once(self, budget: float, near: Cuts | None = None) -> StageChoice | None:
