@@ -419,7 +419,7 @@ def useful(kind: Ints, amounts: Sequence[Floats]) -> Ints:
     """
     rows = np.concatenate(amounts).T
     order = np.lexsort(rows.T[::-1])
-    order = order[np.isfinite(amounts[0]).any(axis=0)[order]]
+    order = order[np.atleast_1d(np.isfinite(amounts[0]).any(axis=0))[order]]
     kept = [member for each in np.unique(kind) for member in _undominated(order[kind[order] == each], rows)]
     return np.sort(np.array(kept, dtype=np.int64))
 
