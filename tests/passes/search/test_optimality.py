@@ -13,7 +13,7 @@ from cost_models.many_steps import many_step_s
 from cost_models.schedule_time import simulate_schedule
 from passes.search.solvers.cuts import balanced
 from passes.search.solvers.stage_search import StageSearch
-from passes.search.trials import _ESTIMATE
+from passes.search.trials import ESTIMATE
 from tests.passes.search.small_chains import brute_force, chain_of, fits, search_of, searches
 from tests.passes.search.small_models import every_search, exhaustive
 
@@ -45,7 +45,7 @@ def test_equals_brute_force_and_keeps_to_bounds(case: Case) -> None:
     search, budget = case
     expected = brute_force(search, budget)
     assert search.bound_s(budget) <= expected * (1 + ROUNDING)
-    assert _ESTIMATE * search.estimate_s(budget) <= expected * (1 + ROUNDING)
+    assert ESTIMATE * search.estimate_s(budget) <= expected * (1 + ROUNDING)
     found = search.run(budget)
     assert time_s(found) == pytest.approx(expected, rel=ROUNDING)
     if found is not None:
@@ -89,7 +89,7 @@ def test_a_real_model_on_eight_devices() -> None:
         for search in found:
             own = exhaustive(search, share * least, np.inf)
             assert search.bound_s(share * least) <= own * (1 + ROUNDING)
-            assert _ESTIMATE * search.estimate_s(share * least) <= own * (1 + ROUNDING)
+            assert ESTIMATE * search.estimate_s(share * least) <= own * (1 + ROUNDING)
 
 
 # ---- time and memory balanced together ----
