@@ -115,8 +115,8 @@ class SearchSettings:
         if not device.disk_bandwidth_bytes_per_s:
             raise PlanError(
                 f"storage={shown(self.storage)}, and nothing is known of the disk of '{device.name}': give "
-                f"Cluster.having(disk_bytes_per_s=3e9), what each device's process reads or writes, or leave out "
-                f"storage"
+                f"Cluster.having(disk_bytes_per_s=3e9) (--disk-bandwidth 3GB/s), what each device's process reads or "
+                f"writes, measure it (galvatron-fx profile --storage), or leave out storage"
             )
 
     def _refuse_of_training(self) -> None:

@@ -18,7 +18,7 @@ from galvatron_fx.ir.plan.optimizers import ADAM, OPTIMIZERS
 from galvatron_fx.ir.plan.pipelining import VOCABULARIES
 from galvatron_fx.ir.plan.schedule import SCHEDULES, SEARCH
 from galvatron_fx.ir.plan.strategy import CAPACITY, OFFLOADABLE, PIPELINE, ROLES
-from galvatron_fx.ir.plan.units import parse_bytes
+from galvatron_fx.ir.plan.units import parse_bandwidth, parse_bytes
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -29,10 +29,12 @@ if TYPE_CHECKING:
 __all__ = [
     "add_cluster",
     "add_configuration",
+    "add_disk",
     "add_model",
     "add_search",
     "add_space",
     "batches",
+    "cluster_named",
     "cluster_of",
     "follow",
     "policy_of",
@@ -118,11 +120,23 @@ def add_configuration(group: argparse._ArgumentGroup) -> None:
 
 def add_cluster(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """Add the flag that names a cluster."""
-    parser.add_argument_group("cluster").add_argument(
+    group = parser.add_argument_group("cluster")
+    group.add_argument(
         "--cluster",
         required=required,
         metavar="CLUSTER",
         help="a count and a device, such as 64xA100-80GB, which need not be here; or a file: a profile, unlike nodes",
+    )
+    add_disk(group)
+
+
+def add_disk(group: argparse._ArgumentGroup) -> None:
+    """Add the flag that says what disks do, which presets do not know."""
+    group.add_argument(
+        "--disk-bandwidth",
+        type=typed(parse_bandwidth),
+        metavar="SPEED",
+        help="what each device's process reads from or writes to disk while others do, for --storage: 3GB/s",
     )
 
 
@@ -220,6 +234,11 @@ def add_space(group: argparse._ArgumentGroup) -> None:
         help="of the host, per device, for --offload (default: the device's share, as far as it is known)",
     )
     group.add_argument(
+        "--storage",
+        metavar="FOLDER",
+        help="where optimizer states that --offload states takes off the device live, on a disk instead of the host",
+    )
+    group.add_argument(
         "--fold-gradients",
         action="store_true",
         help="let plans of one stage and one micro-batch update each parameter as soon as its gradient is complete",
@@ -245,6 +264,7 @@ def search_of(options: argparse.Namespace) -> dict[str, Any]:
         "expert_imbalance": options.expert_imbalance,
         "offload": tuple(options.offload),
         "host_memory": options.host_memory,
+        "storage": options.storage,
         "fold_gradients": options.fold_gradients,
         "mixed_precision": policy_of(options),
         "forward_only": options.forward_only,
@@ -283,9 +303,13 @@ def policy_of(options: argparse.Namespace) -> MixedPrecisionPolicy | None:
 
 def cluster_of(options: argparse.Namespace) -> Cluster:
     """The cluster that ``--cluster`` names, a file or a preset; raises ClusterError and InputError."""
+    return cluster_named(options.cluster).having(disk_bytes_per_s=options.disk_bandwidth)
+
+
+def cluster_named(text: str) -> Cluster:
+    """The cluster of a file or a preset; raises ClusterError and InputError."""
     from galvatron_fx.ir.cluster.cluster import Cluster
 
-    text = options.cluster
     if text.endswith(".json") or Path(text).is_file():
         return files.read_cluster(text)
     return Cluster.preset(text)

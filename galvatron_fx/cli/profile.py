@@ -50,6 +50,11 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="about how long to measure (default: 60)",
     )
+    parser.add_argument(
+        "--storage",
+        metavar="FOLDER",
+        help="measure the disk of this folder as well, for plan --storage: 128 MiB a rank, for some seconds",
+    )
 
 
 def run(given: argparse.Namespace) -> Result:
@@ -69,7 +74,7 @@ def run(given: argparse.Namespace) -> Result:
             if line is not None:
                 line.say(f"measuring {moment.phase}: {moment.share:.0%}")
 
-        cluster = measure_cluster(mesh, seconds=given.seconds, dtypes=dtypes, progress=tell)
+        cluster = measure_cluster(mesh, seconds=given.seconds, dtypes=dtypes, storage=given.storage, progress=tell)
     if not is_first:
         return SILENT
     plan_json.write(given.out, cluster.to_json())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from galvatron_fx.cli import models, options, output
 from galvatron_fx.cli.exits import UsageError
-from galvatron_fx.cli.files import check_writable, read_cluster
+from galvatron_fx.cli.files import check_writable
 from galvatron_fx.cli.output import Result
 from galvatron_fx.figures import require_matplotlib
 from galvatron_fx.ir.plan.units import parse_bandwidth, parse_bytes
@@ -56,6 +56,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--inter-node", type=bandwidth, metavar="SPEED", help="of a device to other nodes, such as 400Gb or 48GB/s"
     )
     group.add_argument("--intra-node", type=bandwidth, metavar="SPEED", help="of a device inside its node")
+    options.add_disk(group)
     group.add_argument("--device-memory", type=options.typed(parse_bytes), metavar="SIZE", help="such as 96GiB")
     group.add_argument(
         "--memory-budget",
@@ -105,6 +106,7 @@ def run(given: argparse.Namespace) -> Result:
             optimizer=given.optimizer,
             offload=tuple(given.offload),
             host_memory=given.host_memory,
+            storage=given.storage,
             fold_gradients=given.fold_gradients,
             usd_per_hour=dict(given.price),
             tokens=given.tokens,
@@ -128,10 +130,7 @@ def _clusters(given: argparse.Namespace) -> list[Cluster]:
         raise UsageError("--devices and --kinds go together: give the counts and the kinds of devices")
     named = [f"{count}x{kind}" for kind in given.kinds for count in given.devices]
     clusters = [Cluster.preset(text) for text in named]
-    clusters += [
-        read_cluster(text) if text.endswith(".json") or Path(text).is_file() else Cluster.preset(text)
-        for text in given.cluster
-    ]
+    clusters += map(options.cluster_named, given.cluster)
     if not clusters:
         raise UsageError("no cluster: give --devices and --kinds, or --cluster")
     return [
@@ -139,6 +138,7 @@ def _clusters(given: argparse.Namespace) -> list[Cluster]:
             memory_bytes=given.device_memory,
             inside_bytes_per_s=given.intra_node,
             between_bytes_per_s=given.inter_node,
+            disk_bytes_per_s=given.disk_bandwidth,
         )
         for cluster in clusters
     ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,6 +17,7 @@ from galvatron_fx.ir.cluster.overlap import Overlap
 from galvatron_fx.ir.plan.arguments import check_arguments
 from galvatron_fx.profiling.collectives import groups_of, measure_collectives
 from galvatron_fx.profiling.kernel_choice import fastest_kernels
+from galvatron_fx.profiling.links import measure_disk, measure_host_link
 from galvatron_fx.profiling.machine import origin_of
 from galvatron_fx.profiling.operators import all_kernels, measure_operators
 from galvatron_fx.profiling.overlap import measure_overlap, measure_sharing
@@ -48,6 +51,7 @@ def measure_cluster(
     *,
     seconds: float = 60.0,
     dtypes: Sequence[torch.dtype] | None = None,
+    storage: str | os.PathLike[str] | None = None,
     progress: Callable[[ProfileProgress], None] | None = None,
 ) -> Cluster:
     """Measure the devices and links of ``mesh``; every rank calls it, and gets the same cluster.
@@ -55,13 +59,14 @@ def measure_cluster(
     All ranks measure at once, with the number of threads that they have now, since that is how they train: on a CPU
     with fewer cores than ranks each gets its share. ``seconds``: about how long it may take, one round of all
     measurements at least; ``dtypes``: what products of matrices are measured in (the rest in the first of them;
-    default: float32, and on "cuda" bfloat16 before it); ``progress``: called with every :class:`ProfileProgress`. Warns
+    default: float32, and on "cuda" bfloat16 before it); ``storage``: a folder of the disk that optimizer states may be
+    on, which is measured as well; ``progress``: called with every :class:`ProfileProgress`. Warns
     where other work had the processors meanwhile, as far as the system tells.
 
     Raises ClusterError for other device types than "cpu" and "cuda", and InputError for seconds that are not above 0
-    and for a mesh over some of the ranks.
+    and for a mesh over some of the ranks, StorageError for a ``storage`` without room.
     """
-    check_arguments(mesh=mesh, seconds=seconds, progress=progress)
+    check_arguments(mesh=mesh, seconds=seconds, progress=progress, storage=storage)
     require_all_ranks(mesh)
     described = Cluster.from_mesh(mesh)
     ranks = Ranks(mesh)
@@ -72,6 +77,8 @@ def measure_cluster(
 
     with torch.no_grad():
         device = _measured_device(ranks, described.device, dtypes, seconds, telling)
+        if storage is not None:
+            device = replace(device, disk_bandwidth_bytes_per_s=measure_disk(ranks, Path(storage)))
         axes: tuple[Axis, ...] = described.axes
         overlap = Overlap()
         if ranks.count > 1:
@@ -108,6 +115,7 @@ def _measured_device(
         memory_bandwidth_bytes_per_s=_last_rate(copies),
         matmul_efficiency=1.0,
         memory_efficiency=1.0,
+        host_bandwidth_bytes_per_s=measure_host_link(ranks),
         launch_overhead_s=by_kind["pointwise", first].points[0][1],
         curves=tuple(curves),
         view_s=operators.view_s,

@@ -38,15 +38,24 @@ class Storage:
         """
         if not local.numel():
             return torch.empty_like(local, device="cpu")
-        file = self._open()
+        file = self.room(local.nbytes)
         try:
-            os.posix_fallocate(file, 0, local.nbytes)
             mapped = torch.from_file(f"/proc/self/fd/{file}", shared=True, size=local.numel(), dtype=local.dtype)
-        except (OSError, RuntimeError) as error:
+        except RuntimeError as error:
             raise self._error(error, f"no room for {format_bytes(local.nbytes)} of optimizer states") from None
         finally:
             os.close(file)
         return mapped.view(local.shape)
+
+    def room(self, size_bytes: int) -> int:
+        """A file of so many bytes, for whoever closes it. Raises StorageError where there is no room left."""
+        file = self._open()
+        try:
+            os.posix_fallocate(file, 0, size_bytes)
+        except OSError as error:
+            os.close(file)
+            raise self._error(error, f"no room for {format_bytes(size_bytes)} of optimizer states") from None
+        return file
 
     def _open(self) -> int:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,6 +50,7 @@ def sweep(
     offload: Sequence[str] = (),
     host_memory: str | int | None = None,
     fold_gradients: bool = False,
+    storage: str | os.PathLike[str] | None = None,
     usd_per_hour: Mapping[str, float] | None = None,
     tokens: float | None = None,
     simulate: bool = False,
@@ -59,7 +61,7 @@ def sweep(
     ``captured``: a captured model, or several by name; ``clusters``: presets, profiles, or such with other links
     (:meth:`galvatron_fx.Cluster.having`); ``budgets``: per device, None for its memory; ``batches``, ``sequences``:
     None for those that were captured; ``roles``, ``recompute``, ``optimizer``, ``offload``,
-    ``host_memory``, ``fold_gradients``: as of :func:`galvatron_fx.plan`;
+    ``host_memory``, ``fold_gradients``, ``storage``: as of :func:`galvatron_fx.plan`;
     ``usd_per_hour``: of one device, by its name; ``tokens``: how many a training is to see, for days and dollars;
     ``simulate``: search and simulate each point as :func:`galvatron_fx.plan` does, about half a minute each, instead of
     taking the best by estimates, about a second each; ``progress``: called with the points that are
@@ -83,7 +85,7 @@ def sweep(
         )
     if tokens is not None and not tokens > 0:
         raise InputError(f"tokens is {tokens!r}: give a number above 0")
-    check_arguments(roles=roles, recompute=recompute, offload=offload, fold_gradients=fold_gradients)
+    check_arguments(roles=roles, recompute=recompute, offload=offload, fold_gradients=fold_gradients, storage=storage)
     settings = SearchSettings(
         roles=roles,
         recompute=recompute,
@@ -91,7 +93,10 @@ def sweep(
         offload=offload,
         host_memory=host_memory,
         fold_gradients=fold_gradients,
+        storage=storage,
     )
+    for machine in machines:
+        settings.check_storage(machine.device)
     if host_memory is not None:
         settings.on(machines[0])  # or every point had the same reason
     sweeper = _Sweeper(settings, machines, [None if b is None else parse_bytes(b) for b in budgets], simulate)

@@ -302,21 +302,35 @@ def test_explain_as_a_page(run: Run, tmp_path: Path) -> None:
     assert "<html" in page.read_text() and "Perceptron" in page.read_text()
 
 
+def test_states_on_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A preset knows no disk, whose speed is given, for plans and for sweeps."""
+    out = tmp_path / "plan.json"
+    model = ["--model", "tests.cli.tiny:build", "--offload", "states", "--storage", "/disk"]
+    assert main(["plan", *model, *CLUSTER, "--out", str(out)]) == 3
+    assert "--disk-bandwidth 3GB/s" in capsys.readouterr().err
+    assert main(["plan", *model, *CLUSTER, "--out", str(out), "--disk-bandwidth", "3GB/s"]) == 0
+    sweep = ["sweep", *model, "--devices", "2", "--kinds", "A100-80GB"]
+    assert main(sweep) == 3 and "nothing is known of the disk" in capsys.readouterr().err
+    assert main([*sweep, "--disk-bandwidth", "3GB/s"]) == 0
+    assert main([*sweep, "--disk-bandwidth", "3GB"]) == 2 and "is no bandwidth" in capsys.readouterr().err
+
+
 def test_profile(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.device_mesh import DeviceMesh
 
     from galvatron_fx import profiling
 
     def measure(
-        mesh: DeviceMesh, *, seconds: float, dtypes: list[torch.dtype], progress: Callable[..., None]
+        mesh: DeviceMesh, *, seconds: float, dtypes: list[torch.dtype], storage: str, progress: Callable[..., None]
     ) -> Cluster:
         progress(profiling.ProfileProgress("collectives", 0.5))
-        assert (mesh.size(), seconds, dtypes) == (1, 7.0, [torch.float64])
+        assert (mesh.size(), seconds, dtypes, storage) == (1, 7.0, [torch.float64], "/disk")
         return Cluster.from_mesh(mesh)
 
     monkeypatch.setattr(profiling, "measure_cluster", measure)
     out = tmp_path / "profile.json"
-    code, text, _ = run("profile", "--out", out, "--device", "cpu", "--seconds", "7", "--dtype", "float64", "--json")
+    flags = ("--device", "cpu", "--seconds", "7", "--dtype", "float64", "--storage", "/disk", "--json")
+    code, text, _ = run("profile", "--out", out, *flags)
     assert code == 0 and json.loads(text)["cluster"] == json.loads(out.read_text())
     assert run("validate", out)[0] == 0
     assert not torch.distributed.is_initialized()

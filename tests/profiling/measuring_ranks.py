@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 import warnings
 from dataclasses import replace
 
@@ -14,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import galvatron_fx as gfx
 from galvatron_fx.ir.cluster.overlap import Overlap
 from galvatron_fx.ir.plan.plan import Plan
-from galvatron_fx.profiling import collectives, measure, measure_calls, stale, warn_if_stale
+from galvatron_fx.profiling import collectives, links, measure, measure_calls, stale, warn_if_stale
 from galvatron_fx.profiling.kernels import Kernel
 from galvatron_fx.profiling.operators import all_kernels
 from galvatron_fx.profiling.table import describe_profile
@@ -52,7 +54,11 @@ def work() -> None:
     """Measure, and compare what the ranks have."""
     mesh = init_device_mesh("cpu", (RANKS,))
     seen: list[measure.ProfileProgress] = []
-    cluster = gfx.measure_cluster(mesh, seconds=0.1, progress=seen.append)
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = gfx.measure_cluster(mesh, seconds=0.1, progress=seen.append, storage=folder)
+        assert os.listdir(folder) == []
+    speeds = cluster.device.host_bandwidth_bytes_per_s, cluster.device.disk_bandwidth_bytes_per_s
+    assert all(1e6 < speed < 1e12 for speed in speeds), speeds
     texts: list[str] = [""] * RANKS
     dist.all_gather_object(texts, cluster.to_json())
     assert texts[0] == texts[1], "the ranks have different clusters"
@@ -103,6 +109,7 @@ def work() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     measure.all_kernels = few_kernels  # type: ignore[attr-defined]
+    links._FILE_BYTES, links._TIMES = 2**22, 1  # type: ignore[misc]
     collectives._SIZES = collectives._SIZES[:3]  # type: ignore[misc]
     import galvatron_fx.api
     import galvatron_fx.ir.cluster.curves

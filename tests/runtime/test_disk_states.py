@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import itertools
 import os
 import resource
 import signal
@@ -24,6 +25,7 @@ from cost_models.optimizer import ParameterShard, optimizer_model
 from galvatron_fx.errors import InputError, PlanError, StorageError
 from galvatron_fx.ir.plan.prediction import STATE_COPIES
 from galvatron_fx.ir.plan.strategy import Strategy
+from galvatron_fx.runtime import host_states
 from galvatron_fx.runtime.disk_states import Storage
 from tests.seams.conftest import mesh as mesh
 from tests.seams.one_rank import Net, batch, with_logits
@@ -116,6 +118,53 @@ def test_a_process_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_killed_while_writing(mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a step's states are written: nothing of that is left, and what was saved before goes on exactly."""
+    storage, saved = tmp_path / "states", tmp_path / "saved"
+    storage.mkdir()
+    expected = compiled(mesh, None)
+    train(expected, AdamW(expected.parameters()), 4)
+    child = os.fork()
+    if child == 0:
+        model = compiled(mesh, storage)
+        optimizer = AdamW(model.parameters())
+        train(model, optimizer, 2)
+        galvatron_fx.Checkpointer(saved).save(2, model=model, optimizer=optimizer)
+        written = itertools.count()
+
+        def start_copy(source: torch.Tensor, copy: torch.Tensor, *lane: int) -> torch.Tensor:
+            if mapped(copy) and next(written) == 2:
+                copy.view(-1)[: copy.numel() // 2].fill_(7.0)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return copy.copy_(source)
+
+        monkeypatch.setattr(host_states, "start_copy", start_copy)
+        train(model, optimizer, 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert os.listdir(storage) == []
+    model = compiled(mesh, storage)
+    optimizer = AdamW(model.parameters())
+    assert galvatron_fx.Checkpointer(saved).load(model=model, optimizer=optimizer).step == 2
+    train(model, optimizer, 2)
+    same(model, expected)
+
+
+def test_the_folder_is_removed(mesh: DeviceMesh, tmp_path: Path) -> None:
+    """Files have no names that could be removed: training goes on, and only what would be made anew is refused."""
+    storage = tmp_path / "states"
+    storage.mkdir()
+    model, expected = compiled(mesh, storage), compiled(mesh, None)
+    optimizers = [AdamW(each.parameters()) for each in (model, expected)]
+    train(model, optimizers[0], 1)
+    storage.rmdir()
+    train(model, optimizers[0], 2)
+    train(expected, optimizers[1], 3)
+    same(model, expected)
+    with pytest.raises(StorageError, match=r"cannot be written to .*give storage= a folder that is there"):
+        train(model, AdamW(model.parameters()), 1)
+
+
 def test_file_systems_that_give_every_file_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = os.open
 
@@ -177,5 +226,5 @@ def test_the_search_puts_states_on_disk() -> None:
     assert any(block.strategy.states_on_disk for block in plans[0].blocks) and "states on disk" in str(plans[0])
     assert disk.host_bytes == 0 < host.host_bytes and plans[0].peak_memory_bytes == plans[1].peak_memory_bytes
     spent = [sum(s for cause, s in use.seconds.items() if cause.kind == STATE_COPIES) for use in (disk, host)]
-    assert spent[0] == pytest.approx(2 * host.host_bytes / 1e9) and spent[0] > spent[1]
+    assert spent[0] == pytest.approx(2 * host.host_bytes / 1e9, rel=1e-3) and spent[0] > spent[1]
     assert galvatron_fx.Plan.from_json(plans[0].to_json()) == plans[0]
