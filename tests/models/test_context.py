@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ _KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_ba
 
 
 class CrossAttention(nn.Module):
-    """Queries of one sequence see another as long; the mask hides keys, by -inf and by finite numbers."""
+    """Queries of one sequence see another; the mask hides keys, by -inf and by finite numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,11 +42,43 @@ class CrossAttention(nn.Module):
         return self.out(attended.transpose(1, 2).flatten(2)).square().mean()
 
 
-def cross_attention() -> zoo.Case:
-    keep = torch.ones(3, 16, dtype=torch.int64)
+def cross_attention(keys: int = 16) -> zoo.Case:
+    keep = torch.ones(3, keys, dtype=torch.int64)
     keep[0], keep[1, 5:9], keep[2] = 0, 0, -1  # all keys are hidden from the first sample and from the last
-    x, memory = torch.randn(2, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    generator = torch.Generator().manual_seed(3)
+    x, memory = (torch.randn(3, length, 16, dtype=torch.float64, generator=generator) for length in (16, keys))
     return zoo.build(CrossAttention), {"x": x, "memory": memory, "keep": keep}
+
+
+class Packed(nn.Module):
+    """Documents in one row, each of which sees itself alone; their borders are anywhere in chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(zoo.VOCABULARY, 16), nn.Embedding(16, 16)
+        self.query, self.key, self.head = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, zoo.VOCABULARY)
+
+    def forward(self, ids: Tensor, document: Tensor, position: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids) + self.positions(position)
+        query = self.query(x).unflatten(-1, (4, 4)).transpose(1, 2)
+        key = self.key(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        order = torch.arange(ids.shape[1], device=ids.device)
+        sees = (document[:, :, None] == document[:, None, :]) & (order[:, None] >= order)
+        attended = scaled_dot_product_attention(query, key, key, attn_mask=sees[:, None], enable_gqa=True)
+        logits = self.head(x + attended.transpose(1, 2).flatten(2))
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def packed() -> zoo.Case:
+    inputs = zoo.tokens()
+    ids = inputs["input_ids"]
+    document, position = torch.zeros_like(ids), torch.zeros_like(ids)
+    for row, borders in enumerate([(3, 4, 11), (7,), (), (1, 14)][: len(ids)]):
+        starts = [0, *borders, ids.shape[1]]
+        for number, (begin, end) in enumerate(pairwise(starts)):
+            document[row, begin:end], position[row, begin:end] = number, torch.arange(end - begin)
+    labels = ids.masked_fill(position == 0, -100)  # no document foretells the next one's first token
+    return zoo.build(Packed), {"ids": ids, "document": document, "position": position, "labels": labels}
 
 
 def padded() -> zoo.Case:
@@ -75,6 +108,8 @@ CASES = {
     "bert": lambda: zoo.bert(layers=1),
     "t5": lambda: zoo.t5(layers=1),
     "cross": cross_attention,
+    "cross, more keys": lambda: cross_attention(24),
+    "packed": packed,
     "padded": padded,
     "ignored": ignored,
     "windowed": windowed,
@@ -91,7 +126,8 @@ ROLES = [
     ("llama", (C, C, C)), ("llama", ("data", C)), ("llama", ("tensor", C)),
     ("llama", ("tensor_sequence", C)), ("llama", (C, "sequence")), ("bert", (C, C)), ("bert", (C, "sequence")),
     ("t5", (C,)), ("cross", (C, C)), ("padded", (C, C, C)),
-    ("ignored", (C, C)), ("windowed", (C, C)),
+    ("ignored", (C, C)), ("windowed", (C, C)), ("cross, more keys", (C, C)), ("packed", (C, C, C)),
+    ("packed", ("zero", C)),
 ]  # fmt: skip
 
 
