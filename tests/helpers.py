@@ -62,9 +62,10 @@ def simulate(
     sizes: Sequence[int],
     strategies: Sequence[Strategy],
     cache: Any,
+    cluster: Cluster | None = None,
 ) -> dict[str, torch.Tensor]:
     """Lower ``graph`` by a plan, run one step on all ranks, and return outputs, buffers and gradients by name."""
-    lowered = Lower(strategies, cluster_for(sizes, strategies), cache).run(graph)
+    lowered = Lower(strategies, cluster or cluster_for(sizes, strategies), cache).run(graph)
     return _named(run_step(lowered, _values(graph, model, inputs)))
 
 

@@ -12,12 +12,13 @@ from passes.sharding.rules import OpRule, register_rule
 aten = torch.ops.aten
 
 RING, RING_BACKWARD = "ring_attention", "ring_attention_backward"
+_HEADS, _HEADS_BACKWARD = "shared_heads_attention", "shared_heads_attention_backward"
 
 
 @register_rule(aten._scaled_dot_product_flash_attention_for_cpu.default)
 def _attention(call: OpCall, degree: int) -> list[OpRule]:
-    """Attention [batch, heads, sequence, head_dim]: split by batch, by heads, or (not causal) by query position; or the
-    sequence of all, keys and values travelling around the ranks.
+    """Attention [batch, heads, sequence, head_dim]: split by batch, by heads (of queries alone, where ranks are more
+    than key heads), or (not causal) by query position; or the sequence of all, keys and values travelling around.
     """
     causal = argument(call, 4, "is_causal", False)
     mask = call.inputs[3].shape if len(call.inputs) > 3 else None
@@ -28,6 +29,11 @@ def _attention(call: OpCall, degree: int) -> list[OpRule]:
         if mask is not None:
             inputs.append(mask_shard(mask, len(call.inputs[0].shape), dim))
         rules.append(OpRule((q, q), tuple(inputs)))
+    if (key_heads := _shared_heads(call, 0, degree)) is not None:
+        inputs = [Shard(1), REPLICATE, REPLICATE]
+        if mask is not None:
+            inputs.append(mask_shard(mask, len(call.inputs[0].shape), 1))
+        rules.append(OpRule((Shard(1), Shard(1)), tuple(inputs), _HEADS if key_heads > 1 else ""))
     return rules
 
 
@@ -43,7 +49,22 @@ def _attention_backward(call: OpCall, degree: int) -> list[OpRule]:
         if mask is not None:
             inputs.append(mask_shard(mask, len(call.inputs[1].shape), dim))
         rules.append(OpRule((q, kv if dim < 2 else PARTIAL, kv if dim < 2 else PARTIAL), tuple(inputs)))
+    if (key_heads := _shared_heads(call, 1, degree)) is not None:
+        heads = Shard(1)
+        inputs = [heads, heads, REPLICATE, REPLICATE, heads, heads]
+        if mask is not None:
+            inputs.append(mask_shard(mask, len(call.inputs[1].shape), 1))
+        expansion = _HEADS_BACKWARD if key_heads > 1 else ""
+        rules.append(OpRule((heads, PARTIAL, PARTIAL), tuple(inputs), expansion))
     return rules
+
+
+def _shared_heads(call: OpCall, query: int, degree: int) -> int | None:
+    """The heads of keys, if each of so many ranks has query heads of one of them, and several ranks those of the same;
+    ``query``: the position of the query.
+    """
+    heads, key_heads = (call.inputs[at].shape[1] for at in (query, query + 1))
+    return key_heads if heads % degree == 0 and degree % key_heads == 0 and key_heads < degree else None
 
 
 def _in_a_ring(call: OpCall, query: int, expansion: str) -> OpRule:

@@ -1,6 +1,6 @@
 """Local programs for operators whose sharded form is not the operator itself: vocabulary-parallel lookups and losses,
 and the exchange of rows between ranks that hold unlike experts. Those of attention are in
-:mod:`passes.sharding.ring_expansions`.
+:mod:`passes.sharding.ring_expansions` and :mod:`passes.sharding.shared_heads`.
 
 Each builder writes nodes into the new graph with an :class:`Emitter` and returns the nodes of the outputs. Source of
 the vocabulary-parallel loss: Shoeybi et al. 2019 (Megatron-LM), section 3.
@@ -28,6 +28,7 @@ from passes.sharding.exchange_expansions import (
     among_more_unpacked,
 )
 from passes.sharding.ring_expansions import ring_attention, ring_attention_backward
+from passes.sharding.shared_heads import shared_heads_attention, shared_heads_attention_backward
 
 aten = torch.ops.aten
 
@@ -339,5 +340,7 @@ EXPANSIONS: dict[str, Builder] = {
         among_more_unpacked,
         ring_attention,
         ring_attention_backward,
+        shared_heads_attention,
+        shared_heads_attention_backward,
     )
 }

@@ -44,8 +44,8 @@ GENERATOR = torch.Generator().manual_seed(0)
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
-def attention(causal: bool, mask: In | None = None) -> list[Call]:
-    q, k, v = real(4, 4, 8, 4), real(4, 4, 8, 4), real(4, 4, 8, 4)
+def attention(causal: bool, mask: In | None = None, key_heads: int = 4) -> list[Call]:
+    q, k, v = real(4, 4, 8, 4), real(4, key_heads, 8, 4), real(4, key_heads, 8, 4)
     keywords = {} if mask is None else {"attn_mask": mask}
     plain = {} if mask is None else {"attn_mask": mask.value}
     forward = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -305,6 +305,7 @@ CALLS: list[Call] = [
     *attention(True),
     *attention(False, real(4, 1, 8, 8)),
     *attention(False, real(8, 8)),
+    *attention(True, key_heads=1),
     *embeddings(-1, False),
     *embeddings(3, False),
     infinite_rows(),

@@ -34,6 +34,7 @@ from tests.passes.sharding.rule_calls import (
     Call,
     In,
     aten,
+    attention,
     embeddings,
     f64,
     real,
@@ -124,6 +125,11 @@ def fitting(rule: OpRule, described: Any) -> bool:
     return rule_module._valid(rule, described, 2)
 
 
+MASKS = (real(4, 1, 8, 8), real(4, 4, 8, 8))
+ON_FOUR_RANKS = [*attention(True, None, 2), *(call for mask in MASKS for call in attention(False, mask, 2))]
+SHARED_HEADS = {"shared_heads_attention", "shared_heads_attention_backward"}
+
+
 def name(call: Call) -> str:
     return str(getattr(call[0], "__name__", call[0]))
 
@@ -150,9 +156,16 @@ def test_all_registered_operators_are_checked() -> None:
     assert {str(target) for target in ours} - {str(call[0]) for call in CALLS} == set()
 
 
+@pytest.mark.parametrize("call", [*ON_FOUR_RANKS], ids=name)
+def test_heads_that_two_ranks_share_give_the_same(call: Call) -> None:
+    found = [rule for rule in rules_of(call, 4) if rule.expansion in SHARED_HEADS]
+    assert len(found) == 1
+    check(call, found[0], 4)
+
+
 def test_all_expansions_are_checked() -> None:
     """Those of experts: see test_expert_rules.py."""
-    used = {rule.expansion for call in CALLS for rule in rules_of(call)}
+    used = {rule.expansion for call in CALLS for rule in rules_of(call)} | SHARED_HEADS
     assert set(EXPANSIONS) <= used | {*EXCHANGING, *AMONG_MORE}
 
 
