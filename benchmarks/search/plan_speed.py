@@ -96,6 +96,8 @@ CASES = {
     "gpt3-175b": Case(models.gpt3_175b, 96, "1024xA100-80GB", lambda: tokens(1536, 2048), 15),
     "llama-405b": Case(models.llama_405b, 126, "16384xH100-80GB", lambda: tokens(2048, 8192), 15),
     "llama-405b, nothing fits": Case(models.llama_405b, 126, "64xH100-80GB", lambda: tokens(64, 8192), 5, _F32),
+    "llama-8b, a million tokens": Case(models.llama_8b, 32, "256xH100-80GB", lambda: tokens(4, 2**20), 30),
+    "llama-405b, 128k tokens": Case(models.llama_405b, 126, "1024xH100-80GB", lambda: tokens(16, 2**17), 30),
     "256 layers": Case(models.llama_7b, 256, "64xA100-80GB", lambda: tokens(256, 2048), 15),
     "deepseek-v3": Case(models.deepseek_v3, 6, "2048xH100-80GB", lambda: tokens(4096, 4096), 15),
     "lstm, 64 steps": Case(models.Recurrent, 2, _A100, lambda: tokens(64, 64), 5, _F32),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -58,7 +59,8 @@ def _distinct(graphs: Iterable[fx.GraphModule]) -> dict[str, OpCall]:
     nodes = (node for graph in graphs for node in graph.graph.nodes)
     calls = (op_call(node) for node in nodes if node.op == "call_function" and has_meta(node) and not is_getitem(node))
     kept = (call for call in calls if call.target not in (*c.COLLECTIVES, *c.RANK_LOCAL) and not is_free(call.target))
-    return dict(sorted((call_key(call), call) for call in kept if _bytes(call) >= _LEAST_BYTES))
+    by_key = {call_key(call): call for call in kept if _bytes(call) >= _LEAST_BYTES}
+    return dict(sorted(by_key.items(), key=itemgetter(0)))  # calls have no order
 
 
 def _bytes(call: OpCall) -> int:
