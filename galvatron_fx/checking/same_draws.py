@@ -65,6 +65,7 @@ class SameDraws(TorchDispatchMode):
             self.unknown = str(func)
             return sample
         named.pop("device", None)
+        args = _with_defaults(func, args, named)
         drawn = self._draw(functional or func, args, named, TensorSpec(tuple(first.shape), _dtype(args, named, first)))
         if functional is not None:
             return args[0].copy_(drawn[0])
@@ -101,6 +102,14 @@ class SameDraws(TorchDispatchMode):
                 node.args = (seed, before + stream, sizes, coordinates)
                 self.shapes.append(tuple(sizes))
         module.recompile()
+
+
+def _with_defaults(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
+    """All positional arguments: torch leaves out those that are as by default, also of an operator in place whose
+    functional form has no default.
+    """
+    positional = [a for a in func._schema.arguments if not a.kwarg_only]
+    return (*args, *(a.default_value for a in positional[len(args) :] if a.name not in named))
 
 
 def _dtype(args: tuple[Any, ...], kwargs: Mapping[str, Any], drawn: Tensor) -> torch.dtype:

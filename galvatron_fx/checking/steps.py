@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -142,20 +142,27 @@ class Eager:
     def run(self, seed: Tensor) -> Any:
         """Run forward and ``backward()``."""
         draws = SameDraws(seed)
+        with self._as_captured(draws):
+            result = self._forward()
+        outputs = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
+        weights = _weights(outputs, self.trained)  # drawn outside: these are none of the model's numbers
+        if weights:
+            with self._as_captured(draws):
+                torch.autograd.backward([outputs[at] for at in weights], list(weights.values()))
+        if draws.unknown or draws.shapes != self.shapes:
+            self.unlike = draws.unknown or f"{len(draws.shapes)} draws where the captured graph has {len(self.shapes)}"
+        return result
+
+    @contextmanager
+    def _as_captured(self, draws: SameDraws) -> Iterator[None]:
+        """Compute with the captured graph's dtypes and random numbers."""
         with ExitStack() as scopes:
             if self.is_wide:
                 scopes.enter_context(WideFloats())
             if self.shapes:
                 scopes.enter_context(composites_in_python())
                 scopes.enter_context(draws)
-            result = self._forward()
-            outputs = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
-            weights = _weights(outputs, self.trained)
-            if weights:
-                torch.autograd.backward([outputs[at] for at in weights], list(weights.values()))
-        if draws.unknown or draws.shapes != self.shapes:
-            self.unlike = draws.unknown or f"{len(draws.shapes)} draws where the captured graph has {len(self.shapes)}"
-        return result
+            yield
 
     def _forward(self) -> Any:
         policy, tensors = self.policy, self.inputs.tensors

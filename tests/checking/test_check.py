@@ -150,6 +150,13 @@ def test_eager_gets_the_same_draws(plan: Plan) -> None:
     assert found.ok and not found.notes, str(found)
 
 
+def test_numbers_that_the_check_draws_are_none_of_the_models() -> None:
+    """Outputs without a loss are weighted by random numbers; a rate of a half is an argument that torch leaves out."""
+    model = nn.Sequential(nn.Conv1d(3, 8, 3), nn.Dropout1d(0.5), nn.Conv1d(8, 4, 3))
+    found = galvatron_fx.check(model, 2, (torch.randn(4, 3, 9),), Plan.uniform((2,), ("data",)))
+    assert found.ok and not found.notes, str(found)
+
+
 class Noisy(nn.Module):
     """Draws in ways that eager cannot be handed."""
 
