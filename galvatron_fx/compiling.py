@@ -31,6 +31,7 @@ from galvatron_fx.runtime.agreement import Facts, agreed
 from galvatron_fx.runtime.backends import Backend, new_backend
 from galvatron_fx.runtime.batch_rows import global_inputs
 from galvatron_fx.runtime.binding import Binder, StageBinder
+from galvatron_fx.runtime.caches import placements_of_caches
 from galvatron_fx.runtime.compiled import Compiled, StageCopies
 from galvatron_fx.runtime.disk_states import Storage
 from galvatron_fx.runtime.gloo_shutdown import end_after_gloo
@@ -316,7 +317,8 @@ class _Builder:
         """A model without weights, for other inputs or as it is switched, on the parameters as they lie."""
         session = self.options.session
         graph = session.frontend.run(twin, inputs)
-        return binder.bind(self._lower(graph, binder.placements(), twin.training))
+        fixed = {**binder.placements(), **placements_of_caches(inputs, binder.mesh)}
+        return binder.bind(self._lower(graph, fixed, twin.training))
 
     def _lower(self, graph: fx.GraphModule, fixed: Mapping[str, tuple[Placement, ...]], training: bool) -> Any:
         session = self.options.session

@@ -211,6 +211,8 @@ class Simulated:
                 at, like = int(port.name), specs[port]
                 counts = self.trained in (None, at)
                 return _weight(at, like.shape, like.dtype) if counts else torch.zeros(like.shape, dtype=like.dtype)
+            if port.kind == "cache":  # as it is given, in every step
+                return self.inputs.tensors[self.inputs.input_names.index(port.name)]
             return self.inputs.tensors[int(port.name)] if port.kind == "input" else self._tensor(port.name).detach()
 
         scope: AbstractContextManager[Any] = WideFloats() if self.is_wide else nullcontext()

@@ -30,15 +30,15 @@ def hoisted_values(
 def merge_outputs(split: Microbatched, made: Sequence[Mapping[OutputSpec, Any]]) -> dict[OutputSpec, Any]:
     """Outputs of the whole batch from those of each micro-batch (by port).
 
-    Terms of a sum are added, parts of a batch concatenated, updated buffers taken from the last; outputs that need all
-    samples are computed here, from the "piece" ports.
+    Terms of a sum are added, parts of a batch concatenated, updated buffers and caches taken from the last; outputs
+    that need all samples are computed here, from the "piece" ports.
     """
     merged: dict[OutputSpec, Any] = {}
     for port in made[0]:
         values = [results[port] for results in made]
         if port.kind == "output":
             merged[port] = _merged(split.outputs[port.name], values)
-        elif port.kind == "buffer":
+        elif port.kind in ("buffer", "cache"):
             merged[port] = values[-1]
     pieces = sorted((port for port in made[0] if port.kind == "piece"), key=lambda port: int(port.name))
     if split.epilogue is not None and pieces:

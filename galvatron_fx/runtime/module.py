@@ -24,6 +24,7 @@ from galvatron_fx.ir.torch_compat.tensors import pytree, scale_all
 from galvatron_fx.runtime.absent_output import AbsentOutput
 from galvatron_fx.runtime.agreement import together
 from galvatron_fx.runtime.batch_rows import BatchRows, unmarked
+from galvatron_fx.runtime.caches import CallCaches
 from galvatron_fx.runtime.call_key import call_key, described
 from galvatron_fx.runtime.call_style import CallStyle
 from galvatron_fx.runtime.compiled import AnyProgram, Compiled
@@ -49,6 +50,7 @@ from galvatron_fx.runtime.same_copies import CopyComparison
 from galvatron_fx.runtime.stage_tensors import mark_of_stage
 from galvatron_fx.runtime.total_norm import total_norm
 from passes.frontend.capture.capture import FlatInputs
+from passes.frontend.capture.held_objects import ArgumentAt
 
 
 class DistributedGraphModule(LikeOriginal):
@@ -183,11 +185,13 @@ class DistributedGraphModule(LikeOriginal):
         with self._alone():
             program, flat, row_positions = self._program(args, kwargs, trains=torch.is_grad_enabled())
             if self.plan.forward_only or not torch.is_grad_enabled():
+                caches = CallCaches(program, self._style.of(args, kwargs), flat, self.mesh, self._rows.is_local)
                 with torch.no_grad(), self._watch.collectives():
                     self._rows.complete(flat, row_positions, program.read)
-                    results = program.evaluate(self._values(flat))
+                    results = program.evaluate(self._values(flat, caches))
                     self._update_state(results)
-                outputs = self._own_outputs(program, self._outputs(program, results))
+                    caches.update(results)
+                outputs = self._own_outputs(program, self._outputs(program, results, caches=caches))
                 return forward_only_outputs(outputs) if self.plan.forward_only else outputs
             refuse_folded(program.folded, "backward() may be one of several, whose gradients are summed up")
             parameters = [self._tensor(port) for port in program.trained_ports]
@@ -450,7 +454,7 @@ class DistributedGraphModule(LikeOriginal):
         tensor: Tensor = table[leaf]
         return tensor
 
-    def _values(self, flat: FlatInputs) -> Callable[[InputSpec], Any]:
+    def _values(self, flat: FlatInputs, caches: CallCaches | None = None) -> Callable[[InputSpec], Any]:
         """What every input of the graph is on this rank in this step."""
         device = self.mesh.device_type
         seed = torch.randint(2**62, (), generator=self._generator).to(device)
@@ -458,6 +462,9 @@ class DistributedGraphModule(LikeOriginal):
         def value_of(port: InputSpec) -> Any:
             if port.kind == "seed":
                 return seed
+            if port.kind == "cache":
+                assert caches is not None, "caches are of what is forward alone"
+                return caches.local(port)
             if port.kind != "input":
                 tensor, name = self._tensor(port), original_name(port.name)
                 if tensor is not self._held.get(name, tensor):
@@ -497,10 +504,17 @@ class DistributedGraphModule(LikeOriginal):
         own = self._rows.is_local and not program.signature.scalars
         return own_outputs(outputs, program.signature) if own else outputs
 
-    def _outputs(self, program: AnyProgram, results: Mapping[OutputSpec, Any], detached: Collection[int] = ()) -> Any:
+    def _outputs(
+        self,
+        program: AnyProgram,
+        results: Mapping[OutputSpec, Any],
+        detached: Collection[int] = (),
+        caches: CallCaches | None = None,
+    ) -> Any:
         """Nest the outputs as the model does, sharded ones as DTensors; those made elsewhere refuse to be read.
 
-        ``detached``: positions of outputs at which no gradient may arrive.
+        ``detached``: positions of outputs at which no gradient may arrive; ``caches``: of the call, whose arguments the
+        model may return.
         """
         padded = program.signature.padded
         values = {
@@ -519,5 +533,7 @@ class DistributedGraphModule(LikeOriginal):
             if is_tensor:
                 value = values[position] if position in values else AbsentOutput(names[position])
                 position += 1
+            elif isinstance(value, ArgumentAt) and caches is not None:
+                value = caches.argument(value)
             leaves.append(value)
         return pytree.tree_unflatten(leaves, spec)

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.bound_ops import finished
 from galvatron_fx.ir.graph.layout import Layout
-from galvatron_fx.ir.graph.metadata import InputSpec, OutputSpec, Signature
+from galvatron_fx.ir.graph.metadata import InputSpec, OutputSpec, Signature, TensorSpec
 from galvatron_fx.ir.graph.placement import Placement
 from galvatron_fx.ir.graph.rewrite import copy_graph
 from galvatron_fx.ir.torch_compat.dtensors import whole_tensor
@@ -176,6 +176,16 @@ class Program:
     def placements(self, port: InputSpec) -> tuple[Placement, ...]:
         """How an input lies on the lowering mesh, one placement a column."""
         return self.layout.inputs[self.signature.inputs.index(port)]
+
+    @property
+    def absent_caches(self) -> dict[str, TensorSpec]:
+        """Caches that this rank has nothing of: none."""
+        return {}
+
+    @property
+    def stage_caches(self) -> frozenset[str]:
+        """Caches that other ranks have nothing of: none."""
+        return frozenset()
 
     def result_placements(self, port: OutputSpec) -> tuple[Placement | None, ...]:
         """How an output lies on the lowering mesh."""

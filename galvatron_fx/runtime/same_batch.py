@@ -6,8 +6,10 @@ from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from galvatron_fx.ir.errors import InputError
+from galvatron_fx.runtime.absent_cache import AbsentCache
 from galvatron_fx.runtime.checksums import checksum
 from galvatron_fx.runtime.same_weights import gathered
 from passes.frontend.capture.flat_inputs import FlatInputs
@@ -41,10 +43,11 @@ class BatchComparison:
         """Refuse inputs of which ranks hold unlike values. Raises InputError, on all ranks, naming which in what.
 
         ``own``: positions of the tensors that hold ``rows`` of the global batch: ranks with the same rows hold the same
-        values. All other tensors are equal on all ranks, as every rank passes them whole.
+        values. All other tensors are equal on all ranks, as every rank passes them whole; but caches that are split
+        already, of which ranks hold parts, are not compared.
         """
         tensors = inputs.tensors
-        sums = [checksum(torch.tensor(list(rows) if own else [])), *map(checksum, tensors)]
+        sums = [checksum(torch.tensor(list(rows) if own else [])), *map(_sum, tensors)]
         sums_by_rank = gathered(torch.stack([each.to(self._device_type) for each in sums]), self._device_type)
         for position, name in enumerate(inputs.tensor_names):
             values = sums_by_rank[:, 1 + position]
@@ -66,3 +69,7 @@ class BatchComparison:
             f"{start}: pass the global batch, the same on every rank, or, where each rank brings rows of its own (as "
             f"with DistributedSampler), compile(..., batch='local')"
         )
+
+
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros((), dtype=torch.int64) if isinstance(tensor, (AbsentCache, DTensor)) else checksum(tensor)

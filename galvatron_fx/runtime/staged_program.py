@@ -14,10 +14,19 @@ from torch import Tensor, fx
 
 from cost_models.schedule_time import ScheduleReport, Span
 from galvatron_fx.ir.errors import InputError
-from galvatron_fx.ir.graph.metadata import InputSpec, OutputSpec, Signature, TensorSpec, meta_of, ports, signature
+from galvatron_fx.ir.graph.metadata import (
+    InputSpec,
+    OutputSpec,
+    Signature,
+    TensorSpec,
+    meta_of,
+    output_ports,
+    ports,
+    signature,
+)
 from galvatron_fx.ir.graph.placement import Placement, Shard
 from galvatron_fx.ir.plan.schedule import SPREAD, Schedule
-from galvatron_fx.ir.plan.strategy import original_name
+from galvatron_fx.ir.plan.strategy import cache_key, original_name
 from galvatron_fx.runtime.backends import Backend, Boxed, Eager, compile_graph
 from galvatron_fx.runtime.backward_refusals import Versions
 from galvatron_fx.runtime.expert_loads import KeptCounts
@@ -165,6 +174,40 @@ class StagedProgram:
         results[loss] = scheduled_loss(step, [port.name for port in self.trained_ports], parameters)
         return results
 
+    def placements(self, port: InputSpec) -> tuple[Placement, ...]:
+        """How an input lies on the mesh of its stage, one placement a column."""
+        return self.lowered.layout.inputs[signature(self.lowered.joint).inputs.index(port)]
+
+    @cached_property
+    def absent_caches(self) -> dict[str, TensorSpec]:
+        """Caches that other stages have, by name, whole."""
+        joint, layout = self.lowered.joint, self.lowered.layout
+        held = {name for name, ranks in self._cache_holders.items() if self.pipeline.rank in ranks}
+        absent: dict[str, TensorSpec] = {}
+        for (port, node), placed in zip(ports(joint), layout.inputs, strict=True):
+            if port.kind == "cache" and port.name not in held:
+                absent[port.name] = _whole(meta_of(node).spec, placed, layout.shape)
+        for (result, value), lies in zip(output_ports(joint), layout.outputs, strict=True):
+            if result.kind == "cache" and value is not None and result.name not in held:
+                absent[result.name] = _whole(meta_of(value).spec, lies, layout.shape)
+        return absent
+
+    @cached_property
+    def stage_caches(self) -> frozenset[str]:
+        """Caches that some ranks of the pipeline have nothing of."""
+        count = len(self.pipeline.peers)
+        return frozenset(name for name, ranks in self._cache_holders.items() if len(ranks) < count)
+
+    @cached_property
+    def _cache_holders(self) -> dict[str, set[int]]:
+        holders: dict[str, set[int]] = {}
+        for stage in self.lowered.stages:
+            names = {port.name for port in stage.ports.values() if port.kind == "cache"}
+            names |= {port.name for port, _ in stage.results if port.kind == "cache"}
+            for name in names:
+                holders.setdefault(name, set()).update(self.schedule.ranks_of(stage.index))
+        return holders
+
     def result_placements(self, port: OutputSpec) -> tuple[Placement | None, ...]:
         """How an output lies on the mesh of a stage: where ranks and micro-batches cut one dim, a rank has rows of each
         micro-batch.
@@ -272,7 +315,7 @@ class StagedProgram:
         return merged
 
     def _tell_state(self, merged: dict[OutputSpec, Any]) -> None:
-        """Give new values of buffers and parameters to all ranks that hold them, and to no others."""
+        """Give new values of buffers, parameters and caches to all ranks that hold them, and to no others."""
         for port, (maker, holders, spec) in self._state.items():
             if holders != {maker} and maker != SPREAD:
                 value = merged.get(port, torch.empty(spec.shape, dtype=spec.dtype, device=self.device)).contiguous()
@@ -289,14 +332,17 @@ class StagedProgram:
         makers: dict[OutputSpec, tuple[int, TensorSpec]] = {}
         for stage in self.lowered.stages:
             for port in stage.ports.values():
-                if port.kind in ("param", "buffer"):
-                    holders.setdefault(original_name(port.name), set()).update(self.schedule.ranks_of(stage.index))
+                if port.kind in ("param", "buffer", "cache"):
+                    holders.setdefault(_held_name(port), set()).update(self.schedule.ranks_of(stage.index))
             for output, name in stage.results:
-                if output.kind == "buffer":
+                if output.kind in ("buffer", "cache"):
                     makers[output] = ranks[stage.index], stage.specs[name]
-        first = {0}  # what no stage takes lies there
-        pairs = sorted(makers.items(), key=lambda item: item[0].name)
-        return {output: (rank, holders.get(original_name(output.name), first), spec) for output, (rank, spec) in pairs}
+        pairs = sorted(makers.items(), key=lambda item: _held_name(item[0]))
+        # What no stage takes lies on the first, but for caches.
+        return {
+            output: (rank, holders.get(_held_name(output), {rank if output.kind == "cache" else 0}), spec)
+            for output, (rank, spec) in pairs
+        }
 
     def _tell_pieces(self, by_microbatch: Sequence[dict[OutputSpec, Any]]) -> None:
         """Give every rank the pieces of the epilogue where stages of several ranks make some."""
@@ -337,6 +383,18 @@ class StagedProgram:
                     scalars |= {late: (rank, dtype) for late, dtype in split.late_scalars().items()}
         scalars = {port: made for port, made in scalars.items() if made[0] != SPREAD}
         return dict(sorted(scalars.items(), key=lambda item: item[0].name))
+
+
+def _whole(spec: TensorSpec, placements: Sequence[Placement | None], degrees: Sequence[int]) -> TensorSpec:
+    shape = list(spec.shape)
+    for placement, degree in zip(placements, degrees, strict=True):
+        if isinstance(placement, Shard):
+            shape[placement.dim] *= degree
+    return TensorSpec(tuple(shape), spec.dtype)
+
+
+def _held_name(port: InputSpec | OutputSpec) -> str:
+    return cache_key(port.name) if port.kind == "cache" else original_name(port.name)
 
 
 def _of_microbatch(hoisted: Mapping[int, list[Tensor]], positions: Mapping[str, int], index: int) -> dict[str, Tensor]:

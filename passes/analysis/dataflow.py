@@ -155,6 +155,17 @@ def parameter_owners(graph: fx.GraphModule) -> dict[fx.Node, int]:
     return owners
 
 
+def cache_owners(graph: fx.GraphModule) -> dict[fx.Node, int]:
+    """The block of each cache that forward takes: that of its first use."""
+    order = {node: i for i, node in enumerate(graph.graph.nodes)}
+    owners = {}
+    for port, node in ports(graph):
+        users = [user for user in node.users if user.op == "call_function"]
+        if port.kind == "cache" and users:
+            owners[node] = max(meta_of(min(users, key=order.__getitem__)).block, 0)
+    return owners
+
+
 def owning_blocks(graph: fx.GraphModule) -> dict[str, int]:
     """The same by the parameters' own names."""
     owners = parameter_owners(graph)

@@ -114,6 +114,8 @@ class LowerStages:
         stage_of = stages_of_blocks(self.first_blocks, len(self.strategies))
         untied = apply(UntieWeights(stage_of), microbatched.graph)
         spread = spread_stages(self.strategies, self.first_blocks)
+        if spread:
+            _refuse_caches(untied)
         check_copies(untied, stage_of, spread)
         sharding = ShardGraph(
             self.strategies, self.cluster.axes, self.cluster.device, self.cache, self.fixed, self.control
@@ -161,6 +163,15 @@ class LowerStages:
             return float(collective_s("send_recv", float(size_bytes), [self.cluster.axes[0]]))
 
         return RelayOrRecompute(lambda node: stage_of_node(node, self.first_blocks), compute_s, send_s)
+
+
+def _refuse_caches(graph: fx.GraphModule) -> None:
+    caches = [port.name for port in signature(graph).outputs if port.kind == "cache"]
+    if caches:
+        raise PlanError(
+            f"forward changes the cache '{caches[0]}', of which ranks that all compute the vocabulary would not know "
+            f"who holds it: plan with vocabulary='ends'"
+        )
 
 
 def _graphs(tasks: Mapping[str, Task]) -> dict[str, fx.GraphModule]:

@@ -74,6 +74,9 @@ class PadBatch:
         sizes: Sizes = graph.meta["symbols"]
         if sizes.batch < 2:
             raise CoupledSamplesError("a batch of one sample has nothing to share out")
+        kept = [port.name for port, node in ports(graph) if port.kind == "cache" and _has_rows(meta_of(node).spec)]
+        if kept:
+            raise CoupledSamplesError(f"the cache '{kept[0]}' has the rows that it was made with")
         padding = _Padding(PaddingWriter(fx.Graph(), sizes, self.rows))
         kinds = {node: port.kind for port, node in ports(graph)}
         for node in graph.graph.nodes:
@@ -94,6 +97,8 @@ def _padded_outputs(graph: fx.GraphModule, padding: _Padding) -> dict[str, Padde
         shard = padding.shards.get(node) if node is not None else None
         if node is None or shard is None:
             continue
+        if port.kind == "cache":
+            raise CoupledSamplesError(f"the cache '{port.name}' would have more rows than the batch")
         if shard.split_factor > 1 or port.kind != "output":
             raise _refusal(node)
         spec = meta_of(node).spec

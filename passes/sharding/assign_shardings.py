@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import ports
+from galvatron_fx.ir.graph.metadata import meta_of, ports
 from galvatron_fx.ir.graph.placement import REPLICATE, Partial, Placement, shown_as
+from galvatron_fx.ir.plan.strategy import cache_key
 from passes.sharding.axis_decisions import AxisDecisions
 from passes.sharding.block_ilp import BlockProblem, Decision
 from passes.sharding.graph_values import GraphValues
@@ -63,13 +64,18 @@ class AssignShardings:
         )
 
     def _place_inputs(self, decided: AxisDecisions) -> None:
-        """Place what no block decides: inputs, constants, and parameters that are fixed or that no block owns."""
-        for port, node in ports(decided.values.graph):
-            if port.kind == "param" and port.name in self.fixed and not decided.leaves_terms(node):
+        """Place what no block decides: inputs, constants, and parameters and caches that are fixed or of no block."""
+        values = decided.values
+        for port, node in ports(values.graph):
+            if port.kind == "cache" and cache_key(port.name) in self.fixed:
+                decided.inputs[node] = self.fixed[cache_key(port.name)]
+            elif node in values.cache_owner:
+                continue
+            elif port.kind == "param" and port.name in self.fixed and not decided.leaves_terms(node):
                 decided.inputs[node] = self.fixed[port.name]
-            elif port.kind != "param" or node not in decided.values.owner:
+            elif port.kind != "param" or node not in values.owner:
                 decided.inputs[node] = REPLICATE
-        for node in decided.values.constants:
+        for node in values.constants:
             decided.inputs[node] = REPLICATE
 
 
@@ -81,8 +87,18 @@ def _output(decided: AxisDecisions, port: Any, node: fx.Node | None) -> Placemen
         if parameter is not None and decided.leaves_terms(parameter) and isinstance(decided.produced(node), Partial):
             return decided.produced(node)
         return decided.inputs[parameter] if parameter is not None else REPLICATE
+    if port.kind == "cache":
+        cache = decided.values.cache_of(port)
+        return _kept(decided, node) if cache is None else decided.inputs[cache]
     if port.kind == "output" and decided.outputs_as_terms and isinstance(decided.produced(node), Partial):
         return decided.produced(node)
     if port.kind == "output" and decided.values.outputs_stay:
         return shown_as(decided.exits.get(node, decided.produced(node)))
     return REPLICATE
+
+
+def _kept(decided: AxisDecisions, node: fx.Node) -> Placement:
+    """How a cache that forward makes is kept: as it lies, where the role of its block lets it lie so."""
+    record = meta_of(node)
+    placement = decided.exits.get(node, decided.produced(node))
+    return placement if placement in decided.role(record.block).cache_choices(record.spec) else REPLICATE

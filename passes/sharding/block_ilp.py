@@ -74,7 +74,7 @@ class BlockProblem:
         for node, decision in zip([*entries, *self.nodes], cache[key], strict=True):
             if isinstance(decision, OpRule):
                 self.decided.rules[node] = decision
-            elif decision is not None and node in self.decided.values.owner:
+            elif decision is not None and (node in self.decided.values.owner or self._is_cache(node)):
                 self.decided.inputs.setdefault(node, decision)
             elif decision is not None and self._followed(node) is not None:
                 self.decided.exits[node] = decision
@@ -95,6 +95,8 @@ class BlockProblem:
         original, followed = decided.values.originals.get(node), self._followed(node)
         if followed is not None:
             return self.role.parameter_choices(meta_of(followed).spec)
+        if self._is_cache(node) and node not in decided.inputs:
+            return self.role.cache_choices(meta_of(node).spec)
         if original in decided.inputs:
             return [decided.inputs[original]]
         if node in decided.values.owner and node not in decided.inputs:
@@ -102,6 +104,9 @@ class BlockProblem:
         if node in decided.inputs:
             return [decided.inputs[node]]
         return [decided.exit_placement(node)]
+
+    def _is_cache(self, node: fx.Node) -> bool:
+        return node in self.decided.values.cache_owner
 
     def _followed(self, node: fx.Node) -> fx.Node | None:
         """The parameter of this block that a later block's term of its gradient lies as: which way is decided here."""
@@ -126,7 +131,7 @@ class BlockProblem:
             (
                 meta_of(n).specs,
                 tuple(self._entry_choices(n)),
-                n in self.decided.values.owner,
+                (n in self.decided.values.owner, self._is_cache(n)),
                 number.get(self._followed(n)),  # type: ignore[arg-type]
             )
             for n in entries
@@ -142,10 +147,18 @@ class BlockProblem:
         return None if meta_of(node).multi_output else self._exit_choice(node)
 
     def _graph_outputs(self, node: fx.Node, number: dict[fx.Node, int]) -> tuple[Any, ...]:
-        """How the graph's outputs take a node: as whose gradient (by number in the block), or freely."""
+        """How the graph's outputs take a node: as whose gradient, as which cache (by number in the block, and as that
+        lies), or freely.
+        """
         values = self.decided.values
-        taken = [(port.kind, values.parameter_of(port)) for port in values.output_ports_of.get(node, ())]
-        return tuple((kind, number.get(parameter) if parameter is not None else None) for kind, parameter in taken)
+        taken = [
+            (port.kind, values.parameter_of(port) or values.cache_of(port))
+            for port in values.output_ports_of.get(node, ())
+        ]
+        return tuple(
+            (kind, source and number.get(source), kind == "cache" and self.decided.inputs.get(source))  # type: ignore[arg-type]
+            for kind, source in taken
+        )
 
     # ---- the problem ----
 
@@ -274,6 +287,9 @@ class BlockProblem:
         if parameter is not None:
             self._add_gradient_sink(node, parameter, value)
             return
+        if port.kind == "cache":
+            self._add_cache_sink(node, self.decided.values.cache_of(port), value)
+            return
         free: list[Placement] = [REPLICATE]
         if port.kind == "output" and self.decided.values.outputs_stay:
             free += dict.fromkeys(p for have in value.candidates if isinstance(p := shown_as(have), Shard))
@@ -293,6 +309,17 @@ class BlockProblem:
             self._add_sink(name, [value.index], self._gradient_choices(parameter, value, lies))
         else:
             self._tie(name, node, parameter)
+
+    def _add_cache_sink(self, node: fx.Node, cache: fx.Node | None, value: _Value) -> None:
+        """The new value of a cache lies as the old one; a new cache as it may where there was none."""
+        name = f"cache {node.name}"
+        if cache is None:
+            places = self.role.cache_choices(value.spec)
+            self._add_sink(name, [value.index], [Choice((p,), (), 0.0) for p in places])
+        elif cache in self.values and cache not in self.decided.inputs:
+            self._tie(name, node, cache)
+        else:
+            self._add_sink(name, [value.index], [Choice((self.decided.inputs.get(cache, REPLICATE),), (), 0.0)])
 
     def _tie(self, name: str, node: fx.Node, parameter: fx.Node) -> None:
         """Let a value lie as a parameter does, whichever way that is."""

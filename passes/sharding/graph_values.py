@@ -12,6 +12,7 @@ from galvatron_fx.ir.graph.precision import computed_in, policy_of
 from galvatron_fx.ir.graph.symbols import Sizes
 from passes.analysis.dataflow import (
     before_cast,
+    cache_owners,
     crossing_terms,
     gradient_parameters,
     original_parameters,
@@ -26,8 +27,8 @@ class GraphValues:
 
     ``sizes``: batch and sequence that its expressions stand for, None where it has none;
     ``gradient_of``: parameter of each gradient, the first where one value is that of several; ``owner``: block that
-    uses a parameter first; ``originals``: what a parameter is only another view of; ``unreduced``: values whose terms
-    are to be added up further on.
+    uses a parameter first; ``cache_owner``: the same of caches; ``originals``: what a parameter is only another view
+    of; ``unreduced``: values whose terms are to be added up further on.
     """
 
     def __init__(self, graph: fx.GraphModule) -> None:
@@ -35,11 +36,13 @@ class GraphValues:
         self.sizes: Sizes | None = graph.meta.get("symbols")
         self.gradient_of = gradient_parameters(graph)
         self.owner = parameter_owners(graph)
+        self.cache_owner = cache_owners(graph)
         self.originals = original_parameters(graph)
         self.unreduced = before_cast(graph)
         self.outputs: list[tuple[OutputSpec, fx.Node | None]] = output_ports(graph)
         self._calls: dict[fx.Node, OpCall] = {}
         self._named = {port.name: node for port, node in ports(graph) if port.kind == "param"}
+        self._caches = {port.name: node for port, node in ports(graph) if port.kind == "cache"}
         self.parameters = set(self._named.values())
         # Without a loss of its own, the model's caller computes one from whole outputs.
         self.outputs_stay = signature(graph).loss is not None
@@ -53,6 +56,10 @@ class GraphValues:
     def parameter_of(self, port: OutputSpec) -> fx.Node | None:
         """The parameter whose gradient an output is."""
         return self._named.get(port.name) if port.kind == "grad" else None
+
+    def cache_of(self, port: OutputSpec) -> fx.Node | None:
+        """The cache whose new value an output is; None also for one that forward makes."""
+        return self._caches.get(port.name) if port.kind == "cache" else None
 
     @cached_property
     def blocks(self) -> dict[int, list[fx.Node]]:

@@ -146,6 +146,16 @@ class RoleRules:
         ]
         return [REPLICATE, *shards]
 
+    def cache_choices(self, spec: TensorSpec) -> list[Placement]:
+        """Where what a block keeps from call to call may lie: by samples, or by a dim of fixed size."""
+        if self.role in BATCH_ROLES:
+            by_samples = self.boundary(spec)
+            return [by_samples if isinstance(by_samples, Shard) and by_samples.is_plain else REPLICATE]
+        if self.role not in ("tensor", "tensor_sequence"):
+            return [REPLICATE]
+        free = (dim for dim, size in enumerate(spec.symbolic) if not getattr(size, "free_symbols", ()))
+        return [REPLICATE, *(Shard(dim) for dim in free if fits(Shard(dim), spec.shape, self.degree))]
+
     def splits_parameters(self, spec: TensorSpec) -> bool:
         """Whether a parameter is of the kind that the role is there to split (weights, not scales and biases)."""
         return self.role in ("tensor", "tensor_sequence") and len(spec.shape) >= 2

@@ -82,11 +82,11 @@ class _Shortening:
         return result
 
     def _used_inputs(self) -> set[fx.Node]:
-        """Placeholders but for the parameters and buffers that only dropped blocks take."""
+        """Placeholders but for the parameters, buffers and caches that only dropped blocks take."""
         return {
             node
             for port, node in ports(self.graph)
-            if port.kind not in ("param", "buffer")
+            if port.kind not in ("param", "buffer", "cache")
             or any(user.op == "call_function" and _block(user) in self.number for user in node.users)
             or not any(user.op == "call_function" for user in node.users)
         }

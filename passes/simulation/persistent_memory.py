@@ -79,7 +79,7 @@ class PersistentMemory:
 
 
 def _is_tensor(port: InputSpec) -> bool:
-    return port.kind in ("param", "buffer")
+    return port.kind in ("param", "buffer", "cache")
 
 
 def _hoisted_bytes(split: Microbatched) -> list[int]:

@@ -168,16 +168,17 @@ def set_meta(node: fx.Node, record: NodeMeta) -> None:
     node.meta[_KEY] = record
 
 
-InputKind: TypeAlias = Literal["param", "buffer", "input", "hoisted", "seed", "tangent"]
-OutputKind: TypeAlias = Literal["output", "buffer", "grad", "piece"]
+InputKind: TypeAlias = Literal["param", "buffer", "input", "cache", "hoisted", "seed", "tangent"]
+OutputKind: TypeAlias = Literal["output", "buffer", "cache", "grad", "piece"]
 
 
 @dataclass(frozen=True)
 class InputSpec:
     """One input of a graph.
 
-    ``kind``: among others "hoisted" (what a micro-batch takes from the prologue), "seed" (of random numbers) and
-    "tangent" (the gradient of an output); ``name``: of the parameter or buffer, else the position as text;
+    ``kind``: among others "cache" (a tensor among the arguments that forward changes, as caches of keys and values),
+    "hoisted" (what a micro-batch takes from the prologue), "seed" (of random numbers) and "tangent" (the gradient of an
+    output); ``name``: of the parameter or buffer, of the cache among the arguments, else the position as text;
     ``states_on_host``: whether the optimizer states of a parameter live in the host's memory; ``states_on_disk``:
     whether they live on disk.
     """
@@ -193,8 +194,9 @@ class InputSpec:
 class OutputSpec:
     """One output of a graph.
 
-    ``kind``: "output" of the model, "buffer" (its new value, or that of a parameter that forward changes), "grad" or
-    "piece" (what a micro-batch gives to the epilogue); ``name``: as of :class:`InputSpec`.
+    ``kind``: "output" of the model, "buffer" (its new value, or that of a parameter that forward changes), "cache" (the
+    new value of one, or a new one), "grad" or "piece" (what a micro-batch gives to the epilogue); ``name``: as of
+    :class:`InputSpec`.
     """
 
     kind: OutputKind
@@ -228,7 +230,9 @@ class Signature:
     without dims that need gradients, the loss among them; ``detached`` need gradients and get none; ``output_names``
     say where each is in what the model returns; ``padded``: the dim of outputs that has rows of padding, by name;
     ``batch_dims``: the dim of outputs that has the batch, and in how many runs, by name, None where that is not known;
-    ``forward_only``: whether the graph was captured to be run without backward: nothing in it needs gradients.
+    ``forward_only``: whether the graph was captured to be run without backward: nothing in it needs gradients;
+    ``arguments``: what a call leaves of its arguments where it puts something else into them
+    (:class:`passes.frontend.capture.held_objects.ArgumentsLeft`), else None.
     """
 
     inputs: tuple[InputSpec, ...]
@@ -244,6 +248,7 @@ class Signature:
     padded: Mapping[str, PaddedDim] = field(default_factory=dict)
     batch_dims: Mapping[str, tuple[int, int]] | None = None
     forward_only: bool = False
+    arguments: Any = None
 
     @property
     def beside_loss(self) -> frozenset[int]:

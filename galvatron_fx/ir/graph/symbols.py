@@ -48,22 +48,31 @@ class InputDims:
     sequence: tuple[int | None, ...]
 
     @classmethod
-    def of(cls, shapes: Shapes, dtypes: Sequence[torch.dtype], batch_dims: Sequence[int] = ()) -> InputDims:
+    def of(
+        cls,
+        shapes: Shapes,
+        dtypes: Sequence[torch.dtype],
+        batch_dims: Sequence[int] = (),
+        caches: frozenset[int] = frozenset(),
+    ) -> InputDims:
         """Where inputs have their batch: ``batch_dims`` of each, 0 where not given.
 
         The batch is the commonest size there; inputs that have another size there have it first, or not at all (labels
         [batch] beside [sequence, batch]). The sequence is the commonest size of the dim beside the batch, of inputs
-        that may have one.
+        that may have one. Those at the positions ``caches`` say nothing of either: they have the batch in the first dim
+        of its size.
         """
         wanted = batch_dims or (0,) * len(shapes)
-        batch = _commonest(shape[at] for shape, at in zip(shapes, wanted, strict=True) if at < len(shape))
+        firsts = [(shape, at) for i, (shape, at) in enumerate(zip(shapes, wanted, strict=True)) if i not in caches]
+        batch = _commonest(shape[at] for shape, at in firsts if at < len(shape))
+        tried = ((at, *range(len(shapes[i]))) if i in caches else (at, 0) for i, at in enumerate(wanted))
         batched = tuple(
-            next((dim for dim in (at, 0) if dim < len(shape) and shape[dim] == batch), None)
-            for shape, at in zip(shapes, wanted, strict=True)
+            next((dim for dim in dims if dim < len(shape) and shape[dim] == batch), None)
+            for shape, dims in zip(shapes, tried, strict=True)
         )
         beside = tuple(
-            int(at != 1) if _may_have_sequence(shape, dtype) and at in (0, 1, None) else None
-            for shape, dtype, at in zip(shapes, dtypes, batched, strict=True)
+            int(at != 1) if i not in caches and _may_have_sequence(shape, dtype) and at in (0, 1, None) else None
+            for i, (shape, dtype, at) in enumerate(zip(shapes, dtypes, batched, strict=True))
         )
         length = _commonest(shape[at] for shape, at in zip(shapes, beside, strict=True) if at is not None)
         sequence = (

@@ -52,6 +52,7 @@ __all__ = [
     "batch_ranks",
     "batch_share",
     "boundary",
+    "cache_key",
     "copy_name",
     "original_name",
     "stand_in_name",
@@ -360,6 +361,11 @@ def stood_for_name(name: str) -> str:
 def original_name(name: str) -> str:
     """The model's own name of a parameter or of one of its copies."""
     return name.partition("@")[0]
+
+
+def cache_key(name: str) -> str:
+    """What a cache is called among parameters, one of which may have its name."""
+    return f"cache {name}"
 
 
 def boundary(strategy: Strategy) -> Boundary:

@@ -27,21 +27,26 @@ _SOFTMAXES = (aten._softmax.default, aten._safe_softmax.default)
 
 
 def fit_sizes(
-    graph: fx.GraphModule, inputs: FlatInputs, retrace: Callable[[Shapes], fx.GraphModule], batch_dim: BatchDim
+    graph: fx.GraphModule,
+    inputs: FlatInputs,
+    retrace: Callable[[Shapes], fx.GraphModule],
+    batch_dim: BatchDim,
+    caches: frozenset[int] = frozenset(),
 ) -> tuple[InputDims, SecondTrace | None]:
     """Give every node's spec its symbolic ``dims``: where the inputs have batch and sequence, and the second trace.
 
     Unless the user says which dim is the batch, it is the first; or the second, where the program depends on the first
     size (a loop over steps) or attends along it, and neither on the second: models that take [sequence, batch, ...].
+    ``caches``: positions of inputs that say nothing of it, as they have a batch where the others tell its size.
     Warns where samples attend to each other whichever dim is taken. Raises InputError for a dim that is none.
     """
     shapes, dtypes = inputs.shapes, inputs.dtypes
-    first = InputDims.of(shapes, dtypes, () if batch_dim is None else _wanted(inputs, batch_dim))
+    first = InputDims.of(shapes, dtypes, () if batch_dim is None else _wanted(inputs, batch_dim), caches)
     second = fit_symbols(graph, shapes, first, retrace)
     if batch_dim is not None or (second is not None and not _attends_along_batch(graph)):
         return first, second
     sizes = graph.meta["symbols"]
-    behind = InputDims.of(shapes, dtypes, (1,) * len(shapes))
+    behind = InputDims.of(shapes, dtypes, (1,) * len(shapes), caches)
     if any(dim == 1 for dim in behind.batch):
         other = fit_symbols(graph, shapes, behind, retrace)
         if other is not None and not _attends_along_batch(graph):

@@ -13,6 +13,7 @@ from torch import fx, nn
 from galvatron_fx.ir.errors import CaptureError, GalvatronError, InputError
 from galvatron_fx.ir.graph.metadata import (
     output_ports,
+    signature,
 )
 from galvatron_fx.ir.graph.precision import Precision, computed_in, set_precision
 from galvatron_fx.ir.graph.symbols import InputDims
@@ -124,7 +125,9 @@ class Capture:
         repeats = find_repeats(flat)
         while True:
             try:
-                return self._captured(flat, repeats, held)
+                trace = self._captured(flat, repeats, held)
+                # Layers that are left out would leave their caches as they are.
+                return self._captured(flat, (), held) if repeats and _has_caches(trace.graph) else trace
             except UnlikeUnits as unlike:
                 tried = ((r.shorter if r is unlike.repeat else r) for r in repeats)
                 repeats = tuple(repeat for repeat in tried if repeat is not None)
@@ -135,16 +138,26 @@ class Capture:
 
         inputs = flat.inputs
         graph = trace(inputs.shapes)
+        caches = _cache_positions(graph)
         if self.symbolic:
-            dims, second = fit_sizes(graph, inputs, trace, self.batch_dim)
+            dims, second = fit_sizes(graph, inputs, trace, self.batch_dim, caches)
         else:
-            dims, second = InputDims.of(inputs.shapes, inputs.dtypes), None
+            dims, second = InputDims.of(inputs.shapes, inputs.dtypes, caches=caches), None
         if self.policy is not None:
             parameters = dict(flat.module.named_parameters(remove_duplicate=False))
             dtypes = {name: p.dtype for name, p in parameters.items() if p.is_floating_point()}
             _refuse_rounded_updates(graph, parameters, self.policy)
             set_precision(graph, Precision(self.policy, dtypes))
         return Trace(inputs, dims, repeats, graph, second, lambda shapes: _trace_again(flat, shapes, repeats, held))
+
+
+def _has_caches(graph: fx.GraphModule) -> bool:
+    return any(port.kind == "cache" for port in signature(graph).outputs)
+
+
+def _cache_positions(graph: fx.GraphModule) -> frozenset[int]:
+    names = list(signature(graph).input_spec.input_names)
+    return frozenset(names.index(port.name) for port in signature(graph).inputs if port.kind == "cache")
 
 
 def _trace_again(

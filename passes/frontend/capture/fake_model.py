@@ -18,8 +18,10 @@ from passes.frontend.capture.aliases import Aliases, View
 from passes.frontend.capture.attribute_writes import AttributeWrites
 from passes.frontend.capture.flat_inputs import FlatInputs, flatten
 from passes.frontend.capture.flat_outputs import FlatOutputs, flat_outputs
+from passes.frontend.capture.held_objects import Arguments, ArgumentsLeft
 from passes.frontend.capture.module_state import Change, ModuleState
 from passes.frontend.capture.outside_state import OutsideState
+from passes.frontend.capture.raw_contents import copied_containers
 from passes.frontend.capture.reruns import keep_weights
 from passes.frontend.routed_experts import routed_experts
 
@@ -54,6 +56,8 @@ class FlatModel(nn.Module):
         self._outputs: FlatOutputs | None = None
         self._changes: dict[str, Change] = {}
         self.rebound: tuple[str, ...] = ()
+        self.left: tuple[str, ...] = ()
+        self.arguments: ArgumentsLeft | None = None
         self.changed_in_checkpoints: dict[str, None] = {}
         self.viewed: list[View] = []
 
@@ -71,17 +75,21 @@ class FlatModel(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Call the model; see :class:`passes.frontend.capture.capture.Capture` for which outputs stay differentiable.
 
-        Behind the outputs come the new values of buffers that the model assigned (``rebound``).
+        Behind the outputs come the new values of buffers that the model assigned (``rebound``), and tensors that it put
+        into its arguments (``left``), which are then as ``arguments`` says, or None where nothing is in another place.
         """
         with self.observed() as state:
-            returned = self.called(tensors)
+            arguments = self._arguments(tensors)
+            returned = self._returned(arguments)
             changes = state.changes()
             keep_weights(self.module, (leaf for leaf in flatten(returned)[0] if isinstance(leaf, torch.Tensor)))
         self._changes |= {change.path: change for change in changes}
         rebound = {c.path: c.after for c in changes if c.place.table == "_buffers" and c.keeps_spec}
         self.rebound = tuple(rebound)
         self._outputs, outputs = flat_outputs(returned, lambda leaf: _cast(leaf, self._outputs_as))
-        return (*outputs, *(value.detach().clone() for value in rebound.values()))
+        self.arguments, left = arguments.left() if self.forward_only else (None, {})
+        self.left = tuple(left)
+        return (*outputs, *(value.detach().clone() for value in (*rebound.values(), *left.values())))
 
     @contextlib.contextmanager
     def observed(self) -> Iterator[ModuleState]:
@@ -97,9 +105,20 @@ class FlatModel(nn.Module):
 
     def called(self, tensors: Sequence[torch.Tensor]) -> Any:
         """What the model returns."""
-        args, kwargs = self.inputs.call([_cast(tensor, self._inputs_as) for tensor in tensors])
+        return self._returned(self._arguments(tensors))
+
+    def _arguments(self, tensors: Sequence[torch.Tensor]) -> Arguments:
+        """What the model is called with; devices that objects name are those of the trace."""
+        given = [_cast(tensor, self._inputs_as) for tensor in tensors]
+        args, kwargs = copied_containers(self.inputs.call(given), _on_cpu)
+        names = {id(tensor): name for tensor, name in zip(given, self.inputs.input_names, strict=True)}
+        return Arguments(args, kwargs, names)
+
+    def _returned(self, arguments: Arguments) -> Any:
+        args, kwargs = arguments.value
         with routed_experts():
-            return self.module(*args, **kwargs)
+            returned = self.module(*args, **kwargs)
+        return arguments.marked(returned) if self.forward_only else returned
 
     def fake_arguments(self, shapes: Sequence[tuple[int, ...]], mode: FakeTensorMode) -> list[torch.Tensor]:
         """Inputs of the given shapes without memory."""
@@ -108,6 +127,10 @@ class FlatModel(nn.Module):
                 torch.empty(shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad and not self.forward_only)
                 for shape, tensor in zip(shapes, self.inputs.tensors, strict=True)
             ]
+
+
+def _on_cpu(leaf: Any) -> Any:
+    return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:

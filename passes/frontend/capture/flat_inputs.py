@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeAlias
 
@@ -10,6 +10,7 @@ import torch
 
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.torch_compat.tensors import pytree
+from passes.frontend.capture.held_objects import input_name, taken_apart
 
 ExampleInputs: TypeAlias = "Mapping[str, Any] | Sequence[Any] | torch.Tensor | FlatInputs"
 
@@ -41,7 +42,7 @@ class FlatInputs:
     def of_call(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatInputs:
         """Flatten the arguments of a call. Raises InputError where there is no tensor among them."""
         flatten((args, kwargs))  # makes dataclasses among them known
-        paths, tree = pytree.tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
+        paths, tree = pytree.tree_flatten_with_path(taken_apart((args, dict(sorted(kwargs.items())))))
         names = tuple(pytree.keystr(path[1:]) for path, _ in paths)
         leaves = tuple(leaf for _, leaf in paths)
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
@@ -59,6 +60,11 @@ class FlatInputs:
         return tuple(name for name, leaf in zip(self.names, self.leaves, strict=True) if isinstance(leaf, torch.Tensor))
 
     @property
+    def input_names(self) -> tuple[str, ...]:
+        """The same without brackets around the first: "ids", "cache.layers[0].keys"."""
+        return tuple(input_name(f"[1]{name}") for name in self.tensor_names)
+
+    @property
     def shapes(self) -> list[tuple[int, ...]]:
         """Shapes of the tensor leaves."""
         return [tuple(tensor.shape) for tensor in self.tensors]
@@ -68,12 +74,23 @@ class FlatInputs:
         """Dtypes of the tensor leaves."""
         return [tensor.dtype for tensor in self.tensors]
 
+    def without_data(self, positions: Collection[int]) -> FlatInputs:
+        """The same with tensors on the meta device at ``positions``, so that the memory of those given may go."""
+        if not positions:
+            return self
+        kept = (_empty(tensor) if at in positions else tensor for at, tensor in enumerate(self.tensors))
+        return FlatInputs.of_call(*self.call(list(kept)))
+
     def call(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Rebuild (args, kwargs) with ``tensors`` in place of the tensor leaves."""
         rest = iter(tensors)
         leaves = [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)
         return tuple(args), dict(kwargs)
+
+
+def _empty(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:

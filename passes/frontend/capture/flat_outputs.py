@@ -10,6 +10,7 @@ import torch
 
 from galvatron_fx.ir.torch_compat.tensors import pytree
 from passes.frontend.capture.flat_inputs import flatten
+from passes.frontend.capture.held_objects import ArgumentAt
 
 __all__ = ["FlatOutputs", "flat_outputs"]
 
@@ -81,6 +82,7 @@ def _keys(value: Any) -> dict[str, Any]:
 
 
 def _plain(leaf: Any) -> tuple[bool, Any]:
-    """(is a tensor, its value if it is a plain constant): objects that may hold traced tensors (caches) are dropped."""
-    keep = leaf is None or isinstance(leaf, (bool, int, float, str))
+    """(is a tensor, its value if it is a plain constant, or of the arguments): objects that may hold traced tensors are
+    dropped."""
+    keep = leaf is None or isinstance(leaf, (bool, int, float, str, ArgumentAt))
     return isinstance(leaf, torch.Tensor), leaf if keep else None

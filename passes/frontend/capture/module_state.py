@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import operator
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,9 +11,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from galvatron_fx.ir.errors import CaptureError
-from passes.frontend.capture.inner_state import InnerState, inner_state, is_generator
+from passes.frontend.capture.inner_state import InnerState, inner_state
 from passes.frontend.capture.outside_state import OutsideState
-from passes.frontend.capture.raw_contents import CONTAINERS, put_contents, raw_contents
+from passes.frontend.capture.raw_contents import CONTAINERS, inside, is_container, put_contents, raw_contents
 
 # Tables of a module that torch keeps; its flags are not looked at.
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -24,7 +23,6 @@ _HOOKS = tuple(name for name, value in nn.Module().__dict__.items() if "_hooks" 
 _OF_TORCH = frozenset(nn.Module().__dict__) - {"training"} | {"_flat_weights", "_flat_weight_refs"}
 _DEEPEST = 6  # containers inside containers
 _PLAIN = (bool, int, float, complex, str, bytes)
-_LIBRARIES = ("torch", "builtins", "logging", "threading")  # whose objects are not looked into
 
 
 class Place(NamedTuple):
@@ -169,7 +167,7 @@ class ModuleState:
         self._copies.append((container, raw_contents(container)))
 
     def _add(self, path: str, place: Place, value: Any, depth: int) -> None:
-        if value is None or isinstance(value, (*_PLAIN, Tensor)) or depth > _DEEPEST or not _is_container(value):
+        if value is None or isinstance(value, (*_PLAIN, Tensor)) or depth > _DEEPEST or not is_container(value):
             inner = inner_state(value)
             if inner is not None:
                 self._inner.append(inner)
@@ -182,7 +180,7 @@ class ModuleState:
         holder = value if isinstance(value, CONTAINERS) else value.__dict__
         if not isinstance(holder, tuple):
             self._keep(holder)
-        for way, key, item in _inside(value):
+        for way, key, item in inside(value):
             self._add(path + way, Place(place.owner, place.name, "", holder, key), item, depth + 1)
 
 
@@ -215,28 +213,6 @@ def _holds_the_same(container: Any, copy: Any) -> bool:
 
 def _are_the_same(now: Collection[Any], before: Collection[Any]) -> bool:
     return len(now) == len(before) and all(map(operator.is_, now, before))
-
-
-def _is_container(value: Any) -> bool:
-    if isinstance(value, CONTAINERS):
-        return True
-    if isinstance(value, (nn.Module, type)) or is_generator(value) or inspect.isroutine(value):
-        return False
-    return type(value).__module__.partition(".")[0] not in _LIBRARIES and type(getattr(value, "__dict__", None)) is dict
-
-
-def _inside(value: Any) -> Iterator[tuple[str, Any, Any]]:
-    """What a container holds: how one writes the way there, the key, and the item."""
-    if not isinstance(value, CONTAINERS):
-        yield from ((f".{name}", name, item) for name, item in list(value.__dict__.items()))
-        return
-    contents = raw_contents(value)
-    if isinstance(contents, dict):
-        yield from ((f"[{key!r}]", key, item) for key, item in contents.items())
-    elif isinstance(contents, list):
-        yield from ((f"[{at}]", at, item) for at, item in enumerate(contents))
-    else:
-        yield from ((f" with {item!r}", item, item) for item in contents if isinstance(item, _PLAIN))
 
 
 @contextlib.contextmanager

@@ -2,12 +2,59 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from enum import Enum
 from typing import Any
 
-__all__ = ["CONTAINERS", "put_contents", "raw_contents"]
+from torch import Tensor, nn
+
+from passes.frontend.capture.inner_state import is_generator
+
+__all__ = [
+    "CONTAINERS",
+    "copied_containers",
+    "fill",
+    "inside",
+    "is_container",
+    "is_object",
+    "put_contents",
+    "raw_contents",
+]
 
 CONTAINERS = (dict, list, set, deque, tuple)
+_PLAIN = (bool, int, float, complex, str, bytes)
+_LIBRARIES = ("torch", "builtins", "logging", "threading")  # whose objects are not looked into
+
+
+def is_container(value: Any) -> bool:
+    """Whether a value holds others: a container of Python's, or an object of a class that libraries do not define."""
+    return isinstance(value, CONTAINERS) or is_object(value)
+
+
+def is_object(value: Any) -> bool:
+    """Whether a value is an object whose attributes say all of it."""
+    if value is None or isinstance(value, (*_PLAIN, Enum, Tensor, nn.Module, type)):
+        return False
+    if isinstance(value, CONTAINERS) or is_generator(value) or inspect.isroutine(value):
+        return False
+    return type(value).__module__.partition(".")[0] not in _LIBRARIES and type(getattr(value, "__dict__", None)) is dict
+
+
+def inside(value: Any) -> Iterator[tuple[str, Any, Any]]:
+    """What a container holds: how one writes the way there, the key, and the item."""
+    if not isinstance(value, CONTAINERS):
+        yield from ((f".{name}", name, item) for name, item in list(value.__dict__.items()))
+        return
+    contents = raw_contents(value)
+    if isinstance(contents, dict):
+        yield from ((f"[{key!r}]", key, item) for key, item in contents.items())
+    elif isinstance(contents, list):
+        yield from ((f"[{at}]", at, item) for at, item in enumerate(contents))
+    else:
+        yield from ((f" with {item!r}", item, item) for item in contents if isinstance(item, _PLAIN))
 
 
 def raw_contents(container: Any) -> Any:
@@ -35,3 +82,34 @@ def put_contents(container: Any, contents: Any) -> None:
     else:
         deque.clear(container)
         deque.extend(container, contents)
+
+
+def copied_containers(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A copy of a container and of those inside, also where they share some, with ``change(leaf)`` in place of what is
+    none. Leaves come in the order of :func:`inside`.
+    """
+    copies: dict[int, Any] = {}
+
+    def copied(value: Any) -> Any:
+        if not is_container(value):
+            return change(value)
+        if id(value) not in copies:
+            if isinstance(value, tuple):
+                items = map(copied, raw_contents(value))
+                is_named = hasattr(value, "_fields")
+                copies[id(value)] = type(value)(*items) if is_named else tuple.__new__(type(value), items)
+            else:
+                twin = copies[id(value)] = copy.copy(value)
+                fill(twin, {key: copied(item) for _, key, item in inside(value)})
+        return copies[id(value)]
+
+    return copied(value)
+
+
+def fill(container: Any, contents: dict[Any, Any]) -> None:
+    """Let a container that can be changed hold ``contents``, by key as of :func:`inside`, and nothing else."""
+    if isinstance(container, CONTAINERS):
+        put_contents(container, contents if isinstance(container, dict) else list(contents.values()))
+    else:
+        container.__dict__.clear()
+        container.__dict__.update(contents)

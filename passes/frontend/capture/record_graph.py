@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -24,11 +24,14 @@ from galvatron_fx.ir.graph.metadata import (
     signature,
 )
 from galvatron_fx.ir.graph.rewrite import write_call
+from galvatron_fx.ir.torch_compat.dtensors import DTensor
 from galvatron_fx.ir.torch_compat.tensors import pytree
 from galvatron_fx.ir.torch_compat.tracing import module_of
 from passes.frontend.capture.fake_model import ROOT, FlatModel
 
 __all__ = ["merge_tied", "record_graph"]
+
+_CHANGED = ("buffer", "cache")
 
 
 def record_graph(graph: fx.GraphModule, flat: FlatModel) -> None:
@@ -37,12 +40,13 @@ def record_graph(graph: fx.GraphModule, flat: FlatModel) -> None:
     input_ports: list[InputSpec] = []
     parameters = [] if flat.forward_only else flat.named_parameters(remove_duplicate=False)
     trained = {name for name, parameter in parameters if parameter.requires_grad}
+    caches = _caches(graph, flat)
     for node in graph.graph.nodes:
         if node.op == "output":
             continue
         set_meta(node, _node_facts(node))
         if node.op == "placeholder":
-            input_ports.append(_input_port(node, trained))
+            input_ports.append(_input_port(node, trained, caches))
     output = graph.graph.output_node()
     pairs = _outputs(output, flat)
     set_signature(
@@ -52,32 +56,54 @@ def record_graph(graph: fx.GraphModule, flat: FlatModel) -> None:
             outputs=tuple(port for port, _ in pairs),
             input_names=inputs.tensor_names,
             loss=flat.outputs.loss,
-            input_spec=inputs,
+            input_spec=inputs.without_data(list(caches)),
             output_spec=(flat.outputs.tree, flat.outputs.leaves),
             input_specs=tuple(TensorSpec(tuple(t.shape), t.dtype) for t in inputs.tensors),
             scalars=flat.outputs.scalars,
             detached=flat.outputs.detached,
             output_names=flat.outputs.names,
             forward_only=flat.forward_only,
+            arguments=flat.arguments,
         ),
     )
     output.args = (tuple(node for _, node in pairs),)
 
 
+def _caches(graph: fx.GraphModule, flat: FlatModel) -> dict[int, str]:
+    """Inputs, by position, that forward writes into or puts others in the place of, and those that are split already.
+
+    Raises CaptureError where a step of training would do so.
+    """
+    names = flat.inputs.input_names
+    sources = [getattr(desc, "mutated_input", None) for desc in graph.graph.output_node().meta["desc"]]
+    written = {source.idx for source in sources if source is not None and not hasattr(source, "target")}
+    if written and not flat.forward_only:
+        raise CaptureError(
+            f"the model writes into its input {names[min(written)]} in place: clone it first (a cache of keys and "
+            f"values is for forward_only=True)"
+        )
+    if not flat.forward_only:
+        return {}
+    written |= {names.index(name) for name in flat.left if name in names}
+    written |= {i for i, tensor in enumerate(flat.inputs.tensors) if isinstance(tensor, DTensor)}
+    return {position: names[position] for position in sorted(written)}
+
+
 def _outputs(output: fx.Node, flat: FlatModel) -> list[tuple[OutputSpec, fx.Node | None]]:
-    """What the graph returns with its ports, new values of buffers first; one that was assigned counts as assigned."""
+    """What the graph returns with its ports, what it changes first; what was assigned counts as assigned."""
     absent = count()
     num_outputs = len(flat.outputs.names)
+    rebound = [OutputSpec("buffer", name) for name in flat.rebound] + [OutputSpec("cache", name) for name in flat.left]
     assigned: list[tuple[OutputSpec, fx.Node | None]] = []
     others: list[tuple[OutputSpec, fx.Node | None]] = []
     for desc, node in zip(output.meta["desc"], pytree.arg_tree_leaves(*output.args), strict=True):
-        port = _output_port(desc, absent)
+        port = _output_port(desc, absent, flat.inputs.input_names)
         if port.kind == "output" and int(port.name) >= num_outputs:
-            assigned.append((OutputSpec("buffer", flat.rebound[int(port.name) - num_outputs]), node))
-        elif port.kind != "buffer" or port.name not in flat.rebound:
+            assigned.append((rebound[int(port.name) - num_outputs], node))
+        elif port not in rebound:
             others.append((port, node))
-    changed = [*(pair for pair in others if pair[0].kind == "buffer"), *assigned]
-    return changed + [pair for pair in others if pair[0].kind != "buffer"]
+    changed = [*(pair for pair in others if pair[0].kind in _CHANGED), *assigned]
+    return changed + [pair for pair in others if pair[0].kind not in _CHANGED]
 
 
 def merge_tied(graph: fx.GraphModule, model: nn.Module) -> None:
@@ -130,13 +156,15 @@ def _node_facts(node: fx.Node) -> NodeMeta:
     return NodeMeta(specs=specs, phase=phase, module=module_of(node), multi_output=multi)
 
 
-def _input_port(node: fx.Node, trained: set[str]) -> InputSpec:
+def _input_port(node: fx.Node, trained: set[str], caches: Mapping[int, str]) -> InputSpec:
     descriptor = node.meta["desc"]
     kind = type(descriptor).__name__
     if kind in ("ParamAOTInput", "BufferAOTInput"):
         name = descriptor.target.removeprefix(f"{ROOT}.")
         grad = descriptor.target in trained
         return InputSpec("param" if kind == "ParamAOTInput" else "buffer", name, grad)
+    if kind == "PlainAOTInput" and descriptor.idx in caches:
+        return InputSpec("cache", caches[descriptor.idx])
     if kind == "PlainAOTInput":
         return InputSpec("input", str(descriptor.idx), bool(node.meta["val"].requires_grad))
     if kind == "TangentAOTInput":
@@ -150,7 +178,7 @@ def _input_port(node: fx.Node, trained: set[str]) -> InputSpec:
     raise CaptureError(f"input '{node.name}' is of a kind that cannot be lowered ({descriptor})")
 
 
-def _output_port(descriptor: Any, absent: Iterator[int]) -> OutputSpec:
+def _output_port(descriptor: Any, absent: Iterator[int], input_names: Sequence[str]) -> OutputSpec:
     kind = type(descriptor).__name__ if descriptor is not None else ""
     if kind == "PlainAOTOutput":
         return OutputSpec("output", str(descriptor.idx))
@@ -161,7 +189,7 @@ def _output_port(descriptor: Any, absent: Iterator[int]) -> OutputSpec:
     if kind == "InputMutationAOTOutput":
         source = descriptor.mutated_input
         if not hasattr(source, "target"):
-            raise CaptureError(f"the model writes into its input {source.idx} in place: clone it first")
+            return OutputSpec("cache", input_names[source.idx])
         return OutputSpec("buffer", source.target.removeprefix(f"{ROOT}."))
     if descriptor is None:
         return OutputSpec("grad", f"none {next(absent)}")

@@ -124,6 +124,7 @@ class SplitMicrobatches:
                 f"{count} micro-batches do not divide a batch of {batch}: use a divisor of the batch, or another batch"
             )
         _require_losses(graph, count)
+        _refuse_caches(graph, count)
         if not self.keep_outputs:
             graph = _numbers_only(graph)
         try:
@@ -197,6 +198,16 @@ def _require_losses(graph: fx.GraphModule, count: int) -> None:
                 f"first of {count} micro-batches could not run before forward of the last: compute the loss inside of "
                 f"forward, or use num_microbatches=1"
             )
+
+
+def _refuse_caches(graph: fx.GraphModule, count: int) -> None:
+    """Raise PlanError where forward changes caches, of which each micro-batch would write its own rows."""
+    caches = [port.name for port in signature(graph).outputs if port.kind == "cache"]
+    if caches:
+        raise PlanError(
+            f"forward changes the cache '{caches[0]}', which {count} micro-batches do not write one after the other: "
+            f"use num_microbatches=1, and call the model for parts of the batch, each with a cache of its own"
+        )
 
 
 def _time_layout(graph: fx.GraphModule, sharding: AxisSharding, roles: Sequence[RoleRules]) -> Layout:

@@ -189,8 +189,10 @@ class _Cut:
         self.gradients: list[list[tuple[OutputSpec, fx.Node]]] = [[] for _ in first_blocks]
         for port, value in output_ports(graph):
             if value is not None and port.kind != "grad":
-                # What follows from the inputs alone is made in the last stage.
-                self.results[self.home.get(value, len(first_blocks) - 1)].append((port, value))
+                # What follows from the inputs alone is made in the last stage, a cache where it is held.
+                last = len(first_blocks) - 1
+                alone = stage_of_node(value, first_blocks) if port.kind == "cache" else last
+                self.results[self.home.get(value, alone)].append((port, value))
             elif value in self.home:
                 self.gradients[self.home[value]].append((port, value))
         self.port_of = {node: port for port, node in ports(graph)}

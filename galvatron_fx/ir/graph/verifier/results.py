@@ -45,6 +45,10 @@ def _signature_problems(graph: fx.GraphModule) -> Iterator[tuple[str, str]]:
                 yield subject, f"lies as {lies}, its parameter as {' '.join(map(str, inputs[parameter]))}"
             if meta_of(node).spec.shape != specs[parameter].shape or meta_of(node).spec.dtype != specs[parameter].dtype:
                 yield subject, f"is {meta_of(node).spec}, its parameter {specs[parameter]}"
+        elif port.kind == "cache" and ("cache", port.name) in inputs:
+            if placed != inputs["cache", port.name]:
+                lies = " ".join(map(str, placed))
+                yield subject, f"lies as {lies}, the cache before as {' '.join(map(str, inputs['cache', port.name]))}"
         elif port.kind == "buffer" or (port.kind == "output" and _is_loss(graph, port.name)):
             if not all(isinstance(placement, Replicate) for placement in placed):
                 yield subject, f"lies as {' '.join(map(str, placed))}, where every rank needs all of it"
