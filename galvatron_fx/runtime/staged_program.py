@@ -26,7 +26,7 @@ from galvatron_fx.ir.graph.metadata import (
 )
 from galvatron_fx.ir.graph.placement import Placement, Shard
 from galvatron_fx.ir.plan.schedule import SPREAD, Schedule
-from galvatron_fx.ir.plan.strategy import cache_key, original_name
+from galvatron_fx.ir.plan.strategy import original_name
 from galvatron_fx.runtime.backends import Backend, Boxed, Eager, compile_graph
 from galvatron_fx.runtime.backward_refusals import Versions
 from galvatron_fx.runtime.expert_loads import KeptCounts
@@ -200,7 +200,10 @@ class StagedProgram:
 
     @cached_property
     def _cache_holders(self) -> dict[str, set[int]]:
-        holders: dict[str, set[int]] = {}
+        """The pipeline ranks that have each cache: those of its layer; all, of a number, by which callers count."""
+        joint = self.lowered.joint
+        numbers = {port.name for port, node in ports(joint) if port.kind == "cache" and not meta_of(node).spec.shape}
+        holders = {name: set(range(len(self.pipeline.peers))) for name in numbers}
         for stage in self.lowered.stages:
             names = {port.name for port in stage.ports.values() if port.kind == "cache"}
             names |= {port.name for port, _ in stage.results if port.kind == "cache"}
@@ -332,17 +335,16 @@ class StagedProgram:
         makers: dict[OutputSpec, tuple[int, TensorSpec]] = {}
         for stage in self.lowered.stages:
             for port in stage.ports.values():
-                if port.kind in ("param", "buffer", "cache"):
-                    holders.setdefault(_held_name(port), set()).update(self.schedule.ranks_of(stage.index))
+                if port.kind in ("param", "buffer"):
+                    holders.setdefault(original_name(port.name), set()).update(self.schedule.ranks_of(stage.index))
             for output, name in stage.results:
                 if output.kind in ("buffer", "cache"):
                     makers[output] = ranks[stage.index], stage.specs[name]
-        pairs = sorted(makers.items(), key=lambda item: _held_name(item[0]))
-        # What no stage takes lies on the first, but for caches.
-        return {
-            output: (rank, holders.get(_held_name(output), {rank if output.kind == "cache" else 0}), spec)
-            for output, (rank, spec) in pairs
-        }
+        held = {("buffer", name): ranks for name, ranks in holders.items()}
+        held |= {("cache", original_name(name)): ranks for name, ranks in self._cache_holders.items()}
+        pairs = sorted(makers.items(), key=lambda item: (item[0].kind, item[0].name))
+        # What no stage takes lies on the first.
+        return {out: (rank, held.get((out.kind, original_name(out.name)), {0}), spec) for out, (rank, spec) in pairs}
 
     def _tell_pieces(self, by_microbatch: Sequence[dict[OutputSpec, Any]]) -> None:
         """Give every rank the pieces of the epilogue where stages of several ranks make some."""
@@ -391,10 +393,6 @@ def _whole(spec: TensorSpec, placements: Sequence[Placement | None], degrees: Se
         if isinstance(placement, Shard):
             shape[placement.dim] *= degree
     return TensorSpec(tuple(shape), spec.dtype)
-
-
-def _held_name(port: InputSpec | OutputSpec) -> str:
-    return cache_key(port.name) if port.kind == "cache" else original_name(port.name)
 
 
 def _of_microbatch(hoisted: Mapping[int, list[Tensor]], positions: Mapping[str, int], index: int) -> dict[str, Tensor]:
