@@ -13,11 +13,14 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from galvatron_fx.checkpoint import Checkpointer
 from galvatron_fx.integrations.accelerate import FOLDER, plain_optimizer
+from galvatron_fx.integrations.even_lengths import even_lengths
 from galvatron_fx.integrations.preparing import compiled_for_ranks, first_batch, policy_named
 from galvatron_fx.ir.errors import InputError
+from galvatron_fx.loss_inside import with_loss
 from galvatron_fx.runtime.module import DistributedGraphModule
 from galvatron_fx.weights import gather
 
@@ -29,13 +32,16 @@ class GalvatronMixin:
     ``memory_budget``, or a ``mesh`` other than one axis over all processes.
 
     Batches, accumulation, evaluation, saving and resuming are Trainer's. A loss is that of the rows of all processes,
-    over the labels of all of them. A checkpoint holds a model that ``from_pretrained`` reads, and states from which
-    training goes on under any plan. Raises InputError for what would compute outside of the model: label smoothing,
-    ``compute_loss_func``, NEFTune, a ready optimizer, fp16.
+    over the labels of all of them; label smoothing and ``compute_loss_func`` are compiled with the model.
+    ``"pad_lengths": True`` among the options pads batches that processes have padded to lengths of their own
+    (:func:`galvatron_fx.integrations.even_lengths.even_lengths`). A checkpoint holds a model that ``from_pretrained``
+    reads, and states from which training goes on under any plan. Raises InputError for NEFTune, a ready optimizer and
+    fp16.
     """
 
     def __init__(self, *args: Any, galvatron: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._options = dict(galvatron or {})
+        self._pads = bool(self._options.pop("pad_lengths", False))
         super().__init__(*args, **kwargs)
         self._trainer._set_signature_columns_if_needed()
         self._refuse_what_is_outside()
@@ -46,9 +52,7 @@ class GalvatronMixin:
         return self
 
     def _refuse_what_is_outside(self) -> None:
-        trainer, remedy = self._trainer, "return the loss from the model's forward"
-        if trainer.label_smoother is not None or trainer.compute_loss_func is not None:
-            raise InputError(f"label smoothing and compute_loss_func compute outside of the compiled model: {remedy}")
+        trainer = self._trainer
         if trainer.neftune_noise_alpha is not None:
             raise InputError("neftune_noise_alpha hooks a module, which a compiled model does not call: leave it out")
         if trainer.optimizer is not None:
@@ -66,16 +70,28 @@ class GalvatronMixin:
         if isinstance(trainer.model, DistributedGraphModule):
             return
         example = trainer._prepare_inputs(first_batch(loader, rows))
-        if trainer.model_accepts_loss_kwargs:
-            count = trainer._get_num_items_in_batch([example], trainer.args.device)
-            example = example if count is None else {**example, "num_items_in_batch": count}
+        count = trainer._get_num_items_in_batch([example], trainer.args.device)
+        example = self._model_inputs(example, count)
         options = policy_named(trainer.accelerator.mixed_precision, self._options)
-        compiled = compiled_for_ranks(trainer.model, example, trainer.args.device.type, options)
+        model = trainer.model
+        if self._has_own_loss:
+            inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
+            self._shifts = inner._get_name() in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()  # as Trainer decides
+            model = with_loss(model, self._own_loss)
+        compiled = compiled_for_ranks(model, example, trainer.args.device.type, options)
         trainer.model = trainer.model_wrapped = trainer.callback_handler.model = compiled
         # Accelerate would wrap it for data parallelism and mixed precision: a compiled model is prepared already.
         trainer.is_distributed_loading_by_transformers = True
         trainer.accelerator.prepare_model = lambda model, **_: model
         trainer.accelerator._models.append(compiled)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        prepared = super()._prepare_inputs(inputs)  # type: ignore[misc]
+        if not self._pads:
+            return prepared
+        trainer = self._trainer
+        config = getattr(trainer.model, "config", None)
+        return even_lengths(prepared, trainer.args.device, config, trainer._signature_columns)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         self._compile(train_dataloader, self._trainer._train_batch_size)
@@ -94,12 +110,37 @@ class GalvatronMixin:
             return count
         return trainer.accelerator.gather(torch.as_tensor(count, device=device)).sum()
 
+    @property
+    def _has_own_loss(self) -> bool:
+        trainer = self._trainer
+        return trainer.label_smoother is not None or trainer.compute_loss_func is not None
+
+    def _own_loss(self, outputs: Any, targets: tuple[Any, Any]) -> Any:
+        """The loss that Trainer computes from outputs of the model; part of what is compiled."""
+        trainer = self._trainer
+        labels, count = targets
+        if trainer.compute_loss_func is not None:
+            return trainer.compute_loss_func(outputs, labels, num_items_in_batch=count)
+        return trainer.label_smoother(outputs, labels, shift_labels=self._shifts, num_items_in_batch=count)
+
+    def _model_inputs(self, inputs: Any, count: Any) -> dict[str, Any]:
+        """What the model is called with: the batch, and the number of its labels where the loss takes that."""
+        given = dict(inputs)
+        if self._trainer.model_accepts_loss_kwargs and count is not None:
+            given["num_items_in_batch"] = count
+        if self._has_own_loss and "labels" in given:
+            given["labels"] = given["labels"], count
+        return given
+
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """As Trainer's, without the factor that makes up for a mean over processes."""
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)  # type: ignore[misc]
         trainer = self._trainer
+        if self._has_own_loss:
+            loss, outputs = model(**self._model_inputs(inputs, num_items_in_batch))
+            return (loss, outputs) if return_outputs else loss
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)  # type: ignore[misc]
         if trainer.args.average_tokens_across_devices and trainer.model_accepts_loss_kwargs:
             loss = loss if num_items_in_batch is None else loss / trainer.accelerator.num_processes
         return (loss, outputs) if return_outputs else loss

@@ -119,7 +119,7 @@ class StepWatch:
         return (
             f"ranks {ranks} bring another batch than rank 0 in call {self._step} of the module ({batches[ranks[0]]}, "
             f"and {first}): give all ranks inputs of the same names, shapes and dtypes, such as by drop_last=True of a "
-            f"loader"
+            f"loader, or by padding to one length (in a Trainer: galvatron={{'pad_lengths': True}})"
         )
 
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator
+from transformers.trainer_pt_utils import LabelSmoother
 
 from galvatron_fx import DistributedGraphModule, Pipelining, Plan
 from galvatron_fx.errors import InputError
@@ -120,11 +121,33 @@ def refused(call: Callable[[], Any], said: str) -> None:
 def trainer_refuses(mesh: DeviceMesh) -> None:
     """What would compute outside of the model."""
     plan = Plan.uniform((2,), ("data",))
-    refused(lambda: trainer(plan, FOLDER, label_smoothing_factor=0.1), "return the loss from the model's forward")
     refused(lambda: trainer(plan, FOLDER, neftune_noise_alpha=1.0), "neftune_noise_alpha hooks a module")
     one = trainer(plan, FOLDER)
     one._options["batch"] = "global"
     refused(one.train, "leave them out of galvatron={...}")
+
+
+def trainer_smooths_labels_of_padded_rows(mesh: DeviceMesh) -> None:
+    """A loss that Trainer has is compiled with the model; rows are padded to one length for all ranks."""
+    given = {"label_smoothing_factor": 0.1, "max_steps": 1, "save_strategy": "no"}
+    one = trainer(Plan.uniform((2,), ("zero",)), FOLDER / "smooth", **given)
+    one._pads, length = True, 4 + dist.get_rank()
+    one.data_collator = lambda rows: {key: row[:, :length] for key, row in default_data_collator(rows).items()}
+    one.train()
+    plain, rows, total = language_model(), Rows()[:8], 0.0
+    labels = rows["labels"][:, :5].clone()
+    labels[[0, 1, 4, 5], 4] = -100  # rank 0 has a column less
+    count = labels[:, 1:].ne(-100).sum()
+    for part in (slice(4), slice(4, 8)):
+        outputs = plain(input_ids=rows["input_ids"][part, :5])
+        loss = LabelSmoother(0.1)(outputs, labels[part], shift_labels=True, num_items_in_batch=count)
+        loss.backward()
+        total += loss.item()
+    assert abs(logged(one, "loss")[0] - total) < 1e-6  # Trainer logs in float32
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
+    torch.optim.AdamW(plain.parameters(), lr=RATE, weight_decay=0.0).step()
+    for name, parameter in one.model.named_parameters():
+        same(parameter, plain.get_parameter(name))
 
 
 def trainer_computes_in_bfloat16(mesh: DeviceMesh) -> None:
@@ -178,5 +201,11 @@ def accelerate_trains(mesh: DeviceMesh) -> None:
 
 CHECKS: dict[str, Check] = {
     check.__name__: check
-    for check in (trainer_trains_and_resumes, trainer_refuses, accelerate_trains, trainer_computes_in_bfloat16)
+    for check in (
+        trainer_trains_and_resumes,
+        trainer_refuses,
+        accelerate_trains,
+        trainer_smooths_labels_of_padded_rows,
+        trainer_computes_in_bfloat16,
+    )
 }
