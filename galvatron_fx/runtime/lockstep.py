@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.further_rounds import FurtherRounds
+from galvatron_fx.ir.kernels.cpu_attention import ON_CPUS
 from galvatron_fx.ir.kernels.ring_attention import RING_KERNELS
 
 _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -66,7 +67,8 @@ class Simulator:
 
     def _compute(self, node: fx.Node, values: dict[fx.Node, list[Any]], rank: int) -> Any:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n][rank])
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        target: Any = ON_CPUS.get(node.target, node.target)
+        return target(*args, **kwargs)
 
     def _ring_step(self, node: fx.Node, values: dict[fx.Node, list[Any]], rank: int) -> Any:
         given: list[Any] = list(fx.map_arg(node.args, lambda n: values[n][rank]))

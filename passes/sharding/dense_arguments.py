@@ -24,6 +24,8 @@ class DenseArguments:
         for node in list(graph.graph.nodes):
             for position in DENSE_ARGUMENTS.get(node.target, ()):
                 source = node.args[position]
+                if source is None:
+                    continue
                 with graph.graph.inserting_before(node):
                     dense = write_call(graph.graph, torch.ops.aten.contiguous.default, (source,))
                 record = meta_of(source)

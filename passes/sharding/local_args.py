@@ -38,10 +38,15 @@ _OUTPUT_SHAPE_AT: dict[Any, int] = {
     },
 }
 
-# Operators whose kernels refuse tensors that do not lie in memory in order, and the positions of those arguments.
+# Operators whose kernels refuse tensors that do not lie in memory in order, or read them as if they did, and the
+# positions of those arguments. Attention sees to its own (``galvatron_fx/ir/kernels/cpu_attention.py``).
 DENSE_ARGUMENTS: dict[Any, tuple[int, ...]] = {
-    aten.native_group_norm.default: (0,),
-    aten.native_group_norm_backward.default: (0, 1),
+    aten.native_group_norm.default: (0, 1, 2),
+    aten.native_group_norm_backward.default: (0, 1, 4),
+    aten._pdist_forward.default: (0,),
+    aten._pdist_backward.default: (1, 3),
+    aten._embedding_bag.default: (1, 2),
+    aten._embedding_bag_backward.default: (1, 2, 3),
 }
 
 

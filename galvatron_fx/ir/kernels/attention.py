@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from galvatron_fx.ir.kernels.cpu_attention import dense_rows
+
 __all__ = ["ON_GPUS", "attention", "attention_backward"]
 
 aten = torch.ops.aten
@@ -40,6 +42,7 @@ def attention(
     """
     _check_dropout(dropout_p)
     kernel = kernel_of(query, key, value, is_causal, attn_mask)
+    query, key, value = map(dense_rows, (query, key, value))
     if kernel == FLASH:
         out, sums, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)
         return out, sums
@@ -78,7 +81,7 @@ def attention_backward(
     if kernel == PLAIN:
         to_query, to_key, to_value = _plain_backward(grad, query, key, value, out, sums, is_causal, attn_mask, scale)
         return to_query, _summed(to_key, num_heads), _summed(to_value, num_heads)
-    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    grad, query, key, value, out = map(dense_rows, (grad, query, key, value, out))
     undrawn = torch.empty((), dtype=torch.int64, device=query.device)  # seed and offset of the dropout that is not
     if kernel == FLASH:
         lengths = query.shape[-2], key.shape[-2]
@@ -139,8 +142,7 @@ def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     """The mask as the memory-efficient kernel takes it: whole, in the dtype of the query, dense along the keys."""
     if mask is None:
         return None
-    dense = mask.to(query.dtype)
-    dense = dense if dense.stride(-1) == 1 else dense.contiguous()
+    dense = dense_rows(mask.to(query.dtype))
     return dense.expand(*query.shape[:-1], key.shape[-2])
 
 

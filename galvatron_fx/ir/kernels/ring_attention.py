@@ -25,10 +25,10 @@ from torch import Tensor
 
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.kernels.attention import attention, attention_backward
+from galvatron_fx.ir.kernels.cpu_attention import attention_backward_on_cpu, attention_on_cpu
 
 __all__ = ["RING_KERNELS", "ring_step", "ring_step_backward"]
 
-aten = torch.ops.aten
 
 _HIDDEN = -1e3  # a row of a mask that is all below hides its row, as biases do not reach so far
 
@@ -153,8 +153,7 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Attention; a row that sees no key has an output of 0 and a sum of -inf, whatever the kernel makes of it."""
-    on_cpu = query.device.type == "cpu"
-    kernel: Any = aten._scaled_dot_product_flash_attention_for_cpu.default if on_cpu else attention
+    kernel = attention_on_cpu if query.device.type == "cpu" else attention
     out, sums = kernel(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
     out, sums = out.contiguous(), sums.contiguous()
     if mask is not None:
@@ -175,12 +174,8 @@ def _attend_backward(
     mask: Tensor | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    on_cpu = query.device.type == "cpu"
-    kernel: Any = aten._scaled_dot_product_flash_attention_for_cpu_backward.default if on_cpu else attention_backward
-    gradients: tuple[Tensor, Tensor, Tensor] = kernel(
-        grad, query, key, value, out, sums, 0.0, is_causal, attn_mask=mask, scale=scale
-    )
-    return gradients
+    kernel = attention_backward_on_cpu if query.device.type == "cpu" else attention_backward
+    return kernel(grad, query, key, value, out, sums, 0.0, is_causal, attn_mask=mask, scale=scale)
 
 
 def _merge(out: Tensor, sums: Tensor, part: Tensor, part_sums: Tensor) -> None:

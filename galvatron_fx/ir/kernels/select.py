@@ -8,6 +8,7 @@ from typing import Any
 
 from galvatron_fx.ir.graph.metadata import TensorSpec
 from galvatron_fx.ir.kernels.attention import ON_GPUS
+from galvatron_fx.ir.kernels.cpu_attention import ON_CPUS
 from galvatron_fx.ir.kernels.onednn import on_onednn
 
 __all__ = ["Kernels"]
@@ -30,4 +31,5 @@ class Kernels:
         """What runs ``target`` for tensors like ``inputs``: itself, but for what is said above."""
         if self.device_type != "cpu":
             return ON_GPUS.get(target, target)
+        target = ON_CPUS.get(target, target)
         return on_onednn(target, inputs) if self.onednn and not kwargs else target

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from galvatron_fx.ir.kernels import attention as a
 from galvatron_fx.ir.kernels.select import Kernels
 from galvatron_fx.ir.torch_compat.tracing import new_fake_mode
+from tests.helpers import assert_exact, captured, one_device, simulate, uniform
 
 aten = torch.ops.aten
 FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -75,7 +76,52 @@ def test_gpu_kernels_make_the_shapes_of_the_cpu(
     assert {t.dtype for t in (out, *gradients)} == {dtype}
 
 
-def test_only_attention_is_another_operator_on_gpus() -> None:
-    assert Kernels("cpu").of(FORWARD, (), {}) is FORWARD
+def test_only_attention_is_another_operator() -> None:
+    assert Kernels("cpu").of(aten.mm.default, (), {}) is aten.mm.default
     assert Kernels("cuda").of(FORWARD, (), {}) is a.attention
     assert Kernels("cuda").of(aten.mm.default, (), {}) is aten.mm.default
+
+
+@pytest.mark.parametrize("position", range(3))
+def test_tensors_may_lie_in_any_way(position: int) -> None:
+    """The kernel itself takes the elements of a row to lie side by side, and reads others' where they do not."""
+    query, key, value, grad = tensors()
+    out, sums = FORWARD(query, key, value)
+    expected = BACKWARD(grad, query, key, value, out, sums, 0.0, False)
+    inputs = [query, key, value]
+    inputs[position] = columns_side_by_side(inputs[position])
+    assert not torch.allclose(FORWARD(*inputs)[0], out), "torch's kernel looks now: cpu_attention.py can go"
+    kernels = Kernels()
+    torch.testing.assert_close(kernels.of(FORWARD, [], {})(*inputs), (out, sums))
+    for kept in (out, columns_side_by_side(out)):
+        gradients = kernels.of(BACKWARD, [], {})(grad, *inputs, kept, sums, 0.0, False)
+        torch.testing.assert_close(gradients, tuple(expected))
+
+
+class Copying(nn.Module):
+    """Attention and a norm of what the model itself has brought in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.scale = nn.Conv1d(8, 24, 1), nn.Parameter(torch.rand(8, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        channels = (part.unflatten(1, (2, 4)) for part in self.heads(x).chunk(3, 1))
+        out = nn.functional.scaled_dot_product_attention(*(part.transpose(2, 3).contiguous() for part in channels))
+        normed = nn.functional.group_norm(out.transpose(2, 3).flatten(1, 2), 2, self.scale[:, 0].contiguous())
+        return (normed * x).sigmoid().square().mean()
+
+
+@pytest.mark.parametrize("role", ["data", "tensor"])
+def test_copies_that_put_elements_side_by_side_are_not_missed(role: str) -> None:
+    model = Copying().double()
+    inputs = (torch.randn(4, 8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64),)
+    graph = captured(model, inputs)
+    assert any(node.target is FORWARD for node in graph.graph.nodes), "the trace attends by products"
+    got = simulate(graph, model, inputs, (2,), uniform(graph, role), {})
+    assert_exact(got, one_device(model, inputs))
+
+
+def columns_side_by_side(x: Tensor) -> Tensor:
+    """The same numbers, with those of the last dim far apart in memory."""
+    return x.transpose(-1, -2).contiguous().transpose(-1, -2)
