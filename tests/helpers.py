@@ -121,7 +121,7 @@ def one_device(model: nn.Module, inputs: Any) -> dict[str, torch.Tensor]:
     named = {f"output {i}": x.detach() for i, x in enumerate(leaves)}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            named[f"grad {name}"] = parameter.grad.clone()
+            named[f"grad {name}"] = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad.clone()
     return named
 
 

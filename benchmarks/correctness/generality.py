@@ -1,17 +1,18 @@
 """Claim: models that nobody tuned for are captured, planned and exact.
 
-Sweeps tiny configurations of many architectures (transformers, diffusers, timm, PyTorch Geometric, plain torch) and
-prints a row for each: seconds of capture, blocks found, whether a plan for four devices was found, whether the searched
-and three written plans equal one device on simulated ranks, what is left of the work on each of two ranks (1.00 of
-half: all is split), and the operators without a sharding rule. Models that compute parts of themselves in float32 are
-within its rounding. A model is *refused* where an error of ours says why; any other error is *raw*, and a defect.
-Libraries that are not here are named and skipped. ``--rows FILE`` keeps rows, so that a sweep can go on where it ended,
-and ``--summary`` prints what kept rows say.
+Sweeps tiny configurations of many architectures (transformers, diffusers, timm, PyTorch Geometric, torchvision, MONAI,
+other packages, plain torch) and prints a row for each: seconds of capture, blocks found, whether a plan for four
+devices was found, whether the searched, three written plans and one in stages equal one device on simulated ranks,
+what is left of the work on each of two ranks (1.00 of half: all is split), and the operators without a sharding rule.
+Models that compute parts of themselves in float32 are within its rounding. A model is *refused* where an error of ours
+says why; any other error is *raw*, and a defect. Libraries that are not here are named and skipped. ``--rows FILE``
+keeps rows, so that a sweep can go on where it ended, and ``--summary`` prints what kept rows say.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib
 import json
 import signal
@@ -35,11 +36,12 @@ from galvatron_fx import Cluster
 from galvatron_fx.api import capture
 from galvatron_fx.ir.errors import GalvatronError
 from galvatron_fx.ir.graph.op_call import is_getitem
+from galvatron_fx.ir.plan.schedule import make_schedule
 from passes.analysis.blocks import num_blocks
 from passes.lowering.apply_plan import expand
 from passes.search.plan_search import SearchOptions, search_plan
 from passes.sharding.shard_graph import ShardGraph
-from tests.helpers import DEVICE, assert_exact, axes, one_device, simulate, uniform
+from tests.helpers import DEVICE, assert_exact, axes, one_device, simulate, simulate_stages, uniform
 
 CLUSTER = Cluster.preset("4xA100-80GB")
 WRITTEN = (("data", "tensor"), ("zero", "tensor_sequence"), ("sequence", "zero"))
@@ -51,14 +53,17 @@ MOST_PARAMETERS = 6_000_000  # a configuration that did not get small is not mea
 # Where the cases are, and the library that they need.
 SOURCES = (("generality_torch", "torch"), ("generality_transformers", "transformers"))
 SOURCES += (("generality_diffusers", "diffusers"), ("generality_timm", "timm"))
-SOURCES += (("generality_graphs", "torch_geometric"),)
+SOURCES += (("generality_graphs", "torch_geometric"), ("generality_kinds", "torch"), ("generality_objectives", "torch"))
+SOURCES += (("generality_packages", "other packages"),)
 
 Make = Callable[[], tuple[torch.nn.Module, Any]]
 
 
 @dataclass
 class Row:
-    """What was found of one architecture; ``problem`` is the first thing that did not work."""
+    """What was found of one architecture; ``problem`` is the first thing that did not work, ``stages`` what became of
+    a plan with stages: exact, rounded, or why there is none.
+    """
 
     name: str
     capture_s: float | None = None
@@ -69,6 +74,7 @@ class Row:
     without_rule: list[str] = field(default_factory=list)
     problem: str = ""
     kind: str = ""
+    stages: str = ""
 
 
 class NotMadeError(Exception):
@@ -116,14 +122,31 @@ def examine(row: Row, make: Make) -> None:
         expected = simulate(graph, model, inputs, (2,), uniform(graph, "data"), {})
     plan = search_plan(graph, CLUSTER, SearchOptions(CLUSTER.device.memory_bytes, ("data", "zero", "tensor")))
     row.planned = True
-    programs = [(CLUSTER.shape, expand(plan, row.blocks)), *(((2, 2), uniform(graph, *roles)) for roles in WRITTEN)]
+    written = [((2, 2), uniform(graph, *roles, recompute=at == 1)) for at, roles in enumerate(WRITTEN)]
+    programs = [(CLUSTER.shape, expand(plan, row.blocks)), *written]
     for shape, strategies in programs:
         got = simulate(graph, model, inputs, shape, strategies, {})
         row.exact.append(is_close(got, expected, EXACT))
         if not row.exact[-1] and not is_close(got, expected, ROUNDED):
             raise ArithmeticError(f"{strategies[0].roles} differs from one device")
+    row.stages = in_stages(graph, model, inputs, expected)
     row.shares = [share(graph, role) for role in SHARED]
     row.kind = "random" if draws else "exact" if all(row.exact) else "rounded"
+
+
+def in_stages(graph: torch.fx.GraphModule, model: torch.nn.Module, inputs: Any, expected: dict[str, Any]) -> str:
+    """What becomes of two stages and two micro-batches, each stage on two ranks of ``data`` that recompute."""
+    blocks = num_blocks(graph)
+    if blocks < 2:
+        return "it has one block alone"
+    strategies, schedule = uniform(graph, "pipeline", "data", recompute=True), make_schedule("1f1b", 2, 2, 2)
+    try:
+        got = simulate_stages(graph, model, inputs, (2, 2), strategies, (0, blocks // 2), schedule)
+    except GalvatronError as error:
+        return said(error)
+    if not is_close(got, expected, ROUNDED):
+        raise ArithmeticError("two stages differ from one device")
+    return "exact" if is_close(got, expected, EXACT) else "rounded"
 
 
 def made(make: Make) -> tuple[torch.nn.Module, Any, dict[str, torch.Tensor], bool]:
@@ -133,10 +156,19 @@ def made(make: Make) -> tuple[torch.nn.Module, Any, dict[str, torch.Tensor], boo
         count = sum(parameter.numel() for parameter in model.parameters())
         if count > MOST_PARAMETERS:
             raise ValueError(f"its configuration does not get small: it has {count} parameters")
-        expected = one_device(model, inputs)
-        return model, inputs, expected, not is_close(one_device(model, inputs), expected, EXACT)
+        expected = _trained(model, inputs)
+        return model, inputs, expected, not is_close(_trained(model, inputs), expected, EXACT)
     except Exception as error:  # whatever it is: the model is not ours
         raise NotMadeError(f"{type(error).__name__}: {error}") from error
+
+
+def _trained(model: torch.nn.Module, inputs: Any) -> dict[str, torch.Tensor]:
+    """What one device makes of a copy: outputs, gradients, and the buffers that forward changes."""
+    copied = copy.deepcopy(model)
+    values = one_device(copied, inputs)
+    before = dict(model.named_buffers())
+    changed = {name: new for name, new in copied.named_buffers() if not torch.equal(new, before[name])}
+    return values | {f"buffer {name}": new for name, new in changed.items()}
 
 
 def is_close(got: dict[str, Any], expected: dict[str, Any], tolerance: float) -> bool:
@@ -214,6 +246,9 @@ def summarize(rows: Sequence[Row], console: Console) -> None:
         even = sum(share <= EVEN for share in shares)
         if shares:
             console.print(f"{role}: {even} of {len(shares)} do at most {EVEN} of an even split of the work")
+    staged = Counter(row.stages for row in counted if row.stages)
+    for what, number in staged.most_common():
+        console.print(f"in two stages {number}: {what}")
     for kind in ("refused", "wrong", "raw", "long"):
         for problem, number in Counter(row.problem for row in counted if row.kind == kind).most_common():
             names = [row.name for row in counted if row.kind == kind and row.problem == problem]
