@@ -17,17 +17,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import galvatron_fx as gfx
 from benchmarks.common import machine
+from benchmarks.common.one_process import inputs_of, program_of
 from benchmarks.common.tensor_memory import TensorMemory
 from benchmarks.search.selective import ONE_DEVICE, Model, llama, text
 from galvatron_fx.errors import BudgetError
-from galvatron_fx.ir.graph.metadata import meta_of, signature
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.units import format_bytes, format_seconds
-from galvatron_fx.runtime.program import Program
 from galvatron_fx.search_settings import SearchSettings
 from passes.lowering.apply_plan import strategies_on
-from passes.lowering.batch_rows import rows_read
-from passes.lowering.codegen import Codegen
 from passes.lowering.lower_step import Lower
 from passes.search.plan_search import search_plan
 from passes.simulation.live_memory import GraphMemory
@@ -111,12 +108,7 @@ def measured(graph: fx.GraphModule, cluster: gfx.Cluster, plan: Plan) -> tuple[t
     """Bytes of forward and backward on device and host, each predicted and as measured while a step runs here."""
     lowered = Lower(strategies_on(plan, cluster, len(plan.blocks)), cluster).run(graph)
     predicted = GraphMemory(lowered.layout.shape).use(lowered)
-    nodes = lowered.halves.forward.graph.find_nodes(op="placeholder")
-    specs = {p: meta_of(node).spec for p, node in zip(lowered.halves.input_ports, nodes, strict=True)}
-    inputs = {port: torch.ones(spec.shape, dtype=spec.dtype) for port, spec in specs.items()}
-    for half in lowered.halves.graphs().values():
-        Codegen([]).run(half)
-    program = Program(lowered.halves, lowered.layout, signature(lowered.joint), rows_read(lowered.joint, ()))
+    inputs, program = inputs_of(lowered), program_of(lowered)
     with torch.no_grad(), TensorMemory(inputs.values()) as memory:
         kept = program.train(inputs.__getitem__)
     assert kept

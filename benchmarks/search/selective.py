@@ -48,7 +48,7 @@ from passes.lowering.split_forward_backward import SplitForwardBackward
 from passes.search.configurations import Pins
 from passes.search.plan_search import SearchOptions, search_plan
 from passes.sharding.shard_graph import ShardGraph
-from passes.simulation.step import SimulateStep, StepReport
+from passes.simulation.step import SimulateStep
 
 TORCH_BUDGETS = (0.7, 0.4)
 SHARES = (0.6, 0.3)
@@ -132,8 +132,8 @@ class KeepOnly(Rematerialize):
         return {node for node in calls if meta_of(node).phase == "forward" and node.name not in self.names}  # type: ignore[attr-defined]
 
 
-def torch_step(graph: fx.GraphModule, cluster: gfx.Cluster, budget: float) -> StepReport:
-    """The step of a program that torch's partitioner makes of the graph, simulated as ours are."""
+def torch_program(graph: fx.GraphModule, cluster: gfx.Cluster, budget: float) -> Lowered:
+    """The program that torch's partitioner makes of the graph."""
     joint, outputs = copied(graph), signature(graph).outputs
     for node in joint.graph.nodes:
         if node.op != "output":
@@ -149,7 +149,7 @@ def torch_step(graph: fx.GraphModule, cluster: gfx.Cluster, budget: float) -> St
     strategies = [Strategy(("data",) * len(cluster.axes))] * blocks
     sharded = ShardGraph(strategies, cluster.axes, cluster.device).run(graph)
     lowered = ReduceInputsFirst().run(KeepOnly(kept).run(sharded))
-    return SimulateStep(cluster).run(Lowered(lowered, SplitForwardBackward().run(lowered), layout(sharded)))
+    return Lowered(lowered, SplitForwardBackward().run(lowered), layout(sharded))
 
 
 def searched(
@@ -198,7 +198,7 @@ def main() -> None:
     for model in ONE_DEVICE:
         graph, cluster = model.capture(), gfx.Cluster.preset(model.cluster)
         for share in TORCH_BUDGETS:
-            theirs = torch_step(graph, cluster, share)
+            theirs = SimulateStep(cluster).run(torch_program(graph, cluster, share))
             cells = compared(graph, cluster, theirs.peak_memory_bytes, Pins(1, 1), theirs.step_time_s)
             alone.add_row(model.name, *cells)
     console.print(alone)
