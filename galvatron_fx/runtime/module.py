@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -32,6 +33,7 @@ from galvatron_fx.runtime.detached import TRAIN_REMEDY, detached_output, forward
 from galvatron_fx.runtime.dtensor_views import local_part, shown, write_whole
 from galvatron_fx.runtime.expert_loads import ExpertLoads
 from galvatron_fx.runtime.folding import FoldedUpdates, folding, refuse_folded
+from galvatron_fx.runtime.generation import generate
 from galvatron_fx.runtime.gradients import accumulate
 from galvatron_fx.runtime.hooks import has_hooks, refuse_backward_hooks
 from galvatron_fx.runtime.host_states import keep_like
@@ -181,6 +183,19 @@ class DistributedGraphModule(LikeOriginal):
         if self._in_step:
             self._step_outputs = self._train(args, kwargs)
             return self._step_outputs
+        return self._called(args, kwargs, everywhere=False)
+
+    def on_all_ranks(self, *args: Any, **kwargs: Any) -> Any:
+        """Call a model that was compiled forward-only; under a plan with stages, all ranks have all outputs."""
+        return self._called(args, kwargs, everywhere=True)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "generate" and self.__dict__.get("_main") is not None and self.plan.forward_only:
+            if hasattr(type(self._tree.twin), name):
+                return partial(generate, self, self._tree.twin)
+        return super().__getattr__(name)
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], everywhere: bool) -> Any:
         refuse_autocast(self.mesh.device_type, self.plan.mixed_precision)
         with self._alone():
             program, flat, row_positions = self._program(args, kwargs, trains=torch.is_grad_enabled())
@@ -191,6 +206,7 @@ class DistributedGraphModule(LikeOriginal):
                     results = program.evaluate(self._values(flat, caches))
                     self._update_state(results)
                     caches.update(results)
+                    results = program.told(results) if everywhere else results
                 outputs = self._own_outputs(program, self._outputs(program, results, caches=caches))
                 return forward_only_outputs(outputs) if self.plan.forward_only else outputs
             refuse_folded(program.folded, "backward() may be one of several, whose gradients are summed up")

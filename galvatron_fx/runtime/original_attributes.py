@@ -25,7 +25,8 @@ _WHOLE = f"reads whole weights, and each rank holds its shards: {_GATHER} whole.
 _DRAWN = "would draw other weights on each rank: call it before compile, or load weights by model.load_state_dict"
 _RENEWED = f"starts what the program does not follow, as update_bn does: {_GATHER} use that"
 _REFUSED = {
-    **dict.fromkeys(("generate", "push_to_hub", "save_pretrained"), _WHOLE),
+    **dict.fromkeys(("push_to_hub", "save_pretrained"), _WHOLE),
+    "generate": f"{_WHOLE}, or compile with forward_only=True, after which ranks generate together",
     **dict.fromkeys(("_init_weights", "init_weights", "initialize_weights", "reset_parameters"), _DRAWN),
     "reset_running_stats": _RENEWED,
     "resize_token_embeddings": "changes the shapes of parameters: call it before compile",

@@ -159,6 +159,10 @@ class Program:
     def _open(self) -> list[int]:
         return list(self.halves.open_results)
 
+    def told(self, results: dict[OutputSpec, Any]) -> dict[OutputSpec, Any]:
+        """The results, which all ranks have."""
+        return results
+
     def measured(self) -> NoReturn:
         """Refuse what only plans with stages or micro-batches can do."""
         raise InputError(

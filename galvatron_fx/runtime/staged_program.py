@@ -117,6 +117,27 @@ class StagedProgram:
         """Run forward only; returns outputs of the whole batch by port."""
         return self._outputs(self._run(value_of, forward_only=True))
 
+    def told(self, results: dict[OutputSpec, Any]) -> dict[OutputSpec, Any]:
+        """The results of one micro-batch with the outputs of other stages; every rank calls it.
+
+        Raises InputError where there are several micro-batches.
+        """
+        count = self.lowered.microbatched.num_microbatches
+        if count > 1:
+            raise InputError(
+                f"outputs of {count} micro-batches are not told to all ranks: plan with num_microbatches=1"
+            )
+        told = dict(results)
+        for stage in self.lowered.stages if self.pipeline.group is not None else ():
+            maker = self.schedule.rank_of_stage[stage.index]
+            for port, name in stage.results:
+                if port.kind == "output" and stage.specs[name].shape and maker != SPREAD:
+                    spec = stage.specs[name]
+                    value = results.get(port, torch.empty(spec.shape, dtype=spec.dtype, device=self.device))
+                    told[port] = value.contiguous()
+                    dist.broadcast(told[port], src=self.pipeline.peers[maker], group=self.pipeline.group)
+        return told
+
     def measured(self) -> ScheduleReport:
         """Return when all ranks of the pipeline computed what in the last step; each of them calls it alike.
 

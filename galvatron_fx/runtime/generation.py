@@ -1,0 +1,103 @@
+"""``generate`` of transformers' models on a compiled one: their own loop, on whole logits that all ranks have."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from galvatron_fx.ir.errors import InputError
+from galvatron_fx.ir.torch_compat.tensors import pytree
+from galvatron_fx.runtime.checksums import checksum
+from galvatron_fx.runtime.same_weights import gathered
+
+__all__ = ["Generating", "generate"]
+
+
+class Generating(Protocol):
+    """A compiled model, as generation takes it."""
+
+    mesh: DeviceMesh
+
+    def on_all_ranks(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model; each rank has all outputs."""
+        ...
+
+
+def generate(model: Generating, twin: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call ``generate`` of the class of ``twin``, which computes by ``model``. Every rank calls it alike, and has all
+    that it returns.
+
+    A cache of fixed length is the default. Raises InputError for encoders with decoders, beams and assistants, which
+    the ranks' parts of a cache do not serve, and where ranks would sample by other random numbers.
+    """
+    original: Any = twin
+    settings = kwargs.get("generation_config") or original.generation_config
+    _refuse_unfit(original, settings, kwargs)
+    if kwargs.get("do_sample", settings.do_sample):
+        _require_equal_draws(model.mesh.device_type)
+    options = {"disable_compile": True, **kwargs}
+    if "past_key_values" not in kwargs and settings.cache_implementation is None:
+        options.setdefault("cache_implementation", "static")
+    view = _view(model, twin)
+    return type(view).generate(view, *args, **options)
+
+
+def _view(model: Generating, twin: nn.Module) -> Any:
+    """A copy of ``twin`` without weights, whose forward is that of ``model``."""
+
+    @functools.wraps(twin.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        returned = model.on_all_ranks(*args, **kwargs)
+        return pytree.tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, returned)
+
+    view = copy.copy(twin)
+    view.__class__ = _kind(type(twin), model.mesh.device_type)
+    view.__dict__["forward"] = forward
+    return view
+
+
+@functools.cache
+def _kind(original: type, device_type: str) -> type:
+    """The class of the original, on the device of the mesh: the copy has no weights that would tell."""
+
+    def device(_: object) -> torch.device:
+        return torch.empty(0, device=device_type).device
+
+    return type(original.__name__, (original,), {"device": property(device)})
+
+
+def _refuse_unfit(original: Any, settings: Any, given: dict[str, Any]) -> None:
+    beams = given.get("num_beams", settings.num_beams)
+    cause = ""
+    if getattr(original.config, "is_encoder_decoder", False):
+        cause = "runs the encoder by itself, which is no part of the compiled program"
+    elif (beams or 1) > 1:
+        cause = f"with num_beams={beams} moves rows of the cache, of which each rank has its part"
+    elif given.get("assistant_model") is not None:
+        cause = "with an assistant_model cuts tokens out of the cache, of which each rank has its part"
+    if cause:
+        raise InputError(
+            f"generate() of a compiled model {cause}: write the loop with calls of the model (docs/inference.md), or on "
+            f"all ranks call whole = galvatron_fx.gather(model), then whole.generate(...)"
+        )
+
+
+def _require_equal_draws(device_type: str) -> None:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    state: Tensor = (
+        torch.get_rng_state() if device_type == "cpu" else torch.get_device_module(device_type).get_rng_state()
+    )
+    sums = gathered(checksum(state)[None], device_type)
+    if bool((sums != sums[0]).any()):
+        raise InputError(
+            "generate() would sample by other random numbers on each rank: call torch.manual_seed(seed) with the same "
+            "seed on all ranks before"
+        )

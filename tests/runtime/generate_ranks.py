@@ -1,0 +1,118 @@
+"""``generate`` of compiled models on real ranks: run by ``test_generate.py``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import T5Config, T5ForConditionalGeneration
+
+import galvatron_fx
+from galvatron_fx import Plan
+from galvatron_fx.errors import InputError
+from tests.runtime.cache_ranks import plan_of, static
+from tests.runtime.cached_models import llama, prompts, whole
+from tests.runtime.launch import Check, fork_checks
+
+LEFT_PADDED = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1], [0, 0, 0, 1, 1]])
+OPTIONS = {"attention_mask": LEFT_PADDED, "max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None}
+
+
+def compiled_llama(mesh: DeviceMesh, plan: Plan, seed: int = 0) -> tuple[Any, Any]:
+    model: Any = llama(seed=seed)
+    batch = {"input_ids": prompts(4, 5), "past_key_values": static(model, 4)}
+    return model, galvatron_fx.compile(model, mesh, batch, plan=plan, forward_only=True)
+
+
+def generates(role: str) -> Check:
+    """Greedy and sampled tokens of prompts of unequal lengths are those of one device, from one seed."""
+
+    def check(mesh: DeviceMesh) -> None:
+        model, compiled = compiled_llama(mesh, plan_of(role))
+        ids = prompts(4, 5)
+        for options in ({}, {"do_sample": True, "top_k": 8, "temperature": 1.3}):
+            tokens = []
+            for each in (model, compiled):
+                torch.manual_seed(3)
+                tokens.append(each.generate(ids, cache_implementation="static", **OPTIONS, **options))
+            assert torch.equal(*tokens) and tokens[0].shape == (4, 11)
+        assert len(compiled._programs) == 3  # the example, prompts with masks, one more token
+
+    return check
+
+
+@torch.no_grad()
+def greedy_rest(model: Any, ids: Tensor, cache: Any) -> Tensor:
+    return whole(model(input_ids=ids, past_key_values=cache).logits)[0].argmax(-1)
+
+
+def back_to(cache: Any, length: int) -> None:
+    for layer in cache.layers:
+        layer.cumulative_length.fill_(length)
+
+
+def speculated(draft: Any, target: Any, caches: list[Any], prompt: Tensor, count: int, ahead: int = 3) -> list[int]:
+    """Tokens of ``target``, of which ``draft`` proposes ``ahead`` at a time (Leviathan et al. 2023, greedy)."""
+    tokens = prompt[0].tolist()
+    for model, cache in zip((draft, target), caches, strict=True):
+        greedy_rest(model, prompt[:, :-1], cache)
+    while len(tokens) < prompt.shape[1] + count:
+        known, proposed = len(tokens), list(tokens)
+        for _ in range(ahead):
+            back_to(caches[0], len(proposed) - 1)
+            proposed.append(int(greedy_rest(draft, torch.tensor([proposed[-1:]]), caches[0])[-1]))
+        back_to(caches[1], known - 1)
+        found = greedy_rest(target, torch.tensor([proposed[known - 1 :]]), caches[1]).tolist()
+        right = next((at for at in range(ahead) if found[at] != proposed[known + at]), ahead)
+        for at in range(right):  # the draft knows them but for the last one where all are right
+            back_to(caches[0], known + at)
+            greedy_rest(draft, torch.tensor([[proposed[known + at]]]), caches[0])
+        tokens += found[: right + 1]
+    return tokens[: prompt.shape[1] + count]
+
+
+def draft_and_target(mesh: DeviceMesh) -> None:
+    """Two compiled models on one mesh, under unlike plans: the tokens are those that the target decodes alone."""
+    (draft, compiled_draft), (target, compiled_target) = (
+        compiled_llama(mesh, plan_of(role), seed) for role, seed in (("tensor", 1), ("tensor_sequence", 0))
+    )
+    prompt = prompts(1, 5)
+    alone = target.generate(prompt, max_new_tokens=7, pad_token_id=0, eos_token_id=None)[0].tolist()
+    caches = [static(draft, 1, 20), static(target, 1, 20)]
+    assert speculated(compiled_draft, compiled_target, caches, prompt, 7) == alone
+
+
+def refusals(mesh: DeviceMesh) -> None:
+    """What ranks cannot do to parts of a cache is refused; so are unlike random numbers."""
+    model, compiled = compiled_llama(mesh, plan_of("tensor"))
+    ids = prompts(4, 5)
+    with pytest.raises(
+        InputError, match=r"with num_beams=2 moves rows of the cache, .*gather\(model\), then whole.gen"
+    ):
+        compiled.generate(ids, num_beams=2)
+    with pytest.raises(InputError, match=r"with an assistant_model cuts tokens out of the cache"):
+        compiled.generate(ids, assistant_model=model)
+    torch.manual_seed(mesh.get_rank())
+    with pytest.raises(InputError, match=r"other random numbers on each rank: call torch.manual_seed\(seed\) with the"):
+        compiled.generate(ids, do_sample=True)
+    sizes = {"num_layers": 1, "num_heads": 2, "vocab_size": 20, "decoder_start_token_id": 0}
+    encoder = T5ForConditionalGeneration(T5Config(d_model=8, d_kv=4, d_ff=12, **sizes)).eval()
+    batch = {"input_ids": torch.ones(2, 3, dtype=torch.long), "decoder_input_ids": torch.ones(2, 2, dtype=torch.long)}
+    compiled = galvatron_fx.compile(encoder, mesh, batch, plan=plan_of("tensor"), forward_only=True)
+    with pytest.raises(InputError, match=r"generate\(\) of a compiled model runs the encoder by itself"):
+        compiled.generate(batch["input_ids"])
+
+
+CHECKS: dict[str, Check] = {
+    "tensor": generates("tensor"),
+    "stages": generates("pipeline"),
+    "draft_and_target": draft_and_target,
+    "refusals": refusals,
+}
+
+if __name__ == "__main__":
+    fork_checks((2,), CHECKS, sys.argv[1:], lambda: None)
