@@ -58,13 +58,14 @@ def _view(model: Generating, twin: nn.Module) -> Any:
         return pytree.tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, returned)
 
     view = copy.copy(twin)
-    view.__class__ = _kind(type(twin), model.mesh.device_type)
+    original: Any = type(twin)
+    view.__class__ = _kind(original, model.mesh.device_type)
     view.__dict__["forward"] = forward
     return view
 
 
 @functools.cache
-def _kind(original: type, device_type: str) -> type:
+def _kind(original: Any, device_type: str) -> type:
     """The class of the original, on the device of the mesh: the copy has no weights that would tell."""
 
     def device(_: object) -> torch.device:
@@ -84,8 +85,8 @@ def _refuse_unfit(original: Any, settings: Any, given: dict[str, Any]) -> None:
         cause = "with an assistant_model cuts tokens out of the cache, of which each rank has its part"
     if cause:
         raise InputError(
-            f"generate() of a compiled model {cause}: write the loop with calls of the model (docs/inference.md), or on "
-            f"all ranks call whole = galvatron_fx.gather(model), then whole.generate(...)"
+            f"generate() of a compiled model {cause}: write the loop with calls of the model (docs/inference.md), or "
+            f"on all ranks call whole = galvatron_fx.gather(model), then whole.generate(...)"
         )
 
 

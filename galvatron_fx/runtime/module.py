@@ -190,9 +190,9 @@ class DistributedGraphModule(LikeOriginal):
         return self._called(args, kwargs, everywhere=True)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "generate" and self.__dict__.get("_main") is not None and self.plan.forward_only:
-            if hasattr(type(self._tree.twin), name):
-                return partial(generate, self, self._tree.twin)
+        is_made = name == "generate" and self.__dict__.get("_main") is not None
+        if is_made and self.plan.forward_only and hasattr(type(self._tree.twin), name):
+            return partial(generate, self, self._tree.twin)
         return super().__getattr__(name)
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], everywhere: bool) -> Any:

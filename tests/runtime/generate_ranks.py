@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import T5Config, T5ForConditionalGeneration
 
 import galvatron_fx
-from galvatron_fx import Plan
+from galvatron_fx import Pipelining, Plan
 from galvatron_fx.errors import InputError
 from tests.runtime.cache_ranks import plan_of, static
 from tests.runtime.cached_models import llama, prompts, whole
@@ -90,15 +90,17 @@ def refusals(mesh: DeviceMesh) -> None:
     """What ranks cannot do to parts of a cache is refused; so are unlike random numbers."""
     model, compiled = compiled_llama(mesh, plan_of("tensor"))
     ids = prompts(4, 5)
-    with pytest.raises(
-        InputError, match=r"with num_beams=2 moves rows of the cache, .*gather\(model\), then whole.gen"
-    ):
+    with pytest.raises(InputError, match=r"with num_beams=2 moves rows of the cache, .*gather\(model\), then who"):
         compiled.generate(ids, num_beams=2)
     with pytest.raises(InputError, match=r"with an assistant_model cuts tokens out of the cache"):
         compiled.generate(ids, assistant_model=model)
     torch.manual_seed(mesh.get_rank())
     with pytest.raises(InputError, match=r"other random numbers on each rank: call torch.manual_seed\(seed\) with the"):
         compiled.generate(ids, do_sample=True)
+    parts = Plan.uniform((2,), ("pipeline",), pipelining=Pipelining(2, 2, "gpipe"))
+    compiled = galvatron_fx.compile(model, mesh, {"input_ids": ids}, plan=parts, forward_only=True)
+    with pytest.raises(InputError, match=r"2 micro-batches go through stages, and generate\(\) takes whole ones: plan"):
+        compiled.generate(ids, use_cache=False, max_new_tokens=1)
     sizes = {"num_layers": 1, "num_heads": 2, "vocab_size": 20, "decoder_start_token_id": 0}
     encoder = T5ForConditionalGeneration(T5Config(d_model=8, d_kv=4, d_ff=12, **sizes)).eval()
     batch = {"input_ids": torch.ones(2, 3, dtype=torch.long), "decoder_input_ids": torch.ones(2, 2, dtype=torch.long)}
