@@ -43,7 +43,8 @@ def generate(model: Generating, twin: nn.Module, *args: Any, **kwargs: Any) -> A
     if kwargs.get("do_sample", settings.do_sample):
         _require_equal_draws(model.mesh.device_type)
     options = {"disable_compile": True, **kwargs}
-    if "past_key_values" not in kwargs and settings.cache_implementation is None:
+    has_cache = kwargs.get("use_cache", settings.use_cache) is not False
+    if has_cache and "past_key_values" not in kwargs and settings.cache_implementation is None:
         options.setdefault("cache_implementation", "static")
     view = _view(model, twin)
     return type(view).generate(view, *args, **options)

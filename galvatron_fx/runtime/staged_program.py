@@ -125,7 +125,8 @@ class StagedProgram:
         count = self.lowered.microbatched.num_microbatches
         if count > 1:
             raise InputError(
-                f"{count} micro-batches go through stages, and generate() takes whole ones: plan with num_microbatches=1"
+                f"{count} micro-batches go through stages, and generate() takes whole batches: plan with "
+                f"num_microbatches=1"
             )
         told = dict(results)
         for stage in self.lowered.stages if self.pipeline.group is not None else ():

@@ -99,7 +99,7 @@ def refusals(mesh: DeviceMesh) -> None:
         compiled.generate(ids, do_sample=True)
     parts = Plan.uniform((2,), ("pipeline",), pipelining=Pipelining(2, 2, "gpipe"))
     compiled = galvatron_fx.compile(model, mesh, {"input_ids": ids}, plan=parts, forward_only=True)
-    with pytest.raises(InputError, match=r"2 micro-batches go through stages, and generate\(\) takes whole ones: plan"):
+    with pytest.raises(InputError, match=r"2 micro-batches go through stages, and generate\(\) takes whole batches"):
         compiled.generate(ids, use_cache=False, max_new_tokens=1)
     sizes = {"num_layers": 1, "num_heads": 2, "vocab_size": 20, "decoder_start_token_id": 0}
     encoder = T5ForConditionalGeneration(T5Config(d_model=8, d_kv=4, d_ff=12, **sizes)).eval()
