@@ -20,7 +20,7 @@ from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.schedule import SPREAD, Schedule
 from galvatron_fx.ir.plan.strategy import PIPELINE, original_name
 from galvatron_fx.ir.torch_compat.dtensors import STAGES_DIM, mesh_in_order
-from galvatron_fx.runtime.backends import Backend
+from galvatron_fx.runtime.backends import Backend, Eager
 from galvatron_fx.runtime.expert_loads import KeptCounts
 from galvatron_fx.runtime.expert_order import ExpertOrders
 from galvatron_fx.runtime.program import Program
@@ -32,6 +32,7 @@ from passes.lowering.communication.defer_output_waits import WaitInBackward
 from passes.lowering.lower_stages import LoweredStages
 from passes.lowering.lower_step import Lowered
 from passes.lowering.stages.split_stages import Stage
+from passes.lowering.write_caches import WriteCachesInPlace
 
 ONE_RANK_DIM = "galvatron_fx_one_rank"  # of a mesh of stages that are on one rank each
 
@@ -81,6 +82,9 @@ class Binder:
         WaitInBackward().run(lowered.halves)
         for half in (lowered.halves.forward, lowered.halves.backward):
             self.orders.write(half)
+        halves = lowered.halves
+        if isinstance(self.backend, Eager):
+            WriteCachesInPlace(halves.input_ports, halves.result_ports).run(halves.forward)
         read = rows_read(lowered.joint, self.mesh.shape)
         sources = gradient_sources(lowered.joint)
         return Program(lowered.halves, lowered.layout, signature(lowered.joint), read, self.backend, sources, counts)
@@ -191,6 +195,8 @@ class StageBinder:
                 codegen.run(task.graph)
                 self.orders.write(task.graph)
                 counts.keep(task.graph, codegen.axes)
+            if isinstance(self.backend, Eager):
+                _write_caches(lowered.stages[index])
         device = self.mesh.device_type
         read = rows_read(lowered.joint, self.mesh.shape, lowered.microbatched)
         whole = lowered.signature
@@ -202,6 +208,12 @@ class StageBinder:
 
     def _own(self) -> tuple[int, ...]:
         return self.schedule.stages_of(self._rank)
+
+
+def _write_caches(stage: Stage) -> None:
+    task, made = stage.tasks["forward"], {name: port for port, name in stage.results}
+    ports_in, ports_out = [stage.ports.get(name) for name in task.inputs], [made.get(name) for name in task.outputs]
+    WriteCachesInPlace(ports_in, ports_out).run(task.graph)
 
 
 def spread_column(layout: Layout) -> int | None:

@@ -67,7 +67,9 @@ class CallCaches:
             if port.kind == "cache" and left is not None and port.name in left.new:
                 new[port.name] = self._shown(port.name, value, self._program.result_placements(port))
             elif port.kind == "cache":
-                local_part(self._held[port.name]).copy_(value)
+                held = local_part(self._held[port.name])
+                if not held.is_set_to(value):  # else it was written in place
+                    held.copy_(value)
         new |= {name: self._absent(name) for name in (left.new if left is not None else ()) if name not in new}
         if left is not None:
             tensors = {**self._inputs, **self._held, **new}
