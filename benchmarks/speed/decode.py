@@ -1,6 +1,6 @@
 """Claim: a compiled decode step takes at most as long as tensor-parallel decoding that is written by hand.
 
-A LLaMA of transformers decodes one token for each of a batch of requests, with a cache of fixed length, on ranks of this
+A LLaMA of transformers decodes a token for each of a batch of requests, with a cache of fixed length, on ranks of this
 machine under role ``tensor``. By hand: each rank has its heads and columns, the same torch operators in place on the
 cache, one all-reduce behind attention and one behind the feed-forward, logits gathered. Steps are taken in turns.
 """
