@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.errors import InputError, PlanError
 from galvatron_fx.ir.graph.metadata import meta_of, ports, signature
-from galvatron_fx.ir.graph.placement import Placement
 from galvatron_fx.ir.graph.symbols import BATCH
+from galvatron_fx.ir.kernels.select import Kernels
 from galvatron_fx.ir.plan.arguments import check_arguments
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.precision_policy import describe_policy
@@ -40,6 +40,7 @@ from galvatron_fx.runtime.local_updates import watch_updates
 from galvatron_fx.runtime.lone_updates import watch_lone_updates
 from galvatron_fx.runtime.malloc import keep_freed_memory
 from galvatron_fx.runtime.materialize import materialize
+from galvatron_fx.runtime.members import Members
 from galvatron_fx.runtime.module import DistributedGraphModule
 from galvatron_fx.runtime.one_at_a_time import refuse_autocast, without_autocast
 from galvatron_fx.runtime.optimizer_states import watch_states
@@ -56,8 +57,9 @@ from passes.frontend.capture.capture import FlatInputs
 from passes.frontend.capture.module_state import ModuleState, as_buffers
 from passes.lowering.apply_plan import check_plan, lower
 from passes.lowering.lower_stages import LoweredStages
+from passes.lowering.lower_step import Lowered
 
-__all__ = ["CompileOptions", "compile_captured", "compile_model"]
+__all__ = ["Bound", "Builder", "CompileOptions", "Recipe", "compile_captured", "compile_model"]
 
 
 @dataclass(frozen=True)
@@ -102,16 +104,17 @@ def compile_model(model: nn.Module, inputs: FlatInputs, options: CompileOptions)
         plans, graph = _agreed_plans(model, inputs, whole, options)
         if options.is_local:
             _refuse_rows_elsewhere(graph)
-        assembly = _Assembly(model, whole, graph, options)
+        assembly = _Assembly(model, Recipe(whole, graph, options, Members.every()))
         plan = plans[0] if options.tune_seconds is None else _tuned(plans, assembly, inputs, options.tune_seconds)
         return assembly.module(plan)
 
 
 def _tuned(plans: tuple[Plan, ...], assembly: _Assembly, inputs: FlatInputs, seconds: float) -> Plan:
     """The fastest of ``plans`` on ``inputs``, as this rank brings them; see :func:`galvatron_fx.tuning.tune.tune`."""
-    session = assembly.options.session
-    has_loss = signature(assembly.graph).loss is not None
-    steps = TimedSteps(Ranks(assembly.options.mesh), inputs, session.settings.optimizer, has_loss)
+    recipe = assembly.recipe
+    session = recipe.options.session
+    has_loss = signature(recipe.graph).loss is not None
+    steps = TimedSteps(Ranks(recipe.options.mesh), inputs, session.settings.optimizer, has_loss)
     return tune(plans, assembly.module, steps, seconds, session.watch)
 
 
@@ -142,7 +145,7 @@ def compile_captured(
     settings = SearchSettings(forward_only=forward_only)
     session = PlanningSession(cluster, settings, given=plan, policy=plan.mixed_precision)
     options = CompileOptions(mesh, session, new_backend(backend, mesh.device_type))
-    return _Assembly(model, signature(graph).input_spec, graph, options).module(plan)
+    return _Assembly(model, Recipe(signature(graph).input_spec, graph, options, Members.every())).module(plan)
 
 
 def _agreed_plans(
@@ -195,69 +198,112 @@ def _described(model: nn.Module, inputs: FlatInputs, options: CompileOptions) ->
 
 
 @dataclass(frozen=True)
+class Recipe:
+    """What modules of a model are made of, but for its weights: kept, so that they can be made for another mesh.
+
+    ``inputs``, ``graph``: of the global batch; ``members``: the ranks of the mesh; ``kernels``: what these have chosen,
+    None where they have not yet.
+    """
+
+    inputs: FlatInputs
+    graph: fx.GraphModule
+    options: CompileOptions
+    members: Members
+    kernels: Kernels | None = None
+
+    def lowered(self, plan: Plan) -> Builder:
+        """Lower the graph."""
+        return Builder.build(self.options, plan, self.graph)
+
+    def bound(self, builder: Builder) -> Bound | None:
+        """Make the process groups, and bind the graphs to this rank; None where it is not one of the members. Every
+        rank of the job calls it alike.
+        """
+        kernels = self.kernels or fastest_kernels(self.options.mesh, self.options.kernels)
+        binder = builder.binder(kernels, self.members)
+        return None if binder is None else Bound(builder, binder, binder.bind(builder.lowered))
+
+    def compiled(
+        self, plan: Plan, bound: Bound, skeleton: nn.Module, tensors: Mapping[str, Tensor | None], late: LateChanges
+    ) -> Compiled:
+        """What a module of these ``tensors`` takes; ``skeleton``: the model without weights."""
+        options, binder = self.options, bound.binder
+        return Compiled(
+            binder.mesh,
+            self.members,
+            plan,
+            self.inputs,
+            bound.program,
+            lambda twin, others: bound.builder.program(binder, twin, others),
+            skeleton,
+            tensors,
+            _persistence(skeleton),
+            options.seed,
+            late,
+            options.is_local,
+            options.compare_batches,
+            _copies(binder),
+            options.session.control.runs,
+            _axes_of_dim(binder, options.session.cluster),
+            replace(self, kernels=binder.kernels, inputs=_without_data(self.inputs)),
+        )
+
+    def watch(self, module: DistributedGraphModule, bound: Bound) -> None:
+        """Have optimizers treat the parameters of a new ``module`` as the plan says."""
+        watch_updates(module)
+        watch_whole_updates()
+        watch_lone_updates()
+        on_host, on_disk = _with_states_elsewhere(bound.binder)
+        keep_on_host(module, on_host)
+        if on_disk:
+            keep_on_host(module, on_disk, _storage(self.options.session.settings.storage))
+        if module.plan.peak_memory_bytes and not module.plan.forward_only:
+            watch_states(module, module.plan.optimizer)
+
+
+@dataclass(frozen=True)
 class _Assembly:
     """Makes modules of a model on this rank, with weights of their own; each plan is lowered once."""
 
     model: nn.Module
-    inputs: FlatInputs
-    graph: fx.GraphModule
-    options: CompileOptions
-    _bound: dict[str, _Bound] = field(default_factory=dict)
+    recipe: Recipe
+    _bound: dict[str, Bound] = field(default_factory=dict)
 
     def module(self, plan: Plan) -> DistributedGraphModule:
         """The module of ``plan``."""
-        model, options = self.model, self.options
-        device_type = options.mesh.device_type
+        model, recipe = self.model, self.recipe
+        device_type, seed = recipe.options.mesh.device_type, recipe.options.seed
         if device_type == "cpu":
             keep_freed_memory()
             end_after_gloo()
-        with as_buffers(model, _attributes(model, self.graph)):
+        with as_buffers(model, _attributes(model, recipe.graph)):
             unlike = unlike_tensors(model, device_type)
-            builder, binder, program = self._of(plan)
-            skeleton = _skeleton(model)
-            tensors = materialize(model, binder.mesh, binder.homes(), options.seed, binder.elsewhere(), unlike)
-            module = DistributedGraphModule(
-                Compiled(
-                    binder.mesh,
-                    plan,
-                    self.inputs,
-                    program,
-                    lambda twin, others: builder.program(binder, twin, others),
-                    skeleton,
-                    tensors,
-                    _persistence(model),
-                    options.seed,
-                    LateChanges(model),
-                    options.is_local,
-                    options.compare_batches,
-                    _copies(binder),
-                    options.session.control.runs,
-                    _axes_of_dim(binder, options.session.cluster),
-                )
-            )
+            bound = self._of(plan)
+            skeleton, binder = _skeleton(model), bound.binder
+            tensors = materialize(model, binder.mesh, binder.homes(), seed, binder.elsewhere(), unlike)
+            module = DistributedGraphModule(recipe.compiled(plan, bound, skeleton, tensors, LateChanges(model)))
         watch_optimizers(model)
-        watch_constants(self.graph)
-        watch_updates(module)
-        watch_whole_updates()
-        watch_lone_updates()
-        on_host, on_disk = _with_states_elsewhere(binder)
-        keep_on_host(module, on_host)
-        if on_disk:
-            keep_on_host(module, on_disk, _storage(options.session.settings.storage))
-        if plan.peak_memory_bytes and not plan.forward_only:
-            watch_states(module, plan.optimizer)
+        watch_constants(recipe.graph)
+        recipe.watch(module, bound)
         mend_dtensor_operators()
         return module
 
-    def _of(self, plan: Plan) -> _Bound:
+    def _of(self, plan: Plan) -> Bound:
         # What tuning takes differs from what it was given in its notes alone.
         key = replace(plan, notes=()).digest()
         if key not in self._bound:
-            builder = _Builder(self.options, plan)
-            binder = builder.binder(self.graph)
-            require_all_ran(self.options.session.control)
-            self._bound[key] = builder, binder, binder.bind(binder.lowered)
+            builder = self.recipe.lowered(plan)
+            require_all_ran(self.recipe.options.session.control)
+            bound = self.recipe.bound(builder)
+            assert bound is not None, "a mesh over all ranks has this one"
+            self._bound[key] = bound
         return self._bound[key]
+
+
+def _without_data(inputs: FlatInputs) -> FlatInputs:
+    """Inputs of the same shapes that hold no memory."""
+    leaves = (leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf for leaf in inputs.leaves)
+    return replace(inputs, leaves=tuple(leaves))
 
 
 def _attributes(model: nn.Module, graph: fx.GraphModule) -> list[str]:
@@ -292,37 +338,45 @@ def _copies(binder: Binder | StageBinder) -> StageCopies | None:
     return None
 
 
-_Bound = tuple["_Builder", Binder | StageBinder, Program | StagedProgram]
-"""What makes programs of a plan, what binds them to this rank, and the program of the first batch."""
-
-
 @dataclass(frozen=True)
-class _Builder:
-    """Compiles graphs of one model under one plan."""
+class Builder:
+    """Compiles graphs of one model under one plan; ``lowered``: that of the first batch."""
 
     options: CompileOptions
     plan: Plan
-    cache: dict[Any, Any] = field(default_factory=dict)
+    lowered: Lowered | LoweredStages
+    cache: dict[Any, Any]
 
-    def binder(self, graph: fx.GraphModule) -> Binder | StageBinder:
-        """Lower ``graph`` and make what binds it, and further graphs of the model, to this rank."""
+    @classmethod
+    def build(cls, options: CompileOptions, plan: Plan, graph: fx.GraphModule) -> Builder:
+        """Lower ``graph``."""
+        session = options.session
+        cache: dict[Any, Any] = {}
+        return cls(options, plan, lower(graph, plan, session.cluster, cache, {}, session.control, True), cache)
+
+    def binder(self, kernels: Kernels, members: Members) -> Binder | StageBinder | None:
+        """What binds the lowered graph, and further graphs of the model, to this rank, if it is one of ``members``."""
         mesh, cluster, backend = self.options.mesh, self.options.session.cluster, self.options.backend
-        kernels = fastest_kernels(mesh, self.options.kernels)
-        lowered = self._lower(graph, {}, training=True)
-        if isinstance(lowered, LoweredStages):
-            return StageBinder.build(mesh, cluster, self.plan, lowered, backend, kernels)
-        return Binder.build(mesh, cluster, self.plan, lowered, backend, kernels)
+        if isinstance(self.lowered, LoweredStages):
+            return StageBinder.build(mesh, cluster, self.plan, self.lowered, backend, kernels, members)
+        return Binder.build(mesh, cluster, self.plan, self.lowered, backend, kernels, members)
 
     def program(self, binder: Binder | StageBinder, twin: nn.Module, inputs: FlatInputs) -> Program | StagedProgram:
         """A model without weights, for other inputs or as it is switched, on the parameters as they lie."""
-        session = self.options.session
+        session, placements = self.options.session, binder.placements()
         graph = session.frontend.run(twin, inputs)
-        fixed = {**binder.placements(), **placements_of_caches(inputs, binder.mesh)}
-        return binder.bind(self._lower(graph, fixed, twin.training))
+        fixed = {**placements, **placements_of_caches(inputs, binder.mesh)}
+        lowered = lower(graph, self.plan, session.cluster, self.cache, fixed, session.control, twin.training)
+        return binder.bind(lowered)
 
-    def _lower(self, graph: fx.GraphModule, fixed: Mapping[str, tuple[Placement, ...]], training: bool) -> Any:
-        session = self.options.session
-        return lower(graph, self.plan, session.cluster, self.cache, fixed, session.control, training)
+
+@dataclass(frozen=True)
+class Bound:
+    """What makes programs of a plan, what binds them to this rank, and the program of the first batch."""
+
+    builder: Builder
+    binder: Binder | StageBinder
+    program: Program | StagedProgram
 
 
 def _skeleton(model: nn.Module) -> nn.Module:

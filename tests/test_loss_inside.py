@@ -12,6 +12,7 @@ from torch import nn
 import galvatron_fx
 from galvatron_fx.errors import InputError
 from galvatron_fx.ir.graph.metadata import signature
+from galvatron_fx.runtime.members import Members
 from galvatron_fx.runtime.own_outputs import own_outputs
 
 
@@ -47,4 +48,4 @@ def test_outputs_whose_rows_are_not_known() -> None:
         with pytest.raises(
             InputError, match=r"not known which rows of output .* galvatron_fx.with_loss\(model, loss\)"
         ):
-            own_outputs(torch.zeros(20, 3), one)
+            own_outputs(torch.zeros(20, 3), one, Members.every())

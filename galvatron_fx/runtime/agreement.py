@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from galvatron_fx import _version
 from galvatron_fx.ir.errors import InputError, PlanError
 from galvatron_fx.ir.plan.plan import Plan
+from galvatron_fx.runtime.members import Members
 
 __all__ = ["agreed", "from_first_rank", "require_all_ranks", "together"]
 
@@ -39,13 +40,14 @@ def agreed(
     each. Raises the rank's own error, or PlanError naming the ranks that failed, or that have something else than rank
     0, and what.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    members = Members.every()
+    if members.size == 1:
         prepared = prepare()
         plans = choose(prepared)
         for plan in plans:
             check(prepared, plan)
         return plans, prepared
-    _compare({**_libraries(), **call()}, None)
+    _compare({**_libraries(), **call()}, None, members)
     error: Exception | None = None
     outcome: tuple[Plans, T] | None = None
     facts: Facts = {}
@@ -65,7 +67,7 @@ def agreed(
             outcome = plans, preparations[0]
         except Exception as caught:
             error = caught
-    _compare(facts, error)
+    _compare(facts, error, members)
     assert outcome is not None
     return outcome
 
@@ -79,12 +81,15 @@ def from_first_rank(text: str) -> str:
     return texts[0]
 
 
-def together(make: Callable[[], T]) -> T:
+def together(make: Callable[[], T], members: Members | None = None) -> T:
     """What ``make`` returns, if it returns on every rank: what only some ranks refuse would let the others wait.
+
+    ``members``: the ranks that call it, by default all of the job.
 
     Raises the rank's own error, or PlanError naming one that failed.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    members = Members.every() if members is None else members
+    if members.size == 1:
         return make()
     results: list[T] = []
     error: Exception | None = None
@@ -92,7 +97,7 @@ def together(make: Callable[[], T]) -> T:
         results.append(make())
     except Exception as caught:
         error = caught
-    _compare({}, error)
+    _compare({}, error, members)
     return results[0]
 
 
@@ -141,25 +146,23 @@ def _libraries() -> dict[str, str]:
     }
 
 
-def _compare(facts: Facts, error: Exception | None) -> None:
+def _compare(facts: Facts, error: Exception | None, members: Members) -> None:
     """Raise unless every rank has come as far with equal facts; ``error``: why this rank has not."""
-    heard: list[Any] = [None] * dist.get_world_size()
     sums = {what: hashlib.sha256(repr(value).encode()).digest() for what, value in facts.items()}
-    dist.all_gather_object(heard, sums if error is None else f"{type(error).__name__}: {error}")
+    heard: list[Any] = members.all(sums if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
-    for rank, answer in enumerate(heard):
+    for rank, answer in zip(members.ranks, heard, strict=True):
         if isinstance(answer, str):
             raise PlanError(f"rank {rank} could not compile, so no rank starts: {answer}")
     for what in heard[0]:
         others = [rank for rank, answer in enumerate(heard) if answer.get(what) != heard[0][what]]
         if others:
-            values: list[Any] = [None] * len(heard)
-            dist.all_gather_object(values, facts.get(what, "none"))
+            values = members.all(facts.get(what, "none"))
             theirs, first = _first_unlike(values[others[0]], values[0])
             raise PlanError(
-                f"ranks {others} hold another {what} than rank 0 ({theirs}, and {first}): "
-                f"give all ranks the same libraries, model, inputs, options and plan file"
+                f"ranks {members.named(others)} hold another {what} than rank {members.ranks[0]} ({theirs}, and "
+                f"{first}): give all ranks the same libraries, model, inputs, options and plan file"
             )
 
 

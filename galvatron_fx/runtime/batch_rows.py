@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -16,6 +15,7 @@ from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.symbols import batch_size
 from galvatron_fx.ir.plan.arguments import shown
 from galvatron_fx.ir.torch_compat.tensors import pytree
+from galvatron_fx.runtime.members import Members
 from galvatron_fx.runtime.row_exchange import RowExchange
 from passes.frontend.capture.flat_inputs import FlatInputs, flatten
 from passes.lowering.batch_rows import RowsRead
@@ -66,12 +66,13 @@ def unmarked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[FlatInputs,
 class BatchRows:
     """The rows of the global batch that each rank computes or brings, and how a step's inputs are made of them.
 
-    ``mesh``: the lowering mesh (of one stage); ``read``: of the program compiled for the example inputs; ``names``: of
-    these inputs; ``is_local``: whether every rank always brings rows of its own, the batch being those of all ranks,
-    one rank after the other.
+    ``mesh``: the lowering mesh (of one stage); ``members``: the ranks of the whole; ``read``: of the program compiled
+    for the example inputs; ``names``: of these inputs; ``is_local``: whether every rank always brings rows of its own,
+    the batch being those of all ranks, one rank after the other.
     """
 
     mesh: DeviceMesh
+    members: Members
     read: RowsRead
     names: tuple[str, ...]
     is_local: bool = False
@@ -86,7 +87,7 @@ class BatchRows:
     def own(self) -> tuple[int, ...]:
         """This rank's rows, ascending: those that it brings to a batch of the size of the example inputs."""
         if self.is_local:
-            return _rows_of(_rank(), self.size // _ranks())
+            return _rows_of(self.members.index, self.size // self.members.size)
         return tuple(self._of_rank[int(self._numbers[self._place])].tolist())
 
     def brought(self, inputs: FlatInputs) -> tuple[int, ...]:
@@ -103,7 +104,7 @@ class BatchRows:
         names = inputs.tensor_names
         if self.is_local:
             rows, spread = self._local(names, tensors, marked)
-            size = len(rows) * _ranks()
+            size = len(rows) * self.members.size
         else:
             rows, size = self.own, self.size
             spread = [i for i in marked if self._has_rows(names[i], tensors[i]) and len(rows) < size]
@@ -122,7 +123,7 @@ class BatchRows:
                 self._exchanges[read, position] = self._exchange(read, position)
             exchange = self._exchanges[read, position]
             if not exchange.is_empty:
-                exchange.run(inputs.tensors[position], self.mesh.device_type)
+                exchange.run(inputs.tensors[position], self.mesh.device_type, self.members.group)
 
     # ---- inside ----
 
@@ -140,11 +141,10 @@ class BatchRows:
         return tuple(self.mesh.get_coordinate() or ())
 
     def _exchange(self, read: RowsRead, position: int) -> RowExchange:
-        brought = _rows_of(_rank(), read.sizes[position] // _ranks()) if self.is_local else self.own
-        rows_by_rank: list[Any] = [None] * _ranks()
-        dist.all_gather_object(rows_by_rank, (brought, read.taken(position, self._place)))
-        brought_by, read_by = zip(*rows_by_rank, strict=True)
-        return RowExchange.build(brought_by, read_by, _rank())
+        index, count = self.members.index, self.members.size
+        brought = _rows_of(index, read.sizes[position] // count) if self.is_local else self.own
+        brought_by, read_by = zip(*self.members.all((brought, read.taken(position, self._place))), strict=True)
+        return RowExchange.build(brought_by, read_by, index)
 
     def _local(
         self, names: Sequence[str], tensors: Sequence[Tensor], marked: Collection[int]
@@ -163,7 +163,7 @@ class BatchRows:
             raise InputError(f"the inputs bring unlike numbers of rows ({counts_text}): give all of them the same rows")
         count = counts.pop() if counts else 0
         spread = [i for i, (name, x) in enumerate(named) if known.get(name, x.shape[:1] == (count,))]
-        return _rows_of(_rank(), count), spread if _ranks() > 1 else []
+        return _rows_of(self.members.index, count), spread if self.members.size > 1 else []
 
     def _has_rows(self, name: str, tensor: Tensor) -> bool:
         if name not in self.names:
@@ -182,8 +182,9 @@ class BatchRows:
 def global_inputs(local: FlatInputs) -> FlatInputs:
     """Inputs of the batch to which every rank brings rows like ``local``: on the meta device, by their shapes alone."""
     size = batch_size([shape[0] for shape in local.shapes if shape])
+    ranks = Members.every().size
     grown = (
-        tensor.new_empty(size * _ranks(), *tensor.shape[1:], device="meta") if tensor.shape[:1] == (size,) else tensor
+        tensor.new_empty(size * ranks, *tensor.shape[1:], device="meta") if tensor.shape[:1] == (size,) else tensor
         for tensor in local.tensors
     )
     return replace(local, leaves=tuple(next(grown) if isinstance(x, Tensor) else x for x in local.leaves))
@@ -191,14 +192,6 @@ def global_inputs(local: FlatInputs) -> FlatInputs:
 
 def _rows_of(rank: int, count: int) -> tuple[int, ...]:
     return tuple(range(rank * count, (rank + 1) * count))
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _plain(name: str) -> str:

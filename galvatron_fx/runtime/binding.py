@@ -23,6 +23,7 @@ from galvatron_fx.ir.torch_compat.dtensors import STAGES_DIM, mesh_in_order
 from galvatron_fx.runtime.backends import Backend, Eager
 from galvatron_fx.runtime.expert_loads import KeptCounts
 from galvatron_fx.runtime.expert_order import ExpertOrders
+from galvatron_fx.runtime.members import Members
 from galvatron_fx.runtime.program import Program
 from galvatron_fx.runtime.staged_program import PipelineGroup, StagedProgram
 from passes.analysis.gradient_sources import gradient_sources
@@ -49,14 +50,25 @@ class Binder:
     kernels: Kernels
     lowered: Lowered
     backend: Backend
+    members: Members
     orders: ExpertOrders = field(default_factory=ExpertOrders)
 
     @classmethod
     def build(
-        cls, mesh: DeviceMesh, cluster: Cluster, plan: Plan, lowered: Lowered, backend: Backend, kernels: Kernels
-    ) -> Binder:
-        """Rearrange the ranks of ``mesh`` into the lowering mesh. Every rank calls it alike."""
-        return cls(_lowering_mesh(mesh, cluster, plan, lowered.layout, ()), kernels, lowered, backend)
+        cls,
+        mesh: DeviceMesh,
+        cluster: Cluster,
+        plan: Plan,
+        lowered: Lowered,
+        backend: Backend,
+        kernels: Kernels,
+        members: Members,
+    ) -> Binder | None:
+        """Rearrange the ranks of ``mesh`` into the lowering mesh; None on a rank that is not of it. Every rank of the
+        job calls it alike.
+        """
+        own = _lowering_mesh(mesh, cluster, plan, lowered.layout, ())
+        return cls(own, kernels, lowered, backend, members) if members.has_this_rank else None
 
     def placements(self) -> Placements:
         """How every parameter lies, by name."""
@@ -77,7 +89,7 @@ class Binder:
         codegen = Codegen(_axes(self.mesh, lowered.layout), self.kernels)
         for half in (lowered.halves.forward, lowered.halves.backward):
             codegen.run(half)
-        counts = KeptCounts(orders=self.orders)
+        counts = KeptCounts(orders=self.orders, members=self.members)
         counts.keep(lowered.halves.forward, codegen.axes)
         WaitInBackward().run(lowered.halves)
         for half in (lowered.halves.forward, lowered.halves.backward):
@@ -105,6 +117,7 @@ class StageBinder:
     schedule: Schedule
     lowered: LoweredStages
     backend: Backend
+    members: Members
     orders: ExpertOrders = field(default_factory=ExpertOrders)
 
     @classmethod
@@ -116,25 +129,30 @@ class StageBinder:
         lowered: LoweredStages,
         backend: Backend,
         kernels: Kernels,
-    ) -> StageBinder:
-        """Rearrange the ranks of ``mesh``, outermost by stage, and make the groups. Every rank calls it alike."""
+        members: Members,
+    ) -> StageBinder | None:
+        """Rearrange the ranks of ``mesh``, outermost by stage, and make the groups; None on a rank that is not of it.
+        Every rank of the job calls it alike.
+        """
         schedule = plan.pipelining.table(plan.num_pipeline_ranks)
         sizes = [i for i, axis in enumerate(cluster.axes) if axis.size > 1]
         pipeline_axes = tuple(sizes[axis] for axis in plan.pipeline_axes)
         whole = _lowering_mesh(mesh, cluster, plan, lowered.layout, pipeline_axes)
+        shared = _copy_groups(whole, schedule, lowered.stages) if pipeline_axes else {}
+        if not members.has_this_rank:
+            return None
         if not pipeline_axes:
             alone = PipelineGroup(0, (dist.get_rank(),), None, {})
-            return cls(whole, whole, kernels, alone, schedule, lowered, backend)
+            return cls(whole, whole, kernels, alone, schedule, lowered, backend, members)
         names = whole.mesh_dim_names or ()
         stage_mesh = whole[tuple(name for name in names if name != STAGES_DIM)]
         columns_mesh = stage_mesh
         if spread_column(lowered.layout) is not None:
             columns_mesh = whole[names[: len(lowered.layout.merged_axes)]]
         group = whole.get_group(STAGES_DIM)
-        shared = _copy_groups(whole, schedule, lowered.stages)
         peers = tuple(dist.get_process_group_ranks(group))
         pipeline = PipelineGroup(whole.get_local_rank(STAGES_DIM), peers, group, shared)
-        return cls(columns_mesh, stage_mesh, kernels, pipeline, schedule, lowered, backend)
+        return cls(columns_mesh, stage_mesh, kernels, pipeline, schedule, lowered, backend, members)
 
     def placements(self) -> Placements:
         """How every parameter, or copy of one, lies on the mesh of its stage."""
@@ -189,7 +207,7 @@ class StageBinder:
                 )
         codegen = Codegen(_axes(self.mesh, lowered.layout), self.kernels)
         self.orders.learn(lowered.joint)
-        counts = KeptCounts(self.schedule.num_microbatches, self.orders)
+        counts = KeptCounts(self.schedule.num_microbatches, self.orders, self.members)
         for index in self._own():
             for task in lowered.stages[index].tasks.values():
                 codegen.run(task.graph)

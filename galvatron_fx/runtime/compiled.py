@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from galvatron_fx.ir.cluster.cluster import Axis
 from galvatron_fx.ir.graph.pass_pipeline import PassRun
 from galvatron_fx.ir.plan.plan import Plan
+from galvatron_fx.runtime.members import Members
 from galvatron_fx.runtime.original import LateChanges
 from galvatron_fx.runtime.program import Program
 from galvatron_fx.runtime.staged_program import StagedProgram
@@ -34,15 +35,18 @@ class StageCopies:
 class Compiled:
     """A model compiled for one rank, as :class:`galvatron_fx.runtime.module.DistributedGraphModule` takes it.
 
-    ``inputs``: the global batch that ``program`` is for; ``compile_inputs``: makes the program of a model without
-    weights for other inputs; ``skeleton``: such a model, as the original is; ``tensors``: parameters and buffers of
-    this rank by original name; ``persistent``: whether each buffer belongs to the state dict; ``seed``: of dropout;
+    ``members``: the ranks that train it together; ``inputs``: the global batch that ``program`` is for;
+    ``compile_inputs``: makes the program of a model without weights for other inputs; ``skeleton``: such a model, as
+    the original is; ``tensors``: parameters and buffers of this rank by original name;
+    ``persistent``: whether each buffer belongs to the state dict; ``seed``: of dropout;
     ``late``: who notices what is done to the original from now on; ``is_local``: whether each rank brings its own rows
     of the batch; ``compare_batches``: how often ranks compare theirs; ``copies``: None without stages; ``pass_runs``:
-    of all passes so far; ``axes_of_dim``: of the cluster, for each dim of ``mesh``.
+    of all passes so far; ``axes_of_dim``: of the cluster, for each dim of ``mesh``; ``recipe``: what
+    :func:`galvatron_fx.replan` makes it anew of.
     """
 
     mesh: DeviceMesh
+    members: Members
     plan: Plan
     inputs: FlatInputs
     program: AnyProgram
@@ -57,3 +61,4 @@ class Compiled:
     copies: StageCopies | None
     pass_runs: Sequence[PassRun]
     axes_of_dim: Sequence[Sequence[Axis]]
+    recipe: object

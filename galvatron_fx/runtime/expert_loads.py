@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx
 
 from galvatron_fx.ir.errors import InputError
@@ -20,6 +19,7 @@ from galvatron_fx.ir.graph.rewrite import write_call
 from galvatron_fx.ir.kernels.experts import in_round, route
 from galvatron_fx.ir.plan import text_table
 from galvatron_fx.runtime.expert_order import ExpertOrder, ExpertOrders
+from galvatron_fx.runtime.members import Members
 
 __all__ = ["CountsKeeper", "ExpertLoads", "KeptCounts", "LayerLoads", "with_experts"]
 
@@ -167,11 +167,12 @@ class CountsKeeper:
 @dataclass
 class KeptCounts:
     """The counts of this rank's part of a program; ``calls``: how often a step runs its graphs; ``orders``: in which
-    experts are held.
+    experts are held; ``members``: the ranks that count.
     """
 
     calls: int = 1
     orders: ExpertOrders = field(default_factory=ExpertOrders)
+    members: Members = field(default_factory=Members.every)
     layers: dict[Place, CountsKeeper] = field(default_factory=dict)
     _seen: Counter[int] = field(default_factory=Counter)
 
@@ -209,8 +210,7 @@ class KeptCounts:
         }
         if len(own) < len(self.layers):
             raise InputError("no rows of experts are counted yet: call forward_backward(...) before")
-        of_ranks: list[dict[Place, _Part]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(of_ranks, own)
+        of_ranks: list[dict[Place, _Part]] = self.members.all(own)
         places = sorted({place for rank in of_ranks for place in rank})
         return ExpertLoads(tuple(_together([rank[place] for rank in of_ranks if place in rank]) for place in places))
 

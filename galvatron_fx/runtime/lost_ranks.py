@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from galvatron_fx.ir.errors import GalvatronError, InputError, LostRankError
 from galvatron_fx.ir.torch_compat.processes import collective_timeout_s, default_store, flight_record
+from galvatron_fx.runtime.members import Members
 from galvatron_fx.runtime.store_calls import DEADLINE_S, answered, host_rank
 
 __all__ = ["StepWatch"]
@@ -31,10 +32,12 @@ _numbers = count()
 class StepWatch:
     """Tells the other ranks the step that this one is in, and its batch, and asks for theirs when a collective fails.
 
-    Through the store of the process group: one small message a step. Every rank makes its watches in the same order.
+    Through the store of the process group: one small message a step. Every rank of the job makes its watches in the
+    same order, also those of which it is not one of the ``members``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, members: Members) -> None:
+        self._members = members
         self._number = next(_numbers)
         self._step = 0
         self._batch = ""
@@ -45,7 +48,7 @@ class StepWatch:
         self._batch = batch
         store = self._store()
         if store is not None:
-            store.set(f"began/{dist.get_rank()}", f"{self._step} {batch}")
+            store.set(f"began/{self._members.here}", f"{self._step} {batch}")
 
     def require_equal_batches(self) -> None:
         """Wait until every rank has begun this step, as long as a collective would; call it in :meth:`collectives`.
@@ -57,7 +60,7 @@ class StepWatch:
             return
         deadline_s = time.monotonic() + collective_timeout_s()
         while True:
-            began = answered(partial(_began_by_all, store), DEADLINE_S)
+            began = answered(partial(_began_by_all, store, self._members), DEADLINE_S)
             if all(step >= self._step for step, _ in began.values()):
                 break
             if time.monotonic() > deadline_s:
@@ -66,7 +69,7 @@ class StepWatch:
         unlike = self._unlike(began)
         if unlike:
             # What this rank says of its next step must not hide this one from those that have not looked yet.
-            answered(partial(_all_say, store, f"refuses {self._step}", DEADLINE_S), 2 * DEADLINE_S)
+            answered(partial(_all_say, store, self._members, f"refuses {self._step}", DEADLINE_S), 2 * DEADLINE_S)
             raise InputError(unlike)
 
     @contextmanager
@@ -83,7 +86,7 @@ class StepWatch:
             raise self._explained(error, store) from error
 
     def _store(self) -> Store | None:
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        if self._members.size == 1:
             return None
         return PrefixStore(f"galvatron_fx/watch/{self._number}", default_store())
 
@@ -95,31 +98,34 @@ class StepWatch:
             if isinstance(error, dist.DistStoreError):
                 raise error
             silent, began = answered(
-                lambda: (_all_say(store, "failed", within_s), _began_by_all(store)), within_s + DEADLINE_S
+                lambda: (_all_say(store, self._members, "failed", within_s), _began_by_all(store, self._members)),
+                within_s + DEADLINE_S,
             )
         except RuntimeError as failure:  # the process that holds the store is gone, or stopped
             host = host_rank()
-            silent = () if host in (None, dist.get_rank()) else (host,)
+            silent = () if host in (None, self._members.here) else (host,)
             reason = f"the store of the process group does not answer ({failure}), {_hosted(host)}"
         else:
             unlike = self._unlike(began)
             if unlike:
                 return InputError(unlike)
             reason = _described(silent, began, self._step)
-        text = f"rank {dist.get_rank()} lost the others in step {self._step}: {reason}{kept}. {error}"
+        text = f"rank {self._members.here} lost the others in step {self._step}: {reason}{kept}. {error}"
         return LostRankError(text, ranks=silent, step=self._step)
 
     def _unlike(self, began: Mapping[int, tuple[int, str]]) -> str:
-        """Who came to this step with another batch than rank 0; empty where nobody did."""
+        """Who came to this step with another batch than the first rank; empty where nobody did."""
         batches = {rank: batch for rank, (step, batch) in began.items() if step == self._step}
-        first = batches.get(0, self._batch)
+        least = self._members.ranks[0]
+        first = batches.get(least, self._batch)
         ranks = [rank for rank, batch in batches.items() if batch != first]
         if not ranks:
             return ""
         return (
-            f"ranks {ranks} bring another batch than rank 0 in call {self._step} of the module ({batches[ranks[0]]}, "
-            f"and {first}): give all ranks inputs of the same names, shapes and dtypes, such as by drop_last=True of a "
-            f"loader, or by padding to one length (in a Trainer: galvatron={{'pad_lengths': True}})"
+            f"ranks {ranks} bring another batch than rank {least} in call {self._step} of the module "
+            f"({batches[ranks[0]]}, and {first}): give all ranks inputs of the same names, shapes and dtypes, "
+            f"such as by drop_last=True of a loader, or by padding to one length (in a Trainer: "
+            f"galvatron={{'pad_lengths': True}})"
         )
 
 
@@ -127,10 +133,10 @@ def _hosted(host: int | None) -> str:
     return "which torchrun's agent hosts" if host is None else f"which rank {host} hosts: it has stopped, or is gone"
 
 
-def _all_say(store: Store, what: str, within_s: float) -> tuple[int, ...]:
+def _all_say(store: Store, members: Members, what: str, within_s: float) -> tuple[int, ...]:
     """Say ``what`` and wait for the others to do so; returns the ranks that do not ``within_s`` seconds."""
-    store.set(f"{what}/{dist.get_rank()}", "")
-    silent = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+    store.set(f"{what}/{members.here}", "")
+    silent = [rank for rank in members.ranks if rank != members.here]
     deadline_s = time.monotonic() + within_s
     while silent and time.monotonic() < deadline_s:
         silent = [rank for rank in silent if not store.check([f"{what}/{rank}"])]
@@ -139,10 +145,10 @@ def _all_say(store: Store, what: str, within_s: float) -> tuple[int, ...]:
     return tuple(silent)
 
 
-def _began_by_all(store: Store) -> dict[int, tuple[int, str]]:
+def _began_by_all(store: Store, members: Members) -> dict[int, tuple[int, str]]:
     """The last step that each rank has begun, and its batch; 0 where it has begun none."""
     began = {}
-    for rank in range(dist.get_world_size()):
+    for rank in members.ranks:
         key = f"began/{rank}"
         step, _, batch = (store.get(key).decode() if store.check([key]) else "0").partition(" ")
         began[rank] = int(step), batch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 
 import torch
 import torch.distributed as dist
@@ -33,36 +33,61 @@ def materialize(
     are rank 0's, sent one by one (their first names, of :func:`galvatron_fx.runtime.same_weights.unlike_tensors`).
     Raises InputError naming the module that has parameters on the meta device but no initialisation.
     """
-    by_identity: dict[int, Tensor] = {}
-    names = list(model.named_parameters(remove_duplicate=False))
-    first_name = {id(tensor): name for name, tensor in reversed(_named_tensors(model))}
-    placed = {id(parameter): homes[name] for name, parameter in names if name in homes}
-    tensors: dict[str, Tensor | None] = {}
     fresh = _Initialiser(model, seed)
 
-    def whole(tensor: Tensor) -> Tensor:
-        name = first_name[id(tensor)]
+    def whole(name: str, tensor: Tensor) -> Tensor:
         if name not in unlike:
             return fresh.value(name, tensor)
         is_first = dist.get_rank() == 0
         value = fresh.value(name, tensor) if is_first else torch.empty(tensor.shape, dtype=tensor.dtype)
         return from_first(value, mesh.device_type)
 
+    return _held(model, mesh, homes, elsewhere, unlike, whole)
+
+
+def allocate(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    homes: Mapping[str, tuple[DeviceMesh, tuple[Placement, ...]]],
+    elsewhere: Set[str] = frozenset(),
+) -> dict[str, Tensor | None]:
+    """Return this rank's tensors by name as :func:`materialize` does, with nothing in them yet."""
+    return _held(model, mesh, homes, elsewhere, frozenset(), lambda _, tensor: tensor.to("meta"))
+
+
+def _held(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    homes: Mapping[str, tuple[DeviceMesh, tuple[Placement, ...]]],
+    elsewhere: Set[str],
+    unlike: Set[str],
+    whole: Callable[[str, Tensor], Tensor],
+) -> dict[str, Tensor | None]:
+    """This rank's parts of ``whole`` tensors, asked for by their first names, also of those elsewhere that are
+    ``unlike``: the others wait for this rank.
+    """
+    by_identity: dict[int, Tensor] = {}
+    names = list(model.named_parameters(remove_duplicate=False))
+    first_name = {id(tensor): name for name, tensor in reversed(_named_tensors(model))}
+    placed = {id(parameter): homes[name] for name, parameter in names if name in homes}
     foreign = {id(tensor) for name, tensor in _named_tensors(model) if name in elsewhere}
+    tensors: dict[str, Tensor | None] = {}
     for name, parameter in names:
         key = id(parameter)
         if key in foreign:
             if first_name[key] == name and name in unlike:
-                whole(parameter)  # the others wait for this rank
+                whole(name, parameter)
             continue
         if key not in by_identity:
-            by_identity[key] = _shard_parameter(whole(parameter), parameter, *placed.get(key, (mesh, ())))
+            value = whole(first_name[key], parameter)
+            by_identity[key] = _shard_parameter(value, parameter, *placed.get(key, (mesh, ())))
         tensors[name] = by_identity[key]
     for name, buffer in model.named_buffers(remove_duplicate=False):
+        first = first_name[id(buffer)]
         if id(buffer) not in foreign:
-            tensors[name] = whole(buffer).to(mesh.device_type, copy=True)
-        elif first_name[id(buffer)] in unlike:
-            whole(buffer)
+            tensors[name] = _on_device(whole(first, buffer), mesh.device_type)
+        elif first in unlike:
+            whole(first, buffer)
     return tensors
 
 
@@ -84,12 +109,19 @@ def _shard_parameter(
     for dim, placement in enumerate(placements):
         if isinstance(placement, Shard):
             local = take_run(local, placement.dim, placement.split_factor, mesh.size(dim), mesh.get_local_rank(dim))
-    local = local.to(mesh.device_type, copy=True).contiguous()
+    local = _on_device(local, mesh.device_type).contiguous()
     shown = [to_dtensor(p) for p in placements or (REPLICATE,) * mesh.ndim]
     whole_shape = torch.Size(parameter.shape)
     stride = torch.empty(whole_shape, device="meta").stride()
     tensor = DTensor.from_local(local, mesh, shown, run_check=False, shape=whole_shape, stride=stride)
     return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+
+
+def _on_device(tensor: Tensor, device_type: str) -> Tensor:
+    """A copy on the device; with nothing in it where ``tensor`` has no values."""
+    if tensor.device.type == "meta":
+        return torch.empty_like(tensor, device=device_type)
+    return tensor.to(device_type, copy=True)
 
 
 class _Initialiser:

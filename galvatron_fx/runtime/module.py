@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Self
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.optim import Optimizer
 
 from cost_models.formula_text import cost_note
@@ -19,12 +19,11 @@ from galvatron_fx.ir.graph.metadata import InputSpec, OutputSpec
 from galvatron_fx.ir.graph.pass_pipeline import run_table
 from galvatron_fx.ir.graph.printer import memory_note, readable
 from galvatron_fx.ir.plan.arguments import check_arguments
-from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.strategy import original_name
 from galvatron_fx.ir.torch_compat.tensors import pytree, scale_all
 from galvatron_fx.runtime.absent_output import AbsentOutput
 from galvatron_fx.runtime.agreement import together
-from galvatron_fx.runtime.batch_rows import BatchRows, unmarked
+from galvatron_fx.runtime.batch_rows import unmarked
 from galvatron_fx.runtime.caches import CallCaches
 from galvatron_fx.runtime.call_key import call_key, described
 from galvatron_fx.runtime.call_style import CallStyle
@@ -38,24 +37,21 @@ from galvatron_fx.runtime.gradients import accumulate
 from galvatron_fx.runtime.hooks import has_hooks, refuse_backward_hooks
 from galvatron_fx.runtime.host_states import keep_like
 from galvatron_fx.runtime.late_changes import MemoryOfParameters, refuse_changed_output, refuse_gradients, require_like
-from galvatron_fx.runtime.like_original import LikeOriginal
 from galvatron_fx.runtime.local_updates import mark_for_local_updates
-from galvatron_fx.runtime.lost_ranks import StepWatch
 from galvatron_fx.runtime.modes import mark
-from galvatron_fx.runtime.module_tree import ModuleTree, module_at
+from galvatron_fx.runtime.module_tree import ModuleTree
+from galvatron_fx.runtime.on_mesh import CompiledFor, OnMesh
 from galvatron_fx.runtime.one_at_a_time import OneAtATime, refuse_autocast, without_autocast
 from galvatron_fx.runtime.own_outputs import own_outputs
 from galvatron_fx.runtime.program import Call
 from galvatron_fx.runtime.rebalance import ExpertMoves, move, propose, require_alone, restored
-from galvatron_fx.runtime.same_batch import BatchComparison
-from galvatron_fx.runtime.same_copies import CopyComparison
 from galvatron_fx.runtime.stage_tensors import mark_of_stage
 from galvatron_fx.runtime.total_norm import total_norm
 from passes.frontend.capture.capture import FlatInputs
 from passes.frontend.capture.held_objects import ArgumentAt
 
 
-class DistributedGraphModule(LikeOriginal):
+class DistributedGraphModule(OnMesh):
     """A model lowered to one rank of a mesh; trains exactly as the original on one device.
 
     It has the attributes, methods and class (to ``isinstance``) of the original, its modules with theirs, and its state
@@ -74,53 +70,20 @@ class DistributedGraphModule(LikeOriginal):
     Made by :func:`galvatron_fx.compile`.
     """
 
-    plan: Plan
     _trained: AnyProgram | None = None
 
     def __init__(self, compiled: Compiled) -> None:
         super().__init__()
         self._tree = ModuleTree(compiled.skeleton)
+        self._tree.fill(self)
         self._one = OneAtATime()
-        self._places: dict[str, tuple[dict[str, Any], str]] = {}
         self._in_step = False
         self._step_outputs: Any = None
-        self.mesh = compiled.mesh
-        self.plan = compiled.plan
-        self._compile_inputs = compiled.compile_inputs
-        self._descriptions: dict[Any, str] = {}
         self._generator = torch.Generator().manual_seed(compiled.seed)
-        self._watch = StepWatch()
-        self._folded: FoldedUpdates | None = None
         self._late = compiled.late
-        self._register(compiled.tensors, compiled.persistent)
-        self._stages = compiled.copies
-        for parameter in self.parameters() if compiled.copies is not None else ():
-            mark_of_stage(parameter)
-        self._held = dict(self.named_parameters())
-        self._memory = MemoryOfParameters(self._held)
-        self._flags = self._trained_flags()
-        device = self.mesh.device_type
         self._style = CallStyle(compiled.skeleton.forward, compiled.inputs)
-        self._rows = BatchRows(self.mesh, compiled.program.read, compiled.inputs.tensor_names, compiled.is_local)
-        self._comparison = BatchComparison(compiled.compare_batches, device, compiled.is_local)
-        self._copies = CopyComparison(device)
-        self._programs = {(call_key(compiled.inputs), self._tree.modes, self._flags): compiled.program}
-        self._pass_runs = compiled.pass_runs
-        self._axes_of_dim = compiled.axes_of_dim
-        self._orders = compiled.program.counts.orders
-        self._main = compiled.program
-
-    def _register(self, tensors: Mapping[str, Tensor | None], persistent: Mapping[str, bool]) -> None:
-        """Take parameters and buffers under their original dotted names."""
-        self._tree.fill(self)
-        for name, tensor in tensors.items():
-            path, _, leaf = name.rpartition(".")
-            owner = module_at(self, path)
-            table: dict[str, Any] = owner._parameters if isinstance(tensor, nn.Parameter) else owner._buffers
-            table[leaf] = tensor
-            self._places[name] = table, leaf
-            if not persistent.get(name, True):
-                owner._non_persistent_buffers_set.add(leaf)
+        self._compiled_for = CompiledFor.of(compiled, self._tree)
+        self._take(compiled)
 
     # ---- training ----
 
@@ -223,6 +186,7 @@ class DistributedGraphModule(LikeOriginal):
 
         As ``torch.nn.utils.clip_grad_norm_``, but over the parameters of all stages, each counted once.
         """
+        self._require_member()
         check_arguments(max_norm=max_norm, norm_type=norm_type)
         refuse_folded(self._folded is not None, "their norm is known when the first updates are over")
         gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
@@ -252,7 +216,8 @@ class DistributedGraphModule(LikeOriginal):
             self._folded,
         )
         compared = self._comparison, self._copies
-        shared = self.mesh, self.plan, *programs, *compared, self._watch, self._one, self._late, self._stages
+        kept = self._watch, self._one, self._late, self._stages, self._recipe, self._compiled_for
+        shared = self.mesh, self.plan, self._members, *programs, *compared, *kept
         memo |= {id(value): value for value in shared}
         memo |= dict.fromkeys(id(parameter.grad) for parameter in self.parameters() if parameter.grad is not None)
         memo[id(self._generator)] = self._generator.clone_state()
@@ -358,10 +323,12 @@ class DistributedGraphModule(LikeOriginal):
         All of them where the plan does not split the batch; stages of one model share rows. With ``batch="local"`` they
         are the rows that this rank brings. They are those of batches as large as the example inputs.
         """
+        self._require_member()
         return self._rows.own
 
     def rows_of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
         """The rows of the global batch that this rank brings to a call with these arguments (``batch="local"``)."""
+        self._require_member()
         return self._rows.brought(unmarked(*self._style.of(args, kwargs))[0])
 
     @property
@@ -396,6 +363,7 @@ class DistributedGraphModule(LikeOriginal):
         return run_table(self._pass_runs)
 
     def _compiled(self) -> AnyProgram:
+        self._require_member()
         if self._main is None:
             raise InputError("nothing is compiled yet: pass example_inputs to compile, or call the module once")
         return self._main
@@ -409,6 +377,7 @@ class DistributedGraphModule(LikeOriginal):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], trains: bool
     ) -> tuple[AnyProgram, FlatInputs, list[int]]:
         """The program for a call, its inputs, and the positions of those of which this rank has but its own rows."""
+        self._require_member()
         self._late.warn()
         given, marked = unmarked(*self._style.of(args, kwargs))
         self._memory.require_kept(self._held)
@@ -425,7 +394,7 @@ class DistributedGraphModule(LikeOriginal):
                 self._refuse_flags_of_stages(flags)
         if key not in self._programs:
             self._tree.train_parameters(dict(zip(self._held, flags, strict=True)))
-            self._programs[key] = together(lambda: self._compile_inputs(self._tree.twin, flat))
+            self._programs[key] = together(lambda: self._compile_inputs(self._tree.twin, flat), self._members)
         return self._programs[key], flat, row_positions
 
     def _compare(self, key: Any, given: FlatInputs, row_positions: Collection[int]) -> None:
@@ -452,9 +421,6 @@ class DistributedGraphModule(LikeOriginal):
         device = self.mesh.device_type
         with self._one.step(), without_autocast(device):
             yield
-
-    def _trained_flags(self) -> tuple[bool, ...]:
-        return tuple([not self.plan.forward_only and parameter.requires_grad for parameter in self._held.values()])
 
     def _refuse_flags_of_stages(self, flags: tuple[bool, ...]) -> None:
         """Other ranks do not see the flags of parameters that they do not hold."""
@@ -518,7 +484,7 @@ class DistributedGraphModule(LikeOriginal):
     def _own_outputs(self, program: AnyProgram, outputs: Any) -> Any:
         """Outputs of the rows that this rank brought, where the loss is computed of them."""
         own = self._rows.is_local and not program.signature.scalars
-        return own_outputs(outputs, program.signature) if own else outputs
+        return own_outputs(outputs, program.signature, self._members) if own else outputs
 
     def _outputs(
         self,

@@ -17,12 +17,13 @@ from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.metadata import Signature
 from galvatron_fx.ir.torch_compat.dtensors import whole_tensor
 from galvatron_fx.ir.torch_compat.tensors import pytree
+from galvatron_fx.runtime.members import Members
 
 __all__ = ["own_outputs"]
 
 
-def own_outputs(outputs: Any, signature: Signature) -> Any:
-    """Return ``outputs``, nested as the model does, with the rows that this rank brought to a batch of all ranks.
+def own_outputs(outputs: Any, signature: Signature, members: Members) -> Any:
+    """Return ``outputs``, nested as the model does, with the rows that this rank brought to a batch of all ``members``.
 
     Raises InputError where the graph does not say where an output has them.
     """
@@ -30,7 +31,7 @@ def own_outputs(outputs: Any, signature: Signature) -> Any:
     places = [position for position, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     dims = [_dim(signature, position) for position in range(len(places))]
     whole = [whole_tensor(leaves[place]) for place in places]
-    for place, own in zip(places, _OwnRows.apply(dims, *whole), strict=True):
+    for place, own in zip(places, _OwnRows.apply(dims, members, *whole), strict=True):
         leaves[place] = own
     return pytree.tree_unflatten(leaves, tree)
 
@@ -51,16 +52,16 @@ class _OwnRows(torch.autograd.Function):
     """All outputs at once, so that every rank sends and waits for the same."""
 
     @staticmethod
-    def forward(ctx: Any, dims: list[int | None], *whole: Tensor) -> tuple[Tensor, ...]:
-        ctx.dims, ctx.like = dims, [(value.shape, value.dtype, value.device) for value in whole]
+    def forward(ctx: Any, dims: list[int | None], members: Members, *whole: Tensor) -> tuple[Tensor, ...]:
+        ctx.dims, ctx.members, ctx.like = dims, members, [(value.shape, value.dtype, value.device) for value in whole]
         ctx.set_materialize_grads(False)
-        return tuple(_rows(value, dim).clone() for value, dim in zip(whole, dims, strict=True))
+        return tuple(_rows(value, dim, members).clone() for value, dim in zip(whole, dims, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *own: Tensor | None) -> tuple[Any, ...]:
-        device = ctx.like[0][2]
+        device, members = ctx.like[0][2], ctx.members
         arrived = torch.tensor([gradient is not None for gradient in own], dtype=torch.int32, device=device)
-        dist.all_reduce(arrived, op=dist.ReduceOp.MAX)
+        dist.all_reduce(arrived, op=dist.ReduceOp.MAX, group=members.group)
         gradients: list[Tensor | None] = []
         for is_there, gradient, dim, (shape, dtype, _) in zip(arrived.tolist(), own, ctx.dims, ctx.like, strict=True):
             if not is_there:
@@ -68,15 +69,15 @@ class _OwnRows(torch.autograd.Function):
                 continue
             whole = torch.zeros(shape, dtype=dtype, device=device)
             if gradient is not None:
-                _rows(whole, dim).copy_(whole_tensor(gradient) / dist.get_world_size())
-            dist.all_reduce(whole)
+                _rows(whole, dim, members).copy_(whole_tensor(gradient) / members.size)
+            dist.all_reduce(whole, group=members.group)
             gradients.append(whole)
-        return (None, *gradients)
+        return (None, None, *gradients)
 
 
-def _rows(whole: Tensor, dim: int | None) -> Tensor:
+def _rows(whole: Tensor, dim: int | None, members: Members) -> Tensor:
     """This rank's part of a dim; all of a tensor without the batch."""
     if dim is None:
         return whole
-    count = whole.shape[dim] // dist.get_world_size()
-    return whole.narrow(dim, dist.get_rank() * count, count)
+    count = whole.shape[dim] // members.size
+    return whole.narrow(dim, members.index * count, count)

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -119,8 +118,7 @@ def propose(counts: KeptCounts, moves: bool) -> list[tuple[ExpertOrder, LayerMov
             raise InputError(f"experts of '{layer.name}' cannot move: {order.weights.refusal}")
         gain = _proposal(order, layer, moves)
         if gain.imbalance < gain.imbalance_before:
-            rounds = [0] * dist.get_world_size()
-            dist.all_gather_object(rounds, counts.layers[place].further_rounds(gain.held, gain.shadows))
+            rounds = counts.members.all(counts.layers[place].further_rounds(gain.held, gain.shadows))
             proposals.append((order, replace(gain, rounds_saved=layer.further_rounds - max(rounds))))
     modules = [order.module for order, _ in proposals]
     if len(set(modules)) < len(modules):

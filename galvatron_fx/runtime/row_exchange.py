@@ -48,14 +48,14 @@ class RowExchange:
             assert not missing, f"nobody brings rows {sorted(missing)}"
         return cls(tuple(map(tuple, sends)), tuple(map(tuple, receives)), is_empty)
 
-    def run(self, whole: Tensor, device_type: str) -> None:
+    def run(self, whole: Tensor, device_type: str, group: dist.ProcessGroup | None) -> None:
         """Fill in rows of ``whole``, ``[rows of the global batch, ...]``, which holds those that this rank brought.
 
-        In bytes: not every dtype can be sent. Every rank calls it.
+        ``group``: of the ranks, None for that of all. In bytes: not every dtype can be sent. Every rank calls it.
         """
         given = whole[[row for rows in self.sends for row in rows]].to(device_type).contiguous()
         taken = given.new_empty(sum(map(len, self.receives)), *whole.shape[1:])
         width = whole[:1].numel() * whole.element_size()
         received, sent = ([width * len(rows) for rows in every] for every in (self.receives, self.sends))
-        dist.all_to_all_single(as_bytes(taken), as_bytes(given), received, sent)
+        dist.all_to_all_single(as_bytes(taken), as_bytes(given), received, sent, group=group)
         whole[[row for rows in self.receives for row in rows]] = taken.to(whole.device)

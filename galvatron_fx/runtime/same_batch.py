@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.runtime.absent_cache import AbsentCache
 from galvatron_fx.runtime.checksums import checksum
+from galvatron_fx.runtime.members import Members
 from galvatron_fx.runtime.same_weights import gathered
 from passes.frontend.capture.flat_inputs import FlatInputs
 
@@ -22,20 +22,21 @@ _FIRST = 3
 class BatchComparison:
     """Compares checksums of inputs across ranks: in the first three calls, and in every ``every``-th; with 0 never.
 
-    ``device_type``: of the mesh; ``is_local``: whether each rank brings a batch of its own. Every rank makes the calls
-    in the same order.
+    ``device_type``: of the mesh of ``members``; ``is_local``: whether each rank brings a batch of its own. Every rank
+    makes the calls in the same order.
     """
 
-    def __init__(self, every: int, device_type: str, is_local: bool) -> None:
+    def __init__(self, every: int, device_type: str, is_local: bool, members: Members) -> None:
         self._every = every
         self._device_type = device_type
         self._is_local = is_local
+        self._members = members
         self.calls = 0
 
     def is_due(self) -> bool:
         """Count a call; whether what the ranks hold is to be compared."""
         self.calls += 1
-        if not self._every or not dist.is_initialized() or dist.get_world_size() == 1:
+        if not self._every or self._members.size == 1:
             return False
         return self.calls <= _FIRST or self.calls % self._every == 0
 
@@ -48,14 +49,17 @@ class BatchComparison:
         """
         tensors = inputs.tensors
         sums = [checksum(torch.tensor(list(rows) if own else [])), *map(_sum, tensors)]
-        sums_by_rank = gathered(torch.stack([each.to(self._device_type) for each in sums]), self._device_type)
+        sums_by_rank = gathered(
+            torch.stack([each.to(self._device_type) for each in sums]), self._device_type, self._members
+        )
         for position, name in enumerate(inputs.tensor_names):
             values = sums_by_rank[:, 1 + position]
             shares = sums_by_rank[:, 0] if position in own else torch.zeros_like(values)
             first = (shares[:, None] == shares[None]).int().argmax(dim=1)
             ranks = (values != values[first]).nonzero().flatten().tolist()
             if ranks:
-                raise InputError(self._refusal(name.strip("[]'"), ranks, int(first[ranks[0]]), position in own))
+                other = self._members.ranks[int(first[ranks[0]])]
+                raise InputError(self._refusal(name.strip("[]'"), self._members.named(ranks), other, position in own))
 
     def _refusal(self, name: str, ranks: list[int], other: int, has_rows: bool) -> str:
         start = f"ranks {ranks} hold other values of '{name}' than rank {other} in call {self.calls} of the module"

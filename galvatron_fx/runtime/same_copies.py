@@ -7,13 +7,13 @@ from itertools import compress
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.runtime.checksums import checksum, signed_sum
 from galvatron_fx.runtime.dtensor_views import local_part
+from galvatron_fx.runtime.members import Members
 from galvatron_fx.runtime.same_weights import gathered
 
 __all__ = ["CopyComparison"]
@@ -41,11 +41,12 @@ class _Copy(NamedTuple):
 class CopyComparison:
     """Compares parameters and buffers among the ranks that hold the same parts of them. Every rank calls it alike.
 
-    ``device_type``: of the mesh. What one rank alone holds has nothing to be compared with.
+    ``device_type``: of the mesh of ``members``. What one rank alone holds has nothing to be compared with.
     """
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, members: Members) -> None:
         self._device_type = device_type
+        self._members = members
         self._longest = 0
         self._copies: list[_Copy] = []
 
@@ -65,11 +66,10 @@ class CopyComparison:
             off = [(signed[copy.rank, copy.position] - signed[copy.first]).abs() for copy in unlike]
             unlike = list(compress(unlike, (bool(o > drift[copy.first]) for o, copy in zip(off, unlike, strict=True))))
         if unlike:
-            raise InputError(_refusal(unlike[0], call))
+            raise InputError(_refusal(unlike[0], call, self._members))
 
     def _look_around(self, tensors: Mapping[str, Tensor]) -> None:
-        parts_by_rank: list[Sequence[_Part]] = [()] * dist.get_world_size()
-        dist.all_gather_object(parts_by_rank, [_Part(name, _place(tensor)) for name, tensor in tensors.items()])
+        parts_by_rank = self._members.all([_Part(name, _place(tensor)) for name, tensor in tensors.items()])
         self._longest = max(map(len, parts_by_rank))
         self._copies = list(_copies(parts_by_rank))
 
@@ -78,7 +78,7 @@ class CopyComparison:
         numbers = torch.zeros(self._longest, dtype=dtype)
         if values:
             numbers[: len(values)] = torch.stack([*values])
-        return gathered(numbers, self._device_type)
+        return gathered(numbers, self._device_type, self._members)
 
 
 def _copies(parts_by_rank: Sequence[Sequence[_Part]]) -> Iterator[_Copy]:
@@ -107,8 +107,9 @@ def _drift(tensor: Tensor) -> Tensor:
     return share * norm.double()
 
 
-def _refusal(copy: _Copy, call: int) -> str:
-    start = f"rank {copy.rank} holds other values of '{copy.part.name}' than rank {copy.first[0]}"
+def _refusal(copy: _Copy, call: int, members: Members) -> str:
+    rank, other = members.named([copy.rank, copy.first[0]])
+    start = f"rank {rank} holds other values of '{copy.part.name}' than rank {other}"
     if call == 1:
         return (
             f"{start} at the first call, so they were changed after compile on some ranks only: load the same state on "

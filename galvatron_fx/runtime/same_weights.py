@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from galvatron_fx.runtime.checksums import as_bytes, checksum
+from galvatron_fx.runtime.members import Members
 
 __all__ = ["describe_constants", "describe_model", "from_first", "gathered", "unlike_tensors"]
 
@@ -41,7 +42,7 @@ def unlike_tensors(model: nn.Module, device_type: str) -> frozenset[str]:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     if not tensors or not dist.is_initialized() or dist.get_world_size() == 1:
         return frozenset()
-    sums = gathered(torch.stack([_held(tensor) for tensor in tensors.values()]).flatten(), device_type)
+    sums = gathered(torch.stack([_held(tensor) for tensor in tensors.values()]).flatten(), device_type, Members.every())
     differs = (sums != sums[0]).view(len(sums), len(tensors), 2).any(dim=2)
     unlike = [name for name, differ in zip(tensors, differs.any(dim=0).tolist(), strict=True) if differ]
     if unlike and dist.get_rank() == 0:
@@ -62,11 +63,11 @@ def from_first(value: Tensor, device_type: str) -> Tensor:
     return whole
 
 
-def gathered(numbers: Tensor, device_type: str) -> Tensor:
-    """Return ``[ranks, n]`` on the CPU from each rank's ``[n]``. Every rank calls it."""
+def gathered(numbers: Tensor, device_type: str, members: Members) -> Tensor:
+    """Return ``[ranks, n]`` on the CPU from the ``[n]`` of each of the ``members``, which all call it."""
     row = numbers.to(device_type)
-    every = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, row)
+    every = [torch.empty_like(row) for _ in members.ranks]
+    dist.all_gather(every, row, group=members.group)
     return torch.stack(every).cpu()
 
 

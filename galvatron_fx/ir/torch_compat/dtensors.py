@@ -43,7 +43,8 @@ STAGES_DIM = "galvatron_fx_stages"
 
 
 def mesh_in_order(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
-    """A mesh of all ranks, in whose groups every rank's number is its coordinate. Every rank calls it alike.
+    """A mesh in whose groups every rank's number is its coordinate. Every rank of the job calls it alike, also those
+    that are not of it, for whom it has no groups.
 
     Torch makes groups of ranks that ascend, whatever their order in the mesh. Where it would, groups are made here.
     """
@@ -54,6 +55,8 @@ def mesh_in_order(device_type: str, ranks: torch.Tensor, names: tuple[str, ...])
     for groups in rows:
         made = {tuple(row): dist.new_group(row, sort_ranks=False) for row in groups}
         own += [group for row, group in made.items() if here in row]
+    if not own:
+        return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False)
     return DeviceMesh.from_group(own, device_type, ranks, mesh_dim_names=names)
 
 
