@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from galvatron_fx.ir.plan.strategy import Strategy
     from galvatron_fx.loss_inside import with_loss
     from galvatron_fx.profiling import measure_cluster
+    from galvatron_fx.replanning.replan import Replanned, replan
     from galvatron_fx.runtime.batch_rows import own_rows
     from galvatron_fx.runtime.module import DistributedGraphModule
     from galvatron_fx.runtime.whole_updates import update_whole
@@ -47,6 +48,7 @@ __all__ = [
     "GraphCost",
     "Pipelining",
     "Plan",
+    "Replanned",
     "Strategy",
     "Sweep",
     "SweepPoint",
@@ -62,6 +64,7 @@ __all__ = [
     "own_rows",
     "plan",
     "plan_batch",
+    "replan",
     "save_weights",
     "sweep",
     "update_whole",
@@ -77,6 +80,7 @@ _HOMES = {
     "GraphCost": "cost_models.graph_cost",
     "Pipelining": "galvatron_fx.ir.plan.pipelining",
     "Plan": "galvatron_fx.ir.plan.plan",
+    "Replanned": "galvatron_fx.replanning.replan",
     "Strategy": "galvatron_fx.ir.plan.strategy",
     "Sweep": "galvatron_fx.sweeping.result",
     "SweepPoint": "galvatron_fx.sweeping.points",
@@ -91,6 +95,7 @@ _HOMES = {
     "own_rows": "galvatron_fx.runtime.batch_rows",
     "plan": "galvatron_fx.api",
     "plan_batch": "galvatron_fx.batch_search",
+    "replan": "galvatron_fx.replanning.replan",
     "save_weights": "galvatron_fx.weights",
     "sweep": "galvatron_fx.sweeping.sweep",
     "update_whole": "galvatron_fx.runtime.whole_updates",

@@ -18,7 +18,17 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("benchmarks", "cost_models", "docs", "examples", "galvatron_fx", "passes", "tests")
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 # Of other programs, as far as the documents show them.
-FOREIGN = {"--nodes", "--gpus-per-node", "--nproc-per-node", "--max-restarts", "--strict", "--check"}
+FOREIGN = {
+    "--nodes",
+    "--gpus-per-node",
+    "--nproc-per-node",
+    "--max-restarts",
+    "--strict",
+    "--check",
+    "--nnodes",
+    "--rdzv-backend",
+    "--rdzv-endpoint",
+}
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"(?<![\w/.-])([\w-]+(?:/[\w.-]+)*\.(?:py|md))\b")

@@ -13,6 +13,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -46,7 +47,9 @@ class Checkpointer:
 
     A checkpoint appears whole or not at all, and is compared with its checksums before anything of it is loaded. What
     is saved goes on from what this object loaded or saved last: later steps in the folder are then set aside. One job
-    writes into a folder at a time, any number may read. Raises InputError for counts below one.
+    writes into a folder at a time, any number may read. Of a model that is on some ranks of the job alone
+    (:func:`galvatron_fx.replan`) these make the calls; rank 0, which writes, has to be one of them, and what is saved
+    is written before the call returns. Raises InputError for counts below one.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class Checkpointer:
     ) -> None:
         check_arguments(folder=folder, keep=keep, every=every, asynchronous=asynchronous)
         self._steps = Steps(Path(folder), keep, every)
-        self._ranks = Ranks.every()
+        self._every = self._ranks = Ranks.every()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._in_flight: Future[None] | None = None
 
@@ -87,9 +90,10 @@ class Checkpointer:
             saved_step=step, model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, extra=extra
         )
         self.wait()
+        self._serve(model)
         taken = snapshot.take(Training(model, optimizer, scheduler, loader), step, extra or {}, self._ranks)
         written = self._ranks.decide(f"begin to save step {step}", lambda: self._steps.begin(step))
-        if self._writer is None:
+        if self._writer is None or self._ranks is not self._every:  # their group serves no two threads
             self._write(taken, written)
         else:
             self._in_flight = self._writer.submit(self._write_beside, taken, written)
@@ -114,6 +118,7 @@ class Checkpointer:
         """
         check_arguments(step=step, model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
         self.wait()
+        self._serve(model)
         training = Training(model, optimizer, scheduler, loader)
         for _ in range(_MOST_TRIES):
             listing = self._ranks.decide("list the checkpoints", lambda: self._list(step))
@@ -152,6 +157,16 @@ class Checkpointer:
                 raise error
 
     # ---- inside ----
+
+    def _serve(self, model: nn.Module) -> None:
+        """Work with the ranks that ``model`` is on."""
+        part = Ranks.of_part(model)
+        if part is not None and part.group is not None and 0 not in dist.get_process_group_ranks(part.group):
+            raise CheckpointError(
+                "the model is on ranks without rank 0, which writes the checkpoints: keep rank 0 in the mesh that "
+                "galvatron_fx.replan is given"
+            )
+        self._ranks = self._every if part is None else part
 
     def _write_beside(self, taken: Snapshot, folder: Path) -> None:
         try:

@@ -7,6 +7,7 @@ of the checkpoint by name, or a plain value such as Adam's step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -74,8 +75,27 @@ def merge(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"class": first["class"], "groups": groups, "state": states}
 
 
-def targets(model: nn.Module, optimizer: Optimizer, record: Mapping[str, Any], saved: Shapes) -> dict[str, Tensor]:
-    """Empty tensors for the saved state of this rank's parameters, each lying as its parameter does.
+@dataclass(frozen=True)
+class Target:
+    """A tensor of states of which this rank keeps a part: its whole shape, its dtype, and its parameter."""
+
+    parameter: Tensor
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def lies_like_parameter(self) -> bool:
+        """Whether it lies as its parameter does; else it is whole on every rank (Adafactor's factors)."""
+        return tuple(self.parameter.shape) == self.shape
+
+    def empty(self) -> Tensor:
+        """A tensor for it, on the host where the parameter's states belong there."""
+        here = _on_device(self.parameter, self.shape, self.dtype, self.lies_like_parameter)
+        return empty_on_host(here, self.parameter) if has_host_states(self.parameter) else here
+
+
+def targets(model: nn.Module, optimizer: Optimizer, record: Mapping[str, Any], saved: Shapes) -> dict[str, Target]:
+    """Where the saved state of this rank's parameters belongs.
 
     Raises CheckpointError where the record is of another class of optimizer, of other parameters, or of groups that
     those here cannot be given the options of.
@@ -84,18 +104,19 @@ def targets(model: nn.Module, optimizer: Optimizer, record: Mapping[str, Any], s
         raise CheckpointError(f"the checkpoint holds the state of {record['class']}, not of {type(optimizer).__name__}")
     grouped = names(model, optimizer)
     _options(grouped, record["groups"])
-    tensors: dict[str, Tensor] = {}
+    found: dict[str, Target] = {}
     for held, group in zip(grouped, optimizer.param_groups, strict=True):
         for name, parameter in zip(held, group["params"], strict=True):
             for key, value in record["state"].get(name, {}).items():
                 if value is None:
                     full_name = f"{PREFIX}{name}.{key}"
-                    tensors[full_name] = _like(parameter.detach(), *saved[full_name])
-    return tensors
+                    shape, dtype = saved[full_name]
+                    found[full_name] = Target(parameter, tuple(shape), dtype)
+    return found
 
 
 def restore(model: nn.Module, optimizer: Optimizer, record: Mapping[str, Any], loaded: Mapping[str, Tensor]) -> None:
-    """Give the optimizer the recorded options and state; ``loaded``: the filled :func:`targets`.
+    """Give the optimizer the recorded options and state; ``loaded``: the filled tensors of :func:`targets`.
 
     Torch's ``load_state_dict`` brings all tensors to the device: those that belong on the host come behind it.
     """
@@ -142,19 +163,11 @@ def _value(name: str, key: str, value: list[Any] | None, loaded: Mapping[str, Te
     return plain.decode(value[0], f"the optimizer's {key} of {name}")
 
 
-def _like(parameter: Tensor, shape: Sequence[int], dtype: str) -> Tensor:
-    """An empty tensor: of the parameter's shape and lying like it, or whole on every rank (Adafactor's factors); on the
-    host where the parameter's states belong there.
-    """
-    here = _on_device(parameter, shape, dtype)
-    return empty_on_host(here, parameter) if has_host_states(parameter) else here
-
-
-def _on_device(parameter: Tensor, shape: Sequence[int], dtype: str) -> Tensor:
+def _on_device(parameter: Tensor, shape: tuple[int, ...], dtype: str, like_parameter: bool) -> Tensor:
     kind = plain.DTYPES[dtype]
-    if list(parameter.shape) == list(shape):
-        return torch.empty_like(parameter, dtype=kind)
-    whole = torch.empty(tuple(shape), dtype=kind, device=parameter.device)
+    if like_parameter:
+        return torch.empty_like(parameter.detach(), dtype=kind)
+    whole = torch.empty(shape, dtype=kind, device=parameter.device)
     if not isinstance(parameter, DTensor):
         return whole
     mesh = parameter.device_mesh

@@ -8,16 +8,21 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from galvatron_fx.ir.errors import CheckpointError
+from galvatron_fx.runtime.module import DistributedGraphModule
+from galvatron_fx.runtime.on_mesh import members_of
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """All ranks of the job; ``group``: their process group for objects, None where this process is alone."""
+    """All ranks of the job, or those that a model is on; ``group``: their process group for objects, None where this
+    process is alone; ``rank``: this one's number among them.
+    """
 
     group: dist.ProcessGroup | None
     rank: int
@@ -31,9 +36,21 @@ class Ranks:
         return cls(dist.new_group(backend="gloo"), dist.get_rank(), dist.get_world_size())
 
     @classmethod
+    def of_part(cls, model: nn.Module) -> Ranks | None:
+        """The ranks that ``model`` is on, where these are some of the job's. Raises InputError where it rests here."""
+        if not isinstance(model, DistributedGraphModule):
+            return None
+        members = members_of(model)
+        return None if members.objects is None else cls(members.objects, members.index, members.size)
+
+    @classmethod
     @contextmanager
-    def for_now(cls) -> Iterator[Ranks]:
-        """All ranks, with a group that is given back at the end."""
+    def for_now(cls, model: nn.Module) -> Iterator[Ranks]:
+        """The ranks that ``model`` is on, with a group that is given back at the end if it was made for this."""
+        part = cls.of_part(model)
+        if part is not None:
+            yield part
+            return
         ranks = cls.every()
         try:
             yield ranks

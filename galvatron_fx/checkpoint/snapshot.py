@@ -155,7 +155,8 @@ def _optimizer_targets(training: Training, record: Mapping[str, Any]) -> dict[st
         return {}
     if record["optimizer"] is None:
         raise CheckpointError("the checkpoint holds no optimizer: load it without one")
-    return optimizer_state.targets(training.model, training.optimizer, record["optimizer"], record["tensors"])
+    found = optimizer_state.targets(training.model, training.optimizer, record["optimizer"], record["tensors"])
+    return {name: target.empty() for name, target in found.items()}
 
 
 def _check_given(training: Training, record: Mapping[str, Any], ranks: Ranks) -> None:

@@ -24,7 +24,13 @@ from galvatron_fx.runtime.same_batch import BatchComparison
 from galvatron_fx.runtime.same_copies import CopyComparison
 from galvatron_fx.runtime.stage_tensors import mark_of_stage
 
-__all__ = ["CompiledFor", "OnMesh"]
+__all__ = ["CompiledFor", "OnMesh", "members_of"]
+
+
+def members_of(model: OnMesh) -> Members:
+    """The ranks that train a compiled model together. Raises InputError where this one is none of them."""
+    model._require_member()
+    return getattr(model, "_members", Members.every())
 
 
 @dataclass(frozen=True)

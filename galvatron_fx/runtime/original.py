@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.runtime.stage_tensors import refuse_whole_model
 
-__all__ = ["LateChanges", "check_hooks", "watch_constants", "watch_optimizers"]
+__all__ = ["LateChanges", "check_hooks", "watch_constants", "watch_moved", "watch_optimizers"]
 
 _REMEDY = "return what it wants from the model's forward, or hook the compiled model itself or its parameters"
 
@@ -37,6 +37,17 @@ def watch_optimizers(model: nn.Module) -> None:
             model,
             f"holds parameters of the model that was compiled ('{name}'), none of which has a gradient: it was built "
             f"before compile and trains nothing. Build it from the compiled model's parameters()",
+        )
+
+
+def watch_moved(model: nn.Module) -> None:
+    """The same for parameters that ``model`` is about to give up for others, on another mesh."""
+    for name, parameter in model.named_parameters():
+        _watch(
+            parameter,
+            model,
+            f"holds parameters that the model had on another mesh ('{name}'), and would train nothing: give it to "
+            f"galvatron_fx.replan(model, mesh, optimizer=...), or build it from the parameters() of now",
         )
 
 

@@ -13,7 +13,15 @@ from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.torch_compat.dtensors import dtensor_like
 from galvatron_fx.ir.torch_compat.tensors import plain_function, total_norm_functions
 
-__all__ = ["StageTensor", "as_stage_tensor", "in_stages", "mark_of_stage", "of_one_stage", "refuse_whole_model"]
+__all__ = [
+    "StageTensor",
+    "as_stage_tensor",
+    "has_hooks_of_users",
+    "in_stages",
+    "mark_of_stage",
+    "of_one_stage",
+    "refuse_whole_model",
+]
 
 
 class StageTensor(DTensor):
@@ -84,6 +92,12 @@ def mark_of_stage(parameter: Tensor) -> None:
         parameter.register_post_accumulate_grad_hook(_mark_gradient)
 
 
+def has_hooks_of_users(parameter: Tensor) -> bool:
+    """Whether a parameter has hooks beside the one of :func:`mark_of_stage`."""
+    after = parameter._post_accumulate_grad_hooks or {}
+    return bool(parameter._backward_hooks) or any(hook is not _mark_gradient for hook in after.values())
+
+
 def _mark_gradient(parameter: Tensor) -> None:
     """What ``backward()`` puts into ``.grad`` is a plain DTensor."""
     gradient = parameter.grad
@@ -96,8 +110,7 @@ def refuse_whole_model(optimizer: Optimizer) -> None:
 
     Raises InputError for one whose update of a parameter depends on the others.
     """
-    first = (parameter for group in optimizer.param_groups for parameter in group["params"][:1])
-    is_of_stage = any(hasattr(parameter, "of_one_stage") for parameter in first)
+    is_of_stage = _is_of_stage(optimizer)
     if is_of_stage and isinstance(optimizer, LBFGS):
         raise InputError(
             "LBFGS takes products over all parameters, and under a plan with stages a rank holds those of its own "
@@ -107,5 +120,12 @@ def refuse_whole_model(optimizer: Optimizer) -> None:
         optimizer.register_state_dict_post_hook(_marked)
 
 
-def _marked(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _is_of_stage(optimizer: Optimizer) -> bool:
+    first = (parameter for group in optimizer.param_groups for parameter in group["params"][:1])
+    return any(hasattr(parameter, "of_one_stage") for parameter in first)
+
+
+def _marked(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    if not _is_of_stage(optimizer):  # any more
+        return state_dict
     return {**state_dict, "state": in_stages(state_dict["state"])}

@@ -18,15 +18,15 @@ def gather(model: DistributedGraphModule, rank: int | None = None) -> nn.Module 
     """Return the original of a compiled ``model``, of the original's class, with whole weights and buffers as of now.
 
     It lies on the CPU and belongs to this process: generate with it, save it, send it to another device. Later steps do
-    not change it. Every rank calls ``gather``; ``rank``: the one rank that gets the model, as it takes the memory of
-    all weights (the others get None), or None for all ranks.
+    not change it. Every rank calls ``gather``; ``rank``: the one rank of the mesh
+    that gets the model, as it takes the memory of all weights (the others get None), or None for all ranks.
 
     Raises InputError for a model that is not compiled, or not yet, or whose experts have moved.
     """
     if not isinstance(model, DistributedGraphModule):
         raise InputError(f"gather takes what galvatron_fx.compile returns, and this is a {type(model).__name__}")
     model.require_own_order("gathered")
-    with Ranks.for_now() as ranks:
+    with Ranks.for_now(model) as ranks:
         if rank is not None and not 0 <= rank < ranks.size:
             raise InputError(f"rank is {rank!r}: give a number under {ranks.size}, or None for all ranks")
         copies = model_state.copies(model)

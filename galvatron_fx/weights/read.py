@@ -28,7 +28,7 @@ def load_weights(model: nn.Module, folder: str | PathLike[str], *, cast: bool = 
     """
     check_arguments(model=model, folder=folder, cast=cast)
     place = Path(folder)
-    with Ranks.for_now() as ranks:
+    with Ranks.for_now(model) as ranks:
         stored = ranks.decide("read the headers of the weights", lambda: stored_tensors(place))
         wanted, known = _wanted(model, stored)
         everywhere = set().union(*ranks.gather("list its tensors", lambda: known))

@@ -60,10 +60,10 @@ def gathered(whole: Whole, tensor: Tensor | None, to: int, ranks: Ranks) -> Tens
         assert full is not None, "the sender holds the tensor"
         full = full.detach().cpu().contiguous()
         if sender != to:
-            dist.send(full, to, group=ranks.group)
+            dist.send(full, group=ranks.group, group_dst=to)
     elif ranks.rank == to:
         full = whole.empty()
-        dist.recv(full, sender, group=ranks.group)
+        dist.recv(full, group=ranks.group, group_src=sender)
     return full if ranks.rank == to else None
 
 
@@ -72,7 +72,7 @@ def gathered_everywhere(whole: Whole, tensor: Tensor | None, ranks: Ranks) -> Te
     full = _full(whole, tensor, ranks)
     full = whole.empty() if full is None else full.detach().cpu().contiguous()
     if len(whole.ranks) < ranks.size:
-        dist.broadcast(full, whole.ranks[0], group=ranks.group)
+        dist.broadcast(full, group=ranks.group, group_src=whole.ranks[0])
     return full
 
 

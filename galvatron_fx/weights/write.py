@@ -49,7 +49,7 @@ def save_weights(
     check_arguments(model=model, folder=folder, like=like)
     limit_bytes = parse_bytes(max_shard_size)
     place = Path(folder)
-    with Ranks.for_now() as ranks:
+    with Ranks.for_now(model) as ranks:
         held = model_state.tensors(model)
         copies = model_state.copies(model)
         table = whole_tensors({name: tensor for name, tensor in held.items() if name not in copies}, ranks)

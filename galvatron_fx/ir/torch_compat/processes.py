@@ -6,9 +6,17 @@ import os
 
 import torch
 from torch._C import _distributed_c10d as c10d
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 
-__all__ = ["all_gather_rows", "collective_timeout_s", "default_store", "flight_record", "store_is_served"]
+__all__ = [
+    "all_gather_rows",
+    "collective_timeout_s",
+    "default_store",
+    "flight_record",
+    "num_process_groups",
+    "store_is_served",
+]
 
 
 def all_gather_rows(x: torch.Tensor, num_ranks: int, group_name: str) -> torch.Tensor:
@@ -49,3 +57,8 @@ def flight_record() -> str | None:
         return None
     record = c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
     return record.decode() if isinstance(record, bytes) else str(record)
+
+
+def num_process_groups() -> int:
+    """How many process groups this process has made, or helped to make: torch numbers them by that."""
+    return int(distributed_c10d._world.group_count)
