@@ -36,7 +36,7 @@ class Network(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.embedding = nn.Embedding(21, 10)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(10, 14), nn.GELU(), nn.Linear(14, 10)) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(10, 14), nn.GELU(), nn.Linear(14, 10)) for _ in range(3))
         self.dropout = nn.Dropout(dropout)
         self.scale = nn.Parameter(torch.full((10,), 0.5), requires_grad=False)
         self.register_buffer("calls", torch.zeros(()), persistent=False)

@@ -27,6 +27,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from galvatron_fx.ir.errors import PlanError
+from galvatron_fx.ir.plan.schedule_table import Cell, render
 
 __all__ = [
     "ACTION_NAMES",
@@ -210,7 +211,14 @@ class Schedule:
 
         ``.`` is an idle step and ``=`` the second half of a B. A rank that can never go on shows where it stands.
         """
-        return _render(self)
+        steps, blocked = _replay(self)
+        cells = [
+            Cell(str(action), _UNIT_STEPS[action.kind], self.ranks_of(action.stage), after)
+            for action, _, _, after in steps
+        ]
+        stuck = {rank: f"stuck at {action}" for rank, action in blocked.items()}
+        counts = {"rank": self.num_ranks, "stage": self.num_stages, "microbatch": self.num_microbatches}
+        return render(self.name, counts, cells, stuck)
 
 
 def stage_ranks(name: str, num_ranks: int, num_stages: int) -> tuple[int, ...]:
@@ -451,45 +459,6 @@ def _unplaceable(name: str, num_ranks: int, num_stages: int) -> str | None:
             f"ranks; give {2 * num_ranks}, {3 * num_ranks}, ... stages, or use '1f1b'"
         )
     return None
-
-
-def _render(schedule: Schedule) -> str:
-    steps, blocked = _replay(schedule)
-    rows: list[list[str]] = [[] for _ in schedule.orders]
-    ends = [0]
-    for action, _, _, after in steps:
-        together = [rows[rank] for rank in schedule.ranks_of(action.stage)]
-        start = max(ends[after], *map(len, together))
-        for row in together:
-            row += ["."] * (start - len(row))
-            row += [str(action), *"=" * (_UNIT_STEPS[action.kind] - 1)]
-        ends.append(start + _UNIT_STEPS[action.kind])
-    for rank, action in blocked.items():
-        rows[rank].append(f"stuck at {action}")
-    return "\n".join([_heading(schedule), *_columns(rows)])
-
-
-def _heading(schedule: Schedule) -> str:
-    counts = (("rank", schedule.num_ranks), ("stage", schedule.num_stages), ("microbatch", schedule.num_microbatches))
-    parts = [
-        f"{count} {what}{'es' if what[-1] == 'h' else 's'}" if count != 1 else f"1 {what}" for what, count in counts
-    ]
-    return f"{schedule.name}: {', '.join(parts)}"
-
-
-def _columns(rows: list[list[str]]) -> list[str]:
-    """Return the rows as lines of columns of equal width, with the time step above and the rank before them."""
-    length = max(map(len, rows), default=0)
-    lines = [[str(step) for step in range(length)], *([*row, *"." * (length - len(row))] for row in rows)]
-    labels = ["step", *(f"rank {rank}" for rank in range(len(rows)))]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    left = max(map(len, labels))
-    return [
-        " ".join(
-            [label.ljust(left + 1), *(cell.ljust(width) for cell, width in zip(line, widths, strict=True))]
-        ).rstrip()
-        for label, line in zip(labels, lines, strict=True)
-    ]
 
 
 def _is_count(value: object) -> bool:
