@@ -49,6 +49,8 @@ _RECOMPUTE: dict[str, str | bool] = {"auto": "auto", "selective": "selective", "
 
 Parsed = TypeVar("Parsed")
 
+_MOST_DEVICES = 1 << 20
+
 
 def typed(parse: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
     """Make a type for argparse of a function that raises one of our errors or ValueError."""
@@ -321,6 +323,21 @@ def batches(text: str) -> tuple[int, ...]:
     if not all(number.strip().isdecimal() and int(number) > 0 for number in numbers):
         raise ValueError(f"{text[:80]!r} is no list of batches: give numbers of samples above 0, such as 64,96,128")
     return tuple(map(int, numbers))
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Read numbers of devices, "1-8,16,32"; raises ValueError for anything else."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = (half.strip() for half in part.partition("-"))
+        ends = [first, last or first]
+        if not all(end.isdecimal() for end in ends) or not 0 < int(ends[0]) <= int(ends[1]) <= _MOST_DEVICES:
+            raise ValueError(
+                f"{text[:80]!r} is no list of devices: give numbers from 1 to {_MOST_DEVICES}, or runs of them, such as "
+                f"1-8,16,32"
+            )
+        found += range(int(ends[0]), int(ends[1]) + 1)
+    return tuple(dict.fromkeys(found))
 
 
 def _budget(text: str) -> int:

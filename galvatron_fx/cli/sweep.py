@@ -24,6 +24,9 @@ examples:
   # tokens a second and MFU of LLaMA-7B on 8 to 64 GPUs of two kinds, as a table and a picture
   galvatron-fx sweep --model llama --devices 8,16,32,64 --kinds A100-80GB,H100-80GB --batch-size 256 --picture sweep.png
 
+  # tokens a second on 1 to 16 GPUs, as schedulers of clusters take it
+  galvatron-fx sweep --model llama --devices 1-16 --kinds A100-80GB --batch-size 48 --by-devices throughput.json
+
   # two models and what it costs to train them on 2e12 tokens
   galvatron-fx sweep --model ./Llama-3-8B --model ./Llama-3-70B --devices 64,256,1024 --kinds H100-80GB,B200-180GB \\
       --price H100-80GB=2.5 --price B200-180GB=4 --tokens 2e12 --out sweep.csv
@@ -46,7 +49,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--batch-size", type=numbers, metavar="N,N", help="global samples a step (default: 64)")
     group.add_argument("--sequence-length", type=numbers, metavar="N,N", help="tokens a sample (default: 2048)")
     group = parser.add_argument_group("clusters")
-    group.add_argument("--devices", type=numbers, metavar="N,N", help="how many, for each of --kinds")
+    group.add_argument(
+        "--devices",
+        type=options.typed(options.counts),
+        metavar="N,N-N",
+        help="how many, for each of --kinds, such as 1-8,16",
+    )
     group.add_argument("--kinds", type=_names, default=(), metavar="A,B", help="devices such as H100-80GB")
     group.add_argument(
         "--cluster", action="append", default=[], metavar="CLUSTER", help="one more, as of plan (repeatable)"
@@ -80,12 +88,15 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--tokens", type=options.positive(float, "tokens"), metavar="N", help="to train on, for days: 2e12"
     )
     group.add_argument("--out", metavar="FILE", help="write the points there: JSON where it ends in .json, else CSV")
+    group.add_argument(
+        "--by-devices", metavar="FILE", help="write tokens/s on 1, 2, ... devices there, for schedulers: JSON or CSV"
+    )
     group.add_argument("--picture", metavar="FILE", help="draw tokens/s and MFU by devices there, PNG or SVG")
 
 
 def run(given: argparse.Namespace) -> Result:
     """Sweep; raises what :func:`galvatron_fx.sweep` raises, UsageError for no cluster, OSError for files."""
-    for path in filter(None, (given.out, given.picture)):
+    for path in filter(None, (given.out, given.by_devices, given.picture)):
         check_writable(path)
     if given.picture:
         require_matplotlib()
@@ -117,6 +128,9 @@ def run(given: argparse.Namespace) -> Result:
     if given.out:
         result.save(given.out)
         lines += ["", f"written to {given.out}"]
+    if given.by_devices:
+        result.save_by_devices(given.by_devices)
+        lines += ["", f"throughput by devices written to {given.by_devices}"]
     if given.picture:
         result.draw(given.picture)
         lines += ["", f"drawn in {given.picture}"]
@@ -128,8 +142,7 @@ def _clusters(given: argparse.Namespace) -> list[Cluster]:
 
     if bool(given.devices) != bool(given.kinds):
         raise UsageError("--devices and --kinds go together: give the counts and the kinds of devices")
-    named = [f"{count}x{kind}" for kind in given.kinds for count in given.devices]
-    clusters = [Cluster.preset(text) for text in named]
+    clusters = [_of_kind(kind, count) for kind in given.kinds for count in given.devices]
     clusters += map(options.cluster_named, given.cluster)
     if not clusters:
         raise UsageError("no cluster: give --devices and --kinds, or --cluster")
@@ -142,6 +155,17 @@ def _clusters(given: argparse.Namespace) -> list[Cluster]:
         )
         for cluster in clusters
     ]
+
+
+def _of_kind(kind: str, count: int) -> Cluster:
+    """So many devices of a kind, the last node half empty where they do not fill it."""
+    from galvatron_fx.ir.cluster.cluster import Cluster
+    from galvatron_fx.ir.cluster.presets import PRESETS
+
+    nodes, rest = divmod(count, PRESETS[kind].per_node) if kind in PRESETS else (0, 0)
+    if nodes and rest:
+        return Cluster.from_nodes([(kind, PRESETS[kind].per_node)] * nodes + [(kind, rest)])
+    return Cluster.preset(f"{count}x{kind}")
 
 
 def _captured(given: argparse.Namespace) -> dict[str, Captured]:

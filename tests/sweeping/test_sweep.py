@@ -56,6 +56,30 @@ def test_every_point_stands_in_the_result_with_a_plan_or_a_reason(result: Sweep)
     assert "llama" in text.lower() and "on L4-24GB, 24 GB a device" in text and "too large" in text
 
 
+def test_rates_by_devices_never_fall_and_say_what_stands_idle(tmp_path: Path) -> None:
+    rates = {1: None, 2: 20.0, 3: 15.0, 5: 40.0}
+    points = tuple(
+        SweepPoint("m", 9, "d", devices, 80, 8, 16, plan=f"on {devices}", step_s=rate, tokens_per_s=rate)
+        for devices, rate in rates.items()
+    )
+    sweep = Sweep((*points, SweepPoint("m", 9, "d", 1, 80, 64, 16, reason="too large")))
+    table = [(row.batch, row.devices, row.used, row.tokens_per_s, row.gain, row.plan) for row in sweep.by_devices()]
+    assert table == [
+        (8, 1, 0, None, None, ""),
+        (8, 2, 2, 20.0, 1.0, "on 2"),
+        (8, 3, 2, 20.0, 1.0, "on 2"),
+        (8, 4, 2, 20.0, 1.0, "on 2"),
+        (8, 5, 5, 40.0, 2.0, "on 5"),
+        (64, 1, 0, None, None, ""),
+    ]
+    sweep.save_by_devices(tmp_path / "rates.json")
+    sweep.save_by_devices(tmp_path / "rates.csv")
+    from_json = json.loads((tmp_path / "rates.json").read_text())
+    from_csv = list(csv.DictReader(StringIO((tmp_path / "rates.csv").read_text())))
+    assert [row["tokens_per_s"] for row in from_json] == [None, 20.0, 20.0, 20.0, 40.0, None]
+    assert [row["used"] for row in from_csv] == ["0", "2", "2", "2", "5", "0"]
+
+
 def test_prices_add_up(result: Sweep) -> None:
     point = next(p for p in result.points if (p.device, p.devices, p.batch, p.fits) == ("A100-80GB", 4, 8, True))
     assert point.step_s is not None and point.tokens_per_s is not None and point.days is not None
