@@ -333,7 +333,7 @@ def counts(text: str) -> tuple[int, ...]:
         ends = [first, last or first]
         if not all(end.isdecimal() for end in ends) or not 0 < int(ends[0]) <= int(ends[1]) <= _MOST_DEVICES:
             raise ValueError(
-                f"{text[:80]!r} is no list of devices: give numbers from 1 to {_MOST_DEVICES}, or runs of them, such as "
+                f"{text[:80]!r} is no list of devices: give numbers from 1 to {_MOST_DEVICES}, or runs of them, as in "
                 f"1-8,16,32"
             )
         found += range(int(ends[0]), int(ends[1]) + 1)
