@@ -138,7 +138,6 @@ def run(given: argparse.Namespace) -> Result:
 
 
 def _clusters(given: argparse.Namespace) -> list[Cluster]:
-
     if bool(given.devices) != bool(given.kinds):
         raise UsageError("--devices and --kinds go together: give the counts and the kinds of devices")
     clusters = [_of_kind(kind, count) for kind in given.kinds for count in given.devices]
