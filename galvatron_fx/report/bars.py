@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
 from galvatron_fx.ir.plan.plan import Plan
-from galvatron_fx.ir.plan.plan_table import describe_names, describe_recomputed
+from galvatron_fx.ir.plan.plan_table import describe_names, describe_recomputed, device_kinds_of_blocks
 from galvatron_fx.ir.plan.prediction import MEMORY_KINDS, RECOMPUTE, RankUse
 from galvatron_fx.ir.plan.search_report_table import cause_name, cause_order
 from galvatron_fx.ir.plan.strategy import Strategy
@@ -14,6 +14,7 @@ from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 from galvatron_fx.report.alternatives import Alternative
 from galvatron_fx.report.drawing import WIDTH, Line, Picture, Rect, Text, fitting, text_width
 from galvatron_fx.report.module_times import ModuleTime
+from galvatron_fx.report.palette import kind_colours
 
 __all__ = [
     "FAR",
@@ -47,7 +48,8 @@ def shown_ranks(ranks: Sequence[RankUse], most: int = _MOST_ROWS) -> list[int]:
 
 
 def roles_picture(plan: Plan, width: float = WIDTH, axis_names: Sequence[str] = ()) -> Picture:
-    """Every block as a column, every mesh axis as a row, outermost first; below, stages and what is computed again.
+    """Every block as a column, every mesh axis as a row, outermost first; below, stages, the kinds of device that they
+    lie on, and what is computed again.
 
     ``axis_names``: as the user calls them, if at all.
     """
@@ -66,13 +68,13 @@ def roles_picture(plan: Plan, width: float = WIDTH, axis_names: Sequence[str] = 
                 size=12 if picture.is_wide else 10.5,
             )
         )
-        for role, first, end in _runs([block.strategy.roles[position] for block in plan.blocks]):
-            where = f"axis {axis}, {_blocks(first, end)}{_modules(plan, first, end)}: {role}"
-            picture.add(Rect(left + first * width, picture.height, (end - first) * width, _ROW - 2, role, where))
-            if text_width(role, 11) < (end - first) * width:
-                middle = left + (first + end) / 2 * width
-                names.append(Text(middle, picture.height + _ROW / 2 - 1, role, "middle", "on colour", 11))
-        picture.height += _ROW
+        roles = [block.strategy.roles[position] for block in plan.blocks]
+        names += _row(picture, plan, f"axis {axis}", roles, {role: role for role in roles}, width)
+    kinds = device_kinds_of_blocks(plan)
+    colours = kind_colours(plan.device_kinds)
+    if kinds:
+        picture.add(Text(left - 10, picture.height + _ROW / 2, "devices", "end", size=12 if picture.is_wide else 10.5))
+        names += _row(picture, plan, "devices", kinds, colours, width)
     for first in range(1, count):
         if width >= 16:
             picture.add(Line(left + first * width, 0, left + first * width, picture.height - 2, "paper", 0.6))
@@ -87,8 +89,27 @@ def roles_picture(plan: Plan, width: float = WIDTH, axis_names: Sequence[str] = 
         cuts = [] if plan.is_wildcard else plan.pipelining.cuts(count)
         _strip(picture, "stages", [f"{sum(c <= b for c in cuts) - 1}" for b in range(count)], width)
     _block_numbers(picture, count, width)
-    picture.legend(dict.fromkeys(role for block in plan.blocks for role in block.strategy.roles))
+    shown = dict.fromkeys(role for block in plan.blocks for role in block.strategy.roles)
+    picture.legend(shown)
+    if kinds:
+        picture.height -= 10
+        picture.legend(colours.values(), {colour: kind for kind, colour in colours.items()})
     return picture
+
+
+def _row(
+    picture: Picture, plan: Plan, what: str, values: Sequence[str], colours: Mapping[str, str], width: float
+) -> list[Text]:
+    """A row with a box for each run of equal values; returns the names of those with room for one."""
+    names = []
+    for value, first, end in _runs(values):
+        where = f"{what}, {_blocks(first, end)}{_modules(plan, first, end)}: {value}"
+        x, wide = picture.labels + first * width, (end - first) * width
+        picture.add(Rect(x, picture.height, wide, _ROW - 2, colours[value], where))
+        if text_width(value, 11) < wide:
+            names.append(Text(x + wide / 2, picture.height + _ROW / 2 - 1, value, "middle", "on colour", 11))
+    picture.height += _ROW
+    return names
 
 
 def _again(strategy: Strategy) -> str:

@@ -5,7 +5,7 @@ Lengths are in CSS pixels, y goes down, colours are names of :data:`galvatron_fx
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import floor, log10
 from typing import TypeAlias
@@ -141,15 +141,18 @@ class Picture:
         """Draw over what is there."""
         self.shapes += shapes
 
-    def legend(self, colours: Iterable[str]) -> None:
-        """Explain colours by their names, in as many lines as it takes, below what is there."""
+    def legend(self, colours: Iterable[str], names: Mapping[str, str] | None = None) -> None:
+        """Explain colours by their ``names``, else by what they are called, in as many lines as it takes, below what is
+        there.
+        """
         left = x = self.labels if self.is_wide else 0.0
         self.height += 10
         for colour in colours:
-            needed = 18 + text_width(colour, 12) + 18
+            name = colour if names is None else names.get(colour, colour)
+            needed = 18 + text_width(name, 12) + 18
             if left + needed > self.width and left > x:
                 left, self.height = x, self.height + 20
-            self.add(Rect(left, self.height + 3, 12, 12, colour), Text(left + 18, self.height + 9, colour))
+            self.add(Rect(left, self.height + 3, 12, 12, colour), Text(left + 18, self.height + 9, name))
             left += needed
         self.height += 22
 

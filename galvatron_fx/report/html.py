@@ -17,6 +17,7 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
+from galvatron_fx.ir.cluster.cluster_table import describe_devices
 from galvatron_fx.ir.plan.strategy import ROLES
 from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 from galvatron_fx.report import words
@@ -63,7 +64,7 @@ def render(explained: Explained, model_name: str) -> str:
     blocks = block_rows(explained)
     text = explained.plan.to_json()
     page = _environment(explained).get_template("page.html").render(
-        title=f"{model_name} on {explained.cluster.num_devices} × {explained.cluster.device.name}",
+        title=f"{model_name} on {describe_devices(explained.cluster)}",
         lead=words.lead(explained),
         sections=_sections(explained),
         cards=words.cards(explained),

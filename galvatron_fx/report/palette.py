@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from galvatron_fx.ir.plan.prediction import (
     ACCUMULATE,
@@ -22,7 +22,7 @@ from galvatron_fx.ir.plan.prediction import (
     UPDATE,
 )
 
-__all__ = ["COLOURS", "css_name", "css_variables"]
+__all__ = ["COLOURS", "css_name", "css_variables", "kind_colours"]
 
 COLOURS: Mapping[str, tuple[str, str]] = {
     # What pictures are written and ruled with.
@@ -44,6 +44,13 @@ COLOURS: Mapping[str, tuple[str, str]] = {
     "expert": ("#2c7a7b", "#297273"),
     "expert_sequence": ("#5f7016", "#62731a"),
     "pipeline": ("#4a5568", "#566377"),
+    # Kinds of device, in the order of their first pipeline rank; further ones begin again.
+    "device kind 0": ("#285e8e", "#2c6aa0"),
+    "device kind 1": ("#b7600b", "#a95a0d"),
+    "device kind 2": ("#2f855a", "#2b7a52"),
+    "device kind 3": ("#6b46c1", "#6b4fbb"),
+    "device kind 4": ("#97266d", "#8f2b68"),
+    "device kind 5": ("#5f7016", "#62731a"),
     # Causes of time.
     COMPUTE: ("#2b6cb0", "#3d7fc4"),
     RECOMPUTE: ("#76b3e8", "#8fc4f2"),
@@ -84,6 +91,12 @@ COLOURS: Mapping[str, tuple[str, str]] = {
     "other": ("#a3b1c4", "#6b7a90"),
     "too large": ("#e8b4b4", "#8a4a4a"),
 }
+
+
+def kind_colours(kinds: Iterable[str]) -> dict[str, str]:
+    """A colour for each kind of device, by its name."""
+    colours = [name for name in COLOURS if name.startswith("device kind")]
+    return {kind: colours[number % len(colours)] for number, kind in enumerate(dict.fromkeys(kinds))}
 
 
 def css_name(colour: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from math import isfinite, prod
 
+from galvatron_fx.ir.cluster.cluster_table import describe_devices
 from galvatron_fx.ir.plan.prediction import IDLE, TRANSFER, busiest
 from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 from galvatron_fx.report.alternatives import OTHER
@@ -51,11 +52,11 @@ def cards(explained: Explained) -> list[Card]:
         plan_cards.append(
             Card("throughput", f"{_rate(explained.batch / explained.step_s)} samples/s", _tokens(explained))
         )
-    if explained.throughput is not None and explained.step_s:
+    if explained.throughput is not None and explained.step_s and len(explained.cluster.kinds) == 1:
         peak = explained.cluster.device.name
         plan_cards.append(Card("MFU", f"{explained.throughput.mfu(explained.step_s):.1%}", f"of the peak of {peak}"))
     plan_cards += [
-        Card("devices", str(explained.cluster.num_devices), explained.cluster.device.name),
+        Card("devices", str(explained.cluster.num_devices), describe_devices(explained.cluster)),
         Card("stages", str(pipelining.num_stages), _ranks(explained)),
         Card(
             "micro-batches",

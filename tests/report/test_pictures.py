@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from galvatron_fx.api import capture
 from galvatron_fx.errors import InputError
+from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.cluster.presets import PRESETS
+from galvatron_fx.ir.plan.plan_table import device_kinds_of_blocks
 from galvatron_fx.ir.plan.prediction import MEMORY_KINDS
 from galvatron_fx.report import pictures
+from galvatron_fx.report.bars import roles_picture
 from galvatron_fx.report.drawing import Picture, Rect, ticks
 from galvatron_fx.report.explained import Explained, explained
+from galvatron_fx.report.html import render
+from galvatron_fx.report.palette import kind_colours
 from galvatron_fx.report.step_trace import write_step_trace
-from tests.report.explained_models import CLUSTER, Stack, inputs, one_stage
+from tests.report.explained_models import CLUSTER, Stack, inputs, one_stage, two_stages
 from tests.report.test_schedule_trace import svg_texts
+
+LINKS = {"latency_s": [[1e-6] * 2] * 2, "bandwidth_bytes_per_s": [[50e9] * 2] * 2}
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +52,25 @@ def test_pictures_are_drawn_as_files(small: Explained, tmp_path: Path) -> None:
     assert {"parameters", "activations"} <= texts["memory"] & texts["over_time"]
     assert any(text.startswith("budget ") for text in texts["memory"] & texts["over_time"])
     assert {"operators", "all_gather"} <= texts["operators"] and "chosen" in texts["alternatives"]
+
+
+def test_stages_are_drawn_by_kind_of_device(tmp_path: Path) -> None:
+    device = PRESETS["A100-80GB"].device
+    cluster = Cluster.from_nodes([("A100-80GB", 2), (device.slower(2, "half"), 2)], **LINKS)
+    plan = replace(two_stages(), device_kinds=("A100-80GB", "half"))
+    page = explained(capture(Stack(layers=2), inputs()), plan, cluster)
+    kinds = device_kinds_of_blocks(page.plan)
+    assert kinds == sorted(kinds) and set(kinds) == {"A100-80GB", "half"} and len(kinds) == len(page.plan.blocks)
+    boxes = [shape for shape in roles_picture(page.plan).shapes if isinstance(shape, Rect) and "devices" in shape.title]
+    assert [(box.fill, box.title.rpartition(": ")[2]) for box in boxes] == [
+        ("device kind 0", "A100-80GB"),
+        ("device kind 1", "half"),
+    ]
+    pictures.draw_roles(page.plan, tmp_path / "roles.svg")
+    assert {"devices", "A100-80GB", "half"} <= set(svg_texts(tmp_path / "roles.svg"))
+    text = render(page, "Stack")
+    assert "Stack on 2 A100-80GB and 2 half" in text and "MFU</" not in text
+    assert list(kind_colours(map(str, range(7))).values())[6] == "device kind 0"
 
 
 def test_a_png_and_no_other_suffix(tmp_path: Path) -> None:

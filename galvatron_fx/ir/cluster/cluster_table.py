@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from galvatron_fx.ir.cluster.cluster import Cluster
     from galvatron_fx.ir.cluster.nodes import Nodes
 
-__all__ = ["describe", "render"]
+__all__ = ["describe", "describe_devices", "render"]
 
 _MOST_ROWS = 16  # nodes that are listed one by one, with a matrix of their links
 
@@ -21,15 +21,20 @@ _MOST_ROWS = 16  # nodes that are listed one by one, with a matrix of their link
 def describe(cluster: Cluster) -> str:
     """Return what the cluster is in a line: "8 A100-80GB and 8 L4-24GB in 2 nodes, mesh of 2×2×2×2"."""
     mesh = f"mesh of {'×'.join(map(str, cluster.shape))}, slowest links first"
+    nodes = "" if cluster.nodes is None else f" in {len(cluster.nodes.nodes)} nodes"
+    return f"{describe_devices(cluster)}{nodes}, {mesh}"
+
+
+def describe_devices(cluster: Cluster) -> str:
+    """Return how many devices of which kinds there are: "8 A100-80GB and 8 L4-24GB"."""
     if cluster.nodes is None:
-        return f"{cluster.num_devices} {cluster.device.name}, {mesh}"
+        return f"{cluster.num_devices} {cluster.device.name}"
     counts = [
         f"{sum(node.count for node in cluster.nodes.nodes if node.device == kind)} {kind.name}"
         for kind in cluster.kinds
     ]
     several = counts if len(counts) <= 4 else [*counts[:3], f"{len(counts) - 3} more kinds"]
-    devices = " and ".join([", ".join(several[:-1]), several[-1]]) if several[1:] else several[0]
-    return f"{devices} in {len(cluster.nodes.nodes)} nodes, {mesh}"
+    return " and ".join([", ".join(several[:-1]), several[-1]]) if several[1:] else several[0]
 
 
 def render(cluster: Cluster) -> str:

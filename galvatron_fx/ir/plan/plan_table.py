@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ __all__ = [
     "describe_places",
     "describe_recomputed",
     "describe_roles",
+    "device_kinds_of_blocks",
     "plan_name",
     "render",
 ]
@@ -204,6 +205,18 @@ def _totals(plan: Plan) -> list[str]:
     if plan.mixed_precision is not None:
         totals.append(f"mixed precision      {describe_policy(plan.mixed_precision)}")
     return totals + [f"note                 {note}" for note in plan.notes]
+
+
+def device_kinds_of_blocks(plan: Plan) -> list[str]:
+    """The kind of device that each block lies on; empty for a plan of one kind, and for a wildcard one."""
+    if not plan.device_kinds or plan.is_wildcard:
+        return []
+    table, count = plan.pipelining.table(plan.num_pipeline_ranks), len(plan.blocks)
+    firsts = [*plan.pipelining.cuts(count), count]
+    kinds: list[str] = []
+    for stage, (first, end) in enumerate(pairwise(firsts)):
+        kinds += [plan.device_kinds[table.ranks_of(stage)[0]]] * (end - first)
+    return kinds
 
 
 def _kinds(plan: Plan) -> list[str]:
