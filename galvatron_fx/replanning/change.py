@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,6 +19,7 @@ from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.plan.arguments import shown
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.progress import Observer
+from galvatron_fx.ir.torch_compat.processes import process_groups
 from galvatron_fx.planning_session import PlanningSession
 from galvatron_fx.replanning.redistribution import Chunk, Redistribution, Target
 from galvatron_fx.replanning.training_state import RankState, RunState, tensors_of
@@ -36,11 +38,12 @@ __all__ = ["Change"]
 
 @dataclass(frozen=True)
 class Change:
-    """A model on its way to another mesh."""
+    """A model on its way to another mesh, for which ``groups`` were made."""
 
     training: Training
     model: DistributedGraphModule
     recipe: Recipe
+    groups: Sequence[dist.ProcessGroup] = ()
 
     @classmethod
     def of(
@@ -74,9 +77,10 @@ class Change:
     def lowered(self, plan: Plan) -> tuple[Change, Bound | None]:
         """Lower for the new mesh and make its groups, on every rank of the job: these are made together."""
         builder = together(lambda: self.recipe.lowered(plan))
+        there = process_groups()
         recipe = replace(self.recipe, members=Members.of(self.recipe.options.mesh))
         bound = recipe.bound(builder)
-        return replace(self, recipe=recipe), bound
+        return replace(self, recipe=recipe, groups=[new for new in process_groups() if new not in there]), bound
 
     def move(self, plan: Plan, bound: Bound | None) -> int:
         """Put the model on its new mesh, with its state; returns the bytes that this rank has received."""
@@ -148,6 +152,7 @@ class Change:
             run.join(self.training, model)
         if optimizer is not None and run.first.folds and bound is not None:
             model.fold_gradients(optimizer)
+        model._give_back(self.groups)
         return received_bytes
 
 

@@ -216,7 +216,7 @@ class DistributedGraphModule(OnMesh):
             self._folded,
         )
         compared = self._comparison, self._copies
-        kept = self._watch, self._one, self._late, self._stages, self._recipe, self._compiled_for
+        kept = self._watch, self._one, self._late, self._stages, self._recipe, self._compiled_for, self._groups
         shared = self.mesh, self.plan, self._members, *programs, *compared, *kept
         memo |= {id(value): value for value in shared}
         memo |= dict.fromkeys(id(parameter.grad) for parameter in self.parameters() if parameter.grad is not None)
@@ -226,6 +226,7 @@ class DistributedGraphModule(OnMesh):
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         new._memory, new._folded = MemoryOfParameters(new._held), None
         self._orders.shared = True
+        self._has_copies = new._has_copies = True
         for name, parameter in new._held.items():
             mark_for_local_updates(parameter)
             keep_like(parameter, self._held[name])

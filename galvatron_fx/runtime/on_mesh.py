@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -56,6 +57,16 @@ class OnMesh(LikeOriginal):
     _tree: ModuleTree
     _compiled_for: CompiledFor
     _resting: str = ""
+    _groups: tuple[dist.ProcessGroup, ...] = ()
+    _has_copies: bool = False
+
+    def _give_back(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Destroy the process groups of the mesh that was left, for which ``groups`` were made; copies of the model may
+        still be on that. Those that ``compile`` made stay.
+        """
+        for group in () if self._has_copies else self._groups:
+            dist.destroy_process_group(group)
+        self._groups = tuple(groups)
 
     def _take(self, compiled: Compiled) -> None:
         """Be what was compiled, in the place of what there was."""

@@ -19,6 +19,7 @@ import galvatron_fx
 from galvatron_fx import Plan
 from galvatron_fx.errors import BudgetError, CheckpointError, InputError, PlanError
 from galvatron_fx.ir.plan.pipelining import Pipelining
+from galvatron_fx.ir.torch_compat.processes import process_groups
 from galvatron_fx.replanning.redistribution import Chunk, pieces
 from tests.runtime.beside_plain import full
 from tests.runtime.launch import Check, fork_checks
@@ -120,6 +121,10 @@ def four_three_four(mesh: DeviceMesh) -> None:
             run.train(data[2 * number : 2 * number + 2])
             expected += plain.losses[2 * number : 2 * number + 2]
     close(run.losses, expected)
+    another = part(mesh, [0, 3, 1, 2])
+    left = len(process_groups())
+    run.replan(another, plan=STAGES)
+    assert len(process_groups()) == left
     for name, parameter in run.model.named_parameters():
         torch.testing.assert_close(full(parameter), plain.model.get_parameter(name), rtol=1e-10, atol=1e-12)
     assert float(run.model.calls) == 8

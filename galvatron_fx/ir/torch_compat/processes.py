@@ -15,6 +15,7 @@ __all__ = [
     "default_store",
     "flight_record",
     "num_process_groups",
+    "process_groups",
     "store_is_served",
 ]
 
@@ -57,6 +58,11 @@ def flight_record() -> str | None:
         return None
     record = c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
     return record.decode() if isinstance(record, bytes) else str(record)
+
+
+def process_groups() -> list[c10d.ProcessGroup]:
+    """The process groups that there are, and that this process is in."""
+    return list(distributed_c10d._world.pg_map)
 
 
 def num_process_groups() -> int:
