@@ -27,7 +27,7 @@ _MICROBATCHES_OF_STAGE = 2  # micro-batches for each stage
 _SAMPLES, _TOKENS = 8, 128  # of a micro-batch, of a sample
 _LINK = 1e-5, 10e9  # seconds and bytes a second between any two nodes
 # Of a P100, one of which a node of Sky's cluster (Piz Daint) has.
-_DEVICE = Device("P100", 16 * 10**9, {"float32": 9.3e12}, 732e9, 0.75, 0.75, 5e-6)
+_DEVICE = Device("P100", 16 * 10**9, {"float32": 9.3e12, "float64": 4.7e12}, 732e9, 0.75, 0.75, 5e-6)
 
 
 def cluster_of(nodes: int, slowest: float) -> Cluster:

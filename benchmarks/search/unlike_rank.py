@@ -56,7 +56,7 @@ class Measured:
 
 def cluster_of(task: Task, s_per_flop: float) -> gfx.Cluster:
     """Four nodes of a device each that takes nothing but ``s_per_flop``; the slow one more."""
-    device = Device("rank", 10**12, {"float32": 1 / s_per_flop}, 1e15, 1.0, 1.0, 0.0)
+    device = Device("rank", 10**12, {"float32": 1 / s_per_flop, "float64": 1 / s_per_flop}, 1e15, 1.0, 1.0, 0.0)
     nodes = [(device.slower(task.times, "slow") if rank == task.slow else device, 1) for rank in range(RANKS)]
     latency_s, bandwidth = ([[number] * RANKS] * RANKS for number in LINK)
     return gfx.Cluster.from_nodes(nodes, latency_s=latency_s, bandwidth_bytes_per_s=bandwidth)
@@ -78,7 +78,7 @@ def contenders(task: Task, sleeper: Sleeper, s_per_flop: float) -> Iterator[tupl
     for name, plan in plans:
         predicted_s = estimate(captured, cluster, None, plan).simulated_s
         compiled = compile_captured(model, graph, mesh, plan, cluster)
-        optimizer = torch.optim.SGD(compiled.parameters(), lr=1e-3)
+        optimizer = torch.optim.SGD([{"params": list(compiled.parameters())}], lr=1e-3)  # a stage may have none
 
         def run(compiled: gfx.DistributedGraphModule = compiled) -> object:
             with sleeper.asleep():
