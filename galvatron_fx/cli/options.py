@@ -329,8 +329,8 @@ def counts(text: str) -> tuple[int, ...]:
     """Read numbers of devices, "1-8,16,32"; raises ValueError for anything else."""
     found: list[int] = []
     for part in text.split(","):
-        first, _, last = (half.strip() for half in part.partition("-"))
-        ends = [first, last or first]
+        first, dash, last = (half.strip() for half in part.partition("-"))
+        ends = [first, last if dash else first]
         if not all(end.isdecimal() for end in ends) or not 0 < int(ends[0]) <= int(ends[1]) <= _MOST_DEVICES:
             raise ValueError(
                 f"{text[:80]!r} is no list of devices: give numbers from 1 to {_MOST_DEVICES}, or runs of them, as in "

@@ -367,28 +367,18 @@ def test_a_missing_matplotlib_is_told_before_the_sweep(
 
 def test_sweep_prints_and_writes_every_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, picture = tmp_path / "points.json", tmp_path / "sweep.svg"
-    rates = tmp_path / "rates.csv"
-    flags = ["--devices", "1-2", "--kinds", "A100-80GB", "--memory-budget", "80GB,1kB", "--inter-node", "100Gb"]
-    flags += ["--by-devices", str(rates)]
+    flags = ["--devices", "1,2", "--kinds", "A100-80GB", "--memory-budget", "80GB,1kB", "--inter-node", "100Gb"]
     model = ["--model", "tests.cli.tiny:build", "--roles", "data,zero", "--out", str(out), "--picture", str(picture)]
     assert main(["sweep", *model, *flags]) == 0
     printed = capsys.readouterr().out
     assert "tests.cli.tiny:build on A100-80GB, 80 GB a device" in printed
     assert [point["step_s"] is None for point in json.loads(out.read_text())] == [False, True] * 2
     assert picture.read_text().startswith("<?xml")
-    assert [row.split(",")[5] for row in rates.read_text().splitlines()[1:]] == ["1", "2"] * 2
-
-
-def test_devices_of_a_sweep_may_leave_a_node_half_empty(capsys: pytest.CaptureFixture[str]) -> None:
-    model = ["--model", "tests.cli.tiny:build", "--roles", "data"]
-    assert main(["sweep", *model, "--devices", "12", "--kinds", "A100-80GB"]) == 0
-    assert "     12 " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--devices", "3-1", "--kinds", "A100-80GB"], "is no list of devices: give numbers from 1"),
         (["--devices", "2"], "--devices and --kinds go together"),
         ([], "no cluster: give --devices and --kinds, or --cluster"),
         (["--cluster", "2xA100-80GB", "--price", "2.5"], "is no price: write DEVICE=USD"),
