@@ -58,7 +58,7 @@ def test_stages_are_drawn_by_kind_of_device(tmp_path: Path) -> None:
     device = PRESETS["A100-80GB"].device
     cluster = Cluster.from_nodes([("A100-80GB", 2), (device.slower(2, "half"), 2)], **LINKS)
     plan = replace(two_stages(), device_kinds=("A100-80GB", "half"))
-    page = explained(capture(Stack(layers=2), inputs()), plan, cluster)
+    page = explained(capture(Stack(layers=3), inputs()), plan, cluster)
     kinds = device_kinds_of_blocks(page.plan)
     assert kinds == sorted(kinds) and set(kinds) == {"A100-80GB", "half"} and len(kinds) == len(page.plan.blocks)
     boxes = [shape for shape in roles_picture(page.plan).shapes if isinstance(shape, Rect) and "devices" in shape.title]
@@ -69,7 +69,7 @@ def test_stages_are_drawn_by_kind_of_device(tmp_path: Path) -> None:
     pictures.draw_roles(page.plan, tmp_path / "roles.svg")
     assert {"devices", "A100-80GB", "half"} <= set(svg_texts(tmp_path / "roles.svg"))
     text = render(page, "Stack")
-    assert "Stack on 2 A100-80GB and 2 half" in text and "MFU</" not in text
+    assert "Stack on 2 A100-80GB and 2 half" in text and "of the peak of" not in text
     assert list(kind_colours(map(str, range(7))).values())[6] == "device kind 0"
 
 
