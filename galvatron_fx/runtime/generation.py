@@ -7,7 +7,6 @@ import functools
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -15,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.torch_compat.tensors import pytree
 from galvatron_fx.runtime.checksums import checksum
+from galvatron_fx.runtime.members import Members
 from galvatron_fx.runtime.same_weights import gathered
 
 __all__ = ["Generating", "generate"]
@@ -24,6 +24,7 @@ class Generating(Protocol):
     """A compiled model, as generation takes it."""
 
     mesh: DeviceMesh
+    _members: Members
 
     def on_all_ranks(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; each rank has all outputs."""
@@ -41,7 +42,7 @@ def generate(model: Generating, twin: nn.Module, *args: Any, **kwargs: Any) -> A
     settings = kwargs.get("generation_config") or original.generation_config
     _refuse_unfit(original, settings, kwargs)
     if kwargs.get("do_sample", settings.do_sample):
-        _require_equal_draws(model.mesh.device_type)
+        _require_equal_draws(model.mesh.device_type, model._members)
     options = {"disable_compile": True, **kwargs}
     has_cache = kwargs.get("use_cache", settings.use_cache) is not False
     if has_cache and "past_key_values" not in kwargs and settings.cache_implementation is None:
@@ -91,13 +92,13 @@ def _refuse_unfit(original: Any, settings: Any, given: dict[str, Any]) -> None:
         )
 
 
-def _require_equal_draws(device_type: str) -> None:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+def _require_equal_draws(device_type: str, members: Members) -> None:
+    if members.size == 1:
         return
     state: Tensor = (
         torch.get_rng_state() if device_type == "cpu" else torch.get_device_module(device_type).get_rng_state()
     )
-    sums = gathered(checksum(state)[None], device_type)
+    sums = gathered(checksum(state)[None], device_type, members)
     if bool((sums != sums[0]).any()):
         raise InputError(
             "generate() would sample by other random numbers on each rank: call torch.manual_seed(seed) with the same "
