@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from galvatron_fx.checkpoint import Checkpointer
-from galvatron_fx.integrations.preparing import compiled_for_ranks, first_batch, follow, policy_named
+from galvatron_fx.integrations.preparing import compiled_for_ranks, first_batch, follow, policy_named, save_again
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.runtime.module import DistributedGraphModule
 from galvatron_fx.weights import gather
@@ -93,10 +93,13 @@ class Accelerator(accelerate.Accelerator):
         return {} if whole is None else whole.state_dict()
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
-        """As accelerate's, with a checkpoint of model and optimizer that can be loaded under another plan."""
+        """As accelerate's, with a checkpoint of model and optimizer that can be loaded under another plan.
+
+        Saved into the same folder again, it takes the place of the one before when it is whole.
+        """
         with self._without_model() as (model, optimizer):
             place: str = super().save_state(output_dir, *args, **kwargs)
-        Checkpointer(os.path.join(place, FOLDER)).save(0, model=model, optimizer=optimizer)
+        save_again(os.path.join(place, FOLDER), model=model, optimizer=optimizer)
         return place
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,12 +19,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from galvatron_fx.api import compile
+from galvatron_fx.checkpoint import Checkpointer
+from galvatron_fx.checkpoint.steps import Steps
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.torch_compat.dtensors import whole_tensor
 from galvatron_fx.ir.torch_compat.tensors import pytree
 from galvatron_fx.runtime.module import DistributedGraphModule
 
-__all__ = ["compiled_for_ranks", "first_batch", "follow", "policy_named"]
+__all__ = ["compiled_for_ranks", "first_batch", "follow", "policy_named", "save_again"]
 
 
 def compiled_for_ranks(
@@ -114,3 +118,15 @@ def follow(optimizer: Optimizer, plain: nn.Module, compiled: DistributedGraphMod
             )
         known = (names[id(parameter)] for parameter in group["params"])
         group["params"] = [held[name] for name in known if name in held]
+
+
+def save_again(folder: str, **training: Any) -> None:
+    """Save ``training`` (what :meth:`Checkpointer.save` takes) in the place of what is in ``folder``, if anything is.
+
+    The one before goes when the new one is whole. Raises CheckpointError as that.
+    """
+    checkpoints = Checkpointer(folder)
+    latest = checkpoints.latest()
+    checkpoints.save(0 if latest is None else latest + 1, **training)
+    if latest is not None and dist.get_rank() == 0:
+        shutil.rmtree(Steps(Path(folder)).path(latest))

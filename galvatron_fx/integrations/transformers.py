@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from galvatron_fx.checkpoint import Checkpointer
 from galvatron_fx.integrations.accelerate import FOLDER, plain_optimizer
 from galvatron_fx.integrations.even_lengths import even_lengths
-from galvatron_fx.integrations.preparing import compiled_for_ranks, first_batch, policy_named
+from galvatron_fx.integrations.preparing import compiled_for_ranks, first_batch, policy_named, save_again
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.loss_inside import with_loss
 from galvatron_fx.runtime.module import DistributedGraphModule
@@ -169,8 +169,8 @@ class GalvatronMixin:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         trainer = self._trainer
-        Checkpointer(os.path.join(output_dir, FOLDER)).save(
-            trainer.state.global_step,
+        save_again(
+            os.path.join(output_dir, FOLDER),
             model=trainer.model,
             optimizer=plain_optimizer(trainer.optimizer),
             scheduler=trainer.lr_scheduler,

@@ -98,7 +98,7 @@ def trainer_trains_and_resumes(mesh: DeviceMesh) -> None:
     same(logged(first, "eval_loss")[-1], sum(batch.loss for batch in batches) / 2)
     same(first.predict(rows).predictions, torch.cat([batch.logits for batch in batches]))
     first.save_model(str(FOLDER / "saved"))
-    second = trainer(STAGES, FOLDER / "second")
+    second = trainer(STAGES, FOLDER / "first")  # whose checkpoint of step 2 stays, and of step 3 is replaced
     second.train(resume_from_checkpoint=str(FOLDER / "first" / "checkpoint-2"))
     same(logged(second, "loss")[-1], losses[-1])
     for name, parameter in second.model.named_parameters():
@@ -184,7 +184,10 @@ def accelerate_trains(mesh: DeviceMesh) -> None:
             rates.step() if accelerator.sync_gradients else None
             optimizer.zero_grad()
         if number == 3:
-            place = accelerator.save_state(str(FOLDER / "state"))
+            accelerator.save_state(str(FOLDER / "state"))
+            place = accelerator.save_state(str(FOLDER / "state"))  # in the place of the one before
+            accelerator.wait_for_everyone()
+            assert [one.name for one in (FOLDER / "state" / "galvatron_fx").glob("step-*")] == ["step-0000000001"]
             model.load_state_dict(language_model().state_dict())
             accelerator.load_state(place)
     for name, parameter in model.named_parameters():
