@@ -64,8 +64,9 @@ def compiled(task: dict[str, Any], mesh: DeviceMesh, cluster: gfx.Cluster, plan:
 
 def plans(task: dict[str, Any], mesh: DeviceMesh, cluster: gfx.Cluster) -> tuple[dict[str, gfx.Plan], dict[str, float]]:
     """What contends, and the seconds that are predicted of each."""
-    graph = gfx.capture(mixtral(task), tokens(task))
-    found = gfx.plan(graph, cluster, num_stages=1, num_microbatches=1)
+    captured = gfx.Captured(mixtral(task), tokens(task))
+    graph = captured.graph_of(tokens(task))
+    found = gfx.plan(captured, cluster, tokens(task), num_stages=1, num_microbatches=1)
     sizes = (mesh.size(),)
     all_plans = {"search": found} | {role: gfx.Plan.uniform(sizes, (role,)) for role in ("expert", "data", "tensor")}
     lowered = {name: lower(graph, plan, cluster) for name, plan in all_plans.items()}

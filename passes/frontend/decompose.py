@@ -16,6 +16,7 @@ from galvatron_fx.ir.graph.op_call import input_nodes, op_call
 from galvatron_fx.ir.graph.rewrite import copy_node, inherited_meta, replace_outputs
 from galvatron_fx.ir.graph.symbols import Sizes, value_at
 from galvatron_fx.ir.graph.symbols import annotate as label_dims
+from galvatron_fx.ir.kernels.experts import group_of, numbers_of_masks
 from galvatron_fx.ir.torch_compat.tracing import decomposition, trace_decomposed
 from passes.frontend.capture.cleanup import CleanGraph
 from passes.sharding import batched_rules, lookup_rules, own_rules, random_rules  # noqa: F401  (register rules)
@@ -78,6 +79,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.index_put.default: _masked_write,
     aten._trilinear.default: _trilinear,
     aten.view_as_complex.default: _complex,
+    group_of: numbers_of_masks,
 }
 
 _SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
 
-__all__ = ["INTEGERS", "Values", "are_places", "followers", "root_of", "values_of_ids"]
+__all__ = ["INTEGERS", "Values", "are_places", "choices", "followers", "root_of", "values_of_ids"]
 
 aten = torch.ops.aten
 
@@ -37,13 +37,19 @@ def root_of(ids: fx.Node) -> fx.Node:
 
 def are_places(root: fx.Node, experts: int) -> bool:
     """Whether ids are places along a dim of at most ``experts``, so that each is of an expert."""
+    size = choices(root)
+    return size is not None and size <= experts
+
+
+def choices(root: fx.Node) -> int | None:
+    """The size of the dim along which ids are places; None where they are not."""
     maker = root.args[0] if is_getitem(root) else root
     if not isinstance(maker, fx.Node) or maker.target not in _PLACES:
-        return False
+        return None
     at = _PLACES[maker.target]
     dim = maker.args[at] if len(maker.args) > at else maker.kwargs.get("dim", -1)
     shape = meta_of(maker.args[0]).spec.shape  # type: ignore[arg-type]
-    return isinstance(dim, int) and bool(shape) and shape[dim] <= experts
+    return shape[dim] if isinstance(dim, int) and shape else None
 
 
 def values_of_ids(root: fx.Node, experts: int, stray: int | None = None) -> Values:
@@ -96,4 +102,5 @@ def _run(node: fx.Node, values: Values, draw: int) -> Any:
 
     options = {name: value for name, value in node.kwargs.items() if name != "device"}
     args, kwargs = fx.map_arg((node.args, options), of)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
+    target = aten.reshape.default if node.target is aten.view.default else node.target  # strides may be others
+    return target(*args, **kwargs)  # type: ignore[operator]

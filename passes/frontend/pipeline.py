@@ -19,6 +19,7 @@ from passes.frontend.capture.capture import Capture, ExampleInputs, FlatInputs
 from passes.frontend.capture.trace import Trace
 from passes.frontend.decompose import Decompose
 from passes.frontend.eliminate_common_subexpressions import EliminateCommonSubexpressions
+from passes.frontend.expert_masks import ProveMasks
 from passes.frontend.find_blocks import FindBlocks
 from passes.frontend.find_experts import FindExperts
 from passes.frontend.fold_causal_masks import FoldCausalMasks
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 PASSES: tuple[tuple[GraphPass, str], ...] = (
     (FunctionalRandom(), "captured"),
     (FoldCausalMasks(), "captured"),
+    (ProveMasks(), "captured"),
     (FindExperts(), "captured"),
     (BatchedIndexing(), "captured"),
     (Decompose(), "captured"),

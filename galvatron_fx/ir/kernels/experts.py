@@ -22,7 +22,7 @@ from torch import Tensor
 from galvatron_fx.ir.errors import InputError
 
 __all__ = ["collect", "combine", "dispatch", "in_round", "pack", "place_by_rank", "received_order", "route", "spread"]
-__all__ += ["give_back", "lend", "shadows", "unpack", "unsort", "with_shadows"]
+__all__ += ["give_back", "group_of", "lend", "numbers_of_masks", "shadows", "unpack", "unsort", "with_shadows"]
 
 _library = torch.library.Library("galvatron_fx", "FRAGMENT")
 _ANY_DEVICE = "CompositeExplicitAutograd"
@@ -38,6 +38,12 @@ route = _operator("route(Tensor experts, int num_experts) -> (Tensor, Tensor, Te
 """``route(experts[R], num_experts) -> place[R], order[R], ends[num_experts]``: the row of each copy of a token where
 these are in the order of their experts, equal ones as they come; the copy in each row; and how many rows the experts up
 to each have. Ids below 0 count to the first expert, those of ``num_experts`` or more to none."""
+
+group_of = _operator("group_of(Tensor masks, Tensor? hit, Tensor? never, str where) -> (Tensor, Tensor)")
+"""``group_of(masks[E, R], hit[E], never[N, R], where) -> ids[R], valid[R]``: of masks that pick no row twice, the
+number of the one that picks a row, and whether one does; rows of none are dealt out. Where ``hit`` is false a mask
+picks nothing, and ``never`` does not pick any. Only in graphs as they are captured: whether all that holds is found out
+by :mod:`passes.frontend.expert_masks`, which names ``where`` in the model's code."""
 
 dispatch = _operator("dispatch(Tensor x, Tensor place, Tensor order, int copies) -> Tensor")
 """``dispatch(x[T, ...], place[T * copies], order[T * copies], copies) -> [T * copies, ...]``: ``copies`` of each token,
@@ -112,6 +118,16 @@ def _route(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     expert_of_row, order = torch.sort(experts, stable=True)
     bounds = torch.arange(num_experts, device=experts.device, dtype=experts.dtype)
     return _inverse(order), order, torch.searchsorted(expert_of_row, bounds, right=True, out_int32=True)
+
+
+@_implements("group_of")
+def numbers_of_masks(masks: Tensor, hit: Tensor | None, never: Tensor | None, where: str) -> tuple[Tensor, Tensor]:
+    """What ``group_of`` computes, in operators that can be split."""
+    count, rows = masks.shape
+    valid = masks.any(0)
+    numbers = torch.arange(count, device=masks.device).unsqueeze(1)
+    dealt = torch.arange(rows, device=masks.device) % count
+    return torch.where(valid, (masks * numbers).sum(0), dealt), valid
 
 
 @_implements("dispatch")
@@ -287,6 +303,11 @@ def _expert_of_row(ends: Tensor, rows: int) -> Tensor:
 def _fake_route(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     place = experts.new_empty(experts.shape, dtype=torch.int64)
     return place, torch.empty_like(place), experts.new_empty((num_experts,), dtype=torch.int32)
+
+
+@torch.library.register_fake("galvatron_fx::group_of")
+def _fake_group_of(masks: Tensor, hit: Tensor | None, never: Tensor | None, where: str) -> tuple[Tensor, Tensor]:
+    return masks.new_empty(masks.shape[1:], dtype=torch.int64), torch.empty_like(masks[0])
 
 
 @torch.library.register_fake("galvatron_fx::dispatch")

@@ -80,6 +80,8 @@ def refuse_view(view: View) -> NoReturn:
 
 
 def _copy_data(tensor: Tensor, value: Tensor) -> None:
+    if value is tensor:  # as casts of modules to the dtype that they have
+        return
     if tensor.shape != value.shape or tensor.dtype != value.dtype:
         raise CaptureError(
             f"forward sets .data of a tensor of shape {tuple(tensor.shape)} ({tensor.dtype}) to one of shape "

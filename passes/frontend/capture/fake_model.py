@@ -23,6 +23,7 @@ from passes.frontend.capture.module_state import Change, ModuleState
 from passes.frontend.capture.outside_state import OutsideState
 from passes.frontend.capture.raw_contents import copied_containers
 from passes.frontend.capture.reruns import keep_weights
+from passes.frontend.expert_loops.loops import ExpertLoops
 from passes.frontend.routed_experts import routed_experts
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class FlatModel(nn.Module):
 
     def _returned(self, arguments: Arguments) -> Any:
         args, kwargs = arguments.value
-        with routed_experts():
+        with routed_experts(), ExpertLoops(self.module.parameters()):
             returned = self.module(*args, **kwargs)
         return arguments.marked(returned) if self.forward_only else returned
 

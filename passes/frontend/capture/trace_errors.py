@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import traceback
+from collections.abc import Sequence
 from traceback import FrameSummary
-from types import TracebackType
 
 import torch
 from torch import nn
@@ -45,6 +46,14 @@ _FOLDERS = tuple(
 )
 
 
+class PickedRows(Exception):
+    """Raised for rows that a mask picks, which are as many as values say: ``operator`` asked for them, at ``frame``."""
+
+    def __init__(self, operator: str, frame: FrameSummary) -> None:
+        super().__init__(operator)
+        self.operator, self.frame = operator, frame
+
+
 def explained(error: Exception, model: nn.Module) -> GalvatronError:
     """Turn a tracing error into one that names the model's own line and what to do.
 
@@ -53,8 +62,8 @@ def explained(error: Exception, model: nn.Module) -> GalvatronError:
     if isinstance(error, GalvatronError):
         return error
     _LOG.debug("tracing %s failed", type(model).__name__, exc_info=error)
-    frame = _user_frame(error.__traceback__)
-    where = f'File "{frame.filename}", line {frame.lineno}, in {frame.name}: {frame.line}'
+    frame = error.frame if isinstance(error, PickedRows) else user_frame(traceback.extract_tb(error.__traceback__))
+    where = described_frame(frame)
     name, text = type(error).__name__, _first_line(error)
     refusal = _refusal(error, name, frame)
     if refusal is not None:
@@ -72,6 +81,8 @@ def explained(error: Exception, model: nn.Module) -> GalvatronError:
 def _refusal(error: Exception, name: str, frame: FrameSummary) -> tuple[str, str] | None:
     """What the code does that no graph can say, and what to do instead; None where that is not known."""
     text = str(error)
+    if isinstance(error, PickedRows):
+        return remedy_for_shape(error.operator, frame)
     if "DynamicOutputShape" in name or "dynamic shape" in text:
         return remedy_for_shape(_first_line(error), frame)
     if "DataDependent" in name:
@@ -84,8 +95,29 @@ def _first_line(error: Exception) -> str:
     return text.splitlines()[0][:_MOST_SHOWN] if text else "no message"
 
 
-def _user_frame(trace: TracebackType | None) -> FrameSummary:
+def user_frame(frames: Sequence[FrameSummary]) -> FrameSummary:
     """The innermost frame that is neither torch's nor ours."""
-    frames = traceback.extract_tb(trace)
     users = [frame for frame in frames if not os.path.abspath(frame.filename).startswith(_FOLDERS)]
     return users[-1] if users else frames[-1]
+
+
+def calling_frame() -> FrameSummary:
+    """The same of the code that runs now."""
+    stack = [
+        FrameSummary(
+            frame.f_code.co_filename,
+            line,
+            frame.f_code.co_name,
+            end_lineno=places[1],
+            colno=places[2],
+            end_colno=places[3],
+        )
+        for frame, line in traceback.walk_stack(sys._getframe())
+        for places in [list(frame.f_code.co_positions())[frame.f_lasti // 2]]
+    ]
+    return user_frame(stack[::-1])
+
+
+def described_frame(frame: FrameSummary) -> str:
+    """A line of code and where it is."""
+    return f'File "{frame.filename}", line {frame.lineno}, in {frame.name}: {frame.line}'

@@ -7,7 +7,7 @@ import linecache
 from collections.abc import Iterator
 from traceback import FrameSummary
 
-__all__ = ["remedy_for_read", "remedy_for_shape"]
+__all__ = ["remedy_for_picks", "remedy_for_read", "remedy_for_shape"]
 
 _LOG_IT = "return the tensor as one more output and print or log it after the step"
 _BRANCH = (
@@ -70,6 +70,11 @@ def remedy_for_shape(operator: str, frame: FrameSummary) -> tuple[str, str]:
     if "nonzero" in operator and indexed:
         return "indexes by a mask, which makes a tensor whose shape depends on values", _MASK
     return what, next((remedy for name, remedy in _SHAPES.items() if name in operator), _ANY_SHAPE)
+
+
+def remedy_for_picks() -> str:
+    """What to write instead of rows that masks pick, where these are not those of one expert each."""
+    return _PLACES
 
 
 def _enclosing(frame: FrameSummary) -> Iterator[ast.AST]:

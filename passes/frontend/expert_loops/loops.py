@@ -1,0 +1,313 @@
+"""Write down what a model's loop over experts does with the rows that masks pick, and do it for all experts at once."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from galvatron_fx.ir.torch_compat.tensors import pytree
+from passes.frontend.capture.trace_errors import calling_frame
+from passes.frontend.expert_loops.merged import Sink, merge
+from passes.frontend.expert_loops.picked import Call, Count, Gather, Hit, Mask, Picked, Place
+from passes.frontend.expert_loops.row_calls import called, name_of
+
+__all__ = ["ExpertLoops"]
+
+_ASKS = (torch.where, torch.nonzero, Tensor.nonzero)
+_GET, _SET = Tensor.__getitem__, Tensor.__setitem__
+_FACTS = (
+    "__get__",
+    "dim",
+    "is_floating_point",
+    "is_complex",
+    "is_contiguous",
+    "stride",
+    "__hash__",
+    "size",
+    "numel",
+    "untyped_storage",
+)
+_SUMS = ("__add__", "add")
+_SAME_SIZE = ("reshape", "view", "squeeze", "flatten")
+_COMPARES = ("eq", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
+_NUMBERS = ("__index__", "__int__", "item", "__format__")
+
+
+class ExpertLoops(TorchFunctionMode):
+    """In its scope, ``torch.where(mask)``, ``nonzero`` and ``x[mask]`` give rows that are written down only. What adds
+    them to a tensor, or puts them into one, is done where that tensor is next used, for all masks at once.
+
+    Raises PickedRows for what is not done to each row by itself: then there is no one graph of the model.
+    """
+
+    def __init__(self, weights: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self._masks: dict[Any, Mask] = {}
+        self._asked: list[Tensor] = []
+        self._compared: dict[int, tuple[Any, Tensor]] = {}
+        self._sinks: list[Sink] = []
+        self._tables: list[Tensor] = []
+        self._hit: Hit | None = None
+        self._of_weights = {id(weight): weight for weight in weights}  # and what is made of them alone
+
+    def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
+        super().__exit__(kind, value, trace)
+        if kind is None:
+            self._flush()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        name = name_of(func)
+        if any(isinstance(tensor, Hit) for tensor in tensors):
+            return self._of_hit(func, name, args, kwargs)
+        if any(isinstance(tensor, Picked) for tensor in tensors):
+            return self._of_picked(func, name, args, kwargs)
+        if not tensors:
+            return func(*args, **kwargs)
+        if name in _FACTS:
+            return self._noted(func(*args, **kwargs), tensors)
+        return self._of_others(func, name, args, kwargs, tensors)
+
+    # ---- functions of tensors ----
+
+    def _of_others(self, func: Any, name: str, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
+        self._before(func, name, args, tensors)
+        if func in _ASKS and len(args) == 1 and _is_set(args[0]):
+            mask, dims = self._mask(args[0]), args[0].dim()
+            if func is torch.where or kwargs.get("as_tuple"):
+                return tuple(_place(mask, dim) for dim in range(dims))
+            if dims == 1:
+                return Picked.of(mask, Place(0), (mask.rows, 1), torch.int64)
+        if func is _GET and _is_mask(args[1]) and args[1].shape == args[0].shape[: args[1].dim()]:
+            return self._gathered(args[0], self._mask(args[1]), tuple(range(args[1].dim())), 0, 0)
+        result = func(*args, **kwargs)
+        if name in ("__eq__", "eq") and len(args) == 2 and isinstance(args[1], int) and not args[0].is_floating_point():
+            self._compared[id(result)] = (id(args[0]), args[1]), result
+            self._tables.append(args[0])
+        return self._noted(result, tensors)
+
+    def _noted(self, result: Any, tensors: Sequence[Tensor]) -> Any:
+        if isinstance(result, Tensor) and all(map(self._is_weight, tensors)):
+            self._of_weights[id(result)] = result
+        return result
+
+    def _is_weight(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._of_weights
+
+    def _before(self, func: Any, name: str, args: Any, tensors: Sequence[Tensor]) -> None:
+        """Do what was put off and is needed now; refuse what would change, or skip, what is only written down."""
+        changes = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or func is _SET
+        if changes and self._tables and _shares(args[0], self._tables):
+            for mask in self._masks.values():
+                mask.refuse()
+            self._forget()
+        is_weights = all(map(self._is_weight, tensors))
+        if self._hit is not None and not is_weights and any(tensor.is_floating_point() for tensor in tensors):
+            self._hit.mask.refuse()  # a pass without hits would not be there
+        if self._sinks and any(_shares(tensor, [sink.out for sink in self._sinks]) for tensor in tensors):
+            self._flush()
+
+    def _forget(self) -> None:
+        self._tables, self._masks, self._compared = [], {}, {}
+
+    def _mask(self, tensor: Tensor) -> Mask:
+        key = self._compared.get(id(tensor), (id(tensor),))[0]
+        if key not in self._masks:
+            self._asked.append(tensor)  # its id is not that of another
+            is_set = tensor if tensor.dtype == torch.bool else tensor != 0
+            self._masks[key] = Mask(key, is_set, calling_frame(), self._hit)
+        return self._masks[key]
+
+    # ---- loops over those experts that have tokens ----
+
+    def _of_hit(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        hit = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Hit))
+        if self._hit is None or hit.mask is not self._hit.mask or hit.place != self._hit.place:
+            hit.mask.refuse()  # kept beyond its pass
+        if args[0] is hit:
+            if name in _NUMBERS:
+                return format(hit.place, *args[1:]) if name == "__format__" else hit.place
+            if (func is _GET and args[1] == 0) or name in ("squeeze", "__getitem__"):
+                return Hit.of(hit.mask, hit.place, 0)
+            if name in _COMPARES and isinstance(args[1], int):
+                return getattr(operator, name)(hit.place, args[1])
+            if name in _FACTS:
+                return func(*args, **kwargs)
+            hit.mask.refuse()
+        if name in _COMPARES and args[1] is hit and not isinstance(args[0], Picked):
+            return self._of_others(func, name, (args[0], hit.place), kwargs, [args[0]])
+        if func is _GET and self._is_weight(args[0]) and args[1] is hit and hit.place >= args[0].shape[0]:
+            self._hit.is_beyond = True
+            hit = Hit.of(hit.mask, args[0].shape[0] - 1, Tensor.dim(hit))
+            return self._noted(_GET(args[0], _as_place(hit)), [args[0]])
+        if func is _GET:
+            return self._noted(_GET(args[0], pytree.tree_map(_as_place, args[1])), [args[0]])
+        hit.mask.refuse()
+
+    def _passes(self, mask: Mask) -> Iterator[Hit]:
+        for place in range(mask.rows):
+            self._hit = Hit.of(mask, place, 1)
+            try:
+                yield self._hit
+            finally:
+                self._hit = None
+
+    # ---- functions of picked rows ----
+
+    def _of_picked(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        picked = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Picked))
+        mask = picked.mask
+        if name in _FACTS and args[0] is picked:
+            return _fact(func, name, args, picked)
+        if name in ("__iter__", "unbind") and isinstance(picked.how, Place) and picked.dim() == 2:
+            return self._passes(mask)
+        if isinstance(picked.how, Place) and args[0] is picked:
+            if name in (*_SAME_SIZE, "__getitem__") and picked.dim() == 2:
+                return _place(mask, 0)
+            mask.refuse()
+        if func is _GET and not isinstance(args[0], Picked):
+            return self._gathered(args[0], mask, *_spec(mask, args[1]))
+        if func is _SET and not isinstance(args[0], Picked):
+            return self._put(args[0], args[1], args[2])
+        if name == "index_add_" and not isinstance(args[0], Picked) and not kwargs:
+            return self._added(*args)
+        if isinstance(picked.how, Gather) and picked.how.leading and args[0] is picked:
+            if name in _SAME_SIZE:
+                return self._gathered(picked.how.table, mask, picked.how.dims, 0, picked.how.trailing)
+            mask.refuse()
+        leaves = pytree.tree_leaves((args, kwargs))
+        self._tables += [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Picked)]
+        return called(func, name, args, kwargs)
+
+    def _gathered(self, table: Tensor, mask: Mask, dims: tuple[int, ...], leading: int, trailing: int) -> Picked:
+        if tuple(table.shape[: len(dims)]) != tuple(mask.shape[dim] for dim in dims):
+            mask.refuse()
+        self._tables.append(table)
+        shape = (*(1,) * leading, mask.rows, *(1,) * trailing, *table.shape[len(dims) :])
+        return Picked.of(mask, Gather(table, dims, leading, trailing), shape, table.dtype)
+
+    # ---- what becomes of them ----
+
+    def _added(self, out: Tensor, dim: int, index: Any, value: Any) -> Tensor:
+        mask = (index if isinstance(index, Picked) else value).mask
+        if dim != 0 or not isinstance(index, Picked) or not isinstance(index.how, Place):
+            mask.refuse()
+        if not isinstance(value, Picked) or value.mask is not mask or value.shape != (mask.rows, *out.shape[1:]):
+            mask.refuse()
+        self._sink(Sink(mask, index.how.dim, value, out, adds=True))
+        return out
+
+    def _put(self, out: Tensor, index: Any, value: Any) -> None:
+        if not isinstance(value, Picked):
+            index.mask.refuse()
+        mask = value.mask
+        if isinstance(index, Picked) and isinstance(index.how, Place) and index.mask is mask:
+            dim = index.how.dim
+        elif _is_mask(index) and index.dim() == 1 and self._mask(index) is mask:
+            dim = 0
+        else:
+            mask.refuse()
+        if value.shape != (mask.rows, *out.shape[1:]) or out.shape[0] != mask.shape[dim]:
+            mask.refuse()
+        more = _sum_with(out, value, dim)
+        if more is None and len(mask.shape) > 1:
+            mask.refuse()  # a token's copies would be put into one place
+        self._sink(Sink(mask, dim, value if more is None else more, out, adds=more is not None))
+
+    def _sink(self, sink: Sink) -> None:
+        if self._masks.get(sink.mask.key) is not sink.mask:
+            sink.mask.refuse()  # what was written down of it may have changed since
+        sink.value.is_used = True
+        of_out = [other for other in self._sinks if other.out is sink.out]
+        goes_on = bool(of_out) and of_out[-1].goes_with(sink)
+        read = [table for table in self._tables if table is not sink.out]
+        if (of_out and not goes_on) or _shares(sink.out, read):
+            sink.mask.refuse()
+        if not of_out and _shares(sink.out, [other.out for other in self._sinks]):
+            sink.mask.refuse()
+        self._sinks.append(sink)
+
+    def _flush(self) -> None:
+        """Do all that was written down."""
+        sinks, self._sinks = self._sinks, []
+        self._forget()
+        outs = {id(sink.out): sink.out for sink in sinks}
+        for key in outs:
+            merge([sink for sink in sinks if id(sink.out) == key])
+
+
+def _is_set(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_floating_point() and value.dim() > 0
+
+
+def _is_mask(value: Any) -> bool:
+    return _is_set(value) and not isinstance(value, Picked) and value.dtype == torch.bool
+
+
+def _place(mask: Mask, dim: int) -> Picked:
+    return Picked.of(mask, Place(dim), (mask.rows,), torch.int64)
+
+
+def _as_place(value: Any) -> Any:
+    """A hit as an index that takes as many dims away."""
+    if not isinstance(value, Hit):
+        return value
+    return slice(value.place, value.place + 1) if Tensor.dim(value) else value.place
+
+
+def _fact(func: Any, name: str, args: Any, picked: Picked) -> Any:
+    """What is asked about a tensor without a look at its elements; of numbers of rows, a Count."""
+    place = picked.how.leading if isinstance(picked.how, Gather) else 0
+    count = Count(picked.mask)
+    if name == "numel":
+        return count
+    owner = getattr(func, "__self__", None)
+    if name == "size" or owner is Tensor.shape:
+        sizes = [count if dim == place else size for dim, size in enumerate(torch.Size(Tensor.size(picked)))]
+        return tuple(sizes) if len(args) < 2 else sizes[args[1]]
+    if owner is Tensor.device:
+        return picked.mask.tensor.device
+    return func(*args)
+
+
+def _spec(mask: Mask, index: Any) -> tuple[tuple[int, ...], int, int]:
+    """Which dims of the mask an index names, and how many new dims are in front of and behind them."""
+    parts = index if isinstance(index, tuple) else (index,)
+    while parts and (parts[-1] is Ellipsis or parts[-1] == slice(None)):
+        parts = parts[:-1]
+    named = [at for at, part in enumerate(parts) if isinstance(part, Picked)]
+    if not named or named != list(range(named[0], named[-1] + 1)):
+        mask.refuse()
+    rest = [part for at, part in enumerate(parts) if at not in named]
+    places = [parts[at] for at in named]
+    are_places = all(isinstance(place.how, Place) and place.mask is mask for place in places)
+    if any(part is not None for part in rest) or not are_places:
+        mask.refuse()
+    return tuple(place.how.dim for place in places), named[0], len(parts) - 1 - named[-1]
+
+
+def _sum_with(out: Tensor, value: Picked, dim: int) -> Picked | None:
+    """What ``out[index] += more`` adds: the other term of a sum with rows of ``out`` itself."""
+    how = value.how
+    if not isinstance(how, Call) or name_of(how.func) not in _SUMS or len(how.args) != 2 or how.kwargs:
+        return None
+    for mine, more in (how.args, how.args[::-1]):
+        if isinstance(mine, Picked) and isinstance(more, Picked) and more.shape == value.shape:
+            rows = mine.how
+            if isinstance(rows, Gather) and rows.table is out and rows.dims == (dim,):
+                return more
+    return None
+
+
+def _shares(tensor: Tensor, others: Sequence[Tensor]) -> bool:
+    return any(tensor is other or _storage(tensor) == _storage(other) for other in others)
+
+
+def _storage(tensor: Tensor) -> Any:
+    return torch.multiprocessing.reductions.StorageWeakRef(tensor.untyped_storage())

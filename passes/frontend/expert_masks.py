@@ -1,0 +1,114 @@
+"""Masks that loops over experts pick rows by: that they are of one expert each, seen by their values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from galvatron_fx.ir.errors import CaptureError
+from galvatron_fx.ir.graph.metadata import meta_of, ports
+from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
+from galvatron_fx.ir.graph.rewrite import eliminate_dead_code, write_call
+from galvatron_fx.ir.kernels.experts import dispatch, group_of
+from passes.frontend.capture.value_reads import remedy_for_picks
+from passes.frontend.id_values import INTEGERS, Values, choices, values_of_ids
+
+__all__ = ["ProveMasks"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class ProveMasks:
+    """See that the masks of a loop over experts pick no row twice, and that experts it passes over have none: by their
+    values for a few draws of the ids that they follow from.
+
+    Rewrite: ``ids, valid = group_of(stack([chosen == 0, chosen == 1, ...]))`` -> ``ids = chosen.reshape(-1)``. Masks
+    that leave rows out stay. Raises CaptureError where they do not follow from ids alone, or a row is picked twice.
+    """
+
+    def run(self, graph: fx.GraphModule) -> fx.GraphModule:
+        """Rewrite ``graph`` in place and return it."""
+        nodes = [node for node in graph.graph.nodes if node.target is group_of]
+        for node in nodes:
+            _prove(graph, node)
+        if nodes:
+            eliminate_dead_code(graph)
+            graph.recompile()
+        return graph
+
+
+def _prove(graph: fx.GraphModule, node: fx.Node) -> None:
+    root = _root(graph, node)
+    count = meta_of(node.args[0]).spec.shape[0]  # type: ignore[arg-type]
+    known = choices(root) if root is not None else None
+    values = _values(root, known or count)
+    if root is None or not _are_apart(node, values):
+        raise CaptureError(
+            f"rows are picked by masks that do not give each to one expert, so there is no one graph of it:\n"
+            f"  {node.args[3]}\n{remedy_for_picks()}"
+        )
+    draws = zip(values[node], values[root], strict=True)
+    if not all(valid.all() and torch.equal(ids, chosen.reshape(-1)) for (ids, valid), chosen in draws):
+        return
+    for user in list(node.users):
+        if is_getitem(user) and user.args[1] == 0:
+            with graph.graph.inserting_after(node):
+                flat = write_call(graph.graph, aten.reshape.default, (root, list(meta_of(user).spec.shape)))
+            flat.meta.update(user.meta)
+            user.replace_all_uses_with(flat)
+        elif is_getitem(user):
+            _keep_all(user)
+
+
+def _values(root: fx.Node | None, count: int) -> Values:
+    """Of what follows from ids below ``count``; nothing where that fails."""
+    try:
+        return values_of_ids(root, count) if root is not None else {}
+    except (IndexError, RuntimeError):
+        return {}
+
+
+def _root(graph: fx.GraphModule, node: fx.Node) -> fx.Node | None:
+    """The ids that masks follow from, alone; None where there are none, or several."""
+    inputs = {placeholder for _, placeholder in ports(graph)}
+    roots: dict[fx.Node, None] = {}
+    pending, seen = list(input_nodes(node)), set[fx.Node]()
+    while pending:
+        one = pending.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        if one in inputs or is_getitem(one) or choices(one) is not None:
+            roots[one] = None
+        else:
+            pending += input_nodes(one)
+    (root, *more) = roots or (None,)
+    is_ids = root is not None and not more and meta_of(root).spec.dtype in INTEGERS
+    return root if is_ids else None
+
+
+def _are_apart(node: fx.Node, values: Values) -> bool:
+    """Whether no row is picked twice, and none by an expert that the loop passes over."""
+    masks, hit, never = node.args[:3]
+    if node not in values:
+        return False
+    if any(int(value.sum(0).max()) > 1 for value in values[masks]):  # type: ignore[index]
+        return False
+    if never is not None and any(bool(value.any()) for value in values[never]):  # type: ignore[index]
+        return False
+    pairs = zip(values[hit], values[masks], strict=True) if hit is not None else ()  # type: ignore[index]
+    return all(bool((seen | ~value.any(1)).all()) for seen, value in pairs)
+
+
+def _keep_all(valid: fx.Node) -> None:
+    """Take out what leaves rows out."""
+    pending = list(valid.users)
+    while pending:
+        user = pending.pop()
+        if user.target is aten.where.self:
+            user.replace_all_uses_with(user.args[1])  # type: ignore[arg-type]
+        elif user.target is dispatch or user.target in (aten.reshape.default, aten.view.default, aten.expand.default):
+            pending += list(user.users)

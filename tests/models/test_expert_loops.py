@@ -1,0 +1,194 @@
+"""Loops over experts, each of which takes its own tokens: captured as products of groups of rows, exact, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from galvatron_fx.errors import CaptureError
+from galvatron_fx.ir.kernels.experts import group_of, route
+from passes.frontend.pipeline import Frontend
+from tests.helpers import assert_exact, captured, one_device, simulate, uniform
+from tests.models.test_written_experts import COPIES, EXPERTS, INNER, WIDTH, Experts, written
+
+f64 = torch.float64
+
+
+class Looped(Experts):
+    """Weights of all experts in one tensor; tokens by ``torch.where``; their copies are added up."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        x = h.reshape(-1, WIDTH)
+        weights, ids = self.choose(x)
+        out = torch.zeros_like(x)
+        for expert in range(EXPERTS):
+            token, copy = torch.where(ids == expert)
+            if token.numel() == 0:
+                continue
+            rows = torch.relu(x[token] @ self.up[expert] + self.bias[expert]) @ self.down[expert]
+            out.index_add_(0, token, rows * weights[token, copy, None])
+        return out.reshape(h.shape)
+
+
+class Modules(Experts):
+    """Each expert a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * INNER, dtype=f64), nn.GLU(), nn.Linear(INNER, WIDTH, dtype=f64))
+            for _ in range(EXPERTS)
+        )
+        del self.up, self.bias, self.down
+
+
+class Hits(Modules):
+    """Only experts that have tokens are looked at; one too many is counted; masks are [experts, copies, tokens]."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        x = h.reshape(-1, WIDTH)
+        weights, ids = self.choose(x)
+        out = torch.zeros_like(x)
+        masks = F.one_hot(ids, EXPERTS).permute(2, 1, 0)
+        for expert in torch.greater(masks.sum(dim=(-1, -2)), 0).nonzero():
+            copy, token = torch.where(masks[expert].squeeze(0))
+            rows = self.experts[expert[0]](x[None, token].reshape(-1, WIDTH))
+            rows *= weights[token, copy, None]
+            out[token] += rows
+        return out.reshape(h.shape)
+
+
+class Masked(Modules):
+    """Copies of tokens by masks, put back by masks."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        x = h.reshape(-1, WIDTH)
+        weights, ids = self.choose(x)
+        copies, chosen = x.repeat_interleave(COPIES, 0), ids.flatten()
+        rows = torch.empty_like(copies)
+        for expert, layer in enumerate(self.experts):
+            rows[chosen == expert] = layer(copies[chosen == expert])
+        return (rows.view(-1, COPIES, WIDTH) * weights[..., None]).sum(1).reshape(h.shape)
+
+
+class Dropped(Experts):
+    """The first tokens of each expert alone; others stay as they are, and the last expert passes them on."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        x = h.reshape(-1, WIDTH)
+        weight, ids = torch.softmax(self.router(x), -1).max(-1)
+        masks = F.one_hot(ids, EXPERTS)
+        masks = (masks * (masks.cumsum(0) <= 5)).bool()
+        out = x.clone()
+        for expert in range(EXPERTS):
+            token = masks[:, expert].nonzero().squeeze(-1)
+            rows = F.layer_norm(x[token], (WIDTH,)) @ self.up[expert] @ self.down[expert]
+            out.index_add_(0, token, weight[token].unsqueeze(-1) * (rows if expert else x[token]))
+        return out.reshape(h.shape)
+
+
+class Beyond(Experts):
+    """Masks of one expert more than there are weights: no token ever has its id."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        x = h.reshape(-1, WIDTH)
+        weights, ids = self.choose(x)
+        out = torch.zeros_like(x)
+        masks = F.one_hot(ids, EXPERTS + 1).permute(2, 1, 0)
+        for expert in (masks.sum((1, 2)) > 0).nonzero():
+            expert = expert[0]
+            copy, token = torch.where(masks[expert])
+            rows = torch.relu(x[token] @ self.up[expert]) @ self.down[expert]
+            out.index_add_(0, token, rows * weights[token, copy, None])
+        return out.reshape(h.shape)
+
+
+LOOPS = (Looped, Hits, Masked, Dropped, Beyond)
+
+
+@pytest.mark.parametrize("experts", LOOPS)
+def test_loops_are_exact(experts: Callable[[], nn.Module]) -> None:
+    model, inputs = written(experts)
+    graph, expected = captured(model, inputs), one_device(model, inputs)
+    assert any(node.target is route for node in graph.graph.nodes)
+    assert not any(node.target is group_of for node in graph.graph.nodes)
+    for roles in (("data", "expert"), ("zero", "tensor")):
+        assert_exact(simulate(graph, model, inputs, (2, 2), uniform(graph, *roles), {}), expected)
+
+
+def looping(body: Callable[[nn.Module, Tensor, Tensor, Tensor, int, Tensor], None]) -> type[Experts]:
+    """Experts whose loop does ``body`` of (module, tokens, ids, weights, expert, sum)."""
+
+    class Loop(Experts):
+        def forward(self, h: Tensor) -> Tensor:
+            x = h.reshape(-1, WIDTH) * 1.0
+            weights, ids = self.choose(x)
+            out = torch.zeros_like(x)
+            for expert in range(EXPERTS):
+                body(self, x, ids, weights, expert, out)
+            return out.reshape(h.shape)
+
+    return Loop
+
+
+def picks_twice(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, expert: int, out: Tensor) -> None:
+    (token,) = torch.where((ids == expert).any(-1))
+    out.index_add_(0, token, x[token] @ self.up[expert] @ self.down[expert])
+
+
+def picks_by_weights(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, expert: int, out: Tensor) -> None:
+    (token,) = torch.where(weights[:, 0] > expert)
+    out.index_add_(0, token, x[token])
+
+
+def takes_a_mean(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, expert: int, out: Tensor) -> None:
+    token, _ = torch.where(ids == expert)
+    out.index_add_(0, token, x[token] - x[token].mean(0))
+
+
+def counts_rows(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, expert: int, out: Tensor) -> None:
+    token, _ = torch.where(ids == expert)
+    out.index_add_(0, token, x[token] * (1 / token.numel()))
+
+
+def changes_tokens(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, expert: int, out: Tensor) -> None:
+    token, _ = torch.where(ids == expert)
+    rows = x[token]
+    x.mul_(1.01)
+    out.index_add_(0, token, rows)
+
+
+def does_more_where_hit(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, expert: int, out: Tensor) -> None:
+    for hit in (F.one_hot(ids, EXPERTS).sum((0, 1)) > expert).nonzero():
+        out += weights.mean() * self.bias[hit].mean()
+
+
+def passes_over(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, expert: int, out: Tensor) -> None:
+    if expert == 0:
+        for hit in (F.one_hot(ids[:1], EXPERTS).sum((0, 1)) > 0).nonzero():
+            token, _ = torch.where(ids == hit)
+            out.index_add_(0, token, x[token])
+
+
+def puts_copies_into_one_place(
+    self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, expert: int, out: Tensor
+) -> None:
+    token, _ = torch.where(ids == expert)
+    out[token] = x[token]
+
+
+REFUSED = (
+    picks_twice, picks_by_weights, takes_a_mean, counts_rows, changes_tokens, does_more_where_hit, passes_over,
+    puts_copies_into_one_place,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("body", REFUSED, ids=lambda body: body.__name__)
+def test_loops_that_are_not_of_one_expert_a_row_are_refused(body: Callable[..., None]) -> None:
+    model, inputs = written(looping(body))
+    with pytest.raises(CaptureError, match=rf"(?s)no one graph of it.*in {body.__name__}.*multiply them in groups"):
+        Frontend().run(model, inputs)
