@@ -233,7 +233,9 @@ def _towers() -> None:
     pair = lambda: (_noise(4, 8), _noise(4, 8).flip(0) + 1)  # noqa: E731
     _add("CLIP", lambda: Applied(_clip, a=_mlp(8), b=_mlp(8), scale=Scalar()), pair)
     _add("SigLIP", lambda: Applied(_siglip, a=_mlp(8), b=_mlp(8)), pair)
-    _add("Barlow twins", lambda: Applied(_barlow, body=nn.Sequential(_mlp(8), nn.BatchNorm1d(8))), pair)
+    # Without biases that means take away again: their gradients are zero but for rounding.
+    twins = lambda: nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8, bias=False))  # noqa: E731
+    _add("Barlow twins", lambda: Applied(_barlow, body=twins()), pair)
     layer = lambda: nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True)  # noqa: E731
     tower = lambda: Applied(  # noqa: E731
         _tower, vision=nn.Conv2d(3, 16, 4, 4), project=_mlp(16, 32), words=nn.Embedding(64, 32),

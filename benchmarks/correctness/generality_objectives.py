@@ -217,7 +217,7 @@ def _parts() -> None:
     _add("stochastic depth and dropout", StochasticDepth, lambda: (_noise(4, 8),))
     for norm in (nn.BatchNorm2d, nn.SyncBatchNorm, nn.InstanceNorm2d):
         make = lambda norm=norm: nn.Sequential(  # noqa: E731
-            nn.Conv2d(3, 8, 3), norm(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)
+            nn.Conv2d(3, 8, 3, bias=False), norm(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)
         )
         inputs = lambda: (_noise(4, 3, 8, 8), _ids(4, high=5))  # noqa: E731
         _add(norm.__name__, lambda make=make: Applied(_classify, body=make()), inputs)
