@@ -20,8 +20,11 @@ from galvatron_fx.ir.plan.strategy import original_name
 from galvatron_fx.ir.torch_compat.dtensors import whole_tensor
 from galvatron_fx.ir.torch_compat.tensors import pytree
 from galvatron_fx.ir.torch_compat.tracing import composites_in_python
+from galvatron_fx.runtime.absent_cache import AbsentCache
 from galvatron_fx.runtime.module import DistributedGraphModule
 from passes.frontend.capture.flat_inputs import FlatInputs, flatten
+from passes.frontend.capture.held_objects import ArgumentAt, ArgumentsLeft, Slot, containers_of, taken_apart
+from passes.frontend.capture.raw_contents import copied_containers
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -82,10 +85,11 @@ def train(runner: StepRunner, steps: int, optimizer_of: OptimizerOf, seed: int) 
 
 
 def named_tensors(outputs: Any) -> list[tuple[str, Tensor]]:
-    """The tensors that a model returned, by their places."""
+    """The tensors that a model returned, also in objects, by their places; without caches that other ranks hold."""
     flatten(outputs)  # makes dataclasses known
-    paths, _ = pytree.tree_flatten_with_path(outputs)
-    named = [(pytree.keystr(path).strip("[]'."), leaf) for path, leaf in paths if isinstance(leaf, Tensor)]
+    paths, _ = pytree.tree_flatten_with_path(taken_apart(outputs))
+    here = [(path, leaf) for path, leaf in paths if isinstance(leaf, Tensor) and not isinstance(leaf, AbsentCache)]
+    named = [(pytree.keystr(path).strip("[]'."), leaf) for path, leaf in here]
     return [(name or "result", leaf) for name, leaf in named]
 
 
@@ -232,15 +236,31 @@ class Simulated:
         spec, plain = known.output_spec
         leaves: list[Any] = []
         position = 0
+        marks = [value if isinstance(value, ArgumentAt) else None for _, value in plain]
         for is_tensor, value in plain:
             whole = results.get(OutputSpec("output", str(position))) if is_tensor else None
-            leaves.append(whole.value if whole is not None else None if is_tensor else value)
+            is_made = whole is None and (is_tensor or isinstance(value, ArgumentAt))
+            leaves.append(whole.value if whole is not None else None if is_made else value)
             position += is_tensor
         nested = pytree.tree_unflatten(leaves, spec)
         spreads = [whole for at in range(position) if (whole := results.get(OutputSpec("output", str(at)))) is not None]
         for (name, value), whole in zip(named_tensors(nested), spreads, strict=True):
             self.spread[_key(name, value)] = whole.spread
-        return nested
+        if not any(marks):
+            return nested
+        given = self._arguments(known, results)
+        leaves = [leaf if mark is None else given[mark.path] for leaf, mark in zip(leaves, marks, strict=True)]
+        return pytree.tree_unflatten(leaves, spec)
+
+    def _arguments(self, known: Signature, results: Results) -> dict[str, Any]:
+        """The containers among the arguments as the step leaves them, by the way to each."""
+        tensors = dict(zip(self.inputs.input_names, self.inputs.tensors, strict=True))
+        tensors |= {port.name: whole.value for port, whole in results.items() if port.kind == "cache"}
+        left: ArgumentsLeft | None = known.arguments
+        if left is None:
+            return dict(containers_of(self.inputs.call([tensors[name] for name in self.inputs.input_names])))
+        value = copied_containers(left.value, lambda leaf: tensors[leaf.name] if isinstance(leaf, Slot) else leaf)
+        return dict(containers_of(value))
 
     def _tensor(self, name: str) -> Tensor:
         owner, _, leaf = original_name(name).rpartition(".")

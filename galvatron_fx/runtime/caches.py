@@ -131,9 +131,10 @@ class CallCaches:
 
     def _refuse_unmovable(self) -> None:
         """Raise InputError where no place is found for the split tensor that is to stand for a whole one."""
+        if not self._moved:
+            return
         args, kwargs = self._given
-        fixed = [args, kwargs, *(c for _, c in containers_of(self._given) if isinstance(c, tuple))]
-        for container in fixed if self._moved else ():
+        for container in (args, kwargs, *(c for _, c in containers_of(self._given) if isinstance(c, tuple))):
             for _, key, item in inside(container):
                 if id(item) in self._moved:
                     raise InputError(

@@ -341,13 +341,28 @@ class StagedProgram:
 
     def _tell_state(self, merged: dict[OutputSpec, Any]) -> None:
         """Give new values of buffers, parameters and caches to all ranks that hold them, and to no others."""
+        for (maker, dtype), numbers in self._told_numbers.items():
+            row = torch.empty(len(numbers), dtype=dtype, device=self.device)
+            if maker == self.pipeline.rank:
+                row = torch.stack([merged[port] for port in numbers])
+            dist.broadcast(row, src=self.pipeline.peers[maker], group=self.pipeline.group)
+            merged.update(zip(numbers, row.unbind(), strict=True))
         for port, (maker, holders, spec) in self._state.items():
-            if holders != {maker} and maker != SPREAD:
+            if spec.shape and holders != {maker} and maker != SPREAD:
                 value = merged.get(port, torch.empty(spec.shape, dtype=spec.dtype, device=self.device)).contiguous()
                 dist.broadcast(value, src=self.pipeline.peers[maker], group=self.pipeline.group)
                 merged[port] = value
             if self.pipeline.rank not in holders:
                 merged.pop(port, None)
+
+    @cached_property
+    def _told_numbers(self) -> dict[tuple[int, torch.dtype], list[OutputSpec]]:
+        """What has no dims of what is told, by its maker and dtype: one message for all."""
+        numbers: dict[tuple[int, torch.dtype], list[OutputSpec]] = {}
+        for port, (maker, holders, spec) in self._state.items():
+            if not spec.shape and holders != {maker} and maker != SPREAD:
+                numbers.setdefault((maker, spec.dtype), []).append(port)
+        return numbers
 
     @cached_property
     def _state(self) -> dict[OutputSpec, tuple[int, set[int], TensorSpec]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import DynamicCache, StaticCache
@@ -127,6 +127,17 @@ def lists(mesh: DeviceMesh) -> None:
         assert isinstance(found[2]["keys"], DTensor) == (batch % 2 == 0 or role == "tensor")
 
 
+class Direct(nn.Module):
+    """Adds to a tensor that is an argument itself."""
+
+    def forward(self, x: Tensor, cache: Tensor) -> Tensor:
+        return cache.add_(x).sum(1)
+
+
+def direct() -> dict[str, Tensor]:
+    return {"x": torch.ones(4, 3), "cache": torch.zeros(4, 3)}
+
+
 def refusals(mesh: DeviceMesh) -> None:
     """What cannot be kept is refused by name."""
     model, ids, start = decoder(), prompts(4, 4), torch.tensor(0)
@@ -135,6 +146,9 @@ def refusals(mesh: DeviceMesh) -> None:
     one[0]["values"] = one[0]["keys"]
     with pytest.raises(InputError, match=r"1\[0\]\['values'\] and 1\[0\]\['keys'\] are one tensor, which forward chan"):
         compiled(ids, one, start)
+    itself: Any = galvatron_fx.compile(Direct(), mesh, direct(), plan=plan_of("data"), forward_only=True)
+    with pytest.raises(InputError, match=r"splits the cache 'cache' over its ranks, .* give caches in a list"):
+        itself(**direct())
     local = galvatron_fx.compile(
         model, mesh, (ids, kept(4), start), plan=plan_of("tensor"), forward_only=True, batch="local"
     )

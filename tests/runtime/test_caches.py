@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import galvatron_fx
-from galvatron_fx import Cluster
+from galvatron_fx import Cluster, Pipelining, Plan
 from galvatron_fx.errors import CaptureError, PlanError
 from galvatron_fx.ir.graph.metadata import meta_of, ports, signature
 from galvatron_fx.ir.graph.symbols import BATCH
@@ -60,13 +60,40 @@ def test_an_object_is_left_as_it_was() -> None:
 
 def test_a_plan_counts_caches_and_has_one_microbatch() -> None:
     short, long = (
-        galvatron_fx.plan(decoder(), CLUSTER, (prompts(4, 4), kept(4, longest), torch.tensor(0)), forward_only=True)
+        galvatron_fx.plan(
+            decoder(), CLUSTER, (prompts(4, 4), kept(4, longest), torch.tensor(0)), roles=("tensor",), forward_only=True
+        )
         for longest in (9, 4000)
     )
     assert long.peak_memory_bytes > short.peak_memory_bytes + 3 * 2 * 4 * 4 * 3000 * 4 * 8 / 4
     assert short.pipelining.num_microbatches == 1
     with pytest.raises(PlanError, match=r"the cache '1\[0\]\['keys'\]', which 2 micro-batches do not write one after"):
         galvatron_fx.plan(decoder(), CLUSTER, given(), forward_only=True, num_stages=2, num_microbatches=2)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [Plan.uniform((2, 2), ("data", "tensor")), Plan.uniform((8,), ("tensor",))],
+    ids=["data tensor", "more ranks than heads"],
+)
+def test_outputs_are_those_of_one_device(plan: Plan) -> None:
+    ids, cache, _ = given()
+    torch.manual_seed(1)
+    for layer in cache:
+        for tensor in layer.values():
+            tensor.normal_()
+    batch = ids, cache, torch.tensor(3)
+    report = galvatron_fx.check(decoder(), plan.axis_sizes, batch, plan, forward_only=True)
+    assert report.ok and {row.name for row in report.rows} >= {"logits", "cache'][2]['values"}
+    kept = Kept(3, 4, 4, 9, 4)
+    report = galvatron_fx.check(decoder(), plan.axis_sizes, (ids, kept), plan, forward_only=True)
+    assert report.ok and "cache'].layers[2]['values" in {row.name for row in report.rows}
+
+
+def test_a_spread_vocabulary_has_no_cache() -> None:
+    plan = Plan.uniform((2,), ("pipeline",), pipelining=Pipelining(2, 1, "gpipe", vocabulary="spread"))
+    with pytest.raises(PlanError, match=r"the cache '1\[0\]\['keys'\]', of which ranks that all compute"):
+        galvatron_fx.check(decoder(), (2,), given(), plan, forward_only=True)
 
 
 def test_training_takes_no_cache() -> None:
