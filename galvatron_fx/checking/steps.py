@@ -23,7 +23,7 @@ from galvatron_fx.ir.torch_compat.tracing import composites_in_python
 from galvatron_fx.runtime.absent_cache import AbsentCache
 from galvatron_fx.runtime.module import DistributedGraphModule
 from passes.frontend.capture.flat_inputs import FlatInputs, flatten
-from passes.frontend.capture.held_objects import ArgumentAt, ArgumentsLeft, Slot, containers_of, taken_apart
+from passes.frontend.capture.held_objects import ArgumentAt, ArgumentsLeft, Slot, containers_of
 from passes.frontend.capture.raw_contents import copied_containers
 
 if TYPE_CHECKING:
@@ -85,9 +85,9 @@ def train(runner: StepRunner, steps: int, optimizer_of: OptimizerOf, seed: int) 
 
 
 def named_tensors(outputs: Any) -> list[tuple[str, Tensor]]:
-    """The tensors that a model returned, also in objects, by their places; without caches that other ranks hold."""
+    """The tensors that a model returned, by their places; without caches that other ranks hold."""
     flatten(outputs)  # makes dataclasses known
-    paths, _ = pytree.tree_flatten_with_path(taken_apart(outputs))
+    paths, _ = pytree.tree_flatten_with_path(outputs)
     here = [(path, leaf) for path, leaf in paths if isinstance(leaf, Tensor) and not isinstance(leaf, AbsentCache)]
     named = [(pytree.keystr(path).strip("[]'."), leaf) for path, leaf in here]
     return [(name or "result", leaf) for name, leaf in named]
