@@ -27,7 +27,7 @@ RANKS = 4
 HIDDEN = 32
 SAMPLES = 32  # of a micro-batch
 FORWARD_S = 0.008  # of a block on a rank that is not slow
-WARM_UP = 1
+WARM_UP = 2
 LINK = 1e-4, 1e9  # seconds and bytes a second: much less than a block's
 
 
@@ -71,9 +71,10 @@ def contenders(task: Task, sleeper: Sleeper, s_per_flop: float) -> Iterator[tupl
     chosen = gfx.plan(captured, cluster, simulate_runners_up=False, roles=("pipeline", "data"), **pins)
     graph, blocks = captured.graph(), len(chosen.blocks)
     even = Pipelining(RANKS, task.microbatches, "1f1b").cuts(blocks)
-    plans = [("plan", chosen)]
+    plans = []
     for cuts in every_cuts(blocks, RANKS):
-        name = "even" if tuple(cuts) == tuple(even) else ""
+        kinds = {"the plan's": tuple(chosen.pipelining.cuts(blocks)), "even": tuple(even)}
+        name = ", ".join(kind for kind, those in kinds.items() if those == tuple(cuts))
         plans.append((name, replace(chosen, pipelining=Pipelining(RANKS, task.microbatches, "1f1b", cuts))))
     for name, plan in plans:
         predicted_s = estimate(captured, cluster, None, plan).simulated_s
