@@ -182,9 +182,17 @@ def puts_copies_into_one_place(
 
 
 REFUSED = (
-    picks_twice, picks_by_weights, takes_a_mean, counts_rows, changes_tokens, does_more_where_hit, passes_over,
-    puts_copies_into_one_place,
+    picks_twice, picks_by_weights, counts_rows, does_more_where_hit, passes_over,
 )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:rows that a mask chooses")
+@pytest.mark.parametrize("body", [takes_a_mean, changes_tokens, puts_copies_into_one_place], ids=lambda b: b.__name__)
+def test_other_loops_compute_all_rows(body: Callable[..., None]) -> None:
+    model, inputs = written(looping(body))
+    graph, expected = captured(model, inputs), one_device(model, inputs)
+    assert not any(node.target is route for node in graph.graph.nodes)
+    assert_exact(simulate(graph, model, inputs, (2,), uniform(graph, "data"), {}), expected)
 
 
 @pytest.mark.parametrize("body", REFUSED, ids=lambda body: body.__name__)

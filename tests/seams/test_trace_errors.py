@@ -78,16 +78,16 @@ def loops_so_often(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def indexes_by_a_mask(layer: nn.Module, x: Tensor) -> Tensor:
-    return layer(x[x[:, 0] > 0]).sum()  # here
+    return layer(x[x[:, 0] > 0]).max()  # here
 
 
 def selects(layer: nn.Module, x: Tensor) -> Tensor:
-    return layer(x).masked_select(x[:, :3] > 0).sum()  # here
+    return layer(x).masked_select(x[:, :3] > 0).max()  # here
 
 
 def looks_for_places(layer: nn.Module, x: Tensor) -> Tensor:
     rows = (x[:, 0] > 0).nonzero().squeeze(1)  # here
-    return layer(x[rows]).sum()
+    return layer(x[rows]).amax()
 
 
 def lists_distinct_values(layer: nn.Module, x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.effects import with_effects
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
 from torch.fx import traceback as fx_traceback
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 __all__ = [
     "CHECKPOINT_GENERATOR",
+    "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",

@@ -11,17 +11,10 @@ from torch.overrides import TorchFunctionMode
 
 from galvatron_fx.ir.errors import CaptureError
 from passes.frontend.capture.aliases import View
+from passes.frontend.capture.trace_again import StateWritten
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_ITEM = torch.Tensor.__setitem__
-
-
-class StateWritten(Exception):
-    """Raised where a forward changes and reads plain attributes, which so have to be buffers in the trace."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        super().__init__(", ".join(names))
-        self.names = tuple(names)
 
 
 class AttributeWrites(TorchFunctionMode):

@@ -18,7 +18,7 @@ from galvatron_fx.ir.graph.metadata import (
 from galvatron_fx.ir.graph.precision import Precision, computed_in, set_precision
 from galvatron_fx.ir.graph.symbols import InputDims
 from galvatron_fx.ir.torch_compat.tracing import export_joint, failures_unlogged, new_fake_mode
-from passes.frontend.capture.attribute_writes import StateWritten, refuse_view
+from passes.frontend.capture.attribute_writes import refuse_view
 from passes.frontend.capture.batch_dims import BatchDim, fit_sizes
 from passes.frontend.capture.compare_layers import UnlikeUnits
 from passes.frontend.capture.effect_tokens import drop_tokens
@@ -31,6 +31,7 @@ from passes.frontend.capture.record_graph import merge_tied, record_graph
 from passes.frontend.capture.reruns import refuse_late_changes, refuse_replays, reruns
 from passes.frontend.capture.steady_state import steady_state
 from passes.frontend.capture.trace import Trace
+from passes.frontend.capture.trace_again import MasksNeeded, StateWritten, TraceAgain
 from passes.frontend.capture.trace_errors import explained
 from passes.frontend.dense_lookups import dense_lookups
 from passes.frontend.value_free import value_free
@@ -90,24 +91,29 @@ class Capture:
 
     def _run(self, model: nn.Module, inputs: FlatInputs) -> Trace:
         held: tuple[str, ...] = ()
+        masked_because: Exception | None = None
         while True:
             try:
                 with as_buffers(model, held):
                     flat = FlatModel(model, inputs, self.policy, self.forward_only)
+                    flat.masked_because = masked_because
                     trace = self._once(flat, held)
                     _check_state(flat)
                     _check_views(flat, trace.whole)
                     check_gradients(trace.whole, flat)
+                    _tell_of_masked_rows(flat)
                     return trace
             except StateWritten as attributes:
                 held = (*held, *attributes.names)
+            except MasksNeeded as needed:
+                masked_because = needed.because
 
     def _once(self, flat: FlatModel, held: Sequence[str]) -> Trace:
         if not self.share_layers:
             return self._captured(flat, (), held)
         try:
             return self._with_shared_layers(flat, held)
-        except StateWritten:
+        except TraceAgain:
             raise
         except Exception as error:
             # Whatever it is. If the model is at fault, the whole trace raises too, and says so; if it does not, the
@@ -197,7 +203,7 @@ def _check_state(flat: FlatModel) -> None:
         )
     if all(change.place.table == "_buffers" and change.keeps_spec for change in flat.changes):
         return
-    steady = steady_state(flat.module, flat.inputs, flat.policy)
+    steady = steady_state(flat)
     if steady.carried:
         raise StateWritten(steady.carried)
     if steady.unknown:
@@ -210,6 +216,18 @@ def _check_state(flat: FlatModel) -> None:
         warnings.warn(
             f"forward stores {quoted(steady.dropped)} on the model and does not read it again: the compiled model does "
             f"not keep it. Return it from forward to have it",
+            stacklevel=2,
+        )
+
+
+def _tell_of_masked_rows(flat: FlatModel) -> None:
+    if flat.masked_lines:
+        warnings.warn(
+            f"rows that a mask chooses at {', '.join(list(flat.masked_lines)[:3])} are computed for all places of the "
+            f"mask, and those that it does not choose are left out of sums, losses and writes: right, but as much work "
+            f"as if it chose all. A loop over experts does so for each of them: to compute each token once, sort rows "
+            f"by expert and multiply them in groups (torch.nn.functional.grouped_mm). Code that asks whether any were "
+            f"chosen goes on as if some were: where none are, sums and means over them are zero",
             stacklevel=2,
         )
 
@@ -244,7 +262,7 @@ def _trace(flat: FlatModel, shapes: Sequence[tuple[int, ...]], repeats: tuple[Re
     ):
         try:
             graph = export_joint(flat, args, mode)
-        except (StateWritten, GalvatronError):
+        except (TraceAgain, GalvatronError):
             raise
         except Exception as error:
             raise explained(error, model) from None  # torch's hundred lines more are its context

@@ -13,7 +13,12 @@ from torch import nn
 
 from galvatron_fx.ir.graph.precision import computed_in
 from galvatron_fx.ir.torch_compat.tensors import pytree
-from galvatron_fx.ir.torch_compat.tracing import FakeTensorMode, annotate_module, leave_modules
+from galvatron_fx.ir.torch_compat.tracing import (
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    annotate_module,
+    leave_modules,
+)
 from passes.frontend.capture.aliases import Aliases, View
 from passes.frontend.capture.attribute_writes import AttributeWrites
 from passes.frontend.capture.flat_inputs import FlatInputs, flatten
@@ -23,7 +28,12 @@ from passes.frontend.capture.module_state import Change, ModuleState
 from passes.frontend.capture.outside_state import OutsideState
 from passes.frontend.capture.raw_contents import copied_containers
 from passes.frontend.capture.reruns import keep_weights
+from passes.frontend.capture.trace_again import MasksNeeded
+from passes.frontend.capture.trace_errors import PickedRows, explained
 from passes.frontend.expert_loops.loops import ExpertLoops
+from passes.frontend.expert_loops.picked import OPERATOR, Picked
+from passes.frontend.masked_rows.mode import MaskedRows, counted_lengths
+from passes.frontend.masked_rows.selection import RowCount, Rows, RowsUnknown
 from passes.frontend.routed_experts import routed_experts
 
 if TYPE_CHECKING:
@@ -61,6 +71,8 @@ class FlatModel(nn.Module):
         self.arguments: ArgumentsLeft | None = None
         self.changed_in_checkpoints: dict[str, None] = {}
         self.viewed: list[View] = []
+        self.masked_because: Exception | None = None
+        self.masked_lines: dict[str, None] = {}
 
     @property
     def outputs(self) -> FlatOutputs:
@@ -117,9 +129,40 @@ class FlatModel(nn.Module):
 
     def _returned(self, arguments: Arguments) -> Any:
         args, kwargs = arguments.value
-        with routed_experts(), ExpertLoops(self.module.parameters()):
+        with routed_experts(), self._rows_of_masks():
             returned = self.module(*args, **kwargs)
+            for leaf in flatten(returned)[0]:
+                if isinstance(leaf, Picked):
+                    leaf.mask.refuse()
+                if isinstance(leaf, (Rows, RowCount)):
+                    raise RowsUnknown("returns rows that a mask chose, or their number")
         return arguments.marked(returned) if self.forward_only else returned
+
+    @contextlib.contextmanager
+    def _rows_of_masks(self) -> Iterator[None]:
+        """Write loops over experts down, as products of groups of rows, and where masks choose other rows
+        (``masked_because``) keep all of them.
+
+        Raises MasksNeeded where it cannot, and, of one that cannot either way, what says so.
+        """
+        if self.masked_because is None:
+            loops = ExpertLoops(self.module.parameters())
+            try:
+                with loops:
+                    yield
+            except (DynamicOutputShapeException, PickedRows) as error:
+                raise MasksNeeded(error) from error
+            except TypeError as error:  # as torch says of a number of rows where it wants a size
+                if loops.asked_at is None:
+                    raise
+                raise MasksNeeded(PickedRows(OPERATOR, loops.asked_at)) from error
+            return
+        with counted_lengths(), MaskedRows() as masked:
+            try:
+                yield
+            except RowsUnknown as unknown:
+                raise explained(self.masked_because, self.module, f"; with all rows kept, it {unknown}") from None
+        self.masked_lines |= masked.lines
 
     def fake_arguments(self, shapes: Sequence[tuple[int, ...]], mode: FakeTensorMode) -> list[torch.Tensor]:
         """Inputs of the given shapes without memory."""

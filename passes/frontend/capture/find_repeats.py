@@ -58,6 +58,8 @@ def find_repeats(flat: FlatModel) -> tuple[Repeat, ...]:
     what is left of the first. A layer that only looks like its neighbours (another constant, a frozen weight, a shared
     parameter, a value that is used elsewhere) shows in the operators, in their wiring or in who uses what they make.
     """
+    if flat.masked_because is not None:  # rows that a mask chooses are no tensors that could be compared
+        return ()
     model, mode = flat.module, new_fake_mode()
     args = flat.fake_arguments(flat.inputs.shapes, mode)
 

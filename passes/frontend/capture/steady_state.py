@@ -12,16 +12,16 @@ from torch import Tensor, fx, nn
 
 from galvatron_fx.ir.errors import CaptureError, GalvatronError
 from galvatron_fx.ir.torch_compat.tracing import FakeTensor, export_joint, new_fake_mode
-from passes.frontend.capture.attribute_writes import StateWritten
 from passes.frontend.capture.fake_model import ROOT, FlatModel, fake_weights
-from passes.frontend.capture.flat_inputs import FlatInputs, flatten
+from passes.frontend.capture.flat_inputs import flatten
 from passes.frontend.capture.inner_state import InnerState, is_generator
 from passes.frontend.capture.module_state import MISSING, Change, ModuleState, quoted
+from passes.frontend.capture.trace_again import TraceAgain
 from passes.frontend.capture.trace_errors import explained
 from passes.frontend.capture.watched_numbers import watch
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+    pass
 
 aten = torch.ops.aten
 
@@ -49,19 +49,20 @@ class Steady:
     unknown: tuple[str, ...] = ()
 
 
-def steady_state(model: nn.Module, inputs: FlatInputs, policy: MixedPrecisionPolicy | None) -> Steady:
+def steady_state(flat: FlatModel) -> Steady:
     """Trace some steps one after the other, each on the attributes that the one before left, and compare them.
 
     They are one program where they make the same of inputs, weights and the values that buffers have at their start. A
     cache is as good as what it is made of, unless that is an input, a weight or a random number. Raises CaptureError
     naming the attributes by which steps differ.
     """
-    steps = _Steps(model, inputs, policy)
-    mode = new_fake_mode()
-    with fake_weights(model, mode, policy):
+    model, mode = flat.module, new_fake_mode()
+    steps = _Steps(model, flat.inputs, flat.policy)
+    steps.masked_because = flat.masked_because
+    with fake_weights(model, mode, flat.policy):
         try:
-            graph = export_joint(steps, steps.fake_arguments(inputs.shapes, mode), mode)
-        except (StateWritten, GalvatronError):
+            graph = export_joint(steps, steps.fake_arguments(flat.inputs.shapes, mode), mode)
+        except (TraceAgain, GalvatronError):
             raise
         except Exception as error:
             raise explained(error, model) from None

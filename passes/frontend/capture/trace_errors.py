@@ -54,10 +54,11 @@ class PickedRows(Exception):
         self.operator, self.frame = operator, frame
 
 
-def explained(error: Exception, model: nn.Module) -> GalvatronError:
+def explained(error: Exception, model: nn.Module, tried: str = "") -> GalvatronError:
     """Turn a tracing error into one that names the model's own line and what to do.
 
-    Torch's own error stays its ``__context__``, and is logged in full with ``TORCH_LOGS="+galvatron_fx"``.
+    ``tried``: what was tried beside it. Torch's own error stays its ``__context__``, and is logged in full with
+    ``TORCH_LOGS="+galvatron_fx"``.
     """
     if isinstance(error, GalvatronError):
         return error
@@ -68,9 +69,8 @@ def explained(error: Exception, model: nn.Module) -> GalvatronError:
     refusal = _refusal(error, name, frame)
     if refusal is not None:
         what, remedy = refusal
-        return CaptureError(
-            f"{type(model).__name__} {what}, so there is no one graph of it:\n  {where}\n{remedy} ({name}: {text})"
-        )
+        reason = f"{type(model).__name__} {what}, so there is no one graph of it"
+        return CaptureError(f"{reason}:\n  {where}\n{remedy} ({name}: {text}{tried})")
     if isinstance(error, (TypeError, RuntimeError, ValueError, IndexError, KeyError)):
         return InputError(
             f"the example inputs do not fit {type(model).__name__}, or it cannot be traced: at {where}: {name}: {text}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from traceback import FrameSummary
 from typing import Any
 
 import torch
@@ -42,11 +43,13 @@ class ExpertLoops(TorchFunctionMode):
     """In its scope, ``torch.where(mask)``, ``nonzero`` and ``x[mask]`` give rows that are written down only. What adds
     them to a tensor, or puts them into one, is done where that tensor is next used, for all masks at once.
 
-    Raises PickedRows for what is not done to each row by itself: then there is no one graph of the model.
+    ``asked_at``: the first line that asked. Raises PickedRows for what is not done to each row by itself: then there is
+    no one graph of the model that computes each row once.
     """
 
     def __init__(self, weights: Iterable[Tensor] = ()) -> None:
         super().__init__()
+        self.asked_at: FrameSummary | None = None
         self._masks: dict[Any, Mask] = {}
         self._asked: list[Tensor] = []
         self._compared: dict[int, tuple[Any, Tensor]] = {}
@@ -122,6 +125,7 @@ class ExpertLoops(TorchFunctionMode):
             self._asked.append(tensor)  # its id is not that of another
             is_set = tensor if tensor.dtype == torch.bool else tensor != 0
             self._masks[key] = Mask(key, is_set, calling_frame(), self._hit)
+            self.asked_at = self.asked_at or self._masks[key].frame
         return self._masks[key]
 
     # ---- loops over those experts that have tokens ----

@@ -12,7 +12,7 @@ from torch import Tensor
 from galvatron_fx.ir.torch_compat.tensors import pytree
 from passes.frontend.capture.trace_errors import PickedRows
 
-__all__ = ["Call", "Count", "Gather", "Hit", "Mask", "Picked", "Place"]
+__all__ = ["OPERATOR", "Call", "Count", "Gather", "Hit", "Mask", "Picked", "Place"]
 
 _META = torch.device("meta")
 OPERATOR = "aten.nonzero.default"  # what torch calls it all by

@@ -1,0 +1,27 @@
+"""What a trace finds out too late: it is started once more, knowing it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["MasksNeeded", "StateWritten", "TraceAgain"]
+
+
+class TraceAgain(Exception):
+    """Raised where a trace has to be started once more."""
+
+
+class StateWritten(TraceAgain):
+    """Raised where a forward changes and reads plain attributes, which so have to be buffers in the trace."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(", ".join(names))
+        self.names = tuple(names)
+
+
+class MasksNeeded(TraceAgain):
+    """Raised where a forward makes a tensor whose shape depends on values: all rows have to be kept, and masked."""
+
+    def __init__(self, because: Exception) -> None:
+        super().__init__(str(because))
+        self.because = because

@@ -1,0 +1,276 @@
+"""Trace what a model does with rows that a mask chooses as the same with all rows."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import math
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from galvatron_fx.ir.torch_compat.tensors import pytree
+from passes.frontend.capture.trace_errors import user_frame
+from passes.frontend.masked_rows.compute import class_loss, clean, computed
+from passes.frontend.masked_rows.functions import base_name, touches
+from passes.frontend.masked_rows.selection import RowCount, Rows, RowsUnknown, Selection
+from passes.frontend.replaced_functions import replaced
+
+__all__ = ["MaskedRows", "counted_lengths"]
+
+_len = len
+_LOSSES = ("cross_entropy", "nll_loss")
+_ADDING = ("index_add", "scatter_add")
+_COMPARING = ("eq", "ne", "gt", "ge", "lt", "le", "bitwise_not", "logical_not")
+_MOST_COPIES = 16  # rows of one place that may be chosen, where a write keeps the last
+
+
+class MaskedRows(TorchFunctionMode):
+    """Gives ``x[mask]``, ``nonzero`` and ``where(mask)`` all rows, and calls on them the meaning that they have for the
+    rows that the mask chooses: sums, means, losses and writes leave the others out, in backward too.
+
+    ``lines``: where a mask chose rows, as "file:line". Raises RowsUnknown for what is not known to compute each row by
+    itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: dict[str, None] = {}
+        self._selections: dict[tuple[Any, ...], tuple[Tensor, Selection]] = {}  # with the tensor, so that ids stay its
+        self._comparisons: dict[tuple[Any, ...], tuple[Tensor, Tensor, Sequence[Any]]] = {}
+        self._equal: dict[int, Tensor] = {}
+        self._handlers: dict[str, Callable[..., Any]] = {
+            "getitem": self._getitem,
+            "setitem": self._setitem,
+            "index_put": self._index_put,
+            "index_copy": self._index_copy,
+            "masked_select": self._masked_select,
+            **dict.fromkeys(_ADDING, self._add_rows),
+            **dict.fromkeys(_LOSSES, class_loss),
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = base_name(func)
+        mask = args[0] if args else kwargs.get("condition", kwargs.get("input"))
+        finds = name in ("nonzero", "argwhere") or (name == "where" and len(args) + len(kwargs) == 1)
+        if finds and isinstance(mask, Tensor) and not isinstance(mask, Rows) and mask.dim():
+            return self._nonzero(mask, as_tuple=name == "where" or kwargs.get("as_tuple", False))
+        leaves = pytree.tree_leaves((args, kwargs))
+        if name in ("getitem", "setitem"):
+            _refuse_counted(args[1])
+        if not any(isinstance(leaf, (Rows, RowCount)) for leaf in leaves) and not _is_masked(name, args):
+            made = func(*args, **kwargs)
+            if name in _COMPARING:
+                self._compared(made, name, leaves)
+            return made
+        handler = self._handlers.get(name)
+        handled = handler(func, name, args, kwargs) if handler is not None else NotImplemented
+        return computed(func, name, args, kwargs) if handled is NotImplemented else handled
+
+    # ---- what chooses rows ------------------------------------------------------------------------------------------
+
+    def _selection(self, mask: Tensor) -> Selection:
+        """The selection of a mask; the same for equal views of one tensor, as long as nothing was written into it."""
+        whole = mask if mask._base is None else mask._base
+        first = self._equal.get(id(whole), whole)
+        whole = whole if whole._version or first._version else first
+        key = id(whole), whole._version, tuple(mask.shape), mask.stride(), mask.storage_offset()
+        if key not in self._selections:
+            self._selections[key] = whole, Selection(mask if mask.dtype == torch.bool else mask != 0)
+            self.lines.setdefault(_user_line())
+        return self._selections[key][1]
+
+    def _compared(self, made: Tensor, name: str, given: Sequence[Any]) -> None:
+        """Remember that one comparison of the same tensors is as good as another."""
+        call = name, *((id(leaf), leaf._version) if isinstance(leaf, Tensor) else leaf for leaf in given)
+        first, _, _ = self._comparisons.setdefault(call, (made, made, given))
+        self._comparisons[(*call, id(made))] = (first, made, given)
+        self._equal[id(made)] = first
+
+    def _nonzero(self, mask: Tensor, as_tuple: bool) -> Any:
+        chosen = self._selection(mask)
+        places = [chosen.coordinate(axis) for axis in range(mask.dim())]
+        if as_tuple:
+            return tuple(Rows(place, chosen, axis=axis) for axis, place in enumerate(places))
+        return Rows(torch.stack(places, 1), chosen, axis=0 if mask.dim() == 1 else None, columns=True)
+
+    def _masked_select(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        x, mask = args if len(args) == 2 else (args[0], kwargs["mask"])
+        if isinstance(x, Rows) or isinstance(mask, Rows):
+            return NotImplemented
+        return self._gathered(x.expand(torch.broadcast_shapes(x.shape, mask.shape)), mask, ())
+
+    def _gathered(self, x: Tensor, mask: Tensor, rest: tuple[Any, ...], before: int = 0) -> Rows:
+        """``x[mask, *rest]``, or that of the dims behind the first ``before``."""
+        chosen = self._selection(mask)
+        x = x.permute(*range(before, before + mask.dim()), *range(before), *range(before + mask.dim(), x.dim()))
+        if x.shape[: mask.dim()] != mask.shape:
+            raise RowsUnknown(f"indexes a tensor of {tuple(x.shape)} by a mask of {tuple(mask.shape)}")
+        data = chosen.listed(x, range(mask.dim())).movedim(0, before)
+        return clean(data[(*(slice(None),) * (before + 1), *rest)] if rest else data, chosen, before)
+
+    def _getitem(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        x, index = args
+        entries = index if isinstance(index, tuple) else (index,)
+        if isinstance(x, Rows):
+            if any(isinstance(entry, (Tensor, RowCount)) for entry in entries) or touches(index, x.dim(), x.row_dim):
+                raise RowsUnknown("indexes rows that a mask chose")
+            column = entries[-1] if x.columns and len(entries) == 2 and isinstance(entries[-1], int) else None
+            made = computed(func, name, args, kwargs)
+            if column is not None:
+                made.axis, made.columns = column % x.shape[1], False
+            return made
+        before = next((at for at, entry in enumerate(entries) if not _is_whole(entry)), 0)
+        if _is_mask(entries[before]):
+            if any(isinstance(entry, Tensor) for entry in entries[before + 1 :]):
+                raise RowsUnknown("indexes by a mask and another tensor")
+            return self._gathered(x, entries[before], entries[before + 1 :], before)
+        leading = next((at for at, entry in enumerate(entries) if entry is not None), 0)
+        places = _places(entries[leading:], x)
+        if places is not None:
+            chosen, axes, rest = places
+            data = chosen.listed(x, axes)
+            data = data[(slice(None), *rest)] if rest else data
+            return clean(data[(None,) * leading], chosen, leading)
+        return computed(func, name, args, kwargs)
+
+    # ---- what writes rows -------------------------------------------------------------------------------------------
+
+    def _setitem(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        x, index, value = args
+        if isinstance(x, Rows):
+            raise RowsUnknown("writes into a part of rows that a mask chose")
+        entries = index if isinstance(index, tuple) else (index,)
+        if _is_mask(entries[0]) and not isinstance(value, Rows):
+            return func(*args, **kwargs)
+        return self._written(x, entries, value)
+
+    def _index_put(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        x, indices, value = args[:3]
+        target = x if func.__name__.endswith("_") else x.clone()
+        if args[3] if len(args) > 3 else kwargs.get("accumulate", False):
+            raise RowsUnknown("accumulates by index_put, where index_add_ adds rows along a dim")
+        return self._written(target, tuple(indices), value)
+
+    def _index_copy(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        x, dim, index, source = args
+        target = x if func.__name__.endswith("_") else x.clone()
+        return self._written(target, (*(slice(None),) * (dim % x.dim()), index), source)
+
+    def _written(self, x: Tensor, entries: tuple[Any, ...], value: Any) -> Tensor:
+        """``x[entries] = value`` in place."""
+        if _is_mask(entries[0]) and len(entries) == 1:
+            chosen, axes = self._selection(entries[0]), tuple(range(entries[0].dim()))
+        else:
+            places = _places(entries, x)
+            if places is None or places[2]:
+                raise RowsUnknown("writes rows to places other than those of the mask")
+            chosen, axes, _ = places
+        if isinstance(value, Rows):
+            if value.selection is not chosen or value.row_dim:
+                raise RowsUnknown("writes rows that one mask chose to the places of another")
+            value = value.data_rows.to(x.dtype)
+        rest = x.shape[len(axes) :]
+        value = torch.as_tensor(value, dtype=x.dtype, device=x.device).expand(chosen.rows, *rest)
+        for mask, new in _by_copy(chosen, axes, value):
+            x.copy_(torch.where(mask.reshape(*mask.shape, *(1 for _ in rest)), new, x))
+        return x
+
+    def _add_rows(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        x, dim, index, source = args[:4] if len(args) > 3 else (*args, *kwargs.values())[:4]
+        alpha = kwargs.get("alpha", args[4] if len(args) > 4 else 1)
+        if isinstance(x, Rows) or not isinstance(source, Rows) or not isinstance(index, Rows):
+            raise RowsUnknown(f"adds rows by {name} where some are chosen by a mask and some are not")
+        chosen = source.selection
+        if index.selection is not chosen:
+            raise RowsUnknown("adds rows that one mask chose to the places of another")
+        kept = chosen.kept(source.data_rows, source.row_dim) * alpha
+        dim = dim % x.dim()
+        places = _places((index,), x) if name == "index_add" and dim == source.row_dim == 0 else None
+        if places is None:
+            return func(x, dim, index.data_rows, kept)
+        others = [axis for axis in range(len(chosen.sizes)) if axis not in places[1]]
+        placed = chosen.placed(kept)
+        added = x + (placed.sum(others) if others else placed).to(x.dtype)
+        return x.copy_(added) if func.__name__.endswith("_") else added
+
+
+@contextlib.contextmanager
+def counted_lengths() -> Iterator[None]:
+    """Let ``len`` of chosen rows be a number that is known as theirs: Python's own makes a plain one of any."""
+
+    def length(of: Any) -> int:
+        return of.shape[0] if isinstance(of, Rows) and of.dim() else _len(of)
+
+    with replaced([(builtins, "len", length)]):
+        yield
+
+
+def _refuse_counted(index: Any) -> None:
+    """See that no slice ends, and no place lies, where the number of chosen rows says."""
+    for entry in index if isinstance(index, tuple) else (index,):
+        parts = (entry.start, entry.stop, entry.step) if isinstance(entry, slice) else (entry,)
+        if any(isinstance(part, RowCount) for part in parts):
+            raise RowsUnknown("indexes by the number of rows that a mask chooses")
+
+
+def _is_whole(entry: Any) -> bool:
+    return isinstance(entry, slice) and entry == slice(None)
+
+
+def _is_mask(entry: Any) -> bool:
+    return isinstance(entry, Tensor) and not isinstance(entry, Rows) and entry.dtype == torch.bool and entry.dim() > 0
+
+
+def _is_masked(name: str, args: Sequence[Any]) -> bool:
+    """Whether a call on plain tensors chooses rows by a mask."""
+    if name == "masked_select":
+        return True
+    if name != "getitem":
+        return False
+    entries = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return any(_is_mask(entry) for entry in entries) and not isinstance(args[0], Rows)
+
+
+def _places(entries: Sequence[Any], x: Tensor) -> tuple[Selection, tuple[int, ...], tuple[Any, ...]] | None:
+    """The selection and axes of a mask whose coordinates index the first dims of ``x``, and what indexes the others."""
+    leading = 0
+    while leading < len(entries) and isinstance(entries[leading], Rows):
+        leading += 1
+    first, rest = entries[:leading], tuple(entries[leading:])
+    if not first or any(isinstance(entry, Tensor) for entry in rest):
+        return None
+    chosen, axes = first[0].selection, tuple(entry.axis for entry in first)
+    if any(entry.selection is not chosen or entry.axis is None or entry.columns for entry in first):
+        return None
+    if len(set(axes)) < len(axes) or tuple(x.shape[:leading]) != tuple(chosen.sizes[axis] for axis in axes):
+        return None
+    return chosen, axes, tuple(() if all(entry in (Ellipsis, slice(None)) for entry in rest) else rest)
+
+
+def _by_copy(chosen: Selection, axes: tuple[int, ...], value: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """(mask, value) with the dims ``axes`` of the mask in front, one after the other for its other dims: the last row
+    that is written to a place stays.
+    """
+    others = [axis for axis in range(len(chosen.sizes)) if axis not in axes]
+    copies = math.prod(chosen.sizes[axis] for axis in others)
+    if copies > _MOST_COPIES:
+        raise RowsUnknown(f"writes to places along dims {axes} of a mask of {chosen.sizes}")
+    order = (*others, *axes)
+    masks = chosen.placed(chosen.mask).permute(order)
+    placed = chosen.placed(value)
+    values = placed.permute(*order, *range(len(order), placed.dim()))
+    if not others:
+        return [(masks, values)]
+    masks, values = masks.flatten(0, len(others) - 1), values.flatten(0, len(others) - 1)
+    return list(zip(masks.unbind(), values.unbind(), strict=True))
+
+
+def _user_line() -> str:
+    frame = user_frame(traceback.extract_stack())
+    return f"{frame.filename}:{frame.lineno}"
