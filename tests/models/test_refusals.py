@@ -48,7 +48,7 @@ class Counts(nn.Module):
         self.layer = nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x[x[:, 0] > 0]).sum()
+        return self.layer(x[x[:, 0] > 0]).max()
 
 
 class FixedPositions(nn.Module):

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import galvatron_fx
 from galvatron_fx import Cluster, Pipelining, Plan
-from galvatron_fx.errors import CaptureError, PlanError
+from galvatron_fx.errors import CaptureError, InputError, PlanError
 from galvatron_fx.ir.graph.metadata import meta_of, ports, signature
 from galvatron_fx.ir.graph.symbols import BATCH
 from tests.runtime.cache_ranks import CHECKS, kept
-from tests.runtime.cached_models import Kept, decoder, prompts
+from tests.runtime.cached_models import VOCABULARY, Decoder, Kept, decoder, prompts
 from tests.runtime.launch import assert_held, launched
 
 CLUSTER = Cluster.preset("4xA100-80GB")
@@ -91,6 +92,14 @@ def test_a_spread_vocabulary_has_no_cache() -> None:
     plan = Plan.uniform((2,), ("pipeline",), pipelining=Pipelining(2, 1, "gpipe", vocabulary="spread"))
     with pytest.raises(PlanError, match=r"the cache '1\[0\]\['keys'\]', of which ranks that all compute"):
         galvatron_fx.check(decoder(), (2,), given(), plan, forward_only=True)
+
+
+def test_writes_into_a_cache_that_is_cast_are_refused() -> None:
+    cache = [{part: torch.zeros(2, 4, 8, 4) for part in ("keys", "values")} for _ in range(3)]
+    inputs = {"ids": torch.randint(VOCABULARY, (2, 3)), "cache": cache, "start": torch.tensor(0)}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    with pytest.raises(InputError, match=r"writes into cache\[0\].*casts to torch.bfloat16.*give one of"):
+        galvatron_fx.capture(Decoder().float().eval(), inputs, forward_only=True, mixed_precision=policy)
 
 
 def test_training_takes_no_cache() -> None:

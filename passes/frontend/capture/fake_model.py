@@ -11,6 +11,7 @@ import torch
 import torch.nn.modules.module as module_hooks
 from torch import nn
 
+from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.precision import computed_in
 from galvatron_fx.ir.torch_compat.tensors import pytree
 from galvatron_fx.ir.torch_compat.tracing import (
@@ -65,6 +66,7 @@ class FlatModel(nn.Module):
         self._inputs_as = policy.param_dtype if policy is not None and policy.cast_forward_inputs else None
         self._outputs_as = policy.output_dtype if policy is not None else None
         self._outputs: FlatOutputs | None = None
+        self._copies: list[tuple[str, torch.Tensor, int]] = []
         self._changes: dict[str, Change] = {}
         self.rebound: tuple[str, ...] = ()
         self.left: tuple[str, ...] = ()
@@ -94,6 +96,7 @@ class FlatModel(nn.Module):
         with self.observed() as state:
             arguments = self._arguments(tensors)
             returned = self._returned(arguments)
+            self._refuse_lost_writes()
             changes = state.changes()
             keep_weights(self.module, (leaf for leaf in flatten(returned)[0] if isinstance(leaf, torch.Tensor)))
         self._changes |= {change.path: change for change in changes}
@@ -123,6 +126,8 @@ class FlatModel(nn.Module):
     def _arguments(self, tensors: Sequence[torch.Tensor]) -> Arguments:
         """What the model is called with; devices that objects name are those of the trace."""
         given = [_cast(tensor, self._inputs_as) for tensor in tensors]
+        pairs = zip(self.inputs.input_names, tensors, given, strict=True)
+        self._copies = [(name, copy, copy._version) for name, tensor, copy in pairs if copy is not tensor]
         args, kwargs = copied_containers(self.inputs.call(given), _on_cpu)
         names = {id(tensor): name for tensor, name in zip(given, self.inputs.input_names, strict=True)}
         return Arguments(args, kwargs, names)
@@ -137,6 +142,17 @@ class FlatModel(nn.Module):
                 if isinstance(leaf, (Rows, RowCount)):
                     raise RowsUnknown("returns rows that a mask chose, or their number")
         return arguments.marked(returned) if self.forward_only else returned
+
+    def _refuse_lost_writes(self) -> None:
+        """See that nothing was written into the copy, in the dtype to compute in, of what an argument holds."""
+        held = [copy for copy in self._copies if "." in copy[0] or "[" in copy[0]]
+        written = [(name, copy.dtype) for name, copy, version in held if copy._version != version]
+        if written and self.forward_only:
+            raise InputError(
+                f"forward writes into {', '.join(name for name, _ in written[:3])}, which mixed_precision casts to "
+                f"{written[0][1]} for it, so what it writes would be lost: give one of {written[0][1]}, or a policy "
+                f"with cast_forward_inputs=False"
+            )
 
     @contextlib.contextmanager
     def _rows_of_masks(self) -> Iterator[None]:
