@@ -13,7 +13,7 @@ from torch.nn import functional
 from galvatron_fx.ir.kernels.experts import combine, dispatch, group_of, route, spread
 from galvatron_fx.ir.torch_compat.tensors import pytree
 from passes.frontend.capture.trace_errors import described_frame
-from passes.frontend.expert_loops.picked import Call, Count, Gather, Mask, Picked
+from passes.frontend.expert_loops.picked import Call, Gather, Mask, Picked
 from passes.frontend.expert_loops.row_calls import is_product, name_of
 
 __all__ = ["Sink", "merge"]
@@ -91,8 +91,6 @@ def _kind_of(value: Any) -> Any:
     if isinstance(value, Call):
         leaves, tree = pytree.tree_flatten((value.args, value.kwargs))
         return value.func, value.item, str(tree), tuple(map(_kind_of, leaves))
-    if isinstance(value, Count):
-        return Count
     return (Tensor, value.shape, value.dtype) if isinstance(value, Tensor) else (type(value), repr(value))
 
 
@@ -154,8 +152,6 @@ class _Groups:
         one = column[0]
         if isinstance(one, Picked):
             return self.value_of(column)
-        if isinstance(one, Count):
-            return self.mask.rows
         if not isinstance(one, Tensor) or all(other is one for other in column):
             return one
         if name_of(call.func) not in _BROADCASTS or one.dim() > width:

@@ -15,7 +15,7 @@ from passes.frontend.expert_loops.picked import Call, Count, Picked
 
 __all__ = ["called", "is_product", "name_of"]
 
-_ROWS = 4
+_ROWS = 7  # as hardly any other size is
 _MOST_ELEMENTS = 1 << 22  # of a tensor that a function is tried with
 _PRODUCTS = (functional.linear, torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
 _CHANGES = {"add_": torch.add, "mul_": torch.mul, "sub_": torch.sub, "div_": torch.div, "relu_": torch.relu}
@@ -33,9 +33,10 @@ def is_product(func: Any) -> bool:
 
 def called(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """What ``func`` makes of picked rows, or raise PickedRows where it does not compute each row by itself."""
-    picked = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Picked)]
+    leaves = pytree.tree_leaves((args, kwargs))
+    picked = [leaf for leaf in leaves if isinstance(leaf, Picked)]
     mask = picked[0].mask
-    if any(other.mask is not mask for other in picked):
+    if any(other.mask is not mask for other in picked) or any(isinstance(leaf, Count) for leaf in leaves):
         mask.refuse()
     if is_product(func):
         return _product(func, args, kwargs, picked)
@@ -142,8 +143,6 @@ def _are_close(one: Tensor, other: Tensor) -> bool:
 
 
 def _value(leaf: Any) -> Any:
-    if isinstance(leaf, Count):
-        return _ROWS
     if not isinstance(leaf, Tensor):
         return leaf
     shape = (_ROWS, *leaf.shape[1:]) if isinstance(leaf, Picked) else leaf.shape

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from galvatron_fx.ir.torch_compat.tensors import pytree
 from galvatron_fx.ir.torch_compat.tracing import no_modes
-from passes.frontend.masked_rows.functions import base_name, is_for_each_row, makes_rows, reduced_dims, takes_sizes
+from passes.frontend.masked_rows.functions import (
+    ORDERED,
+    base_name,
+    is_for_each_row,
+    makes_rows,
+    reduced_dims,
+    takes_sizes,
+)
 from passes.frontend.masked_rows.selection import RowCount, Rows, RowsUnknown, Selection
 
 __all__ = ["class_loss", "clean", "computed"]
@@ -32,10 +39,10 @@ def class_loss(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if logits.row_dim or target.row_dim:
         raise RowsUnknown(f"computes a {name} of rows along another dim than the first")
     ignored = kwargs.get("ignore_index", args[4] if len(args) > 4 else -100)
-    labels = target.selection.kept(target.data_rows, 0, ignored)
+    labels = target.selection.kept(target.data_rows.long(), 0, ignored)
     kwargs = {key: value for key, value in kwargs.items() if key != "target"}
     made: Tensor = func(logits.data_rows, labels, *args[2:], **kwargs)
-    if kwargs.get("reduction", "mean") == "none":
+    if made.dim():  # no reduction
         return Rows(made, target.selection)
     return torch.where(target.selection.mask.any(), made, 0) if target.selection.may_be_empty else made
 
@@ -56,6 +63,8 @@ def computed(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         return _sizes(name, args, chosen)
     if name != "getitem" and not all(is_for_each_row(name, row.row_dim) for row in rows):
         raise RowsUnknown(f"calls {name} with rows that a mask chose")
+    if name == "gather" and not isinstance(args[0], Rows):
+        raise RowsUnknown("gathers from other rows, by their order, what rows that a mask chose say")
     first = rows[0]
     mixed = reduced_dims(name, args, kwargs, first.dim())
     if mixed is not None and any(row.row_dim in mixed for row in rows):
@@ -78,14 +87,17 @@ def _on_all_rows(func: Any, args: Any, kwargs: Any, chosen: Selection) -> Any:
         more = pytree.tree_map(_one_more, (args, kwargs))
         try:
             longer = func(*more[0], **more[1])
-        except (RuntimeError, IndexError, ValueError) as error:
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:
             raise RowsUnknown(f"calls {base_name(func)} with rows that a mask chose and others") from error
     made = func(*call[0], **call[1])
-    written = args and isinstance(args[0], Rows) and func.__name__.endswith("_") and made is call[0][0]
     others = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if not isinstance(leaf, Rows)]
     guarded = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in others)
-    if written:
-        return args[0]
+    rows = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Rows)]
+    if rows and made is rows[0].data_rows and func.__name__.endswith("_"):
+        if made.shape != rows[0].shape:
+            raise RowsUnknown(f"changes the shape of rows that a mask chose, by {base_name(func)} in place")
+        return _written(rows[0]) if guarded else rows[0]
+    keeps_order = base_name(func) in ORDERED
 
     def wrapped(tensor: Any, other: Any) -> Any:
         if not isinstance(tensor, Tensor):
@@ -93,14 +105,23 @@ def _on_all_rows(func: Any, args: Any, kwargs: Any, chosen: Selection) -> Any:
         grown = [dim for dim, (a, b) in enumerate(zip(tensor.shape, other.shape, strict=True)) if a != b]
         if len(grown) != 1 or tensor.shape[grown[0]] % chosen.rows:
             raise RowsUnknown(f"mixes rows that a mask chose, by {base_name(func)}")
+        before = math.prod(tensor.shape[: grown[0]])
+        if keeps_order and any(math.prod(row.shape[: row.row_dim]) != before for row in rows):
+            raise RowsUnknown(f"puts elements of several rows that a mask chose into one, by {base_name(func)}")
         of = chosen if tensor.shape[grown[0]] == chosen.rows else None
         if of is None:
-            if grown[0] or any(leaf.row_dim for leaf in pytree.tree_leaves(args) if isinstance(leaf, Rows)):
+            if before > 1 or any(row.row_dim for row in rows):
                 raise RowsUnknown(f"merges dims with rows that a mask chose, by {base_name(func)}")
-            of = chosen.parted(tensor.shape[0] // chosen.rows)
+            of = chosen.parted(tensor.shape[grown[0]] // chosen.rows)
         return clean(tensor, of, grown[0]) if guarded else Rows(tensor, of, grown[0])
 
     return pytree.tree_map(wrapped, made, longer)
+
+
+def _written(rows: Rows) -> Rows:
+    """Rows that were changed in place by what needs gradients, cleaned as :func:`clean` does."""
+    rows.data_rows.copy_(rows.selection.kept(rows.data_rows, rows.row_dim))
+    return rows
 
 
 def _reduced(func: Any, name: str, args: Any, kwargs: Any, rows: Rows) -> Any:

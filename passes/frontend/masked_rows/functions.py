@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["base_name", "is_for_each_row", "makes_rows", "reduced_dims", "takes_sizes", "touches"]
+__all__ = ["ORDERED", "base_name", "is_for_each_row", "makes_rows", "reduced_dims", "takes_sizes", "touches"]
 
 # Where the dim along which values are mixed stands among the arguments, and what it is if it is left out.
 _DIMS: dict[str, tuple[int, int | None]] = {
@@ -19,8 +19,8 @@ _DIMS: dict[str, tuple[int, int | None]] = {
     **dict.fromkeys(("topk",), (2, -1)),
     **dict.fromkeys(("chunk", "split", "tensor_split"), (2, 0)),
     **dict.fromkeys(("norm",), (2, None)),
-    **dict.fromkeys(("normalize",), (2, 1)),
-    **dict.fromkeys(("cat", "concat", "cosine_similarity"), (1, 0)),
+    **dict.fromkeys(("normalize", "cosine_similarity"), (2, 1)),
+    **dict.fromkeys(("cat", "concat"), (1, 0)),
 }  # fmt: skip
 _SHAPED = (
     *("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "transpose", "swapaxes", "permute", "t"),
@@ -29,23 +29,24 @@ _SHAPED = (
     *("to", "type", "type_as", "float", "double", "half", "bfloat16", "long", "int", "bool"),
     *("zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty"),
 )
+# Those that read elements in their order, whatever the dims are.
+ORDERED = ("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as")
 _FOR_EACH_ROW = (
     *("linear", "matmul", "mm", "bmm", "baddbmm", "embedding", "one_hot", "dropout", "layer_norm", "rms_norm"),
+    *("einsum", "masked_fill", "where", "clamp", "gelu", "relu", "silu", "mish", "hardswish", "relu6"),
     *(
-        "einsum",
-        "masked_fill",
-        "where",
-        "clamp",
-        "gelu",
-        "relu",
-        "silu",
-        "mish",
-        "hardswish",
-        "relu6",
         "leaky_relu",
         "elu",
+        "selu",
+        "celu",
+        "softplus",
+        "logsigmoid",
+        "hardtanh",
+        "prelu",
+        "threshold",
+        "softsign",
+        "tanhshrink",
     ),
-    *("selu", "celu", "softplus", "logsigmoid", "hardtanh", "prelu", "threshold", "softsign", "tanhshrink"),
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"),
     *("binary_cross_entropy_with_logits", "gaussian_nll_loss", "poisson_nll_loss"),
 )

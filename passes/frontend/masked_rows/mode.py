@@ -65,7 +65,7 @@ class MaskedRows(TorchFunctionMode):
             _refuse_counted(args[1])
         if not any(isinstance(leaf, (Rows, RowCount)) for leaf in leaves) and not _is_masked(name, args):
             made = func(*args, **kwargs)
-            if name in _COMPARING:
+            if name in _COMPARING and isinstance(made, Tensor):
                 self._compared(made, name, leaves)
             return made
         handler = self._handlers.get(name)
@@ -171,12 +171,14 @@ class MaskedRows(TorchFunctionMode):
             if places is None or places[2]:
                 raise RowsUnknown("writes rows to places other than those of the mask")
             chosen, axes, _ = places
+        rest = x.shape[len(axes) :]
         if isinstance(value, Rows):
             if value.selection is not chosen or value.row_dim:
                 raise RowsUnknown("writes rows that one mask chose to the places of another")
             value = value.data_rows.to(x.dtype)
-        rest = x.shape[len(axes) :]
-        value = torch.as_tensor(value, dtype=x.dtype, device=x.device).expand(chosen.rows, *rest)
+        else:  # the same for all, or no shape that is known
+            value = torch.as_tensor(value, dtype=x.dtype, device=x.device).expand(1, *rest)
+        value = value.expand(chosen.rows, *rest)
         for mask, new in _by_copy(chosen, axes, value):
             x.copy_(torch.where(mask.reshape(*mask.shape, *(1 for _ in rest)), new, x))
         return x
@@ -191,6 +193,8 @@ class MaskedRows(TorchFunctionMode):
             raise RowsUnknown("adds rows that one mask chose to the places of another")
         kept = chosen.kept(source.data_rows, source.row_dim) * alpha
         dim = dim % x.dim()
+        if name == "scatter_add" and not index.row_dim == source.row_dim == dim:
+            raise RowsUnknown("adds rows that a mask chose to other rows, by their order")
         places = _places((index,), x) if name == "index_add" and dim == source.row_dim == 0 else None
         if places is None:
             return func(x, dim, index.data_rows, kept)
