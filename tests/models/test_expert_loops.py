@@ -186,8 +186,15 @@ REFUSED = (
 )  # fmt: skip
 
 
+def raises_to_their_number(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, expert: int, out: Tensor) -> None:
+    token, _ = torch.where(ids == expert)
+    out.index_add_(0, token, x[token].abs() ** token.numel())
+
+
 @pytest.mark.filterwarnings("ignore:rows that a mask chooses")
-@pytest.mark.parametrize("body", [takes_a_mean, changes_tokens, puts_copies_into_one_place], ids=lambda b: b.__name__)
+@pytest.mark.parametrize(
+    "body", [raises_to_their_number, takes_a_mean, changes_tokens, puts_copies_into_one_place], ids=lambda b: b.__name__
+)
 def test_other_loops_compute_all_rows(body: Callable[..., None]) -> None:
     model, inputs = written(looping(body))
     graph, expected = captured(model, inputs), one_device(model, inputs)

@@ -34,19 +34,8 @@ ORDERED = ("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as")
 _FOR_EACH_ROW = (
     *("linear", "matmul", "mm", "bmm", "baddbmm", "embedding", "one_hot", "dropout", "layer_norm", "rms_norm"),
     *("einsum", "masked_fill", "where", "clamp", "gelu", "relu", "silu", "mish", "hardswish", "relu6"),
-    *(
-        "leaky_relu",
-        "elu",
-        "selu",
-        "celu",
-        "softplus",
-        "logsigmoid",
-        "hardtanh",
-        "prelu",
-        "threshold",
-        "softsign",
-        "tanhshrink",
-    ),
+    *("leaky_relu", "elu", "selu", "celu", "softplus", "logsigmoid", "hardtanh", "prelu", "threshold"),
+    *("softsign", "tanhshrink"),
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"),
     *("binary_cross_entropy_with_logits", "gaussian_nll_loss", "poisson_nll_loss"),
 )

@@ -89,6 +89,13 @@ def no_number(y: Tensor, x: Tensor, mask: Tensor) -> Tensor:
     return torch.log(p[p > 0]).mean() + p[p > 0.1].sqrt().sum()
 
 
+def changed_by_weights(y: Tensor, x: Tensor, mask: Tensor) -> Tensor:
+    """Rows that are not chosen have no gradients that are no numbers where rows are changed in place, too."""
+    z = x[mask] + 0 * y[mask]
+    z *= y.mean()
+    return z.square().log().sum()
+
+
 def none_chosen(y: Tensor, x: Tensor, mask: Tensor) -> Tensor:
     total = y.sum()
     found = torch.where(x[:, 0] > 99)[0]
@@ -97,7 +104,7 @@ def none_chosen(y: Tensor, x: Tensor, mask: Tensor) -> Tensor:
     return total + y[found].sum() / max(len(found), 1)
 
 
-EXACT = [reductions, rows_by_themselves, writes, losses, places_of_elements, no_number, none_chosen]
+EXACT = [reductions, rows_by_themselves, writes, losses, places_of_elements, no_number, changed_by_weights, none_chosen]
 
 
 @pytest.mark.parametrize("code", EXACT, ids=lambda code: code.__name__)
@@ -117,6 +124,16 @@ REFUSED = {
     "decides by, the number of rows": lambda y, x, mask: y[mask][: min(len(y[mask]), 2)].sum(),
     "indexes by the number of rows": lambda y, x, mask: y[: len(y[mask])].sum(),
     "calls full with the number of rows": lambda y, x, mask: y.sum() * torch.full((2,), len(y[mask])).sum(),
+    "puts elements of several rows that a mask chose into one, by view": lambda y, x, mask: (
+        y[mask].view(WIDTH, -1)[0].square().sum()
+    ),
+    "gathers from other rows, by their order": lambda y, x, mask: (
+        torch.cat([y, y]).gather(1, (x[mask] > 1).long()).square().sum()
+    ),
+    "adds rows that a mask chose to other rows, by their order": lambda y, x, mask: (
+        torch.cat([y, y]).scatter_add(1, (x[mask] > 1).long(), y[mask]).square().sum()
+    ),
+    "changes the shape of rows that a mask chose, by t in place": lambda y, x, mask: y[mask].t_()[0].sum(),
     "unbind over rows": lambda y, x, mask: sum(row.sum() for row in y[mask]),
     "returns rows that a mask chose": lambda y, x, mask: (y.sum(), y[mask]),
     "returns rows that a mask chose, or their number": lambda y, x, mask: (y.sum(), len(y[mask])),
