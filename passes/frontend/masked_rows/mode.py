@@ -22,7 +22,7 @@ from passes.frontend.replaced_functions import replaced
 
 __all__ = ["MaskedRows", "counted_lengths"]
 
-_len = len
+_len, _range = len, range
 _LOSSES = ("cross_entropy", "nll_loss")
 _ADDING = ("index_add", "scatter_add")
 _COMPARING = ("eq", "ne", "gt", "ge", "lt", "le", "bitwise_not", "logical_not")
@@ -206,13 +206,29 @@ class MaskedRows(TorchFunctionMode):
 
 @contextlib.contextmanager
 def counted_lengths() -> Iterator[None]:
-    """Let ``len`` of chosen rows be a number that is known as theirs: Python's own makes a plain one of any."""
+    """Let ``len`` of chosen rows be a number that is known as theirs, where Python's own makes a plain one of any, and
+    ``range`` refuse it.
+    """
 
     def length(of: Any) -> int:
         return of.shape[0] if isinstance(of, Rows) and of.dim() else _len(of)
 
-    with replaced([(builtins, "len", length)]):
+    with replaced([(builtins, "len", length), (builtins, "range", _Range)]):
         yield
+
+
+class _IsRange(type):
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, _range)
+
+
+class _Range(metaclass=_IsRange):
+    """Python's, of numbers that are known."""
+
+    def __new__(cls, *ends: int) -> Any:
+        if any(isinstance(end, RowCount) for end in ends):
+            raise RowsUnknown("counts up to the number of rows that a mask chooses")
+        return _range(*ends)
 
 
 def _refuse_counted(index: Any) -> None:

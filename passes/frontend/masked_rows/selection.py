@@ -127,6 +127,8 @@ class RowCount(int):
     def _unknown(self, *_: object) -> Any:
         raise RowsUnknown("computes with, or decides by, the number of rows that a mask chooses")
 
+    __divmod__ = __rdivmod__ = __abs__ = __pos__ = __trunc__ = __ceil__ = __floor__ = __invert__ = _unknown
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __lshift__ = __rlshift__ = __rshift__ = _unknown
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = __pow__ = _unknown
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __neg__ = __int__ = __float__ = __round__ = _unknown
 

@@ -134,6 +134,7 @@ REFUSED = {
         torch.cat([y, y]).scatter_add(1, (x[mask] > 1).long(), y[mask]).square().sum()
     ),
     "changes the shape of rows that a mask chose, by t in place": lambda y, x, mask: y[mask].t_()[0].sum(),
+    "counts up to the number of rows": lambda y, x, mask: sum(y[at].sum() for at in range(len(y[mask]))),
     "unbind over rows": lambda y, x, mask: sum(row.sum() for row in y[mask]),
     "returns rows that a mask chose": lambda y, x, mask: (y.sum(), y[mask]),
     "returns rows that a mask chose, or their number": lambda y, x, mask: (y.sum(), len(y[mask])),
