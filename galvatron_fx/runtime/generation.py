@@ -19,6 +19,8 @@ from galvatron_fx.runtime.same_weights import gathered
 
 __all__ = ["Generating", "generate"]
 
+_WAYS = ("greedy_search", "sample")
+
 
 class Generating(Protocol):
     """A compiled model, as generation takes it."""
@@ -35,8 +37,9 @@ def generate(model: Generating, twin: nn.Module, *args: Any, **kwargs: Any) -> A
     """Call ``generate`` of the class of ``twin``, which computes by ``model``. Every rank calls it alike, and has all
     that it returns.
 
-    A cache of fixed length is the default. Raises InputError for encoders with decoders, beams and assistants, which
-    the ranks' parts of a cache do not serve, and where ranks would sample by other random numbers.
+    A cache of fixed length is the default. Raises InputError for encoders with decoders and for other ways than greedy
+    search and sampling (beams, assistants, lookups in the prompt), which the ranks' parts of a cache do not serve, and
+    where ranks would sample by other random numbers.
     """
     original: Any = twin
     settings = kwargs.get("generation_config") or original.generation_config
@@ -77,14 +80,15 @@ def _kind(original: Any, device_type: str) -> type:
 
 
 def _refuse_unfit(original: Any, settings: Any, given: dict[str, Any]) -> None:
-    beams = given.get("num_beams", settings.num_beams)
+    asked = copy.deepcopy(settings)
+    asked.update(**given)
+    way = str(asked.get_generation_mode(given.get("assistant_model")).value)
     cause = ""
     if getattr(original.config, "is_encoder_decoder", False):
         cause = "runs the encoder by itself, which is no part of the compiled program"
-    elif (beams or 1) > 1:
-        cause = f"with num_beams={beams} moves rows of the cache, of which each rank has its part"
-    elif given.get("assistant_model") is not None:
-        cause = "with an assistant_model cuts tokens out of the cache, of which each rank has its part"
+    elif way not in _WAYS or given.get("custom_generate") is not None:
+        way = way if way not in _WAYS else "custom generate"
+        cause = f"by {way.replace('_', ' ')} may move or cut what is in the cache, of which each rank has its part"
     if cause:
         raise InputError(
             f"generate() of a compiled model {cause}: write the loop with calls of the model (docs/inference.md), or "

@@ -90,10 +90,11 @@ def refusals(mesh: DeviceMesh) -> None:
     """What ranks cannot do to parts of a cache is refused; so are unlike random numbers."""
     model, compiled = compiled_llama(mesh, plan_of("tensor"))
     ids = prompts(4, 5)
-    with pytest.raises(InputError, match=r"with num_beams=2 moves rows of the cache, .*gather\(model\), then who"):
+    with pytest.raises(InputError, match=r"by beam search may move .*gather\(model\), then who"):
         compiled.generate(ids, num_beams=2)
-    with pytest.raises(InputError, match=r"with an assistant_model cuts tokens out of the cache"):
-        compiled.generate(ids, assistant_model=model)
+    for options in ({"assistant_model": model}, {"prompt_lookup_num_tokens": 2}):
+        with pytest.raises(InputError, match=r"by assisted generation may move or cut what is in the cache"):
+            compiled.generate(ids, **options)
     torch.manual_seed(mesh.get_rank())
     with pytest.raises(InputError, match=r"other random numbers on each rank: call torch.manual_seed\(seed\) with the"):
         compiled.generate(ids, do_sample=True)
