@@ -30,7 +30,6 @@ from galvatron_fx.runtime.call_style import CallStyle
 from galvatron_fx.runtime.compiled import AnyProgram, Compiled
 from galvatron_fx.runtime.detached import TRAIN_REMEDY, detached_output, forward_only_outputs
 from galvatron_fx.runtime.dtensor_views import local_part, shown, write_whole
-from galvatron_fx.runtime.expert_loads import ExpertLoads
 from galvatron_fx.runtime.folding import FoldedUpdates, folding, refuse_folded
 from galvatron_fx.runtime.generation import generate
 from galvatron_fx.runtime.gradients import accumulate
@@ -40,18 +39,18 @@ from galvatron_fx.runtime.late_changes import MemoryOfParameters, refuse_changed
 from galvatron_fx.runtime.local_updates import mark_for_local_updates
 from galvatron_fx.runtime.modes import mark
 from galvatron_fx.runtime.module_tree import ModuleTree
-from galvatron_fx.runtime.on_mesh import CompiledFor, OnMesh
+from galvatron_fx.runtime.on_mesh import CompiledFor
 from galvatron_fx.runtime.one_at_a_time import OneAtATime, refuse_autocast, without_autocast
 from galvatron_fx.runtime.own_outputs import own_outputs
 from galvatron_fx.runtime.program import Call
-from galvatron_fx.runtime.rebalance import ExpertMoves, move, propose, require_alone, restored
 from galvatron_fx.runtime.stage_tensors import mark_of_stage
 from galvatron_fx.runtime.total_norm import total_norm
+from galvatron_fx.runtime.with_experts import WithExperts
 from passes.frontend.capture.capture import FlatInputs
 from passes.frontend.capture.held_objects import ArgumentAt
 
 
-class DistributedGraphModule(OnMesh):
+class DistributedGraphModule(WithExperts):
     """A model lowered to one rank of a mesh; trains exactly as the original on one device.
 
     It has the attributes, methods and class (to ``isinstance``) of the original, its modules with theirs, and its state
@@ -69,8 +68,6 @@ class DistributedGraphModule(OnMesh):
 
     Made by :func:`galvatron_fx.compile`.
     """
-
-    _trained: AnyProgram | None = None
 
     def __init__(self, compiled: Compiled) -> None:
         super().__init__()
@@ -245,62 +242,6 @@ class DistributedGraphModule(OnMesh):
             raise InputError("no step was measured yet: call forward_backward(...) before")
         return self._trained.measured()
 
-    def expert_loads(self) -> ExpertLoads:
-        """Return how many rows every expert had in the last :meth:`forward_backward`, and how many further rounds of
-        exchange ran; every rank calls it, and waits for its device.
-
-        ``plan(..., expert_imbalance=loads.imbalance(ranks))`` plans for what was measured. A model without experts that
-        tokens choose has no layers with loads. Raises InputError before the first step.
-        """
-        return (self._trained or self._compiled()).counts.loads()
-
-    def rebalance_experts(self, *optimizers: Optimizer, dry_run: bool = True, moves: bool = True) -> ExpertMoves:
-        """Return what it costs and gains to deal the experts to ranks by the rows that they had in the last
-        :meth:`forward_backward`; with ``dry_run=False``, move them, too. Every rank calls it alike, between steps.
-
-        Their weights and gradients move, and their states in ``optimizers``: give all that the model is trained with.
-        Training goes on as if nothing had happened. But parameters then show experts in the order of ranks, so what
-        saves, loads or copies the model, or states of its optimizers, raises InputError until :meth:`restore_experts`.
-        Averages of parameters and the like that you keep yourself do not move.
-        Under a plan with shadows (:class:`galvatron_fx.ir.plan.strategy.Strategy`) the experts with most rows get them,
-        and only the others are dealt; with ``moves=False`` nothing else changes, which costs nothing.
-        Raises InputError where no block plays role ``expert``, before the first step, under a plan with stages, beside
-        a copy of the model, and for states that have not the shape of their parameter.
-        """
-        counts = (self._trained or self._compiled()).counts
-        require_alone(self._orders, self._stages is not None)
-        with self._watch.collectives():
-            proposals = propose(counts, moves)
-            orders = [(order, gain.held) for order, gain in proposals]
-            cost = move(orders, self._held, optimizers, self._axes_of_dim, dry_run)
-        if proposals and not dry_run:
-            for order, gain in proposals:
-                order.shadows = gain.shadows
-            self._forget_loads()
-        return ExpertMoves(tuple(gain for _, gain in proposals), *cost, done=not dry_run)
-
-    def restore_experts(self, *optimizers: Optimizer) -> None:
-        """Move the experts back to the model's own order, with their states in ``optimizers``; every rank calls it.
-
-        Raises InputError as :meth:`rebalance_experts`.
-        """
-        self._compiled()
-        if self._orders.moved:
-            with self._watch.collectives():
-                move(restored(self._orders), self._held, optimizers, self._axes_of_dim, dry_run=False)
-            self._forget_loads()
-
-    def _forget_loads(self) -> None:
-        for program in self._programs.values():
-            program.counts.forget()
-
-    def require_own_order(self, what: str) -> None:
-        if self._orders.moved:
-            raise InputError(
-                f"the model cannot be {what} while its experts are held in another order than its own: call "
-                f"model.restore_experts(optimizer) before, and rebalance_experts again behind it"
-            )
-
     @property
     def forward_graph(self) -> fx.GraphModule:
         """The lowered forward graph of this rank (of its first stage)."""
@@ -362,12 +303,6 @@ class DistributedGraphModule(OnMesh):
         """Return a table of the passes that made the program: runs, seconds with and without verifying, nodes."""
         self._compiled()
         return run_table(self._pass_runs)
-
-    def _compiled(self) -> AnyProgram:
-        self._require_member()
-        if self._main is None:
-            raise InputError("nothing is compiled yet: pass example_inputs to compile, or call the module once")
-        return self._main
 
     def extra_repr(self) -> str:
         return f"{len(list(self.parameters()))} parameters on {tuple(self.mesh.shape)} ranks"

@@ -59,6 +59,7 @@ class OnMesh(LikeOriginal):
     _resting: str = ""
     _groups: tuple[dist.ProcessGroup, ...] = ()
     _has_copies: bool = False
+    _trained: AnyProgram | None = None
 
     def _give_back(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Destroy the process groups of the mesh that was left, for which ``groups`` were made; copies of the model may
@@ -106,7 +107,7 @@ class OnMesh(LikeOriginal):
     def _settle(self, mesh: DeviceMesh, plan: Plan, members: Members) -> None:
         """Let go of what was held on another mesh."""
         self._main: AnyProgram | None = None
-        self._trained: AnyProgram | None = None
+        self._trained = None
         self._resting = ""
         self.mesh = mesh
         self.plan = plan
@@ -136,3 +137,9 @@ class OnMesh(LikeOriginal):
 
     def _trained_flags(self) -> tuple[bool, ...]:
         return tuple([not self.plan.forward_only and parameter.requires_grad for parameter in self._held.values()])
+
+    def _compiled(self) -> AnyProgram:
+        self._require_member()
+        if self._main is None:
+            raise InputError("nothing is compiled yet: pass example_inputs to compile, or call the module once")
+        return self._main
