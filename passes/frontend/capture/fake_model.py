@@ -31,10 +31,11 @@ from passes.frontend.capture.raw_contents import copied_containers
 from passes.frontend.capture.reruns import keep_weights
 from passes.frontend.capture.trace_again import MasksNeeded
 from passes.frontend.capture.trace_errors import PickedRows, explained
+from passes.frontend.chosen_rows.choice import RowCount, RowTensor
 from passes.frontend.expert_loops.loops import ExpertLoops
-from passes.frontend.expert_loops.picked import OPERATOR, Picked
+from passes.frontend.expert_loops.picked import OPERATOR
 from passes.frontend.masked_rows.mode import MaskedRows, counted_lengths
-from passes.frontend.masked_rows.selection import RowCount, Rows, RowsUnknown
+from passes.frontend.masked_rows.selection import RowsUnknown
 from passes.frontend.routed_experts import routed_experts
 
 if TYPE_CHECKING:
@@ -137,10 +138,8 @@ class FlatModel(nn.Module):
         with routed_experts(), self._rows_of_masks():
             returned = self.module(*args, **kwargs)
             for leaf in flatten(returned)[0]:
-                if isinstance(leaf, Picked):
-                    leaf.mask.refuse()
-                if isinstance(leaf, (Rows, RowCount)):
-                    raise RowsUnknown("returns rows that a mask chose, or their number")
+                if isinstance(leaf, (RowTensor, RowCount)):
+                    leaf.choice.refuse("returns rows that a mask chose, or their number")
         return arguments.marked(returned) if self.forward_only else returned
 
     def _refuse_lost_writes(self) -> None:
@@ -176,8 +175,11 @@ class FlatModel(nn.Module):
         with counted_lengths(), MaskedRows() as masked:
             try:
                 yield
-            except RowsUnknown as unknown:
-                raise explained(self.masked_because, self.module, f"; with all rows kept, it {unknown}") from None
+            except (RowsUnknown, TypeError) as error:
+                if isinstance(error, TypeError) and RowCount.__name__ not in str(error):
+                    raise
+                why = f"gives a number of rows to what takes none: {error}" if isinstance(error, TypeError) else error
+                raise explained(self.masked_because, self.module, f"; with all rows kept, it {why}") from None
         self.masked_lines |= masked.lines
 
     def fake_arguments(self, shapes: Sequence[tuple[int, ...]], mode: FakeTensorMode) -> list[torch.Tensor]:

@@ -13,30 +13,21 @@ from torch.overrides import TorchFunctionMode
 
 from galvatron_fx.ir.torch_compat.tensors import pytree
 from passes.frontend.capture.trace_errors import calling_frame
+from passes.frontend.chosen_rows.choice import sizes_of
+from passes.frontend.chosen_rows.functions import OF_DATA, SIZES, base_name, is_in_place, is_mask
+from passes.frontend.chosen_rows.same_masks import SameMasks
 from passes.frontend.expert_loops.merged import Sink, merge
-from passes.frontend.expert_loops.picked import Call, Count, Gather, Hit, Mask, Picked, Place
-from passes.frontend.expert_loops.row_calls import called, name_of
+from passes.frontend.expert_loops.picked import Call, Gather, Hit, Mask, Picked, Place
+from passes.frontend.expert_loops.row_calls import called
 
 __all__ = ["ExpertLoops"]
 
 _ASKS = (torch.where, torch.nonzero, Tensor.nonzero)
 _GET, _SET = Tensor.__getitem__, Tensor.__setitem__
-_FACTS = (
-    "__get__",
-    "dim",
-    "is_floating_point",
-    "is_complex",
-    "is_contiguous",
-    "stride",
-    "__hash__",
-    "size",
-    "numel",
-    "untyped_storage",
-)
-_SUMS = ("__add__", "add")
+_FACTS = (*OF_DATA, *SIZES, "stride", "hash", "untyped_storage")
 _SAME_SIZE = ("reshape", "view", "squeeze", "flatten")
-_COMPARES = ("eq", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
-_NUMBERS = ("__index__", "__int__", "item", "__format__")
+_COMPARES = ("eq", "ne", "lt", "le", "gt", "ge")
+_NUMBERS = (Tensor.__index__, Tensor.__int__, Tensor.item, Tensor.__format__)
 
 
 class ExpertLoops(TorchFunctionMode):
@@ -51,8 +42,7 @@ class ExpertLoops(TorchFunctionMode):
         super().__init__()
         self.asked_at: FrameSummary | None = None
         self._masks: dict[Any, Mask] = {}
-        self._asked: list[Tensor] = []
-        self._compared: dict[int, tuple[Any, Tensor]] = {}
+        self._same = SameMasks()
         self._sinks: list[Sink] = []
         self._tables: list[Tensor] = []
         self._hit: Hit | None = None
@@ -66,14 +56,14 @@ class ExpertLoops(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        name = name_of(func)
+        name = base_name(func)
         if any(isinstance(tensor, Hit) for tensor in tensors):
             return self._of_hit(func, name, args, kwargs)
         if any(isinstance(tensor, Picked) for tensor in tensors):
             return self._of_picked(func, name, args, kwargs)
         if not tensors:
             return func(*args, **kwargs)
-        if name in _FACTS:
+        if name in _FACTS or func.__name__ == "__get__":
             return self._noted(func(*args, **kwargs), tensors)
         return self._of_others(func, name, args, kwargs, tensors)
 
@@ -87,12 +77,15 @@ class ExpertLoops(TorchFunctionMode):
                 return tuple(_place(mask, dim) for dim in range(dims))
             if dims == 1:
                 return Picked.of(mask, Place(0), (mask.rows, 1), torch.int64)
-        if func is _GET and _is_mask(args[1]) and args[1].shape == args[0].shape[: args[1].dim()]:
+        if (
+            func is _GET
+            and is_mask(args[1])
+            and not isinstance(args[1], Picked)
+            and args[1].shape == args[0].shape[: args[1].dim()]
+        ):
             return self._gathered(args[0], self._mask(args[1]), tuple(range(args[1].dim())), 0, 0)
         result = func(*args, **kwargs)
-        if name in ("__eq__", "eq") and len(args) == 2 and isinstance(args[1], int) and not args[0].is_floating_point():
-            self._compared[id(result)] = (id(args[0]), args[1]), result
-            self._tables.append(args[0])
+        self._same.note(result, name, pytree.tree_leaves((args, kwargs)))
         return self._noted(result, tensors)
 
     def _noted(self, result: Any, tensors: Sequence[Tensor]) -> Any:
@@ -105,8 +98,7 @@ class ExpertLoops(TorchFunctionMode):
 
     def _before(self, func: Any, name: str, args: Any, tensors: Sequence[Tensor]) -> None:
         """Do what was put off and is needed now; refuse what would change, or skip, what is only written down."""
-        changes = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or func is _SET
-        if changes and self._tables and _shares(args[0], self._tables):
+        if is_in_place(func) and self._tables and _shares(args[0], self._tables):
             for mask in self._masks.values():
                 mask.refuse()
             self._forget()
@@ -117,12 +109,11 @@ class ExpertLoops(TorchFunctionMode):
             self._flush()
 
     def _forget(self) -> None:
-        self._tables, self._masks, self._compared = [], {}, {}
+        self._tables, self._masks, self._same = [], {}, SameMasks()
 
     def _mask(self, tensor: Tensor) -> Mask:
-        key = self._compared.get(id(tensor), (id(tensor),))[0]
+        key = self._same.key(tensor)
         if key not in self._masks:
-            self._asked.append(tensor)  # its id is not that of another
             is_set = tensor if tensor.dtype == torch.bool else tensor != 0
             self._masks[key] = Mask(key, is_set, calling_frame(), self._hit)
             self.asked_at = self.asked_at or self._masks[key].frame
@@ -135,9 +126,9 @@ class ExpertLoops(TorchFunctionMode):
         if self._hit is None or hit.mask is not self._hit.mask or hit.place != self._hit.place:
             hit.mask.refuse()  # kept beyond its pass
         if args[0] is hit:
-            if name in _NUMBERS:
-                return format(hit.place, *args[1:]) if name == "__format__" else hit.place
-            if (func is _GET and args[1] == 0) or name in ("squeeze", "__getitem__"):
+            if func in _NUMBERS:
+                return format(hit.place, *args[1:]) if name == "format" else hit.place
+            if (func is _GET and args[1] == 0) or name in ("squeeze", "getitem"):
                 return Hit.of(hit.mask, hit.place, 0)
             if name in _COMPARES and isinstance(args[1], int):
                 return getattr(operator, name)(hit.place, args[1])
@@ -168,18 +159,18 @@ class ExpertLoops(TorchFunctionMode):
         picked = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Picked))
         mask = picked.mask
         if name in _FACTS and args[0] is picked:
-            return _fact(func, name, args, picked)
-        if name in ("__iter__", "unbind") and isinstance(picked.how, Place) and picked.dim() == 2:
+            return _fact(func, name, args, kwargs, picked)
+        if name in ("iter", "unbind") and isinstance(picked.how, Place) and picked.dim() == 2:
             return self._passes(mask)
         if isinstance(picked.how, Place) and args[0] is picked:
-            if name in (*_SAME_SIZE, "__getitem__") and picked.dim() == 2:
+            if name in (*_SAME_SIZE, "getitem") and picked.dim() == 2:
                 return _place(mask, 0)
             mask.refuse()
         if func is _GET and not isinstance(args[0], Picked):
             return self._gathered(args[0], mask, *_spec(mask, args[1]))
         if func is _SET and not isinstance(args[0], Picked):
             return self._put(args[0], args[1], args[2])
-        if name == "index_add_" and not isinstance(args[0], Picked) and not kwargs:
+        if func is Tensor.index_add_ and not isinstance(args[0], Picked) and not kwargs:
             return self._added(*args)
         if isinstance(picked.how, Gather) and picked.how.leading and args[0] is picked:
             if name in _SAME_SIZE:
@@ -213,7 +204,7 @@ class ExpertLoops(TorchFunctionMode):
         mask = value.mask
         if isinstance(index, Picked) and isinstance(index.how, Place) and index.mask is mask:
             dim = index.how.dim
-        elif _is_mask(index) and index.dim() == 1 and self._mask(index) is mask:
+        elif is_mask(index) and not isinstance(index, Picked) and index.dim() == 1 and self._mask(index) is mask:
             dim = 0
         else:
             mask.refuse()
@@ -250,10 +241,6 @@ def _is_set(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.is_floating_point() and value.dim() > 0
 
 
-def _is_mask(value: Any) -> bool:
-    return _is_set(value) and not isinstance(value, Picked) and value.dtype == torch.bool
-
-
 def _place(mask: Mask, dim: int) -> Picked:
     return Picked.of(mask, Place(dim), (mask.rows,), torch.int64)
 
@@ -265,19 +252,11 @@ def _as_place(value: Any) -> Any:
     return slice(value.place, value.place + 1) if Tensor.dim(value) else value.place
 
 
-def _fact(func: Any, name: str, args: Any, picked: Picked) -> Any:
-    """What is asked about a tensor without a look at its elements; of numbers of rows, a Count."""
-    place = picked.how.leading if isinstance(picked.how, Gather) else 0
-    count = Count(picked.mask)
-    if name == "numel":
-        return count
-    owner = getattr(func, "__self__", None)
-    if name == "size" or owner is Tensor.shape:
-        sizes = [count if dim == place else size for dim, size in enumerate(torch.Size(Tensor.size(picked)))]
-        return tuple(sizes) if len(args) < 2 else sizes[args[1]]
-    if owner is Tensor.device:
-        return picked.mask.tensor.device
-    return func(*args)
+def _fact(func: Any, name: str, args: Any, kwargs: Any, picked: Picked) -> Any:
+    """What is asked about a tensor without a look at its elements."""
+    if name in SIZES:
+        return sizes_of(picked, name, args, kwargs)
+    return picked.mask.tensor.device if name == "device" else func(*args, **kwargs)
 
 
 def _spec(mask: Mask, index: Any) -> tuple[tuple[int, ...], int, int]:
@@ -299,7 +278,7 @@ def _spec(mask: Mask, index: Any) -> tuple[tuple[int, ...], int, int]:
 def _sum_with(out: Tensor, value: Picked, dim: int) -> Picked | None:
     """What ``out[index] += more`` adds: the other term of a sum with rows of ``out`` itself."""
     how = value.how
-    if not isinstance(how, Call) or name_of(how.func) not in _SUMS or len(how.args) != 2 or how.kwargs:
+    if not isinstance(how, Call) or base_name(how.func) != "add" or len(how.args) != 2 or how.kwargs:
         return None
     for mine, more in (how.args, how.args[::-1]):
         if isinstance(mine, Picked) and isinstance(more, Picked) and more.shape == value.shape:

@@ -13,13 +13,13 @@ from torch.nn import functional
 from galvatron_fx.ir.kernels.experts import combine, dispatch, group_of, route, spread
 from galvatron_fx.ir.torch_compat.tensors import pytree
 from passes.frontend.capture.trace_errors import described_frame
+from passes.frontend.chosen_rows.functions import base_name
 from passes.frontend.expert_loops.picked import Call, Gather, Mask, Picked
-from passes.frontend.expert_loops.row_calls import is_product, name_of
+from passes.frontend.expert_loops.row_calls import is_product
 
 __all__ = ["Sink", "merge"]
 
-_DUNDERS = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv")
-_BROADCASTS = ("add", "sub", "mul", "div", *(f"__{name}__" for name in _DUNDERS))
+_BROADCASTS = ("add", "sub", "mul", "div")
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +154,7 @@ class _Groups:
             return self.value_of(column)
         if not isinstance(one, Tensor) or all(other is one for other in column):
             return one
-        if name_of(call.func) not in _BROADCASTS or one.dim() > width:
+        if base_name(call.func) not in _BROADCASTS or one.dim() > width:
             self.mask.refuse()
         parts = torch.stack([other.reshape(other.shape[1:]) if other.dim() == width else other for other in column])
         rows = spread(parts, self.ends, self.order)

@@ -9,17 +9,17 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from galvatron_fx.ir.torch_compat.tensors import pytree
 from passes.frontend.capture.trace_errors import PickedRows
+from passes.frontend.chosen_rows.choice import Choice, RowTensor
 
-__all__ = ["OPERATOR", "Call", "Count", "Gather", "Hit", "Mask", "Picked", "Place"]
+__all__ = ["OPERATOR", "Call", "Gather", "Hit", "Mask", "Picked", "Place"]
 
 _META = torch.device("meta")
 OPERATOR = "aten.nonzero.default"  # what torch calls it all by
 
 
 @dataclass(eq=False)
-class Mask:
+class Mask(Choice):
     """Where rows are picked: ``tensor`` of booleans, equal where ``key`` is; ``frame``: the model's line that asked;
     ``hit``: in the pass of a loop over places of another mask, those and which of them.
     """
@@ -35,7 +35,7 @@ class Mask:
         return tuple(self.tensor.shape)
 
     @property
-    def rows(self) -> int:
+    def rows(self) -> int:  # type: ignore[override]
         """The most rows that it can pick."""
         return self.tensor.numel()
 
@@ -44,7 +44,7 @@ class Mask:
         """Places of what a loop over hits does not look at."""
         return None if self.hit is None else self.hit.mask
 
-    def refuse(self) -> NoReturn:
+    def refuse(self, what: str = "") -> NoReturn:
         """Raise PickedRows, at the model's own line."""
         raise PickedRows(OPERATOR, self.frame)
 
@@ -78,25 +78,13 @@ class Call:
     item: int | None = None
 
 
-class _Wrapper(Tensor):
-    """A tensor without elements, which :class:`passes.frontend.expert_loops.loops.ExpertLoops` alone computes with."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    mask: Mask
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Wrapper)).mask.refuse()
-
-
-class Picked(_Wrapper):
+class Picked(RowTensor):
     """What picked rows hold: it has a shape, with as many rows as there can be, and a dtype. ``is_used``: whether
     something was made of it; ``is_view``: whether it shares elements with what it was made of.
     """
 
     how: Place | Gather | Call
+    choice: Mask
     is_used = False
     is_view = False
 
@@ -104,13 +92,20 @@ class Picked(_Wrapper):
     def of(mask: Mask, how: Place | Gather | Call, shape: tuple[int, ...], dtype: torch.dtype) -> Picked:
         """What is computed as ``how`` says."""
         made: Picked = Tensor._make_wrapper_subclass(Picked, shape, dtype=dtype, device=_META)
-        made.mask, made.how = mask, how
+        made.choice, made.how = mask, how
+        made.row_dim = how.leading if isinstance(how, Gather) else 0
         return made
 
+    @property
+    def mask(self) -> Mask:
+        """What picks them."""
+        return self.choice
 
-class Hit(_Wrapper):
+
+class Hit(RowTensor):
     """One place of a mask of one dim, in a loop over those that are set: each place is looked at, set or not."""
 
+    choice: Mask
     place: int
     is_beyond = False  # whether a weight was asked for that is not there: then there is no such expert
 
@@ -118,32 +113,10 @@ class Hit(_Wrapper):
     def of(mask: Mask, place: int, dims: int) -> Hit:
         """Of ``dims`` dims, 0 or 1."""
         made: Hit = Tensor._make_wrapper_subclass(Hit, (1,) * dims, dtype=torch.int64, device=_META)
-        made.mask, made.place = mask, place
+        made.choice, made.place = mask, place
         return made
 
-
-class Count:
-    """How many rows are picked: more than none, for code that leaves experts without tokens out."""
-
-    def __init__(self, mask: Mask) -> None:
-        self.mask = mask
-
-    def __gt__(self, least: object) -> bool:
-        if least != 0:
-            self.mask.refuse()
-        return True
-
-    def __eq__(self, other: object) -> bool:
-        return not self > other
-
-    def __bool__(self) -> bool:
-        return True
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def _refuse(self, *_: Any) -> NoReturn:
-        self.mask.refuse()
-
-    __int__ = __index__ = __float__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
-    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __lt__ = __le__ = __ge__ = _refuse
-    __repr__ = __format__ = _refuse
+    @property
+    def mask(self) -> Mask:
+        """What it is a place of."""
+        return self.choice

@@ -11,19 +11,16 @@ from torch.nn import functional
 
 from galvatron_fx.ir.torch_compat.tensors import pytree
 from galvatron_fx.ir.torch_compat.tracing import no_modes
-from passes.frontend.expert_loops.picked import Call, Count, Picked
+from passes.frontend.chosen_rows.choice import RowCount
+from passes.frontend.chosen_rows.functions import base_name, is_in_place
+from passes.frontend.expert_loops.picked import Call, Picked
 
-__all__ = ["called", "is_product", "name_of"]
+__all__ = ["called", "is_product"]
 
 _ROWS = 7  # as hardly any other size is
 _MOST_ELEMENTS = 1 << 22  # of a tensor that a function is tried with
 _PRODUCTS = (functional.linear, torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
-_CHANGES = {"add_": torch.add, "mul_": torch.mul, "sub_": torch.sub, "div_": torch.div, "relu_": torch.relu}
-
-
-def name_of(func: Any) -> str:
-    """What a function of torch is called."""
-    return getattr(func, "__name__", "")
+_CHANGES = {"add": torch.add, "mul": torch.mul, "sub": torch.sub, "div": torch.div, "relu": torch.relu}
 
 
 def is_product(func: Any) -> bool:
@@ -36,11 +33,11 @@ def called(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     leaves = pytree.tree_leaves((args, kwargs))
     picked = [leaf for leaf in leaves if isinstance(leaf, Picked)]
     mask = picked[0].mask
-    if any(other.mask is not mask for other in picked) or any(isinstance(leaf, Count) for leaf in leaves):
+    if any(other.mask is not mask for other in picked) or any(isinstance(leaf, RowCount) for leaf in leaves):
         mask.refuse()
     if is_product(func):
         return _product(func, args, kwargs, picked)
-    is_change = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+    is_change = is_in_place(func)
     if is_change or kwargs.get("inplace"):
         return _changed(_CHANGES.get(name) if is_change else func, args, {**kwargs, "inplace": False} if kwargs else {})
     for rows in picked:
@@ -57,7 +54,7 @@ def _changed(func: Any, args: Any, kwargs: Any) -> Picked:
     if func is None or not isinstance(rows, Picked) or rows.is_used or rows.is_view:
         mask.refuse()
     before = Picked.of(mask, rows.how, tuple(rows.shape), rows.dtype)
-    result = called(func, name_of(func), (before, *others), kwargs)
+    result = called(func, base_name(func), (before, *others), kwargs)
     if not isinstance(result, Picked) or result.shape != rows.shape or result.dtype != rows.dtype:
         mask.refuse()
     rows.how = result.how

@@ -11,22 +11,13 @@ from torch import Tensor
 
 from galvatron_fx.ir.torch_compat.tensors import pytree
 from galvatron_fx.ir.torch_compat.tracing import no_modes
-from passes.frontend.masked_rows.functions import (
-    ORDERED,
-    base_name,
-    is_for_each_row,
-    makes_rows,
-    reduced_dims,
-    takes_sizes,
-)
-from passes.frontend.masked_rows.selection import RowCount, Rows, RowsUnknown, Selection
+from passes.frontend.chosen_rows.choice import RowCount, sizes_of
+from passes.frontend.chosen_rows.functions import OF_DATA, SIZES, base_name, is_in_place
+from passes.frontend.masked_rows.functions import ORDERED, is_for_each_row, makes_rows, reduced_dims, takes_sizes
+from passes.frontend.masked_rows.selection import Rows, RowsUnknown, Selection
 
 __all__ = ["class_loss", "clean", "computed"]
 
-_OF_DATA = (
-    *("dtype", "device", "ndim", "dim", "is_floating_point", "is_complex", "requires_grad", "layout", "is_cuda"),
-    *("is_contiguous", "element_size", "is_sparse", "is_nested", "is_leaf", "is_mps", "is_quantized", "is_meta"),
-)
 _SAME = ("view", "reshape", "flatten", "squeeze", "clone", "contiguous", "long", "detach")  # keep the numbers of rows
 
 
@@ -39,12 +30,12 @@ def class_loss(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if logits.row_dim or target.row_dim:
         raise RowsUnknown(f"computes a {name} of rows along another dim than the first")
     ignored = kwargs.get("ignore_index", args[4] if len(args) > 4 else -100)
-    labels = target.selection.kept(target.data_rows.long(), 0, ignored)
+    labels = target.choice.kept(target.data_rows.long(), 0, ignored)
     kwargs = {key: value for key, value in kwargs.items() if key != "target"}
     made: Tensor = func(logits.data_rows, labels, *args[2:], **kwargs)
     if made.dim():  # no reduction
-        return Rows(made, target.selection)
-    return torch.where(target.selection.mask.any(), made, 0) if target.selection.may_be_empty else made
+        return Rows(made, target.choice)
+    return torch.where(target.choice.mask.any(), made, 0) if target.choice.may_be_empty else made
 
 
 def computed(func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -52,15 +43,15 @@ def computed(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, (Rows, RowCount))]
     chosen = _the_selection(given)
     if not takes_sizes(name):
-        args, kwargs = pytree.tree_map_only(RowCount, RowCount.counted, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(RowCount, RowCount.number, (args, kwargs))
     rows = [leaf for leaf in given if isinstance(leaf, Rows)]
     if not rows:
         return _counted(func, name, args, kwargs, chosen)
-    if name in _OF_DATA:
+    if name in OF_DATA:
         plain = pytree.tree_map_only(Rows, lambda leaf: leaf.data_rows, (args, kwargs))
         return func(*plain[0], **plain[1])
-    if name in ("shape", "size", "numel", "nelement", "len"):
-        return _sizes(name, args, chosen)
+    if name in SIZES:
+        return sizes_of(args[0], name, args, kwargs)
     if name != "getitem" and not all(is_for_each_row(name, row.row_dim) for row in rows):
         raise RowsUnknown(f"calls {name} with rows that a mask chose")
     if name == "gather" and not isinstance(args[0], Rows):
@@ -93,7 +84,7 @@ def _on_all_rows(func: Any, args: Any, kwargs: Any, chosen: Selection) -> Any:
     others = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if not isinstance(leaf, Rows)]
     guarded = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in others)
     rows = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Rows)]
-    if rows and made is rows[0].data_rows and func.__name__.endswith("_"):
+    if rows and made is rows[0].data_rows and is_in_place(func):
         if made.shape != rows[0].shape:
             raise RowsUnknown(f"changes the shape of rows that a mask chose, by {base_name(func)} in place")
         return _written(rows[0]) if guarded else rows[0]
@@ -120,7 +111,7 @@ def _on_all_rows(func: Any, args: Any, kwargs: Any, chosen: Selection) -> Any:
 
 def _written(rows: Rows) -> Rows:
     """Rows that were changed in place by what needs gradients, cleaned as :func:`clean` does."""
-    rows.data_rows.copy_(rows.selection.kept(rows.data_rows, rows.row_dim))
+    rows.data_rows.copy_(rows.choice.kept(rows.data_rows, rows.row_dim))
     return rows
 
 
@@ -128,27 +119,25 @@ def _reduced(func: Any, name: str, args: Any, kwargs: Any, rows: Rows) -> Any:
     """A sum or mean over rows is one of those that are chosen."""
     if name not in ("sum", "mean") or not args or args[0] is not rows:
         raise RowsUnknown(f"computes {name} over rows that a mask chose")
-    kept = rows.selection.kept(rows.data_rows, rows.row_dim).to(kwargs.get("dtype"))
+    kept = rows.choice.kept(rows.data_rows, rows.row_dim).to(kwargs.get("dtype"))
     if name == "sum":
         return func(kept, *args[1:], **kwargs)
     dims = reduced_dims(name, args, kwargs, rows.dim()) or ()
     others = math.prod(rows.shape[dim] for dim in dims if dim != rows.row_dim)
     keepdim = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
-    return kept.sum(dims, keepdim=keepdim) / (rows.selection.count() * others)
+    return kept.sum(dims, keepdim=keepdim) / (rows.choice.number(divides=True) * others)
 
 
 def _counted(func: Any, name: str, args: Any, kwargs: Any, chosen: Selection) -> Any:
     """A call that is given the number of rows alone."""
     if makes_rows(name):
         return _on_all_rows(func, args, kwargs, chosen)
-    if name in ("div", "mul", "add", "sub") and isinstance(args[0], Tensor):
-        return func(*args, **kwargs)
     raise RowsUnknown(f"calls {name} with the number of rows that a mask chooses")
 
 
 def _the_selection(given: Sequence[Any]) -> Selection:
-    chosen = given[0].selection
-    if any(other.selection is not chosen for other in given):
+    chosen = given[0].choice
+    if any(other.choice is not chosen for other in given):
         raise RowsUnknown("computes with rows that several masks chose")
     found: Selection = chosen
     return found
@@ -157,7 +146,7 @@ def _the_selection(given: Sequence[Any]) -> Selection:
 def _all_of(leaf: Any) -> Any:
     if isinstance(leaf, Rows):
         return leaf.data_rows
-    return leaf.selection.rows * leaf.elements if isinstance(leaf, RowCount) else leaf
+    return leaf.choice.rows * leaf.elements if isinstance(leaf, RowCount) else leaf
 
 
 def _one_more(leaf: Any) -> Any:
@@ -167,19 +156,7 @@ def _one_more(leaf: Any) -> Any:
         return torch.empty(shape, dtype=leaf.data_rows.dtype, device="meta")
     if isinstance(leaf, Tensor):
         return torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta")
-    return (leaf.selection.rows + 1) * leaf.elements if isinstance(leaf, RowCount) else leaf
-
-
-def _sizes(name: str, args: Sequence[Any], chosen: Selection) -> Any:
-    rows = args[0]
-    shape = [RowCount.of(chosen) if dim == rows.row_dim else size for dim, size in enumerate(rows.data_rows.shape)]
-    if name == "shape" or (name == "size" and len(args) == 1):
-        return torch.Size(shape)
-    if name == "size":
-        return shape[args[1]]
-    if name == "len":
-        return shape[0]
-    return RowCount.of(chosen, rows.numel() // chosen.rows)
+    return (leaf.choice.rows + 1) * leaf.elements if isinstance(leaf, RowCount) else leaf
 
 
 def clean(data: Tensor, chosen: Selection, dim: int) -> Rows:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["ORDERED", "base_name", "is_for_each_row", "makes_rows", "reduced_dims", "takes_sizes", "touches"]
+__all__ = ["ORDERED", "is_for_each_row", "makes_rows", "reduced_dims", "takes_sizes", "touches"]
 
 # Where the dim along which values are mixed stands among the arguments, and what it is if it is left out.
 _DIMS: dict[str, tuple[int, int | None]] = {
@@ -45,23 +45,6 @@ _FOR_EACH_SAMPLE = (
     *("max_pool1d", "max_pool2d", "avg_pool1d", "avg_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d"),
 )
 _NEW = ("zeros", "ones", "empty", "rand", "randn", "new_zeros", "new_ones", "new_empty")
-_SPOKEN = {
-    **{"truediv": "div", "floordiv": "floor_divide", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor"},
-    **{"invert": "bitwise_not", "not_equal": "ne"},
-}
-
-
-def base_name(func: Any) -> str:
-    """The name of a function of torch without what says that it is an operator, or in place."""
-    name: str = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__"):
-        return str(getattr(getattr(func, "__self__", None), "__name__", name))
-    dunder = name.startswith("__") and name.endswith("__")
-    name = name.strip("_")
-    if dunder and name[:1] in ("r", "i") and name not in ("rshift", "invert", "round") and name[1:]:
-        bare = _SPOKEN.get(name[1:], name[1:])
-        name = bare if hasattr(torch.ops.aten, bare) and not hasattr(torch.ops.aten, name) else name
-    return _SPOKEN.get(name, name)
 
 
 def is_pointwise(name: str) -> bool:

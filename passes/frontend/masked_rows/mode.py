@@ -15,17 +15,19 @@ from torch.overrides import TorchFunctionMode
 
 from galvatron_fx.ir.torch_compat.tensors import pytree
 from passes.frontend.capture.trace_errors import user_frame
+from passes.frontend.chosen_rows.choice import RowCount
+from passes.frontend.chosen_rows.functions import base_name, is_in_place, is_mask
+from passes.frontend.chosen_rows.same_masks import SameMasks
 from passes.frontend.masked_rows.compute import class_loss, clean, computed
-from passes.frontend.masked_rows.functions import base_name, touches
-from passes.frontend.masked_rows.selection import RowCount, Rows, RowsUnknown, Selection
+from passes.frontend.masked_rows.functions import touches
+from passes.frontend.masked_rows.selection import Rows, RowsUnknown, Selection
 from passes.frontend.replaced_functions import replaced
 
 __all__ = ["MaskedRows", "counted_lengths"]
 
-_len, _range = len, range
+_len = len
 _LOSSES = ("cross_entropy", "nll_loss")
 _ADDING = ("index_add", "scatter_add")
-_COMPARING = ("eq", "ne", "gt", "ge", "lt", "le", "bitwise_not", "logical_not")
 _MOST_COPIES = 16  # rows of one place that may be chosen, where a write keeps the last
 
 
@@ -40,9 +42,9 @@ class MaskedRows(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.lines: dict[str, None] = {}
-        self._selections: dict[tuple[Any, ...], tuple[Tensor, Selection]] = {}  # with the tensor, so that ids stay its
-        self._comparisons: dict[tuple[Any, ...], tuple[Tensor, Tensor, Sequence[Any]]] = {}
-        self._equal: dict[int, Tensor] = {}
+        self._selections: dict[tuple[Any, ...], Selection] = {}
+        self._same = SameMasks()
+        self._taken: list[RowCount] = []
         self._handlers: dict[str, Callable[..., Any]] = {
             "getitem": self._getitem,
             "setitem": self._setitem,
@@ -61,36 +63,35 @@ class MaskedRows(TorchFunctionMode):
         if finds and isinstance(mask, Tensor) and not isinstance(mask, Rows) and mask.dim():
             return self._nonzero(mask, as_tuple=name == "where" or kwargs.get("as_tuple", False))
         leaves = pytree.tree_leaves((args, kwargs))
-        if name in ("getitem", "setitem"):
-            _refuse_counted(args[1])
+        self._refuse_taken(leaves)
         if not any(isinstance(leaf, (Rows, RowCount)) for leaf in leaves) and not _is_masked(name, args):
             made = func(*args, **kwargs)
-            if name in _COMPARING and isinstance(made, Tensor):
-                self._compared(made, name, leaves)
+            self._same.note(made, name, leaves)
             return made
         handler = self._handlers.get(name)
         handled = handler(func, name, args, kwargs) if handler is not None else NotImplemented
         return computed(func, name, args, kwargs) if handled is NotImplemented else handled
 
+    def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
+        super().__exit__(kind, value, trace)
+        if kind is None:
+            self._refuse_taken(())
+
+    def _refuse_taken(self, given: Sequence[Any]) -> None:
+        """See that what took numbers of rows for sizes is torch, in the call of which they are arguments."""
+        if any(all(count is not leaf for leaf in given) for count in self._taken):
+            raise RowsUnknown("takes the number of rows that a mask chooses for one that is known")
+        self._taken.clear()
+
     # ---- what chooses rows ------------------------------------------------------------------------------------------
 
     def _selection(self, mask: Tensor) -> Selection:
-        """The selection of a mask; the same for equal views of one tensor, as long as nothing was written into it."""
-        whole = mask if mask._base is None else mask._base
-        first = self._equal.get(id(whole), whole)
-        whole = whole if whole._version or first._version else first
-        key = id(whole), whole._version, tuple(mask.shape), mask.stride(), mask.storage_offset()
+        """The selection of a mask; the same for masks that are the same."""
+        key = self._same.key(mask)
         if key not in self._selections:
-            self._selections[key] = whole, Selection(mask if mask.dtype == torch.bool else mask != 0)
+            self._selections[key] = Selection(mask if mask.dtype == torch.bool else mask != 0, self._taken)
             self.lines.setdefault(_user_line())
-        return self._selections[key][1]
-
-    def _compared(self, made: Tensor, name: str, given: Sequence[Any]) -> None:
-        """Remember that one comparison of the same tensors is as good as another."""
-        call = name, *((id(leaf), leaf._version) if isinstance(leaf, Tensor) else leaf for leaf in given)
-        first, _, _ = self._comparisons.setdefault(call, (made, made, given))
-        self._comparisons[(*call, id(made))] = (first, made, given)
-        self._equal[id(made)] = first
+        return self._selections[key]
 
     def _nonzero(self, mask: Tensor, as_tuple: bool) -> Any:
         chosen = self._selection(mask)
@@ -126,7 +127,7 @@ class MaskedRows(TorchFunctionMode):
                 made.axis, made.columns = column % x.shape[1], False
             return made
         before = next((at for at, entry in enumerate(entries) if not _is_whole(entry)), 0)
-        if _is_mask(entries[before]):
+        if _is_own(entries[before]):
             if any(isinstance(entry, Tensor) for entry in entries[before + 1 :]):
                 raise RowsUnknown("indexes by a mask and another tensor")
             return self._gathered(x, entries[before], entries[before + 1 :], before)
@@ -146,25 +147,25 @@ class MaskedRows(TorchFunctionMode):
         if isinstance(x, Rows):
             raise RowsUnknown("writes into a part of rows that a mask chose")
         entries = index if isinstance(index, tuple) else (index,)
-        if _is_mask(entries[0]) and not isinstance(value, Rows):
+        if _is_own(entries[0]) and not isinstance(value, Rows):
             return func(*args, **kwargs)
         return self._written(x, entries, value)
 
     def _index_put(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         x, indices, value = args[:3]
-        target = x if func.__name__.endswith("_") else x.clone()
+        target = x if is_in_place(func) else x.clone()
         if args[3] if len(args) > 3 else kwargs.get("accumulate", False):
             raise RowsUnknown("accumulates by index_put, where index_add_ adds rows along a dim")
         return self._written(target, tuple(indices), value)
 
     def _index_copy(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         x, dim, index, source = args
-        target = x if func.__name__.endswith("_") else x.clone()
+        target = x if is_in_place(func) else x.clone()
         return self._written(target, (*(slice(None),) * (dim % x.dim()), index), source)
 
     def _written(self, x: Tensor, entries: tuple[Any, ...], value: Any) -> Tensor:
         """``x[entries] = value`` in place."""
-        if _is_mask(entries[0]) and len(entries) == 1:
+        if _is_own(entries[0]) and len(entries) == 1:
             chosen, axes = self._selection(entries[0]), tuple(range(entries[0].dim()))
         else:
             places = _places(entries, x)
@@ -173,7 +174,7 @@ class MaskedRows(TorchFunctionMode):
             chosen, axes, _ = places
         rest = x.shape[len(axes) :]
         if isinstance(value, Rows):
-            if value.selection is not chosen or value.row_dim:
+            if value.choice is not chosen or value.row_dim:
                 raise RowsUnknown("writes rows that one mask chose to the places of another")
             value = value.data_rows.to(x.dtype)
         else:  # the same for all, or no shape that is known
@@ -188,8 +189,8 @@ class MaskedRows(TorchFunctionMode):
         alpha = kwargs.get("alpha", args[4] if len(args) > 4 else 1)
         if isinstance(x, Rows) or not isinstance(source, Rows) or not isinstance(index, Rows):
             raise RowsUnknown(f"adds rows by {name} where some are chosen by a mask and some are not")
-        chosen = source.selection
-        if index.selection is not chosen:
+        chosen = source.choice
+        if index.choice is not chosen:
             raise RowsUnknown("adds rows that one mask chose to the places of another")
         kept = chosen.kept(source.data_rows, source.row_dim) * alpha
         dim = dim % x.dim()
@@ -201,50 +202,27 @@ class MaskedRows(TorchFunctionMode):
         others = [axis for axis in range(len(chosen.sizes)) if axis not in places[1]]
         placed = chosen.placed(kept)
         added = x + (placed.sum(others) if others else placed).to(x.dtype)
-        return x.copy_(added) if func.__name__.endswith("_") else added
+        return x.copy_(added) if is_in_place(func) else added
 
 
 @contextlib.contextmanager
 def counted_lengths() -> Iterator[None]:
-    """Let ``len`` of chosen rows be a number that is known as theirs, where Python's own makes a plain one of any, and
-    ``range`` refuse it.
-    """
+    """Let ``len`` of chosen rows be a number that is known as theirs, where Python's own makes a plain one of any."""
 
     def length(of: Any) -> int:
         return of.shape[0] if isinstance(of, Rows) and of.dim() else _len(of)
 
-    with replaced([(builtins, "len", length), (builtins, "range", _Range)]):
+    with replaced([(builtins, "len", length)]):
         yield
-
-
-class _IsRange(type):
-    def __instancecheck__(cls, value: object) -> bool:
-        return isinstance(value, _range)
-
-
-class _Range(metaclass=_IsRange):
-    """Python's, of numbers that are known."""
-
-    def __new__(cls, *ends: int) -> Any:
-        if any(isinstance(end, RowCount) for end in ends):
-            raise RowsUnknown("counts up to the number of rows that a mask chooses")
-        return _range(*ends)
-
-
-def _refuse_counted(index: Any) -> None:
-    """See that no slice ends, and no place lies, where the number of chosen rows says."""
-    for entry in index if isinstance(index, tuple) else (index,):
-        parts = (entry.start, entry.stop, entry.step) if isinstance(entry, slice) else (entry,)
-        if any(isinstance(part, RowCount) for part in parts):
-            raise RowsUnknown("indexes by the number of rows that a mask chooses")
 
 
 def _is_whole(entry: Any) -> bool:
     return isinstance(entry, slice) and entry == slice(None)
 
 
-def _is_mask(entry: Any) -> bool:
-    return isinstance(entry, Tensor) and not isinstance(entry, Rows) and entry.dtype == torch.bool and entry.dim() > 0
+def _is_own(entry: Any) -> bool:
+    """Whether an index is a mask of all rows."""
+    return is_mask(entry) and not isinstance(entry, Rows)
 
 
 def _is_masked(name: str, args: Sequence[Any]) -> bool:
@@ -254,7 +232,7 @@ def _is_masked(name: str, args: Sequence[Any]) -> bool:
     if name != "getitem":
         return False
     entries = args[1] if isinstance(args[1], tuple) else (args[1],)
-    return any(_is_mask(entry) for entry in entries) and not isinstance(args[0], Rows)
+    return any(_is_own(entry) for entry in entries) and not isinstance(args[0], Rows)
 
 
 def _places(entries: Sequence[Any], x: Tensor) -> tuple[Selection, tuple[int, ...], tuple[Any, ...]] | None:
@@ -265,8 +243,8 @@ def _places(entries: Sequence[Any], x: Tensor) -> tuple[Selection, tuple[int, ..
     first, rest = entries[:leading], tuple(entries[leading:])
     if not first or any(isinstance(entry, Tensor) for entry in rest):
         return None
-    chosen, axes = first[0].selection, tuple(entry.axis for entry in first)
-    if any(entry.selection is not chosen or entry.axis is None or entry.columns for entry in first):
+    chosen, axes = first[0].choice, tuple(entry.axis for entry in first)
+    if any(entry.choice is not chosen or entry.axis is None or entry.columns for entry in first):
         return None
     if len(set(axes)) < len(axes) or tuple(x.shape[:leading]) != tuple(chosen.sizes[axis] for axis in axes):
         return None

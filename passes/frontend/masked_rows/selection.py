@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-__all__ = ["RowCount", "Rows", "RowsUnknown", "Selection"]
+from passes.frontend.chosen_rows.choice import Choice, RowCount, RowTensor
+
+__all__ = ["Rows", "RowsUnknown", "Selection"]
 
 
 class RowsUnknown(Exception):
     """Raised where what a model does with chosen rows cannot be said with all of them."""
 
 
-class Selection:
+class Selection(Choice):
     """The places where ``mask`` is true, as rows of a list of all places, the longest dim of the mask outermost: the
     order of rows does not matter to what is done with each, and batches are split along the outermost dim.
 
-    ``mask[R]``: flat, in that order.
+    ``mask[R]``: flat, in that order; ``taken``: numbers of rows that were taken for sizes, by whom is not known yet.
     """
 
-    def __init__(self, mask: Tensor) -> None:
+    def __init__(self, mask: Tensor, taken: list[RowCount]) -> None:
+        self.taken = taken
         self.sizes = tuple(mask.shape)
         self.order = tuple(sorted(range(mask.dim()), key=lambda dim: -self.sizes[dim]))
         self.mask = mask.permute(self.order).reshape(-1).clone()  # code may write into its mask later
@@ -31,16 +34,27 @@ class Selection:
         self._parts: dict[int, Selection] = {}
 
     @property
-    def rows(self) -> int:
+    def rows(self) -> int:  # type: ignore[override]
         """How many places there are."""
         return math.prod(self.sizes)
 
-    def count(self) -> Tensor:
-        """How many rows are chosen, as a number in a tensor: at least one where code asked whether there are any, so
-        that means are zero where it would have computed none.
-        """
+    def refuse(self, what: str = "") -> NoReturn:
+        """Raise RowsUnknown."""
+        raise RowsUnknown(what)
+
+    def ask_for_rows(self) -> None:
+        """Let means be zero where there are none, as code computes none then."""
+        self.may_be_empty = True
+
+    def size(self, count: RowCount) -> int:
+        """All rows, as all are kept."""
+        self.taken.append(count)
+        return self.rows * count.elements
+
+    def number(self, divides: bool) -> Tensor:
+        """How many rows are chosen."""
         count = self.mask.sum()
-        return count.clamp_min(1) if self.may_be_empty else count
+        return count.clamp_min(1) if divides and self.may_be_empty else count
 
     def listed(self, x: Tensor, axes: Sequence[int]) -> Tensor:
         """``x`` with a leading dim for each of ``axes`` of the mask -> one row for each place of the mask."""
@@ -70,70 +84,11 @@ class Selection:
     def parted(self, parts: int) -> Selection:
         """The selection of ``parts`` rows for each row of this one."""
         if parts not in self._parts:
-            self._parts[parts] = Selection(self.mask.unsqueeze(1).expand(-1, parts).reshape(-1))
+            self._parts[parts] = Selection(self.mask.unsqueeze(1).expand(-1, parts).reshape(-1), self.taken)
         return self._parts[parts]
 
 
-class RowCount(int):
-    """The number of chosen rows, or of ``elements`` times as many, where a size is asked for: it depends on values, but
-    code may take it for a size, and ask whether there are any, as what is done with no rows changes nothing.
-    """
-
-    selection: Selection
-    elements: int
-
-    @classmethod
-    def of(cls, selection: Selection, elements: int = 1) -> RowCount:
-        """The number of rows of ``selection``, all of them where it makes a size."""
-        count = cls(selection.rows * elements)
-        count.selection, count.elements = selection, elements
-        return count
-
-    def counted(self) -> Tensor:
-        """The number itself."""
-        return self.selection.count() * self.elements
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, RowCount) and other.selection is self.selection and other.elements == self.elements:
-            return True
-        return not self._is_some(other, 0)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __gt__(self, other: int) -> bool:
-        return self._is_some(other, 0)
-
-    def __ge__(self, other: int) -> bool:
-        return self._is_some(other, 1)
-
-    def __lt__(self, other: int) -> bool:
-        return not self >= other
-
-    def __le__(self, other: int) -> bool:
-        return not self > other
-
-    def __bool__(self) -> bool:
-        return self._is_some(0, 0)
-
-    __hash__ = int.__hash__
-
-    def _is_some(self, other: object, bound: int) -> bool:
-        if type(other) is not int or other != bound:
-            self._unknown()
-        self.selection.may_be_empty = True
-        return True
-
-    def _unknown(self, *_: object) -> Any:
-        raise RowsUnknown("computes with, or decides by, the number of rows that a mask chooses")
-
-    __divmod__ = __rdivmod__ = __abs__ = __pos__ = __trunc__ = __ceil__ = __floor__ = __invert__ = _unknown
-    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __lshift__ = __rlshift__ = __rshift__ = _unknown
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = __pow__ = _unknown
-    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __neg__ = __int__ = __float__ = __round__ = _unknown
-
-
-class Rows(Tensor):
+class Rows(RowTensor):
     """The chosen ones among the rows that ``data`` has along ``dim``. What it shows to code has ``data``'s shape.
 
     ``axis``: the dim of the mask along which these are the rows' coordinates, if they are; ``columns``: whether they
@@ -141,23 +96,15 @@ class Rows(Tensor):
     """
 
     data_rows: Tensor
-    selection: Selection
-    row_dim: int
+    choice: Selection
     axis: int | None
     columns: bool
 
     @staticmethod
     def __new__(
-        cls, data: Tensor, selection: Selection, dim: int = 0, axis: int | None = None, columns: bool = False
+        cls, data: Tensor, choice: Selection, dim: int = 0, axis: int | None = None, columns: bool = False
     ) -> Rows:
         made: Rows = Tensor._make_wrapper_subclass(cls, data.shape, dtype=data.dtype, device=data.device)
-        made.data_rows, made.selection, made.row_dim = data, selection, dim
+        made.data_rows, made.choice, made.row_dim = data, choice, dim
         made.axis, made.columns = axis, columns
         return made
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, *call: Any) -> Any:
-        """What comes here went past the functions of torch."""
-        raise RowsUnknown(f"uses rows that a mask chooses in {func}")

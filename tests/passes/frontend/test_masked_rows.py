@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -101,7 +102,7 @@ def none_chosen(y: Tensor, x: Tensor, mask: Tensor) -> Tensor:
     found = torch.where(x[:, 0] > 99)[0]
     if len(found) > 0 and found.numel():
         total = total + F.cross_entropy(y[found], x[found, 1].long()) + y[found].mean()
-    return total + y[found].sum() / max(len(found), 1)
+    return total + y[found].sum() / max(len(found), 1) + y.sum() * len(found) + len(found)
 
 
 EXACT = [reductions, rows_by_themselves, writes, losses, places_of_elements, no_number, changed_by_weights, none_chosen]
@@ -122,8 +123,8 @@ REFUSED = {
     "calls batch_norm with rows": lambda y, x, mask: F.batch_norm(y[mask], None, None, training=True).sum(),
     "indexes rows that a mask chose": lambda y, x, mask: y[mask][0].sum(),
     "decides by, the number of rows": lambda y, x, mask: y[mask][: min(len(y[mask]), 2)].sum(),
-    "indexes by the number of rows": lambda y, x, mask: y[: len(y[mask])].sum(),
-    "calls full with the number of rows": lambda y, x, mask: y.sum() * torch.full((2,), len(y[mask])).sum(),
+    "takes the number of rows that a mask chooses for one that is known": lambda y, x, mask: y[: len(y[mask])].sum(),
+    "calls tensor with the number of rows": lambda y, x, mask: y.sum() * torch.tensor(len(y[mask])),
     "puts elements of several rows that a mask chose into one, by view": lambda y, x, mask: (
         y[mask].view(WIDTH, -1)[0].square().sum()
     ),
@@ -134,7 +135,11 @@ REFUSED = {
         torch.cat([y, y]).scatter_add(1, (x[mask] > 1).long(), y[mask]).square().sum()
     ),
     "changes the shape of rows that a mask chose, by t in place": lambda y, x, mask: y[mask].t_()[0].sum(),
-    "counts up to the number of rows": lambda y, x, mask: sum(y[at].sum() for at in range(len(y[mask]))),
+    "mask chooses for one that is known": lambda y, x, mask: sum(y[at].sum() for at in range(len(y[mask]))),
+    "computes with, or decides by, the number of": lambda y, x, mask: y[mask].sum() * math.log(len(y[mask])),
+    "gives a number of rows to what takes none": lambda y, x, mask: y[mask].sum() * torch.arange(len(y[mask])).sum(),
+    "unhashable type": lambda y, x, mask: y[mask].sum() * {4: 2}.get(len(y[mask]), 1),
+    "for one that is known": lambda y, x, mask: y[mask].sum() * list(range(9))[len(y[mask])],
     "unbind over rows": lambda y, x, mask: sum(row.sum() for row in y[mask]),
     "returns rows that a mask chose": lambda y, x, mask: (y.sum(), y[mask]),
     "returns rows that a mask chose, or their number": lambda y, x, mask: (y.sum(), len(y[mask])),
