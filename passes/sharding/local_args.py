@@ -38,8 +38,9 @@ _OUTPUT_SHAPE_AT: dict[Any, int] = {
     },
 }
 
-# Operators whose kernels refuse tensors that do not lie in memory in order, or read them as if they did, and the
-# positions of those arguments. Attention sees to its own (``galvatron_fx/ir/kernels/cpu_attention.py``).
+# Operators whose kernels refuse tensors that do not lie in memory in order, or read them as if they did, or factor
+# the transpose of those that do (``matrix_layouts.py``), and the positions of those arguments. Attention sees to its
+# own (``galvatron_fx/ir/kernels/cpu_attention.py``).
 DENSE_ARGUMENTS: dict[Any, tuple[int, ...]] = {
     aten.native_group_norm.default: (0, 1, 2),
     aten.native_group_norm_backward.default: (0, 1, 4),
@@ -47,6 +48,7 @@ DENSE_ARGUMENTS: dict[Any, tuple[int, ...]] = {
     aten._pdist_backward.default: (1, 3),
     aten._embedding_bag.default: (1, 2),
     aten._embedding_bag_backward.default: (1, 2, 3),
+    **dict.fromkeys((aten._linalg_det.default, aten._linalg_slogdet.default, aten._linalg_solve_ex.default), (0,)),
 }
 
 

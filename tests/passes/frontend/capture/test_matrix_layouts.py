@@ -1,0 +1,73 @@
+"""Gradients of determinants and solutions, wherever the matrix lay in the trace and lies on a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import FileCheck
+
+import galvatron_fx
+from galvatron_fx import Plan
+from passes.frontend.capture.capture import Capture
+
+N = 4
+Code = Callable[[Tensor, Tensor], Tensor]
+
+
+class Factors(nn.Module):
+    """A loss of a parameter that lies by columns [N, N], and of a matrix for each row of x [batch, N, N]."""
+
+    def __init__(self, code: Code) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(N, N * N, dtype=torch.float64)
+        self.by_columns = nn.Parameter(torch.linalg.qr(torch.randn(N, N, dtype=torch.float64))[0])
+        self.code = code
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.code(self.by_columns, self.linear(x).view(-1, N, N) + 3 * torch.eye(N, dtype=x.dtype))
+
+
+def determinants(w: Tensor, batched: Tensor) -> Tensor:
+    of_parameter = torch.det(w) * torch.det(w.t().contiguous()) * torch.linalg.slogdet(w)[1]
+    return of_parameter + torch.logdet(batched.mT).mean() + torch.det(batched.mT.contiguous()).sin().mean()
+
+
+def solutions(w: Tensor, batched: Tensor) -> Tensor:
+    vectors = torch.linalg.solve(batched.mT, batched[..., 0]).square().mean() + torch.linalg.solve(w, w[0]).sin().sum()
+    right = torch.linalg.solve(w, batched, left=False).square().mean()
+    return vectors + right + torch.linalg.solve(batched, w).square().mean()
+
+
+def complex_pairs(w: Tensor, batched: Tensor) -> Tensor:
+    pairs = torch.complex(batched, batched.mT)
+    return torch.linalg.slogdet(pairs.mT)[1].mean() + torch.linalg.solve(pairs.mT, pairs).abs().mean() + w.sum()
+
+
+@pytest.mark.parametrize("code", [determinants, solutions, complex_pairs])
+@pytest.mark.parametrize("role", ["zero", "data", "tensor"])
+def test_exact_for_matrices_by_rows_and_by_columns(code: Code, role: str) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(4, N, dtype=torch.float64)
+    report = galvatron_fx.check(Factors(code), (2,), (x,), Plan.uniform((2,), (role,)))
+    assert report.ok, report
+
+
+def test_a_matrix_by_columns_is_factored_as_its_transpose_is_by_rows() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.by_rows = nn.Parameter(torch.eye(N))
+            self.by_columns = nn.Parameter(torch.ones(N, N).tril().t())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.det(self.by_rows) + torch.det(self.by_columns) + torch.linalg.solve(self.by_columns, x).sum()
+
+    graph = Capture(forward_only=True).run(Model(), (torch.ones(N, 2),)).graph
+    determinants, solution = str(graph).split("linalg_lu_factor_ex.default]")
+    FileCheck().check_count("aten._linalg_det", 2, exactly=True).run(determinants)
+    FileCheck().check_count("aten.transpose.int](args = (%arg2_1, -2, -1)", 1, exactly=True).run(determinants)
+    FileCheck().check("aten.linalg_lu_solve").check_not("aten._linalg_solve_ex").run(solution)
