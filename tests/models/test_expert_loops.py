@@ -10,9 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from galvatron_fx.errors import CaptureError
+from galvatron_fx.ir.graph.metadata import ports
+from galvatron_fx.ir.graph.placement import Shard
 from galvatron_fx.ir.kernels.experts import group_of, route
 from passes.frontend.pipeline import Frontend
-from tests.helpers import assert_exact, captured, one_device, simulate, uniform
+from passes.lowering.lower_step import Lower
+from tests.helpers import assert_exact, captured, cluster_for, one_device, simulate, uniform
 from tests.models.test_written_experts import COPIES, EXPERTS, INNER, WIDTH, Experts, written
 
 f64 = torch.float64
@@ -30,6 +33,27 @@ class Looped(Experts):
             if token.numel() == 0:
                 continue
             rows = torch.relu(x[token] @ self.up[expert] + self.bias[expert]) @ self.down[expert]
+            out.index_add_(0, token, rows * weights[token, copy, None])
+        return out.reshape(h.shape)
+
+
+class Halves(Experts):
+    """Gate and value in one tensor of all experts, and products that come out of a flat one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, 2 * INNER, WIDTH, dtype=f64) / 4)
+        self.down = nn.Parameter(torch.randn(EXPERTS * INNER, WIDTH, dtype=f64) / 4)
+
+    def forward(self, h: Tensor) -> Tensor:
+        x = h.reshape(-1, WIDTH)
+        weights, ids = self.choose(x)
+        out = torch.zeros_like(x)
+        for expert in range(EXPERTS):
+            token, copy = torch.where(ids == expert)
+            gate, value = self.up[expert].chunk(2)
+            rows = F.silu(F.linear(x[token], gate)) * F.linear(x[token], value) + self.bias[expert]
+            rows = rows @ self.down.view(EXPERTS, INNER, WIDTH)[expert]
             out.index_add_(0, token, rows * weights[token, copy, None])
         return out.reshape(h.shape)
 
@@ -107,7 +131,7 @@ class Beyond(Experts):
         return out.reshape(h.shape)
 
 
-LOOPS = (Looped, Hits, Masked, Dropped, Beyond)
+LOOPS = (Looped, Halves, Hits, Masked, Dropped, Beyond)
 
 
 @pytest.mark.parametrize("experts", LOOPS)
@@ -118,6 +142,17 @@ def test_loops_are_exact(experts: Callable[[], nn.Module]) -> None:
     assert not any(node.target is group_of for node in graph.graph.nodes)
     for roles in (("data", "expert"), ("zero", "tensor")):
         assert_exact(simulate(graph, model, inputs, (2, 2), uniform(graph, *roles), {}), expected)
+
+
+@pytest.mark.parametrize("experts", [Looped, Halves])
+def test_ranks_hold_their_own_experts(experts: Callable[[], nn.Module]) -> None:
+    model, inputs = written(experts)
+    graph = captured(model, inputs)
+    strategies = uniform(graph, "expert")
+    lowered = Lower(strategies, cluster_for((2,), strategies), {}).run(graph)
+    inputs_placed = zip(ports(graph), lowered.layout.inputs, strict=True)
+    placed = {port.name: placements for (port, _), placements in inputs_placed if port.kind == "param"}
+    assert all(placed[f"experts.{name}"] == (Shard(0),) for name in ("up", "bias", "down"))
 
 
 def looping(body: Callable[[nn.Module, Tensor, Tensor, Tensor, int, Tensor], None]) -> type[Experts]:

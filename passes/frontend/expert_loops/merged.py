@@ -16,6 +16,7 @@ from passes.frontend.capture.trace_errors import described_frame
 from passes.frontend.chosen_rows.functions import base_name
 from passes.frontend.expert_loops.picked import Call, Gather, Mask, Picked
 from passes.frontend.expert_loops.row_calls import is_product
+from passes.frontend.expert_loops.stacked import stacked
 
 __all__ = ["Sink", "merge"]
 
@@ -156,15 +157,15 @@ class _Groups:
             return one
         if base_name(call.func) not in _BROADCASTS or one.dim() > width:
             self.mask.refuse()
-        parts = torch.stack([other.reshape(other.shape[1:]) if other.dim() == width else other for other in column])
+        parts = stacked([other.reshape(other.shape[1:]) if other.dim() == width else other for other in column])
         rows = spread(parts, self.ends, self.order)
         return rows.reshape(len(rows), *(1,) * (width - rows.dim()), *rows.shape[1:])
 
     def _product(self, func: Any, columns: Sequence[Sequence[Any]]) -> Tensor:
-        rows, weights = self.value_of(columns[0]), torch.stack(list(columns[1]))
+        rows, weights = self.value_of(columns[0]), stacked(columns[1])
         product = grouped_mm(rows, weights.mT if func is functional.linear else weights, self.ends, self.mask)
         if len(columns) > 2 and columns[2][0] is not None:
-            product = product + spread(torch.stack(list(columns[2])), self.ends, self.order)
+            product = product + spread(stacked(columns[2]), self.ends, self.order)
         return product
 
 
