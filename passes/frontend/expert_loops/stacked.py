@@ -31,17 +31,18 @@ def _parts_of(base: Tensor, count: int, part: Tensor) -> Tensor | None:
     """Of each of ``count`` equal runs of ``base`` what ``part`` is of the first, by splitting, narrowing and permuting
     dims; None where that takes more.
     """
-    order = sorted((dim for dim in range(part.dim()) if part.shape[dim] > 1), key=lambda dim: -part.stride(dim))
+    strides = part.stride()
+    order = sorted((dim for dim in range(part.dim()) if part.shape[dim] > 1), key=lambda dim: -strides[dim])
     sizes, firsts = [], []
     outer, start = base.numel() // count, int(part.storage_offset())
     for dim in order:
-        size, over = divmod(outer, int(part.stride(dim)))
-        first, start = divmod(start, int(part.stride(dim)))
+        size, over = divmod(outer, strides[dim])
+        first, start = divmod(start, strides[dim])
         if over or first + part.shape[dim] > size:
             return None
         sizes.append(size)
         firsts.append(first)
-        outer = int(part.stride(dim))
+        outer = strides[dim]
     if outer != 1 or start:
         return None
     view = base if base.shape == (count, *sizes) else base.reshape(count, *sizes)
