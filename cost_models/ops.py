@@ -251,7 +251,7 @@ _FROM_NOTHING = {"arange", "full", "ones", "scalar_tensor", "zeros"}
 _SHAPE_ONLY = {"full_like", "new_full", "new_ones", "new_zeros", "ones_like", "rand_like", "randn_like", "zeros_like"}
 _MOVES = {"_to_copy", "cat", "clone", "constant_pad_nd", "contiguous", "copy", "copy_", "flip", "index_put", "repeat"}
 _MOVES |= {"combine", "pack", "roll", "scatter", "select_backward", "select_scatter", "slice_backward", "slice_scatter"}
-_MOVES |= {"stack", "to", "unpack", "unsort"}
+_MOVES |= {"gather_experts", "part_experts", "stack", "to", "unpack", "unsort"}
 _MOVES |= _LOOKUPS | _FROM_NOTHING | _SHAPE_ONLY
 
 

@@ -24,7 +24,7 @@ from passes.sharding import (  # noqa: F401  (register rules)
 )
 from passes.sharding.own_rules import VIEWS, view_rules
 from passes.sharding.roles import RoleRules
-from passes.sharding.rules import OpRule, op_rules, strided
+from passes.sharding.rules import MOVES, OpRule, op_rules, strided
 
 # The placements that a value may come in.
 Offers = Collection[Placement]
@@ -89,7 +89,7 @@ class AllowedRules:
         gathers = bool(rule.expansion) and rule.outputs[0] == REPLICATE
         if gathers:
             return out.itemsize >= self.parameter_itemsize  # terms are cheaper, where they are allowed
-        sums = rule.expansion or isinstance(rule.outputs[0], Partial)
+        sums = (rule.expansion and rule.expansion not in MOVES) or isinstance(rule.outputs[0], Partial)
         if not out.is_floating_point or not sums or call.target is cast_gradient:
             return False
         if not self.parameter_itemsize:

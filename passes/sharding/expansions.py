@@ -15,10 +15,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from galvatron_fx.ir.graph.collectives import all_gather, all_to_all, gather_mirrored, local_index, shard
+from galvatron_fx.ir.graph.collectives import all_gather, all_to_all, gather_mirrored, local_index, only_first, shard
 from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
 from galvatron_fx.ir.graph.placement import Shard
-from galvatron_fx.ir.kernels.experts import in_round, pack, place_by_rank, received_order, shadows, unpack, unsort
+from galvatron_fx.ir.kernels.experts import (
+    gather_experts,
+    in_round,
+    pack,
+    part_experts,
+    place_by_rank,
+    received_order,
+    shadows,
+    unpack,
+    unsort,
+)
 from passes.sharding.emitter import Builder, Emitter, Outputs
 from passes.sharding.exchange_expansions import (
     among_more_orders,
@@ -319,6 +329,33 @@ def _to_ranks(e: Emitter, x: fx.Node) -> fx.Node:
     return e.emit(all_to_all, (one, 0, 1, 1, 1, e.axis), TensorSpec((e.degree, size // e.degree, *rest), dtype))
 
 
+def own_experts(e: Emitter, node: fx.Node, inputs: list[fx.Node], outputs: tuple[TensorSpec | None, ...]) -> Outputs:
+    """All of the weights of this rank's experts, of a part of each expert's."""
+    part = meta_of(inputs[0]).spec
+    parts = e.emit(gather_experts, (inputs,), TensorSpec((len(inputs), *part.shape), part.dtype))
+    return [e.emit(all_to_all, (parts, 1, 1, 0, 1, e.axis), outputs[0])]
+
+
+def parts_of_all_experts(
+    e: Emitter, node: fx.Node, inputs: list[fx.Node], outputs: tuple[TensorSpec | None, ...]
+) -> Outputs:
+    """The transpose of :func:`own_experts`."""
+    part = outputs[0]
+    assert part is not None
+    moved = TensorSpec((len(outputs), *part.shape), part.dtype)
+    return _outputs(e, part_experts, (e.emit(all_to_all, (inputs[0], 0, 1, 1, 1, e.axis), moved),), outputs)
+
+
+def terms_of_all_experts(
+    e: Emitter, node: fx.Node, inputs: list[fx.Node], outputs: tuple[TensorSpec | None, ...]
+) -> Outputs:
+    """What each rank's experts have, as terms of sums like what other ranks add: the first rank's, of all of them."""
+    spec = meta_of(inputs[0]).spec
+    whole = TensorSpec((len(outputs), *spec.shape[1:]), spec.dtype)
+    gathered = e.emit(all_gather, (inputs[0], 0, 1, e.axis), whole)
+    return _outputs(e, part_experts, (e.emit(only_first, (gathered, e.axis), whole),), outputs)
+
+
 EXPANSIONS: dict[str, Builder] = {
     builder.__name__: builder
     for builder in (
@@ -333,6 +370,9 @@ EXPANSIONS: dict[str, Builder] = {
         exchanging_route,
         exchanging_dispatch,
         exchanging_combine,
+        own_experts,
+        parts_of_all_experts,
+        terms_of_all_experts,
         among_more_places,
         among_more_rounds,
         among_more_orders,

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import torch
 
+from galvatron_fx.ir.graph.metadata import TensorSpec
 from galvatron_fx.ir.graph.op_call import OpCall
 from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, ROUTED_ENDS, Exchanged, Placement, Shard
 from galvatron_fx.ir.kernels.experts import (
     collect,
     combine,
     dispatch,
+    gather_experts,
     give_back,
     in_round,
     lend,
     pack,
+    part_experts,
     place_by_rank,
     received_order,
     route,
@@ -95,6 +98,31 @@ def _collect(call: OpCall, degree: int) -> list[OpRule]:
         OpRule((_EXPERTS,), (_EXCHANGED, _OWN_ENDS)),
         *_along_features(call),
     ]
+
+
+@register_rule(gather_experts)
+def _gather_experts(call: OpCall, degree: int) -> list[OpRule]:
+    """[...] of each expert -> [experts, ...]: split what each has; or ranks change parts of all for some experts."""
+    count = len(call.inputs)
+    rules = [OpRule((whole,), (part,) * count) for whole, part in _of_each(call.output)]
+    return [*rules, OpRule((_EXPERTS,), (Shard(0),) * count, "own_experts")] if count % degree == 0 else rules
+
+
+@register_rule(part_experts)
+def _part_experts(call: OpCall, degree: int) -> list[OpRule]:
+    """[experts, ...] -> [...] of each expert: likewise; and what is whole, as a bias is, is given to all."""
+    count = len(call.outputs)
+    rules = [OpRule((part,) * count, (whole,)) for whole, part in _of_each(call.inputs[0])]
+    if count % degree == 0:
+        rules.append(OpRule((Shard(0),) * count, (_EXPERTS,), "parts_of_all_experts"))
+        rules.append(OpRule((PARTIAL,) * count, (_EXPERTS,), "terms_of_all_experts"))
+    return rules
+
+
+def _of_each(whole: TensorSpec) -> list[tuple[Placement, Placement]]:
+    """How what all experts have lies, and how what each has does, where ranks move nothing."""
+    features = [(Shard(dim + 1), Shard(dim)) for dim in range(len(whole.shape) - 1)]
+    return [*features, (PARTIAL, PARTIAL)]
 
 
 # ---- an exchange that was lowered before, among the ranks of one more axis (passes.sharding.exchange_expansions) -----

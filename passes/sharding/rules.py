@@ -83,6 +83,9 @@ class OpRule:
 ROW_EXPANSIONS = ("row_nll_loss", "gathered_nll_loss")
 """Expansions that may be given any rows."""
 
+MOVES = ("own_experts", "parts_of_all_experts")
+"""Expansions that move numbers and add none up."""
+
 AMONG_MORE = "among_more"
 """With what the names of expansions begin that let the ranks of one more axis take part in an exchange of rows."""
 

@@ -9,6 +9,8 @@ order of the rows but for the experts' products, so each rank may sort its own t
 Ranks exchange rows in rounds: in each, every pair of ranks has so many slots, and ``start`` says how many rows of a
 pair earlier rounds took (none, where it is absent). ``pack`` and ``unpack`` are transposes of each other.
 
+``gather_experts`` puts what each expert has by itself into one tensor; its transpose ``part_experts`` takes it apart.
+
 Shadows are experts that every rank computes for its own tokens. Their owners lend the weights, and get gradients back.
 """
 
@@ -22,7 +24,8 @@ from torch import Tensor
 from galvatron_fx.ir.errors import InputError
 
 __all__ = ["collect", "combine", "dispatch", "in_round", "pack", "place_by_rank", "received_order", "route", "spread"]
-__all__ += ["give_back", "group_of", "lend", "numbers_of_masks", "shadows", "unpack", "unsort", "with_shadows"]
+__all__ += ["gather_experts", "give_back", "group_of", "lend", "numbers_of_masks", "part_experts", "shadows"]
+__all__ += ["unpack", "unsort", "with_shadows"]
 
 _library = torch.library.Library("galvatron_fx", "FRAGMENT")
 _ANY_DEVICE = "CompositeExplicitAutograd"
@@ -55,6 +58,12 @@ copies."""
 
 spread = _operator("spread(Tensor values, Tensor ends, Tensor order) -> Tensor")
 """``spread(values[E, ...], ends[E], order[R]) -> [R, ...]``: for each row what its expert has."""
+
+gather_experts = _operator("gather_experts(Tensor[] parts) -> Tensor")
+"""``gather_experts(parts) -> [E, ...]``: weights of experts that are parameters of their own, one behind the other."""
+
+part_experts = _operator("part_experts(Tensor values) -> Tensor[]")
+"""``part_experts(values[E, ...])``: what each expert has of them."""
 
 collect = _operator("collect(Tensor rows, Tensor ends) -> Tensor")
 """``collect(rows[R, ...], ends[E]) -> [E, ...]``: the sum of each expert's rows."""
@@ -151,6 +160,16 @@ def _spread(values: Tensor, ends: Tensor, order: Tensor) -> Tensor:
 def _collect(rows: Tensor, ends: Tensor) -> Tensor:
     sums = rows.new_zeros((len(ends) + 1, *rows.shape[1:]))  # the last one takes rows of no expert
     return sums.index_add_(0, _expert_of_row(ends, len(rows)), rows)[:-1].clone()
+
+
+@_implements("gather_experts")
+def _gather_experts(parts: list[Tensor]) -> Tensor:
+    return torch.stack(parts)
+
+
+@_implements("part_experts")
+def _part_experts(values: Tensor) -> list[Tensor]:
+    return [part.clone(memory_format=torch.contiguous_format) for part in values.unbind()]
 
 
 @_implements("place_by_rank")
@@ -330,6 +349,16 @@ def _fake_collect(rows: Tensor, ends: Tensor) -> Tensor:
     return rows.new_empty((ends.shape[0], *rows.shape[1:]))
 
 
+@torch.library.register_fake("galvatron_fx::gather_experts")
+def _fake_gather_experts(parts: list[Tensor]) -> Tensor:
+    return parts[0].new_empty(len(parts), *parts[0].shape)
+
+
+@torch.library.register_fake("galvatron_fx::part_experts")
+def _fake_part_experts(values: Tensor) -> list[Tensor]:
+    return [values.new_empty(values.shape[1:]) for _ in range(values.shape[0])]
+
+
 @torch.library.register_fake("galvatron_fx::place_by_rank")
 def _fake_place_by_rank(
     experts: Tensor, num_experts: int, ranks: int, shadows: Tensor | None = None
@@ -421,6 +450,16 @@ def _spread_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
     return collect(gradient, ctx.saved_tensors[0]), None, None
 
 
+def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    pass
+
+
+def _gather_experts_backward(ctx: Any, gradient: Tensor) -> list[Tensor]:
+    parts: list[Tensor] = part_experts(gradient)
+    return parts
+
+
+torch.library.register_autograd("galvatron_fx::gather_experts", _gather_experts_backward, setup_context=_keep_nothing)
 torch.library.register_autograd("galvatron_fx::dispatch", _dispatch_backward, setup_context=_keep)
 torch.library.register_autograd("galvatron_fx::combine", _combine_backward, setup_context=_keep)
 torch.library.register_autograd("galvatron_fx::spread", _spread_backward, setup_context=_keep_ends)

@@ -4,27 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
+
+from galvatron_fx.ir.kernels.experts import gather_experts
 
 __all__ = ["stacked"]
 
 
 def stacked(parts: Sequence[Tensor]) -> Tensor:
     """``parts``, all of one shape, with a new dim in front; a view where they are equal views of one parameter's rows,
-    one behind the other, so that ranks may hold some of its experts alone.
+    one behind the other.
     """
+    view = _rows_of_one(parts)
+    gathered: Tensor = gather_experts(list(parts)) if view is None else view
+    return gathered
+
+
+def _rows_of_one(parts: Sequence[Tensor]) -> Tensor | None:
     base = parts[0]._base
     if base is None or any(part._base is not base or part.stride() != parts[0].stride() for part in parts):
-        return torch.stack(list(parts))
+        return None
     if not base.is_contiguous() or base.storage_offset():
-        return torch.stack(list(parts))
+        return None
     each, over = divmod(base.numel(), len(parts))
     starts = [part.storage_offset() for part in parts]
     if over or starts[0] >= each or starts != [starts[0] + each * at for at in range(len(parts))]:
-        return torch.stack(list(parts))
-    view = _parts_of(base, len(parts), parts[0])
-    return torch.stack(list(parts)) if view is None else view
+        return None
+    return _parts_of(base, len(parts), parts[0])
 
 
 def _parts_of(base: Tensor, count: int, part: Tensor) -> Tensor | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from galvatron_fx.ir.graph.precision import cast_gradient, cast_parameter
 from galvatron_fx.ir.graph.random_ops import random_uniform
 from galvatron_fx.ir.kernels.ctc import ctc_loss, ctc_loss_backward
-from galvatron_fx.ir.kernels.experts import combine, dispatch
+from galvatron_fx.ir.kernels.experts import combine, dispatch, gather_experts, part_experts
 from passes.sharding.own_rules import VIEWS
 
 aten = torch.ops.aten
@@ -257,6 +257,8 @@ CALLS: list[Call] = [
     *distances(),
     *samplers(),
     *transforms(),
+    (gather_experts, ([real(4, 8) for _ in range(4)],), {}),
+    (part_experts, (real(4, 4, 8),), {}),
     (aten.hardshrink_backward.default, (real(4, 8), real(4, 8), 0.5), {}),
     *((aten.scatter_reduce.two, (real(4, 8), 1, whole(8, 4, 4), real(4, 4), how), {}) for how in ("sum", "amax")),
     (aten.gather.default, (real(4, 8), 1, whole(8, 4, 4)), {}),
