@@ -33,7 +33,7 @@ def plain_model(model: nn.Module) -> nn.Module:
 def _check_plain(model: nn.Module) -> None:
     for name, module in model.named_modules():
         owner = type(module).__module__
-        if owner.startswith("galvatron_fx."):
+        if owner.startswith("galvatron_fx.runtime."):
             raise InputError(f"{_place(name)} is compiled already: give the model that it was made of")
         if owner.startswith("torch.distributed.fsdp."):
             raise InputError(f"{_place(name)} is wrapped by {type(module).__name__}: give the model inside, {_SPLITS}")

@@ -1,37 +1,26 @@
-"""torchtitan's LLaMA, with torchtitan's own loss (needs torchtitan 0.2 or 0.3 and what that imports)."""
+"""torchtitan's Trainer with a planned LLaMA, on two processes (needs torchtitan 0.3; ``.ci/torchtitan`` runs it)."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import pytest
-import torch
 
-import galvatron_fx
-from galvatron_fx import Plan
+from tests.runtime.launch import assert_held, launched
 
-llama3 = pytest.importorskip("torchtitan.models.llama3", exc_type=ImportError)
-titan_loss = pytest.importorskip("torchtitan.components.loss", exc_type=ImportError)
-
-
-def small_model() -> Any:
-    """Of 0.2, or of 0.3 with torch's attention, as FlexAttention has no backward on CPUs."""
-    if hasattr(llama3, "Transformer"):
-        return llama3.Transformer(llama3.TransformerModelArgs(dim=32, n_layers=3, n_heads=4, vocab_size=64))
-    attention = pytest.importorskip("torchtitan.models.common.attention")
-    config = llama3.llama3_configs["debugmodel"]("flex")
-    config.layers = config.layers[:3]
-    for layer in config.layers:
-        layer.attention.inner_attention = attention.ScaledDotProductAttention.Config()
-    return config.build()
+pytest.importorskip(
+    "torchtitan.trainer", reason="needs torchtitan and triton: run .ci/torchtitan", exc_type=ImportError
+)
+CHECKS = "trains_and_goes_on", "refuses"
 
 
-@pytest.mark.parametrize("role", ["zero", "tensor"])
-def test_trains_as_one_device(role: str) -> None:
-    torch.manual_seed(0)
-    model = small_model()
-    with torch.no_grad():
-        model.init_weights()
-    ids = torch.randint(64, (8, 16))
-    inside = galvatron_fx.with_loss(model, titan_loss.cross_entropy_loss)
-    galvatron_fx.check(inside, 2, (ids, ids), plan=Plan.uniform((2,), (role,)))
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the one launch printed."""
+    script = Path(__file__).with_name("torchtitan_ranks.py")
+    return launched(script, str(tmp_path_factory.mktemp("ranks")), *CHECKS)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_on_processes(output: str, check: str) -> None:
+    assert_held(output, check)
