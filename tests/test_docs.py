@@ -28,6 +28,8 @@ FOREIGN = {
     "--nnodes",
     "--rdzv-backend",
     "--rdzv-endpoint",
+    "--module",
+    "--config",
 }
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
