@@ -13,8 +13,8 @@ from torch import Tensor, fx
 
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.further_rounds import FurtherRounds
-from galvatron_fx.ir.kernels.cpu_attention import ON_CPUS
 from galvatron_fx.ir.kernels.ring_attention import RING_KERNELS
+from galvatron_fx.ir.kernels.select import Kernels
 
 _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
@@ -67,8 +67,8 @@ class Simulator:
 
     def _compute(self, node: fx.Node, values: dict[fx.Node, list[Any]], rank: int) -> Any:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n][rank])
-        target: Any = ON_CPUS.get(node.target, node.target)
-        return target(*args, **kwargs)
+        target: Any = node.target
+        return Kernels().of(target, (), {})(*args, **kwargs)
 
     def _ring_step(self, node: fx.Node, values: dict[fx.Node, list[Any]], rank: int) -> Any:
         given: list[Any] = list(fx.map_arg(node.args, lambda n: values[n][rank]))

@@ -39,15 +39,22 @@ _OUTPUT_SHAPE_AT: dict[Any, int] = {
 }
 
 # Operators whose kernels refuse tensors that do not lie in memory in order, or read them as if they did, or factor
-# the transpose of those that do (``matrix_layouts.py``), and the positions of those arguments. Attention sees to its
-# own (``galvatron_fx/ir/kernels/cpu_attention.py``).
+# the transpose of those that do (``traced_layouts.py``), and the positions of those arguments. Attention and windows
+# see to their own (``galvatron_fx/ir/kernels``).
 DENSE_ARGUMENTS: dict[Any, tuple[int, ...]] = {
     aten.native_group_norm.default: (0, 1, 2),
-    aten.native_group_norm_backward.default: (0, 1, 4),
+    aten.native_group_norm_backward.default: (0, 1, 2, 3, 4),
+    aten.native_layer_norm_backward.default: (3, 4),
+    aten._weight_norm_interface_backward.default: (0, 1, 2, 3),
+    aten.adaptive_max_pool3d_backward.default: (2,),
+    aten.fractional_max_pool2d_backward.default: (4,),
+    aten.fractional_max_pool3d_backward.default: (4,),
     aten._pdist_forward.default: (0,),
     aten._pdist_backward.default: (1, 3),
     aten._embedding_bag.default: (1, 2),
     aten._embedding_bag_backward.default: (1, 2, 3),
+    aten._embedding_bag_per_sample_weights_backward.default: (2, 3, 4),
+    aten.linalg_matrix_exp.default: (0,),
     **dict.fromkeys((aten._linalg_det.default, aten._linalg_slogdet.default, aten._linalg_solve_ex.default), (0,)),
 }
 

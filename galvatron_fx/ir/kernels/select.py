@@ -10,6 +10,7 @@ from galvatron_fx.ir.graph.metadata import TensorSpec
 from galvatron_fx.ir.kernels.attention import ON_GPUS
 from galvatron_fx.ir.kernels.cpu_attention import ON_CPUS
 from galvatron_fx.ir.kernels.onednn import on_onednn
+from galvatron_fx.ir.kernels.windows import WINDOWS
 
 __all__ = ["Kernels"]
 
@@ -29,6 +30,7 @@ class Kernels:
         self, target: Callable[..., Any], inputs: Sequence[TensorSpec | None], kwargs: Mapping[str, Any]
     ) -> Callable[..., Any]:
         """What runs ``target`` for tensors like ``inputs``: itself, but for what is said above."""
+        target = WINDOWS.get(target, target)
         if self.device_type != "cpu":
             return ON_GPUS.get(target, target)
         target = ON_CPUS.get(target, target)

@@ -25,7 +25,6 @@ from passes.frontend.capture.effect_tokens import drop_tokens
 from passes.frontend.capture.fake_model import FlatModel, fake_weights, module_names, passing_through
 from passes.frontend.capture.find_repeats import Repeat, find_repeats
 from passes.frontend.capture.flat_inputs import ExampleInputs, FlatInputs
-from passes.frontend.capture.matrix_layouts import by_rows
 from passes.frontend.capture.missing_gradients import check_gradients
 from passes.frontend.capture.module_state import as_buffers, quoted, refuse_new_weights
 from passes.frontend.capture.record_graph import merge_tied, record_graph
@@ -34,6 +33,7 @@ from passes.frontend.capture.steady_state import steady_state
 from passes.frontend.capture.trace import Trace
 from passes.frontend.capture.trace_again import MasksNeeded, StateWritten, TraceAgain
 from passes.frontend.capture.trace_errors import explained
+from passes.frontend.capture.traced_layouts import in_order
 from passes.frontend.dense_lookups import dense_lookups
 from passes.frontend.value_free import value_free
 
@@ -268,7 +268,7 @@ def _trace(flat: FlatModel, shapes: Sequence[tuple[int, ...]], repeats: tuple[Re
         except Exception as error:
             raise explained(error, model) from None  # torch's hundred lines more are its context
     drop_tokens(graph)
-    by_rows(graph)
+    in_order(graph)
     record_graph(graph, flat)
     flat.changed_in_checkpoints |= rerun.changed
     refuse_late_changes(graph)

@@ -1,4 +1,4 @@
-"""Gradients of determinants and solutions, wherever the matrix lay in the trace and lies on a rank."""
+"""Calls whose meaning is how a tensor lies: exact however it lay in the trace and lies on a rank."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.testing import FileCheck
 
 import galvatron_fx
 from galvatron_fx import Plan
+from galvatron_fx.errors import CaptureError
 from passes.frontend.capture.capture import Capture
 
 N = 4
@@ -71,3 +72,47 @@ def test_a_matrix_by_columns_is_factored_as_its_transpose_is_by_rows() -> None:
     FileCheck().check_count("aten._linalg_det", 2, exactly=True).run(determinants)
     FileCheck().check_count("aten.transpose.int](args = (%arg2_1, -2, -1)", 1, exactly=True).run(determinants)
     FileCheck().check("aten.linalg_lu_solve").check_not("aten._linalg_solve_ex").run(solution)
+
+
+def overlapping(h: Tensor) -> Tensor:
+    """Windows of four steps of h [batch, time, width], which lies by time [batch, windows, 4, width]."""
+    h = h.transpose(0, 1)
+    step, batch, width = h.stride()
+    return h.as_strided((h.shape[1], h.shape[0] // 2 - 1, 4, h.shape[2]), (batch, 2 * step, step, width))
+
+
+def copied(h: Tensor) -> Tensor:
+    """Every other step of h, from a transposed copy [batch, width, time / 2]."""
+    h = h.transpose(1, 2).contiguous()
+    return h.as_strided((*h.shape[:2], h.shape[2] // 2), (*h.stride()[:2], 2))
+
+
+def written(h: Tensor) -> Tensor:
+    """h by itself transposed [batch, time, time], with its diagonal squared."""
+    scores = h @ h.mT
+    batch, row, column = scores.stride()
+    diagonal = scores.as_strided(scores.shape[:2], (batch, row + column)).square()
+    return torch.as_strided_scatter(scores, diagonal, scores.shape[:2], (batch, row + column))
+
+
+class Windows(nn.Module):
+    def __init__(self, code: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.code = nn.Linear(N, N, dtype=torch.float64), code
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.code(self.linear(x)).sin().mean()
+
+
+@pytest.mark.parametrize("code", [overlapping, copied, written])
+@pytest.mark.parametrize("role", ["zero", "data", "tensor", "sequence"])
+def test_windows_show_what_they_showed_in_the_trace(code: Callable[[Tensor], Tensor], role: str) -> None:
+    x = torch.randn(4, 8, N, dtype=torch.float64)
+    report = galvatron_fx.check(Windows(code), (2,), (x,), Plan.uniform((2,), (role,)))
+    assert report.ok, report
+
+
+def test_a_window_onto_other_memory_is_refused() -> None:
+    model = Windows(lambda h: h[:, 2:].as_strided((h.shape[0], 4), (h.stride(0), 1), 0))
+    with pytest.raises(CaptureError, match=r"as_strided.*shows memory that is not of its tensor alone.*unfold"):
+        Capture().run(model, (torch.randn(4, 8, N, dtype=torch.float64),))
