@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from galvatron_fx.runtime.batch_rows import own_rows
     from galvatron_fx.runtime.module import DistributedGraphModule
     from galvatron_fx.runtime.whole_updates import update_whole
+    from galvatron_fx.serving.points import ServingPoint
+    from galvatron_fx.serving.requests import Request
+    from galvatron_fx.serving.result import Serving
+    from galvatron_fx.serving.serve_plan import serve_plan
     from galvatron_fx.sweeping.points import SweepPoint
     from galvatron_fx.sweeping.result import Sweep
     from galvatron_fx.sweeping.sweep import sweep
@@ -49,6 +53,9 @@ __all__ = [
     "Pipelining",
     "Plan",
     "Replanned",
+    "Request",
+    "Serving",
+    "ServingPoint",
     "Strategy",
     "Sweep",
     "SweepPoint",
@@ -66,6 +73,7 @@ __all__ = [
     "plan_batch",
     "replan",
     "save_weights",
+    "serve_plan",
     "sweep",
     "update_whole",
     "with_loss",
@@ -81,6 +89,9 @@ _HOMES = {
     "Pipelining": "galvatron_fx.ir.plan.pipelining",
     "Plan": "galvatron_fx.ir.plan.plan",
     "Replanned": "galvatron_fx.replanning.replan",
+    "Request": "galvatron_fx.serving.requests",
+    "Serving": "galvatron_fx.serving.result",
+    "ServingPoint": "galvatron_fx.serving.points",
     "Strategy": "galvatron_fx.ir.plan.strategy",
     "Sweep": "galvatron_fx.sweeping.result",
     "SweepPoint": "galvatron_fx.sweeping.points",
@@ -97,6 +108,7 @@ _HOMES = {
     "plan_batch": "galvatron_fx.batch_search",
     "replan": "galvatron_fx.replanning.replan",
     "save_weights": "galvatron_fx.weights",
+    "serve_plan": "galvatron_fx.serving.serve_plan",
     "sweep": "galvatron_fx.sweeping.sweep",
     "update_whole": "galvatron_fx.runtime.whole_updates",
     "with_loss": "galvatron_fx.loss_inside",

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from galvatron_fx._version import __version__
-from galvatron_fx.cli import check, diff, estimate, explain, plan, profile, schema, sweep, validate
+from galvatron_fx.cli import check, diff, estimate, explain, plan, profile, schema, serve_plan, sweep, validate
 from galvatron_fx.cli.exits import BUG, EXIT_CODES, PIPE, UsageError, exit_code
 from galvatron_fx.cli.output import SILENT, Result
 from galvatron_fx.ir.plan.budget_error import BudgetError
@@ -24,6 +24,7 @@ __all__ = ["main"]
 _COMMANDS = {
     "plan": plan,
     "sweep": sweep,
+    "serve-plan": serve_plan,
     "estimate": estimate,
     "explain": explain,
     "check": check,

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
-from io import StringIO
-from pathlib import Path
-from typing import TypeVar
+from dataclasses import dataclass
 
 from galvatron_fx.ir.plan import text_table
 from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 from galvatron_fx.sweeping.by_devices import DevicesRate, by_devices
 from galvatron_fx.sweeping.picture import draw
 from galvatron_fx.sweeping.points import SweepPoint
+from galvatron_fx.table_files import csv_text, json_text, save_table
 
 __all__ = ["Sweep"]
 
 _HEADINGS = ("devices", "batch", "step", "tokens/s", "MFU", "memory", "plan, or why there is none")
 _WIDTH = 150
-_Row = TypeVar("_Row", SweepPoint, DevicesRate)
 _PRICED = ("$/Mtoken", "days", "k$")
 
 
@@ -71,15 +66,15 @@ class Sweep:
 
     def to_csv(self) -> str:
         """Return a line for each point under a line of names; what is unknown is empty."""
-        return _csv(SweepPoint, self.points)
+        return csv_text(SweepPoint, self.points)
 
     def to_json(self) -> str:
         """Return the points as a JSON list of objects; what is unknown is null."""
-        return _json(self.points)
+        return json_text(self.points)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the points as JSON where ``path`` ends in .json, else as CSV; raises OSError."""
-        _save(path, SweepPoint, self.points)
+        save_table(path, SweepPoint, self.points)
 
     def by_devices(self) -> tuple[DevicesRate, ...]:
         """Return the throughput on 1, 2, ... devices, as of :func:`galvatron_fx.sweeping.by_devices.by_devices`."""
@@ -87,7 +82,7 @@ class Sweep:
 
     def save_by_devices(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`by_devices` as JSON where ``path`` ends in .json, else as CSV; raises OSError."""
-        _save(path, DevicesRate, self.by_devices())
+        save_table(path, DevicesRate, self.by_devices())
 
     def draw(self, path: str | os.PathLike[str]) -> None:
         """Draw tokens/s and MFU by the number of devices into ``path``, PNG or SVG by its ending; raises OSError."""
@@ -103,24 +98,6 @@ class Sweep:
                 f"{batch.batch:,} ({batch.model})",
                 f"{sequence.sequence:,} ({sequence.model})",
             )
-
-
-def _csv(kind: type[_Row], rows: Iterable[_Row]) -> str:
-    """A line of names, and one for each row; what is unknown is empty."""
-    stream = StringIO()
-    writer = csv.DictWriter(stream, [field.name for field in fields(kind)], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(row) for row in rows)
-    return stream.getvalue()
-
-
-def _json(rows: Iterable[_Row]) -> str:
-    return json.dumps([asdict(row) for row in rows], indent=1, allow_nan=False) + "\n"
-
-
-def _save(path: str | os.PathLike[str], kind: type[_Row], rows: Iterable[_Row]) -> None:
-    text = _json(rows) if os.fspath(path).endswith(".json") else _csv(kind, rows)
-    Path(path).write_text(text, encoding="utf-8")
 
 
 def _grouped(points: Iterable[SweepPoint]) -> Iterator[tuple[tuple[str, str, int], list[SweepPoint]]]:

@@ -47,6 +47,16 @@ class WriteCachesInPlace:
         return graph
 
 
+def is_write_in_place(node: fx.Node) -> bool:
+    """Whether a node of a graph that the pass has rewritten writes into a cache."""
+    return node.target in _IN_PLACE.values()
+
+
+def written_values(node: fx.Node) -> list[fx.Node]:
+    """What such a node reads: new values, and where they go."""
+    return _others(node)
+
+
 def _writes(cache: fx.Node, value: fx.Node) -> list[fx.Node]:
     """The writes by which ``value`` is made of ``cache``, each of which takes what only it takes; else none."""
     writes: list[fx.Node] = []

@@ -1,0 +1,1 @@
+"""Plans for serving: traces of requests simulated on costs of forward-only programs."""
