@@ -36,7 +36,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"(?<![\w/.-])([\w-]+(?:/[\w.-]+)*\.(?:py|md))\b")
 PROGRAM = re.compile(r"```python\n# (\w+\.py)\n(.*?)```", re.DOTALL)  # a program that is shown whole, by its file
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
-COMMAND = re.compile(r"galvatron-fx ([a-z]+)((?:[^\n`]|\\\n)*)")
+COMMAND = re.compile(r"galvatron-fx ([a-z]+(?:-[a-z]+)*)((?:[^\n`]|\\\n)*)")
 SCRIPT = re.compile(r"(?<![\w/])((?:benchmarks|examples)(?:/\w+)+\.py)((?:[^\n`]|\\\n)*)")
 MODULE = re.compile(r"-m (benchmarks(?:\.\w+)+)((?:[^\n`]|\\\n)*)")
 
