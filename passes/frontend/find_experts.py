@@ -79,7 +79,10 @@ class _Routing:
             return None
         root = root_of(ids)
         for experts in dict.fromkeys(meta_of(_offsets(node)).spec.shape[0] for node in grouped):
-            values = values_of_ids(root, experts)
+            try:
+                values = values_of_ids(root, experts)
+            except (IndexError, RuntimeError):
+                continue  # something cannot be computed from ids as they are drawn
             ends = [offsets for node in grouped if (offsets := _offsets(node)) in values]
             if ends and all(meta_of(end).spec.shape == (experts,) for end in ends):
                 routing = cls(graph.graph, sort, ids, list(dict.fromkeys(ends)), values)

@@ -18,6 +18,7 @@ INTEGERS = (torch.int64, torch.int32)
 
 # Operators that return places along a dim of their input, and the position of that dim among the arguments.
 _PLACES = {aten.topk.default: 2, aten.sort.default: 1, aten.sort.stable: 2, aten.max.dim: 1, aten.argmax.default: 1}
+_LISTS = (aten.topk.default, aten.sort.default, aten.sort.stable)  # give no place twice
 
 _FEW_ROWS = 256
 
@@ -43,20 +44,26 @@ def are_places(root: fx.Node, experts: int) -> bool:
 
 def choices(root: fx.Node) -> int | None:
     """The size of the dim along which ids are places; None where they are not."""
+    found = _places(root)
+    return found[1] if found is not None else None
+
+
+def _places(root: fx.Node) -> tuple[int, int, bool] | None:
+    """The dim along which ids are places, its size, and whether they lie along it, each once."""
     maker = root.args[0] if is_getitem(root) else root
     if not isinstance(maker, fx.Node) or maker.target not in _PLACES:
         return None
     at = _PLACES[maker.target]
     dim = maker.args[at] if len(maker.args) > at else maker.kwargs.get("dim", -1)
     shape = meta_of(maker.args[0]).spec.shape  # type: ignore[arg-type]
-    return shape[dim] if isinstance(dim, int) and shape else None
+    return (dim, shape[dim], maker.target in _LISTS) if isinstance(dim, int) and shape else None
 
 
 def values_of_ids(root: fx.Node, experts: int, stray: int | None = None) -> Values:
-    """The values of all that is computed from ``root`` and constants alone, for ids at random and ids that are all the
-    same; ``stray``: the id in some places.
+    """The values of all that is computed from ``root`` and constants alone, for ids at random and ids that are as much
+    the same as they can be; ``stray``: the id in some places.
     """
-    values: Values = {root: _draws(meta_of(root).spec, experts, stray)}
+    values: Values = {root: _draws(root, experts, stray)}
     pending = list(root.users)
     while pending:
         node = pending.pop()
@@ -79,14 +86,28 @@ def followers(values: Values, first: set[fx.Node]) -> list[fx.Node]:
     return list(behind)
 
 
-def _draws(spec: TensorSpec, experts: int, stray: int | None) -> list[Tensor]:
+def _draws(root: fx.Node, experts: int, stray: int | None) -> list[Tensor]:
+    spec, places = meta_of(root).spec, _places(root)
     count = 2 + _FEW_ROWS // max(spec.numel, 1)  # orders of few rows may be alike by chance
     seeds = [torch.Generator().manual_seed(seed) for seed in range(count)]
-    draws = [torch.randint(experts, spec.shape, generator=seed, dtype=spec.dtype) for seed in seeds]
-    draws.append(torch.full_like(draws[0], experts - 1))
+    if places is not None and places[1:] == (experts, True):
+        draws = [_apart(spec, places[0], experts, seed) for seed in (*seeds, None)]
+    else:
+        draws = [torch.randint(experts, spec.shape, generator=seed, dtype=spec.dtype) for seed in seeds]
+        draws.append(torch.full_like(draws[0], experts - 1))
     if stray is not None:
         draws = [torch.where(draw % 2 == 0, draw, stray) for draw in draws]
     return draws
+
+
+def _apart(spec: TensorSpec, dim: int, experts: int, seed: torch.Generator | None) -> Tensor:
+    """Ids, none of them twice along ``dim``: runs up or down from any; or the same everywhere, without a seed."""
+    along = [-1 if at == dim % len(spec.shape) else 1 for at in range(len(spec.shape))]
+    one = [1 if size < 0 else spec.shape[at] for at, size in enumerate(along)]
+    steps = torch.arange(spec.shape[dim]).reshape(along).expand(spec.shape)
+    if seed is not None:
+        steps = torch.randint(experts, one, generator=seed) + steps * (2 * torch.randint(2, one, generator=seed) - 1)
+    return (steps % experts).to(spec.dtype)
 
 
 def _is_known(node: fx.Node, values: Values) -> bool:

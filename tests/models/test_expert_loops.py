@@ -132,7 +132,23 @@ class Beyond(Experts):
         return out.reshape(h.shape)
 
 
-LOOPS = (Looped, Halves, Hits, Masked, Dropped, Beyond)
+class Lists(Modules):
+    """Sorted rows, taken apart by a list of how many each expert has."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        x = h.reshape(-1, WIDTH)
+        weights, ids = self.choose(x)
+        order = ids.flatten().sort()[1]
+        counts = F.one_hot(ids.flatten(), EXPERTS).sum(0).tolist()
+        parts = [
+            layer(rows) if count > 0 else rows
+            for layer, rows, count in zip(self.experts, x[order // COPIES].split(counts), counts, strict=True)
+        ]
+        rows = torch.cat(parts) * weights.flatten()[order, None]
+        return torch.zeros_like(x).index_add(0, order // COPIES, rows).reshape(h.shape)
+
+
+LOOPS = (Looped, Halves, Lists, Hits, Masked, Dropped, Beyond)
 
 
 @pytest.mark.parametrize("experts", LOOPS)
@@ -239,6 +255,29 @@ def test_other_loops_compute_all_rows(body: Callable[..., None]) -> None:
     graph, expected = captured(model, inputs), one_device(model, inputs)
     assert not any(node.target is route for node in graph.graph.nodes)
     assert_exact(simulate(graph, model, inputs, (2,), uniform(graph, "data"), {}), expected)
+
+
+def test_lists_that_leave_rows_out_are_an_error_of_the_step() -> None:
+    class Fewer(Experts):
+        def forward(self, h: Tensor) -> Tensor:
+            x = h.reshape(-1, WIDTH)
+            counts = (self.choose(x)[1] == 0).sum(0).tolist()
+            return torch.cat([rows @ self.up[0] @ self.down[0] for rows in x.split(counts)]).reshape(h.shape)
+
+    model, inputs = written(Fewer)
+    graph = captured(model, inputs)
+    with pytest.raises(IndexError, match="out of bounds"):
+        simulate(graph, model, inputs, (2,), uniform(graph, "data"), {})
+
+
+def test_numbers_of_rows_in_lists_are_refused_elsewhere() -> None:
+    class Summed(Experts):
+        def forward(self, h: Tensor) -> Tensor:
+            counts = (self.choose(h)[1] == 0).flatten(0, 1).sum(0).tolist()
+            return h * sum(counts)
+
+    with pytest.raises(CaptureError, match="turns the values of a tensor into Python numbers"):
+        Frontend().run(*written(Summed))
 
 
 @pytest.mark.parametrize("body", REFUSED, ids=lambda body: body.__name__)

@@ -18,7 +18,13 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.effects import with_effects
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributions import Distribution
 from torch.fx import traceback as fx_traceback
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -28,6 +34,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 __all__ = [
     "CHECKPOINT_GENERATOR",
+    "TRACED",
+    "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
@@ -50,6 +58,9 @@ __all__ = [
     "unit_of",
     "with_effects",
 ]
+
+TRACED = (torch.Tensor, FakeTensor, FunctionalTensor)
+"""The classes of tensors that a model sees while it is traced."""
 
 # The name in torch.utils.checkpoint of what runs around the body of a checkpoint without reentrance.
 CHECKPOINT_GENERATOR = next(

@@ -82,7 +82,8 @@ def _refusal(error: Exception, name: str, frame: FrameSummary) -> tuple[str, str
     """What the code does that no graph can say, and what to do instead; None where that is not known."""
     text = str(error)
     if isinstance(error, PickedRows):
-        return remedy_for_shape(error.operator, frame)
+        reads = "local_scalar" in error.operator
+        return remedy_for_read(frame) if reads else remedy_for_shape(error.operator, frame)
     if "DynamicOutputShape" in name or "dynamic shape" in text:
         return remedy_for_shape(_first_line(error), frame)
     if "DataDependent" in name:

@@ -12,13 +12,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from galvatron_fx.ir.torch_compat.tensors import pytree
+from galvatron_fx.ir.torch_compat.tracing import TRACED, DataDependentOutputException
 from passes.frontend.capture.trace_errors import calling_frame
-from passes.frontend.chosen_rows.choice import sizes_of
+from passes.frontend.chosen_rows.choice import RowTensor, sizes_of
 from passes.frontend.chosen_rows.functions import OF_DATA, SIZES, base_name, is_in_place, is_mask
 from passes.frontend.chosen_rows.same_masks import SameMasks
-from passes.frontend.expert_loops.merged import Sink, merge
+from passes.frontend.expert_loops.groups import Group, counted, groups_of, parts_of
+from passes.frontend.expert_loops.merged import Sink, join, merge
 from passes.frontend.expert_loops.picked import Call, Gather, Hit, Mask, Picked, Place
 from passes.frontend.expert_loops.row_calls import called
+from passes.frontend.replaced_functions import replaced
 
 __all__ = ["ExpertLoops"]
 
@@ -41,24 +44,34 @@ class ExpertLoops(TorchFunctionMode):
     def __init__(self, weights: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.asked_at: FrameSummary | None = None
-        self._masks: dict[Any, Mask] = {}
+        self._masks: dict[Any, Any] = {}
         self._same = SameMasks()
         self._sinks: list[Sink] = []
         self._tables: list[Tensor] = []
         self._hit: Hit | None = None
         self._of_weights = {id(weight): weight for weight in weights}  # and what is made of them alone
 
+    def __enter__(self) -> Any:
+        self._lists = replaced([(kind, "tolist", self._lister(kind.tolist)) for kind in TRACED])  # no mode sees it
+        self._lists.__enter__()
+        return super().__enter__()
+
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
         super().__exit__(kind, value, trace)
+        self._lists.__exit__(None, None, None)
         if kind is None:
             self._flush()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         name = base_name(func)
         if any(isinstance(tensor, Hit) for tensor in tensors):
             return self._of_hit(func, name, args, kwargs)
+        groups = groups_of(leaves)
+        if groups:
+            return self._split(name, groups, args, kwargs)
         if any(isinstance(tensor, Picked) for tensor in tensors):
             return self._of_picked(func, name, args, kwargs)
         if not tensors:
@@ -111,7 +124,7 @@ class ExpertLoops(TorchFunctionMode):
     def _forget(self) -> None:
         self._tables, self._masks, self._same = [], {}, SameMasks()
 
-    def _mask(self, tensor: Tensor) -> Mask:
+    def _mask(self, tensor: Tensor) -> Any:
         key = self._same.key(tensor)
         if key not in self._masks:
             is_set = tensor if tensor.dtype == torch.bool else tensor != 0
@@ -160,6 +173,10 @@ class ExpertLoops(TorchFunctionMode):
         mask = picked.mask
         if name in _FACTS and args[0] is picked:
             return _fact(func, name, args, kwargs, picked)
+        if isinstance(mask, Group):
+            if name in ("cat", "concat"):
+                return self._joined(*args, **kwargs)
+            return self._called(func, name, args, kwargs)
         if name in ("iter", "unbind") and isinstance(picked.how, Place) and picked.dim() == 2:
             return self._passes(mask)
         if isinstance(picked.how, Place) and args[0] is picked:
@@ -176,9 +193,36 @@ class ExpertLoops(TorchFunctionMode):
             if name in _SAME_SIZE:
                 return self._gathered(picked.how.table, mask, picked.how.dims, 0, picked.how.trailing)
             mask.refuse()
+        return self._called(func, name, args, kwargs)
+
+    def _called(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
         self._tables += [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Picked)]
         return called(func, name, args, kwargs)
+
+    def _lister(self, tolist: Any) -> Any:
+        return lambda tensor: self._listed(tolist, tensor)
+
+    def _listed(self, tolist: Any, tensor: Tensor) -> Any:
+        """The numbers in a tensor, as those of rows in groups where no trace knows them."""
+        try:
+            return tolist(tensor)
+        except DataDependentOutputException:
+            if not _is_set(tensor) or tensor.dim() > 1 or isinstance(tensor, RowTensor):
+                raise
+            frame = calling_frame()
+            self.asked_at = self.asked_at or frame
+            return counted(tensor, frame)
+
+    def _split(self, name: str, groups: Sequence[Group], args: Any, kwargs: Any) -> Any:
+        """Rows of groups, of which code takes each by itself."""
+        sizes = args[1] if len(args) > 1 else next(iter(kwargs.values()))
+        if name not in ("split", "split_with_sizes") or isinstance(args[0], Picked) or len(sizes) != len(groups):
+            groups[0].refuse()
+        self._before(torch.split, name, args, [args[0]])
+        self._masks[id(groups[0].counts)] = groups[0]
+        self._tables.append(args[0])
+        return parts_of(args[0], groups, kwargs.get("dim", args[2] if len(args) > 2 else 0))
 
     def _gathered(self, table: Tensor, mask: Mask, dims: tuple[int, ...], leading: int, trailing: int) -> Picked:
         if tuple(table.shape[: len(dims)]) != tuple(mask.shape[dim] for dim in dims):
@@ -188,6 +232,12 @@ class ExpertLoops(TorchFunctionMode):
         return Picked.of(mask, Gather(table, dims, leading, trailing), shape, table.dtype)
 
     # ---- what becomes of them ----
+
+    def _joined(self, tensors: Sequence[Any], dim: int = 0) -> Tensor:
+        rows = join(tensors, dim)
+        if not self._sinks:
+            self._forget()
+        return rows
 
     def _added(self, out: Tensor, dim: int, index: Any, value: Any) -> Tensor:
         mask = (index if isinstance(index, Picked) else value).mask

@@ -14,11 +14,12 @@ from galvatron_fx.ir.kernels.experts import combine, dispatch, group_of, route, 
 from galvatron_fx.ir.torch_compat.tensors import pytree
 from passes.frontend.capture.trace_errors import described_frame
 from passes.frontend.chosen_rows.functions import base_name
-from passes.frontend.expert_loops.picked import Call, Gather, Mask, Picked
+from passes.frontend.expert_loops.groups import joined_ends
+from passes.frontend.expert_loops.picked import Call, Gather, Mask, Part, Picked
 from passes.frontend.expert_loops.row_calls import is_product
 from passes.frontend.expert_loops.stacked import stacked
 
-__all__ = ["Sink", "merge"]
+__all__ = ["Sink", "join", "merge"]
 
 _BROADCASTS = ("add", "sub", "mul", "div")
 
@@ -60,6 +61,14 @@ def merge(sinks: Sequence[Sink]) -> None:
         never = []
 
 
+def join(parts: Sequence[Any], dim: int) -> Tensor:
+    """``torch.cat(parts, dim)`` of what was computed of all groups of rows."""
+    ends = joined_ends(parts, dim)
+    if len({_kind_of(part) for part in parts}) > 1:
+        parts[0].mask.refuse()
+    return _Grouped(parts[0].mask, ends).value_of(parts)
+
+
 def _merge_alike(sinks: Sequence[Sink], never: Sequence[Mask]) -> None:
     first = sinks[0]
     mask, dim, out = first.mask, first.dim, first.out
@@ -68,7 +77,7 @@ def _merge_alike(sinks: Sequence[Sink], never: Sequence[Mask]) -> None:
     masks = _stacked([sink.mask for sink in sinks], dim)
     ids, valid = group_of(masks, hit, _stacked(never, dim) if never else None, described_frame(mask.frame))
     place, order, ends = route(ids, len(sinks))
-    rows = _Groups(mask, dim, out, place, order, ends).value_of([sink.value for sink in sinks])
+    rows = _ByMasks(mask, ends, dim, out, place, order).value_of([sink.value for sink in sinks])
     kept = dispatch(valid, place, order, 1).reshape(-1, *(1,) * (rows.dim() - 1))
     rows = torch.where(kept, rows, torch.zeros((), dtype=rows.dtype))
     written = combine(rows, place, order, mask.rows // mask.shape[dim]).to(out.dtype)
@@ -87,6 +96,8 @@ def _kind_of(value: Any) -> Any:
     """What experts that can be computed at once have alike: all but the tensors that they multiply by."""
     if isinstance(value, Picked):
         return _kind_of(value.how)
+    if isinstance(value, Part):
+        return id(value.table)
     if isinstance(value, Gather):
         return id(value.table), value.dims, value.leading, value.trailing
     if isinstance(value, Call):
@@ -96,45 +107,33 @@ def _kind_of(value: Any) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class _Groups:
-    """Rows in the order of their masks; ``dim`` of the mask counts the tokens, whose copies are its other dims."""
+class _Grouped:
+    """Rows in the order of their experts, each of whose rows end at ``ends``; ``mask``: one of what chooses them."""
 
-    mask: Mask
-    dim: int
-    out: Tensor
-    place: Tensor
-    order: Tensor
+    mask: Any
     ends: Tensor
-    known: dict[int, Tensor] = field(default_factory=dict)
+    known: dict[int, Tensor] = field(default_factory=dict, kw_only=True)
 
     def value_of(self, picked: Sequence[Picked]) -> Tensor:
-        """What all masks' rows hold of the same step of the loop."""
+        """What all experts' rows hold of the same step of the loop."""
         key = id(picked[0])
         if key not in self.known:
             how = picked[0].how
-            if isinstance(how, Gather):
-                self.known[key] = self._gathered(how)
-            elif isinstance(how, Call):
+            if isinstance(how, Call):
                 self.known[key] = self._called(how, [one.how for one in picked])
             else:
-                self.mask.refuse()
+                self.known[key] = self._found(how)
         rows: Tensor = self.known[key]
         return rows
 
-    def _gathered(self, how: Gather) -> Tensor:
-        count = len(self.mask.shape)
-        if how.table is self.out or how.leading:
-            self.mask.refuse()
-        if how.dims == (self.dim,):
-            rows = dispatch(how.table, self.place, self.order, self.mask.rows // self.mask.shape[self.dim])
-        elif sorted(how.dims) == list(range(count)):
-            dims = [self.dim, *(dim for dim in range(count) if dim != self.dim)]
-            table = how.table.permute(*map(how.dims.index, dims), *range(count, how.table.dim()))
-            rows = dispatch(table.flatten(0, count - 1), self.place, self.order, 1)
-        else:
-            self.mask.refuse()
-        wanted: Tensor = rows.reshape(len(rows), *(1,) * how.trailing, *rows.shape[1:]) if how.trailing else rows
-        return wanted
+    def _found(self, how: Any) -> Tensor:
+        """What lies in a table."""
+        return how.table if isinstance(how, Part) else self.mask.refuse()
+
+    def _spread(self, values: Tensor) -> Tensor:
+        """What each row's expert has of ``values`` [experts, ...]."""
+        rows = torch.arange(self.mask.rows, dtype=self.ends.dtype)
+        return values[torch.searchsorted(self.ends, rows, right=True)]
 
     def _called(self, call: Call, calls: Sequence[Any]) -> Tensor:
         flat = [pytree.tree_flatten((one.args, one.kwargs)) for one in calls]
@@ -158,18 +157,47 @@ class _Groups:
         if base_name(call.func) not in _BROADCASTS or one.dim() > width:
             self.mask.refuse()
         parts = stacked([other.reshape(other.shape[1:]) if other.dim() == width else other for other in column])
-        rows = spread(parts, self.ends, self.order)
+        rows = self._spread(parts)
         return rows.reshape(len(rows), *(1,) * (width - rows.dim()), *rows.shape[1:])
 
     def _product(self, func: Any, columns: Sequence[Sequence[Any]]) -> Tensor:
         rows, weights = self.value_of(columns[0]), stacked(columns[1])
         product = grouped_mm(rows, weights.mT if func is functional.linear else weights, self.ends, self.mask)
         if len(columns) > 2 and columns[2][0] is not None:
-            product = product + spread(stacked(columns[2]), self.ends, self.order)
+            product = product + self._spread(stacked(columns[2]))
         return product
 
 
-def grouped_mm(rows: Tensor, weights: Tensor, ends: Tensor, mask: Mask) -> Tensor:
+@dataclass(frozen=True, eq=False)
+class _ByMasks(_Grouped):
+    """Rows that masks pick; ``dim`` of the mask counts the tokens, whose copies are its other dims."""
+
+    dim: int
+    out: Tensor
+    place: Tensor
+    order: Tensor
+
+    def _found(self, how: Any) -> Tensor:
+        count = len(self.mask.shape)
+        if not isinstance(how, Gather) or how.table is self.out or how.leading:
+            self.mask.refuse()
+        if how.dims == (self.dim,):
+            rows = dispatch(how.table, self.place, self.order, self.mask.rows // self.mask.shape[self.dim])
+        elif sorted(how.dims) == list(range(count)):
+            dims = [self.dim, *(dim for dim in range(count) if dim != self.dim)]
+            table = how.table.permute(*map(how.dims.index, dims), *range(count, how.table.dim()))
+            rows = dispatch(table.flatten(0, count - 1), self.place, self.order, 1)
+        else:
+            self.mask.refuse()
+        wanted: Tensor = rows.reshape(len(rows), *(1,) * how.trailing, *rows.shape[1:]) if how.trailing else rows
+        return wanted
+
+    def _spread(self, values: Tensor) -> Tensor:
+        rows: Tensor = spread(values, self.ends, self.order)
+        return rows
+
+
+def grouped_mm(rows: Tensor, weights: Tensor, ends: Tensor, mask: Any) -> Tensor:
     """Products of groups of rows with a matrix each."""
     if rows.dtype == torch.bfloat16:
         return functional.grouped_mm(rows, weights, offs=ends)

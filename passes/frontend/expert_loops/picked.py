@@ -12,7 +12,7 @@ from torch import Tensor
 from passes.frontend.capture.trace_errors import PickedRows
 from passes.frontend.chosen_rows.choice import Choice, RowTensor
 
-__all__ = ["OPERATOR", "Call", "Gather", "Hit", "Mask", "Picked", "Place"]
+__all__ = ["OPERATOR", "Call", "Gather", "Hit", "Mask", "Part", "Picked", "Place"]
 
 _META = torch.device("meta")
 OPERATOR = "aten.nonzero.default"  # what torch calls it all by
@@ -69,6 +69,13 @@ class Gather:
 
 
 @dataclass(frozen=True, eq=False)
+class Part:
+    """Rows of ``table`` that lie behind each other."""
+
+    table: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Call:
     """A function of torch, of what is picked and of other values; ``item``: the part of its result that it is."""
 
@@ -83,13 +90,12 @@ class Picked(RowTensor):
     something was made of it; ``is_view``: whether it shares elements with what it was made of.
     """
 
-    how: Place | Gather | Call
-    choice: Mask
+    how: Place | Gather | Part | Call
     is_used = False
     is_view = False
 
     @staticmethod
-    def of(mask: Mask, how: Place | Gather | Call, shape: tuple[int, ...], dtype: torch.dtype) -> Picked:
+    def of(mask: Any, how: Place | Gather | Part | Call, shape: tuple[int, ...], dtype: torch.dtype) -> Picked:
         """What is computed as ``how`` says."""
         made: Picked = Tensor._make_wrapper_subclass(Picked, shape, dtype=dtype, device=_META)
         made.choice, made.how = mask, how
@@ -97,8 +103,8 @@ class Picked(RowTensor):
         return made
 
     @property
-    def mask(self) -> Mask:
-        """What picks them."""
+    def mask(self) -> Any:
+        """What picks them: a Mask, or a Group."""
         return self.choice
 
 

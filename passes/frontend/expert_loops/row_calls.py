@@ -58,7 +58,8 @@ def _changed(func: Any, args: Any, kwargs: Any) -> Picked:
     if not isinstance(result, Picked) or result.shape != rows.shape or result.dtype != rows.dtype:
         mask.refuse()
     rows.how = result.how
-    return rows
+    changed: Picked = rows
+    return changed
 
 
 def _product(func: Any, args: Any, kwargs: Any, picked: Sequence[Picked]) -> Picked:

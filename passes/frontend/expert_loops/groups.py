@@ -1,0 +1,72 @@
+"""Rows that lie in groups behind each other, taken apart by a list of how many each group has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from traceback import FrameSummary
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from passes.frontend.capture.trace_errors import PickedRows
+from passes.frontend.chosen_rows.choice import Choice, RowCount
+from passes.frontend.expert_loops.picked import Part, Picked
+
+__all__ = ["Group", "counted", "groups_of", "joined_ends", "parts_of"]
+
+
+@dataclass(eq=False)
+class Group(Choice):
+    """Group ``place`` of those that ``counts`` [groups] counts, which were asked for at ``frame``."""
+
+    counts: Tensor
+    place: int
+    frame: FrameSummary
+    rows: int = 0
+
+    @property
+    def tensor(self) -> Tensor:
+        """What says how many rows it has."""
+        return self.counts
+
+    def refuse(self, what: str = "") -> NoReturn:
+        """Raise PickedRows, at the model's own line."""
+        raise PickedRows("aten._local_scalar_dense.default", self.frame)
+
+
+def counted(counts: Tensor, frame: FrameSummary) -> list[RowCount]:
+    """What ``counts.tolist()`` gives: numbers that no trace knows."""
+    return [RowCount(Group(counts, place, frame)) for place in range(counts.shape[0])]
+
+
+def groups_of(leaves: Sequence[Any]) -> list[Group]:
+    """The groups whose numbers of rows are among the arguments of a call."""
+    return [leaf.choice for leaf in leaves if isinstance(leaf, RowCount) and isinstance(leaf.choice, Group)]
+
+
+def parts_of(table: Tensor, groups: Sequence[Group], dim: int) -> tuple[Picked, ...]:
+    """``table.split([rows of each group])``."""
+    are_all = _are_all(groups)
+    for group in groups:
+        if not are_all or dim not in (0, -table.dim()) or group.rows not in (0, len(table)):
+            group.refuse()
+        group.rows = len(table)
+    return tuple(Picked.of(group, Part(table), tuple(table.shape), table.dtype) for group in groups)
+
+
+def joined_ends(parts: Sequence[Any], dim: int) -> Tensor:
+    """Where the rows of each group end in ``torch.cat(parts)``, which are all groups in order. That these are all rows,
+    as ``split`` sees, an index out of range says in the step.
+    """
+    groups = [part.choice for part in parts if isinstance(part, Picked) and isinstance(part.choice, Group)]
+    if len(groups) < len(parts) or not _are_all(groups) or dim not in (0, -parts[0].dim()):
+        groups[0].refuse()
+    ends = groups[0].counts.cumsum(0)
+    return (ends + ends.new_zeros(1)[(ends[-1:] != groups[0].rows).long()]).to(torch.int32)
+
+
+def _are_all(groups: Sequence[Group]) -> bool:
+    counts = groups[0].counts
+    return [group.place for group in groups] == list(range(len(counts))) and all(g.counts is counts for g in groups)
