@@ -13,11 +13,13 @@ from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
 from galvatron_fx.ir.graph.rewrite import eliminate_dead_code, write_call
 from galvatron_fx.ir.kernels.experts import dispatch, group_of
 from passes.frontend.capture.value_reads import remedy_for_picks
-from passes.frontend.id_values import INTEGERS, Values, choices, values_of_ids
+from passes.frontend.id_values import INTEGERS, Values, choices, values_of_constants, values_of_ids
 
 __all__ = ["ProveMasks"]
 
 aten = torch.ops.aten
+
+_MANY = 16  # times as many ids as experts are drawn where ids may be of anything
 
 
 @dataclass(frozen=True)
@@ -41,17 +43,19 @@ class ProveMasks:
 
 
 def _prove(graph: fx.GraphModule, node: fx.Node) -> None:
-    root = _root(graph, node)
+    root, alone = _root(graph, node)
     count = meta_of(node.args[0]).spec.shape[0]  # type: ignore[arg-type]
     known = choices(root) if root is not None else None
-    values = _values(root, known or count)
-    if root is None or not _are_apart(node, values):
+    tried = [_values(root, known or count)] if root is not None else [values_of_constants(node)] if alone else []
+    if root is not None and known is None:  # ids of anything, so that some may be of no expert
+        tried += filter(None, (_values(root, *ids) for ids in ((_MANY * count,), (count, -1), (count, count))))
+    if not tried or not all(_are_apart(node, values) for values in tried):
         raise CaptureError(
             f"rows are picked by masks that do not give each to one expert, so there is no one graph of it:\n"
             f"  {node.args[3]}\n{remedy_for_picks()}"
         )
-    draws = zip(values[node], values[root], strict=True)
-    if not all(valid.all() and torch.equal(ids, chosen.reshape(-1)) for (ids, valid), chosen in draws):
+    draws = [draw for values in tried for draw in zip(values[node], values.get(root, ()), strict=False)]  # type: ignore[arg-type]
+    if not draws or not all(valid.all() and torch.equal(ids, chosen.reshape(-1)) for (ids, valid), chosen in draws):
         return
     for user in list(node.users):
         if is_getitem(user) and user.args[1] == 0:
@@ -63,16 +67,16 @@ def _prove(graph: fx.GraphModule, node: fx.Node) -> None:
             _keep_all(user)
 
 
-def _values(root: fx.Node | None, count: int) -> Values:
-    """Of what follows from ids below ``count``; nothing where that fails."""
+def _values(root: fx.Node, count: int, stray: int | None = None) -> Values:
+    """Of what follows from ids below ``count``, and ``stray``; nothing where that fails."""
     try:
-        return values_of_ids(root, count) if root is not None else {}
+        return values_of_ids(root, count, stray)
     except (IndexError, RuntimeError):
         return {}
 
 
-def _root(graph: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """The ids that masks follow from, alone; None where there are none, or several."""
+def _root(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.Node | None, bool]:
+    """The ids that masks follow from, alone; None where there are none, or several, and whether there are none."""
     inputs = {placeholder for _, placeholder in ports(graph)}
     roots: dict[fx.Node, None] = {}
     pending, seen = list(input_nodes(node)), set[fx.Node]()
@@ -87,7 +91,7 @@ def _root(graph: fx.GraphModule, node: fx.Node) -> fx.Node | None:
             pending += input_nodes(one)
     (root, *more) = roots or (None,)
     is_ids = root is not None and not more and meta_of(root).spec.dtype in INTEGERS
-    return root if is_ids else None
+    return root if is_ids else None, not roots
 
 
 def _are_apart(node: fx.Node, values: Values) -> bool:

@@ -10,7 +10,16 @@ from torch import Tensor, fx
 from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
 
-__all__ = ["INTEGERS", "Values", "are_places", "choices", "followers", "root_of", "values_of_ids"]
+__all__ = [
+    "INTEGERS",
+    "Values",
+    "are_places",
+    "choices",
+    "followers",
+    "root_of",
+    "values_of_constants",
+    "values_of_ids",
+]
 
 aten = torch.ops.aten
 
@@ -72,6 +81,13 @@ def values_of_ids(root: fx.Node, experts: int, stray: int | None = None) -> Valu
         values[node] = [_run(node, values, draw) for draw in range(len(values[root]))]
         pending += list(node.users)
     return values
+
+
+def values_of_constants(node: fx.Node) -> Values:
+    """The values of a node that follows from constants alone, and of its inputs, as if of one draw."""
+    if not _is_known(node, {}):
+        return {}
+    return {each: [_run(each, {}, 0)] for each in (*input_nodes(node), node)}
 
 
 def followers(values: Values, first: set[fx.Node]) -> list[fx.Node]:
