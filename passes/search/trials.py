@@ -93,7 +93,9 @@ class Trial:
         fits = max(self.fits, self.budget) if room >= 0 else self.fits
         over = min(self.over, self.budget) if room < 0 else self.over
         used = self.budget if room >= 0 else min(self.budget, self.search.bytes(self.choice))
-        budget = used + room if not np.isfinite(over) else max(used + room, (fits + over) / 2)
+        budget = used + room
+        if np.isfinite(over) and not (fits + over) / 2 <= budget < over * (1 - _CLOSE):
+            budget = (fits + over) / 2  # what the room promises is known to be too much, or gets on too slowly
         closed = budget <= fits * (1 + _CLOSE) or budget >= over * (1 - _CLOSE) or abs(room) < _CLOSE * limit
         if self.tries == 1 or (closed and room >= 0) or budget <= 0:
             return None
@@ -108,7 +110,8 @@ class Trial:
             choice = self.search.run(budget, cuts)
         if choice is None or choice == self.choice or (room >= 0 and choice.time_s >= self.choice.time_s):
             return None
-        times = max(1.0, _LIKE * simulated_s / self.choice.time_s)
+        seen = simulated_s / self.choice.time_s
+        times = min(seen, max(1.0, _LIKE * seen))
         return replace(self, choice=choice, budget=budget, fits=fits, over=over, tries=self.tries - 1, times=times)
 
 

@@ -69,6 +69,18 @@ def test_no_plan_is_slower(graph: fx.GraphModule) -> None:
         assert here.report.ranks[0].host_bytes == 0
 
 
+@pytest.mark.parametrize("options", [{"recompute": False, "offload": ("activations",)}, {"offload": ("activations",)}])
+def test_more_memory_is_never_slower(graph: fx.GraphModule, options: dict[str, Any]) -> None:
+    """From the least that fits to what keeps all."""
+    most = best(graph, 2**36, **options).peak_memory_bytes
+    with pytest.raises(BudgetError) as error:
+        best(graph, 2**20, **options)
+    least = error.value.least_bytes
+    plans = [best(graph, least + (most - least) * i // 8, **options) for i in range(9)]
+    times = [plan.report.simulated_s for plan in plans]
+    assert times == sorted(times, reverse=True) and len(set(times)) >= 4
+
+
 def test_the_host_has_a_budget(graph: fx.GraphModule) -> None:
     budget = 700 * 2**20
     free = best(graph, budget, recompute=False, offload=("activations",))
