@@ -175,6 +175,30 @@ def test_ranks_hold_parts_of_experts(experts: Callable[[], nn.Module]) -> None:
     assert alone == {name for name in of_experts if re.search(r"\d\.bias$", name)}
 
 
+HASHES = {
+    "inputs, some of no expert": lambda ids: ids,
+    "remainders, some of no expert": lambda ids: ids % (EXPERTS + 2),
+    "places": lambda ids: torch.arange(ids.numel()).view_as(ids) * 7 % EXPERTS,
+}
+
+
+@pytest.mark.parametrize("of", HASHES)
+def test_tokens_that_are_hashed_to_experts_are_exact(of: str) -> None:
+    class Hashed(Experts):
+        def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+            out = torch.zeros_like(x)
+            for expert in range(EXPERTS):
+                (token,) = torch.where(HASHES[of](ids) == expert)
+                out.index_add_(0, token, torch.relu(x[token] @ self.up[expert]) @ self.down[expert])
+            return out.square().mean()
+
+    torch.manual_seed(0)
+    model, inputs = Hashed(), {"x": torch.randn(16, WIDTH, dtype=f64), "ids": torch.arange(16)}
+    del model.router, model.bias
+    graph = captured(model, inputs)
+    assert_exact(simulate(graph, model, inputs, (2,), uniform(graph, "data"), {}), one_device(model, inputs))
+
+
 def looping(body: Callable[[nn.Module, Tensor, Tensor, Tensor, int, Tensor], None]) -> type[Experts]:
     """Experts whose loop does ``body`` of (module, tokens, ids, weights, expert, sum)."""
 
