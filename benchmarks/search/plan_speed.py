@@ -100,6 +100,7 @@ CASES = {
     "llama-405b, 128k tokens": Case(models.llama_405b, 126, "1024xH100-80GB", lambda: tokens(16, 2**17), 30),
     "256 layers": Case(models.llama_7b, 256, "64xA100-80GB", lambda: tokens(256, 2048), 15),
     "deepseek-v3": Case(models.deepseek_v3, 6, "2048xH100-80GB", lambda: tokens(4096, 4096), 15),
+    "deepseek-v3, whole": Case(models.deepseek_v3, 61, "2048xH100-80GB", lambda: tokens(15360, 4096), 30),
     "lstm, 64 steps": Case(models.Recurrent, 2, _A100, lambda: tokens(64, 64), 5, _F32),
     "rwkv, 128 steps": Case(models.rwkv, 2, _A100, lambda: tokens(64, 128), 5, _F32),
     "mamba, 16 steps": Case(models.mamba, 2, _A100, lambda: tokens(64, 16), 5, _F32),

@@ -177,7 +177,7 @@ def _is_plain_stack(forward: list[fx.Node], start: int, end: int, period: int) -
 
 
 def _holds_weight(forward: list[fx.Node], start: int, end: int) -> bool:
-    sources = [source for node in forward[start:end] for source in input_nodes(node)]
+    sources = (source for place in range(start, end) for source in input_nodes(forward[place]))
     return any(source.op == "placeholder" and len(meta_of(source).spec.shape) >= 2 for source in sources)
 
 

@@ -209,6 +209,7 @@ class BestFirst:
             self.stretch = MOST_SLACK
             self._search()
         self._challenge()
+        self._refine()
         return self.best
 
     def _search(self) -> None:
@@ -231,6 +232,16 @@ class BestFirst:
             if trial is not None:
                 self._simulate(trial.refined())
         self._drain()
+
+    def _refine(self) -> None:
+        """Try numbers of micro-batches that were left out, as long as they lie beside the best."""
+        refined = None
+        while self.best is not None and not self.is_cut_short and self.best.search.configuration != refined:
+            refined = self.best.search.configuration
+            with self.simulator.watch.phase(PRICING):
+                searches = self.opened.open_beside(refined)
+            self._add(searches)
+            self._drain()
 
     def _close_trial(self, search: StageSearch, below_s: float) -> Trial | None:
         """The first trial of a search, None where it promises no step ``below_s``."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from math import prod
+from math import gcd, inf, prod
 
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import ClusterError, PlanError
@@ -51,11 +52,20 @@ class Ladder:
     """All configurations whose stages take the ``pipeline_axes`` outermost axes, fewer micro-batches first.
 
     The first of the ``rungs`` are tried at any rate; each later one holds the next number of micro-batches, which only
-    pays where memory is short.
+    pays where memory is short. Of numbers less than twice apart rungs have one; ``left_out`` are the others, which are
+    tried beside the best.
     """
 
     pipeline_axes: int
     rungs: tuple[tuple[Configuration, ...], ...]
+    left_out: tuple[Configuration, ...] = ()
+
+    def beside(self, num_microbatches: int) -> list[Configuration]:
+        """What was left out between a number of micro-batches and the next on the rungs, below it and above."""
+        counts = {setting.num_microbatches for rung in self.rungs for setting in rung}
+        low = max((count for count in counts if count < num_microbatches), default=0)
+        high = min((count for count in counts if count > num_microbatches), default=inf)
+        return [setting for setting in self.left_out if low < setting.num_microbatches < high]
 
 
 @dataclass(frozen=True)
@@ -99,19 +109,32 @@ class Configurations:
         return [ladder for ladder in ladders if ladder.rungs]
 
     def _ladder(self, pipeline_axes: int, shapes: Sequence[_Shape]) -> Ladder:
-        ranks = shapes[0].ranks
-        first = [count for count in self._counts(ranks) if count <= (_MICROBATCHES * ranks if ranks > 1 else 1)]
-        later = [[count] for count in self._counts(ranks) if count not in first]
-        rungs = [
-            tuple(
+        ranks, settings = shapes[0].ranks, list[Configuration]()
+        for shape in shapes:
+            settings += [
                 Configuration(pipeline_axes, shape.stages, shape.schedule, count)
-                for shape in shapes
-                for count in counts
+                for count in self._counts(ranks)
                 if legal(shape.schedule, ranks, shape.stages, count) is None
-            )
-            for counts in (first, *later)
-        ]
-        return Ladder(pipeline_axes, tuple(rung for rung in rungs if rung))
+            ]
+        kept = self._one_an_octave(ranks, Counter(setting.num_microbatches for setting in settings))
+        most = _MICROBATCHES * ranks if ranks > 1 else 1
+        of_rungs = [[count for count in kept if count <= most], *([count] for count in kept if count > most)]
+        rungs = [tuple(each for each in settings if each.num_microbatches in counts) for counts in of_rungs if counts]
+        left_out = sorted(each for each in settings if each.num_microbatches not in kept)
+        return Ladder(pipeline_axes, tuple(rungs), tuple(left_out))
+
+    def _one_an_octave(self, ranks: int, settings: Mapping[int, int]) -> list[int]:
+        """Of numbers of micro-batches less than twice apart the one that most schedules take (``settings`` has how
+        many), and whose samples most of the ranks of a stage can share evenly; the least of equals.
+        """
+        inside = prod(axis.size for axis in self.cluster.axes) // ranks
+
+        def worth(count: int) -> tuple[int, int, int]:
+            return settings[count], gcd(self.batch // count, inside), -count
+
+        counts = sorted(settings)
+        octaves = groupby(counts, key=lambda count: (count // counts[0]).bit_length())
+        return [max(octave, key=worth) for _, octave in octaves]
 
     # ---- what can be ----
 

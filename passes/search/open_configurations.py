@@ -83,6 +83,7 @@ class OpenConfigurations:
     searches: list[StageSearch] = field(default_factory=list)
     rungs: list[Rung] = field(default_factory=list)
     refusals: dict[tuple[int, int], PlanError] = field(default_factory=dict)
+    _ladders: dict[int, Ladder] = field(default_factory=dict)
     _parts: dict[CostTableRequest, Parts | PlanError] = field(default_factory=dict)
 
     def open_first(self) -> None:
@@ -94,6 +95,7 @@ class OpenConfigurations:
             pricer.cluster, self.roles, self.pins, pricer.batch, blocks, has_loss, self.coarse, ports.forward_only
         )
         ladders = configurations.ladders()
+        self._ladders = {ladder.pipeline_axes: ladder for ladder in ladders}
         opened = self._priced([setting for ladder in ladders for setting in ladder.rungs[0]])
         for ladder in ladders:
             self._add_above(ladder, 0, opened)
@@ -104,6 +106,12 @@ class OpenConfigurations:
         opened = self._priced(rung.ladder.rungs[rung.number])
         self._add_above(rung.ladder, rung.number, opened)
         return opened
+
+    def open_beside(self, best: Configuration) -> list[StageSearch]:
+        """Price what the ladder of ``best`` left out of numbers of micro-batches close to its own; returns searches."""
+        beside = self._ladders[best.pipeline_axes].beside(best.num_microbatches)
+        opened = {search.configuration for search in self.searches}
+        return self._priced([setting for setting in beside if setting not in opened])
 
     def open_lightest(self) -> None:
         """Open rungs of the ladder whose choices take least memory, while more micro-batches take less."""

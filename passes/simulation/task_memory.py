@@ -61,17 +61,23 @@ _MADE_BY = {"start": GATHERED, "forward": ACTIVATIONS, "finish": GRADIENTS}
 
 
 class _TaskRuns(GraphMemory):
-    """Runs every operator of a task once, however often the task is measured: counting is what differs."""
+    """Binds a task and runs its operators once, however often it is measured: counting is what differs."""
 
     def __init__(self, degrees: Sequence[int]) -> None:
         super().__init__(degrees)
         self._results: dict[tuple[int, str], Any] = {}
+        self._bound_graphs: dict[int, fx.Graph] = {}
 
     def branch(self) -> _TaskRuns:
         """Memory that counts on from here."""
         other = copy.copy(self)
         other._holders, other._storages = self._holders.copy(), self._storages.copy()
         return other
+
+    def _bound(self, graph: fx.GraphModule) -> fx.Graph:
+        if id(graph) not in self._bound_graphs:
+            self._bound_graphs[id(graph)] = super()._bound(graph)
+        return self._bound_graphs[id(graph)]
 
     def _evaluate(self, graph: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         key = id(graph), node.name

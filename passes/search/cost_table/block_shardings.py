@@ -55,7 +55,16 @@ class Solutions:
             if twin is not None:
                 self._known[key] = {1.0: twin}
             else:
-                self._between(group_of[key], min(group_shares), max(group_shares))
+                low, high = (self._close_to(key, share) for share in (min(group_shares), max(group_shares)))
+                self._between(group_of[key], low, high)
+
+    def _close_to(self, key: tuple[str, int], share: float) -> float:
+        """The share that was solved before, for other numbers of micro-batches, where it is as close to ``share`` as
+        :meth:`_between` leaves others to those that it solves; else, or where ``share`` is above all, the share itself.
+        """
+        known = [at for at in self._known.get(key, {}) if share <= max(self._known[key])]
+        nearest = min(known, key=lambda at: (max(at / share, share / at), at), default=share)
+        return nearest if max(nearest / share, share / nearest) <= _CLOSE_SHARES**0.5 else share
 
     def at(self, group: RoleGroup, share: float) -> AxisSharding:
         """The decision for a role group at a share of the batch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import combinations, pairwise
@@ -15,7 +16,7 @@ Cuts = tuple[int, ...]
 """The first block of every stage."""
 
 _ALL_CUTS = 300  # so many ways to cut are all tried
-_ROUNDING = 1e-9  # share of a time
+Seconds = Callable[[int, int, int], float]
 _Edges = list[dict[tuple[int, int], float]]
 
 
@@ -59,37 +60,49 @@ def _balanced(weights: tuple[tuple[float, ...], ...], stages: int) -> Cuts:
     return tuple(reversed(cuts))
 
 
-def moved_together(
-    cuts: Cuts, least_s: Floats, stage_s: Callable[[int, int, int], float], microbatches: int
-) -> Cuts | None:
+def moved_together(cuts: Cuts, blocks: int, at_least_s: Seconds, stage_s: Seconds, microbatches: int) -> Cuts | None:
     """The best cuts of which each lies within a block of the given one; None where no stages fit.
 
     ``stage_s(stage, first, end)``: seconds of a micro-batch on a stage of the blocks ``first`` to ``end``, which are
-    not less than the sum of ``least_s[block]``; stages that are too long for this are not asked for.
-    Least is ``sum + (microbatches - 1) * largest`` of the stages' seconds: the first micro-batch passes all stages, and
-    the others follow as the slowest stage lets them, as in GPipe and 1F1B. It is exact: for every bound on the largest,
-    in order, dynamic programming finds the least sum, until the bound alone is too much.
+    not less than ``at_least_s`` of the same. Least is ``sum + (microbatches - 1) * largest`` of the stages' seconds:
+    the first micro-batch passes all stages, and the others follow as the slowest stage lets them, as in GPipe and 1F1B.
+    It is exact: the best cuts by what stages take at least have those seconds found that are not known, until all are.
     """
-    blocks = len(least_s)
     # Last stages hold fewest micro-batches: what fits there may fit before.
-    now = [stage_s(stage, *ends) for stage, ends in reversed(list(enumerate(pairwise((*cuts, blocks)))))]
-    most_s = (sum(now) + (microbatches - 1) * max(now)) * (1 + _ROUNDING) if max(now) < inf else inf
-    upto = np.concatenate(([0.0], np.cumsum(least_s)))
-
-    def worth(first: int, end: int) -> bool:
-        return bool(upto[-1] + (microbatches - 1) * (upto[end] - upto[first]) <= most_s)
-
+    ends = list(pairwise((*cuts, blocks)))
+    now = {stage: stage_s(stage, *ends[stage]) for stage in reversed(range(len(cuts)))}
     places = [[0], *([c for c in (cut - 1, cut, cut + 1) if 0 < c < blocks] for cut in cuts[1:]), [blocks]]
     edges: _Edges = [
-        {(a, b): stage_s(stage, a, b) for a in places[stage] for b in places[stage + 1] if a < b and worth(a, b)}
-        for stage in reversed(range(len(cuts)))
-    ][::-1]
-    bounds = sorted({seconds for stage in edges for seconds in stage.values() if seconds < inf})
+        {
+            (a, b): now[stage] if (a, b) == ends[stage] else at_least_s(stage, a, b)
+            for a in places[stage]
+            for b in places[stage + 1]
+            if a < b
+        }
+        for stage in range(len(cuts))
+    ]
+    known = set(enumerate(ends))
+    while (best := _fastest(edges, microbatches)) is not None:
+        unknown = [each for each in enumerate(pairwise((*best, blocks))) if each not in known]
+        if not unknown:
+            return best
+        for stage, (a, b) in reversed(unknown):
+            edges[stage][a, b] = stage_s(stage, a, b)
+        known.update(unknown)
+    return None
+
+
+def _fastest(edges: _Edges, microbatches: int) -> Cuts | None:
+    """The best way through the stages; None where there is none.
+
+    For bounds on the largest, in order, dynamic programming finds the least sum, until the bound alone is too much.
+    """
     shortest = _least_sum(edges, inf)
     if shortest is None:
         return None
+    bounds = sorted({seconds for stage in edges for seconds in stage.values() if seconds < inf})
     best, best_s = None, inf
-    for bound in bounds:
+    for bound in bounds[bisect_left(bounds, True, key=lambda bound: _least_sum(edges, bound) is not None) :]:
         if (microbatches - 1) * bound + shortest[0] >= best_s:
             break
         path = _least_sum(edges, bound)

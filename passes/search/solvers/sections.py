@@ -20,6 +20,7 @@ SMALL = 6  # blocks of a model up to which the search is exact
 _TRANSIENTS = 12  # bounds on transient memory that are tried for others
 EXACT_BLOCKS = 16  # longer chains are solved to a proven gap, as the exact optimum of many equal blocks takes long
 _GAP = 2e-3
+_ROUNDING = 1e-9  # share of a time
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,12 @@ class SectionProblem:
         rows = np.arange(len(picks))
         return float(self.held[rows, picks].sum() + self.transient[rows, picks].max())
 
+    def seconds(self, picks: Sequence[int]) -> float:
+        """What the blocks take one after the other."""
+        rows, kinds = np.arange(len(picks)), self.kinds[list(picks)]
+        changes = self.change[rows[:-1], kinds[:-1], kinds[1:]]
+        return float(self.time[rows, picks].sum() + changes.sum())
+
 
 def side_by_side(costs: CostTable, section: Section, picks: Sequence[int]) -> list[int]:
     """The picks, like ones side by side: equal blocks with equal boundaries that are neighbours, or whose periods are,
@@ -144,6 +151,7 @@ class SectionSolver:
     costs: CostTable
     _solved: dict[tuple[Section, float], list[int] | None] = field(default_factory=dict)
     _problems: dict[Section, SectionProblem] = field(default_factory=dict)
+    _least: dict[tuple[Section, float], float] = field(default_factory=dict)
 
     def picks(self, section: Section, budget: float) -> list[int] | None:
         """Solved once for all sections of equal blocks with equally many in flight."""
@@ -157,6 +165,14 @@ class SectionSolver:
                 self._solved[key] = best_picks(self.costs, like, budget, self._problem(like))
             self._fewer[self._blocks_alike(section), budget] = like, self._solved[key]
         return self._solved[key]
+
+    def at_least_s(self, section: Section, budget: float) -> float:
+        """Seconds that no strategies of the section within ``budget`` bytes beat; infinite where there are none."""
+        like = self._like(section)
+        key = like, budget
+        if key not in self._least:
+            self._least[key] = _at_least_s(self._problem(like), budget)
+        return self._least[key]
 
     def _problem(self, section: Section) -> SectionProblem:
         """What a section is solved by, whatever the budget."""
@@ -188,6 +204,15 @@ class SectionSolver:
     def _fewer(self) -> dict[object, tuple[Section, list[int] | None]]:
         """The last solution by what it depends on beside the micro-batches in flight."""
         return {}
+
+
+def _at_least_s(problem: SectionProblem, budget: float) -> float:
+    free = cheapest_layers(problem.time, problem.change, problem.kinds)
+    if problem.bytes(free) <= budget:
+        return problem.seconds(free)
+    bounds = _transient_bounds(problem.transient, _TRANSIENTS)
+    relaxed_s = float(_relaxed_s(problem, bounds, budget).min())
+    return max(relaxed_s, problem.seconds(free)) * (1 - _ROUNDING)
 
 
 def _relaxed_s(problem: SectionProblem, bounds: Sequence[float], budget: float) -> Floats:

@@ -342,7 +342,11 @@ class StageSearch:
         most = self.costs.num_microbatches * self.configuration.num_stages // self.num_ranks
         for _ in range(_ROUNDS):
             moved = moved_together(
-                cuts, self.costs.fastest, lambda stage, a, b: self._stage_s(stage, a, b, budget), most
+                cuts,
+                len(self.costs.block_fingerprints),
+                lambda stage, a, b: self._at_least_s(stage, a, b, budget),
+                lambda stage, a, b: self._stage_s(stage, a, b, budget),
+                most,
             )
             if moved is None or moved == cuts:
                 break
@@ -356,13 +360,22 @@ class StageSearch:
 
     def _stage_s(self, stage: int, first: int, end: int, budget: float) -> float:
         """Seconds of a micro-batch on one stage, which has its share of its rank's memory; infinite if it is short."""
-        section = Section(tuple(range(first, end)), (self._waiting[stage],) * (end - first))
-        share, rank = self.configuration.num_stages // self.num_ranks, self.filled.rank_of_stage[stage]
-        picks, costs = self._solver(rank).picks(section, budget / share), self._costs_of(rank)
+        rank, section, share = self._part(stage, first, end, budget)
+        picks, costs = self._solver(rank).picks(section, share), self._costs_of(rank)
         if picks is None:
             return float(np.inf)
         moves = sum(costs.change_s(b, p, q) for b, (p, q) in enumerate(pairwise(picks), first))
         return float(costs.time[list(section.blocks), picks].sum()) + moves
+
+    def _at_least_s(self, stage: int, first: int, end: int, budget: float) -> float:
+        """Seconds that :meth:`_stage_s` is not below."""
+        rank, section, share = self._part(stage, first, end, budget)
+        return self._solver(rank).at_least_s(section, share)
+
+    def _part(self, stage: int, first: int, end: int, budget: float) -> tuple[int, Section, float]:
+        """The rank of a stage, the blocks of the stage, and its share of the rank's memory."""
+        section = Section(tuple(range(first, end)), (self._waiting[stage],) * (end - first))
+        return self.filled.rank_of_stage[stage], section, budget / (self.configuration.num_stages // self.num_ranks)
 
     @cached_property
     def _waiting(self) -> tuple[InFlight, ...]:

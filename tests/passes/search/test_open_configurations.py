@@ -11,7 +11,7 @@ from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.strategy import ROLES
 from passes.search.candidates import candidates
-from passes.search.configurations import Pins
+from passes.search.configurations import Configurations, Pins
 from passes.search.cost_table.cost_table import Pricer
 from passes.search.open_configurations import OpenConfigurations
 from passes.search.plan_search import SearchOptions, search_plan
@@ -57,6 +57,30 @@ def test_rungs_follow_each_other(stack: fx.GraphModule) -> None:
     )
     assert {search.configuration.num_microbatches for search in opened.open(rung)} == {32}
     assert rung not in opened.rungs and len(opened.rungs) == 3
+
+
+def test_rungs_have_one_number_an_octave() -> None:
+    """Of a batch with many divisors, those whose samples the ranks of a stage share best; the others are left out."""
+    machine = Cluster.preset("64xA100-80GB")
+    pins = Pins(schedule="1f1b")
+    ladders = {each.pipeline_axes: each for each in Configurations(machine, ROLES, pins, 240, 16).ladders()}
+    numbers = [[setting.num_microbatches for setting in rung] for rung in ladders[2].rungs]
+    assert numbers == [[5, 15, 30], [60], [120], [240]], "240 / 5 = 48 = 3 * 16, 240 / 15 = 16, 240 / 30 = 8"
+    left_out = [setting.num_microbatches for setting in ladders[2].left_out]
+    assert left_out == [4, 6, 8, 10, 12, 16, 20, 24, 40, 48, 80]
+    assert [setting.num_microbatches for setting in ladders[2].beside(15)] == [6, 8, 10, 12, 16, 20, 24]
+    assert [setting.num_microbatches for setting in ladders[2].beside(240)] == []
+    of_two = Configurations(machine, ROLES, pins, 256, 16).ladders()
+    assert not any(ladder.left_out for ladder in of_two)
+
+
+def test_numbers_beside_the_best_are_priced_once() -> None:
+    opened = OpenConfigurations(Pricer(captured(Stack(), (torch.ones(48, 256),)), FOUR, {}), ROLES, False, Pins())
+    opened.open_first()
+    best = next(search.configuration for search in opened.searches if search.configuration.num_microbatches == 4)
+    searches = opened.open_beside(best)
+    assert {search.configuration.num_microbatches for search in searches} == {3, 6}
+    assert opened.open_beside(best) == []
 
 
 def test_small_batches_have_plans() -> None:

@@ -133,6 +133,14 @@ def test_later_shares_go_on_from_one_that_was_not_solved(known: Solutions) -> No
     assert known.at(tensor, 1 / 64) == "few" and known.at(tensor, 1.0) == "many"
 
 
+def test_a_little_less_than_the_least_share_is_not_solved(known: Solutions) -> None:
+    """More micro-batches, which later requests ask for, leave a little less than those before."""
+    tensor = group("tensor", (0,))
+    for least in (1 / 256, 1 / 512, 1 / 1024, 1 / 2048):
+        known.solve([(tensor, least), (tensor, 1 / 16)])
+    assert sorted(Recorded.asked) == [1 / 2048, 1 / 256, 1 / 16]
+
+
 def test_batch_roles_are_solved_once_for_all_degrees(known: Solutions) -> None:
     """They see no share, and split the same dims whatever the degree."""
     groups = [group("data", (0,)), group("data", (0, 1))]
