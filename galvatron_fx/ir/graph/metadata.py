@@ -147,7 +147,11 @@ class NodeMeta:
         """Return a copy with some fields changed; with other ``specs`` it has no cost, unless one is given."""
         if "specs" in changes:
             changes.setdefault("cost", None)
-        return replace(self, **changes)
+        if not changes.keys() <= vars(self).keys():
+            return replace(self, **changes)  # which names the unknown field
+        record = object.__new__(NodeMeta)  # passes copy records far more often than they make any
+        vars(record).update(vars(self), **changes)
+        return record
 
 
 def meta_of(node: fx.Node) -> NodeMeta:
