@@ -41,6 +41,7 @@ class GalvatronMixin:
 
     def __init__(self, *args: Any, galvatron: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._options = dict(galvatron or {})
+        self._loss_is_inside = True
         self._pads = bool(self._options.pop("pad_lengths", False))
         super().__init__(*args, **kwargs)
         self._trainer._set_signature_columns_if_needed()
@@ -53,6 +54,12 @@ class GalvatronMixin:
 
     def _refuse_what_is_outside(self) -> None:
         trainer = self._trainer
+        for name in ("fsdp", "deepspeed", "parallelism_config"):
+            if getattr(trainer.args, name, None):
+                raise InputError(
+                    f"{name} splits the model in a way of its own, and the plan has split it already: leave it out of "
+                    f"the arguments (role 'zero' is what FSDP and ZeRO do)"
+                )
         if trainer.neftune_noise_alpha is not None:
             raise InputError("neftune_noise_alpha hooks a module, which a compiled model does not call: leave it out")
         if trainer.optimizer is not None:
@@ -78,7 +85,11 @@ class GalvatronMixin:
             inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
             self._shifts = inner._get_name() in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()  # as Trainer decides
             model = with_loss(model, self._own_loss)
+        if trainer.args.torch_compile and trainer.args.torch_compile_backend == "inductor":
+            options = {"backend": "inductor", **options}
         compiled = compiled_for_ranks(model, example, trainer.args.device.type, options)
+        if not self._has_own_loss:
+            compiled.register_forward_hook(self._look_for_loss)
         trainer.model = trainer.model_wrapped = trainer.callback_handler.model = compiled
         # Accelerate would wrap it for data parallelism and mixed precision: a compiled model is prepared already.
         trainer.is_distributed_loading_by_transformers = True
@@ -135,15 +146,30 @@ class GalvatronMixin:
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """As Trainer's, without the factor that makes up for a mean over processes."""
+        """As Trainer's; a loss that the model computes is that of all processes, and not multiplied by their number."""
         trainer = self._trainer
         if self._has_own_loss:
             loss, outputs = model(**self._model_inputs(inputs, num_items_in_batch))
             return (loss, outputs) if return_outputs else loss
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)  # type: ignore[misc]
-        if trainer.args.average_tokens_across_devices and trainer.model_accepts_loss_kwargs:
-            loss = loss if num_items_in_batch is None else loss / trainer.accelerator.num_processes
+        averages = trainer.args.average_tokens_across_devices
+        try:
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)  # type: ignore[misc]
+        finally:
+            trainer.args.average_tokens_across_devices = averages
+        if not self._loss_is_inside and not averages and num_items_in_batch is not None:
+            raise InputError(
+                "average_tokens_across_devices=False, and a loss that compute_loss makes of outputs: leave it at True, "
+                "as num_items_in_batch is that of all processes"
+            )
         return (loss, outputs) if return_outputs else loss
+
+    def _look_for_loss(self, model: nn.Module, args: Any, outputs: Any) -> None:
+        """Whether the model has just computed the loss: that of all processes, which needs no factor that makes up for
+        a mean over them. One that is made of outputs of this process's rows does.
+        """
+        self._loss_is_inside = not isinstance(outputs, Mapping) or outputs.get("loss") is not None
+        if self._loss_is_inside:
+            self._trainer.args.average_tokens_across_devices = False
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         norm: Tensor = self._trainer.model.clip_grad_norm_(self._trainer.args.max_grad_norm)

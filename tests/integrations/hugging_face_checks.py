@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator
 from transformers.trainer_pt_utils import LabelSmoother
@@ -17,7 +19,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from galvatron_fx import DistributedGraphModule, Pipelining, Plan
 from galvatron_fx.errors import InputError
 from galvatron_fx.integrations.accelerate import Accelerator
-from galvatron_fx.integrations.transformers import Trainer
+from galvatron_fx.integrations.transformers import GalvatronMixin, Trainer
 from tests.runtime.launch import Check
 
 FOLDER = Path(".")  # the script that runs the checks says it
@@ -66,7 +68,26 @@ def on_one_device() -> tuple[list[float], LlamaForCausalLM]:
     return losses, model
 
 
-def trainer(plan: Plan, folder: Path, **settings: Any) -> Any:
+class OwnLoss(transformers.Trainer):
+    """Computes the loss from outputs, as people's Trainers do."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        logits, labels = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        loss = cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+        if self.args.average_tokens_across_devices:
+            loss = loss * self.args.world_size
+        return (loss, outputs) if return_outputs else loss
+
+
+class OwnLossTrainer(GalvatronMixin, OwnLoss):
+    """With a plan."""
+
+
+def trainer(plan: Plan, folder: Path, kind: Any = Trainer, **settings: Any) -> Any:
     given = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "logging_steps": 1, "save_steps": 2}
     arguments = TrainingArguments(
         str(folder), use_cpu=True, gradient_accumulation_steps=ACCUMULATE, max_grad_norm=CLIP, learning_rate=RATE,
@@ -74,7 +95,7 @@ def trainer(plan: Plan, folder: Path, **settings: Any) -> Any:
         **{"lr_scheduler_type": "linear", **given, **settings},
     )  # fmt: skip
     options = {"plan": plan}
-    return Trainer(language_model(), arguments, train_dataset=Rows(), eval_dataset=Rows(8), galvatron=options)
+    return kind(language_model(), arguments, train_dataset=Rows(), eval_dataset=Rows(8), galvatron=options)
 
 
 def same(got: Any, expected: Any) -> None:
@@ -122,9 +143,22 @@ def trainer_refuses(mesh: DeviceMesh) -> None:
     """What would compute outside of the model."""
     plan = Plan.uniform((2,), ("data",))
     refused(lambda: trainer(plan, FOLDER, neftune_noise_alpha=1.0), "neftune_noise_alpha hooks a module")
+    refused(lambda: trainer(plan, FOLDER, fsdp=True), "fsdp splits the model in a way of its own")
+    local = {"average_tokens_across_devices": False, "save_strategy": "no"}
+    refused(trainer(plan, FOLDER, OwnLossTrainer, **local).train, "a loss that compute_loss makes of outputs")
     one = trainer(plan, FOLDER)
     one._options["batch"] = "global"
     refused(one.train, "leave them out of galvatron={...}")
+
+
+def trainer_takes_a_loss_of_outputs(mesh: DeviceMesh) -> None:
+    """A loss of each rank's own rows, of which the mean counts; not divided once more as one of all rows is."""
+    losses, plain = on_one_device()
+    one = trainer(Plan.uniform((2,), ("zero",)), FOLDER / "own", OwnLossTrainer, save_strategy="no")
+    one.train()
+    torch.testing.assert_close(logged(one, "loss"), losses, rtol=1e-6, atol=0)  # Trainer logs in float32
+    for name, parameter in one.model.named_parameters():
+        same(parameter, plain.get_parameter(name))
 
 
 def trainer_smooths_labels_of_padded_rows(mesh: DeviceMesh) -> None:
@@ -207,6 +241,7 @@ CHECKS: dict[str, Check] = {
     for check in (
         trainer_trains_and_resumes,
         trainer_refuses,
+        trainer_takes_a_loss_of_outputs,
         accelerate_trains,
         trainer_smooths_labels_of_padded_rows,
         trainer_computes_in_bfloat16,
