@@ -76,7 +76,7 @@ class OwnLoss(transformers.Trainer):
     ) -> Any:
         labels = inputs.pop("labels")
         outputs = model(**inputs)
-        logits, labels = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        logits, labels = outputs.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
         loss = cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
         if self.args.average_tokens_across_devices:
             loss = loss * self.args.world_size
