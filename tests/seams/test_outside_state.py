@@ -186,6 +186,32 @@ def test_tables_that_make_what_is_asked_for_stay_as_they_are() -> None:
     assert repr(list(ACTIVATIONS)) == before and isinstance(ACTIVATIONS["relu"], nn.ReLU)
 
 
+REGISTRY: dict[type, str] = {}
+
+
+class Positions(nn.Module):
+    """A buffer, and a registry that the first call fills, as that of einops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.arange(WIDTH).float())
+
+    def forward(self, h: Tensor) -> Tensor:
+        REGISTRY.setdefault(type(h), "torch")
+        return h * self.angles.cos()
+
+
+def test_a_module_of_several_names_is_one() -> None:
+    """Buffers are those that they were, whichever of their names a trace or a comparison takes."""
+    REGISTRY.clear()
+    model, inputs = Probe(lambda probe, h: probe.later(probe.first(h))), (INPUTS[0].double(),)
+    model.first = model.later = Positions()
+    model.double()
+    graph = captured(model, inputs)
+    expected = one_device(copy.deepcopy(model), inputs)
+    assert_exact(simulate(graph, model, inputs, [2], uniform(graph, "data"), {}), expected)
+
+
 @functools.lru_cache
 def table(length: int) -> Tensor:
     return torch.arange(length, dtype=torch.float64).cos()

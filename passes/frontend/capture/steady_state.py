@@ -177,6 +177,8 @@ class _Comparison:
         self._number: dict[fx.Node, int] = {}
         self._fixed: dict[fx.Node, bool] = {}
         self._read: dict[str, None] = {}
+        first: dict[int, str] = {}
+        self._first_name = {name: first.setdefault(id(x), name) for name, x in _tensors(steps.module)}
 
     def result(self) -> Steady:
         """What is carried and what is dropped; raises CaptureError where steps differ."""
@@ -200,11 +202,12 @@ class _Comparison:
     def _take_inputs(self) -> None:
         """Number placeholders; weights and buffers that no step changes, and that nobody trains, are fixed."""
         left = [(path, self._values[i]) for path, i in self._steps.steps[-1].slots.items()]
-        changed = {path for path, node in left if _source(node).op != "placeholder"}
-        frozen = {name for name, tensor in _tensors(self._steps.module) if not tensor.requires_grad}
+        changed = {self._first_name.get(path) for path, node in left if _source(node).op != "placeholder"}
+        frozen = {self._first_name[name] for name, x in _tensors(self._steps.module) if not x.requires_grad}
         for node in self._graph.graph.find_nodes(op="placeholder"):
             target = getattr(node.meta["desc"], "target", None)
             name = target.removeprefix(f"{ROOT}.") if target else node.name
+            name = self._first_name.get(name, name)
             self._number[node] = self._numbered(("placeholder", name))
             self._fixed[node] = name in frozen and name not in changed
 
@@ -214,7 +217,7 @@ class _Comparison:
         for path, i in before.slots.items():
             for node in (self._values[i], _source(self._values[i])):
                 if node.op != "placeholder":
-                    numbers[node] = self._numbered(("placeholder", path))
+                    numbers[node] = self._numbered(("placeholder", self._first_name.get(path, path)))
         for path, i in before.others.items():
             for node in (self._values[i], _source(self._values[i])):
                 if node not in numbers and not self._fixed[node]:
