@@ -141,7 +141,7 @@ class _Routing:
             return (combine, 1) if is_lookup else (dispatch, 1)
         if size and self.rows % size == 0 and self._are(index, [o // (self.rows // size) for o in self._order()]):
             return (dispatch, self.rows // size) if is_lookup else (combine, self.rows // size)
-        if size == self.experts and self._are(index, self._sorted()):
+        if size == self.experts and (is_lookup or _adds(user)) and self._are(index, self._sorted()):
             return (spread, 1) if is_lookup else (collect, 1)
         return None
 
@@ -214,7 +214,7 @@ class _Routing:
         moved = _written(self.graph, target, args, rows, user)
         if rows.shape != spec.shape:
             return _written(self.graph, aten.reshape.default, (moved, list(spec.shape)), spec, user)
-        if user.target in _WRITES and not _is_zero(user.args[0]):
+        if user.target in _WRITES and _adds(user) and not _is_zero(user.args[0]):
             return _written(self.graph, aten.add.Tensor, (user.args[0], moved), spec, user)
         return moved
 

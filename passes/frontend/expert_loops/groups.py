@@ -14,7 +14,7 @@ from passes.frontend.capture.trace_errors import PickedRows
 from passes.frontend.chosen_rows.choice import Choice, RowCount
 from passes.frontend.expert_loops.picked import Part, Picked
 
-__all__ = ["Group", "counted", "groups_of", "joined_ends", "parts_of"]
+__all__ = ["Group", "counted", "groups_of", "joined_ends", "parts_of", "sliced"]
 
 
 @dataclass(eq=False)
@@ -36,9 +36,48 @@ class Group(Choice):
         raise PickedRows("aten._local_scalar_dense.default", self.frame)
 
 
+class GroupCount(RowCount):
+    """How many rows a group has; added to those of the groups before it, where it ends."""
+
+    choice: Group
+
+    def __radd__(self, other: Any) -> Any:
+        if (type(other) is int and other == self.choice.place == 0) or (
+            isinstance(other, GroupEnd) and _follows(self.choice, other.group)
+        ):
+            return GroupEnd(self.choice)
+        self.choice.refuse()
+
+
+@dataclass(frozen=True, eq=False)
+class GroupEnd:
+    """How many rows a group and those before it have."""
+
+    group: Group
+
+    def __index__(self) -> int:
+        self.group.refuse()
+
+
 def counted(counts: Tensor, frame: FrameSummary) -> list[RowCount]:
     """What ``counts.tolist()`` gives: numbers that no trace knows."""
-    return [RowCount(Group(counts, place, frame)) for place in range(counts.shape[0])]
+    return [GroupCount(Group(counts, place, frame)) for place in range(counts.shape[0])]
+
+
+def sliced(table: Tensor, index: Any) -> Picked | None:
+    """``table[end of the group before:end of a group]``; None where the index is no such slice."""
+    ends = [index.start, index.stop] if isinstance(index, slice) else []
+    if not any(isinstance(end, (GroupEnd, GroupCount)) for end in ends):
+        return None
+    start, stop = ends
+    if isinstance(start, GroupEnd) and not isinstance(stop, GroupEnd):
+        start.group.refuse()
+    group = stop.group if isinstance(stop, GroupEnd) else stop.choice
+    begins = group.place == 0 if start in (None, 0) else isinstance(start, GroupEnd) and _follows(group, start.group)
+    if not begins or index.step is not None or group.rows not in (0, len(table)):
+        group.refuse()
+    group.rows = len(table)
+    return Picked.of(group, Part(table), tuple(table.shape), table.dtype)
 
 
 def groups_of(leaves: Sequence[Any]) -> list[Group]:
@@ -65,6 +104,10 @@ def joined_ends(parts: Sequence[Any], dim: int) -> Tensor:
         groups[0].refuse()
     ends = groups[0].counts.cumsum(0)
     return (ends + ends.new_zeros(1)[(ends[-1:] != groups[0].rows).long()]).to(torch.int32)
+
+
+def _follows(group: Group, other: Group) -> bool:
+    return group.counts is other.counts and group.place == other.place + 1
 
 
 def _are_all(groups: Sequence[Group]) -> bool:

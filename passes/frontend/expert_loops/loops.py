@@ -17,7 +17,7 @@ from passes.frontend.capture.trace_errors import calling_frame
 from passes.frontend.chosen_rows.choice import RowTensor, sizes_of
 from passes.frontend.chosen_rows.functions import OF_DATA, SIZES, base_name, is_in_place, is_mask
 from passes.frontend.chosen_rows.same_masks import SameMasks
-from passes.frontend.expert_loops.groups import Group, counted, groups_of, parts_of
+from passes.frontend.expert_loops.groups import Group, counted, groups_of, parts_of, sliced
 from passes.frontend.expert_loops.merged import Sink, join, merge
 from passes.frontend.expert_loops.picked import Call, Gather, Hit, Mask, Picked, Place
 from passes.frontend.expert_loops.row_calls import called
@@ -69,6 +69,11 @@ class ExpertLoops(TorchFunctionMode):
         name = base_name(func)
         if any(isinstance(tensor, Hit) for tensor in tensors):
             return self._of_hit(func, name, args, kwargs)
+        part = sliced(*args) if func is _GET and not isinstance(args[0], RowTensor) else None
+        if part is not None:
+            self._masks[id(part.mask.counts)] = part.mask
+            self._tables.append(args[0])
+            return part
         groups = groups_of(leaves)
         if groups:
             return self._split(name, groups, args, kwargs)
