@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from galvatron_fx.ir.kernels import attention as a
 from galvatron_fx.ir.kernels.select import Kernels
 from galvatron_fx.ir.torch_compat.tracing import new_fake_mode
+from galvatron_fx.ir.torch_compat.versions import torch_version
 from tests.helpers import assert_exact, captured, one_device, simulate, uniform
 
 aten = torch.ops.aten
@@ -90,7 +91,9 @@ def test_tensors_may_lie_in_any_way(position: int) -> None:
     expected = BACKWARD(grad, query, key, value, out, sums, 0.0, False)
     inputs = [query, key, value]
     inputs[position] = columns_side_by_side(inputs[position])
-    assert not torch.allclose(FORWARD(*inputs)[0], out), "torch's kernel looks now: cpu_attention.py can go"
+    looks = torch.allclose(FORWARD(*inputs)[0], out)
+    has_learnt = position > 0 and torch_version() >= (2, 14)  # keys and values; not queries
+    assert looks == has_learnt, "torch's kernel looks now: cpu_attention.py can go"
     kernels = Kernels()
     torch.testing.assert_close(kernels.of(FORWARD, [], {})(*inputs), (out, sums))
     for kept in (out, columns_side_by_side(out)):
