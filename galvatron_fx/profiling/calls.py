@@ -16,6 +16,7 @@ from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.metadata import TensorSpec, has_meta
 from galvatron_fx.ir.graph.op_call import OpCall, call_key, is_getitem, op_call
+from galvatron_fx.ir.kernels.ring_attention import RING_KERNELS
 from galvatron_fx.ir.kernels.select import Kernels
 from galvatron_fx.profiling.kernel_choice import fastest_kernels
 from galvatron_fx.profiling.kernels import Kernel
@@ -71,6 +72,7 @@ def _runnable(pool: Pool, kernels: Kernels, call: OpCall) -> Kernel | None:
     """A kernel that makes this call, or None where it does not take made-up tensors."""
     sizes = [size for spec in call.inputs[:1] for size in spec.shape]
     most = max(1, min(sizes, default=1))
+    target, args = _bound(call)
 
     def make(variant: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         places = iter(range(variant * 8, variant * 8 + 64))
@@ -80,12 +82,24 @@ def _runnable(pool: Pool, kernels: Kernels, call: OpCall) -> Kernel | None:
                 return pool.tensor(value.shape, value.dtype, next(places), most)
             return [real(item) for item in value] if isinstance(value, tuple) else value
 
-        return tuple(real(arg) for arg in call.args), {name: real(value) for name, value in call.kwargs}
+        return tuple(map(real, args)), {name: real(value) for name, value in call.kwargs}
 
-    kernel = Kernel(call.target, make, call_key(call), "")
-    args, kwargs = make(0)
+    kernel = Kernel(target, make, call_key(call), "")
+    tensors, kwargs = make(0)
     try:
-        kernels.of(call.target, call.inputs, kwargs)(*args, **kwargs)
+        kernels.of(target, call.inputs, kwargs)(*tensors, **kwargs)
     except (RuntimeError, TypeError, IndexError, ValueError):
         return None
     return kernel
+
+
+def _bound(call: OpCall) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What runs on a rank: of a ring's step the first rank's, as all work equally much; how many there are tells which
+    columns of a mask it takes.
+    """
+    if call.target not in RING_KERNELS:
+        return call.target, call.args
+    key, mask = (call.args[1], call.args[5]) if call.target is c.ring_step else (call.args[2], call.args[7])
+    columns = mask.shape[-1] if isinstance(mask, TensorSpec) else 1
+    ranks = columns // key.shape[2] if columns > 1 else 2
+    return RING_KERNELS[call.target], (*call.args[:-1], 0, ranks)

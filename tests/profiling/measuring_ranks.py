@@ -10,11 +10,13 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import galvatron_fx as gfx
 from galvatron_fx.ir.cluster.overlap import Overlap
+from galvatron_fx.ir.graph.op_call import call_key, op_call
+from galvatron_fx.ir.kernels.ring_attention import RING_KERNELS
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.profiling import collectives, links, measure, measure_calls, stale, warn_if_stale
 from galvatron_fx.profiling.kernels import Kernel
@@ -37,6 +39,18 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(torch.tanh(self.up(x))).square().mean()
+
+
+class Attention(nn.Module):
+    """Of words to those before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 32)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids).unflatten(2, (2, 16)).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True).square().mean()
 
 
 def few_kernels(*arguments: object) -> list[Kernel]:
@@ -106,6 +120,15 @@ def work() -> None:
     assert abs(sent[0] / sent[1] - 1) < 1e-9, sent
     model = gfx.compile(Model(), mesh, inputs, cluster=known)
     assert model.plan.step_time_s > 0
+
+    graph = gfx.capture(Attention(), (torch.zeros(1, 64, dtype=torch.long),))
+    ring = lower(graph, Plan.uniform((RANKS,), ["context"]), cluster)
+    assert isinstance(ring, Lowered)
+    halves = ring.halves.graphs().values()
+    steps = [node for half in halves for node in half.graph.nodes if node.target in RING_KERNELS]
+    known = measure_calls(cluster, mesh, halves, seconds=0.01)
+    assert len(steps) == 2 * RANKS  # of forward and of backward, each by itself
+    assert {call_key(op_call(step)) for step in steps} <= known.device.measured_calls.keys()
 
 
 if __name__ == "__main__":

@@ -17,8 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from galvatron_fx.errors import ClusterError, InputError
 from galvatron_fx.ir.cluster.provenance import Origin
-from galvatron_fx.profiling import measure_cluster
+from galvatron_fx.ir.graph import collectives as c
+from galvatron_fx.ir.graph.metadata import TensorSpec
+from galvatron_fx.ir.graph.op_call import OpCall
+from galvatron_fx.ir.kernels.select import Kernels
+from galvatron_fx.profiling import calls, measure_cluster
 from galvatron_fx.profiling.ranks import Ranks
+from galvatron_fx.profiling.tensors import Pool
 from galvatron_fx.profiling.timing import Call, Rounds, Turns, mean_without_worst, slowdown_among_all
 from tests.ir.cluster.test_cluster import world
 
@@ -35,6 +40,19 @@ def test_two_ranks_measure_the_same_cluster() -> None:
         timeout=TIMEOUT_S,
     )  # fmt: skip
     assert done.stdout.endswith("ok\n"), done.stdout[-5000:]
+
+
+def test_a_step_of_a_ring_is_timed_with_the_columns_of_its_mask() -> None:
+    """Of four ranks, as the mask has four times as many columns as there are keys here."""
+    x, sums, mask = (TensorSpec(shape, torch.float32) for shape in ((1, 2, 8, 4), (1, 2, 8), (1, 1, 8, 32)))
+    forward = (x, x, x, x, sums, mask, 2, False, False, None, 0)
+    backward = (x, x, x, x, x, sums, x, mask, 2, False, None, 0)
+    for target, arguments, made in ((c.ring_step, forward, (x, sums)), (c.ring_step_backward, backward, (x, x, x))):
+        tensors = tuple(each for each in arguments if isinstance(each, TensorSpec))
+        kernel = calls._runnable(Pool("cpu"), Kernels("cpu"), OpCall(target, arguments, (), tensors, made))
+        assert kernel is not None
+        results = kernel.target(*kernel.make(0)[0])
+        assert [each.shape for each in results] == [torch.Size(each.shape) for each in made]
 
 
 def alone() -> DeviceMesh:
