@@ -89,6 +89,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="try each also with two half-batches, one computing while one communicates",
     )
+    group.add_argument(
+        "--only", action="append", metavar="LAYOUT", help='such as "2 replicas, tensor 4" (repeatable; default: all)'
+    )
     group = parser.add_argument_group("output")
     group.add_argument(
         "--rank-by",
@@ -128,6 +131,7 @@ def run(given: argparse.Namespace) -> Result:
             halves=(False, True) if given.halves else (False,),
             most_requests=given.most_requests,
             cache=given.cache,
+            only=given.only,
             rank_by=given.rank_by,
             progress=progress.step,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,17 +11,64 @@ from torch import fx, nn
 
 from cost_models.request_costs import RequestSizes, SampledSizes
 from galvatron_fx.captured import Captured
-from galvatron_fx.ir.errors import InputError
+from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.errors import GalvatronError, InputError
 from galvatron_fx.ir.graph.metadata import signature
+from galvatron_fx.ir.plan.strategy import Strategy
 from galvatron_fx.plain_model import plain_model
+from passes.analysis.blocks import num_blocks
+from passes.simulation.request_steps import RequestSteps
 
-__all__ = ["RequestInputs", "captured_graphs", "sampled_sizes", "transformers_inputs"]
+__all__ = ["CapturedRequests", "RequestInputs", "captured_graphs", "sampled_sizes", "transformers_inputs"]
 
 RequestInputs = Callable[[int, int, int], Any]
 """From numbers of requests, of new tokens of each, and of keys that the cache holds with them, to example inputs."""
 
 _FEWEST_KEYS = 64
 _LEAST_LONGEST = 256
+
+
+class CapturedRequests:
+    """A model with its cache, captured once for any number of traces and clusters.
+
+    ``longest``: the most keys that a request of them has; ``inputs``: from numbers of requests, new tokens and keys to
+    example inputs with a cache that has room for so many keys (default: of a causal language model of transformers).
+    It is traced when first asked for. Raises InputError for a model whose inputs are not known.
+    """
+
+    def __init__(self, model: nn.Module, longest: int, inputs: RequestInputs | None = None) -> None:
+        self.name = type(plain_model(model)).__name__
+        self.sizes = sampled_sizes(longest)
+        self._model, self._inputs = model, inputs or transformers_inputs(model)
+        self._steps: dict[tuple[Cluster, Strategy], RequestSteps | GalvatronError] = {}
+
+    @cached_property
+    def graphs(self) -> dict[RequestSizes, fx.GraphModule]:
+        """The graph at each size; raises as :func:`captured_graphs`."""
+        return captured_graphs(self._model, self._inputs, self.sizes)
+
+    @property
+    def longest(self) -> int:
+        """The most keys that a request may have."""
+        return self.sizes.keys[1]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the model."""
+        return num_blocks(self.graphs[self.sizes.held_out])
+
+    def steps(self, cluster: Cluster, strategy: Strategy) -> RequestSteps:
+        """What steps take on the devices of a stage; raises as :meth:`RequestSteps.of`, each time."""
+        key = cluster, strategy
+        if key not in self._steps:
+            try:
+                self._steps[key] = RequestSteps.of(self.graphs, self.sizes, cluster, strategy)
+            except GalvatronError as error:
+                self._steps[key] = error
+        steps = self._steps[key]
+        if isinstance(steps, GalvatronError):
+            raise steps
+        return steps
 
 
 def sampled_sizes(longest: int) -> SampledSizes:

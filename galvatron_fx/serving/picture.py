@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from galvatron_fx.figures import new_figure
+from galvatron_fx.ir.plan.units import format_seconds
 from galvatron_fx.serving.points import ServingPoint
 
 _MOST_ROWS = 24
-_COLUMNS = {"ttft": "to the first token, s", "gap": "between tokens, s", "e2e": "from arrival to the last token, s"}
+_COLUMNS = {"ttft": "to the first token", "gap": "between tokens", "e2e": "from arrival to the last token"}
 # Okabe and Ito (2008): colours that people tell apart however they see colours.
 _COLOURS = {"prefill_first": "#D55E00", "mixed": "#0072B2", "chunked": "#009E73"}
 
@@ -26,7 +27,7 @@ def draw(points: Sequence[ServingPoint], path: str | os.PathLike[str]) -> None:
     for chart, (metric, title) in zip(axes, _COLUMNS.items(), strict=False):
         for place, point in enumerate(rows):
             _percentiles(chart, place, point, metric)
-        chart.set_xscale("log")
+        _log_seconds(chart)
         chart.set_title(title, fontsize=10)
     rate = axes[-1]
     rate.barh(
@@ -40,6 +41,17 @@ def draw(points: Sequence[ServingPoint], path: str | os.PathLike[str]) -> None:
     axes[0].set_ylim(len(rows) - 0.5, -0.5)
     axes[0].set_xlabel("p50 ─●─ p99, with a dot at p90", fontsize=8)
     figure.savefig(path, dpi=110)
+
+
+def _log_seconds(chart: Any) -> None:
+    """A logarithmic scale whose marks are 1, 2 and 5 of each power of ten, as people write times."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    chart.set_xscale("log")
+    chart.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    chart.xaxis.set_minor_locator(NullLocator())
+    chart.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: format_seconds(seconds)))
+    chart.tick_params(axis="x", labelsize=8)
 
 
 def _percentiles(chart: Any, place: int, point: ServingPoint, metric: str) -> None:

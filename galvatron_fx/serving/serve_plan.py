@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 
-from torch import fx, nn
+from torch import nn
 
-from cost_models.request_costs import RequestSizes, SampledSizes
 from galvatron_fx.arguments import check_cluster
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import ClusterError, GalvatronError, InputError
@@ -19,15 +18,13 @@ from galvatron_fx.ir.plan.budget_error import BudgetError
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.units import format_bytes, parse_bytes
 from galvatron_fx.serving.cache_room import CACHES, PAGED, CacheRoom
-from galvatron_fx.serving.captures import RequestInputs, captured_graphs, sampled_sizes, transformers_inputs
+from galvatron_fx.serving.captures import CapturedRequests, RequestInputs
 from galvatron_fx.serving.layouts import Layout, Memory, layouts
 from galvatron_fx.serving.points import METRICS, PERCENTILES, ServingPoint, measured
 from galvatron_fx.serving.policies import CHUNKED, PREFILL_FIRST, Policy, make_policies
 from galvatron_fx.serving.replica import Replica
 from galvatron_fx.serving.requests import Request, checked_trace
 from galvatron_fx.serving.result import Serving
-from passes.analysis.blocks import num_blocks
-from passes.simulation.request_steps import RequestSteps
 
 __all__ = ["serve_plan"]
 
@@ -36,7 +33,7 @@ _RANKS = ("makespan_s", "tokens_per_s", *(f"{name}_p{percent}_s" for name in MET
 
 
 def serve_plan(
-    model: nn.Module,
+    model: nn.Module | CapturedRequests,
     cluster: Cluster,
     trace: Iterable[Request],
     *,
@@ -48,17 +45,20 @@ def serve_plan(
     halves: Sequence[bool] = (False,),
     most_requests: int = 256,
     cache: str = PAGED,
+    only: Sequence[str] | None = None,
     rank_by: str = "e2e_p90_s",
     progress: Told | None = None,
 ) -> Serving:
     """Simulate a server of ``model`` under a trace of requests, in every layout and policy, and rank these.
 
     Layouts share the devices out among replicas, stages of each and ``tensor`` ranks of each stage; replicas take
-    requests in turns. ``inputs``: from numbers of requests, new tokens and keys to example inputs with a cache that
-    has room for so many keys (default: of a causal language model of transformers); ``memory_budget``: bytes of a
-    device; ``policies``, ``chunks``, ``most_tokens``, ``halves``: as of :class:`galvatron_fx.serving.policies.Policy`,
-    every one with every other; ``most_requests``: that a replica has under way at once; ``cache``: "paged" or
-    "reserved" (:class:`galvatron_fx.serving.cache_room.CacheRoom`); ``rank_by``: a field of
+    requests in turns. ``model``: or one that :class:`galvatron_fx.serving.captures.CapturedRequests` has captured for
+    several traces, which has its own ``inputs``; ``inputs``: from numbers of requests, new tokens and keys to example
+    inputs with a cache that has room for so many keys (default: of a causal language model of transformers);
+    ``memory_budget``: bytes of a device; ``policies``, ``chunks``, ``most_tokens``, ``halves``: as of
+    :class:`galvatron_fx.serving.policies.Policy`, every one with every other; ``most_requests``: that a replica has
+    under way at once; ``cache``: "paged" or "reserved" (:class:`galvatron_fx.serving.cache_room.CacheRoom`); ``only``:
+    the layouts to simulate, in the words of a table ("2 replicas, tensor 4"; default: all); ``rank_by``: a field of
     :class:`galvatron_fx.serving.points.ServingPoint`; ``progress``: called with the points that are done, those in
     all, and what is done now.
 
@@ -75,10 +75,9 @@ def serve_plan(
     budget = cluster.device.memory_bytes if memory_budget is None else parse_bytes(memory_budget)
     tell = progress or (lambda done, total, what: None)
     tell(0, 1, "capture")
-    sizes = sampled_sizes(max(request.keys for request in requests))
-    graphs = captured_graphs(model, inputs or transformers_inputs(model), sizes)
-    server = _Server(cluster, graphs, sizes, requests, min(budget, cluster.device.memory_bytes), most_requests, cache)
-    ways = [(layout, policy) for layout in layouts(cluster.axes, server.num_blocks) for policy in compared]
+    captured = _captured(model, inputs, max(request.keys for request in requests))
+    ways = [(layout, policy) for layout in _layouts(cluster, captured.num_blocks, only) for policy in compared]
+    server = _Server(cluster, captured, requests, min(budget, cluster.device.memory_bytes), most_requests, cache)
     points: list[ServingPoint] = []
     for layout, policy in ways:
         tell(len(points), len(ways), f"{layout}, {policy}")
@@ -86,7 +85,7 @@ def serve_plan(
     tell(len(ways), len(ways), "done")
     if not any(point.fits for point in points):
         raise server.refusal(points[0])
-    subject = f"{type(model).__name__} on {cluster.num_devices} {cluster.device.name}, {len(requests):,} requests"
+    subject = f"{captured.name} on {cluster.num_devices} {cluster.device.name}, {len(requests):,} requests"
     return Serving(subject, rank_by, tuple(sorted(points, key=lambda point: _rank(point, rank_by))), server.plans)
 
 
@@ -95,29 +94,23 @@ class _Server:
     """Simulates one model on one cluster under one trace; the ranks of a stage are lowered once for each degree."""
 
     cluster: Cluster
-    graphs: Mapping[RequestSizes, fx.GraphModule]
-    sizes: SampledSizes
+    captured: CapturedRequests
     requests: Sequence[Request]
     budget_bytes: int
     most_requests: int
     cache: str
     plans: dict[str, Plan] = field(default_factory=dict)
     _needed_bytes: dict[tuple[Layout, Policy], int] = field(default_factory=dict)
-    _steps: dict[int, RequestSteps | GalvatronError] = field(default_factory=dict)
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the model."""
-        return num_blocks(self.graphs[self.sizes.held_out])
 
     def point(self, layout: Layout, policy: Policy) -> ServingPoint:
         """What comes of the trace, or why nothing does."""
         chunk = int(min(policy.most_tokens, sys.maxsize)) if policy.splits else 0
         shares = layout.replicas, layout.stages, layout.tensor
         point = ServingPoint(*shares, policy.name, chunk, policy.halves, plan=str(layout))
-        steps = self._steps_of(layout)
-        if isinstance(steps, GalvatronError):
-            return replace(point, reason=str(steps).partition("\n")[0])
+        try:
+            steps = self.captured.steps(*layout.part(self.cluster))
+        except GalvatronError as error:
+            return replace(point, reason=str(error).partition("\n")[0])
         times = layout.times(steps, self.cluster)
         self.plans[point.plan] = layout.plan(times.cuts)
         most_tokens = policy.most_in_step(max(request.prompt for request in self.requests), self.most_requests)
@@ -152,15 +145,28 @@ class _Server:
     def _longest(self) -> Request:
         return max(self.requests, key=lambda request: request.keys)
 
-    def _steps_of(self, layout: Layout) -> RequestSteps | GalvatronError:
-        if layout.tensor not in self._steps:
-            try:
-                steps = RequestSteps.of(self.graphs, self.sizes, *layout.part(self.cluster))
-            except GalvatronError as error:
-                self._steps[layout.tensor] = error
-            else:
-                self._steps[layout.tensor] = steps
-        return self._steps[layout.tensor]
+
+def _captured(model: nn.Module | CapturedRequests, inputs: RequestInputs | None, longest: int) -> CapturedRequests:
+    """The model captured for requests of so many keys; raises InputError where it was captured for shorter ones."""
+    if not isinstance(model, CapturedRequests):
+        return CapturedRequests(model, longest, inputs)
+    if inputs is not None:
+        raise InputError("inputs are given beside a captured model: give them to CapturedRequests(model, longest, ...)")
+    if longest > model.longest:
+        raise InputError(
+            f"the longest request has {longest} keys, and the model was captured for {model.longest}: give "
+            f"CapturedRequests(model, {longest})"
+        )
+    return model
+
+
+def _layouts(cluster: Cluster, num_blocks: int, only: Sequence[str] | None) -> list[Layout]:
+    """Those of a cluster that are wanted; raises InputError for one that there is not."""
+    every = {str(layout): layout for layout in layouts(cluster.axes, num_blocks)}
+    unknown = [name for name in only or () if name not in every]
+    if unknown or (only is not None and not only):
+        raise InputError(f"only is {shown(unknown or only)}: give some of {'; '.join(every)}")
+    return [layout for name, layout in every.items() if only is None or name in only]
 
 
 def _check_options(most_requests: int, cache: str, rank_by: str) -> None:

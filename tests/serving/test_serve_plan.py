@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
-from functools import lru_cache, partial
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -14,11 +13,10 @@ import torch
 from torch import nn
 
 import galvatron_fx
-import galvatron_fx.serving.serve_plan as module
 from galvatron_fx import Cluster, Request, Serving
 from galvatron_fx.cli.main import main
 from galvatron_fx.errors import BudgetError, ClusterError, InputError
-from galvatron_fx.serving.captures import sampled_sizes
+from galvatron_fx.serving.captures import CapturedRequests
 from tests.serving import cached_model
 
 FOUR = Cluster.preset("4xA100-80GB")
@@ -27,22 +25,18 @@ MODEL = cached_model.build(2)
 TRACE = [Request(0.0002 * i, 20 + 37 * i % 200, 5 + 11 * i % 30) for i in range(30)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def captured_once() -> Iterator[None]:
-    """Every test serves one model at the same sizes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "captured_graphs", lru_cache(module.captured_graphs))
-        patch.setattr(module, "sampled_sizes", lru_cache(lambda longest: sampled_sizes(300)))
-        yield
+@pytest.fixture(scope="module")
+def captured() -> CapturedRequests:
+    """What several tests serve."""
+    return CapturedRequests(MODEL, 300, inputs)
 
 
 @pytest.fixture(scope="module")
-def result() -> Serving:
+def result(captured: CapturedRequests) -> Serving:
     return galvatron_fx.serve_plan(
-        MODEL,
+        captured,
         FOUR,
         reversed(TRACE),
-        inputs=inputs,
         policies=("prefill_first", "mixed", "chunked"),
         chunks=(32, 128),
         halves=(False, True),
@@ -84,10 +78,10 @@ def test_files_say_the_same_and_a_plan_fits_a_replica(result: Serving, tmp_path:
         assert plan.num_pipeline_ranks == point.stages and plan.pipelining.num_stages == point.stages
 
 
-def test_what_has_no_room_says_so_and_nothing_at_all_is_an_error() -> None:
-    model = MODEL, Cluster.preset("2xA100-80GB"), TRACE
+def test_what_has_no_room_says_so_and_nothing_at_all_is_an_error(captured: CapturedRequests) -> None:
+    model = captured, Cluster.preset("2xA100-80GB"), TRACE
     weights = sum(parameter.numel() * 4 for parameter in MODEL.parameters())
-    options = {"inputs": inputs, "policies": ("chunked",), "chunks": (64,), "most_requests": 8}
+    options = {"policies": ("chunked",), "chunks": (64,), "most_requests": 8}
     tight = galvatron_fx.serve_plan(*model, memory_budget=int(weights * 1.8), **options)
     reasons = {point.plan: point.reason for point in tight.points}
     assert not reasons["tensor 2"] and "of weights leave" in reasons["2 replicas"]
@@ -96,7 +90,7 @@ def test_what_has_no_room_says_so_and_nothing_at_all_is_an_error() -> None:
         galvatron_fx.serve_plan(*model, memory_budget=1000, **options)
 
 
-def test_wrong_options_are_refused() -> None:
+def test_wrong_options_are_refused(captured: CapturedRequests) -> None:
     refused = [
         ({"trace": []}, InputError, "the trace has no requests"),
         ({"most_requests": 0}, InputError, "most_requests is 0"),
@@ -113,6 +107,11 @@ def test_wrong_options_are_refused() -> None:
         given = {"cluster": FOUR, "trace": TRACE, "inputs": inputs} | changes
         with pytest.raises(error, match=message):
             galvatron_fx.serve_plan(MODEL, **given)
+    with pytest.raises(InputError, match=r"only is .*'tensor 3'.*: give some of tensor 4; 2 stages, tensor 2"):
+        galvatron_fx.serve_plan(captured, FOUR, TRACE, only=["tensor 4", "tensor 3"])
+    for given, message in (({"inputs": inputs}, "inputs are given beside"), ({}, "the longest request has 999 keys")):
+        with pytest.raises(InputError, match=message):
+            galvatron_fx.serve_plan(CapturedRequests(MODEL, 300, inputs), FOUR, [Request(0, 990, 10)], **given)
     with pytest.raises(InputError, match="the model changes no cache among its inputs"):
         galvatron_fx.serve_plan(
             nn.Linear(8, 8), FOUR, TRACE, inputs=lambda requests, tokens, keys: torch.zeros(requests, 8)
