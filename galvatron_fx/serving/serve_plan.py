@@ -84,7 +84,7 @@ def serve_plan(
         points.append(server.point(layout, policy))
     tell(len(ways), len(ways), "done")
     if not any(point.fits for point in points):
-        raise server.refusal(points[0])
+        raise server.refusal(points[-1])
     subject = f"{captured.name} on {cluster.num_devices} {cluster.device.name}, {len(requests):,} requests"
     return Serving(subject, rank_by, tuple(sorted(points, key=lambda point: _rank(point, rank_by))), server.plans)
 

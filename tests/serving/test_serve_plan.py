@@ -107,7 +107,7 @@ def test_wrong_options_are_refused(captured: CapturedRequests) -> None:
         given = {"cluster": FOUR, "trace": TRACE, "inputs": inputs} | changes
         with pytest.raises(error, match=message):
             galvatron_fx.serve_plan(MODEL, **given)
-    with pytest.raises(InputError, match=r"only is .*'tensor 3'.*: give some of tensor 4; 2 stages, tensor 2"):
+    with pytest.raises(InputError, match=r"only is .*'tensor 3'.*: give some of 4 replicas; 2 replicas, 2 stages"):
         galvatron_fx.serve_plan(captured, FOUR, TRACE, only=["tensor 4", "tensor 3"])
     for given, message in (({"inputs": inputs}, "inputs are given beside"), ({}, "the longest request has 999 keys")):
         with pytest.raises(InputError, match=message):
