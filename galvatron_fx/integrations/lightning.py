@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
 from galvatron_fx.checkpoint import Checkpointer
@@ -94,7 +94,7 @@ class GalvatronStrategy(DDPStrategy):
             raise _CalledError(args, kwargs)
 
         handle = self._module.register_forward_pre_hook(catch, with_kwargs=True)
-        takes_index = "batch_idx" in inspect.signature(module.training_step).parameters
+        takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)  # as Lightning does
         try:
             module.training_step(batch, *(0,) * takes_index)
         except _CalledError as called:

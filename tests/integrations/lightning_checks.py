@@ -31,7 +31,7 @@ class Module(LightningModule):
         super().__init__()
         self.model = language_model()
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: dict[str, Tensor], number: int) -> Tensor:
         loss: Tensor = self.model(**batch).loss
         self.log("loss", loss)
         return loss
