@@ -167,8 +167,9 @@ def _way(change: Change) -> str:
 class _Comparison:
     """Numbers what each step computes of inputs, weights and the buffers at its start; equal for equal programs."""
 
-    def __init__(self, graph: fx.GraphModule, steps: _Steps) -> None:
-        self._graph = graph
+    def __init__(self, graph: fx.GraphModule, steps: _Steps, sees_caches: bool = False) -> None:
+        """``sees_caches``: whether buffers into which a step writes what is fixed are what was written, afterwards."""
+        self._graph, self._sees_caches = graph, sees_caches
         self._nodes = list(graph.graph.nodes)
         self._position = {node: at for at, node in enumerate(self._nodes)}
         self._steps = steps
@@ -176,6 +177,7 @@ class _Comparison:
         self._keys: dict[Any, int] = {}
         self._number: dict[fx.Node, int] = {}
         self._fixed: dict[fx.Node, bool] = {}
+        self._writes: dict[tuple[int, Any], int] = {}
         self._read: dict[str, None] = {}
         first: dict[int, str] = {}
         self._first_name = {name: first.setdefault(id(x), name) for name, x in _tensors(steps.module)}
@@ -195,6 +197,8 @@ class _Comparison:
         same = all(program == programs[0] for program in programs)
         if same and all(step.constants == steps[0].constants for step in steps):
             return self._steady()
+        if not self._sees_caches and any(self._is_cache(self._values[i]) for i in steps[0].slots.values()):
+            return _Comparison(self._graph, self._steps, sees_caches=True).result()
         return self._unsteady()
 
     # ---- numbers ----
@@ -215,8 +219,9 @@ class _Comparison:
         """What a step finds of the one before, with the number of what lay there at the start."""
         numbers: dict[fx.Node, int] = {}
         for path, i in before.slots.items():
+            is_cache = self._sees_caches and self._is_cache(self._values[i])
             for node in (self._values[i], _source(self._values[i])):
-                if node.op != "placeholder":
+                if node.op != "placeholder" and not is_cache:
                     numbers[node] = self._numbered(("placeholder", self._first_name.get(path, path)))
         for path, i in before.others.items():
             for node in (self._values[i], _source(self._values[i])):
@@ -237,16 +242,31 @@ class _Comparison:
             key = (node.target, frozen, next(random) if is_random else None)
             if node.op == "get_attr":
                 key = ("constant", *_constant(getattr(self._graph, str(node.target))))
-            alias = node.target in _ALIASES
-            self._number[node] = number[node.args[0]] if alias else self._numbered(key)  # type: ignore[index]
+            copied = _copied(node)
+            alias = number[copied] if copied is not None else self._read_back(node, number)
+            self._number[node] = self._numbered(key) if alias is None else alias
+            if node.target is aten.slice_scatter.default:
+                self._writes[self._number[node], node.args[2:]] = number[node.args[1]]  # type: ignore[index]
             free = node.op == "get_attr" or node.target in _SHAPED
-            self._fixed[node] = free or (not is_random and all(self._fixed[n] for n in number))
+            made_of = number if copied is None else [copied]
+            self._fixed[node] = free or (not is_random and all(self._fixed[n] for n in made_of))
+
+    def _is_cache(self, left: fx.Node) -> bool:
+        """Whether what a step left in a buffer is that buffer with something fixed written into a part of it."""
+        write = _source(left)
+        return write.target is aten.slice_scatter.default and self._fixed[_source(write.args[1])]  # type: ignore[arg-type]
+
+    def _read_back(self, node: fx.Node, number: dict[fx.Node, int]) -> int | None:
+        """The number of what was written into a part of a tensor, where a node reads that part."""
+        if node.target is not aten.slice.Tensor:
+            return None
+        return self._writes.get((number[node.args[0]], node.args[1:]))  # type: ignore[index]
 
     def _number_in(self, node: fx.Node, entering: dict[fx.Node, int]) -> int:
         """The number of a value in a step: of what it finds, or copies, of the step before, or of what it makes."""
         copied = node
-        while copied not in entering and copied.target in _ALIASES:
-            copied = copied.args[0]  # type: ignore[assignment]
+        while copied not in entering and (source := _copied(copied)) is not None:
+            copied = source
         return entering.get(copied, self._number[node])
 
     def _numbered(self, key: Any) -> int:
@@ -317,10 +337,21 @@ def _plain_outputs(graph: fx.GraphModule) -> list[fx.Node]:
     return [plain[i] for i in range(len(plain))]
 
 
+def _copied(node: fx.Node) -> fx.Node | None:
+    """What a node copies, or shows under another name; None for others."""
+    if node.target in _ALIASES:
+        return node.args[0]  # type: ignore[return-value]
+    if node.target is aten.copy.default:
+        value, source = node.meta["val"], node.args[1]
+        alike = isinstance(source, fx.Node) and _is_like(source.meta["val"], (None, value))
+        return source if alike else None  # type: ignore[return-value]
+    return None
+
+
 def _source(node: fx.Node) -> fx.Node:
     """What a node is a copy of."""
-    while node.target in _ALIASES:
-        node = node.args[0]  # type: ignore[assignment]
+    while (copied := _copied(node)) is not None:
+        node = copied
     return node
 
 
