@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
@@ -66,6 +67,12 @@ class GalvatronStrategy(DDPStrategy):
     def restore_checkpoint_after_setup(self) -> bool:
         """Checkpoints are loaded into the compiled module."""
         return True
+
+    def setup(self, trainer: Any) -> None:
+        """As under DDP; to validate, test and predict, a module that is compiled is taken as it is."""
+        is_ready = trainer.state.fn != TrainerFn.FITTING and isinstance(self._module, DistributedGraphModule)
+        with self._without_module() if is_ready else nullcontext():
+            super().setup(trainer)
 
     def configure_ddp(self) -> None:
         """Compile the module, in the place of wrapping the LightningModule."""

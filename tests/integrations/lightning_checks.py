@@ -36,6 +36,9 @@ class Module(LightningModule):
         self.log("loss", loss)
         return loss
 
+    def validation_step(self, batch: dict[str, Tensor], number: int) -> None:
+        self.log("validated", self.model(**batch).loss, sync_dist=True)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.model.parameters(), lr=RATE, weight_decay=0.0)
 
@@ -79,6 +82,9 @@ def lightning_fits_and_goes_on(mesh: DeviceMesh) -> None:
     plain, place = on_one_device(2), str(FOLDER / "lightning.ckpt")
     first = fit(Module(), Plan.uniform((2,), ("zero",)), 1)
     first.save_checkpoint(place)
+    first.validate(first.lightning_module, DataLoader(Rows(4), 2), verbose=False)
+    loss = on_one_device(1)(**Rows(4)[:]).loss.item()
+    assert abs(first.callback_metrics["validated"].item() - loss) < 1e-5  # Lightning logs in float32
     halfway = Module()
     halfway.load_state_dict(torch.load(place, weights_only=True)["state_dict"])
     for name, parameter in on_one_device(1).named_parameters():
