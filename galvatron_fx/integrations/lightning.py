@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -78,6 +79,11 @@ class GalvatronStrategy(DDPStrategy):
         """Compile the module, in the place of wrapping the LightningModule."""
         if isinstance(self._module, DistributedGraphModule):
             return
+        if any(isinstance(one, WeightAveraging) for one in self.lightning_module.trainer.callbacks):
+            raise InputError(
+                "WeightAveraging copies the module before it is compiled: average in on_train_batch_end, by "
+                "torch.optim.swa_utils.AveragedModel of the compiled module"
+            )
         inside = set(map(id, self._module.parameters()))
         for name, parameter in self.lightning_module.named_parameters():
             if parameter.requires_grad and id(parameter) not in inside:

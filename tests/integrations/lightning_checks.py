@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, DistributedSampler
@@ -49,6 +50,13 @@ class Other(Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
+
+
+class Averaged(Module):
+    """Has a callback that copies it."""
+
+    def configure_callbacks(self) -> WeightAveraging:
+        return WeightAveraging()
 
 
 def fit(module: LightningModule, plan: Plan, epochs: int, **given: Any) -> Trainer:
@@ -107,6 +115,7 @@ def lightning_refuses(mesh: DeviceMesh) -> None:
     """What the compiled module does not see."""
     plan = Plan.uniform((2,), ("data",))
     refused(lambda: fit(Other(), plan, 1), "'scale' is trained outside of 'model'")
+    refused(lambda: fit(Averaged(), plan, 1), "WeightAveraging copies the module before it is compiled")
 
 
 CHECKS: dict[str, Check] = {check.__name__: check for check in (lightning_fits_and_goes_on, lightning_refuses)}
