@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.precision_policy import describe_policy
 from galvatron_fx.ir.plan.strategy import original_name
 from galvatron_fx.ir.torch_compat.dtensor_operators import mend_dtensor_operators
+from galvatron_fx.model_copy import model_copy
 from galvatron_fx.pass_insertion import describe_passes, require_all_ran
 from galvatron_fx.planning_session import PlanningSession
 from galvatron_fx.profiling.kernel_choice import fastest_kernels, kernel_choice
@@ -388,7 +388,7 @@ def _skeleton(model: nn.Module) -> nn.Module:
     for tensor in ModuleState(model).constants.values():
         if tensor.grad_fn is not None:  # left by a forward before; torch does not copy it
             memo[id(tensor)] = tensor.detach()
-    return copy.deepcopy(model, memo)
+    return model_copy(model, memo)
 
 
 def _persistence(model: nn.Module) -> dict[str, bool]:

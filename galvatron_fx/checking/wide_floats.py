@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from galvatron_fx.ir.torch_compat.tensors import pytree
 from galvatron_fx.ir.torch_compat.tracing import TorchDispatchMode
+from galvatron_fx.model_copy import model_copy
 from passes.frontend.capture.flat_inputs import FlatInputs
 
 __all__ = ["NARROW", "WideFloats", "copied", "moved", "widened"]
@@ -112,8 +112,7 @@ def copied(model: nn.Module, values: Mapping[str, Tensor], change: Change) -> nn
         for tensor in pytree.tree_leaves(list(vars(module).values())):
             if isinstance(tensor, Tensor) and id(tensor) not in memo and tensor.device.type != "meta":
                 memo[id(tensor)] = change(tensor.detach()).clone()
-    twin: nn.Module = copy.deepcopy(model, memo)
-    return twin
+    return model_copy(model, memo)
 
 
 def moved(inputs: FlatInputs, change: Change) -> FlatInputs:

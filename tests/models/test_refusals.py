@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -306,6 +307,25 @@ def test_meta_module_without_initialisation(mesh: DeviceMesh) -> None:
     model = nn.Sequential(Bare())
     with pytest.raises(InputError, match=r"module '0' \(Bare\).*reset_parameters"):
         galvatron_fx.compile(model, mesh, (torch.randn(4, 6),), plan=Plan.uniform((1,), ("data",)))
+
+
+class Locked(nn.Module):
+    """Holds what cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.lock = nn.Linear(6, 3), threading.Lock()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.layer(x) - y).square().mean()
+
+
+def test_what_cannot_be_copied_is_named(mesh: DeviceMesh) -> None:
+    model, plan = Locked(), Plan.uniform((1,), ("data",))
+    with pytest.raises(InputError, match=r"Locked cannot be copied by copy.deepcopy.*'lock': TypeError.*__deepcopy__"):
+        galvatron_fx.compile(model, mesh, REGRESSION, plan=plan)
+    with pytest.raises(InputError, match="'lock': TypeError"):
+        galvatron_fx.check(model, (1,), REGRESSION, plan)
 
 
 def test_a_wrong_batch_leaves_the_model_as_it_was() -> None:
