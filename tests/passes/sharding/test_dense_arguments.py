@@ -35,7 +35,7 @@ def outputs(target: Any, leaves: list[Any], spec: Any) -> list[Tensor]:
     return [value for value in tree_flatten(result)[0] if isinstance(value, Tensor)]
 
 
-@pytest.mark.parametrize("call", VALUED, ids=lambda call: str(call[0]))
+@pytest.mark.parametrize("call", VALUED, ids=lambda call: call[0].__name__)
 def test_a_kernel_reads_tensors_that_lie_in_any_way(call: Call) -> None:
     target, args, kwargs = call
     leaves, spec = tree_flatten((args, kwargs), is_leaf=lambda value: isinstance(value, In))
