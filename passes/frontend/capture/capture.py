@@ -34,8 +34,7 @@ from passes.frontend.capture.trace import Trace
 from passes.frontend.capture.trace_again import MasksNeeded, StateWritten, TraceAgain
 from passes.frontend.capture.trace_errors import explained
 from passes.frontend.capture.traced_layouts import in_order
-from passes.frontend.dense_lookups import dense_lookups
-from passes.frontend.value_free import value_free
+from passes.frontend.traceable_functions import traceable_functions
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -252,8 +251,7 @@ def _trace(flat: FlatModel, shapes: Sequence[tuple[int, ...]], repeats: tuple[Re
         for call in unit
     }
     with (
-        dense_lookups(),
-        value_free(),
+        traceable_functions(),
         torch.inference_mode(False),
         torch.set_grad_enabled(not flat.forward_only),  # also at a first call for evaluation
         fake_weights(model, mode, flat.policy, flat.forward_only),

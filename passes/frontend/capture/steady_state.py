@@ -19,6 +19,7 @@ from passes.frontend.capture.module_state import MISSING, Change, ModuleState, q
 from passes.frontend.capture.trace_again import TraceAgain
 from passes.frontend.capture.trace_errors import explained
 from passes.frontend.capture.watched_numbers import watch
+from passes.frontend.traceable_functions import traceable_functions
 
 if TYPE_CHECKING:
     pass
@@ -59,7 +60,7 @@ def steady_state(flat: FlatModel) -> Steady:
     model, mode = flat.module, new_fake_mode()
     steps = _Steps(model, flat.inputs, flat.policy)
     steps.masked_because = flat.masked_because
-    with fake_weights(model, mode, flat.policy):
+    with traceable_functions(), fake_weights(model, mode, flat.policy):
         try:
             graph = export_joint(steps, steps.fake_arguments(flat.inputs.shapes, mode), mode)
         except (TraceAgain, GalvatronError):

@@ -1,0 +1,17 @@
+"""All that stands in for functions of torch while a model is traced."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from passes.frontend.dense_lookups import dense_lookups
+from passes.frontend.fresh_tensors import fresh_tensors
+from passes.frontend.value_free import value_free
+
+
+@contextlib.contextmanager
+def traceable_functions() -> Iterator[None]:
+    """Functions without what a trace cannot follow: lookups, checks and shapes by values, and constants' likenesses."""
+    with dense_lookups(), value_free(), fresh_tensors():
+        yield
