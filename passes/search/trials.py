@@ -110,8 +110,7 @@ class Trial:
             choice = self.search.run(budget, cuts)
         if choice is None or choice == self.choice or (room >= 0 and choice.time_s >= self.choice.time_s):
             return None
-        seen = simulated_s / self.choice.time_s
-        times = min(seen, max(1.0, _LIKE * seen))
+        times = max(1.0, _LIKE * simulated_s / self.choice.time_s)
         return replace(self, choice=choice, budget=budget, fits=fits, over=over, tries=self.tries - 1, times=times)
 
 

@@ -36,12 +36,12 @@ def trial(search: StageSearch) -> Trial:
     return first
 
 
-def test_a_choice_that_follows_promises_what_was_simulated(trial: Trial) -> None:
+def test_a_choice_that_follows_promises_no_more_than_was_simulated(trial: Trial) -> None:
     over = trial.next(0.8 * LIMIT, int(LIMIT), 2 * trial.time_s)
     assert over is not None and over.choice != trial.choice
     assert over.time_s == pytest.approx(0.95 * 2 * over.choice.time_s)
     faster = trial.next(0.8 * LIMIT, int(LIMIT), 0.5 * trial.time_s)
-    assert faster is not None and faster.time_s == pytest.approx(0.5 * faster.choice.time_s)
+    assert faster is not None and faster.time_s == faster.choice.time_s
 
 
 def test_between_what_fits_and_what_does_not_all_is_looked_at(trial: Trial) -> None:
