@@ -127,33 +127,6 @@ class CachedMask(Trained):
         return h @ self.mask + self.tables["cos"]
 
 
-class CachedPart(Trained):
-    """Angles that are made once, of weights that nobody trains, and kept in a part of a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rates = nn.Parameter(torch.rand(WIDTH), requires_grad=False)
-        self.register_buffer("angles", torch.zeros(2 * BATCH, WIDTH), persistent=False)
-        self.num_angles = 0
-
-    def middle(self, h: Tensor) -> Tensor:
-        if h.shape[1] <= self.num_angles:
-            return h * self.angles[: h.shape[1]].detach().sum(0)
-        angles = torch.arange(h.shape[1], dtype=h.dtype)[:, None] * self.rates
-        self.angles[: h.shape[1]] = angles.detach()
-        self.num_angles = h.shape[1]
-        return h * angles.sum(0)
-
-
-class OtherPart(CachedPart):
-    """A cache that is read at another place than it was written."""
-
-    def middle(self, h: Tensor) -> Tensor:
-        if self.num_angles:
-            return h * self.angles[1 : h.shape[1] + 1].detach().sum(0)
-        return super().middle(h)
-
-
 class Stored(Trained):
     def middle(self, h: Tensor) -> Tensor:
         self.aux_loss = h.pow(2).mean()
@@ -212,7 +185,6 @@ EXACT = {
     "assigned attribute": AssignedAttribute,
     "written attribute": WrittenAttribute,
     "cached mask": CachedMask,
-    "cached part": CachedPart,
     "stored": Stored,
     "counter": Counter,
     "momentum": Momentum,
@@ -457,7 +429,6 @@ REFUSED = {
     "first call": (FirstCall, r"depends on 'started', which forward itself changes"),
     "carried state": (CarriedState, r"reads 'state' as the forward before left it.*register a buffer"),
     "cached noise": (CachedNoise, r"reads 'noise' as the forward before left it"),
-    "other part": (OtherPart, r"depends on 'num_angles', which forward itself changes \(0 before the first, 6 after"),
     "cached weight": (CachedWeight, r"reads 'cache\['w'\]' as the forward before left it"),
     "growing list": (Growing, r"puts more into 'history'"),
     "written in a list": (WrittenInList, r"writes into the tensor 'means\[0\]'.*register_buffer"),
