@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.plan.arguments import check_arguments
@@ -46,6 +47,12 @@ def _check_plain(model: nn.Module) -> None:
             raise InputError(
                 f"{_place(name)} is wrapped by {type(module).__name__}: give a model whose modules are not wrapped, "
                 f"{_SPLITS}"
+            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise InputError(
+                f"'{name}' has no shape yet, as its module is a lazy one: run a batch through the model first, as "
+                f"model(*batch) under torch.no_grad()"
             )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):

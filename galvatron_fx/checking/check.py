@@ -30,6 +30,7 @@ from galvatron_fx.ir.graph.precision import checked_policy
 from galvatron_fx.ir.plan.arguments import check_arguments
 from galvatron_fx.ir.plan.plan import Plan, prime_factors
 from galvatron_fx.pass_insertion import InsertedPasses, pass_control, require_all_ran
+from galvatron_fx.plain_model import plain_model
 from galvatron_fx.planning_session import PlanningSession
 from galvatron_fx.search_settings import SearchSettings
 from passes.frontend.capture.capture import ExampleInputs, FlatInputs
@@ -86,6 +87,7 @@ def check(
     as before. Raises what :func:`galvatron_fx.compile` raises.
     """
     refuse_captured(model, "give the model it was made of, and galvatron_fx.plan(captured, ...) as the plan")
+    model = plain_model(model)
     if steps < 1:
         raise InputError(f"steps is {steps!r}: give at least 1")
     mesh = ranks if isinstance(ranks, DeviceMesh) else None

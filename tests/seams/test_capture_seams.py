@@ -330,6 +330,15 @@ def test_wrappers_that_change_no_result_are_taken_off(wrap: Callable[[nn.Module]
     assert dict(compiled.named_parameters()).keys() == dict(model.named_parameters()).keys()
 
 
+def test_weights_without_a_shape_are_refused() -> None:
+    lazy = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
+    for run in (galvatron_fx.capture, lambda model, x: galvatron_fx.check(model, (1,), x)):
+        with pytest.raises(InputError, match=r"'0.weight' has no shape yet.*run a batch through the model first"):
+            run(lazy, (INPUTS["x"],))
+    lazy(INPUTS["x"])
+    galvatron_fx.capture(lazy, (INPUTS["x"],))
+
+
 def test_models_that_something_else_has_split_are_refused(mesh: DeviceMesh) -> None:
     plan = Plan.uniform((1,), ("data",))
     split = Regression()
