@@ -17,25 +17,28 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 class Repeated(NamedTuple):
-    """``source`` [batch, heads, ...], each head of which stands ``times`` in a row."""
+    """``source`` [batch, heads, 1, ...], each head of which stands ``times`` in a row."""
 
     source: fx.Node
     times: int
 
 
 def repeated_heads(value: Any) -> Repeated | None:
-    """What ``value`` [batch, heads * times, ...] repeats: ``source.unsqueeze(2).expand(..).reshape(..)``."""
+    """What ``value`` [batch, heads * times, ...] repeats: ``source.expand(..).reshape(..)``.
+
+    Models write ``unsqueeze`` in front of ``expand``; behind it there may be a collective.
+    """
     chain: list[fx.Node] = []
-    for targets in (_VIEWS, (aten.expand.default,), (aten.unsqueeze.default,)):
+    for targets in (_VIEWS, (aten.expand.default,)):
         if not isinstance(value, fx.Node) or value.target not in targets:
             return None
         chain.append(value)
         value = value.args[0]
     if not isinstance(value, fx.Node):
         return None
-    repeated, expanded, single, source = (meta_of(node).spec.shape for node in (*chain, value))
-    if len(source) != 4 or len(expanded) != 5 or single != (*source[:2], 1, *source[2:]):
+    repeated, expanded, source = (meta_of(node).spec.shape for node in (*chain, value))
+    if len(source) != 5 or len(expanded) != 5 or source[2] != 1:
         return None
-    times = expanded[2]
-    whole = expanded == (*source[:2], times, *source[2:]) and repeated == (source[0], source[1] * times, *source[2:])
+    (batch, heads, _, *rest), times = source, expanded[2]
+    whole = expanded == (batch, heads, times, *rest) and repeated == (batch, heads * times, *rest)
     return Repeated(value, times) if whole else None

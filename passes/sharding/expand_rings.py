@@ -12,7 +12,7 @@ from torch import fx
 
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.local_program import placements_of, record_program
-from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
+from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import is_getitem
 from galvatron_fx.ir.graph.rewrite import copied
 from passes.analysis.repeated_heads import repeated_heads
@@ -55,6 +55,7 @@ class ExpandRings:
         for picked in [user for user in node.users if is_getitem(user)]:
             value = values[int(picked.args[1])]  # type: ignore[arg-type]
             results[value] = placements_of(picked)
+            set_meta(value, meta_of(value).having(value=meta_of(picked).value))  # plans keep it by that
             picked.replace_all_uses_with(value)
             graph.erase_node(picked)
         graph.erase_node(node)
@@ -73,13 +74,19 @@ def _of_single_heads(e: Emitter, node: fx.Node, write: Callable[..., list[fx.Nod
     repeated = [repeated_heads(args[at]) for at in (first, first + 1)]
     if repeated[0] is None or repeated[1] is None or repeated[0].times != repeated[1].times:
         return write(e, tuple(specs), *args)
-    sources, times = [each.source for each in repeated if each is not None], repeated[0].times
+    sources, times = [_single(e, each.source) for each in repeated if each is not None], repeated[0].times
     args[first : first + 2] = sources
     if node.target is c.ring_attention:
         return write(e, tuple(specs), *args)
     specs[1:] = [meta_of(source).spec for source in sources]
     to_query, *to_heads = write(e, tuple(specs), *args)
     return [to_query, *(_shared(e, x, times) for x in to_heads)]
+
+
+def _single(e: Emitter, x: fx.Node) -> fx.Node:
+    """[batch, heads, 1, ...] without the dim for what stands in a row."""
+    (batch, heads, _, *rest), dtype = meta_of(x).spec.shape, meta_of(x).spec.dtype
+    return e.emit(aten.squeeze.dim, (x, 2), TensorSpec((batch, heads, *rest), dtype))
 
 
 def _shared(e: Emitter, x: fx.Node, times: int) -> fx.Node:

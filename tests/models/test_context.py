@@ -19,7 +19,7 @@ from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.plan.schedule import make_schedule
 from galvatron_fx.ir.plan.strategy import Strategy
-from passes.analysis.blocks import num_blocks
+from passes.analysis.blocks import num_blocks, num_values
 from passes.lowering.lower_step import Lower
 from tests.helpers import assert_exact, captured, cluster_for, one_device, simulate, simulate_stages, uniform
 from tests.models import zoo
@@ -167,6 +167,31 @@ def test_each_rank_holds_less_of_attention() -> None:
         return sum(meta_of(x).spec.size_bytes for x in taken)
 
     assert kept_bytes(4) * 4 == kept_bytes(2) * 2 < kept_bytes(1), "heads that the model repeats are kept once"
+
+
+def attended(block: int, graph: fx.GraphModule) -> tuple[int, ...]:
+    """Numbers of what attention leaves in a block."""
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    nodes = [node for node in graph.graph.nodes if node.op == "call_function" and meta_of(node).block == block]
+    return tuple(meta_of(node).value for node in nodes if node.args and getattr(node.args[0], "target", 0) is attention)
+
+
+@pytest.mark.parametrize("roles", [(C, C), (C, "sequence")], ids=str)
+def test_what_is_kept_of_attention_is_not_computed_again(roles: tuple[str, ...]) -> None:
+    model, inputs, graph, expected = case("llama")
+    kept = [(attended(block, graph), count) for block, count in enumerate(num_values(graph))]
+    strategies = [Strategy(roles, True, keeps=keeps, num_values=count if keeps else 0) for keeps, count in kept]
+    lowered = Lower(strategies, cluster_for((2, 2), strategies)).run(graph).joint.graph.nodes
+    assert any(meta_of(node).again for node in lowered if node.op == "call_function")
+    assert not any(meta_of(node).again for node in lowered if node.target is c.ring_step)
+    assert_exact(simulate(graph, model, inputs, (2, 2), strategies, {}), expected)
+
+
+def test_heads_that_were_exchanged_travel_once() -> None:
+    """Each of two ranks that exchange heads has one of two key heads, which two query heads share."""
+    strategies = uniform(case("llama")[2], C, "sequence")
+    lowered = Lower(strategies, cluster_for((2, 2), strategies)).run(case("llama")[2]).joint.graph.nodes
+    assert {meta_of(node).spec.shape[1] for node in lowered if node.target is c.rotate} == {1}
 
 
 def test_a_sequence_that_does_not_divide_is_refused() -> None:

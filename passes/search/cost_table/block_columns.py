@@ -20,7 +20,8 @@ from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.graph.metadata import OpCost, meta_of
 from galvatron_fx.ir.plan.strategy import RoleGroup
 from passes.search.candidates import AxisPartition
-from passes.search.cost_table.block_terms import Amounts, BlockTerms, Levels, TermsReader
+from passes.search.cost_table.amounts import Amounts
+from passes.search.cost_table.block_terms import BlockTerms, Levels, TermsReader
 from passes.search.cost_table.keep_reader import KeepReader
 from passes.search.cost_table.kept_sets import KeepProblem
 from passes.search.cost_table.offload_levels import OffloadChoice, offload_choices
@@ -227,6 +228,9 @@ class Evaluation:
         one): phase, whether each level does it again, and what is sent.
         """
         rings, size = self.terms.rings, self._on_rank(self.terms.travelling)
+        for row, ring in enumerate(rings):
+            of_heads = self.degrees[:, list(ring.split_by)].prod(axis=1)
+            size[row] *= np.where(ring.heads % of_heads == 0, 1, ring.times)
         for operator, backward, role in dict.fromkeys((ring.operator, ring.backward, ring.role) for ring in rings):
             rows = np.flatnonzero([(ring.operator, ring.role) == (operator, role) for ring in rings])
             degree = self.degrees[:, role]

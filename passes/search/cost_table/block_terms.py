@@ -16,12 +16,11 @@ from torch import fx
 
 from cost_models.node_cost import moved_bytes
 from galvatron_fx.ir.arrays import Bools, Floats, Ints
-from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
+from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
 from galvatron_fx.ir.graph.placement import (
     PARTIAL,
     REPLICATE,
-    Exchanged,
     Partial,
     Placement,
     Shard,
@@ -31,6 +30,8 @@ from galvatron_fx.ir.graph.precision import cast_parameter
 from galvatron_fx.ir.graph.symbols import BATCH
 from galvatron_fx.ir.kernels.experts import route
 from passes.analysis.repeated_heads import repeated_heads
+from passes.analysis.storages import storage_root
+from passes.search.cost_table.amounts import EXCHANGED, SPLIT, WHOLE, Amount, Amounts, amount_of, most_room
 from passes.search.cost_table.block_facts import BlockFacts, ComputeCall
 from passes.search.cost_table.kept_sets import KeptSet
 from passes.search.cost_table.offload_levels import OffloadChoice, OnHost
@@ -38,48 +39,11 @@ from passes.sharding.attention_rules import travelling_bytes
 from passes.sharding.expert_rules import sent_position
 from passes.sharding.insert_collectives import AxisSharding
 
-_WHOLE, _SPLIT, _EXCHANGED = range(3)  # what a role does to a value
-
 Composition = tuple[tuple[str, AxisSharding], ...]
 """Roles in lowering order, each with the solver's decision for it."""
 
-Move = tuple["Redistribution", tuple[TensorSpec, Sequence[int]], tuple[fx.Node, list[fx.Node]]]
-"""A redistribution, what of what it moves, and the value with its takers."""
-
-
-@dataclass(frozen=True)
-class Amounts:
-    """``size[V]``, bytes (or flops) of the whole batch on one device; ``batch[V]``: whether a micro-batch has a share
-    of it; ``split[V, R]``: whether role r splits it; ``exchanged[V, R]``: whether it is so because its ranks exchange
-    rows, of which each has so many times its share as it has capacity for."""
-
-    size: Floats
-    batch: Bools
-    split: Bools
-    exchanged: Bools
-
-    @classmethod
-    def of(cls, rows: Sequence[tuple[float, bool, Sequence[int]]], roles: int) -> Amounts:
-        """Gather triples of size, batch and what each role does."""
-        done = np.array([done for _, _, done in rows], dtype=np.int64).reshape(len(rows), roles)
-        return cls(
-            np.array([size for size, _, _ in rows], dtype=np.float64),
-            np.array([batch for _, batch, _ in rows], dtype=np.bool_),
-            done != _WHOLE,
-            done == _EXCHANGED,
-        )
-
-    def on_rank(self, degrees: Floats, num_microbatches: Floats, capacities: Floats) -> Floats:
-        """``[V, C]``: what one rank has, for ``degrees[C, R]``, ``num_microbatches[C]`` micro-batches and exchanges of
-        ``capacities[C]``.
-        """
-        share = self.size[:, None] / np.where(self.batch[:, None], num_microbatches[None, :], 1.0)
-        for role in range(degrees.shape[1]):
-            share /= np.where(self.split[:, role, None], degrees[None, :, role], 1.0)
-            if self.exchanged[:, role].any():
-                room = np.minimum(capacities, degrees[:, role])
-                share *= np.where(self.exchanged[:, role, None], room[None, :], 1.0)
-        return share
+Move = tuple["Redistribution", "Amount", tuple[fx.Node, list[fx.Node]]]
+"""A redistribution, how much it moves, and the value with its takers."""
 
 
 @dataclass(frozen=True)
@@ -115,11 +79,16 @@ class Redistribution:
 class Ring:
     """A tensor that role ``role`` sends around its ranks beside the operator numbered ``operator``; ``backward`` as of
     that.
+
+    Each of its ``heads`` may stand ``times`` in a row, and travels once as long as ``split_by`` leave it whole.
     """
 
     role: int
     operator: int
     backward: bool
+    heads: int
+    times: int
+    split_by: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -279,18 +248,21 @@ class TermsReader:
     def _has(self, source: fx.Node, kept: set[int]) -> bool:
         return not self.block.is_outside(source) and meta_of(source).value in kept
 
-    def _amounts(self, rows: Iterable[tuple[TensorSpec, Sequence[int]]]) -> Amounts:
-        return Amounts.of([_amount(spec, spec.size_bytes, split) for spec, split in rows], len(self.roles))
+    def _amounts(self, rows: Iterable[Amount]) -> Amounts:
+        return Amounts.of(rows, len(self.roles))
 
-    def _split(self, node: fx.Node) -> list[int]:
-        """Which roles split a value as it was produced (or as it came from another block)."""
-        return [_done(_produced(sharding, node)) for sharding in self.shardings]
+    def _produced(self, node: fx.Node, whole: int | None = None) -> Amount:
+        """A value as it was produced (or as it came from another block); ``whole``: a role that does not split it."""
+        placements = [_produced(sharding, node) for sharding in self.shardings]
+        if whole is not None:
+            placements[whole] = REPLICATE
+        return amount_of(meta_of(node).spec, meta_of(node).spec.size_bytes, placements)
 
     # ---- time ----
 
     def _operators(self) -> Operators:
-        flops: list[tuple[float, bool, list[int]]] = []
-        moved: list[tuple[float, bool, Sequence[int]]] = []
+        flops: list[Amount] = []
+        moved: list[Amount] = []
         starts = []
         calls = self.block.calls
         for operator in calls:
@@ -300,15 +272,15 @@ class TermsReader:
             placements = [(*rule.inputs, *rule.outputs) for rule in rules]
             for position, (spec, size_bytes) in enumerate(zip(specs, moved_bytes(operator.call), strict=True)):
                 if spec is not None:
-                    split = [_done(placed[position]) for placed in placements]
-                    moved.append(_amount(spec, size_bytes, split))
-            batch = any(of_batch for _, of_batch, _ in moved[starts[-1] :])
-            done = [_EXCHANGED if rule.exchanges else _SPLIT if rule.splits_work else _WHOLE for rule in rules]
-            flops.append((operator.flops, batch, done))
+                    moved.append(amount_of(spec, size_bytes, [placed[position] for placed in placements]))
+            tensors = moved[starts[-1] :]
+            done = [EXCHANGED if rule.exchanges else SPLIT if rule.splits_work else WHOLE for rule in rules]
+            batch = any(tensor.of_batch for tensor in tensors)
+            flops.append(Amount(operator.flops, batch, done, most_room(tensors)))
         nodes = [operator.node for operator in calls]
         return Operators(
-            Amounts.of(flops, len(self.roles)),
-            Amounts.of(moved, len(self.roles)),
+            self._amounts(flops),
+            self._amounts(moved),
             np.array(starts, dtype=np.int64),
             _flags(nodes, lambda node: meta_of(node).phase == "backward"),
             _flags(nodes, self.block.for_weights.__contains__),
@@ -328,11 +300,12 @@ class TermsReader:
                 if self.roles[role] == "zero" and finished:
                     kind = "reduce_scatter"
                 slot = phase if not finished else "reduce" if kind == "all_reduce" else "scatter"
-                split = self._split(source)
+                amount = self._produced(source, whole=role)
                 if slot == "reduce":  # of what ``zero`` has scattered before
-                    split = [is_split or other == "zero" for is_split, other in zip(split, self.roles, strict=True)]
-                split[role] = _WHOLE
-                moves.append((Redistribution(role, kind, slot), (meta_of(source).spec, split), (source, takers)))
+                    done = [SPLIT if other == "zero" else d for d, other in zip(amount.done, self.roles, strict=True)]
+                    done[role] = WHOLE
+                    amount = amount._replace(done=done)
+                moves.append((Redistribution(role, kind, slot), amount, (source, takers)))
             for operator in self.block.calls:
                 sent = sent_position(operator.call, sharding.rules[operator.node])
                 if sent is not None:
@@ -342,9 +315,7 @@ class TermsReader:
             for term in self.block.far_terms:
                 if isinstance(sharding.placement(term), Partial) and sharding.boundaries.get(term) == PARTIAL:
                     kind = "reduce_scatter" if self.roles[role] == "zero" else "all_reduce"
-                    moves.append(
-                        (Redistribution(role, kind, "far"), (meta_of(term).spec, self._split(term)), (term, []))
-                    )
+                    moves.append((Redistribution(role, kind, "far"), self._produced(term), (term, [])))
         return moves
 
     def _rings(self) -> tuple[tuple[Ring, ...], Amounts]:
@@ -354,22 +325,24 @@ class TermsReader:
             for role, sharding in enumerate(self.shardings):
                 for size_bytes in travelling_bytes(operator.call, sharding.rules[operator.node]):
                     backward = operator.kind[1] == "attention_backward"
-                    rings.append(Ring(role, number, backward))
                     key = 1 + backward
-                    split = [_done(each.rules[operator.node].inputs[key]) for each in self.shardings]
+                    placements = [each.rules[operator.node].inputs[key] for each in self.shardings]
                     repeated = repeated_heads(input_nodes(operator.node)[key])
                     times = repeated.times if repeated is not None else 1
-                    rows.append(_amount(operator.call.inputs[key], size_bytes // times, split))
-        return tuple(rings), Amounts.of(rows, len(self.roles))
+                    split_by = tuple(i for i, p in enumerate(placements) if isinstance(p, Shard) and p.dim == 1)
+                    heads = operator.call.inputs[key].shape[1] // times
+                    rings.append(Ring(role, number, backward, heads, times, split_by))
+                    rows.append(amount_of(operator.call.inputs[key], size_bytes // times, placements))
+        return tuple(rings), self._amounts(rows)
 
-    def _sent(self, operator: ComputeCall, position: int, role: int) -> tuple[TensorSpec, list[int]]:
-        """What an operator exchanges, and which other roles split it."""
+    def _sent(self, operator: ComputeCall, position: int, role: int) -> Amount:
+        """What an operator exchanges over ``role``."""
         rules = [sharding.rules[operator.node] for sharding in self.shardings]
         spec = (*operator.call.inputs, *operator.call.outputs)[position]
         assert spec is not None
-        split = [_done((*rule.inputs, *rule.outputs)[position]) for rule in rules]
-        split[role] = _WHOLE
-        return spec, split
+        placements = [(*rule.inputs, *rule.outputs)[position] for rule in rules]
+        placements[role] = REPLICATE
+        return amount_of(spec, spec.size_bytes, placements)
 
     def _redistributions(
         self, sharding: AxisSharding
@@ -407,7 +380,7 @@ class TermsReader:
         casts = {node: user for node in nodes for user in node.users if user.target is cast_parameter}
         gradients = self.graph.gradient_of
         return Weights(
-            self._amounts((meta_of(node).spec, self._split(node)) for node in nodes),
+            self._amounts(map(self._produced, nodes)),
             tuple(tuple(int(size) for size in meta_of(node).spec.shape) for node in nodes),
             tuple(meta_of(node).spec.dtype.itemsize for node in nodes),
             _flags(nodes, self.graph.trained.__contains__),
@@ -429,21 +402,23 @@ class TermsReader:
             takers.setdefault((root, tuple(r[node].inputs[position] for r in rules)), []).append(node)
         return takers
 
-    def _kept_amounts(self, kept: Iterable[tuple[fx.Node, tuple[Placement, ...]]]) -> Amounts:
-        return self._amounts((meta_of(root).spec, list(map(_done, wants))) for root, wants in kept)
+    def _kept_amounts(self, kept: Mapping[tuple[fx.Node, tuple[Placement, ...]], list[fx.Node]]) -> Amounts:
+        return self._amounts(self._kept_amount(root, wants, takers[0]) for (root, wants), takers in kept.items())
+
+    def _kept_amount(self, root: fx.Node, wants: tuple[Placement, ...], taker: fx.Node) -> Amount:
+        """A storage, of which ``taker`` wants a view that is placed so."""
+        rules = [sharding.rules[taker].inputs for sharding in self.shardings]
+        views = (
+            view
+            for position, view in enumerate(input_nodes(taker))
+            if storage_root(view) is root and tuple(inputs[position] for inputs in rules) == wants
+        )
+        amount = amount_of(meta_of(next(views)).spec, meta_of(root).spec.size_bytes, wants)
+        return amount._replace(of_batch=meta_of(root).spec.dim_of(BATCH) is not None)
 
     def _lives(self, phase: str) -> LiveRanges:
         values, alive = self.block.lives(phase)
-        return LiveRanges(self._amounts((meta_of(node).spec, self._split(node)) for node in values), alive)
-
-
-def _done(placement: Placement) -> int:
-    """What a role does to a value that it places so."""
-    return _EXCHANGED if isinstance(placement, Exchanged) else _SPLIT if isinstance(placement, Shard) else _WHOLE
-
-
-def _amount(spec: TensorSpec, size_bytes: int, split: Sequence[int]) -> tuple[float, bool, Sequence[int]]:
-    return float(size_bytes), spec.dim_of(BATCH) is not None, split
+        return LiveRanges(self._amounts(map(self._produced, values)), alive)
 
 
 def _ratios(nodes: Sequence[fx.Node], others: Mapping[fx.Node, fx.Node]) -> Floats:
