@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from galvatron_fx.checking.same_draws import drawn_shapes
 from galvatron_fx.checking.simulated import Results, ValueOf, run_stages, run_step
 from galvatron_fx.checking.steps import Eager, Key, OnRanks, OptimizerOf, Simulated, Step, StepRunner, train
 from galvatron_fx.checking.subject import Subject, same_generators
-from galvatron_fx.checking.wide_floats import NARROW, widened
+from galvatron_fx.checking.wide_floats import NARROW, wide_modules, widened
 from galvatron_fx.forward_only import settled
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.errors import InputError
@@ -34,6 +35,7 @@ from galvatron_fx.plain_model import plain_model
 from galvatron_fx.planning_session import PlanningSession
 from galvatron_fx.search_settings import SearchSettings
 from passes.frontend.capture.capture import ExampleInputs, FlatInputs
+from passes.frontend.capture.module_state import quoted
 from passes.lowering.apply_plan import lower
 from passes.lowering.lower_stages import LoweredStages
 
@@ -48,6 +50,10 @@ _LINK = (1e-5, 1e11)  # seconds, bytes a second: of ranks that are only counted
 _NARROW_INSIDE = (
     "the model casts to float32 or below inside, which real ranks do as well: held against the rounding of eager; "
     "simulated ranks compare exactly"
+)
+_ZEROS = (
+    "eager has no gradient for {}, and the plan has zeros, as for experts without a token: optimizers that decay "
+    "weights or keep momentum move these by the plan, and leave them alone in eager"
 )
 _BY_GRAPH = "{}: the plan was compared with the captured graph on one device instead"
 
@@ -139,14 +145,17 @@ class _Check:
     def run(self, plan: Plan | None) -> CheckReport:
         """Compare; ``plan`` is searched where None."""
         subject, exact = self.subject, self.limits.exact
-        graph = self._captured(subject.model, subject.inputs, self.policy)
+        is_narrow = self.policy is not None or subject.is_narrow
+        with nullcontext() if is_narrow or not exact else wide_modules():
+            graph = self._captured(subject.model, subject.inputs, self.policy)
         chosen = self._planned(graph, plan)
-        if exact and (self.policy is not None or subject.is_narrow):
-            # The plan is for the graph in its own dtypes; the same blocks have other fingerprints in float64.
-            graph = self._captured(*subject.copy(widened), None)
-            chosen = _of_no_model(chosen)
-        history = self._by_plan(graph, chosen)
-        expected, reason = self._on_one_device(graph, is_wide=True)
+        with wide_modules() if exact else nullcontext():
+            if exact and is_narrow:
+                # The plan is for the graph in its own dtypes; the same blocks have other fingerprints in float64.
+                graph = self._captured(*subject.copy(widened), None)
+                chosen = _of_no_model(chosen)
+            history = self._by_plan(graph, chosen)
+            expected, reason = self._on_one_device(graph, is_wide=True)
         names = block_names(graph, [key for key in expected[0].values if key[0] in ("loss", "output")])
         is_exact = self._is_exact(graph)
         if is_exact:
@@ -158,7 +167,10 @@ class _Check:
         notes = [_BY_GRAPH.format(reason)] if reason else []
         if self.limits.exact and not is_exact:
             notes.append(_NARROW_INSIDE)
-        rows, unseen = self._of_all_ranks(rows, history, expected, names, chosen)
+        held, zeros = _held(history, expected)
+        if zeros:
+            notes.append(_ZEROS.format(quoted(zeros)))
+        rows, unseen = self._of_all_ranks(rows, held, expected, names, chosen)
         if unseen:
             notes.append(f"not compared, as stages keep them to themselves: {', '.join(unseen)}")
         count = self.cluster.num_devices
@@ -231,10 +243,9 @@ class _Check:
     # ---- what is reported ----
 
     def _of_all_ranks(
-        self, rows: list[CheckRow], history: list[Step], expected: list[Step], names: dict[Key, str], plan: Plan
+        self, rows: list[CheckRow], held: list[set[Key]], expected: list[Step], names: dict[Key, str], plan: Plan
     ) -> tuple[list[CheckRow], list[str]]:
         """Rows of every rank, with those of values that nobody has; and the outputs that stages do not tell."""
-        held = [set(step.values) for step in history]
         heard = [(rows, held)]
         if self.subject.mesh is not None:
             heard = [(rows, held)] * dist.get_world_size()
@@ -259,6 +270,18 @@ def _program(graph: fx.GraphModule, plan: Plan, cluster: Cluster, control: PassC
         return lambda value_of: run_stages(stages, schedule, value_of)
     whole = lowered
     return lambda value_of: run_step(whole, value_of)
+
+
+def _held(history: list[Step], expected: list[Step]) -> tuple[list[set[Key]], list[str]]:
+    """What each step has; and, left out of that, whose gradients are zeros and were never made by eager."""
+    held: list[set[Key]] = []
+    zeros: dict[str, None] = {}
+    for step, known in zip(history, expected, strict=True):
+        more = [key for key in step.values if key[0] == "gradient" and key not in known.values]
+        none = {key for key in more if not step.values[key].any()}
+        zeros |= {name: None for _, name in more if ("gradient", name) in none}
+        held.append(set(step.values) - none)
+    return held, list(zeros)
 
 
 def _of_no_model(plan: Plan) -> Plan:

@@ -15,7 +15,9 @@ from galvatron_fx.checking.whole_tensors import difference
 __all__ = ["exact_rows", "merged", "missing_rows", "rounded_rows"]
 
 INFINITE = float("inf")
-# Of the largest gradient, or parameter: some are zero but for rounding (a bias before a batch norm, or of keys).
+# Of the largest gradient, or parameter: some are zero but for rounding (a bias before a batch norm, or of keys). All
+# gradients may be so, of a loss that does not change with the scale of weights: hence also of the largest loss, which
+# would be that of a gradient that doubles the loss where a weight moves by as much as the largest one is.
 LEAST_SHARE = 1e-4
 FEW_ELEMENTS = 16  # errors of so few numbers may be small by luck
 
@@ -102,8 +104,15 @@ def _rows(
 def _scale(known: Mapping[Key, Tensor], key: Key, size: Callable[[Tensor], float]) -> float:
     least = 0.0
     if key[0] in ("gradient", "parameter"):
-        least = LEAST_SHARE * max(size(value) for (kind, _), value in known.items() if kind == key[0])
+        least = LEAST_SHARE * _largest_of(known, key[0], size)
+    if key[0] == "gradient":
+        weight = max(_largest_of(known, "parameter", size), 1.0)
+        least = max(least, LEAST_SHARE * _largest_of(known, "loss", size) / weight)
     return max(size(known[key]), least) or 1.0
+
+
+def _largest_of(known: Mapping[Key, Tensor], kind: str, size: Callable[[Tensor], float]) -> float:
+    return max((size(value) for (other, _), value in known.items() if other == kind), default=0.0)
 
 
 def _error(value: Tensor, known: Mapping[Key, Tensor], key: Key) -> float:

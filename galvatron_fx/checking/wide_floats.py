@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -12,8 +13,9 @@ from galvatron_fx.ir.torch_compat.tensors import pytree
 from galvatron_fx.ir.torch_compat.tracing import TorchDispatchMode
 from galvatron_fx.model_copy import model_copy
 from passes.frontend.capture.flat_inputs import FlatInputs
+from passes.frontend.replaced_functions import replaced
 
-__all__ = ["NARROW", "WideFloats", "copied", "moved", "widened"]
+__all__ = ["NARROW", "WideFloats", "copied", "moved", "wide_modules", "widened"]
 
 _WIDE = {
     torch.float32: torch.float64,
@@ -50,6 +52,24 @@ class WideFloats(TorchDispatchMode):
         named = {name: value if name == "out" else _wide(value) for name, value in (kwargs or {}).items()}
         result = _grouped_mm(*wide, **named) if func in _GROUPED else func(*wide, **named)
         return result if func._schema.is_mutable else _wide(result)
+
+
+@contextlib.contextmanager
+def wide_modules() -> Iterator[None]:
+    """Let what casts a module to a narrower dtype, as routers do in forward, leave it in float64."""
+    to: Any = nn.Module.to
+
+    def wide_to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        cast: nn.Module = to(module, *map(_wide_dtype, args), **{key: _wide_dtype(arg) for key, arg in kwargs.items()})
+        return cast
+
+    narrow = ("float", "half", "bfloat16")
+    with replaced([(nn.Module, "to", wide_to), *((nn.Module, name, nn.Module.double) for name in narrow)]):
+        yield
+
+
+def _wide_dtype(value: Any) -> Any:
+    return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
 
 
 def _is_written(formal: Any, position: int) -> bool:

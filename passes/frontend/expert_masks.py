@@ -43,13 +43,11 @@ class ProveMasks:
 
 
 def _prove(graph: fx.GraphModule, node: fx.Node) -> None:
-    root, alone = _root(graph, node)
-    count = meta_of(node.args[0]).spec.shape[0]  # type: ignore[arg-type]
-    known = choices(root) if root is not None else None
-    tried = [_values(root, known or count)] if root is not None else [values_of_constants(node)] if alone else []
-    if root is not None and known is None:  # ids of anything, so that some may be of no expert
-        tried += filter(None, (_values(root, *ids) for ids in ((_MANY * count,), (count, -1), (count, count))))
-    if not tried or not all(_are_apart(node, values) for values in tried):
+    roots: list[fx.Node | None] = [*_roots(graph, node)] or [None]
+    tried_roots = ((root, _tried(node, root)) for root in roots)
+    proofs = ((root, tried) for root, tried in tried_roots if all(_are_apart(node, values) for values in tried))
+    root, tried = next(proofs, (None, []))
+    if not tried:
         raise CaptureError(
             f"rows are picked by masks that do not give each to one expert, so there is no one graph of it:\n"
             f"  {node.args[3]}\n{remedy_for_picks()}"
@@ -75,23 +73,44 @@ def _values(root: fx.Node, count: int, stray: int | None = None) -> Values:
         return {}
 
 
-def _root(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.Node | None, bool]:
-    """The ids that masks follow from, alone; None where there are none, or several, and whether there are none."""
+def _tried(node: fx.Node, root: fx.Node | None) -> list[Values]:
+    """What masks are for ids of ``root`` at random, also of none of the experts; without a root, what they are."""
+    if root is None:
+        return [values_of_constants(node)]
+    count, known = meta_of(node.args[0]).spec.shape[0], choices(root)  # type: ignore[arg-type]
+    tried = [_values(root, known or count)]
+    if known is None:  # ids of anything, so that some may be of no expert
+        tried += filter(None, (_values(root, *ids) for ids in ((_MANY * count,), (count, -1), (count, count))))
+    return tried
+
+
+def _roots(graph: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
+    """The ids that masks follow from, each of them alone: the first as they were made, then what was made of them."""
     inputs = {placeholder for _, placeholder in ports(graph)}
-    roots: dict[fx.Node, None] = {}
-    pending, seen = list(input_nodes(node)), set[fx.Node]()
+    place = {each: at for at, each in enumerate(graph.graph.nodes)}
+    roots: list[fx.Node] = []
+    pending = {source for source in input_nodes(node) if not _is_constant(source, inputs)}
+    while pending:
+        last = max(pending, key=place.__getitem__)
+        if len(pending) == 1 and not meta_of(last).multi_output and meta_of(last).spec.dtype in INTEGERS:
+            roots.append(last)
+        if last in inputs or is_getitem(last) or choices(last) is not None:
+            break
+        pending.remove(last)
+        pending |= {source for source in input_nodes(last) if not _is_constant(source, inputs)}
+    return roots[::-1]
+
+
+def _is_constant(node: fx.Node, inputs: set[fx.Node]) -> bool:
+    """Whether a node follows from nothing but constants."""
+    pending, seen = [node], {node}
     while pending:
         one = pending.pop()
-        if one in seen:
-            continue
-        seen.add(one)
-        if one in inputs or is_getitem(one) or choices(one) is not None:
-            roots[one] = None
-        else:
-            pending += input_nodes(one)
-    (root, *more) = roots or (None,)
-    is_ids = root is not None and not more and meta_of(root).spec.dtype in INTEGERS
-    return root if is_ids else None, not roots
+        if one in inputs or torch.Tag.nondeterministic_seeded in getattr(one.target, "tags", ()):
+            return False
+        more = [source for source in input_nodes(one) if source not in seen]
+        pending, seen = [*pending, *more], seen.union(more)
+    return True
 
 
 def _are_apart(node: fx.Node, values: Values) -> bool:

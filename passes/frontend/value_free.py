@@ -15,14 +15,15 @@ from passes.frontend.replaced_functions import replaced
 
 
 def value_free() -> contextlib.AbstractContextManager[None]:
-    """Compute covariances without a look at their weights, CTC losses of padded targets sample by sample, and counts of
-    numbers below ``minlength`` alone.
+    """Compute covariances without a look at their weights, CTC losses of padded targets sample by sample, counts of
+    numbers below ``minlength`` alone, and Gaussian losses without a look at their variances.
 
     Raises CaptureError, inside, for CTC losses of targets that lie behind each other.
     """
     owners = torch, torch.Tensor
     statistics = [(owner, name, _OF[name]) for owner in owners for name in _OF]
-    return replaced([*statistics, (torch, "ctc_loss", _ctc_loss)])
+    gaussian = (torch.nn.functional, "gaussian_nll_loss", _gaussian_nll_loss)
+    return replaced([*statistics, (torch, "ctc_loss", _ctc_loss), gaussian])
 
 
 def _cov(
@@ -68,6 +69,18 @@ def _count(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> 
     elif weights.dtype != torch.float32:
         weights = weights.double()
     return weights.new_zeros(minlength).scatter_add(0, input.long(), weights.detach())
+
+
+_gaussian: Any = torch.nn.functional.gaussian_nll_loss
+
+
+def _gaussian_nll_loss(input: Tensor, target: Tensor, var: Tensor | float, *args: Any, **options: Any) -> Tensor:
+    """As ``torch.nn.functional.gaussian_nll_loss``; where a variance is negative, which torch raises for, it is NaN."""
+    if isinstance(var, Tensor):
+        var = torch.where(var < 0, torch.nan, var)
+    with replaced([(torch, "any", lambda _: False)]):
+        loss: Tensor = _gaussian(input, target, var, *args, **options)
+    return loss
 
 
 _OF = {"cov": _cov, "corrcoef": _corrcoef, "bincount": _count}

@@ -195,6 +195,49 @@ def test_lower_precision_is_held_against_the_error_of_eager() -> None:
     assert coupled.ok and "eager does not run in this precision" in coupled.notes[0]
 
 
+class Direction(nn.Module):
+    """A loss that does not change with the only weight, so that its gradient is nothing but rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return -F.cosine_similarity(self.scale * x, x.roll(1, 1), dim=-1).mean()
+
+
+def test_gradients_that_are_rounding_alone_are_held_against_the_loss() -> None:
+    report = galvatron_fx.check(Direction(), 2, (torch.randn(6, 5),), Plan.uniform((2,), ("data",)))
+    assert report.ok
+    (row,) = (row for row in report.rows if row.kind == "gradient")
+    assert 0 < row.absolute < 1e-15, "it differs by as much as it is"
+
+
+class Skipping(nn.Module):
+    """An expert without a token, which eager never calls; a router that casts itself in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(6, 3), nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        nn.init.constant_(self.router.bias[1:], -100.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.router = self.router.to(torch.float32)
+        ids, out = self.router(x).argmax(-1), torch.zeros_like(x)
+        for expert in range(3):
+            (token,) = torch.where(ids == expert)
+            if token.numel():
+                out.index_add_(0, token, self.experts[expert](x[token]))
+        return out.square().mean() + self.router(x).square().mean()
+
+
+@pytest.mark.filterwarnings("error:equal layers")
+def test_zeros_where_eager_has_no_gradient_are_a_note() -> None:
+    report = galvatron_fx.check(Skipping(), 2, (torch.randn(6, 6),), Plan.uniform((2,), ("data",)), steps=2)
+    assert report.ok
+    assert "eager has no gradient for 'experts.1.weight', 'experts.1.bias', 'experts.2.weight'" in report.notes[0]
+
+
 def test_the_model_stays_as_it_is() -> None:
     model = tagger(dropout=0.2)
     model(**batch())["loss"].backward()

@@ -220,6 +220,28 @@ def test_tokens_that_are_hashed_to_experts_are_exact(of: str) -> None:
     assert_exact(simulate(graph, model, inputs, (2,), uniform(graph, "data"), {}), one_device(model, inputs))
 
 
+def test_ids_that_follow_from_several_values_are_exact() -> None:
+    class Flags(Modules):
+        """Whether a token is among the first of its expert chooses between two experts (NLLB-MoE)."""
+
+        def forward(self, h: Tensor) -> Tensor:
+            x = h.reshape(-1, WIDTH)
+            weights = torch.softmax(self.router(x), -1)
+            chosen = F.one_hot(weights.argmax(-1), EXPERTS)
+            flags = chosen * (chosen.cumsum(0) <= 3)
+            out = torch.zeros_like(x)
+            masks = F.one_hot(flags, EXPERTS).permute(2, 1, 0)
+            for expert in torch.greater(masks.sum(dim=(-1, -2)), 0).nonzero():
+                column, token = torch.where(masks[expert].squeeze(0))
+                rows = self.experts[expert[0]](x[token]) * weights[token, column, None]
+                out.index_add_(0, token, rows)
+            return out.reshape(h.shape)
+
+    model, inputs = written(Flags)
+    graph, expected = captured(model, inputs), one_device(model, inputs)
+    assert_exact(simulate(graph, model, inputs, (2,), uniform(graph, "expert"), {}), expected)
+
+
 def looping(body: Callable[[nn.Module, Tensor, Tensor, Tensor, int, Tensor], None]) -> type[Experts]:
     """Experts whose loop does ``body`` of (module, tokens, ids, weights, expert, sum)."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -167,3 +168,30 @@ def test_the_whole_trace_is_logged_for_those_who_ask(caplog: pytest.LogCaptureFi
     with caplog.at_level("DEBUG", logger="galvatron_fx.capture"), pytest.raises(CaptureError):
         galvatron_fx.capture(Model(branches), {"x": torch.randn(4, 6)})
     assert any(record.exc_info for record in caplog.records)
+
+
+class Reversible(torch.autograd.Function):
+    """Its backward takes gradients by itself, as those of reversible layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.layer = layer
+        return layer(x.detach())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        torch.manual_seed(ctx.layer.seed)  # that forward would have left there
+        return grad, None
+
+
+def test_a_backward_of_ones_own_that_reads_what_forward_left_is_refused() -> None:
+    def body(layer: Any, x: Tensor) -> Tensor:
+        layer.seed = 3
+        return Reversible.apply(x * layer.weight.sum(), layer).sum()
+
+    model = Model(body)
+    model.layer.seed = None  # type: ignore[assignment]
+    with pytest.raises(
+        CaptureError, match=r"(?s)backward of an autograd.Function cannot be traced: .*keep what backward needs on ctx"
+    ):
+        galvatron_fx.capture(model, {"x": torch.randn(4, 6)})

@@ -78,7 +78,8 @@ def _copy_data(tensor: Tensor, value: Tensor) -> None:
     if tensor.shape != value.shape or tensor.dtype != value.dtype:
         raise CaptureError(
             f"forward sets .data of a tensor of shape {tuple(tensor.shape)} ({tensor.dtype}) to one of shape "
-            f"{tuple(value.shape)} ({value.dtype}): make a new tensor instead"
+            f"{tuple(value.shape)} ({value.dtype}): make a new tensor instead, or, where it casts a module "
+            f"(self.layer.to(dtype)), cast that before compile"
         )
     with torch.no_grad():
         tensor.detach().copy_(value)

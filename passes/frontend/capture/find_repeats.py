@@ -15,6 +15,7 @@ from passes.frontend.capture.fake_model import FlatModel, PassThrough, fake_weig
 from passes.frontend.capture.record_calls import CallRecorder, Leaf, RecordedCall
 from passes.frontend.capture.reruns import reruns
 from passes.frontend.value_free import value_free
+from passes.frontend.value_free_modules import value_free_modules
 
 _KEPT = 3  # the first, the last but one and the last: see passes.frontend.capture.repeat_layers
 _LEAST_CUT = 2  # units: fewer do not pay for finding them
@@ -67,7 +68,8 @@ def find_repeats(flat: FlatModel) -> tuple[Repeat, ...]:
 
     def recorded(cut: Mapping[nn.Module, PassThrough]) -> CallRecorder:
         recorder = CallRecorder(model, keys)
-        with compiling(), value_free(), mode, passing_through(cut), reruns(model), recorder.recording():
+        free = value_free(), value_free_modules()
+        with compiling(), free[0], free[1], mode, passing_through(cut), reruns(model), recorder.recording():
             flat(*args)
         return recorder
 

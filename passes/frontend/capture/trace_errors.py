@@ -71,11 +71,24 @@ def explained(error: Exception, model: nn.Module, tried: str = "") -> GalvatronE
         what, remedy = refusal
         reason = f"{type(model).__name__} {what}, so there is no one graph of it"
         return CaptureError(f"{reason}:\n  {where}\n{remedy} ({name}: {text}{tried})")
+    if _in_own_backward(error):
+        return CaptureError(
+            f"the backward of an autograd.Function cannot be traced: at {where}: {name}: {text}. A trace runs backward "
+            f"behind forward, when attributes that forward set on modules are as they were before it, and follows no "
+            f".backward() inside (reversible layers): keep what backward needs on ctx, take gradients there by "
+            f"torch.autograd.grad, or leave the function out and let the plan recompute (recompute=True)"
+        )
     if isinstance(error, (TypeError, RuntimeError, ValueError, IndexError, KeyError)):
         return InputError(
             f"the example inputs do not fit {type(model).__name__}, or it cannot be traced: at {where}: {name}: {text}"
         )
     return CaptureError(f"{type(model).__name__} cannot be traced: at {where}: {name}: {text}")
+
+
+def _in_own_backward(error: Exception) -> bool:
+    """Whether it was raised by what the user's own autograd function does in backward."""
+    frames = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(code.co_qualname == "BackwardCFunction.apply" for code in frames)
 
 
 def _refusal(error: Exception, name: str, frame: FrameSummary) -> tuple[str, str] | None:

@@ -1,4 +1,4 @@
-"""Covariances, counts and CTC losses: torch's own look at values, and what stands in for them in a trace does not."""
+"""Covariances, counts, losses, modules: torch's own look at values, what stands in for them in a trace does not."""
 
 from __future__ import annotations
 
@@ -53,6 +53,53 @@ def test_counts_are_those_of_torch(weights: Tensor | None) -> None:
             torch.bincount(COUNTS, weights, minlength=3)
     for mine, torchs in zip(got, expected, strict=True):
         torch.testing.assert_close(mine, torchs, rtol=0, atol=0)
+
+
+def test_gaussian_losses_are_those_of_torch_and_nan_of_negative_variances() -> None:
+    x, var = values(), values().exp()
+    loss = nn.functional.gaussian_nll_loss
+    variances = var, var[:, :1], var[:, 0], 0.5
+    expected = [loss(x, x.flip(0), v, full=True, reduction="none") for v in variances]
+    with value_free():
+        got = [loss_now(x, x.flip(0), v, full=True, reduction="none") for v in variances]
+        assert loss_now(x, x, -var).isnan()
+        with pytest.raises(ValueError, match="incorrect size"):
+            loss_now(x, x, var[:2])
+    for mine, torchs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, torchs, rtol=0, atol=0)
+
+
+def loss_now(*args: Any, **options: Any) -> Tensor:
+    return nn.functional.gaussian_nll_loss(*args, **options)
+
+
+class Looking(nn.Module):
+    """Modules of torch whose own forward reads values: averages of all batches, and a softmax by clusters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(6, 5), nn.BatchNorm1d(5, momentum=None)
+        self.synced = nn.SyncBatchNorm(5, momentum=None)
+        self.loss = nn.AdaptiveLogSoftmaxWithLoss(5, 9, [2, 5])
+        self.variance = nn.GaussianNLLLoss()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.synced(self.norm(self.layer(x)).tanh())
+        return self.loss(h, y).loss + self.loss(h[0], y[0]).loss + self.variance(h[:, 0], x[:, 0], h[:, 1].exp())
+
+
+@pytest.mark.filterwarnings("error:equal layers")
+@pytest.mark.parametrize("role", ["data", "tensor"])
+def test_modules_that_look_at_values_are_exact(role: str) -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(8, 6), torch.tensor([0, 8, 3, 2, 5, 1, 6, 7])
+    galvatron_fx.check(Looking(), 2, inputs, galvatron_fx.Plan.uniform((2,), (role,)), steps=3).raise_if_different()
+
+
+def test_what_does_not_fit_an_adaptive_softmax_is_said() -> None:
+    with pytest.raises(galvatron_fx.errors.InputError, match="same size in the batch dimension"):
+        model = nn.AdaptiveLogSoftmaxWithLoss(5, 9, [2, 5])
+        galvatron_fx.capture(model, (torch.randn(4, 5), torch.tensor([0, 8, 3])))
 
 
 class Decorrelated(nn.Module):
