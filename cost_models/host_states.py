@@ -1,4 +1,5 @@
 """What it takes to keep optimizer states in the host's memory: where they are when, and the seconds of their copies.
+So it is for parameters there, which come and go with their states; gradients, which are there too, come along.
 
 Parameters are updated one after the other, the largest first. While the new states of one go to the host, those of the
 next come to the device, as links carry both directions at once; so the device holds the states of two.
@@ -19,7 +20,7 @@ from cost_models.operator_time import disk_s, host_copy_s
 from cost_models.optimizer import OptimizerModel, ParameterShard
 from galvatron_fx.ir.cluster.cluster import Cluster, Device
 
-__all__ = ["FoldedStates", "OptimizerStep", "update_order"]
+__all__ = ["FoldedStates", "OptimizerStep", "going_bytes", "update_order"]
 
 
 def update_order(shards: Sequence[ParameterShard]) -> list[int]:
@@ -29,6 +30,11 @@ def update_order(shards: Sequence[ParameterShard]) -> list[int]:
     """
     sizes = [(prod(shard.shape) * shard.itemsize, shard.size_bytes) for shard in shards]
     return sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
+
+
+def going_bytes(optimizer: OptimizerModel, shard: ParameterShard) -> int:
+    """Bytes that go to the host when ``shard`` is updated, as many as come for that beside its gradient."""
+    return optimizer.state_bytes([shard]) + (shard.size_bytes if shard.on_host else 0) if shard.states_away else 0
 
 
 @dataclass(frozen=True)
@@ -56,17 +62,19 @@ class OptimizerStep:
     @property
     def most_bytes(self) -> int:
         """The most that the step takes of the device's memory beside parameters, gradients and states there."""
-        held = [*map(self._state_bytes, self._streamed), 0]
+        going = [going_bytes(self.optimizer, shard) for shard in self._streamed]
+        gradients = [shard.size_bytes if shard.on_host else 0 for shard in self._streamed]
+        coming = [size + gradient for size, gradient in zip(going, gradients, strict=True)]
         updating = [
             size + self.optimizer.update(shard.shape).workspace_bytes(shard)
-            for size, shard in zip(held, self._streamed, strict=False)
+            for size, shard in zip(coming, self._streamed, strict=True)
         ]
-        copying = [here + coming for here, coming in pairwise(held)]
+        copying = [here + there for here, there in zip(going, [*coming, 0][1:], strict=True)]
         return max([self.optimizer.temporary_bytes(self._here), *updating, *copying])
 
     def copies_s(self, device: Device) -> float:
         """Seconds of copies for the update."""
-        return sum(_copies_s(self.optimizer, self._streamed, device))
+        return sum(_copies_s(self.optimizer, self._streamed, device, gradients_come=True))
 
     def update_s(self, device: Device) -> float:
         """Seconds of the update itself."""
@@ -80,9 +88,6 @@ class OptimizerStep:
     def _streamed(self) -> list[ParameterShard]:
         away = [shard for shard in self.shards if shard.states_away]
         return [away[i] for i in update_order(away)]
-
-    def _state_bytes(self, shard: ParameterShard) -> int:
-        return self.optimizer.state_bytes([shard])
 
 
 @dataclass(frozen=True)
@@ -104,19 +109,29 @@ class FoldedStates:
 
     def copies_s(self, names: Sequence[str]) -> list[float]:
         """Seconds of the copies in front of each update in this order, and behind the last."""
-        return _copies_s(self.optimizer, [self.shards[name] for name in names], self.cluster.device)
+        return _copies_s(
+            self.optimizer, [self.shards[name] for name in names], self.cluster.device, gradients_come=False
+        )
 
 
-def _copies_s(optimizer: OptimizerModel, shards: Sequence[ParameterShard], device: Device) -> list[float]:
-    """Seconds of copies in front of the update of each of ``shards`` in order, and behind the last: of the states of
-    one that go while those of the next come; of files that are written, and then others read, where that takes longer.
+def _copies_s(
+    optimizer: OptimizerModel, shards: Sequence[ParameterShard], device: Device, gradients_come: bool
+) -> list[float]:
+    """Seconds of copies in front of the update of each of ``shards`` in order, and behind the last: of what goes of one
+    while that of the next comes; of files that are written, and then others read, where that takes longer.
+
+    ``gradients_come``: those of parameters on the host are there, too.
     """
-    sizes = [optimizer.state_bytes([shard]) for shard in shards]
-    counts = [optimizer.update(shard.shape).num_states for shard in shards]
-    copies = [host_copy_s(device, float(size), count) for size, count in zip(sizes, counts, strict=True)]
+    coming = [_copy_s(optimizer, shard, device, (1 + gradients_come) * shard.on_host) for shard in shards]
+    going = [_copy_s(optimizer, shard, device, int(shard.on_host)) for shard in shards]
     files = [
-        disk_s(device, float(size)) / 2 if shard.states_on_disk else 0.0
-        for size, shard in zip(sizes, shards, strict=True)
+        disk_s(device, float(optimizer.state_bytes([shard]))) / 2 if shard.states_on_disk else 0.0 for shard in shards
     ]
-    pairs = zip(pairwise([0.0, *copies, 0.0]), pairwise([0.0, *files, 0.0]), strict=True)
-    return [max(*copied, sum(filed)) for copied, filed in pairs]
+    copied = zip([0.0, *going], [*coming, 0.0], strict=True)
+    return [max(*copies, sum(filed)) for copies, filed in zip(copied, pairwise([0.0, *files, 0.0]), strict=True)]
+
+
+def _copy_s(optimizer: OptimizerModel, shard: ParameterShard, device: Device, others: int) -> float:
+    """Seconds of the states of ``shard``, and of so many ``others`` of its size, one way."""
+    size_bytes = optimizer.state_bytes([shard]) + others * shard.size_bytes
+    return float(host_copy_s(device, float(size_bytes), optimizer.update(shard.shape).num_states + others))

@@ -70,7 +70,7 @@ class Update:
 @dataclass(frozen=True)
 class ParameterShard:
     """What a rank holds of a parameter: the ``shape`` of the whole, bytes on the rank, bytes of an element; and whether
-    its optimizer states live in the host's memory, or on disk.
+    its optimizer states live in the host's memory, or on disk, and whether it lives there itself (``on_host``).
     """
 
     shape: tuple[int, ...]
@@ -78,6 +78,7 @@ class ParameterShard:
     itemsize: int
     states_on_host: bool = False
     states_on_disk: bool = False
+    on_host: bool = False
 
     @property
     def states_away(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.errors import InputError, PlanError
-from galvatron_fx.ir.graph.metadata import meta_of, ports, signature
+from galvatron_fx.ir.graph.metadata import InputSpec, meta_of, ports, signature
 from galvatron_fx.ir.graph.symbols import BATCH
 from galvatron_fx.ir.kernels.select import Kernels
 from galvatron_fx.ir.plan.arguments import check_arguments
@@ -35,6 +35,7 @@ from galvatron_fx.runtime.caches import placements_of_caches
 from galvatron_fx.runtime.compiled import Compiled, StageCopies
 from galvatron_fx.runtime.disk_states import Storage
 from galvatron_fx.runtime.gloo_shutdown import end_after_gloo
+from galvatron_fx.runtime.host_parameters import mark_on_host
 from galvatron_fx.runtime.host_states import keep_on_host
 from galvatron_fx.runtime.local_updates import watch_updates
 from galvatron_fx.runtime.lone_updates import watch_lone_updates
@@ -253,8 +254,9 @@ class Recipe:
         watch_updates(module)
         watch_whole_updates()
         watch_lone_updates()
-        on_host, on_disk = _with_states_elsewhere(bound.binder)
-        keep_on_host(module, on_host)
+        mark_on_host(module, bound.parameters_on_host)
+        keep_on_host(module, bound.named(lambda port: port.states_on_host))
+        on_disk = bound.named(lambda port: port.states_on_disk)
         if on_disk:
             keep_on_host(module, on_disk, _storage(self.options.session.settings.storage))
         if module.plan.peak_memory_bytes and not module.plan.forward_only:
@@ -280,7 +282,8 @@ class _Assembly:
             unlike = unlike_tensors(model, device_type)
             bound = self._of(plan)
             skeleton, binder = _skeleton(model), bound.binder
-            tensors = materialize(model, binder.mesh, binder.homes(), seed, binder.elsewhere(), unlike)
+            homes, on_host = binder.homes(), bound.parameters_on_host
+            tensors = materialize(model, binder.mesh, homes, seed, binder.elsewhere(), unlike, on_host)
             module = DistributedGraphModule(recipe.compiled(plan, bound, skeleton, tensors, LateChanges(model)))
         watch_optimizers(model)
         watch_constants(recipe.graph)
@@ -310,13 +313,6 @@ def _attributes(model: nn.Module, graph: fx.GraphModule) -> list[str]:
     """Plain attributes that the graph takes as buffers, as forward changes and reads them."""
     known = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     return [port.name for port in signature(graph).inputs if port.kind == "buffer" and port.name not in known]
-
-
-def _with_states_elsewhere(binder: Binder | StageBinder) -> tuple[frozenset[str], frozenset[str]]:
-    """Parameters whose states are on the host, and those whose states are on disk."""
-    ports = signature(binder.lowered.joint).inputs
-    on_host = frozenset(original_name(port.name) for port in ports if port.states_on_host)
-    return on_host, frozenset(original_name(port.name) for port in ports if port.states_on_disk)
 
 
 def _storage(folder: str | os.PathLike[str] | None) -> Storage:
@@ -377,6 +373,16 @@ class Bound:
     builder: Builder
     binder: Binder | StageBinder
     program: Program | StagedProgram
+
+    @property
+    def parameters_on_host(self) -> frozenset[str]:
+        """Parameters that live on the host."""
+        return self.named(lambda port: port.on_host)
+
+    def named(self, is_meant: Callable[[InputSpec], bool]) -> frozenset[str]:
+        """The original names of the parameters of which that is so."""
+        ports = signature(self.binder.lowered.joint).inputs
+        return frozenset(original_name(port.name) for port in ports if is_meant(port))
 
 
 def _skeleton(model: nn.Module) -> nn.Module:

@@ -99,10 +99,7 @@ class Change:
         run = together(lambda: RunState.of(states, joining, world.here))
         skeleton = model.new_skeleton()
         run.switch(skeleton)
-        binder = bound.binder if bound is not None else None
-        new = together(
-            lambda: {} if binder is None else allocate(skeleton, binder.mesh, binder.homes(), binder.elsewhere())
-        )
+        new = together(lambda: {} if bound is None else _allocated(skeleton, bound))
         watch = StepWatch(world)
         try:
             with watch.collectives():
@@ -154,6 +151,11 @@ class Change:
             model.fold_gradients(optimizer)
         model._give_back(self.groups)
         return received_bytes
+
+
+def _allocated(skeleton: nn.Module, bound: Bound) -> dict[str, Tensor | None]:
+    binder = bound.binder
+    return allocate(skeleton, binder.mesh, binder.homes(), binder.elsewhere(), bound.parameters_on_host)
 
 
 def _chunk(target: optimizer_state.Target) -> Chunk:

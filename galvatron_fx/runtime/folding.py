@@ -19,8 +19,10 @@ from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.folded_gradients import folding_into
 from galvatron_fx.ir.torch_compat.dtensors import dtensor_like, dtensor_of
 from galvatron_fx.ir.torch_compat.tensors import plain_function
+from galvatron_fx.runtime.dtensor_views import local_part
 from galvatron_fx.runtime.gradients import accumulate
-from galvatron_fx.runtime.host_states import StreamedStates, has_host_states
+from galvatron_fx.runtime.host_parameters import is_on_host
+from galvatron_fx.runtime.host_states import StreamedStates, has_host_states, streamed
 from galvatron_fx.runtime.local_updates import updates_locally
 from galvatron_fx.runtime.lone_updates import require_lone_updates
 from galvatron_fx.runtime.step_twins import GroupedParameter, parameters_of, step_after, step_over
@@ -139,6 +141,8 @@ class FoldedUpdates:
     def leave(self, name: str, parameter: Tensor, left: Tensor) -> None:
         """Put what is left of a gradient where it was."""
         if parameter in self._of and isinstance(parameter, DTensor):
+            if is_on_host(parameter):
+                left = local_part(parameter).new_zeros(()).expand(left.shape)
             parameter.grad = dtensor_like(FoldedGradient, dtensor_of(left, parameter))
 
     def end(self, optimizer: Optimizer) -> None:
@@ -156,7 +160,14 @@ class FoldedUpdates:
         for grouped in parameters_of(optimizer):
             gradient = grouped[1].grad
             if gradient is not None and not isinstance(gradient, FoldedGradient):
-                _update(optimizer, grouped)
+                self._update_rest(optimizer, grouped)
+
+    def _update_rest(self, optimizer: Optimizer, grouped: GroupedParameter) -> None:
+        """Update a parameter whose gradient backward has returned."""
+        if is_on_host(grouped[1]):
+            streamed(optimizer.state, [grouped[1]], lambda _: _update(optimizer, grouped))
+        else:
+            _update(optimizer, grouped)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.runtime.dtensor_views import lie_like, local_part
+from galvatron_fx.runtime.host_parameters import gradient_on_host, is_on_host
 from galvatron_fx.runtime.stage_tensors import as_stage_tensor
 
 __all__ = ["accumulate"]
@@ -35,7 +36,8 @@ def accumulate(name: str, parameter: Tensor, local: Tensor) -> None:
 
 def gradient_of(parameter: Tensor, local: Tensor) -> Tensor:
     """A local gradient as it is shown: as its parameter lies, and marked where it is of one stage."""
-    gradient = lie_like(parameter, local)
+    is_there = is_on_host(parameter) and local.device != local_part(parameter).device
+    gradient = gradient_on_host(parameter, local) if is_there else lie_like(parameter, local)
     if hasattr(parameter, "of_one_stage") and isinstance(gradient, DTensor):
         return as_stage_tensor(gradient)
     return gradient

@@ -1,5 +1,5 @@
 """Optimizer states in the host's memory, or on disk: they come to the device for the update of their parameter, and go
-back.
+back; parameters that are on the host come and go with them.
 
 Between steps a state is a tensor on the host, pinned where the device is a GPU, or mapped to a file, and lies as its
 parameter does. On CPUs it is another tensor, so that tests run.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from galvatron_fx.ir.graph.host_copies import arrived, settle, start_copy, to_ho
 from galvatron_fx.ir.torch_compat.dtensors import dtensor_of
 from galvatron_fx.runtime.disk_states import Storage
 from galvatron_fx.runtime.dtensor_views import local_part
+from galvatron_fx.runtime.host_parameters import Visit, device_of, is_on_host, mark_like
 from galvatron_fx.runtime.optimizer_states import shards_of
 
 __all__ = ["StreamedStates", "empty_on_host", "has_host_states", "keep_like", "keep_on_host", "streamed"]
@@ -44,9 +45,10 @@ def keep_on_host(model: nn.Module, names: Collection[str], storage: Storage | No
 
 
 def keep_like(parameter: Tensor, other: Tensor) -> None:
-    """Keep the states of a parameter where those of another are kept."""
+    """Keep the states of a parameter where those of another are kept, which is where that is."""
     if has_host_states(other):
         setattr(parameter, _MARK, getattr(other, _MARK))
+    mark_like(parameter, other)
 
 
 def has_host_states(parameter: Tensor) -> bool:
@@ -64,7 +66,7 @@ def _room(parameter: Tensor, local: Tensor) -> Tensor:
     storage: Storage | None = getattr(parameter, _MARK, None)
     if storage is not None:
         return storage.empty_like(local)
-    return torch.empty_like(local, device="cpu", pin_memory=local.device.type != "cpu")
+    return torch.empty_like(local, device="cpu", pin_memory=device_of(parameter).type != "cpu")
 
 
 def streamed(states: States, parameters: Sequence[Tensor], update: Callable[[Tensor], None]) -> None:
@@ -75,7 +77,7 @@ def streamed(states: States, parameters: Sequence[Tensor], update: Callable[[Ten
     """
     shards = shards_of(parameters)
     queue = [parameters[i] for i in update_order(shards)]
-    stream = StreamedStates([(states, parameter) for parameter in queue])
+    stream = StreamedStates([(states, parameter) for parameter in queue], gradients_come=True)
     try:
         for parameter in queue:
             stream.update(parameter, partial(update, parameter))
@@ -84,10 +86,14 @@ def streamed(states: States, parameters: Sequence[Tensor], update: Callable[[Ten
 
 
 class StreamedStates:
-    """States of parameters that are updated in the order of ``queue``, which has where the states of each are kept."""
+    """States of parameters that are updated in the order of ``queue``, which has where the states of each are kept.
 
-    def __init__(self, queue: Sequence[tuple[States, Tensor]]) -> None:
+    ``gradients_come``: gradients of parameters on the host are there, too, and come to the device with these.
+    """
+
+    def __init__(self, queue: Sequence[tuple[States, Tensor]], gradients_come: bool = False) -> None:
         self._queue = deque(queue)
+        self._gradients_come = gradients_come
         self._going = _Going()
         self._coming: tuple[Tensor, _Coming] | None = None
 
@@ -100,14 +106,15 @@ class StreamedStates:
         states, _ = self._queue.popleft()
         expected, coming = self._coming or (None, None)
         if coming is None or expected is not parameter:
-            coming = _Coming.of(states, parameter)
+            coming = _Coming.of(states, parameter, self._gradients_come)
         coming.wait()
         self._going.wait()
         coming.give(states[parameter])
-        with _on_device(parameter):
+        with _on_device(parameter), coming.parameter():
             update()
-        self._going = _Going.of(parameter, states[parameter], coming.hosts)
-        self._coming = (self._queue[0][1], _Coming.of(*self._queue[0])) if self._queue else None
+        self._going = _Going.of(parameter, states[parameter], coming)
+        following = self._queue[0] if self._queue else None
+        self._coming = following and (following[1], _Coming.of(*following, self._gradients_come))
 
     def end(self) -> None:
         """Wait until any process may read the states on the host."""
@@ -127,10 +134,12 @@ def _on_device(parameter: Tensor) -> Iterator[None]:
 
 
 class _Coming:
-    """The states of a parameter on their way to the device; ``hosts``: where they come from, by name."""
+    """The states of a parameter on their way to the device; ``hosts``: where they come from, by name; ``visit``: the
+    parameter, if it is on the host itself.
+    """
 
-    def __init__(self, hosts: Mapping[str, Tensor], device: torch.device) -> None:
-        self.hosts = hosts
+    def __init__(self, hosts: Mapping[str, Tensor], device: torch.device, visit: Visit | None) -> None:
+        self.hosts, self.visit = hosts, visit
         parts = {name: local_part(host) for name, host in hosts.items()}
         self._copies = {
             name: start_copy(part, torch.empty_like(part, device=device, pin_memory=False), _COMING)
@@ -138,13 +147,20 @@ class _Coming:
         }
 
     @classmethod
-    def of(cls, states: States, parameter: Tensor) -> _Coming:
+    def of(cls, states: States, parameter: Tensor, with_gradient: bool) -> _Coming:
         """Those of ``parameter`` that are on the host; on the device are those that were made or loaded there."""
-        device = local_part(parameter).device
+        device = device_of(parameter)
         state = states.get(parameter, {})
-        return cls({name: value for name, value in state.items() if _is_there(value, device)}, device)
+        hosts = {name: value for name, value in state.items() if _is_there(value, device)}
+        return cls(hosts, device, Visit(parameter, with_gradient, _COMING) if is_on_host(parameter) else None)
+
+    def parameter(self) -> AbstractContextManager[None]:
+        """Have the parameter be on the device."""
+        return nullcontext() if self.visit is None else self.visit.on_device()
 
     def wait(self) -> None:
+        if self.visit is not None:
+            self.visit.wait()
         for name, copy in self._copies.items():
             arrived(copy, local_part(self.hosts[name]))
 
@@ -161,13 +177,16 @@ class _Going:
         self._copies = list(copies)
 
     @classmethod
-    def of(cls, parameter: Tensor, state: dict[str, Any], hosts: Mapping[str, Tensor]) -> _Going:
-        """Those of ``state``, which gets what is on the host in their place: the tensors of ``hosts`` that fit."""
-        copies = []
+    def of(cls, parameter: Tensor, state: dict[str, Any], came: _Coming) -> _Going:
+        """Those of ``state``, which gets what is on the host in their place: the tensors that they came from, if they
+        fit.
+        """
+        visit = came.visit
+        copies = [] if visit is None else [(start_copy(visit.here, visit.home), visit.here)]
         for name, value in state.items():
             if not isinstance(value, Tensor) or not value.ndim:
                 continue  # a count of steps
-            here, host = local_part(value), hosts.get(name)
+            here, host = local_part(value), came.hosts.get(name)
             if host is None or not _belongs(host, parameter) or (host.shape, host.dtype) != (value.shape, value.dtype):
                 storage: Storage | None = getattr(parameter, _MARK, None)
                 there = to_host(here) if storage is None else start_copy(here, storage.empty_like(here))

@@ -101,15 +101,17 @@ class _Twin:
 
     def _after_streaming(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Update the parameters whose states are on the host, and return the groups of the others."""
-        away: dict[Tensor, tuple[dict[str, Any], Tensor]] = {}
+        away: dict[Tensor, dict[str, Any]] = {}
+        here: list[dict[str, Any]] = []
         for group in groups:
             parameters = [(alias, self.state.parameter_of(alias)) for alias in group["params"]]
-            away |= {p: (group, alias) for alias, p in parameters if has_host_states(p) and alias.grad is not None}
-        streamed(self.whole.state, list(away), lambda parameter: self._step_alone(*away[parameter]))
-        updated = {id(alias) for _, alias in away.values()}
-        return [{**group, "params": [p for p in group["params"] if id(p) not in updated]} for group in groups]
+            away |= {p: group for alias, p in parameters if has_host_states(p) and alias.grad is not None}
+            here.append({**group, "params": [alias for alias, p in parameters if p not in away]})
+        streamed(self.whole.state, list(away), lambda parameter: self._step_alone(away[parameter], parameter))
+        return here
 
-    def _step_alone(self, group: dict[str, Any], alias: Tensor) -> None:
+    def _step_alone(self, group: dict[str, Any], parameter: Tensor) -> None:
+        alias = self.state.alias(parameter)  # anew, as the parameter may have come to the device
         twin: Any = object.__new__(type(self))
         twin.__dict__ = {**self.__dict__, "param_groups": [{**group, "params": [alias]}]}
         type(self.whole).step.__wrapped__(twin)  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.collectives import take_run
 from galvatron_fx.ir.graph.placement import REPLICATE, Placement, Shard, to_dtensor
+from galvatron_fx.ir.torch_compat.dtensors import dtensor_of
 from galvatron_fx.runtime.same_weights import from_first
 
 
@@ -23,13 +24,15 @@ def materialize(
     seed: int,
     elsewhere: Set[str] = frozenset(),
     unlike: Set[str] = frozenset(),
+    on_host: Set[str] = frozenset(),
 ) -> dict[str, Tensor | None]:
     """Return this rank's tensors by name: parameters as DTensors, buffers whole, without those that are ``elsewhere``.
 
     ``homes``: the mesh on which each parameter lies, and how; one that has none lies whole on ``mesh``.
     Tied parameters are one tensor under several names. A model on the meta device is initialised module by module with
     its own ``reset_parameters`` or ``_init_weights``, each module from a seed of its own, so that every mesh, one
-    device included, gets the same weights, and no rank ever holds more than one whole module. Those that are ``unlike``
+    device included, gets the same weights, and no rank ever holds more than one whole module. Parameters that are
+    ``on_host`` are in the host's memory, the others on the device. Those that are ``unlike``
     are rank 0's, sent one by one (their first names, of :func:`galvatron_fx.runtime.same_weights.unlike_tensors`).
     Raises InputError naming the module that has parameters on the meta device but no initialisation.
     """
@@ -42,7 +45,7 @@ def materialize(
         value = fresh.value(name, tensor) if is_first else torch.empty(tensor.shape, dtype=tensor.dtype)
         return from_first(value, mesh.device_type)
 
-    return _held(model, mesh, homes, elsewhere, unlike, whole)
+    return _held(model, mesh, homes, elsewhere, unlike, on_host, whole)
 
 
 def allocate(
@@ -50,9 +53,10 @@ def allocate(
     mesh: DeviceMesh,
     homes: Mapping[str, tuple[DeviceMesh, tuple[Placement, ...]]],
     elsewhere: Set[str] = frozenset(),
+    on_host: Set[str] = frozenset(),
 ) -> dict[str, Tensor | None]:
     """Return this rank's tensors by name as :func:`materialize` does, with nothing in them yet."""
-    return _held(model, mesh, homes, elsewhere, frozenset(), lambda _, tensor: tensor.to("meta"))
+    return _held(model, mesh, homes, elsewhere, frozenset(), on_host, lambda _, tensor: tensor.to("meta"))
 
 
 def _held(
@@ -61,6 +65,7 @@ def _held(
     homes: Mapping[str, tuple[DeviceMesh, tuple[Placement, ...]]],
     elsewhere: Set[str],
     unlike: Set[str],
+    on_host: Set[str],
     whole: Callable[[str, Tensor], Tensor],
 ) -> dict[str, Tensor | None]:
     """This rank's parts of ``whole`` tensors, asked for by their first names, also of those elsewhere that are
@@ -70,6 +75,7 @@ def _held(
     names = list(model.named_parameters(remove_duplicate=False))
     first_name = {id(tensor): name for name, tensor in reversed(_named_tensors(model))}
     placed = {id(parameter): homes[name] for name, parameter in names if name in homes}
+    there = {id(parameter) for name, parameter in names if name in on_host}
     foreign = {id(tensor) for name, tensor in _named_tensors(model) if name in elsewhere}
     tensors: dict[str, Tensor | None] = {}
     for name, parameter in names:
@@ -80,7 +86,7 @@ def _held(
             continue
         if key not in by_identity:
             value = whole(first_name[key], parameter)
-            by_identity[key] = _shard_parameter(value, parameter, *placed.get(key, (mesh, ())))
+            by_identity[key] = _shard_parameter(value, parameter, *placed.get(key, (mesh, ())), key in there)
         tensors[name] = by_identity[key]
     for name, buffer in model.named_buffers(remove_duplicate=False):
         first = first_name[id(buffer)]
@@ -103,17 +109,22 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _shard_parameter(
-    whole: Tensor, parameter: nn.Parameter, mesh: DeviceMesh, placements: tuple[Placement, ...]
+    whole: Tensor, parameter: nn.Parameter, mesh: DeviceMesh, placements: tuple[Placement, ...], there: bool
 ) -> nn.Parameter:
     local = whole.detach()
     for dim, placement in enumerate(placements):
         if isinstance(placement, Shard):
             local = take_run(local, placement.dim, placement.split_factor, mesh.size(dim), mesh.get_local_rank(dim))
-    local = _on_device(local, mesh.device_type).contiguous()
+    device_type = "cpu" if there else mesh.device_type
+    local = _on_device(local, device_type).contiguous()
+    if there and mesh.device_type != "cpu":
+        local = local.pin_memory()
     shown = [to_dtensor(p) for p in placements or (REPLICATE,) * mesh.ndim]
     whole_shape = torch.Size(parameter.shape)
     stride = torch.empty(whole_shape, device="meta").stride()
-    tensor = DTensor.from_local(local, mesh, shown, run_check=False, shape=whole_shape, stride=stride)
+    # Of a tensor without memory, as torch would put what is on the host on the device.
+    like = DTensor.from_local(local.to("meta"), mesh, shown, run_check=False, shape=whole_shape, stride=stride)
+    tensor = dtensor_of(local, like)
     return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
 
 

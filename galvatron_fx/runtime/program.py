@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.bound_ops import finished
+from galvatron_fx.ir.graph.host_copies import settle_all
 from galvatron_fx.ir.graph.layout import Layout
 from galvatron_fx.ir.graph.metadata import InputSpec, OutputSpec, Signature, TensorSpec
 from galvatron_fx.ir.graph.placement import Placement
@@ -134,7 +135,13 @@ class Program:
     def run_backward(self, arguments: list[Any]) -> list[tuple[OutputSpec, Any]]:
         """Run backward on what is saved, tangents, and results that are on their way; returns gradients by port."""
         ports = self.halves.gradient_ports
-        return list(zip(ports, self.backward(arguments)[: len(ports)], strict=True))
+        gradients = self.backward(arguments)[: len(ports)]
+        if self._gradients_on_host:
+            settle_all()  # from here on the process reads them
+        return [
+            (port, value.cpu() if value is not None and port.name in self._gradients_on_host else value)
+            for port, value in zip(ports, gradients, strict=True)
+        ]
 
     def gradients_of(
         self, gradients: Iterable[tuple[OutputSpec, Any]], given: Collection[str]
@@ -154,6 +161,11 @@ class Program:
     def nothing_open(self) -> list[Tensor]:
         """What backward takes for results that were waited for before."""
         return [torch.empty(0) for _ in self._open]
+
+    @cached_property
+    def _gradients_on_host(self) -> frozenset[str]:
+        """Parameters whose gradients are on the host, as these are; of those that are folded nothing is left."""
+        return frozenset(port.name for port in self.halves.input_ports if port.on_host) - self.folded.keys()
 
     @cached_property
     def _open(self) -> list[int]:

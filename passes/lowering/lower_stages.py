@@ -120,6 +120,7 @@ class LowerStages:
         sharding = ShardGraph(
             self.strategies, self.cluster.axes, self.cluster.device, self.cache, self.fixed, self.control
         )
+        _refuse_parameters_on_host(self.strategies)
         places = PlaceStates(self.strategies, owning_blocks(microbatched.graph))
         sharded = apply(places, apply(sharding, untied))
         kept = apply(SplitGathers(self.strategies), apply(Rematerialize(self.strategies), sharded))
@@ -171,6 +172,14 @@ def _refuse_caches(graph: fx.GraphModule) -> None:
         raise PlanError(
             f"forward changes the cache '{caches[0]}', of which ranks that all compute the vocabulary would not know "
             f"who holds it: plan with vocabulary='ends'"
+        )
+
+
+def _refuse_parameters_on_host(strategies: Sequence[Strategy]) -> None:
+    if any(strategy.offload_parameters for strategy in strategies):
+        raise PlanError(
+            "the plan has parameters on the host (offload_parameters), and stages or micro-batches, which add up "
+            "gradients on the device: use one stage and num_microbatches=1, or offload_states alone"
         )
 
 

@@ -16,6 +16,7 @@ from galvatron_fx.ir.plan.strategy import Strategy
 from passes.analysis.dataflow import owning_blocks
 from passes.lowering.communication.defer_output_waits import DeferOutputWaits
 from passes.lowering.communication.pipeline import ScheduleCommunication
+from passes.lowering.fetch_parameters import FetchParameters
 from passes.lowering.fold_gradients import FoldGradients
 from passes.lowering.offload_activations import OffloadActivations
 from passes.lowering.place_states import PlaceStates
@@ -44,6 +45,7 @@ LOWERING = PassPipeline(
         Rematerialize: "lowered",
         SplitGathers: "lowered",
         OffloadActivations: "lowered",
+        FetchParameters: "lowered",
         ReduceInputsFirst: "lowered",
         SplitForwardBackward: "scheduled",
         DeferOutputWaits: "scheduled",
@@ -77,7 +79,8 @@ class Lower:
         )
         sharded = apply(PlaceStates(self.strategies, owning_blocks(graph)), apply(sharding, graph))
         kept = apply(SplitGathers(self.strategies), apply(Rematerialize(self.strategies), sharded))
-        joint = apply(ReduceInputsFirst(), apply(OffloadActivations(self.strategies), kept))
+        fetched = apply(FetchParameters(self.folds), apply(OffloadActivations(self.strategies), kept))
+        joint = apply(ReduceInputsFirst(), fetched)
         halves = apply.cut(SplitForwardBackward(), joint, ForwardBackward.graphs)
         for phase, half in halves.graphs().items():
             options = self.strategies, layout(sharded), self.cluster, phase, self.control, self.folds

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
-from galvatron_fx.ir.graph.host_copies import arrived, from_host, to_host
-from galvatron_fx.ir.graph.metadata import meta_of, output_ports, set_meta
+from galvatron_fx.ir.graph.metadata import meta_of, output_ports
 from galvatron_fx.ir.graph.op_call import input_nodes
-from galvatron_fx.ir.graph.rewrite import copy_node, eliminate_dead_code, write_call
+from galvatron_fx.ir.graph.rewrite import eliminate_dead_code
 from galvatron_fx.ir.plan.strategy import Strategy
 from passes.analysis.dataflow import input_only_ops, made_of_parameters
 from passes.analysis.storages import memory_root
-
-_CPU = torch.device("cpu")  # code generation says which device it is
+from passes.lowering.write_host_copies import fetch, own_block, send, view_again
 
 Use = tuple[fx.Node, fx.Node]
 """A value as backward takes it, and what takes it."""
@@ -45,7 +42,7 @@ class OffloadActivations:
         if not any(strategy.is_offloaded for strategy in self.strategies):
             return graph
         for (root, stage), uses in self._uses(graph).items():
-            if self._is_offloaded(root, {_block(taker) for _, taker in uses}):
+            if self._is_offloaded(root, {own_block(taker) for _, taker in uses}):
                 self._offload(graph.graph, root, stage, uses)
         eliminate_dead_code(graph)
         return graph
@@ -63,7 +60,7 @@ class OffloadActivations:
                     continue
                 root = memory_root(source)
                 if root.op == "call_function" and not meta_of(root).multi_output and root not in staying:
-                    uses.setdefault((root, self.stage_of_block(_block(node))), []).append((source, node))
+                    uses.setdefault((root, self.stage_of_block(own_block(node))), []).append((source, node))
         return uses
 
     def _is_offloaded(self, root: fx.Node, blocks: set[int]) -> bool:
@@ -71,22 +68,21 @@ class OffloadActivations:
             return False
         return all(
             meta_of(root).value in self.strategies[block].offloads
-            if block == _block(root)
+            if block == own_block(root)
             else self.strategies[block].offload_entering
             for block in blocks
         )
 
     def _offload(self, graph: fx.Graph, root: fx.Node, stage: int, uses: Sequence[Use]) -> None:
-        block, first = _block(root), uses[0][1]
+        block, first = own_block(root), uses[0][1]
         if self.stage_of_block(block) != stage:
-            block = min(_block(taker) for _, taker in uses)
+            block = min(own_block(taker) for _, taker in uses)
         with graph.inserting_before(self._first_taker(root, stage)):
-            waiting = _round(graph, write_call(graph, to_host, (root,), name="to_host"), root, "forward", block)
+            waiting = send(graph, root, "forward", block)
         with graph.inserting_before(first):
-            fetched = write_call(graph, from_host, (waiting,), {"device": _CPU}, "from_host")
-            copies = {root: _round(graph, fetched, waiting, "backward", _block(first))}
+            copies = {root: fetch(graph, waiting, "backward", own_block(first))}
             for source in dict.fromkeys(source for source, _ in uses):
-                _view_again(graph, source, copies)
+                view_again(graph, source, copies)
         for source, taker in uses:
             taker.replace_input_with(source, copies[source])
 
@@ -97,31 +93,6 @@ class OffloadActivations:
             for user in root.users
             if user.op == "call_function"
             and meta_of(user).phase == "forward"
-            and self.stage_of_block(_block(user)) == stage
+            and self.stage_of_block(own_block(user)) == stage
         ]
         return min(takers, default=root.next)
-
-
-def _round(graph: fx.Graph, copy: fx.Node, source: fx.Node, phase: str, block: int) -> fx.Node:
-    """Give a copy of ``source`` its facts, and wait for it."""
-    record = meta_of(source)
-    facts = record.having(specs=record.specs, phase=phase, block=block, again=False, bundles=(), step=None, value=-1)
-    set_meta(copy, facts)
-    wait = write_call(graph, arrived, (copy, source))
-    set_meta(wait, facts)
-    return wait
-
-
-def _view_again(graph: fx.Graph, source: fx.Node, copies: dict[fx.Node, fx.Node]) -> None:
-    """Make ``source`` of the copy of the memory that it is in."""
-    views = []
-    while source not in copies:
-        views.append(source)
-        source = input_nodes(source)[0]
-    for view in reversed(views):
-        copies[view] = copy_node(graph, view, lambda node: copies.get(node, node))
-        set_meta(copies[view], meta_of(view).having(phase="backward", again=True))
-
-
-def _block(node: fx.Node) -> int:
-    return max(meta_of(node).block, 0)

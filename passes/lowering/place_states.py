@@ -1,4 +1,4 @@
-"""Say of each parameter whether its optimizer states live in the host's memory, or on disk."""
+"""Say of each parameter whether it and its optimizer states live in the host's memory, or these on disk."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from galvatron_fx.ir.plan.strategy import Strategy, original_name
 
 @dataclass(frozen=True)
 class PlaceStates:
-    """Mark the parameters of blocks whose strategy has ``offload_states``, or has these on disk.
+    """Mark the parameters of blocks whose strategy has ``offload_states``, or has these on disk, and those that are on
+    the host themselves.
 
     The graph computes what it did: the optimizer's step follows the mark (``galvatron_fx/runtime/host_states.py``), and
-    so do predictions. Copies of a tied parameter are marked as it is.
+    so do predictions and :class:`passes.lowering.fetch_parameters.FetchParameters`. Copies of a tied parameter are
+    marked as it is.
 
-    Rewrite: ``param w`` -> ``param w, whose states are on the host``, or on disk.
+    Rewrite: ``param w`` -> ``param w, whose states are on the host``, or on disk; ``param w, which is on the host``.
 
     ``strategies``: one per block; ``owners``: the block of every parameter by name, that of its first use
     (:func:`passes.analysis.dataflow.owning_blocks`).
@@ -38,5 +40,7 @@ class PlaceStates:
         block = self.owners.get(original_name(port.name)) if port.kind == "param" else None
         if block is None:
             return port
-        away, on_disk = self.strategies[block].offload_states, self.strategies[block].states_on_disk
-        return replace(port, states_on_host=away and not on_disk, states_on_disk=on_disk)
+        strategy = self.strategies[block]
+        away, on_disk = strategy.offload_states, strategy.states_on_disk
+        on_host = strategy.offload_parameters
+        return replace(port, states_on_host=away and not on_disk, states_on_disk=on_disk, on_host=on_host)

@@ -18,7 +18,7 @@ from galvatron_fx.ir.graph.bound_ops import BoundAxis, finished
 from galvatron_fx.ir.graph.folded_gradients import fold_gradient, left_of
 from galvatron_fx.ir.graph.further_rounds import FurtherRounds
 from galvatron_fx.ir.graph.host_copies import arrived, to_host
-from galvatron_fx.ir.graph.metadata import has_meta, meta_of
+from galvatron_fx.ir.graph.metadata import InputSpec, has_meta, meta_of
 from galvatron_fx.ir.graph.rewrite import copy_graph
 from galvatron_fx.ir.plan.prediction import (
     ACTIVATIONS,
@@ -26,7 +26,9 @@ from galvatron_fx.ir.plan.prediction import (
     GATHERED,
     GRADIENTS,
     HOST,
+    ON_HOST,
     PARAMETERS,
+    PARAMETERS_ON_HOST,
     TRANSIENTS,
     MemoryUse,
     Storage,
@@ -36,16 +38,19 @@ from passes.analysis.strided_values import Buffer, StridedTensor, evaluate
 from passes.lowering.codegen import Codegen
 from passes.lowering.lower_step import Lowered
 
-_WEIGHTS = {PARAMETERS, GATHERED}
+_WEIGHTS = {PARAMETERS, GATHERED, PARAMETERS_ON_HOST}
 
 
-def kind_of_port(kind: str) -> str:
-    """What the memory of a graph's input is, by the kind of its port."""
-    return PARAMETERS if kind in ("param", "buffer") else BATCH
+def kind_of_port(port: InputSpec) -> str:
+    """What the memory of a graph's input is."""
+    if port.on_host:
+        return PARAMETERS_ON_HOST
+    return PARAMETERS if port.kind in ("param", "buffer") else BATCH
 
 
 UpdateBytes = Callable[[str], tuple[int, int]]
-"""Of a parameter's update by its name: temporary bytes, and bytes of states that come to the device for it."""
+"""Of a parameter's update by its name: temporary bytes, and bytes that come to the device for it: states, and the
+parameter where it lives on the host."""
 
 
 class LiveMemory:
@@ -110,7 +115,7 @@ class LiveMemory:
         self._count(storage, -storage.size_bytes)
 
     def _count(self, storage: Storage, size_bytes: int) -> None:
-        if storage.kind == HOST:
+        if storage.kind in ON_HOST:
             self.host_bytes += size_bytes
         else:
             self._bytes += size_bytes
@@ -118,8 +123,8 @@ class LiveMemory:
 
 class GraphMemory(LiveMemory):
     """Runs lowered graphs on tensors without data; ``degrees``: ranks along each column of their layout;
-    ``update_bytes``: what an optimizer that is handed a parameter's gradient takes for itself, and what the states take
-    that come for its update, while those of the one before go.
+    ``update_bytes``: what an optimizer that is handed a parameter's gradient takes for itself, and what comes for its
+    update, while that of the one before goes.
     """
 
     def __init__(self, degrees: Sequence[int], update_bytes: UpdateBytes | None = None) -> None:
@@ -137,7 +142,7 @@ class GraphMemory(LiveMemory):
         count = len(halves.result_ports)
         inputs = [StridedTensor.empty(meta_of(node).spec) for node in _placeholders(halves.forward)]
         for value, port in zip(inputs, halves.input_ports, strict=True):
-            self.hold_values(value, kind_of_port(port.kind))
+            self.hold_values(value, kind_of_port(port))
         results = self.run(halves.forward, inputs, owned=set())
         self.label(results, ACTIVATIONS)
         saved, produced = results[count:], set(map(id, results[:count]))

@@ -9,7 +9,7 @@ from itertools import chain
 
 from torch import fx
 
-from cost_models.host_states import FoldedStates, OptimizerStep
+from cost_models.host_states import FoldedStates, OptimizerStep, going_bytes
 from cost_models.node_time import NodeTime
 from cost_models.ops import op_time_s
 from cost_models.optimizer import ADAM, OptimizerModel, ParameterShard
@@ -147,8 +147,8 @@ class SimulateStep:
         def taken(name: str) -> tuple[int, int]:
             shard = named[name]
             update = self.optimizer.update(shard.shape)
-            states = self.optimizer.state_bytes([shard]) if shard.states_away else 0
-            return 0 if self.optimizer.accumulates else update.workspace_bytes(shard), states
+            takes = 0 if self.optimizer.accumulates else update.workspace_bytes(shard)
+            return takes, going_bytes(self.optimizer, shard)
 
         return taken
 
@@ -198,7 +198,7 @@ def shard_of(port: InputSpec, node: fx.Node, degrees: Sequence[int]) -> Paramete
         if isinstance(placement, Shard):
             shape[placement.dim] *= degree
     itemsize = record.spec.dtype.itemsize
-    away = port.states_on_host, port.states_on_disk
+    away = port.states_on_host, port.states_on_disk, port.on_host
     return ParameterShard(tuple(shape), record.spec.size_bytes, itemsize, *away)
 
 

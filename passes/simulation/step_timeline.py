@@ -15,7 +15,7 @@ from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.graph.bound_ops import finished
 from galvatron_fx.ir.graph.host_copies import arrived
 from galvatron_fx.ir.graph.metadata import meta_of
-from galvatron_fx.ir.plan.prediction import COMPUTE, HOST, MEMORY_KINDS, PARAMETERS, STATES, UPDATE, Cause, Storage
+from galvatron_fx.ir.plan.prediction import COMPUTE, MEMORY_KINDS, ON_HOST, PARAMETERS, STATES, UPDATE, Cause, Storage
 from passes.lowering.lower_step import Lowered
 from passes.simulation.events import blocks_by_place, node_events
 from passes.simulation.live_memory import GraphMemory, UpdateBytes
@@ -152,7 +152,7 @@ class _Recorder(GraphMemory):
         """``[node, kind]``: bytes when most is alive at each node."""
         changes = np.zeros((len(self.events) + 1, len(MEMORY_KINDS)))
         for row, (storage, size) in enumerate(self.events, 1):
-            if storage.kind != HOST:
+            if storage.kind not in ON_HOST:
                 changes[row, MEMORY_KINDS.index(storage.kind)] = size
         alive = changes.cumsum(axis=0)
         totals = alive.sum(axis=1)

@@ -99,7 +99,7 @@ class _Measurement:
     def run(self, kinds: Collection[str]) -> StageMemory:
         stage, specs = self.stage, _port_specs(self.stage)
         for name, spec in specs.items():
-            self._receive({name: spec}, kind_of_port(stage.ports[name].kind))
+            self._receive({name: spec}, kind_of_port(stage.ports[name]))
         self._task("start")
         self._receive({name: stage.specs[name] for name in stage.receives}, ACTIVATIONS)
         self._task("forward")

@@ -9,7 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["HOST_COPIES", "HOST_MOVES", "HOST_STREAM", "arrived", "from_host", "settle", "start_copy", "to_host"]
+__all__ = [
+    "HOST_COPIES",
+    "HOST_MOVES",
+    "HOST_STREAM",
+    "arrived",
+    "from_host",
+    "settle",
+    "settle_all",
+    "start_copy",
+    "to_host",
+]
 
 HOST_STREAM = -1
 """The number of the stream that host copies run on, beside those of mesh columns."""
@@ -38,6 +48,12 @@ def settle(copy: Tensor) -> None:
     event = _under_way.pop(copy.data_ptr(), None)
     if event is not None:
         event.synchronize()
+
+
+def settle_all() -> None:
+    """Have this process wait for all copies that devices wait for."""
+    for device, _ in _streams:
+        torch.accelerator.current_stream(device).synchronize()
 
 
 HOST_MOVES = (to_host, from_host)

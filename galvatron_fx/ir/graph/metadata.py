@@ -184,7 +184,7 @@ class InputSpec:
     "hoisted" (what a micro-batch takes from the prologue), "seed" (of random numbers) and "tangent" (the gradient of an
     output); ``name``: of the parameter or buffer, of the cache among the arguments, else the position as text;
     ``states_on_host``: whether the optimizer states of a parameter live in the host's memory; ``states_on_disk``:
-    whether they live on disk.
+    whether they live on disk; ``on_host``: whether the parameter itself does, and its gradient.
     """
 
     kind: InputKind
@@ -192,6 +192,7 @@ class InputSpec:
     requires_grad: bool = False
     states_on_host: bool = False
     states_on_disk: bool = False
+    on_host: bool = False
 
 
 @dataclass(frozen=True)

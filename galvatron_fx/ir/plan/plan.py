@@ -142,6 +142,7 @@ class Plan:
         capacity: float = CAPACITY,
         shadows: int = 0,
         offload_states: bool = False,
+        offload_parameters: bool = False,
         split_gathers: int = 1,
         num_blocks: int | None = None,
         pipelining: Pipelining = ONE_STAGE,
@@ -162,6 +163,7 @@ class Plan:
             gather_late,
             capacity,
             offload_states=offload_states,
+            offload_parameters=offload_parameters,
             split_gathers=split_gathers,
             shadows=shadows,
         )

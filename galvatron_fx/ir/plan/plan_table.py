@@ -134,14 +134,15 @@ def describe_recomputed(strategy: Strategy) -> str:
 
 
 def describe_offloaded(strategy: Strategy) -> str:
-    """Return ", 2, inputs and states on the host" where two values, what enters the block and its optimizer states are
-    there, ", states on disk" where these are, or nothing.
+    """Return ", 2, inputs, parameters and states on the host" where two values, what enters the block, its parameters
+    and their optimizer states are there, ", states on disk" where these are, or nothing.
     """
     values = [str(len(strategy.offloads))] if strategy.offloads else []
     entering = ["inputs"] if strategy.offload_entering else []
+    parameters = ["parameters"] if strategy.offload_parameters else []
     on_host = strategy.offload_states and not strategy.states_on_disk
     on_disk = ", states on disk" if strategy.states_on_disk else ""
-    *first, last = *values, *entering, *(["states"] if on_host else []), ""
+    *first, last = *values, *entering, *parameters, *(["states"] if on_host else []), ""
     if not first:
         return on_disk
     *first, last = first

@@ -18,7 +18,9 @@ __all__ = [
     "IDLE",
     "LOCAL_CAUSES",
     "MEMORY_KINDS",
+    "ON_HOST",
     "PARAMETERS",
+    "PARAMETERS_ON_HOST",
     "RECOMPUTE",
     "STATES",
     "STATE_COPIES",
@@ -49,8 +51,10 @@ MEMORY_KINDS = (PARAMETERS, GRADIENTS, STATES, GATHERED, ACTIVATIONS, TRANSIENTS
 """Buffers count as parameters, and so do outputs as activations. Transients: what operators and the optimizer make on
 the way, gradients of activations included. Gathered: made of parameters alone, also in another dtype."""
 
-HOST = "host"
-"""What waits in the host's memory, and takes none of the device's."""
+HOST, PARAMETERS_ON_HOST = "host", "parameters on the host"
+
+ON_HOST = (HOST, PARAMETERS_ON_HOST)
+"""What waits or lives in the host's memory, and takes none of the device's."""
 
 
 class Cause(NamedTuple):
@@ -67,7 +71,7 @@ class Cause(NamedTuple):
 
 @dataclass(eq=False)
 class Storage:
-    """Memory that one or several values share; ``kind``: one of :data:`MEMORY_KINDS`, or :data:`HOST`."""
+    """Memory that one or several values share; ``kind``: one of :data:`MEMORY_KINDS`, or of :data:`ON_HOST`."""
 
     size_bytes: int
     kind: str = TRANSIENTS
@@ -129,6 +133,6 @@ def by_kind(storages: Iterable[Storage]) -> dict[str, int]:
     """Bytes of the device's storages by kind, every kind in its place."""
     total = dict.fromkeys(MEMORY_KINDS, 0)
     for storage in storages:
-        if storage.kind != HOST:
+        if storage.kind not in ON_HOST:
             total[storage.kind] += storage.size_bytes
     return total

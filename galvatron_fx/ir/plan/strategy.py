@@ -110,6 +110,7 @@ _SPLIT = {
 
 _FLAGS = ("recompute", "keep_gathered", "gather_late")
 _ENTERING, _STATES, _ON_DISK = "offload_entering", "offload_states", "states_on_disk"
+_PARAMETERS = "offload_parameters"
 _SLICES = "split_gathers"
 
 OFFLOADABLE = ("activations", "states")
@@ -149,7 +150,8 @@ class Strategy:
     ``offloads`` has the numbers of those kept values that wait for backward in the host's memory;
     ``offload_entering`` has what enters the block, and backward takes, wait there too; ``offload_states`` has the
     optimizer states of the block's parameters live there, which come to the device while it updates them, or, with
-    ``states_on_disk``, on disk.
+    ``states_on_disk``, on disk. ``offload_parameters`` has the parameters themselves live on the host, and their
+    gradients, too: they come to the device for each block that uses them, in forward and in backward, and for updates.
     ``keep_gathered`` keeps the parameters
     that ``zero`` axes gathered, or mixed precision cast, in forward until backward (ZeRO-2-like);
     without it they are gathered again (ZeRO-3-like). With both, ``recompute`` of a whole block wins: the gathers are
@@ -178,6 +180,7 @@ class Strategy:
     split_gathers: int = 1
     shadows: int = 0
     states_on_disk: bool = False
+    offload_parameters: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.roles, tuple):
@@ -188,11 +191,16 @@ class Strategy:
         for axis, role in enumerate(self.roles):
             if role not in ROLES:
                 raise PlanError(f"unknown role {role!r:.80} for mesh axis {axis}; use one of {', '.join(ROLES)}")
-        for name in (*_FLAGS, _ENTERING, _STATES, _ON_DISK):
+        for name in (*_FLAGS, _ENTERING, _STATES, _ON_DISK, _PARAMETERS):
             if not isinstance(value := getattr(self, name), bool):
                 raise PlanError(f"{name} is {value!r:.80}, where a bool was expected; give True or False")
         if self.states_on_disk and not self.offload_states:
             raise PlanError("a strategy has states on disk and does not offload them: give offload_states=True as well")
+        if self.offload_parameters and not self.offload_states:
+            raise PlanError(
+                "a strategy offloads parameters and has their optimizer states, which are larger, stay on the device: "
+                "give offload_states=True as well"
+            )
         self._check_slices()
         capacity = self.capacity
         if isinstance(capacity, bool) or not isinstance(capacity, (int, float)) or not 0 < capacity < inf:
@@ -290,7 +298,8 @@ class Strategy:
         if self.split_gathers > 1:
             fields[_SLICES] = self.split_gathers
         numbers = {name: list(getattr(self, name)) for name in ("keeps", "offloads") if getattr(self, name)}
-        return fields | numbers | {name: True for name in (_ENTERING, _STATES, _ON_DISK) if getattr(self, name)}
+        flags = (_ENTERING, _STATES, _ON_DISK, _PARAMETERS)
+        return fields | numbers | {name: True for name in flags if getattr(self, name)}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, object]) -> Strategy:
@@ -299,8 +308,8 @@ class Strategy:
 
         Raises PlanError for unknown keys, missing roles and values of a wrong type.
         """
-        others = ("capacity", "shadows", "keeps", "num_values", "offloads", _ENTERING, _STATES, _ON_DISK, _SLICES)
-        known = ("roles", *_FLAGS, *others)
+        others = ("capacity", "shadows", "keeps", "num_values", "offloads", _ENTERING, _STATES, _ON_DISK, _PARAMETERS)
+        known = ("roles", *_FLAGS, *others, _SLICES)
         unknown = sorted(set(fields) - set(known), key=str)
         if unknown:
             raise PlanError(
@@ -332,7 +341,7 @@ class Strategy:
             flags.append(f"+keeps {','.join(map(str, self.keeps))} of {self.num_values}")
         if self.offloads:
             flags.append(f"+offloads {','.join(map(str, self.offloads))} of {self.num_values}")
-        flags += [f"+{name}" for name in (_ENTERING, _STATES, _ON_DISK) if getattr(self, name)]
+        flags += [f"+{name}" for name in (_ENTERING, _STATES, _ON_DISK, _PARAMETERS) if getattr(self, name)]
         if self.split_gathers > 1:
             flags.append(f"+{_SLICES} {self.split_gathers}")
         return " ".join([*(self.roles or ("one device",)), *flags])

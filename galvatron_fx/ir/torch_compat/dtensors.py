@@ -34,6 +34,7 @@ __all__ = [
     "local_tensor",
     "mesh_in_order",
     "multi_axis_rule",
+    "put_local",
     "single_axis_rule",
     "whole_tensor",
 ]
@@ -100,6 +101,14 @@ def dtensor_of(local: torch.Tensor, like: DTensor) -> DTensor:
 def local_tensor(tensor: DTensor) -> torch.Tensor:
     """This rank's part, outside of autograd: ``to_local`` makes a view of that of a parameter."""
     return tensor._local_tensor
+
+
+def put_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
+    """Put another tensor of the same shape in the place of this rank's part of a DTensor, also one on another device:
+    its own is that of the part that it was made with.
+    """
+    assert isinstance(tensor, DTensor)
+    tensor._local_tensor = local
 
 
 def lie_alike(one: DTensor, other: DTensor) -> bool:

@@ -50,6 +50,6 @@ class ScheduleCommunication:
         apply.in_place(FinishReductionsLate(promptly=self.folds), graph)
         if self.cluster.overlap.gains:
             apply.in_place(PrefetchGathers(self.strategies), graph)
-            if any(strategy.is_offloaded for strategy in self.strategies):
+            if any(strategy.is_offloaded or strategy.offload_parameters for strategy in self.strategies):
                 apply.in_place(OverlapHostCopies(), graph)
         return graph

@@ -210,6 +210,6 @@ def test_every_stage_of_a_model_passes(model: nn.Module) -> None:
     scheduling = ("StartReductionsEarly", "BundleCollectives", "FinishReductionsLate", "PrefetchGathers")
     halves = [f"{name}.{phase}" for phase in ("forward", "backward") for name in scheduling]
     lowering = [*sharding, "ShardGraph", "PlaceStates", "Rematerialize", "SplitGathers", "OffloadActivations"]
-    lowering += ["ReduceInputsFirst", "SplitForwardBackward", *halves]
+    lowering += ["FetchParameters", "ReduceInputsFirst", "SplitForwardBackward", *halves]
     front = ["Capture", *(type(step).__name__ for step, _ in PASSES)]
     assert [run.name for run in control.runs] == [*front, *lowering, "DeferOutputWaits.forward"]
