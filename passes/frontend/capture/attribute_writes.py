@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from galvatron_fx.ir.errors import CaptureError
+from galvatron_fx.ir.torch_compat.tensors import pytree
 from passes.frontend.capture.aliases import View
 from passes.frontend.capture.trace_again import StateWritten
 
@@ -22,11 +23,14 @@ class AttributeWrites(TorchFunctionMode):
     use of one of ``views`` of trained weights, which would stay as it is.
 
     ``x.data = y`` is not seen by a trace, so it is done as a copy into ``x``. ``viewed``: views of other weights that
-    were used. Raises StateWritten, and CaptureError for views and where ``y`` has another shape or dtype than ``x``.
+    were used. With ``copies`` the forward gets copies of constants, and what it makes of them may be written into: a
+    trace does not follow writes into other results of constants. Raises StateWritten, and CaptureError for views and
+    where ``y`` has another shape or dtype than ``x``.
     """
 
-    def __init__(self, constants: Mapping[str, Tensor], views: Sequence[View] = ()) -> None:
+    def __init__(self, constants: Mapping[str, Tensor], views: Sequence[View] = (), copies: bool = False) -> None:
         super().__init__()
+        self._copies: dict[int, Tensor] | None = {} if copies else None
         self._names = {id(tensor): name for name, tensor in constants.items()}
         self._views = {id(view.tensor): view for view in views}
         self.viewed: list[View] = []
@@ -46,7 +50,19 @@ class AttributeWrites(TorchFunctionMode):
             if kwargs.get("out") is not None:
                 for tensor in kwargs["out"] if isinstance(kwargs["out"], tuple) else (kwargs["out"],):
                     self._note(tensor)
+        if self._copies is not None and func.__name__ != "__get__":
+            args, kwargs = pytree.tree_map_only(Tensor, self._copy, (args, kwargs))
         return func(*args, **kwargs)
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        """A constant as a tensor that was made in the trace; others as they are."""
+        name = self._names.get(id(tensor))
+        if name is None or self._copies is None or any(tensor is copy for copy in self._copies.values()):
+            return tensor
+        if id(tensor) not in self._copies:
+            copy = torch.ops.aten.lift_fresh.default(tensor)
+            self._copies[id(tensor)], self._names[id(copy)] = copy, name
+        return self._copies[id(tensor)]
 
     def _read(self, value: Any) -> None:
         view = self._views.get(id(value))

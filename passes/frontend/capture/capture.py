@@ -31,8 +31,8 @@ from passes.frontend.capture.record_graph import merge_tied, record_graph
 from passes.frontend.capture.reruns import refuse_late_changes, refuse_replays, reruns
 from passes.frontend.capture.steady_state import steady_state
 from passes.frontend.capture.trace import Trace
-from passes.frontend.capture.trace_again import MasksNeeded, StateWritten, TraceAgain
-from passes.frontend.capture.trace_errors import explained
+from passes.frontend.capture.trace_again import ConstantsCopied, MasksNeeded, StateWritten, TraceAgain
+from passes.frontend.capture.trace_errors import explained, writes_into_constants
 from passes.frontend.capture.traced_layouts import in_order
 from passes.frontend.traceable_functions import traceable_functions
 
@@ -92,11 +92,12 @@ class Capture:
     def _run(self, model: nn.Module, inputs: FlatInputs) -> Trace:
         held: tuple[str, ...] = ()
         masked_because: Exception | None = None
+        copies_constants = False
         while True:
             try:
                 with as_buffers(model, held):
                     flat = FlatModel(model, inputs, self.policy, self.forward_only)
-                    flat.masked_because = masked_because
+                    flat.masked_because, flat.copies_constants = masked_because, copies_constants
                     trace = self._once(flat, held)
                     _check_state(flat)
                     _check_views(flat, trace.whole)
@@ -107,6 +108,8 @@ class Capture:
                 held = (*held, *attributes.names)
             except MasksNeeded as needed:
                 masked_because = needed.because
+            except ConstantsCopied:
+                copies_constants = True
 
     def _once(self, flat: FlatModel, held: Sequence[str]) -> Trace:
         if not self.share_layers:
@@ -264,6 +267,8 @@ def _trace(flat: FlatModel, shapes: Sequence[tuple[int, ...]], repeats: tuple[Re
         except (TraceAgain, GalvatronError):
             raise
         except Exception as error:
+            if writes_into_constants(error) and not flat.copies_constants:
+                raise ConstantsCopied from error
             raise explained(error, model) from None  # torch's hundred lines more are its context
     drop_tokens(graph)
     in_order(graph)

@@ -75,6 +75,7 @@ class FlatModel(nn.Module):
         self.changed_in_checkpoints: dict[str, None] = {}
         self.viewed: list[View] = []
         self.masked_because: Exception | None = None
+        self.copies_constants = False
         self.masked_lines: dict[str, None] = {}
 
     @property
@@ -114,7 +115,7 @@ class FlatModel(nn.Module):
         with self._aliases.tied(), self._outside.without_cache():
             state = ModuleState(self.module, self._outside)
             try:
-                with AttributeWrites(state.constants, self._aliases.views) as writes:
+                with AttributeWrites(state.constants, self._aliases.views, self.copies_constants) as writes:
                     yield state
                     self.viewed += writes.viewed
             finally:

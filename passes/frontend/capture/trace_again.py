@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["MasksNeeded", "StateWritten", "TraceAgain"]
+__all__ = ["ConstantsCopied", "MasksNeeded", "StateWritten", "TraceAgain"]
 
 
 class TraceAgain(Exception):
@@ -25,3 +25,7 @@ class MasksNeeded(TraceAgain):
     def __init__(self, because: Exception) -> None:
         super().__init__(str(because))
         self.because = because
+
+
+class ConstantsCopied(TraceAgain):
+    """Raised where a forward writes into what it has made of constants, which the trace has to take for variables."""

@@ -37,7 +37,19 @@ _UNTRACEABLE = {
         "prints the value of a tensor",
         "return the tensor as one more output and print it after the step",
     ),
+    "Unexpected fake buffer": (
+        "uses a tensor that an earlier run of forward made, and kept where no module holds it",
+        "make it in __init__ and keep it on the module, or make it in every forward",
+    ),
 }
+_CONSTANT_WRITTEN = ("mutating a non-functional tensor", "expected to have an entirely functional graph")
+_UNTRACEABLE |= dict.fromkeys(
+    _CONSTANT_WRITTEN,
+    (
+        "writes into a tensor that is made of one which no module holds",
+        "keep that one in a buffer (register_buffer in __init__), or make it inside of forward",
+    ),
+)
 _MOST_SHOWN = 200  # characters of torch's message
 # Frames of these are not the user's.
 _FOLDERS = tuple(
@@ -83,6 +95,11 @@ def explained(error: Exception, model: nn.Module, tried: str = "") -> GalvatronE
             f"the example inputs do not fit {type(model).__name__}, or it cannot be traced: at {where}: {name}: {text}"
         )
     return CaptureError(f"{type(model).__name__} cannot be traced: at {where}: {name}: {text}")
+
+
+def writes_into_constants(error: Exception) -> bool:
+    """Whether torch says that code writes into what is made of constants, of which a trace follows no writes."""
+    return any(words in str(error) for words in _CONSTANT_WRITTEN)
 
 
 def _in_own_backward(error: Exception) -> bool:

@@ -1,4 +1,4 @@
-"""What is made in the likeness of constants may be written into, wherever the constant is kept."""
+"""What is made of constants, and in their likeness, may be written into, wherever the constant is kept."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import galvatron_fx
 from galvatron_fx import Plan
+from galvatron_fx.errors import CaptureError
 
 LENGTH, WIDTH = 5, 8
 MASK = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
@@ -62,3 +63,56 @@ def test_random_numbers_in_a_likeness_are_drawn_in_each_step() -> None:
     model = Attention(lambda model: torch.rand_like(MASK, dtype=torch.float32) + torch.randn_like(MASK.float()))
     graph = galvatron_fx.capture(model, (torch.randn(4, LENGTH, WIDTH),)).graph
     assert str(graph).count("target=galvatron_fx.ir.graph.random_ops.random_uniform") == 3
+
+
+class Written(nn.Module):
+    """Adds what ``of`` makes of a constant, and of the layer's weight, to a layer's output."""
+
+    def __init__(self, of: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.table, self.of = nn.Linear(WIDTH, WIDTH), torch.ones(WIDTH, WIDTH).tril(), of
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) @ self.of(self)).sin().mean()
+
+
+def row_of_a_copy(model: Any) -> Tensor:
+    copy = model.table.clone()
+    copy[0] = model.layer.weight[0]
+    copy.view(-1)[::3].mul_(2.0)
+    return copy
+
+
+def copy_and_constant(model: Any) -> Tensor:
+    copy = (model.table + 1).masked_fill_(model.table == 0, -1.0)
+    model.table.view(-1)[::5].add_(1.0)
+    return copy + model.table
+
+
+RESULTS: dict[str, Callable[[Any], Tensor]] = {
+    "row": row_of_a_copy,
+    "stack": lambda model: torch.stack(model.table.unbind(0)).add_(model.layer.weight),
+    "constant": copy_and_constant,
+    "closure": (lambda kept: lambda model: kept.clone().mul_(2.0).to(model.layer.weight))(torch.ones(WIDTH, WIDTH)),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_of_constants_may_be_written_into(name: str) -> None:
+    inputs, plan = (torch.randn(4, WIDTH),), Plan.uniform((2,), ("tensor",))
+    galvatron_fx.check(Written(RESULTS[name]), (2,), inputs, plan, steps=3).raise_if_different()
+
+
+class Slots:
+    """Holds a tensor where nobody finds it."""
+
+    __slots__ = ("table",)
+
+    def __init__(self) -> None:
+        self.table = torch.ones(WIDTH, WIDTH)
+
+
+def test_results_of_constants_that_nobody_finds_are_refused() -> None:
+    hidden = Slots()
+    with pytest.raises(CaptureError, match=r"(?s)is made of one which no module holds.*register_buffer in __init__"):
+        galvatron_fx.capture(Written(lambda _: hidden.table.clone().mul_(2.0)), (torch.randn(4, WIDTH),))
