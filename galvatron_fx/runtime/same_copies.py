@@ -77,7 +77,7 @@ class CopyComparison:
         """The value of each tensor of each rank."""
         numbers = torch.zeros(self._longest, dtype=dtype)
         if values:
-            numbers[: len(values)] = torch.stack([*values])
+            numbers[: len(values)] = torch.stack([value.cpu() for value in values])  # from the device and the host
         return gathered(numbers, self._device_type, self._members)
 
 

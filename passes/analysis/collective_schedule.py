@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from galvatron_fx.ir.graph import collectives as c
+from galvatron_fx.ir.graph.host_copies import arrived, comes_from_host
 from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.graph.op_call import input_nodes
 
@@ -44,7 +45,7 @@ def wait_points(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 def hoistable_gathers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """Gathers of what is there before the graph computes, each with the operators that lead to it, in order; but for
-    those of slices, which stay.
+    those of slices, which stay, and of what waited on the host for backward.
     """
     chains: dict[fx.Node, list[fx.Node]] = {}
     gathers = {}
@@ -52,7 +53,7 @@ def hoistable_gathers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
         if node.op == "placeholder":
             chains[node] = []
         sources = input_nodes(node)
-        packs = node.target is aten.cat.default
+        packs = node.target is aten.cat.default or comes_from_host(node)
         if node.op != "call_function" or not (len(sources) == 1 or packs) or any(n not in chains for n in sources):
             continue
         is_gather = node.target is c.all_gather
@@ -79,7 +80,7 @@ def _what_follows(node: fx.Node, after: dict[fx.Node, list[fx.Node] | None]) -> 
     for user in node.users:
         if user.op == "output":
             continue
-        others = [source for source in input_nodes(user) if source is not node]
+        others = [source for source in input_nodes(user) if source is not node and user.target is not arrived]
         later = after[user]
         if later is None or any(source.op != "placeholder" for source in others):
             return None

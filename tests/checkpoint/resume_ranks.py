@@ -50,6 +50,7 @@ class Setting:
     roles: tuple[str, ...]
     asynchronous: bool = False
     offload_states: bool = False
+    offload_parameters: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -57,10 +58,11 @@ class Setting:
 
     def plan(self) -> Plan:
         staged = Pipelining(2, 2) if self.roles[0] == "pipeline" else Pipelining()
-        return Plan.uniform(self.mesh, self.roles, offload_states=self.offload_states, pipelining=staged)
+        away = {"offload_states": self.offload_states, "offload_parameters": self.offload_parameters}
+        return Plan.uniform(self.mesh, self.roles, **away, pipelining=staged)
 
 
-DATA_ZERO = Setting((2, 2), ("data", "zero"), offload_states=True)
+DATA_ZERO = Setting((2, 2), ("data", "zero"), offload_states=True, offload_parameters=True)
 TENSOR = Setting((2,), ("tensor",), asynchronous=True)
 STAGES = Setting((2, 2), ("pipeline", "zero"), asynchronous=True, offload_states=True)
 MORE_STAGES = Setting((2,), ("pipeline",))

@@ -77,7 +77,7 @@ def uniform_plans(mesh: DeviceMesh) -> None:
 
 
 GATHERING = (
-    Plan.uniform(MESH, ("zero", "zero")),
+    Plan.uniform(MESH, ("zero", "zero"), offload_states=True, offload_parameters=True),
     Plan.uniform(MESH, ("pipeline", "zero"), pipelining=Pipelining(2, 2, "1f1b")),
 )
 
@@ -88,7 +88,7 @@ def overlapping(cluster: Cluster) -> Cluster:
 
 
 def gathers_ahead(mesh: DeviceMesh) -> None:
-    """Gathers start a block ahead."""
+    """Gathers start a block ahead, also of shards that come from the host."""
     for plan in GATHERING:
         trains_captured("llama", mesh, plan, overlapping(Cluster.from_mesh(mesh)))
 

@@ -71,9 +71,12 @@ def pair(mesh: DeviceMesh, role: str) -> tuple[DistributedGraphModule, Layers]:
     if role == "pipeline":
         plan = Plan.uniform((2,), ("pipeline",), offload_states=True, pipelining=Pipelining(2, 2, "1f1b"))
     elif role == "mixed":
-        blocks = num_blocks(galvatron_fx.capture(plain, batch()))
+        blocks, away = (
+            num_blocks(galvatron_fx.capture(plain, batch())),
+            {"offload_states": True, "offload_parameters": True},
+        )
         strategies = [
-            Strategy((ROLES[i % 3],), offload_states=i % 2 == 0, offload_entering=i % 2 == 1) for i in range(blocks)
+            Strategy((ROLES[i % 3],), **(away if i % 2 == 0 else {"offload_entering": True})) for i in range(blocks)
         ]
         plan = Plan.from_roles((2,), strategies)
     else:

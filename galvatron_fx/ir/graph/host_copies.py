@@ -7,14 +7,18 @@ On GPUs they run on streams of their own, from and to pinned memory, as those of
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+
+from galvatron_fx.ir.graph.metadata import meta_of
 
 __all__ = [
     "HOST_COPIES",
     "HOST_MOVES",
     "HOST_STREAM",
     "arrived",
+    "comes_from_host",
     "from_host",
+    "is_parameter",
     "settle",
     "settle_all",
     "start_copy",
@@ -61,6 +65,17 @@ HOST_MOVES = (to_host, from_host)
 
 HOST_COPIES = (*HOST_MOVES, arrived)
 """All nodes that host copies are made of."""
+
+
+def is_parameter(source: fx.Node) -> bool:
+    """Whether what a copy to the device is of lives on the host, as parameters do: no block has made it."""
+    return source.op == "placeholder" and meta_of(source).block < 0
+
+
+def comes_from_host(node: fx.Node) -> bool:
+    """Whether a node waits for the copy of a parameter that lives on the host."""
+    return node.target is arrived and is_parameter(node.args[1])  # type: ignore[arg-type]
+
 
 _streams: dict[tuple[torch.device, int], torch.Stream] = {}
 _under_way: dict[int, torch.Event] = {}  # by address of the copy: what says that it is there

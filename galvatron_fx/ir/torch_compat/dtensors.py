@@ -118,6 +118,13 @@ def lie_alike(one: DTensor, other: DTensor) -> bool:
 
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A DTensor's whole value, which its ranks ask for at once; others as they are."""
-    whole: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """A DTensor's whole value, which its ranks ask for at once; others as they are. What lives on the host travels
+    between devices.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    device_type = tensor.device_mesh.device_type
+    if tensor._local_tensor.device.type != device_type:
+        tensor = dtensor_of(tensor._local_tensor.to(device_type), tensor)
+    whole: torch.Tensor = tensor.full_tensor()
     return whole

@@ -31,8 +31,9 @@ def plain_function(function: Callable[..., Any], args: Sequence[Any], kwargs: Ma
 
 
 def scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply tensors by a number, in place and in one call."""
-    torch._foreach_mul_(list(tensors), factor)
+    """Multiply tensors by a number, in place and in one call for each device that they are on."""
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        torch._foreach_mul_([tensor for tensor in tensors if tensor.device == device], factor.to(device))
 
 
 def keeps_graph() -> bool:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import expecttest
+import pytest
 import torch
 from torch import fx
 
+from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.cluster.overlap import Overlap
 from galvatron_fx.ir.graph.metadata import signature
 from galvatron_fx.ir.plan.strategy import Strategy
 from passes.lowering.fetch_parameters import FetchParameters
 from passes.lowering.place_states import PlaceStates
 from passes.lowering.split_forward_backward import SplitForwardBackward
 from tests.graphs import Builder, listing
+from tests.helpers import DEVICE, axes, captured, simulate, uniform
+from tests.models.zoo import Case, gpt2, llama
 
+AHEAD = Cluster(DEVICE, axes((2, 2)), Overlap())
 aten = torch.ops.aten
 AWAY = Strategy(("data",), offload_states=True, offload_parameters=True)
 
@@ -90,3 +100,22 @@ def test_nothing_changes_of_parameters_on_the_device() -> None:
     marked = PlaceStates((Strategy(("data",)), AWAY), {"w": 0}).run(graph)
     assert listing(FetchParameters().run(marked)) == before
     assert not any(port.on_host for port in signature(graph).inputs)
+
+
+@pytest.mark.parametrize(
+    ("case", "roles", "options"),
+    [
+        (llama, ("zero", "data"), {}),
+        (llama, ("zero", "tensor"), {"recompute": True, "gather_late": True}),
+        (lambda: gpt2(2), ("zero", "zero"), {"split_gathers": 2}),
+        (lambda: gpt2(2), ("tensor_sequence", "zero"), {"keep_gathered": True}),
+    ],
+)
+def test_nothing_changes(case: Callable[[], Case], roles: tuple[str, ...], options: dict[str, Any]) -> None:
+    """To the bit, on ranks whose shards are on the host; one block is on the device."""
+    model, inputs = case()
+    graph = captured(model, inputs)
+    here = uniform(graph, *roles, **options)
+    away = [replace(strategy, offload_states=i != 1, offload_parameters=i != 1) for i, strategy in enumerate(here)]
+    results = [simulate(graph, model, inputs, (2, 2), each, {}, AHEAD) for each in (away, here)]
+    assert all(results[0][name].equal(value) for name, value in results[1].items())

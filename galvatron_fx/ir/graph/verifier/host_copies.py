@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from galvatron_fx.ir.graph.host_copies import HOST_MOVES, arrived, from_host, to_host
+from galvatron_fx.ir.graph.host_copies import HOST_MOVES, arrived, from_host, is_parameter, to_host
 from galvatron_fx.ir.graph.metadata import meta_of
 
 __all__ = ["host_copy_problem"]
@@ -26,16 +26,11 @@ def host_copy_problem(node: fx.Node) -> str | None:
         if source.target not in HOST_MOVES or node.args[1] is not source.args[0]:
             return f"waits for '{source.name}', which is no copy of '{node.args[1]}'"
         return None
-    is_kept = _is_parameter(source) if node.target is from_host else _is_result(node)
+    is_kept = is_parameter(source) if node.target is from_host else _is_result(node)
     if record.phase != _PHASES[node.target] and not is_kept:  # type: ignore[index]
         return f"is of the {record.phase} phase, where copies of the {_PHASES[node.target]} phase were expected"  # type: ignore[index]
     untimely = [user.name for user in node.users if user.target is not arrived]
     return f"is taken by {untimely} before it has arrived" if untimely or not node.users else None
-
-
-def _is_parameter(source: fx.Node) -> bool:
-    """Whether a copy to the device may be of a parameter, which forward takes as well."""
-    return source.op == "placeholder"
 
 
 def _is_result(copy: fx.Node) -> bool:
