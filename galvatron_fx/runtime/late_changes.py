@@ -10,9 +10,17 @@ from torch.distributed.tensor import DTensor
 
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.torch_compat.tensors import pytree
+from galvatron_fx.runtime.dtensor_views import local_part
 from passes.frontend.capture.flat_inputs import FlatInputs
 
-__all__ = ["MemoryOfParameters", "refuse_assignment", "refuse_changed_output", "refuse_gradients", "refuse_part"]
+__all__ = [
+    "DecidingBuffers",
+    "MemoryOfParameters",
+    "refuse_assignment",
+    "refuse_changed_output",
+    "refuse_gradients",
+    "refuse_part",
+]
 __all__ += ["require_like"]
 
 _BRACKETS = "[]'"
@@ -68,6 +76,31 @@ def require_like(name: str, held: Tensor, given: Tensor) -> None:
             f"it does: make it from the model's own parameter, or by distribute_tensor with its device_mesh and "
             f"placements"
         )
+
+
+class DecidingBuffers:
+    """Buffers by whose values forward decided while it was traced: read again where somebody wrote into them since."""
+
+    def __init__(self) -> None:
+        self._read: dict[str, tuple[int, int, int]] = {}
+
+    def require_kept(self, decided_by: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> None:
+        """Raise InputError, naming it, for one of ``buffers`` that has another value now; waits for the device where it
+        may have.
+        """
+        for name, value in decided_by.items():
+            if name not in buffers:
+                continue
+            local = local_part(buffers[name])
+            seen = id(decided_by), id(local), local._version
+            if self._read.get(name) == seen:
+                continue
+            if local.tolist() != value:
+                raise InputError(
+                    f"buffer '{name}' is {local.tolist()}, and forward decided by its value when it was compiled, "
+                    f"which was {value}: change or load it before compile, and compile again"
+                )
+            self._read[name] = seen
 
 
 class MemoryOfParameters:

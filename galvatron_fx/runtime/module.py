@@ -331,6 +331,9 @@ class DistributedGraphModule(WithExperts):
         if key not in self._programs:
             self._tree.train_parameters(dict(zip(self._held, flags, strict=True)))
             self._programs[key] = together(lambda: self._compile_inputs(self._tree.twin, flat), self._members)
+        decided_by = self._programs[key].signature.decided_by
+        if decided_by:
+            self._deciding.require_kept(decided_by, dict(self.named_buffers(remove_duplicate=False)))
         return self._programs[key], flat, row_positions
 
     def _compare(self, key: Any, given: FlatInputs, row_positions: Collection[int]) -> None:

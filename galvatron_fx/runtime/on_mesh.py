@@ -16,7 +16,7 @@ from galvatron_fx.runtime.batch_rows import BatchRows
 from galvatron_fx.runtime.call_key import call_key
 from galvatron_fx.runtime.compiled import AnyProgram, Compiled
 from galvatron_fx.runtime.folding import FoldedUpdates
-from galvatron_fx.runtime.late_changes import MemoryOfParameters
+from galvatron_fx.runtime.late_changes import DecidingBuffers, MemoryOfParameters
 from galvatron_fx.runtime.like_original import LikeOriginal
 from galvatron_fx.runtime.lost_ranks import StepWatch
 from galvatron_fx.runtime.members import Members
@@ -80,6 +80,7 @@ class OnMesh(LikeOriginal):
             mark_of_stage(parameter)
         self._held = dict(self.named_parameters())
         self._memory = MemoryOfParameters(self._held)
+        self._deciding = DecidingBuffers()
         made_for = self._compiled_for
         trains = not self.plan.forward_only
         self._flags = tuple(trains and made_for.trained.get(name, True) for name in self._held)

@@ -237,7 +237,8 @@ class Signature:
     ``batch_dims``: the dim of outputs that has the batch, and in how many runs, by name, None where that is not known;
     ``forward_only``: whether the graph was captured to be run without backward: nothing in it needs gradients;
     ``arguments``: what a call leaves of its arguments where it puts something else into them
-    (:class:`passes.frontend.capture.held_objects.ArgumentsLeft`), else None.
+    (:class:`passes.frontend.capture.held_objects.ArgumentsLeft`), else None; ``decided_by``: buffers by whose values
+    forward decided, as lists of numbers, by name: no step changes them, and nobody else may.
     """
 
     inputs: tuple[InputSpec, ...]
@@ -254,6 +255,7 @@ class Signature:
     batch_dims: Mapping[str, tuple[int, int]] | None = None
     forward_only: bool = False
     arguments: Any = None
+    decided_by: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def beside_loss(self) -> frozenset[int]:

@@ -20,6 +20,7 @@ from galvatron_fx.ir.graph.symbols import InputDims
 from galvatron_fx.ir.torch_compat.tracing import export_joint, failures_unlogged, new_fake_mode
 from passes.frontend.capture.attribute_writes import refuse_view
 from passes.frontend.capture.batch_dims import BatchDim, fit_sizes
+from passes.frontend.capture.buffer_reads import refuse_changed_reads
 from passes.frontend.capture.compare_layers import UnlikeUnits
 from passes.frontend.capture.effect_tokens import drop_tokens
 from passes.frontend.capture.fake_model import FlatModel, fake_weights, module_names, passing_through
@@ -101,6 +102,7 @@ class Capture:
                     trace = self._once(flat, held)
                     _check_state(flat)
                     _check_views(flat, trace.whole)
+                    refuse_changed_reads(flat.decided_by, trace.whole)
                     check_gradients(trace.whole, flat)
                     _tell_of_masked_rows(flat)
                     return trace

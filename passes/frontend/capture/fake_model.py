@@ -22,6 +22,7 @@ from galvatron_fx.ir.torch_compat.tracing import (
 )
 from passes.frontend.capture.aliases import Aliases, View
 from passes.frontend.capture.attribute_writes import AttributeWrites
+from passes.frontend.capture.buffer_reads import BufferReads
 from passes.frontend.capture.flat_inputs import FlatInputs, flatten
 from passes.frontend.capture.flat_outputs import FlatOutputs, flat_outputs
 from passes.frontend.capture.held_objects import Arguments, ArgumentsLeft
@@ -76,6 +77,8 @@ class FlatModel(nn.Module):
         self.viewed: list[View] = []
         self.masked_because: Exception | None = None
         self.copies_constants = False
+        self.decided_by: dict[str, Any] = {}
+        self._buffers_now = dict(model.named_buffers(remove_duplicate=False))
         self.masked_lines: dict[str, None] = {}
 
     @property
@@ -115,7 +118,11 @@ class FlatModel(nn.Module):
         with self._aliases.tied(), self._outside.without_cache():
             state = ModuleState(self.module, self._outside)
             try:
-                with AttributeWrites(state.constants, self._aliases.views, self.copies_constants) as writes:
+                traced = dict(self.module.named_buffers(remove_duplicate=False))
+                with (
+                    BufferReads(traced, self._buffers_now, self.decided_by),
+                    AttributeWrites(state.constants, self._aliases.views, self.copies_constants) as writes,
+                ):
                     yield state
                     self.viewed += writes.viewed
             finally:

@@ -64,6 +64,7 @@ def record_graph(graph: fx.GraphModule, flat: FlatModel) -> None:
             output_names=flat.outputs.names,
             forward_only=flat.forward_only,
             arguments=flat.arguments,
+            decided_by=dict(flat.decided_by),
         ),
     )
     output.args = (tuple(node for _, node in pairs),)
