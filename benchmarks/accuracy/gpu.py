@@ -3,8 +3,8 @@
 A LLaMA of about a billion parameters computes in bfloat16, with float32 weights and AdamW, at several sequence lengths.
 Each is planned without recomputation, with all of it, and by a budget halfway between the peaks of these two. First the
 GPU is measured; by this profile all plans are searched and predicted, and all that is written down; then each plan is
-trained, eager and compiled by inductor. Needs one CUDA GPU and what Galvatron-FX depends on; --device cpu trains a tiny
-model instead, to try the script.
+trained, eager and compiled by inductor; beside them, what people write by hand. Needs one CUDA GPU and what
+Galvatron-FX depends on; --device cpu trains a tiny model instead, to try the script.
 
 Utilisation is that of the products of forward and backward, causal attention counted half and nothing counted that is
 recomputed, of the datasheet's peak. "Idle" is the share of a step in which no kernel runs. Measured peaks are those of
@@ -14,7 +14,9 @@ CUDA's allocator without the workspaces of cuBLAS.
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
+import itertools
 import json
 import tempfile
 from collections.abc import Iterator
@@ -32,6 +34,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import galvatron_fx as gfx
+from benchmarks.accuracy.gpu_by_hand import BY_HAND
 from benchmarks.accuracy.gpu_model import POLICY, SCALES, Scale, model_flops
 from benchmarks.accuracy.gpu_steps import Measured, measure, workspace_bytes
 from benchmarks.common import machine
@@ -74,10 +77,12 @@ class Task:
 
 
 def predict(graph: fx.GraphModule, cluster: gfx.Cluster, recompute: str, budget: int | None = None) -> Predicted:
-    """Search with recomputation "off", "on" or "auto", and simulate what was found."""
+    """Search with recomputation "off", "on" or "auto" for a batch in one piece, and simulate what was found."""
     wanted = {"off": False, "on": True}.get(recompute, "auto")
     most = int(cluster.device.memory_bytes * _MEMORY_SHARE) if budget is None else budget
-    plan = search_plan(graph, cluster, SearchSettings(memory_budget=most, recompute=wanted).on(cluster))
+    plan = search_plan(
+        graph, cluster, SearchSettings(memory_budget=most, recompute=wanted, num_microbatches=1).on(cluster)
+    )
     block_fingerprints = fingerprints(graph)
     strategies = [plan.strategy_of(index, len(block_fingerprints)) for index in range(len(block_fingerprints))]
     (use,) = SimulateChoice(graph, cluster, block_fingerprints).run(strategies, (0,), None).ranks()
@@ -115,9 +120,29 @@ def measured(
                 compiled = compile_captured(model, task.graph, mesh, one.plan, cluster, backend)
                 yield task, one, backend, measure(compiled, task.batch, options.device, options.steps, beside_bytes)
                 del compiled
-                gc.collect()
-                if options.device == "cuda":
-                    torch.cuda.empty_cache()
+                _give_back(options.device)
+
+
+def by_hand(
+    model: nn.Module, mesh: DeviceMesh, tasks: list[Task], options: argparse.Namespace
+) -> Iterator[tuple[Task, str, str, Measured]]:
+    """Train what is written by hand, where it fits, with torch's own update."""
+    beside_bytes = workspace_bytes(options.device)
+    for task, name, backend in itertools.product(tasks, options.by_hand, options.backends):
+        try:
+            other = BY_HAND[name](copy.deepcopy(model), mesh, backend == "inductor")
+            yield task, name, backend, measure(other, task.batch, options.device, options.steps, beside_bytes)
+        except torch.OutOfMemoryError:
+            Console().print(f"{task.samples}×{task.sequence}, {name}, {backend}: out of memory")
+        other = None
+        torch.compiler.reset()
+        _give_back(options.device)
+
+
+def _give_back(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def row(task: Task, one: Predicted, backend: str, found: Measured, peak_flops: float) -> list[str]:
@@ -140,6 +165,15 @@ def row(task: Task, one: Predicted, backend: str, found: Measured, peak_flops: f
         f"{used:.1%}",
         idle,
     ]
+
+
+def row_by_hand(task: Task, name: str, backend: str, found: Measured, peak_flops: float) -> list[str]:
+    """What nobody predicted."""
+    used = model_flops(task.graph) / found.step_s / peak_flops
+    idle = "-" if found.idle_share is None else f"{found.idle_share:.1%}"
+    times = ["", format_seconds(found.compute_s), "", "", format_seconds(found.update_s), ""]
+    where = [f"{task.samples}×{task.sequence}", f"by hand: {name}", backend]
+    return [*where, *times, "", format_bytes(found.peak_bytes), "", "", f"{used:.1%}", idle]
 
 
 def new_table() -> Table:
@@ -177,6 +211,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=SCALES, default="cuda", help="cpu: a tiny model, to try the script")
     parser.add_argument("--sequences", type=int, nargs="+", help="lengths (default: 1024 4096 8192)")
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
+    parser.add_argument("--by-hand", nargs="*", choices=BY_HAND, default=tuple(BY_HAND), help="(default: all)")
     parser.add_argument("--steps", type=int, default=10, help="steps that are timed (default: 10)")
     parser.add_argument("--profile", type=Path, help="a profile that was saved before (default: measure the GPU)")
     parser.add_argument("--profile-seconds", type=float, default=60.0, help="to measure the GPU in (default: 60)")
@@ -214,6 +249,10 @@ def main() -> None:
         for task, one, backend, found in measured(model, mesh, cluster, tasks, options):
             table.add_row(*row(task, one, backend, found, peak_flops))
             rows.append({"sequence": task.sequence, "recompute": one.recompute, "backend": backend, **asdict(found)})
+            (folder / "measured.json").write_text(json.dumps(rows, indent=1) + "\n")
+        for task, name, backend, found in by_hand(model, mesh, tasks, options):
+            table.add_row(*row_by_hand(task, name, backend, found, peak_flops))
+            rows.append({"sequence": task.sequence, "by hand": name, "backend": backend, **asdict(found)})
             (folder / "measured.json").write_text(json.dumps(rows, indent=1) + "\n")
         console.print(table)
     dist.destroy_process_group()

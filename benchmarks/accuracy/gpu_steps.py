@@ -12,6 +12,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import galvatron_fx as gfx
+from benchmarks.accuracy.gpu_by_hand import ByHand
 from benchmarks.common.small_models import Batch
 from benchmarks.common.tensor_memory import TensorMemory, held_tensors
 
@@ -45,7 +46,10 @@ def workspace_bytes(device: str) -> int:
     return torch.cuda.memory_allocated()
 
 
-def measure(model: gfx.DistributedGraphModule, batch: Batch, device: str, steps: int, beside_bytes: int) -> Measured:
+Trained = gfx.DistributedGraphModule | ByHand
+
+
+def measure(model: Trained, batch: Batch, device: str, steps: int, beside_bytes: int) -> Measured:
     """Train ``steps`` after some to warm up; ``beside_bytes``: what was allocated before the model."""
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -66,12 +70,12 @@ def measure(model: gfx.DistributedGraphModule, batch: Batch, device: str, steps:
 
 
 def _timed(run: Callable[[], None], device: str) -> float:
-    start_s = _clock_s(device)
+    start_s = clock_s(device)
     run()
-    return _clock_s(device) - start_s
+    return clock_s(device) - start_s
 
 
-def _clock_s(device: str) -> float:
+def clock_s(device: str) -> float:
     """The clock when the device has done what it was given."""
     if device == "cuda":
         torch.cuda.synchronize()
@@ -79,7 +83,7 @@ def _clock_s(device: str) -> float:
 
 
 def _peak_bytes(
-    model: gfx.DistributedGraphModule,
+    model: Trained,
     optimizer: torch.optim.Optimizer,
     step: Callable[[], None],
     device: str,
@@ -87,7 +91,7 @@ def _peak_bytes(
 ) -> int:
     """The most bytes of a step: of CUDA's allocator, which rounds every tensor up to 512 bytes."""
     if device == "cpu":
-        with TensorMemory(held_tensors(model, optimizer)) as memory:
+        with TensorMemory(held_tensors(model.module if isinstance(model, ByHand) else model, optimizer)) as memory:
             step()
         return memory.peak_bytes
     torch.cuda.synchronize()

@@ -22,8 +22,6 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-VOCABULARY, HEAD = 512, 32
-
 Step = Callable[[], object]
 
 
@@ -35,18 +33,21 @@ class Size:
     layers: int
     batch: int
     sequence: int
+    head: int = 32
+    vocabulary: int = 512
 
 
 class Attention(nn.Module):
     """Causal attention over as many heads as the weights of this rank hold."""
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden: int, head: int) -> None:
         super().__init__()
+        self.head = head
         self.q, self.k, self.v, self.o = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        q, k, v = (part(x).view(batch, length, -1, HEAD).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k, v = (part(x).view(batch, length, -1, self.head).transpose(1, 2) for part in (self.q, self.k, self.v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(mixed.transpose(1, 2).reshape(batch, length, -1))
 
@@ -66,10 +67,10 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     """Attention and feed-forward, each behind a norm and beside a residual."""
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden: int, head: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
-        self.attention, self.feed_forward = Attention(hidden), FeedForward(hidden)
+        self.attention, self.feed_forward = Attention(hidden, head), FeedForward(hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -81,11 +82,11 @@ class Decoder(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, size.hidden)
+        self.tokens = nn.Embedding(size.vocabulary, size.hidden)
         self.positions = nn.Embedding(size.sequence, size.hidden)
-        self.layers = nn.ModuleList(Layer(size.hidden) for _ in range(size.layers))
+        self.layers = nn.ModuleList(Layer(size.hidden, size.head) for _ in range(size.layers))
         self.norm = nn.RMSNorm(size.hidden)
-        self.head = nn.Linear(size.hidden, VOCABULARY, bias=False)
+        self.head = nn.Linear(size.hidden, size.vocabulary, bias=False)
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         x = self.tokens(ids)
@@ -103,7 +104,7 @@ def new_model(size: Size) -> Decoder:
 
 def new_batch(size: Size) -> dict[str, Tensor]:
     """The global batch."""
-    ids = torch.randint(VOCABULARY, (size.batch, size.sequence + 1), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(size.vocabulary, (size.batch, size.sequence + 1), generator=torch.Generator().manual_seed(0))
     return {"ids": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous()}
 
 
