@@ -50,6 +50,7 @@ from passes.search.plan_search import search_plan
 from passes.simulation.choice import SimulateChoice
 
 BACKENDS = ("eager", "inductor")
+RECOMPUTE = ("off", "on", "auto")
 _MEMORY_SHARE = 0.85  # of the GPU that the largest plan may take: the rest is the context's, and what fragments
 
 
@@ -116,7 +117,7 @@ def measured(
     beside_bytes = workspace_bytes(options.device)
     for task in tasks:
         for one in task.plans:
-            for backend in options.backends:
+            for backend in options.backends if one.recompute in options.recompute else ():
                 compiled = compile_captured(model, task.graph, mesh, one.plan, cluster, backend)
                 yield task, one, backend, measure(compiled, task.batch, options.device, options.steps, beside_bytes)
                 del compiled
@@ -211,6 +212,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=SCALES, default="cuda", help="cpu: a tiny model, to try the script")
     parser.add_argument("--sequences", type=int, nargs="+", help="lengths (default: 1024 4096 8192)")
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
+    parser.add_argument("--recompute", nargs="+", choices=RECOMPUTE, default=RECOMPUTE, help="(default: all)")
     parser.add_argument("--by-hand", nargs="*", choices=BY_HAND, default=tuple(BY_HAND), help="(default: all)")
     parser.add_argument("--steps", type=int, default=10, help="steps that are timed (default: 10)")
     parser.add_argument("--profile", type=Path, help="a profile that was saved before (default: measure the GPU)")

@@ -117,8 +117,7 @@ def main() -> None:
         name, what, found = row
         right += not found
         problems += found.startswith(("DIFFERS", "RAW"))
-        if found:
-            console.print(f"{name}, {what}: {found}")
+        console.print(f"{name}, {what}: {found or 'right'}")
     console.print(f"{right} right, {problems} wrong or raw")
     sys.exit(bool(problems))
 

@@ -14,17 +14,20 @@ from galvatron_fx.ir.cluster.device import UPDATE
 from galvatron_fx.profiling.fit import fit_operator
 from galvatron_fx.profiling.ranks import Ranks
 from galvatron_fx.profiling.timing import Rounds, Task
+from galvatron_fx.runtime.local_updates import watch_updates
 
 __all__ = ["UPDATE", "measure_updates"]
 
 _ELEMENTS = (64, 4096, 65536, 2**19, 2**22)  # of a parameter
+_ON_GPUS = (2**24, 2**26)  # beside these: smaller ones take no more than launching their kernels
 _PARAMETERS = 4
 
 
 def measure_updates(ranks: Ranks, seconds: float, slowdown: float, done: Callable[[float], None]) -> OperatorCurve:
     """Seconds of AdamW's step by the bytes of a parameter, float32, parameters being as a compiled model has them."""
-    times = Rounds(ranks, [_task(ranks, elements) for elements in _ELEMENTS], slowdown=slowdown).run(seconds, 1, done)
-    moved = [4.0 * elements for elements in _ELEMENTS]
+    sizes = _ELEMENTS if ranks.device_type == "cpu" else (*_ELEMENTS, *_ON_GPUS)
+    times = Rounds(ranks, [_task(ranks, elements) for elements in sizes], slowdown=slowdown).run(seconds, 1, done)
+    moved = [4.0 * elements for elements in sizes]
     each = [spent / _PARAMETERS for spent in times]
     return fit_operator(UPDATE, "float32", [0.0] * len(moved), moved, each)
 
@@ -34,6 +37,7 @@ def _task(ranks: Ranks, elements: int) -> Task:
         parameters = [
             nn.Parameter(_laid_out(ranks, torch.ones(elements, dtype=torch.float32))) for _ in range(_PARAMETERS)
         ]
+        watch_updates(nn.ParameterList(parameters))
         for parameter in parameters:
             parameter.grad = _laid_out(ranks, torch.full((elements,), 1e-3))
         optimizer = torch.optim.AdamW(parameters)

@@ -92,9 +92,8 @@ class _Twin:
                 {**group, "params": [self.state.alias(parameter) for parameter in group["params"]]}
                 for group in self.whole.param_groups
             ]
+        groups = [part for group in groups for part in _in_turns(group)]
         for group in groups:
-            # As for DTensors: one parameter after the other, unless told otherwise. Plans count what that makes.
-            group["foreach"] = bool(group.get("foreach"))
             # Fused kernels do not count that they write, by which backward notices an early step.
             increment_version([alias for alias in group["params"] if alias.grad is not None])
         return self._after_streaming(groups)
@@ -116,6 +115,26 @@ class _Twin:
         twin.__dict__ = {**self.__dict__, "param_groups": [{**group, "params": [alias]}]}
         type(self.whole).step.__wrapped__(twin)  # type: ignore[attr-defined]
         self.state.pop(alias, None)  # as it has the states on the device
+
+
+def _in_turns(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """The group as it is updated where nobody said how: one parameter after the other; on GPUs, where launching kernels
+    takes long, as many at once as have no more elements than the largest alone, which is what plans count.
+    """
+    if group.get("foreach") is not None or group.get("fused"):
+        return [group]
+    if all(alias.device.type == "cpu" for alias in group["params"]):
+        return [{**group, "foreach": False}]
+    most = max(alias.numel() for alias in group["params"])
+    turns: list[list[Tensor]] = [[]]
+    count = 0
+    for alias in group["params"]:
+        count += alias.numel()
+        if count > most:
+            turns.append([])
+            count = alias.numel()
+        turns[-1].append(alias)
+    return [{**group, "params": turn, "foreach": True} for turn in turns]
 
 
 # They treat each element by itself: what a rank holds is updated as it is in the whole.

@@ -14,6 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from galvatron_fx.errors import InputError
+from galvatron_fx.runtime.local_updates import _in_turns
 from tests.seams.conftest import mesh as mesh
 from tests.seams.one_rank import batch, pair
 
@@ -160,3 +161,12 @@ def test_groups_without_their_settings_are_refused(mesh: DeviceMesh) -> None:
     compiled.forward_backward(**batch())
     with pytest.raises(InputError, match=r"of this AdamW lacks betas\. .*flatten_optimizer_state_dict=True"):
         optimizer.step()
+
+
+def test_on_gpus_as_many_are_updated_at_once_as_have_no_more_elements_than_the_largest() -> None:
+    group = {"params": [torch.empty(size, device="meta") for size in (3, 10, 4, 6, 1, 9)], "lr": 0.1}
+    turns = _in_turns(group)
+    assert [[each.numel() for each in turn["params"]] for turn in turns] == [[3], [10], [4, 6], [1, 9]]
+    assert all(turn["foreach"] and turn["lr"] == 0.1 for turn in turns)
+    assert _in_turns({**group, "foreach": False}) == [{**group, "foreach": False}]
+    assert _in_turns({**group, "fused": True}) == [{**group, "fused": True}]

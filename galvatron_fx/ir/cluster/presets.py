@@ -180,21 +180,31 @@ CPU_PRESET = Preset(_CPU, _GLOO, _GLOO, per_node=2**62, overlap=_CPU_OVERLAP)
 _SHARED_CORES = Skew(late_s=17e-3, growth=0.45)
 
 
+def _machine_bytes() -> int:
+    """The memory of this machine (POSIX sysconf)."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def cpu_preset(ranks: int) -> Preset:
-    """A CPU process with an equal share of the machine's memory (POSIX sysconf), and of its cores if it has fewer."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """A CPU process with an equal share of the machine's memory, and of its cores if it has fewer."""
     skew = _SHARED_CORES if ranks > (os.cpu_count() or 1) else Skew()
-    device = replace(_CPU, memory_bytes=max(1, total // ranks))
+    device = replace(_CPU, memory_bytes=max(1, _machine_bytes() // ranks))
     return replace(CPU_PRESET, device=device, overlap=replace(_CPU_OVERLAP, skew=skew))
 
 
 def cuda_preset() -> Preset:
     """The preset that fits the name and memory of GPU 0 of this machine, else a generic GPU of that name and memory.
 
-    A preset keeps its own memory size, lest GPUs that differ by some bytes give their ranks different plans.
+    A preset keeps its own memory size, lest GPUs that differ by some bytes give their ranks different plans. The host's
+    memory is this machine's, shared by its GPUs.
     """
     if not torch.cuda.is_available():
         raise ClusterError("a 'cuda' mesh on a machine without a GPU; plan for it with Cluster.preset instead")
+    preset, ranks = _preset_of_gpu(), max(1, torch.cuda.device_count())
+    return replace(preset, device=replace(preset.device, host_memory_bytes=_machine_bytes() // ranks))
+
+
+def _preset_of_gpu() -> Preset:
     properties = torch.cuda.get_device_properties(0)
     words = set(properties.name.replace("-", " ").split())
     for name, preset in PRESETS.items():

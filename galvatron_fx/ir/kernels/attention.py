@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
 
 from galvatron_fx.ir.kernels.cpu_attention import dense_rows
 
@@ -22,7 +23,8 @@ _WIDEST = 256  # heads that FlashAttention takes
 _ALIGNED = 8  # widths and lengths of masks of which the kernels want a multiple
 _SUMS_ALIGNED = 32  # the memory-efficient kernel pads the sums of rows to a multiple
 
-FLASH, EFFICIENT, PLAIN = "flash", "efficient", "plain"
+CUDNN, FLASH, EFFICIENT, PLAIN = "cudnn", "flash", "efficient", "plain"
+_TORCH_CUDNN = SDPBackend.CUDNN_ATTENTION.value
 
 
 def attention(
@@ -46,6 +48,11 @@ def attention(
     if kernel == FLASH:
         out, sums, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)
         return out, sums
+    if kernel == CUDNN:
+        out, sums, *_ = aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, 0.0, is_causal, scale=scale
+        )
+        return out, sums.squeeze(-1)
     key, value = _repeated(key, query), _repeated(value, query)
     if kernel == EFFICIENT:
         bias = _bias(attn_mask, query, key)
@@ -76,7 +83,7 @@ def attention_backward(
     _check_dropout(dropout_p)
     kernel = kernel_of(query, key, value, is_causal, attn_mask)
     num_heads = key.shape[1]
-    if kernel != FLASH:
+    if kernel not in (CUDNN, FLASH):
         key, value = _repeated(key, query), _repeated(value, query)
     if kernel == PLAIN:
         to_query, to_key, to_value = _plain_backward(grad, query, key, value, out, sums, is_causal, attn_mask, scale)
@@ -88,6 +95,12 @@ def attention_backward(
         gradients: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_backward(
             grad, query, key, value, out, sums, None, None, *lengths, 0.0, is_causal, undrawn, undrawn, scale=scale
         )
+        return gradients
+    if kernel == CUDNN:
+        gradients = aten._scaled_dot_product_cudnn_attention_backward(
+            grad, query, key, value, out, sums.unsqueeze(-1), undrawn, undrawn, None, None, None,
+            query.shape[-2], key.shape[-2], 0.0, is_causal, scale=scale,
+        )  # fmt: skip
         return gradients
     bias = _bias(attn_mask, query, key)
     padded = F.pad(sums, (0, -sums.shape[-1] % _SUMS_ALIGNED), value=math.inf)
@@ -110,10 +123,11 @@ def _summed(grad: Tensor, num_heads: int) -> Tensor:
 
 
 def kernel_of(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None) -> str:
-    """The fastest kernel of a GPU that takes these: FlashAttention, the memory-efficient one, or plain products.
+    """The fastest kernel of a GPU that takes these: cuDNN's, FlashAttention, the memory-efficient one, plain products.
 
-    The conditions are those of ``torch/.../transformers/cuda/sdp_utils.cpp``. FlashAttention aligns a causal mask that
-    is not square with the last query, and we mean the first.
+    The conditions are those of ``torch/.../transformers/cuda/sdp_utils.cpp``. cuDNN's kernel runs where torch's own
+    attention would take it (Hopper and later), and makes what FlashAttention does. FlashAttention aligns a causal mask
+    that is not square with the last query, and we mean the first.
     """
     width, is_modern = query.shape[-1], _is_modern()
     is_half = query.dtype in _HALF
@@ -121,7 +135,7 @@ def kernel_of(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: 
     square = query.shape[-2] == key.shape[-2]
     same_width = width == value.shape[-1] <= _WIDEST
     if is_half and is_modern and aligned and same_width and mask is None and (square or not is_causal):
-        return FLASH
+        return CUDNN if _is_cudnns(query, key, value, is_causal) else FLASH
     takes = query.dtype in (torch.float32, torch.float16) or (query.dtype is torch.bfloat16 and is_modern)
     if takes and aligned and (mask is None or key.shape[-2] % _ALIGNED == 0):
         return EFFICIENT
@@ -132,6 +146,14 @@ def kernel_of(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: 
 def _is_modern() -> bool:
     """Whether GPU 0 is Ampere or later; taken to be where there is none, as in a test on fake tensors."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0)
+
+
+def _is_cudnns(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> bool:
+    """Whether torch's attention would be cuDNN's for these, as the GPU, the libraries and the user's settings are."""
+    if not torch.cuda.is_available():
+        return False
+    grouped = query.shape[1] != key.shape[1]
+    return bool(torch._fused_sdp_choice(query, key, value, None, 0.0, is_causal, enable_gqa=grouped) == _TORCH_CUDNN)
 
 
 def _check_dropout(dropout_p: float) -> None:
