@@ -106,7 +106,7 @@ def _idle(step: Callable[[], None], device: str) -> float | None:
     if device == "cpu":
         return None
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA], schedule=schedule(wait=0, warmup=1, active=1)) as traced:
+    with profile(activities=[ProfilerActivity.CUDA], schedule=schedule(wait=0, warmup=1, active=1, repeat=1)) as traced:
         for _ in range(2):  # the first is not counted: names of blocks are written into the program for it
             step()
             torch.cuda.synchronize()

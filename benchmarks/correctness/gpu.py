@@ -48,7 +48,7 @@ def plans(graph: fx.GraphModule) -> Iterator[tuple[str, gfx.Plan]]:
 
 def checked(name: str, mesh: DeviceMesh, end_s: float) -> Iterator[tuple[str, str]]:
     """What each plan of a model came to: "" where it is right."""
-    for precision, dtype, policy in (("float64", torch.float64, None), ("bfloat16", torch.float32, POLICY)):
+    for precision, dtype, policy in (("bfloat16", torch.float32, POLICY), ("float64", torch.float64, None)):
         model, inputs = MODELS[name]()
         batch = {key: x.to(dtype) if x.is_floating_point() else x for key, x in inputs.items()}
         graph = gfx.capture(model.to(dtype), batch, mixed_precision=policy)
@@ -93,7 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", help="some of the tests' (default: all)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--workers", type=int, default=8, help="processes at once (default: 8)")
+    parser.add_argument("--workers", type=int, default=4, help="processes at once (default: 4)")
     parser.add_argument("--seconds", type=float, default=600.0, help="after which what is left is left out")
     options = parser.parse_args()
     names = options.models or list(MODELS)

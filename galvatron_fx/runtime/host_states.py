@@ -24,6 +24,7 @@ from galvatron_fx.runtime.disk_states import Storage
 from galvatron_fx.runtime.dtensor_views import local_part
 from galvatron_fx.runtime.host_parameters import Visit, device_of, is_on_host, mark_like
 from galvatron_fx.runtime.optimizer_states import shards_of
+from galvatron_fx.runtime.pinned import empty_pinned
 
 __all__ = ["StreamedStates", "empty_on_host", "has_host_states", "keep_like", "keep_on_host", "streamed"]
 
@@ -66,7 +67,7 @@ def _room(parameter: Tensor, local: Tensor) -> Tensor:
     storage: Storage | None = getattr(parameter, _MARK, None)
     if storage is not None:
         return storage.empty_like(local)
-    return torch.empty_like(local, device="cpu", pin_memory=device_of(parameter).type != "cpu")
+    return torch.empty_like(local) if device_of(parameter).type == "cpu" else empty_pinned(local)
 
 
 def streamed(states: States, parameters: Sequence[Tensor], update: Callable[[Tensor], None]) -> None:
@@ -189,7 +190,8 @@ class _Going:
             here, host = local_part(value), came.hosts.get(name)
             if host is None or not _belongs(host, parameter) or (host.shape, host.dtype) != (value.shape, value.dtype):
                 storage: Storage | None = getattr(parameter, _MARK, None)
-                there = to_host(here) if storage is None else start_copy(here, storage.empty_like(here))
+                alike = storage is None and here.device.type == "cpu"
+                there = to_host(here) if alike else start_copy(here, _room(parameter, here))
                 host = _there(there, value, parameter)
             else:
                 there = start_copy(here, local_part(host))

@@ -14,6 +14,7 @@ from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.collectives import take_run
 from galvatron_fx.ir.graph.placement import REPLICATE, Placement, Shard, to_dtensor
 from galvatron_fx.ir.torch_compat.dtensors import dtensor_of
+from galvatron_fx.runtime.pinned import empty_pinned
 from galvatron_fx.runtime.same_weights import from_first
 
 
@@ -118,7 +119,7 @@ def _shard_parameter(
     device_type = "cpu" if there else mesh.device_type
     local = _on_device(local, device_type).contiguous()
     if there and mesh.device_type != "cpu":
-        local = local.pin_memory()
+        local = empty_pinned(local).copy_(local)
     shown = [to_dtensor(p) for p in placements or (REPLICATE,) * mesh.ndim]
     whole_shape = torch.Size(parameter.shape)
     stride = torch.empty(whole_shape, device="meta").stride()

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -158,7 +159,8 @@ def test_a_known_gpu_takes_its_preset(monkeypatch, name, total_memory, expected)
     cuda(monkeypatch, name, total_memory)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr("galvatron_fx.ir.cluster.presets._machine_bytes", lambda: 10**12)
-    assert described((4, 4), "cuda") == Cluster.preset(f"16x{expected}").having(host_memory_bytes=10**12)
+    preset = Cluster.preset(f"16x{expected}")
+    assert described((4, 4), "cuda") == replace(preset, device=replace(preset.device, host_memory_bytes=10**12))
 
 
 def test_nodes_are_as_large_as_torchrun_says(monkeypatch) -> None:
