@@ -229,7 +229,8 @@ class Simulated:
             elif port.kind == "grad" and not port.name.startswith(("none ", "input ")):
                 parameter = self._tensor(port.name)
                 parameter.grad = whole.value.to(parameter.dtype)
-                self.spread["gradient", self._names[id(parameter)]] = whole.spread
+                if id(parameter) in self._names:  # not of a buffer that forward lets need gradients
+                    self.spread["gradient", self._names[id(parameter)]] = whole.spread
         return self._outputs(signature(self.graph), results)
 
     def _outputs(self, known: Signature, results: Results) -> Any:

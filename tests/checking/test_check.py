@@ -238,6 +238,19 @@ def test_zeros_where_eager_has_no_gradient_are_a_note() -> None:
     assert "eager has no gradient for 'experts.1.weight', 'experts.1.bias', 'experts.2.weight'" in report.notes[0]
 
 
+def test_a_buffer_that_forward_lets_need_gradients_is_no_parameter() -> None:
+    class Commitment(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 5)
+            self.register_buffer("zero", torch.tensor(0.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.zero.requires_grad_() + self.layer(x).square().mean()
+
+    galvatron_fx.check(Commitment(), 2, (torch.randn(6, 5),), Plan.uniform((2,), ("data",))).raise_if_different()
+
+
 def test_the_model_stays_as_it_is() -> None:
     model = tagger(dropout=0.2)
     model(**batch())["loss"].backward()
