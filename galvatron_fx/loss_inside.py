@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.plain_model import plain_model
 
-__all__ = ["LossAndOutputs", "with_loss"]
+__all__ = ["LossAndOutputs", "with_forward", "with_loss"]
 
 
 class LossAndOutputs(NamedTuple):
@@ -31,17 +33,28 @@ def with_loss(model: nn.Module, loss: Callable[[Any, Any], Tensor], targets: str
     """
     if not callable(loss):
         raise InputError(f"loss is a {type(loss).__name__}: give a function of outputs and targets")
+
+    def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> LossAndOutputs:
+        if targets not in kwargs and not args:
+            raise InputError(f"the loss takes targets: pass them last, or as {targets}=...")
+        inputs, aims = (args, kwargs.pop(targets)) if targets in kwargs else (args[:-1], args[-1])
+        outputs = original(*inputs, **kwargs)
+        return LossAndOutputs(loss(outputs, aims), outputs)
+
+    return with_forward(model, forward)
+
+
+def with_forward(model: nn.Module, forward: Callable[..., Any]) -> nn.Module:
+    """Return ``model`` with its weights and modules, called as ``forward(its own forward, *args, **kwargs)``."""
     inside = copy.copy(plain_model(model))
     kind = type(inside)
     patched = vars(inside).pop("forward", None)
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> LossAndOutputs:
-        if targets not in kwargs and not args:
-            raise InputError(f"the loss takes targets: pass them last, or as {targets}=...")
-        inputs, aims = (args, kwargs.pop(targets)) if targets in kwargs else (args[:-1], args[-1])
-        outputs = patched(*inputs, **kwargs) if patched is not None else kind.forward(self, *inputs, **kwargs)
-        return LossAndOutputs(loss(outputs, aims), outputs)
+    def changed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        is_method = patched is None or isinstance(patched, MethodType)
+        original = partial(kind.forward if patched is None else patched.__func__, self) if is_method else patched
+        return forward(original, *args, **kwargs)
 
     # A class and not an attribute: copies of the model compute with weights of their own.
-    inside.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    inside.__class__ = type(kind.__name__, (kind,), {"forward": changed, "__module__": kind.__module__})
     return inside

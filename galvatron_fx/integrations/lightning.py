@@ -19,9 +19,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 
 from galvatron_fx.checkpoint import Checkpointer
-from galvatron_fx.integrations.preparing import compiled_for_ranks, first_batch, policy_named
+from galvatron_fx.integrations.preparing import call_of, compiled_for_ranks, first_batch, policy_named
 from galvatron_fx.ir.errors import InputError
-from galvatron_fx.runtime.batch_rows import unmarked
 from galvatron_fx.runtime.module import DistributedGraphModule
 from galvatron_fx.weights import gather
 
@@ -103,17 +102,10 @@ class GalvatronStrategy(DDPStrategy):
         loader = trainer.train_dataloader
         batch = first_batch(loader, getattr(loader, "batch_size", None))
 
-        def catch(_: nn.Module, args: Any, kwargs: Any) -> None:
-            raise _CalledError(args, kwargs)
-
-        handle = self._module.register_forward_pre_hook(catch, with_kwargs=True)
         takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)  # as Lightning does
-        try:
-            module.training_step(batch, *(0,) * takes_index)
-        except _CalledError as called:
-            return unmarked(*called.args)[0]
-        finally:
-            handle.remove()
+        example = call_of(self._module, lambda: module.training_step(batch, *(0,) * takes_index))
+        if example is not None:
+            return example
         raise InputError(f"training_step does not call self.{self._name}: name the module that it calls")
 
     def model_to_device(self) -> None:
@@ -181,10 +173,6 @@ class GalvatronStrategy(DDPStrategy):
         if len(self.optimizers) != 1:
             raise InputError(f"a checkpoint holds one optimizer, and configure_optimizers made {len(self.optimizers)}")
         return self.optimizers[0]
-
-
-class _CalledError(Exception):
-    """The module was called: with the arguments of this."""
 
 
 def _folder(filepath: Any) -> str:

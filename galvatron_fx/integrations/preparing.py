@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -24,25 +24,28 @@ from galvatron_fx.checkpoint.steps import Steps
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.torch_compat.dtensors import whole_tensor
 from galvatron_fx.ir.torch_compat.tensors import pytree
+from galvatron_fx.runtime.batch_rows import unmarked
 from galvatron_fx.runtime.module import DistributedGraphModule
+from passes.frontend.capture.capture import FlatInputs
 
-__all__ = ["compiled_for_ranks", "first_batch", "follow", "policy_named", "save_again"]
+__all__ = ["call_of", "compiled_for_ranks", "first_batch", "follow", "policy_named", "save_again"]
 
 
 def compiled_for_ranks(
-    model: nn.Module, example: Any, device_type: str, options: Mapping[str, Any]
+    model: nn.Module, example: Any, device_type: str, options: Mapping[str, Any], needs_loss: bool = True
 ) -> DistributedGraphModule:
     """Compile ``model`` for batches of which every rank brings its own rows, as loaders of these tools give them.
 
     ``example``: such rows; ``options``: of :func:`galvatron_fx.compile`, ``mesh`` included. Without gradient mode the
-    outputs with a batch are those of the rank's own rows, too. Raises InputError for a model that returns no loss.
+    outputs with a batch are those of the rank's own rows, too. Raises InputError for a model that returns no loss,
+    where one is needed.
     """
     given = dict(options)
     if "batch" in given or "example_inputs" in given:
         raise InputError("batch= and example_inputs= are what the loader says: leave them out of galvatron={...}")
     mesh = given.pop("mesh", None) or init_device_mesh(device_type, (dist.get_world_size(),))
     compiled = compile(model, mesh, example, batch="local", **given)
-    if not compiled.has_loss:
+    if needs_loss and not compiled.has_loss:
         raise InputError(
             "the model returns no loss, and one that is computed outside would be that of this rank's rows alone: "
             "give a module whose forward takes the targets and returns the loss, as galvatron_fx.with_loss(model, loss)"
@@ -64,6 +67,30 @@ def _own_outputs(model: DistributedGraphModule, args: Any, kwargs: Any, outputs:
         return whole_tensor(leaf).narrow(0, rows[0], len(rows))
 
     return pytree.tree_map(own, outputs)
+
+
+def call_of(module: nn.Module, run: Callable[[], Any]) -> FlatInputs | None:
+    """What ``run`` calls ``module`` with at first, where it stops; None where it does not call it.
+
+    Random number generators are left as they were.
+    """
+
+    def catch(_: nn.Module, args: Any, kwargs: Any) -> None:
+        raise _CalledError(args, kwargs)
+
+    handle = module.register_forward_pre_hook(catch, with_kwargs=True)
+    try:
+        with _random_states_kept():
+            run()
+    except _CalledError as called:
+        return unmarked(*called.args)[0]
+    finally:
+        handle.remove()
+    return None
+
+
+class _CalledError(Exception):
+    """The module was called: with the arguments of this."""
 
 
 def first_batch(loader: Any, rows: int | None) -> Any:

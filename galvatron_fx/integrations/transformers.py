@@ -18,13 +18,19 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from galvatron_fx.checkpoint import Checkpointer
 from galvatron_fx.integrations.accelerate import FOLDER, plain_optimizer
 from galvatron_fx.integrations.even_lengths import even_lengths
-from galvatron_fx.integrations.preparing import compiled_for_ranks, first_batch, policy_named, save_again
-from galvatron_fx.ir.errors import InputError
+from galvatron_fx.integrations.live_outputs import give_scalars_back, with_live_outputs
+from galvatron_fx.integrations.preparing import call_of, compiled_for_ranks, first_batch, policy_named, save_again
+from galvatron_fx.ir.errors import InputError, PlanError
 from galvatron_fx.loss_inside import with_loss
 from galvatron_fx.runtime.module import DistributedGraphModule
 from galvatron_fx.weights import gather
 
 __all__ = ["GalvatronMixin", "Trainer"]
+
+_TAKES_LOSS = (
+    ". This trainer has a compute_loss of its own, which may make its loss of any output: where it takes the "
+    "model's own (outputs.loss) and no other, say so by galvatron={'takes_loss': True, ...}"
+)
 
 
 class GalvatronMixin:
@@ -32,7 +38,10 @@ class GalvatronMixin:
     ``memory_budget``, or a ``mesh`` other than one axis over all processes.
 
     Batches, accumulation, evaluation, saving and resuming are Trainer's. A loss is that of the rows of all processes,
-    over the labels of all of them; label smoothing and ``compute_loss_func`` are compiled with the model.
+    over the labels of all of them; label smoothing and ``compute_loss_func`` are compiled with the model. A
+    ``compute_loss`` of the subclass's own gets outputs of the process's own rows, and the mean of the processes' losses
+    counts; ``"takes_loss": True`` among the options says that it takes ``outputs.loss`` and no other: any plan can then
+    be chosen.
     ``"pad_lengths": True`` among the options pads batches that processes have padded to lengths of their own
     (:func:`galvatron_fx.integrations.even_lengths.even_lengths`). A checkpoint holds a model that ``from_pretrained``
     reads, and states from which training goes on under any plan. Raises InputError for NEFTune, a ready optimizer and
@@ -41,8 +50,8 @@ class GalvatronMixin:
 
     def __init__(self, *args: Any, galvatron: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._options = dict(galvatron or {})
-        self._loss_is_inside = True
         self._pads = bool(self._options.pop("pad_lengths", False))
+        self._takes_loss = bool(self._options.pop("takes_loss", False))
         super().__init__(*args, **kwargs)
         self._trainer._set_signature_columns_if_needed()
         self._refuse_what_is_outside()
@@ -78,18 +87,26 @@ class GalvatronMixin:
             return
         example = trainer._prepare_inputs(first_batch(loader, rows))
         count = trainer._get_num_items_in_batch([example], trainer.args.device)
-        example = self._model_inputs(example, count)
+        inputs_of = self._call_of_compute_loss if self._makes_loss else self._model_inputs
+        example = inputs_of(example, count)
         options = policy_named(trainer.accelerator.mixed_precision, self._options)
         model = trainer.model
         if self._has_own_loss:
             inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
             self._shifts = inner._get_name() in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()  # as Trainer decides
             model = with_loss(model, self._own_loss)
+        elif self._makes_loss:
+            model = with_live_outputs(model)
         if trainer.args.torch_compile and trainer.args.torch_compile_backend == "inductor":
             options = {"backend": "inductor", **options}
-        compiled = compiled_for_ranks(model, example, trainer.args.device.type, options)
-        if not self._has_own_loss:
-            compiled.register_forward_hook(self._look_for_loss)
+        try:
+            compiled = compiled_for_ranks(model, example, trainer.args.device.type, options, not self._makes_loss)
+        except PlanError as error:
+            raise PlanError(f"{error}{_TAKES_LOSS}" if self._makes_loss else str(error)) from error
+        if self._makes_loss:
+            give_scalars_back(compiled, self._share)
+        elif not self._has_own_loss:
+            compiled.register_forward_hook(self._say_whose_loss)
         trainer.model = trainer.model_wrapped = trainer.callback_handler.model = compiled
         # Accelerate would wrap it for data parallelism and mixed precision: a compiled model is prepared already.
         trainer.is_distributed_loading_by_transformers = True
@@ -122,9 +139,38 @@ class GalvatronMixin:
         return trainer.accelerator.gather(torch.as_tensor(count, device=device)).sum()
 
     @property
+    def _makes_loss(self) -> bool:
+        """Whether a class of this trainer's has a ``compute_loss`` of its own, which may take any of the outputs."""
+        if self._takes_loss:
+            return False
+        known = (GalvatronMixin, transformers.Trainer)
+        return any("compute_loss" in vars(kind) for kind in type(self).__mro__ if kind not in known)
+
+    @property
     def _has_own_loss(self) -> bool:
         trainer = self._trainer
-        return trainer.label_smoother is not None or trainer.compute_loss_func is not None
+        has_loss = trainer.label_smoother is not None or trainer.compute_loss_func is not None
+        return has_loss and not self._makes_loss
+
+    def _call_of_compute_loss(self, inputs: Any, count: Any) -> Any:
+        """What ``compute_loss`` calls the model with."""
+        arguments = self._trainer.args
+        if count is not None and not arguments.average_tokens_across_devices and arguments.world_size > 1:
+            raise InputError(
+                "average_tokens_across_devices=False, and a compute_loss that may make its loss of outputs: leave it "
+                "at True, as num_items_in_batch is that of all processes"
+            )
+        model = self._trainer.model.train()
+        called = call_of(model, lambda: self.compute_loss(model, dict(inputs), num_items_in_batch=count))
+        if called is None:
+            raise InputError("compute_loss does not call the model that it is given, which is what is compiled")
+        return called
+
+    def _share(self, arguments: Mapping[str, Any]) -> float:
+        """What part of a loss of all rows is a rank's: over the labels of all ranks, losses are added up over them."""
+        trainer = self._trainer
+        is_sum = trainer.args.average_tokens_across_devices and arguments.get("num_items_in_batch") is not None
+        return 1 / trainer.accelerator.num_processes if is_sum else 1.0
 
     def _own_loss(self, outputs: Any, targets: tuple[Any, Any]) -> Any:
         """The loss that Trainer computes from outputs of the model; part of what is compiled."""
@@ -148,27 +194,20 @@ class GalvatronMixin:
     ) -> Any:
         """As Trainer's; a loss that the model computes is that of all processes, and not multiplied by their number."""
         trainer = self._trainer
+        if self._makes_loss:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
         if self._has_own_loss:
             loss, outputs = model(**self._model_inputs(inputs, num_items_in_batch))
             return (loss, outputs) if return_outputs else loss
         averages = trainer.args.average_tokens_across_devices
         try:
-            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)  # type: ignore[misc]
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
         finally:
             trainer.args.average_tokens_across_devices = averages
-        if not self._loss_is_inside and not averages and num_items_in_batch is not None:
-            raise InputError(
-                "average_tokens_across_devices=False, and a loss that compute_loss makes of outputs: leave it at True, "
-                "as num_items_in_batch is that of all processes"
-            )
-        return (loss, outputs) if return_outputs else loss
 
-    def _look_for_loss(self, model: nn.Module, args: Any, outputs: Any) -> None:
-        """Whether the model has just computed the loss: that of all processes, which needs no factor that makes up for
-        a mean over them. One that is made of outputs of this process's rows does.
-        """
-        self._loss_is_inside = not isinstance(outputs, Mapping) or outputs.get("loss") is not None
-        if self._loss_is_inside:
+    def _say_whose_loss(self, model: nn.Module, args: Any, outputs: Any) -> None:
+        """Have a loss that the model has just computed not multiplied by the number of ranks: it is that of all."""
+        if not isinstance(outputs, Mapping) or outputs.get("loss") is not None:
             self._trainer.args.average_tokens_across_devices = False
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:

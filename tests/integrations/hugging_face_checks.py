@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, defau
 from transformers.trainer_pt_utils import LabelSmoother
 
 from galvatron_fx import DistributedGraphModule, Pipelining, Plan
-from galvatron_fx.errors import InputError
+from galvatron_fx.errors import InputError, PlanError
 from galvatron_fx.integrations.accelerate import Accelerator
 from galvatron_fx.integrations.transformers import GalvatronMixin, Trainer
 from tests.runtime.launch import Check
@@ -130,10 +130,10 @@ def trainer_trains_and_resumes(mesh: DeviceMesh) -> None:
         same(parameter, plain.get_parameter(name))
 
 
-def refused(call: Callable[[], Any], said: str) -> None:
+def refused(call: Callable[[], Any], said: str, kind: type[Exception] = InputError) -> None:
     try:
         call()
-    except InputError as error:
+    except kind as error:
         assert said in str(error), error
     else:
         raise AssertionError("it was not refused")
@@ -145,7 +145,9 @@ def trainer_refuses(mesh: DeviceMesh) -> None:
     refused(lambda: trainer(plan, FOLDER, neftune_noise_alpha=1.0), "neftune_noise_alpha hooks a module")
     refused(lambda: trainer(plan, FOLDER, fsdp=True), "fsdp splits the model in a way of its own")
     local = {"average_tokens_across_devices": False, "save_strategy": "no"}
-    refused(trainer(plan, FOLDER, OwnLossTrainer, **local).train, "a loss that compute_loss makes of outputs")
+    refused(trainer(plan, FOLDER, OwnLossTrainer, **local).train, "a compute_loss that may make its loss of outputs")
+    own = trainer(STAGES, FOLDER, OwnLossTrainer, save_strategy="no")
+    refused(own.train, "say so by galvatron={'takes_loss': True, ...}", PlanError)
     one = trainer(plan, FOLDER)
     one._options["batch"] = "global"
     refused(one.train, "leave them out of galvatron={...}")
@@ -157,6 +159,41 @@ def trainer_takes_a_loss_of_outputs(mesh: DeviceMesh) -> None:
     one = trainer(Plan.uniform((2,), ("zero",)), FOLDER / "own", OwnLossTrainer, save_strategy="no")
     one.train()
     torch.testing.assert_close(logged(one, "loss"), losses, rtol=1e-6, atol=0)  # Trainer logs in float32
+    for name, parameter in one.model.named_parameters():
+        same(parameter, plain.get_parameter(name))
+
+
+class SharpTrainer(Trainer):
+    """Adds the outputs' entropy to the loss that the model computes."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        loss = loss + entropy(outputs.logits, num_items_in_batch) * self.args.world_size
+        return (loss, outputs) if return_outputs else loss
+
+
+def entropy(logits: Tensor, count: Any) -> Tensor:
+    logs = logits.log_softmax(-1)
+    return -(logs.exp() * logs).sum() / count
+
+
+def trainer_takes_loss_and_outputs(mesh: DeviceMesh) -> None:
+    """A loss that is made of the model's own and of outputs beside it."""
+    given = {"max_steps": 1, "save_strategy": "no"}
+    one = trainer(Plan.uniform((2,), ("tensor",)), FOLDER / "sharp", SharpTrainer, **given)
+    one.train()
+    plain, rows, total = language_model(), Rows()[:8], 0.0
+    count = rows["labels"][:, 1:].ne(-100).sum()
+    for part in (slice(4), slice(4, 8)):
+        outputs = plain(input_ids=rows["input_ids"][part], labels=rows["labels"][part], num_items_in_batch=count)
+        loss = outputs.loss + entropy(outputs.logits, count)
+        loss.backward()
+        total += loss.item()
+    assert abs(logged(one, "loss")[0] - total) < 1e-5  # Trainer logs in float32
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
+    torch.optim.AdamW(plain.parameters(), lr=RATE, weight_decay=0.0).step()
     for name, parameter in one.model.named_parameters():
         same(parameter, plain.get_parameter(name))
 
@@ -242,6 +279,7 @@ CHECKS: dict[str, Check] = {
         trainer_trains_and_resumes,
         trainer_refuses,
         trainer_takes_a_loss_of_outputs,
+        trainer_takes_loss_and_outputs,
         accelerate_trains,
         trainer_smooths_labels_of_padded_rows,
         trainer_computes_in_bfloat16,
