@@ -26,6 +26,7 @@ from passes.simulation.step import StepReport
 
 _FASTER = 0.999  # times a step: a choice that gains less is as fast
 _KNOWN = 0.85  # times the estimate of a plan that people know; simulations of down to 0.88 of it have been seen
+_APART = 0.005  # of a budget: how much it differs from others that are tried at last
 _OTHER = 0.97  # times that of another number of stages, which is likelier to be as slow as it looks
 
 _Key = tuple[Configuration, tuple[int, ...], tuple[Strategy, ...]]
@@ -194,6 +195,7 @@ class BestFirst:
     is_cut_short: bool = False
     stretch: float = 0.0
     _queue: _Queue = field(init=False)
+    _ended: list[tuple[Trial, Simulated]] = field(default_factory=list)
     _variants: set[object] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -234,13 +236,14 @@ class BestFirst:
         self._drain()
 
     def _refine(self) -> None:
-        """Try numbers of micro-batches that were left out, as long as they lie beside the best."""
-        refined = None
-        while self.best is not None and not self.is_cut_short and self.best.search.configuration != refined:
-            refined = self.best.search.configuration
-            with self.simulator.watch.phase(PRICING):
-                searches = self.opened.open_beside(refined)
-            self._add(searches)
+        """Try a little more memory where a choice is close to the best and much more was known to be too much."""
+        while self.best is not None and not self.is_cut_short and self._ended:
+            ended, self._ended = self._ended, []
+            with self.simulator.watch.phase(SEARCH):
+                for trial, outcome in ended:
+                    seen = outcome.peak_bytes, outcome.simulated_s, self._best_s
+                    if trial.may_be_closer(outcome.simulated_s, self._best_s):
+                        self._queue.put(trial.next(self.limit, *seen, _APART))
             self._drain()
 
     def _close_trial(self, search: StageSearch, below_s: float) -> Trial | None:
@@ -293,6 +296,14 @@ class BestFirst:
             if above.ladder is rung.ladder:
                 self._queue.put(above)
 
+    def _open_beside(self, best: Configuration) -> None:
+        """Try numbers of micro-batches that were left out, as they lie beside the best: at once, as what is best of an
+        octave is often one of these, and then much of the others' need not be simulated.
+        """
+        with self.simulator.watch.phase(PRICING):
+            searches = self.opened.open_beside(best)
+        self._add(searches)
+
     def _look(self, item: Prospect | Trial) -> None:
         with self.simulator.watch.phase(SEARCH):
             if isinstance(item, Trial):
@@ -312,11 +323,14 @@ class BestFirst:
         if outcome.fits(self.limit) and (self.best is None or outcome.simulated_s < self.best.simulated_s):
             self.best = outcome
             self.simulator.watch.tell(best_s=outcome.simulated_s)
+            self._open_beside(trial.search.configuration)
         if self.slack.learn(trial, outcome.peak_bytes, self.limit):
             self._queue.renew(trial.search)
         with self.simulator.watch.phase(SEARCH):
             following = trial.next(self.limit, outcome.peak_bytes, outcome.simulated_s, self._best_s)
             self._queue.put(following)
+            if following is None and outcome.fits(self.limit):
+                self._ended.append((trial, outcome))
             if outcome.peak_bytes <= self.limit and not trial.is_uniform:
                 self._add_variants(trial)
             elif following is None and not trial.fits:

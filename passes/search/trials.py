@@ -74,6 +74,12 @@ class Trial:
         """Seconds of a step, by estimate and by what was simulated of the search before."""
         return self.choice.time_s * self.times
 
+    def may_be_closer(self, simulated_s: float, below_s: float) -> bool:
+        """Whether more was known to be too much, and a little more than this, which fits, may take less than
+        ``below_s``.
+        """
+        return bool(np.isfinite(self.over)) and simulated_s * (1 - _CLOSE) < below_s
+
     @property
     def is_first(self) -> bool:
         """Whether nothing of it was simulated yet."""
@@ -83,9 +89,11 @@ class Trial:
         """The choice that is simulated: of a rough one, one that is alike."""
         return replace(self, choice=self.search.with_fewer_axis_groups(self.choice, self.budget), is_rough=False)
 
-    def next(self, limit: float, peak_bytes: int, simulated_s: float, below_s: float = np.inf) -> Trial | None:
+    def next(
+        self, limit: float, peak_bytes: int, simulated_s: float, below_s: float = np.inf, apart: float = _CLOSE
+    ) -> Trial | None:
         """The trial that follows from what this one's simulation took; None where nothing is left to learn, or where
-        one of less memory promises no step ``below_s``.
+        one of less memory promises no step ``below_s``. ``apart``: by what share budgets differ that are tried.
         """
         room = limit - peak_bytes
         if room < 0 and _LIKE * simulated_s >= below_s:
@@ -96,7 +104,7 @@ class Trial:
         budget = used + room
         if np.isfinite(over) and not (fits + over) / 2 <= budget < over * (1 - _CLOSE):
             budget = (fits + over) / 2  # what the room promises is known to be too much, or gets on too slowly
-        closed = budget <= fits * (1 + _CLOSE) or budget >= over * (1 - _CLOSE) or abs(room) < _CLOSE * limit
+        closed = budget <= fits * (1 + apart) or budget >= over * (1 - apart) or abs(room) < _CLOSE * limit
         if self.tries == 1 or (closed and room >= 0) or budget <= 0:
             return None
         cuts = self.choice.first_blocks
