@@ -149,12 +149,15 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=("activations", "states"), default=("activations", "states"))
     parser.add_argument("--less", type=float, default=0.45, help="of the memory beside weights and states")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--memory", help="of the device, such as 80GB (default: what it has)")
     parser.add_argument("--profile", type=Path, help="a profile that was saved before (default: measure the GPU)")
     options = parser.parse_args()
     console = Console(soft_wrap=True, highlight=False, width=200)
     console.print(f"{machine.describe()}\n")
     mesh = start(options.device)
     cluster = gfx.measure_cluster(mesh, seconds=60.0) if options.profile is None else gfx.Cluster.load(options.profile)
+    if options.memory is not None:
+        cluster = cluster.having(memory_bytes=options.memory)
     console.print(f"link to the host: {cluster.device.host_bandwidth_bytes_per_s / 1e9:.1f} GB/s")
     table = Table("plan", "step, simulated", "measured", "of it forward and backward", "error", "peak", "measured")
     for heading in ("on the host", "pinned"):

@@ -113,6 +113,8 @@ def _idle(step: Callable[[], None], device: str) -> float | None:
             traced.step()
     events = (event for event in traced.events() or () if event.device_type == DeviceType.CUDA)
     spans = sorted((event.time_range.start, event.time_range.end) for event in events)
+    if not spans:
+        return None
     busy, until = 0.0, spans[0][0]
     for start, end in spans:
         busy += max(0.0, end - max(start, until))
