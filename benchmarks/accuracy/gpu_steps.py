@@ -106,13 +106,17 @@ def _idle(step: Callable[[], None], device: str) -> float | None:
     if device == "cpu":
         return None
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA], schedule=schedule(wait=0, warmup=1, active=1, repeat=1)) as traced:
-        for _ in range(2):  # the first is not counted: names of blocks are written into the program for it
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=2, repeat=1)) as traced:
+        for _ in range(3):
             step()
             torch.cuda.synchronize()
             traced.step()
-    events = (event for event in traced.events() or () if event.device_type == DeviceType.CUDA)
-    spans = sorted((event.time_range.start, event.time_range.end) for event in events)
+    events = traced.events() or ()
+    # In the first step that is profiled, names of blocks are written into the program.
+    last = max(event.time_range.start for event in events if event.name.startswith("ProfilerStep"))
+    times = (event.time_range for event in events if event.device_type == DeviceType.CUDA)
+    spans = sorted((span.start, span.end) for span in times if span.start >= last)
     if not spans:
         return None
     busy, until = 0.0, spans[0][0]

@@ -25,10 +25,11 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_tiny_model_on_a_cpu(tmp_path: Path) -> None:
     profile, folder = tmp_path / "profile.json", tmp_path / "found"
     Cluster(CPU_PRESET.device, (Axis("alone", 1, 1e-4, 1e9),)).save(profile)
-    options = ["--sequences", "32", "--backends", "eager", "--steps", "1"]
+    options = ["--sequences", "32", "--backends", "eager", "--steps", "1", "--by-hand", "autocast"]
     done = run("--device", "cpu", "--profile", str(profile), "--folder", str(folder), *options)
     assert done.returncode == 0, done.stderr
     predicted, measured = (json.loads((folder / f"{what}.json").read_text()) for what in ("predicted", "measured"))
+    assert measured.pop()["by hand"] == "autocast"
     assert [row["recompute"] for row in measured] == ["off", "on", "auto"]
     for found, said in zip(measured, predicted, strict=True):
         assert 0 <= found["peak_bytes"] - said["peak_bytes"] < 256  # a float for each parameter: AdamW counts steps
