@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, fx, nn
 
@@ -25,6 +26,15 @@ def share_captures() -> None:
     told from others, as those whose class is local to a function, and whatever a test's own passes take part in.
     """
     Frontend.run = _run  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def captured_once() -> Iterator[None]:
+    """Models of the tests of a file that imports this are captured once."""
+    run = Frontend.run
+    share_captures()
+    yield
+    Frontend.run = run  # type: ignore[method-assign]
 
 
 def _run(frontend: Frontend, model: nn.Module, example_inputs: ExampleInputs) -> fx.GraphModule:

