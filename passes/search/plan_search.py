@@ -166,14 +166,14 @@ class _Search:
 
     def run(self, most: int) -> tuple[Plan, ...]:
         """The fastest that fit; where nothing does, of what gathers later; then whatever takes least memory. That is
-        all that is looked for where not even parameters fit.
+        all that is looked for where not even parameters and inputs fit.
         """
         best = None
         ways = [False, True] if self.cluster.overlap.gains and "zero" in self.options.roles else [False]
         for gather_late in ways if self._may_fit else ways[-1:]:
             if best is None and not self.is_cut_short:
                 opened = self._opened(gather_late)
-                best = self._fastest(opened, self.limit)
+                best = self._fastest(opened, self.limit) if self._may_fit else None
         if "zero" in self.options.roles and not self.is_cut_short:
             best = self._with_slices(best)
         if self.options.pins.is_spread and (self.outcomes or not self.is_cut_short):
@@ -429,8 +429,8 @@ class _Search:
         if self._may_fit:
             return "give more memory, more devices, or a smaller batch"
         return (
-            f"parameters, gradients and optimizer states alone take {format_bytes(self._always_bytes)} a device, split "
-            f"evenly: give more memory or more devices{self._host_remedy()}"
+            f"parameters, inputs, gradients and optimizer states alone take {format_bytes(self._always_bytes)} a "
+            f"device, split evenly: give more memory, more devices, or a smaller batch{self._host_remedy()}"
         )
 
     def _host_remedy(self) -> str:

@@ -42,7 +42,7 @@ class Surveyed:
 @dataclass(frozen=True)
 class TooLarge:
     """Nothing keeps to the budget: ``least_bytes`` is what the leanest choice takes, ``known`` by estimate
-    ("searched") or "simulated", or what its parameters, gradients and optimizer states alone take ("static").
+    ("searched") or "simulated", or what its parameters, inputs, gradients and optimizer states alone take ("static").
     """
 
     least_bytes: int
@@ -51,7 +51,8 @@ class TooLarge:
     def __str__(self) -> str:
         """Return the reason in words."""
         if self.known == STATIC:
-            return f"too large: parameters, gradients and optimizer states alone take {format_bytes(self.least_bytes)}"
+            least = format_bytes(self.least_bytes)
+            return f"too large: parameters, inputs, gradients and optimizer states alone take {least}"
         how = "" if self.known == SIMULATED else ", by estimate"
         return f"too large: the leanest plan takes {format_bytes(self.least_bytes)}{how}"
 

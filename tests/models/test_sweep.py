@@ -18,10 +18,16 @@ CLUSTER = Cluster.preset("4xA100-80GB")
 
 # These compute parts of themselves in float32 whatever dtype their weights have, gradients of weights among them, and a
 # sum in float32 depends in its last bits on how it is split.
-TOLERANCE = {"gemma": 1e-5, "gemma2": 1e-5, "gptj": 1e-6, "llama4": 1e-6}
+TOLERANCE = {"gemma2": 1e-5, "gptj": 1e-6, "llama4": 1e-6}
+
+# Their layers are those of another row; benchmarks/correctness/generality.py tries every architecture of the library.
+ALIKE = (
+    "qwen2", "mistral", "gemma", "phi", "phi3", "gpt_neox", "olmo2", "starcoder2", "bert classifier", "roberta",
+    "electra", "distilbert", "pegasus", "deit",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES.keys() - ALIKE))
 def test_architecture(name: str) -> None:
     model, inputs = ARCHITECTURES[name]()
     expected = one_device(model, inputs)

@@ -50,7 +50,8 @@ def test_every_point_stands_in_the_result_with_a_plan_or_a_reason(result: Sweep)
     assert [point.fits for point in result.points] == [point.budget_bytes != 1000 for point in result.points]
     reasons = {point.reason for point in result.points if not point.fits}
     assert all(
-        reason.startswith("too large: parameters, gradients and optimizer states alone take") for reason in reasons
+        reason.startswith("too large: parameters, inputs, gradients and optimizer states alone take")
+        for reason in reasons
     )
     text = str(result)
     assert "llama" in text.lower() and "on L4-24GB, 24 GB a device" in text and "too large" in text

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import galvatron_fx
@@ -57,7 +58,7 @@ def search(budget: int | str | None, roles: tuple[str, ...] = ROLES) -> Plan:
 def leanest_bytes() -> int:
     with pytest.raises(BudgetError, match="the least found is") as caught:
         search(1000)
-    assert "parameters, gradients and optimizer states alone take" in str(caught.value)
+    assert "parameters, inputs, gradients and optimizer states alone take" in str(caught.value)
     assert isinstance(caught.value.plan, Plan)
     assert caught.value.plan.peak_memory_bytes == caught.value.least_bytes
     return caught.value.least_bytes
@@ -97,8 +98,11 @@ def test_what_every_plan_holds_is_a_bound(monkeypatch: pytest.MonkeyPatch) -> No
     graph = galvatron_fx.capture(model, inputs)
     assert least_bytes(graph, 4, ADAM) == (4 * 4 * trained + 4 * frozen) / 4
     monkeypatch.setattr(StageSearch, "search_once", None)
-    with pytest.raises(BudgetError, match="split evenly: give more memory or more devices"):
+    with pytest.raises(BudgetError, match="split evenly: give more memory, more devices, or a smaller batch"):
         search_plan(graph, CLUSTER, SearchOptions(int(least_bytes(graph, 4, ADAM)) - 1, ROLES, pins=Pins(1, 1)))
+    layer = nn.Sequential(nn.Linear(8, 1, bias=False), nn.Flatten(0))
+    wide = galvatron_fx.capture(layer, (torch.empty(4096, 8, device="meta"),))
+    assert least_bytes(wide, 4, ADAM) == 4 * (3 * 8 + 4096 * 8) / 4, "inputs where they are more than gradients"
 
 
 def test_roles_and_constraints_restrict_the_search() -> None:
