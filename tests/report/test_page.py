@@ -65,8 +65,8 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """A plan and its page."""
     path = tmp_path_factory.mktemp("page") / "page.html"
     given = {"one stage": one_stage(), "two stages": two_stages(), "searched": None}[request.param]
-    options = {} if given is not None else {"roles": ("data", "zero", "pipeline"), "memory_budget": "1.1MB"}
-    plan = write_page(path, Stack(layers=5), CLUSTER, inputs(), plan=given, **options)
+    options = {"roles": ("data", "zero", "pipeline"), "memory_budget": "1.1MB", "num_microbatches": 2}
+    plan = write_page(path, Stack(layers=5), CLUSTER, inputs(), plan=given, **({} if given else options))
     assert given is None or plan == given
     assert [file.name for file in path.parent.iterdir()] == ["page.html"]
     return plan, path.read_text(encoding="utf-8")
@@ -124,8 +124,10 @@ def test_the_trace_is_in_the_page(written: tuple[Plan, str]) -> None:
     events = json.loads(gzip.decompress(downloaded(Page(text), "application/gzip")))["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     lanes = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    if plan.pipelining.num_stages > 1:
-        assert {"rank 0", "rank 1"} <= lanes and {span["args"]["stage"] for span in spans} == {0, 1}
+    if plan.pipelining.num_microbatches > 1:
+        stages = range(plan.pipelining.num_stages)
+        assert {f"rank {stage}" for stage in stages} <= lanes
+        assert {span["args"]["stage"] for span in spans} == set(stages)
     else:
         assert "operators" in lanes and max(span["args"]["block"] for span in spans) == 5
     assert "ui.perfetto.dev" in Page(text).words["timeline"]
