@@ -107,7 +107,7 @@ class SearchSettings:
         """Refuse a folder for states that a search cannot place there. Raises InputError and PlanError."""
         if self.storage is None:
             return
-        if "states" not in self.offload:
+        if not {"states", "parameters"} & set(self.offload):
             raise InputError(
                 f"storage={shown(self.storage)} is given and no states are offloaded: give offload=('states',) as "
                 f"well, or leave it out"
@@ -143,7 +143,7 @@ class SearchSettings:
             if self.host_memory is not None:
                 raise InputError(
                     f"host_memory={shown(self.host_memory)} is given and nothing is offloaded: give "
-                    f"offload=('activations',), ('states',) or both as well, or leave it out"
+                    f"offload=('activations',), ('states',), ('parameters',) or several as well, or leave it out"
                 )
             return 0.0
         if not device.host_bandwidth_bytes_per_s:

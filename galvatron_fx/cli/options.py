@@ -227,7 +227,8 @@ def add_space(group: argparse._ArgumentGroup) -> None:
         choices=OFFLOADABLE,
         action="append",
         default=[],
-        help="let activations wait, or optimizer states live, in the host's memory where that pays; may be repeated",
+        help="let activations wait, or optimizer states, or parameters with their states, live in the host's memory "
+        "where that pays; may be repeated",
     )
     group.add_argument(
         "--host-memory",

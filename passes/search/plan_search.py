@@ -226,8 +226,9 @@ class _Search:
 
     @cached_property
     def _always_bytes(self) -> float:
-        has_states, has_gradients = not self.options.offload.states, not self.options.fold_gradients
-        even = least_bytes(self.graph, self.cluster.num_devices, self.pricer.optimizer, has_states, has_gradients)
+        offload, has_gradients = self.options.offload, not self.options.fold_gradients
+        has = not offload.states, has_gradients, not offload.parameters
+        even = least_bytes(self.graph, self.cluster.num_devices, self.pricer.optimizer, *has)
         return even * self._least_share
 
     @property
@@ -434,8 +435,12 @@ class _Search:
         )
 
     def _host_remedy(self) -> str:
-        has_link = self.cluster.device.host_bandwidth_bytes_per_s and not self.options.offload.states
-        return ", or keep states on the host: offload=('states',)" if has_link else ""
+        offload = self.options.offload
+        if not self.cluster.device.host_bandwidth_bytes_per_s or offload.parameters:
+            return ""
+        if offload.states:
+            return ", or keep parameters on the host, too: offload=('states', 'parameters')"
+        return ", or keep states on the host: offload=('states',)"
 
     def _lightest_kinds(self, opened: OpenConfigurations) -> list[Simulated]:
         """A few of the lightest choices, and of those that keep all on the device."""

@@ -144,6 +144,15 @@ def test_bytes_are_those_that_are_predicted(mesh: DeviceMesh, name: str, make: M
     assert report.peak_memory_bytes < sum(parameter.nbytes for parameter in model.parameters())
 
 
+def test_the_search_has_them_there(mesh: DeviceMesh) -> None:
+    """In a budget that nothing else keeps to, and they train there."""
+    model, inputs = stack()
+    options = {"cluster": CLUSTER, "offload": ("parameters",), "memory_budget": 2 * 8 * 6 * 2 * 16 * 32}
+    there = galvatron_fx.compile(copy.deepcopy(model), mesh, inputs, **options)
+    assert any(map(is_on_host, there.parameters()))
+    same(trained(there, inputs, AdamW), trained(compiled(mesh, (model, inputs)), inputs, AdamW))
+
+
 def test_weights_are_loaded_and_copied(mesh: DeviceMesh) -> None:
     case = gpt2(2)
     there, here = (compiled(mesh, case, **away) for away in (AWAY, {}))

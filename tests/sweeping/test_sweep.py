@@ -201,7 +201,7 @@ def test_bandwidths_are_bits_of_ports_or_bytes_reached() -> None:
         ({"batches": ()}, "batches of a sweep is empty"),
         ({"usd_per_hour": {"H100": 2.0}}, r"usd_per_hour of \['H100'\]"),
         ({"tokens": 0}, "tokens is 0"),
-        ({"offload": ("parameters",)}, r"offload is .*give \('activations',\)"),
+        ({"offload": ("gradients",)}, r"offload is .*give \('activations',\)"),
         ({"host_memory": "8GiB"}, "host_memory='8GiB' is given and nothing is offloaded"),
         ({"host_memory": "much", "offload": ("states",)}, "host_memory: .*not a size"),
     ],

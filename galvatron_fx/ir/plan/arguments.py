@@ -145,8 +145,8 @@ _ARGUMENTS: dict[str, _Argument] = {
     ),
     "offload": _Argument(
         lambda value: _is_sequence(value) and all(each in OFFLOADABLE for each in value),
-        "give ('activations',) to let them wait on the host, ('states',) to keep those of optimizers there, both, or "
-        "() for nothing",
+        "give ('activations',) to let them wait on the host, ('states',) to keep those of optimizers there, "
+        "('parameters',) to keep parameters there with their states, several of them, or () for nothing",
     ),
     "storage": _Argument(lambda value: value is None or _is_path(value), "give the path of a folder, or None"),
     "fold_gradients": _Argument(lambda value: isinstance(value, bool), "give True or False"),

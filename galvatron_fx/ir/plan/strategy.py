@@ -113,8 +113,8 @@ _ENTERING, _STATES, _ON_DISK = "offload_entering", "offload_states", "states_on_
 _PARAMETERS = "offload_parameters"
 _SLICES = "split_gathers"
 
-OFFLOADABLE = ("activations", "states")
-"""What may live in the host's memory: values that wait for backward, optimizer states."""
+OFFLOADABLE = ("activations", "states", "parameters")
+"""What may live in the host's memory: values that wait for backward, optimizer states, parameters with their states."""
 
 CAPACITY = 1.25
 """Room for rows on their way to experts, over what each pair of ranks sends in the mean, if nothing else is said."""

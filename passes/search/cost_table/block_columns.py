@@ -44,6 +44,8 @@ class Columns:
     ``gather_start_s`` and the like: to start them; ``gather_work_s`` and the like: casts and packing; ``forward_waits``
     and the like: how many collectives;
     ``host_copies``: how many values go to the host; ``state_bytes``: of optimizer states, in ``states`` tensors;
+    ``parameter_bytes``: of parameters that the block owns, ``trained`` of which are updated; ``come_bytes``: of those
+    that it uses, ``comes``; ``back_bytes``: of those that backward uses, ``backs``;
     ``far_s``: to reduce terms of gradients that other stages have, if there are any.
     """
 
@@ -71,6 +73,12 @@ class Columns:
     static_bytes: Floats
     state_bytes: Floats
     states: Floats
+    parameter_bytes: Floats
+    trained: Floats
+    come_bytes: Floats
+    comes: Floats
+    back_bytes: Floats
+    backs: Floats
     saved_bytes: Floats
     host_bytes: Floats
     host_copies: Floats
@@ -163,6 +171,7 @@ class Evaluation:
             static_bytes=static,
             state_bytes=state_bytes,
             states=states,
+            **self._homes(),
             saved_bytes=levels.saved @ kept,
             host_bytes=levels.offloaded @ kept,
             host_copies=np.repeat(levels.offloaded.sum(axis=1)[:, None], kept.shape[1], axis=1),
@@ -347,6 +356,22 @@ class Evaluation:
         update_s = np.where(trained, updates.update_s(self.cluster.device, size), 0.0)
         held, states, counts, update_s = (each[weights.owned].sum(axis=0) for each in (held, states, counts, update_s))
         return held, states, counts, update_s
+
+    def _homes(self) -> dict[str, Floats]:
+        """Bytes and numbers of parameters where they live, and of those that forward and, by level, backward take."""
+        weights, levels = self.terms.weights, self.terms.levels
+        size = self._on_rank(weights.amounts) / self._zero_degrees()
+        keeps_all = np.arange(len(levels.saved)) % (2 + len(levels.sets)) == 0
+        taken = weights.used & (weights.taken_back | ~keeps_all[:, None])
+        one = np.ones_like(size)
+        return {
+            "parameter_bytes": size[weights.owned].sum(axis=0),
+            "trained": one[weights.owned & weights.trained].sum(axis=0),
+            "come_bytes": size[weights.used].sum(axis=0),
+            "comes": one[weights.used].sum(axis=0),
+            "back_bytes": taken @ size,
+            "backs": taken @ one,
+        }
 
     def _gradients(self) -> tuple[Floats, Floats, Floats]:
         """Bytes of the gradients, of the same before ``zero`` axes scatter them, and of the largest of these."""

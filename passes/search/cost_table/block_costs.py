@@ -29,7 +29,7 @@ from passes.search.cost_table.block_facts import BlockFacts
 from passes.search.cost_table.block_shardings import Solutions
 from passes.search.cost_table.block_terms import BlockTerms, Composition, TermsReader
 from passes.search.cost_table.kept_sets import MOST_SETS, KeepProblem, KeptSet
-from passes.search.cost_table.offload_levels import NOTHING, OnHost
+from passes.search.cost_table.offload_levels import ALL_HERE, NOTHING, PARAMETERS_AWAY, OnHost
 
 _ADDING_PASSES = 3  # a term is added to a sum: both are read, a new sum is written
 
@@ -49,7 +49,8 @@ class BlockPrices:
     ``deferred_bytes``: what
     the gradients of weights need when they come later; ``transient_bytes``: the most that lives beside these while it
     runs; ``kept``: the numbers of the values that are kept, where the block recomputes others; ``host_bytes`` and
-    ``on_host``: what waits on the host, of one micro-batch; ``away_bytes``: optimizer states there, where ``away``.
+    ``on_host``: what waits on the host, of one micro-batch; ``home_bytes``: what lives there by ``home``: optimizer
+    states, parameters and their gradients.
     """
 
     forward_s: Floats
@@ -61,8 +62,8 @@ class BlockPrices:
     deferred_bytes: Floats
     transient_bytes: Floats
     host_bytes: Floats
-    away_bytes: Floats
-    away: Bools
+    home_bytes: Floats
+    home: Ints
     kept: tuple[KeptSet, ...]
     on_host: tuple[OnHost, ...]
 
@@ -73,12 +74,13 @@ class BlockPrices:
 
 class Level(NamedTuple):
     """What a block does with what backward needs: the place of a set of what is kept, and how much of that waits on the
-    host, one of :data:`passes.search.cost_table.offload_levels.OFFLOADED`; and whether optimizer states are there.
+    host, one of :data:`passes.search.cost_table.offload_levels.OFFLOADED`; and where parameters and optimizer states
+    are.
     """
 
     kept: int
     offloaded: int = NOTHING
-    states: bool = False
+    home: int = ALL_HERE
 
 
 Wanted = tuple[Strategy, int, AxisPartition, Level]
@@ -161,7 +163,7 @@ class BlockPricer:
             np.array([strategy.gather_late for strategy, _, _, _ in wanted], dtype=np.bool_),
             np.array([num_microbatches > 1 for _, num_microbatches, _, _ in wanted], dtype=np.bool_),
             np.array([PIPELINE in strategy.roles for strategy, _, _, _ in wanted], dtype=np.bool_),
-            np.array([level.states for _, _, _, level in wanted], dtype=np.bool_),
+            np.array([level.home for _, _, _, level in wanted], dtype=np.int64),
             tuple(kept),
             tuple(on_host for _, on_host in names),
             self.cluster,
@@ -269,7 +271,7 @@ def _prices(
     late: Bools,
     several: Bools,
     pipelined: Bools,
-    away: Bools,
+    home: Ints,
     kept: tuple[KeptSet, ...],
     on_host: tuple[OnHost, ...],
     cluster: Cluster,
@@ -278,13 +280,14 @@ def _prices(
     on_disk: bool,
 ) -> BlockPrices:
     """What recomputation (of the ``whole`` block or of some of its values), keeping gathered parameters, several
-    micro-batches, tasks of stages and optimizer states that are ``away`` make of a block's terms.
+    micro-batches, tasks of stages and the ``home`` of parameters and optimizer states make of a block's terms.
 
     Gathers that are not late are prefetched beside the computing of a neighbour, for which the block's own stands, or
     a part of it where ``neighbours`` work less. So does it for what reductions run beside; exactly so in a row of equal
     blocks. So are host copies: a block's worth of bytes is under way, or ahead, beside what computing holds.
     """
     device, overlap = cluster.device, cluster.overlap
+    away, there = home != ALL_HERE, home == PARAMETERS_AWAY
     staged = several | pipelined
     keep = keep & ~whole
     held = np.where(keep, terms.gathered_bytes, 0.0)
@@ -310,8 +313,19 @@ def _prices(
     back_start_s = (
         back_gather_start_s + np.where(once, 0.0, terms.scatter_start_s) + np.where(staged, 0.0, terms.reduce_start_s)
     )
-    fetched = terms.host_bytes * (2 if overlap.gains else 1)
-    transient = fetched + folded + terms.transient_bytes + terms.gathered_bytes - held + ahead + terms.rebuilt_bytes
+    sent = np.where(there, terms.gradient_bytes - folded, 0.0)
+    come, back = there, there & ~(keep & (terms.gathered_bytes > 0))  # what was gathered is still there in backward
+    come_bytes, back_bytes = np.where(come, terms.come_bytes, 0.0), np.where(back, terms.back_bytes, 0.0)
+    copied_bytes = terms.host_bytes + np.maximum(come_bytes, back_bytes + sent)
+    transient = (
+        copied_bytes * (2 if overlap.gains else 1)
+        + folded
+        + terms.transient_bytes
+        + terms.gathered_bytes
+        - held
+        + ahead
+        + terms.rebuilt_bytes
+    )
     before, behind = (min(work, 1.0) for work in neighbours)
     exposed = np.maximum(
         _exposed_s(backward_s, terms.backward_wait_s, back_gather_s + back_reduce_s, back_start_s, overlap),
@@ -323,41 +337,55 @@ def _prices(
     waits = terms.backward_waits + terms.again_waits + np.where(again, gathers, 0.0)
     backward_late_s = _late_s(backward_s - terms.backward_wait_s, waits, overlap)
     forward_s = forward_s + forward_exposed + late_s + forward_late_s
-    copies_s = host_copy_s(device, terms.host_bytes, terms.host_copies)
+    comes, backs = np.where(come, terms.comes, 0.0), np.where(back, terms.backs, 0.0)
+    copies_s = host_copy_s(device, terms.host_bytes + come_bytes, terms.host_copies + comes)
+    gradients_s = host_copy_s(device, sent, np.where(sent > 0, terms.trained, 0.0))
+    back_copies_s = host_copy_s(device, terms.host_bytes + back_bytes, terms.host_copies + backs) + gradients_s
     # Beside computing and collectives, which other links carry.
     backward_busy_s = backward_s + exposed if overlap.gains else np.zeros_like(backward_s)
     forward_busy_s = forward_s if overlap.gains else np.zeros_like(forward_s)
     forward_s = forward_s + np.maximum(copies_s - forward_busy_s, 0.0)
-    backward_s = backward_s + np.maximum(copies_s - backward_busy_s, 0.0)
-    beside_s = np.where(folds & ~staged & overlap.gains, backward_s, 0.0)
-    away_bytes = np.where(away, terms.state_bytes, 0.0)
+    backward_s = backward_s + np.maximum(back_copies_s - backward_busy_s, 0.0)
+    beside_s = np.where(folds & ~staged & overlap.gains, np.maximum(backward_s - back_copies_s, 0.0), 0.0)
+    moved_bytes = np.where(there, terms.parameter_bytes + sent, 0.0)  # off the device, with all states
+    state_bytes = np.where(away, terms.state_bytes, 0.0)
     of_weights = back_reduce_s / np.maximum(back_gather_s + back_reduce_s, _TINY_S)
     return BlockPrices(
         forward_s=forward_s,
         backward_s=backward_s + exposed + np.where(again, late_s, 0.0) + backward_late_s,
         weight_s=weights_s + exposed * of_weights,
         once_s=terms.update_s
-        + np.where(away, np.maximum(_state_copies_s(device, terms, on_disk) - beside_s, 0.0), 0.0)
+        + np.where(away, np.maximum(_update_copies_s(device, terms, there, sent, on_disk) - beside_s, 0.0), 0.0)
         + np.where(pipelined, terms.far_s, 0.0)
         + np.where(staged, terms.reduce_s + terms.reduce_work_s, 0.0)
         + np.where(once, terms.gather_s + terms.gather_work_s + terms.scatter_s + terms.scatter_work_s, 0.0),
         static_bytes=np.floor(
-            terms.static_bytes - away_bytes - terms.gradient_bytes + held + np.maximum(gradients, sums) - folded
+            terms.static_bytes
+            - state_bytes
+            - moved_bytes
+            - terms.gradient_bytes
+            + held
+            + np.maximum(gradients, sums)
+            - folded
         ),
         saved_bytes=np.floor(terms.saved_bytes),
         deferred_bytes=np.floor(terms.deferred_bytes),
         transient_bytes=np.floor(np.maximum(transient, np.where(several, 2 * terms.largest_gradient_bytes, 0.0))),
         host_bytes=np.floor(terms.host_bytes),
-        away_bytes=np.floor(away_bytes),
-        away=away,
+        home_bytes=np.floor(moved_bytes + (0.0 if on_disk else state_bytes)),
+        home=home,
         kept=kept,
         on_host=on_host,
     )
 
 
-def _state_copies_s(device: Device, terms: Columns, on_disk: bool) -> Floats:
-    """Of states that come and go, each beside one of the way back, or from disk and back."""
-    copies_s = host_copy_s(device, terms.state_bytes, terms.states)
+def _update_copies_s(device: Device, terms: Columns, there: Bools, sent: Floats, on_disk: bool) -> Floats:
+    """Of states that come and go, each beside one of the way back, or from disk and back; of parameters that live
+    ``there`` with them, and of the gradients that were ``sent`` there.
+    """
+    with_states = np.where(there, terms.gradient_bytes + sent, 0.0)  # parameters are as large as gradients
+    copies = terms.states + np.where(there, terms.trained * (1.0 + (sent > 0)), 0.0)
+    copies_s = host_copy_s(device, terms.state_bytes + with_states, copies)
     return np.maximum(copies_s, disk_s(device, terms.state_bytes)) if on_disk else copies_s
 
 

@@ -62,6 +62,15 @@ class BlockFacts:
         return frozenset(source for node in self.nodes for source in input_nodes(node)) & self.graph.parameters
 
     @cached_property
+    def taken_back(self) -> frozenset[fx.Node]:
+        """Those of them that its backward uses, or what is made of them alone."""
+        taken = {s for n in self.nodes if meta_of(n).phase == "backward" for s in input_nodes(n)} & self.weights_alone
+        for node in reversed(self.nodes):
+            if node in taken:
+                taken.update(input_nodes(node))
+        return frozenset(taken) & self.used
+
+    @cached_property
     def gathered(self) -> frozenset[fx.Node]:
         """Those of them that the block before does not use: blocks side by side take one gather."""
         before = self.graph.blocks.get(self.index - 1, [])

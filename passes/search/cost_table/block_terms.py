@@ -94,7 +94,7 @@ class Ring:
 @dataclass(frozen=True)
 class Weights:
     """Parameters: ``amounts``, ``shapes`` and bytes of an element (``itemsizes``) of each, and which of them are
-    trained, owned, used or gathered by the block.
+    trained, owned, used or gathered by the block; ``taken_back``: those that its backward uses.
 
     ``computed`` and ``reduced``: bytes of what the block computes with and of a gradient before it is reduced, each
     over those of the parameter; ``cast``: whether the two dtypes of the parameter differ.
@@ -107,6 +107,7 @@ class Weights:
     owned: Bools
     used: Bools
     gathered: Bools
+    taken_back: Bools
     computed: Floats
     reduced: Floats
     cast: Bools
@@ -387,6 +388,7 @@ class TermsReader:
             _flags(nodes, owned.__contains__),
             _flags(nodes, used.__contains__),
             _flags(nodes, self.block.gathered.__contains__),
+            _flags(nodes, self.block.taken_back.__contains__),
             _ratios(nodes, casts),
             _ratios(nodes, gradients),
             _flags(nodes, casts.__contains__),

@@ -42,7 +42,14 @@ from passes.search.cost_table.block_shardings import Solutions
 from passes.search.cost_table.constraints import Constrained
 from passes.search.cost_table.graph_index import GraphIndex
 from passes.search.cost_table.kept_sets import MOST_SETS, KeptSet
-from passes.search.cost_table.offload_levels import OFFLOADED, ON_DEVICE, Offload, OnHost
+from passes.search.cost_table.offload_levels import (
+    ALL_HERE,
+    OFFLOADED,
+    ON_DEVICE,
+    PARAMETERS_AWAY,
+    Offload,
+    OnHost,
+)
 
 _NOTHING = OnHost()
 Row = TypeVar("Row")
@@ -59,8 +66,8 @@ class CostTable:
     of each block; ``allowed``: by the constraints; ``block_fingerprints``: fingerprints of the blocks; ``kinds``: axes
     that are served as one, as the request says; ``kept[block][strategy]``: numbers of the values that are kept, of
     ``num_values[block]``, where a strategy recomputes others: one stands in ``strategies`` for each set of a block;
-    ``on_host[block][strategy]``: what waits on the host, likewise; ``away[strategy]``: whether optimizer states are
-    there, or, with ``on_disk``, on disk.
+    ``on_host[block][strategy]``: what waits on the host, likewise; ``home[strategy]``: where parameters and states are,
+    as :mod:`passes.search.cost_table.offload_levels` has it; with ``on_disk``, states are on disk instead.
     """
 
     strategies: tuple[Strategy, ...]
@@ -82,7 +89,7 @@ class CostTable:
     kept: tuple[tuple[KeptSet, ...], ...] = ()
     num_values: tuple[int, ...] = ()
     on_host: tuple[tuple[OnHost, ...], ...] = ()
-    away: tuple[bool, ...] = ()
+    home: tuple[int, ...] = ()
     on_disk: bool = False
 
     @cached_property
@@ -95,8 +102,9 @@ class CostTable:
         kept = self.kept[block][pick] if self.kept else ()
         on_host = self.on_host[block][pick] if self.on_host else OnHost()
         strategy = self.strategies[pick]
-        if self.away and self.away[pick]:
-            strategy = replace(strategy, offload_states=True, states_on_disk=self.on_disk)
+        if self.home and self.home[pick] != ALL_HERE:
+            is_away = self.home[pick] == PARAMETERS_AWAY
+            strategy = replace(strategy, offload_states=True, states_on_disk=self.on_disk, offload_parameters=is_away)
         if not kept and on_host == OnHost():
             return strategy
         return replace(
@@ -178,13 +186,13 @@ class CostTableRequest:
         """What to price of ``strategies``; to recompute a whole block and keep what it gathered is not thought of."""
         sets = [*range(1, MOST_SETS + 1)] if self.selective else []
         kinds = OFFLOADED if self.offload.activations else OFFLOADED[:1]
-        away = (False, True) if self.offload.states else (False,)
         wanted: list[Wanted] = []
         for strategy in strategies:
             again = [*sets, *(() if strategy.keep_gathered and sets else (KEEPS_NONE,))]
             places = again if strategy.recompute else [KEEPS_ALL]
+            homes = self.offload.homes(self.num_microbatches > 1 or PIPELINE in strategy.roles)
             wanted += [
-                (strategy, self.num_microbatches, self.kinds, Level(*level)) for level in product(places, kinds, away)
+                (strategy, self.num_microbatches, self.kinds, Level(*level)) for level in product(places, kinds, homes)
             ]
         return wanted
 
@@ -364,11 +372,10 @@ class Pricer:
         # Each block may have its share of the host's memory: as many micro-batches as stages wait at once, mostly, and
         # the states of one stage are on a rank. Where not all states have room, those of the first blocks do, as long
         # as these are alike; what others take together is simulated.
-        host = rows("host_bytes")
-        if not request.offload.disk:
-            host = host + rows("away_bytes") / [_num_stages(each, self.cluster.shape) for each in usable]
+        home = prices[0].home
+        host = rows("host_bytes") + rows("home_bytes") / [_num_stages(each, self.cluster.shape) for each in usable]
         share, together = host * len(of_blocks), host.cumsum(axis=0)
-        fits = np.where(prices[0].away, np.minimum(share, together), share) <= request.offload.host_bytes
+        fits = np.where(home != ALL_HERE, np.minimum(share, together), share) <= request.offload.host_bytes
         boundaries = [boundary(strategy) for strategy in usable]
         kinds = sorted(set(boundaries))
         crossing = self._crossing / request.num_microbatches
@@ -392,7 +399,7 @@ class Pricer:
             tuple(price.kept for price in of_blocks),
             tuple(num_values[row] for row in self._row),
             tuple(price.on_host for price in of_blocks),
-            tuple(prices[0].away.tolist()),
+            tuple(home.tolist()),
             request.offload.disk,
         )
 
@@ -408,8 +415,8 @@ def _num_stages(strategy: Strategy, axis_sizes: Sequence[int]) -> int:
 
 def _chosen(prices: BlockPrices) -> list[bool]:
     """Whether a strategy of the block keeps some of its values, or offloads: a search chooses that, nobody else."""
-    named = zip(prices.kept, prices.on_host, prices.away.tolist(), strict=True)
-    return [bool(kept) or on_host != _NOTHING or away for kept, on_host, away in named]
+    named = zip(prices.kept, prices.on_host, prices.home.tolist(), strict=True)
+    return [bool(kept) or on_host != _NOTHING or home != ALL_HERE for kept, on_host, home in named]
 
 
 def useful(kind: Ints, amounts: Sequence[Floats]) -> Ints:

@@ -18,11 +18,25 @@ from galvatron_fx.ir.graph.metadata import meta_of
 from passes.search.cost_table.block_facts import BlockFacts
 from passes.search.cost_table.kept_sets import KeptSet
 
-__all__ = ["NOTHING", "OFFLOADED", "ON_DEVICE", "Offload", "OffloadChoice", "OnHost", "offload_choices"]
+__all__ = [
+    "ALL_HERE",
+    "NOTHING",
+    "OFFLOADED",
+    "ON_DEVICE",
+    "PARAMETERS_AWAY",
+    "STATES_AWAY",
+    "Offload",
+    "OffloadChoice",
+    "OnHost",
+    "offload_choices",
+]
 
 NOTHING, _HIDDEN, _ALL = range(3)
 OFFLOADED = (NOTHING, _HIDDEN, _ALL)
 """How much of what it saves a block may offload."""
+
+ALL_HERE, STATES_AWAY, PARAMETERS_AWAY = range(3)
+"""Where a block's parameters and their optimizer states are: on the device; there without states; neither is."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +56,18 @@ class Offload:
 
     @property
     def states(self) -> bool:
-        """Whether optimizer states may live there."""
-        return "states" in self.what
+        """Whether optimizer states may live there, alone or with their parameters."""
+        return "states" in self.what or self.parameters
+
+    @property
+    def parameters(self) -> bool:
+        """Whether parameters may live there, with their states."""
+        return "parameters" in self.what
+
+    def homes(self, is_staged: bool) -> list[int]:
+        """Where parameters and states of a block may be; stages and micro-batches have parameters on the device."""
+        with_states = [STATES_AWAY] if "states" in self.what else []
+        return [ALL_HERE, *with_states, *([PARAMETERS_AWAY] if self.parameters and not is_staged else [])]
 
 
 ON_DEVICE = Offload()

@@ -98,9 +98,15 @@ def test_the_page_shows_it(graph: fx.GraphModule) -> None:
     assert "copies to and from the host" in str(plan.report) and "host" in str(plan)
 
 
-def test_states_live_on_the_host() -> None:
+@pytest.fixture(scope="module")
+def heavy() -> fx.GraphModule:
+    """Layers whose weights are far larger than their activations."""
+    return captured(Layers(), {"x": torch.empty(64, 256, device="meta")})
+
+
+def test_states_live_on_the_host(heavy: fx.GraphModule) -> None:
     """Less memory is enough, to the byte what the lowered program takes; in as much of the host's as there is."""
-    graph = captured(Layers(), {"x": torch.empty(64, 256, device="meta")})
+    graph = heavy
     with pytest.raises(BudgetError) as error:
         best(graph, 2**20)
     with pytest.raises(BudgetError) as with_states:
@@ -125,6 +131,36 @@ def test_states_live_on_the_host() -> None:
     assert 0 < half.report.ranks[0].host_bytes <= rank.host_bytes // 2
     with pytest.raises(BudgetError):
         best(graph, least, offload=("states",), host_memory=rank.host_bytes // 2)
+
+
+@pytest.mark.parametrize("folds", [False, True])
+def test_parameters_live_on_the_host(heavy: fx.GraphModule, folds: bool) -> None:
+    """Where states there are not enough, and nowhere else; time and both peaks are those of the lowered program."""
+    options = {"fold_gradients": folds}
+    with pytest.raises(BudgetError, match=r"keep parameters on the host, too") as error:
+        best(heavy, 2**20, offload=("states",), **options)
+    with_states = error.value.least_bytes
+    with pytest.raises(BudgetError) as error:
+        best(heavy, 2**20, offload=("parameters",), **options)
+    least = error.value.least_bytes
+    assert least < 0.7 * with_states
+    plans = [best(heavy, budget, offload=("states", "parameters"), **options) for budget in (least, with_states)]
+    assert plans[1] == best(heavy, with_states, offload=("states",), **options)
+    strategies = [block.strategy for block in plans[0].blocks]
+    assert any(strategy.offload_parameters for strategy in strategies)
+    whole = SimulateStep(ONE).run(Lower(strategies, ONE, folds=folds).run(heavy))
+    (rank,) = plans[0].report.ranks
+    assert plans[0].peak_memory_bytes == whole.peak_memory_bytes == least and rank.host_bytes == whole.host_bytes
+    assert plans[0].step_time_s == pytest.approx(whole.step_time_s)
+    assert folds or plans[0].report.chosen.time_s == pytest.approx(whole.step_time_s, rel=0.05)
+    assert "recompute, parameters and" in str(plans[0])
+
+
+def test_stages_and_microbatches_have_parameters_on_the_device(heavy: fx.GraphModule) -> None:
+    settings = SearchSettings(2**20, roles=("data",), num_stages=1, num_microbatches=2, offload=("parameters",))
+    with pytest.raises(BudgetError) as error:
+        search_plan(heavy, ONE, settings.on(ONE))
+    assert not any(block.strategy.offload_states for block in error.value.plan.blocks)
 
 
 def test_refusals() -> None:
