@@ -77,10 +77,12 @@ def simulate_stages(
     strategies: Sequence[Strategy],
     first_blocks: Sequence[int],
     schedule: Schedule,
+    cache: Any = None,
 ) -> dict[str, torch.Tensor]:
     """As :func:`simulate`, for a plan with stages and micro-batches, in the order of ``schedule``."""
     cluster = cluster_for(sizes, strategies)
-    lowered = LowerStages(strategies, first_blocks, schedule.num_microbatches, cluster).run(graph)
+    solved = {} if cache is None else cache
+    lowered = LowerStages(strategies, first_blocks, schedule.num_microbatches, cluster, solved).run(graph)
     return _named(run_stages(lowered, schedule, _values(graph, model, inputs)))
 
 

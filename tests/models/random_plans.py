@@ -1,6 +1,6 @@
 """Random plans with stages and micro-batches for whole models, each made by one seed, and what becomes of them.
 
-Shared by ``tests/models/test_random_stages.py``, which runs a fixed sample, and
+Shared by ``tests/models/test_stages.py``, which runs a fixed sample, and
 ``benchmarks/correctness/random_stages.py``, which runs as many as one likes.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from random import Random
 from typing import Any
@@ -38,18 +38,20 @@ _BATCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "bert": zoo.masked_tokens,
     "t5": zoo.tokens,
     "swin": zoo.images,
+    "vit": zoo.images,
 }
-MODELS = tuple(_BATCHES)
+MODELS = ("gpt2", "llama", "bert", "t5", "swin")
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model, its batch, its captured graph, and what one device makes of them."""
+    """A model, its batch, its captured graph, what one device makes of them, and what was solved of its blocks."""
 
     model: nn.Module
     inputs: dict[str, Any]
     graph: fx.GraphModule
     expected: dict[str, torch.Tensor]
+    solved: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def num_blocks(self) -> int:
@@ -87,7 +89,14 @@ class Combination:
         """Compare loss, outputs and all gradients with one device; raises AssertionError where they differ."""
         given = prepared(self.name, self.deep, self.batch)
         got = simulate_stages(
-            given.graph, given.model, given.inputs, self.sizes, self.strategies, self.first_blocks, self.schedule
+            given.graph,
+            given.model,
+            given.inputs,
+            self.sizes,
+            self.strategies,
+            self.first_blocks,
+            self.schedule,
+            given.solved,
         )
         assert_exact(got, given.expected, f"seed {self.seed}")
 

@@ -181,7 +181,7 @@ def differs(combination: Combination) -> str:
 
 
 def random_plans(mesh: DeviceMesh) -> None:
-    """Some of what ``tests/models/test_random_stages.py`` simulates."""
+    """Some of what ``tests/models/test_stages.py`` simulates."""
     for seed in DRAWN:
         combination = draw(seed)
         assert not (name := differs(combination)), f"{name} differs: {combination}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -92,6 +94,13 @@ def graphs() -> dict[str, fx.GraphModule]:
     return {**graphs, "unlike layers": captured(UnlikeLayers(), (torch.zeros(16, 8),))}
 
 
+@pytest.fixture(scope="module")
+def simulator(graphs: dict[str, fx.GraphModule]) -> Callable[[str, Cluster], SimulateChoice]:
+    """Makes new simulators of a model, which share only what is solved of its blocks: that knows no links."""
+    solved: dict[str, dict[object, object]] = defaultdict(dict)
+    return lambda name, cluster: SimulateChoice(graphs[name], cluster, fingerprints(graphs[name]), _cache=solved[name])
+
+
 def roles(text: str) -> Strategy:
     """Roles, and whether to compute again: ``pipeline zero again``."""
     words = text.split()
@@ -136,11 +145,14 @@ CASES = {
 @pytest.mark.parametrize("cluster", [LATE, SHARED], ids=["late", "shared cores"])
 @pytest.mark.parametrize("name", CASES)
 def test_as_the_whole_model(
-    name: str, cluster: Cluster, graphs: dict[str, fx.GraphModule], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    cluster: Cluster,
+    simulator: Callable[[str, Cluster], SimulateChoice],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, configuration, first_blocks, strategies = CASES[name]
-    graph = graphs[model]
-    block_fingerprints = fingerprints(graph)
+    simulate = simulator(model, cluster)
+    block_fingerprints = simulate.block_fingerprints
     assert len(block_fingerprints) == len(strategies)
     distinct = tuple(dict.fromkeys(strategies))
     prices = np.zeros((7, len(block_fingerprints), len(distinct)))
@@ -150,7 +162,6 @@ def test_as_the_whole_model(
 
     short = ShortModel.of(block_fingerprints, strategies, first_blocks)
     assert len(short.keep) <= len(block_fingerprints)
-    simulate = SimulateChoice(graph, cluster, block_fingerprints)
     found = simulate.run(strategies, first_blocks, search.staging)
     monkeypatch.setattr(simulate_choice, "ShortModel", WholeModel)
     expected = simulate.run(strategies, first_blocks, search.staging)
@@ -162,38 +173,34 @@ def test_as_the_whole_model(
 
 
 def test_equal_short_models_are_lowered_once(
-    graphs: dict[str, fx.GraphModule], monkeypatch: pytest.MonkeyPatch
+    simulator: Callable[[str, Cluster], SimulateChoice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graph, first_blocks = graphs["llama"], (0, 8)
-    block_fingerprints, schedule = fingerprints(graph), make_schedule("1f1b", 2, 2, 4)
+    first_blocks, schedule = (0, 8), make_schedule("1f1b", 2, 2, 4)
     staging = Staging(schedule, schedule, CLUSTER.axes[:1])
     three, four = ([AGAIN] * (1 + n) + [ZERO] * (7 - n) + [TENSOR] * 2 for n in (3, 4))
-    simulate = SimulateChoice(graph, CLUSTER, block_fingerprints)
+    simulate = simulator("llama", CLUSTER)
     simulate.run(three, first_blocks, staging)
-    expected = SimulateChoice(graph, CLUSTER, block_fingerprints).run(four, first_blocks, staging)
+    expected = simulator("llama", CLUSTER).run(four, first_blocks, staging)
     monkeypatch.setattr(simulate_choice, "LowerStages", None)
     assert simulate.run(four, first_blocks, staging) == expected
 
 
-def test_stages_untie_weights_for_themselves_alone(graphs: dict[str, fx.GraphModule]) -> None:
+def test_stages_untie_weights_for_themselves_alone(simulator: Callable[[str, Cluster], SimulateChoice]) -> None:
     """The short models of two stages and of one are the same graph, and one stage has one copy of a tied weight."""
-    graph, block_fingerprints = graphs["gpt2"], fingerprints(graphs["gpt2"])
     two, one = make_schedule("1f1b", 2, 2, 4), make_schedule("1f1b", 1, 1, 4)
-    simulate = SimulateChoice(graph, CLUSTER, block_fingerprints)
+    simulate = simulator("gpt2", CLUSTER)
     simulate.run([DATA] * (LAYERS + 2), (0, 1), Staging(two, two, CLUSTER.axes[:1]))
     case = [ALONE] * (LAYERS + 2), (0,), Staging(one, one, ())
-    assert simulate.run(*case) == SimulateChoice(graph, CLUSTER, block_fingerprints).run(*case)
+    assert simulate.run(*case) == simulator("gpt2", CLUSTER).run(*case)
 
 
-def test_stages_wait_for_those_that_have_computed(graphs: dict[str, fx.GraphModule]) -> None:
+def test_stages_wait_for_those_that_have_computed(simulator: Callable[[str, Cluster], SimulateChoice]) -> None:
     """One micro-batch passes all stages and comes back: a wait each time, as long as the sender's computing says."""
-    block_fingerprints, schedule = fingerprints(graphs["gpt2"]), make_schedule("1f1b", 4, 4, 1)
+    schedule = make_schedule("1f1b", 4, 4, 1)
     staging = Staging(schedule, schedule, CLUSTER.axes)
 
     def simulated(cluster: Cluster) -> StagesReport:
-        report = SimulateChoice(graphs["gpt2"], cluster, block_fingerprints).run(
-            [ONLY] * len(block_fingerprints), (0, 3, 6, 8), staging
-        )
+        report = simulator("gpt2", cluster).run([ONLY] * (LAYERS + 2), (0, 3, 6, 8), staging)
         assert isinstance(report, StagesReport)
         return report
 
