@@ -15,8 +15,9 @@ from galvatron_fx.checking.simulated import Results, ValueOf, run_stages, run_st
 from galvatron_fx.checking.whole_tensors import distribute
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.cluster.overlap import Overlap
-from galvatron_fx.ir.graph.metadata import InputSpec, meta_of, ports
+from galvatron_fx.ir.graph.metadata import InputSpec, meta_of, ports, signature
 from galvatron_fx.ir.graph.placement import Placement
+from galvatron_fx.ir.graph.rewrite import copied
 from galvatron_fx.ir.plan.schedule import Schedule
 from galvatron_fx.ir.plan.strategy import Strategy, original_name
 from passes.analysis.blocks import num_blocks, num_values
@@ -80,9 +81,14 @@ def simulate_stages(
     cache: Any = None,
 ) -> dict[str, torch.Tensor]:
     """As :func:`simulate`, for a plan with stages and micro-batches, in the order of ``schedule``."""
-    cluster = cluster_for(sizes, strategies)
     solved = {} if cache is None else cache
-    lowered = LowerStages(strategies, first_blocks, schedule.num_microbatches, cluster, solved).run(graph)
+    lower = LowerStages(strategies, first_blocks, schedule.num_microbatches, cluster_for(sizes, strategies), solved)
+    # How a batch is cut rests on no strategy; stages untie the weights of a copy.
+    key = "cut", id(graph), schedule.num_microbatches
+    if key not in solved:
+        solved[key] = lower.split(graph)
+    split = replace(solved[key], graph=copied(solved[key].graph))
+    lowered = lower.lower(split, signature(graph))
     return _named(run_stages(lowered, schedule, _values(graph, model, inputs)))
 
 

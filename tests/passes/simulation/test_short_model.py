@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -96,9 +96,13 @@ def graphs() -> dict[str, fx.GraphModule]:
 
 @pytest.fixture(scope="module")
 def simulator(graphs: dict[str, fx.GraphModule]) -> Callable[[str, Cluster], SimulateChoice]:
-    """Makes new simulators of a model, which share only what is solved of its blocks: that knows no links."""
-    solved: dict[str, dict[object, object]] = defaultdict(dict)
-    return lambda name, cluster: SimulateChoice(graphs[name], cluster, fingerprints(graphs[name]), _cache=solved[name])
+    """Makes simulators of a model that share short graphs and what is solved of blocks, which know no links."""
+
+    @cache
+    def first(name: str) -> SimulateChoice:
+        return SimulateChoice(graphs[name], CLUSTER, fingerprints(graphs[name]))
+
+    return lambda name, cluster: replace(first(name), cluster=cluster, _measured={})
 
 
 def roles(text: str) -> Strategy:
@@ -185,13 +189,15 @@ def test_equal_short_models_are_lowered_once(
     assert simulate.run(four, first_blocks, staging) == expected
 
 
-def test_stages_untie_weights_for_themselves_alone(simulator: Callable[[str, Cluster], SimulateChoice]) -> None:
+def test_stages_untie_weights_for_themselves_alone(graphs: dict[str, fx.GraphModule]) -> None:
     """The short models of two stages and of one are the same graph, and one stage has one copy of a tied weight."""
+    graph, block_fingerprints = graphs["gpt2"], fingerprints(graphs["gpt2"])
     two, one = make_schedule("1f1b", 2, 2, 4), make_schedule("1f1b", 1, 1, 4)
-    simulate = simulator("gpt2", CLUSTER)
+    simulate = SimulateChoice(graph, CLUSTER, block_fingerprints)
     simulate.run([DATA] * (LAYERS + 2), (0, 1), Staging(two, two, CLUSTER.axes[:1]))
     case = [ALONE] * (LAYERS + 2), (0,), Staging(one, one, ())
-    assert simulate.run(*case) == simulator("gpt2", CLUSTER).run(*case)
+    alone = SimulateChoice(graph, CLUSTER, block_fingerprints, _cache=simulate._cache)
+    assert simulate.run(*case) == alone.run(*case)
 
 
 def test_stages_wait_for_those_that_have_computed(simulator: Callable[[str, Cluster], SimulateChoice]) -> None:
