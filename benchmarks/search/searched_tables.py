@@ -1,7 +1,8 @@
 """Claim: searched tables equal trying every table where these are few, and are never slower than a named schedule.
 
-Also mutates searched tables, each of which has to be refused; and searches tables for shapes of Tessel (Lin et al.
-2024, arXiv:2311.15269) in seconds of our own, as the paper's times are those of its machine.
+Also mutates searched tables, and tables of vocabularies on all ranks, each of which has to be refused; and searches
+tables for shapes of Tessel (Lin et al. 2024, arXiv:2311.15269) in seconds of our own, as the paper's times are those of
+its machine.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from rich.table import Table
 from benchmarks.common import machine
 from cost_models.schedule_time import simulate_schedule
 from galvatron_fx.ir.errors import PlanError
-from galvatron_fx.ir.plan.schedule import Action, Schedule, check_schedule
+from galvatron_fx.ir.plan.schedule import SPREAD, Action, Schedule, check_schedule
+from galvatron_fx.ir.plan.spread_ends import make_spread_schedule
 from passes.search.tables.search import best_orders, search_table
 from passes.search.tables.timing import step_s
 from passes.search.tables.work import Operation, Work
@@ -34,6 +36,7 @@ from tests.passes.search.table_cases import (
 SAME = 1e-9  # share of a step that is rounding
 MICROBATCHES = 32  # of Tessel's shapes
 RANKS = 4
+SPREAD_STAGES = {"gpipe": 2, "1f1b": 2, "zb_h1": 2, "interleaved_1f1b": 4, "zbv": 4, "dualpipev": 4}
 
 
 def differing(seed: int) -> bool:
@@ -66,9 +69,16 @@ def gains(count: int) -> Iterator[tuple[float | None, float, float]]:
 
 
 def mutated(random: Random, table: Schedule) -> Schedule:
-    """The table with one action lost, doubled, of another kind, in front of what it needs, or on another rank."""
+    """The table with one action lost, doubled, of another kind, in front of what it needs, or on another rank; or, of
+    actions that all ranks run together, on one rank in another order than on the others.
+    """
     rank = random.randrange(table.num_ranks)
     row = list(table.orders[rank])
+    shared = [place for place, action in enumerate(row) if table.rank_of_stage[action.stage] == SPREAD]
+    if shared and random.random() < 0.5:
+        first, second = random.sample(shared, 2)
+        row[first], row[second] = row[second], row[first]
+        return replace(table, orders=(*table.orders[:rank], tuple(row), *table.orders[rank + 1 :]))
     place = next(p for p in iter(lambda: random.randrange(len(row)), None) if row[p].kind != "F")
     action = row[place]
     others = [*row[:place], *row[place + 1 :]]
@@ -93,6 +103,7 @@ def accepted(count: int) -> int:
     """How many mutated tables are not refused."""
     random, wrong = Random(0), 0
     tables = [search_table(*random_pipeline(Random(seed), (2, 3))).schedule for seed in range(10)]
+    tables += [make_spread_schedule(name, 2, stages, 4) for name, stages in SPREAD_STAGES.items()]
     for number in range(count):
         try:
             check_schedule(mutated(random, tables[number % len(tables)]))
