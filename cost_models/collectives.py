@@ -14,16 +14,19 @@ tree needs fewer steps than a ring and moves more bytes, the cheaper one counts.
 
 In every function ``size_bytes``, S below, counts the FULL tensor: what it would have if it were not sharded along
 ``axes`` (but as it is sharded along all others). It may be a number or an array, and the seconds come back in the same
-form. No bytes, no axes, and axes of size 1 cost nothing. The order of ``axes`` does not matter. Every cost grows
-with S, and none is below what the links must carry at least. Each raises InputError for sizes that are negative or not
-numbers, and ClusterError for an axis that is named twice.
+form. Each is the least (or most) of a few lines in S. No bytes, no axes, and axes of size 1 cost nothing. The order of
+``axes`` does not matter. Every cost grows with S, and none is below what the links must carry at least. Each raises
+InputError for sizes that are negative or not numbers, and ClusterError for an axis that is named twice.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, reduce
+from itertools import accumulate
+from operator import mul
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,13 +58,7 @@ def all_reduce_s(size_bytes: Amount, axes: Sequence[Axis]) -> Amount:
     (log2 p (alpha + share / beta); TRG, all-reduce), all-gather back; with the k that is cheapest. All axes
     scattered is Rabenseifner's algorithm, 2 (p - 1) / p S bytes on one axis; none is best for small tensors.
     """
-    size, groups = _checked(size_bytes, axes)
-    seconds = 2 * _scatter(size, groups)
-    for k in range(len(groups)):
-        share = size / math.prod(a.size for a in groups[:k])
-        doubling = _summed(size, (_doubling_steps(a.size) * _send(share, a) for a in groups[k:]))
-        seconds = np.minimum(seconds, 2 * _scatter(size, groups[:k]) + doubling)
-    return _finish(seconds, size_bytes)
+    return _least(size_bytes, axes, _all_reduce_lines)
 
 
 def all_gather_s(size_bytes: Amount, axes: Sequence[Axis]) -> Amount:
@@ -70,8 +67,7 @@ def all_gather_s(size_bytes: Amount, axes: Sequence[Axis]) -> Amount:
     One axis of p: ceil(log2 p) alpha + (p - 1) / p S / beta (Bruck; TRG, all-gather). A ring moves the same bytes in
     p - 1 steps and so is never faster here.
     """
-    size, groups = _checked(size_bytes, axes)
-    return _finish(_scatter(size, groups), size_bytes)
+    return _least(size_bytes, axes, _scatter_lines)
 
 
 def reduce_scatter_s(size_bytes: Amount, axes: Sequence[Axis]) -> Amount:
@@ -80,8 +76,7 @@ def reduce_scatter_s(size_bytes: Amount, axes: Sequence[Axis]) -> Amount:
     The time of an all-gather, run backwards: every message becomes its reverse with an addition (Chan, Heimlich,
     Purkayastha & van de Geijn 2007, Collective communication: theory, practice, and experience).
     """
-    size, groups = _checked(size_bytes, axes)
-    return _finish(_scatter(size, groups), size_bytes)
+    return _least(size_bytes, axes, _scatter_lines)
 
 
 def all_to_all_s(size_bytes: Amount, axes: Sequence[Axis]) -> Amount:
@@ -91,15 +86,7 @@ def all_to_all_s(size_bytes: Amount, axes: Sequence[Axis]) -> Amount:
     all-to-all), S / n**2 bytes to each other device, over the slowest axis on which the two differ; and one exchange
     within each axis after the other, fewer messages of S / n / p bytes each.
     """
-    size, groups = _checked(size_bytes, axes)
-    devices = math.prod(a.size for a in groups)
-    direct, staged = np.zeros_like(size), np.zeros_like(size)
-    reached = 1  # devices that differ only on faster axes, and oneself
-    for axis in groups:
-        direct = direct + (axis.size - 1) * reached * _send(size / devices**2, axis)
-        staged = staged + (axis.size - 1) * _send(size / devices / axis.size, axis)
-        reached *= axis.size
-    return _finish(np.minimum(direct, staged), size_bytes)
+    return _least(size_bytes, axes, _all_to_all_lines)
 
 
 def broadcast_s(size_bytes: Amount, axes: Sequence[Axis]) -> Amount:
@@ -108,9 +95,7 @@ def broadcast_s(size_bytes: Amount, axes: Sequence[Axis]) -> Amount:
     The cheaper of: a binomial tree on each axis, ceil(log2 p) (alpha + S / beta); and van de Geijn's scatter and
     all-gather, each of ceil(log2 p) alpha + (p - 1) / p S / beta on one axis (TRG, broadcast).
     """
-    size, groups = _checked(size_bytes, axes)
-    tree = _summed(size, (_log2_steps(a.size) * _send(size, a) for a in groups))
-    return _finish(np.minimum(tree, 2 * _scatter(size, groups)), size_bytes)
+    return _least(size_bytes, axes, _broadcast_lines)
 
 
 def send_recv_s(size_bytes: Amount, axes: Sequence[Axis]) -> Amount:
@@ -121,7 +106,7 @@ def send_recv_s(size_bytes: Amount, axes: Sequence[Axis]) -> Amount:
     size, groups = _checked(size_bytes, axes)
     slowest = np.zeros_like(size)
     for axis in groups:
-        slowest = np.maximum(slowest, _send(size, axis))
+        slowest = np.maximum(slowest, _sent(size, _message(axis)))
     return _finish(slowest, size_bytes)
 
 
@@ -196,26 +181,81 @@ def _checked(size_bytes: float | Floats, axes: Sequence[Axis]) -> tuple[Floats, 
     return size, [axis for axis in fastest_first if axis.size > 1]
 
 
-def _send(size: Floats, axis: Axis) -> Floats:
-    """One message to a neighbour; nothing is sent where there are no bytes."""
-    return cast(Floats, np.where(size > 0, axis.latency_s + size / axis.bandwidth_bytes_per_s, 0.0))
+class _Line(NamedTuple):
+    """Seconds to start, and seconds a byte of the full tensor: what an algorithm takes, nothing for no bytes."""
+
+    start_s: float
+    byte_s: float
+
+    def of(self, share: float, times: float = 1) -> _Line:
+        """The line of so many of these, each on a share of the bytes."""
+        return _Line(times * self.start_s, times * share * self.byte_s)
 
 
-def _scatter(size: Floats, groups: Sequence[Axis]) -> Floats:
+def _least(size_bytes: Amount, axes: Sequence[Axis], lines: Callable[[tuple[Axis, ...]], Sequence[_Line]]) -> Amount:
+    """What the fastest of several algorithms takes."""
+    size, groups = _checked(size_bytes, axes)
+    seconds = [_sent(size, line) for line in lines(tuple(groups))]
+    return _finish(reduce(np.minimum, seconds), size_bytes)
+
+
+def _sent(size: Floats, line: _Line) -> Floats:
+    return cast(Floats, np.where(size > 0, line.start_s + size * line.byte_s, 0.0))
+
+
+def _message(axis: Axis) -> _Line:
+    """One message to a neighbour."""
+    return _Line(axis.latency_s, 1 / axis.bandwidth_bytes_per_s)
+
+
+def _total(lines: Iterable[_Line]) -> _Line:
+    """One algorithm after the other."""
+    lines = list(lines)
+    return _Line(sum(line.start_s for line in lines), sum(line.byte_s for line in lines))
+
+
+def _scatter(groups: Sequence[Axis]) -> _Line:
     """Reduce-scatter, scatter, or (backwards) all-gather, fastest axis first, each on what the one before left."""
-    seconds, is_sent = np.zeros_like(size), size > 0
-    for axis in groups:
-        sent = size * ((axis.size - 1) / axis.size)
-        extra_steps = (_log2_steps(axis.size) - 1) * axis.latency_s
-        message_s = axis.latency_s + sent / axis.bandwidth_bytes_per_s
-        seconds = seconds + np.where(is_sent, message_s + extra_steps, 0.0)
-        size = size / axis.size
-    return seconds
+    shares = accumulate((1 / axis.size for axis in groups), mul, initial=1.0)
+    return _total(
+        _Line(_log2_steps(axis.size) * axis.latency_s, share * (axis.size - 1) / axis.size / axis.bandwidth_bytes_per_s)
+        for axis, share in zip(groups, shares, strict=False)
+    )
 
 
-def _summed(like: Floats, terms: Iterable[Floats]) -> Floats:
-    """The sum of ``terms``, in the shape of ``like`` also where there are none."""
-    return sum(terms, start=np.zeros_like(like))
+@lru_cache(maxsize=4096)
+def _scatter_lines(groups: tuple[Axis, ...]) -> list[_Line]:
+    return [_scatter(groups)]
+
+
+@lru_cache(maxsize=4096)
+def _all_reduce_lines(groups: tuple[Axis, ...]) -> list[_Line]:
+    """One for each number of axes that are scattered, but those that another beats whatever the size."""
+    lines: list[_Line] = []
+    for k in range(len(groups) + 1):
+        share = 1 / math.prod(axis.size for axis in groups[:k])
+        doubling = (_message(axis).of(share, _doubling_steps(axis.size)) for axis in groups[k:])
+        lines.append(_total((_scatter(groups[:k]).of(1.0, 2), *doubling)))
+    lines.sort()
+    return [line for i, line in enumerate(lines) if all(line.byte_s < other.byte_s for other in lines[:i])]
+
+
+@lru_cache(maxsize=4096)
+def _all_to_all_lines(groups: tuple[Axis, ...]) -> list[_Line]:
+    devices = math.prod(axis.size for axis in groups)
+    # Devices that differ from oneself only on faster axes, and oneself.
+    reached = accumulate((axis.size for axis in groups), mul, initial=1)
+    direct = (
+        _message(axis).of(1 / devices**2, (axis.size - 1) * nearer)
+        for axis, nearer in zip(groups, reached, strict=False)
+    )
+    staged = (_message(axis).of(1 / devices / axis.size, axis.size - 1) for axis in groups)
+    return [_total(direct), _total(staged)]
+
+
+@lru_cache(maxsize=4096)
+def _broadcast_lines(groups: tuple[Axis, ...]) -> list[_Line]:
+    return [_total(_message(axis).of(1.0, _log2_steps(axis.size)) for axis in groups), _scatter(groups).of(1.0, 2)]
 
 
 def _log2_steps(devices: int) -> int:

@@ -8,10 +8,10 @@ composed, not lowered: :mod:`passes.search.plan_search` lowers what it chooses.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from math import prod
-from typing import NamedTuple
 
 import numpy as np
 
@@ -19,17 +19,17 @@ from cost_models.operator_time import disk_s, host_copy_s, traffic_s
 from cost_models.optimizer import OptimizerModel
 from cost_models.streams import exposed_s
 from galvatron_fx.ir.arrays import Bools, Floats, Ints
-from galvatron_fx.ir.cluster.cluster import Axis, Cluster
+from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.cluster.device import Device
 from galvatron_fx.ir.cluster.overlap import Overlap
-from galvatron_fx.ir.plan.strategy import CAPACITY, PIPELINE, Strategy, batch_share
-from passes.search.candidates import AxisPartition
+from galvatron_fx.ir.plan.strategy import CAPACITY
+from passes.search.cost_table.asked import Asked, Extra
 from passes.search.cost_table.block_columns import ColumnKey, Columns, Evaluation, Groups
 from passes.search.cost_table.block_facts import BlockFacts
 from passes.search.cost_table.block_shardings import Solutions
 from passes.search.cost_table.block_terms import BlockTerms, Composition, TermsReader
 from passes.search.cost_table.kept_sets import MOST_SETS, KeepProblem, KeptSet
-from passes.search.cost_table.offload_levels import ALL_HERE, NOTHING, PARAMETERS_AWAY, OnHost
+from passes.search.cost_table.offload_levels import ALL_HERE, PARAMETERS_AWAY, OnHost
 
 _ADDING_PASSES = 3  # a term is added to a sum: both are read, a new sum is written
 
@@ -72,26 +72,6 @@ class BlockPrices:
         return BlockPrices(**{f.name: getattr(self, f.name)[entries] for f in fields(self)})
 
 
-class Level(NamedTuple):
-    """What a block does with what backward needs: the place of a set of what is kept, and how much of that waits on the
-    host, one of :data:`passes.search.cost_table.offload_levels.OFFLOADED`; and where parameters and optimizer states
-    are.
-    """
-
-    kept: int
-    offloaded: int = NOTHING
-    home: int = ALL_HERE
-
-
-Wanted = tuple[Strategy, int, AxisPartition, Level]
-"""A strategy to price, the number of micro-batches, the axes that are served as one, and the level of what is kept."""
-
-KEEPS_ALL, KEEPS_NONE = 0, -1
-"""The first and the last place."""
-
-Extra = tuple[bool, bool]
-"""Whether there are sets between keeping all and nothing, and whether blocks offload."""
-
 KnownSets = dict[tuple[int, tuple[object, ...]] | KeepProblem, tuple[KeptSet, ...]]
 """Sets of values worth keeping, by block and by what is decided on its sharding, and by the problem that this makes."""
 
@@ -104,9 +84,9 @@ Neighbours = tuple[float, float]
 LevelNames = tuple[tuple[KeptSet, OnHost], ...]
 """What each level keeps, and what of that waits on the host."""
 
-PricedColumns = dict[Hashable, tuple[Columns, LevelNames]]
-"""All terms of a column and what each level keeps, by which levels there are, axes of each role, micro-batches, axes
-that are served as one, and capacity."""
+PricedColumns = dict[Hashable, tuple[Columns, int, LevelNames]]
+"""The columns that a column is one of, its place there, and what each level keeps, by which levels there are and
+what its prices rest on."""
 
 
 @dataclass
@@ -130,71 +110,26 @@ class BlockPricer:
     folds: bool = False
     on_disk: bool = False
 
-    def prices(self, wanted: Sequence[Wanted]) -> BlockPrices:
-        """The prices of all that is wanted, in order."""
-        shape = self.cluster.shape
-        groups = {strategy: strategy.groups(shape) for strategy, _, _, _ in wanted}
-        share = {
-            (strategy, num_microbatches): batch_share(strategy, num_microbatches, shape)
-            for strategy, num_microbatches, _, _ in wanted
-        }
-        distinct = {
-            (groups[strategy], num_microbatches, kinds, strategy.capacity): share[strategy, num_microbatches]
-            for strategy, num_microbatches, kinds, _ in wanted
-        }
-        places = np.array([level.kept for _, _, _, level in wanted], dtype=np.int64)
-        offloaded = np.array([level.offloaded for _, _, _, level in wanted], dtype=np.int64)
-        some = bool((places > KEEPS_ALL).any())
-        count = 2 + MOST_SETS * some
-        levels = offloaded * count + places % count
-        columns, sets = self._known_columns(distinct, (some, bool(offloaded.any())))
-        position = {key: i for i, key in enumerate(distinct)}
-        rows = np.array(
-            [position[groups[s], num_microbatches, kinds, s.capacity] for s, num_microbatches, kinds, _ in wanted],
-            dtype=np.int64,
-        )
-        terms = Columns(**{f.name: _taken(getattr(columns, f.name), levels, rows) for f in fields(columns)})
-        names = [sets[row][level] for row, level in zip(rows.tolist(), levels.tolist(), strict=True)]
-        again, kept = places != KEEPS_ALL, [numbers for numbers, _ in names]
-        return _prices(
-            terms,
-            again & ~np.array([bool(numbers) for numbers in kept], dtype=np.bool_),
-            np.array([strategy.keep_gathered for strategy, _, _, _ in wanted], dtype=np.bool_),
-            np.array([strategy.gather_late for strategy, _, _, _ in wanted], dtype=np.bool_),
-            np.array([num_microbatches > 1 for _, num_microbatches, _, _ in wanted], dtype=np.bool_),
-            np.array([PIPELINE in strategy.roles for strategy, _, _, _ in wanted], dtype=np.bool_),
-            np.array([level.home for _, _, _, level in wanted], dtype=np.int64),
-            tuple(kept),
-            tuple(on_host for _, on_host in names),
-            self.cluster,
-            self.neighbours,
-            self.folds,
-            self.on_disk,
-        )
+    def prices(self, asked: Asked) -> BlockPrices:
+        """The prices of all that is asked, in order."""
+        columns, sets = self._known_columns(asked)
+        terms = Columns(**{f.name: _taken(getattr(columns, f.name), asked.levels, asked.rows) for f in fields(columns)})
+        names = [sets[row][level] for row, level in zip(asked.rows.tolist(), asked.levels.tolist(), strict=True)]
+        kept, on_host = tuple(numbers for numbers, _ in names), tuple(on_host for _, on_host in names)
+        return _prices(terms, asked, kept, on_host, self.cluster, self.neighbours, self.folds, self.on_disk)
 
-    def _known_columns(self, shares: Mapping[ColumnKey, float], extra: Extra) -> tuple[Columns, list[LevelNames]]:
-        """The terms of columns with their shares of the batch, and what each level keeps in them, each found once;
-        ``extra``: which levels there are beside the first and the last.
-        """
+    def _known_columns(self, asked: Asked) -> tuple[Columns, list[LevelNames]]:
+        """The terms of the columns, and what each level keeps in them, each found once."""
         if self.priced is None:
-            return self._columns(list(shares), list(shares.values()), extra)
-        keys = {wanted: (extra, self._key(wanted)) for wanted in shares}
-        new = [wanted for wanted, key in keys.items() if key not in self.priced]
+            return self._columns(list(asked.shares), list(asked.shares.values()), asked.extra)
+        keys = {column: (asked.extra, key) for column, key in asked.keys.items()}
+        new = [column for column, key in keys.items() if key not in self.priced]
         if new:
-            columns, names = self._columns(new, [shares[wanted] for wanted in new], extra)
-            for place, wanted in enumerate(new):
-                self.priced[keys[wanted]] = columns.at(np.array([place])), names[place]
+            columns, names = self._columns(new, [asked.shares[column] for column in new], asked.extra)
+            for place, column in enumerate(new):
+                self.priced[keys[column]] = columns, place, names[place]
         every = [self.priced[key] for key in keys.values()]
-        return Columns.joined([columns for columns, _ in every]), [names for _, names in every]
-
-    def _key(self, wanted: ColumnKey) -> Hashable:
-        """What prices rest on, on every cluster of such devices."""
-        groups, num_microbatches, kinds, capacity = wanted
-        axes = self.cluster.axes
-        roles = tuple((group.role, tuple(_link(axes[i]) for i in group.axes)) for group in groups)
-        places = {axis: place for place, axis in enumerate(i for group in groups for i in group.axes)}
-        served = tuple(tuple(places[i] for i in kind) for kind in kinds if kind[0] in places)
-        return roles, num_microbatches, served, capacity
+        return _picked([(columns, place) for columns, place, _ in every]), [names for *_, names in every]
 
     def _columns(
         self, wanted: Sequence[ColumnKey], shares: Sequence[float], extra: Extra
@@ -253,10 +188,12 @@ class BlockPricer:
         return self.known_sets[key]
 
 
-def _link(axis: Axis) -> Hashable:
-    """What a price over an axis rests on; curves go by the names of axes."""
-    named = axis.name if axis.curves else ""
-    return axis.size, axis.latency_s, axis.bandwidth_bytes_per_s, axis.contention, axis.curves, named
+def _picked(places: Sequence[tuple[Columns, int]]) -> Columns:
+    """The columns at places of others."""
+    sources = list({id(columns): columns for columns, _ in places}.values())
+    sizes = [columns.forward_s.shape[-1] for columns in sources]
+    starts = dict(zip(map(id, sources), accumulate(sizes, initial=0), strict=False))
+    return Columns.joined(sources).at(np.array([starts[id(columns)] + place for columns, place in places]))
 
 
 def _taken(amounts: Floats, levels: Ints, rows: Ints) -> Floats:
@@ -266,12 +203,7 @@ def _taken(amounts: Floats, levels: Ints, rows: Ints) -> Floats:
 
 def _prices(
     terms: Columns,
-    whole: Bools,
-    keep: Bools,
-    late: Bools,
-    several: Bools,
-    pipelined: Bools,
-    home: Ints,
+    asked: Asked,
     kept: tuple[KeptSet, ...],
     on_host: tuple[OnHost, ...],
     cluster: Cluster,
@@ -279,17 +211,19 @@ def _prices(
     folds: bool,
     on_disk: bool,
 ) -> BlockPrices:
-    """What recomputation (of the ``whole`` block or of some of its values), keeping gathered parameters, several
-    micro-batches, tasks of stages and the ``home`` of parameters and optimizer states make of a block's terms.
+    """What recomputation (of a block or of some of its values), keeping gathered parameters, several micro-batches,
+    tasks of stages and the home of parameters and optimizer states make of a block's terms.
 
     Gathers that are not late are prefetched beside the computing of a neighbour, for which the block's own stands, or
     a part of it where ``neighbours`` work less. So does it for what reductions run beside; exactly so in a row of equal
     blocks. So are host copies: a block's worth of bytes is under way, or ahead, beside what computing holds.
     """
     device, overlap = cluster.device, cluster.overlap
-    away, there = home != ALL_HERE, home == PARAMETERS_AWAY
+    late, several, pipelined = asked.gather_late, asked.several, asked.pipelined
+    away, there = asked.home != ALL_HERE, asked.home == PARAMETERS_AWAY
     staged = several | pipelined
-    keep = keep & ~whole
+    whole = asked.again & ~np.array([bool(numbers) for numbers in kept], dtype=np.bool_)
+    keep = asked.keep_gathered & ~whole
     held = np.where(keep, terms.gathered_bytes, 0.0)
     ahead = np.where(late | (not overlap.gains), 0.0, terms.gathered_bytes - held)
     # Gradients that are reduced at the end grow whole, and what becomes of them takes the place of what was gathered.
@@ -373,7 +307,7 @@ def _prices(
         transient_bytes=np.floor(np.maximum(transient, np.where(several, 2 * terms.largest_gradient_bytes, 0.0))),
         host_bytes=np.floor(terms.host_bytes),
         home_bytes=np.floor(moved_bytes + (0.0 if on_disk else state_bytes)),
-        home=home,
+        home=asked.home,
         kept=kept,
         on_host=on_host,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -41,6 +42,13 @@ class Solutions:
     @cached_property
     def _values(self) -> GraphValues:
         return GraphValues(self.graph)
+
+    def on(self, cluster: Cluster) -> Solutions:
+        """The same decisions for another cluster, which adds to them."""
+        assert self._values  # read once, for all
+        twin = copy.copy(self)
+        twin.cluster = cluster
+        return twin
 
     def solve(self, wanted: Iterable[tuple[RoleGroup, float]]) -> None:
         """Find decisions for role groups at shares of the batch."""

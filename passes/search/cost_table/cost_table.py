@@ -25,17 +25,14 @@ from galvatron_fx.ir.graph.metadata import OpCost, meta_of
 from galvatron_fx.ir.plan.strategy import PIPELINE, Boundary, Strategy, batch_ranks, batch_share, boundary
 from passes.analysis.blocks import fingerprints
 from passes.search.candidates import AxisPartition, fits_partition
+from passes.search.cost_table.asked import KEEPS_ALL, KEEPS_NONE, Asked, Level, Wanted
 from passes.search.cost_table.block_costs import (
-    KEEPS_ALL,
-    KEEPS_NONE,
     BlockPricer,
     BlockPrices,
     KnownSets,
-    Level,
     Neighbours,
     PricedColumns,
     TermsOfBlock,
-    Wanted,
 )
 from passes.search.cost_table.block_facts import BlockFacts
 from passes.search.cost_table.block_shardings import Solutions
@@ -257,7 +254,7 @@ class Pricer:
         twin = copy.copy(self)
         twin.cluster, twin._known = cluster, {}
         twin.__dict__.pop("_neighbours", None)  # by the seconds of operators on its own devices
-        twin._solutions = replace(self._solutions, cluster=cluster)
+        twin._solutions = self._solutions.on(cluster)
         twin._constrained = Constrained.of(self.graph, cluster, self.constraints)
         alike = (cluster.device, cluster.overlap) == (self.cluster.device, self.cluster.overlap)
         if self._columns is None or not alike:
@@ -332,7 +329,8 @@ class Pricer:
             for block, neighbours in zip(self._facts, self._neighbours, strict=True)
         ]
         num_values = [block.num_values for block in self._facts]
-        prices = [pricer.prices(wanted) for pricer in pricers] if wanted else []
+        asked = Asked.of(wanted, self.cluster)
+        prices = [pricer.prices(asked) for pricer in pricers] if wanted else []
         cost_tables: list[CostTable | PlanError] = []
         start = 0
         for request, of_request in zip(requests, columns, strict=True):
