@@ -4,6 +4,7 @@ move and none is compiled again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, fx
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.metadata import has_meta, meta_of
 from galvatron_fx.ir.graph.rewrite import write_call
-from galvatron_fx.ir.kernels.experts import shadows
+from galvatron_fx.ir.kernels.experts import gather_experts, part_experts, shadows
 from passes.analysis.expert_weights import ROUTES, ExpertWeights, expert_weights
 
 __all__ = ["ExpertOrder", "ExpertOrders"]
@@ -48,6 +49,11 @@ class ExpertOrder:
         """Whether they are held in another order than the model's own."""
         return self._places is not None
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether parameters have experts in another order than the model's own."""
+        return self.is_moved and bool(self.weights.names)
+
     def hold(self, held: tuple[int, ...]) -> None:
         """Say in which order the experts are held from now on."""
         self.held = held
@@ -81,6 +87,35 @@ class ShadowPlaces:
         return self.order.shadow_places()
 
 
+@dataclass(frozen=True, eq=False)
+class ListedExperts:
+    """Called by graphs: the weights of experts that are parameters of their own, put together as these are held."""
+
+    order: ExpertOrder
+
+    __name__ = "gather_held_experts"  # as which it stands in code
+
+    def __call__(self, parts: Sequence[Tensor]) -> Tensor:
+        gathered: Tensor = gather_experts([parts[expert] for expert in self.order.held])
+        return gathered
+
+
+@dataclass(frozen=True, eq=False)
+class PartedExperts:
+    """Called by graphs: the transpose of :class:`ListedExperts`."""
+
+    order: ExpertOrder
+
+    __name__ = "part_held_experts"  # as which it stands in code
+
+    def __call__(self, values: Tensor) -> list[Tensor]:
+        by_place = part_experts(values)
+        return [by_place[self.order.held.index(expert)] for expert in range(len(by_place))]
+
+
+_LOOK_UPS = {shadows: ShadowPlaces, gather_experts: ListedExperts, part_experts: PartedExperts}
+
+
 @dataclass(eq=False)
 class ExpertOrders:
     """Those of all layers of a model whose experts are dealt to ranks, by module; every program of it reads them.
@@ -92,9 +127,9 @@ class ExpertOrders:
     shared: bool = False
 
     @property
-    def moved(self) -> bool:
-        """Whether the experts of a layer are held in another order than the model's own."""
-        return any(order.is_moved for order in (self.layers or {}).values())
+    def shown(self) -> bool:
+        """Whether parameters of a layer have experts in another order than the model's own."""
+        return any(order.is_shown for order in (self.layers or {}).values())
 
     def learn(self, lowered: fx.GraphModule) -> None:
         """Look at a graph before it is bound. Raises InputError where experts that have moved are read otherwise."""
@@ -105,21 +140,20 @@ class ExpertOrders:
             return
         for name, order in self.layers.items():
             new, old = seen.get(name), order.weights
-            if new is not None and (new.names, new.refusal) == (old.names, old.refusal):
+            if new is not None and replace(new, ranks=old.ranks, shadows=old.shadows) == old:
                 continue
             order.stay("another program of the model reads them in other ways")
 
     def write(self, graph: fx.GraphModule) -> None:
         """Let a bound graph look up where the experts are that its tokens choose."""
         for node in list(graph.graph.nodes) if self.layers else ():
-            if node.target not in (*ROUTES, shadows) or not has_meta(node):
+            if node.target not in (*ROUTES, *_LOOK_UPS) or not has_meta(node):
                 continue
             order = (self.layers or {}).get(meta_of(node).module)
-            if node.target is shadows:
+            if node.target in _LOOK_UPS:
                 if order is not None:
-                    with graph.graph.inserting_before(node):
-                        node.replace_all_uses_with(write_call(graph.graph, ShadowPlaces(order), ()))
-                    graph.graph.erase_node(node)
+                    node.args = () if node.target is shadows else node.args  # they are looked up
+                    node.target = _LOOK_UPS[node.target](order)
                 continue
             if order is None:
                 for each in (self.layers or {}).values():

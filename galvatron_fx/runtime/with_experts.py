@@ -55,9 +55,9 @@ class WithExperts(OnMesh):
         Raises InputError as :meth:`rebalance_experts`.
         """
         self._compiled()
-        if self._orders.moved:
+        if moved := restored(self._orders):
             with self._watch.collectives():
-                move(restored(self._orders), self._held, optimizers, self._axes_of_dim, dry_run=False)
+                move(moved, self._held, optimizers, self._axes_of_dim, dry_run=False)
             self._forget_loads()
 
     def _forget_loads(self) -> None:
@@ -65,7 +65,7 @@ class WithExperts(OnMesh):
             program.counts.forget()
 
     def require_own_order(self, what: str) -> None:
-        if self._orders.moved:
+        if self._orders.shown:
             raise InputError(
                 f"the model cannot be {what} while its experts are held in another order than its own: call "
                 f"model.restore_experts(optimizer) before, and rebalance_experts again behind it"

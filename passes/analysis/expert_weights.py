@@ -1,22 +1,25 @@
-"""Which parameters hold experts along their first dim, and are read by them alone."""
+"""Which parameters hold experts along their first dim, and are read by them alone; or each the weight of one expert."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import fx
 
-from galvatron_fx.ir.graph.collectives import all_gather, shard
+from galvatron_fx.ir.graph.collectives import all_gather, all_to_all, shard
 from galvatron_fx.ir.graph.further_rounds import FurtherRounds
 from galvatron_fx.ir.graph.metadata import meta_of, ports
 from galvatron_fx.ir.graph.op_call import is_getitem
 from galvatron_fx.ir.kernels.experts import (
     collect,
+    gather_experts,
     in_round,
     lend,
+    part_experts,
     place_by_rank,
     received_order,
     route,
@@ -33,14 +36,14 @@ ROUTES = (route, place_by_rank)
 _aten = torch.ops.aten
 _SWAPS = (_aten.transpose.int, _aten.permute.default)
 _KEEP = (_aten._to_copy.default, _aten.clone.default, _aten.detach.default, _aten.alias.default)
-_KEEP_TOO = (all_gather, shard, with_shadows)
+_KEEP_TOO = (all_gather, all_to_all, shard, with_shadows)
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
     """Experts of one module: how many, ``ranks`` that hold equal runs of them (1: each holds all), and the names of the
     parameters that do; ``refusal``: why these cannot be put in another order, or nothing; ``shadows``: how many of them
-    all ranks compute.
+    all ranks compute; ``are_listed``: whether others are weights of one expert each, which every step puts together.
     """
 
     experts: int
@@ -48,6 +51,7 @@ class ExpertWeights:
     names: tuple[str, ...]
     refusal: str = ""
     shadows: int = 0
+    are_listed: bool = False
 
 
 def expert_weights(graph: fx.GraphModule) -> dict[str, ExpertWeights]:
@@ -63,6 +67,9 @@ def expert_weights(graph: fx.GraphModule) -> dict[str, ExpertWeights]:
             layers[module] = layer
     holders = Counter(name for layer in layers.values() for name in layer.names)
     for module, layer in layers.items():
+        if layer.are_listed and (wrong := _other_list(graph, module, layer.experts)):
+            layer = replace(layer, refusal=f"'{wrong.name}' of their module lists something else")
+            layers[module] = layer
         shared = [name for name in layer.names if holders[name] > 1]
         if shared:
             layers[module] = replace(layer, refusal=f"'{shared[0]}' belongs to several modules")
@@ -73,16 +80,29 @@ def _layer(node: fx.Node, names: Mapping[fx.Node, tuple[str, str]]) -> ExpertWei
     experts, ranks = node.args[1], node.args[2] if node.target is place_by_rank else 1
     assert isinstance(experts, int) and isinstance(ranks, int)
     weights: dict[str, None] = {}
-    refusal = ""
+    refusal, are_listed = "", False
     for reader in _readers(node):
         source = _source(_weight(reader))
         kind, name = names.get(source, ("", source.name))
+        if source.target is gather_experts and not _other_reader(source):
+            are_listed = True
+            continue
         if kind != "param":
             refusal = f"'{source.name}', which its experts read, is no parameter that holds all of them"
         elif wrong := _other_reader(source):
             refusal = f"'{name}' is read by '{wrong.name}', too, which is no product of experts"
         weights[name] = None
-    return ExpertWeights(experts, ranks, tuple(weights), refusal, _num_shadows(node))
+    return ExpertWeights(experts, ranks, tuple(weights), refusal, _num_shadows(node), are_listed)
+
+
+def _other_list(graph: fx.GraphModule, module: str, experts: int) -> fx.Node | None:
+    """What lists something of a module, or takes it apart, that is no weight of each of its experts."""
+    lists = [node for node in graph.graph.nodes if node.target in (gather_experts, part_experts)]
+    for node in lists:
+        listed = node.args[0] if node.target is gather_experts else meta_of(node).specs
+        if meta_of(node).module == module and len(listed) != experts:
+            return cast(fx.Node, node)
+    return None
 
 
 def _num_shadows(node: fx.Node) -> int:

@@ -23,6 +23,8 @@ from passes.lowering.lower_step import Lowered
 from passes.simulation.step import SimulateStep
 from tests.models import zoo
 from tests.models.mixtures import mixture
+from tests.models.test_expert_loops import Hits
+from tests.models.test_written_experts import written
 from tests.passes.sharding.test_expert_rules import Mixture
 from tests.runtime.beside_plain import MESH, compiled_by, one_step, same, same_parameters, saved_and_loaded, train
 
@@ -91,6 +93,39 @@ def experts_move(mesh: DeviceMesh) -> None:
     assert all(parameter.grad is None for parameter in copy.deepcopy(compiled).parameters())
     with pytest.raises(InputError, match="a copy was made of this model"):
         compiled.rebalance_experts()
+
+
+def listed_experts_move(mesh: DeviceMesh) -> None:
+    """Experts that are modules of their own, with biases: only the order in which steps list them changes. Nothing is
+    sent, and what is saved meanwhile is the model's own.
+    """
+    plain, inputs = written(Hits)
+    with torch.no_grad():
+        plain.get_parameter("embed.weight")[:, 0] = 3.0
+        plain.get_parameter("experts.router.weight")[:2, 0] += 0.3  # the first rank's experts have most tokens
+    plan = Plan.uniform(MESH, ("expert", "zero"), capacity=0.5)
+    compiled = galvatron_fx.compile(copy.deepcopy(plain), mesh, inputs, plan=plan)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (compiled, plain)]
+    rows = _rows_of_a_step(compiled, plain, inputs, optimizers)
+    moves = compiled.rebalance_experts(optimizers[0], dry_run=False)
+    (layer,) = moves.layers
+    assert layer.num_moved and layer.imbalance < layer.imbalance_before and moves.received_bytes == 0, moves
+    for _ in range(2):
+        moved = _rows_of_a_step(compiled, plain, inputs, optimizers)
+        same_parameters(galvatron_fx.gather(compiled), plain, "gathered parameters")
+    assert moved.imbalance(2) < rows.imbalance(2), (moved, rows)
+    compiled.restore_experts()
+    _rows_of_a_step(compiled, plain, inputs, optimizers)
+
+
+def _rows_of_a_step(compiled: Any, plain: nn.Module, inputs: dict[str, Any], optimizers: list[Any]) -> Any:
+    same(compiled.forward_backward(**inputs), plain(**inputs), "loss")
+    plain(**inputs).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    same_parameters(compiled, plain, "parameters")
+    return compiled.expert_loads()
 
 
 def experts_have_shadows(mesh: DeviceMesh) -> None:

@@ -396,7 +396,8 @@ _CHECKS: tuple[Check, ...] = (
     buffers_update, other_batch_shapes, state_dicts, draws_into_shards, checkpoint_to_another_plan, context,
     meta_device, lazy, plan_mismatch, rank_0_searches_for_all, order_checks.ranks_in_another_order,
     order_checks.rows_of_ranks_in_another_order, order_checks.a_mesh_in_another_order, expert_checks.further_rounds,
-    expert_checks.expert_loads, expert_checks.experts_move, expert_checks.experts_have_shadows,
+    expert_checks.expert_loads, expert_checks.experts_move, expert_checks.listed_experts_move,
+    expert_checks.experts_have_shadows,
 )  # fmt: skip
 CHECKS = {check.__name__: check for check in _CHECKS} | {
     "experts": partial(expert_checks.experts, FOLDER),
