@@ -56,6 +56,32 @@ def test_between_what_fits_and_what_does_not_all_is_looked_at(trial: Trial) -> N
     assert following.choice.time_s < choice.time_s
 
 
+def test_budgets_between_may_be_looked_at_more_closely(trial: Trial) -> None:
+    """Two budgets less than 1 % apart have unlike choices; the second is looked at where that is asked for."""
+    least = trial.search.least_bytes
+    tight, loose = 1.1 * least, 3 * least
+    while loose > 1.005 * tight:
+        middle = (tight + loose) / 2
+        slower = trial.search.run(middle) == trial.search.run(tight)
+        tight, loose = (middle, loose) if slower else (tight, middle)
+    choice = trial.search.run(tight)
+    assert choice is not None
+    known = replace(trial, choice=choice, budget=tight, fits=tight, over=2 * loose - tight)
+    simulated = 10 * least, round(6 * least), choice.time_s
+    assert known.next(*simulated) is None
+    following = known.next(*simulated, apart=0.0005)
+    assert following is not None and following.budget == pytest.approx(loose)
+    assert following.choice.time_s < choice.time_s
+
+
+def test_a_little_more_memory_may_pay_where_the_best_is_close(trial: Trial) -> None:
+    seconds = trial.choice.time_s
+    assert not trial.may_be_closer(seconds, 2 * seconds), "nothing was found to be too much"
+    bounded = replace(trial, over=2 * LIMIT)
+    assert bounded.may_be_closer(seconds, 0.99 * seconds)
+    assert not bounded.may_be_closer(seconds, 0.97 * seconds)
+
+
 def test_nothing_follows_that_is_too_slow(trial: Trial) -> None:
     assert trial.next(0.8 * LIMIT, int(LIMIT), 2 * trial.time_s, below_s=1.5 * trial.time_s) is None
 
