@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -26,20 +23,14 @@ from galvatron_fx.profiling.ranks import Ranks
 from galvatron_fx.profiling.tensors import Pool
 from galvatron_fx.profiling.timing import Call, Rounds, Turns, mean_without_worst, slowdown_among_all
 from tests.ir.cluster.test_cluster import world
+from tests.runtime.launch import launched
 
-ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 240
 HERE = Origin("2026-03-31", "EPYC", "cpu", "2.13.0", 1, 4)
 
 
 def test_two_ranks_measure_the_same_cluster() -> None:
-    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/profiling/measuring_ranks.py")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        timeout=TIMEOUT_S,
-    )  # fmt: skip
-    assert done.stdout.endswith("ok\n"), done.stdout[-5000:]
+    output = launched(Path(__file__).with_name("measuring_ranks.py"))
+    assert output.endswith("ok\n"), output[-5000:]
 
 
 def test_a_step_of_a_ring_is_timed_with_the_columns_of_its_mask() -> None:

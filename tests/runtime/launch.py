@@ -1,14 +1,20 @@
-"""Checks on real processes: a script forks its ranks once, and every check is a test of its own."""
+"""Checks on real processes: a script forks its ranks once, and every check is a test of its own.
+
+Scripts are forks themselves, of a process that has imported what they all need: pytest has threads, and may not fork.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import math
+import multiprocessing
 import os
-import subprocess
+import runpy
 import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,15 +35,31 @@ COLLECTIVE_S = 100.0
 Check = Callable[[DeviceMesh], None]
 
 
+_SERVER = multiprocessing.get_context("forkserver")  # of each process of pytest, started by its first launch
+_SERVER.set_forkserver_preload(["tests.runtime.warm"])
+
+
 def launched(script: Path, *arguments: str) -> str:
-    """Run ``script``, which forks ranks, and return what they print. It is a process of its own: pytest has threads."""
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "PYTHONFAULTHANDLER": "1"}
-    with tempfile.TemporaryFile("w+") as log:
-        command = [sys.executable, "-W", "ignore", str(script), *arguments]
-        subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        log.seek(0)
+    """Run ``script``, which forks ranks, in a process of its own, and return what they print."""
+    with tempfile.NamedTemporaryFile("r") as log:
+        process = _SERVER.Process(target=_run_script, args=(script, arguments, log.name))
+        process.start()
+        process.join()
         return log.read()
+
+
+def _run_script(script: Path, arguments: Sequence[str], log: str) -> None:
+    """As ``python -W ignore script arguments``, all of whose output goes to the file ``log``."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, sys.stdout.fileno())
+    os.dup2(descriptor, sys.stderr.fileno())
+    faulthandler.enable()
+    warnings.simplefilter("ignore")
+    os.chdir(ROOT)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def assert_held(output: str, check: str) -> None:

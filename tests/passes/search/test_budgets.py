@@ -23,7 +23,8 @@ from passes.search.least_memory import least_bytes
 from passes.search.plan_search import SearchOptions, search_plan
 from passes.search.solvers.stage_search import StageSearch
 
-CLUSTER = Cluster.preset("4xA100-80GB")
+CLUSTER = Cluster.preset("2xA100-80GB")
+FEW = ("data", "zero", "tensor", "sequence")
 # Of one stage and micro-batch, so that a tight budget has blocks recomputed and split.
 PINS: Any = {"num_stages": 1, "num_microbatches": 1}
 
@@ -96,13 +97,13 @@ def test_what_every_plan_holds_is_a_bound(monkeypatch: pytest.MonkeyPatch) -> No
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters()) - trained
     graph = galvatron_fx.capture(model, inputs)
-    assert least_bytes(graph, 4, ADAM) == (4 * 4 * trained + 4 * frozen) / 4
+    assert least_bytes(graph, 2, ADAM) == (4 * 4 * trained + 4 * frozen) / 2
     monkeypatch.setattr(StageSearch, "search_once", None)
     with pytest.raises(BudgetError, match="split evenly: give more memory, more devices, or a smaller batch"):
-        search_plan(graph, CLUSTER, SearchOptions(int(least_bytes(graph, 4, ADAM)) - 1, ROLES, pins=Pins(1, 1)))
+        search_plan(graph, CLUSTER, SearchOptions(int(least_bytes(graph, 2, ADAM)) - 1, ROLES, pins=Pins(1, 1)))
     layer = nn.Sequential(nn.Linear(8, 1, bias=False), nn.Flatten(0))
     wide = galvatron_fx.capture(layer, (torch.empty(4096, 8, device="meta"),))
-    assert least_bytes(wide, 4, ADAM) == 4 * (3 * 8 + 4096 * 8) / 4, "inputs where they are more than gradients"
+    assert least_bytes(wide, 2, ADAM) == 4 * (3 * 8 + 4096 * 8) / 2, "inputs where they are more than gradients"
 
 
 def test_roles_and_constraints_restrict_the_search() -> None:
@@ -110,13 +111,13 @@ def test_roles_and_constraints_restrict_the_search() -> None:
     plan = galvatron_fx.plan(captured, CLUSTER, roles=("data", "tensor"), recompute=False, **PINS)
     assert {role for block in plan.blocks for role in block.strategy.roles} <= {"data", "tensor"}
     assert not any(block.strategy.recompute for block in plan.blocks)
-    pinned = galvatron_fx.plan(captured, CLUSTER, constraints={"model.layers.2": ("tensor", "tensor")}, **PINS)
-    assert any(block.strategy.roles == ("tensor", "tensor") for block in pinned.blocks)
+    pinned = galvatron_fx.plan(captured, CLUSTER, constraints={"model.layers.2": ("tensor",)}, **PINS)
+    assert any(block.strategy.roles == ("tensor",) for block in pinned.blocks)
 
 
 def test_plans_are_identical_in_every_process() -> None:
     """There sets of text are in another order."""
-    script = "from tests.passes.search.test_budgets import search; print(search('20MB').to_json(), end='')"
+    script = "from tests.passes.search import test_budgets as t; print(t.search('30MB', t.FEW).to_json(), end='')"
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     there = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script],
@@ -126,4 +127,4 @@ def test_plans_are_identical_in_every_process() -> None:
         text=True,
         timeout=300,
     ).stdout
-    assert there == search("20MB").to_json()
+    assert there == search("30MB", FEW).to_json()
