@@ -157,6 +157,14 @@ def test_an_assertion_behind_is_compiling_is_passed() -> None:
     assert galvatron_fx.capture(Model(body), {"x": torch.randn(4, 6)}) is not None
 
 
+def test_operators_of_control_flow_are_refused() -> None:
+    def body(layer: nn.Module, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda x: layer(x), lambda x: layer(-x), (x,)).sum()
+
+    with pytest.raises(CaptureError, match=r"(?s)calls an operator of control flow.*take one by torch.where"):
+        galvatron_fx.capture(Model(body), {"x": torch.randn(4, 6)})
+
+
 def test_inputs_that_do_not_fit_are_told_in_a_few_lines(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(InputError, match="must have same reduction dim") as caught:
         galvatron_fx.capture(Model(lambda layer, x: layer(x).sum()), {"x": torch.randn(4, 7)})

@@ -19,11 +19,15 @@ from passes.frontend.capture.value_reads import remedy_for_read, remedy_for_shap
 
 _LOG = logging.getLogger("galvatron_fx.capture")
 
-# What a traced tensor cannot do, by words of torch's message: what the code does, and what to do instead.
+# What a traced tensor cannot do, by words of torch's message or the name of its error: what the code does, and what to do instead.
 _UNTRACEABLE = {
     ".numpy() is not supported": (
         "leaves PyTorch for NumPy",
         "use the function of torch, or compute it where batches are made and pass it as an input",
+    ),
+    "Unsupported": (
+        "calls an operator of control flow (torch.cond, while_loop, scan, map), whose functions torch traces by itself",
+        "compute both branches and take one by torch.where, or write a Python loop of a fixed number of steps",
     ),
     "data pointer": (
         "asks for the memory of a tensor, which has none while it is traced",
@@ -118,7 +122,7 @@ def _refusal(error: Exception, name: str, frame: FrameSummary) -> tuple[str, str
         return remedy_for_shape(_first_line(error), frame)
     if "DataDependent" in name:
         return remedy_for_read(frame)
-    return next((reason for words, reason in _UNTRACEABLE.items() if words in text), None)
+    return next((reason for words, reason in _UNTRACEABLE.items() if words in text or words == name), None)
 
 
 def _first_line(error: Exception) -> str:
