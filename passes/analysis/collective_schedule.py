@@ -47,6 +47,8 @@ def hoistable_gathers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """Gathers of what is there before the graph computes, each with the operators that lead to it, in order; but for
     those of slices, which stay, and of what waited on the host for backward.
     """
+    if not graph.find_nodes(op="call_function", target=c.all_gather, sort=False):
+        return {}
     chains: dict[fx.Node, list[fx.Node]] = {}
     gathers = {}
     for node in graph.nodes:
@@ -68,6 +70,8 @@ def hoistable_gathers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 def sinkable_reductions(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """Reductions that only the graph's results wait for, each with the operators that follow from it, in order."""
+    if not any(graph.find_nodes(op="call_function", target=target, sort=False) for target in _REDUCTIONS):
+        return {}
     after: dict[fx.Node, list[fx.Node] | None] = {}
     for node in reversed(graph.nodes):
         after[node] = _what_follows(node, after)

@@ -28,6 +28,7 @@ LINEAR_OPS = (
     aten._to_copy.default,
     cast_gradient,
 )
+_ADDING_OPS = (aten.add.Tensor, *LINEAR_OPS)
 
 
 def input_only(graph: fx.GraphModule) -> set[fx.Node]:
@@ -99,9 +100,10 @@ def gradient_terms(graph: fx.GraphModule) -> dict[fx.Node, frozenset[fx.Node]]:
         if node.op != "call_function" or meta_of(node).phase != "backward" or meta_of(node).multi_output:
             continue
         calls = [user for user in node.users if user.op == "call_function"]
-        parameters = returned.get(node, set()).union(*(terms.get(user, (None,)) for user in calls))
-        adds_up = all(user.target in (aten.add.Tensor, *LINEAR_OPS) for user in calls)
-        if parameters and adds_up and None not in parameters:
+        if not all(user in terms and user.target in _ADDING_OPS for user in calls):
+            continue
+        parameters = returned.get(node, set()).union(*(terms[user] for user in calls))
+        if parameters and None not in parameters:
             terms[node] = frozenset(parameter for parameter in parameters if parameter is not None)
     return terms
 

@@ -61,7 +61,6 @@ class FunctionalRandom:
             replace_outputs(graph, node, outputs)
         eliminate_dead_code(graph)
         graph.graph.set_codegen(CodeGen())  # the traced one unpacks (primals, tangents) and knows of no seed
-        graph.graph.lint()
         graph.recompile()
         return graph
 

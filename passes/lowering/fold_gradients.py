@@ -52,7 +52,6 @@ class FoldGradients:
                 fold = write_call(graph.graph, fold_gradient, (node, names[node]))
             set_meta(fold, meta_of(node).having(bundles=(), step=None, multi_output=False, stays=False))
             set_output(graph, position, fold)
-        graph.graph.lint()
         graph.recompile()
         return graph
 

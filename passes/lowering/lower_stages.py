@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -14,6 +14,7 @@ from cost_models.collectives import collective_s
 from cost_models.node_time import NodeTime
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import PlanError
+from galvatron_fx.ir.gc_tuning import fewer_collections
 from galvatron_fx.ir.graph.layout import Layout, layout
 from galvatron_fx.ir.graph.metadata import InputSpec, Signature, signature
 from galvatron_fx.ir.graph.pass_pipeline import PassControl, PassPipeline
@@ -34,6 +35,8 @@ from passes.lowering.stages.untie_weights import UntieWeights
 from passes.sharding.placed_calls import verify_placed
 from passes.sharding.shard_graph import ShardGraph
 
+_STATE = ("param", "buffer")
+
 
 @dataclass(frozen=True)
 class LoweredStages:
@@ -51,11 +54,15 @@ class LoweredStages:
     signature: Signature
 
     def standing_for(self, stage_of: Sequence[int]) -> LoweredStages:
-        """The stages of a longer model, of which number i equals ``stages[stage_of[i]]`` with parameters of its own."""
+        """The stages of a longer model, of which number i equals ``stages[stage_of[i]]`` with parameters of its own;
+        what several stages take (a buffer of all layers) all others take, too.
+        """
         uses: Counter[int] = Counter()
         stages = []
+        takers = Counter(port.name for stage in self.stages for port in stage.ports.values() if port.kind in _STATE)
+        shared = {name for name, count in takers.items() if count > 1}
         for index, stand_in in enumerate(stage_of):
-            stages.append(_another(self.stages[stand_in], index, uses[stand_in]))
+            stages.append(_another(self.stages[stand_in], index, uses[stand_in], shared))
             uses[stand_in] += 1
         return replace(self, stages=tuple(stages))
 
@@ -95,6 +102,7 @@ class LowerStages:
     control: PassControl = field(default_factory=PassControl)
     keep_outputs: bool = True
 
+    @fewer_collections()
     def run(self, graph: fx.GraphModule) -> LoweredStages:
         """Return the lowered stages; ``graph`` stays as it is."""
         return self.lower(self.split(graph), signature(graph))
@@ -136,6 +144,7 @@ class LowerStages:
                 stage.write()
         return LoweredStages(joint, stages, microbatched, layout(sharded), whole)
 
+    @fewer_collections()
     def _write(self, cut: SplitStages, stage: Stage, placed: Layout) -> dict[str, Task]:
         """The finished tasks of a stage."""
         part = f"stage{stage.index}"
@@ -187,13 +196,12 @@ def _graphs(tasks: Mapping[str, Task]) -> dict[str, fx.GraphModule]:
     return {name: task.graph for name, task in tasks.items()}
 
 
-def _another(stage: Stage, index: int, number: int) -> Stage:
-    """A stage that does the same with other parameters."""
-
-    named = ("param", "buffer", "grad")
+def _another(stage: Stage, index: int, number: int, shared: Collection[str]) -> Stage:
+    """A stage that does the same with other parameters, but for those that are ``shared``."""
 
     def renamed(port: InputSpec) -> InputSpec:
-        return replace(port, name=stand_in_name(port.name, number)) if port.kind in named else port
+        is_own = port.kind in _STATE and port.name not in shared
+        return replace(port, name=stand_in_name(port.name, number)) if is_own else port
 
     gradients = tuple(
         replace(g, port=replace(g.port, name=stand_in_name(g.port.name, number))) for g in stage.gradients

@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.gc_tuning import fewer_collections
 from galvatron_fx.ir.graph.layout import Layout, layout
 from galvatron_fx.ir.graph.pass_pipeline import PassControl, PassPipeline
 from galvatron_fx.ir.graph.placement import Placement
@@ -71,6 +72,7 @@ class Lower:
     control: PassControl = field(default_factory=PassControl)
     folds: bool = False
 
+    @fewer_collections()
     def run(self, graph: fx.GraphModule) -> Lowered:
         """Return the lowered program; ``graph`` stays as it is."""
         apply = LOWERING.under(self.control)

@@ -42,7 +42,6 @@ class ExpandRings:
         for target, write in _STEPS.items():
             for node in result.graph.find_nodes(op="call_function", target=target):
                 self._expand(result.graph, node, write)
-        result.graph.lint()
         result.recompile()
         return result
 

@@ -26,7 +26,7 @@ from passes.lowering.stages.split_microbatches import Microbatched
 from passes.simulation.drop_blocks import DropBlocks
 from passes.simulation.events import GraphEvents
 from passes.simulation.short_model import Apart, ShortModel
-from passes.simulation.stages import SimulateStages, StagesReport
+from passes.simulation.stages import MeasuredTasks, SimulateStages, StagesReport
 from passes.simulation.step import SimulateStep, StepReport
 
 Row = Mapping[Any, float]
@@ -49,7 +49,18 @@ class Whole(NamedTuple):
     events: list[Mapping[str, Sequence[Event]]]
 
 
+class Reusable(NamedTuple):
+    """What a short model is lowered to, the bytes that its ranks take (of stages), and what was measured of its tasks:
+    on other links, too.
+    """
+
+    lowered: LoweredStages | Lowered
+    memory: Sequence[Row]
+    tasks: MeasuredTasks
+
+
 _PARAMETER_BYTES = "parameter bytes"
+_HELD = 6  # lowered short models: choices one after the other often differ in how many stages each stands for alone
 
 
 @dataclass(frozen=True)
@@ -81,7 +92,8 @@ class SimulateChoice:
     _wired: dict[Hashable, fx.GraphModule] = field(default_factory=dict)
     _microbatched: dict[tuple[int, int], Microbatched] = field(default_factory=dict)
     _measured: dict[Hashable, Measured] = field(default_factory=dict)
-    _lowered: dict[Hashable, tuple[LoweredStages | Lowered, Sequence[Row]]] | None = None
+    _held: dict[Hashable, tuple[LoweredStages, MeasuredTasks]] = field(default_factory=dict)
+    _lowered: dict[Hashable, Reusable] | None = None
     # The chosen plan is lowered once more before it runs, and verified then.
     _control: PassControl = field(default_factory=lambda: PassControl(verifies=False))
     _simulator: SimulateStep = field(init=False)
@@ -104,16 +116,14 @@ class SimulateChoice:
 
         A choice is lowered as for this cluster, by whose links its blocks' operators are split.
         """
-        kept: dict[Hashable, tuple[LoweredStages | Lowered, Sequence[Row]]] = {}
+        kept: dict[Hashable, Reusable] = {}
 
         def linked(cluster: Cluster) -> SimulateChoice:
-            return replace(self, cluster=cluster, _measured={}, _lowered=kept)
+            return replace(self, cluster=cluster, _measured={}, _held={}, _lowered=kept)
 
         return linked
 
-    def _once_lowered(
-        self, key: Hashable, lower: Callable[[], tuple[LoweredStages | Lowered, Sequence[Row]]]
-    ) -> tuple[LoweredStages | Lowered, Sequence[Row]]:
+    def _once_lowered(self, key: Hashable, lower: Callable[[], Reusable]) -> Reusable:
         """What a model is lowered to, and the bytes that it takes: neither depends on links."""
         if self._lowered is None:
             return lower()
@@ -128,7 +138,7 @@ class SimulateChoice:
 
         def measure(model: ShortModel, kept: Sequence[Strategy]) -> Measured:
             key = id(self._graph(model)), tuple(kept)
-            lowered, _ = self._once_lowered(key, lambda: (lower(model, kept), ()))
+            lowered = self._once_lowered(key, lambda: Reusable(lower(model, kept), (), MeasuredTasks())).lowered
             assert isinstance(lowered, Lowered), "a model without stages is lowered without them"
             step = self._simulator.parts(lowered)
             seconds: dict[Any, float] = {**step.alone, _PARAMETER_BYTES: step.parameter_bytes}
@@ -141,34 +151,53 @@ class SimulateChoice:
 
     def _stages(self, short: ShortModel, strategies: Sequence[Strategy], staging: Staging) -> StagesReport:
         schedule = staging.schedule
-        simulate = SimulateStages(self.cluster, schedule, staging.axes, self.optimizer)
-        filled = SimulateStages(self.cluster, staging.filled, staging.axes, self.optimizer)
 
-        def lowered_with_bytes(model: ShortModel, kept: Sequence[Strategy]) -> tuple[LoweredStages, Sequence[Row]]:
+        def simulate(under: Schedule, tasks: MeasuredTasks) -> SimulateStages:
+            return SimulateStages(self.cluster, under, staging.axes, self.optimizer, tasks)
+
+        def lowered_with_bytes(model: ShortModel, kept: Sequence[Strategy]) -> Reusable:
+            few, tasks = self._few_stages(model, kept, schedule.num_microbatches)
+            lowered = few.standing_for(model.stage_of)
+            memory = [_row(use) for use in simulate(staging.filled, tasks).memory(lowered)]
+            return Reusable(lowered, memory, tasks)
+
+        def measure(model: ShortModel, kept: Sequence[Strategy]) -> Measured:
+            key = id(self._graph(model)), tuple(kept), model.first_blocks, model.stage_of, schedule, staging.filled
+            lowered, memory, tasks = self._once_lowered(key, lambda: lowered_with_bytes(model, kept))
+            assert isinstance(lowered, LoweredStages), "a model of stages is lowered into them"
+            timed = simulate(schedule, tasks)
+            events = timed.events(lowered)
+            return Measured(timed.alone(lowered, events), memory, events)
+
+        ranks = [schedule.stages_of(rank) for rank in range(schedule.num_ranks)]
+        once = self._once(measure, strategies, schedule, staging.filled, tuple(staging.axes))
+        whole = _whole(short, once, ranks)
+        memory = [_memory(row) for row in whole.memory]
+        return simulate(schedule, MeasuredTasks()).report(whole.seconds, whole.events, memory)
+
+    def _few_stages(
+        self, model: ShortModel, kept: Sequence[Strategy], num_microbatches: int
+    ) -> tuple[LoweredStages, MeasuredTasks]:
+        """The stages of a short model, whichever of the whole one each stands for, and what was measured of them; those
+        that were asked for last are held.
+        """
+        key = id(self._graph(model)), tuple(kept), model.first_blocks, num_microbatches
+        if key not in self._held:
             lower = LowerStages(
                 kept,
                 model.first_blocks,
-                schedule.num_microbatches,
+                num_microbatches,
                 self.cluster,
                 self._cache,
                 control=self._control,
                 keep_outputs=False,
             )
             lowered = lower.lower(self._split(model, lower), signature(self._graph(model)))
-            lowered = lowered.standing_for(model.stage_of)
-            return lowered, [_row(use) for use in filled.memory(lowered)]
-
-        def measure(model: ShortModel, kept: Sequence[Strategy]) -> Measured:
-            key = id(self._graph(model)), tuple(kept), model.first_blocks, model.stage_of, schedule, staging.filled
-            lowered, memory = self._once_lowered(key, lambda: lowered_with_bytes(model, kept))
-            assert isinstance(lowered, LoweredStages), "a model of stages is lowered into them"
-            events = simulate.events(lowered)
-            return Measured(simulate.alone(lowered, events), memory, events)
-
-        ranks = [schedule.stages_of(rank) for rank in range(schedule.num_ranks)]
-        once = self._once(measure, strategies, schedule, staging.filled, tuple(staging.axes))
-        whole = _whole(short, once, ranks)
-        return simulate.report(whole.seconds, whole.events, [_memory(row) for row in whole.memory])
+            self._held[key] = lowered, MeasuredTasks()
+        self._held[key] = self._held.pop(key)
+        if len(self._held) > _HELD:
+            del self._held[next(iter(self._held))]
+        return self._held[key]
 
     def _once(
         self,

@@ -10,7 +10,7 @@ of the period more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -209,7 +209,8 @@ def _stand_ins(whole: Sequence[tuple[Segment, ...]]) -> tuple[list[int], tuple[i
 
     A stage stands for those of the same labels that enter and leave alike, and whose segments are cut where its own
     are. Kept are the largest of each kind, and the first and last stage of each kind of block, between which all others
-    of it lie.
+    of it lie. Where one of these would follow a stage that it does not follow in the whole model, what it takes in
+    would come from a twin further away: the fewest stages that lead from one to the other are kept between them.
     """
     enters = [_last(whole[i - 1]) if i else None for i in range(len(whole))]
     leaves = [_first(whole[i + 1]) if i + 1 < len(whole) else None for i in range(len(whole))]
@@ -224,12 +225,21 @@ def _stand_ins(whole: Sequence[tuple[Segment, ...]]) -> tuple[list[int], tuple[i
     for i, stage in enumerate(whole):
         for mark, _ in (label for segment in stage for label in segment.labels):
             holders.setdefault(mark, []).append(i)
-    chosen = sorted({*largest.values(), *(i for positions in holders.values() for i in (positions[0], positions[-1]))})
-    if any(enters[b] != _last(whole[a]) or leaves[a] != _first(whole[b]) for a, b in pairwise(chosen)):
-        # A stage would follow one that it does not follow in the whole model, and what it takes in would come from a
-        # twin further away: the stages between the two would not be needed.
-        chosen = list(range(len(whole)))
+    wanted = sorted({*largest.values(), *(i for positions in holders.values() for i in (positions[0], positions[-1]))})
+
+    def follows(a: int, b: int) -> bool:
+        return enters[b] == _last(whole[a]) and leaves[a] == _first(whole[b])
+
+    chosen = [*wanted[:1], *(stage for a, b in pairwise(wanted) for stage in _way(a, b, follows))]
     return chosen, tuple(chosen.index(i if i in chosen else largest[kind]) for i, kind in enumerate(kinds))
+
+
+def _way(start: int, end: int, follows: Callable[[int, int], bool]) -> tuple[int, ...]:
+    """The fewest stages behind ``start`` that lead to ``end``, each of which ``follows`` the one before it."""
+    ways: dict[int, tuple[int, ...]] = {start: ()}
+    for stage in range(start + 1, end + 1):
+        ways[stage] = min(((*ways[i], stage) for i in range(start, stage) if follows(i, stage)), key=len)
+    return ways[end]
 
 
 def _shape(stage: Sequence[Segment]) -> tuple[tuple[Labels, int], ...]:

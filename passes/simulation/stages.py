@@ -145,9 +145,20 @@ class StagesReport:
 
 
 @dataclass(frozen=True)
+class MeasuredTasks:
+    """What was measured of the tasks of lowered stages, by the tasks, which have to outlive it: their events on a
+    cluster, and their memory under schedules with actions of some kinds.
+    """
+
+    events: dict[tuple[int, Cluster], StageEvents] = field(default_factory=dict)
+    memory: dict[tuple[int, frozenset[str]], StageMemory] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class SimulateStages:
     """Simulate ``schedule`` with the tasks of lowered stages; ``pipeline_axes``: the axes that hold the stages;
     ``optimizer``: what updates the parameters. Each pipeline rank has its own devices and links of the cluster.
+    ``measured``: of the same stages, under whichever schedules they were simulated before.
 
     What is done once a step (gathers kept for it, reductions of gradients, the optimizer's update) comes before and
     after the schedule, as it does when it runs.
@@ -157,6 +168,7 @@ class SimulateStages:
     schedule: Schedule
     pipeline_axes: Sequence[Axis]
     optimizer: OptimizerModel = ADAM
+    measured: MeasuredTasks = field(default_factory=MeasuredTasks)
     _simulators: dict[Cluster, SimulateStep] = field(init=False, default_factory=dict)
 
     def run(self, lowered: LoweredStages) -> StagesReport:
@@ -167,15 +179,15 @@ class SimulateStages:
 
     def events(self, lowered: LoweredStages) -> list[StageEvents]:
         """What a rank does in the tasks of every stage."""
-        by_tasks: dict[Hashable, StageEvents] = {}
+        known = self.measured.events
         for stage in lowered.stages:
             simulator, tasks = self._simulator(stage.index), stage.tasks
-            if (id(tasks), simulator.cluster) not in by_tasks:
-                by_tasks[id(tasks), simulator.cluster] = {
+            if (id(tasks), simulator.cluster) not in known:
+                known[id(tasks), simulator.cluster] = {
                     name: simulator.graph_events(tasks[name].graph, lowered.layout)
                     for name in (*_PER_MICROBATCH, *_ONCE)
                 }
-        return [by_tasks[id(stage.tasks), self._part(stage.index)] for stage in lowered.stages]
+        return [known[id(stage.tasks), self._part(stage.index)] for stage in lowered.stages]
 
     def alone(self, lowered: LoweredStages, events: Sequence[StageEvents]) -> list[StageTimes]:
         """Seconds of every stage, as if nothing ran at once."""
@@ -232,11 +244,12 @@ class SimulateStages:
 
     def replays(self, lowered: LoweredStages, held: PersistentMemory, kind: type[Replay]) -> list[Replay]:
         """The step of every pipeline rank as its live memory saw it, from the first task to the gradients."""
-        kinds = {action.kind for order in self.schedule.orders for action in order}
-        measured = {
-            id(stage.tasks): StageMemory.of(stage, lowered.layout.shape, kinds) for stage in distinct_stages(lowered)
-        }
-        memory = [measured[id(stage.tasks)] for stage in lowered.stages]
+        kinds = frozenset(action.kind for order in self.schedule.orders for action in order)
+        known = self.measured.memory
+        for stage in distinct_stages(lowered):
+            if (id(stage.tasks), kinds) not in known:
+                known[id(stage.tasks), kinds] = StageMemory.of(stage, lowered.layout.shape, kinds)
+        memory = [known[id(stage.tasks), kinds] for stage in lowered.stages]
         replays = []
         for rank, order in enumerate(with_transfers(self.schedule)):
             live = LiveMemory()

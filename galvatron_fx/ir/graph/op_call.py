@@ -88,16 +88,17 @@ def op_call(node: fx.Node, spec_of: Callable[[fx.Node], TensorSpec] | None = Non
     lookup = spec_of or (lambda n: meta_of(n).spec)
 
     def freeze(value: Any) -> Any:
-        if isinstance(value, fx.Node):
+        if isinstance(value, Node):
             return lookup(value)
         if isinstance(value, (list, tuple)):
-            return tuple(freeze(item) for item in value)
+            are_sizes = value and isinstance(value[0], int)
+            return tuple(value) if are_sizes else tuple(map(freeze, value))
         return value
 
     return OpCall(
         target=node.target,
-        args=freeze(comparable_args(node)),
-        kwargs=tuple(sorted((key, freeze(value)) for key, value in node.kwargs.items())),
+        args=tuple(map(freeze, comparable_args(node))),
+        kwargs=tuple(sorted((key, freeze(value)) for key, value in node.kwargs.items())) if node.kwargs else (),
         inputs=tuple(lookup(n) for n in input_nodes(node)),
         outputs=meta_of(node).specs,
     )

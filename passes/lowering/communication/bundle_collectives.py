@@ -58,7 +58,6 @@ class BundleCollectives:
             late = sinkable_reductions(graph.graph)
             for bundle in self._bundles({n: after for n, after in late.items() if collectives_among(after) == level}):
                 self._reduce(graph.graph, bundle, late)
-        graph.graph.lint()
         graph.recompile()
         return graph
 

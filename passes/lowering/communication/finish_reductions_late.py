@@ -31,7 +31,6 @@ class FinishReductionsLate:
         late = sinkable_reductions(graph.graph)
         for level in sorted({collectives_among(after) for after in late.values()}, reverse=True):
             self._finish([node for node, after in late.items() if collectives_among(after) == level], late)
-        graph.graph.lint()
         graph.recompile()
         return graph
 

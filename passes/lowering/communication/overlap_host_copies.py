@@ -27,7 +27,6 @@ class OverlapHostCopies:
         nodes = graph.graph
         self._wait_later(nodes, nodes.find_nodes(op="call_function", target=to_host))
         self._fetch_earlier(nodes, nodes.find_nodes(op="call_function", target=from_host))
-        nodes.lint()
         graph.recompile()
         return graph
 

@@ -46,7 +46,6 @@ class PrefetchGathers:
             for link in (link for node in of_block[block] for link in (*gathers[node], node)):
                 if start < link:
                     start.prepend(link)
-        graph.graph.lint()
         graph.recompile()
         return graph
 

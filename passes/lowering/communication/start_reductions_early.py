@@ -37,7 +37,6 @@ class StartReductionsEarly:
                 if before.next is not link:
                     before.append(link)
                 before = link
-        graph.graph.lint()
         graph.recompile()
         return graph
 

@@ -345,5 +345,4 @@ def _hoist(graph: fx.GraphModule, moves: Sequence[fx.Node]) -> None:
     eliminate_dead_code(graph)
     inputs = (*(port for port, _ in kept), *added, *tangents)
     set_signature(graph, signature(graph).having(inputs=inputs))
-    graph.graph.lint()
     graph.recompile()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -93,8 +94,7 @@ def stages_of_blocks(first_blocks: Sequence[int], num_blocks: int) -> tuple[int,
 
 def stage_of_node(node: fx.Node, first_blocks: Sequence[int]) -> int:
     """The stage of a node's block."""
-    block = max(meta_of(node).block, 0)
-    return sum(first <= block for first in first_blocks) - 1
+    return bisect_right(first_blocks, max(meta_of(node).block, 0)) - 1
 
 
 def _phase(node: fx.Node) -> str:

@@ -136,6 +136,12 @@ CASES = {
         [SPLIT, *FOLDED * 4, SPLIT],
     ),
     "turns that stages cut": ("mixtral", Configuration(1, 2, "1f1b", 4), (0, 2), [DATA, *STAGED * 4, DATA]),
+    "stages that lead from one to the next": (
+        "mixtral",
+        Configuration(2, 8, "interleaved_1f1b", 4),
+        (0, 1, 2, 3, 4, 5, 6, 8),
+        [ONLY] * 10,
+    ),
     "a stage for each of unlike layers": (
         "unlike layers",
         Configuration(2, 8, "interleaved_1f1b", 4),
@@ -187,6 +193,32 @@ def test_equal_short_models_are_lowered_once(
     expected = simulator("llama", CLUSTER).run(four, first_blocks, staging)
     monkeypatch.setattr(simulate_choice, "LowerStages", None)
     assert simulate.run(four, first_blocks, staging) == expected
+
+
+def test_stages_are_lowered_once_whichever_they_stand_for(
+    simulator: Callable[[str, Cluster], SimulateChoice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first_blocks, schedule = (0, 1, 3, 5, 7, 8), make_schedule("interleaved_1f1b", 2, 6, 4)
+    staging = Staging(schedule, schedule, CLUSTER.axes[:1])
+    turns, row = (
+        [DATA, *(each for stage in kinds for each in [stage] * 2), *[DATA] * 3]
+        for kinds in ((AGAIN, DATA, AGAIN), (AGAIN, DATA, DATA))
+    )
+    alone, simulate = (replace(simulator("llama", CLUSTER), _held={}) for _ in range(2))
+    expected = alone.run(row, first_blocks, staging)
+    simulate.run(turns, first_blocks, staging)
+    monkeypatch.setattr(simulate_choice, "LowerStages", None)
+    assert simulate.run(row, first_blocks, staging) == expected
+
+
+def test_even_cuts_of_periods_keep_few_stages() -> None:
+    """Stages begin with attention and with experts in turns: those that are kept follow each other as neighbours do."""
+    marks = ["embedding", *["dense"] * 3, *["attention", "experts"] * 58, "head"]
+    cuts = [round(stage * len(marks) / 32) for stage in range(32)]
+    short = ShortModel.of(marks, [ONLY] * len(marks), cuts)
+    assert len(short.keep) == 24
+    assert len(short.kept) == 7
+    assert len(short.stage_of) == 32
 
 
 def test_stages_untie_weights_for_themselves_alone(graphs: dict[str, fx.GraphModule]) -> None:
