@@ -51,8 +51,9 @@ def _reduce_scatter(call: OpCall, degree: int) -> list[OpRule]:
 @register_rule(c.all_to_all)
 def _all_to_all(call: OpCall, degree: int) -> list[OpRule]:
     """Rows of experts, too: all ranks of the later axis hand theirs on alike."""
-    rows = Exchanged(call.args[3])
-    return [*_same(call, (call.args[1], call.args[3]), "sum"), OpRule((rows,), (rows,))]
+    ends = call.args[1], call.args[3]
+    rows = [OpRule((Exchanged(dim),), (Exchanged(dim),)) for dim in dict.fromkeys(ends)]
+    return [*_same(call, ends, "sum"), *rows, *_COUNTS]
 
 
 @register_rule(c.shard)

@@ -17,7 +17,7 @@ from galvatron_fx.ir.graph.collectives import all_reduce
 from galvatron_fx.ir.graph.metadata import meta_of, ports
 from galvatron_fx.ir.kernels.experts import route
 from galvatron_fx.ir.plan.schedule import make_schedule
-from galvatron_fx.ir.plan.strategy import Strategy
+from galvatron_fx.ir.plan.strategy import EXPERT_ROLES, Strategy
 from passes.analysis.blocks import fingerprints, num_blocks
 from passes.analysis.storages import is_view
 from passes.lowering.lower_stages import LowerStages
@@ -149,10 +149,15 @@ MORE_AXES = [
         Strategy(("data", "tensor_sequence", "tensor")),
         Strategy(("expert", "expert_sequence", "tensor"), recompute=True),
     ),
+    (
+        "deepseek",
+        Strategy(("data", "tensor_sequence", "sequence")),
+        Strategy(("expert", "expert_sequence", "expert_sequence"), capacity=0.25),
+    ),
 ]
 
 
-@pytest.mark.parametrize("family, attention, experts", MORE_AXES, ids=["in rounds", "beside tensor"])
+@pytest.mark.parametrize("family, attention, experts", MORE_AXES, ids=["in rounds", "beside tensor", "three axes"])
 def test_axes_of_experts_that_attention_tells_apart(family: str, attention: Strategy, experts: Strategy) -> None:
     """All of them split the experts: rows are exchanged along one after the other."""
     model, inputs, graph, expected = case(family)
@@ -160,7 +165,8 @@ def test_axes_of_experts_that_attention_tells_apart(family: str, attention: Stra
     lowered = Lower(strategies, cluster_for(sizes, strategies), {}).run(graph).joint
     (port, node), *_ = [(p, n) for p, n in ports(lowered) if p.name.endswith("experts.gate_up_proj")]
     whole = model.get_parameter(port.name)
-    assert meta_of(node).spec.shape[0] * 4 == len(whole)
+    degree = 2 ** sum(role in EXPERT_ROLES for role in experts.roles)
+    assert meta_of(node).spec.shape[0] * degree == len(whole)
     assert_exact(simulate(graph, model, inputs, sizes, strategies, {}), expected)
 
 

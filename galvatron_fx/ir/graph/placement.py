@@ -226,7 +226,9 @@ def kept_by_view(placement: Exchanged, source: tuple[int, ...], target: tuple[in
             alone = prod(source[dim] for dim in source_dims) == source[placement.dim]
             if len(target_dims) == 1 and placement.dim == source_dims[-1]:
                 return Exchanged(target_dims[0])  # rows by the rank that they came from
-            return Exchanged(kept[0]) if alone and kept else None
+            if alone and kept:
+                return Exchanged(kept[0])
+            return Exchanged(target_dims[-1]) if alone else None  # rows by the rank that they go to
     return None
 
 
