@@ -19,7 +19,8 @@ from passes.frontend.capture.value_reads import remedy_for_read, remedy_for_shap
 
 _LOG = logging.getLogger("galvatron_fx.capture")
 
-# What a traced tensor cannot do, by words of torch's message or the name of its error: what the code does, and what to do instead.
+# What a traced tensor cannot do, by words of torch's message or the name of its error: what the code does, and what to
+# do instead.
 _UNTRACEABLE = {
     ".numpy() is not supported": (
         "leaves PyTorch for NumPy",
