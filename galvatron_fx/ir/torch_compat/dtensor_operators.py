@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from galvatron_fx.ir.errors import InputError
+from galvatron_fx.ir.torch_compat.dtensor_writes import mend_dtensor_writes
 from galvatron_fx.ir.torch_compat.dtensors import STAGES_DIM
 
 __all__ = ["mend_dtensor_operators"]
@@ -36,8 +37,10 @@ def mend_dtensor_operators() -> None:
       this rank's part.
     - Random numbers that are drawn into tensors in shards, or like them, are those that one device draws. On CPUs
       torch draws the same ones on every rank, so that all shards are equal.
+    - Writes into parts of tensors are those of one device (:mod:`galvatron_fx.ir.torch_compat.dtensor_writes`).
     - Collectives that a script calls on a tensor in shards raise InputError with the remedy.
     """
+    mend_dtensor_writes()
     handlers = DTensor._op_dispatcher._custom_op_handlers
     unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
     handlers[unscale] = functools.partial(_look_for_infinities_in_all_shards, handlers[unscale])

@@ -1,0 +1,91 @@
+"""Writes into parts of parameters and gradients in shards, beside those of one device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import galvatron_fx
+from galvatron_fx import Plan
+from galvatron_fx.errors import InputError
+from tests.runtime.beside_plain import same
+
+Write = Callable[[Tensor], object]
+ROWS = torch.tensor([7, 0])
+
+
+def _assign(weight: Tensor, place: object, value: object) -> None:
+    weight[place] = value  # type: ignore[index,assignment]
+
+
+def _scale_rows(weight: Tensor) -> None:
+    for row in weight:
+        row.div_(row.norm() + 1)
+
+
+# Weights are [8, 12].
+WRITES: dict[str, Write] = {
+    "an element": lambda weight: _assign(weight, (5, 3), 7.0),
+    "a row": lambda weight: _assign(weight, 1, 7.0),
+    "the last row": lambda weight: weight[-1].zero_(),
+    "rows": lambda weight: weight[2:7].fill_(3.0),
+    "plain rows": lambda weight: _assign(weight, slice(2, 7), torch.ones(5, 12, dtype=weight.dtype)),
+    "a row of others": lambda weight: weight[:2].copy_(weight[7]),
+    "columns": lambda weight: weight[:, 2:].mul_(2),
+    "behind data": lambda weight: weight.data[5].zero_(),
+    "a view of a view": lambda weight: weight.t()[3:9][:, 6].fill_(4.0),
+    "a run of elements": lambda weight: weight.view(-1)[7:80].neg_(),
+    "a half": lambda weight: weight.chunk(2)[1].mul_(3),
+    "each row": _scale_rows,
+    "several at once": lambda weight: torch._foreach_mul_([weight[6], weight[0]], 2.0),
+    "out": lambda weight: torch.add(weight[0], 1.0, out=weight[7]),
+    "where a mask says": lambda weight: _assign(weight, weight > 0, 0.0),
+    "where a plain mask says": lambda weight: weight.masked_fill_(torch.arange(12) > 8, 5.0),
+    "listed rows": lambda weight: _assign(weight, ROWS, 1.0),
+    "listed rows, added": lambda weight: weight.index_add_(0, ROWS, torch.ones(2, 12, dtype=weight.dtype)),
+    "listed places": lambda weight: weight.scatter_(0, torch.zeros(1, 12, dtype=torch.long), 5.0),
+    "a triangle": lambda weight: weight.tril_(),
+    "norms": lambda weight: weight.renorm_(2, 0, 0.3),
+}
+
+
+class Layer(nn.Module):
+    """A product and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 12, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(nn.functional.linear(x, self.weight)).square().mean()
+
+
+def writes_into_shards(mesh: DeviceMesh) -> None:
+    """They are those of one device; what is not the same on all ranks is refused by all."""
+    torch.manual_seed(3)
+    model, x = Layer(), torch.randn(4, 12, dtype=torch.float64)
+    compiled = galvatron_fx.compile(copy.deepcopy(model), mesh, (x,), plan=Plan.uniform((2, 2), ("zero", "tensor")))
+    assert isinstance(compiled.weight, DTensor) and compiled.weight.to_local().shape[0] < 8
+    for what, write in WRITES.items():
+        for each in (compiled, model):
+            each.zero_grad()
+            each(x).backward()
+            with torch.no_grad():
+                write(each.weight)
+                write(each.weight.grad)
+        same(compiled.weight, model.weight, what)
+        same(compiled.weight.grad, model.weight.grad, f"{what} of a gradient")
+    unlike = torch.full((12,), float(dist.get_rank()), dtype=torch.float64)
+    for refused in (partial(compiled.weight.data[5].copy_, unlike), partial(_assign, compiled.weight.data, 0, unlike)):
+        with pytest.raises(InputError, match=r"is not the same on all ranks: make it from one seed"):
+            refused()
+    with pytest.raises(InputError, match=r"into a plain tensor: give tensor.full_tensor\(\)"):
+        torch.zeros(8, 12, dtype=torch.float64).copy_(compiled.weight.detach())
