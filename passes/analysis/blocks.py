@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of, output_ports, ports
-from galvatron_fx.ir.graph.op_call import input_nodes
+from galvatron_fx.ir.graph.op_call import input_nodes, without_index
 from galvatron_fx.ir.graph.random_ops import comparable_args
 from passes.analysis.dataflow import parameter_owners
 
@@ -33,7 +33,8 @@ def num_values(graph: fx.GraphModule) -> tuple[int, ...]:
 def fingerprints(graph: fx.GraphModule) -> tuple[str, ...]:
     """A hash of each block's operators, sizes and wiring; equal blocks have equal fingerprints in every process.
 
-    Blocks that use parameters of other blocks differ from these.
+    Blocks that use parameters of other blocks differ from these. Those that only select other elements do not: steps of
+    a loop over time are equal.
     """
     members: dict[int, list[fx.Node]] = {}
     for node in graph.graph.nodes:
@@ -80,7 +81,8 @@ def _fingerprint(nodes: Sequence[fx.Node], keys: Mapping[fx.Node, Any], owners: 
     for node in nodes:
         wires = tuple(number.setdefault(source, len(number)) for source in input_nodes(node))
         number.setdefault(node, len(number))
-        constants = fx.map_arg((comparable_args(node), node.kwargs), keys.__getitem__)
+        args = without_index(node.target, comparable_args(node))
+        constants = fx.map_arg((args, node.kwargs), keys.__getitem__)
         text = repr((_name(node.target), constants, wires, keys[node], meta_of(node).phase))
         block = max(meta_of(node).block, 0)
         if any(owners.get(source, block) != block for source in input_nodes(node)):

@@ -20,6 +20,9 @@ _LEAST_SHARE = 0.08  # of the forward operators: smaller repeats are parts of a 
 _LEAST_PLAIN_PERIOD = 2  # of models without such a repeat: a product and an activation
 _LEAST_PLAIN_SHARE = 0.5  # most of the model is in its plain layers
 _LEAST_PLAIN_LAYERS = 3  # two may be alike by chance
+_LONGEST_LAYER = 2000  # operators: a longer one is a loop over time, whose steps are blocks where they repeat
+_LEAST_LOOP_SHARE = 0.5  # of such a layer's operators are in its loop
+_LEAST_STEPS = 8
 _IRREGULAR_LENGTH = 40  # operators of a block where no layer says how long one is
 
 
@@ -29,9 +32,9 @@ class FindBlocks:
 
     A stack of equal layers shows as a repeat in the sequence of forward operators (names play no part), of layers of a
     few operators only where these are most of the model. Each repeat is cut where the fewest bytes of activations
-    cross. Experts are blocks of their own, from the residual in front of the router on. What lies before, between and
-    after the stacks becomes blocks too, split where a single activation crosses. Backward nodes join the block of the
-    forward node they differentiate.
+    cross. The steps of a loop over time in a very long layer are blocks of their own, and so are experts, from the
+    residual in front of the router on. What lies before, between and after the stacks becomes blocks too, split where a
+    single activation crosses. Backward nodes join the block of the forward node they differentiate.
 
     Rewrite: facts with ``block=-1`` -> facts with ``block=0 .. n-1`` in forward order; the graph is unchanged.
     """
@@ -112,10 +115,24 @@ def _cuts(forward: list[fx.Node], inputs: set[fx.Node], crossing: np.ndarray) ->
     for start, end, period in stacks:
         first, count = _align(crossing, start, end, period, np.max if is_plain else np.mean)
         cuts += _irregular_cuts(forward, crossing, edge, first, typical)
-        cuts += [first + k * period for k in range(count + 1)]
+        steps = [0, *_step_cuts(labels, crossing, first, period)]
+        cuts += [first + k * period + step for k in range(count) for step in steps]
+        cuts.append(first + count * period)
         edge = first + count * period
     cuts += _irregular_cuts(forward, crossing, edge, len(forward), typical)
     return sorted({cut for cut in cuts if 0 < cut < len(forward)})
+
+
+def _step_cuts(labels: np.ndarray, crossing: np.ndarray, first: int, period: int) -> list[int]:
+    """Where the steps of a loop begin and end in the layer at ``first``, counted from there; none in short layers."""
+    repeat = _longest_repeat(labels[first : first + period], _LEAST_PERIOD) if period > _LONGEST_LAYER else None
+    if repeat is None:
+        return []
+    low, high, step = repeat
+    if high - low < max(_LEAST_LOOP_SHARE * period, _LEAST_STEPS * step):
+        return []
+    begin, count = _align(crossing, first + low, first + high, step, np.mean)
+    return [begin - first + k * step for k in range(count + 1)]
 
 
 def _labels(forward: list[fx.Node], computed: set[fx.Node]) -> np.ndarray:

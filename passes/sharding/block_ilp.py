@@ -11,7 +11,7 @@ from torch import fx
 
 from cost_models.node_cost import node_cost
 from galvatron_fx.ir.graph.metadata import OutputSpec, TensorSpec, meta_of
-from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
+from galvatron_fx.ir.graph.op_call import OpCall, input_nodes, is_getitem
 from galvatron_fx.ir.graph.placement import REPLICATE, Partial, Placement, Shard, shown_as
 from passes.sharding.allowed_rules import AllowedRules
 from passes.sharding.axis_decisions import AxisDecisions
@@ -61,6 +61,7 @@ class BlockProblem:
         self.targets: list[fx.Node | None] = []
         self.problem = Problem()
         self.changes: dict[object, _Changes] = {}
+        self.choices: dict[object, tuple[tuple[OpRule, ...], tuple[Choice, ...]]] = {}
 
     def decide(self, cache: dict[Any, tuple[Decision, ...]]) -> None:
         """Choose the block's rules and the placements of its parameters, or recall them from an equal block."""
@@ -141,7 +142,7 @@ class BlockProblem:
         return (self.role, self.degree, wires, calls, enter, leave)
 
     def _call_key(self, node: fx.Node) -> Any:
-        return node.args[1] if is_getitem(node) else self.decided.values.call(node)
+        return node.args[1] if is_getitem(node) else self.decided.values.kind(node)
 
     def _leave_key(self, node: fx.Node) -> Any:
         return None if meta_of(node).multi_output else self._exit_choice(node)
@@ -223,7 +224,7 @@ class BlockProblem:
         name: str,
         ins: list[int],
         outs: list[int],
-        choices: list[Choice],
+        choices: Sequence[Choice],
         what: list[Decision],
     ) -> None:
         self.items.append(Item(name, tuple(ins), tuple(outs), tuple(choices)))
@@ -263,14 +264,26 @@ class BlockProblem:
                 candidates = [rule.outputs[position] for rule in rules]
                 outs.append(self._new_value(picks[position], spec, candidates).index)
                 positions.append(position)
-        cost = node_cost(node, self.decided.values.sizes)
-        unwanted = [_UNWANTED_S * self.role.avoids(call.target, rule) for rule in rules]
-        costs_s = [self.prices.operator_s(call, cost, r) + more for r, more in zip(rules, unwanted, strict=True)]
-        choices = [
-            Choice(rule.inputs, tuple(rule.outputs[p] for p in positions), cost_s)
-            for rule, cost_s in zip(rules, costs_s, strict=True)
-        ]
+        choices = self._choices(node, call, rules, tuple(positions))
         self._item(node, node.name, [s.index for s in sources], outs, choices, list(rules))
+
+    def _choices(
+        self, node: fx.Node, call: OpCall, rules: tuple[OpRule, ...], positions: tuple[int, ...]
+    ) -> tuple[Choice, ...]:
+        """What each rule takes, makes at the ``positions`` that are used, and costs: read once for calls that are
+        alike.
+        """
+        cost = node_cost(node, self.decided.values.sizes)
+        alike = call, id(rules), positions, cost
+        if alike not in self.choices:
+            unwanted = [_UNWANTED_S * self.role.avoids(call.target, rule) for rule in rules]
+            costs_s = [self.prices.operator_s(call, cost, r) + more for r, more in zip(rules, unwanted, strict=True)]
+            choices = tuple(
+                Choice(rule.inputs, tuple(rule.outputs[p] for p in positions), cost_s)
+                for rule, cost_s in zip(rules, costs_s, strict=True)
+            )
+            self.choices[alike] = rules, choices  # (kept, so that no others get their id)
+        return self.choices[alike][1]
 
     def _add_sinks(self, node: fx.Node) -> None:
         value = self.values.get(node)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, lru_cache
 
 from torch import fx
 
 from galvatron_fx.ir.graph.metadata import OutputSpec, meta_of, output_ports, ports, signature
-from galvatron_fx.ir.graph.op_call import OpCall, op_call
+from galvatron_fx.ir.graph.op_call import OpCall, op_call, without_index
 from galvatron_fx.ir.graph.precision import computed_in, policy_of
 from galvatron_fx.ir.graph.symbols import Sizes
 from passes.analysis.dataflow import (
@@ -50,8 +51,12 @@ class GraphValues:
     def call(self, node: fx.Node) -> OpCall:
         """The operator call at a node."""
         if node not in self._calls:
-            self._calls[node] = op_call(node)
+            self._calls[node] = _shared(op_call(node))
         return self._calls[node]
+
+    def kind(self, node: fx.Node) -> OpCall:
+        """The call that has the same rules and costs for all steps of a loop over time."""
+        return _kind(self.call(node))
 
     def parameter_of(self, port: OutputSpec) -> fx.Node | None:
         """The parameter whose gradient an output is."""
@@ -106,3 +111,15 @@ class GraphValues:
     def sums(self) -> set[fx.Node]:
         """Backward values that each part of a batch adds its terms to."""
         return sums_over_batch(self.graph)
+
+
+@lru_cache(maxsize=1 << 16)
+def _shared(call: OpCall) -> OpCall:
+    """One object for all equal calls: these are looked up often, and the same object is equal without a look inside."""
+    return call
+
+
+@lru_cache(maxsize=1 << 16)
+def _kind(call: OpCall) -> OpCall:
+    args = without_index(call.target, call.args)
+    return call if args == call.args else _shared(replace(call, args=args))

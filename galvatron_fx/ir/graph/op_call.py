@@ -8,11 +8,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import fx
 from torch.fx.node import Node
 
 from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
 from galvatron_fx.ir.graph.random_ops import comparable_args
+
+_SELECTS = (
+    torch.ops.aten.select.int,
+    torch.ops.aten.select_scatter.default,
+    torch.ops.aten.select_backward.default,
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,14 @@ def _argument_key(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(map(_argument_key, value))}]"
     return str(value)
+
+
+def without_index(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a call with index 0 for the one that it selects.
+
+    Steps of a loop over time differ in it. Costs and sharding rules do not depend on it.
+    """
+    return (*args[:-1], 0) if target in _SELECTS else args
 
 
 def is_getitem(node: fx.Node) -> bool:

@@ -305,3 +305,28 @@ def test_fingerprints_are_the_same_in_every_process() -> None:
     command = [sys.executable, "-W", "ignore", "-c", script]
     other = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True, timeout=120)
     assert other.stdout.split() == prints().split()
+
+
+class Scan(nn.Module):
+    """A layer that keeps a state over time in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.decay = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        values, state, states = self.up(self.norm(x)), torch.zeros_like(x[:, 0]), torch.zeros_like(x)
+        for time in range(x.shape[1]):
+            state = torch.tanh(state * torch.exp(self.decay)) + torch.sigmoid(values[:, time])
+            states[:, time] = state
+        return x + self.down(states)
+
+
+def test_steps_of_a_loop_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In layers that are very long, each step is a block, equal to the others although it selects other elements."""
+    model, ids = Around(*(Scan() for _ in range(3))), torch.zeros(2, 10, dtype=torch.long)
+    graph = Capture(symbolic=False).run(model.float(), (ids,))
+    assert num_blocks(FindBlocks().run(graph)) == 5
+    monkeypatch.setattr("passes.frontend.find_blocks._LONGEST_LAYER", 40)
+    assert [length for length in runs(FindBlocks().run(graph)) if length > 1] == [8, 8, 8]
