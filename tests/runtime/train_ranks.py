@@ -31,7 +31,7 @@ from passes.analysis.blocks import num_blocks
 from tests.ir.cluster.test_cluster import described
 from tests.models import zoo
 from tests.models.test_odd_sizes import Convolutions, untidy
-from tests.runtime import expert_checks, order_checks, write_checks
+from tests.runtime import expert_checks, order_checks, shard_checks
 from tests.runtime.beside_plain import MESH, compiled_by, full, same, saved_and_loaded, train
 from tests.runtime.expert_checks import mixtral
 from tests.runtime.launch import Check, fork_checks
@@ -393,9 +393,9 @@ def before_the_fork() -> None:
 _CHECKS: tuple[Check, ...] = (
     uniform_plans, gathers_ahead, compiled_kernels, stages, stages_evaluate_and_train, later_batches_fail_together,
     loss_backward, unlike_neighbours, searched_plan, flat_mesh, gradients_accumulate, folds_gradients, evaluation,
-    buffers_update, other_batch_shapes, state_dicts, draws_into_shards, write_checks.writes_into_shards,
-    checkpoint_to_another_plan, context, meta_device, lazy, plan_mismatch, rank_0_searches_for_all,
-    order_checks.ranks_in_another_order, order_checks.rows_of_ranks_in_another_order,
+    buffers_update, other_batch_shapes, state_dicts, draws_into_shards, shard_checks.writes_into_shards,
+    shard_checks.losses_of_shards, checkpoint_to_another_plan, context, meta_device, lazy, plan_mismatch,
+    rank_0_searches_for_all, order_checks.ranks_in_another_order, order_checks.rows_of_ranks_in_another_order,
     order_checks.a_mesh_in_another_order, expert_checks.further_rounds, expert_checks.expert_loads,
     expert_checks.experts_move, expert_checks.listed_experts_move, expert_checks.experts_have_shadows,
 )  # fmt: skip

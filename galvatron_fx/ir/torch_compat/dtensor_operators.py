@@ -9,10 +9,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from galvatron_fx.ir.errors import InputError
-from galvatron_fx.ir.torch_compat.dtensor_writes import mend_dtensor_writes
-from galvatron_fx.ir.torch_compat.dtensors import STAGES_DIM
+from galvatron_fx.ir.torch_compat.dtensor_writes import mend_dtensor_writes, whole_argument
+from galvatron_fx.ir.torch_compat.dtensors import STAGES_DIM, add_up_whole_norms, replicated
 
 __all__ = ["mend_dtensor_operators"]
 
@@ -25,6 +26,14 @@ _DRAWS = (
     "randint_like.default",
     "randint_like.low_dtype",
 )
+# Means, of which torch divides by what a rank has: in backward always, in forward where ranks have unlike shares or
+# labels are ignored.
+_MEAN_LOSSES = (
+    "binary_cross_entropy", "binary_cross_entropy_backward", "binary_cross_entropy_with_logits", "huber_loss",
+    "huber_loss_backward", "mse_loss", "mse_loss_backward", "nll_loss_backward", "nll_loss_forward",
+    "nll_loss2d_backward", "nll_loss2d_forward", "smooth_l1_loss", "smooth_l1_loss_backward", "soft_margin_loss",
+    "soft_margin_loss_backward",
+)  # fmt: skip
 _COLLECTIVES = ("allreduce_", "broadcast_", "reduce_", "allgather_", "_allgather_base_", "_reduce_scatter_base_")
 
 
@@ -37,6 +46,8 @@ def mend_dtensor_operators() -> None:
       this rank's part.
     - Random numbers that are drawn into tensors in shards, or like them, are those that one device draws. On CPUs
       torch draws the same ones on every rank, so that all shards are equal.
+    - Losses that are means (``F.mse_loss(weight, before)``) have the gradients of one device, and its values.
+    - The sum of norms of rows or columns that ranks share is that of the whole ones, not of their parts.
     - Writes into parts of tensors are those of one device (:mod:`galvatron_fx.ir.torch_compat.dtensor_writes`).
     - Collectives that a script calls on a tensor in shards raise InputError with the remedy.
     """
@@ -47,6 +58,9 @@ def mend_dtensor_operators() -> None:
     handlers[torch.ops.aten._local_scalar_dense.default] = _read_whole
     for packet, overload in (name.split(".") for name in _DRAWS):
         handlers[getattr(getattr(torch.ops.aten, packet), overload)] = _draw
+    for name in _MEAN_LOSSES:
+        handlers[getattr(torch.ops.aten, name).default] = _compute_whole
+    add_up_whole_norms()
     for name in _COLLECTIVES:
         handlers[getattr(torch.ops.c10d, name).default] = _refuse_collective
 
@@ -102,6 +116,13 @@ def _draw(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTenso
         local.copy_(part._local_tensor)
         return tensor
     return part
+
+
+def _compute_whole(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Every rank computes on whole tensors, and has the whole result."""
+    mesh = next(leaf.device_mesh for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor))
+    args, kwargs = tree_map(functools.partial(whole_argument, op_call, mesh), (args, kwargs))
+    return tree_map(functools.partial(replicated, mesh=mesh), op_call(*args, **kwargs))
 
 
 def _refuse_collective(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:

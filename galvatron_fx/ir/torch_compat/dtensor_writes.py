@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from galvatron_fx.ir.errors import InputError
-from galvatron_fx.ir.torch_compat.dtensors import whole_tensor
+from galvatron_fx.ir.torch_compat.dtensors import replicated, whole_tensor
 
-__all__ = ["mend_dtensor_writes"]
+__all__ = ["mend_dtensor_writes", "whole_argument"]
 
 aten = torch.ops.aten
 
@@ -25,7 +26,7 @@ _PLACED = (
     "scatter_.src", "scatter_.value", "scatter_.value_reduce", "scatter_add_.default", "tril_.default",
     "triu_.default",
 )  # fmt: skip
-_EACH = ("copy_.default", "fill_.Tensor", "masked_fill_.Scalar", "masked_fill_.Tensor")
+_EACH = ("copy_.default", "fill_.Scalar", "fill_.Tensor", "masked_fill_.Scalar", "masked_fill_.Tensor")
 
 
 def mend_dtensor_writes() -> None:
@@ -80,7 +81,7 @@ def _write_placed(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """Run the operator on whole tensors, on every rank, and keep this rank's part."""
     target = _target(op_call, args)
     whole = _copy_of_whole(target)
-    rest, kwargs = tree_map(partial(_given, target, op_call), (args[1:], kwargs))
+    rest, kwargs = tree_map(partial(whole_argument, op_call, target.device_mesh), (args[1:], kwargs))
     op_call(whole, *rest, **kwargs)
     target._local_tensor.copy_(_part(whole, target))
     _pass_on(target)
@@ -95,7 +96,7 @@ def _write_each(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         if isinstance(value, DTensor) and value.ndim:
             wide: Any = value.expand(target.shape)
             return wide.redistribute(placements=target.placements)._local_tensor
-        value = _given(target, op_call, value)
+        value = whole_argument(op_call, target.device_mesh, value)
         return _part(value.expand(target.shape), target) if isinstance(value, torch.Tensor) and value.ndim else value
 
     rest, kwargs = tree_map(part, (args[1:], kwargs))
@@ -116,14 +117,20 @@ def _target(op_call: Any, args: tuple[Any, ...]) -> DTensor:
             f"{op_call.name()} writes a DTensor, as the parameters and gradients of compiled models are, into a plain "
             f"tensor: give tensor.full_tensor(), its whole value, or tensor.to_local(), this rank's part"
         )
+    if any(placement.is_partial() for placement in args[0].placements):
+        raise InputError(
+            f"{op_call.name()} writes into a sum, norm or extreme of a tensor in shards, of which ranks have parts: "
+            f"write into tensor.full_tensor()"
+        )
     return args[0]
 
 
-def _given(target: DTensor, op_call: Any, value: Any) -> Any:
-    """The whole value of an argument; a plain tensor is compared with that of the other ranks."""
+def whole_argument(op_call: Any, mesh: DeviceMesh, value: Any) -> Any:
+    """The whole value of an argument of an operator on DTensors of ``mesh``; a plain tensor is compared with that of
+    the other ranks. Raises InputError where it is not the same.
+    """
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
         return whole_tensor(value) if isinstance(value, DTensor) else value
-    mesh = target.device_mesh
     value = value.to(mesh.device_type)
     differs = torch.zeros((), device=value.device)
     for dim in range(mesh.ndim):
@@ -133,9 +140,9 @@ def _given(target: DTensor, op_call: Any, value: Any) -> Any:
         dist.all_reduce(differs, group=mesh.get_group(dim))
     if differs:
         raise InputError(
-            f"{op_call.name()} writes a plain tensor {tuple(value.shape)} into a DTensor, as the parameters and "
+            f"{op_call.name()} takes a plain tensor {tuple(value.shape)} beside a DTensor, as the parameters and "
             f"gradients of compiled models are, and it is not the same on all ranks: make it from one seed, broadcast "
-            f"it (torch.distributed.broadcast), or write this rank's part into tensor.to_local()"
+            f"it (torch.distributed.broadcast), or work on this rank's part, tensor.to_local()"
         )
     return value
 
@@ -148,6 +155,5 @@ def _copy_of_whole(tensor: DTensor) -> torch.Tensor:
 
 def _part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     """What this rank holds of a whole value that lies as ``like``."""
-    mesh = like.device_mesh
-    given = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    given: DTensor = replicated(whole, like.device_mesh)
     return given.redistribute(placements=like.placements)._local_tensor

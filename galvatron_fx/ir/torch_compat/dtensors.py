@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, TupleStrategy
+from torch.distributed.tensor._ops._math_ops import _NormPartial
 
 from galvatron_fx.ir.torch_compat.versions import torch_version
 
@@ -27,6 +29,7 @@ __all__ = [
     "Shard",
     "TensorMeta",
     "TupleStrategy",
+    "add_up_whole_norms",
     "dtensor_like",
     "dtensor_of",
     "has_sharding_rules",
@@ -35,6 +38,7 @@ __all__ = [
     "mesh_in_order",
     "multi_axis_rule",
     "put_local",
+    "replicated",
     "single_axis_rule",
     "whole_tensor",
 ]
@@ -82,6 +86,36 @@ def multi_axis_rule(op: torch._ops.OpOverload) -> Callable[[OpSchema], Any] | No
     """Return DTensor's older rule for ``op``, which takes an ``OpSchema`` of ``OpStrategy``, or None."""
     rule: Callable[[OpSchema], Any] | None = _propagator().op_strategy_funcs.get(op)
     return rule
+
+
+def add_up_whole_norms() -> None:
+    """From here on, what is added up of norms over shards is the norms of whole rows, in this process. Torch takes the
+    norm of a part of a row for a term of a sum; taken for a part of an extreme, it is put together first.
+    """
+    rules = _propagator().op_strategy_funcs
+    for op in (torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList):
+        rules[op] = partial(_sum_of_norms, rules[op])
+
+
+def _sum_of_norms(torch_rule: Callable[[OpSchema], Any], op_schema: OpSchema) -> Any:
+    tensor, *rest = op_schema.args_schema
+    assert isinstance(tensor, OpStrategy)
+    specs = [strategy.output_spec for strategy in tensor.strategies]
+    if not any(isinstance(placement, _NormPartial) for spec in specs for placement in spec.placements):
+        return torch_rule(op_schema)
+    placed = ([Partial("max") if isinstance(p, _NormPartial) else p for p in spec.placements] for spec in specs)
+    parts = [
+        OpSpec(DTensorSpec(spec.mesh, tuple(places), spec.tensor_meta))
+        for spec, places in zip(specs, placed, strict=True)
+    ]
+    return torch_rule(OpSchema(op_schema.op, (OpStrategy(parts), *rest), op_schema.kwargs_schema))
+
+
+def replicated(value: Any, mesh: DeviceMesh) -> Any:
+    """A tensor that every rank of ``mesh`` has whole, as a DTensor; other values as they are."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def dtensor_like(kind: type[DTensor], tensor: torch.Tensor) -> Any:

@@ -1,14 +1,16 @@
-"""Writes into parts of parameters and gradients in shards, beside those of one device."""
+"""Writes into parts of parameters and gradients in shards, and losses of them, beside those of one device."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -57,6 +59,17 @@ WRITES: dict[str, Write] = {
 }
 
 
+PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean square": lambda weight: F.mse_loss(weight, weight.detach() * 0.5),
+    "huber": lambda weight: F.huber_loss(weight, weight.detach() * 0.5),
+    "smooth": lambda weight: F.smooth_l1_loss(weight, weight.detach() * 0.5),
+    "entropy": lambda weight: F.binary_cross_entropy_with_logits(weight, weight.detach().sigmoid()),
+    "labels": lambda weight: F.cross_entropy(weight, torch.tensor([3, -100, 0, 1, -100, -100, 7, 2])),
+    "norms of columns": lambda weight: weight.norm(dim=0).sum(),
+    "norms of rows": lambda weight: weight.norm(dim=1).sum(),
+}
+
+
 class Layer(nn.Module):
     """A product and a loss."""
 
@@ -68,11 +81,16 @@ class Layer(nn.Module):
         return torch.tanh(nn.functional.linear(x, self.weight)).square().mean()
 
 
-def writes_into_shards(mesh: DeviceMesh) -> None:
-    """They are those of one device; what is not the same on all ranks is refused by all."""
+def compiled_beside(mesh: DeviceMesh) -> tuple[Any, Layer, Tensor]:
     torch.manual_seed(3)
     model, x = Layer(), torch.randn(4, 12, dtype=torch.float64)
-    compiled = galvatron_fx.compile(copy.deepcopy(model), mesh, (x,), plan=Plan.uniform((2, 2), ("zero", "tensor")))
+    plan = Plan.uniform((2, 2), ("zero", "tensor"))
+    return galvatron_fx.compile(copy.deepcopy(model), mesh, (x,), plan=plan), model, x
+
+
+def writes_into_shards(mesh: DeviceMesh) -> None:
+    """They are those of one device; what is not the same on all ranks is refused by all."""
+    compiled, model, x = compiled_beside(mesh)
     assert isinstance(compiled.weight, DTensor) and compiled.weight.to_local().shape[0] < 8
     for what, write in WRITES.items():
         for each in (compiled, model):
@@ -89,3 +107,18 @@ def writes_into_shards(mesh: DeviceMesh) -> None:
             refused()
     with pytest.raises(InputError, match=r"into a plain tensor: give tensor.full_tensor\(\)"):
         torch.zeros(8, 12, dtype=torch.float64).copy_(compiled.weight.detach())
+    with pytest.raises(InputError, match=r"fill_.Scalar writes into a sum, norm or extreme of a tensor in shards"):
+        compiled.weight.detach().sum().fill_(1.0)
+
+
+def losses_of_shards(mesh: DeviceMesh) -> None:
+    """Means are those of all elements, in value and gradient; norms are those of whole rows and columns."""
+    compiled, model, x = compiled_beside(mesh)
+    for what, penalty in PENALTIES.items():
+        losses = []
+        for each in (compiled, model):
+            each.zero_grad()
+            losses.append(each(x) + 0.1 * penalty(each.weight))
+            losses[-1].backward()
+        same(losses[0], losses[1], what)
+        same(compiled.weight.grad, model.weight.grad, f"gradient of {what}")
