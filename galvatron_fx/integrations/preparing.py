@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -28,7 +28,17 @@ from galvatron_fx.runtime.batch_rows import unmarked
 from galvatron_fx.runtime.module import DistributedGraphModule
 from passes.frontend.capture.capture import FlatInputs
 
-__all__ = ["call_of", "compiled_for_ranks", "first_batch", "follow", "policy_named", "save_again"]
+__all__ = [
+    "call_of",
+    "compiled_for_ranks",
+    "first_batch",
+    "follow",
+    "policy_named",
+    "refuse_other_splits",
+    "refuse_uneven_batches",
+    "require_even_batches",
+    "save_again",
+]
 
 
 def compiled_for_ranks(
@@ -125,6 +135,34 @@ def policy_named(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     if name != "bf16":
         raise InputError(f"mixed precision {name!r} is not computed: use bf16, or galvatron={{'mixed_precision': ...}}")
     return {**options, "mixed_precision": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+
+
+def refuse_other_splits(names: Sequence[str]) -> None:
+    """Raise InputError where a tool is asked, by arguments of these ``names``, to split the model, too."""
+    for name in names:
+        raise InputError(
+            f"{name} splits the model in a way of its own, and the plan has split it already: leave it out of "
+            f"the arguments (role 'zero' is what FSDP and ZeRO do)"
+        )
+
+
+def require_even_batches(loader: Any) -> None:
+    """Raise InputError where a ``loader`` that accelerate has split among processes gives some of them fewer batches,
+    or smaller ones.
+    """
+    sampler = getattr(loader, "batch_sampler", None)
+    if getattr(sampler, "even_batches", True) or getattr(sampler, "drop_last", False):
+        return
+    if loader.total_dataset_length % loader.total_batch_size:
+        refuse_uneven_batches()
+
+
+def refuse_uneven_batches() -> NoReturn:
+    """Raise InputError for processes with unlike batches."""
+    raise InputError(
+        "even_batches=False gives some processes fewer rows, and all make each step together: leave it at True, which "
+        "fills the last batches up with the first rows, or give the loader drop_last=True"
+    )
 
 
 def follow(optimizer: Optimizer, plain: nn.Module, compiled: DistributedGraphModule) -> None:

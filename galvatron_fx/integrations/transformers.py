@@ -19,7 +19,15 @@ from galvatron_fx.checkpoint import Checkpointer
 from galvatron_fx.integrations.accelerate import FOLDER, plain_optimizer
 from galvatron_fx.integrations.even_lengths import even_lengths
 from galvatron_fx.integrations.live_outputs import give_scalars_back, with_live_outputs
-from galvatron_fx.integrations.preparing import call_of, compiled_for_ranks, first_batch, policy_named, save_again
+from galvatron_fx.integrations.preparing import (
+    call_of,
+    compiled_for_ranks,
+    first_batch,
+    policy_named,
+    refuse_other_splits,
+    require_even_batches,
+    save_again,
+)
 from galvatron_fx.ir.errors import InputError, PlanError
 from galvatron_fx.loss_inside import with_loss
 from galvatron_fx.runtime.module import DistributedGraphModule
@@ -63,12 +71,8 @@ class GalvatronMixin:
 
     def _refuse_what_is_outside(self) -> None:
         trainer = self._trainer
-        for name in ("fsdp", "deepspeed", "parallelism_config"):
-            if getattr(trainer.args, name, None):
-                raise InputError(
-                    f"{name} splits the model in a way of its own, and the plan has split it already: leave it out of "
-                    f"the arguments (role 'zero' is what FSDP and ZeRO do)"
-                )
+        names = ("fsdp", "deepspeed", "parallelism_config")
+        refuse_other_splits([name for name in names if getattr(trainer.args, name, None)])
         if trainer.neftune_noise_alpha is not None:
             raise InputError("neftune_noise_alpha hooks a module, which a compiled model does not call: leave it out")
         if trainer.optimizer is not None:
@@ -83,6 +87,7 @@ class GalvatronMixin:
     def _compile(self, loader: Any, rows: int) -> None:
         """Put the compiled model in the place of the one that was given."""
         trainer = self._trainer
+        require_even_batches(loader)
         if isinstance(trainer.model, DistributedGraphModule):
             return
         example = trainer._prepare_inputs(first_batch(loader, rows))

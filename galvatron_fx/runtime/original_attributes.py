@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from galvatron_fx.ir.errors import InputError
 from passes.frontend.capture.plain_inputs import contents_of, words_of
@@ -60,9 +61,11 @@ class AttributesRead:
             )
         if in_class is _ABSENT:
             raise AttributeError(_absent(twin, name, whole_name))
+        bind: Callable[..., Any] | None = getattr(type(in_class), "__get__", None)
+        if name == "save_pretrained" and bind is not None:
+            return _save_given(bind(in_class, twin, type(twin)), whole_name)
         if name in _REFUSED:
             return _refuse_call(name, whole_name)
-        bind: Callable[..., Any] | None = getattr(type(in_class), "__get__", None)
         if bind is None:
             return in_class
         _refuse_clashes(shown, twin, whole_name)
@@ -90,6 +93,11 @@ class AttributesRead:
 
 def _absent(twin: nn.Module, name: str, whole_name: str) -> str:
     """Why a compiled model has no attribute of that name."""
+    if name == "no_sync":  # LocalSGD of accelerate asks for it; others ask whether it is there
+        return (
+            "a compiled model has no 'no_sync': each backward's gradients are those of all ranks, and add up in .grad "
+            "until zero_grad(); ranks that step each for itself, as under LocalSGD, are not to be had"
+        )
     if not hasattr(twin, name):
         return f"a compiled model has no attribute '{whole_name}', as the original has none"
     return (
@@ -132,6 +140,25 @@ def _refuse_call(name: str, whole_name: str) -> Callable[..., NoReturn]:
         raise InputError(f"{whole_name}() of a compiled model {_REFUSED[name].format(name=name)}")
 
     return refuse
+
+
+def _save_given(save: Callable[..., Any], whole_name: str) -> Callable[..., Any]:
+    """``save_pretrained`` of whole weights that are given, as by ``accelerator.get_state_dict``; refused without."""
+    refuse = _refuse_call("save_pretrained", whole_name)
+
+    def save_given(*args: Any, state_dict: Any = None, is_main_process: bool = True, **kwargs: Any) -> Any:
+        if state_dict is None or any(isinstance(value, DTensor) for value in state_dict.values()):
+            refuse()
+        if not is_main_process:
+            return None
+        if not state_dict:
+            raise InputError(
+                f"{whole_name}() was given an empty state_dict, as all processes but the main one have it: give "
+                f"is_main_process=accelerator.is_main_process"
+            )
+        return save(*args, state_dict=state_dict, **kwargs)
+
+    return save_given
 
 
 def with_container_methods(shown: M, twin: nn.Module) -> M:

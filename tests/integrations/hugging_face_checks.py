@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate import DataLoaderConfiguration, DistributedDataParallelKwargs, ParallelismConfig
+from accelerate.state import AcceleratorState
+from accelerate.utils import DDPCommunicationHookType
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy
@@ -235,6 +239,7 @@ def trainer_computes_in_bfloat16(mesh: DeviceMesh) -> None:
 def accelerate_trains(mesh: DeviceMesh) -> None:
     """A loop of Accelerate's own making, saved and loaded in the middle."""
     _, plain = on_one_device()
+    os.environ.pop("ACCELERATE_USE_FSDP", None)  # which arguments of a Trainer that is refused have set
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE, galvatron={"plan": STAGES})
     given = language_model()
     optimizer = torch.optim.AdamW(given.parameters(), lr=RATE, weight_decay=0.0)
@@ -267,10 +272,36 @@ def accelerate_trains(mesh: DeviceMesh) -> None:
     assert bool(state) == accelerator.is_main_process
     for name, value in state.items():
         same(value, plain.state_dict()[name])
+    main = accelerator.is_main_process
+    model.save_pretrained(FOLDER / "saved", state_dict=state, is_main_process=main)
+    accelerator.wait_for_everyone()
+    for name, value in LlamaForCausalLM.from_pretrained(FOLDER / "saved").state_dict().items():
+        same(value, plain.state_dict()[name])
+    refused(lambda: model.save_pretrained(FOLDER / "saved"), "save_pretrained")
+    if not main:
+        refused(lambda: model.save_pretrained(FOLDER / "saved", state_dict=state), "give is_main_process=")
     refused(lambda: accelerator.prepare(language_model()), "one model and a loader of its batches, together")
+    refused(accelerator.load_state, "name the folder that save_state returned")
+    refused(lambda: accelerator.register_save_state_pre_hook(print), "save what else is wanted")
     accelerator._options = {"plan": Plan.uniform((2,), ("data",))}
     without_loss = torch.nn.Linear(6, 3).double(), DataLoader(torch.ones(8, 6).double(), batch_size=2)
     refused(lambda: accelerator.prepare(*without_loss), "whose forward takes the targets and returns the loss")
+
+
+def accelerate_refuses(mesh: DeviceMesh) -> None:
+    """What splits the model otherwise, or gives processes unlike batches."""
+    os.environ.pop("ACCELERATE_USE_FSDP", None)
+    refused(
+        lambda: Accelerator(cpu=True, parallelism_config=ParallelismConfig()), "parallelism_config splits the model"
+    )
+    hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
+    refused(lambda: Accelerator(cpu=True, kwargs_handlers=[hook]), "comm_hook is of DistributedDataParallel")
+    AcceleratorState._reset_state()  # the first Accelerator of a process says what is compiled
+    refused(lambda: Accelerator(cpu=True, dynamo_backend="aot_eager"), "dynamo_backend AOT_EAGER")
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+    refused(lambda: accelerator.prepare(DataLoader(torch.ones(6, 2), batch_size=2)), "even_batches=False gives some")
+    refused(lambda: accelerator.join_uneven_inputs([], even_batches=False).__enter__(), "even_batches=False gives some")
 
 
 CHECKS: dict[str, Check] = {
@@ -281,6 +312,7 @@ CHECKS: dict[str, Check] = {
         trainer_takes_a_loss_of_outputs,
         trainer_takes_loss_and_outputs,
         accelerate_trains,
+        accelerate_refuses,
         trainer_smooths_labels_of_padded_rows,
         trainer_computes_in_bfloat16,
     )

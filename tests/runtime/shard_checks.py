@@ -122,3 +122,17 @@ def losses_of_shards(mesh: DeviceMesh) -> None:
             losses[-1].backward()
         same(losses[0], losses[1], what)
         same(compiled.weight.grad, model.weight.grad, f"gradient of {what}")
+    higher = torch.where(model.weight == model.weight.max(), model.weight + 1, model.weight).detach()
+    assert torch.allclose(compiled.weight, model.weight) and not torch.allclose(compiled.weight, higher)
+
+
+def anomalies_are_found(mesh: DeviceMesh) -> None:
+    """A gradient that is no number in one shard is found by all ranks, and steps without one go on."""
+    compiled, model, x = compiled_beside(mesh)
+    with torch.autograd.detect_anomaly(check_nan=True):
+        compiled(x).backward()
+        model(x).backward()
+        same(compiled.weight.grad, model.weight.grad, "gradient")
+        of_zero = compiled.weight.detach().max() - compiled.weight  # at one element, in one shard
+        with pytest.raises(RuntimeError, match="returned nan values"):
+            (compiled(x) + (of_zero.sqrt() * 0).sum()).backward()

@@ -394,10 +394,11 @@ _CHECKS: tuple[Check, ...] = (
     uniform_plans, gathers_ahead, compiled_kernels, stages, stages_evaluate_and_train, later_batches_fail_together,
     loss_backward, unlike_neighbours, searched_plan, flat_mesh, gradients_accumulate, folds_gradients, evaluation,
     buffers_update, other_batch_shapes, state_dicts, draws_into_shards, shard_checks.writes_into_shards,
-    shard_checks.losses_of_shards, checkpoint_to_another_plan, context, meta_device, lazy, plan_mismatch,
-    rank_0_searches_for_all, order_checks.ranks_in_another_order, order_checks.rows_of_ranks_in_another_order,
-    order_checks.a_mesh_in_another_order, expert_checks.further_rounds, expert_checks.expert_loads,
-    expert_checks.experts_move, expert_checks.listed_experts_move, expert_checks.experts_have_shadows,
+    shard_checks.losses_of_shards, shard_checks.anomalies_are_found, checkpoint_to_another_plan, context,
+    meta_device, lazy, plan_mismatch, rank_0_searches_for_all, order_checks.ranks_in_another_order,
+    order_checks.rows_of_ranks_in_another_order, order_checks.a_mesh_in_another_order, expert_checks.further_rounds,
+    expert_checks.expert_loads, expert_checks.experts_move, expert_checks.listed_experts_move,
+    expert_checks.experts_have_shadows,
 )  # fmt: skip
 CHECKS = {check.__name__: check for check in _CHECKS} | {
     "experts": partial(expert_checks.experts, FOLDER),

@@ -46,6 +46,7 @@ def mend_dtensor_operators() -> None:
       this rank's part.
     - Random numbers that are drawn into tensors in shards, or like them, are those that one device draws. On CPUs
       torch draws the same ones on every rank, so that all shards are equal.
+    - ``torch.autograd.detect_anomaly`` finds what is no number in any shard, on all ranks; ``torch.allclose`` compares.
     - Losses that are means (``F.mse_loss(weight, before)``) have the gradients of one device, and its values.
     - The sum of norms of rows or columns that ranks share is that of the whole ones, not of their parts.
     - Writes into parts of tensors are those of one device (:mod:`galvatron_fx.ir.torch_compat.dtensor_writes`).
@@ -58,7 +59,8 @@ def mend_dtensor_operators() -> None:
     handlers[torch.ops.aten._local_scalar_dense.default] = _read_whole
     for packet, overload in (name.split(".") for name in _DRAWS):
         handlers[getattr(getattr(torch.ops.aten, packet), overload)] = _draw
-    for name in _MEAN_LOSSES:
+    handlers[torch.ops.aten._is_any_true.default] = _look_in_all_shards
+    for name in (*_MEAN_LOSSES, "allclose"):
         handlers[getattr(torch.ops.aten, name).default] = _compute_whole
     add_up_whole_norms()
     for name in _COLLECTIVES:
@@ -116,6 +118,15 @@ def _draw(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTenso
         local.copy_(part._local_tensor)
         return tensor
     return part
+
+
+def _look_in_all_shards(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor: DTensor = args[0]
+    found = op_call(tensor._local_tensor).to(torch.uint8)
+    for dim, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=tensor.device_mesh.get_group(dim))
+    return replicated(found.bool(), tensor.device_mesh)
 
 
 def _compute_whole(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
