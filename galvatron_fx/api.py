@@ -118,7 +118,7 @@ def plan(
     ``expert`` and is its room (:class:`galvatron_fx.ir.plan.strategy.Strategy`, ``capacity``);
     ``offload``: what may be in the host's memory where that pays: ``"activations"``, which wait there for backward,
     ``"states"`` of the optimizer, which come to the device for its step, ``"parameters"`` with their states, which come
-    for each block that uses them, in plans of one stage and one micro-batch;
+    for each block that uses them;
     ``host_memory``: bytes of it per rank (default: the device's share, as far as the cluster knows it);
     ``storage``: a folder on a disk of each device's process, where ``"states"`` live instead of in the host's memory
     (a plan needs no more than to know that there is one);

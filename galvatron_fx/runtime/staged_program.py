@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from cost_models.schedule_time import ScheduleReport, Span
 from galvatron_fx.ir.errors import InputError
+from galvatron_fx.ir.graph.host_copies import settle_all, to_host
 from galvatron_fx.ir.graph.metadata import (
     InputSpec,
     OutputSpec,
@@ -106,7 +107,7 @@ class StagedProgram:
         gradients: dict[str, tuple[OutputSpec, Any]] = {}
         for runner in runners:
             ports_by_name = {gradient.port.name: gradient.port for gradient in runner.stage.gradients}
-            for name, value in runner.finish().items():
+            for name, value in self._finished(runner).items():
                 parameter = original_name(name)
                 known = gradients.get(parameter)
                 gradients[parameter] = (ports_by_name[name], value if known is None else known[1] + value)
@@ -297,6 +298,11 @@ class StagedProgram:
         return {original_name(name) for name in sources} - reached
 
     @cached_property
+    def _on_host(self) -> frozenset[str]:
+        """Parameters of this rank that live on the host, and so do their gradients."""
+        return frozenset(port.name for port in self.trained_ports if port.on_host)
+
+    @cached_property
     def _dtypes(self) -> dict[InputSpec, torch.dtype]:
         return {port: meta_of(node).spec.dtype for port, node in ports(self.lowered.joint)}
 
@@ -311,6 +317,16 @@ class StagedProgram:
 
         return run
 
+    def _finished(self, runner: StageRunner) -> dict[str, Any]:
+        """The gradients of a stage, by name of its parameters; this process may read those on the host."""
+        gradients = runner.finish()
+        if self._on_host:
+            settle_all()
+        for name in gradients:
+            if original_name(name) in self._on_host:
+                gradients[name] = gradients[name].cpu()
+        return gradients
+
     def _add_copies(self, gradients: dict[str, tuple[OutputSpec, Any]], value_of: ValueOf) -> None:
         """Add up the gradients of a parameter over all ranks that hold a copy, in place."""
         for name, group in self.pipeline.shared.items():
@@ -318,9 +334,11 @@ class StagedProgram:
                 parameter = value_of(InputSpec("param", name, True))
                 gradients[name] = OutputSpec("grad", name), torch.zeros_like(parameter)
             port, value = gradients[name]
-            total = value.contiguous().clone()
+            total = value.to(self.device, copy=True, memory_format=torch.contiguous_format)
             dist.all_reduce(total, group=group)
-            gradients[name] = port, total
+            gradients[name] = port, to_host(total) if name in self._on_host else total
+        if self._on_host:
+            settle_all()
 
     def _outputs(self, runners: Sequence[StageRunner]) -> dict[OutputSpec, Any]:
         """Outputs made on this rank; numbers (losses) are told to all stages, which have those of spread ones."""

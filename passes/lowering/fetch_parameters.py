@@ -29,10 +29,10 @@ class FetchParameters:
     ``a = from_host(w); a = arrived(a, w); y = mm(x, a); ...; b = from_host(w); b = arrived(b, w); dx = mm(dy, b);
     dw = mm(x, dy); c = to_host(dw); c = arrived(c, dw); return c``.
 
-    ``folds``: gradients are folded into updates, on the device, and stay there.
+    ``gradients_stay``: on the device, as those do that are folded into updates, and terms of sums.
     """
 
-    folds: bool = False
+    gradients_stay: bool = False
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Rewrite ``graph`` in place and return it."""
@@ -48,7 +48,7 @@ class FetchParameters:
                     view_again(graph.graph, source, copies)
             for source, taker in uses:
                 taker.replace_input_with(source, copies[source])
-        if not self.folds:
+        if not self.gradients_stay:
             self._send_gradients(graph, set(on_host.values()))
         eliminate_dead_code(graph)
         return graph

@@ -22,6 +22,7 @@ from galvatron_fx.ir.graph.placement import Placement
 from galvatron_fx.ir.plan.strategy import Strategy, stand_in_name
 from passes.analysis.dataflow import owning_blocks
 from passes.lowering.communication.pipeline import ScheduleCommunication
+from passes.lowering.fetch_parameters import FetchParameters
 from passes.lowering.offload_activations import OffloadActivations
 from passes.lowering.place_states import PlaceStates
 from passes.lowering.rematerialize import Rematerialize
@@ -77,6 +78,7 @@ STAGING = PassPipeline(
         Rematerialize: "lowered",
         SplitGathers: "lowered",
         OffloadActivations: "lowered",
+        FetchParameters: "lowered",
         SplitStages: "scheduled",
     },
     verify_placed,
@@ -128,11 +130,11 @@ class LowerStages:
         sharding = ShardGraph(
             self.strategies, self.cluster.axes, self.cluster.device, self.cache, self.fixed, self.control
         )
-        _refuse_parameters_on_host(self.strategies)
         places = PlaceStates(self.strategies, owning_blocks(microbatched.graph))
         sharded = apply(places, apply(sharding, untied))
         kept = apply(SplitGathers(self.strategies), apply(Rematerialize(self.strategies), sharded))
-        joint = apply(OffloadActivations(self.strategies, stage_of.__getitem__), kept)
+        offloaded = apply(OffloadActivations(self.strategies, stage_of.__getitem__), kept)
+        joint = apply(FetchParameters(gradients_stay=True), offloaded)
         cut = SplitStages(self.first_blocks, self.strategies, self._relay(layout(sharded)).relayed)
         drafts = cut.run(joint)
         check_alone([stage for stage in drafts if spread and stage.index not in spread], layout(sharded))
@@ -181,14 +183,6 @@ def _refuse_caches(graph: fx.GraphModule) -> None:
         raise PlanError(
             f"forward changes the cache '{caches[0]}', of which ranks that all compute the vocabulary would not know "
             f"who holds it: plan with vocabulary='ends'"
-        )
-
-
-def _refuse_parameters_on_host(strategies: Sequence[Strategy]) -> None:
-    if any(strategy.offload_parameters for strategy in strategies):
-        raise PlanError(
-            "the plan has parameters on the host (offload_parameters), and stages or micro-batches, which add up "
-            "gradients on the device: use one stage and num_microbatches=1, or offload_states alone"
         )
 
 

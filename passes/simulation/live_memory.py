@@ -17,7 +17,7 @@ from galvatron_fx.ir.errors import VerifierError
 from galvatron_fx.ir.graph.bound_ops import BoundAxis, finished
 from galvatron_fx.ir.graph.folded_gradients import fold_gradient, left_of
 from galvatron_fx.ir.graph.further_rounds import FurtherRounds
-from galvatron_fx.ir.graph.host_copies import arrived, to_host
+from galvatron_fx.ir.graph.host_copies import arrived, from_host, to_host
 from galvatron_fx.ir.graph.metadata import InputSpec, has_meta, meta_of
 from galvatron_fx.ir.graph.rewrite import copy_graph
 from galvatron_fx.ir.plan.prediction import (
@@ -265,6 +265,8 @@ class GraphMemory(LiveMemory):
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
         if node.target in (finished, arrived):
             return args[0]  # as they do; traced, they would make another
+        if node.target is from_host and args[0] is None:
+            return None  # a sum before its first term
         value = evaluate(left_of if node.target is fold_gradient else node.target, args, kwargs)
         _check(node, value)
         return value

@@ -63,8 +63,13 @@ class PersistentMemory:
 
     def always(self, rank: int) -> dict[str, int]:
         """Bytes held through the whole step, by kind: parameters, buffers, optimizer states and the batch."""
-        held = sum(shard.size_bytes for shard in self.tensors[rank].values())
+        held = sum(shard.size_bytes for shard in self.tensors[rank].values() if not shard.on_host)
         return {PARAMETERS: held, STATES: self.update(rank).device_bytes, BATCH: self.batch_bytes}
+
+    def on_host(self, rank: int) -> int:
+        """Bytes on the host through the whole step: parameters and optimizer states."""
+        held = sum(shard.size_bytes for shard in self.tensors[rank].values() if shard.on_host)
+        return held + self.update(rank).host_bytes
 
     def update(self, rank: int) -> OptimizerStep:
         """What the optimizer does on a rank."""

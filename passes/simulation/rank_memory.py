@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from galvatron_fx.ir.plan.prediction import ACTIVATIONS, GRADIENTS, TRANSIENTS, Storage
+from galvatron_fx.ir.plan.prediction import ACTIVATIONS, GRADIENTS, ON_HOST, TRANSIENTS, Storage
 from galvatron_fx.ir.plan.strategy import original_name
 from galvatron_fx.ir.plan.transfers import Row
 from passes.lowering.stages.split_stages import Stage
@@ -148,8 +148,13 @@ class RankReplay:
             gradients[name] = self._replaced(gradients[name])
 
     def _replaced(self, *old: Storage) -> Storage:
-        """A new storage of the size, made of the old ones, which are dropped."""
-        new = Storage(old[0].size_bytes, GRADIENTS)
+        """A new storage of the size, made of the old ones, which are dropped; from the host, one alone goes by way of
+        the device.
+        """
+        on_host = old[0].kind in ON_HOST
+        new = Storage(old[0].size_bytes, old[0].kind if on_host else GRADIENTS)
+        if on_host and len(old) == 1:
+            self.live.passing({GRADIENTS: new.size_bytes})
         self.live.hold([new])
         self.live.drop(old)
         return new

@@ -239,7 +239,7 @@ class SimulateStages:
             live, always, hoisted = replay.live, held.always(rank), {BATCH: held.hoisted_bytes(rank)}
             update = held.update(rank)
             most, now = _added(live.most, always, hoisted), _added(live.now, always, {TRANSIENTS: update.most_bytes})
-            uses.append(MemoryUse(most, now, live.most_host_bytes + update.host_bytes))
+            uses.append(MemoryUse(most, now, live.most_host_bytes + held.on_host(rank)))
         return uses
 
     def replays(self, lowered: LoweredStages, held: PersistentMemory, kind: type[Replay]) -> list[Replay]:

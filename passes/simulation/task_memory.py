@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from torch import fx
 
 from galvatron_fx.ir.graph.bound_ops import plus
+from galvatron_fx.ir.graph.host_copies import HOST_COPIES
 from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
 from galvatron_fx.ir.plan.prediction import ACTIVATIONS, GATHERED, GRADIENTS, MEMORY_KINDS, TRANSIENTS, Storage, by_kind
 from passes.analysis.strided_values import Buffer, StridedTensor
@@ -67,6 +69,7 @@ class _TaskRuns(GraphMemory):
         super().__init__(degrees)
         self._results: dict[tuple[int, str], Any] = {}
         self._bound_graphs: dict[int, fx.Graph] = {}
+        self._of_sums: dict[int, set[str]] = {}
 
     def branch(self) -> _TaskRuns:
         """Memory that counts on from here."""
@@ -76,12 +79,13 @@ class _TaskRuns(GraphMemory):
 
     def _bound(self, graph: fx.GraphModule) -> fx.Graph:
         if id(graph) not in self._bound_graphs:
-            self._bound_graphs[id(graph)] = super()._bound(graph)
+            bound = self._bound_graphs[id(graph)] = super()._bound(graph)
+            self._of_sums[id(graph)] = {node.name for node in _of_sums(bound)}
         return self._bound_graphs[id(graph)]
 
     def _evaluate(self, graph: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         key = id(graph), node.name
-        if node.target is plus or key not in self._results:
+        if node.name in self._of_sums[id(graph)] or key not in self._results:
             self._results[key] = super()._evaluate(graph, node, values)
         return self._results[key]
 
@@ -114,14 +118,18 @@ class _Measurement:
                     for name, value in first.sums.items()
                 },
                 way,
+                {name: first.memory.kind_of(value) for name, value in first.sums.items()},
             )
         again._task("finish")
         return StageMemory({name: spec.size_bytes for name, spec in specs.items()}, self.found)
 
-    def _branch(self, sums: dict[str, Any], tasks: Sequence[str]) -> _Measurement:
-        """Run the tasks from here on, with sums that are there, and leave this moment as it is."""
+    def _branch(
+        self, sums: dict[str, Any], tasks: Sequence[str], kinds: Mapping[str, str] = MappingProxyType({})
+    ) -> _Measurement:
+        """Run the tasks from here on, with sums of such kinds that are there, and leave this moment as it is."""
         other = _Measurement(self.stage, self.memory.branch(), dict(self.values), sums, self.found)
-        other.memory.hold_values(list(sums.values()), GRADIENTS)
+        for name, value in sums.items():
+            other.memory.hold_values(value, kinds[name])
         for name in tasks:
             other._task(name)
         return other
@@ -170,6 +178,19 @@ class _Measurement:
         most, less = self.memory.most, by_kind(before)
         peak = {kind: most[kind] - less[kind] for kind in MEMORY_KINDS}
         return TaskMemory(peak, tuple(fresh.values()), tuple(outputs), frozenset(strided))
+
+
+def _of_sums(graph: fx.Graph) -> set[fx.Node]:
+    """Sums over micro-batches, as they come and as they go: the first has nothing to come."""
+    found: set[fx.Node] = set()
+    for node in graph.find_nodes(op="call_function", target=plus):
+        chain = [node, *node.all_input_nodes[:1], *node.users]
+        while chain:
+            each = chain.pop()
+            if each.op == "call_function" and each not in found:
+                found.add(each)
+                chain += [*(n for n in each.all_input_nodes if each.target in HOST_COPIES), *each.users]
+    return found
 
 
 def _port_specs(stage: Stage) -> dict[str, TensorSpec]:

@@ -64,7 +64,7 @@ class Setting:
 
 DATA_ZERO = Setting((2, 2), ("data", "zero"), offload_states=True, offload_parameters=True)
 TENSOR = Setting((2,), ("tensor",), asynchronous=True)
-STAGES = Setting((2, 2), ("pipeline", "zero"), asynchronous=True, offload_states=True)
+STAGES = Setting((2, 2), ("pipeline", "zero"), asynchronous=True, offload_states=True, offload_parameters=True)
 MORE_STAGES = Setting((2,), ("pipeline",))
 ALONE = Setting((1,), ("data",))
 

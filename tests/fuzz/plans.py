@@ -112,14 +112,17 @@ def with_kept_values(strategy: Strategy, random: Random) -> Strategy:
 
 
 def with_offloaded_values(strategy: Strategy, random: Random) -> Strategy:
-    """Every third strategy, with some of what it keeps waiting on the host, and every sixth with states there."""
+    """Every third strategy, with some of what it keeps waiting on the host, and every sixth with states there, with
+    parameters or without.
+    """
     if random.random() < 0.67:
         return strategy
     kept = strategy.keeps if strategy.recompute else range(_VALUES)
     offloads = tuple(number for number in kept if random.random() < 0.7)
     entering, values = random.random() < 0.7, _VALUES if offloads or strategy.keeps else 0
     states = random.random() < 0.5
-    return replace(strategy, offloads=offloads, offload_entering=entering, num_values=values, offload_states=states)
+    homes = {"offload_states": states, "offload_parameters": states and random.random() < 0.5}
+    return replace(strategy, offloads=offloads, offload_entering=entering, num_values=values, **homes)
 
 
 def with_slices(strategy: Strategy, random: Random) -> Strategy:

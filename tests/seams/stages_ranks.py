@@ -63,18 +63,15 @@ def batch() -> dict[str, Tensor]:
 
 
 def pair(mesh: DeviceMesh, role: str) -> tuple[DistributedGraphModule, Layers]:
-    """A compiled model beside the plain one; under "mixed", neighbours are unlike, and the states of every second block
+    """A compiled model beside the plain one; under "mixed", neighbours are unlike, and parameters of every second block
     are on the host, as all of stages are; what enters the others waits there for backward.
     """
     torch.manual_seed(0)
-    plain = Layers().double()
+    plain, away = Layers().double(), {"offload_states": True, "offload_parameters": True}
     if role == "pipeline":
-        plan = Plan.uniform((2,), ("pipeline",), offload_states=True, pipelining=Pipelining(2, 2, "1f1b"))
+        plan = Plan.uniform((2,), ("pipeline",), **away, pipelining=Pipelining(2, 2, "1f1b"))
     elif role == "mixed":
-        blocks, away = (
-            num_blocks(galvatron_fx.capture(plain, batch())),
-            {"offload_states": True, "offload_parameters": True},
-        )
+        blocks = num_blocks(galvatron_fx.capture(plain, batch()))
         strategies = [
             Strategy((ROLES[i % 3],), **(away if i % 2 == 0 else {"offload_entering": True})) for i in range(blocks)
         ]

@@ -30,18 +30,18 @@ HOST_STREAM = -1
 
 _library = torch.library.Library("galvatron_fx", "FRAGMENT")
 _library.define("to_host(Tensor x) -> Tensor")
-_library.define("from_host(Tensor x, *, Device device) -> Tensor")
+_library.define("from_host(Tensor? x, *, Device device) -> Tensor?")
 
 to_host = torch.ops.galvatron_fx.to_host.default
 """``to_host(x)``: start to copy a tensor into the host's memory."""
 
 from_host = torch.ops.galvatron_fx.from_host.default
-"""``from_host(x, device=...)``: start to copy it back into a device's memory."""
+"""``from_host(x, device=...)``: start to copy it back into a device's memory. A sum without terms is None and stays."""
 
 
-def arrived(copy: Tensor, source: Tensor) -> Tensor:
-    """Wait for a host copy, which reads ``source`` until then."""
-    event = _under_way.pop(copy.data_ptr(), None)
+def arrived(copy: Tensor | None, source: Tensor | None) -> Tensor | None:
+    """Wait for a host copy, which reads ``source`` until then; for none of None."""
+    event = None if copy is None else _under_way.pop(copy.data_ptr(), None)
     if event is not None:
         torch.accelerator.current_stream().wait_event(event)
     return copy
@@ -88,8 +88,8 @@ def _to_host(x: Tensor) -> Tensor:
 
 
 @torch.library.impl(_library, "from_host", "CompositeExplicitAutograd")
-def _from_host(x: Tensor, *, device: torch.device) -> Tensor:
-    return start_copy(x, torch.empty_like(x, device=device, pin_memory=False))
+def _from_host(x: Tensor | None, *, device: torch.device) -> Tensor | None:
+    return None if x is None else start_copy(x, torch.empty_like(x, device=device, pin_memory=False))
 
 
 def start_copy(source: Tensor, copy: Tensor, lane: int = 0) -> Tensor:
@@ -117,5 +117,5 @@ def _fake_to_host(x: Tensor) -> Tensor:
 
 
 @torch.library.register_fake("galvatron_fx::from_host")
-def _fake_from_host(x: Tensor, *, device: torch.device) -> Tensor:
-    return torch.empty_like(x, device=device)
+def _fake_from_host(x: Tensor | None, *, device: torch.device) -> Tensor | None:
+    return None if x is None else torch.empty_like(x, device=device)

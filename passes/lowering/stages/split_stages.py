@@ -247,7 +247,7 @@ class _Cut:
         ways["forward"] = self._with_portable(ways["forward"], backward, [n for _, n in results])
         terms = self._terms(gradients, finish)
         ahead = {*flow.sends, *(n for _, n in results)}
-        drafts = _drafts(ways, ahead, set(flow.sends_back), terms)
+        drafts = _drafts(ways, ahead, set(flow.sends_back), terms, self._sums_on_host(terms))
         ports_taken = self._ports(ways.values(), [*(n for _, n in results), *(term for _, _, term in terms)])
         passing = [*flow.receives, *flow.sends, *flow.receives_back, *flow.sends_back, *(node for _, node in results)]
         return Stage(
@@ -304,6 +304,12 @@ class _Cut:
             terms.append((port, node, term))
         return terms
 
+    def _sums_on_host(self, terms: Sequence[tuple[OutputSpec, fx.Node, fx.Node]]) -> set[fx.Node]:
+        """Terms whose sums are on the host, as all parameters are that they are gradients of; and what these become."""
+        away = {port.name for port in self.port_of.values() if port.on_host}
+        here = {node for port, *both in terms if port.name not in away for node in both}
+        return {node for port, *both in terms if port.name in away for node in both} - here
+
     def _with_portable(
         self, forward: Sequence[fx.Node], backward: Sequence[fx.Node], results: Sequence[fx.Node]
     ) -> list[fx.Node]:
@@ -339,15 +345,18 @@ def _drafts(
     ahead: set[fx.Node],
     back: set[fx.Node],
     terms: Sequence[tuple[OutputSpec, fx.Node, fx.Node]],
+    away: set[fx.Node],
 ) -> dict[str, Draft]:
-    """What every task computes, adds up and gives away: ``ahead`` after forward, ``back`` after backward."""
+    """What every task computes, adds up and gives away: ``ahead`` after forward, ``back`` after backward; sums that are
+    ``away`` are on the host.
+    """
     added = dict.fromkeys(term for _, _, term in terms)
     lead = set(ways["input_grad"])
     return {
         "start": Draft(ways["start"]),
         "forward": Draft(ways["forward"], leaving=ahead),
-        "backward": Draft(ways["backward"], tuple(added), back),
-        "input_grad": Draft(ways["input_grad"], tuple(term for term in added if term in lead), back),
-        "weight_grad": Draft(ways["weight_grad"], tuple(term for term in added if term not in lead)),
-        "finish": Draft(ways["finish"], leaving={total for _, total, _ in terms}),
+        "backward": Draft(ways["backward"], tuple(added), back, away),
+        "input_grad": Draft(ways["input_grad"], tuple(term for term in added if term in lead), back, away),
+        "weight_grad": Draft(ways["weight_grad"], tuple(term for term in added if term not in lead), set(), away),
+        "finish": Draft(ways["finish"], (), {total for _, total, _ in terms}, away, takes_sums=True),
     }

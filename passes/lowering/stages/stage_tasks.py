@@ -14,6 +14,7 @@ from galvatron_fx.ir.graph.metadata import has_meta, meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.rewrite import copy_node, write_call
 from galvatron_fx.ir.torch_compat.graphs import graph_module
+from passes.lowering.write_host_copies import fetch, own_block, send
 
 # The tasks, each with those that may take its values later.
 LATER: dict[str, tuple[str, ...]] = {
@@ -51,11 +52,16 @@ class Task:
 class Draft:
     """What a task computes (``nodes`` of the joint graph), which ``terms`` it adds to their sums, and which values are
     wanted outside of the stage's tasks (``leaving``).
+
+    ``on_host``: terms whose sums are on the host, and the gradients that are made of these. ``takes_sums``: they are
+    what comes from outside.
     """
 
     nodes: Sequence[fx.Node]
     terms: Sequence[fx.Node] = ()
     leaving: set[fx.Node] = field(default_factory=set)
+    on_host: set[fx.Node] = field(default_factory=set)
+    takes_sums: bool = False
 
     @property
     def needs(self) -> list[fx.Node]:
@@ -98,15 +104,23 @@ class _Writer:
                 self._add(term)
         used = [n for node in self.draft.nodes for n in input_nodes(node)]
         constants = {n for n in (*used, *self.draft.terms) if n.op == "get_attr"}
+        results: dict[fx.Node, fx.Node] = {}
         for node in sorted([*self.draft.nodes, *constants]):
-            self._copies[node] = copy_node(self._graph, node, lambda n: self._copies[n])
+            for source in filter(self._is_away, input_nodes(node)):
+                if self._copies[source].op == "placeholder":
+                    self._copies[source] = fetch(self._graph, self._copies[source], "backward", own_block(source))
+            copy = self._copies[node] = copy_node(self._graph, node, lambda n: self._copies[n])
+            results[node] = send(self._graph, copy, "backward", own_block(node)) if self._is_away(node) else copy
             if node in self._sums:
                 self._add(node)
-        results = [self._copies[node] for node in outputs] + list(self._sums.values())
-        self._graph.output(tuple(results))
+        self._graph.output((*(results[node] for node in outputs), *self._sums.values()))
         graph = graph_module(self.joint, self._graph)
         lay_part(graph, self.joint)
         return Task(graph, names_of(inputs), names_of(outputs), names_of(self._sums))
+
+    def _is_away(self, node: fx.Node) -> bool:
+        """Whether a sum that comes from outside, or what is made of one, is on the host."""
+        return self.draft.takes_sums and node in self.draft.on_host
 
     def _placeholder(self, name: str, like: fx.Node) -> fx.Node:
         node = self._graph.placeholder(name)
@@ -115,13 +129,15 @@ class _Writer:
 
     def _add(self, term: fx.Node) -> None:
         """As soon as the term is there, so that it need not live to the end of the task."""
-        total = write_call(self._graph, plus, (self._sums[term], self._copies[term]))
+        so_far, is_away = self._sums[term], term in self.draft.on_host
+        here = fetch(self._graph, so_far, "backward", own_block(term)) if is_away else so_far
+        total = write_call(self._graph, plus, (here, self._copies[term]))
         total.meta = dict(term.meta)
         if has_meta(term):
             set_meta(total, meta_of(term).having(step=None, cost=None))
             if meta_of(term).placements:
                 record_step(total, "sum over micro-batches", len(meta_of(term).placements[0]))
-        self._sums[term] = total
+        self._sums[term] = send(self._graph, total, "backward", own_block(term)) if is_away else total
 
 
 def names_of(nodes: Iterable[fx.Node]) -> tuple[str, ...]:

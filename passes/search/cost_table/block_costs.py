@@ -247,10 +247,12 @@ def _prices(
     back_start_s = (
         back_gather_start_s + np.where(once, 0.0, terms.scatter_start_s) + np.where(staged, 0.0, terms.reduce_start_s)
     )
-    sent = np.where(there, terms.gradient_bytes - folded, 0.0)
-    come, back = there, there & ~(keep & (terms.gathered_bytes > 0))  # what was gathered is still there in backward
+    sent = np.where(there, np.maximum(gradients, sums) - folded, 0.0)
+    added = np.where(several, 2 * sent, sent)  # sums over micro-batches come, too
+    is_kept = there & keep & (terms.gathered_bytes > 0)  # what was gathered is still there in backward
+    come, back = there & ~(is_kept & staged), there & ~is_kept
     come_bytes, back_bytes = np.where(come, terms.come_bytes, 0.0), np.where(back, terms.back_bytes, 0.0)
-    copied_bytes = terms.host_bytes + np.maximum(come_bytes, back_bytes + sent)
+    copied_bytes = terms.host_bytes + np.maximum(come_bytes, back_bytes + added)
     transient = (
         copied_bytes * (2 if overlap.gains else 1)
         + folded
@@ -273,7 +275,9 @@ def _prices(
     forward_s = forward_s + forward_exposed + late_s + forward_late_s
     comes, backs = np.where(come, terms.comes, 0.0), np.where(back, terms.backs, 0.0)
     copies_s = host_copy_s(device, terms.host_bytes + come_bytes, terms.host_copies + comes)
-    gradients_s = host_copy_s(device, sent, np.where(sent > 0, terms.trained, 0.0))
+    reduced = there & staged & ((terms.reduce_s > 0) | (keep & (terms.scatter_s > 0)))  # sums come for it, and go back
+    updated = np.minimum(sent, terms.gradient_bytes)
+    gradients_s = host_copy_s(device, added, np.where(sent > 0, np.where(several, 2.0, 1.0) * terms.trained, 0.0))
     back_copies_s = host_copy_s(device, terms.host_bytes + back_bytes, terms.host_copies + backs) + gradients_s
     # Beside computing and collectives, which other links carry.
     backward_busy_s = backward_s + exposed if overlap.gains else np.zeros_like(backward_s)
@@ -289,7 +293,9 @@ def _prices(
         backward_s=backward_s + exposed + np.where(again, late_s, 0.0) + backward_late_s,
         weight_s=weights_s + exposed * of_weights,
         once_s=terms.update_s
-        + np.where(away, np.maximum(_update_copies_s(device, terms, there, sent, on_disk) - beside_s, 0.0), 0.0)
+        + np.where(away, np.maximum(_update_copies_s(device, terms, there, updated, on_disk) - beside_s, 0.0), 0.0)
+        + np.where(is_kept & staged, host_copy_s(device, terms.come_bytes, terms.comes), 0.0)
+        + np.where(reduced, host_copy_s(device, 2 * sent, 2 * terms.trained), 0.0)
         + np.where(pipelined, terms.far_s, 0.0)
         + np.where(staged, terms.reduce_s + terms.reduce_work_s, 0.0)
         + np.where(once, terms.gather_s + terms.gather_work_s + terms.scatter_s + terms.scatter_work_s, 0.0),

@@ -187,10 +187,8 @@ class CostTableRequest:
         for strategy in strategies:
             again = [*sets, *(() if strategy.keep_gathered and sets else (KEEPS_NONE,))]
             places = again if strategy.recompute else [KEEPS_ALL]
-            homes = self.offload.homes(self.num_microbatches > 1 or PIPELINE in strategy.roles)
-            wanted += [
-                (strategy, self.num_microbatches, self.kinds, Level(*level)) for level in product(places, kinds, homes)
-            ]
+            levels = product(places, kinds, self.offload.homes)
+            wanted += [(strategy, self.num_microbatches, self.kinds, Level(*level)) for level in levels]
         return wanted
 
 

@@ -64,10 +64,11 @@ class Offload:
         """Whether parameters may live there, with their states."""
         return "parameters" in self.what
 
-    def homes(self, is_staged: bool) -> list[int]:
-        """Where parameters and states of a block may be; stages and micro-batches have parameters on the device."""
+    @property
+    def homes(self) -> list[int]:
+        """Where parameters and states of a block may be."""
         with_states = [STATES_AWAY] if "states" in self.what else []
-        return [ALL_HERE, *with_states, *([PARAMETERS_AWAY] if self.parameters and not is_staged else [])]
+        return [ALL_HERE, *with_states, *([PARAMETERS_AWAY] if self.parameters else [])]
 
 
 ON_DEVICE = Offload()

@@ -14,12 +14,13 @@ from torch import fx
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.cluster.overlap import Overlap
 from galvatron_fx.ir.graph.metadata import signature
+from galvatron_fx.ir.plan.schedule import make_schedule
 from galvatron_fx.ir.plan.strategy import Strategy
 from passes.lowering.fetch_parameters import FetchParameters
 from passes.lowering.place_states import PlaceStates
 from passes.lowering.split_forward_backward import SplitForwardBackward
 from tests.graphs import Builder, listing
-from tests.helpers import DEVICE, axes, captured, simulate, uniform
+from tests.helpers import DEVICE, axes, captured, simulate, simulate_stages, uniform
 from tests.models.zoo import Case, gpt2, llama
 
 AHEAD = Cluster(DEVICE, axes((2, 2)), Overlap())
@@ -90,7 +91,7 @@ return [arrived_4]""",
 
     def test_gradients_that_are_folded_stay(self) -> None:
         graph = PlaceStates((AWAY, AWAY), {"w": 0}).run(two_blocks())
-        halves = SplitForwardBackward().run(FetchParameters(folds=True).run(graph))
+        halves = SplitForwardBackward().run(FetchParameters(gradients_stay=True).run(graph))
         self.assertExpectedInline(listing(halves.backward).splitlines()[-1], """return [add]""")
 
 
@@ -119,3 +120,20 @@ def test_nothing_changes(case: Callable[[], Case], roles: tuple[str, ...], optio
     away = [replace(strategy, offload_states=i != 1, offload_parameters=i != 1) for i, strategy in enumerate(here)]
     results = [simulate(graph, model, inputs, (2, 2), each, {}, AHEAD) for each in (away, here)]
     assert all(results[0][name].equal(value) for name, value in results[1].items())
+
+
+@pytest.mark.parametrize(("roles", "options", "schedule"), [
+    (("pipeline", "zero"), {"keep_gathered": True}, "1f1b"),
+    (("pipeline", "data"), {"recompute": True}, "zb_h1"),
+])  # fmt: skip
+def test_nothing_changes_of_stages(roles: tuple[str, ...], options: dict[str, Any], schedule: str) -> None:
+    """Nor of sums over micro-batches, of a weight that both stages have; each has a block on the device."""
+    model, inputs = gpt2(2)
+    graph = captured(model, inputs)
+    here = uniform(graph, *roles, **options)
+    away = [
+        replace(strategy, offload_states=i % 2 == 0, offload_parameters=i % 2 == 0) for i, strategy in enumerate(here)
+    ]
+    order = make_schedule(schedule, 2, 2, 2)
+    there, expected = (simulate_stages(graph, model, inputs, (2, 2), each, [0, 2], order) for each in (away, here))
+    assert all(there[name].equal(value) for name, value in expected.items())

@@ -13,8 +13,10 @@ from galvatron_fx.errors import BudgetError, InputError, PlanError
 from galvatron_fx.report.explained import explained
 from galvatron_fx.report.html import render
 from galvatron_fx.search_settings import SearchSettings
+from passes.lowering.lower_stages import LowerStages
 from passes.lowering.lower_step import Lower
 from passes.search.plan_search import search_plan
+from passes.simulation.stages import SimulateStages
 from passes.simulation.step import SimulateStep
 from tests.helpers import captured
 
@@ -156,11 +158,30 @@ def test_parameters_live_on_the_host(heavy: fx.GraphModule, folds: bool) -> None
     assert "recompute, parameters and" in str(plans[0])
 
 
-def test_stages_and_microbatches_have_parameters_on_the_device(heavy: fx.GraphModule) -> None:
-    settings = SearchSettings(2**20, roles=("data",), num_stages=1, num_microbatches=2, offload=("parameters",))
-    with pytest.raises(BudgetError) as error:
-        search_plan(heavy, ONE, settings.on(ONE))
-    assert not any(block.strategy.offload_states for block in error.value.plan.blocks)
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_parameters_live_on_the_host_under_microbatches(heavy: fx.GraphModule, num_stages: int) -> None:
+    """And under stages; sums of gradients are there, too. Time and both peaks are those of the lowered program."""
+    cluster = gfx.Cluster.preset(f"{num_stages}xA100-80GB")
+    settings = {"roles": ("data",), "num_stages": num_stages, "num_microbatches": 2}
+
+    def found(budget: int, *offload: str) -> gfx.Plan:
+        return search_plan(heavy, cluster, SearchSettings(budget, offload=offload, **settings).on(cluster))
+
+    least = {}
+    for what in ("states", "parameters"):
+        with pytest.raises(BudgetError) as error:
+            found(2**20, what)
+        least[what] = error.value.least_bytes
+    assert least["parameters"] < 0.7 * least["states"]
+    plan = found(least["parameters"], "parameters")
+    strategies = [block.strategy for block in plan.blocks]
+    assert any(strategy.offload_parameters for strategy in strategies)
+    lowered = LowerStages(strategies, plan.pipelining.cuts(len(strategies)), 2, cluster, keep_outputs=False).run(heavy)
+    whole = SimulateStages(cluster, plan.pipelining.table(num_stages), cluster.axes).run(lowered)
+    assert plan.peak_memory_bytes == whole.peak_memory_bytes == least["parameters"]
+    assert max(rank.host_bytes for rank in plan.report.ranks) == whole.host_bytes
+    assert plan.step_time_s == pytest.approx(whole.step_time_s)
+    assert plan.report.chosen.time_s == pytest.approx(whole.step_time_s, rel=0.1)
 
 
 def test_refusals() -> None:
