@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -16,16 +17,16 @@ __all__ = ["Choice", "RowCount", "RowTensor", "sizes_of"]
 _UNKNOWN = "computes with, or decides by, the number of rows that a mask chooses"
 
 
-class Choice:
+class Choice(ABC):
     """What a mask chooses. ``rows``: how many rows it can choose at most."""
 
     rows: int
 
+    @abstractmethod
     def refuse(self, what: str = "") -> NoReturn:
         """Raise that code does ``what`` with chosen rows, of which no graph is known."""
-        raise NotImplementedError
 
-    def ask_for_rows(self) -> None:
+    def ask_for_rows(self) -> None:  # noqa: B027  (most need not know)
         """Note that code asks whether there are any rows."""
 
     def size(self, count: RowCount) -> int:
