@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from cost_models.host_states import update_groups
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.folded_gradients import folding_into
 from galvatron_fx.ir.torch_compat.dtensors import dtensor_like, dtensor_of
@@ -114,8 +115,9 @@ class FoldedUpdates:
                 f"{_REASON} nothing is added to what the step before left in .grad: call optimizer.zero_grad() between "
                 f"step() and forward_backward"
             )
-        away = (parameter for parameter in order if parameter in self._of and has_host_states(parameter))
-        self.states = StreamedStates([(self._of[parameter][0].state, parameter) for parameter in away])
+        away = [parameter for parameter in order if parameter in self._of and has_host_states(parameter)]
+        groups = update_groups([local_part(parameter).nbytes for parameter in away])
+        self.states = StreamedStates([[(self._of[away[i]][0].state, away[i]) for i in group] for group in groups])
         self._settings = {each: [_settings(group) for group in each.param_groups] for each in self._optimizers}
 
     def _let_go(self, optimizer: Optimizer) -> None:

@@ -78,7 +78,7 @@ def streamed(states: States, parameters: Sequence[Tensor], update: Callable[[Ten
     """
     shards = shards_of(parameters)
     queue = [parameters[i] for i in update_order(shards)]
-    stream = StreamedStates([(states, parameter) for parameter in queue], gradients_come=True)
+    stream = StreamedStates([[(states, parameter)] for parameter in queue], gradients_come=True)
     try:
         for parameter in queue:
             stream.update(parameter, partial(update, parameter))
@@ -87,40 +87,51 @@ def streamed(states: States, parameters: Sequence[Tensor], update: Callable[[Ten
 
 
 class StreamedStates:
-    """States of parameters that are updated in the order of ``queue``, which has where the states of each are kept.
+    """States of parameters that are updated in the order of ``groups``, each with where its states are kept: those of
+    a group come at once (:func:`cost_models.host_states.update_groups`).
 
     ``gradients_come``: gradients of parameters on the host are there, too, and come to the device with these.
     """
 
-    def __init__(self, queue: Sequence[tuple[States, Tensor]], gradients_come: bool = False) -> None:
-        self._queue = deque(queue)
+    def __init__(self, groups: Sequence[Sequence[tuple[States, Tensor]]], gradients_come: bool = False) -> None:
+        self._groups = deque(groups)
         self._gradients_come = gradients_come
+        self._gone = _Going()  # of the group before
         self._going = _Going()
-        self._coming: tuple[Tensor, _Coming] | None = None
+        self._coming: dict[Tensor, tuple[States, _Coming]] = {}
+        self._here = False  # whether they have come
 
     def update(self, parameter: Tensor, update: Callable[[], None]) -> None:
         """Call ``update`` while the states of ``parameter`` are on the device, where it belongs to no host. Then they
-        go, and those of the next in the queue come.
+        go, and behind the last of a group those of the next come.
         """
-        while self._queue[0][1] is not parameter:
-            self._queue.popleft()  # it has no gradient in this step
-        states, _ = self._queue.popleft()
-        expected, coming = self._coming or (None, None)
-        if coming is None or expected is not parameter:
-            coming = _Coming.of(states, parameter, self._gradients_come)
-        coming.wait()
-        self._going.wait()
+        while parameter not in self._coming:
+            self._next_group()  # others of this one have no gradient in this step
+        if not self._here:
+            for _, coming in self._coming.values():
+                coming.wait()
+            self._gone.wait()
+            self._here = True
+        states, coming = self._coming.pop(parameter)
         coming.give(states[parameter])
         with _on_device(parameter), coming.parameter():
             update()
-        self._going = _Going.of(parameter, states[parameter], coming)
-        following = self._queue[0] if self._queue else None
-        self._coming = following and (following[1], _Coming.of(*following, self._gradients_come))
+        self._going.add(parameter, states[parameter], coming)
+        if not self._coming and self._groups:
+            self._next_group()
+
+    def _next_group(self) -> None:
+        """Have the states of a group come, while those of the one before go."""
+        if self._here:
+            self._gone, self._going, self._here = self._going, _Going(), False
+        group = self._groups.popleft()
+        self._coming = {p: (states, _Coming.of(states, p, self._gradients_come)) for states, p in group}
 
     def end(self) -> None:
         """Wait until any process may read the states on the host."""
+        self._gone.settle()
         self._going.settle()
-        self._coming = None
+        self._coming = {}
 
 
 @contextmanager
@@ -172,13 +183,12 @@ class _Coming:
 
 
 class _Going:
-    """The states of a parameter on their way to the host."""
+    """States of parameters on their way to the host."""
 
-    def __init__(self, copies: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
-        self._copies = list(copies)
+    def __init__(self) -> None:
+        self._copies: list[tuple[Tensor, Tensor]] = []
 
-    @classmethod
-    def of(cls, parameter: Tensor, state: dict[str, Any], came: _Coming) -> _Going:
+    def add(self, parameter: Tensor, state: dict[str, Any], came: _Coming) -> None:
         """Those of ``state``, which gets what is on the host in their place: the tensors that they came from, if they
         fit.
         """
@@ -197,7 +207,7 @@ class _Going:
                 there = start_copy(here, local_part(host))
             copies.append((there, here))
             state[name] = host
-        return cls(copies)
+        self._copies += copies
 
     def wait(self) -> None:
         """Let the device go on when they are there, and let go of them."""

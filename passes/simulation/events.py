@@ -94,8 +94,8 @@ class GraphEvents:
 def node_events(graph: fx.Graph, price: PriceOf, states: FoldedStates) -> Iterable[tuple[fx.Node, list[Event]]]:
     """Each operator with the waits in front of it and what it does; those that take no time among them.
 
-    An update waits for its states to come, and for those of the one before to go. Then its own go while those of the
-    next come, as ``galvatron_fx/runtime/host_states.py`` has it.
+    An update waits for its states to come, and for those of the ones before to go. Then its own go while those of the
+    next come, each with small neighbours' at once, as ``galvatron_fx/runtime/host_states.py`` has it.
     """
     due: dict[fx.Node, list[fx.Node]] = {}
     for node, moment in wait_points(graph).items():
@@ -120,12 +120,12 @@ def node_events(graph: fx.Graph, price: PriceOf, states: FoldedStates) -> Iterab
         if node.target is arrived and node.args[0] in number:
             events.append(Wait(HOST_STREAM, started[HOST_STREAM] - number[node.args[0]]))
         elif node in streamed:
-            *first_s, behind_s = streamed[node]
-            if first_s:
-                events += copied(*first_s)
-                last_copy = started[HOST_STREAM]
-            events += [Wait(HOST_STREAM, started[HOST_STREAM] - last_copy), *copied(behind_s)]
-            last_copy = started[HOST_STREAM]
+            for seconds in streamed[node]:
+                if seconds is None:
+                    events.append(Wait(HOST_STREAM, started[HOST_STREAM] - last_copy))
+                else:
+                    events += copied(seconds)
+                    last_copy = started[HOST_STREAM]
         elif node.target in HOST_MOVES or node.target in c.COLLECTIVES:
             number[node] = started[_stream(node)] = started.get(_stream(node), 0) + 1
             priced = priced or Price(Cause(""), 0.0)
@@ -135,15 +135,16 @@ def node_events(graph: fx.Graph, price: PriceOf, states: FoldedStates) -> Iterab
         yield node, events
 
 
-def _streamed(graph: fx.Graph, states: FoldedStates) -> dict[fx.Node, list[float]]:
-    """Updates whose states come, with the seconds of the copies behind each; in front of the first as well."""
-    folds = graph.find_nodes(op="call_function", target=fold_gradient)
-    streamed = [node for node in folds if node.args[1] in states.shards]
-    first_s, *behind_s = states.copies_s([str(node.args[1]) for node in streamed])
-    copies = {node: [seconds] for node, seconds in zip(streamed, behind_s, strict=True)}
-    if streamed:
-        copies[streamed[0]].insert(0, first_s)
-    return copies
+def _streamed(graph: fx.Graph, states: FoldedStates) -> dict[fx.Node, list[float | None]]:
+    """Updates at which states come and go: the seconds of copies that start, and None where it waits for the last."""
+    folds = {str(node.args[1]): node for node in graph.find_nodes(op="call_function", target=fold_gradient)}
+    groups = states.groups(folds)
+    first_s, *behind_s = states.copies_s(groups)
+    moments: dict[fx.Node, list[float | None]] = {}
+    for place, (group, seconds) in enumerate(zip(groups, behind_s, strict=True)):
+        moments[folds[group[0]]] = [None] if place else [first_s, None]
+        moments.setdefault(folds[group[-1]], []).append(seconds)
+    return moments
 
 
 def blocks_by_place(graph: fx.Graph) -> dict[fx.Node, int]:

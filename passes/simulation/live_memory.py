@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -48,9 +49,18 @@ def kind_of_port(port: InputSpec) -> str:
     return PARAMETERS if port.kind in ("param", "buffer") else BATCH
 
 
-UpdateBytes = Callable[[str], tuple[int, int]]
-"""Of a parameter's update by its name: temporary bytes, and bytes that come to the device for it: states, and the
-parameter where it lives on the host."""
+@dataclass(frozen=True)
+class UpdateBytes:
+    """What updates take of the device's memory where an optimizer is handed gradients, by name of their parameter.
+
+    ``takes``: temporary bytes; ``comes``: bytes that come to the device: states, and the parameter where it lives on
+    the host; ``groups``: of parameters in the order of their updates, those for which something comes, by which it
+    comes at once.
+    """
+
+    takes: Callable[[str], int]
+    comes: Callable[[str], int]
+    groups: Callable[[Iterable[str]], list[list[str]]]
 
 
 class LiveMemory:
@@ -123,15 +133,17 @@ class LiveMemory:
 
 class GraphMemory(LiveMemory):
     """Runs lowered graphs on tensors without data; ``degrees``: ranks along each column of their layout;
-    ``update_bytes``: what an optimizer that is handed a parameter's gradient takes for itself, and what comes for its
-    update, while that of the one before goes.
+    ``update_bytes``: of an optimizer that is handed gradients; while what came for some updates goes, the next comes.
     """
 
     def __init__(self, degrees: Sequence[int], update_bytes: UpdateBytes | None = None) -> None:
         super().__init__()
         self._degrees = degrees
         self._update_bytes = update_bytes
-        self._states: list[Storage] = []
+        self._states: list[Storage] = []  # that came, the last for the updates at hand
+        self._started = ""  # the first parameter that the last of them came for
+        self._coming: list[tuple[str, Storage]] = []  # the first last, with the first parameter that it comes for
+        self._last: set[str] = set()  # of those that something comes for at once
         self._storages: dict[Buffer, Storage] = {}
 
     def use(self, lowered: Lowered) -> MemoryUse:
@@ -183,7 +195,7 @@ class GraphMemory(LiveMemory):
         """Run one graph; inputs in ``owned`` (already held) are dropped at their last use, outputs stay held."""
         values: dict[fx.Node, Any] = {}
         bound = self._bound(graph)
-        streamed = self._streamed(bound)
+        folds = self._plan_updates(bound)
         last = _last_uses(bound)
         held: set[fx.Node] = set()
         for i, node in enumerate(bound.find_nodes(op="placeholder")):
@@ -196,8 +208,9 @@ class GraphMemory(LiveMemory):
             if node.op == "placeholder":
                 continue
             if node.op == "output":
-                self.drop(self._states)
-                self._states = []
+                if folds:
+                    self.drop(self._states)
+                    self._states = []
                 outs = node.args[0]
                 return [values[n] if isinstance(n, fx.Node) else None for n in outs]
             if isinstance(node.target, FurtherRounds):
@@ -205,7 +218,7 @@ class GraphMemory(LiveMemory):
             else:
                 values[node] = self._evaluate(graph, node, values)
             if node.target is fold_gradient:
-                self._update(node, streamed)
+                self._update(str(node.args[1]))
             self.hold_values(values[node], self._new_kind(node, values))
             held.add(node)
             for used in {*node.all_input_nodes, node}:
@@ -214,27 +227,33 @@ class GraphMemory(LiveMemory):
                     held.discard(used)
         raise AssertionError("the graph has no output")
 
-    def _streamed(self, graph: fx.Graph) -> list[Storage]:
-        """The states that come to the device while a graph runs, the first last."""
+    def _plan_updates(self, graph: fx.Graph) -> bool:
+        """Look for what comes to the device while a graph runs; returns whether it updates anything."""
         names = [str(node.args[1]) for node in graph.nodes if node.target is fold_gradient]
-        sizes = [self._update_bytes(name)[1] for name in names] if self._update_bytes is not None else []
-        return [Storage(size) for size in reversed(sizes) if size]
+        if self._update_bytes is not None and names:
+            groups, comes = self._update_bytes.groups(names), self._update_bytes.comes
+            self._coming = [(group[0], Storage(sum(map(comes, group)))) for group in reversed(groups)]
+            self._last = {group[-1] for group in groups}
+        return bool(names)
 
-    def _update(self, fold: fx.Node, streamed: list[Storage]) -> None:
-        """Update a parameter: where states came for that, those of the one before are gone then, and the next come."""
-        takes, comes = (0, 0) if self._update_bytes is None else self._update_bytes(str(fold.args[1]))
-        if not comes:
-            self.passing({TRANSIENTS: takes})
-            return
-        if not self._states:
-            self._states = [streamed.pop()]
-            self.hold(self._states)
-        *gone, here = self._states
-        self.drop(gone)
-        self.passing({TRANSIENTS: takes})
-        following = [streamed.pop()] if streamed else []
-        self.hold(following)
-        self._states = [here, *following]
+    def _update(self, name: str) -> None:
+        """Update a parameter: where something came for that, what came for those before is gone then, and behind the
+        last that it came for the next comes.
+        """
+        if not self._states and self._coming and self._coming[-1][0] == name:
+            self._come()
+        if self._started == name:
+            self.drop(self._states[:-1])
+            self._states = self._states[-1:]
+        if self._update_bytes is not None:
+            self.passing({TRANSIENTS: self._update_bytes.takes(name)})
+        if name in self._last and self._coming:
+            self._come()
+
+    def _come(self) -> None:
+        self._started, storage = self._coming.pop()
+        self.hold([storage])
+        self._states.append(storage)
 
     def _further_rounds(self, node: fx.Node, values: dict[fx.Node, Any]) -> list[Any]:
         """Run one round more, as any step may, and return the sums, to which it adds."""

@@ -139,18 +139,17 @@ class SimulateStep:
         return StepParts(alone, events, memory, held)
 
     def update_bytes(self, lowered: Lowered) -> UpdateBytes:
-        """What an optimizer that is handed a gradient takes of the device's memory: for its update, which one that
+        """What an optimizer that is handed gradients takes of the device's memory: for updates, which one that
         accumulates does later.
         """
         named = _parameters(lowered, trained_only=True)
 
-        def taken(name: str) -> tuple[int, int]:
-            shard = named[name]
-            update = self.optimizer.update(shard.shape)
-            takes = 0 if self.optimizer.accumulates else update.workspace_bytes(shard)
-            return takes, going_bytes(self.optimizer, shard)
+        def takes(name: str) -> int:
+            update = self.optimizer.update(named[name].shape)
+            return 0 if self.optimizer.accumulates else update.workspace_bytes(named[name])
 
-        return taken
+        groups = self.folded_states(lowered).groups
+        return UpdateBytes(takes, lambda name: going_bytes(self.optimizer, named[name]), groups)
 
     def folded_states(self, lowered: Lowered | None = None) -> FoldedStates:
         """Those that come to the device while backward computes; none of a stage."""

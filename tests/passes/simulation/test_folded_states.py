@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import galvatron_fx as gfx
-from cost_models.host_states import FoldedStates
+from cost_models.host_states import FoldedStates, update_groups
 from cost_models.optimizer import optimizer_model
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.cluster.overlap import Overlap
@@ -29,9 +29,9 @@ STATES_BYTES = 2 * 4 * WIDTH * WIDTH  # of one layer
 class Layers(nn.Module):
     """Equal layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, bias: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias) for _ in range(LAYERS))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -101,6 +101,26 @@ def test_a_short_model_says_the_same(graph: fx.GraphModule) -> None:
     short, whole = simulated(graph, where, plan), SimulateStep(where, ADAM).run(lowered(graph, where))
     assert short.step_time_s == pytest.approx(whole.step_time_s, rel=1e-9)
     assert short.peak_memory_bytes == whole.peak_memory_bytes
+
+
+def test_small_ones_come_with_a_large_neighbour() -> None:
+    assert update_groups([8, 64, 64, 8, 1, 64, 16, 16]) == [[0, 1], [2, 3, 4], [5, 6], [7]]
+    assert update_groups([]) == []
+
+
+def test_biases_keep_no_weight_waiting() -> None:
+    """Copies of one weight's states go while the next one's come, as without biases; the device holds the states of two
+    layers.
+    """
+    copy_s, steps = 1e-3, []
+    for bias in (False, True):
+        with torch.device("meta"):
+            model = captured(Layers(bias), {"x": torch.empty(ROWS, WIDTH)})
+        where = cluster(copy_s)
+        steps.append(SimulateStep(where, ADAM).run(lowered(model, where)))
+    copies = [step.seconds[Cause(STATE_COPIES)] + step.hidden[Cause(STATE_COPIES)] for step in steps]
+    assert copies == pytest.approx([(LAYERS + 1) * copy_s] * 2, rel=2 / WIDTH)
+    assert steps[1].peak_memory_bytes - steps[0].peak_memory_bytes < STATES_BYTES // 8
 
 
 def test_no_states_take_no_time() -> None:
