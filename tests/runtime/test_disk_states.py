@@ -42,8 +42,10 @@ def net() -> Net:
 
 
 def compiled(mesh: DeviceMesh, storage: Path | None) -> galvatron_fx.DistributedGraphModule:
+    """With states in ``storage``, if any, and parameters on the host then."""
     plan = galvatron_fx.Plan.uniform((1,), ("data",))
-    strategy = replace(plan.blocks[0].strategy, offload_states=True, states_on_disk=True)
+    away = {"offload_states": True, "states_on_disk": True, "offload_parameters": True}
+    strategy = replace(plan.blocks[0].strategy, **away)
     on_disk = replace(plan, blocks=(replace(plan.blocks[0], strategy=strategy),))
     return galvatron_fx.compile(net(), mesh, batch(), plan=plan if storage is None else on_disk, storage=storage)
 
