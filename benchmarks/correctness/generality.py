@@ -2,8 +2,9 @@
 
 Sweeps tiny configurations of many architectures (transformers, diffusers, timm, PyTorch Geometric, torchvision, MONAI,
 other packages, plain torch) and prints a row for each: seconds of capture, blocks found, whether a plan for four
-devices was found, whether the searched, three written plans and one in stages equal one device on simulated ranks,
-what is left of the work on each of two ranks (1.00 of half: all is split), and the operators without a sharding rule.
+devices was found, whether the searched, three written plans (four of mixtures of experts) and one in stages equal one
+device on simulated ranks, what is left of the work on each of two ranks (1.00 of half: all is split), and the operators
+without a sharding rule.
 Models that compute parts of themselves in float32 are within its rounding. A model is *refused* where an error of ours
 says why; any other error is *raw*, and a defect. Libraries that are not here are named and skipped. ``--rows FILE``
 keeps rows, so that a sweep can go on where it ended, and ``--summary`` prints what kept rows say.
@@ -38,6 +39,7 @@ from galvatron_fx.ir.cluster.cluster import Axis
 from galvatron_fx.ir.errors import GalvatronError
 from galvatron_fx.ir.graph.collectives import COLLECTIVES, RANK_LOCAL
 from galvatron_fx.ir.graph.op_call import is_getitem
+from galvatron_fx.ir.kernels.experts import route
 from galvatron_fx.ir.plan.schedule import make_schedule
 from passes.analysis.blocks import num_blocks
 from passes.lowering.apply_plan import expand
@@ -47,7 +49,8 @@ from tests.helpers import DEVICE, assert_exact, one_device, simulate, simulate_s
 
 CLUSTER = Cluster.preset("4xA100-80GB")
 WRITTEN = (("data", "tensor"), ("zero", "tensor_sequence"), ("sequence", "zero"))
-SHARED = ("data", "tensor", "sequence", "graph")
+OF_EXPERTS = ("expert", "data")
+SHARED = ("data", "tensor", "sequence", "graph", "expert")
 EXACT, ROUNDED = 1e-10, 2e-4  # relative: float64, and what float32 inside a model leaves of it
 FREE_LINKS = (Axis("a0", 2, 1e-15, 1e21),)  # seconds and bytes a second
 EVEN = 1.05  # of the work of an even split, which is split well
@@ -126,6 +129,8 @@ def examine(row: Row, make: Make) -> None:
     plan = search_plan(graph, CLUSTER, SearchOptions(CLUSTER.device.memory_bytes, ("data", "zero", "tensor")))
     row.planned = True
     written = [((2, 2), uniform(graph, *roles, recompute=at == 1)) for at, roles in enumerate(WRITTEN)]
+    if any(node.target is route for node in graph.graph.nodes):
+        written.append(((2, 2), uniform(graph, *OF_EXPERTS, capacity=1)))
     programs = [(CLUSTER.shape, expand(plan, row.blocks)), *written]
     for shape, strategies in programs:
         got = simulate(graph, model, inputs, shape, strategies, {})
@@ -188,7 +193,9 @@ def share(graph: torch.fx.GraphModule, role: str) -> float:
 
     Links and starting operators take no time here: models as small as these would be split less than they can be.
     """
-    local = ShardGraph(uniform(graph, role), FREE_LINKS, replace(DEVICE, launch_overhead_s=0.0), {}).run(graph)
+    local = ShardGraph(uniform(graph, role, capacity=1), FREE_LINKS, replace(DEVICE, launch_overhead_s=0.0), {}).run(
+        graph
+    )
     return 2 * work(local) / work(graph)
 
 

@@ -91,6 +91,24 @@ _TASKS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "sequence": ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", _sequences),
     "text": ("MODEL_FOR_TEXT_ENCODING_MAPPING", lambda: {"input_ids": zoo.tokens()["input_ids"]}),
 }
+# What configurations need to be told before their sizes are: numbers of experts that are none by default.
+_TOLD: dict[str, dict[str, Any]] = {
+    "DeepseekV2Config": {"num_experts_per_tok": 2, "num_key_value_heads": 4, "n_group": 2, "topk_group": 1},
+    "Dots1Config": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "HunYuanMoEV1Config": {"num_experts": 4, "moe_topk": 2, "head_dim": 8, "num_key_value_heads": 2},
+    "KimiLinearConfig": {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "linear_head_dim": 8, "linear_num_heads": 4, "head_dim": 16,
+    },
+    "Lfm2MoeConfig": {
+        "num_hidden_layers": 2, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "LongcatFlashConfig": {
+        "num_layers": 1, "n_routed_experts": 4, "zero_expert_num": 2, "expert_ffn_hidden_size": 24, "moe_topk": 2,
+        "num_key_value_heads": 4,
+    },
+    "PhimoeConfig": {"router_jitter_noise": 0.0},
+}  # fmt: skip
 # Further heads on bodies that are there already: each counts once more, as its loss and its inputs are others.
 _AGAIN = ("segmentation", "question")
 
@@ -118,9 +136,10 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _made(config_class: Any, model_class: Any, inputs: Callable[[], dict[str, Any]]) -> zoo.Case:
-    model = zoo.build(lambda: model_class(shrink(config_class())))
+    told = _TOLD.get(config_class.__name__, {})
+    model = zoo.build(lambda: model_class(shrink(config_class(**told))))
     if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("batched_mm")  # the other kernels know no float64
+        model.set_experts_implementation("eager")  # the other kernels know no float64; captured, all are the same
     return model, inputs()
 
 

@@ -1,10 +1,11 @@
 """Claim: on skewed loads, room for them is faster than further rounds, and shadow experts are faster than room.
 
 That is FlexMoE's ordering (Nie et al. 2023): static < capacity < shadow experts, by throughput. Tokens choose experts
-by Zipf's law; every plan splits the experts over ranks of this machine. ``static``: room for 1.25 times the mean, the
-rest in further rounds; ``capacity``: room by the measured imbalance; ``moves``: experts dealt to ranks by their loads;
-``shadows``: the hottest is computed on every rank. Steps are taken in turns; simulations count on the measured rounds
-and on the measured busiest rank.
+by Zipf's law, which are hot being the same in all batches of a trace; every plan splits the experts over ranks of this
+machine. ``static``: room for 1.25 times the mean, the rest in further rounds; ``capacity``: room for the fullest pair
+of ranks of the trace, as ``expert_loads().room`` tells it, so that no further rounds run; ``moves``: experts dealt to
+ranks by their loads; ``shadows``: the hottest is computed on every rank. Steps are taken in turns; simulations count
+on the measured rounds and on the measured busiest rank.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ def main() -> None:
         on_ranks("benchmarks.speed.shadow_experts_rank", options.ranks, folder, json.dumps(task))
         found = json.loads((Path(folder) / "found.json").read_text(encoding="utf-8"))
     table = Table(
-        "plan", "room", "busiest / mean", "further rounds", "measured", "ratio", "simulated", "ratio", "memory"
+        "plan", "room", "busiest / mean", "further rounds a layer", "measured", "ratio", "simulated", "ratio", "memory"
     )
     first = found["static"]
     for name, row in found.items():
         table.add_row(
-            name, f"{row['capacity']:.2f}", f"{row['imbalance']:.2f}", str(row["rounds"]),
+            name, f"{row['capacity']:.2f}", f"{row['imbalance']:.2f}", f"{row['rounds']:.2g}",
             format_seconds(row["measured_s"]), f"{row['measured_s'] / first['measured_s']:.2f}",
             format_seconds(row["simulated_s"]), f"{row['simulated_s'] / first['simulated_s']:.2f}",
             format_bytes(row["memory_bytes"]),
@@ -51,7 +52,9 @@ def main() -> None:
     console.print(table)
 
 
-SIZES = {"layers": 2, "experts": 8, "hidden": 256, "batch": 16, "sequence": 128, "steps": 15, "seed": 1}
+SIZES = {
+    "layers": 2, "experts": 8, "hidden": 256, "batch": 16, "sequence": 128, "batches": 4, "steps": 16, "seed": 1,
+}  # fmt: skip
 
 
 if __name__ == "__main__":

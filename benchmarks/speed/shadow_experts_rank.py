@@ -1,5 +1,8 @@
 """One rank of shadow_experts.py: steps of all plans in turns, on a trace of skewed loads. Started through torchrun.
 
+A trace is some batches, gone through again and again. The same experts are hot in all of them, as loads change slowly
+while a model trains; the tokens of each are drawn anew.
+
 Arguments: a folder; what to do (JSON).
 """
 
@@ -7,8 +10,12 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import cycle
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -30,6 +37,8 @@ from galvatron_fx.runtime.expert_loads import ExpertLoads
 from passes.lowering.apply_plan import lower
 from passes.lowering.lower_step import Lowered
 from passes.simulation.step import SimulateStep
+
+Batch = dict[str, Tensor]
 
 COPIES = 2
 VARIANTS = (
@@ -76,26 +85,48 @@ def _product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return torch.ops.transformers.grouped_mm_fallback(rows, weight, ends)
 
 
-def batch(task: dict[str, Any]) -> dict[str, Tensor]:
-    """Tokens choose experts by Zipf's law with an ``exponent``, which ones are hot being drawn (Gumbel top-k)."""
+def trace(task: dict[str, Any]) -> list[Batch]:
+    """Batches whose tokens choose experts by Zipf's law with an ``exponent``; which experts are hot is drawn."""
     generator = torch.Generator().manual_seed(task["seed"])
-    shape = task["batch"], task["sequence"]
     ranks = 1 + torch.randperm(task["experts"], generator=generator)
+    return [_batch(task, ranks, generator) for _ in range(task["batches"])]
+
+
+def _batch(task: dict[str, Any], ranks: Tensor, generator: torch.Generator) -> Batch:
+    """Scores, the largest of which are draws without replacement (Gumbel top-k)."""
+    shape = task["batch"], task["sequence"]
     noise = torch.rand(*shape, task["experts"], generator=generator).clamp(1e-6, 1 - 1e-6)
     scores = -task["exponent"] * ranks.log() - (-noise.log()).log()
     return {"x": torch.randn(*shape, task["hidden"], generator=generator), "scores": scores}
 
 
-def as_measured(lowered: Lowered, loads: ExpertLoads, rows: float, ranks: int) -> Lowered:
+@dataclass(frozen=True)
+class Loads:
+    """Means over a trace: rows of the busiest rank over the mean, and further rounds of a layer. ``room``: the least
+    capacity with which no batch of it has any.
+    """
+
+    imbalance: float
+    rounds: float
+    room: float
+
+    @classmethod
+    def of(cls, steps: Sequence[ExpertLoads], ranks: int) -> Loads:
+        """Those of some steps."""
+        rounds = mean(loads.further_rounds / len(loads.layers) for loads in steps)
+        return cls(mean(loads.imbalance(ranks) for loads in steps), rounds, max(loads.room for loads in steps))
+
+
+def as_measured(lowered: Lowered, loads: Loads, rows: float) -> Lowered:
     """A program whose prices count on a busiest rank and on further rounds as they were measured; ``rows``: of a rank
     in the mean.
     """
-    rounds = loads.further_rounds / len(loads.layers)
-    busiest = loads.imbalance(ranks) * rows / (1 + rounds)
+    rounds = round(loads.rounds)
+    busiest = loads.imbalance * rows / (1 + rounds)
     for half in (lowered.halves.forward, lowered.halves.backward):
         for node in half.graph.nodes:
             if isinstance(node.target, FurtherRounds):
-                node.target = replace(node.target, expected=round(rounds))
+                node.target = replace(node.target, expected=rounds)
                 _fill(node.target.body, busiest)
         _fill(half, busiest)
     return lowered
@@ -108,6 +139,18 @@ def _fill(graph: fx.GraphModule, busiest: float) -> None:
             set_meta(node, meta_of(node).having(filled=min(1.0, busiest / room)))
 
 
+def _step(model: gfx.DistributedGraphModule, steps: Iterator[Batch]) -> object:
+    return model.forward_backward(**next(steps))
+
+
+def _loads_of_trace(model: gfx.DistributedGraphModule, contender: Contender, num_batches: int) -> list[ExpertLoads]:
+    loads = []
+    for _ in range(num_batches):
+        contender.timed()
+        loads.append(model.expert_loads())
+    return loads
+
+
 def main() -> None:
     """Run one rank."""
     folder, task = Path(sys.argv[1]), json.loads(sys.argv[2])
@@ -115,27 +158,26 @@ def main() -> None:
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
     cluster = measure_cluster(mesh, seconds=task["profile_s"])
-    inputs, sizes = batch(task), (task["layers"], task["experts"], task["hidden"])
-    graph = gfx.capture(Mixture(*sizes), inputs)
-    found, contenders, capacity = {}, {}, CAPACITY
+    batches, sizes = trace(task), (task["layers"], task["experts"], task["hidden"])
+    rows = task["batch"] * task["sequence"] * COPIES / ranks
+    graph = gfx.capture(Mixture(*sizes), batches[0])
+    found, contenders, room = {}, {}, CAPACITY
     for name, shadows, moves in VARIANTS:
-        room = capacity if name == "capacity" else CAPACITY
-        plan = gfx.Plan.uniform((ranks,), ("expert",), capacity=room, shadows=shadows)
-        model = gfx.compile(Mixture(*sizes), mesh, inputs, plan=plan, cluster=cluster)
+        capacity = room if name == "capacity" else CAPACITY
+        plan = gfx.Plan.uniform((ranks,), ("expert",), capacity=capacity, shadows=shadows)
+        model = gfx.compile(Mixture(*sizes), mesh, batches[0], plan=plan, cluster=cluster, compare_batches=0)
         optimizer = torch.optim.AdamW(model.parameters())
-        contender = contenders[name] = Contender(lambda model=model: model.forward_backward(**inputs), optimizer)
-        contender.timed()
+        contender = contenders[name] = Contender(partial(_step, model, cycle(batches)), optimizer)
+        loads = Loads.of(_loads_of_trace(model, contender, len(batches)), ranks)
         if shadows or moves:
             model.rebalance_experts(optimizer, dry_run=False, moves=moves)
-            contender.timed()
-        loads = model.expert_loads()
-        capacity = max(capacity, loads.imbalance(ranks))
-        rows = task["batch"] * task["sequence"] * COPIES / ranks
+            loads = Loads.of(_loads_of_trace(model, contender, len(batches)), ranks)
+        room = max(room, loads.room)
         lowered = lower(graph, plan, cluster)
         assert isinstance(lowered, Lowered)
-        report = SimulateStep(cluster).run(as_measured(lowered, loads, rows, ranks))
+        report = SimulateStep(cluster).run(as_measured(lowered, loads, rows))
         found[name] = {
-            "imbalance": loads.imbalance(ranks), "rounds": loads.further_rounds, "capacity": room,
+            "imbalance": loads.imbalance, "rounds": loads.rounds, "capacity": capacity,
             "simulated_s": report.step_time_s, "memory_bytes": report.peak_memory_bytes,
         }  # fmt: skip
     for contender in contenders.values():

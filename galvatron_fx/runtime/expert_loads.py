@@ -26,15 +26,16 @@ __all__ = ["CountsKeeper", "ExpertLoads", "KeptCounts", "LayerLoads", "with_expe
 Place = tuple[int, int]  # block, and number of the mixture in it
 _Experts = tuple[int, ...]
 _Part = tuple[
-    str, Tensor | None, int, _Experts, _Experts
-]  # name, rows that a rank counts, further rounds, order, shadows
+    str, Tensor | None, int, float, _Experts, _Experts
+]  # name, rows that a rank counts, further rounds, room, order, shadows
 
 
 @dataclass(frozen=True)
 class LayerLoads:
     """``rows``: of each expert, in all micro-batches of all ranks; ``further_rounds``: of exchanges, of the ranks that
     had most of them; ``held``: the experts in the order in which ranks hold them, if it is not the model's;
-    ``shadows``: those whose rows all ranks compute, each of its own tokens.
+    ``shadows``: those whose rows all ranks compute, each of its own tokens; ``room``: the least ``capacity`` of a
+    strategy with which there would have been no further rounds, 0 where ranks exchange no rows.
     """
 
     name: str
@@ -42,6 +43,7 @@ class LayerLoads:
     further_rounds: int = 0
     held: tuple[int, ...] = ()
     shadows: tuple[int, ...] = ()
+    room: float = 0.0
 
     def imbalance(self, ranks: int) -> float:
         """Rows of the busiest of ``ranks`` that hold equal runs of the experts, as these are held, over their mean. Of
@@ -75,6 +77,11 @@ class ExpertLoads:
         """Rounds beyond the first of all layers."""
         return sum(layer.further_rounds for layer in self.layers)
 
+    @property
+    def room(self) -> float:
+        """The least ``capacity`` of a strategy with which no layer would have run further rounds."""
+        return max((layer.room for layer in self.layers), default=0.0)
+
     def imbalance(self, ranks: int) -> float:
         """The mean over layers of what the busiest of ``ranks`` has over the mean: ``expert_imbalance`` of a plan.
 
@@ -86,12 +93,15 @@ class ExpertLoads:
 
     def __str__(self) -> str:
         rows = [
-            (layer.name, f"{layer.imbalance(len(layer.rows)):.2f}", str(layer.further_rounds), *map(str, layer.rows))
+            (
+                layer.name, f"{layer.imbalance(len(layer.rows)):.2f}", str(layer.further_rounds), f"{layer.room:.2f}",
+                *map(str, layer.rows),
+            )
             for layer in self.layers
-        ]
+        ]  # fmt: skip
         most = max((len(layer.rows) for layer in self.layers), default=0)
-        headings = ("layer", "busiest expert / mean", "further rounds", *map(str, range(most)))
-        return "\n".join(text_table.render(headings, [(*row, *("",) * (most + 3 - len(row))) for row in rows], 1))
+        headings = ("layer", "busiest expert / mean", "further rounds", "room", *map(str, range(most)))
+        return "\n".join(text_table.render(headings, [(*row, *("",) * (most + 4 - len(row))) for row in rows], 1))
 
 
 @dataclass(eq=False)
@@ -136,6 +146,12 @@ class CountsKeeper:
         counts = [counts if self.exchanged else counts.diff(prepend=counts.new_zeros(1)) for counts, _ in self.kept]
         rows = self._by_place(torch.stack(counts).sum(0).cpu().long())
         return rows if self.order is None else self.order.of_experts(rows), self.further_rounds()
+
+    def room(self) -> float:
+        """The least capacity with which there is one round."""
+        if self.exchanged is None:
+            return 0.0
+        return max((self.exchanged.enough(of_ranks) for _, of_ranks in self.kept if of_ranks is not None), default=0.0)
 
     def further_rounds(self, held: Sequence[int] = (), shadows: Sequence[int] = ()) -> int:
         """Rounds beyond the first that this rank runs, or would run if experts were ``held`` in another order and other
@@ -204,7 +220,7 @@ class KeptCounts:
     def loads(self) -> ExpertLoads:
         """What all ranks have counted; each of them calls it. Raises InputError where no step was trained."""
         own = {
-            place: (layer.name, *layer.read(), layer.held, layer.shadows)
+            place: (layer.name, *layer.read(), layer.room(), layer.held, layer.shadows)
             for place, layer in self.layers.items()
             if layer.kept
         }
@@ -232,5 +248,6 @@ def _counts(node: fx.Node) -> list[fx.Node]:
 
 def _together(parts: Sequence[_Part]) -> LayerLoads:
     rows = torch.stack([counts for _, counts, *_ in parts if counts is not None]).sum(0)
-    name, _, _, held, shadows = parts[0]
-    return LayerLoads(name, tuple(rows.tolist()), max(part[2] for part in parts), held, shadows)
+    name, *_, held, shadows = parts[0]
+    rounds, room = max(part[2] for part in parts), max(part[3] for part in parts)
+    return LayerLoads(name, tuple(rows.tolist()), rounds, held, shadows, room)

@@ -67,7 +67,7 @@ class AllowedRules:
         if rule.exchanges:
             return self.role.allows_exchange(rule, call)
         fitting = all(
-            spec is None or (fits(p, spec.shape, self.degree) and self.role.allows(spec, p))
+            spec is None or (fits(p, spec.shape, self.degree) and self.role.allows(spec, p, rule.expansion in MOVES))
             for p, spec in rule.placed(call)
         )
         return (

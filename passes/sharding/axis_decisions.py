@@ -90,7 +90,11 @@ class AxisDecisions:
         if parameter in self.inputs:
             return self.inputs[parameter] == REPLICATE
         owner = self.role(self.values.owner[parameter])
-        return owner.parameter_choices(meta_of(parameter).spec) == [REPLICATE]
+        return self.parameter_choices(owner, parameter) == [REPLICATE]
+
+    def parameter_choices(self, role: RoleRules, parameter: fx.Node) -> list[Placement]:
+        """Where a parameter may lie in a block of ``role``."""
+        return role.parameter_choices(meta_of(parameter).spec, parameter in self.values.listed)
 
     def leaves_terms(self, parameter: fx.Node) -> bool:
         """Whether the gradient of ``parameter`` may leave the graph as terms: its owner's role reduces it later."""

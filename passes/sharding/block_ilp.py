@@ -95,13 +95,13 @@ class BlockProblem:
         decided = self.decided
         original, followed = decided.values.originals.get(node), self._followed(node)
         if followed is not None:
-            return self.role.parameter_choices(meta_of(followed).spec)
+            return decided.parameter_choices(self.role, followed)
         if self._is_cache(node) and node not in decided.inputs:
             return self.role.cache_choices(meta_of(node).spec)
         if original in decided.inputs:
             return [decided.inputs[original]]
         if node in decided.values.owner and node not in decided.inputs:
-            return self.role.parameter_choices(meta_of(node).spec)
+            return decided.parameter_choices(self.role, node)
         if node in decided.inputs:
             return [decided.inputs[node]]
         return [decided.exit_placement(node)]
@@ -114,7 +114,7 @@ class BlockProblem:
         parameter = self.decided.values.gradient_of.get(node)
         if parameter is None or parameter in self.placed or node in self.inside or node in self.decided.exits:
             return None
-        choices = self.role.parameter_choices(meta_of(parameter).spec)
+        choices = self.decided.parameter_choices(self.role, parameter)
         return parameter if choices != [REPLICATE] and not self.inside.isdisjoint(parameter.users) else None
 
     def _exit_choice(self, node: fx.Node) -> Placement | None:

@@ -9,18 +9,18 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from galvatron_fx.ir.errors import ShardingError
 from galvatron_fx.ir.graph.further_rounds import FurtherRounds, Room
 from galvatron_fx.ir.graph.local_program import record_program
 from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
 from galvatron_fx.ir.graph.rewrite import copy_node, write_call
-from galvatron_fx.ir.kernels.experts import collect, in_round, received_order, unpack
+from galvatron_fx.ir.kernels.experts import collect, combine, in_round, received_order, unpack
 from galvatron_fx.ir.torch_compat.graphs import graph_module
 from passes.analysis.dataflow import ancestors
 
 _GROUPED_BACKWARD = "transformers.grouped_mm_fallback_backward.default"
 _GROUPED = torch.ops.aten._grouped_mm.default
+_ENDS = 2  # of what ``route`` returns: how many rows the experts have
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class ExchangeInRounds:
     ``y = further_rounds(counts, y, x, w)``, whose graph is ``(start, x, w) -> y`` with
     ``place = in_round(by_rank, counts, 4, slots, start)``.
 
-    Raises ShardingError where what the rounds add up is read by the same rounds.
+    Where what the rounds add up is read by the same rounds, there are none: the first has room for all rows
+    (:func:`reads_own_sums`).
     """
 
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
@@ -46,6 +47,20 @@ class ExchangeInRounds:
             if exchange.may_lack_room:
                 exchange.write()
         return graph
+
+
+def reads_own_sums(routed: fx.Node) -> bool:
+    """Whether rows that ``route`` orders are added up, and what follows is brought to the same order again, as by
+    attention whose heads are experts: no round can end before all of them have begun.
+    """
+    nodes, sums = _region([user for user in routed.users if user.args[1] != _ENDS])
+    for phase in ("forward", "backward"):
+        of_phase = [node for node in sums if meta_of(node).phase == phase]
+        _, inputs = _read(nodes, of_phase)
+        args = [*of_phase, *inputs]
+        if of_phase and not _late(of_phase, args).keys().isdisjoint(args):
+            return True
+    return False
 
 
 @dataclass(frozen=True)
@@ -71,7 +86,9 @@ class _Exchange:
         kept = int(place.kwargs.get("shadow_slots", 0))  # type: ignore[arg-type]
         order = _order_beside(place)
         shadows = meta_of(order.args[2]).spec.shape[0] if kept else 0  # type: ignore[arg-type]
-        return cls(graph, place, *_region([place, order]), counts, Room(ranks, slots, shadows, kept))
+        nodes, sums = _region([place, order])
+        assert all(user.op != "output" for node in nodes for user in node.users), "rows leave in the order of a rank"
+        return cls(graph, place, nodes, sums, counts, Room(ranks, slots, shadows, kept))
 
     @property
     def may_lack_room(self) -> bool:
@@ -111,9 +128,7 @@ class _Exchange:
 
     def _round(self, sums: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]:
         """One round that makes ``sums``, and what it reads of the graph."""
-        needed = sorted(ancestors(sums, {*self.nodes, *sums}))
-        made = set(needed)
-        inputs = list(dict.fromkeys(n for node in needed for n in input_nodes(node) if n not in made))
+        needed, inputs = _read(self.nodes, sums)
         new = fx.Graph()
         start = new.placeholder("start")
         set_meta(start, meta_of(self.counts).having(specs=(TensorSpec((), torch.int64),), step=None))
@@ -149,10 +164,18 @@ def _region(starts: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...], tuple[fx.No
             if _adds_rows_up(user):
                 sums.add(user)
                 continue
-            assert user.op != "output", "rows leave the graph in the order of one rank"
+            if user.op == "output":
+                continue
             nodes.add(user)
             pending.append(user)
     return tuple(sorted(nodes)), tuple(sorted(sums))
+
+
+def _read(nodes: Sequence[fx.Node], sums: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Which of ``nodes`` a round that makes ``sums`` computes, and what these read of the graph."""
+    needed = sorted(ancestors(sums, {*nodes, *sums}))
+    made = set(needed)
+    return needed, list(dict.fromkeys(n for node in needed for n in input_nodes(node) if n not in made))
 
 
 def _adds_rows_up(node: fx.Node) -> bool:
@@ -163,21 +186,22 @@ def _adds_rows_up(node: fx.Node) -> bool:
         return str(source.target) == _GROUPED_BACKWARD and int(index) == 1  # type: ignore[arg-type]
     if node.target is _GROUPED:
         return all(len(meta_of(source).spec.shape) == 2 for source in input_nodes(node)[:2])
-    return node.target in (unpack, collect)
+    return node.target in (combine, unpack, collect)
+
+
+def _late(sums: Sequence[fx.Node], args: Sequence[fx.Node]) -> dict[fx.Node, None]:
+    """What follows from ``sums`` and stands before the last of ``args``."""
+    late: dict[fx.Node, None] = {}
+    node, last = min(sums), max(args)
+    while node < last:
+        node = node.next
+        if any(source in late or source in sums for source in node.all_input_nodes):
+            late[node] = None
+    return late
 
 
 def _put_off(sums: Sequence[fx.Node], args: Sequence[fx.Node]) -> list[fx.Node]:
     """What follows from ``sums`` and stands before the last of ``args``, none of which may."""
-    late: dict[fx.Node, None] = {}
-    node, last = min(sums), max(args)
-    while node is not last:
-        node = node.next
-        if any(source in late or source in sums for source in node.all_input_nodes):
-            late[node] = None
-    circle = [node for node in args if node in late]
-    if circle:
-        raise ShardingError(
-            f"'{circle[0].name}' follows from '{sums[0].name}', which adds up rows of experts, and is read by the same "
-            f"rows: these cannot be exchanged in rounds. Give the plan a capacity as large as the ranks of its axis"
-        )
+    late = _late(sums, args)
+    assert late.keys().isdisjoint(args), "rounds that read what they add up have room for all rows"
     return list(late)

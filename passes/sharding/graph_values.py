@@ -8,9 +8,10 @@ from functools import cached_property, lru_cache
 from torch import fx
 
 from galvatron_fx.ir.graph.metadata import OutputSpec, meta_of, output_ports, ports, signature
-from galvatron_fx.ir.graph.op_call import OpCall, op_call, without_index
+from galvatron_fx.ir.graph.op_call import OpCall, input_nodes, op_call, without_index
 from galvatron_fx.ir.graph.precision import computed_in, policy_of
 from galvatron_fx.ir.graph.symbols import Sizes
+from galvatron_fx.ir.kernels.experts import gather_experts
 from passes.analysis.dataflow import (
     before_cast,
     cache_owners,
@@ -79,6 +80,15 @@ class GraphValues:
     def constants(self) -> list[fx.Node]:
         """Tensors that the graph holds itself."""
         return [node for node in self.graph.graph.nodes if node.op == "get_attr"]
+
+    @cached_property
+    def listed(self) -> frozenset[fx.Node]:
+        """The parameters that are one of several experts' and are only put together with those of the others."""
+        gathers = self.graph.graph.find_nodes(op="call_function", target=gather_experts)
+        given = {source for node in gathers for source in input_nodes(node)}
+        return frozenset(
+            node for node in given & self.parameters if all(u.target is gather_experts for u in node.users)
+        )
 
     @cached_property
     def output_ports_of(self) -> dict[fx.Node, list[OutputSpec]]:

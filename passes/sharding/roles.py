@@ -41,14 +41,14 @@ class RoleRules:
         runs = spec.batch_split_factor(placement.dim)
         return holds and runs <= placement.split_factor < runs * max(self.batch, 1)
 
-    def allows(self, spec: TensorSpec, placement: Placement) -> bool:
-        """Whether a value inside a block may be placed so."""
+    def allows(self, spec: TensorSpec, placement: Placement, listed: bool = False) -> bool:
+        """Whether a value inside a block may be placed so; ``listed`` as of :meth:`parameter_choices`."""
         if self.role == PIPELINE:
             return placement == REPLICATE
         if not isinstance(placement, Shard):
             return True
         if self.role in EXPERT_ROLES and self._is_of_experts(spec):
-            return placement in self.parameter_choices(spec)
+            return placement in self.parameter_choices(spec, listed)
         symbols = getattr(spec.symbolic[placement.dim], "free_symbols", ())
         if placement.split_factor > 1 and not symbols:
             return False
@@ -134,12 +134,14 @@ class RoleRules:
         activation = spec.dim_of(BATCH) is not None or spec.dim_of(SEQUENCE) is not None
         return not activation or (SEQUENCE in getattr(size, "free_symbols", ()) and self.role == "tensor_sequence")
 
-    def parameter_choices(self, spec: TensorSpec) -> list[Placement]:
-        """Where a parameter of the block may lie, given its local shape, while its block runs."""
+    def parameter_choices(self, spec: TensorSpec, listed: bool = False) -> list[Placement]:
+        """Where a parameter of the block may lie, given its local shape, while its block runs. ``listed``: it is what
+        one of listed experts has, of which ranks hold parts (:func:`galvatron_fx.ir.kernels.experts.gather_experts`).
+        """
         dims = {
             "tensor": len(spec.shape),
             "tensor_sequence": len(spec.shape),
-            **dict.fromkeys(EXPERT_ROLES, int(len(spec.shape) > 1)),
+            **dict.fromkeys(EXPERT_ROLES, int(len(spec.shape) > 1 or listed)),
         }
         shards: list[Placement] = [
             Shard(dim) for dim in range(dims.get(self.role, 0)) if fits(Shard(dim), spec.shape, self.degree)

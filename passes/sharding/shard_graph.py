@@ -21,7 +21,7 @@ from galvatron_fx.ir.kernels.experts import route
 from galvatron_fx.ir.plan.strategy import BATCH_ROLES, EXPERT_ROLES, LOWERING_ORDER, PIPELINE, Strategy
 from passes.sharding.assign_shardings import AssignShardings
 from passes.sharding.dense_arguments import DenseArguments
-from passes.sharding.exchange_in_rounds import ExchangeInRounds
+from passes.sharding.exchange_in_rounds import ExchangeInRounds, reads_own_sums
 from passes.sharding.expand_rings import ExpandRings
 from passes.sharding.insert_collectives import InsertCollectives
 from passes.sharding.local_args import lowered_target
@@ -97,23 +97,26 @@ class ShardGraph:
 
     def _exchanges(self, graph: fx.GraphModule, columns: Sequence[MergedAxis], index: int) -> list[Exchange]:
         """The room of each block's exchange of rows on a column: by its capacity, where no column before it has one,
-        and so that the ranks of the columns behind it can take part.
+        and so that the ranks of the columns behind it can take part; for all rows where no rounds can follow.
         """
 
         def ranks(block: int, some: Sequence[MergedAxis]) -> int:
             return prod(column.degree for column in some if column.roles[block] in EXPERT_ROLES)
 
         experts: dict[int, int] = {}
+        whole: set[int] = set()
         for node in graph.graph.find_nodes(op="call_function", target=route):
             block, count = max(meta_of(node).block, 0), int(node.args[1])
             experts[block] = min(count, experts.get(block, count))
+            if columns[index].roles[block] in EXPERT_ROLES and reads_own_sums(node):
+                whole.add(block)
         exchanges = []
         for block, strategy in enumerate(self.strategies):
             before, behind = ranks(block, columns[:index]), ranks(block, columns[index + 1 :])
             if strategy.shadows and block in experts and columns[index].roles[block] in EXPERT_ROLES:
                 _check_shadows(strategy, block, experts[block], max(before, behind) > 1)
             capacity = strategy.capacity if before == 1 else 1.0
-            exchanges.append(Exchange(capacity, behind, strategy.shadows, experts.get(block, 1)))
+            exchanges.append(Exchange(capacity, behind, strategy.shadows, experts.get(block, 1), block in whole))
         return exchanges
 
 

@@ -29,14 +29,23 @@ class Room:
         ``counts[ranks * (experts + shadows)]``: of each rank, how many rows go to each expert, and of how many it keeps
         for each shadow. All ranks have the same.
         """
+        sent, kept = self._most(counts)
+        rounds = -(-sent // self.slots)
+        return max(rounds, -(-kept // self.shadow_slots)) if self.shadows else rounds
+
+    def enough(self, counts: Tensor) -> float:
+        """The least ``capacity`` of a strategy with which there is one round; waits for the device."""
+        sent, kept = self._most(counts)
+        of_rank = max(int(counts.sum()), 1) / self.ranks
+        num_experts = counts.numel() // self.ranks - self.shadows
+        of_shadows = kept * num_experts / self.shadows if self.shadows else 0
+        return max(sent * self.ranks, of_shadows / self.ranks) / of_rank
+
+    def _most(self, counts: Tensor) -> tuple[int, int]:
+        """Rows that some rank sends to some other, and that some rank keeps for shadows."""
         of_ranks = counts.view(self.ranks, -1)
-        num_experts = of_ranks.shape[1] - self.shadows
-        of_pairs = of_ranks[:, :num_experts].reshape(self.ranks, self.ranks, -1).sum(-1)
-        rounds = -(-int(of_pairs.max()) // self.slots)
-        if not self.shadows:
-            return rounds
-        kept = of_ranks[:, num_experts:].sum(-1)
-        return max(rounds, -(-int(kept.max()) // self.shadow_slots))
+        sent, kept = of_ranks.split([of_ranks.shape[1] - self.shadows, self.shadows], 1)
+        return int(sent.reshape(self.ranks, self.ranks, -1).sum(-1).max()), int(kept.sum(-1).max())
 
 
 @dataclass(frozen=True, eq=False)

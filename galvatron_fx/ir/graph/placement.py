@@ -140,14 +140,15 @@ def between(have: Placement, want: Placement) -> Placement | None:
     return REPLICATE if same_dim else None
 
 
-def exchange_slots(rows: int, degree: int, capacity: float, parts: int = 1) -> int:
+def exchange_slots(rows: int, degree: int, capacity: float, parts: int = 1, whole: bool = False) -> int:
     """Return for how many rows each pair of ranks has room, of the ``rows`` that all ``degree`` ranks send.
 
     ``capacity`` times what a pair sends in the mean, at least one, and at most all that a rank sends; a multiple of
-    ``parts ** 2`` where axes of so many ranks split what each of the two sends and has experts for.
+    ``parts ** 2`` where axes of so many ranks split what each of the two sends and has experts for. ``whole``: room
+    for all that a rank sends, also where such axes split it.
     """
     of_rank = rows // degree
-    slots = min(of_rank, max(1, ceil(capacity * of_rank / degree)))
+    slots = of_rank * parts if whole else min(of_rank, max(1, ceil(capacity * of_rank / degree)))
     return -(-slots // parts**2) * parts**2
 
 
@@ -155,24 +156,27 @@ def exchange_slots(rows: int, degree: int, capacity: float, parts: int = 1) -> i
 class Exchange:
     """The room that ranks have for rows which they exchange: ``capacity`` and ``parts`` as of :func:`exchange_slots`.
 
-    ``shadows``: of ``experts``, those that each rank computes for its own tokens, whose rows do not travel.
+    ``shadows``: of ``experts``, those that each rank computes for its own tokens, whose rows do not travel. ``whole``:
+    there is room for all rows, whatever the capacity.
     """
 
     capacity: float = 1.0
     parts: int = 1
     shadows: int = 0
     experts: int = 1
+    whole: bool = False
 
     def slots(self, rows: int, degree: int) -> int:
         """For each pair of ranks, of the ``rows`` that all ``degree`` ranks have."""
-        return exchange_slots(rows, degree, self.capacity, self.parts)
+        return exchange_slots(rows, degree, self.capacity, self.parts, self.whole)
 
     def shadow_slots(self, rows: int, degree: int) -> int:
         """For rows of shadow experts on each rank: as many for each of them as for an expert that it holds; a multiple
         of ``degree``, as all other room is.
         """
         of_rank = rows // degree
-        return degree * ceil(min(of_rank, self.capacity * of_rank * self.shadows * degree / self.experts) / degree)
+        wanted = of_rank * self.shadows * (self.experts if self.whole else self.capacity * degree / self.experts)
+        return degree * ceil(min(of_rank, wanted) / degree)
 
     def room(self, rows: int, degree: int) -> int:
         """For rows on each rank."""

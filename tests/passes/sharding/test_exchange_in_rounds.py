@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 from torch.testing import FileCheck
 
-from galvatron_fx.errors import PlanError, ShardingError
+from galvatron_fx.errors import PlanError
 from galvatron_fx.ir.graph.further_rounds import FurtherRounds, Room
 from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.graph.placement import exchange_slots
@@ -119,6 +119,13 @@ def test_rounds_that_are_due_anyway_are_priced() -> None:
 def test_all_ranks_run_the_rounds_of_the_fullest_pair() -> None:
     counts = torch.tensor([[3, 0, 1, 0], [0, 7, 0, 1]])  # rank 0 sends 3 rows to itself, rank 1 sends 7 to rank 0
     assert [Room(2, slots).num_rounds(counts.flatten()) for slots in (1, 3, 7, 8)] == [7, 3, 1, 1]
+    assert Room(2, 1).enough(counts.flatten()) == 7 * 2 / 6  # a rank sends 3 rows to another in the mean
+
+
+def test_the_room_that_is_enough_counts_shadows() -> None:
+    """Of four experts and a shadow, whose room is that of an expert that a rank holds."""
+    counts = torch.tensor([[1, 0, 1, 0, 4], [2, 1, 0, 1, 2]])
+    assert Room(2, 2, shadows=1, shadow_slots=2).enough(counts.flatten()) == 4 * 4 / (2 * 6)
 
 
 def test_every_row_has_one_round() -> None:
@@ -145,19 +152,30 @@ class Twice(Mixture):
         out = x.flatten(0, 1)
         for weight in (self.up, self.down):
             rows = torch.ops.transformers.grouped_mm_fallback(dispatch(out, place, order, 2), weight, ends)
-            out = combine(rows, place, order, 2)
+            out = self.between(combine(rows, place, order, 2))
         return out.pow(2).mean()
 
+    def between(self, rows: Tensor) -> Tensor:
+        return rows
 
-def test_a_circle_of_rounds_is_refused() -> None:
-    model, x = Twice(F.silu), tokens()
+
+class Heads(Twice):
+    """Between both, something is done to tokens of one sample together, as by attention whose heads are experts."""
+
+    def between(self, rows: Tensor) -> Tensor:
+        return rows + rows.view(4, -1).tanh().cumsum(1).view_as(rows)
+
+
+@pytest.mark.parametrize("kind", [Twice, Heads])
+def test_rounds_that_read_what_they_add_up_have_room_for_all_rows(kind: type[Twice]) -> None:
+    """On one axis, on two that no other block tells apart, and on two that are lowered one after the other."""
+    model, x = kind(F.silu), tokens()
     graph = captured(model, (x,))
-    with pytest.raises(
-        ShardingError, match=r"adds up rows of experts, and is read by the same rows.* capacity as large"
-    ):
-        lowered(graph, 1)
-    strategies = uniform(graph, "expert", capacity=2)
-    assert_exact(simulate(graph, model, (x,), (2,), strategies, {}), one_device(model, (x,)))
+    assert not any(isinstance(node.target, FurtherRounds) for node in lowered(graph, 0.25).joint.graph.nodes)
+    expected = one_device(model, (x,))
+    for roles in (("expert",), ("expert", "expert"), ("expert", "expert_sequence")):
+        strategies = uniform(graph, *roles, capacity=0.25)
+        assert_exact(simulate(graph, model, (x,), (2,) * len(roles), strategies, {}), expected)
 
 
 @pytest.mark.parametrize("capacity", [0, -1, True, "1", float("nan"), float("inf")])
