@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from cost_models.ops import TensorFacts, op_cost, reads_per_element
+from cost_models.ops import TensorFacts, op_cost, reads_per_element, writes_rows
 from galvatron_fx.ir.graph.metadata import OpCost, TensorSpec, meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import OpCall, op_call
 from galvatron_fx.ir.graph.symbols import Sizes, value_at
@@ -65,9 +65,12 @@ def moved_bytes(call: OpCall) -> tuple[int, ...]:
     """
     outputs = [spec for spec in call.outputs if spec is not None]
     reads = reads_per_element(call.target, tuple(x.dtype for x in call.inputs), tuple(x.dtype for x in outputs))
+    for_inputs = [size * spec.numel for size, spec in zip(reads, call.inputs, strict=False)]
+    if writes_rows(call.target):
+        return (*for_inputs[:-1], for_inputs[-1] + call.inputs[-1].size_bytes, *(0 for _ in call.outputs))
     for_outputs = iter(reads[len(call.inputs) :])
     return (
-        *(size * spec.numel for size, spec in zip(reads, call.inputs, strict=False)),
+        *for_inputs,
         *(0 if spec is None else next(for_outputs) * spec.numel + spec.size_bytes for spec in call.outputs),
     )
 

@@ -7,8 +7,8 @@ attention counts half, because the kernels skip what is masked (Dao 2023, FlashA
 weight gradient of a grouped convolution is not multiplied by the groups; what torch does not count gets a price too.
 
 Bytes are those of dense tensors, each read or written once: caches are not modelled, an expanded tensor counts in full,
-and lookups read what they look up rather than the whole table. Collectives have no cost here but in
-:mod:`cost_models.collectives`.
+lookups read what they look up rather than the whole table, and what writes rows in place reads and writes those.
+Collectives have no cost here but in :mod:`cost_models.collectives`.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ __all__ = [
     "op_time_s",
     "price_class",
     "reads_per_element",
+    "writes_rows",
 ]
 
 Dim: TypeAlias = int | sympy.Expr
@@ -84,7 +85,7 @@ def op_cost(
         return FREE
     reads = reads_per_element(target, tuple(x.dtype for x in inputs), tuple(x.dtype for x in outputs))
     read = _total(_product((size, x.numel)) for size, x in zip(reads, (*inputs, *outputs), strict=True))
-    written = _total(tensor.size_bytes for tensor in outputs)
+    written = inputs[-1].size_bytes if writes_rows(target) else _total(tensor.size_bytes for tensor in outputs)
     if is_matmul(target):
         flops = _matmul_flops(target, name, args, kwargs, outputs)
     elif name in _FLOPS_PER_INPUT and inputs:
@@ -252,7 +253,13 @@ _SHAPE_ONLY = {"full_like", "new_full", "new_ones", "new_zeros", "ones_like", "r
 _MOVES = {"_to_copy", "cat", "clone", "constant_pad_nd", "contiguous", "copy", "copy_", "flip", "index_put", "repeat"}
 _MOVES |= {"combine", "pack", "roll", "scatter", "select_backward", "select_scatter", "slice_backward", "slice_scatter"}
 _MOVES |= {"gather_experts", "part_experts", "stack", "to", "unpack", "unsort"}
-_MOVES |= _LOOKUPS | _FROM_NOTHING | _SHAPE_ONLY
+_WRITES = {"index_copy_", "index_put_"}
+_MOVES |= {"index_copy"} | _WRITES | _LOOKUPS | _FROM_NOTHING | _SHAPE_ONLY
+
+
+def writes_rows(target: Callable[..., Any]) -> bool:
+    """Tell whether calls of ``target`` write the rows that are their last input into the first, in place."""
+    return _name(target) in _WRITES
 
 
 @lru_cache(maxsize=4096)
@@ -270,6 +277,8 @@ def reads_per_element(
         return (0,) * len(reads)
     if name in _LOOKUPS:
         reads[0], reads[len(inputs)] = 0, inputs[0].itemsize
+    elif name in _WRITES:
+        reads[0] = 0
     elif name in ("nll_loss_forward", "nll_loss2d_forward"):  # self, target: one of self for each of target
         reads[0], reads[1] = 0, inputs[1].itemsize + inputs[0].itemsize
     elif name in ("nll_loss_backward", "nll_loss2d_backward"):  # grad, self, target: the gradient does not need self

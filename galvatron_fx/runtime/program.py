@@ -191,7 +191,7 @@ class Program:
 
     def placements(self, port: InputSpec) -> tuple[Placement, ...]:
         """How an input lies on the lowering mesh, one placement a column."""
-        return self.layout.inputs[self.signature.inputs.index(port)]
+        return self._input_placements[port]
 
     @property
     def absent_caches(self) -> dict[str, TensorSpec]:
@@ -205,7 +205,15 @@ class Program:
 
     def result_placements(self, port: OutputSpec) -> tuple[Placement | None, ...]:
         """How an output lies on the lowering mesh."""
-        return self.layout.outputs[self.signature.outputs.index(port)]
+        return self._result_placements[port]
+
+    @cached_property
+    def _input_placements(self) -> dict[InputSpec, tuple[Placement, ...]]:
+        return dict(zip(self.signature.inputs, self.layout.inputs, strict=True))
+
+    @cached_property
+    def _result_placements(self) -> dict[OutputSpec, tuple[Placement | None, ...]]:
+        return dict(zip(self.signature.outputs, self.layout.outputs, strict=True))
 
     def tangents(self, results: Sequence[Tensor]) -> list[Tensor]:
         """Gradients of the loss with respect to the differentiable outputs: one for the loss, zero for other

@@ -6,11 +6,13 @@ import contextlib
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.adaptive import _ASMoutput
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from galvatron_fx.ir.errors import InputError
 from passes.frontend.replaced_functions import replaced
 
 _normalised: Any = _BatchNorm.forward
@@ -39,6 +41,7 @@ def _normalise(module: Any, input: Tensor) -> Tensor:
     """As forward of batch norms: ``running += (batch - running) / batches`` where momentum is None."""
     if isinstance(module, nn.SyncBatchNorm):
         module._check_non_zero_input_channels(input)
+        _refuse_some_ranks(module)
     averages = module.training and module.track_running_stats and module.num_batches_tracked is not None
     if module.momentum is not None or not averages:
         same: Tensor = _normalised(module, input)
@@ -52,6 +55,16 @@ def _normalise(module: Any, input: Tensor) -> Tensor:
         module.running_mean.copy_((1 - share) * module.running_mean + share * mean)
         module.running_var.copy_((1 - share) * module.running_var + share * var)
     return output
+
+
+def _refuse_some_ranks(module: nn.SyncBatchNorm) -> None:
+    group, everyone = module.process_group, dist.group.WORLD if dist.is_initialized() else None
+    if group is not None and everyone is not None and group.size() != everyone.size():
+        raise InputError(
+            f"a SyncBatchNorm takes the statistics of {group.size()} of {everyone.size()} ranks: a compiled model "
+            f"normalises over the global batch, as one device does; make it by convert_sync_batchnorm(model) without a "
+            f"process group"
+        )
 
 
 def _adaptive(module: nn.AdaptiveLogSoftmaxWithLoss, input: Tensor, target: Tensor) -> Any:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from galvatron_fx.ir.errors import ShardingError
 from galvatron_fx.ir.graph.metadata import TensorSpec
-from galvatron_fx.ir.graph.op_call import OpCall
+from galvatron_fx.ir.graph.op_call import COPYING, OpCall
 from galvatron_fx.ir.graph.placement import (
     REPLICATE,
     Exchanged,
@@ -143,6 +143,7 @@ def op_rules(call: OpCall, degree: int) -> tuple[OpRule, ...]:
             f"were found to be wrong in 2.11; this is torch {torch.__version__}: upgrade it, or use one device and one "
             f"micro-batch"
         )
+    call = replace(call, target=COPYING.get(call.target, call.target))
     rules_of = _own_rule(call.target)
     candidates = rules_of(call, degree) if rules_of else torch_rules(call, degree)
     rules = dict.fromkeys([replicate_rule(call), *candidates])

@@ -20,6 +20,7 @@ from galvatron_fx.ir.graph.folded_gradients import fold_gradient, left_of
 from galvatron_fx.ir.graph.further_rounds import FurtherRounds
 from galvatron_fx.ir.graph.host_copies import arrived, from_host, to_host
 from galvatron_fx.ir.graph.metadata import InputSpec, has_meta, meta_of
+from galvatron_fx.ir.graph.op_call import target_run
 from galvatron_fx.ir.graph.rewrite import copy_graph
 from galvatron_fx.ir.plan.prediction import (
     ACTIVATIONS,
@@ -286,7 +287,7 @@ class GraphMemory(LiveMemory):
             return args[0]  # as they do; traced, they would make another
         if node.target is from_host and args[0] is None:
             return None  # a sum before its first term
-        value = evaluate(left_of if node.target is fold_gradient else node.target, args, kwargs)
+        value = evaluate(left_of if node.target is fold_gradient else target_run(node), args, kwargs)
         _check(node, value)
         return value
 

@@ -30,7 +30,6 @@ from galvatron_fx.ir.graph.pass_pipeline import PassControl
 from galvatron_fx.ir.plan.strategy import Strategy
 from passes.analysis.blocks import fingerprints
 from passes.lowering.lower_step import Lower, Lowered
-from passes.lowering.write_caches import WriteCachesInPlace, is_write_in_place, written_values
 from passes.simulation.drop_blocks import DropBlocks
 from passes.simulation.live_memory import GraphMemory
 from passes.simulation.short_model import ShortModel
@@ -243,9 +242,7 @@ class _Sample:
         kept = DropBlocks(short.keep, marks).run(graph)
         strategies = [strategy] * len(short.keep)
         lowered = Lower(strategies, cluster, rules, control=PassControl(verifies=False)).run(kept)
-        halves = lowered.halves
-        WriteCachesInPlace(halves.input_ports, halves.result_ports).run(halves.forward)
-        calls = [call for node in halves.forward.graph.nodes if (call := _call(node, lowered, cluster))]
+        calls = [call for node in lowered.halves.forward.graph.nodes if (call := _call(node, lowered, cluster))]
         tensors = list(_tensors(lowered))
         passing = sum(GraphMemory(lowered.layout.shape).use(lowered).step.values()) - sum(
             size for _, size, _ in tensors
@@ -269,9 +266,6 @@ def _call(node: fx.Node, lowered: Lowered, cluster: Cluster) -> _Call | None:
         return None
     dtype = dtype_name(op_call(node))
     kind = price_class(cluster.device, dtype, kind_of(node.target))  # type: ignore[arg-type]
-    if is_write_in_place(node):
-        sizes = [spec.size_bytes for value in written_values(node) for spec in meta_of(value).specs if spec]
-        return _Call(node.name, block, kind, dtype, (), 0, sum(sizes) + max(sizes))
     cost = node_cost(node)
     moved = cost.read_bytes - _repeated_bytes(node) + cost.written_bytes
     return _Call(node.name, block, kind, dtype, (), cost.flops, moved)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import fx
@@ -108,3 +110,18 @@ def test_bytes_of_each_tensor() -> None:
     assert moved_bytes(lookup) == (0, 4 * 8, 2 * 4 * 8 * 4)
     norm = torch.ops.aten.native_layer_norm_backward.default
     assert moved_bytes(OpCall(norm, (out, out), (), (out, out), (out, None, None))) == (128, 128, 128, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("target", "index"), [(torch.ops.aten.index_put_.default, 0), (torch.ops.aten.index_copy_.default, 1)]
+)
+def test_writes_in_place_cost_the_rows_written(target: Any, index: int) -> None:
+    cache, at, rows = (
+        TensorSpec((2, 512), torch.float32),
+        TensorSpec((1,), torch.int64),
+        TensorSpec((2, 1), torch.float32),
+    )
+    args = (cache, (None, at), rows) if index == 0 else (cache, 1, at, rows)
+    call = OpCall(target, args, (), (cache, at, rows), (cache,))
+    assert moved_bytes(call) == (0, 8, 16, 0)
+    assert call_formula(call) == OpCost(0, 16, 8)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import sys
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import galvatron_fx
+from galvatron_fx.errors import InputError
 from tests.helpers import assert_exact
 from tests.runtime.launch import fork_checks
 from tests.seams.test_module_state import WIDTH, batches, eager, left, made
@@ -68,7 +71,40 @@ def stages(mesh: object) -> None:
     assert_exact(got, {name: value for name, value in expected.items() if name in got}, f"rank {dist.get_rank()}")
 
 
-CHECKS = {"stages": stages}
+class Normed(nn.Module):
+    """A batch norm that reads all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).pow(2).mean()
+
+
+def for_ddp(group: Any = None) -> nn.Module:
+    """As people convert batch norms for DDP, so that ranks share the statistics."""
+    return nn.SyncBatchNorm.convert_sync_batchnorm(made(Normed), group)
+
+
+def synced(mesh: DeviceMesh) -> None:
+    expected = eager(made(Normed))
+    for role in ("data", "zero"):
+        trained = galvatron_fx.compile(for_ddp(), mesh, batches()[0], roles=(role,))
+        got = {}
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+        for number, inputs in enumerate(batches()):
+            optimizer.zero_grad()
+            got[f"output {number}"] = trained.forward_backward(*inputs).detach()
+            optimizer.step()
+        got |= {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in left(trained).items()}
+        assert_exact(got, expected, role)
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    with pytest.raises(InputError, match=r"statistics of 1 of 2 ranks: .* convert_sync_batchnorm\(model\) without"):
+        galvatron_fx.compile(for_ddp(alone), mesh, batches()[0], roles=("data",))
+
+
+CHECKS = {"stages": stages, "synced": synced}
 
 if __name__ == "__main__":
     fork_checks((2,), CHECKS, sys.argv[1:], partial(galvatron_fx.capture, made(Far), batches()[0]))

@@ -1,11 +1,19 @@
-"""State that one pipeline stage changes and another holds, on real processes."""
+"""State that ranks share, on real processes: what one pipeline stage changes and another holds, and batch norms."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.runtime.launch import assert_held, launched
 
 
-def test_stages_share_what_forward_changes() -> None:
-    assert_held(launched(Path(__file__).with_name("state_ranks.py")), "stages")
+@pytest.fixture(scope="module")
+def output() -> str:
+    return launched(Path(__file__).with_name("state_ranks.py"))
+
+
+@pytest.mark.parametrize("check", ["stages", "synced"])
+def test_ranks_share(output: str, check: str) -> None:
+    assert_held(output, check)

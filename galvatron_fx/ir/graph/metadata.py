@@ -117,7 +117,8 @@ class NodeMeta:
     ``filled``: the share of its work that is due in the mean, where its rows may be of no token;
     ``stays``: whether this collective starts where it stands, as it sends one slice of several;
     ``value``: which of the values that its block's backward needs it is, or is only another view of, -1 for none
-    (:mod:`passes.frontend.number_values`).
+    (:mod:`passes.frontend.number_values`);
+    ``in_place``: whether the node writes into a cache that the graph is given, and copies nothing when it runs.
     """
 
     specs: tuple[TensorSpec | None, ...]
@@ -134,6 +135,7 @@ class NodeMeta:
     filled: float = 1.0
     value: int = -1
     stays: bool = False
+    in_place: bool = False
 
     @property
     def spec(self) -> TensorSpec:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.fx.node import Node
 
-from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
+from galvatron_fx.ir.graph.metadata import TensorSpec, has_meta, meta_of
 from galvatron_fx.ir.graph.random_ops import comparable_args
 
 _SELECTS = (
@@ -20,6 +20,14 @@ _SELECTS = (
     torch.ops.aten.select_scatter.default,
     torch.ops.aten.select_backward.default,
 )
+aten = torch.ops.aten
+
+IN_PLACE: dict[Any, Any] = {
+    aten.index_put.default: aten.index_put_.default,
+    aten.index_copy.default: aten.index_copy_.default,
+}
+"""What writes rows into a copy of a tensor, and what writes them into the tensor itself."""
+COPYING: dict[Any, Any] = {itself: copy for copy, itself in IN_PLACE.items()}
 
 
 @dataclass(frozen=True)
@@ -98,8 +106,16 @@ def _collect(values: Iterable[Any], nodes: list[fx.Node]) -> None:
             _collect(value, nodes)
 
 
+def target_run(node: fx.Node) -> Any:
+    """The operator that runs at ``node``: that which writes in place, where its record says so."""
+    return IN_PLACE.get(node.target, node.target) if has_meta(node) and meta_of(node).in_place else node.target
+
+
 def op_call(node: fx.Node, spec_of: Callable[[fx.Node], TensorSpec] | None = None) -> OpCall:
-    """Describe the call at ``node`` with the specs that ``spec_of`` gives its inputs (by default their facts')."""
+    """Describe the call at ``node`` with the specs that ``spec_of`` gives its inputs (by default their facts').
+
+    The target of one that is run in place is that which writes in place.
+    """
     lookup = spec_of or (lambda n: meta_of(n).spec)
 
     def freeze(value: Any) -> Any:
@@ -111,7 +127,7 @@ def op_call(node: fx.Node, spec_of: Callable[[fx.Node], TensorSpec] | None = Non
         return value
 
     return OpCall(
-        target=node.target,
+        target=target_run(node),
         args=tuple(map(freeze, comparable_args(node))),
         kwargs=tuple(sorted((key, freeze(value)) for key, value in node.kwargs.items())) if node.kwargs else (),
         inputs=tuple(lookup(n) for n in input_nodes(node)),

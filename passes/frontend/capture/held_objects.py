@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -27,6 +28,14 @@ class TakenApart:
     def __init__(self, value: Any) -> None:
         self.value = value
 
+    @cached_property
+    def parts(self) -> tuple[list[tuple[Any, Any]], _Structure]:
+        """What it holds, with the way there: torch asks for both when it wants paths."""
+        containers: list[tuple[str, Any]] = []
+        pairs = [(pytree.GetAttrKey(path[1:]), leaf) for path, leaf in leaves_of(self.value, containers)]
+        classes = tuple((path, type(container)) for path, container in containers)
+        return pairs, _Structure(classes, self.value)
+
 
 @dataclass(frozen=True)
 class _Structure:
@@ -37,15 +46,8 @@ class _Structure:
 
 
 def _flatten(apart: TakenApart) -> tuple[list[Any], _Structure]:
-    pairs, structure = _flatten_with_keys(apart)
+    pairs, structure = apart.parts
     return [leaf for _, leaf in pairs], structure
-
-
-def _flatten_with_keys(apart: TakenApart) -> tuple[list[tuple[Any, Any]], _Structure]:
-    containers: list[tuple[str, Any]] = []
-    pairs = [(pytree.GetAttrKey(path[1:]), leaf) for path, leaf in leaves_of(apart.value, containers)]
-    classes = tuple((path, type(container)) for path, container in containers)
-    return pairs, _Structure(classes, apart.value)
 
 
 def _rebuilt(leaves: Any, structure: _Structure) -> Any:
@@ -57,7 +59,7 @@ pytree.register_pytree_node(
     TakenApart,
     _flatten,
     _rebuilt,
-    flatten_with_keys_fn=_flatten_with_keys,
+    flatten_with_keys_fn=lambda apart: apart.parts,
     serialized_type_name="galvatron_fx.TakenApart",
 )
 

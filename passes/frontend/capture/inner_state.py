@@ -46,14 +46,20 @@ class InnerState:
 
 def inner_state(value: Any) -> InnerState | None:
     """What an array or a generator holds now; None for all else, and for arrays of objects and very large ones."""
-    if is_generator(value) or (_is(value, "ndarray") and value.nbytes <= _MOST_BYTES and not value.dtype.hasobject):
+    is_array = _is_of(type(value), "ndarray")
+    if is_generator(value) or (is_array and value.nbytes <= _MOST_BYTES and not value.dtype.hasobject):
         return InnerState(value, pickle.dumps(value))
     return None
 
 
 def is_generator(value: Any) -> bool:
     """Whether random numbers are drawn from an object, of Python or numpy."""
-    return type(value) is random.Random or _is(value, "random.Generator") or _is(value, "random.RandomState")
+    return is_generator_class(value.__class__)
+
+
+def is_generator_class(kind: type) -> bool:
+    """Whether random numbers are drawn from objects of a class."""
+    return kind is random.Random or _is_of(kind, "random.Generator") or _is_of(kind, "random.RandomState")
 
 
 def drawn_by_default() -> dict[str, Any]:
@@ -64,9 +70,9 @@ def drawn_by_default() -> dict[str, Any]:
     return generators
 
 
-def _is(value: Any, kind: str) -> bool:
-    """Whether a value is of a class of numpy, which need not be there."""
+def _is_of(kind: type, name: str) -> bool:
+    """Whether a class is one of numpy, which need not be there."""
     member: Any = sys.modules.get("numpy")
-    for name in kind.split("."):
-        member = getattr(member, name, None)
-    return isinstance(member, type) and isinstance(value, member)
+    for part in name.split("."):
+        member = getattr(member, part, None)
+    return isinstance(member, type) and issubclass(kind, member)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from enum import Enum
+from functools import lru_cache
+from types import BuiltinFunctionType, FunctionType, MethodType, NoneType
 from typing import Any
 
 from torch import Tensor, nn
 
-from passes.frontend.capture.inner_state import is_generator
+from passes.frontend.capture.inner_state import is_generator_class
 
 __all__ = [
     "CONTAINERS",
@@ -26,6 +27,7 @@ __all__ = [
 
 CONTAINERS = (dict, list, set, deque, tuple)
 _PLAIN = (bool, int, float, complex, str, bytes)
+_ROUTINES = (BuiltinFunctionType, FunctionType, MethodType)
 _LIBRARIES = ("torch", "builtins", "logging", "threading")  # whose objects are not looked into
 
 
@@ -36,11 +38,16 @@ def is_container(value: Any) -> bool:
 
 def is_object(value: Any) -> bool:
     """Whether a value is an object whose attributes say all of it."""
-    if value is None or isinstance(value, (*_PLAIN, Enum, Tensor, nn.Module, type)):
+    return _has_attributes(value.__class__) and type(getattr(value, "__dict__", None)) is dict
+
+
+@lru_cache(maxsize=4096)
+def _has_attributes(kind: type) -> bool:
+    """Whether objects of a class are such, if they have attributes; calls ask it of the same few classes."""
+    if issubclass(kind, (NoneType, *_PLAIN, Enum, Tensor, nn.Module, type, *CONTAINERS)) or is_generator_class(kind):
         return False
-    if isinstance(value, CONTAINERS) or is_generator(value) or inspect.isroutine(value):
-        return False
-    return type(value).__module__.partition(".")[0] not in _LIBRARIES and type(getattr(value, "__dict__", None)) is dict
+    is_routine = issubclass(kind, _ROUTINES) or (hasattr(kind, "__get__") and not hasattr(kind, "__set__"))
+    return not is_routine and kind.__module__.partition(".")[0] not in _LIBRARIES
 
 
 def inside(value: Any) -> Iterator[tuple[str, Any, Any]]:
