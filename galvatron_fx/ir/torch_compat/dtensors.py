@@ -89,12 +89,14 @@ def multi_axis_rule(op: torch._ops.OpOverload) -> Callable[[OpSchema], Any] | No
 
 
 def add_up_whole_norms() -> None:
-    """From here on, what is added up of norms over shards is the norms of whole rows, in this process. Torch takes the
-    norm of a part of a row for a term of a sum; taken for a part of an extreme, it is put together first.
+    """From here on, what is added up of norms over shards is the norms of whole rows, in this process. Torch 2.13 takes
+    the norm of a part of a row for a term of a sum; taken for a part of an extreme, it is put together first. Newer
+    ones, whose rules of sums are of one mesh axis, tell the two apart.
     """
     rules = _propagator().op_strategy_funcs
     for op in (torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList):
-        rules[op] = partial(_sum_of_norms, rules[op])
+        if op in rules:
+            rules[op] = partial(_sum_of_norms, rules[op])
 
 
 def _sum_of_norms(torch_rule: Callable[[OpSchema], Any], op_schema: OpSchema) -> Any:
