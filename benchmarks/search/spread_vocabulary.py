@@ -2,7 +2,7 @@
 
 Plans the setting of Vocabulary Parallelism (Yeung et al. 2024, arXiv:2411.05288): 8 A100-80GB as 8 pipeline ranks, 32
 layers of width 3072, 128 micro-batches of one sample of 2,048 tokens, untied embeddings, a fused GELU, no
-recomputation. Rows: even layers and the paper's uneven cuts by hand, the search's uneven cuts, and what the search makes
+recomputation. Rows: even layers and the paper's cuts by hand, the search's uneven cuts, and what the search makes
 of them; by 1F1B, as the paper, and by any schedule. Then the ratios of these by 1F1B beside those of the paper's logs.
 """
 
