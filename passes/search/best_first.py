@@ -18,7 +18,7 @@ from galvatron_fx.ir.plan.strategy import PIPELINE, Strategy
 from passes.search.known_plans import known_plans
 from passes.search.open_configurations import OpenConfigurations, Rung
 from passes.search.record import Record, Watch, contender_of
-from passes.search.solvers.stage_search import KEPT_SETS, OFFLOAD, Configuration, StageChoice, StageSearch
+from passes.search.solvers.stage_search import KEPT_SETS, Configuration, StageChoice, StageSearch
 from passes.search.trials import MOST_SLACK, MemorySlack, Prospect, Trial, kind_of
 from passes.simulation.choice import SimulateChoice
 from passes.simulation.stages import StagesReport
@@ -354,14 +354,14 @@ class BestFirst:
             self._variants.add(key)
 
     def _add_simpler(self, trial: Trial) -> None:
-        """What keeps all or nothing of a block, and what keeps all on the device, whose bytes are known better: where
-        the trial does otherwise and does not fit, or is slower than it promised.
+        """What keeps all or nothing of a block, and what has nothing of a kind on the host, whose bytes are known
+        better: where the trial does otherwise and does not fit, or is slower than it promised.
         """
         strategies = trial.search.strategies(trial.choice)
         if any(strategy.keeps for strategy in strategies):
             self._add_variant(trial.search, KEPT_SETS, trial.search.without_sets())
-        if any(strategy.is_offloaded for strategy in strategies):
-            self._add_variant(trial.search, OFFLOAD, trial.search.without_offload())
+        for what in sorted(trial.search.offloaded(trial.choice)):
+            self._add_variant(trial.search, what, trial.search.without_offload(what))
 
     def _add_variant(self, search: StageSearch, left_out: str, variant: StageSearch | None) -> None:
         key = search.configuration, search.costs.kinds, search.excluded | {left_out}

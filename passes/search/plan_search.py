@@ -56,6 +56,7 @@ from passes.search.trials import MemorySlack
 from passes.simulation.choice import SimulateChoice
 
 _LIGHTEST = 3  # choices that are simulated where nothing fits by estimates
+_MUCH_MORE = 1.5  # times the least estimate of bytes: so far is no other estimate off
 _NEARLY = 1.25  # times the budget: where that is the least found, a search may find what fits
 _MORE_MEMORY = (1.1, inf)  # times the budget: what the report tells of
 _CLOSE_TO_BOUND = 1e-3
@@ -134,6 +135,18 @@ def search_plans(
 def _least_memory(cluster: Cluster) -> float:
     """Bytes of the device that has least, in a cluster of several kinds; of one kind the budget alone counts."""
     return float(cluster.device.memory_bytes) if len(cluster.kinds) > 1 else inf
+
+
+def _with_less_on_host(searches: Sequence[StageSearch], what: Sequence[str]) -> list[list[StageSearch]]:
+    """The searches, and each way to do without some of ``what`` they may have on the host: estimates of bytes, which
+    are off by what is there, do not choose between these. What has more than :data:`_MUCH_MORE` is left out.
+    """
+    kinds = [list(searches)]
+    for left_out in what:
+        less = [[search.without_offload(left_out) for search in kind] for kind in kinds]
+        kinds += [[search for search in kind if search is not None] for kind in less]
+    most = _MUCH_MORE * min((search.least_bytes for search in kinds[0]), default=inf)
+    return [[search for search in kind if search.least_bytes <= most] for kind in kinds]
 
 
 class _Search:
@@ -443,12 +456,11 @@ class _Search:
         return ", or keep states on the host: offload=('states',)"
 
     def _lightest_kinds(self, opened: OpenConfigurations) -> list[Simulated]:
-        """A few of the lightest choices, and of those that keep all on the device."""
+        """A few of the lightest choices, and of those that have less on the host."""
         with self.watch.phase(PRICING):
             opened.open_lightest()
-        here = [each for each in (search.without_offload() for search in opened.searches) if each is not None]
-        kinds = (opened.searches, here) if self.options.offload.activations else (opened.searches,)
         most = _LIGHTEST if self._may_fit else 1
+        kinds = _with_less_on_host(opened.searches, self.options.offload.what)
         lightest = [outcome for each in kinds for outcome in islice(self._lightest(each), most)]
         if not lightest:
             raise min(self.simulator.refusals.items())[1]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from passes.search.solvers.stage_search import KEPT_SETS, OFFLOAD, StageChoice, StageSearch
+from passes.search.solvers.stage_search import KEPT_SETS, StageChoice, StageSearch
 
 MOST_SLACK = 1.5  # by how much estimates may be above what the lowered program takes
 _CLOSE = 0.02  # of the budget: how closely its estimate is brought to what the lowered program takes
@@ -192,4 +192,4 @@ def kind_of(search: StageSearch) -> _Kind:
     """What decides how far estimates of bytes are off, beside roles."""
     setting, excluded = search.configuration, search.excluded
     several = setting.num_microbatches > 1
-    return setting.pipeline_axes, setting.schedule, several, KEPT_SETS in excluded, OFFLOAD in excluded
+    return setting.pipeline_axes, setting.schedule, several, KEPT_SETS in excluded, "activations" in excluded

@@ -44,6 +44,7 @@ from passes.search.cost_table.offload_levels import (
     OFFLOADED,
     ON_DEVICE,
     PARAMETERS_AWAY,
+    STATES_AWAY,
     Offload,
     OnHost,
 )
@@ -117,10 +118,14 @@ class CostTable:
         """The strategies that keep some values of a block and recompute others."""
         return self._with_any([[bool(numbers) for numbers in row] for row in _distinct(self.kept)])
 
-    @cached_property
-    def offloads_some(self) -> Bools:
-        """The strategies of which something waits on the host for backward."""
-        return self._with_any([[on_host != _NOTHING for on_host in row] for row in _distinct(self.on_host)])
+    def offloading(self, what: str) -> Bools:
+        """The strategies that have such on the host, one of :data:`galvatron_fx.ir.plan.strategy.OFFLOADABLE`: values
+        that wait for backward (of some block); states alone; parameters with their states.
+        """
+        if what == "activations":
+            return self._with_any([[on_host != _NOTHING for on_host in row] for row in _distinct(self.on_host)])
+        home = PARAMETERS_AWAY if what == "parameters" else STATES_AWAY
+        return np.array([each == home for each in self.home or [ALL_HERE] * len(self.strategies)], dtype=np.bool_)
 
     def _with_any(self, rows: Sequence[Sequence[bool]]) -> Bools:
         """The strategies for which ``rows[block]`` are true of some block; none where there are no rows."""

@@ -24,7 +24,7 @@ from galvatron_fx.ir.arrays import Bools
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.plan.pipelining import even_cuts
 from galvatron_fx.ir.plan.schedule import Schedule
-from galvatron_fx.ir.plan.strategy import Strategy
+from galvatron_fx.ir.plan.strategy import OFFLOADABLE, Strategy
 from passes.search.candidates import FREE_AXES
 from passes.search.cost_table.cost_table import CostTable
 from passes.search.cost_table.parts import Parts
@@ -47,9 +47,6 @@ _SAME = 1e-9  # share of a time that is rounding
 
 KEPT_SETS = "kept sets"
 """To keep some values of blocks and recompute others, among what a search does without."""
-
-OFFLOAD = "offload"
-"""To have values wait on the host, likewise."""
 
 
 @dataclass(frozen=True, order=True)
@@ -88,7 +85,8 @@ class StageChoice:
 
 @dataclass(eq=False)
 class StageSearch:
-    """Searches one configuration on a priced chain; ``excluded``: roles, and other choices, that it does without.
+    """Searches one configuration on a priced chain; ``excluded``: roles, kinds on the host and other choices that it does
+    without.
 
     ``parts``: prices by pipeline rank where ranks have devices or links of their own; ``costs`` then has the least of
     each, which no choice beats.
@@ -198,10 +196,16 @@ class StageSearch:
         search = self._allowing(~self.costs.keeps_some)
         return replace(search, excluded=self.excluded | {KEPT_SETS}) if search is not None else None
 
-    def without_offload(self) -> StageSearch | None:
-        """The search among strategies that keep all on the device; None likewise."""
-        search = self._allowing(~self.costs.offloads_some)
-        return replace(search, excluded=self.excluded | {OFFLOAD}) if search is not None else None
+    def without_offload(self, what: str) -> StageSearch | None:
+        """The search among strategies that have nothing of this kind on the host, one of
+        :data:`galvatron_fx.ir.plan.strategy.OFFLOADABLE`; None likewise.
+        """
+        search = self._allowing(~self.costs.offloading(what))
+        return replace(search, excluded=self.excluded | {what}) if search is not None else None
+
+    def offloaded(self, choice: StageChoice) -> set[str]:
+        """What kinds ``choice`` has on the host."""
+        return {what for what in OFFLOADABLE if self.costs.offloading(what)[list(choice.picks)].any()}
 
     def among(self, fits: Callable[[Strategy], bool]) -> StageSearch | None:
         """The search among some of the strategies; None where a block may take none of them."""
