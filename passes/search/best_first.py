@@ -15,6 +15,7 @@ from galvatron_fx.ir.plan.progress import PRICING, SEARCH, SIMULATION
 from galvatron_fx.ir.plan.schedule import SPREAD, Schedule
 from galvatron_fx.ir.plan.search_report import SIMULATED, Contender
 from galvatron_fx.ir.plan.strategy import PIPELINE, Strategy
+from passes.search.filled_room import with_more_memory
 from passes.search.known_plans import known_plans
 from passes.search.open_configurations import OpenConfigurations, Rung
 from passes.search.record import Record, Watch, contender_of
@@ -27,6 +28,7 @@ from passes.simulation.step import StepReport
 _FASTER = 0.999  # times a step: a choice that gains less is as fast
 _KNOWN = 0.85  # times the estimate of a plan that people know; simulations of down to 0.88 of it have been seen
 _APART = 0.005  # of a budget: how much it differs from others that are tried at last
+_FILLS = 6  # choices that take what the best one leaves of the budget
 _OTHER = 0.97  # times that of another number of stages, which is likelier to be as slow as it looks
 
 _Key = tuple[Configuration, tuple[int, ...], tuple[Strategy, ...]]
@@ -57,6 +59,11 @@ class Simulated:
     def is_plain(self) -> bool:
         """Whether it runs by a named schedule, and its first and last block as all others."""
         return self.table is None and not self.is_spread
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether something of it is on the host."""
+        return bool(self.search.offloaded(self.choice))
 
     @property
     def estimated_s(self) -> float:
@@ -212,6 +219,7 @@ class BestFirst:
             self._search()
         self._challenge()
         self._refine()
+        self._fill_room()
         return self.best
 
     def _search(self) -> None:
@@ -233,7 +241,18 @@ class BestFirst:
             trial = self._close_trial(search, self._best_s / share)
             if trial is not None:
                 self._simulate(trial.refined())
+        self._challenge_with_less_on_host(self.best.search, self.best.choice)
         self._drain()
+
+    def _challenge_with_less_on_host(self, search: StageSearch, choice: StageChoice) -> None:
+        """Simulate what is without a kind that the best has on the host, also where it fits by no estimate: as where
+        nothing else fits, estimates may be higher than what is learned of them.
+        """
+        for what in sorted(search.offloaded(choice)):
+            less = search.without_offload(what)
+            trial = self._close_trial(less, self._best_s, MOST_SLACK) if less is not None else None
+            if trial is not None:
+                self._simulate(trial.refined())
 
     def _refine(self) -> None:
         """Try a little more memory where a choice is close to the best and much more was known to be too much."""
@@ -246,13 +265,28 @@ class BestFirst:
                         self._queue.put(trial.next(self.limit, *seen, _APART))
             self._drain()
 
-    def _close_trial(self, search: StageSearch, below_s: float) -> Trial | None:
-        """The first trial of a search, None where it promises no step ``below_s``."""
+    def _fill_room(self) -> None:
+        """Try choices that take what the best one of one stage leaves of the budget."""
+        tries = _FILLS
+        while (best := self.best) is not None and best.search.configuration.num_stages == 1 and not self.is_cut_short:
+            with self.simulator.watch.phase(SEARCH):
+                following = with_more_memory(best.search, best.choice, self.limit - best.peak_bytes)
+            for choice in following[:tries]:
+                tries -= 1
+                outcome = self.simulator.of(best.search, choice, best.budget, self.limit)
+                if outcome is not None and outcome.fits(self.limit) and outcome.simulated_s < self._best_s:
+                    self.best = outcome
+                    break
+            if self.best is best or time.monotonic() >= self.deadline:
+                return
+
+    def _close_trial(self, search: StageSearch, below_s: float, stretch: float = 0.0) -> Trial | None:
+        """The first trial of a search, None where it promises no step ``below_s``; ``stretch``: as of the class."""
         item: Prospect | Trial | None = Prospect.of(search, self.limit)
         budget, most = self.slack.budgets(search, self.limit)
         with self.simulator.watch.phase(SEARCH):
             while isinstance(item, Prospect) and item.time_s < below_s:
-                item = item.closer(self.limit, budget, most)
+                item = item.closer(self.limit, budget, max(most, self.limit * stretch))
         return item if isinstance(item, Trial) and item.time_s < below_s else None
 
     def _drain(self) -> None:

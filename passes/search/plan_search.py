@@ -178,15 +178,15 @@ class _Search:
         self.best: Simulated | None = None
 
     def run(self, most: int) -> tuple[Plan, ...]:
-        """The fastest that fit; where nothing does, of what gathers later; then whatever takes least memory. That is
-        all that is looked for where not even parameters and inputs fit.
+        """The fastest that fit; where nothing does without the host, of what gathers later, too; then whatever takes
+        least memory. That is all that is looked for where not even parameters and inputs fit.
         """
         best = None
         ways = [False, True] if self.cluster.overlap.gains and "zero" in self.options.roles else [False]
         for gather_late in ways if self._may_fit else ways[-1:]:
-            if best is None and not self.is_cut_short:
+            if (best is None or best.is_offloaded) and not self.is_cut_short:
                 opened = self._opened(gather_late)
-                best = self._fastest(opened, self.limit) if self._may_fit else None
+                best = self._fastest(opened, self.limit, best) if self._may_fit else None
         if "zero" in self.options.roles and not self.is_cut_short:
             best = self._with_slices(best)
         if self.options.pins.is_spread and (self.outcomes or not self.is_cut_short):
@@ -259,8 +259,9 @@ class _Search:
         """Whether the budget holds what some rank of every plan does."""
         return self._always_bytes <= self.limit
 
-    def _fastest(self, opened: OpenConfigurations, limit: float) -> Simulated | None:
-        search = BestFirst(opened, self.simulator, self.slack, limit, self.deadline)
+    def _fastest(self, opened: OpenConfigurations, limit: float, best: Simulated | None = None) -> Simulated | None:
+        """The fastest within ``limit`` bytes; ``best``: so far."""
+        search = BestFirst(opened, self.simulator, self.slack, limit, self.deadline, best)
         best = search.run()
         self.is_cut_short |= search.is_cut_short
         return best

@@ -104,6 +104,8 @@ class Trial:
         budget = used + room
         if np.isfinite(over) and not (fits + over) / 2 <= budget < over * (1 - _CLOSE):
             budget = (fits + over) / 2  # what the room promises is known to be too much, or gets on too slowly
+            if room < 0 and self.search.bytes(self.choice) + room > budget:  # a little too much: a little less fits
+                budget = max(budget, over * (1 - 2 * _CLOSE))
         closed = budget <= fits * (1 + apart) or budget >= over * (1 - apart) or abs(room) < _CLOSE * limit
         if self.tries == 1 or (closed and room >= 0) or budget <= 0:
             return None

@@ -21,6 +21,7 @@ from galvatron_fx.ir.graph.metadata import OpCost, meta_of
 from galvatron_fx.ir.plan.strategy import RoleGroup
 from passes.search.candidates import AxisPartition
 from passes.search.cost_table.amounts import Amounts
+from passes.search.cost_table.block_facts import measured_shares
 from passes.search.cost_table.block_terms import BlockTerms, Levels, TermsReader
 from passes.search.cost_table.keep_reader import KeepReader
 from passes.search.cost_table.kept_sets import KeepProblem
@@ -225,12 +226,14 @@ class Evaluation:
         moved = np.add.reduceat(self._on_rank(operators.tensors), operators.starts, axis=0)
         seconds = np.zeros_like(flops)
         device = self.cluster.device
-        named = {kind: (kind[0], price_class(device, *kind)) for kind in dict.fromkeys(operators.kinds)}
-        classes = [named[kind] for kind in operators.kinds]
+        kinds = [call.kind for call in operators.calls]
+        named = {kind: (kind[0], price_class(device, *kind)) for kind in dict.fromkeys(kinds)}
+        classes = [named[kind] for kind in kinds]
         for dtype, kind in dict.fromkeys(classes):
             rows = np.flatnonzero([other == (dtype, kind) for other in classes])
             seconds[rows] = op_time_s(OpCost(flops[rows], moved[rows], 0), dtype, device, kind)
-        return seconds
+        shares = measured_shares(operators.calls, device)
+        return seconds * shares[:, None]
 
     def _rings(self, operators_s: Floats) -> Iterator[tuple[str, Bools, Sent]]:
         """What travels around ranks, as far as it takes longer than the products beside it (those of all steps but

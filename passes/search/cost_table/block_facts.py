@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from torch import fx
 
-from cost_models.node_cost import node_cost
+from cost_models.node_cost import moved_bytes, node_cost
 from cost_models.operator_time import dtype_name
-from cost_models.ops import is_free, kind_of
+from cost_models.ops import is_free, kind_of, op_time_s, price_class
 from galvatron_fx.ir.arrays import Floats
-from galvatron_fx.ir.graph.metadata import meta_of
-from galvatron_fx.ir.graph.op_call import OpCall, input_nodes, is_getitem, op_call
+from galvatron_fx.ir.cluster.device import Device
+from galvatron_fx.ir.graph.metadata import OpCost, meta_of
+from galvatron_fx.ir.graph.op_call import OpCall, call_key, input_nodes, is_getitem, op_call
 from galvatron_fx.ir.graph.precision import cast_parameter
 from passes.analysis.storages import is_view, storage_root, through_views, users_through_views
 from passes.search.cost_table.graph_index import GraphIndex
@@ -27,6 +29,34 @@ class ComputeCall:
     call: OpCall
     flops: float
     kind: tuple[str, str]
+
+    @cached_property
+    def key(self) -> str:
+        """The name that its time is measured under."""
+        return call_key(self.call)
+
+    def curve_s(self, device: Device) -> float:
+        """Seconds on one device, by the curve of its kind."""
+        dtype, kind = self.kind
+        cost = OpCost(self.flops, sum(moved_bytes(self.call)), 0)
+        return float(op_time_s(cost, dtype, device, price_class(device, dtype, kind)))
+
+    def whole_s(self, device: Device) -> float:
+        """Seconds on one device: as measured of this very call, else by the curve."""
+        measured = device.measured_calls.get(self.key) if device.calls else None
+        return self.curve_s(device) if measured is None else measured
+
+
+def measured_shares(operators: Sequence[ComputeCall], device: Device) -> Floats:
+    """``[operator]``: of the seconds that its curve has for each on one device, those that were measured of this very
+    call; 1 where none were.
+    """
+    if not device.calls:
+        return np.ones(len(operators))
+    curves = np.array([operator.curve_s(device) for operator in operators])
+    measured = np.array([operator.whole_s(device) for operator in operators])
+    shares: Floats = np.divide(measured, curves, out=np.ones(len(operators)), where=curves > 0)
+    return shares
 
 
 @dataclass

@@ -50,7 +50,7 @@ Move = tuple["Redistribution", "Amount", tuple[fx.Node, list[fx.Node]]]
 class Operators:
     """Operators that compute: their flops, the bytes moved for their tensors, and where each operator's tensors start.
 
-    ``for_weights``: those of backward that no other block waits for.
+    ``for_weights``: those of backward that no other block waits for; ``calls``: what they are on one device.
     """
 
     flops: Amounts
@@ -58,7 +58,7 @@ class Operators:
     starts: Ints
     backward: Bools
     for_weights: Bools
-    kinds: tuple[tuple[str, str], ...]
+    calls: tuple[ComputeCall, ...]
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ class TermsReader:
             np.array(starts, dtype=np.int64),
             _flags(nodes, lambda node: meta_of(node).phase == "backward"),
             _flags(nodes, self.block.for_weights.__contains__),
-            tuple(operator.kind for operator in calls),
+            tuple(calls),
         )
 
     @cached_property

@@ -15,13 +15,11 @@ import numpy as np
 from torch import fx
 
 from cost_models.collectives import collective_s
-from cost_models.node_cost import moved_bytes
-from cost_models.ops import op_time_s, price_class
 from cost_models.optimizer import ADAM, OptimizerModel
 from galvatron_fx.ir.arrays import Bools, Floats, Ints
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.errors import PlanError
-from galvatron_fx.ir.graph.metadata import OpCost, meta_of
+from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.plan.strategy import PIPELINE, Boundary, Strategy, batch_ranks, batch_share, boundary
 from passes.analysis.blocks import fingerprints
 from passes.search.candidates import AxisPartition, fits_partition
@@ -296,11 +294,7 @@ class Pricer:
 
     def _whole_s(self, block: BlockFacts) -> float:
         """Seconds of all operators of a block on one device."""
-        device = self.cluster.device
-        costs = ((OpCost(call.flops, sum(moved_bytes(call.call)), 0), *call.kind) for call in block.calls)
-        return sum(
-            float(op_time_s(cost, dtype, device, price_class(device, dtype, kind))) for cost, dtype, kind in costs
-        )
+        return sum(call.whole_s(self.cluster.device) for call in block.calls)
 
     def cost_tables(self, requests: Sequence[CostTableRequest]) -> list[CostTable | PlanError]:
         """Price all requests together; PlanError in place of a chain that the batch or the constraints rule out."""

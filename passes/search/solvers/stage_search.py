@@ -85,8 +85,8 @@ class StageChoice:
 
 @dataclass(eq=False)
 class StageSearch:
-    """Searches one configuration on a priced chain; ``excluded``: roles, kinds on the host and other choices that it does
-    without.
+    """Searches one configuration on a priced chain; ``excluded``: roles, kinds on the host and others that it does not
+    take.
 
     ``parts``: prices by pipeline rank where ranks have devices or links of their own; ``costs`` then has the least of
     each, which no choice beats.
@@ -255,8 +255,12 @@ class StageSearch:
             below_s = best.time_s * (1 - _SAME) if best is not None else np.inf
             picks = ExactPicks(self.times_at(cuts), cuts, self._waiting, budget).run(below_s)
             if picks is not None:
-                best = self._timed(cuts, self._stages_side_by_side(cuts, picks))
+                best = self.ordered(cuts, picks)
         return best
+
+    def ordered(self, cuts: Cuts, picks: Sequence[int]) -> StageChoice:
+        """The choice of these picks, like ones of each stage next to each other."""
+        return self._timed(cuts, self._stages_side_by_side(cuts, picks))
 
     def _stages_side_by_side(self, cuts: Cuts, picks: Sequence[int]) -> list[int]:
         """The picks, like ones of each stage next to each other."""
