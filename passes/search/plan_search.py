@@ -442,7 +442,8 @@ class _Search:
 
     def _remedy(self) -> str:
         if self._may_fit:
-            return "give more memory, more devices, or a smaller batch"
+            again = ", or recompute: recompute='auto'" if self.options.recompute is False else ""
+            return f"give more memory, more devices, or a smaller batch{again}{self._host_remedy()}"
         return (
             f"parameters, inputs, gradients and optimizer states alone take {format_bytes(self._always_bytes)} a "
             f"device, split evenly: give more memory, more devices, or a smaller batch{self._host_remedy()}"

@@ -53,6 +53,8 @@ def test_less_memory_is_enough(graph: fx.GraphModule) -> None:
     with pytest.raises(BudgetError) as error:
         best(graph, 2**20)
     tight = error.value.least_bytes
+    with pytest.raises(BudgetError, match=r"recompute='auto', or keep states on the host: offload=\('states',\)"):
+        best(graph, tight - 1, recompute=False)
     with pytest.raises(BudgetError) as error:
         best(graph, 2**20, offload=("activations",))
     assert error.value.least_bytes <= tight
