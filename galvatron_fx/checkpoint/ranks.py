@@ -33,7 +33,9 @@ class Ranks:
         """All ranks, with a group of their own on gloo: a thread may use it beside training. Every rank calls it."""
         if not dist.is_initialized():
             return cls(None, 0, 1)
-        return cls(dist.new_group(backend="gloo"), dist.get_rank(), dist.get_world_size())
+        group = dist.new_group(backend="gloo")
+        dist.barrier(group)  # a rank that gave its group back at once would close what others are still connecting
+        return cls(group, dist.get_rank(), dist.get_world_size())
 
     @classmethod
     def of_part(cls, model: nn.Module) -> Ranks | None:
