@@ -13,7 +13,7 @@ from galvatron_fx.ir.graph.metadata import OpCost, TensorSpec, meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import OpCall, op_call
 from galvatron_fx.ir.graph.symbols import Sizes, value_at
 
-__all__ = ["call_formula", "cost_at", "moved_bytes", "node_cost", "shown_cost"]
+__all__ = ["call_cost", "call_formula", "cost_at", "moved_bytes", "node_cost", "shown_cost"]
 
 _MOST_KEPT = 1 << 16
 
@@ -35,7 +35,7 @@ def shown_cost(node: fx.Node) -> OpCost:
     record = meta_of(node)
     if record.cost is not None:
         return record.cost
-    cost = _call_numbers(op_call(node))
+    cost = call_cost(op_call(node))
     return cost if record.filled == 1 else replace(cost, flops=round(cost.flops * record.filled))
 
 
@@ -57,6 +57,12 @@ def call_formula(call: OpCall) -> OpCost:
 
 
 @lru_cache(maxsize=_MOST_KEPT)
+def call_cost(call: OpCall) -> OpCost:
+    """Return the cost of a call at its sizes as numbers."""
+    return _cost(*_facts(call, symbolic=False))
+
+
+@lru_cache(maxsize=_MOST_KEPT)
 def moved_bytes(call: OpCall) -> tuple[int, ...]:
     """Return the bytes read and written for each input of a call, then for each output (0 for an absent one).
 
@@ -73,11 +79,6 @@ def moved_bytes(call: OpCall) -> tuple[int, ...]:
         *for_inputs,
         *(0 if spec is None else next(for_outputs) * spec.numel + spec.size_bytes for spec in call.outputs),
     )
-
-
-@lru_cache(maxsize=_MOST_KEPT)
-def _call_numbers(call: OpCall) -> OpCost:
-    return _cost(*_facts(call, symbolic=False))
 
 
 @lru_cache(maxsize=_MOST_KEPT)

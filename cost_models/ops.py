@@ -30,6 +30,7 @@ from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.cluster.cluster import Device
 from galvatron_fx.ir.cluster.curves import OperatorCurve
 from galvatron_fx.ir.errors import InputError
+from galvatron_fx.ir.graph.chunked_collectives import CHUNKED, all_gather_matmul, products_of
 from galvatron_fx.ir.graph.further_rounds import FurtherRounds
 from galvatron_fx.ir.graph.metadata import FREE, OpCost
 
@@ -98,7 +99,14 @@ def op_cost(
 def is_matmul(target: Callable[..., Any]) -> bool:
     """Tell whether ``target`` is made of matrix products, which tensor cores speed up (convolution, attention too)."""
     name = _name(target)
-    return name in _LEFT_MATRIX or name in _GROUPED or name in _CONVOLUTIONS or name == "einsum" or _is_attention(name)
+    return (
+        target in CHUNKED
+        or name in _LEFT_MATRIX
+        or name in _GROUPED
+        or name in _CONVOLUTIONS
+        or name == "einsum"
+        or _is_attention(name)
+    )
 
 
 def kind_of(target: Callable[..., Any]) -> str:
@@ -110,7 +118,7 @@ def kind_of(target: Callable[..., Any]) -> str:
     name = _name(target)
     if name in _BATCHED:
         return "batched_matmul"
-    if name in _LEFT_MATRIX or name in _GROUPED or name == "einsum":
+    if target in CHUNKED or name in _LEFT_MATRIX or name in _GROUPED or name == "einsum":
         return "matmul"
     if _is_attention(name):
         return "attention_backward" if name.endswith("_backward") else "attention"
@@ -309,6 +317,9 @@ def _matmul_flops(
     outputs: Sequence[TensorFacts],
 ) -> Dim:
     """Flops of the operators that :func:`is_matmul` tells."""
+    if target in CHUNKED:
+        rows = (outputs if target is all_gather_matmul else args[0])[0].shape[0]
+        return _total(_product((2, rows, *weight.shape)) for _, weight, _ in products_of(target, args))
     if name in _LEFT_MATRIX:
         # m n outputs of k multiply-adds; adding a bias is not counted, as in torch.
         return _product((2, outputs[0].numel, _argument(target, args, kwargs, _LEFT_MATRIX[name]).shape[-1]))

@@ -27,7 +27,7 @@ from passes.lowering.lower_stages import LowerStages
 from passes.lowering.lower_step import Lower
 
 __all__ = ["assert_exact", "axes", "captured", "cluster_for", "collect", "distribute", "one_device"]
-__all__ += ["offloading", "relative_errors", "simulate", "simulate_stages", "uniform"]
+__all__ += ["offloading", "relative_errors", "simulate", "simulate_stages", "slow_products", "uniform"]
 
 DEVICE = Cluster.preset("8xA100-80GB").device
 SEED = 20
@@ -42,6 +42,15 @@ def cluster_for(sizes: Sequence[int], strategies: Sequence[Strategy]) -> Cluster
     """Mesh axes of the given sizes; for half of all plans on devices that gain nothing by communicating early."""
     is_even = zlib.crc32(repr(strategies).encode()) % 2 == 0
     return Cluster(DEVICE, axes(sizes), Overlap(2.0, 2.0) if is_even else Overlap())
+
+
+def slow_products(sizes: Sequence[int]) -> Cluster:
+    """Mesh axes on which products and messages take about as long as each other, and starting either nothing, so that
+    collectives travel in chunks.
+    """
+    rates = tuple((name, 1e7) for name, _ in DEVICE.peak_flops)
+    links = tuple(Axis(f"a{i}", size, 1e-12, 1e6) for i, size in enumerate(sizes))
+    return Cluster(replace(DEVICE, launch_overhead_s=0.0, peak_flops=rates), links, Overlap(chunks=True))
 
 
 def captured(model: nn.Module, inputs: Any) -> fx.GraphModule:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cost_models.ops import is_free
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.graph import collectives as c
+from galvatron_fx.ir.graph.chunked_collectives import CHUNKED
 from galvatron_fx.ir.graph.metadata import TensorSpec, has_meta
 from galvatron_fx.ir.graph.op_call import OpCall, call_key, is_getitem, op_call
 from galvatron_fx.ir.kernels.ring_attention import RING_KERNELS
@@ -59,7 +60,8 @@ def measure_calls(
 def _distinct(graphs: Iterable[fx.GraphModule]) -> dict[str, OpCall]:
     nodes = (node for graph in graphs for node in graph.graph.nodes)
     calls = (op_call(node) for node in nodes if node.op == "call_function" and has_meta(node) and not is_getitem(node))
-    kept = (call for call in calls if call.target not in (*c.COLLECTIVES, *c.RANK_LOCAL) and not is_free(call.target))
+    apart = (*c.COLLECTIVES, *c.RANK_LOCAL, *CHUNKED)
+    kept = (call for call in calls if call.target not in apart and not is_free(call.target))
     by_key = {call_key(call): call for call in kept if _bytes(call) >= _LEAST_BYTES}
     return dict(sorted(by_key.items(), key=itemgetter(0)))  # calls have no order
 

@@ -86,7 +86,8 @@ def measure_cluster(
             report = telling(COLLECTIVES)
             axes = measure_collectives(ranks, described, groups, _COLLECTIVES_SHARE * seconds, report)
             telling(MUTUAL)(0.0)
-            overlap = replace(measure_overlap(ranks, groups), skew=measure_skew(ranks, groups))
+            chunks = ranks.device_type != "cpu"  # processes that share cores gain nothing by it
+            overlap = replace(measure_overlap(ranks, groups), skew=measure_skew(ranks, groups), chunks=chunks)
         telling(MUTUAL)(1.0)
     return Cluster(device, axes, overlap, origin_of(mesh))
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from galvatron_fx.ir.graph import collectives as c
+from galvatron_fx.ir.graph.chunked_collectives import CHUNKED
 from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.graph.printer import readable
 from galvatron_fx.ir.graph.rewrite import copy_node
@@ -90,5 +91,5 @@ def _lines(graph: fx.GraphModule, reasons: Reasons) -> Iterator[tuple[str, str]]
         called = _CALL.search(text)
         name = _ASSIGNED.match(text)
         node = nodes.get(name[1]) if called and name else None
-        is_known = node is not None and node.target in c.COLLECTIVES
+        is_known = node is not None and (node.target in c.COLLECTIVES or node.target in CHUNKED)
         yield _CALL.sub(r"\1(", text), reasons.of(node) if is_known and node is not None else ""

@@ -12,6 +12,7 @@ from torch import fx
 from cost_models.node_time import NodeTime
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.graph import collectives as c
+from galvatron_fx.ir.graph.chunked_collectives import CHUNKED
 from galvatron_fx.ir.graph.layout import Layout
 from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.plan.prediction import TRANSFER, Cause
@@ -84,13 +85,13 @@ def collective_rows(
     for position, task, graph in task_graphs(program, kinds):
         task_blocks = set(program.blocks_of(position))
         for node in graph.graph.nodes:
-            if node.target not in c.COLLECTIVES:
+            if node.target not in c.COLLECTIVES and node.target not in CHUNKED:
                 continue
             block = max(meta_of(node).block, 0)
             times = blocks[block].stands_for if block in task_blocks else program.short.stage_of.count(position)
             runs = times * (1 if task in ONCE_A_STEP else num_microbatches)
             why = reasons.of(node)
-            row = _row(node, layout, prices, blocks[block].label, task, runs, why)
+            row = _row(reasons.whole(node), layout, prices, blocks[block].label, task, runs, why)
             key = (*vars(replace(row, count=0, why="")).values(), _NUMBER.sub("#", why))
             known = rows.setdefault(key, replace(row, count=0))
             rows[key] = replace(known, count=known.count + runs)

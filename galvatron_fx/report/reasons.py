@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from galvatron_fx.ir.graph import collectives as c
+from galvatron_fx.ir.graph.chunked_collectives import CHUNKED
 from galvatron_fx.ir.graph.metadata import meta_of, output_ports, ports
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
 from galvatron_fx.ir.graph.precision import cast_gradient, cast_parameter
@@ -51,9 +52,15 @@ class Reasons:
         ``node``: of a graph made of the joint one, where it has the same name; of a bundle, all that it holds.
         """
         bundled = meta_of(node).bundles
+        if node.target in CHUNKED:
+            return f"{self._of(self.whole(node))}; in chunks, beside products of others"
         if not bundled:
             return self._of(self._nodes.get(node.name, node))
         return f"{len(bundled)} in one: " + "; ".join(dict.fromkeys(self._of(self._nodes[name]) for name in bundled))
+
+    def whole(self, node: fx.Node) -> fx.Node:
+        """A collective as the joint graph has it, where ``node`` is one that travels in chunks; else ``node``."""
+        return self._nodes[node.name] if node.target in CHUNKED else node
 
     def _of(self, node: fx.Node) -> str:
         value, (taker, takes) = self._value(node.args[0]), self._taker(node)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from galvatron_fx.ir.graph import collectives as c
+from galvatron_fx.ir.graph.chunked_collectives import CHUNKED, all_gather_matmul, matmul_all_reduce, products_of
 from galvatron_fx.ir.graph.further_rounds import FurtherRounds
 from galvatron_fx.ir.kernels.ring_attention import RING_KERNELS
 from galvatron_fx.ir.kernels.select import Kernels
@@ -57,6 +58,8 @@ class Simulator:
                 values[node] = self._communicate(node, values)
             elif node.target in RING_KERNELS:
                 values[node] = [self._ring_step(node, values, rank) for rank in range(ranks)]
+            elif node.target in CHUNKED:
+                values[node] = self._in_chunks(node, values)
             elif isinstance(node.target, FurtherRounds):
                 values[node] = self._further_rounds(node.target, [values[used] for used in node.args])
             else:
@@ -74,6 +77,19 @@ class Simulator:
         given: list[Any] = list(fx.map_arg(node.args, lambda n: values[n][rank]))
         axis = given.pop()
         return RING_KERNELS[node.target](*given, self.coordinates[rank][axis], self.shape[axis])
+
+    def _in_chunks(self, node: fx.Node, values: dict[fx.Node, list[Any]]) -> list[Any]:
+        """The collective as a whole, and the products in front of it or behind it."""
+        *given, axis = node.args
+        args = [list(self._of_rank(given, values, rank)) for rank in range(len(self.coordinates))]
+        result: list[Any] = [None] * len(args)
+        for group in self._groups(int(axis)):  # type: ignore[arg-type]
+            for rank, value in zip(group, _of_whole(node.target, [args[rank] for rank in group]), strict=True):
+                result[rank] = value
+        return result
+
+    def _of_rank(self, args: Any, values: dict[fx.Node, list[Any]], rank: int) -> Any:
+        return fx.map_arg(args, lambda n: values[n][rank])
 
     def _further_rounds(self, rounds: FurtherRounds, args: list[list[Any]]) -> list[Any]:
         """All ranks run as many rounds as any of them has; those that have none left move no rows."""
@@ -127,6 +143,22 @@ class Simulator:
         if node.target is c.only_first:
             return [x if part == 0 else torch.zeros_like(x) for part, x in enumerate(local)]
         return [x - part * rest[0] for part, x in enumerate(local)]
+
+
+def _of_whole(target: Any, args: list[list[Any]]) -> list[Any]:
+    """What the ranks of a group get of a collective with products; ``args``: of each."""
+    if target is all_gather_matmul:
+        *_, split_factor, keeps = args[0]
+        whole = c.join_runs([x for x, *_ in args], 0, split_factor)
+        kept = [whole] if keeps else []
+        return [[*kept, *(_product(whole, *factors) for _, *factors in products_of(target, each))] for each in args]
+    terms = [reduce(torch.add, (_product(*factors) for factors in products_of(target, each))) for each in args]
+    total = _reduced(terms, "sum")
+    return [total] * len(args) if target is matmul_all_reduce else c.split_runs(total, 0, args[0][3], len(args))
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x @ weight if bias is None else torch.addmm(bias, x, weight)
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

@@ -9,13 +9,14 @@ from torch import fx
 
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.bound_ops import finished
+from galvatron_fx.ir.graph.chunked_collectives import CHUNKED
 from galvatron_fx.ir.graph.folded_gradients import fold_gradient, left_of
 from galvatron_fx.ir.graph.further_rounds import FurtherRounds
 from galvatron_fx.ir.graph.host_copies import arrived
 from galvatron_fx.ir.graph.metadata import meta_of
 from passes.analysis.strided_values import StridedTensor, evaluate
 
-_DENSE = {*c.COLLECTIVES, *c.RINGS, *c.RING_STEPS, c.shard, c.shard_mirrored}
+_DENSE = {*c.COLLECTIVES, *c.RINGS, *c.RING_STEPS, *CHUNKED, c.shard, c.shard_mirrored}
 _AS_THEY_LIE = {finished, arrived, c.local_index, c.only_first}
 
 

@@ -29,6 +29,7 @@ from galvatron_fx.ir.graph.metadata import TensorSpec, has_meta, meta_of, set_me
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.precision import cast_gradient, cast_parameter
 from galvatron_fx.ir.graph.rewrite import copied, write_call
+from galvatron_fx.ir.kernels.chunked_products import CHUNKED_KERNELS
 from galvatron_fx.ir.kernels.ring_attention import RING_KERNELS
 from galvatron_fx.ir.kernels.select import Kernels
 from galvatron_fx.ir.torch_compat.processes import all_gather_rows
@@ -43,7 +44,7 @@ Shape = tuple[int, ...]
 
 def communicates(node: fx.Node) -> bool:
     """Whether a node of a bound graph starts a collective or waits for one."""
-    if isinstance(node.target, FurtherRounds) or node.target in (all_gather_rows, finished):
+    if isinstance(node.target, FurtherRounds) or node.target in (all_gather_rows, finished, *CHUNKED_KERNELS.values()):
         return True
     return getattr(node.target, "namespace", None) == "_c10d_functional"
 
@@ -335,6 +336,11 @@ def _bind_ring_step(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Node:
     return write.several(RING_KERNELS[node.target], *node.args[:-1], axis.coordinate, axis.size)
 
 
+def _bind_chunked(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Node:
+    axis = codegen.axis_of(node)
+    return write.several(CHUNKED_KERNELS[node.target], *node.args[:-1], axis.coordinate, axis.size, axis.group_name)
+
+
 def _bind_local_index(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Node:
     axis = codegen.axis_of(node)
     x, size = node.args[:2]
@@ -365,6 +371,7 @@ _BINDERS: dict[Any, Callable[[Codegen, _Writer, fx.Node], fx.Node]] = {
     c.shard: _bind_shard,
     c.shard_mirrored: _bind_shard_mirrored,
     **dict.fromkeys(c.RING_STEPS, _bind_ring_step),
+    **dict.fromkeys(CHUNKED_KERNELS, _bind_chunked),
     c.local_index: _bind_local_index,
     c.only_first: _bind_only_first,
     cast_parameter: _bind_cast,

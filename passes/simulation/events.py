@@ -130,6 +130,10 @@ def node_events(graph: fx.Graph, price: PriceOf, states: FoldedStates) -> Iterab
             number[node] = started[_stream(node)] = started.get(_stream(node), 0) + 1
             priced = priced or Price(Cause(""), 0.0)
             events.append(Start(priced.seconds, priced.cause, _stream(node), priced.start_s))
+        elif priced is not None and priced.events:
+            starts = sum(isinstance(event, Start) for event in priced.events)
+            started[_stream(node)] = started.get(_stream(node), 0) + starts
+            events += priced.events
         elif priced is not None and priced.seconds:
             events.append(Work(priced.seconds, priced.cause))
         yield node, events

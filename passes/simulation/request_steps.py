@@ -241,7 +241,8 @@ class _Sample:
         short = short.longer(tuple(short.labels))  # the first, one that stands for all between, the last
         kept = DropBlocks(short.keep, marks).run(graph)
         strategies = [strategy] * len(short.keep)
-        lowered = Lower(strategies, cluster, rules, control=PassControl(verifies=False)).run(kept)
+        one_by_one = cluster.having(chunks=False)  # half-batches may run beside each other's collectives instead
+        lowered = Lower(strategies, one_by_one, rules, control=PassControl(verifies=False)).run(kept)
         calls = [call for node in lowered.halves.forward.graph.nodes if (call := _call(node, lowered, cluster))]
         tensors = list(_tensors(lowered))
         passing = sum(GraphMemory(lowered.layout.shape).use(lowered).step.values()) - sum(

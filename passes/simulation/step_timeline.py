@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import fx
 
-from cost_models.streams import StreamRun, Wait
+from cost_models.streams import StreamRun, Wait, Work
 from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.graph.bound_ops import finished
 from galvatron_fx.ir.graph.host_copies import arrived
@@ -112,6 +112,9 @@ def _run(graphs: Sequence[fx.Graph], lowered: Lowered, simulator: SimulateStep) 
         if events and not isinstance(events[-1], Wait):
             cause, begin = events[-1].cause, run.begins_s[count - 1]
             start, end = run.spans_s.get(count - 1, (begin, run.begins_s[count]))
+        computed = [count - len(events) + i for i, event in enumerate(events) if isinstance(event, Work)]
+        if len(computed) > 1:  # in chunks, beside which others travel
+            start = begin = run.begins_s[computed[0]]
         nodes.append(node)
         causes.append(cause)
         times.append((begin, start - begin, end - start))

@@ -26,8 +26,10 @@ from galvatron_fx.compiling import compile_captured
 from galvatron_fx.errors import InputError, PlanError, TimeLimitError
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.cluster.overlap import Overlap
+from galvatron_fx.ir.kernels.chunked_products import CHUNKED_KERNELS
 from galvatron_fx.ir.plan.pipelining import Pipelining
 from passes.analysis.blocks import num_blocks
+from tests.helpers import slow_products
 from tests.ir.cluster.test_cluster import described
 from tests.models import zoo
 from tests.models.test_odd_sizes import Convolutions, untidy
@@ -57,11 +59,12 @@ def captured(name: str) -> tuple[nn.Module, dict[str, Any], fx.GraphModule]:
     return model, inputs, galvatron_fx.capture(model, inputs)
 
 
-def trains_captured(name: str, mesh: DeviceMesh, plan: Plan, cluster: Cluster, steps: int = 3) -> None:
-    """Train a model of the zoo as :func:`train` does, from its captured graph."""
+def trains_captured(name: str, mesh: DeviceMesh, plan: Plan, cluster: Cluster, steps: int = 3) -> Any:
+    """Train a model of the zoo as :func:`train` does, from its captured graph, and return it."""
     model, inputs, graph = captured(name)
     compiled = compile_captured(copy.deepcopy(model), graph, mesh, plan, cluster)
     train(compiled, copy.deepcopy(model), inputs, steps=steps)
+    return compiled
 
 
 UNIFORM = (
@@ -91,6 +94,20 @@ def gathers_ahead(mesh: DeviceMesh) -> None:
     """Gathers start a block ahead, also of shards that come from the host."""
     for plan in GATHERING:
         trains_captured("llama", mesh, plan, overlapping(Cluster.from_mesh(mesh)))
+
+
+CHUNKED = (
+    Plan.uniform(MESH, ("zero", "tensor_sequence"), recompute=True),
+    Plan.uniform(MESH, ("pipeline", "tensor"), pipelining=Pipelining(2, 2)),
+)
+
+
+def chunks_beside_products(mesh: DeviceMesh) -> None:
+    """Gathers and reductions travel in chunks while matrices are multiplied, as slow products make worth it."""
+    for plan in CHUNKED:
+        compiled = trains_captured("llama", mesh, plan, slow_products(MESH), steps=2)
+        nodes = (*compiled.forward_graph.graph.nodes, *compiled.backward_graph.graph.nodes)
+        assert any(node.target in CHUNKED_KERNELS.values() for node in nodes)
 
 
 def compiled_kernels(mesh: DeviceMesh) -> None:
@@ -391,7 +408,8 @@ def before_the_fork() -> None:
 
 
 _CHECKS: tuple[Check, ...] = (
-    uniform_plans, gathers_ahead, compiled_kernels, stages, stages_evaluate_and_train, later_batches_fail_together,
+    uniform_plans, gathers_ahead, chunks_beside_products, compiled_kernels, stages, stages_evaluate_and_train,
+    later_batches_fail_together,
     loss_backward, unlike_neighbours, searched_plan, flat_mesh, gradients_accumulate, folds_gradients, evaluation,
     buffers_update, other_batch_shapes, state_dicts, draws_into_shards, shard_checks.writes_into_shards,
     shard_checks.losses_of_shards, shard_checks.anomalies_are_found, checkpoint_to_another_plan, context,

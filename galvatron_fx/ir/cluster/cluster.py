@@ -244,6 +244,7 @@ class Cluster:
         between_bytes_per_s: float | None = None,
         host_bytes_per_s: float | None = None,
         disk_bytes_per_s: float | None = None,
+        chunks: bool | None = None,
     ) -> Cluster:
         """Return the same with other memory, or other links inside of nodes, between them or to the host.
 
@@ -251,15 +252,17 @@ class Cluster:
         ``disk_bytes_per_s``: what a device's process reads from or writes to disk;
         ``inside_bytes_per_s``, ``between_bytes_per_s``: what a
         device sends over an axis. The axes between nodes are those slower than the fastest; a cluster of one node has
-        none. What was measured of a link that is replaced is dropped. Raises InputError and ClusterError.
+        none; ``chunks``: whether collectives may travel in chunks beside products. What was measured of a link that is
+        replaced is dropped. Raises InputError and ClusterError.
         """
+        overlap = self.overlap if chunks is None else replace(self.overlap, chunks=chunks)
         if self.nodes is not None:
             if inside_bytes_per_s is not None or between_bytes_per_s is not None:
                 raise ClusterError("links of nodes are a matrix: give others to Cluster.from_nodes")
             given = self.nodes.nodes
             devices = [_device_having(node.device, memory_bytes, host_bytes_per_s, disk_bytes_per_s) for node in given]
             nodes = tuple(Node(device, node.count) for device, node in zip(devices, given, strict=True))
-            return _on_nodes(replace(self.nodes, nodes=nodes), self.overlap)
+            return _on_nodes(replace(self.nodes, nodes=nodes), overlap)
         fastest = max(axis.bandwidth_bytes_per_s for axis in self.axes)
 
         def linked(axis: Axis) -> Axis:
@@ -267,7 +270,7 @@ class Cluster:
             return axis if speed is None else replace(axis, bandwidth_bytes_per_s=speed, curves=(), contention=1.0)
 
         device = _device_having(self.device, memory_bytes, host_bytes_per_s, disk_bytes_per_s)
-        return replace(self, device=device, axes=tuple(linked(axis) for axis in self.axes))
+        return replace(self, device=device, axes=tuple(linked(axis) for axis in self.axes), overlap=overlap)
 
     def __str__(self) -> str:
         """Return the cluster as a table of plain text."""

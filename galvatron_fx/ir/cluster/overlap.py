@@ -48,17 +48,21 @@ class Overlap:
 
     ``compute``: operators while collectives run, ``communication``: the other way round. 1 each: neither feels the
     other; 2 each: they share what they need evenly, as processes on one core do. ``skew``: what a collective takes
-    longer after computing.
+    longer after computing. ``chunks``: whether collectives may travel in chunks beside the products in front of them or
+    behind them, where that is priced as faster (:mod:`passes.lowering.communication.chunk_collectives`).
     Raises ClusterError for factors that are no numbers above 0.
     """
 
     compute: float = 1.0
     communication: float = 1.0
     skew: Skew = field(default_factory=Skew)
+    chunks: bool = False
 
     def __post_init__(self) -> None:
         for name in ("compute", "communication"):
             object.__setattr__(self, name, checked_number(f"overlap of {name}", getattr(self, name)))
+        if not isinstance(self.chunks, bool):
+            raise ClusterError(f"chunks of the overlap is {self.chunks!r:.80}; give True or False")
 
     @property
     def gains(self) -> bool:

@@ -17,7 +17,7 @@ __all__ = ["CPU_PRESET", "PRESETS", "Preset", "cpu_preset", "cuda_preset"]
 
 # Kernels and NCCL share a GPU's multiprocessors and memory: both take about 1.3 times as long (Miao et al. 2022,
 # Galvatron, section 3.4).
-_GPU_OVERLAP = Overlap(1.3, 1.3)
+_GPU_OVERLAP = Overlap(1.3, 1.3, chunks=True)
 # Processes whose collectives run on the cores that they compute on: nothing is gained by doing both at once.
 _CPU_OVERLAP = Overlap(2.0, 2.0)
 

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 
 __all__ = [
+    "Transfer",
     "all_gather_rows",
+    "all_reduce_begun",
     "collective_timeout_s",
     "default_store",
     "flight_record",
     "num_process_groups",
     "process_groups",
+    "sent_around",
     "store_is_served",
 ]
 
@@ -30,6 +36,43 @@ def all_gather_rows(x: torch.Tensor, num_ranks: int, group_name: str) -> torch.T
     out = x.new_empty((num_ranks * x.shape[0], *x.shape[1:]))
     gathered: torch.Tensor = torch.ops._c10d_functional.all_gather_into_tensor_out(x, num_ranks, group_name, out=out)
     return gathered
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A tensor that is on its way to the next rank of a ring, and what comes from the one before."""
+
+    sent: torch.Tensor
+    coming: torch.Tensor
+    works: Sequence[dist.Work]
+
+    def received(self) -> torch.Tensor:
+        """Wait for both, and return what came."""
+        for work in self.works:
+            work.wait()
+        return self.coming
+
+
+def sent_around(x: torch.Tensor, place: torch.Tensor | None, rank: int, num_ranks: int, group_name: str) -> Transfer:
+    """Start to send the contiguous ``x`` to the next rank of a group of ``num_ranks``, and to receive as much from the
+    one before, into ``place`` where one is given.
+    """
+    group = c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    coming = torch.empty_like(x) if place is None else place
+    ahead, behind = (rank + 1) % num_ranks, (rank - 1) % num_ranks
+    asked = [
+        dist.P2POp(dist.isend, x, group=group, group_peer=ahead),
+        dist.P2POp(dist.irecv, coming, group=group, group_peer=behind),
+    ]
+    return Transfer(x, coming, dist.batch_isend_irecv(asked))
+
+
+def all_reduce_begun(x: torch.Tensor, group_name: str) -> dist.Work:
+    """Start to sum ``x`` over the ranks of a group, in place."""
+    group = c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    work: dist.Work | None = dist.all_reduce(x, group=group, async_op=True)
+    assert work is not None
+    return work
 
 
 def default_store() -> c10d.Store:

@@ -12,6 +12,7 @@ from galvatron_fx.ir.graph.layout import Layout
 from galvatron_fx.ir.graph.pass_pipeline import PassControl, PassPipeline
 from galvatron_fx.ir.plan.strategy import Strategy
 from passes.lowering.communication.bundle_collectives import BundleCollectives
+from passes.lowering.communication.chunk_collectives import ChunkCollectives
 from passes.lowering.communication.finish_reductions_late import FinishReductionsLate
 from passes.lowering.communication.overlap_host_copies import OverlapHostCopies
 from passes.lowering.communication.prefetch_gathers import PrefetchGathers
@@ -21,7 +22,15 @@ from passes.sharding.placed_calls import verify_placed
 COMMUNICATION = PassPipeline(
     "communication",
     dict.fromkeys(
-        (StartReductionsEarly, BundleCollectives, FinishReductionsLate, PrefetchGathers, OverlapHostCopies), "scheduled"
+        (
+            ChunkCollectives,
+            StartReductionsEarly,
+            BundleCollectives,
+            FinishReductionsLate,
+            PrefetchGathers,
+            OverlapHostCopies,
+        ),
+        "scheduled",
     ),
     verify_placed,
 )
@@ -45,6 +54,7 @@ class ScheduleCommunication:
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Rewrite ``graph`` in place and return it, recompiled."""
         apply = COMMUNICATION.under(self.control, self.part)
+        apply.in_place(ChunkCollectives(self.layout, self.cluster), graph)
         apply.in_place(StartReductionsEarly(), graph)
         apply.in_place(BundleCollectives.over(self.layout, self.cluster), graph)
         apply.in_place(FinishReductionsLate(promptly=self.folds), graph)

@@ -17,12 +17,13 @@ from cost_models.optimizer import OptimizerModel
 from cost_models.streams import exposed_s
 from galvatron_fx.ir.arrays import Bools, Floats, Ints
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
+from galvatron_fx.ir.graph.chunked_collectives import SUM_CHUNKS
 from galvatron_fx.ir.graph.metadata import OpCost, meta_of
 from galvatron_fx.ir.plan.strategy import RoleGroup
 from passes.search.candidates import AxisPartition
 from passes.search.cost_table.amounts import Amounts
 from passes.search.cost_table.block_facts import measured_shares
-from passes.search.cost_table.block_terms import BlockTerms, Levels, TermsReader
+from passes.search.cost_table.block_terms import BlockTerms, Levels, Redistribution, TermsReader
 from passes.search.cost_table.keep_reader import KeepReader
 from passes.search.cost_table.kept_sets import KeepProblem
 from passes.search.cost_table.offload_levels import OffloadChoice, offload_choices
@@ -201,7 +202,7 @@ class Evaluation:
             self._sent(move.kind, size[None], move.role, bundled=False).seconds[0]
             if any(meta_of(taker).phase == "forward" for taker in takers)
             else 0.0
-            for (move, _, (_, takers)), size in zip(reader.moves, self._moved(), strict=True)
+            for (move, _, (_, takers), _), size in zip(reader.moves, self._moved(), strict=True)
         ]
         kept = self._on_rank(self.terms.kept)[:, 0]
         nodes = [call.node for call in reader.block.calls]
@@ -252,6 +253,39 @@ class Evaluation:
             phase = "backward" if backward else "forward"
             yield phase, self.terms.levels.operators[:, operator], Sent(seconds, sent.start_s, sent.work_s, degree - 1)
 
+    def _chunked(self, operators_s: Floats, size: Floats) -> Iterator[tuple[str, Bools, Sent]]:
+        """What collectives take less, as they travel in chunks beside products: phase, whether each level does it
+        again, and what is sent less. ``size``: of every redistribution.
+        """
+        if not (self.cluster.overlap.chunks and self.cluster.overlap.gains):
+            return
+        for row, (move, numbers) in enumerate(zip(self.terms.moves, self.terms.products, strict=True)):
+            if not numbers:
+                continue
+            alone_s = self._sent(move.kind, size[row][None], move.role, bundled=False).seconds
+            busy_s = operators_s[list(numbers)].sum(axis=0)
+            ways = self._in_chunks(move, size[row], busy_s, len(numbers))
+            saved_s = np.maximum(alone_s - np.minimum.reduce(list(ways)), 0.0)
+            yield move.slot, self.terms.levels.moves[:, row], Sent(-saved_s, *(np.zeros_like(saved_s),) * 3)
+
+    def _in_chunks(self, move: Redistribution, size: Floats, busy_s: Floats, products: int) -> Iterator[Floats]:
+        """``[C]``: what each way to send a tensor in chunks beside ``products`` that take ``busy_s`` adds to these."""
+        device, overlap = self.cluster.device, self.cluster.overlap
+        reduces_all = move.kind == "all_reduce"
+        for steps in map(np.asarray, SUM_CHUNKS if reduces_all else (self.degrees[:, move.role],)):
+            chunk = size / steps
+            each_s = self._sent(
+                "all_reduce" if reduces_all else "rotate", chunk[None], move.role, bundled=False
+            ).seconds
+            beside_s, sent_s = busy_s * (steps - 1) / steps, each_s * (steps - 1)
+            seconds = exposed_s(beside_s, sent_s, np.zeros_like(sent_s), overlap)
+            seconds = seconds + (steps - 1) * products * device.launch_overhead_s
+            if reduces_all:
+                seconds = seconds + each_s  # the last one
+            elif move.kind == "reduce_scatter":
+                seconds = seconds + (steps - 1) * (traffic_s(device, 3 * chunk) + device.launch_overhead_s)
+            yield seconds
+
     def _moved(self) -> Floats:
         """``[M, C]``: bytes of every redistribution, as its collective counts them."""
         size = self._on_rank(self.terms.moved)
@@ -275,7 +309,7 @@ class Evaluation:
             (move.slot, repeated, self._sent(move.kind, size[rows], move.role, move.slot in _BUNDLED))
             for move, repeated, rows in self.terms.alike_moves
         )
-        for slot, levels, sent in (*redistributions, *self._rings(operators_s)):
+        for slot, levels, sent in (*redistributions, *self._rings(operators_s), *self._chunked(operators_s, size)):
             moved[slot] = Sent(*map(np.add, moved[slot], sent))
             if levels.any():
                 again = Sent(*(total + np.outer(levels, part) for total, part in zip(again, sent, strict=True)))

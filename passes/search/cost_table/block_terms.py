@@ -29,6 +29,7 @@ from galvatron_fx.ir.graph.placement import (
 from galvatron_fx.ir.graph.precision import cast_parameter
 from galvatron_fx.ir.graph.symbols import BATCH
 from galvatron_fx.ir.kernels.experts import route
+from passes.analysis.products_beside import products_of_rows, summed_products
 from passes.analysis.repeated_heads import repeated_heads
 from passes.analysis.storages import storage_root
 from passes.search.cost_table.amounts import EXCHANGED, SPLIT, WHOLE, Amount, Amounts, amount_of, most_room
@@ -42,8 +43,8 @@ from passes.sharding.insert_collectives import AxisSharding
 Composition = tuple[tuple[str, AxisSharding], ...]
 """Roles in lowering order, each with the solver's decision for it."""
 
-Move = tuple["Redistribution", "Amount", tuple[fx.Node, list[fx.Node]]]
-"""A redistribution, how much it moves, and the value with its takers."""
+Move = tuple["Redistribution", "Amount", tuple[fx.Node, list[fx.Node]], bool]
+"""A redistribution, how much it moves, the value with its takers, and whether it moves whole rows."""
 
 
 @dataclass(frozen=True)
@@ -160,13 +161,15 @@ class Levels:
 class BlockTerms:
     """All that a block's price is made of under one composition of roles.
 
-    ``kept``: what may be kept of forward; ``levels``: what is, and what runs again in its place.
+    ``products``: for each redistribution, the operators beside whose products it may travel in chunks; ``kept``: what
+    may be kept of forward; ``levels``: what is, and what runs again in its place.
     """
 
     roles: tuple[str, ...]
     operators: Operators
     moves: tuple[Redistribution, ...]
     moved: Amounts
+    products: tuple[tuple[int, ...], ...]
     rings: tuple[Ring, ...]
     travelling: Amounts
     weights: Weights
@@ -201,8 +204,9 @@ class TermsReader:
         return BlockTerms(
             self.roles,
             self._operators(),
-            tuple(move for move, _, _ in self.moves),
-            self._amounts(row for _, row, _ in self.moves),
+            tuple(move for move, *_ in self.moves),
+            self._amounts(row for _, row, *_ in self.moves),
+            tuple(self._products(move, *of) if moves_rows else () for move, _, of, moves_rows in self.moves),
             *self._rings(),
             self._weights(),
             self._kept_amounts(self.kept),
@@ -243,7 +247,7 @@ class TermsReader:
             np.array([is_needed and is_kept for is_needed, is_kept in zip(needed, stay, strict=True)], dtype=np.bool_),
             np.array([late and not is_kept for late, is_kept in zip(backward, stay, strict=True)], dtype=np.bool_),
             _flags([call.node for call in block.calls], again.__contains__),
-            np.array([not (again.isdisjoint(t) or self._has(s, numbers)) for _, _, (s, t) in self.moves], np.bool_),
+            np.array([not (again.isdisjoint(t) or self._has(s, numbers)) for *_, (s, t), _ in self.moves], np.bool_),
         )
 
     def _has(self, source: fx.Node, kept: set[int]) -> bool:
@@ -306,18 +310,32 @@ class TermsReader:
                     done = [SPLIT if other == "zero" else d for d, other in zip(amount.done, self.roles, strict=True)]
                     done[role] = WHOLE
                     amount = amount._replace(done=done)
-                moves.append((Redistribution(role, kind, slot), amount, (source, takers)))
+                moves_rows = slot in ("forward", "backward") and _moves_rows(source, have, want)
+                moves.append((Redistribution(role, kind, slot), amount, (source, takers), moves_rows))
             for operator in self.block.calls:
                 sent = sent_position(operator.call, sharding.rules[operator.node])
                 if sent is not None:
                     kind, node = "counts" if operator.call.target is route else "exchange", operator.node
                     move = Redistribution(role, kind, meta_of(node).phase)
-                    moves.append((move, self._sent(operator, sent, role), (node, [node])))
+                    moves.append((move, self._sent(operator, sent, role), (node, [node]), False))
             for term in self.block.far_terms:
                 if isinstance(sharding.placement(term), Partial) and sharding.boundaries.get(term) == PARTIAL:
                     kind = "reduce_scatter" if self.roles[role] == "zero" else "all_reduce"
-                    moves.append((Redistribution(role, kind, "far"), self._produced(term), (term, [])))
+                    moves.append((Redistribution(role, kind, "far"), self._produced(term), (term, []), False))
         return moves
+
+    def _products(self, move: Redistribution, source: fx.Node, takers: list[fx.Node]) -> tuple[int, ...]:
+        """The operators whose products take the rows that are gathered, or make up those that are reduced."""
+        products: Sequence[fx.Node] = ()
+        if move.kind == "all_gather" and takers:
+            products = products_of_rows(source, takers)
+        elif move.kind in ("reduce_scatter", "all_reduce"):
+            products, _ = summed_products(source) or ((), ())
+        return tuple(self._numbers[node] for node in products if node in self._numbers)
+
+    @cached_property
+    def _numbers(self) -> dict[fx.Node, int]:
+        return {call.node: number for number, call in enumerate(self.block.calls)}
 
     def _rings(self) -> tuple[tuple[Ring, ...], Amounts]:
         """What travels around ranks, with the bytes that the roles leave of each tensor on a rank."""
@@ -438,6 +456,13 @@ def _produced(sharding: AxisSharding, node: fx.Node) -> Placement:
         return sharding.placement(node)
     except KeyError:  # another block made it, and this decision is about some blocks only
         return sharding.boundaries.get(node, REPLICATE)
+
+
+def _moves_rows(source: fx.Node, have: Placement, want: Placement) -> bool:
+    """Whether all columns of a matrix, or of several, go where each of its rows goes."""
+    spec = meta_of(source).specs[0]
+    last = 0 if spec is None else len(spec.shape) - 1
+    return last > 0 and not any(isinstance(each, Shard) and each.dim == last for each in (have, want))
 
 
 def _kind(have: Placement, want: Placement) -> str | None:

@@ -82,7 +82,7 @@ class KeepReader:
     def _moves(self) -> dict[int, float]:
         """Seconds to bring each value where forward takes it."""
         seconds: dict[int, float] = {}
-        for (_, _, (source, takers)), each_s in zip(self.terms.moves, self.move_s.tolist(), strict=True):
+        for (*_, (source, takers), _), each_s in zip(self.terms.moves, self.move_s.tolist(), strict=True):
             forward = any(meta_of(taker).phase == "forward" for taker in takers)
             if forward and not self.terms.block.is_outside(source):
                 number = meta_of(source).value

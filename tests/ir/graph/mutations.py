@@ -15,10 +15,11 @@ from torch.nn import functional as F
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.bound_ops import BoundAxis, finished, from_ranks, to_ranks
+from galvatron_fx.ir.graph.chunked_collectives import CHUNKED
 from galvatron_fx.ir.graph.folded_gradients import fold_gradient
 from galvatron_fx.ir.graph.host_copies import HOST_COPIES, arrived
 from galvatron_fx.ir.graph.layout import layout
-from galvatron_fx.ir.graph.metadata import meta_of, set_meta
+from galvatron_fx.ir.graph.metadata import has_meta, meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.rewrite import copied, eliminate_dead_code, write_call
 from galvatron_fx.ir.graph.verifier.moves import read_move
@@ -28,7 +29,7 @@ from passes.lowering.apply_plan import with_spread_ends
 from passes.lowering.codegen import Codegen
 from passes.lowering.lower_stages import LowerStages
 from passes.lowering.lower_step import Lower
-from tests.helpers import DEVICE, axes, captured, offloading
+from tests.helpers import DEVICE, axes, captured, offloading, slow_products
 
 MOVES = (*c.COLLECTIVES, *c.RANK_LOCAL)
 
@@ -113,13 +114,15 @@ def lowered(
     *rows: tuple[str, ...],
     offload: bool = False,
     folds: bool = False,
+    chunks: bool = False,
     **options: Any,
 ) -> list[Case]:
     """The joint graph and its two halves, scheduled and bound to the last rank."""
     graph = graph_of(model)
     strategies = _strategies(graph, *rows, **options)
     strategies = offloading(graph, strategies) if offload else strategies
-    program = Lower(strategies, Cluster(DEVICE, axes(sizes)), folds=folds).run(graph)
+    cluster = slow_products(sizes) if chunks else Cluster(DEVICE, axes(sizes))
+    program = Lower(strategies, cluster, folds=folds).run(graph)
     shape = layout(program.joint).shape
     halves = {"forward": program.halves.forward, "backward": program.halves.backward}
     cases = [Case(f"{name}, joint", program.joint, "lowered")]
@@ -158,6 +161,7 @@ def cases() -> Iterator[Case]:
     yield from lowered("in slices", "llama", (2,), ("zero",), split_gathers=2)
     yield from lowered("folded", "mlp", (2,), ("zero",), folds=True)
     yield from lowered("ring", "llama", (2,), ("context",), ("sequence",))
+    yield from lowered("in chunks", "llama", (2, 2), ("data", "tensor_sequence"), ("data", "tensor"), chunks=True)
     yield from staged("stages", (2, 2), ("pipeline", "tensor_sequence"))
     yield from staged("spread ends", (2,), ("pipeline",), spread=True)
 
@@ -314,7 +318,32 @@ ON_MOVES: tuple[Mutation, ...] = (
 )
 
 
+def other_runs(node: fx.Node, columns: int) -> bool:
+    """Rows in another number of runs, or chunks."""
+    position = next(i for i, value in enumerate(node.args) if type(value) is int)
+    node.update_arg(position, int(node.args[position]) + 1)  # type: ignore[arg-type]
+    return True
+
+
+def other_factor(node: fx.Node, columns: int) -> bool:
+    """The first product is with another value that lies otherwise."""
+    weights = list(node.args[1])  # type: ignore[arg-type]
+    placements = meta_of(weights[0]).placements
+    others = (n for n in node.graph.nodes if n < node and n.op != "output" and has_meta(n))
+    weights[0] = next(n for n in others if meta_of(n).placements not in (placements, ()))
+    node.update_arg(1, weights)
+    return True
+
+
+def a_bias(node: fx.Node, columns: int) -> bool:
+    """A bias more: a row of what is there."""
+    biases = [node.all_input_nodes[0], *node.args[2][1:]]  # type: ignore[index]
+    node.update_arg(2, biases)
+    return True
+
+
 ON_RING_STEPS: tuple[Mutation, ...] = (other_axis, other_step)
+ON_CHUNKED: tuple[Mutation, ...] = (other_axis, other_runs, other_factor, a_bias)
 
 
 def other_source(node: fx.Node, columns: int) -> bool:
@@ -409,6 +438,7 @@ def rows(programs: int | None = None) -> Iterator[Row]:
             if programs is not None and times[case.stage, kind] > programs:
                 continue
             computes = ON_RING_STEPS if node.target in c.RING_STEPS else ON_MOVES
+            computes = ON_CHUNKED if node.target in CHUNKED else computes
             computes = ON_HOST_COPIES if node.target in HOST_COPIES else computes
             computes = ON_FOLDED if node.target is fold_gradient else computes
             for mutation in ON_BOUND if case.stage == "bound" else computes:
@@ -421,7 +451,7 @@ def _kind(node: fx.Node) -> str | None:
         part = "" if meta_of(node).step is None else f" of {meta_of(node).step.program.split()[0]}"  # type: ignore[union-attr]
         part = " of a slice" if meta_of(node).stays else part
         return f"{node.target.__name__}{part}"  # type: ignore[union-attr]
-    if node.target in (*c.RING_STEPS, arrived, fold_gradient):
+    if node.target in (*c.RING_STEPS, *CHUNKED, arrived, fold_gradient):
         return str(node.target.__name__)  # type: ignore[union-attr]
     if node.target in HOST_COPIES:
         return str(node.target)

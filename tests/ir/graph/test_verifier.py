@@ -207,7 +207,13 @@ def test_every_stage_of_a_model_passes(model: nn.Module) -> None:
         "ExchangeInRounds",
         "ExpandRings",
     ]
-    scheduling = ("StartReductionsEarly", "BundleCollectives", "FinishReductionsLate", "PrefetchGathers")
+    scheduling = (
+        "ChunkCollectives",
+        "StartReductionsEarly",
+        "BundleCollectives",
+        "FinishReductionsLate",
+        "PrefetchGathers",
+    )
     halves = [f"{name}.{phase}" for phase in ("forward", "backward") for name in scheduling]
     lowering = [*sharding, "ShardGraph", "PlaceStates", "Rematerialize", "SplitGathers", "OffloadActivations"]
     lowering += ["FetchParameters", "ReduceInputsFirst", "SplitForwardBackward", *halves]

@@ -8,6 +8,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from galvatron_fx.ir.graph import collectives
+from galvatron_fx.ir.graph.chunked_collectives import CHUNKED
 from galvatron_fx.ir.graph.folded_gradients import fold_gradient
 from galvatron_fx.ir.graph.host_copies import arrived
 from galvatron_fx.ir.graph.metadata import has_meta, meta_of
@@ -16,7 +17,7 @@ from galvatron_fx.ir.graph.random_ops import random_uniform
 
 _PYTHON_TARGETS = (operator.getitem, random_uniform, *CASTS)
 _LOWERED_TARGETS = (*_PYTHON_TARGETS, *collectives.COLLECTIVES, *collectives.RANK_LOCAL)
-_LOWERED_TARGETS += (arrived, fold_gradient, *collectives.RINGS, *collectives.RING_STEPS)
+_LOWERED_TARGETS += (arrived, fold_gradient, *collectives.RINGS, *collectives.RING_STEPS, *CHUNKED)
 _OPS = ("placeholder", "get_attr", "call_function")
 
 
