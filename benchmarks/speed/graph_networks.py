@@ -71,6 +71,45 @@ class Sage(nn.Module):
         return self.own(x) + self.others(total / count[:, None])
 
 
+class Attention(nn.Module):
+    """Velickovic et al. (2018): neighbours by a softmax of scores, here of four heads."""
+
+    HEADS = 4
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs, bias=False)
+        self.score = nn.Parameter(0.1 * torch.randn(2, self.HEADS, outputs // self.HEADS))
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        source, target = edges
+        h = self.linear(x).unflatten(-1, (self.HEADS, -1))
+        sent, received = (h * self.score[0]).sum(-1), (h * self.score[1]).sum(-1)
+        scores = F.leaky_relu(sent.index_select(0, source) + received.index_select(0, target), 0.2)
+        places = target[:, None].expand_as(scores)
+        most = torch.zeros_like(sent).scatter_reduce(0, places, scores.detach(), "amax", include_self=False)
+        weights = (scores - most.index_select(0, target)).exp()
+        total = torch.zeros_like(sent).scatter_add(0, places, weights)
+        messages = (h.index_select(0, source) * weights[..., None]).flatten(1)
+        added = torch.zeros_like(h.flatten(1)).scatter_add(0, target[:, None].expand_as(messages), messages)
+        return (added.view_as(h) / total.clamp(min=1e-6)[..., None]).flatten(1)
+
+
+class Isomorphism(nn.Module):
+    """Xu et al. (2019): a network of two layers on a vertex and the sum of its neighbours."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.zeros(()))
+        self.network = nn.Sequential(nn.Linear(inputs, outputs), nn.ReLU(), nn.Linear(outputs, outputs))
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        source, target = edges
+        messages = x.index_select(0, source)
+        total = torch.zeros_like(x).scatter_add(0, target[:, None].expand_as(messages), messages)
+        return self.network((1 + self.own) * x + total)
+
+
 class Network(nn.Module):
     """Three layers and the loss of all vertices."""
 
@@ -85,7 +124,12 @@ class Network(nn.Module):
         return F.cross_entropy(x, labels)
 
 
-LAYERS: dict[str, Callable[[int, int], nn.Module]] = {"GCN": Convolution, "SAGE": Sage}
+LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
+    "GCN": Convolution,
+    "SAGE": Sage,
+    "GAT": Attention,
+    "GIN": Isomorphism,
+}
 
 
 def inputs(vertices: int, edges: int) -> dict[str, Tensor]:
@@ -110,7 +154,8 @@ def on_this_rank(options: argparse.Namespace) -> None:
     for heading in ("network", "plan", "seconds", "by the best of data, tensor", "work", "MB sent by a rank"):
         table.add_column(heading)
     batch = inputs(options.vertices, options.edges)
-    for name, layer in LAYERS.items():
+    for name in options.only or LAYERS:
+        layer = LAYERS[name]
         for row in rows(name, layer, batch, mesh, cluster, options.steps):
             table.add_row(*row)
     if dist.get_rank() == 0:
@@ -184,13 +229,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--vertices", type=int, default=VERTICES)
     parser.add_argument("--edges", type=int, default=EDGES)
+    parser.add_argument("--only", nargs="*", choices=LAYERS, help="these networks")
     parser.add_argument("--here", action="store_true", help="this process is one of the ranks")
     options = parser.parse_args()
     if options.here:
         on_this_rank(options)
     else:
         sizes = [f"--{key}={getattr(options, key)}" for key in ("steps", "vertices", "edges")]
-        on_ranks("benchmarks.speed.graph_networks", options.ranks, "--here", *sizes)
+        only = ["--only", *options.only] if options.only else []
+        on_ranks("benchmarks.speed.graph_networks", options.ranks, "--here", *sizes, *only)
 
 
 if __name__ == "__main__":

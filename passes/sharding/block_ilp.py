@@ -132,7 +132,7 @@ class BlockProblem:
             (
                 meta_of(n).specs,
                 tuple(self._entry_choices(n)),
-                (n in self.decided.values.owner, self._is_cache(n)),
+                (n in self.decided.values.owner, n in self.decided.values.tables, self._is_cache(n)),
                 number.get(self._followed(n)),  # type: ignore[arg-type]
             )
             for n in entries
@@ -236,8 +236,10 @@ class BlockProblem:
         value = self._new_value(node, meta_of(node).spec, choices)
         parameter = node in self.decided.values.owner and node not in self.decided.inputs
         spec = meta_of(node).spec
-        costs = [self.prices.update_s(spec, p) if parameter else 0.0 for p in choices]
-        if parameter and self.role.splits_parameters(spec):
+        is_table = parameter and node in self.decided.values.tables
+        price = self.prices.keep_s if is_table else self.prices.update_s
+        costs = [price(spec, p) if parameter else 0.0 for p in choices]
+        if parameter and not is_table and self.role.splits_parameters(spec):
             costs = [
                 cost + (0.0 if isinstance(p, Shard) else _UNWANTED_S) for p, cost in zip(choices, costs, strict=True)
             ]

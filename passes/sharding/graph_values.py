@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property, lru_cache
 
+import torch
 from torch import fx
 
 from galvatron_fx.ir.graph.metadata import OutputSpec, meta_of, output_ports, ports, signature
@@ -22,6 +23,8 @@ from passes.analysis.dataflow import (
     sums_over_batch,
 )
 from passes.analysis.storages import through_views
+
+_LOOKUP = torch.ops.aten.embedding.default
 
 
 class GraphValues:
@@ -88,6 +91,15 @@ class GraphValues:
         given = {source for node in gathers for source in input_nodes(node)}
         return frozenset(
             node for node in given & self.parameters if all(u.target is gather_experts for u in node.users)
+        )
+
+    @cached_property
+    def tables(self) -> frozenset[fx.Node]:
+        """The parameters in which a graph without gradients does no more than look up rows."""
+        if any(port.kind == "grad" for port, _ in self.outputs):
+            return frozenset()
+        return frozenset(
+            node for node in self.parameters if node.users and all(user.target is _LOOKUP for user in node.users)
         )
 
     @cached_property

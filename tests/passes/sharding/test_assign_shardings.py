@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.testing import FileCheck
 
+from galvatron_fx.api import capture
 from galvatron_fx.ir.cluster.cluster import Axis
 from galvatron_fx.ir.graph.metadata import meta_of, ports
 from galvatron_fx.ir.graph.op_call import input_nodes
@@ -322,3 +323,27 @@ def test_an_operator_without_a_rule_is_computed_whole_with_one_warning() -> None
         assert f"node '{node.name}'" in text and "see docs/adding-an-op-rule.md" in text
         assert set((*sharding.rules[node].inputs, *sharding.rules[node].outputs)) == {REPLICATE}
     assert len(found) == 2
+
+
+class Words(nn.Module):
+    """Looks words up, and a perceptron on these."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.table, self.body = nn.Embedding(count, WIDTH), Perceptron()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.body(self.table(ids))
+
+
+@pytest.mark.parametrize(
+    ("count", "forward_only", "placement"),
+    [(8_000, True, REPLICATE), (8_000_000, True, Shard(1)), (8_000, False, Shard(0))],
+    ids=["small", "large", "trained"],
+)
+def test_tables_are_whole_where_nothing_updates_them_and_they_are_cheap_to_hold(
+    count: int, forward_only: bool, placement: Placement
+) -> None:
+    with torch.device("meta"):
+        graph = capture(Words(count), (torch.zeros(8, dtype=torch.int64),), forward_only=forward_only)
+        assert parameters(graph, assigned(graph, "tensor"))["table.weight"] == placement
