@@ -51,9 +51,14 @@ def main() -> None:
     console.print(f"{machine.describe()}\n")
     if options["only"] in (None, "hand"):
         times = found(options["ranks"], task | {"what": "hand"})
-        table = Table("contender", "step", "over context")
-        for name, seconds in times.items():
-            table.add_row(name, format_seconds(seconds), f"{seconds / times['context']:.2f}")
+        table = Table(
+            "contender", "step", "context over it", "processor seconds of the busiest rank", "context over it"
+        )
+        for name, taken in times.items():
+            cells = [
+                (format_seconds(each), f"{ours / each:.2f}") for ours, each in zip(times["context"], taken, strict=True)
+            ]
+            table.add_row(name, *cells[0], *cells[1])
         console.print(table)
     if options["only"] in (None, "lengths"):
         table = Table("tokens", "context", "predicted", "sequence", "predicted", "context / sequence", "predicted")

@@ -218,8 +218,8 @@ def in_turns(contenders: dict[str, Contender], steps: int) -> dict[str, float]:
     return {name: contender.step_s for name, contender in contenders.items()}
 
 
-def against_hand(task: dict[str, Any], mesh: DeviceMesh) -> dict[str, float]:
-    """Steps of ours and of those by hand, which compute the same."""
+def against_hand(task: dict[str, Any], mesh: DeviceMesh) -> dict[str, tuple[float, float]]:
+    """Steps of ours and of those by hand, which compute the same; and what the busiest rank computes in one."""
     contenders = {
         "context": compiled(task, mesh, "context", task["sequence"]),
         "by hand, zigzag": by_hand(task, True),
@@ -228,7 +228,8 @@ def against_hand(task: dict[str, Any], mesh: DeviceMesh) -> dict[str, float]:
     losses = [float(contender.step()) for _ in range(2) for contender in contenders.values()]  # type: ignore[arg-type]
     for i, loss in enumerate(losses):
         assert abs(loss - losses[i // 3 * 3]) < 1e-4 * loss, f"losses differ: {losses}"
-    return in_turns(contenders, task["steps"])
+    times = in_turns(contenders, task["steps"])
+    return {name: (times[name], contender.busy_s) for name, contender in contenders.items()}
 
 
 def by_length(task: dict[str, Any], mesh: DeviceMesh) -> dict[int, tuple[dict[str, float], dict[str, float]]]:
