@@ -168,11 +168,16 @@ def _agreed_plans(
     def describe(graph: fx.GraphModule) -> Facts:
         return {"model": graph_fingerprint(graph), "constant tensor": describe_constants(graph)}
 
+    def check(graph: fx.GraphModule, plan: Plan) -> None:
+        session.check(graph, plan)
+        if any(block.strategy.states_on_disk for block in plan.blocks):
+            _storage(session.settings.storage)  # of each rank, while all hear of it
+
     def choose(graph: fx.GraphModule) -> tuple[Plan, ...]:
         return session.shortlist(graph, 1 if options.tune_seconds is None else MOST_PLANS)
 
     is_timed = session.settings.search_seconds is not None
-    return agreed(capture, choose, session.check, describe, lambda: _described(model, inputs, options), is_timed)
+    return agreed(capture, choose, check, describe, lambda: _described(model, inputs, options), is_timed)
 
 
 def _described(model: nn.Module, inputs: FlatInputs, options: CompileOptions) -> Facts:

@@ -14,6 +14,7 @@ from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.metadata import signature
 from galvatron_fx.ir.graph.pass_pipeline import PassControl
 from galvatron_fx.ir.graph.precision import policy_of
+from galvatron_fx.ir.plan.budget_error import BudgetError
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.progress import CAPTURE, LOWERING, Observer
 from galvatron_fx.plain_model import plain_model
@@ -34,6 +35,7 @@ from passes.lowering.lower_stages import LoweredStages
 from passes.lowering.lower_step import Lowered
 from passes.search.plan_search import SearchOptions, search_plans
 from passes.search.record import Watch
+from passes.search.remedies import with_remedies
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -109,7 +111,10 @@ class PlanningSession:
         """The given plan, or the best ones there are; raises likewise."""
         if self.given is not None:
             return (self.given.with_precision(policy_of(graph)).with_forward_only(signature(graph).forward_only),)
-        return search_plans(graph, self.cluster, self.options, self.watch, most=most)
+        try:
+            return search_plans(graph, self.cluster, self.options, self.watch, most=most)
+        except BudgetError as error:
+            raise with_remedies(error, graph, self.cluster, self.options) from None
 
     def check(self, graph: fx.GraphModule, plan: Plan) -> None:
         """Refuse a plan that fits neither model, mesh nor budget. Raises PlanError and BudgetError."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,20 +18,29 @@ from torch import Tensor
 
 from galvatron_fx.ir.errors import StorageError
 from galvatron_fx.ir.plan.units import format_bytes
+from galvatron_fx.runtime.lost_ranks import leave_word
 
 __all__ = ["Storage"]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NAMED = "galvatron-fx-states-"  # how files begin that lose their names
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Room in a ``folder``, of a disk that this process alone need see. Raises StorageError where it cannot write."""
+    """Room in a ``folder``, of a disk that this process alone need see. Raises StorageError where it cannot write.
+
+    Files that a process was about to take the names of when it was killed, which hold nothing, are removed.
+    """
 
     folder: Path
 
     def __post_init__(self) -> None:
         os.close(self._open())
+        for left in self.folder.glob(f"{_NAMED}*"):
+            with suppress(OSError):  # as another process does the same
+                if left.stat().st_size == 0:
+                    left.unlink()
 
     def empty_like(self, local: Tensor) -> Tensor:
         """A tensor on disk of the shape and dtype of ``local``, dense, with nothing in it; its room is free again when
@@ -64,16 +74,18 @@ class Storage:
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
                 raise self._error(error, "cannot be written to") from None
         try:  # a file system that knows no files without names
-            file, name = tempfile.mkstemp(prefix="galvatron-fx-states-", dir=self.folder)
+            file, name = tempfile.mkstemp(prefix=_NAMED, dir=self.folder)
         except OSError as error:
             raise self._error(error, "cannot be written to") from None
-        os.unlink(name)
+        Path(name).unlink(missing_ok=True)  # who begins at the same time may have done so
         return file
 
     def _error(self, error: Exception, what: str) -> StorageError:
         is_full = isinstance(error, OSError) and error.errno in _FULL
         remedy = "free some, give storage= another disk" if is_full else "give storage= a folder that is there"
-        return StorageError(
+        text = (
             f"storage {str(self.folder)!r}: {what} ({error}): {remedy}, or plan without storage. A step that was "
             f"begun is not finished: resume from the last checkpoint"
         )
+        leave_word(text)
+        return StorageError(text)

@@ -6,7 +6,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -19,14 +19,28 @@ from galvatron_fx.ir.torch_compat.processes import collective_timeout_s, default
 from galvatron_fx.runtime.members import Members
 from galvatron_fx.runtime.store_calls import DEADLINE_S, answered, host_rank
 
-__all__ = ["StepWatch"]
+__all__ = ["StepWatch", "leave_word"]
 
 ANSWER_S = 3.0
 """How long a rank whose collective timed out waits for the others to say that theirs did, too."""
 ANSWER_AFTER_CLOSING_S = 1.0
 """The same where a connection was closed: a process ended, and those next to it are told at once."""
 _POLL_S = 0.05
+_WORDS = "galvatron_fx/words"
 _numbers = count()
+_left_words: list[str] = []  # by this process, until it begins another step
+
+
+def leave_word(text: str) -> None:
+    """Tell the other ranks why this one may not come to the next step: they say so where they miss it. Where nobody can
+    be told, nothing is.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    store = PrefixStore(_WORDS, default_store())
+    with suppress(RuntimeError):
+        answered(lambda: store.set(f"{dist.get_rank()}", text), DEADLINE_S)
+        _left_words.append(text)
 
 
 class StepWatch:
@@ -49,6 +63,9 @@ class StepWatch:
         store = self._store()
         if store is not None:
             store.set(f"began/{self._members.here}", f"{self._step} {batch}")
+        if _left_words:
+            leave_word("")
+            _left_words.clear()
 
     def require_equal_batches(self) -> None:
         """Wait until every rank has begun this step, as long as a collective would; call it in :meth:`collectives`.
@@ -97,8 +114,12 @@ class StepWatch:
         try:
             if isinstance(error, dist.DistStoreError):
                 raise error
-            silent, began = answered(
-                lambda: (_all_say(store, self._members, "failed", within_s), _began_by_all(store, self._members)),
+            silent, began, words = answered(
+                lambda: (
+                    _all_say(store, self._members, "failed", within_s),
+                    _began_by_all(store, self._members),
+                    _words_of(self._members),
+                ),
                 within_s + DEADLINE_S,
             )
         except RuntimeError as failure:  # the process that holds the store is gone, or stopped
@@ -109,7 +130,7 @@ class StepWatch:
             unlike = self._unlike(began)
             if unlike:
                 return InputError(unlike)
-            reason = _described(silent, began, self._step)
+            reason = words + _described(silent, began, self._step)
         text = f"rank {self._members.here} lost the others in step {self._step}: {reason}{kept}. {error}"
         return LostRankError(text, ranks=silent, step=self._step)
 
@@ -153,6 +174,14 @@ def _began_by_all(store: Store, members: Members) -> dict[int, tuple[int, str]]:
         step, _, batch = (store.get(key).decode() if store.check([key]) else "0").partition(" ")
         began[rank] = int(step), batch
     return began
+
+
+def _words_of(members: Members) -> str:
+    """What other ranks have said of why they may not come."""
+    store = PrefixStore(_WORDS, default_store())
+    others = [rank for rank in members.ranks if rank != members.here and store.check([str(rank)])]
+    words = [(rank, store.get(str(rank)).decode()) for rank in others]
+    return "".join(f"rank {rank} said: {text}; " for rank, text in words if text)
 
 
 def _described(silent: tuple[int, ...], began: Mapping[int, tuple[int, str]], step: int) -> str:

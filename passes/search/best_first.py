@@ -204,6 +204,7 @@ class BestFirst:
     _queue: _Queue = field(init=False)
     _ended: list[tuple[Trial, Simulated]] = field(default_factory=list)
     _variants: set[object] = field(default_factory=set)
+    _declined: list[Rung] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._queue = _Queue(self.limit)
@@ -320,8 +321,19 @@ class BestFirst:
             self._queue.put(prospect)
 
     def _open(self, rung: Rung) -> None:
-        if not (rung.may_fit(self.limit) if self.stretch else rung.may_pay(self.limit)):
-            return
+        if rung.may_fit(self.limit) if self.stretch else rung.may_pay(self.limit):
+            self._price(rung)
+        else:
+            self._declined.append(rung)
+
+    def _open_above(self, over: Configuration) -> None:
+        """Open what was left out as estimates said that memory does not bind below: ``over``, there, takes too much."""
+        for rung in list(self._declined):
+            if rung in self.opened.rungs and rung.below[0].configuration.key == over.key and rung.may_fit(self.limit):
+                self._declined.remove(rung)
+                self._price(rung)
+
+    def _price(self, rung: Rung) -> None:
         with self.simulator.watch.phase(PRICING):
             searches = self.opened.open(rung)
         self.simulator.watch.tell(configurations=len(self.opened.searches))
@@ -358,6 +370,8 @@ class BestFirst:
             self.best = outcome
             self.simulator.watch.tell(best_s=outcome.simulated_s)
             self._open_beside(trial.search.configuration)
+        if outcome.peak_bytes > self.limit:
+            self._open_above(trial.search.configuration)
         if self.slack.learn(trial, outcome.peak_bytes, self.limit):
             self._queue.renew(trial.search)
         with self.simulator.watch.phase(SEARCH):

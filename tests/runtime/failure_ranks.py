@@ -6,6 +6,7 @@ Prints ``ok <case>`` for each case that holds, ``FAILED <case>`` after the error
 from __future__ import annotations
 
 import datetime
+import errno
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,11 +28,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import galvatron_fx
 from galvatron_fx import Plan, _version
-from galvatron_fx.errors import InputError, LostRankError, PlanError
+from galvatron_fx.errors import InputError, LostRankError, PlanError, StorageError
 from galvatron_fx.runtime.lost_ranks import ANSWER_S
 from galvatron_fx.runtime.store_calls import DEADLINE_S
 from tests.checkpoint.forked import run_ranks
 
+STORAGE = "STORAGE"  # in the environment: a folder of its own
 RANKS, TIMEOUT_S, GRACE_S, VICTIM = 3, 4.0, 5.0, 1
 
 
@@ -153,6 +156,57 @@ def hosts_the_store_and_stops(port: int) -> None:
     os._exit(0)  # as torchrun would end it
 
 
+def with_states_on_disk() -> galvatron_fx.DistributedGraphModule:
+    torch.manual_seed(0)
+    plan = Plan.uniform((RANKS,), ("data",), offload_states=True)
+    away = replace(plan.blocks[0].strategy, states_on_disk=True)
+    plan = replace(plan, blocks=(replace(plan.blocks[0], strategy=away),))
+    mesh = init_device_mesh("cpu", (RANKS,))
+    return galvatron_fx.compile(Layer(), mesh, {"x": torch.ones(6, 6)}, plan=plan, storage=os.environ[STORAGE])
+
+
+def fails(code: int, *_: Any) -> None:
+    raise OSError(code, os.strerror(code))
+
+
+def finds_the_disk_full() -> None:
+    """When its states are made: that rank says so, and so do those that miss it, in time; no file is left."""
+    if dist.get_rank() == VICTIM:
+        os.posix_fallocate = partial(fails, errno.ENOSPC)
+    model = with_states_on_disk()
+    optimizer = torch.optim.AdamW(model.parameters())
+    begin_s, error = time.monotonic(), None
+    try:
+        for _ in range(2):
+            model.forward_backward(x=torch.ones(6, 6))
+            optimizer.step()
+    except (StorageError, LostRankError) as caught:
+        error = caught
+    is_victim = dist.get_rank() == VICTIM
+    kind, start = (StorageError, "") if is_victim else (LostRankError, r"lost the others in step 2: rank 1 said: ")
+    message = start + r"storage .*no room for .* of optimizer states .*free some, .*resume from the last checkpoint"
+    assert isinstance(error, kind) and re.search(message, str(error)), error
+    assert time.monotonic() - begin_s < TIMEOUT_S + GRACE_S and not os.listdir(os.environ[STORAGE])
+    os._exit(0)  # as one that does not catch it
+
+
+def cannot_write() -> None:
+    """All ranks are refused where one has no such folder: none waits for it in a first step."""
+    if dist.get_rank() == VICTIM:
+        opened = os.open
+        os.open = lambda path, flags, *mode, **named: (  # type: ignore[assignment]
+            fails(errno.ENOENT) if flags & os.O_TMPFILE == os.O_TMPFILE else opened(path, flags, *mode, **named)
+        )
+    try:
+        with_states_on_disk()
+    except (StorageError, PlanError) as error:
+        is_victim = dist.get_rank() == VICTIM
+        kind, start = (StorageError, "") if is_victim else (PlanError, r"rank 1 could not compile, .*")
+        assert isinstance(error, kind) and re.search(start + "storage .* cannot be written to", str(error)), error
+    else:
+        raise AssertionError("nobody was refused")
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -165,12 +219,19 @@ CASES: dict[str, Callable[[], None]] = {
     "a_rank_that_skips_a_step": partial(loses_a_rank, lambda step: step != 2),
     "another_model_plan_batch_or_version": refuses_what_differs,
     "a_rank_with_other_shapes": brings_other_shapes,
+    "a_rank_whose_disk_is_full": finds_the_disk_full,
+    "a_rank_that_cannot_write": cannot_write,
     "a_host_of_the_store_that_stops": partial(hosts_the_store_and_stops, free_port()),
 }
 
 
 def main(folder: Path) -> None:
-    os.environ |= {"TORCH_FR_BUFFER_SIZE": "100", "TORCH_FR_DUMP_TEMP_FILE": str(folder / "record_")}
+    os.environ |= {
+        "TORCH_FR_BUFFER_SIZE": "100",
+        "TORCH_FR_DUMP_TEMP_FILE": str(folder / "record_"),
+        STORAGE: str(folder / "states"),
+    }
+    (folder / "states").mkdir()
     torch.set_num_threads(1)
     galvatron_fx.capture(Layer(), {"x": torch.ones(6, 6)})  # what the first capture imports, the ranks then have
     for name, work in CASES.items():

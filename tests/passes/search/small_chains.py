@@ -67,9 +67,9 @@ def chain_of(
 
 
 @st.composite
-def searches(draw: st.DrawFn, most_plans: int = 4096) -> StageSearch:
+def searches(draw: st.DrawFn, most_plans: int = 4096, most_ranks: int = 4) -> StageSearch:
     """A configuration of 2 to 6 blocks with 2 to 4 strategies on 1 to 4 pipeline ranks, few enough to try all plans."""
-    ranks = draw(st.integers(1, 4))
+    ranks = draw(st.integers(1, most_ranks))
     schedules = [name for name, each in SCHEDULES.items() if ranks * each <= 6 and (ranks > 1 or name == "1f1b")]
     schedule = draw(st.sampled_from(schedules))
     stages = ranks * SCHEDULES[schedule]

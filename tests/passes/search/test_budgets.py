@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import galvatron_fx
 from cost_models.optimizer import ADAM
@@ -78,6 +78,20 @@ def test_less_memory_is_never_faster(leanest_bytes: int) -> None:
     tightest = plans[-1].blocks
     assert any(block.strategy.recompute for block in tightest)
     assert any(set(block.strategy.roles) - {"data"} for block in tightest)
+
+
+def test_more_micro_batches_are_tried_where_one_takes_too_much() -> None:
+    """Though estimates say that it fits: logits take more than these know."""
+    config = GPT2Config(
+        n_embd=512, n_layer=4, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False
+    )
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(config)
+    ids = torch.zeros(16, 512, dtype=torch.long)
+    captured = Captured(model, {"input_ids": ids, "labels": ids})
+    budgets, options = (2_229_000_000, 2_984_000_000), {"roles": ("data", "zero"), "num_stages": 1}
+    less, more = (galvatron_fx.plan(captured, CLUSTER, memory_budget=each, **options).step_time_s for each in budgets)
+    assert more <= less
 
 
 def test_gathers_are_late_where_nothing_else_fits() -> None:

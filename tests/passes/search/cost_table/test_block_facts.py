@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from cost_models.node_cost import node_cost
-from passes.search.cost_table.block_facts import BlockFacts
+from passes.search.cost_table.block_facts import BlockFacts, measured_shares
 from passes.search.cost_table.block_terms import TermsReader
 from passes.search.cost_table.graph_index import GraphIndex
-from tests.helpers import captured
+from tests.helpers import DEVICE, captured
 from tests.models import zoo
 from tests.passes.sharding.test_shard_parameters import two_uses
 
@@ -35,3 +37,19 @@ def test_operators_that_nothing_splits_cost_what_their_records_say() -> None:
         assert operators.flops.size.tolist() == [cost.flops for cost in costs]
         moved = np.add.reduceat(operators.tensors.size, operators.starts)
         assert moved.tolist() == [cost.read_bytes + cost.written_bytes for cost in costs]
+
+
+def test_operators_take_what_was_measured_of_them() -> None:
+    """Times its share, the curve of a call is what was measured; else, and where others were, it is as ever."""
+    facts = BlockFacts(GraphIndex.of(captured(*zoo.gpt2())), 1)
+    operators = [call for call in facts.calls if call.curve_s(DEVICE) > 0]
+    curves = np.array([call.curve_s(DEVICE) for call in operators])
+    calls = {call.key: times * call.curve_s(DEVICE) for call, times in zip(operators, (0.5, 3.0), strict=False)}
+    measured = replace(DEVICE, calls=calls)
+    expected = np.array([calls.get(call.key, call.curve_s(DEVICE)) for call in operators])
+    assert measured_shares(operators, measured) * curves == pytest.approx(expected, rel=1e-12)
+    assert [call.whole_s(measured) for call in operators] == expected.tolist() != curves.tolist()
+    elsewhere = replace(DEVICE, calls={"aten.mm.default|float16[3,3],float16[3,3]": 1.0})
+    for unmeasured in (DEVICE, elsewhere):
+        assert measured_shares(facts.calls, unmeasured).tolist() == [1.0] * len(facts.calls)
+    assert measured_shares([], measured).tolist() == []
