@@ -13,7 +13,7 @@ from galvatron_fx.ir.errors import InputError
 from galvatron_fx.runtime.compiled import AnyProgram, StageCopies
 from galvatron_fx.runtime.dtensor_views import lie_like, share_of
 from galvatron_fx.runtime.late_changes import refuse_assignment, refuse_part
-from galvatron_fx.runtime.module_tree import ModuleTree, refuse_conversion
+from galvatron_fx.runtime.module_tree import ModuleTree, leave_absent, refuse_conversion
 from galvatron_fx.runtime.original_attributes import is_of_original
 from galvatron_fx.runtime.stage_tensors import as_stage_tensor
 from galvatron_fx.runtime.wrappers import check_read, check_set, refuse_wrapper
@@ -138,13 +138,11 @@ class LikeOriginal(nn.Module):
         """Called with what belongs to this module and those inside, also where it is one of another's."""
         self.require_own_order("saved or loaded")
         held = {**dict(self.named_parameters(remove_duplicate=False)), **dict(self.named_buffers())}
-        known = self._tree.twin.state_dict().keys() if self._stages is not None else ()
         for name in [name for name in state_dict if name.startswith(prefix)]:
             own_name = name.removeprefix(prefix)
             if own_name in held:
                 state_dict[name] = _as_held(held[own_name], state_dict[name])
-            elif own_name in known:
-                del state_dict[name]
+        leave_absent(self, self._tree.twin, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def require_own_order(self, what: str) -> None:

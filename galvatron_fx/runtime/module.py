@@ -45,10 +45,10 @@ from galvatron_fx.runtime.own_outputs import own_outputs
 from galvatron_fx.runtime.program import Call
 from galvatron_fx.runtime.stage_tensors import mark_of_stage
 from galvatron_fx.runtime.total_norm import total_norm
+from galvatron_fx.runtime.untraced import untraced
 from galvatron_fx.runtime.with_experts import WithExperts
 from passes.frontend.capture.capture import FlatInputs
 from passes.frontend.capture.held_objects import ArgumentAt
-
 
 class DistributedGraphModule(WithExperts):
     """A model lowered to one rank of a mesh; trains exactly as the original on one device.
@@ -96,6 +96,7 @@ class DistributedGraphModule(WithExperts):
         if self.plan.fold_gradients:
             self._folded = FoldedUpdates(optimizers)
 
+    @untraced
     def forward_backward(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward on the global batch, add to ``.grad`` of the parameters and return the outputs.
 
@@ -133,6 +134,7 @@ class DistributedGraphModule(WithExperts):
                 self._accumulate(gradients, program.folded)
         return self._outputs(program, results, program.signature.beside_loss)
 
+    @untraced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward on the global batch; under gradient mode the result can be differentiated with ``backward()``.
 
@@ -145,6 +147,7 @@ class DistributedGraphModule(WithExperts):
             return self._step_outputs
         return self._called(args, kwargs, everywhere=False)
 
+    @untraced
     def on_all_ranks(self, *args: Any, **kwargs: Any) -> Any:
         """Call a model that was compiled forward-only; under a plan with stages, all ranks have all outputs."""
         return self._called(args, kwargs, everywhere=True)

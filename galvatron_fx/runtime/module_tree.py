@@ -13,7 +13,7 @@ from galvatron_fx.runtime.modes import Modes, Switches
 from galvatron_fx.runtime.original_attributes import AttributesRead, is_of_original, with_container_methods
 from galvatron_fx.runtime.wrappers import check_read, refuse_fully_shard
 
-__all__ = ["ModuleTree", "ShownModule", "module_at", "refuse_conversion"]
+__all__ = ["ModuleTree", "ShownModule", "leave_absent", "module_at", "refuse_conversion"]
 
 _HOOKS = "the modules of a compiled model do not run one by one, so a hook of theirs would never be called"
 
@@ -107,6 +107,10 @@ class ShownModule(nn.Module):
         self._tree.train(self._twin, mode)
         return self
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        leave_absent(self, self._twin, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def forward(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse: the program runs as a whole."""
         raise InputError(
@@ -160,6 +164,12 @@ class ShownModule(nn.Module):
 
     def extra_repr(self) -> str:
         return self._twin.extra_repr()
+
+
+def leave_absent(module: nn.Module, twin: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """Drop from what ``module`` is about to load those tensors of its own that ranks of other stages hold."""
+    for name in (twin._parameters.keys() | twin._buffers.keys()) - module._parameters.keys() - module._buffers.keys():
+        state_dict.pop(prefix + name, None)
 
 
 def refuse_conversion(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:

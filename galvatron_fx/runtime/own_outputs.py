@@ -18,6 +18,7 @@ from galvatron_fx.ir.graph.metadata import Signature
 from galvatron_fx.ir.torch_compat.dtensors import whole_tensor
 from galvatron_fx.ir.torch_compat.tensors import pytree
 from galvatron_fx.runtime.members import Members
+from galvatron_fx.runtime.untraced import untraced
 
 __all__ = ["own_outputs"]
 
@@ -58,6 +59,7 @@ class _OwnRows(torch.autograd.Function):
         return tuple(_rows(value, dim, members).clone() for value, dim in zip(whole, dims, strict=True))
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *own: Tensor | None) -> tuple[Any, ...]:
         device, members = ctx.like[0][2], ctx.members
         arrived = torch.tensor([gradient is not None for gradient in own], dtype=torch.int32, device=device)

@@ -26,6 +26,7 @@ from galvatron_fx.runtime.backward_refusals import Versions, refuse_higher_order
 from galvatron_fx.runtime.dtensor_views import lie_like
 from galvatron_fx.runtime.expert_loads import KeptCounts
 from galvatron_fx.runtime.loss import loss_port
+from galvatron_fx.runtime.untraced import untraced
 from passes.lowering.batch_rows import RowsRead
 from passes.lowering.split_forward_backward import ForwardBackward
 
@@ -260,6 +261,7 @@ class Step(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
         refuse_second_backward(ctx.saved is None)
         refuse_higher_orders()

@@ -13,6 +13,7 @@ from galvatron_fx.ir.torch_compat.dtensors import whole_tensor
 from galvatron_fx.ir.torch_compat.tensors import keeps_graph, scale_all
 from galvatron_fx.runtime.backward_refusals import refuse_higher_orders, refuse_second_backward
 from galvatron_fx.runtime.gradients import gradient_of
+from galvatron_fx.runtime.untraced import untraced
 
 __all__ = ["Differentiated", "scheduled_loss"]
 
@@ -48,6 +49,7 @@ class _ScheduledLoss(torch.autograd.Function):
         return step.loss.clone()
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *tangents: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_backward(ctx.step is None)
         refuse_higher_orders()

@@ -197,6 +197,14 @@ def stages_save_and_load_their_parts(mesh: DeviceMesh) -> None:
     compiled.load_state_dict(compiled.state_dict())
     for name, parameter in compiled.named_parameters():
         same(parameter, expected[name], name)
+        parameter.detach().zero_()
+    for number, layer in enumerate(plain.layers):  # of which this rank holds some
+        assert str(compiled.get_submodule(f"layers.{number}").load_state_dict(layer.state_dict())).startswith("<All")
+    for name, parameter in compiled.named_parameters():
+        same(parameter, expected[name] * name.startswith("layers."), name)
+    compiled.load_state_dict(expected)
+    with pytest.raises(RuntimeError, match=r'Unexpected key.*"none"'):
+        compiled.get_submodule("layers.0").load_state_dict({**plain.layers[0].state_dict(), "none": expected["last.bias"]})
     other = copy.deepcopy(compiled)
     other.forward_backward(**batch())
     plain(**batch())["loss"].backward()

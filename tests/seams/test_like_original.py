@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -191,6 +191,23 @@ def test_methods_that_need_more_than_shards_are_refused(mesh: DeviceMesh, plain:
         getattr(model, name)(*[X] * (name == "first"))
     with pytest.raises(InputError, match='backend="inductor"'):
         torch.compile(model)(X)
+
+
+def test_torch_compile_of_a_loop_leaves_the_model_as_it_is(mesh: DeviceMesh, plain: Stack) -> None:
+    model, traced = compiled_of(mesh, plain), []
+
+    def backend(graph: fx.GraphModule, inputs: Any) -> Any:
+        traced.append(graph)
+        return graph.forward
+
+    def step(x: Tensor) -> Tensor:
+        loss = 2 * model(x + 1)
+        loss.backward()
+        return loss + model.forward_backward(x)
+
+    loss = torch.compile(step, backend=backend)(X)
+    torch.testing.assert_close(loss, 2 * plain(X + 1) + plain(X))
+    assert len(traced) == 3  # before, between and behind what the model does
 
 
 @pytest.mark.parametrize(("name", "wrap"), [
