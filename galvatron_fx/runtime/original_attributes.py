@@ -60,7 +60,7 @@ class AttributesRead:
                 f"stages alone (model.named_parameters()), and galvatron_fx.gather(model) is the whole model"
             )
         if in_class is _ABSENT:
-            raise AttributeError(_absent(twin, name, whole_name))
+            return _found_elsewhere(shown, twin, name, whole_name)
         bind: Callable[..., Any] | None = getattr(type(in_class), "__get__", None)
         if name == "save_pretrained" and bind is not None:
             return _save_given(bind(in_class, twin, type(twin)), whole_name)
@@ -91,6 +91,17 @@ class AttributesRead:
         )
 
 
+def _found_elsewhere(shown: nn.Module, twin: nn.Module, name: str, whole_name: str) -> Any:
+    """What a ``__getattr__`` of the original's class finds for ``shown``, such as an attribute of a module inside."""
+    find: Any = type(twin).__getattr__
+    if find is nn.Module.__getattr__ or name == "no_sync" or not hasattr(twin, name):
+        raise AttributeError(_absent(twin, name, whole_name))
+    try:
+        return find(shown, name)
+    except Exception as error:
+        raise AttributeError(_absent(twin, name, whole_name)) from error
+
+
 def _absent(twin: nn.Module, name: str, whole_name: str) -> str:
     """Why a compiled model has no attribute of that name."""
     if name == "no_sync":  # LocalSGD of accelerate asks for it; others ask whether it is there
@@ -101,7 +112,7 @@ def _absent(twin: nn.Module, name: str, whole_name: str) -> str:
     if not hasattr(twin, name):
         return f"a compiled model has no attribute '{whole_name}', as the original has none"
     return (
-        f"'{whole_name}' of a compiled model is not there, as the original finds it by a __getattr__ of its class: "
+        f"'{whole_name}' of a compiled model is not there, as the original's __getattr__ does not find it there: "
         f"{_GATHER} whole.{whole_name}"
     )
 

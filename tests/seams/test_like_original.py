@@ -124,13 +124,16 @@ class Forwarding(Stack):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("layers"), name)
+            return vars(self)[name[5:]] if name.startswith("vars_") else getattr(super().__getattr__("layers")[0], name)
 
 
-def test_what_the_original_finds_elsewhere_is_told_of(mesh: DeviceMesh) -> None:
+def test_what_the_original_finds_in_a_module_inside_is_there(mesh: DeviceMesh) -> None:
     model = compiled_of(mesh, Forwarding())
-    with pytest.raises(AttributeError, match=r"'extend'.* by a __getattr__ of its class.*gather.*whole\.extend"):
-        _ = model.extend
+    assert model.out_features == 4 and model.weight is model.layers[0].weight
+    with pytest.raises(InputError, match=r"layers\.0\.reset_parameters\(\) of a compiled model would draw other weights"):
+        model.reset_parameters()
+    with pytest.raises(AttributeError, match=r"'vars_depth'.*__getattr__ does not find it.*gather.*whole\.vars_depth"):
+        _ = model.vars_depth
     with pytest.raises(AttributeError, match="has no attribute 'reach', as the original has none"):
         _ = model.reach
 
