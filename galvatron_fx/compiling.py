@@ -49,6 +49,7 @@ from galvatron_fx.runtime.original import LateChanges, check_hooks, watch_consta
 from galvatron_fx.runtime.program import Program
 from galvatron_fx.runtime.same_weights import describe_constants, describe_model, unlike_tensors
 from galvatron_fx.runtime.staged_program import StagedProgram
+from galvatron_fx.runtime.whole_inputs import whole_inputs
 from galvatron_fx.runtime.whole_updates import watch_whole_updates
 from galvatron_fx.search_settings import SearchSettings
 from galvatron_fx.tuning.timed_steps import TimedSteps
@@ -100,6 +101,7 @@ def compile_model(model: nn.Module, inputs: FlatInputs, options: CompileOptions)
     """Compile ``model`` for a first batch, as this rank brings it."""
     refuse_autocast(options.mesh.device_type, options.session.policy)
     check_hooks(model)
+    inputs = whole_inputs(inputs, options.is_local, has_caches=bool(options.session.settings.forward_only))
     with without_autocast(options.mesh.device_type):
         whole = global_inputs(inputs) if options.is_local else inputs
         plans, graph = _agreed_plans(model, inputs, whole, options)

@@ -46,9 +46,11 @@ from galvatron_fx.runtime.program import Call
 from galvatron_fx.runtime.stage_tensors import mark_of_stage
 from galvatron_fx.runtime.total_norm import total_norm
 from galvatron_fx.runtime.untraced import untraced
+from galvatron_fx.runtime.whole_inputs import whole_inputs
 from galvatron_fx.runtime.with_experts import WithExperts
 from passes.frontend.capture.capture import FlatInputs
 from passes.frontend.capture.held_objects import ArgumentAt
+
 
 class DistributedGraphModule(WithExperts):
     """A model lowered to one rank of a mesh; trains exactly as the original on one device.
@@ -319,6 +321,8 @@ class DistributedGraphModule(WithExperts):
         self._require_member()
         self._late.warn()
         given, marked = unmarked(*self._style.of(args, kwargs))
+        with self._watch.collectives():
+            given = whole_inputs(given, self._rows.is_local, has_caches=self.plan.forward_only)
         self._memory.require_kept(self._held)
         if torch.is_grad_enabled() and not self.plan.forward_only:
             refuse_gradients(given)

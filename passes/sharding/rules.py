@@ -93,8 +93,12 @@ RuleMaker = Callable[[OpCall, int], list[OpRule]]
 _OWN: dict[Any, RuleMaker] = {}
 
 # What arguments that count dims are called, and the operators whose output has a dim more to count.
-_DIMS = ("dim", "dims", "dim0", "dim1")
-_ADD_A_DIM = (torch.ops.aten.unsqueeze.default, torch.ops.aten.stack.default)
+_DIMS = ("dim", "dims", "dim0", "dim1", "dim2")
+_ADD_A_DIM = (
+    torch.ops.aten.unsqueeze.default,
+    torch.ops.aten.stack.default,
+    torch.ops.aten.select_backward.default,
+)
 
 
 def register_rule(*targets: Any) -> Callable[[RuleMaker], RuleMaker]:

@@ -136,3 +136,42 @@ def anomalies_are_found(mesh: DeviceMesh) -> None:
         of_zero = compiled.weight.detach().max() - compiled.weight  # at one element, in one shard
         with pytest.raises(RuntimeError, match="returned nan values"):
             (compiled(x) + (of_zero.sqrt() * 0).sum()).backward()
+
+
+class WithMean(nn.Linear):
+    """A layer that returns a loss beside its rows, which may then stay in shards."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        rows = super().forward(x)
+        return rows.mean(), rows
+
+
+class Shifted(nn.Module):
+    """Rows around others, which are the output of another model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 12, dtype=torch.float64))
+
+    def forward(self, x: Tensor, middle: Tensor) -> Tensor:
+        return (self.weight * x - middle).square().mean()
+
+
+def outputs_are_inputs(mesh: DeviceMesh) -> None:
+    """What one compiled model returns in shards another takes, at compile and in steps, whole or not."""
+    first, x = WithMean(12, 12, dtype=torch.float64), torch.linspace(-1, 1, 96, dtype=torch.float64).view(8, 12)
+    plan = Plan.uniform((2, 2), ("data", "zero"))
+    compiled = galvatron_fx.compile(first, mesh, x, plan=plan)
+    with torch.no_grad():
+        (_, given), whole = compiled(x), compiled(x)[1].full_tensor()
+    assert isinstance(given, DTensor)
+    losses = []
+    for example in (given, whole):
+        second = galvatron_fx.compile(Shifted(), mesh, (x, example), plan=plan)
+        losses += [second.forward_backward(x, middle) for middle in (given, whole)]
+    expected = Shifted()(x, whole)
+    for loss in losses:
+        same(loss, expected, "loss")
+    local = galvatron_fx.compile(Shifted(), mesh, (x, whole), plan=plan, batch="local")
+    with pytest.raises(InputError, match=r"input 1 is a DTensor, of the rows of all ranks, and with batch='local'"):
+        local(x, given)

@@ -204,7 +204,9 @@ def stages_save_and_load_their_parts(mesh: DeviceMesh) -> None:
         same(parameter, expected[name] * name.startswith("layers."), name)
     compiled.load_state_dict(expected)
     with pytest.raises(RuntimeError, match=r'Unexpected key.*"none"'):
-        compiled.get_submodule("layers.0").load_state_dict({**plain.layers[0].state_dict(), "none": expected["last.bias"]})
+        compiled.get_submodule("layers.0").load_state_dict(
+            {**plain.layers[0].state_dict(), "none": expected["last.bias"]}
+        )
     other = copy.deepcopy(compiled)
     other.forward_backward(**batch())
     plain(**batch())["loss"].backward()

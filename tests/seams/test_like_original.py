@@ -130,7 +130,9 @@ class Forwarding(Stack):
 def test_what_the_original_finds_in_a_module_inside_is_there(mesh: DeviceMesh) -> None:
     model = compiled_of(mesh, Forwarding())
     assert model.out_features == 4 and model.weight is model.layers[0].weight
-    with pytest.raises(InputError, match=r"layers\.0\.reset_parameters\(\) of a compiled model would draw other weights"):
+    with pytest.raises(
+        InputError, match=r"layers\.0\.reset_parameters\(\) of a compiled model would draw other weights"
+    ):
         model.reset_parameters()
     with pytest.raises(AttributeError, match=r"'vars_depth'.*__getattr__ does not find it.*gather.*whole\.vars_depth"):
         _ = model.vars_depth

@@ -390,6 +390,7 @@ TORCH_CALLS: list[Call] = [
     (aten.slice_backward.default, (real(4, 4), [4, 8], 1, 0, 4, 1), {}),
     (aten.select.int, (real(4, 8), 1, 3), {}),
     (aten.select_backward.default, (real(4), [4, 8], 1, 3), {}),
+    (aten.select_backward.default, (real(4), [4, 8], -1, 3), {}),
     (aten.index.Tensor, (real(4, 8), [whole(4, 4)]), {}),
     (aten.index.Tensor, (real(4, 8), [None, whole(8, 4)]), {}),
     (aten.index_put.default, (real(4, 8), [whole(2, 4, 8, boolean=True)], real()), {}),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import OptimizeResult
 
 from galvatron_fx.errors import ShardingError
 from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Placement, Shard
+from passes.sharding import rule_ilp
 from passes.sharding.rule_ilp import Choice, Item, Problem, solve
 
 PLACEMENTS: tuple[Placement, ...] = (REPLICATE, Shard(0), PARTIAL)
@@ -87,6 +90,19 @@ def test_equals_brute_force(problem: Problem, unit_s: float) -> None:
     found = solve(problem)
     assert found.time_s == pytest.approx(expected, rel=1e-5, abs=1e-5 * unit_s)
     assert price(problem, found.choices) == pytest.approx(expected, rel=1e-5, abs=1e-5 * unit_s)
+
+
+def test_programs_of_which_highs_knows_nothing_without_presolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of soft dynamic time warping was refused: its cheapest and dearest changes are 1e14 apart."""
+
+    def unsure(*args: Any, options: dict[str, Any], **keywords: Any) -> OptimizeResult:
+        given_up = OptimizeResult(status=4, x=None, fun=None, message="the model's status is unknown")
+        return given_up if options.get("presolve") is False else milp(*args, options=options, **keywords)
+
+    milp = rule_ilp.milp
+    monkeypatch.setattr(rule_ilp, "milp", unsure)
+    problem = Problem([source(REPLICATE, Shard(0)), taker("a", (REPLICATE, 4.0), (Shard(0), 1.0))])
+    assert solve(problem).choices == (1, 1)
 
 
 def source(*placements: Placement) -> Item:
