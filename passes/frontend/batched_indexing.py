@@ -64,7 +64,7 @@ class _Counters:
 
     def dim(self, node: fx.Node) -> int | None:
         """The dim, from the last (-1) on; None for what does not count."""
-        number = self.constants.number_of[node]
+        number = self.constants.number_of.get(node)  # what was written here meanwhile, as of a lookup, has none
         if number is None:
             return None
         if number not in self.known:

@@ -17,7 +17,7 @@ from galvatron_fx.ir.graph.rewrite import copy_node, inherited_meta, replace_out
 from galvatron_fx.ir.graph.symbols import Sizes, value_at
 from galvatron_fx.ir.graph.symbols import annotate as label_dims
 from galvatron_fx.ir.kernels.experts import group_of, numbers_of_masks
-from galvatron_fx.ir.torch_compat.tracing import decomposition, trace_decomposed
+from galvatron_fx.ir.torch_compat.tracing import decomposition, failures_unlogged, trace_decomposed
 from passes.frontend.capture.cleanup import CleanGraph
 from passes.sharding import batched_rules, lookup_rules, own_rules, random_rules  # noqa: F401  (register rules)
 from passes.sharding.rules import has_rule
@@ -207,7 +207,8 @@ def _traced(node: fx.Node, call: Any, shapes: Sequence[tuple[int, ...]], table: 
 
     dtypes = [meta_of(source).spec.dtype for source in input_nodes(node)]
     try:
-        traced = trace_decomposed(function, list(zip(shapes, dtypes, strict=True)), table)
+        with failures_unlogged():
+            traced = trace_decomposed(function, list(zip(shapes, dtypes, strict=True)), table)
     except _FAILURES:
         return None
     for inner_node in traced.graph.nodes:

@@ -115,6 +115,17 @@ STAY: dict[str, Callable[[Builder, fx.Node, fx.Node], fx.Node]] = {
     "fewer rows": lambda b, x, i: b.call(
         aten.index.Tensor, x, [arange(b, 2, 2, 1), b.call(aten.slice.Tensor, i, 0, 0, 2)]
     ),
+    "places that were looked up": lambda b, x, i: b.call(
+        aten.index.Tensor,
+        x,
+        [
+            b.call(
+                aten.index.Tensor,
+                b.call(aten.remainder.Scalar, i, ROWS),
+                [arange(b, ROWS, ROWS), b.call(aten.select.int, b.call(aten.remainder.Scalar, i, 2), 1, 0)],
+            )
+        ],
+    ),
     "counting backwards": lambda b, x, i: b.call(
         aten.index.Tensor, x, [b.call(aten.flip.default, arange(b, ROWS, ROWS, 1), [0]), i]
     ),

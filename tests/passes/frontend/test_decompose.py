@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import TestCase
 
 import expecttest
 import pytest
@@ -213,6 +214,17 @@ def test_operators_without_a_usable_decomposition_stay() -> None:
 
     graph = decomposed(Applied(distances).double(), pair())
     assert any(node.target is aten._pdist_forward.default for node in graph.graph.nodes)
+
+
+def test_sizes_that_do_not_go_together_are_tried_without_a_log() -> None:
+    def masked(x: Tensor, mask: Tensor) -> Tensor:  # its second dim is taken for the sequence, and is that of x, too
+        x = x.flatten(1, 2).clone()
+        x[mask] = 0.0
+        return x.square().sum()
+
+    with TestCase().assertNoLogs("torch._subclasses.fake_tensor"):
+        graph = decomposed(Applied(masked), (torch.randn(4, 2, 2, 6), torch.rand(4, 4) > 0.5))
+    assert any(node.target is aten.where.self for node in graph.graph.nodes)
 
 
 def test_a_graph_with_rules_for_all_stays() -> None:
