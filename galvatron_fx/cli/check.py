@@ -8,7 +8,6 @@ from math import isfinite
 from galvatron_fx.cli import files, models, options, output
 from galvatron_fx.cli.exits import BUG, OK
 from galvatron_fx.cli.output import Result
-from galvatron_fx.ir.errors import PlanError
 
 HELP = "train a step by a plan on simulated ranks and, eager, on one device, and say where the two differ"
 EXAMPLES = """\
@@ -51,12 +50,8 @@ def run(given: argparse.Namespace) -> Result:
     policy = plan.mixed_precision if plan is not None else None
     settings = {"steps": given.steps, "exact": not given.own_precision, "seed": given.seed, "mixed_precision": policy}
     settings["forward_only"] = given.forward_only
-    try:
+    with files.named(given.plan):
         report = check(subject.model, cluster, subject.values_of(given.seed), plan, **settings)
-    except PlanError as error:
-        if plan is None:
-            raise
-        files.refuse(given.plan, error)
     text = "\n".join([str(subject), output.describe_cluster(cluster), "", str(report)])
     rows = [
         {**vars(row), "absolute": _finite(row.absolute), "relative": _finite(row.relative), "is_equal": row.is_equal}

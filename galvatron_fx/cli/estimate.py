@@ -7,8 +7,7 @@ import argparse
 from galvatron_fx.cli import files, models, options, output
 from galvatron_fx.cli.exits import OK, TOO_LARGE
 from galvatron_fx.cli.output import Result
-from galvatron_fx.ir.errors import PlanError
-from galvatron_fx.ir.plan.units import format_bytes, parse_bytes
+from galvatron_fx.ir.plan.units import format_bytes
 
 HELP = "lower a given plan and simulate it: time by cause and memory by kind on every rank"
 EXAMPLES = """\
@@ -32,7 +31,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     options.add_cluster(parser)
     parser.add_argument(
         "--memory-budget",
-        type=options.typed(parse_bytes),
+        type=options.typed(options.size),
         metavar="SIZE",
         help="per device, such as 40GiB (default: the device's memory); exit code 4 where the plan takes more",
     )
@@ -48,12 +47,10 @@ def run(given: argparse.Namespace) -> Result:
         subject = models.load(given)
         from galvatron_fx.estimating import estimate
 
-        try:
+        with files.named(given.plan):
             prediction = estimate(
                 subject.model, cluster, subject.inputs, plan, progress=progress, forward_only=given.forward_only
             )
-        except PlanError as error:
-            files.refuse(given.plan, error)
     limit = given.memory_budget or cluster.device.memory_bytes
     fits = prediction.peak_bytes <= limit
     verdict = f"{'fits' if fits else 'does not fit'} a budget of {format_bytes(limit)} per device"

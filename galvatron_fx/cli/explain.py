@@ -52,7 +52,7 @@ def run(given: argparse.Namespace) -> Result:
     options.follow(given, plan)
     why = [str(plan.report), ""] if plan is not None and plan.report is not None else []
     cluster = options.cluster_of(given)
-    with output.progress() as progress:
+    with output.progress() as progress, files.named(given.plan):
         progress.say("building the model")
         subject = models.load(given)
         settings: dict[str, Any] = {**options.search_of(given), "plan": plan, "progress": progress}

@@ -5,18 +5,21 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from galvatron_fx.ir.errors import ClusterError, GalvatronError, PlanError
-from galvatron_fx.ir.strict_json import read_text
+from galvatron_fx.ir.errors import ClusterError, GalvatronError, InputError, PlanError
+from galvatron_fx.ir.strict_json import parse_object, read_text
 
 if TYPE_CHECKING:
     from galvatron_fx.ir.cluster.cluster import Cluster
     from galvatron_fx.ir.plan.plan import Plan
 
-__all__ = ["check_writable", "read_cluster", "read_plan", "refuse"]
+__all__ = ["CLUSTER", "PLAN", "check_writable", "kind_of", "named", "read_cluster", "read_plan", "refuse"]
+
+PLAN, CLUSTER = "plan", "cluster"
 
 Read = TypeVar("Read")
 
@@ -25,14 +28,14 @@ def read_plan(path: str | Path) -> Plan:
     """Read a plan, with its report if that lies beside it; raises PlanError, InputError for an unreadable file."""
     from galvatron_fx.ir.plan.plan import Plan
 
-    return _read(path, "a plan", Plan.from_json, PlanError).with_report_beside(path)
+    return _read(path, PLAN, Plan.from_json, PlanError).with_report_beside(path)
 
 
 def read_cluster(path: str | Path) -> Cluster:
     """Read a cluster or a profile; raises ClusterError, or InputError for a file that cannot be read."""
     from galvatron_fx.ir.cluster.cluster import Cluster
 
-    return _read(path, "a cluster", Cluster.from_json, ClusterError)
+    return _read(path, CLUSTER, Cluster.from_json, ClusterError)
 
 
 def check_writable(path: str | Path) -> None:
@@ -52,14 +55,37 @@ def check_writable(path: str | Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
+def kind_of(document: object) -> str:
+    """What a document is by its keys: a plan, a cluster, or empty text for neither."""
+    keys = document if isinstance(document, dict) else {}
+    if "blocks" in keys:
+        return PLAN
+    return CLUSTER if "device" in keys or "nodes" in keys else ""
+
+
+@contextmanager
+def named(path: str | Path | None) -> Iterator[None]:
+    """Have a PlanError that is raised within begin with the path of the plan, if it has one."""
+    try:
+        yield
+    except PlanError as error:
+        if path is None:
+            raise
+        refuse(path, error)
+
+
 def refuse(path: str | Path, error: GalvatronError) -> NoReturn:
     """Raise an error of the same kind that begins with the path."""
     raise type(error)(str(error) if str(path) in str(error) else f"{path}: {error}") from None
 
 
 def _read(path: str | Path, what: str, parse: Callable[[str], Read], kind: type[GalvatronError]) -> Read:
-    text = read_text(path, what)
+    text = read_text(path, f"a {what}")
     try:
         return parse(text)
     except kind as error:
+        with suppress(InputError):
+            other = kind_of(parse_object(text))
+            if other and other != what:
+                refuse(path, kind(f"this is a {other}, and a {what} is wanted there"))
         refuse(path, error)

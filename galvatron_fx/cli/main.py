@@ -6,11 +6,13 @@ import argparse
 import io
 import json
 import os
+import re
 import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from galvatron_fx._version import __version__
@@ -59,7 +61,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are ours."""
+    """A parser whose errors are ours, and name the help of the subcommand."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flags = re.findall(r"--[\w-]+", self.format_usage()) if unknown[0].startswith("--") else []
+            near = get_close_matches(unknown[0], flags, n=1)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}" + "".join(f"; did you mean {n}?" for n in near))
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")

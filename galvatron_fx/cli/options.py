@@ -36,12 +36,15 @@ __all__ = [
     "batches",
     "cluster_named",
     "cluster_of",
+    "counts",
     "follow",
+    "names",
     "policy_of",
     "positive",
     "recompute_of",
     "roles_of",
     "search_of",
+    "size",
     "typed",
 ]
 
@@ -147,7 +150,7 @@ def add_search(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("search")
     group.add_argument(
         "--memory-budget",
-        type=typed(_budget),
+        type=typed(size),
         metavar="SIZE",
         help="per device, such as 40GiB (default: the device's memory)",
     )
@@ -232,7 +235,7 @@ def add_space(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--host-memory",
-        type=typed(_budget),
+        type=typed(size),
         metavar="SIZE",
         help="of the host, per device, for --offload (default: the device's share, as far as it is known)",
     )
@@ -294,13 +297,12 @@ def follow(options: argparse.Namespace, plan: Plan | None) -> None:
 
 def policy_of(options: argparse.Namespace) -> MixedPrecisionPolicy | None:
     """The policy of mixed precision, None where there is none."""
-    names = options.mixed_precision
-    if names is None:
+    if options.mixed_precision is None:
         return None
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    dtypes = [getattr(torch, name) for name in names]
+    dtypes = [getattr(torch, name) for name in options.mixed_precision]
     return MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[-1])
 
 
@@ -318,12 +320,25 @@ def cluster_named(text: str) -> Cluster:
     return Cluster.preset(text)
 
 
+def size(text: str) -> int:
+    """Read a number of bytes above 0, "40GiB"; raises ValueError for anything else."""
+    num_bytes = parse_bytes(text)
+    if num_bytes == 0:
+        raise ValueError("a size of 0 bytes: give one such as 40GiB")
+    return num_bytes
+
+
 def batches(text: str) -> tuple[int, ...]:
     """Read numbers of samples, "64,96"; raises ValueError for anything else."""
     numbers = text.split(",")
     if not all(number.strip().isdecimal() and int(number) > 0 for number in numbers):
         raise ValueError(f"{text[:80]!r} is no list of batches: give numbers of samples above 0, such as 64,96,128")
     return tuple(map(int, numbers))
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Read names, "a,b", each once."""
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",")))
 
 
 def counts(text: str) -> tuple[int, ...]:
@@ -341,28 +356,21 @@ def counts(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _budget(text: str) -> int:
-    size = parse_bytes(text)
-    if size == 0:
-        raise ValueError("a budget of 0 bytes: give a size such as 40GiB")
-    return size
-
-
 def _imbalance(text: str) -> float:
     check_arguments(expert_imbalance=float(text))
     return float(text)
 
 
 def _precision(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(","))
-    if len(names) > 2 or not set(names) <= set(DTYPES):
+    dtypes = names(text)
+    if len(dtypes) > 2 or not set(dtypes) <= set(DTYPES):
         raise ValueError(f"{text[:80]!r} is not one or two of {', '.join(DTYPES)}")
-    return names
+    return dtypes
 
 
 def _roles(text: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
-    unknown = [name for name in names if name not in ROLES]
+    roles = names(text)
+    unknown = [role for role in roles if role not in ROLES]
     if unknown:
         raise ValueError(f"unknown role {unknown[0]!r}: use some of {', '.join(ROLES)}")
-    return names
+    return roles

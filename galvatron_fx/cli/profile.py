@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from galvatron_fx.cli import options, output
+from galvatron_fx.cli.files import check_writable
 from galvatron_fx.cli.models import DTYPES
 from galvatron_fx.cli.output import SILENT, Result
 
@@ -23,7 +24,7 @@ examples:
   galvatron-fx profile --out profile.json --seconds 30
 
   # all devices and the links between them
-  torchrun --nproc-per-node 8 -m galvatron_fx.cli.main profile --out profile.json
+  torchrun --nproc-per-node 8 -m galvatron_fx profile --out profile.json
 
   # then plan with what was measured
   galvatron-fx plan --model llama --cluster profile.json
@@ -59,6 +60,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> Result:
     """Measure; rank 0 writes and tells. Raises what ``measure_cluster`` raises, and OSError where it cannot write."""
+    check_writable(given.out)
     import torch
 
     from galvatron_fx.ir.plan import plan_json

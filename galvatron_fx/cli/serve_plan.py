@@ -10,7 +10,6 @@ from galvatron_fx.cli import models, options, output
 from galvatron_fx.cli.files import check_writable
 from galvatron_fx.cli.output import Result
 from galvatron_fx.figures import require_matplotlib
-from galvatron_fx.ir.plan.units import parse_bytes
 
 if TYPE_CHECKING:
     from galvatron_fx.serving.captures import RequestInputs
@@ -43,7 +42,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     options.add_configuration(group)
     options.add_cluster(parser)
     group.add_argument(
-        "--memory-budget", type=options.typed(parse_bytes), metavar="SIZE", help="per device (default: its memory)"
+        "--memory-budget", type=options.typed(options.size), metavar="SIZE", help="per device (default: its memory)"
     )
     group = parser.add_argument_group("requests")
     group.add_argument(
@@ -55,7 +54,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument(
         "--policies",
-        type=_names,
+        type=options.names,
         default=("prefill_first", "chunked"),
         metavar="A,B",
         help="of prefill_first, mixed and chunked (default: prefill_first,chunked)",
@@ -146,7 +145,3 @@ def run(given: argparse.Namespace) -> Result:
         result.plan(result.best).save(given.plan)
         lines += ["", f"the plan of one replica ({result.best.plan}) is in {given.plan}"]
     return Result("\n".join(lines), {"points": json.loads(result.to_json()), "out": given.out})
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name.strip() for name in text.split(",")))

@@ -12,7 +12,7 @@ from galvatron_fx.cli.exits import UsageError
 from galvatron_fx.cli.files import check_writable
 from galvatron_fx.cli.output import Result
 from galvatron_fx.figures import require_matplotlib
-from galvatron_fx.ir.plan.units import parse_bandwidth, parse_bytes
+from galvatron_fx.ir.plan.units import parse_bandwidth
 
 if TYPE_CHECKING:
     from galvatron_fx.captured import Captured
@@ -55,7 +55,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="N,N-N",
         help="how many, for each of --kinds, such as 1-8,16",
     )
-    group.add_argument("--kinds", type=_names, default=(), metavar="A,B", help="devices such as H100-80GB")
+    group.add_argument("--kinds", type=options.names, default=(), metavar="A,B", help="devices such as H100-80GB")
     group.add_argument(
         "--cluster", action="append", default=[], metavar="CLUSTER", help="one more, as of plan (repeatable)"
     )
@@ -65,10 +65,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--intra-node", type=bandwidth, metavar="SPEED", help="of a device inside its node")
     options.add_disk(group)
-    group.add_argument("--device-memory", type=options.typed(parse_bytes), metavar="SIZE", help="such as 96GiB")
+    group.add_argument("--device-memory", type=options.typed(options.size), metavar="SIZE", help="such as 96GiB")
     group.add_argument(
         "--memory-budget",
-        type=options.typed(lambda text: tuple(parse_bytes(part) for part in text.split(","))),
+        type=options.typed(lambda text: tuple(map(options.size, text.split(",")))),
         metavar="SIZE,SIZE",
         help="per device, each of them (default: the device's memory)",
     )
@@ -181,10 +181,6 @@ def _captured(given: argparse.Namespace) -> dict[str, Captured]:
         subject = models.load(argparse.Namespace(**flags))
         captured[name] = Captured(subject.model, subject.inputs, mixed_precision=options.policy_of(given))
     return captured
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name.strip() for name in text.split(",")))
 
 
 def _price(text: str) -> tuple[str, float]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from galvatron_fx.cli import files, models, options, output
 from galvatron_fx.cli.exits import UsageError
+from galvatron_fx.cli.files import CLUSTER, PLAN
 from galvatron_fx.cli.output import Result
-from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.strict_json import read_object
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ examples:
 Exit code 3 and a message that names the place say what is wrong.
 """
 
-PLAN, CLUSTER = "plan", "cluster"
-
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
@@ -41,7 +39,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> Result:
     """Check; raises PlanError, ClusterError or InputError with the path for what is wrong."""
-    kind = given.kind or _kind(given.file)
+    kind = given.kind or files.kind_of(read_object(given.file, "a plan or a cluster")) or PLAN
     if given.model and not given.cluster:
         raise UsageError("--model is checked with a mesh: give --cluster too")
     if kind == CLUSTER:
@@ -50,18 +48,10 @@ def run(given: argparse.Namespace) -> Result:
         text = output.describe_cluster(files.read_cluster(given.file))
         return Result(f"{given.file} is a sound cluster\n{text}", {"valid": True, "kind": kind})
     plan = files.read_plan(given.file)
-    try:
+    with files.named(given.file):
         checked = _checked(given, plan)
-    except PlanError as error:
-        files.refuse(given.file, error)
     lines = [f"{given.file} is a sound plan{checked}", "", str(plan)]
     return Result("\n".join(lines), {"valid": True, "kind": kind, "num_ranks": prod(plan.axis_sizes)})
-
-
-def _kind(path: str) -> str:
-    """What the file is by its keys; what has those of neither counts as a plan, and is refused as one."""
-    document = read_object(path, "a plan or a cluster")
-    return CLUSTER if "device" in document and "blocks" not in document else PLAN
 
 
 def _checked(given: argparse.Namespace, plan: Plan) -> str:

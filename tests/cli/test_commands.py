@@ -172,7 +172,7 @@ def test_constraints_pin_blocks(run: Run, tmp_path: Path) -> None:
     [
         ('{"nowhere": ["data", "data"]}', [], 3, "'nowhere': the model has no such module"),
         ('{"up": ["data", "date"]}', [], 3, "pins.json: constraint on module 'up': unknown role 'date'"),
-        ('{"up": ["data"]}', [], 3, "no searched strategy is like it"),
+        ('{"up": ["data"]}', [], 3, "has 1 roles, and the mesh of 2×2 has 2 axes: give a role for each"),
         ('{"up": "data"}', [], 3, "give a list of roles"),
         ('{"up": {"roles": ["data", "data"], "again": true}}', [], 3, "unknown keys ['again']"),
         ('[["up"]]', [], 3, "pins.json: a JSON object was expected"),
@@ -241,6 +241,10 @@ def test_validate(run: Run, tmp_path: Path) -> None:
     code, text, _ = run("validate", cluster)
     assert code == 0 and "is a sound cluster" in text
     assert run("validate", cluster, *CLUSTER)[0] == 2
+    code, _, errors = run("estimate", cluster, *OWN)
+    assert code == 3 and "cluster.json: this is a cluster, and a plan is wanted there" in errors
+    code, _, errors = run("plan", *OWN[:2], "--cluster", path)
+    assert code == 3 and "hand.json: this is a plan, and a cluster is wanted there" in errors
 
 
 @pytest.mark.parametrize(
@@ -328,6 +332,10 @@ def test_profile(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         return Cluster.from_mesh(mesh)
 
     monkeypatch.setattr(profiling, "measure_cluster", measure)
+    nowhere = tmp_path / "none" / "profile.json"
+    assert run("profile", "--out", nowhere, "--device", "cpu")[::2] == (
+        3, f"galvatron-fx: {nowhere}: No such file or directory\n"
+    )  # fmt: skip
     out = tmp_path / "profile.json"
     flags = ("--device", "cpu", "--seconds", "7", "--dtype", "float64", "--storage", "/disk", "--json")
     code, text, _ = run("profile", "--out", out, *flags)

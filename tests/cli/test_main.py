@@ -50,7 +50,7 @@ def test_help_teaches_by_example(command: str, capsys: pytest.CaptureFixture[str
         (["plam"], "invalid choice: 'plam'"),
         (["plan"], "the following arguments are required: --model, --cluster"),
         (["plan", "--model", "llama", *CLUSTER, "--memory-budget", "12 Gib"], "unknown unit 'Gib'; use one of"),
-        (["plan", "--model", "llama", *CLUSTER, "--memory-budget", "0"], "a budget of 0 bytes"),
+        (["plan", "--model", "llama", *CLUSTER, "--memory-budget", "0"], "a size of 0 bytes"),
         (["plan", "--model", "llama", *CLUSTER, "--roles", "data,zera"], "unknown role 'zera': use some of data, zero"),
         (["plan", "--model", "llama", *CLUSTER, "--set", "layers"], "'layers' is no key=value"),
         (["plan", "--model", "llama", *CLUSTER, "--batch-size", "-1"], "'-1' is no number of samples"),
@@ -58,6 +58,12 @@ def test_help_teaches_by_example(command: str, capsys: pytest.CaptureFixture[str
         (["plan", "--model", "llama", *CLUSTER, "--mixed-precision", "int8"], "'int8' is not one or two of bfloat16"),
         (["plan", "--model", "llama", *CLUSTER, "--search-batch", "8,0"], "'8,0' is no list of batches"),
         (["plan", "--model", "llama", *CLUSTER, "--search-batch", "--batch-size", "8"], "either given or searched"),
+        (
+            ["plan", "--model", "llama", *CLUSTER, "--budget", "1GB"],
+            "arguments: --budget 1GB; did you mean --memory-bu",
+        ),
+        (["diff", "a.json", "b.json", "c.json"], "unrecognized arguments: c.json (see galvatron-fx diff --help)"),
+        (["sweep", "--model", "llama", *CLUSTER, "--memory-budget", "1GB,0"], "a size of 0 bytes"),
         (["plan", "--model", "tests.cli.tiny:build", *CLUSTER, "--dtype", "float32"], "makes the model and its batch"),
     ],
 )

@@ -91,6 +91,28 @@ class OwnLossTrainer(GalvatronMixin, OwnLoss):
     """With a plan."""
 
 
+class TakesLoss(Trainer):
+    """Computes a loss of the model's own loss alone, scaled as transformers' Trainer does."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+        loss = outputs.loss
+        if self.args.average_tokens_across_devices and num_items_in_batch is not None:
+            loss = loss * self.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
+
+
+class Elsewhere(Trainer):
+    """Computes a loss that the model has no part in."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        return torch.ones((), requires_grad=True).square()
+
+
 def trainer(plan: Plan, folder: Path, kind: Any = Trainer, **settings: Any) -> Any:
     given = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "logging_steps": 1, "save_steps": 2}
     arguments = TrainingArguments(
@@ -98,7 +120,7 @@ def trainer(plan: Plan, folder: Path, kind: Any = Trainer, **settings: Any) -> A
         num_train_epochs=1, report_to=[], disable_tqdm=True, train_sampling_strategy="sequential",
         **{"lr_scheduler_type": "linear", **given, **settings},
     )  # fmt: skip
-    options = {"plan": plan}
+    options = {"plan": plan, **({"takes_loss": True} if kind is TakesLoss else {})}
     return kind(language_model(), arguments, train_dataset=Rows(), eval_dataset=Rows(8), galvatron=options)
 
 
@@ -112,7 +134,7 @@ def logged(one: Any, key: str) -> list[float]:
 
 
 def trainer_trains_and_resumes(mesh: DeviceMesh) -> None:
-    """Losses of one device; a run that is resumed under another plan; a model that from_pretrained reads."""
+    """Losses of one device; resumed under another plan, with a ``compute_loss`` that takes the model's; read again."""
     losses, plain = on_one_device()
     first = trainer(Plan.uniform((2,), ("zero",)), FOLDER / "first", eval_strategy="steps", eval_steps=3)
     first.train()
@@ -123,7 +145,7 @@ def trainer_trains_and_resumes(mesh: DeviceMesh) -> None:
     same(logged(first, "eval_loss")[-1], sum(batch.loss for batch in batches) / 2)
     same(first.predict(rows).predictions, torch.cat([batch.logits for batch in batches]))
     first.save_model(str(FOLDER / "saved"))
-    second = trainer(STAGES, FOLDER / "first")  # whose checkpoint of step 2 stays, and of step 3 is replaced
+    second = trainer(STAGES, FOLDER / "first", TakesLoss)  # whose checkpoint of step 2 stays, and of step 3 is replaced
     second.train(resume_from_checkpoint=str(FOLDER / "first" / "checkpoint-2"))
     same(logged(second, "loss")[-1], losses[-1])
     for name, parameter in second.model.named_parameters():
@@ -152,6 +174,8 @@ def trainer_refuses(mesh: DeviceMesh) -> None:
     refused(trainer(plan, FOLDER, OwnLossTrainer, **local).train, "a compute_loss that may make its loss of outputs")
     own = trainer(STAGES, FOLDER, OwnLossTrainer, save_strategy="no")
     refused(own.train, "say so by galvatron={'takes_loss': True, ...}", PlanError)
+    elsewhere = trainer(plan, FOLDER, Elsewhere, save_strategy="no")
+    refused(elsewhere.train, "compute_loss does not call the model that it is given")
     one = trainer(plan, FOLDER)
     one._options["batch"] = "global"
     refused(one.train, "leave them out of galvatron={...}")

@@ -43,6 +43,7 @@ class Constrained:
         for name, value in constraints.items():
             if not isinstance(value, str):
                 wanted = _roles_by_axis(value, cluster) if isinstance(value, Mapping) else value
+                _check_count(name, value, cluster)
                 modules[name] = wanted, _blocks_of(graph, name)
         return cls(modules, axes, cluster.axis_names)
 
@@ -77,6 +78,16 @@ class Constrained:
 
     def _named(self, axes: Mapping[int, str]) -> str:
         return ", ".join(f"{self.axis_names[axis]} the role {role}" for axis, role in sorted(axes.items()))
+
+
+def _check_count(name: str, value: Any, cluster: Cluster) -> None:
+    roles = value.roles if isinstance(value, Strategy) else value
+    if not isinstance(roles, Mapping) and len(roles) != len(cluster.shape):
+        sizes = "×".join(map(str, cluster.shape))
+        raise PlanError(
+            f"constraint {tuple(roles)} on module {name!r} has {len(roles)} roles, and the mesh of {sizes} has "
+            f"{len(cluster.shape)} axes: give a role for each"
+        )
 
 
 def _roles_by_axis(roles: Mapping[str, str], cluster: Cluster) -> dict[int, str]:
