@@ -6,30 +6,15 @@ import resource
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from operator import getitem
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
-import galvatron_fx
-from cost_models.node_cost import node_cost
-from cost_models.ops import is_matmul
+from galvatron_fx.ir.plan.throughput import Throughput
 from galvatron_fx.ir.plan.units import format_bytes
 from galvatron_fx.runtime.expert_loads import ExpertLoads
-
-
-def count_flops(model: nn.Module, batch: Mapping[str, Any]) -> int:
-    """Floating-point operations of the matrix products of one forward and backward, from the captured graph.
-
-    What a plan computes again in backward does not count: it is no progress of the model's.
-    """
-    graph = galvatron_fx.capture(model, batch)
-    calls = [node for node in graph.graph.nodes if node.op == "call_function" and node.target is not getitem]
-    return sum(int(node_cost(node, graph.meta["symbols"]).flops) for node in calls if is_matmul(node.target))
 
 
 def peak_bytes(device: str) -> int:
@@ -42,14 +27,12 @@ def peak_bytes(device: str) -> int:
 class Metrics:
     """Reports of rank 0; on other ranks nothing comes out.
 
-    ``tokens``, ``flops``: of a whole step; ``peak_flops``: a second, of all devices together; ``start``: steps already
-    done, so that TensorBoard drops what an interrupted run wrote beyond its last checkpoint.
+    ``throughput``: what the plan trains in one of the ``batches`` of a step; ``start``: steps already done, so that
+    TensorBoard drops what an interrupted run wrote beyond its last checkpoint.
     """
 
-    def __init__(
-        self, folder: Path | None, device: str, *, tokens: int, flops: int, peak_flops: float, start: int
-    ) -> None:
-        self.device, self.tokens, self.flops, self.peak_flops = device, tokens, flops, peak_flops
+    def __init__(self, folder: Path | None, device: str, *, throughput: Throughput, batches: int, start: int) -> None:
+        self.device, self.throughput, self.batches = device, throughput, batches
         self.is_first = dist.get_rank() == 0
         self.writer = SummaryWriter(folder, purge_step=start + 1) if self.is_first and folder else None
         self.steps, self.spent_s = 0, 0.0
@@ -63,14 +46,14 @@ class Metrics:
 
     def report(self, step: int, loss: float, learning_rate: float, norm: float) -> None:
         """Tell of step ``step``, and of the mean speed of the steps since the last report."""
-        steps_a_second = self.steps / self.spent_s
+        batch_s = self.spent_s / self.steps / self.batches
         self.steps, self.spent_s = 0, 0.0
         values = {
             "loss": loss,
             "learning rate": learning_rate,
             "gradient norm": norm,
-            "tokens per second": self.tokens * steps_a_second,
-            "model flops utilisation": self.flops * steps_a_second / self.peak_flops,
+            "tokens per second": self.throughput.per_s(batch_s),
+            "model flops utilisation": self.throughput.mfu(batch_s),
             "peak memory bytes": peak_bytes(self.device),
         }
         self.write(step, {f"train/{name}": value for name, value in values.items()})

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from metrics import Metrics, count_flops
+from metrics import Metrics
 from text import PackedText, Tokens, split
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import profile, schedule, tensorboard_trace_handler
@@ -93,7 +93,6 @@ def main(given: Sequence[str] | None = None) -> None:
     subject = models.load(options)
     if not {"input_ids", "labels"} <= subject.inputs.keys():
         raise SystemExit(f"{options.model} takes {', '.join(subject.inputs)}: give a causal language model")
-    flops = count_flops(subject.model, subject.inputs)
     model = galvatron_fx.compile(
         subject.model, mesh, subject.inputs, backend=options.backend, seed=options.seed, **flags.search_of(options)
     )
@@ -122,12 +121,9 @@ def main(given: Sequence[str] | None = None) -> None:
     restored = checkpoints.load(**state)
     start = restored.step if restored else 0
 
-    computed, *_ = options.mixed_precision or [options.dtype]
     metrics = Metrics(
-        options.tensorboard, device,
-        tokens=options.accumulate * batch_size * length, flops=options.accumulate * flops, start=start,
-        peak_flops=mesh.size() * galvatron_fx.Cluster.from_mesh(mesh).device.flops_per_s(computed),
-    )  # fmt: skip
+        options.tensorboard, device, throughput=model.plan.throughput, batches=options.accumulate, start=start
+    )
     metrics.say(f"{subject}\n\n{model.plan}\n")
     if restored:
         metrics.say(f"going on after step {start}")

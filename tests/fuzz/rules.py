@@ -29,6 +29,7 @@ from galvatron_fx.ir.torch_compat.graphs import graph_module
 from galvatron_fx.runtime.lockstep import Simulator
 from passes.frontend.capture.flat_inputs import FlatInputs
 from passes.sharding.allowed_rules import AllowedRules  # noqa: F401  (registers rules)
+from passes.sharding.expand_rings import ExpandRings
 from passes.sharding.insert_collectives import AxisSharding, InsertCollectives
 from passes.sharding.local_args import DENSE_ARGUMENTS, lowered_target
 from passes.sharding.own_rules import VIEWS, view_rules
@@ -161,7 +162,7 @@ def _difference(
     outputs = tuple(p if spec is not None else None for p, spec in zip(rule.outputs, specs, strict=True))
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     sharding = AxisSharding(0, degree, {one: rule}, dict(zip(placeholders, rule.inputs, strict=True)), outputs)
-    local = InsertCollectives(sharding).run(graph)
+    local = ExpandRings((degree,)).run(InsertCollectives(sharding).run(graph))
     fed = [terms(value, p, degree) for value, p in zip(given, rule.inputs, strict=True)]
     results = Simulator((degree,)).run(local, fed)
     wanted = expected if meta_of(one).multi_output else [expected]

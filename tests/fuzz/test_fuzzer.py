@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.plan.strategy import Strategy
-from passes.sharding import expansions
+from passes.sharding import expand_rings, expansions
 from passes.sharding.insert_collectives import _Lowering
 from passes.sharding.local_args import DENSE_ARGUMENTS
 from tests.fuzz.plans import PlanDraw
@@ -48,6 +48,23 @@ CONTRAST = Program(
         ),
     ),
     (("x", "torch.randn(4, 6)"),),
+)
+ATTENTION = Program(
+    0,
+    (
+        Function(
+            "Model",
+            ("x",),
+            ("self.m0 = nn.Linear(4, 12)",),
+            (
+                "q, k, v = (y.unflatten(-1, (2, 2)).transpose(1, 2) for y in self.m0(x).chunk(3, -1))",
+                "v1 = F.scaled_dot_product_attention(q, k, v, is_causal=True)",
+                "v2 = v1.square().mean()",
+            ),
+            "v2",
+        ),
+    ),
+    (("x", "torch.randn(2, 24, 4)"),),
 )
 DATA = PlanDraw((2,), (Strategy(("data",)),))
 
@@ -96,6 +113,14 @@ def test_a_masked_product_is_seen_and_shrinks(monkeypatch: pytest.MonkeyPatch) -
     assert small.kind == WRONG
     assert len(small.program.functions[-1].lines) <= 7, small
     assert "check_plan(model, inputs, PlanDraw(sizes=(2,)" in str(small)
+
+
+def test_rules_of_rings_are_checked_with_their_steps_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = Prepared(ATTENTION)
+    assert not list(bad_rules(prepared, Known(often=5)))
+    monkeypatch.setattr(expand_rings, "_rotated", lambda e, x: x)
+    bad = list(bad_rules(prepared, Known(often=5)))
+    assert bad and all("attention" in str(each.call.target) for each in bad), bad
 
 
 @pytest.mark.parametrize("lost", [c.all_reduce, c.all_gather])
