@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -25,3 +26,12 @@ def own_default_dtype() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def quick_collections() -> Iterator[None]:
+    """What modules hold for good is not looked through each time that a test collects what is left over."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

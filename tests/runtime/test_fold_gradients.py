@@ -87,6 +87,7 @@ def test_trains_as_the_stock_optimizer(mesh: DeviceMesh, make: Make, on_host: bo
             assert pair[0] is pair[1] is None or torch.equal(*map(torch.as_tensor, pair))
 
 
+@pytest.mark.usefixtures("quick_collections")
 @pytest.mark.parametrize(
     ("name", "make", "ways"),
     [

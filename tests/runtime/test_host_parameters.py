@@ -119,6 +119,7 @@ def test_backward_by_hand_and_mixed_precision(mesh: DeviceMesh) -> None:
     same(*runs)
 
 
+@pytest.mark.usefixtures("quick_collections")
 @pytest.mark.parametrize(
     ("name", "make", "options"),
     [

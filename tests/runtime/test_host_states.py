@@ -116,6 +116,7 @@ def trained(model: galvatron_fx.DistributedGraphModule, make: Make) -> tuple[nn.
     return model, optimizer
 
 
+@pytest.mark.usefixtures("quick_collections")
 @pytest.mark.parametrize(
     ("name", "make", "scalar_bytes"),
     [("adamw", AdamW, 0), ("sgd_momentum", momentum, 0), ("adafactor", Adafactor, 8)],

@@ -44,7 +44,7 @@ def pictures() -> dict[str, torch.Tensor]:
 
 
 def llama() -> nn.Module:
-    config = LlamaConfig(vocab_size=8192, hidden_size=1024, intermediate_size=2816, num_hidden_layers=3,
+    config = LlamaConfig(vocab_size=8192, hidden_size=1024, intermediate_size=2816, num_hidden_layers=2,
                          num_attention_heads=16, num_key_value_heads=4, use_cache=False)  # fmt: skip
     return LlamaForCausalLM(config)
 
@@ -64,10 +64,20 @@ def vit() -> nn.Module:
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, torch.Tensor]], str, dict[str, Any]]] = {
-    "llama": (llama, text, "8xA100-80GB", {"mixed_precision": HALF}),
-    "llama-tight": (llama, text, "4xA100-80GB", {"memory_budget": "600MB"}),
-    "gpt2-stages": (gpt2, text, "4xH100-80GB", {"roles": ("data", "zero", "pipeline"), "memory_budget": "120MB"}),
-    "bert": (bert, text, "4xTITAN-RTX-24GB", {"recompute": True}),
+    "llama": (llama, text, "2xA100-80GB", {"mixed_precision": HALF}),
+    "llama-tight": (
+        llama,
+        text,
+        "4xA100-80GB",
+        {"memory_budget": "500MB", "roles": ("data", "zero", "tensor_sequence")},
+    ),
+    "gpt2-stages": (
+        gpt2,
+        text,
+        "4xH100-80GB",
+        {"num_microbatches": 4, "roles": ("data", "zero", "pipeline"), "memory_budget": "120MB"},
+    ),
+    "bert": (bert, text, "4xTITAN-RTX-24GB", {"recompute": True, "roles": ("data", "sequence")}),
     "vit": (
         vit,
         pictures,
