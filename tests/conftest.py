@@ -35,3 +35,11 @@ def quick_collections() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def without_remedies() -> Iterator[None]:
+    """Where nothing fits, what would help is not searched for, which takes as long again for each option."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("galvatron_fx.planning_session.with_remedies", lambda error, *_: error)
+        yield
