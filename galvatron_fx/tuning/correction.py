@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import geometric_mean
 from typing import NamedTuple
 
 import numpy as np
-from scipy.stats import gmean
 
 from galvatron_fx.ir.plan.prediction import IDLE, LOCAL_CAUSES
 from galvatron_fx.ir.plan.search_report import SearchReport
@@ -44,7 +44,7 @@ def corrected_s(costs: Sequence[Cost], measured_s: Sequence[float | None]) -> li
     known = [(cost, seconds) for cost, seconds in zip(costs, measured_s, strict=True) if seconds is not None]
     if not known:
         return [cost.step_s for cost in costs]
-    ratio = float(gmean([seconds / cost.step_s for cost, seconds in known]))
+    ratio = geometric_mean([seconds / cost.step_s for cost, seconds in known])
     rows = [np.array(cost) * ratio / seconds for cost, seconds in known]
     # Two rows say, with little weight, that both factors are the common one.
     system = np.vstack([*rows, _TRUST * np.eye(2)])
