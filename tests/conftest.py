@@ -10,6 +10,7 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+gc.set_threshold(100_000, 20, 100)  # collections took a twelfth of the time of all tests
 settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("repeatable")
 

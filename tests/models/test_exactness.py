@@ -64,7 +64,7 @@ SETTINGS: dict[str, Setting] = {
 # the same blocks as its encoder and more.
 FEW = ["2 data", "2 tensor, again", "4 zero", "4 neighbours, some again"]
 SOME = [*FEW, "2 tensor_sequence", "4 sequence x zero, kept", "8 neighbours, kept", "8 zero x sequence x tensor"]
-CHOSEN = {"gpt2": list(SETTINGS), "llama": list(SETTINGS), "bert": SOME, "vit": SOME, "t5": SOME, "swin": FEW}
+CHOSEN = {"gpt2": list(SETTINGS), "llama": SOME, "bert": SOME, "vit": SOME, "t5": SOME, "swin": FEW}
 
 
 @cache

@@ -181,6 +181,15 @@ def test_file_systems_that_give_every_file_a_name(tmp_path: Path, monkeypatch: p
     assert made.shape == (3, 4) and made.sum() == 24 and os.listdir(tmp_path) == []
 
 
+def test_empty_files_of_dead_runs_are_removed(tmp_path: Path) -> None:
+    """Of a process that was killed before it took a file's name; nothing else in the folder is touched."""
+    kept = {"galvatron-fx-states-full": "of somebody", "galvatron-fx-other": "", "empty": ""}
+    for name, text in {**kept, "galvatron-fx-states-left": ""}.items():
+        (tmp_path / name).write_text(text)
+    Storage(tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == kept
+
+
 def test_folders_that_cannot_be_used(mesh: DeviceMesh, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"cannot be written to .*give storage= a folder that is there"):
         compiled(mesh, tmp_path / "gone")
