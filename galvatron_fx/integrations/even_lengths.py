@@ -17,7 +17,7 @@ __all__ = ["even_lengths"]
 _MASK = "attention_mask"
 _TOKENS = ("input_ids", "decoder_input_ids")
 _IGNORED = dict.fromkeys(("labels", "shift_labels"), -100)
-_NAMES = (*_TOKENS, *_IGNORED, _MASK, "decoder_attention_mask", "position_ids", "token_type_ids")
+_NAMES = (*_TOKENS, *_IGNORED, _MASK, "completion_mask", "decoder_attention_mask", "position_ids", "token_type_ids")
 
 
 def even_lengths(

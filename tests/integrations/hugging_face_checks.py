@@ -23,6 +23,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from galvatron_fx import DistributedGraphModule, Pipelining, Plan
 from galvatron_fx.errors import InputError, PlanError
 from galvatron_fx.integrations.accelerate import Accelerator
+from galvatron_fx.integrations.even_lengths import even_lengths
 from galvatron_fx.integrations.transformers import GalvatronMixin, Trainer
 from tests.runtime.launch import Check
 
@@ -231,6 +232,9 @@ def trainer_smooths_labels_of_padded_rows(mesh: DeviceMesh) -> None:
     given = {"label_smoothing_factor": 0.1, "max_steps": 1, "save_strategy": "no"}
     one = trainer(Plan.uniform((2,), ("zero",)), FOLDER / "smooth", **given)
     one._pads, length = True, 4 + dist.get_rank()
+    rows_of_trl = {name: torch.ones(2, length, dtype=torch.int64) for name in ("input_ids", "completion_mask")}
+    longer = even_lengths(rows_of_trl, torch.device("cpu"), None, {"attention_mask"})
+    assert {value.shape for value in longer.values()} == {(2, 8)} and longer["completion_mask"].sum() == 2 * length
     one.data_collator = lambda rows: {key: row[:, :length] for key, row in default_data_collator(rows).items()}
     one.train()
     plain, rows, total = language_model(), Rows()[:8], 0.0
