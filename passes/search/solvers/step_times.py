@@ -106,7 +106,7 @@ class StepTimes:
             rows, columns = list(range(first, end)), list(picks[first:end])
             moves = sum(costs.change_s(b, picks[b], picks[b + 1]) for b in range(first, end - 1)) / 2
             back, late = (float(part[rows, columns].sum()) for part in (costs.backward, costs.weight))
-            late = back if first == 0 else late
+            late = back if first == 0 else min(late, back)  # equal sums may differ by their rounding
             forward.append(float(costs.forward[rows, columns].sum()) + moves)
             backward.append(back - late + moves)
             weight.append(late)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -12,6 +14,7 @@ from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.plan.pipelining import Pipelining
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.schedule import SCHEDULES, make_schedule
+from galvatron_fx.ir.plan.strategy import Strategy
 from passes.lowering.apply_plan import lower
 from passes.lowering.lower_stages import LoweredStages
 from passes.search.solvers.step_times import StepTimes
@@ -67,3 +70,20 @@ def test_holds_as_much(name: str, role: str, graph: fx.GraphModule) -> None:
         for schedule in (short, whole)
     ]
     assert peaks[0] == pytest.approx(peaks[1], rel=1e-3)  # a loss of each micro-batch is kept
+
+
+def test_gradients_of_weights_that_are_all_of_backward_but_for_rounding_are_timed() -> None:
+    seconds, none = np.full((2, 1), 0.1), np.zeros((2, 1))
+    costs = SimpleNamespace(
+        block_fingerprints=(0, 1),
+        strategies=(Strategy(("pipeline", "data", "data")),),
+        kind=(0,),
+        forward=seconds,
+        backward=3 * seconds - 1e-16,
+        weight=3 * seconds,
+        once=none,
+        crossing=np.zeros(2),
+        change=np.zeros((2, 1, 1)),
+    )
+    times = StepTimes(cast(Any, costs), CLUSTER, "1f1b", 2, 2, 1)
+    assert times.timed((0, 1), (0, 0)) == pytest.approx(0.8, rel=1e-3)
