@@ -19,7 +19,7 @@ from galvatron_fx.ir.graph.symbols import annotate as label_dims
 from galvatron_fx.ir.kernels.experts import group_of, numbers_of_masks
 from galvatron_fx.ir.torch_compat.tracing import decomposition, failures_unlogged, trace_decomposed
 from passes.frontend.capture.cleanup import CleanGraph
-from passes.sharding import batched_rules, lookup_rules, own_rules, random_rules  # noqa: F401  (register rules)
+from passes.sharding import batched_rules, gradient_rules, lookup_rules, own_rules, random_rules  # noqa: F401  (register rules)
 from passes.sharding.rules import has_rule
 
 aten = torch.ops.aten

@@ -19,6 +19,7 @@ from galvatron_fx.ir.graph.placement import (
     through_view,
 )
 from galvatron_fx.ir.graph.precision import cast_gradient, cast_parameter
+from passes.sharding.gradient_rules import linear_in_gradient
 from passes.sharding.rules import OpRule, register_rule, torch_rules
 
 aten = torch.ops.aten
@@ -227,7 +228,7 @@ def _softmax_backward(call: OpCall, degree: int) -> list[OpRule]:
     rules = [OpRule((Shard(dim),), (Shard(dim),) * 2) for dim in range(ndim) if dim != axis]
     if call.target is aten._log_softmax_backward_data.default:
         rules.append(OpRule((Shard(axis),), (Shard(axis),) * 2, "vocabulary_log_softmax_backward"))
-    return rules
+    return [*rules, linear_in_gradient(call)]
 
 
 @register_rule(aten.logsumexp.default)
@@ -297,7 +298,7 @@ def _convolution_backward(call: OpCall, degree: int) -> list[OpRule]:
     if groups == 1 and not transposed:
         rules.append(OpRule((PARTIAL, Shard(0), Shard(0)), (Shard(1), REPLICATE, Shard(0))))
         rules.append(OpRule((Shard(1), Shard(1), REPLICATE), (REPLICATE, Shard(1), Shard(1))))
-    return rules
+    return [*rules, linear_in_gradient(call)]
 
 
 @register_rule(aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)
@@ -305,7 +306,7 @@ def _average_pool_backward(call: OpCall, degree: int) -> list[OpRule]:
     """gradient [(batch), channels, ...], input alike: split what is not pooled; linear in the gradient."""
     pooled = 2 if call.target is aten.avg_pool2d_backward.default else 3
     rules = [OpRule((Shard(dim),), (Shard(dim),) * 2) for dim in range(len(call.output.shape) - pooled)]
-    return [*rules, OpRule((PARTIAL,), (PARTIAL, REPLICATE))]
+    return [*rules, linear_in_gradient(call)]
 
 
 @register_rule(aten._weight_norm_interface_backward.default)
@@ -314,5 +315,5 @@ def _weight_norm_backward(call: OpCall, degree: int) -> list[OpRule]:
     dim = int(call.args[4])
     return [
         OpRule((Shard(dim),) * 2, (Shard(dim),) * 4),
-        OpRule((PARTIAL,) * 2, (PARTIAL, REPLICATE, REPLICATE, REPLICATE)),
+        linear_in_gradient(call),
     ]

@@ -11,11 +11,12 @@ from torch import nn
 from galvatron_fx import Strategy
 from galvatron_fx.errors import PlanError
 from galvatron_fx.ir.plan.schedule import SCHEDULES, check_schedule, make_schedule
+from passes.analysis.blocks import num_blocks
 from passes.lowering.stages.split_microbatches import SplitMicrobatches
-from tests.helpers import DEVICE, assert_exact, captured, simulate_stages
+from tests.helpers import DEVICE, assert_exact, captured, one_device, simulate_stages
 from tests.models import random_plans
 from tests.models.random_plans import INNER_ROLES, draw, prepared, random_table, run
-from tests.models.zoo import BATCH, MODELS
+from tests.models.zoo import BATCH, MODELS, build
 
 # name: (mesh, roles of the first half of the blocks, of the second, schedule, stages, micro-batches)
 CASES: dict[str, tuple[list[int], Strategy, Strategy, str, int, int]] = {
@@ -120,6 +121,28 @@ def test_coupled_samples_are_refused(model: nn.Module) -> None:
     graph = captured(model, (torch.randn(8, 8),))
     with pytest.raises(PlanError, match=r"couples the samples of a batch.*2 micro-batches.*num_microbatches=1"):
         SplitMicrobatches(2, DEVICE).run(graph)
+
+
+class Positioned(nn.Module):
+    """What positions give, which all samples share: micro-batches add up terms of its gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(2, 8), nn.LayerNorm(8), nn.Conv1d(8, 8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(8.0, dtype=x.dtype).view(4, 2)
+        hidden = self.norm(nn.functional.silu(self.first(places))).tanh().relu()
+        hidden = nn.functional.hardsigmoid(self.last(nn.functional.gelu(hidden).T.unsqueeze(0)))
+        return (x + hidden.squeeze(0).T.softmax(-1).sigmoid()).square().mean()
+
+
+def test_what_samples_share_is_no_coupling() -> None:
+    model, inputs = build(Positioned), (torch.randn(4, 4, 8, dtype=torch.float64),)
+    graph = captured(model, inputs)
+    strategies = [Strategy(("data",))] * num_blocks(graph)
+    got = simulate_stages(graph, model, inputs, [2], strategies, [0], make_schedule("gpipe", 1, 1, 2))
+    assert_exact(got, one_device(model, inputs))
 
 
 def test_models_without_a_loss_are_refused() -> None:

@@ -96,6 +96,13 @@ def embeddings(padding: int, by_frequency: bool) -> list[Call]:
     return [forward, (aten.embedding_dense_backward.default, (real(4, 4, 4), ids, 8, padding, by_frequency), {})]
 
 
+def layer_norms() -> list[Call]:
+    x, weight, bias = real(4, 8, 4), real(4), real(4)
+    _, mean, rstd = aten.native_layer_norm.default(x.value, [4], weight.value, bias.value, 1e-5)
+    saved = (In(mean), In(rstd), weight, bias, [True, True, True])
+    return [(aten.native_layer_norm_backward.default, (real(4, 8, 4), x, [4], *saved), {})]
+
+
 def softmaxes(dim: int, shift: float = 0.0) -> list[Call]:
     """``shift`` moves all scores so far that their exponentials overflow."""
     x, gradient = In(real(4, 8).value + shift), real(4, 8)
@@ -252,6 +259,13 @@ def transforms() -> list[Call]:
 
 
 CALLS: list[Call] = [
+    *(
+        (getattr(aten, f"{op}_backward").default, (real(4, 8), real(4, 8)), {})
+        for op in ("gelu", "sigmoid", "silu", "tanh", "hardsigmoid")
+    ),
+    (aten.native_dropout_backward.default, (real(4, 8), whole(2, 4, 8, boolean=True), 2.0), {}),
+    *layer_norms(),
+    (aten.threshold_backward.default, (real(4, 8), real(4, 8), 0), {}),
     *matrices(),
     *repeated_pools(),
     *distances(),
@@ -367,8 +381,6 @@ TORCH_CALLS: list[Call] = [
     (aten.pow.Tensor_Scalar, (real(4, 8), 2), {}),
     (aten.pow.Tensor_Scalar, (real(4, 8), 1), {}),
     (aten.pow.Scalar, (2.0, real(4, 8)), {}),
-    (aten.gelu_backward.default, (real(4, 8), real(4, 8)), {}),
-    (aten.threshold_backward.default, (real(4, 8), real(4, 8), 0), {}),
     (aten._to_copy.default, (real(4, 8),), {"dtype": torch.float32}),
     (aten._to_copy.default, (real(4, 8),), {"dtype": torch.int64}),
     (aten.clamp.default, (real(4, 8), -0.5, 0.5), {}),
