@@ -15,25 +15,19 @@ from math import prod
 
 import numpy as np
 
-from cost_models.operator_time import disk_s, host_copy_s, traffic_s
 from cost_models.optimizer import OptimizerModel
-from cost_models.streams import exposed_s
-from galvatron_fx.ir.arrays import Bools, Floats, Ints
+from galvatron_fx.ir.arrays import Floats, Ints
 from galvatron_fx.ir.cluster.cluster import Cluster
-from galvatron_fx.ir.cluster.device import Device
-from galvatron_fx.ir.cluster.overlap import Overlap
 from galvatron_fx.ir.plan.strategy import CAPACITY
 from passes.search.cost_table.asked import Asked, Extra
 from passes.search.cost_table.block_columns import ColumnKey, Columns, Evaluation, Groups
 from passes.search.cost_table.block_facts import BlockFacts
+from passes.search.cost_table.block_memory import BlockMemory, Ways
+from passes.search.cost_table.block_seconds import BlockSeconds, Neighbours
 from passes.search.cost_table.block_shardings import Solutions
 from passes.search.cost_table.block_terms import BlockTerms, Composition, TermsReader
 from passes.search.cost_table.kept_sets import MOST_SETS, KeepProblem, KeptSet
-from passes.search.cost_table.offload_levels import ALL_HERE, PARAMETERS_AWAY, OnHost
-
-_ADDING_PASSES = 3  # a term is added to a sum: both are read, a new sum is written
-
-_TINY_S = 1e-30
+from passes.search.cost_table.offload_levels import OnHost
 
 _EVEN_ROLES = ("data", "zero")  # they split all that has samples
 
@@ -78,9 +72,6 @@ KnownSets = dict[tuple[int, tuple[object, ...]] | KeepProblem, tuple[KeptSet, ..
 TermsOfBlock = dict[tuple[tuple[str, int], ...], BlockTerms]
 """By what each role decided, told apart by identity, behind which levels there are."""
 
-Neighbours = tuple[float, float]
-"""What the blocks before and behind work, over what a block does itself."""
-
 LevelNames = tuple[tuple[KeptSet, OnHost], ...]
 """What each level keeps, and what of that waits on the host."""
 
@@ -116,7 +107,24 @@ class BlockPricer:
         terms = Columns(**{f.name: _taken(getattr(columns, f.name), asked.levels, asked.rows) for f in fields(columns)})
         names = [sets[row][level] for row, level in zip(asked.rows.tolist(), asked.levels.tolist(), strict=True)]
         kept, on_host = tuple(numbers for numbers, _ in names), tuple(on_host for _, on_host in names)
-        return _prices(terms, asked, kept, on_host, self.cluster, self.neighbours, self.folds, self.on_disk)
+        device, overlap, ways = self.cluster.device, self.cluster.overlap, Ways.of(asked, kept, self.folds)
+        memory = BlockMemory(terms, ways, overlap.gains)
+        seconds = BlockSeconds(terms, ways, memory, device, overlap, self.neighbours, self.on_disk)
+        return BlockPrices(
+            forward_s=seconds.forward,
+            backward_s=seconds.backward,
+            weight_s=seconds.weight,
+            once_s=seconds.once,
+            static_bytes=memory.static,
+            saved_bytes=np.floor(terms.saved_bytes),
+            deferred_bytes=np.floor(terms.deferred_bytes),
+            transient_bytes=memory.transient,
+            host_bytes=np.floor(terms.host_bytes),
+            home_bytes=np.floor(memory.moved + (0.0 if self.on_disk else memory.moved_states)),
+            home=asked.home,
+            kept=kept,
+            on_host=on_host,
+        )
 
     def _known_columns(self, asked: Asked) -> tuple[Columns, list[LevelNames]]:
         """The terms of the columns, and what each level keeps in them, each found once."""
@@ -199,142 +207,3 @@ def _picked(places: Sequence[tuple[Columns, int]]) -> Columns:
 def _taken(amounts: Floats, levels: Ints, rows: Ints) -> Floats:
     taken: Floats = amounts[levels, rows] if amounts.ndim == 2 else amounts[rows]
     return taken
-
-
-def _prices(
-    terms: Columns,
-    asked: Asked,
-    kept: tuple[KeptSet, ...],
-    on_host: tuple[OnHost, ...],
-    cluster: Cluster,
-    neighbours: Neighbours,
-    folds: bool,
-    on_disk: bool,
-) -> BlockPrices:
-    """What recomputation (of a block or of some of its values), keeping gathered parameters, several micro-batches,
-    tasks of stages and the home of parameters and optimizer states make of a block's terms.
-
-    Gathers that are not late are prefetched beside the computing of a neighbour, for which the block's own stands, or
-    a part of it where ``neighbours`` work less. So does it for what reductions run beside; exactly so in a row of equal
-    blocks. So are host copies: a block's worth of bytes is under way, or ahead, beside what computing holds.
-    """
-    device, overlap = cluster.device, cluster.overlap
-    late, several, pipelined = asked.gather_late, asked.several, asked.pipelined
-    away, there = asked.home != ALL_HERE, asked.home == PARAMETERS_AWAY
-    staged = several | pipelined
-    whole = asked.again & ~np.array([bool(numbers) for numbers in kept], dtype=np.bool_)
-    keep = asked.keep_gathered & ~whole
-    held = np.where(keep, terms.gathered_bytes, 0.0)
-    ahead = np.where(late | (not overlap.gains), 0.0, terms.gathered_bytes - held)
-    # Gradients that are reduced at the end grow whole, and what becomes of them takes the place of what was gathered.
-    sums = np.where(several, np.where(keep, terms.whole_gradient_bytes, terms.gradient_bytes), 0.0)
-    gradients = np.where(keep & several, 0.0, terms.gradient_bytes)
-    folded = np.where(folds & ~staged, terms.gradient_bytes, 0.0)  # those of a block are there while it computes
-    adding = np.where(several, _ADDING_PASSES * sums, 0.0)
-    once = keep & staged  # gathered before the first micro-batch, scattered after the last
-    again = ~keep  # gathered for backward, too
-    gather_s, scatter_s = np.where(once, 0.0, terms.gather_s), np.where(once, 0.0, terms.scatter_s)
-    gather_work_s, scatter_work_s = np.where(once, 0.0, terms.gather_work_s), np.where(once, 0.0, terms.scatter_work_s)
-    reduce_s, reduce_work_s = np.where(staged, 0.0, terms.reduce_s), np.where(staged, 0.0, terms.reduce_work_s)
-    forward_s = terms.forward_s + gather_work_s
-    weights_s = terms.weight_s + scatter_work_s + reduce_work_s + traffic_s(device, adding)
-    rebuild_s = np.where(again, gather_work_s, 0.0) + terms.again_s
-    backward_s = terms.backward_s + weights_s - terms.weight_s + rebuild_s
-    ahead_s, late_s = np.where(late, 0.0, gather_s), np.where(late, gather_s, 0.0)
-    back_gather_s, back_reduce_s = np.where(again, ahead_s, 0.0), scatter_s + reduce_s
-    ahead_start_s = np.where(ahead_s > 0, terms.gather_start_s, 0.0)
-    back_gather_start_s = np.where(again, ahead_start_s, 0.0)
-    back_start_s = (
-        back_gather_start_s + np.where(once, 0.0, terms.scatter_start_s) + np.where(staged, 0.0, terms.reduce_start_s)
-    )
-    sent = np.where(there, np.maximum(gradients, sums) - folded, 0.0)
-    added = np.where(several, 2 * sent, sent)  # sums over micro-batches come, too
-    is_kept = there & keep & (terms.gathered_bytes > 0)  # what was gathered is still there in backward
-    come, back = there & ~(is_kept & staged), there & ~is_kept
-    come_bytes, back_bytes = np.where(come, terms.come_bytes, 0.0), np.where(back, terms.back_bytes, 0.0)
-    copied_bytes = terms.host_bytes + np.maximum(come_bytes, back_bytes + added)
-    transient = (
-        copied_bytes * (2 if overlap.gains else 1)
-        + folded
-        + terms.transient_bytes
-        + terms.gathered_bytes
-        - held
-        + ahead
-        + terms.rebuilt_bytes
-    )
-    before, behind = (min(work, 1.0) for work in neighbours)
-    exposed = np.maximum(
-        _exposed_s(backward_s, terms.backward_wait_s, back_gather_s + back_reduce_s, back_start_s, overlap),
-        _exposed_s(behind * backward_s, behind * terms.backward_wait_s, back_gather_s, back_gather_start_s, overlap),
-    )
-    forward_exposed = _exposed_s(before * forward_s, before * terms.forward_wait_s, ahead_s, ahead_start_s, overlap)
-    gathers = np.where(once, 0.0, terms.gather_waits)
-    forward_late_s = _late_s(forward_s - terms.forward_wait_s, terms.forward_waits + gathers, overlap)
-    waits = terms.backward_waits + terms.again_waits + np.where(again, gathers, 0.0)
-    backward_late_s = _late_s(backward_s - terms.backward_wait_s, waits, overlap)
-    forward_s = forward_s + forward_exposed + late_s + forward_late_s
-    comes, backs = np.where(come, terms.comes, 0.0), np.where(back, terms.backs, 0.0)
-    copies_s = host_copy_s(device, terms.host_bytes + come_bytes, terms.host_copies + comes)
-    reduced = there & staged & ((terms.reduce_s > 0) | (keep & (terms.scatter_s > 0)))  # sums come for it, and go back
-    updated = np.minimum(sent, terms.gradient_bytes)
-    gradients_s = host_copy_s(device, added, np.where(sent > 0, np.where(several, 2.0, 1.0) * terms.trained, 0.0))
-    back_copies_s = host_copy_s(device, terms.host_bytes + back_bytes, terms.host_copies + backs) + gradients_s
-    # Beside computing and collectives, which other links carry.
-    backward_busy_s = backward_s + exposed if overlap.gains else np.zeros_like(backward_s)
-    forward_busy_s = forward_s if overlap.gains else np.zeros_like(forward_s)
-    forward_s = forward_s + np.maximum(copies_s - forward_busy_s, 0.0)
-    backward_s = backward_s + np.maximum(back_copies_s - backward_busy_s, 0.0)
-    beside_s = np.where(folds & ~staged & overlap.gains, np.maximum(backward_s - back_copies_s, 0.0), 0.0)
-    moved_bytes = np.where(there, terms.parameter_bytes + sent, 0.0)  # off the device, with all states
-    state_bytes = np.where(away, terms.state_bytes, 0.0)
-    of_weights = back_reduce_s / np.maximum(back_gather_s + back_reduce_s, _TINY_S)
-    return BlockPrices(
-        forward_s=forward_s,
-        backward_s=backward_s + exposed + np.where(again, late_s, 0.0) + backward_late_s,
-        weight_s=weights_s + exposed * of_weights,
-        once_s=terms.update_s
-        + np.where(away, np.maximum(_update_copies_s(device, terms, there, updated, on_disk) - beside_s, 0.0), 0.0)
-        + np.where(is_kept & staged, host_copy_s(device, terms.come_bytes, terms.comes), 0.0)
-        + np.where(reduced, host_copy_s(device, 2 * sent, 2 * terms.trained), 0.0)
-        + np.where(pipelined, terms.far_s, 0.0)
-        + np.where(staged, terms.reduce_s + terms.reduce_work_s, 0.0)
-        + np.where(once, terms.gather_s + terms.gather_work_s + terms.scatter_s + terms.scatter_work_s, 0.0),
-        static_bytes=np.floor(
-            terms.static_bytes
-            - state_bytes
-            - moved_bytes
-            - terms.gradient_bytes
-            + held
-            + np.maximum(gradients, sums)
-            - folded
-        ),
-        saved_bytes=np.floor(terms.saved_bytes),
-        deferred_bytes=np.floor(terms.deferred_bytes),
-        transient_bytes=np.floor(np.maximum(transient, np.where(several, 2 * terms.largest_gradient_bytes, 0.0))),
-        host_bytes=np.floor(terms.host_bytes),
-        home_bytes=np.floor(moved_bytes + (0.0 if on_disk else state_bytes)),
-        home=asked.home,
-        kept=kept,
-        on_host=on_host,
-    )
-
-
-def _update_copies_s(device: Device, terms: Columns, there: Bools, sent: Floats, on_disk: bool) -> Floats:
-    """Of states that come and go, each beside one of the way back, or from disk and back; of parameters that live
-    ``there`` with them, and of the gradients that were ``sent`` there.
-    """
-    with_states = np.where(there, terms.gradient_bytes + sent, 0.0)  # parameters are as large as gradients
-    copies = terms.states + np.where(there, terms.trained * (1.0 + (sent > 0)), 0.0)
-    copies_s = host_copy_s(device, terms.state_bytes + with_states, copies)
-    return np.maximum(copies_s, disk_s(device, terms.state_bytes)) if on_disk else copies_s
-
-
-def _exposed_s(busy_s: Floats, wait_s: Floats, sent_s: Floats, start_s: Floats, overlap: Overlap) -> Floats:
-    """What sending adds to ``busy_s``, in ``wait_s`` of which the device waits for other links and computes nothing."""
-    rest_s = np.maximum(sent_s - wait_s, 0.0)
-    return exposed_s(busy_s - wait_s, rest_s, np.minimum(start_s, rest_s), overlap)
-
-
-def _late_s(busy_s: Floats, waits: Floats, overlap: Overlap) -> Floats:
-    """What ranks wait for each other where ``waits`` collectives stand among ``busy_s`` of computing, evenly."""
-    return waits * overlap.skew.seconds(busy_s / np.maximum(waits, 1.0))

@@ -28,11 +28,11 @@ from passes.search.cost_table.block_costs import (
     BlockPricer,
     BlockPrices,
     KnownSets,
-    Neighbours,
     PricedColumns,
     TermsOfBlock,
 )
 from passes.search.cost_table.block_facts import BlockFacts
+from passes.search.cost_table.block_seconds import Neighbours
 from passes.search.cost_table.block_shardings import Solutions
 from passes.search.cost_table.constraints import Constrained
 from passes.search.cost_table.graph_index import GraphIndex
