@@ -1,4 +1,4 @@
-"""Tiny configurations of transformers architectures of unlike layers beside those of zoo.py, for the sweep."""
+"""Tiny configurations of many transformers architectures beside those of zoo.py, for the sweep."""
 
 from __future__ import annotations
 
@@ -69,14 +69,41 @@ def _speech() -> dict[str, Any]:
     return {"input_features": features, "labels": zoo.tokens()["labels"]}
 
 
+def _experts() -> zoo.Case:
+    """Mixtral with experts that know float64."""
+    settings = {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = zoo.build(lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**settings)))
+    model.set_experts_implementation("eager")
+    return model, zoo.tokens()
+
+
 _WHISPER = {
     **_SEQ2SEQ, "num_mel_bins": 80, "max_source_positions": 16, "max_target_positions": 32, "encoder_layerdrop": 0.0,
+}  # fmt: skip
+_GPT_OLD = {
+    "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 
 ARCHITECTURES: dict[str, Make] = {
     # decoders
+    "qwen2": _made("Qwen2ForCausalLM", _GROUPED, zoo.tokens),
+    "qwen3": _made("Qwen3ForCausalLM", _GROUPED, zoo.tokens),
+    "mistral": _made("MistralForCausalLM", {**_GROUPED, "sliding_window": 8}, zoo.tokens),
+    "gemma": _made("GemmaForCausalLM", _GROUPED, zoo.tokens),
     "gemma2": _made("Gemma2ForCausalLM", {**_GROUPED, "sliding_window": 8}, zoo.tokens),
+    "phi": _made("PhiForCausalLM", {**_DECODER, "resid_pdrop": 0.0}, zoo.tokens),
+    "phi3": _made("Phi3ForCausalLM", {**_GROUPED, "resid_pdrop": 0.0}, zoo.tokens),
+    "gpt_neox": _made("GPTNeoXForCausalLM", _DECODER, zoo.tokens),
+    "gptj": _made("GPTJForCausalLM", {**_GPT_OLD, "rotary_dim": 4}, zoo.tokens),
+    "opt": _made("OPTForCausalLM", {**_DECODER, "ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0}, zoo.tokens),
+    "bloom": _made("BloomForCausalLM", {**_DECODER, "n_layer": 2, "n_head": 4}, zoo.tokens),
     "falcon": _made("FalconForCausalLM", {**_DECODER, "alibi": False}, zoo.tokens),
+    "olmo2": _made("Olmo2ForCausalLM", _GROUPED, zoo.tokens),
+    "starcoder2": _made(
+        "Starcoder2ForCausalLM", {**_GROUPED, "residual_dropout": 0.0, "embedding_dropout": 0.0}, zoo.tokens
+    ),
+    "mixtral": _experts,
     "llama4": _made(
         "Llama4ForCausalLM",
         {**_GROUPED, "intermediate_size_mlp": 64, "num_local_experts": 4, "num_experts_per_tok": 1},
@@ -86,7 +113,24 @@ ARCHITECTURES: dict[str, Make] = {
     "llama classifier": _made("LlamaForSequenceClassification", {**_GROUPED, "num_labels": 2}, _labelled),
     "mamba": _made("MambaForCausalLM", {**_DECODER, "state_size": 4, "time_step_rank": 4}, zoo.tokens),
     # encoders
+    "bert classifier": _made("BertForSequenceClassification", {**_ENCODER, "num_labels": 2}, _labelled),
+    "roberta": _made("RobertaForMaskedLM", _ENCODER, zoo.masked_tokens),
+    "electra": _made("ElectraForMaskedLM", {**_ENCODER, "embedding_size": 16}, zoo.masked_tokens),
     "albert": _made("AlbertForMaskedLM", {**_ENCODER, "embedding_size": 16}, zoo.masked_tokens),
+    "distilbert": _made(
+        "DistilBertForMaskedLM",
+        {
+            "vocab_size": 64,
+            "dim": 32,
+            "hidden_dim": 64,
+            "n_layers": 2,
+            "n_heads": 4,
+            "max_position_embeddings": 32,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
+        zoo.masked_tokens,
+    ),
     "deberta-v2": _made(
         "DebertaV2ForMaskedLM",
         {**_ENCODER, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8},
@@ -94,8 +138,11 @@ ARCHITECTURES: dict[str, Make] = {
     ),
     # encoders with decoders
     "bart": _made("BartForConditionalGeneration", _SEQ2SEQ, zoo.tokens),
+    "pegasus": _made("PegasusForConditionalGeneration", _SEQ2SEQ, zoo.tokens),
     "whisper": _made("WhisperForConditionalGeneration", _WHISPER, _speech),
     # images, and images with text
+    "deit": _made("DeiTForImageClassification", _VISION, zoo.images),
+    "beit": _made("BeitForImageClassification", {**_VISION, "drop_path_rate": 0.0}, zoo.images),
     "convnext": _made(
         "ConvNextForImageClassification",
         {"hidden_sizes": [8, 16], "depths": [2, 2], "num_stages": 2, "num_labels": 8, "image_size": 32},
