@@ -2,6 +2,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := torch==2.13.0
+# What is imported is compiled once and kept, whatever the environment says; to compile all that is installed takes longer.
+INSTALL := -m pip install --disable-pip-version-check -q --no-compile
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: venv test demo demo-pipeline lint clean
 
@@ -10,8 +13,8 @@ venv: $(STAMP)
 # The exact pin of torch goes in first: it resolves to a CPU build, which the rest then keeps.
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || python3 -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -q "$(TORCH)"
-	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[test,train]"
+	$(BIN)/python $(INSTALL) "$(TORCH)"
+	$(BIN)/python $(INSTALL) -e ".[test,train]"
 	touch $@
 
 test: venv

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 MODEL = [
     "--model", "llama", "--set", "hidden_size=32", "--set", "intermediate_size=64", "--set", "num_hidden_layers=1",
     "--set", "num_attention_heads=2", "--set", "num_key_value_heads=2", "--set", "vocab_size=256",
