@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import TensorSpec
+from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
 
 aten = torch.ops.aten
 
@@ -68,6 +68,10 @@ def localize_args(target: Any, args: tuple[Any, ...], outputs: tuple[TensorSpec 
         args = _replaced(args, position, list(out.shape))
     if target is aten.embedding_dense_backward.default and out is not None:
         args = _replaced(args, 2, out.shape[0])
+    if target is aten.convolution.default and out is not None and is_channel_by_channel(args[0], args[1], args[6]):
+        args = _replaced(args, 8, out.shape[1])
+    if target is aten.convolution_backward.default and is_channel_by_channel(args[1], args[2], args[7]):
+        args = _replaced(args, 9, next(spec.shape[dim] for spec, dim in zip(outputs, (1, 0, 0), strict=True) if spec))
     if target is aten.convolution_backward.default and outputs[2] is not None:
         args = _replaced(args, 3, list(outputs[2].shape))
     if target is aten.native_group_norm.default and out is not None:
@@ -75,6 +79,12 @@ def localize_args(target: Any, args: tuple[Any, ...], outputs: tuple[TensorSpec 
     if target is aten.native_group_norm_backward.default and out is not None:
         args = _replaced(args, 5, out.shape[0])
     return args
+
+
+def is_channel_by_channel(x: Any, weight: Any, transposed: bool) -> bool:
+    """Whether a convolution makes one channel of each: specs or nodes of x [batch, channels, ...] and of weight."""
+    shapes = [meta_of(value).spec.shape if isinstance(value, fx.Node) else value.shape for value in (x, weight)]
+    return not transposed and shapes[0][1] == shapes[1][0] and shapes[1][1] == 1
 
 
 def _replaced(args: tuple[Any, ...], position: int, value: Any) -> tuple[Any, ...]:

@@ -342,6 +342,7 @@ CALLS: list[Call] = [
     *convolutions(bias=True),
     *convolutions(bias=False),
     *convolutions(bias=True, groups=4),
+    *convolutions(bias=False, groups=4),
     *convolutions(bias=False, transposed=True),
     (cast_parameter, (whole(9, 4, 8), f64), {}),
     (cast_gradient, (whole(9, 4, 8), f64), {}),
