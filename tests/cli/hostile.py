@@ -244,7 +244,8 @@ class Watch:
     active: bool = False
 
     def install(self) -> None:
-        """Begin to listen; Python has no way to stop, so a process does it once."""
+        """Begin to listen; Python has no way to stop, so a process does it once. Imports write no compiled files then."""
+        sys.dont_write_bytecode = True
         sys.addaudithook(self._heard)
 
     def _heard(self, event: str, arguments: Sequence[Any]) -> None:
