@@ -244,7 +244,10 @@ class Watch:
     active: bool = False
 
     def install(self) -> None:
-        """Begin to listen; Python has no way to stop, so a process does it once. Imports write no compiled files then."""
+        """Begin to listen; Python has no way to stop, so a process does it once.
+
+        Imports write no compiled files from then on.
+        """
         sys.dont_write_bytecode = True
         sys.addaudithook(self._heard)
 
