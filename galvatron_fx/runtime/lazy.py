@@ -13,6 +13,8 @@ from galvatron_fx.runtime.module import DistributedGraphModule
 from galvatron_fx.runtime.original_attributes import with_container_methods
 from passes.frontend.capture.capture import FlatInputs
 
+_OWN = vars(nn.Module()).keys() | {"_compile_now", "_switched_to"}
+
 
 class LazyDistributedGraphModule(DistributedGraphModule):
     """Stands for a :class:`DistributedGraphModule` until the first call compiles it.
@@ -43,11 +45,15 @@ class LazyDistributedGraphModule(DistributedGraphModule):
         compiled = self.__dict__["_compile_now"](flat)
         mode = self.__dict__["_switched_to"]
         hooks = {name: table for name, table in self.__dict__.items() if "_hooks" in name}
+        given = {**self.__dict__, **self._parameters, **self._buffers, **self._modules}
+        assigned = {name: value for name, value in given.items() if name not in hooks.keys() | _OWN}
         self.__dict__.clear()
         self.__dict__.update(compiled.__dict__ | hooks)
         with_container_methods(self, self._tree.twin)
         if mode is not None:
             self.train(mode)
+        for name, value in assigned.items():
+            setattr(self, name, value)
 
     def _refuse(self) -> None:
         if "_compile_now" in self.__dict__:

@@ -48,6 +48,8 @@ class LikeOriginal(nn.Module):
         if self.__dict__.get("_main") is not None and name != "training":
             is_inner = name in self.__dict__ or hasattr(type(self), name) or not is_of_original(self._tree.twin, name)
             if not (name.startswith("_") and is_inner):
+                if self._tree.attributes.assign(self._tree.twin, "", name, value):
+                    return
                 refuse_assignment(self, self._tree.twin, name, value)
         super().__setattr__(name, value)
 

@@ -131,6 +131,8 @@ class ShownModule(nn.Module):
         if name == "training" or (name.startswith("_") and not is_of_original(self._twin, name)):
             super().__setattr__(name, value)
             return
+        if self._tree.attributes.assign(self._twin, self._path, name, value):
+            return
         held = self._parameters.keys() | self._buffers.keys()
         remedy = "write the values in place, as in 'with torch.no_grad(): parameter.copy_(values)'"
         raise InputError(

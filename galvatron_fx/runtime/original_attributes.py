@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Hashable
 from functools import cache, cached_property
 from hashlib import sha256
+from operator import itemgetter
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -20,7 +21,8 @@ __all__ = ["AttributesRead", "is_of_original", "with_container_methods"]
 M = TypeVar("M", bound=nn.Module)
 
 _ABSENT = object()
-_UNCHANGING = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_UNCHANGING = (*_PLAIN, type, torch.Size)
 _GATHER = "on all ranks call whole = galvatron_fx.gather(model), which gives the original with the weights of now, then"
 _WHOLE = f"reads whole weights, and each rank holds its shards: {_GATHER} whole.{{name}}(...)"
 _DRAWN = "would draw other weights on each rank: call it before compile, or load weights by model.load_state_dict"
@@ -38,12 +40,13 @@ _CONTAINER_METHODS = ("__contains__", "__getitem__", "__iter__", "__len__", "__r
 class AttributesRead:
     """Hands out attributes of ``twin``, a copy of the original without weights, by name.
 
-    What is handed out may be changed in place (``model.config.use_cache = False``). The twin then has it changed, and a
-    program that was traced before does not: :meth:`changed` tells them apart.
+    What is handed out may be changed in place (``model.config.use_cache = False``), and plain values may be assigned
+    (``model.drop.p = 0.2``). The twin then has it changed, and a program that was traced before does not:
+    :meth:`changed` tells them apart.
     """
 
     def __init__(self) -> None:
-        self._at_first: dict[str, tuple[Any, Any]] = {}
+        self._at_first: dict[str, tuple[nn.Module, str, Any]] = {}  # whose, called so, and what it held
 
     def read(self, shown: nn.Module, twin: nn.Module, path: str, name: str) -> Any:
         """Attribute ``name`` of ``twin``, which lies at ``path``; methods and properties see ``shown`` as their self.
@@ -53,7 +56,7 @@ class AttributesRead:
         in_class = _ABSENT if name.startswith("__") else inspect.getattr_static(type(twin), name, _ABSENT)
         whole_name = f"{path}.{name}" if path else name
         if name in twin.__dict__ and not isinstance(in_class, property):
-            return self._value(twin.__dict__[name], whole_name)
+            return self._value(twin, name, whole_name)
         if name in twin._parameters or name in twin._buffers:
             raise AttributeError(
                 f"'{whole_name}' is not on this rank: under a plan with stages a rank holds the parameters of its own "
@@ -71,10 +74,11 @@ class AttributesRead:
         _refuse_clashes(shown, twin, whole_name)
         return in_class.func(shown) if isinstance(in_class, cached_property) else bind(in_class, shown, type(twin))
 
-    def _value(self, value: Any, path: str) -> Any:
+    def _value(self, twin: nn.Module, name: str, path: str) -> Any:
+        value = twin.__dict__[name]
         if not isinstance(value, _UNCHANGING) and path not in self._at_first:
             try:
-                self._at_first[path] = value, contents_of(path, value)
+                self._at_first[path] = twin, name, contents_of(path, value)
             except InputError as error:
                 raise AttributeError(
                     f"'{path}' of a compiled model is a {type(value).__name__}, and changes of it would not be seen: "
@@ -82,13 +86,33 @@ class AttributesRead:
                 ) from error
         return value
 
+    def assign(self, twin: nn.Module, path: str, name: str, value: Any) -> bool:
+        """Put a plain value in the place of that of attribute ``name`` of ``twin``, which lies at ``path``.
+
+        Returns whether it could: False for what is not plain, properties, and attributes that are not there.
+        """
+        in_class = inspect.getattr_static(type(twin), name, _ABSENT)
+        before = twin.__dict__.get(name, in_class)
+        if isinstance(in_class, property) or not _is_plain(before) or not _is_plain(value):
+            return False
+        whole_name = f"{path}.{name}" if path else name
+        if whole_name not in self._at_first:
+            self._at_first[whole_name] = twin, name, contents_of(whole_name, before)
+        setattr(twin, name, value)
+        return True
+
     def changed(self) -> tuple[tuple[str, str], ...]:
-        """The paths of what was changed since it was first read, and what it holds now, as text."""
+        """The paths of what was changed since it was first read or assigned, and what it holds now, as text."""
         return tuple(
             (path, sha256(words_of(now).encode()).hexdigest()[:8])
-            for path, (value, before) in self._at_first.items()
-            if (now := contents_of(path, value)) != before
+            for path, (twin, name, before) in sorted(self._at_first.items(), key=itemgetter(0))
+            if (now := contents_of(path, getattr(twin, name))) != before
         )
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether words tell all about a value, which may be a list or tuple."""
+    return type(value) in _PLAIN or (type(value) in (list, tuple) and all(map(_is_plain, value)))
 
 
 def _found_elsewhere(shown: nn.Module, twin: nn.Module, name: str, whole_name: str) -> Any:

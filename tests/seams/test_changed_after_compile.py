@@ -235,12 +235,6 @@ def another_parameter(model: Any) -> None:
     model.up.weight = nn.Parameter(torch.zeros(8, 6))
 
 
-def another_rate(model: Any) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.3
-
-
 def parametrize(model: Any) -> None:
     torch.nn.utils.parametrizations.weight_norm(model.up)
 
@@ -258,7 +252,6 @@ def call_a_module(model: Any) -> None:
     (backward_hook_of_a_module, "would never be called \\('up'\\)"),
     (backward_hook_of_the_model, "backward hooks, which forward_backward cannot call"),
     (another_parameter, "'up.weight' is assigned after compile.*copy_"),
-    (another_rate, "'drop.p' is assigned after compile.*compile again"),
     (parametrize, "after compile: change the model before compile|is assigned after compile"),
     (prune, "'up' is given other parts after compile"),
     (call_a_module, "module 'up' of a compiled model cannot be called by itself"),

@@ -80,8 +80,8 @@ def new_forward(model: Any) -> None:
     model.forward = lambda **batch: None
 
 
-def own_attribute(model: Any) -> None:
-    model.alpha = 3.0
+def no_plain_value(model: Any) -> None:
+    model.alpha = torch.tensor(3.0)
 
 
 def new_parameter(model: Any) -> None:
@@ -117,7 +117,7 @@ def input_gradient(model: Any) -> None:
     (vector, r"\.data of 'up\.weight' was assigned"),
     (new_module, "'head' of a compiled model is assigned.*before compile"),
     (new_forward, "'forward' of a compiled model is assigned"),
-    (own_attribute, "'alpha' of a compiled model is assigned"),
+    (no_plain_value, "'alpha' of a compiled model is assigned"),
     (new_parameter, "'extra' of a compiled model is added or deleted"),
     (deleted, "'up' of a compiled model is added or deleted"),
     (reset, r"up.reset_parameters\(\) of a compiled model would draw.*before compile"),
@@ -129,6 +129,76 @@ def test_what_the_program_would_not_see_is_refused(mesh: DeviceMesh, change: Cal
     compiled, _ = pair(mesh)
     with pytest.raises(InputError, match=said):
         change(compiled)
+
+
+class Adapted(Net):
+    """With an adapter that can be switched off, as PEFT has them, and rates that are assigned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapter, self.drop, self.active = nn.Linear(6, 8), nn.Dropout(0.0), ["adapter"]
+        self.adapter.enabled = True
+
+    def enable(self, enabled: bool) -> None:
+        """Switch the adapter on or off."""
+        self.adapter.requires_grad_(enabled)
+        self.adapter.enabled = enabled
+
+    def forward(self, x: Tensor, how: Any = None) -> dict[str, Tensor]:
+        """The loss of both layers together."""
+        hidden = self.up(x) + self.adapter(x) if self.adapter.enabled and self.active else self.up(x)
+        return {"loss": (self.down(self.drop(hidden)) * self.alpha).square().mean()}
+
+
+def adapted(compiled: Any, plain: Any) -> None:
+    """Both give the same loss and gradients."""
+    loss, expected = compiled.forward_backward(x=x())["loss"], plain(x=x())["loss"]
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    for own, other in zip(compiled.parameters(), plain.parameters(), strict=True):
+        assert (own.grad is None) == (other.grad is None)
+        if other.grad is not None:
+            torch.testing.assert_close(own.grad.full_tensor(), other.grad, rtol=1e-10, atol=1e-12)
+    compiled.zero_grad()
+    plain.zero_grad()
+
+
+def test_plain_values_that_are_assigned_hold_from_the_next_step_on(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    plain: Any = Adapted().double()
+    compiled: Any = galvatron_fx.compile(copy.deepcopy(plain), mesh, {"x": x()}, plan=PLAN)
+    changes: list[Callable[[Any], None]] = [
+        lambda model: setattr(model, "alpha", 3.0),
+        lambda model: setattr(model.drop, "p", 1.0),
+        lambda model: (setattr(model, "alpha", 1.0), setattr(model.drop, "p", 0.0)),
+        lambda model: setattr(model, "active", []),
+        lambda model: model.active.append("adapter"),
+        lambda model: model.enable(False),
+    ]
+    for change in changes:
+        for model in (compiled, plain):
+            change(model)
+        adapted(compiled, plain)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x=x())["loss"], plain(x=x())["loss"])
+    assert len(compiled._programs) == 5 and galvatron_fx.gather(compiled).adapter.enabled is False
+    for model in (compiled, plain):
+        model.enable(True)
+    adapted(compiled, plain)
+    assert len(compiled._programs) == 5 and compiled.alpha == 1.0
+
+
+def test_values_that_are_assigned_before_the_first_call_hold_in_it(mesh: DeviceMesh) -> None:
+    plain: Any = Net().double()
+    compiled: Any = galvatron_fx.compile(copy.deepcopy(plain), mesh, plan=PLAN)
+    compiled.alpha = plain.alpha = 3.0
+    compiled.notes = "mine"
+    torch.testing.assert_close(compiled.forward_backward(x=x())["loss"], plain(x=x())["loss"])
+    assert compiled.notes == "mine" and compiled.alpha == 3.0
+    lazy: Any = galvatron_fx.compile(copy.deepcopy(plain), mesh, plan=PLAN)
+    lazy.head = nn.Linear(3, 3)
+    with pytest.raises(InputError, match=r"'head' of a compiled model is assigned.*before compile"):
+        lazy(x=x())
 
 
 def test_what_people_keep_on_a_model_is_theirs(mesh: DeviceMesh) -> None:

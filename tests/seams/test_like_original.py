@@ -185,7 +185,6 @@ def test_settings_that_are_changed_hold_from_the_next_step_on(mesh: DeviceMesh, 
 
 @pytest.mark.parametrize("name, said", [
     ("first", "module 'layers.0' of a compiled model cannot be called by itself"),
-    ("freeze", "'_frozen_layers' of a compiled model is assigned"),
     ("generate", r"generate\(\) of a compiled model reads whole weights.*galvatron_fx.gather\(model\).*whole.generate"),
     ("compile", r'backend="inductor"'),
     ("share_memory", r"share_memory of a compiled model.*galvatron_fx\.gather\(model\)"),
