@@ -76,9 +76,9 @@ def _view(call: OpCall, degree: int) -> list[OpRule]:
     return view_rules(call, plain, degree)
 
 
-@register_rule(cast_parameter, cast_gradient)
-def _cast(call: OpCall, degree: int) -> list[OpRule]:
-    """As it comes; terms of a sum too, which are then summed in the dtype that they are cast to."""
+@register_rule(cast_parameter, cast_gradient, aten._conj_physical.default)
+def _as_it_comes(call: OpCall, degree: int) -> list[OpRule]:
+    """Terms of a sum too, which are then summed in the dtype that they are cast to."""
     shards = (Shard(dim) for dim in range(len(call.output.shape)))
     placements: list[Placement] = [*shards, PARTIAL, Partial("avg")]
     return [OpRule((placement,), (placement,)) for placement in placements]
@@ -136,9 +136,8 @@ def _windows(call: OpCall, degree: int) -> list[OpRule]:
 
 
 @register_rule(
-    aten.mean.default, aten.mean.dim, aten.clone.default, aten._conj.default, aten.slice_scatter.default,
-    aten.select_scatter.default,
-)  # fmt: skip
+    aten.mean.default, aten.mean.dim, aten.clone.default, aten.slice_scatter.default, aten.select_scatter.default
+)
 def _linear(call: OpCall, degree: int) -> list[OpRule]:
     """As torch says; and of the terms of a sum each by itself."""
     return [*torch_rules(call, degree), OpRule((PARTIAL,), (PARTIAL,) * len(call.inputs))]

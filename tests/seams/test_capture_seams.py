@@ -288,6 +288,27 @@ def test_nested_and_sparse_tensors_are_refused() -> None:
             captured(nn.Linear(6, 3), (given,))
 
 
+class Adjacent(nn.Module):
+    """A graph network whose matrix is a buffer, an attribute, or made in forward."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(6, 3)
+        self.register_buffer("buffer", torch.eye(8).to_sparse_csr() if kind == "buffer" else None)
+        self.plain = torch.eye(8).to_sparse_csr() if kind == "csr" else torch.eye(8).to_sparse()
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = {"buffer": self.buffer, "made": torch.eye(8).to_sparse()}.get(self.kind, self.plain)
+        return torch.sparse.mm(made, self.linear(x))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("kind", ["buffer", "plain", "csr", "made"])
+def test_sparse_matrices_are_refused(kind: str) -> None:
+    with pytest.raises((InputError, CaptureError), match=r"sparse(.|\n)*(index_add|depends on values)"):
+        captured(Adjacent(kind), (torch.randn(8, 6),))
+
+
 def test_a_failed_check_makes_nan() -> None:
     """Where torch would raise for a singular matrix, results are nan, and those of other samples are not."""
 

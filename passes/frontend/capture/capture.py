@@ -30,6 +30,7 @@ from passes.frontend.capture.missing_gradients import check_gradients
 from passes.frontend.capture.module_state import as_buffers, quoted, refuse_new_weights
 from passes.frontend.capture.record_graph import merge_tied, record_graph
 from passes.frontend.capture.reruns import refuse_late_changes, refuse_replays, reruns
+from passes.frontend.capture.sparse_tensors import refuse_sparse_values, refuse_sparse_weights
 from passes.frontend.capture.steady_state import steady_state
 from passes.frontend.capture.trace import Trace
 from passes.frontend.capture.trace_again import ConstantsCopied, MasksNeeded, StateWritten, TraceAgain
@@ -87,6 +88,7 @@ class Capture:
             if tensor.is_nested or tensor.layout != torch.strided:
                 kind = "nested" if tensor.is_nested else "sparse"
                 raise InputError(f"input {name} is {kind}: give a dense tensor, padded, with a mask of what counts")
+        refuse_sparse_weights(model)
         with failures_unlogged():
             return self._run(model, inputs)
 
@@ -272,6 +274,7 @@ def _trace(flat: FlatModel, shapes: Sequence[tuple[int, ...]], repeats: tuple[Re
             if writes_into_constants(error) and not flat.copies_constants:
                 raise ConstantsCopied from error
             raise explained(error, model) from None  # torch's hundred lines more are its context
+    refuse_sparse_values(graph)
     drop_tokens(graph)
     in_order(graph)
     record_graph(graph, flat)

@@ -25,6 +25,9 @@ _ALIASES = {
     aten.contiguous.default,
 }
 
+# What torch writes down in a tensor's flags, for whoever reads it to do: a graph of values does it at once.
+_AT_ONCE = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
+
 _TRANSPOSES = (aten.t.default, aten.transpose.int)
 
 # What is filled with a number (None: with the one that is given), and takes only a dtype from a tensor.
@@ -44,6 +47,7 @@ class CleanGraph:
     ``y = cat([empty, x], -2); z = mul(y, 2)`` -> ``z = mul(x, 2)`` (``empty``: a new cache, of shape (0,));
     ``y = t(x); z = t(y); w = mul(z, 2)`` -> ``w = mul(x, 2)``, so that gradients lie as their weights do;
     ``y = new_zeros(x, size)`` -> ``y = full(size, 0)``, which neither keeps ``x`` nor asks how it is sharded;
+    ``y = _conj(x)`` -> ``y = _conj_physical(x)``, as an alias that resolves it is dropped, too;
     ``y = repeat(x, [3, 1])`` -> ``y = reshape(expand(reshape(x)))``, whose rules split what is repeated.
     """
 
@@ -57,6 +61,8 @@ class CleanGraph:
                 node.replace_all_uses_with(source[0] if isinstance(source, (list, tuple)) else source)
             elif _undoes(node):
                 node.replace_all_uses_with(node.args[0].args[0])
+            elif node.target in _AT_ONCE:
+                node.target = _AT_ONCE[node.target]
             elif node.target in _FILLED_LIKE:
                 _fill_alone(node)
             elif node.target is aten.repeat.default:

@@ -38,6 +38,10 @@ _UNTRACEABLE = {
         "makes a nested tensor, whose rows are as long as values say",
         "pad all rows to one length, and leave out what is too long by a mask",
     ),
+    "Sparse CSR": (
+        "uses a sparse tensor, which a trace cannot follow",
+        "keep a dense one, or its entries, and add them up by index_add",
+    ),
     "unsupported format string": (
         "prints the value of a tensor",
         "return the tensor as one more output and print it after the step",

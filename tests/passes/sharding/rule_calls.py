@@ -249,7 +249,7 @@ def samplers() -> list[Call]:
 def transforms() -> list[Call]:
     """Fourier transforms, as those of long convolutions, and what their backward writes into."""
     return [
-        (aten._conj.default, (complex_numbers(4, 8),), {}),
+        (aten._conj_physical.default, (complex_numbers(4, 8),), {}),
         (aten._fft_c2c.default, (complex_numbers(4, 4, 8), [2], 0, True), {}),
         (aten._fft_r2c.default, (real(4, 4, 8), [2], 0, True), {}),
         (aten._fft_c2r.default, (complex_numbers(4, 4, 5), [2], 2, 8), {}),

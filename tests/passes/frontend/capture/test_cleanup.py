@@ -107,3 +107,13 @@ def test_copies_are_views_made_dense(repeats: tuple[int, ...]) -> None:
     (expanded,) = graph.graph.find_nodes(op="call_function", target=aten.expand.default)
     own = (*[1] * len(lead), BATCH, SEQUENCE - 1, 4)
     assert meta_of(expanded).spec.dims == tuple(size for pair in zip(repeats, own, strict=True) for size in pair)
+
+
+def test_conjugates_are_values() -> None:
+    build = Builder()
+    x = build.input("x", (2, 3), dtype=torch.complex128)
+    conjugate = build.call(aten.clone.default, build.call(aten._conj.default, x))  # which resolves it
+    pairs = build.call(aten.view_as_real.default, conjugate)
+    graph = CleanGraph().run(build.finish(("output", "0", pairs)))
+    value = torch.randn(2, 3, dtype=torch.complex128)
+    torch.testing.assert_close(graph(value)[0], torch.view_as_real(value.conj().resolve_conj()), rtol=0, atol=0)
