@@ -368,6 +368,8 @@ class Builder:
         """A model without weights, for other inputs or as it is switched, on the parameters as they lie."""
         session, placements = self.options.session, binder.placements()
         graph = session.frontend.run(twin, inputs)
+        if not self.plan.pipelining.is_trivial and _starts_from_samples(graph):
+            graph = replace(session.frontend, forward_only=True).run(twin, inputs)  # what no backward is scheduled for
         fixed = {**placements, **placements_of_caches(inputs, binder.mesh)}
         lowered = lower(graph, self.plan, session.cluster, self.cache, fixed, session.control, twin.training)
         return binder.bind(lowered)
@@ -390,6 +392,11 @@ class Bound:
         """The original names of the parameters of which that is so."""
         ports = signature(self.binder.lowered.joint).inputs
         return frozenset(original_name(port.name) for port in ports if is_meant(port))
+
+
+def _starts_from_samples(graph: fx.GraphModule) -> bool:
+    """Whether gradients start from outputs with dims, as of a call without labels, and not from a loss."""
+    return any(port.kind == "tangent" and meta_of(node).spec.shape for port, node in ports(graph))
 
 
 def _skeleton(model: nn.Module) -> nn.Module:

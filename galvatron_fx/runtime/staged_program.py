@@ -182,7 +182,8 @@ class StagedProgram:
         ``parameters``: as the module holds them, in the order of ``trained_ports``. Where none is trained on any rank,
         forward runs alone. Raises InputError where the model returns no loss.
         """
-        if not any(port.kind == "param" and port.requires_grad for port in self.signature.inputs):
+        is_trained = any(port.kind == "param" and port.requires_grad for port in self.signature.inputs)
+        if not is_trained and not self.signature.forward_only:
             with torch.no_grad():
                 results = self.evaluate(call.value_of)
                 call.update(results)

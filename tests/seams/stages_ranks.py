@@ -48,12 +48,14 @@ class Layers(nn.Module):
         self.last = nn.Linear(8, 4)
         self.unused = nn.Linear(8, 4)
 
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        """Return a loss, what depends on parameters that it does not depend on, and logits."""
+    def forward(self, x: Tensor, y: Tensor | None = None) -> dict[str, Tensor]:
+        """Return a loss, what depends on parameters that it does not depend on, and logits; these alone without y."""
         hidden = self.first(x)
         for layer in self.layers:
             hidden = hidden + layer(hidden)
         out = self.last(hidden)
+        if y is None:
+            return {"logits": out}
         return {"loss": (out - y).square().mean(), "reg": self.unused(hidden).square().mean(), "logits": out}
 
 
@@ -273,9 +275,10 @@ def outputs_with_dims_where_they_are(mesh: DeviceMesh) -> None:
         refused(read, "output 'logits' is not on this rank: ")
     assert "not on this rank" in repr(copy.deepcopy(out["logits"]))
     with torch.no_grad():
-        out = compiled.eval()(**batch())
+        out, unlabelled = compiled.eval()(**batch()), compiled(batch()["x"])
     if mesh.get_rank() == 1:
-        same(out["logits"], plain(**batch())["logits"], "logits")
+        for made in (out, unlabelled):
+            same(made["logits"], plain(**batch())["logits"], "logits")
     else:
         refused(lambda: out["logits"].argmax(-1), "or compile with num_stages=1, num_microbatches=1")
 

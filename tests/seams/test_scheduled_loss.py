@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import galvatron_fx
 from galvatron_fx import Pipelining, Plan
 from galvatron_fx.errors import InputError
-from tests.seams.one_rank import batch, pair, same_gradients, terms
+from tests.seams.one_rank import batch, pair, same_gradients, terms, with_logits
 from tests.seams.test_training_loop import (
     accumulate,
     asked_for,
@@ -114,6 +114,21 @@ def test_no_loss_is_refused_by_name(mesh: DeviceMesh) -> None:
     with torch.no_grad():
         for name, value in plain(**batch()).items():
             torch.testing.assert_close(compiled(**batch())[name], value, rtol=1e-10, atol=1e-12)
+
+
+def test_a_call_without_labels_evaluates(mesh: DeviceMesh) -> None:
+    def labelled(hidden: Tensor, out: Tensor, y: Tensor | None) -> dict[str, Tensor]:
+        return {"logits": out} if y is None else with_logits(hidden, out, y)
+
+    compiled, plain = pair(mesh, labelled, microbatches=2)
+    x = batch()["x"]
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x, None)["logits"], plain(x, None)["logits"], rtol=1e-10, atol=1e-12)
+    with pytest.raises(InputError, match=r"no scalar loss.*pass labels, or evaluate under torch\.no_grad"):
+        compiled(x, None)
+    for model in (compiled, plain):
+        model(**batch())["loss"].backward()
+    same_gradients(compiled, plain)
 
 
 def test_a_gradient_at_another_output_is_refused_by_name(mesh: DeviceMesh) -> None:
