@@ -212,7 +212,10 @@ def _bars(
                     Rect(x, y + 2, end - x, _BAR, colour, f"{label}, {name}: {write(amount)}" if not sums else name)
                 )
             amount_before += amount
-        picture.add(Text(place(amount_before) + 6, y + _BAR / 2 + 2, text))
+        end = place(amount_before)
+        if limit is not None and is_near and end - 2 <= place(limit) < end + 6 + text_width(text, 12):
+            end = place(limit)  # whose line would cross the text
+        picture.add(Text(end + 6, y + _BAR / 2 + 2, text))
     if limit is not None and is_near:
         x = place(limit)
         picture.add(Line(x, top - 4, x, top + len(rows) * row_height + 4, "limit", 2, True))

@@ -9,10 +9,11 @@ from galvatron_fx.ir.plan.search_report import Contender
 from passes.search.best_first import Simulated, Simulator
 from passes.search.known_plans import known_plans
 from passes.search.open_configurations import OpenConfigurations
-from passes.search.solvers.stage_search import StageChoice, StageSearch
+from passes.search.solvers.stage_search import StageSearch
 from passes.search.trials import MemorySlack, Trial
 
 MOST = 5  # runners-up that are simulated
+_TRIES = 3  # of choices that promise to fit
 
 
 @dataclass(frozen=True)
@@ -40,19 +41,25 @@ class RunnersUp:
         others = record.others(self.best.search.configuration)
         waiting = [key for key in others if record.seen[key].simulated_s is None and record.seen[key].fits]
         for key in sorted(waiting, key=lambda key: record.seen[key].step_s)[: max(MOST - len(named), 0)]:
-            search = record.searches[key]
-            self.simulator.of(search, *self._choice(search), self.limit)
+            self._simulated(record.searches[key])
         known = {replace(contender, name="") for contender in named}
         return (*named, *(record.seen[key] for key in others if record.seen[key] not in known))
 
     def _named(self, name: str, search: StageSearch) -> Iterator[Contender]:
         """A plan known by name, unless it is the chosen one."""
-        outcome = self.simulator.of(search, *self._choice(search), self.limit)
+        outcome = self._simulated(search)
         if outcome is not None and search.strategies(outcome.choice) != self.best.search.strategies(self.best.choice):
             yield replace(outcome.contender(self.limit), name=name)
 
-    def _choice(self, search: StageSearch) -> tuple[StageChoice, float]:
-        """What is best within the limit, else least, and the budget that it was searched under."""
+    def _simulated(self, search: StageSearch) -> Simulated | None:
+        """What is best within the limit, as far as a few simulations tell; else what takes least."""
         budget, most = self.slack.budgets(search, self.limit)
         trial = Trial.first(search, budget, most)
-        return (trial.refined().choice, trial.budget) if trial is not None else (search.least(), budget)
+        for _ in range(_TRIES):
+            if trial is None:
+                break
+            outcome = self.simulator.of(search, trial.refined().choice, trial.budget, self.limit)
+            if outcome is None or outcome.fits(self.limit):
+                return outcome
+            trial = trial.next(self.limit, outcome.peak_bytes, outcome.simulated_s)
+        return self.simulator.of(search, search.least(), budget, self.limit)

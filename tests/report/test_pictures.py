@@ -14,9 +14,10 @@ from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.cluster.presets import PRESETS
 from galvatron_fx.ir.plan.plan_table import device_kinds_of_blocks
 from galvatron_fx.ir.plan.prediction import MEMORY_KINDS
+from galvatron_fx.ir.plan.units import format_bytes
 from galvatron_fx.report import pictures
-from galvatron_fx.report.bars import roles_picture
-from galvatron_fx.report.drawing import Picture, Rect, ticks
+from galvatron_fx.report.bars import memory_picture, roles_picture
+from galvatron_fx.report.drawing import Line, Picture, Rect, Text, ticks
 from galvatron_fx.report.explained import Explained, explained
 from galvatron_fx.report.html import render
 from galvatron_fx.report.palette import kind_colours
@@ -52,6 +53,13 @@ def test_pictures_are_drawn_as_files(small: Explained, tmp_path: Path) -> None:
     assert {"parameters", "activations"} <= texts["memory"] & texts["over_time"]
     assert any(text.startswith("budget ") for text in texts["memory"] & texts["over_time"])
     assert {"operators", "all_gather"} <= texts["operators"] and "chosen" in texts["alternatives"]
+
+
+def test_what_a_bar_comes_to_stands_behind_a_budget_that_is_close(small: Explained) -> None:
+    picture = memory_picture(small.ranks, round(1.01 * small.peak_bytes))
+    (budget,) = (shape for shape in picture.shapes if isinstance(shape, Line) and shape.colour == "limit")
+    (peak,) = (s for s in picture.shapes if isinstance(s, Text) and s.text == format_bytes(small.peak_bytes))
+    assert budget.x1 < peak.x < picture.width
 
 
 def test_stages_are_drawn_by_kind_of_device(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import torch
 
 import galvatron_fx
 from galvatron_fx import Cluster
+from tests.checkpoint import forked  # noqa: F401 (runs the first backward pass, before the model is traced)
 from tests.models import zoo
 from tests.runtime import beside_plain  # noqa: F401 (imported for what it imports)
 

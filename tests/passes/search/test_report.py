@@ -135,6 +135,17 @@ def test_runners_up_that_people_know(stack: fx.GraphModule, free: Plan) -> None:
     assert "TP + PP" in str(plan.report)
 
 
+def test_plans_that_people_know_are_found_where_their_estimates_were_too_low(stack: fx.GraphModule, free: Plan) -> None:
+    """The first choice of FSDP, and of TP + FSDP, takes more than the budget when it is simulated, and others fit."""
+    budget = int(0.65 * free.peak_memory_bytes)
+    report = report_of(searched(stack, budget, simulate_runners_up=True))
+    known = {contender.name: contender for contender in report.runners_up if contender.name and contender.fits}
+    assert {"FSDP", "TP + FSDP"} <= set(known)
+    for contender in known.values():
+        assert contender.peak_bytes is not None and contender.peak_bytes <= budget
+        assert contender.lost_by(report.chosen) >= 0
+
+
 def test_the_report_is_no_part_of_the_plan(stack: fx.GraphModule, free: Plan) -> None:
     again = searched(stack)
     assert again == free and again.to_json() == free.to_json() and hash(again) == hash(free)
