@@ -32,7 +32,6 @@ def own_default_dtype() -> Iterator[None]:
 @pytest.fixture
 def quick_collections() -> Iterator[None]:
     """What modules hold for good is not looked through each time that a test collects what is left over."""
-    gc.collect()
     gc.freeze()
     yield
     gc.unfreeze()

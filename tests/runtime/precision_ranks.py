@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from galvatron_fx import Plan
 from galvatron_fx.api import capture
 from galvatron_fx.errors import PlanError
 from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.cluster.overlap import Overlap
 from passes.lowering.apply_plan import lower
 from passes.lowering.lower_step import Lowered
 from passes.simulation.step import SimulateStep
@@ -106,10 +108,15 @@ def predicted_peak_is_measured(mesh: DeviceMesh) -> None:
 
 
 def compiled_graphs_communicate(mesh: DeviceMesh) -> None:
-    """Inductor knows the collectives that stand among the operators, and the casts; float64 computes alike."""
+    """Inductor knows the collectives that stand among the operators, also a block ahead, and casts; float64 computes
+    alike.
+    """
+    cluster = replace(Cluster.from_mesh(mesh), overlap=Overlap(1.0, 1.0))  # so that gathers run beside computing
     policy = MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float64)
     eager, fast = (
-        galvatron_fx.compile(network(1), mesh, (batch(0),), plan=PLAN, mixed_precision=policy, backend=backend)
+        galvatron_fx.compile(
+            network(2), mesh, (batch(0),), plan=PLAN, cluster=cluster, mixed_precision=policy, backend=backend
+        )
         for backend in ("eager", "inductor")
     )
     losses = [module.forward_backward(batch(0)) for module in (eager, fast)]
