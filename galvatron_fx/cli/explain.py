@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from galvatron_fx.cli import files, models, options, output
 from galvatron_fx.cli.exits import UsageError
 from galvatron_fx.cli.output import Result
+
+if TYPE_CHECKING:
+    from galvatron_fx.ir.cluster.cluster import Cluster
 
 HELP = "write down the graph after every pass, or a page that explains the plan"
 EXAMPLES = """\
@@ -60,15 +63,7 @@ def run(given: argparse.Namespace) -> Result:
             settings["mixed_precision"] = settings["mixed_precision"] or plan.mixed_precision
             del settings["roles"]  # a default of the command line
         if given.html:
-            from galvatron_fx.captured import Captured
-            from galvatron_fx.report.page import write_page
-
-            if subject.batch_size < _LEAST_SHARED:
-                write_page(given.html, subject.model, cluster, subject.inputs, **settings)
-            else:  # captured for other batches, too
-                of_capture = {name: settings.pop(name) for name in ("mixed_precision", "forward_only")}
-                captured = Captured(subject.model, subject.inputs, **of_capture)
-                write_page(given.html, captured, cluster, None, **settings)
+            _write_page(given.html, subject, cluster, settings)
             return Result("\n".join([*why, f"written to {given.html}"]), {"html": given.html})
         from galvatron_fx.explaining import explain
 
@@ -78,3 +73,15 @@ def run(given: argparse.Namespace) -> Result:
         return Result(text, {"after": given.after, "graph": text})
     written = sorted(map(str, Path(str(folder)).glob("*.py")))
     return Result("\n".join([*why, f"written to {folder}:", *written]), {"folder": folder, "files": written})
+
+
+def _write_page(path: str, subject: models.Subject, cluster: Cluster, settings: dict[str, Any]) -> None:
+    """Write the page of a model, captured for other batches, too, where the batch allows that."""
+    from galvatron_fx.captured import Captured
+    from galvatron_fx.report.page import write_page
+
+    if subject.batch_size < _LEAST_SHARED:
+        write_page(path, subject.model, cluster, subject.inputs, **settings)
+        return
+    of_capture = {name: settings.pop(name) for name in ("mixed_precision", "forward_only")}
+    write_page(path, Captured(subject.model, subject.inputs, **of_capture), cluster, None, **settings)
