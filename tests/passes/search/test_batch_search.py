@@ -17,7 +17,8 @@ from galvatron_fx.errors import BudgetError, InputError, PlanError
 
 CLUSTER = Cluster.preset("4xA100-80GB")
 BUDGET = 24_000_000
-OPTIONS = {"memory_budget": BUDGET, "roles": ("data", "zero"), "recompute": False}
+PINS = {"num_stages": 1, "num_microbatches": 1}
+OPTIONS = {"memory_budget": BUDGET, "roles": ("data", "zero"), "recompute": False, **PINS}
 
 
 class Stack(nn.Module):
