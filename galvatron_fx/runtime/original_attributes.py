@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Hashable
 from functools import cache, cached_property
 from hashlib import sha256
@@ -21,6 +22,7 @@ __all__ = ["AttributesRead", "is_of_original", "with_container_methods"]
 M = TypeVar("M", bound=nn.Module)
 
 _ABSENT = object()
+_MANY = 8  # values of one attribute, after which it looks like a counter
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _UNCHANGING = (*_PLAIN, type, torch.Size)
 _GATHER = "on all ranks call whole = galvatron_fx.gather(model), which gives the original with the weights of now, then"
@@ -47,6 +49,7 @@ class AttributesRead:
 
     def __init__(self) -> None:
         self._at_first: dict[str, tuple[nn.Module, str, Any]] = {}  # whose, called so, and what it held
+        self._assigned: dict[str, set[str]] = {}  # the values of each, as text
 
     def read(self, shown: nn.Module, twin: nn.Module, path: str, name: str) -> Any:
         """Attribute ``name`` of ``twin``, which lies at ``path``; methods and properties see ``shown`` as their self.
@@ -89,7 +92,8 @@ class AttributesRead:
     def assign(self, twin: nn.Module, path: str, name: str, value: Any) -> bool:
         """Put a plain value in the place of that of attribute ``name`` of ``twin``, which lies at ``path``.
 
-        Returns whether it could: False for what is not plain, properties, and attributes that are not there.
+        Returns whether it could: False for what is not plain, properties, and attributes that are not there. Warns
+        where there are so many values that each step seems to have one of its own.
         """
         in_class = inspect.getattr_static(type(twin), name, _ABSENT)
         before = twin.__dict__.get(name, in_class)
@@ -99,7 +103,22 @@ class AttributesRead:
         if whole_name not in self._at_first:
             self._at_first[whole_name] = twin, name, contents_of(whole_name, before)
         setattr(twin, name, value)
+        self._count(whole_name, words_of(contents_of(whole_name, value)))
         return True
+
+    def _count(self, path: str, words: str) -> None:
+        """Note a value that was assigned, and say once that there are many."""
+        values = self._assigned.setdefault(path, set())
+        if words in values or len(values) == _MANY:
+            return
+        values.add(words)
+        if len(values) == _MANY:
+            warnings.warn(
+                f"'{path}' of a compiled model was given {_MANY} values: the step after each is compiled anew, and the "
+                f"program kept. Hold what changes from step to step in a buffer that is filled in place or pass it as "
+                f"an input; where forward does not read it, keep it under a name that the model has not",
+                stacklevel=4,
+            )
 
     def changed(self) -> tuple[tuple[str, str], ...]:
         """The paths of what was changed since it was first read or assigned, and what it holds now, as text."""

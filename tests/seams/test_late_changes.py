@@ -188,6 +188,19 @@ def test_plain_values_that_are_assigned_hold_from_the_next_step_on(mesh: DeviceM
     assert len(compiled._programs) == 5 and compiled.alpha == 1.0
 
 
+def test_a_value_of_its_own_for_each_step_is_told_once(mesh: DeviceMesh) -> None:
+    """Each would be compiled anew."""
+    compiled: Any = galvatron_fx.compile(Adapted().double(), mesh, {"x": x()}, plan=PLAN)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in (*range(7), *range(7)):
+            compiled.drop.p = step / 10
+    with pytest.warns(UserWarning, match=r"'drop\.p' .* given 8 values.*buffer.*input.*a name that") as told:
+        for step in range(7, 20):
+            compiled.drop.p = step / 20 + 0.025
+    assert len(told) == 1 and told[0].filename == __file__
+
+
 def test_values_that_are_assigned_before_the_first_call_hold_in_it(mesh: DeviceMesh) -> None:
     plain: Any = Net().double()
     compiled: Any = galvatron_fx.compile(copy.deepcopy(plain), mesh, plan=PLAN)
