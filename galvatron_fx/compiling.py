@@ -32,6 +32,7 @@ from galvatron_fx.runtime.backends import Backend, new_backend
 from galvatron_fx.runtime.batch_rows import global_inputs
 from galvatron_fx.runtime.binding import Binder, StageBinder
 from galvatron_fx.runtime.caches import placements_of_caches
+from galvatron_fx.runtime.call_key import described_tensors
 from galvatron_fx.runtime.compiled import Compiled, StageCopies
 from galvatron_fx.runtime.disk_states import Storage
 from galvatron_fx.runtime.gloo_shutdown import end_after_gloo
@@ -117,7 +118,7 @@ def _tuned(plans: tuple[Plan, ...], assembly: _Assembly, inputs: FlatInputs, sec
     recipe = assembly.recipe
     session = recipe.options.session
     has_loss = signature(recipe.graph).loss is not None
-    steps = TimedSteps(Ranks(recipe.options.mesh), inputs, session.settings.optimizer, has_loss)
+    steps = TimedSteps(Ranks(recipe.options.mesh), inputs.as_leaves(), session.settings.optimizer, has_loss)
     return tune(plans, assembly.module, steps, seconds, session.watch)
 
 
@@ -185,10 +186,8 @@ def _agreed_plans(
 def _described(model: nn.Module, inputs: FlatInputs, options: CompileOptions) -> Facts:
     """What has to be equal on all ranks before anything is traced."""
     session, mesh = options.session, options.mesh
-    names = (name.strip("[]'") for name in inputs.tensor_names)
-    shapes = zip(names, inputs.shapes, inputs.dtypes, strict=True)
     return {
-        "batch": ", ".join(f"{name} {shape} {dtype}" for name, shape, dtype in shapes),
+        "batch": described_tensors(inputs),
         "mixed precision": describe_policy(session.policy),
         **{name: repr(value) for name, value in vars(session.settings).items()},
         "seed": str(options.seed),
@@ -312,8 +311,8 @@ class _Assembly:
 
 def _without_data(inputs: FlatInputs) -> FlatInputs:
     """Inputs of the same shapes that hold no memory."""
-    leaves = (leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf for leaf in inputs.leaves)
-    return replace(inputs, leaves=tuple(leaves))
+    leaves = (leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in inputs.leaves)
+    return replace(inputs, leaves=tuple(leaves)).as_leaves()
 
 
 def _attributes(model: nn.Module, graph: fx.GraphModule) -> list[str]:

@@ -118,7 +118,7 @@ def _values(graph: fx.GraphModule, model: nn.Module, inputs: Any) -> ValueOf:
             return torch.ones(tangents[port].shape, dtype=tangents[port].dtype)
         if port.kind == "seed":
             return torch.tensor(SEED)
-        return flat.tensors[int(port.name)] if port.kind == "input" else tensors[original_name(port.name)].detach()
+        return (flat.tensors[int(port.name)] if port.kind == "input" else tensors[original_name(port.name)]).detach()
 
     return value_of
 
@@ -131,7 +131,7 @@ def _named(results: Results) -> dict[str, torch.Tensor]:
 
 def one_device(model: nn.Module, inputs: Any) -> dict[str, torch.Tensor]:
     """The same names from plain eager training."""
-    flat = FlatInputs.of(inputs)
+    flat = FlatInputs.of(inputs).as_leaves()
     args, kwargs = flat.call(flat.tensors)
     model.zero_grad()
     result = model(*args, **kwargs)
@@ -142,7 +142,7 @@ def one_device(model: nn.Module, inputs: Any) -> dict[str, torch.Tensor]:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             named[f"grad {name}"] = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad.clone()
-    return named
+    return named | {f"grad input {i}": x.grad for i, x in enumerate(flat.tensors) if x.grad is not None}
 
 
 def assert_exact(

@@ -151,7 +151,8 @@ def _gathered(lowered: LoweredStages, runners: Sequence[StageRunner]) -> Results
 
 
 def _without_padding(results: Results, of: Signature) -> Results:
-    """Outputs of the batch itself."""
-    padded = {port: of.padded[port.name] for port in results if port.kind == "output" and port.name in of.padded}
-    whole = {port: Whole(dim.unpadded(results[port].value), results[port].spread) for port, dim in padded.items()}
-    return results | whole
+    """Outputs, and gradients of inputs, of the batch itself."""
+    padded = [port for port in results if port.kind == "output" or port.is_input_gradient]
+    return results | {
+        port: Whole(of.without_padding(port, results[port].value), results[port].spread) for port in padded
+    }

@@ -49,6 +49,7 @@ class StepRunner(Protocol):
     """Computes steps of ``module``: adds to ``.grad`` of its parameters and writes its buffers."""
 
     spread: dict[Key, float]
+    inputs: FlatInputs
 
     @property
     def module(self) -> nn.Module:
@@ -73,6 +74,7 @@ def train(runner: StepRunner, steps: int, optimizer_of: OptimizerOf, seed: int) 
         for name, parameter in runner.module.named_parameters():
             if parameter.grad is not None:
                 values["gradient", name] = _whole(parameter.grad)
+        values |= _input_gradients(runner.inputs)
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
@@ -82,6 +84,15 @@ def train(runner: StepRunner, steps: int, optimizer_of: OptimizerOf, seed: int) 
         values |= {("buffer", name): _whole(buffer) for name, buffer in runner.module.named_buffers()}
         history.append(Step(values, dict(runner.spread)))
     return history
+
+
+def _input_gradients(inputs: FlatInputs) -> dict[Key, Tensor]:
+    """Take the gradients of inputs that need some."""
+    gradients: dict[Key, Tensor] = {}
+    for name, tensor in zip(inputs.input_names, inputs.tensors, strict=True):
+        if tensor.grad is not None:
+            gradients["gradient", f"input {name}"], tensor.grad = _whole(tensor.grad), None
+    return gradients
 
 
 def named_tensors(outputs: Any) -> list[tuple[str, Tensor]]:
@@ -217,7 +228,8 @@ class Simulated:
                 return _weight(at, like.shape, like.dtype) if counts else torch.zeros(like.shape, dtype=like.dtype)
             if port.kind == "cache":  # as it is given, in every step
                 return self.inputs.tensors[self.inputs.input_names.index(port.name)]
-            return self.inputs.tensors[int(port.name)] if port.kind == "input" else self._tensor(port.name).detach()
+            tensor = self.inputs.tensors[int(port.name)] if port.kind == "input" else self._tensor(port.name)
+            return tensor.detach()
 
         scope: AbstractContextManager[Any] = WideFloats() if self.is_wide else nullcontext()
         with torch.no_grad(), scope:
@@ -226,7 +238,10 @@ class Simulated:
             if port.kind == "buffer":
                 self._tensor(port.name).copy_(whole.value)
                 self.spread["buffer", original_name(port.name)] = whole.spread
-            elif port.kind == "grad" and not port.name.startswith(("none ", "input ")):
+            elif port.is_input_gradient:
+                place = next(p for p in specs if p.kind == "input" and p.gradient == port.name)
+                self.inputs.tensors[int(place.name)].grad = whole.value
+            elif port.kind == "grad" and not port.name.startswith("none "):
                 parameter = self._tensor(port.name)
                 parameter.grad = whole.value.to(parameter.dtype)
                 if id(parameter) in self._names:  # not of a buffer that forward lets need gradients

@@ -136,6 +136,8 @@ def copied(model: nn.Module, values: Mapping[str, Tensor], change: Change) -> nn
 
 
 def moved(inputs: FlatInputs, change: Change) -> FlatInputs:
-    """The inputs with every tensor changed."""
-    leaves = tuple(change(leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in inputs.leaves)
-    return FlatInputs(leaves, inputs.tree, inputs.names)
+    """The inputs with every tensor changed, cut off from what they were computed from; they have no gradients."""
+    needing = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in inputs.leaves]
+    leaves = [change(leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in inputs.leaves]
+    given = [leaf.requires_grad_() if needs else leaf for leaf, needs in zip(leaves, needing, strict=True)]
+    return FlatInputs(tuple(given), inputs.tree, inputs.names)

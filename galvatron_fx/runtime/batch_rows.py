@@ -17,6 +17,7 @@ from galvatron_fx.ir.plan.arguments import shown
 from galvatron_fx.ir.torch_compat.tensors import pytree
 from galvatron_fx.runtime.members import Members
 from galvatron_fx.runtime.row_exchange import RowExchange
+from galvatron_fx.runtime.untraced import untraced
 from passes.frontend.capture.flat_inputs import FlatInputs, flatten
 from passes.lowering.batch_rows import RowsRead
 
@@ -109,9 +110,12 @@ class BatchRows:
             rows, size = self.own, self.size
             spread = [i for i in marked if self._has_rows(names[i], tensors[i]) and len(rows) < size]
         for position in spread:
-            local = tensors[position]
-            tensors[position] = local.new_zeros(size, *local.shape[1:])
-            tensors[position][list(rows)] = local
+            if tensors[position].requires_grad and not self.is_local:
+                raise InputError(
+                    f"own_rows: {_plain(names[position])} needs a gradient, and ranks may hold the same rows: pass the "
+                    f"global batch, or compile(..., batch='local')"
+                )
+            tensors[position] = _InPlace.apply(tensors[position], rows, size, self.members.size)
         rest = iter(tensors)
         leaves = tuple(next(rest) if isinstance(leaf, Tensor) else leaf for leaf in inputs.leaves)
         return replace(inputs, leaves=leaves), spread
@@ -179,12 +183,36 @@ class BatchRows:
         return True
 
 
+class _InPlace(torch.autograd.Function):
+    """Own rows in their places among zeros.
+
+    The gradient of own rows is as DistributedDataParallel's: that of this rank's loss, where the step's is the mean of
+    those of all ``ranks``, which :mod:`galvatron_fx.runtime.own_outputs` divides by and sums of what ranks compute on.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, rows: Sequence[int], size: int, ranks: int) -> Tensor:
+        ctx.rows, ctx.ranks = list(rows), ranks
+        whole = own.new_zeros(size, *own.shape[1:])
+        whole[ctx.rows] = own
+        return whole
+
+    @staticmethod
+    @untraced
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return gradients[0][ctx.rows] * ctx.ranks, None, None, None
+
+
 def global_inputs(local: FlatInputs) -> FlatInputs:
     """Inputs of the batch to which every rank brings rows like ``local``: on the meta device, by their shapes alone."""
     size = batch_size([shape[0] for shape in local.shapes if shape])
     ranks = Members.every().size
     grown = (
-        tensor.new_empty(size * ranks, *tensor.shape[1:], device="meta") if tensor.shape[:1] == (size,) else tensor
+        torch.empty(
+            (size * ranks, *tensor.shape[1:]), dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad
+        )
+        if tensor.shape[:1] == (size,)
+        else tensor
         for tensor in local.tensors
     )
     return replace(local, leaves=tuple(next(grown) if isinstance(x, Tensor) else x for x in local.leaves))

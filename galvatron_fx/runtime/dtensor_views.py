@@ -19,9 +19,9 @@ from galvatron_fx.ir.torch_compat.dtensors import dtensor_of, local_tensor
 
 
 def lie_like(parameter: Tensor, local: Tensor) -> Tensor:
-    """A local gradient as its parameter lies."""
+    """A local gradient as its parameter lies; of an input where that is."""
     if not isinstance(parameter, DTensor):
-        return local
+        return local.to(parameter.device)
     if local.dtype == parameter.dtype:
         return dtensor_of(local, parameter)
     return DTensor.from_local(

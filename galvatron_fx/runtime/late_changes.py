@@ -11,19 +11,16 @@ from torch.distributed.tensor import DTensor
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.torch_compat.tensors import pytree
 from galvatron_fx.runtime.dtensor_views import local_part
-from passes.frontend.capture.flat_inputs import FlatInputs
 
 __all__ = [
     "DecidingBuffers",
     "MemoryOfParameters",
     "refuse_assignment",
     "refuse_changed_output",
-    "refuse_gradients",
     "refuse_part",
 ]
 __all__ += ["require_like"]
 
-_BRACKETS = "[]'"
 IN_PLACE = "write the values in place, as in 'with torch.no_grad(): parameter.copy_(values)'"
 
 
@@ -45,16 +42,6 @@ def refuse_assignment(model: nn.Module, original: nn.Module, name: str, value: A
 def refuse_part(name: str) -> NoReturn:
     """Raise InputError for a part of a compiled model that is taken away, or added."""
     raise InputError(f"'{name}' of a compiled model is added or deleted: change the model before compile")
-
-
-def refuse_gradients(inputs: FlatInputs) -> None:
-    """Raise InputError for inputs that need gradients: the compiled backward ends at the model."""
-    for name, tensor in zip(inputs.tensor_names, inputs.tensors, strict=True):
-        if tensor.requires_grad:
-            raise InputError(
-                f"input {name.strip(_BRACKETS)} needs a gradient, and a compiled model gives none to its inputs: "
-                f"compile a module that makes this input itself, or pass it detached"
-            )
 
 
 def refuse_changed_output(made: Any, returned: Any) -> None:

@@ -31,12 +31,12 @@ def merge_outputs(split: Microbatched, made: Sequence[Mapping[OutputSpec, Any]])
     """Outputs of the whole batch from those of each micro-batch (by port).
 
     Terms of a sum are added, parts of a batch concatenated, updated buffers and caches taken from the last; outputs
-    that need all samples are computed here, from the "piece" ports.
+    that need all samples are computed here, from the "piece" ports. Gradients of inputs are put together as outputs.
     """
     merged: dict[OutputSpec, Any] = {}
     for port in made[0]:
         values = [results[port] for results in made]
-        if port.kind == "output":
+        if port.name in split.outputs and port.kind in ("output", "grad"):
             merged[port] = _merged(split.outputs[port.name], values)
         elif port.kind in ("buffer", "cache"):
             merged[port] = values[-1]

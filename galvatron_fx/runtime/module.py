@@ -29,13 +29,13 @@ from galvatron_fx.runtime.call_key import call_key, described
 from galvatron_fx.runtime.call_style import CallStyle
 from galvatron_fx.runtime.compiled import AnyProgram, Compiled
 from galvatron_fx.runtime.detached import TRAIN_REMEDY, detached_output, forward_only_outputs
-from galvatron_fx.runtime.dtensor_views import local_part, shown, write_whole
+from galvatron_fx.runtime.dtensor_views import lie_like, local_part, shown, write_whole
 from galvatron_fx.runtime.folding import FoldedUpdates, folding, refuse_folded
 from galvatron_fx.runtime.generation import generate
 from galvatron_fx.runtime.gradients import accumulate
 from galvatron_fx.runtime.hooks import has_hooks, refuse_backward_hooks
 from galvatron_fx.runtime.host_states import keep_like
-from galvatron_fx.runtime.late_changes import MemoryOfParameters, refuse_changed_output, refuse_gradients, require_like
+from galvatron_fx.runtime.late_changes import MemoryOfParameters, refuse_changed_output, require_like
 from galvatron_fx.runtime.local_updates import mark_for_local_updates
 from galvatron_fx.runtime.modes import mark
 from galvatron_fx.runtime.module_tree import ModuleTree
@@ -134,6 +134,7 @@ class DistributedGraphModule(WithExperts):
                 results, gradients = program.train(self._values(flat))
                 self._update_state(results)
                 self._accumulate(gradients, program.folded)
+                self._hand_back(program, flat, gradients)
         return self._outputs(program, results, program.signature.beside_loss)
 
     @untraced
@@ -175,12 +176,13 @@ class DistributedGraphModule(WithExperts):
                 outputs = self._own_outputs(program, self._outputs(program, results, caches=caches))
                 return forward_only_outputs(outputs) if self.plan.forward_only else outputs
             refuse_folded(program.folded, "backward() may be one of several, whose gradients are summed up")
-            parameters = [self._tensor(port) for port in program.trained_ports]
+            tensors = [self._held_or_given(port, flat) for port in program.differentiated_ports]
             self._trained = program
             with self._watch.collectives():
-                self._rows.complete(flat, row_positions, program.read)
+                with torch.no_grad():
+                    self._rows.complete(flat, row_positions, program.read)
                 call = Call(self._values(flat), self._versions(flat), self._update_state, self._alone)
-                results = program.differentiable(call, *parameters)
+                results = program.differentiable(call, *tensors)
         return self._own_outputs(program, self._outputs(program, results, program.undifferentiated))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -324,12 +326,10 @@ class DistributedGraphModule(WithExperts):
         with self._watch.collectives():
             given = whole_inputs(given, self._rows.is_local, has_caches=self.plan.forward_only)
         self._memory.require_kept(self._held)
-        if torch.is_grad_enabled() and not self.plan.forward_only:
-            refuse_gradients(given)
         flat, row_positions = self._rows.spread(given, marked)
         # Averages of weights freeze what they copied: without backward, stages need not know what is frozen.
         flags = self._trained_flags() if trains or self._stages is None else self._flags
-        key = call_key(flat), self._tree.modes, flags
+        key = call_key(flat, trains and not self.plan.forward_only), self._tree.modes, flags
         try:
             self._compare(key, given, row_positions)
         finally:  # after the others were told: they do not see these flags, and would wait
@@ -337,7 +337,8 @@ class DistributedGraphModule(WithExperts):
                 self._refuse_flags_of_stages(flags)
         if key not in self._programs:
             self._tree.train_parameters(dict(zip(self._held, flags, strict=True)))
-            self._programs[key] = together(lambda: self._compile_inputs(self._tree.twin, flat), self._members)
+            captured = flat if trains else flat.detached()
+            self._programs[key] = together(lambda: self._compile_inputs(self._tree.twin, captured), self._members)
         decided_by = self._programs[key].signature.decided_by
         if decided_by:
             self._deciding.require_kept(decided_by, dict(self.named_buffers(remove_duplicate=False)))
@@ -382,6 +383,10 @@ class DistributedGraphModule(WithExperts):
         tensor: Tensor = table[leaf]
         return tensor
 
+    def _held_or_given(self, port: InputSpec, flat: FlatInputs) -> Tensor:
+        """What an input of the graph is to the module, or to its caller."""
+        return flat.tensors[int(port.name)] if port.kind == "input" else self._tensor(port)
+
     def _values(self, flat: FlatInputs, caches: CallCaches | None = None) -> Callable[[InputSpec], Any]:
         """What every input of the graph is on this rank in this step."""
         device = self.mesh.device_type
@@ -410,7 +415,7 @@ class DistributedGraphModule(WithExperts):
         def version_of(port: InputSpec) -> int:
             if port.kind == "seed":
                 return 0
-            tensor = flat.tensors[int(port.name)] if port.kind == "input" else self._tensor(port)
+            tensor = self._held_or_given(port, flat)
             # Of a DTensor the one counts what was called on it, the other what was called on its local part.
             return sum(0 if part.is_inference() else part._version for part in {tensor, local_part(tensor)})
 
@@ -422,10 +427,20 @@ class DistributedGraphModule(WithExperts):
 
     def _accumulate(self, gradients: Iterable[tuple[OutputSpec, Any]], folded: Collection[str]) -> None:
         for port, gradient in gradients:
-            if port.name.startswith(("none ", "input ")):
+            if port.is_input_gradient or port.name.startswith("none "):
                 continue
             take = self._folded.leave if self._folded is not None and port.name in folded else accumulate
             take(port.name, self._tensor(port), gradient)
+
+    def _hand_back(self, program: AnyProgram, flat: FlatInputs, gradients: Iterable[tuple[OutputSpec, Any]]) -> None:
+        """Give the gradients of inputs to those, and by way of them to what they were computed from."""
+        by_name = {port.name: gradient for port, gradient in gradients if port.is_input_gradient}
+        ports = [port for port in program.differentiated_ports if port.gradient in by_name]
+        if ports:
+            inputs = [self._held_or_given(port, flat) for port in ports]
+            torch.autograd.backward(
+                inputs, [lie_like(x, by_name[p.gradient]) for x, p in zip(inputs, ports, strict=True)]
+            )
 
     def _own_outputs(self, program: AnyProgram, outputs: Any) -> Any:
         """Outputs of the rows that this rank brought, where the loss is computed of them."""

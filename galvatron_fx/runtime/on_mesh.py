@@ -46,7 +46,7 @@ class CompiledFor:
     def of(cls, compiled: Compiled, tree: ModuleTree) -> Self:
         """That of the example inputs."""
         trained = {name: parameter.requires_grad for name, parameter in compiled.skeleton.named_parameters()}
-        return cls(call_key(compiled.inputs), tree.modes, trained)
+        return cls(call_key(compiled.inputs, not compiled.plan.forward_only), tree.modes, trained)
 
 
 class OnMesh(LikeOriginal):

@@ -107,12 +107,12 @@ class Program:
         return frozenset(self.signature.detached)
 
     @property
-    def trained_ports(self) -> list[InputSpec]:
-        """Parameters that are trained, in the order of the forward graph's inputs."""
-        return [port for port in self.halves.input_ports if port.kind == "param" and port.requires_grad]
+    def differentiated_ports(self) -> list[InputSpec]:
+        """Parameters that are trained, and inputs that need gradients, in the order of the forward graph's inputs."""
+        return [port for port in self.halves.input_ports if port.kind in ("param", "input") and port.requires_grad]
 
     def train(self, value_of: ValueOf) -> tuple[dict[OutputSpec, Any], list[tuple[OutputSpec, Any]]]:
-        """Run forward and backward; returns outputs by port and the gradients of parameters."""
+        """Run forward and backward; returns outputs by port and the gradients of parameters and inputs."""
         results, saved = self.run_forward([value_of(port) for port in self.halves.input_ports])
         arguments = [*saved, *self.tangents(results), *(results[i] for i in self._open)]
         del saved
@@ -149,7 +149,7 @@ class Program:
     ) -> list[tuple[OutputSpec, Any]]:
         """The gradients that there are where only the tangents ``given`` are: of the others None, not zeros."""
         return [
-            (port, value)
+            (port, self.signature.without_padding(port, value) if port.is_input_gradient else value)
             for port, value in gradients
             if value is not None and (port.name not in self.sources or not self.sources[port.name].isdisjoint(given))
         ]
@@ -182,12 +182,12 @@ class Program:
             "the plan has no stages and no micro-batches, so nothing is scheduled: give num_stages or num_microbatches"
         )
 
-    def differentiable(self, call: Call, *parameters: Tensor) -> dict[OutputSpec, Any]:
+    def differentiable(self, call: Call, *tensors: Tensor) -> dict[OutputSpec, Any]:
         """Run forward so that its results can be differentiated with ``backward()``, outputs by port.
 
-        ``parameters``: as the module holds them, in the order of ``trained_ports``.
+        ``tensors``: as the module holds them, or its caller, in the order of ``differentiated_ports``.
         """
-        results = Step.apply(self, call, *parameters)
+        results = Step.apply(self, call, *tensors)
         return dict(zip(self.halves.result_ports, results, strict=True))
 
     def placements(self, port: InputSpec) -> tuple[Placement, ...]:
@@ -233,7 +233,7 @@ class Step(torch.autograd.Function):
     """Forward and backward graph as one autograd node, for callers of ``loss.backward()``."""
 
     @staticmethod
-    def forward(ctx: Any, program: Program, call: Call, *parameters: Tensor) -> tuple[Any, ...]:
+    def forward(ctx: Any, program: Program, call: Call, *tensors: Tensor) -> tuple[Any, ...]:
         inputs = program.halves.input_ports
         written = {port.name for port in program.halves.result_ports if port.kind == "buffer"}
         changed = [port.kind in ("param", "buffer") and port.name in written for port in inputs]
@@ -249,7 +249,7 @@ class Step(torch.autograd.Function):
         program.finish_results(results)
         ports = program.halves.result_ports
         call.update(dict(zip(ports, results, strict=True)))
-        ctx.program, ctx.parameters = program, parameters
+        ctx.program, ctx.tensors = program, tensors
         wanted = {port.name for port in program.halves.tangent_ports}
         by_name = {p.name: (i, r) for i, (p, r) in enumerate(zip(ports, results, strict=True)) if p.kind == "output"}
         ctx.tangents = {name: (i, r.shape, r.dtype, r.device) for name, (i, r) in by_name.items() if name in wanted}
@@ -286,7 +286,7 @@ class Step(torch.autograd.Function):
             computed = program.run_backward(arguments)
         by_name = {port.name: gradient for port, gradient in program.gradients_of(computed, given)}
         gradients = []
-        for port, parameter in zip(program.trained_ports, ctx.parameters, strict=True):
-            gradient = by_name.get(port.name)
-            gradients.append(None if gradient is None else lie_like(parameter, gradient))
+        for port, tensor in zip(program.differentiated_ports, ctx.tensors, strict=True):
+            gradient = by_name.get(port.gradient)
+            gradients.append(None if gradient is None else lie_like(tensor, gradient))
         return (None, None, *gradients)

@@ -54,6 +54,7 @@ class StageRunner:
         values.update(self._run("backward" if whole else "input_grad", values))
         if not whole:
             self._live[index] = _only(values, self.stage.tasks["weight_grad"].inputs)
+        self.results[index] |= {port: values[name] for port, name in self.stage.results_back}
         return [values[name] for name in self.stage.sends_back]
 
     def weight_grad(self, index: int) -> None:

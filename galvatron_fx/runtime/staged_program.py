@@ -96,13 +96,16 @@ class StagedProgram:
         }
 
     @property
-    def trained_ports(self) -> list[InputSpec]:
-        """Parameters that this rank holds and trains, by their original names."""
+    def differentiated_ports(self) -> list[InputSpec]:
+        """Parameters that this rank holds and trains, by their original names, and inputs that need gradients."""
         held = {original_name(p.name): p for stage in self.stages for p in stage.ports.values() if p.kind == "param"}
-        return [replace(port, name=name) for name, port in held.items() if port.requires_grad]
+        inputs = [port for port in self.signature.inputs if port.kind == "input" and port.requires_grad]
+        return [*(replace(port, name=name) for name, port in held.items() if port.requires_grad), *inputs]
 
     def train(self, value_of: ValueOf) -> tuple[dict[OutputSpec, Any], list[tuple[OutputSpec, Any]]]:
-        """Run one step; returns outputs of the whole batch by port, and gradients of this rank's parameters."""
+        """Run one step; returns outputs of the whole batch by port, and gradients of this rank's parameters and of
+        inputs.
+        """
         runners = self._run(value_of, forward_only=False)
         gradients: dict[str, tuple[OutputSpec, Any]] = {}
         for runner in runners:
@@ -112,7 +115,10 @@ class StagedProgram:
                 known = gradients.get(parameter)
                 gradients[parameter] = (ports_by_name[name], value if known is None else known[1] + value)
         self._add_copies(gradients, value_of)
-        return self._outputs(runners), [entry for name, entry in gradients.items() if name not in self._unreached]
+        results = self._outputs(runners)
+        for port in [port for port in results if port.is_input_gradient]:
+            gradients[port.name] = port, results.pop(port)
+        return results, [entry for name, entry in gradients.items() if name not in self._unreached]
 
     def evaluate(self, value_of: ValueOf) -> dict[OutputSpec, Any]:
         """Run forward only; returns outputs of the whole batch by port."""
@@ -176,14 +182,16 @@ class StagedProgram:
         """Positions of outputs that need gradients, and get none in ``differentiable``: all but the loss."""
         return self.signature.beside_loss
 
-    def differentiable(self, call: Call, *parameters: Tensor) -> dict[OutputSpec, Any]:
+    def differentiable(self, call: Call, *tensors: Tensor) -> dict[OutputSpec, Any]:
         """Run the step so that ``backward()`` of its loss hands over its gradients; returns outputs by port.
 
-        ``parameters``: as the module holds them, in the order of ``trained_ports``. Where none is trained on any rank,
-        forward runs alone. Raises InputError where the model returns no loss.
+        ``tensors``: as the module holds them, or its caller, in the order of ``differentiated_ports``. Where none is
+        differentiated on any rank, forward runs alone. Raises InputError where the model returns no loss.
         """
-        is_trained = any(port.kind == "param" and port.requires_grad for port in self.signature.inputs)
-        if not is_trained and not self.signature.forward_only:
+        is_differentiated = any(
+            port.kind in ("param", "input") and port.requires_grad for port in self.signature.inputs
+        )
+        if not is_differentiated and not self.signature.forward_only:
             with torch.no_grad():
                 results = self.evaluate(call.value_of)
                 call.update(results)
@@ -195,7 +203,7 @@ class StagedProgram:
             call.update(results)
         by_name = {original_name(port.name): gradient for port, gradient in gradients}
         step = Differentiated(results[loss], by_name, partial(versions.require_kept, self.signature.input_names))
-        results[loss] = scheduled_loss(step, [port.name for port in self.trained_ports], parameters)
+        results[loss] = scheduled_loss(step, [port.gradient for port in self.differentiated_ports], tensors)
         return results
 
     def placements(self, port: InputSpec) -> tuple[Placement, ...]:
@@ -293,7 +301,7 @@ class StagedProgram:
 
     @cached_property
     def _unreached(self) -> set[str]:
-        """Parameters that the loss does not depend on, though other outputs do: they get no gradient."""
+        """Parameters and inputs that the loss does not depend on, though other outputs do: they get no gradient."""
         sources = gradient_sources(self.lowered.joint)
         reached = {original_name(name) for name, losses in sources.items() if str(self.signature.loss) in losses}
         return {original_name(name) for name in sources} - reached
@@ -301,7 +309,7 @@ class StagedProgram:
     @cached_property
     def _on_host(self) -> frozenset[str]:
         """Parameters of this rank that live on the host, and so do their gradients."""
-        return frozenset(port.name for port in self.trained_ports if port.on_host)
+        return frozenset(port.name for port in self.differentiated_ports if port.on_host)
 
     @cached_property
     def _dtypes(self) -> dict[InputSpec, torch.dtype]:
@@ -350,13 +358,35 @@ class StagedProgram:
                 by_microbatch[index] |= results
         self._tell_pieces(by_microbatch)
         merged = merge_outputs(self.lowered.microbatched, by_microbatch)
+        for port in [port for port in merged if port.is_input_gradient]:
+            merged[port] = self.signature.without_padding(port, merged[port])
         if self.pipeline.group is not None:
             for port, (rank, dtype) in self._scalars.items():
                 value = merged.get(port, torch.empty((), dtype=dtype, device=self.device)).contiguous()
                 dist.broadcast(value, src=self.pipeline.peers[rank], group=self.pipeline.group)
                 merged[port] = value
             self._tell_state(merged)
+            self._tell_input_gradients(merged)
         return merged
+
+    def _tell_input_gradients(self, merged: dict[OutputSpec, Any]) -> None:
+        """Give the gradients of inputs to all ranks, as all of them hold the inputs."""
+        for port, (maker, spec) in self._input_gradients.items():
+            if port not in merged:
+                merged[port] = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+            merged[port] = merged[port].contiguous()
+            dist.broadcast(merged[port], src=self.pipeline.peers[maker], group=self.pipeline.group)
+
+    @cached_property
+    def _input_gradients(self) -> dict[OutputSpec, tuple[int, TensorSpec]]:
+        """Gradients of inputs that one pipeline rank makes: this rank, and the specs of the inputs."""
+        specs = self.signature.input_specs
+        of = {port.gradient: specs[int(port.name)] for port in self.signature.inputs if port.kind == "input"}
+        made = [(port, stage.index) for stage in self.lowered.stages for port, _ in stage.results_back]
+        makers = {
+            port: self.schedule.rank_of_stage[index] for port, index in sorted(made, key=lambda pair: pair[0].name)
+        }
+        return {port: (maker, of[port.name]) for port, maker in makers.items() if maker != SPREAD}
 
     def _tell_state(self, merged: dict[OutputSpec, Any]) -> None:
         """Give new values of buffers, parameters and caches to all ranks that hold them, and to no others."""

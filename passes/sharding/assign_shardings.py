@@ -82,6 +82,8 @@ class AssignShardings:
 def _output(decided: AxisDecisions, port: Any, node: fx.Node | None) -> Placement | None:
     if node is None:
         return None
+    if port.is_input_gradient and decided.outputs_as_terms:
+        return _of_each(decided, node)
     if port.kind == "grad":
         parameter = decided.values.parameter_of(port)
         if parameter is not None and decided.leaves_terms(parameter) and isinstance(decided.produced(node), Partial):
@@ -95,6 +97,12 @@ def _output(decided: AxisDecisions, port: Any, node: fx.Node | None) -> Placemen
     if port.kind == "output" and decided.values.outputs_stay:
         return shown_as(decided.exits.get(node, decided.produced(node)))
     return REPLICATE
+
+
+def _of_each(decided: AxisDecisions, node: fx.Node) -> Placement:
+    """What each part of the batch gives: a term of a sum, its own rows, or the whole."""
+    produced = decided.produced(node)
+    return produced if isinstance(produced, Partial) else shown_as(decided.exits.get(node, produced))
 
 
 def _kept(decided: AxisDecisions, node: fx.Node) -> Placement:

@@ -51,6 +51,7 @@ class StageReplay:
         values = self._live.pop(index) | dict(zip(self.stage.receives_back, received, strict=True))
         values |= self._run("backward" if whole else "input_grad", values)
         sends = self._held(values, self.stage.sends_back)
+        self.results += self._held(values, [name for _, name in self.stage.results_back])
         self._live[index] = self._only(values, () if whole else self.stage.tasks["weight_grad"].inputs)
         return sends
 

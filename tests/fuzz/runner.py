@@ -61,6 +61,9 @@ class Prepared:
         exec(compile(source, name, "exec"), space)
         self.model: nn.Module = space["model"]
         self.inputs: dict[str, Tensor] = space["inputs"]
+        if program.seed % 2:
+            for value in self.inputs.values():
+                value.requires_grad_(value.is_floating_point())
         self._keep_buffers()
 
     def _keep_buffers(self) -> None:

@@ -17,6 +17,7 @@ import galvatron_fx
 from galvatron_fx.errors import InputError
 from tests.helpers import assert_exact
 from tests.runtime.launch import fork_checks
+from tests.seams.input_gradient_checks import adversaries, outside_of_stages, own_rows_are_refused
 from tests.seams.test_module_state import WIDTH, batches, eager, left, made
 
 
@@ -104,7 +105,7 @@ def synced(mesh: DeviceMesh) -> None:
         galvatron_fx.compile(for_ddp(alone), mesh, batches()[0], roles=("data",))
 
 
-CHECKS = {"stages": stages, "synced": synced}
+CHECKS = {check.__name__: check for check in (stages, synced, adversaries, outside_of_stages, own_rows_are_refused)}
 
 if __name__ == "__main__":
     fork_checks((2,), CHECKS, sys.argv[1:], partial(galvatron_fx.capture, made(Far), batches()[0]))

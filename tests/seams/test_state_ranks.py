@@ -1,4 +1,6 @@
-"""State that ranks share, on real processes: what one pipeline stage changes and another holds, and batch norms."""
+"""What ranks share, on real processes: state that one pipeline stage changes and another holds, batch norms, and
+gradients of inputs.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,6 @@ def output() -> str:
     return launched(Path(__file__).with_name("state_ranks.py"))
 
 
-@pytest.mark.parametrize("check", ["stages", "synced"])
+@pytest.mark.parametrize("check", ["stages", "synced", "adversaries", "outside_of_stages", "own_rows_are_refused"])
 def test_ranks_share(output: str, check: str) -> None:
     assert_held(output, check)

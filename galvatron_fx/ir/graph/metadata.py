@@ -174,6 +174,8 @@ def set_meta(node: fx.Node, record: NodeMeta) -> None:
     node.meta[_KEY] = record
 
 
+_OF_INPUT = "input "
+
 InputKind: TypeAlias = Literal["param", "buffer", "input", "cache", "hoisted", "seed", "tangent"]
 OutputKind: TypeAlias = Literal["output", "buffer", "cache", "grad", "piece"]
 
@@ -196,6 +198,11 @@ class InputSpec:
     states_on_disk: bool = False
     on_host: bool = False
 
+    @property
+    def gradient(self) -> str:
+        """The name of the port of its gradient."""
+        return f"{_OF_INPUT}{self.name}" if self.kind == "input" else self.name
+
 
 @dataclass(frozen=True)
 class OutputSpec:
@@ -203,11 +210,16 @@ class OutputSpec:
 
     ``kind``: "output" of the model, "buffer" (its new value, or that of a parameter that forward changes), "cache" (the
     new value of one, or a new one), "grad" or "piece" (what a micro-batch gives to the epilogue); ``name``: as of
-    :class:`InputSpec`.
+    :class:`InputSpec`, of a gradient what that calls so.
     """
 
     kind: OutputKind
     name: str
+
+    @property
+    def is_input_gradient(self) -> bool:
+        """Whether it is the gradient of an input, which callers take whole."""
+        return self.kind == "grad" and self.name.startswith(_OF_INPUT)
 
 
 @dataclass(frozen=True)
@@ -235,7 +247,8 @@ class Signature:
 
     Of the model's outputs, by position: ``loss`` is what one step of training differentiates; ``scalars`` are those
     without dims that need gradients, the loss among them; ``detached`` need gradients and get none; ``output_names``
-    say where each is in what the model returns; ``padded``: the dim of outputs that has rows of padding, by name;
+    say where each is in what the model returns; ``padded``: the dim of outputs, and of gradients of inputs, that has
+    rows of padding, by name;
     ``batch_dims``: the dim of outputs that has the batch, and in how many runs, by name, None where that is not known;
     ``forward_only``: whether the graph was captured to be run without backward: nothing in it needs gradients;
     ``arguments``: what a call leaves of its arguments where it puts something else into them
@@ -263,6 +276,10 @@ class Signature:
     def beside_loss(self) -> frozenset[int]:
         """Positions of outputs that need gradients, and get none where the loss alone is differentiated."""
         return frozenset({*self.detached, *self.scalars} - {self.loss})
+
+    def without_padding(self, port: OutputSpec, whole: torch.Tensor) -> torch.Tensor:
+        """What an output or a gradient that ranks hold whole is of the batch itself."""
+        return self.padded[port.name].unpadded(whole) if port.name in self.padded else whole
 
     def having(self, **changes: Any) -> Signature:
         """Return a copy with some fields changed."""

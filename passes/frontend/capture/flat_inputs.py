@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -80,6 +80,18 @@ class FlatInputs:
             return self
         kept = (_empty(tensor) if at in positions else tensor for at, tensor in enumerate(self.tensors))
         return FlatInputs.of_call(*self.call(list(kept)))
+
+    def detached(self) -> FlatInputs:
+        """The same, needing no gradients."""
+        return self._each(torch.Tensor.detach)
+
+    def as_leaves(self) -> FlatInputs:
+        """The same, of which those that need gradients have them for themselves."""
+        return self._each(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> FlatInputs:
+        leaves = tuple(change(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves)
+        return replace(self, leaves=leaves)
 
     def call(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Rebuild (args, kwargs) with ``tensors`` in place of the tensor leaves."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -40,13 +40,14 @@ def record_graph(graph: fx.GraphModule, flat: FlatModel) -> None:
     input_ports: list[InputSpec] = []
     parameters = [] if flat.forward_only else flat.named_parameters(remove_duplicate=False)
     trained = {name for name, parameter in parameters if parameter.requires_grad}
-    caches = _caches(graph, flat)
+    needing = () if flat.forward_only else (i for i, tensor in enumerate(inputs.tensors) if tensor.requires_grad)
+    trained_inputs, caches = set(needing), _caches(graph, flat)
     for node in graph.graph.nodes:
         if node.op == "output":
             continue
         set_meta(node, _node_facts(node))
         if node.op == "placeholder":
-            input_ports.append(_input_port(node, trained, caches))
+            input_ports.append(_input_port(node, trained, trained_inputs, caches))
     output = graph.graph.output_node()
     pairs = _outputs(output, flat)
     set_signature(
@@ -157,7 +158,9 @@ def _node_facts(node: fx.Node) -> NodeMeta:
     return NodeMeta(specs=specs, phase=phase, module=module_of(node), multi_output=multi)
 
 
-def _input_port(node: fx.Node, trained: set[str], caches: Mapping[int, str]) -> InputSpec:
+def _input_port(
+    node: fx.Node, trained: Collection[str], trained_inputs: Collection[int], caches: Mapping[int, str]
+) -> InputSpec:
     descriptor = node.meta["desc"]
     kind = type(descriptor).__name__
     if kind in ("ParamAOTInput", "BufferAOTInput"):
@@ -167,7 +170,7 @@ def _input_port(node: fx.Node, trained: set[str], caches: Mapping[int, str]) -> 
     if kind == "PlainAOTInput" and descriptor.idx in caches:
         return InputSpec("cache", caches[descriptor.idx])
     if kind == "PlainAOTInput":
-        return InputSpec("input", str(descriptor.idx), bool(node.meta["val"].requires_grad))
+        return InputSpec("input", str(descriptor.idx), descriptor.idx in trained_inputs)
     if kind == "TangentAOTInput":
         written = getattr(descriptor.output, "mutated_input", None)
         if written is not None:
@@ -186,7 +189,9 @@ def _output_port(descriptor: Any, absent: Iterator[int], input_names: Sequence[s
     if kind == "GradAOTOutput":
         source = descriptor.grad_of
         name = getattr(source, "target", None)
-        return OutputSpec("grad", name.removeprefix(f"{ROOT}.") if name else f"input {source.idx}")
+        return OutputSpec(
+            "grad", name.removeprefix(f"{ROOT}.") if name else InputSpec("input", str(source.idx)).gradient
+        )
     if kind == "InputMutationAOTOutput":
         source = descriptor.mutated_input
         if not hasattr(source, "target"):

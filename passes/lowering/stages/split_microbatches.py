@@ -55,7 +55,8 @@ class Microbatched:
     follows from the inputs alone (its slices of them, the count of labels in the *whole* batch); ``prologue``: makes
     these, for all micro-batches in lockstep on an axis of ``num_microbatches`` (run it with
     :class:`galvatron_fx.runtime.lockstep.Simulator`), its inputs being those of ``prologue_ports``;
-    ``outputs``: how each of the model's outputs is made of the micro-batches', by name: summed, concatenated, or equal;
+    ``outputs``: how each of the model's outputs, and the gradient of each input, is made of the micro-batches', by
+    name: summed, concatenated, or equal;
     ``epilogue``: makes the outputs ``epilogue_ports`` that need all samples but no gradient needs (a loss that must
     be summed in the order of one device, a buffer that follows the mean of the batch), from the outputs of kind "piece"
     of all micro-batches, also in lockstep.
@@ -215,7 +216,7 @@ def _time_layout(graph: fx.GraphModule, sharding: AxisSharding, roles: Sequence[
     column = MergedAxis((0,), tuple(role.role for role in roles), sharding.degree)
     inputs = tuple((sharding.inputs[node],) for _, node in ports(graph))
     shared = [
-        PARTIAL if port.kind == "grad" and node is not None and placement in (REPLICATE, Partial("avg")) else placement
+        PARTIAL if node is not None and _is_shared_out(port, placement) else placement
         for (port, node), placement in zip(output_ports(graph), sharding.outputs, strict=True)
     ]
     return Layout((column,), inputs, tuple((placement,) for placement in shared))
@@ -235,7 +236,8 @@ def _one_microbatch(graph: fx.GraphModule) -> Microbatched:
     """The whole batch at once: nothing is hoisted or merged."""
     copy = copied(graph)
     prologue, _ = _prologue(copy, [])
-    outputs: dict[str, Placement] = {port.name: REPLICATE for port in signature(graph).outputs if port.kind == "output"}
+    returned = (port for port in signature(graph).outputs if port.kind == "output" or port.is_input_gradient)
+    outputs: dict[str, Placement] = {port.name: REPLICATE for port in returned}
     return Microbatched(copy, prologue, (), outputs, None, (), 1)
 
 
@@ -259,7 +261,16 @@ def _moves(node: fx.Node) -> bool:
 
 def _merges(graph: fx.GraphModule, sharding: AxisSharding) -> dict[str, Placement]:
     placed = zip(signature(graph).outputs, sharding.outputs, strict=True)
-    return {port.name: place for port, place in placed if port.kind == "output" and place is not None}
+    return {
+        port.name: place
+        for port, place in placed
+        if (port.kind == "output" or port.is_input_gradient) and place is not None
+    }
+
+
+def _is_shared_out(port: OutputSpec, placement: Placement | None) -> bool:
+    """Whether micro-batches add up parts of what all of them have; gradients of inputs are put together as outputs."""
+    return port.kind == "grad" and not port.is_input_gradient and placement in (REPLICATE, Partial("avg"))
 
 
 def _share_equal_gradients(graph: fx.GraphModule, sharding: AxisSharding, count: int) -> None:
@@ -269,7 +280,7 @@ def _share_equal_gradients(graph: fx.GraphModule, sharding: AxisSharding, count:
     output = graph.graph.output_node()
     results: list[fx.Node | None] = []
     for (port, node), placement in zip(output_ports(graph), sharding.outputs, strict=True):
-        if port.kind == "grad" and node is not None and placement in (REPLICATE, Partial("avg")):
+        if node is not None and _is_shared_out(port, placement):
             record = meta_of(node).having(specs=(meta_of(node).spec,), phase="backward", multi_output=False)
             with graph.graph.inserting_before(output):
                 node = graph.graph.call_function(torch.ops.aten.div.Scalar, (node, count))

@@ -42,7 +42,8 @@ class Stage:
     ``backward`` is ``input_grad`` and ``weight_grad`` in one.
     ``ports``: the inputs of the graph that the stage takes, by name of value; ``receives`` and ``sends``: activations
     from the stage before and for the next; ``receives_back`` and ``sends_back``: gradients from the next and for the
-    one before; ``results``: outputs of the graph made here; ``specs``: local shapes of what passes and of results.
+    one before; ``results``: outputs of the graph made here; ``results_back``: gradients of inputs that its backward
+    makes; ``specs``: local shapes of what passes and of results.
     """
 
     index: int
@@ -53,6 +54,7 @@ class Stage:
     receives_back: tuple[str, ...]
     sends_back: tuple[str, ...]
     results: tuple[tuple[OutputSpec, str], ...]
+    results_back: tuple[tuple[OutputSpec, str], ...]
     gradients: tuple[Gradient, ...]
     specs: dict[str, TensorSpec]
 
@@ -186,6 +188,7 @@ class _Cut:
         for node, stage in self.home.items():
             self.members[stage].append(node)
         self.results: list[list[tuple[OutputSpec, fx.Node]]] = [[] for _ in first_blocks]
+        self.results_back: list[list[tuple[OutputSpec, fx.Node]]] = [[] for _ in first_blocks]
         self.gradients: list[list[tuple[OutputSpec, fx.Node]]] = [[] for _ in first_blocks]
         for port, value in output_ports(graph):
             if value is not None and port.kind != "grad":
@@ -194,7 +197,9 @@ class _Cut:
                 alone = stage_of_node(value, first_blocks) if port.kind == "cache" else last
                 self.results[self.home.get(value, alone)].append((port, value))
             elif value in self.home:
-                self.gradients[self.home[value]].append((port, value))
+                (self.results_back if port.is_input_gradient else self.gradients)[self.home[value]].append(
+                    (port, value)
+                )
         self.port_of = {node: port for port, node in ports(graph)}
         self._route()
 
@@ -229,12 +234,13 @@ class _Cut:
 
     def stage(self, index: int) -> Stage:
         flow = self.flows[index]
-        results, gradients = self.results[index], self.gradients[index]
+        results, results_back, gradients = self.results[index], self.results_back[index], self.gradients[index]
+        away = {**flow.sends_back, **dict.fromkeys(node for _, node in results_back)}
         forward = [n for n in self.members[index] if _phase(n) == "forward"]
         backward = [n for n in self.members[index] if _phase(n) == "backward"]
-        finish = self._finish([n for _, n in gradients], backward)
+        finish = self._finish([n for _, n in gradients], [n for n in backward if n not in away])
         start = self._start(forward)
-        lead = ancestors([n for n in flow.sends_back if n in set(backward)], set(backward) - finish)
+        lead = ancestors([n for n in away if n in set(backward)], set(backward) - finish)
         lead |= _made_along(lead, backward, finish)
         ways = {
             "start": [n for n in forward if n in start],
@@ -247,9 +253,9 @@ class _Cut:
         ways["forward"] = self._with_portable(ways["forward"], backward, [n for _, n in results])
         terms = self._terms(gradients, finish)
         ahead = {*flow.sends, *(n for _, n in results)}
-        drafts = _drafts(ways, ahead, set(flow.sends_back), terms, self._sums_on_host(terms))
+        drafts = _drafts(ways, ahead, set(away), terms, self._sums_on_host(terms))
         ports_taken = self._ports(ways.values(), [*(n for _, n in results), *(term for _, _, term in terms)])
-        passing = [*flow.receives, *flow.sends, *flow.receives_back, *flow.sends_back, *(node for _, node in results)]
+        passing = [*flow.receives, *flow.sends, *flow.receives_back, *away, *(node for _, node in results)]
         return Stage(
             index,
             cache(partial(write_tasks, self.graph, drafts)),
@@ -259,6 +265,7 @@ class _Cut:
             names_of(flow.receives_back),
             names_of(flow.sends_back),
             tuple((port, node.name) for port, node in results),
+            tuple((port, node.name) for port, node in results_back),
             tuple(Gradient(p, term.name, n.name) for p, n, term in terms),
             {node.name: meta_of(node).spec for node in passing},
         )
