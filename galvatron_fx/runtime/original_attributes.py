@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Hashable
 from functools import cache, cached_property
 from hashlib import sha256
-from operator import itemgetter
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -49,7 +48,7 @@ class AttributesRead:
 
     def __init__(self) -> None:
         self._at_first: dict[str, tuple[nn.Module, str, Any]] = {}  # whose, called so, and what it held
-        self._assigned: dict[str, set[str]] = {}  # the values of each, as text
+        self._values: dict[str, set[str]] = {}  # that each was given, as text
 
     def read(self, shown: nn.Module, twin: nn.Module, path: str, name: str) -> Any:
         """Attribute ``name`` of ``twin``, which lies at ``path``; methods and properties see ``shown`` as their self.
@@ -107,8 +106,8 @@ class AttributesRead:
         return True
 
     def _count(self, path: str, words: str) -> None:
-        """Note a value that was assigned, and say once that there are many."""
-        values = self._assigned.setdefault(path, set())
+        """Note a value that an attribute was given, and say once that there are many."""
+        values = self._values.setdefault(path, set())
         if words in values or len(values) == _MANY:
             return
         values.add(words)
@@ -121,12 +120,15 @@ class AttributesRead:
             )
 
     def changed(self) -> tuple[tuple[str, str], ...]:
-        """The paths of what was changed since it was first read or assigned, and what it holds now, as text."""
-        return tuple(
-            (path, sha256(words_of(now).encode()).hexdigest()[:8])
-            for path, (twin, name, before) in sorted(self._at_first.items(), key=itemgetter(0))
-            if (now := contents_of(path, getattr(twin, name))) != before
-        )
+        """The paths of what was changed since it was first read or assigned, and what it holds now, as text.
+
+        Warns as :meth:`assign` does.
+        """
+        held = {path: contents_of(path, getattr(twin, name)) for path, (twin, name, _) in self._at_first.items()}
+        words = {path: words_of(now) for path, now in sorted(held.items()) if now != self._at_first[path][2]}
+        for path, now in words.items():
+            self._count(path, now)
+        return tuple((path, sha256(now.encode()).hexdigest()[:8]) for path, now in words.items())
 
 
 def _is_plain(value: Any) -> bool:

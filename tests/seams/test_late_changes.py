@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import galvatron_fx
@@ -189,6 +190,34 @@ def test_a_value_of_its_own_for_each_step_is_told_once(mesh: DeviceMesh) -> None
         for step in range(7, 20):
             compiled.drop.p = step / 20 + 0.025
     assert len(told) == 1 and told[0].filename == __file__
+
+
+def test_a_plain_copy_beside_a_compiled_model_is_told_what_to_do(mesh: DeviceMesh) -> None:
+    """A teacher that follows: torch's words are of tensors that the script never made."""
+    compiled, plain = pair(mesh)
+    with torch.no_grad(), pytest.raises(InputError, match=r"plain tensor \(8, 6\) beside a DTensor.*full_tensor\(\)"):
+        plain.up.weight.lerp_(compiled.up.weight, 0.1)
+    with pytest.raises(InputError, match="teacher or an average that is compiled"):
+        (compiled.up.weight - plain.up.weight.detach()).square().sum()
+    with torch.no_grad():
+        plain.up.weight.lerp_(compiled.up.weight.full_tensor(), 0.1)
+    with implicit_replication():
+        assert compiled.up.weight - plain.up.weight.detach() is not None
+
+
+def test_settings_that_are_changed_in_place_in_each_step_are_told_once(mesh: DeviceMesh) -> None:
+    plain: Any = Net().double()
+    plain.config = types.SimpleNamespace(scale=1.0)
+    compiled: Any = galvatron_fx.compile(plain, mesh, {"x": x()}, plan=PLAN)
+    said = []
+    for step in range(12):
+        compiled.config.scale = step + 2.0
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert compiled._tree.modes.attributes
+        said.append([str(each.message) for each in told])
+    assert said[:7] + said[8:] == [[]] * 11
+    assert "'config' of a compiled model was given 8 values" in said[7][0]
 
 
 def test_values_that_are_assigned_before_the_first_call_hold_in_it(mesh: DeviceMesh) -> None:

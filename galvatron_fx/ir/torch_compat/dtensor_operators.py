@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -50,9 +51,11 @@ def mend_dtensor_operators() -> None:
     - Losses that are means (``F.mse_loss(weight, before)``) have the gradients of one device, and its values.
     - The sum of norms of rows or columns that ranks share is that of the whole ones, not of their parts.
     - Writes into parts of tensors are those of one device (:mod:`galvatron_fx.ir.torch_compat.dtensor_writes`).
-    - Collectives that a script calls on a tensor in shards raise InputError with the remedy.
+    - Collectives that a script calls on a tensor in shards, and operators on a plain tensor beside one, raise
+      InputError with the remedy.
     """
     mend_dtensor_writes()
+    _ask_of_plain_tensors()
     handlers = DTensor._op_dispatcher._custom_op_handlers
     unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
     handlers[unscale] = functools.partial(_look_for_infinities_in_all_shards, handlers[unscale])
@@ -134,6 +137,34 @@ def _compute_whole(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     mesh = next(leaf.device_mesh for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor))
     args, kwargs = tree_map(functools.partial(whole_argument, op_call, mesh), (args, kwargs))
     return tree_map(functools.partial(replicated, mesh=mesh), op_call(*args, **kwargs))
+
+
+def _ask_of_plain_tensors() -> None:
+    """Have torch ask :func:`_refuse_plain_beside` how plain tensors lie: its C++ asks only if it takes all of them.
+    What scripts want (``implicit_replication``) is kept beside that.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    asked = {"now": bool(dispatcher._allow_implicit_replication)}
+    dispatcher._allow_implicit_replication = True
+    type(dispatcher)._allow_implicit_replication = property(
+        lambda _: asked["now"], lambda _, value: asked.update(now=value)
+    )
+    dispatcher._try_replicate_spec_for_scalar_tensor = functools.partial(
+        _refuse_plain_beside, dispatcher._try_replicate_spec_for_scalar_tensor
+    )
+
+
+def _refuse_plain_beside(torch_spec: Any, op_call: Any, tensor: torch.Tensor, mesh: DeviceMesh) -> Any:
+    """How a plain tensor beside DTensors lies: torch takes numbers alone."""
+    try:
+        return torch_spec(op_call, tensor, mesh)
+    except RuntimeError as error:
+        raise InputError(
+            f"{op_call.name()} takes a plain tensor {tuple(tensor.shape)} beside a DTensor, as the parameters and "
+            f"gradients of compiled models are: give the DTensor's whole value, full_tensor(), on all ranks; or keep "
+            f"both alike: a teacher or an average that is compiled, too, or made of the compiled model "
+            f"(copy.deepcopy, torch.optim.swa_utils.AveragedModel), and copies by parameter.detach().clone()"
+        ) from error
 
 
 def _refuse_collective(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
