@@ -13,8 +13,8 @@ from cost_models.bundles import share_s, start_s
 from cost_models.chunked_time import chunked_events
 from cost_models.collectives import collective_s
 from cost_models.node_cost import call_cost, node_cost
-from cost_models.operator_time import dtype_name, host_copy_s
-from cost_models.ops import is_free, kind_of, op_time_s
+from cost_models.operator_time import dtype_name, host_copy_s, kind_of_call
+from cost_models.ops import is_free, op_time_s
 from cost_models.streams import Event, Work
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.graph import collectives as c
@@ -104,7 +104,7 @@ class NodeTime:
         measured = device.measured_calls.get(call_key(call)) if device.calls else None
         if measured is not None:
             return measured
-        return float(op_time_s(cost(), dtype_name(call), device, kind_of(call.target)))
+        return float(op_time_s(cost(), dtype_name(call), device, kind_of_call(call)))
 
     def _collective(self, node: fx.Node, cause: Cause) -> Price:
         axes = tuple(self.cluster.axes[i] for i in cause.axes)

@@ -35,6 +35,7 @@ from galvatron_fx.ir.graph.further_rounds import FurtherRounds
 from galvatron_fx.ir.graph.metadata import FREE, OpCost
 
 __all__ = [
+    "BROADCAST",
     "Dim",
     "TensorFacts",
     "is_free",
@@ -48,6 +49,9 @@ __all__ = [
 ]
 
 Dim: TypeAlias = int | sympy.Expr
+
+BROADCAST = ", broadcast"
+"""What stands behind the kind of an operator that repeats elements of an operand."""
 
 
 @dataclass(frozen=True)
@@ -131,9 +135,14 @@ _MATMUL_KINDS = {"matmul", "batched_matmul", "attention", "attention_backward"}
 def price_class(device: Device, dtype: str, kind: str) -> str:
     """Return the kind that operators of ``kind`` are priced as on ``device``; equal ones can be priced together.
 
-    A kind that was measured is its own class. Kinds of matrix products that were not are "matmul", and all others
-    "copy" or "pointwise", whether they only move data or also compute.
+    A kind that was measured is its own class; those that repeat elements of an operand are "broadcast" where that was.
+    Kinds of matrix products that were not are "matmul", and all others "copy" or "pointwise", whether they only move
+    data or also compute.
     """
+    alone = kind.removesuffix(BROADCAST)
+    if kind != alone:
+        repeating = BROADCAST.removeprefix(", ")
+        return repeating if _curve(device, repeating, dtype) is not None else price_class(device, dtype, alone)
     if _curve(device, kind, dtype) is not None:
         return kind
     if kind in _MATMUL_KINDS or kind in _CONVOLUTIONS:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.errors import InputError, PlanError
 from galvatron_fx.ir.graph.metadata import InputSpec, meta_of, ports, signature
+from galvatron_fx.ir.graph.pass_pipeline import PassControl
 from galvatron_fx.ir.graph.symbols import BATCH
 from galvatron_fx.ir.kernels.select import Kernels
 from galvatron_fx.ir.plan.arguments import check_arguments
@@ -91,6 +92,11 @@ class CompileOptions:
             raise InputError(f"batch is {self.batch!r}: use 'global' or 'local'")
         if not isinstance(self.compare_batches, int) or self.compare_batches < 0:
             raise InputError(f"compare_batches is {self.compare_batches!r}: give a number of calls, or 0 for never")
+
+    @property
+    def control(self) -> PassControl:
+        """What every pass pipeline is asked: as of planning, and whether the backend fuses."""
+        return replace(self.session.control, fuses=self.backend.fuses)
 
     @property
     def is_local(self) -> bool:
@@ -354,7 +360,7 @@ class Builder:
         """Lower ``graph``."""
         session = options.session
         cache: dict[Any, Any] = {}
-        return cls(options, plan, lower(graph, plan, session.cluster, cache, {}, session.control, True), cache)
+        return cls(options, plan, lower(graph, plan, session.cluster, cache, {}, options.control, True), cache)
 
     def binder(self, kernels: Kernels, members: Members) -> Binder | StageBinder | None:
         """What binds the lowered graph, and further graphs of the model, to this rank, if it is one of ``members``."""
@@ -370,7 +376,7 @@ class Builder:
         if not self.plan.pipelining.is_trivial and _starts_from_samples(graph):
             graph = replace(session.frontend, forward_only=True).run(twin, inputs)  # what no backward is scheduled for
         fixed = {**placements, **placements_of_caches(inputs, binder.mesh)}
-        lowered = lower(graph, self.plan, session.cluster, self.cache, fixed, session.control, twin.training)
+        lowered = lower(graph, self.plan, session.cluster, self.cache, fixed, self.options.control, twin.training)
         return binder.bind(lowered)
 
 

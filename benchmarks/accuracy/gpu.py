@@ -46,6 +46,7 @@ from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 from galvatron_fx.profiling.table import describe_profile
 from galvatron_fx.search_settings import SearchSettings
 from passes.analysis.blocks import fingerprints
+from passes.analysis.fused_values import fused_again
 from passes.search.plan_search import search_plan
 from passes.simulation.choice import SimulateChoice
 
@@ -56,14 +57,21 @@ _MEMORY_SHARE = 0.85  # of the GPU that the largest plan may take: the rest is t
 
 @dataclass(frozen=True)
 class Predicted:
-    """A plan of one batch, and what it is predicted to take."""
+    """A plan of one batch, and what it is predicted to take, operator by operator; ``fused_peak_bytes``: where they are
+    fused.
+    """
 
     recompute: str
     plan: gfx.Plan
     compute_s: float
     update_s: float
     peak_bytes: int
+    fused_peak_bytes: int
     budget_bytes: int | None
+
+    def peak_on(self, backend: str) -> int:
+        """Bytes as a backend keeps them for backward."""
+        return self.fused_peak_bytes if backend == "inductor" else self.peak_bytes
 
 
 @dataclass(frozen=True)
@@ -86,10 +94,13 @@ def predict(graph: fx.GraphModule, cluster: gfx.Cluster, recompute: str, budget:
     )
     block_fingerprints = fingerprints(graph)
     strategies = [plan.strategy_of(index, len(block_fingerprints)) for index in range(len(block_fingerprints))]
-    (use,) = SimulateChoice(graph, cluster, block_fingerprints).run(strategies, (0,), None).ranks()
-    update_s = use.seconds[Cause(UPDATE)]
+    simulate = SimulateChoice(graph, cluster, block_fingerprints)
+    ((use,), (fused,)) = (
+        simulate.run(each, (0,), None).ranks() for each in (strategies, fused_again(strategies, graph))
+    )
+    update_s, peak_bytes, fused_bytes = use.seconds[Cause(UPDATE)], use.memory.values(), fused.memory.values()
     total_s = sum(use.seconds.values())
-    return Predicted(recompute, plan, total_s - update_s, update_s, sum(use.memory.values()), budget)
+    return Predicted(recompute, plan, total_s - update_s, update_s, sum(peak_bytes), sum(fused_bytes), budget)
 
 
 def planned(model: nn.Module, scale: Scale, sequence: int, cluster: gfx.Cluster) -> Task:
@@ -152,7 +163,8 @@ def row(task: Task, one: Predicted, backend: str, found: Measured, peak_flops: f
         [format_seconds(said), format_seconds(was), f"{said / was - 1:+.1%}"]
         for said, was in ((one.compute_s, found.compute_s), (one.update_s, found.update_s))
     )
-    memory = [format_bytes(one.peak_bytes), format_bytes(found.peak_bytes), f"{one.peak_bytes / found.peak_bytes:.3f}"]
+    peak_bytes = one.peak_on(backend)
+    memory = [format_bytes(peak_bytes), format_bytes(found.peak_bytes), f"{peak_bytes / found.peak_bytes:.3f}"]
     held = "" if one.budget_bytes is None else "yes" if found.peak_bytes <= one.budget_bytes else "no"
     used = model_flops(task.graph) / found.step_s / peak_flops
     idle = "-" if found.idle_share is None else f"{found.idle_share:.1%}"

@@ -32,6 +32,10 @@ def _two(new: Callable[..., Tensor], shape: tuple[int, int]) -> list[Any]:
     return [new(shape), new(shape)]
 
 
+def _row_by_row(new: Callable[..., Tensor], shape: tuple[int, int]) -> list[Any]:
+    return [new(shape), new((1, shape[1]))]
+
+
 def _with(*more: Any) -> Make:
     return lambda new, shape: [new(shape), *more]
 
@@ -93,6 +97,7 @@ def _joined(new: Callable[..., Tensor], shape: tuple[int, int]) -> list[Any]:
 _OPERATORS: tuple[tuple[Any, Make, str], ...] = (
     (aten.add.Tensor, _two, "pointwise"),
     (aten.add.Tensor, _two, "add"),
+    (aten.mul.Tensor, _row_by_row, "broadcast"),
     (aten.mul.Tensor, _two, "mul"),
     (aten.sub.Tensor, _two, "sub"),
     (aten.div.Tensor, _two, "div"),

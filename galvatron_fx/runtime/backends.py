@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -23,7 +23,11 @@ _LEAST_OPERATORS = 6
 
 
 class Backend(Protocol):
-    """Makes the graphs of one module callable."""
+    """Makes the graphs of one module callable; ``fuses``: whether operators that go through their elements one by one
+    are computed in the kernels of those before or behind them.
+    """
+
+    fuses: ClassVar[bool]
 
     def compile(self, graph: fx.GraphModule) -> Boxed:
         """Return ``graph`` as something to call."""
@@ -33,6 +37,8 @@ class Backend(Protocol):
 @dataclass(frozen=True)
 class Eager:
     """Runs a graph's operators one by one; in the traces of a profiler, by blocks and collectives."""
+
+    fuses: ClassVar[bool] = False
 
     def compile(self, graph: fx.GraphModule) -> Boxed:
         """Return generated Python code."""
@@ -51,6 +57,7 @@ class Inductor:
     equal stages share what they run. Inductor fuses inside of them.
     """
 
+    fuses: ClassVar[bool] = True
     compiled: dict[Any, Boxed] = field(default_factory=dict)
 
     def compile(self, graph: fx.GraphModule) -> Boxed:

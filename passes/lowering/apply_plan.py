@@ -29,6 +29,7 @@ from galvatron_fx.ir.plan.strategy import (
 )
 from passes.analysis.block_names import named_block
 from passes.analysis.blocks import fingerprints, graph_fingerprint, num_blocks, num_values
+from passes.analysis.fused_values import fused_again
 from passes.lowering.lower_stages import LoweredStages, LowerStages
 from passes.lowering.lower_step import Lower, Lowered
 from passes.lowering.pad_batch import CoupledSamplesError
@@ -286,6 +287,8 @@ def lower(
     ]
     held = {} if cache is None else cache
     asked = PassControl() if control is None else control
+    if asked.fuses:
+        strategies = fused_again(strategies, graph)
     graph = divided(graph, plan, asked)
     if plan.pipelining.is_trivial:
         return Lower(strategies, cluster, held, fixed or {}, asked, plan.fold_gradients).run(graph)

@@ -11,8 +11,8 @@ import numpy as np
 
 from cost_models.collectives import collective_s
 from cost_models.node_cost import moved_bytes
-from cost_models.operator_time import dtype_name, traffic_s
-from cost_models.ops import is_free, kind_of, op_time_s
+from cost_models.operator_time import dtype_name, kind_of_call, traffic_s
+from cost_models.ops import is_free, op_time_s
 from cost_models.optimizer import ADAM
 from galvatron_fx.ir.cluster.cluster import Axis, Device
 from galvatron_fx.ir.graph.metadata import OpCost, TensorSpec
@@ -78,7 +78,7 @@ class Prices:
             if spec is not None
         )
         local = OpCost(cost.flops * share, moved, 0)
-        time_s = float(op_time_s(local, dtype_name(call), self.device, kind_of(call.target)))
+        time_s = float(op_time_s(local, dtype_name(call), self.device, kind_of_call(call)))
         sent = sent_position(call, rule)
         if sent is not None:
             size = self.degree * self._size(specs[sent])  # type: ignore[arg-type]

@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from cost_models.node_cost import node_cost
-from cost_models.operator_time import dtype_name
-from cost_models.ops import is_free, kind_of, price_class
+from cost_models.operator_time import dtype_name, kind_of_call
+from cost_models.ops import is_free, price_class
 from cost_models.request_costs import Amounts, Load, LoadPrices, RequestSizes, SampledSizes
 from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.cluster.cluster import Cluster
@@ -265,8 +265,9 @@ def _call(node: fx.Node, lowered: Lowered, cluster: Cluster) -> _Call | None:
         return _Call(node.name, block, kind, "", axes, 0, whole)
     if node.target in c.RANK_LOCAL or is_free(node.target):  # type: ignore[arg-type]
         return None
-    dtype = dtype_name(op_call(node))
-    kind = price_class(cluster.device, dtype, kind_of(node.target))  # type: ignore[arg-type]
+    call = op_call(node)
+    dtype = dtype_name(call)
+    kind = price_class(cluster.device, dtype, kind_of_call(call))
     cost = node_cost(node)
     moved = cost.read_bytes - _repeated_bytes(node) + cost.written_bytes
     return _Call(node.name, block, kind, dtype, (), cost.flops, moved)

@@ -54,13 +54,14 @@ class PassControl:
 
     ``on_pass``: sees the name of each pass and its graph; ``inserted``: passes to run behind the pass of a name;
     ``runs``: what has run so far; ``verifies``: whether graphs are checked, which what only predicts leaves to what
-    runs.
+    runs; ``fuses``: whether what runs the graphs fuses operators (:mod:`passes.analysis.fused_values`).
     """
 
     on_pass: OnPass | None = None
     inserted: Mapping[str, tuple[GraphPass, ...]] = field(default_factory=dict)
     runs: list[PassRun] = field(default_factory=list, compare=False, repr=False)
     verifies: bool = True
+    fuses: bool = False
 
 
 @dataclass(frozen=True)

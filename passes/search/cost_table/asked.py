@@ -11,9 +11,9 @@ import numpy as np
 from galvatron_fx.ir.arrays import Bools, Ints
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.plan.strategy import PIPELINE, Strategy, batch_share
+from passes.analysis.kept_sets import MOST_SETS
 from passes.search.candidates import AxisPartition
 from passes.search.cost_table.block_columns import ColumnKey
-from passes.search.cost_table.kept_sets import MOST_SETS
 from passes.search.cost_table.offload_levels import ALL_HERE, NOTHING
 
 

@@ -20,12 +20,12 @@ from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.graph.chunked_collectives import SUM_CHUNKS
 from galvatron_fx.ir.graph.metadata import OpCost, meta_of
 from galvatron_fx.ir.plan.strategy import RoleGroup
+from passes.analysis.kept_sets import KeepProblem
 from passes.search.candidates import AxisPartition
 from passes.search.cost_table.amounts import Amounts
 from passes.search.cost_table.block_facts import measured_shares
 from passes.search.cost_table.block_terms import BlockTerms, Levels, Redistribution, TermsReader
 from passes.search.cost_table.keep_reader import KeepReader
-from passes.search.cost_table.kept_sets import KeepProblem
 from passes.search.cost_table.offload_levels import OffloadChoice, offload_choices
 
 _PACKING_PASSES = 2  # what is packed, or taken out, is read and written

@@ -19,6 +19,7 @@ from cost_models.optimizer import OptimizerModel
 from galvatron_fx.ir.arrays import Floats, Ints
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.plan.strategy import CAPACITY
+from passes.analysis.kept_sets import MOST_SETS, KeepProblem, KeptSet
 from passes.search.cost_table.asked import Asked, Extra
 from passes.search.cost_table.block_columns import ColumnKey, Columns, Evaluation, Groups
 from passes.search.cost_table.block_facts import BlockFacts
@@ -26,7 +27,6 @@ from passes.search.cost_table.block_memory import BlockMemory, Ways
 from passes.search.cost_table.block_seconds import BlockSeconds, Neighbours
 from passes.search.cost_table.block_shardings import Solutions
 from passes.search.cost_table.block_terms import BlockTerms, Composition, TermsReader
-from passes.search.cost_table.kept_sets import MOST_SETS, KeepProblem, KeptSet
 from passes.search.cost_table.offload_levels import OnHost
 
 _EVEN_ROLES = ("data", "zero")  # they split all that has samples

@@ -10,8 +10,8 @@ import numpy as np
 from torch import fx
 
 from cost_models.node_cost import moved_bytes, node_cost
-from cost_models.operator_time import dtype_name
-from cost_models.ops import is_free, kind_of, op_time_s, price_class
+from cost_models.operator_time import dtype_name, kind_of_call
+from cost_models.ops import is_free, op_time_s, price_class
 from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.cluster.device import Device
 from galvatron_fx.ir.graph.metadata import OpCost, meta_of
@@ -174,7 +174,7 @@ class BlockFacts:
         for node in self.nodes:
             if not is_free(node.target) and node.target is not cast_parameter:  # type: ignore[arg-type]
                 call = op_call(node)
-                kind = dtype_name(call), kind_of(call.target)
+                kind = dtype_name(call), kind_of_call(call)
                 flops = float(node_cost(node, self.graph.sizes).flops)
                 calls.append(ComputeCall(node, call, flops, kind))
         return calls

@@ -8,9 +8,9 @@ from functools import cached_property
 import numpy as np
 
 from galvatron_fx.ir.arrays import Bools, Floats
+from passes.analysis.kept_sets import KeptSet
 from passes.search.cost_table.asked import Asked
 from passes.search.cost_table.block_columns import Columns
-from passes.search.cost_table.kept_sets import KeptSet
 from passes.search.cost_table.offload_levels import ALL_HERE, PARAMETERS_AWAY
 
 __all__ = ["BlockMemory", "Ways"]

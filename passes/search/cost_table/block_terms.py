@@ -29,12 +29,12 @@ from galvatron_fx.ir.graph.placement import (
 from galvatron_fx.ir.graph.precision import cast_parameter
 from galvatron_fx.ir.graph.symbols import BATCH
 from galvatron_fx.ir.kernels.experts import route
+from passes.analysis.kept_sets import KeptSet
 from passes.analysis.products_beside import products_of_rows, summed_products
 from passes.analysis.repeated_heads import repeated_heads
 from passes.analysis.storages import storage_root
 from passes.search.cost_table.amounts import EXCHANGED, SPLIT, WHOLE, Amount, Amounts, amount_of, most_room
 from passes.search.cost_table.block_facts import BlockFacts, ComputeCall
-from passes.search.cost_table.kept_sets import KeptSet
 from passes.search.cost_table.offload_levels import OffloadChoice, OnHost
 from passes.sharding.attention_rules import travelling_bytes
 from passes.sharding.expert_rules import sent_position

@@ -22,6 +22,7 @@ from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.plan.strategy import PIPELINE, Boundary, Strategy, batch_ranks, batch_share, boundary
 from passes.analysis.blocks import fingerprints
+from passes.analysis.kept_sets import MOST_SETS, KeptSet
 from passes.search.candidates import AxisPartition, fits_partition
 from passes.search.cost_table.asked import KEEPS_ALL, KEEPS_NONE, Asked, Level, Wanted
 from passes.search.cost_table.block_costs import (
@@ -36,7 +37,6 @@ from passes.search.cost_table.block_seconds import Neighbours
 from passes.search.cost_table.block_shardings import Solutions
 from passes.search.cost_table.constraints import Constrained
 from passes.search.cost_table.graph_index import GraphIndex
-from passes.search.cost_table.kept_sets import MOST_SETS, KeptSet
 from passes.search.cost_table.offload_levels import (
     ALL_HERE,
     OFFLOADED,

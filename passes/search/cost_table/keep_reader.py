@@ -10,9 +10,9 @@ from torch import fx
 from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.graph.op_call import input_nodes, is_getitem
+from passes.analysis.kept_sets import ForwardOperator, ForwardValue, KeepProblem
 from passes.analysis.storages import storage_root
 from passes.search.cost_table.block_terms import TermsReader
-from passes.search.cost_table.kept_sets import ForwardOperator, ForwardValue, KeepProblem
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from torch import fx
 
 from galvatron_fx.ir.arrays import Bools, Floats
 from galvatron_fx.ir.graph.metadata import meta_of
+from passes.analysis.kept_sets import KeptSet
 from passes.search.cost_table.block_facts import BlockFacts
-from passes.search.cost_table.kept_sets import KeptSet
 
 __all__ = [
     "ALL_HERE",

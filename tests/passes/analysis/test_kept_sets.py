@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.plan.strategy import Strategy
+from passes.analysis.kept_sets import ForwardOperator, ForwardValue, KeepProblem
 from passes.search.candidates import candidates
 from passes.search.cost_table.cost_table import CostTable, CostTableRequest, Pricer
-from passes.search.cost_table.kept_sets import ForwardOperator, ForwardValue, KeepProblem
 from tests.helpers import captured
 from tests.models import zoo
 
