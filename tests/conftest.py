@@ -17,7 +17,7 @@ settings.load_profile("repeatable")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that start processes come first: one of a minute that came last would leave all other workers idle."""
-    starting = ("launched", "subprocess", "Launch")
+    starting = ("launched", "subprocess", "on_forks")
     items.sort(key=lambda item: not any(hasattr(getattr(item, "module", None), name) for name in starting))
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import subprocess
 import sys
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from galvatron_fx.cli.main import _parser
+from tests.runtime.launch import launched
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("benchmarks", "cost_models", "docs", "examples", "galvatron_fx", "passes", "tests")
@@ -133,10 +133,12 @@ def test_the_first_pass_is_written_run_and_tested_as_printed(tmp_path: Path) -> 
     text = (ROOT / "docs" / "adding-a-pass.md").read_text()
     for name, program in PROGRAM.findall(text):
         (tmp_path / name).write_text(program)
-    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    run = partial(subprocess.run, cwd=tmp_path, env=env, capture_output=True, text=True, check=True, timeout=300)
     (printed,) = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
-    assert run([sys.executable, "try_it.py"]).stdout == printed
-    assert "1 passed" in run([sys.executable, "-m", "pytest", "-q", "test_fuse_negations.py"]).stdout
-    for command in re.findall(r"```sh\n(.*?)```", text, re.DOTALL):
-        assert "FunctionalRandom" in run(["bash", "-c", command.replace("python", sys.executable, 1)]).stdout
+    assert launched(tmp_path / "try_it.py") == printed
+    run = tmp_path / "run.py"
+    run.write_text(f"import pytest\npytest.main(['-q', '-p', 'no:cacheprovider', '{tmp_path}'])")
+    assert "1 passed" in launched(run)
+    for command in re.findall(r"```sh\npython -c \"(.*?)\"\n```", text, re.DOTALL):
+        line = tmp_path / "line.py"
+        line.write_text(command)
+        assert "FunctionalRandom" in launched(line)

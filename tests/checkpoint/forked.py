@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -20,6 +21,7 @@ _FAILED = 1
 # Fake tensors make a CUDA build without a GPU see one. Autograd starts a thread for it at the first backward pass, and
 # then refuses backward passes in forks. The first one is run here, before there are fakes, and starts no thread.
 torch.ones((), requires_grad=True).backward()
+gc.set_threshold(100_000, 20, 100)  # as in pytest's own processes
 
 
 def run_ranks(size: int, work: Work, timeout_s: float = 120, collective_s: float = 60) -> list[int]:
@@ -29,6 +31,7 @@ def run_ranks(size: int, work: Work, timeout_s: float = 120, collective_s: float
     ``timeout_s`` are killed; raises TimeoutError then. ``collective_s``: the
     timeout of the process group.
     """
+    gc.freeze()  # else collections in ranks would look through all that they share, and so copy its pages
     with tempfile.TemporaryDirectory() as folder:
         fork = multiprocessing.get_context("fork")
         ranks = [

@@ -1,4 +1,4 @@
-"""Start the example trainer under torchrun, kill a rank of it, and read the loss curves that it wrote."""
+"""Start the example trainer, under torchrun or on forks, kill a rank of it, and read the loss curves that it wrote."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.runtime.launch import launched
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 300
@@ -19,11 +22,41 @@ MODEL = [
 ]  # fmt: skip
 
 
+def on_forks(ranks: int, example: str, arguments: Sequence[str]) -> str:
+    """Run an example without torchrun, and return what it printed. Raises AssertionError where a rank fails."""
+    log = launched(Path(__file__).with_name("forked.py"), str(ranks), str(ROOT / "examples" / example), *arguments)
+    assert log.endswith("all ended well\n"), log[-6000:]
+    return log
+
+
 @dataclass
-class Launch:
-    """A training run under torchrun, all of whose files are in ``folder``."""
+class Run:
+    """A training run, all of whose files are in ``folder``."""
 
     folder: Path
+
+    @property
+    def places(self) -> list[str]:
+        """The arguments that say where its files are."""
+        return ["--checkpoints", str(self.folder / "checkpoints"), "--tensorboard", str(self.folder / "board")]
+
+    def committed(self) -> int:
+        """The last step that is in the folder of checkpoints, or 0."""
+        steps = (self.folder / "checkpoints").glob("step-*")
+        return max((int(path.name.removeprefix("step-")) for path in steps), default=0)
+
+    def losses(self, tag: str = "train/loss") -> dict[int, float]:
+        """What TensorBoard shows: the number of every step that was reported."""
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        board = EventAccumulator(str(self.folder / "board")).Reload()
+        return {event.step: event.value for event in board.Scalars(tag)}
+
+
+@dataclass
+class Launch(Run):
+    """One under torchrun."""
+
     process: subprocess.Popen[bytes]
 
     @classmethod
@@ -32,14 +65,12 @@ class Launch:
         folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command += ["--max-restarts", str(restarts), "--monitor-interval", "0.1", str(ROOT / "examples/train.py")]
-        places = ["--checkpoints", str(folder / "checkpoints"), "--tensorboard", str(folder / "board")]
         paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        every = [*command, *arguments, *Run(folder).places]
         with open(folder / "log", "wb") as log:
-            process = subprocess.Popen(
-                [*command, *arguments, *places], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
-            )
+            process = subprocess.Popen(every, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
         return cls(folder, process)
 
     @property
@@ -55,11 +86,6 @@ class Launch:
             self.process.terminate()  # torchrun passes it on to its ranks
             code = self.process.wait(60)
         assert code == 0, f"exit code {code}:\n{self.log[-6000:]}"
-
-    def committed(self) -> int:
-        """The last step that is in the folder of checkpoints, or 0."""
-        steps = (self.folder / "checkpoints").glob("step-*")
-        return max((int(path.name.removeprefix("step-")) for path in steps), default=0)
 
     def kill_after(self, step: int, rank: int) -> int:
         """End ``rank`` with signal 9 once a checkpoint of ``step`` or later is there; returns the step that is."""
@@ -83,10 +109,3 @@ class Launch:
         """Process ids of the ranks that run now, in the order of their start."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return sorted(int(pid) for pid in children if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes())
-
-    def losses(self, tag: str = "train/loss") -> dict[int, float]:
-        """What TensorBoard shows: the number of every step that was reported."""
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-        board = EventAccumulator(str(self.folder / "board")).Reload()
-        return {event.step: event.value for event in board.Scalars(tag)}

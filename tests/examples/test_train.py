@@ -8,9 +8,9 @@ from shutil import rmtree
 
 import pytest
 
-from tests.examples.elastic import MODEL, ROOT, Launch
+from tests.examples.elastic import MODEL, ROOT, Launch, Run, on_forks
 
-STEPS = 40
+STEPS = 30
 
 
 def test_a_killed_rank_restarts_the_job_from_the_last_checkpoint_on_the_same_loss_curve(tmp_path: Path) -> None:
@@ -30,8 +30,8 @@ def test_a_killed_rank_restarts_the_job_from_the_last_checkpoint_on_the_same_los
     arguments += ["--steps", str(STEPS), "--save-every", "5", "--log-every", "1", "--evaluate-every", str(STEPS)]
     arguments += ["--accumulate", "2"]
     weights = ["--save-weights", str(tmp_path / "weights"), "--profile", str(tmp_path / "trace")]
-    whole = Launch.of(tmp_path / "whole", arguments + weights, ranks=2)
-    whole.finish()
+    whole = Run(tmp_path / "whole")
+    on_forks(2, "train.py", arguments + weights + whole.places)
     killed = Launch.of(tmp_path / "killed", arguments, ranks=2, restarts=1)
     committed = killed.kill_after(step=10, rank=1)
     resumed = killed.restarted()
@@ -47,10 +47,8 @@ def test_a_killed_rank_restarts_the_job_from_the_last_checkpoint_on_the_same_los
 
     # On one process instead of two, and other rows to read on each.
     rmtree(whole.folder / f"checkpoints/step-{whole.committed():010d}")
-    moved = Launch.of(whole.folder, arguments, ranks=1)
-    moved.finish()
-    assert f"going on after step {STEPS - 5}" in moved.log
-    assert moved.losses() == pytest.approx(expected, rel=1e-6)  # TensorBoard keeps float32
+    assert f"going on after step {STEPS - 5}" in on_forks(1, "train.py", arguments + whole.places)
+    assert whole.losses() == pytest.approx(expected, rel=1e-6)  # TensorBoard keeps float32
     assert whole.losses("train/model flops utilisation")[STEPS] > 0
     assert {file.name for file in (tmp_path / "weights").iterdir()} >= {"config.json", "model.safetensors"}
     traces = list((tmp_path / "trace").glob("*.json"))

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.functional import silu
 
 import galvatron_fx
 from galvatron_fx import Captured, Cluster, Plan, Strategy
@@ -20,9 +21,9 @@ from galvatron_fx.errors import BudgetError, CaptureError, InputError, PlanError
 from passes.analysis.blocks import num_blocks
 from passes.lowering.apply_plan import check_plan
 from tests.models import zoo
-from tests.models.mixtures import mixture
 from tests.models.test_odd_sizes import Convolutions, Regression
 from tests.passes.lowering.test_pad_batch import Contrastive
+from tests.passes.sharding.test_expert_rules import Mixture
 
 CLUSTER = Cluster.preset("2xA100-80GB")
 REGRESSION = {"x": torch.randn(4, 6), "y": torch.randn(4, 3)}
@@ -104,9 +105,9 @@ def test_a_role_without_experts_is_told() -> None:
 
 
 def test_experts_that_ranks_do_not_divide_are_told() -> None:
-    plan = Plan.uniform((2, 2), ("expert", "expert"))
+    plan, x = Plan.uniform((2, 2), ("expert", "expert")), torch.ones(8, 8, 8, dtype=torch.float64)
     with pytest.warns(UserWarning, match="its 6 experts over 4 ranks do not divide. Give the axis another role"):
-        galvatron_fx.explain(mixture("qwen3"), Cluster.preset("4xA100-80GB"), zoo.tokens(), plan=plan)
+        galvatron_fx.explain(Mixture(silu, 6), Cluster.preset("4xA100-80GB"), (x,), plan=plan)
 
 
 def test_a_batch_that_ranks_do_not_divide_is_told_of() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from benchmarks.common.tensor_memory import TensorMemory, held_tensors
 from galvatron_fx import Plan
 from galvatron_fx.errors import InputError
 from galvatron_fx.ir.cluster.cluster import Cluster
-from galvatron_fx.ir.plan.pipelining import ONE_STAGE, Pipelining
+from galvatron_fx.ir.plan.pipelining import Pipelining
 from passes.lowering.apply_plan import lower
 from passes.lowering.lower_step import Lowered
 from passes.simulation.step import SimulateStep
@@ -27,14 +28,43 @@ from tests.models.test_expert_loops import Hits
 from tests.models.test_written_experts import written
 from tests.passes.sharding.test_expert_rules import Mixture
 from tests.runtime.beside_plain import MESH, compiled_by, one_step, same, same_parameters, saved_and_loaded, train
+from tests.runtime.shared_lowerings import Compiled
 
 mixtral = partial(mixture, "mixtral")
+
+
+SAVED, LOADED = ("zero", "expert"), ("expert", "expert")
+MOVED = Plan.uniform(MESH, ("expert", "data"), capacity=0.5, pipelining=Pipelining(1, 2, "1f1b"))
+DENSE = Plan.uniform(MESH, ("data", "tensor"))
+LISTED = Plan.uniform(MESH, ("expert", "zero"), capacity=0.5)
+SHADOWED = Plan.uniform(MESH, ("expert", "expert"), capacity=0.5, shadows=1)
+ROUNDS = Plan.uniform(MESH, ("expert", "expert"), capacity=0.5)
+COUNTED = (
+    Plan.uniform(MESH, ("data", "tensor"), capacity=0.5),
+    Plan.uniform(MESH, ("expert", "tensor_sequence"), capacity=0.5, pipelining=Pipelining(1, 2, "1f1b")),
+    Plan.uniform(MESH, ("zero", "expert"), capacity=0.5),
+)
+
+
+def samples(count: int = 8) -> Tensor:
+    """As :class:`Mixture` takes them."""
+    return torch.randn(count, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def compiled() -> Iterator[Compiled]:
+    """What the checks below compile."""
+    plans = [Plan.uniform(MESH, roles) for roles in (("expert", "tensor"), SAVED, LOADED)]
+    yield mixtral(), zoo.tokens(), plans
+    yield Mixture(nn.functional.silu, 8), (samples(),), (MOVED, DENSE, SHADOWED)
+    yield *written(Hits), (LISTED,)
+    yield Mixture(nn.functional.silu), (samples(16),), (ROUNDS, ROUNDS)
+    yield Mixture(nn.functional.silu), (samples(),), (*COUNTED, COUNTED[-1])
 
 
 def experts(folder: Path, mesh: DeviceMesh) -> None:
     """Exchanged between two and four ranks, and held by others after loading."""
     train(compiled_by(mixtral(), mesh, zoo.tokens(), ("expert", "tensor")), mixtral(), zoo.tokens(), steps=2)
-    saved_and_loaded(folder, mesh, mixtral, ("zero", "expert"), ("expert", "expert"), _moved_and_back)
+    saved_and_loaded(folder, mesh, mixtral, SAVED, LOADED, _moved_and_back)
 
 
 def _moved_and_back(compiled: Any, plain: nn.Module, inputs: dict[str, Any], optimizers: list[Any]) -> None:
@@ -60,12 +90,11 @@ def experts_move(mesh: DeviceMesh) -> None:
     """Gradients of several batches add up over a move, the loads become what was promised, and who has to know of the
     move is asked for.
     """
-    x = torch.randn(8, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x = samples()
     plain = Mixture(nn.functional.silu, 8)
     with torch.no_grad():
         plain.router.bias[:2] += 3.0
-    plan = Plan.uniform(MESH, ("expert", "data"), capacity=0.5, pipelining=Pipelining(1, 2, "1f1b"))
-    compiled = galvatron_fx.compile(copy.deepcopy(plain), mesh, (x,), plan=plan)
+    compiled = galvatron_fx.compile(copy.deepcopy(plain), mesh, (x,), plan=MOVED)
     with pytest.raises(InputError, match="no rows of experts are counted yet"):
         compiled.rebalance_experts()
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (compiled, plain)]
@@ -86,7 +115,7 @@ def experts_move(mesh: DeviceMesh) -> None:
     compiled.restore_experts()
     with pytest.raises(InputError, match="Give all optimizers of the model"):
         optimizers[0].step()
-    dense = galvatron_fx.compile(plain, mesh, (x,), plan=Plan.uniform(MESH, ("data", "tensor")))
+    dense = galvatron_fx.compile(plain, mesh, (x,), plan=DENSE)
     with pytest.raises(InputError, match="rebalance_experts is for plans with role 'expert'"):
         dense.rebalance_experts()
     assert compiled.get_parameter("router.bias").grad is not None
@@ -103,8 +132,7 @@ def listed_experts_move(mesh: DeviceMesh) -> None:
     with torch.no_grad():
         plain.get_parameter("embed.weight")[:, 0] = 3.0
         plain.get_parameter("experts.router.weight")[:2, 0] += 0.3  # the first rank's experts have most tokens
-    plan = Plan.uniform(MESH, ("expert", "zero"), capacity=0.5)
-    compiled = galvatron_fx.compile(copy.deepcopy(plain), mesh, inputs, plan=plan)
+    compiled = galvatron_fx.compile(copy.deepcopy(plain), mesh, inputs, plan=LISTED)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (compiled, plain)]
     rows = _rows_of_a_step(compiled, plain, inputs, optimizers)
     moves = compiled.rebalance_experts(optimizers[0], dry_run=False)
@@ -130,12 +158,11 @@ def _rows_of_a_step(compiled: Any, plain: nn.Module, inputs: dict[str, Any], opt
 
 def experts_have_shadows(mesh: DeviceMesh) -> None:
     """Those with most rows, as data that steps read: training goes on exactly, alone and along with moves."""
-    x = torch.randn(8, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x = samples()
     plain = Mixture(nn.functional.silu, 8)
     with torch.no_grad():
         plain.router.bias[4:] += torch.tensor([3.0, 6.0, 3.0, 3.0], dtype=torch.float64)
-    plan = Plan.uniform(MESH, ("expert", "expert"), capacity=0.5, shadows=1)
-    compiled = galvatron_fx.compile(copy.deepcopy(plain), mesh, (x,), plan=plan)
+    compiled = galvatron_fx.compile(copy.deepcopy(plain), mesh, (x,), plan=SHADOWED)
     models = compiled, plain
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
     _loads_of_a_step(compiled, plain, x, optimizers)
@@ -172,8 +199,7 @@ def _loads_of_a_step(compiled: Any, plain: Any, x: Tensor, optimizers: list[Any]
 
 def further_rounds(mesh: DeviceMesh) -> None:
     """Opposite routings take the same memory, as was predicted, and compute what one device does."""
-    x = torch.randn(16, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    plan, cluster = Plan.uniform(MESH, ("expert", "expert"), capacity=0.5), Cluster.from_mesh(mesh)
+    x, cluster = samples(16), Cluster.from_mesh(mesh)
     peaks = []
     for crowded in ([0, 1], [2, 3]):
         plain = Mixture(nn.functional.silu)
@@ -181,7 +207,7 @@ def further_rounds(mesh: DeviceMesh) -> None:
             plain.router.weight.zero_()
             plain.router.bias.zero_()[crowded] = 50.0
         graph = galvatron_fx.capture(plain, (x,))
-        compiled = galvatron_fx.compile(copy.deepcopy(plain), mesh, (x,), plan=plan, compare_batches=0)
+        compiled = galvatron_fx.compile(copy.deepcopy(plain), mesh, (x,), plan=ROUNDS, compare_batches=0)
         optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (compiled, plain)]
         rows = rows_of_experts(plain, x)
         for _ in range(2):
@@ -198,7 +224,7 @@ def further_rounds(mesh: DeviceMesh) -> None:
             rows = rows_of_experts(plain, x)
             same_parameters(compiled, plain, "parameters")
         peaks.append(memory.peak_bytes)
-    lowered = lower(graph, plan, cluster)
+    lowered = lower(graph, ROUNDS, cluster)
     assert isinstance(lowered, Lowered)
     predicted = SimulateStep(cluster).run(lowered).peak_memory_bytes
     counted = sum(state["step"].nbytes for state in optimizers[0].state.values())  # on a GPU they are the host's
@@ -214,20 +240,16 @@ def rows_of_experts(model: Mixture, x: Tensor) -> tuple[int, ...]:
 
 def expert_loads(mesh: DeviceMesh) -> None:
     """Are the router's own counts, under plans that exchange rows and others; the module asks for them or never."""
-    x = torch.randn(8, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x = samples()
     model = Mixture(nn.functional.silu)
-    rows = rows_of_experts(model, x)
-    batches = Pipelining(1, 2, "1f1b")
-    for roles, pipelining in (
-        (("data", "tensor"), ONE_STAGE), (("expert", "tensor_sequence"), batches), (("zero", "expert"), ONE_STAGE)
-    ):  # fmt: skip
-        plan = Plan.uniform(MESH, roles, capacity=0.5, pipelining=pipelining)
+    expected = rows_of_experts(model, x)
+    for plan in COUNTED:
         compiled = galvatron_fx.compile(copy.deepcopy(model), mesh, (x,), plan=plan)
         for _ in range(2):
             same(compiled.forward_backward(x), model(x), "loss")
         loads = compiled.expert_loads()
-        assert [layer.rows for layer in loads.layers] == [rows], (roles, loads)
-        assert loads.imbalance(4) == 4 * max(rows) / sum(rows) and "further rounds" in str(loads)
+        assert [layer.rows for layer in loads.layers] == [expected], (plan, loads)
+        assert loads.imbalance(4) == 4 * max(expected) / sum(expected) and "further rounds" in str(loads)
     fresh = galvatron_fx.compile(copy.deepcopy(model), mesh, (x,), plan=plan)
     try:
         fresh.expert_loads()

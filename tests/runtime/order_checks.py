@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ import galvatron_fx
 from galvatron_fx import Checkpointer, Pipelining, Plan
 from galvatron_fx.runtime.batch_rows import own_rows
 from tests.runtime.beside_plain import MESH, same, same_parameters, train
+from tests.runtime.shared_lowerings import Compiled
 
 ORDER = (2, 0, 3, 1)
 PLANS = (
@@ -56,6 +58,15 @@ def ordered(plan: Plan, order: tuple[int, ...] = ORDER) -> Plan:
     return replace(plan, rank_order=order)
 
 
+CONTINUED = (ordered(PLANS[1]), PLANS[0], ordered(PLANS[3], (1, 3, 0, 2)))
+
+
+def compiled() -> Iterator[Compiled]:
+    """What the checks below compile."""
+    yield Unlike(), batch(), [ordered(plan) for plan in (*PLANS, PLANS[0], PLANS[0])]
+    yield Unlike(), batch(), [*PLANS[::2], *CONTINUED]
+
+
 def ranks_in_another_order(mesh: DeviceMesh) -> None:
     for plan in PLANS:
         compiled = galvatron_fx.compile(Unlike(), mesh, batch(), plan=ordered(plan))
@@ -86,7 +97,7 @@ def checkpoints_of_another_order(folder: Path, mesh: DeviceMesh) -> None:
     """State is saved in one order and plan, and goes on in others."""
     plain: Any = Unlike()
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    for number, plan in enumerate((ordered(PLANS[1]), PLANS[0], ordered(PLANS[3], (1, 3, 0, 2)))):
+    for number, plan in enumerate(CONTINUED):
         model = galvatron_fx.compile(copy.deepcopy(Unlike()), mesh, batch(), plan=plan)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         checkpoints = Checkpointer(folder / "order")

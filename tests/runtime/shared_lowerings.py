@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
+import galvatron_fx
 from galvatron_fx import compiling
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.graph.pass_pipeline import PassControl
 from galvatron_fx.ir.plan.plan import Plan
 from passes.lowering.lower_stages import LoweredStages
 from passes.lowering.lower_step import Lowered
+from tests.ir.cluster.test_cluster import described
+
+Compiled = tuple[nn.Module, Any, Sequence[Plan]]
+"""A model, a batch, and the plans by which each rank compiles it, as often as it does."""
 
 _lower = compiling.lower
-_lowered: dict[tuple[Any, ...], Lowered | LoweredStages] = {}
+_lowered: defaultdict[tuple[Any, ...], list[Lowered | LoweredStages]] = defaultdict(list)
+
+
+def compile_before_the_fork(sizes: Sequence[int], compiled: Iterable[Compiled]) -> None:
+    """Capture and lower what ranks compile by :func:`galvatron_fx.compile` on a CPU mesh of ``sizes``, each model as it
+    is when it comes: one may come twice, switched otherwise.
+    """
+    cluster = described(tuple(sizes))
+    for model, inputs, plans in compiled:
+        graph = galvatron_fx.capture(model, inputs)
+        for plan in plans:
+            lower_before_the_fork(graph, plan, cluster)
 
 
 def lower_before_the_fork(graph: fx.GraphModule, plan: Plan, cluster: Cluster) -> None:
-    """Lower ``plan``, for the first compilation of it on ``graph`` in each fork of this process.
+    """Lower ``plan``, for one compilation of it on ``graph`` in each fork of this process.
 
     ``cluster``: that of the compilation, which ``tests.ir.cluster.test_cluster.described`` has before there are ranks.
     """
     compiling.lower = _lower_or_take
-    _lowered[_key(graph, plan, cluster)] = _lower(graph, plan, cluster)
+    _lowered[_key(graph, plan, cluster)].append(_lower(graph, plan, cluster))
 
 
 def _lower_or_take(
@@ -39,8 +56,8 @@ def _lower_or_take(
 ) -> Lowered | LoweredStages:
     key = _key(graph, plan, cluster)
     as_then = training and not fixed and (control is None or control == PassControl())
-    if as_then and key in _lowered:
-        return _lowered.pop(key)  # the module changes it as its own
+    if as_then and _lowered[key]:
+        return _lowered[key].pop()  # the module changes it as its own
     return _lower(graph, plan, cluster, cache, fixed, control, training)
 
 

@@ -15,7 +15,7 @@ from galvatron_fx import Plan
 from tests.models import zoo
 from tests.runtime.beside_plain import full
 from tests.runtime.launch import assert_held, launched
-from tests.runtime.train_ranks import CHECKS
+from tests.runtime.train_ranks import CHECKS, on_meta
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +42,7 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 def test_meta_device_gives_the_weights_of_one_rank(folder_and_output: tuple[Path, str], one_rank: None) -> None:
     folder, _ = folder_and_output
     found = torch.load(folder / "meta_weights.pt", weights_only=True)
-    inputs = zoo.llama(layers=2)[1]
-    with torch.device("meta"):
-        model, _ = zoo.llama(layers=2)
+    model, inputs = on_meta()
     mesh = init_device_mesh("cpu", (1,))
     compiled = galvatron_fx.compile(model, mesh, inputs, plan=Plan.uniform((1,), ("data",)), seed=5)
     for name, value in compiled.named_parameters():
@@ -54,7 +52,7 @@ def test_meta_device_gives_the_weights_of_one_rank(folder_and_output: tuple[Path
 
 def test_one_rank_is_the_plain_model(one_rank: None) -> None:
     """The search on one device finds a plan, and the result is the model itself."""
-    model, inputs = zoo.gpt2(layers=2)
+    model, inputs = zoo.gpt2(layers=1)
     expected = model(**inputs).loss
     expected.backward()
     compiled = galvatron_fx.compile(model, init_device_mesh("cpu", (1,)), inputs, memory_budget="1GiB")

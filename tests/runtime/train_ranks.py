@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,8 @@ from tests.models import zoo
 from tests.models.test_odd_sizes import Convolutions, untidy
 from tests.runtime import expert_checks, order_checks, shard_checks
 from tests.runtime.beside_plain import MESH, compiled_by, full, same, saved_and_loaded, train
-from tests.runtime.expert_checks import mixtral
 from tests.runtime.launch import Check, fork_checks
-from tests.runtime.shared_lowerings import lower_before_the_fork
+from tests.runtime.shared_lowerings import Compiled, compile_before_the_fork, lower_before_the_fork
 
 FOLDER = Path(sys.argv[1] if __name__ == "__main__" else ".")
 # By schedule: the model, roles of the first and of the last blocks, number of stages and of micro-batches.
@@ -127,11 +127,13 @@ def stages(mesh: DeviceMesh) -> None:
         trains_captured(name, mesh, staged(schedule), Cluster.from_mesh(mesh), steps=2)
 
 
+EVALUATED = Plan.uniform(MESH, ("pipeline", "data"), pipelining=Pipelining(2, 2))
+
+
 def stages_evaluate_and_train(mesh: DeviceMesh) -> None:
     """Every rank gets the loss, in evaluation and for ``loss.backward()``."""
     model, inputs = zoo.gpt2(layers=3)
-    plan = Plan.uniform(MESH, ("pipeline", "data"), pipelining=Pipelining(2, 2))
-    compiled = galvatron_fx.compile(copy.deepcopy(model), mesh, inputs, plan=plan)
+    compiled = galvatron_fx.compile(copy.deepcopy(model), mesh, inputs, plan=EVALUATED)
     compiled.eval()
     model.eval()
     with torch.no_grad():
@@ -159,17 +161,19 @@ def loss_backward(mesh: DeviceMesh) -> None:
     train(compiled_by(model, mesh, inputs, ("zero", "tensor")), copy.deepcopy(model), inputs, direct=False)
 
 
+def neighbours(graph: fx.GraphModule) -> Plan:
+    tables = [("zero", "tensor"), ("tensor", "data"), ("data", "sequence")]
+    return Plan.from_roles(MESH, [Strategy(tables[i % 3], recompute=i % 2 == 0) for i in range(num_blocks(graph))])
+
+
 def unlike_neighbours(mesh: DeviceMesh) -> None:
     model, inputs = zoo.gpt2(layers=2)
-    graph = galvatron_fx.capture(model, inputs)
-    tables = [("zero", "tensor"), ("tensor", "data"), ("data", "sequence")]
-    strategies = [Strategy(tables[i % 3], recompute=i % 2 == 0) for i in range(num_blocks(graph))]
-    plan = Plan.from_roles(MESH, strategies)
+    plan = neighbours(galvatron_fx.capture(model, inputs))
     train(galvatron_fx.compile(copy.deepcopy(model), mesh, inputs, plan=plan), copy.deepcopy(model), inputs)
 
 
 def searched_plan(mesh: DeviceMesh) -> None:
-    model, inputs = zoo.bert(layers=2)
+    model, inputs = zoo.bert(layers=1)
     compiled = galvatron_fx.compile(copy.deepcopy(model), mesh, inputs, memory_budget="1GiB")
     assert compiled.plan.memory_budget_bytes == 2**30
     assert 0 < compiled.plan.peak_memory_bytes <= 2**30
@@ -197,13 +201,18 @@ def gradients_accumulate(mesh: DeviceMesh) -> None:
             same(found, parameter.grad, f"gradient of {name}")
 
 
+FOLDING = [
+    [Plan.uniform(MESH, roles, fold_gradients=folds) for folds in (True, False)]
+    for roles in (("zero", "tensor"), ("data", "zero"))
+]
+
+
 def folds_gradients(mesh: DeviceMesh) -> None:
     """With shares that are scattered, sums over all ranks, tied and unused parameters: as the step behind backward."""
-    for roles in (("zero", "tensor"), ("data", "zero")):
+    for one, other in FOLDING:
         trained = []
-        for folds in (True, False):
+        for plan in (one, other):
             model, inputs = untidy()
-            plan = Plan.uniform(tuple(mesh.shape), roles, fold_gradients=folds)
             compiled = galvatron_fx.compile(model, mesh, inputs, plan=plan)
             optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.1)
             compiled.fold_gradients(optimizer)
@@ -212,8 +221,8 @@ def folds_gradients(mesh: DeviceMesh) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             trained.append(compiled)
-        for (name, one), other in zip(trained[0].named_parameters(), trained[1].parameters(), strict=True):
-            assert torch.equal(one.to_local(), other.to_local()), name
+        for (name, found), expected in zip(trained[0].named_parameters(), trained[1].parameters(), strict=True):
+            assert torch.equal(found.to_local(), expected.to_local()), name
 
 
 def dropping_gpt2() -> zoo.Case:
@@ -251,10 +260,13 @@ def buffers_update(mesh: DeviceMesh) -> None:
         same(compiled(**inputs)[1], plain(**inputs)[1], "logits in eval")
 
 
+OTHER_SHAPES = ((4, 10), (3, 7))
+
+
 def other_batch_shapes(mesh: DeviceMesh) -> None:
-    model, inputs = zoo.llama(layers=2)
+    model, inputs = zoo.llama(layers=1)
     compiled, plain = compiled_by(model, mesh, inputs, ("zero", "tensor")), copy.deepcopy(model)
-    for batch, sequence in ((4, 10), (3, 7), (4, 10)):
+    for batch, sequence in (*OTHER_SHAPES, OTHER_SHAPES[0]):
         train(compiled, plain, zoo.tokens(batch, sequence), steps=1)
 
 
@@ -293,31 +305,41 @@ def checkpoint_to_another_plan(mesh: DeviceMesh) -> None:
     saved_and_loaded(FOLDER, mesh, lambda: zoo.gpt2(layers=1)[0], ("zero", "tensor"), ("tensor", "data"))
 
 
+def mixed_context(graph: fx.GraphModule) -> Plan:
+    roles = ("context", "sequence", "context", "data")
+    return Plan.from_roles(MESH, [Strategy(("data", roles[i % 4])) for i in range(num_blocks(graph))])
+
+
 def context(mesh: DeviceMesh) -> None:
     """A ring of four ranks; and rings of two beside blocks that split the sequence in order, or the batch."""
     model, inputs = zoo.llama(layers=2)
     train(compiled_by(model, mesh, inputs, ("context", "context")), copy.deepcopy(model), inputs, steps=2)
-    graph = galvatron_fx.capture(model, inputs)
-    roles = ("context", "sequence", "context", "data")
-    plan = Plan.from_roles(MESH, [Strategy(("data", roles[i % 4])) for i in range(num_blocks(graph))])
+    plan = mixed_context(galvatron_fx.capture(model, inputs))
     train(galvatron_fx.compile(copy.deepcopy(model), mesh, inputs, plan=plan), copy.deepcopy(model), inputs, steps=1)
 
 
-def meta_device(mesh: DeviceMesh) -> None:
-    """The weights are saved for test_torchrun.py to compare with those of one rank."""
+DRAWN = (Plan.uniform(MESH, ("data", "data")), Plan.uniform(MESH, ("zero", "tensor")))
+
+
+def on_meta() -> zoo.Case:
     with torch.device("meta"):
-        model, _ = zoo.llama(layers=2)
-    inputs = zoo.tokens()
+        model, _ = zoo.llama(layers=1)
+    return model, zoo.tokens()
+
+
+def meta_device(mesh: DeviceMesh) -> None:
+    """The weights are saved for test_training_on_ranks.py to compare with those of one rank."""
+    model, inputs = on_meta()
     weights = []
-    for roles in (("data", "data"), ("zero", "tensor")):
-        compiled = galvatron_fx.compile(model, mesh, inputs, plan=Plan.uniform(MESH, roles), seed=5)
+    for plan in DRAWN:
+        compiled = galvatron_fx.compile(model, mesh, inputs, plan=plan, seed=5)
         weights.append({name: full(value).detach() for name, value in compiled.named_parameters()})
         loss = compiled.forward_backward(**inputs)["loss"]
         assert torch.isfinite(loss)
         weights[-1]["loss"] = loss
     for name, value in weights[0].items():
         same(weights[1][name], value, name)
-    assert float(weights[0]["model.layers.1.mlp.up_proj.weight"].std()) > 1e-3
+    assert float(weights[0]["model.layers.0.mlp.up_proj.weight"].std()) > 1e-3
     if dist.get_rank() == 0:
         torch.save(weights[1], FOLDER / "meta_weights.pt")
 
@@ -371,23 +393,34 @@ def rank_0_searches_for_all(mesh: DeviceMesh) -> None:
         raise AssertionError("found a plan in no time")
 
 
-def trained_models() -> Iterator[zoo.Case]:
-    """What several checks train, or all ranks in one."""
-    for model, inputs in (zoo.gpt2(layers=1), zoo.gpt2(layers=2), zoo.bert(layers=2), untidy()):
-        yield model, inputs
-    yield mixtral(), zoo.tokens()
-    llama = zoo.llama(layers=2)[0]
-    for batch, sequence in ((zoo.BATCH, zoo.SEQUENCE), (4, 10), (3, 7)):
-        yield llama, zoo.tokens(batch, sequence)
-    for model, inputs in (zoo.gpt2(layers=3), dropping_gpt2(), convolutions()):
-        yield model.train(), inputs
-        yield model.eval(), inputs
+def compiled_models() -> Iterator[Compiled]:
+    """What all ranks compile, or evaluate."""
+    data_tensor, zero_tensor = (Plan.uniform(MESH, (role, "tensor")) for role in ("data", "zero"))
+    yield *zoo.gpt2(layers=1), (data_tensor, zero_tensor, Plan.uniform(MESH, ("tensor", "data")))
+    model, inputs = zoo.gpt2(layers=2)
+    yield model, inputs, (zero_tensor, neighbours(galvatron_fx.capture(model, inputs)))
+    yield *zoo.bert(layers=1), ()
+    yield *untidy(), (*[zero_tensor] * 6, *FOLDING[0], *FOLDING[1])
+    llama = zoo.llama(layers=1)[0]
+    yield llama, zoo.tokens(), (zero_tensor,)
+    for batch, sequence in OTHER_SHAPES:
+        yield llama, zoo.tokens(batch, sequence), ()
+    yield *on_meta(), DRAWN
+    model, inputs = zoo.llama(layers=2)
+    around = Plan.uniform(MESH, ("context", "context"))
+    yield model, inputs, (around, mixed_context(galvatron_fx.capture(model, inputs)))
+    for (model, inputs), plan in (
+        (zoo.gpt2(layers=3), EVALUATED),
+        (dropping_gpt2(), data_tensor),
+        (convolutions(), Plan.uniform(MESH, ("data", "zero"))),
+    ):
+        yield model.train(), inputs, (plan,)
+        yield model.eval(), inputs, ()
 
 
 def before_the_fork() -> None:
-    """Capture what is trained, and lower the plans of captured graphs."""
-    for model, inputs in trained_models():
-        galvatron_fx.capture(model, inputs)
+    """Capture what is trained, and lower the plans."""
+    compile_before_the_fork(MESH, chain(compiled_models(), order_checks.compiled(), expert_checks.compiled()))
     cluster = described(MESH)
     for schedule, (name, *_) in STAGED.items():
         lower_before_the_fork(captured(name)[2], staged(schedule), cluster)

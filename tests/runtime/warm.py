@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 
 import galvatron_fx
@@ -13,3 +15,4 @@ from tests.runtime import beside_plain  # noqa: F401 (imported for what it impor
 torch.set_num_threads(1)
 _MODEL, _INPUTS = zoo.gpt2(layers=1)
 galvatron_fx.plan(_MODEL, Cluster.preset("2xA100-80GB"), _INPUTS, roles=("data", "tensor"))
+gc.freeze()  # what is imported stays: forks need not look through it
