@@ -118,12 +118,17 @@ def model_seconds(graph: fx.GraphModule, device: Device) -> float:
     )
 
 
-def throughput(graph: fx.GraphModule, cluster: Cluster) -> Throughput | None:
-    """Return what a step of a captured graph trains on a cluster; None where its batch is not known."""
+def throughput(graph: fx.GraphModule, cluster: Cluster, alone_s: float | None = None) -> Throughput | None:
+    """Return what a step of a captured graph trains on a cluster; None where its batch is not known.
+
+    ``alone_s``: :func:`model_seconds` of the cluster's device, where they are known.
+    """
     sizes = graph.meta.get("symbols")
     if sizes is None or sizes.batch < 1:
         return None
-    peak_s = model_seconds(graph, cluster.device) / cluster.num_devices
+    if alone_s is None:
+        alone_s = model_seconds(graph, cluster.device)
+    peak_s = alone_s / cluster.num_devices
     return Throughput(sizes.batch, sizes.batch * (sizes.sequence or 0), peak_s)
 
 

@@ -11,11 +11,13 @@ from itertools import product
 
 from torch import fx
 
-from cost_models.graph_cost import graph_cost, throughput
+from cost_models.graph_cost import graph_cost, model_seconds, throughput
 from cost_models.optimizer import optimizer_model
 from galvatron_fx.captured import Captured
 from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.cluster.device import Device
 from galvatron_fx.ir.errors import GalvatronError, InputError
+from galvatron_fx.ir.gc_tuning import fewer_collections
 from galvatron_fx.ir.plan.arguments import check_arguments
 from galvatron_fx.ir.plan.optimizers import ADAM
 from galvatron_fx.ir.plan.plan_table import choice_name, plan_name
@@ -37,6 +39,7 @@ _HOUR_S, _DAY_S = 3600.0, 86400.0
 Told = Callable[[int, int, str], None]
 
 
+@fewer_collections()
 def sweep(
     captured: Captured | Mapping[str, Captured],
     clusters: Iterable[Cluster],
@@ -130,6 +133,7 @@ class _Sweeper:
         sizes = graph.meta["symbols"]
         parameters = graph_cost(graph).parameters
         pricer: Pricer | None = None
+        alone_s: dict[Device, float] = {}
         for cluster in sorted(self.clusters, key=lambda cluster: (cluster.device.name, -cluster.num_devices)):
             tell(f"{cluster.num_devices} {cluster.device.name}")
             if pricer is None:
@@ -137,7 +141,9 @@ class _Sweeper:
                 pricer = Pricer(graph, cluster, {}, model, coarse=True, folds=self.settings.fold_gradients)
             pricer = pricer.on(cluster)
             survey: Survey | None = None
-            rates = throughput(graph, cluster)
+            if cluster.device not in alone_s:
+                alone_s[cluster.device] = model_seconds(graph, cluster.device)
+            rates = throughput(graph, cluster, alone_s[cluster.device])
             for budget in self.budgets:
                 limit = cluster.device.memory_bytes if budget is None else min(budget, cluster.device.memory_bytes)
                 empty = SweepPoint(

@@ -134,11 +134,13 @@ class KeepProblem:
         everything, nothing = (sum(self.values[number].size_bytes for number in taken), 0.0), self.measure(())
         hull: list[tuple[tuple[float, float], KeptSet]] = [(everything, taken), (nothing, ())]
         gaps = [self._between(hull[0][0], hull[1][0], nothing[1])]
-        while any(gap is not None for gap in gaps) and len(hull) - 2 < most:
+        while any(gap is not None for gap in gaps):
             place = max(range(len(gaps)), key=lambda i: gaps[i][0] if gaps[i] is not None else -1.0)  # type: ignore[index]
             gap = gaps[place]
             assert gap is not None
             hull.insert(place + 1, gap[1:])
+            if len(hull) - 2 == most:
+                break
             gaps[place : place + 1] = [
                 self._between(hull[place + i][0], hull[place + i + 1][0], nothing[1]) for i in (0, 1)
             ]

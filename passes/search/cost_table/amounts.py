@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -58,6 +59,22 @@ class Amounts:
             done != WHOLE,
             done == EXCHANGED,
             {dim: np.array(places) for dim, places in crowded.items()},
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Amounts]) -> Amounts:
+        """The values of all parts, one after the other."""
+        crowded: dict[Crowded, list[Ints]] = {}
+        starts = accumulate((len(part.size) for part in parts), initial=0)
+        for part, start in zip(parts, starts, strict=False):
+            for dim, places in part.crowded.items():
+                crowded.setdefault(dim, []).append(places + start)
+        return cls(
+            np.concatenate([part.size for part in parts]),
+            np.concatenate([part.batch for part in parts]),
+            np.concatenate([part.split for part in parts]),
+            np.concatenate([part.exchanged for part in parts]),
+            {dim: np.concatenate(places) for dim, places in crowded.items()},
         )
 
     def on_rank(self, degrees: Floats, num_microbatches: Floats, capacities: Floats) -> Floats:

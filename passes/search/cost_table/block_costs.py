@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 
@@ -22,7 +23,7 @@ from galvatron_fx.ir.plan.strategy import CAPACITY
 from passes.analysis.kept_sets import MOST_SETS, KeepProblem, KeptSet
 from passes.search.cost_table.asked import Asked, Extra
 from passes.search.cost_table.block_columns import ColumnKey, Columns, Evaluation, Groups
-from passes.search.cost_table.block_facts import BlockFacts
+from passes.search.cost_table.block_facts import BlockFacts, PriceClasses
 from passes.search.cost_table.block_memory import BlockMemory, Ways
 from passes.search.cost_table.block_seconds import BlockSeconds, Neighbours
 from passes.search.cost_table.block_shardings import Solutions
@@ -126,6 +127,10 @@ class BlockPricer:
             on_host=on_host,
         )
 
+    @cached_property
+    def _classes(self) -> PriceClasses:
+        return PriceClasses.of(self.block.calls, self.cluster.device)
+
     def _known_columns(self, asked: Asked) -> tuple[Columns, list[LevelNames]]:
         """The terms of the columns, and what each level keeps in them, each found once."""
         if self.priced is None:
@@ -158,7 +163,7 @@ class BlockPricer:
             if key not in self.terms:
                 self.terms[key] = self._with_levels(composed[key], asked[0][0], extra)
             terms = self.terms[key]
-            parts.append(Evaluation(terms, self.cluster, self.optimizer, asked).columns())
+            parts.append(Evaluation(terms, self.cluster, self.optimizer, self._classes, asked).columns())
             for row in rows:
                 names[row] = tuple(zip(terms.levels.kept, terms.levels.on_host, strict=True))
         order = np.argsort([row for rows in alike.values() for row in rows])
@@ -170,7 +175,7 @@ class BlockPricer:
         terms = reader.with_sets(self._sets(reader, composition, groups) if extra[0] else ())
         if not extra[1]:
             return terms
-        alone = Evaluation(reader.terms, self.cluster, self.optimizer, [self._as_if_split(groups)])
+        alone = Evaluation(reader.terms, self.cluster, self.optimizer, self._classes, [self._as_if_split(groups)])
         return replace(terms, levels=terms.levels.with_offload(alone.offload_choices(reader, terms.levels)))
 
     def _as_if_split(self, groups: Groups) -> ColumnKey:
@@ -187,7 +192,7 @@ class BlockPricer:
         pairs = zip(groups, composition, split, strict=True)
         key = self.block.index, tuple((g.axes, g.degree, id(sharding)) for g, (_, sharding), is_in in pairs if is_in)
         if key not in self.known_sets:
-            alone = Evaluation(reader.terms, self.cluster, self.optimizer, [self._as_if_split(groups)])
+            alone = Evaluation(reader.terms, self.cluster, self.optimizer, self._classes, [self._as_if_split(groups)])
             problem = alone.keep_problem(reader)
             if problem not in self.known_sets:  # equal ones of other axes, or of roles that come to the same
                 chain = problem.chain()

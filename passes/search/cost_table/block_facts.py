@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,7 +12,7 @@ from torch import fx
 from cost_models.node_cost import moved_bytes, node_cost
 from cost_models.operator_time import dtype_name, kind_of_call
 from cost_models.ops import is_free, op_time_s, price_class
-from galvatron_fx.ir.arrays import Floats
+from galvatron_fx.ir.arrays import Floats, Ints
 from galvatron_fx.ir.cluster.device import Device
 from galvatron_fx.ir.graph.metadata import OpCost, meta_of
 from galvatron_fx.ir.graph.op_call import OpCall, call_key, input_nodes, is_getitem, op_call
@@ -47,16 +47,28 @@ class ComputeCall:
         return self.curve_s(device) if measured is None else measured
 
 
-def measured_shares(operators: Sequence[ComputeCall], device: Device) -> Floats:
-    """``[operator]``: of the seconds that its curve has for each on one device, those that were measured of this very
-    call; 1 where none were.
+@dataclass(frozen=True)
+class PriceClasses:
+    """How the operators of a block are priced on a device: ``rows`` of each dtype and kind that are priced together;
+    ``measured_shares[operator]``: of the seconds that its curve has for each on one device, those that were measured
+    of this very call; 1 where none were.
     """
-    if not device.calls:
-        return np.ones(len(operators))
-    curves = np.array([operator.curve_s(device) for operator in operators])
-    measured = np.array([operator.whole_s(device) for operator in operators])
-    shares: Floats = np.divide(measured, curves, out=np.ones(len(operators)), where=curves > 0)
-    return shares
+
+    rows: Mapping[tuple[str, str], Ints]
+    measured_shares: Floats
+
+    @classmethod
+    def of(cls, operators: Sequence[ComputeCall], device: Device) -> PriceClasses:
+        classes = {kind: (kind[0], price_class(device, *kind)) for kind in dict.fromkeys(o.kind for o in operators)}
+        rows: dict[tuple[str, str], list[int]] = {}
+        for row, operator in enumerate(operators):
+            rows.setdefault(classes[operator.kind], []).append(row)
+        shares = np.ones(len(operators))
+        if device.calls:
+            curves = np.array([operator.curve_s(device) for operator in operators])
+            measured = np.array([operator.whole_s(device) for operator in operators])
+            np.divide(measured, curves, out=shares, where=curves > 0)
+        return cls({each: np.array(places) for each, places in rows.items()}, shares)
 
 
 @dataclass

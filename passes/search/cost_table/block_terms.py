@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 import numpy as np
 from torch import fx
@@ -177,6 +178,24 @@ class BlockTerms:
     deferred: Amounts
     lives: tuple[LiveRanges, LiveRanges]
     levels: Levels
+
+    @cached_property
+    def amounts(self) -> tuple[Amounts, dict[str, slice]]:
+        """All amounts one after the other, and where each sort of them is."""
+        parts = {
+            "flops": self.operators.flops,
+            "tensors": self.operators.tensors,
+            "moved": self.moved,
+            "travelling": self.travelling,
+            "weights": self.weights.amounts,
+            "kept": self.kept,
+            "deferred": self.deferred,
+            "forward": self.lives[0].values,
+            "backward": self.lives[1].values,
+        }
+        bounds = pairwise(accumulate((len(part.size) for part in parts.values()), initial=0))
+        places = {name: slice(*bound) for name, bound in zip(parts, bounds, strict=True)}
+        return Amounts.joined(list(parts.values())), places
 
     @cached_property
     def alike_moves(self) -> list[tuple[Redistribution, Bools, Ints]]:

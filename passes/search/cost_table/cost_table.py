@@ -47,6 +47,8 @@ from passes.search.cost_table.offload_levels import (
     OnHost,
 )
 
+_AT_ONCE = 128  # strategies that are compared with each other in one go
+_EARLIER = np.triu(np.ones((_AT_ONCE, _AT_ONCE), dtype=np.bool_), 1)
 _NOTHING = OnHost()
 Row = TypeVar("Row")
 
@@ -429,10 +431,16 @@ def useful(kind: Ints, amounts: Sequence[Floats]) -> Ints:
 def _undominated(rest: Ints, rows: Floats) -> Iterator[int]:
     """Of ``rest``, which are in the order of their ``rows``, those that none before them beats in every amount."""
     while len(rest):
-        # What beats another comes before it, and is itself only beaten by what comes first.
-        first, rest = rest[0], rest[1:]
-        yield int(first)
-        rest = rest[(rows[rest] < rows[first]).any(axis=1)]
+        # What beats another comes before it, and is itself only beaten by what comes first. So the first some are
+        # compared with each other in one go, and those that stay with what comes behind.
+        first, rest = rest[:_AT_ONCE], rest[_AT_ONCE:]
+        beaten = _EARLIER[: len(first), : len(first)].copy()
+        for amount in rows[first].T:
+            beaten &= amount[:, None] <= amount
+        stay = first[~beaten.any(axis=0)]
+        yield from stay.tolist()
+        for member in stay if len(rest) else ():
+            rest = rest[(rows[rest] < rows[member]).any(axis=1)]
 
 
 def _crossing_bytes(graph: fx.GraphModule, blocks: int) -> Floats:

@@ -51,24 +51,24 @@ class _Chain:
 
     def _rest(self, price: float) -> tuple[Floats, Floats]:
         if price not in self._rests:
+            # What follows depends on a strategy's kind alone, so the cheapest of each is found for all layers first.
             cost = self.time + price * self.memory
             padded = np.concatenate([cost, np.full((len(cost), 1), np.inf)], axis=1)  # where -1 stands for none
-            after, before = np.zeros_like(cost), np.empty((len(cost), len(self.members)))
-            for layer in range(len(cost) - 1, -1, -1):
-                if layer < len(cost) - 1:
-                    after[layer] = (self.change[layer] + before[layer + 1]).min(axis=1)[self.kinds]
-                    padded[layer, :-1] += after[layer]
-                before[layer] = padded[layer, self.members].min(axis=1)
-            self._rests[price] = after, before
+            before = padded[:, self.members].min(axis=2)
+            after = np.zeros_like(before)
+            for layer in range(len(cost) - 2, -1, -1):
+                after[layer] = (self.change[layer] + before[layer + 1]).min(axis=1)
+                before[layer] += after[layer]
+            self._rests[price] = after[:, self.kinds], before
         return self._rests[price]
 
     def cheapest(self, price: float) -> tuple[list[int], float, float]:
         """The chain that is cheapest at ``price``: its strategies, time and memory."""
         total = self.time + price * self.memory + self.to_go(price)
-        picks = [int(np.argmin(total[0]))]
+        picks = [int(total[0].argmin())]
         for layer in range(1, len(total)):
             step = self.change[layer - 1, self.kinds[picks[-1]]]
-            picks.append(int(np.argmin(step[self.kinds] + total[layer])))
+            picks.append(int((step[self.kinds] + total[layer]).argmin()))
         return picks, *self.measure(picks)
 
     @cached_property

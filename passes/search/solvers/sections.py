@@ -44,9 +44,11 @@ class Section:
 def waiting_bytes(costs: CostTable, blocks: Sequence[int], waiting: Sequence[InFlight]) -> Floats:
     """``[block, strategy]``: the most bytes that waiting micro-batches keep."""
     most = np.zeros((len(blocks), len(costs.strategies)))
-    for kind in dict.fromkeys(waiting):
-        places = np.flatnonzero([other == kind for other in waiting])
-        rows = np.array(blocks)[places]
+    numbers = np.array(blocks)
+    kinds = dict.fromkeys(waiting)
+    for kind in kinds:
+        places = np.flatnonzero([other == kind for other in waiting]) if len(kinds) > 1 else slice(None)
+        rows = numbers[places]
         for whole, half in kind:
             most[places] = np.maximum(most[places], whole * costs.saved[rows] + half * costs.deferred[rows])
     return most

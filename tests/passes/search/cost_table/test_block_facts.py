@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cost_models.node_cost import node_cost
-from passes.search.cost_table.block_facts import BlockFacts, measured_shares
+from passes.search.cost_table.block_facts import BlockFacts, PriceClasses
 from passes.search.cost_table.block_terms import TermsReader
 from passes.search.cost_table.graph_index import GraphIndex
 from tests.helpers import DEVICE, captured
@@ -47,9 +47,9 @@ def test_operators_take_what_was_measured_of_them() -> None:
     calls = {call.key: times * call.curve_s(DEVICE) for call, times in zip(operators, (0.5, 3.0), strict=False)}
     measured = replace(DEVICE, calls=calls)
     expected = np.array([calls.get(call.key, call.curve_s(DEVICE)) for call in operators])
-    assert measured_shares(operators, measured) * curves == pytest.approx(expected, rel=1e-12)
+    assert PriceClasses.of(operators, measured).measured_shares * curves == pytest.approx(expected, rel=1e-12)
     assert [call.whole_s(measured) for call in operators] == expected.tolist() != curves.tolist()
     elsewhere = replace(DEVICE, calls={"aten.mm.default|float16[3,3],float16[3,3]": 1.0})
     for unmeasured in (DEVICE, elsewhere):
-        assert measured_shares(facts.calls, unmeasured).tolist() == [1.0] * len(facts.calls)
-    assert measured_shares([], measured).tolist() == []
+        assert PriceClasses.of(facts.calls, unmeasured).measured_shares.tolist() == [1.0] * len(facts.calls)
+    assert PriceClasses.of([], measured).measured_shares.tolist() == []

@@ -53,3 +53,12 @@ def test_estimates_of_few_heads_agree_with_simulations(roles: tuple[str, ...]) -
     """Four heads, two of keys, among eight or four ranks: some compute the same, or send what others have as well."""
     estimated, simulated = estimated_and_simulated(long_llama(), Cluster.preset("8xA100-80GB"), roles)
     assert estimated == pytest.approx(simulated, rel=0.1)
+
+
+def test_amounts_are_what_their_parts_are():
+    """Also where the same dims are crowded in several of them."""
+    crowded = Amount(2.0, True, (1, 2), ((6, (0, 1)),))
+    parts = [Amounts.of([Amount(1.0, False, (1, 0)), crowded], 2), Amounts.of([], 2), Amounts.of([crowded] * 2, 2)]
+    degrees, ones = np.array([[2.0, 2.0], [4.0, 3.0]]), np.ones(2)
+    alone = np.concatenate([part.on_rank(degrees, 2 * ones, 2 * ones) for part in parts])
+    assert (Amounts.joined(parts).on_rank(degrees, 2 * ones, 2 * ones) == alone).all()
