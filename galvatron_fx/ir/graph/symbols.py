@@ -276,7 +276,16 @@ def fit(first: int, second: int, base: Sizes, other: Sizes) -> Dim:
             factor, rest = divmod(first - offset, at_base)
             if not rest and (factor or not offset) and factor * at_other + offset == second:
                 return factor * BATCH**i * SEQUENCE**j + offset if i or j else first
-    return _shifted(first, second, base, other) if base.sequence else first
+    return _shifted(first, second, base, other) if base.sequence else _divided(first, second, base, other)
+
+
+def _divided(first: int, second: int, base: Sizes, other: Sizes) -> Dim:
+    """As :func:`fit`, for a number of windows or chunks: a product of sizes over how long each of them is."""
+    for i, j in _MONOMIALS:
+        at_base, at_other = (sizes.batch**i * sizes.sequence**j for sizes in (base, other))
+        if (i or j) and at_base and first and first * at_other == second * at_base:
+            return sympy.Rational(first, at_base) * BATCH**i * SEQUENCE**j
+    return first
 
 
 def _shifted(first: int, second: int, base: Sizes, other: Sizes) -> Dim:
@@ -298,4 +307,4 @@ def _shifted(first: int, second: int, base: Sizes, other: Sizes) -> Dim:
             factor, rest = divmod(first, base.batch**i * (base.sequence + longer))
             if factor and not rest and factor * other.batch**i * (other.sequence + longer) == second:
                 return factor * BATCH**i * (SEQUENCE + longer)
-    return first
+    return _divided(first, second, base, other)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,9 +56,7 @@ class Resize:
                 continue
             copy = copies[node] = copy_node(new_graph, node, copies.__getitem__)
             if node in self.expressions.calls:
-                copy.args, copy.kwargs = pytree.tree_map(
-                    lambda leaf: self._leaf(leaf, copies), self.expressions.calls[node]
-                )
+                copy.args, copy.kwargs = self._call(node, copies)
             self._set_facts(copy, node)
         result = graph_module(graph, new_graph)
         result.meta.update(graph.meta)
@@ -64,6 +64,20 @@ class Resize:
         specs = tuple(TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in self.inputs.tensors)
         set_signature(result, signature(graph).having(input_spec=self.inputs, input_specs=specs))
         return result
+
+    def _call(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> tuple[Any, Any]:
+        """Arguments at the new sizes, positional and by name."""
+        with self._whole_at(node):
+            args, kwargs = pytree.tree_map(lambda leaf: self._leaf(leaf, copies), self.expressions.calls[node])
+            return args, kwargs
+
+    @contextmanager
+    def _whole_at(self, node: fx.Node) -> Iterator[None]:
+        """Tell of ``node`` where an expression is no whole number at the new sizes."""
+        try:
+            yield
+        except InputError as error:
+            raise OtherSizes(f"{where(node)}: {error}") from None
 
     def _leaf(self, leaf: Any, copies: dict[fx.Node, fx.Node]) -> Any:
         if isinstance(leaf, fx.Node):
@@ -83,10 +97,8 @@ class Resize:
     def _spec(self, node: fx.Node, spec: TensorSpec) -> TensorSpec:
         if not spec.dims:
             return spec
-        try:
+        with self._whole_at(node):
             shape = tuple(value_at(dim, self.sizes) for dim in spec.dims)
-        except InputError as error:
-            raise OtherSizes(f"{where(node)}: {error}") from None
         for before, after in zip(spec.shape, shape, strict=True):
             if before != after and min(before, after) < 2:
                 raise OtherSizes(

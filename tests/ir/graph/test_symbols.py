@@ -222,6 +222,13 @@ def test_without_a_sequence_sizes_speak_of_the_batch_alone() -> None:
     assert fitted(320, 384, Sizes(5, 0), Sizes(6, 0)) == 64 * b
 
 
+def test_numbers_of_windows_are_parts_of_sizes() -> None:
+    base, other = Sizes(4, 12), Sizes(5, 6)
+    assert fitted(4, 2, base, other) == s / 3
+    assert fitted(2 * 4 * 4, 2 * 5 * 2, base, other) == 2 * b * s / 3  # windows of all heads and samples, flattened
+    assert fitted(16, 4, base, other) == s**2 / 9
+
+
 def test_programs_that_differ_are_told() -> None:
     build = Builder()
     x = build.input("x", (4,))
