@@ -68,10 +68,10 @@ def localize_args(target: Any, args: tuple[Any, ...], outputs: tuple[TensorSpec 
         args = _replaced(args, position, list(out.shape))
     if target is aten.embedding_dense_backward.default and out is not None:
         args = _replaced(args, 2, out.shape[0])
-    if target is aten.convolution.default and out is not None and is_channel_by_channel(args[0], args[1], args[6]):
-        args = _replaced(args, 8, out.shape[1])
-    if target is aten.convolution_backward.default and is_channel_by_channel(args[1], args[2], args[7]):
-        args = _replaced(args, 9, next(spec.shape[dim] for spec, dim in zip(outputs, (1, 0, 0), strict=True) if spec))
+    if target is aten.convolution.default and out is not None:
+        args = _replaced(args, 8, _groups(args[0], args[1], out, args[6]))
+    if target is aten.convolution_backward.default:
+        args = _replaced(args, 9, _groups_backward(args[0], args[1], args[2], outputs, args[7]))
     if target is aten.convolution_backward.default and outputs[2] is not None:
         args = _replaced(args, 3, list(outputs[2].shape))
     if target is aten.native_group_norm.default and out is not None:
@@ -81,10 +81,31 @@ def localize_args(target: Any, args: tuple[Any, ...], outputs: tuple[TensorSpec 
     return args
 
 
-def is_channel_by_channel(x: Any, weight: Any, transposed: bool) -> bool:
-    """Whether a convolution makes one channel of each: specs or nodes of x [batch, channels, ...] and of weight."""
-    shapes = [meta_of(value).spec.shape if isinstance(value, fx.Node) else value.shape for value in (x, weight)]
-    return not transposed and shapes[0][1] == shapes[1][0] and shapes[1][1] == 1
+def _groups(x: Any, weight: Any, out: TensorSpec, transposed: bool) -> int:
+    """The groups of a convolution that makes ``out`` [batch, channels, ...] with whole groups of x [batch, channels,
+    ...] and weight, which are specs or nodes; one where there is one, however channels are split.
+    """
+    (_, inputs, *_), (rows, columns, *_) = _shape(x), _shape(weight)
+    if transposed:
+        return out.shape[1] // columns
+    return 1 if inputs == columns else inputs // columns * out.shape[1] // rows
+
+
+def _groups_backward(
+    gradient: Any, x: Any, weight: Any, outputs: tuple[TensorSpec | None, ...], transposed: bool
+) -> int:
+    """The same, of the gradients of x, weight and bias."""
+    (_, made, *_), (_, inputs, *_), (rows, columns, *_) = map(_shape, (gradient, x, weight))
+    groups = made // columns if transposed else inputs // columns
+    wholes = (inputs, 1), (rows, 0), (made, 0)
+    parts = (spec and (spec.shape[dim], whole) for spec, (whole, dim) in zip(outputs, wholes, strict=True))
+    held, whole = next(part for part in parts if part)
+    return 1 if groups == 1 else groups * held // whole
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    shape: tuple[int, ...] = meta_of(value).spec.shape if isinstance(value, fx.Node) else value.shape
+    return shape
 
 
 def _replaced(args: tuple[Any, ...], position: int, value: Any) -> tuple[Any, ...]:

@@ -20,7 +20,6 @@ from galvatron_fx.ir.graph.placement import (
 )
 from galvatron_fx.ir.graph.precision import cast_gradient, cast_parameter
 from passes.sharding.gradient_rules import linear_in_gradient
-from passes.sharding.local_args import is_channel_by_channel
 from passes.sharding.rules import OpRule, register_rule, torch_rules
 
 aten = torch.ops.aten
@@ -278,12 +277,12 @@ def _nll_loss_backward(call: OpCall, degree: int) -> list[OpRule]:
 @register_rule(aten.convolution.default)
 def _convolution(call: OpCall, degree: int) -> list[OpRule]:
     """input [batch, in, ...], weight [out, in, ...], (bias [out]): split the batch, or, ungrouped, either kind of
-    channels; or both alike, where each makes one.
+    channels; or both alike, by groups.
     """
     transposed, groups = bool(call.args[6]), call.args[8]
     bias: tuple[Placement, ...] = (REPLICATE,) if len(call.inputs) > 2 else ()
     rules = [OpRule((Shard(0),), (Shard(0), REPLICATE, *bias))]
-    if is_channel_by_channel(call.inputs[0], call.inputs[1], transposed):
+    if groups > 1 and groups % degree == 0:
         rules.append(OpRule((Shard(1),), (Shard(1), Shard(0), *(Shard(0) for _ in bias))))
     if groups == 1 and not transposed:
         rules.append(OpRule((Shard(1),), (REPLICATE, Shard(0), *(Shard(0) for _ in bias))))
@@ -297,7 +296,7 @@ def _convolution_backward(call: OpCall, degree: int) -> list[OpRule]:
     """gradient [batch, out, ...], input, weight -> gradients of input, weight and bias."""
     transposed, groups = bool(call.args[7]), call.args[9]
     rules = [OpRule((Shard(0), PARTIAL, PARTIAL), (Shard(0), Shard(0), REPLICATE))]
-    if is_channel_by_channel(call.inputs[1], call.inputs[2], transposed):
+    if groups > 1 and groups % degree == 0:
         rules.append(OpRule((Shard(1), Shard(0), Shard(0)), (Shard(1), Shard(1), Shard(0))))
     if groups == 1 and not transposed:
         rules.append(OpRule((PARTIAL, Shard(0), Shard(0)), (Shard(1), REPLICATE, Shard(0))))

@@ -154,13 +154,20 @@ def op_rules(call: OpCall, degree: int) -> tuple[OpRule, ...]:
     return tuple(rule for rule in rules if _valid(rule, call, degree))
 
 
+# The position of the weight among the inputs of grouped operators, and of their number of groups among the arguments.
+_GROUPED = {
+    torch.ops.aten.convolution.default: (1, 8),
+    torch.ops.aten.convolution_backward.default: (2, 9),
+}
+
+
 def strided(rule: OpRule, call: OpCall, candidates: Iterable[Placement], degree: int) -> list[OpRule]:
     """Instances of ``rule`` with the runs of the ``candidates`` in place of its unstrided shards.
 
     A rule that lets a dim be sharded holds for any equal subset of its indices, in any order, as long as all tensors of
     the rule are split in the same way: for routed rows, too. A local program (expansion) counts indices and needs whole
     runs, but for those of losses, which take rows one by one; rules that speak of routed rows say themselves which
-    those are.
+    those are. The channels of a group of a convolution stay together.
     """
     if not rule.splits_work or (rule.expansion and rule.expansion not in ROW_EXPANSIONS and not rule.exchanges):
         return []
@@ -178,12 +185,21 @@ def strided(rule: OpRule, call: OpCall, candidates: Iterable[Placement], degree:
         placed = [stride(pair, kind) for pair in rule.placed(call)]
         return OpRule(tuple(placed[: len(call.outputs)]), tuple(placed[len(call.outputs) :]), rule.expansion)
 
-    instances = [instance(kind) for kind in sorted(kinds)]
+    instances = [instance(kind) for kind in sorted(kinds) if not _cuts_groups(rule, call, kind, degree)]
     placements = {*rule.outputs, *rule.inputs}
     is_plain = placements <= {REPLICATE, *(Shard(p.dim) for p in placements if isinstance(p, Shard))}
     if is_plain and not rule.routes and not rule.expansion:
         instances += _of_exchanged(rule, candidates)
     return [instance for instance in instances if _valid(instance, call, degree)]
+
+
+def _cuts_groups(rule: OpRule, call: OpCall, kind: tuple[int, bool, bool], degree: int) -> bool:
+    """Whether runs have parts of the groups of a convolution, of several channels each."""
+    place, at = _GROUPED.get(call.target, (0, 0))
+    if not at or rule.inputs[place] != Shard(0) or call.args[at] == call.inputs[place].shape[0]:
+        return False
+    split_factor, routed, mirrored = kind
+    return routed or mirrored or bool(call.args[at] % (split_factor * degree))
 
 
 def counts_tokens(spec: TensorSpec | None, placement: Shard) -> bool:

@@ -35,6 +35,7 @@ from tests.passes.sharding.rule_calls import (
     In,
     aten,
     attention,
+    convolutions,
     embeddings,
     f64,
     real,
@@ -275,3 +276,15 @@ def test_rules_of_an_older_torch_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     op_rules.cache_clear()
     with pytest.raises(ShardingError, match=r"need torch 2\.13 or later.*this is torch 2\.11\.0.*one device"):
         rules_of((aten.mm.default, (real(4, 4), real(4, 4)), {}))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_groups_of_convolutions_are_split_whole(transposed: bool) -> None:
+    """Also those that are the samples of a batch, each with kernels of its own."""
+    calls = {groups: convolutions(bias=False, transposed=transposed, groups=groups)[0] for groups in (1, 2, 4)}
+    described = {groups: op_call(one_operator(call)[1]) for groups, call in calls.items()}
+    by_groups = OpRule((Shard(1),), (Shard(1), Shard(0)))
+    assert [by_groups in op_rules(described[groups], 2) for groups in calls] == [False, True, True]
+    assert by_groups not in op_rules(described[2], 4)
+    assert strided(by_groups, described[2], [Shard(1, 2)], 2) == []
+    assert strided(by_groups, described[4], [Shard(1, 2)], 2) == [OpRule((Shard(1, 2),), (Shard(1, 2), Shard(0, 2)))]
