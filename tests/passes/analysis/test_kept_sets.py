@@ -16,6 +16,7 @@ from passes.search.candidates import candidates
 from passes.search.cost_table.cost_table import CostTable, CostTableRequest, Pricer
 from tests.helpers import captured
 from tests.models import zoo
+from tests.runtime.shared_captures import captured_once  # noqa: F401 (a fixture of this file)
 
 
 @st.composite

@@ -22,6 +22,7 @@ from passes.lowering.split_forward_backward import SplitForwardBackward
 from tests.graphs import Builder, listing
 from tests.helpers import DEVICE, axes, captured, simulate, simulate_stages, uniform
 from tests.models.zoo import Case, gpt2, llama
+from tests.runtime.shared_captures import captured_once  # noqa: F401 (a fixture of this file)
 
 AHEAD = Cluster(DEVICE, axes((2, 2)), Overlap())
 aten = torch.ops.aten

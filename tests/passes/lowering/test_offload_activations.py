@@ -22,6 +22,7 @@ from tests.graphs import Builder, listing
 from tests.helpers import captured, offloading, simulate, simulate_stages
 from tests.models.mixtures import mixture
 from tests.models.zoo import Case, gpt2, llama, tokens
+from tests.runtime.shared_captures import captured_once  # noqa: F401 (a fixture of this file)
 
 aten = torch.ops.aten
 KEEP = Strategy(("data",))

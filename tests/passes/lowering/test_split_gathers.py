@@ -24,6 +24,7 @@ from tests.graphs import listing
 from tests.helpers import DEVICE, assert_exact, axes, captured, one_device, simulate, simulate_stages, uniform
 from tests.models.mixtures import mixture
 from tests.models.zoo import gpt2, tokens
+from tests.runtime.shared_captures import captured_once  # noqa: F401 (a fixture of this file)
 
 ZERO = Strategy(("zero",))
 VOCABULARY = 512

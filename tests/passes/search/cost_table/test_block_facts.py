@@ -14,6 +14,7 @@ from passes.search.cost_table.graph_index import GraphIndex
 from tests.helpers import DEVICE, captured
 from tests.models import zoo
 from tests.passes.sharding.test_shard_parameters import two_uses
+from tests.runtime.shared_captures import captured_once  # noqa: F401 (a fixture of this file)
 
 
 @pytest.mark.parametrize("second", [1, 2])
