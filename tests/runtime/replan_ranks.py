@@ -23,6 +23,7 @@ from galvatron_fx.ir.torch_compat.processes import process_groups
 from galvatron_fx.replanning.redistribution import Chunk, pieces
 from tests.runtime.beside_plain import full
 from tests.runtime.launch import Check, fork_checks
+from tests.runtime.shared_lowerings import compile_before_the_fork
 
 FOLDER = Path(sys.argv[1] if __name__ == "__main__" else ".")
 ZERO_TENSOR = Plan.uniform((2, 2), ("zero", "tensor"))
@@ -264,7 +265,8 @@ CHECKS: dict[str, Check] = {
 
 
 def prepare() -> None:
-    galvatron_fx.capture(network(), (batches(1)[0],))
+    inputs = (batches(1)[0],)
+    compile_before_the_fork((4,), [(network(), inputs, [ZERO_TENSOR] * 4), (network(0.5), inputs, [ZERO_TENSOR] * 2)])
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,22 +10,17 @@ import torch
 
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.cluster.presets import CPU_PRESET
+from tests.runtime.launch import launched
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks.accuracy.gpu", *arguments], cwd=ROOT, capture_output=True, text=True
-    )
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks/accuracy/gpu.py"
 
 
 def test_a_tiny_model_on_a_cpu(tmp_path: Path) -> None:
     profile, folder = tmp_path / "profile.json", tmp_path / "found"
     Cluster(CPU_PRESET.device, (Axis("alone", 1, 1e-4, 1e9),)).save(profile)
     options = ["--sequences", "32", "--backends", "eager", "--steps", "1", "--by-hand", "autocast"]
-    done = run("--device", "cpu", "--profile", str(profile), "--folder", str(folder), *options)
-    assert done.returncode == 0, done.stderr
+    log = launched(SCRIPT, "--device", "cpu", "--profile", str(profile), "--folder", str(folder), *options)
+    assert "Traceback" not in log, log
     predicted, measured = (json.loads((folder / f"{what}.json").read_text()) for what in ("predicted", "measured"))
     assert measured.pop()["by hand"] == "autocast"
     assert [row["recompute"] for row in measured] == ["off", "on", "auto"]
@@ -38,5 +31,4 @@ def test_a_tiny_model_on_a_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_what_it_needs() -> None:
-    done = run()
-    assert done.returncode == 2 and "no CUDA GPU is here" in done.stderr
+    assert "error: no CUDA GPU is here" in launched(SCRIPT)
