@@ -67,9 +67,9 @@ def decoder() -> nn.Module:
     return Decoder().double().eval()
 
 
-def llama(seed: int = 0) -> LlamaForCausalLM:
+def llama(seed: int = 0, layers: int = 2) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": layers, "num_attention_heads": 4}
     config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=64)
     return LlamaForCausalLM(config).double().eval()
 

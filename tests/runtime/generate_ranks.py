@@ -22,10 +22,13 @@ LEFT_PADDED = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1], [
 OPTIONS = {"attention_mask": LEFT_PADDED, "max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None}
 
 
+def first_call(model: Any) -> dict[str, Any]:
+    return {"input_ids": prompts(4, 5), "past_key_values": static(model, 4)}
+
+
 def compiled_llama(mesh: DeviceMesh, plan: Plan, seed: int = 0) -> tuple[Any, Any]:
     model: Any = llama(seed=seed)
-    batch = {"input_ids": prompts(4, 5), "past_key_values": static(model, 4)}
-    return model, galvatron_fx.compile(model, mesh, batch, plan=plan, forward_only=True)
+    return model, galvatron_fx.compile(model, mesh, first_call(model), plan=plan, forward_only=True)
 
 
 def generates(role: str) -> Check:
@@ -118,4 +121,6 @@ CHECKS: dict[str, Check] = {
 }
 
 if __name__ == "__main__":
-    fork_checks((2,), CHECKS, sys.argv[1:], lambda: None)
+    fork_checks(
+        (2,), CHECKS, sys.argv[1:], lambda: galvatron_fx.capture(llama(), first_call(llama()), forward_only=True)
+    )
