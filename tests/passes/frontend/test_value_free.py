@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import galvatron_fx
 from galvatron_fx.errors import CaptureError
 from passes.frontend.value_free import value_free
+from tests.runtime.shared_captures import captured_once  # noqa: F401 (a fixture of this file)
 
 f64 = torch.float64
 

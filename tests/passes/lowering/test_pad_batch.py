@@ -21,6 +21,7 @@ from tests.helpers import captured, uniform
 from tests.models import zoo
 from tests.models.architectures import ARCHITECTURES
 from tests.models.test_odd_sizes import Convolutions, Regression
+from tests.runtime.shared_captures import captured_once  # noqa: F401 (a fixture of this file)
 
 
 def _noise(*shape: int) -> Tensor:

@@ -12,6 +12,7 @@ from galvatron_fx import Plan
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.plan.pipelining import BY_HAND
 from galvatron_fx.ir.plan.schedule import SEARCH
+from tests.runtime.shared_captures import captured_once  # noqa: F401 (a fixture of this file)
 
 CLUSTER = Cluster.preset("4xA100-80GB")
 BATCH = (torch.linspace(-9, 9, 256 * 64, dtype=torch.float64).reshape(256, 64).sin(),)

@@ -15,6 +15,7 @@ from galvatron_fx.search_settings import SearchSettings
 from passes.search.plan_search import search_plan
 from tests.helpers import captured
 from tests.passes.search.test_offload import Layers
+from tests.runtime.shared_captures import captured_once  # noqa: F401 (a fixture of this file)
 
 ONE, TWO = Cluster.preset("1xA100-80GB"), Cluster.preset("2xA100-80GB")
 PINNED: dict[str, Any] = {"num_stages": 1, "num_microbatches": 1}

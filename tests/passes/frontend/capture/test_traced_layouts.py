@@ -13,6 +13,7 @@ import galvatron_fx
 from galvatron_fx import Plan
 from galvatron_fx.errors import CaptureError
 from passes.frontend.capture.capture import Capture
+from tests.runtime.shared_captures import captured_once  # noqa: F401 (a fixture of this file)
 
 N = 4
 Code = Callable[[Tensor, Tensor], Tensor]
