@@ -35,6 +35,7 @@ from galvatron_fx.weights import gather
 
 __all__ = ["GalvatronMixin", "Trainer"]
 
+_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # of newer and of older versions
 _TAKES_LOSS = (
     ". This trainer has a compute_loss of its own, which may make its loss of any output: where it takes the "
     "model's own (outputs.loss) and no other, say so by galvatron={'takes_loss': True, ...}"
@@ -61,6 +62,9 @@ class GalvatronMixin:
         self._pads = bool(self._options.pop("pad_lengths", False))
         self._takes_loss = bool(self._options.pop("takes_loss", False))
         super().__init__(*args, **kwargs)
+        for name in _CHECKPOINTING:
+            if getattr(self._trainer.args, name, False):
+                setattr(self._trainer.args, name, False)  # or it were switched on in the compiled model
         self._trainer._set_signature_columns_if_needed()
         self._refuse_what_is_outside()
 
@@ -96,6 +100,8 @@ class GalvatronMixin:
         example = inputs_of(example, count)
         options = policy_named(trainer.accelerator.mixed_precision, self._options)
         model = trainer.model
+        if getattr(model, "is_gradient_checkpointing", False):
+            _without_checkpointing(model)
         if self._has_own_loss:
             inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
             self._shifts = inner._get_name() in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()  # as Trainer decides
@@ -256,6 +262,12 @@ class GalvatronMixin:
         Checkpointer(folder).load(
             model=trainer.model, optimizer=plain_optimizer(trainer.optimizer), scheduler=trainer.lr_scheduler
         )
+
+
+def _without_checkpointing(model: Any) -> None:
+    """Switch off what layers compute again by themselves: the plan chooses that."""
+    disable = next(name for name in _CHECKPOINTING if hasattr(model, f"{name}_disable"))
+    getattr(model, f"{disable}_disable")()
 
 
 class Trainer(GalvatronMixin, transformers.Trainer):

@@ -80,7 +80,12 @@ class OwnLoss(transformers.Trainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         labels = inputs.pop("labels")
+        checkpoints = model.is_gradient_checkpointing
+        if checkpoints:  # as TRL does around a model of reference
+            model.activation_checkpointing_disable()
         outputs = model(**inputs)
+        if checkpoints:
+            model.activation_checkpointing_enable()
         logits, labels = outputs.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
         loss = cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
         if self.args.average_tokens_across_devices:
@@ -185,7 +190,9 @@ def trainer_refuses(mesh: DeviceMesh) -> None:
 def trainer_takes_a_loss_of_outputs(mesh: DeviceMesh) -> None:
     """A loss of each rank's own rows, of which the mean counts; not divided once more as one of all rows is."""
     losses, plain = on_one_device()
-    one = trainer(Plan.uniform((2,), ("zero",)), FOLDER / "own", OwnLossTrainer, save_strategy="no")
+    one = trainer(
+        Plan.uniform((2,), ("zero",)), FOLDER / "own", OwnLossTrainer, save_strategy="no", activation_checkpointing=True
+    )
     one.train()
     torch.testing.assert_close(logged(one, "loss"), losses, rtol=1e-6, atol=0)  # Trainer logs in float32
     for name, parameter in one.model.named_parameters():
