@@ -12,11 +12,17 @@ def loss_port(signature: Signature, is_scheduled: bool) -> OutputSpec:
     """The output that is the loss.
 
     ``is_scheduled``: whether the plan has stages or micro-batches, under which nothing else is differentiated. Raises
-    InputError where the model returns no loss, or several scalars and none called so.
+    InputError where nothing trains, where the model returns no loss, or several scalars and none called so.
     """
     if signature.loss is not None:
         return OutputSpec("output", str(signature.loss))
     what = "a plan with stages or micro-batches" if is_scheduled else "forward_backward"
+    if not (signature.scalars or signature.detached or any(port.kind == "grad" for port in signature.outputs)):
+        raise InputError(
+            f"no output of the model depends on a parameter that trains, so {what} has nothing to differentiate, as "
+            f"where all are frozen or adapters are merged: let some train (requires_grad_(), unmerge_adapter()), or "
+            f"evaluate under torch.no_grad()"
+        )
     if not signature.scalars:
         remedy = "evaluate under torch.no_grad()" if is_scheduled else (
             "call the module and backward() on a loss computed from its outputs"
