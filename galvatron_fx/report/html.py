@@ -204,6 +204,7 @@ def _environment(explained: Explained) -> Environment:
         "svg": inline_svg,
         "seconds": lambda seconds: "-" if seconds is None else format_seconds(seconds),
         "bytes": lambda size: "-" if size is None else format_bytes(size),
+        "counted": lambda number, name: f"{number} {name}{'' if number == 1 else 's'}",
         "shape": lambda sizes, dtype: f"{dtype} {'×'.join(map(str, sizes)) or 'scalar'}",
         "task": lambda task: _TASKS.get(task, task),
         "indent_of": lambda line: line[: len(line) - len(line.lstrip())],

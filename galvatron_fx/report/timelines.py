@@ -149,14 +149,18 @@ def _axis(picture: Picture, height: float, right: float, end_s: float) -> Callab
 
 def _area(picture: Picture, timeline: MemoryTimeline, label: str, height: float, most: float, end_s: float) -> None:
     """Kinds of memory over one another, with a scale of bytes at the left."""
-    top, bottom = picture.height, picture.height + height
+    if picture.is_wide:
+        picture.add(Text(0, picture.height + 8, label))
+    else:  # beside the scale there is no room
+        picture.add(Text(0, picture.height + 8, label))
+        picture.height += 20
+    bottom = picture.height + height
     right = picture.width - 30
     for tick in ticks(most, 4 if height > 150 else 2):
         y = bottom - height * tick / most
         picture.add(
             Line(picture.labels, y, right, y), Text(picture.labels - 10, y, format_bytes(tick), "end", "muted", 11)
         )
-    picture.add(Text(0, top + 8, label))
     starts_s, sizes = _thinned(timeline)
     xs = tuple(float(picture.labels + (right - picture.labels) * s / end_s) for s in (*starts_s, timeline.end_s))
     tops = bottom - height * np.cumsum(sizes, axis=1) / most

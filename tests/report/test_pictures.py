@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from galvatron_fx.api import capture
@@ -17,11 +18,13 @@ from galvatron_fx.ir.plan.prediction import MEMORY_KINDS
 from galvatron_fx.ir.plan.units import format_bytes
 from galvatron_fx.report import pictures
 from galvatron_fx.report.bars import memory_picture, roles_picture
-from galvatron_fx.report.drawing import Line, Picture, Rect, Text, ticks
+from galvatron_fx.report.drawing import NARROW_WIDTH, WIDTH, Line, Picture, Rect, Text, text_width, ticks
 from galvatron_fx.report.explained import Explained, explained
 from galvatron_fx.report.html import render
 from galvatron_fx.report.palette import kind_colours
 from galvatron_fx.report.step_trace import write_step_trace
+from galvatron_fx.report.timelines import memory_timeline_picture
+from passes.simulation.step_timeline import MemoryTimeline
 from tests.report.explained_models import CLUSTER, Stack, inputs, one_stage, two_stages
 from tests.report.test_schedule_trace import svg_texts
 
@@ -31,6 +34,18 @@ LINKS = {"latency_s": [[1e-6] * 2] * 2, "bandwidth_bytes_per_s": [[50e9] * 2] * 
 @pytest.fixture(scope="module")
 def small() -> Explained:
     return explained(capture(Stack(layers=2), inputs()), one_stage(), CLUSTER)
+
+
+@pytest.mark.parametrize("width", [WIDTH, NARROW_WIDTH])
+def test_names_of_ranks_stand_apart_from_the_scale_of_bytes(width: float) -> None:
+    timeline = MemoryTimeline(np.array([0.0, 1.0]), np.full((2, len(MEMORY_KINDS)), 1e9), 2.0)
+    texts = [
+        shape for shape in memory_timeline_picture([timeline] * 2, [0, 1], None, width).shapes if type(shape) is Text
+    ]
+    for name in (text for text in texts if text.text.startswith("rank")):
+        beside = [text for text in texts if abs(text.y - name.y) < 12 and text is not name]
+        end = name.x + text_width(name.text, name.size)
+        assert all(text.x - text_width(text.text, text.size) > end for text in beside if text.anchor == "end")
 
 
 def test_pictures_are_drawn_as_files(small: Explained, tmp_path: Path) -> None:
