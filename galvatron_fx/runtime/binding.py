@@ -176,11 +176,9 @@ class StageBinder:
         return {original_name(name) for stage in stages for name in _tensors(stage)}
 
     def elsewhere(self) -> frozenset[str]:
-        """Parameters and buffers that only other pipeline ranks hold; what no stage uses is held by the first."""
-        taken = {original_name(name) for stage in self.lowered.stages for name in _tensors(stage)}
+        """Parameters and buffers that only other pipeline ranks hold."""
         known = {original_name(p.name) for p in self.lowered.signature.inputs if p.kind in ("param", "buffer")}
-        unused = known - taken
-        return frozenset(taken - self._held() | (unused if self._rank else set()))
+        return frozenset(known - self._held())
 
     def copies(self) -> frozenset[str]:
         """Parameters and buffers held here that an earlier pipeline rank holds, too, and not another part of them."""
@@ -192,7 +190,23 @@ class StageBinder:
         return frozenset(name for name in self._held() if min(holders.get(name, [self._rank])) < self._rank)
 
     def _held(self) -> set[str]:
-        return {original_name(name) for index in self._own() for name in _tensors(self.lowered.stages[index])}
+        own = {original_name(name) for index in self._own() for name in _tensors(self.lowered.stages[index])}
+        return own | {name for name, rank in self._unused().items() if rank == self._rank}
+
+    def _unused(self) -> dict[str, int]:
+        """The pipeline rank that holds each parameter and buffer that no stage uses: that of its neighbours in the
+        model, so that another adapter of a layer lies where the layer is; the first where it has none.
+        """
+        taken = {original_name(name) for stage in self.lowered.stages for name in _tensors(stage)}
+        rank_of: dict[str, int] = {}
+        for name, ranks in _holders(self.schedule, self.lowered.stages).items():
+            for module in _modules_around(name):
+                rank_of[module] = min(ranks[0], rank_of.get(module, ranks[0]))
+        known = {original_name(p.name) for p in self.lowered.signature.inputs if p.kind in ("param", "buffer")}
+        return {
+            name: next((rank_of[module] for module in _modules_around(name) if module in rank_of), 0)
+            for name in sorted(known - taken)
+        }
 
     def bind(self, lowered: Lowered | LoweredStages) -> StagedProgram:
         """The program of this rank. Raises PlanError where a stage would need parameters that lie elsewhere."""
@@ -289,6 +303,12 @@ def _axes(mesh: DeviceMesh, layout: Layout) -> list[BoundAxis]:
 
 def _placements(ports: Sequence[InputSpec], layout: Layout) -> Placements:
     return {port.name: placed for port, placed in zip(ports, layout.inputs, strict=True) if port.kind == "param"}
+
+
+def _modules_around(name: str) -> list[str]:
+    """Paths of the modules that a parameter is in, the closest first."""
+    parts = name.split(".")[:-1]
+    return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
 
 
 def _tensors(stage: Stage) -> list[str]:
