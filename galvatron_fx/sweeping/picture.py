@@ -38,9 +38,9 @@ def draw(points: Sequence[SweepPoint], path: str | os.PathLike[str]) -> None:
             chart.minorticks_off()
             chart.grid(alpha=0.3)
         use.set_xlabel("devices; × where no plan fits")
-        use.set_ylim(0, None)
     axes[0][0].set_ylabel("tokens a second")
     axes[1][0].set_ylabel("model flops utilisation, %")
+    axes[1][0].set_ylim(0, None)  # shared by all charts of the row, so behind the last of them
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(
         handles, labels, loc="outside lower center", ncols=min(2 * len(models), max(1, len(labels))), frameon=False
