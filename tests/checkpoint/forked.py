@@ -21,7 +21,6 @@ _FAILED = 1
 # Fake tensors make a CUDA build without a GPU see one. Autograd starts a thread for it at the first backward pass, and
 # then refuses backward passes in forks. The first one is run here, before there are fakes, and starts no thread.
 torch.ones((), requires_grad=True).backward()
-gc.set_threshold(100_000, 20, 100)  # as in pytest's own processes
 
 
 def run_ranks(size: int, work: Work, timeout_s: float = 120, collective_s: float = 60) -> list[int]:
