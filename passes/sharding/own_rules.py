@@ -135,7 +135,12 @@ def _windows(call: OpCall, degree: int) -> list[OpRule]:
 
 
 @register_rule(
-    aten.mean.default, aten.mean.dim, aten.clone.default, aten.slice_scatter.default, aten.select_scatter.default
+    aten.mean.default,
+    aten.mean.dim,
+    aten.clone.default,
+    aten.stack.default,
+    aten.slice_scatter.default,
+    aten.select_scatter.default,
 )
 def _linear(call: OpCall, degree: int) -> list[OpRule]:
     """As torch says; and of the terms of a sum each by itself."""

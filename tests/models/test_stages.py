@@ -123,6 +123,28 @@ def test_coupled_samples_are_refused(model: nn.Module) -> None:
         SplitMicrobatches(2, DEVICE).run(graph)
 
 
+class Weighted(nn.Module):
+    """Losses of several heads, stacked, with weights that are learned (Kendall et al. 2018)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(8, 3) for _ in range(2))
+        self.log_variances = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        labels = torch.arange(len(x)) % 3
+        losses = torch.stack([nn.functional.cross_entropy(head(x), labels) for head in self.heads])
+        return (losses * torch.exp(-self.log_variances) + self.log_variances).sum()
+
+
+def test_losses_with_weights_that_are_learned() -> None:
+    model, inputs = build(Weighted), (torch.randn(8, 8, dtype=torch.float64),)
+    graph = captured(model, inputs)
+    strategies = [Strategy(("data",))] * num_blocks(graph)
+    got = simulate_stages(graph, model, inputs, [2], strategies, [0], make_schedule("gpipe", 1, 1, 4))
+    assert_exact(got, one_device(model, inputs))
+
+
 class Positioned(nn.Module):
     """What positions give, which all samples share: micro-batches add up terms of its gradients."""
 
