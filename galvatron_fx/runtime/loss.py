@@ -17,7 +17,8 @@ def loss_port(signature: Signature, is_scheduled: bool) -> OutputSpec:
     if signature.loss is not None:
         return OutputSpec("output", str(signature.loss))
     what = "a plan with stages or micro-batches" if is_scheduled else "forward_backward"
-    if not (signature.scalars or signature.detached or any(port.kind == "grad" for port in signature.outputs)):
+    trains = signature.scalars or signature.detached or any(port.kind == "grad" for port in signature.outputs)
+    if not (trains or signature.forward_only):  # a call without labels is captured so under stages
         raise InputError(
             f"no output of the model depends on a parameter that trains, so {what} has nothing to differentiate, as "
             f"where all are frozen or adapters are merged: let some train (requires_grad_(), unmerge_adapter()), or "
