@@ -4,7 +4,7 @@ Run by torchrun, with one GPU for each rank or one for all (which NCCL 2.30 and 
 ``NCCL_MULTI_RANK_GPU_ENABLE=1``). Checks tiny models of the test suite against eager on the same GPU, in float64 to
 1e-10: roles side by side, gathers that start a block ahead, collectives that travel in chunks beside products, states
 and parameters on the host, experts, rings and every schedule of stages. Ends with status 1 where anything differs or
-fails; --device cpu tries the script.
+fails, or nothing was checked; --device cpu tries the script.
 """
 
 from __future__ import annotations
@@ -98,6 +98,9 @@ def main() -> None:
         "--plans", nargs="+", default=[""], help="those whose names have one of these words (default: all)"
     )
     options = parser.parse_args()
+    plans = [name for name in PLANS if any(word in name for word in options.plans)]
+    if not plans:
+        parser.error(f"no plan has one of the words {options.plans}: there are {', '.join(map(repr, PLANS))}")
     warnings.simplefilter("ignore")
     if options.any_torch:
         dtensors.has_sharding_rules = lambda: True
@@ -108,7 +111,6 @@ def main() -> None:
     console.print(machine.describe())
     mesh = init_device_mesh(options.device, MESH)
     right, problems = 0, 0
-    plans = [name for word in options.plans for name in PLANS if word in name]
     end_s = time.monotonic() + options.seconds
     for what, found in checked(mesh, options.models or list(MODELS), plans, end_s):
         right += not found
@@ -116,7 +118,7 @@ def main() -> None:
         console.print(f"{time.monotonic() - end_s + options.seconds:.0f} s: {what}: {found or 'right'}")
     console.print(f"{right} right, {problems} wrong")
     dist.destroy_process_group()
-    sys.exit(bool(problems))
+    sys.exit(bool(problems) or not right)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from galvatron_fx.errors import InputError
 from galvatron_fx.ir.plan.pipelining import Pipelining
 from passes.analysis.blocks import num_blocks
 from tests.runtime.launch import Check, fork_checks
+from tests.seams.adapter_checks import stages_switch_adapters
 
 FOLDER = Path(sys.argv[1] if __name__ == "__main__" else ".")
 ROLES = ("data", "zero", "tensor", "mixed")
@@ -430,43 +431,6 @@ def batches_in_parts_and_padded(mesh: DeviceMesh) -> None:
         compiled.eval()
         with torch.no_grad():
             same(compiled(**inputs)["logits"], expected["logits"], f"logits in {parts}")
-
-
-class Adapted(nn.Module):
-    """A layer with two adapters, of which one is active."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base, self.active = nn.Linear(6, 6), "one"
-        self.low = nn.ModuleDict({name: nn.Linear(6, 6) for name in ("one", "other")})
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x).tanh() + self.low[self.active](x)
-
-
-class ManyAdapted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Adapted() for _ in range(4))
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        for layer in self.layers:
-            x = layer(x)
-        return {"loss": x.square().mean()}
-
-
-def stages_switch_adapters(mesh: DeviceMesh) -> None:
-    """What no stage used at first lies where its layer does."""
-    torch.manual_seed(0)
-    plain, inputs = ManyAdapted().double(), {"x": batch()["x"]}
-    plan = Plan.uniform((2,), ("pipeline",), pipelining=Pipelining(2, 2, "1f1b"))
-    compiled = galvatron_fx.compile(copy.deepcopy(plain), mesh, inputs, plan=plan)
-    for model in (compiled, plain):
-        for layer in model.layers:
-            layer.active = "other"
-    same(compiled.forward_backward(**inputs)["loss"], plain(**inputs)["loss"], "loss")
-    plain(**inputs)["loss"].backward()
-    same_gradients(compiled, plain)
 
 
 CHECKS: dict[str, Check] = {
