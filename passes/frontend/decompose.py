@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.metadata import NodeMeta, TensorSpec, meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import input_nodes, op_call
 from galvatron_fx.ir.graph.rewrite import copy_node, inherited_meta, replace_outputs
-from galvatron_fx.ir.graph.symbols import Sizes, value_at
+from galvatron_fx.ir.graph.symbols import Sizes, other_sizes, value_at
 from galvatron_fx.ir.graph.symbols import annotate as label_dims
 from galvatron_fx.ir.kernels.experts import group_of, numbers_of_masks
 from galvatron_fx.ir.torch_compat.tracing import decomposition, failures_unlogged, trace_decomposed
@@ -83,6 +84,8 @@ _OWN: dict[Any, Callable[..., Any]] = {
 }
 
 _SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+
+_MOST_READINGS = 64  # of the sizes among one call's arguments, each of which is traced
 
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, NotImplementedError)
 
@@ -271,37 +274,60 @@ def _label(graph: fx.GraphModule, node: fx.Node, specs: Sequence[TensorSpec], ta
 
     Arguments that spell out sizes must change with them; which ones do is told by the shapes of the outputs.
     """
-    other = Sizes(base.batch + 1, base.sequence - 1 if base.sequence else 0)
-    try:
-        shapes = [_shape_at(spec, other) for spec in specs]
-        wanted = [spec and replace(spec, shape=_shape_at(spec, other)) for spec in meta_of(node).specs]
-    except InputError:  # an expression that holds at the traced sizes alone
-        return
-    pairs = [zip(spec.shape, shape, strict=True) for spec, shape in zip(specs, shapes, strict=True)]
-    changes = {size: changed for pair in pairs for size, changed in pair if size != changed}
-    for call in _resized_calls(node, changes):
-        second = _traced(node, call, shapes, table)
-        if second is not None and _same_outputs(second, wanted) and label_dims(graph, second, base, other):
-            return
+    for other in other_sizes(base.batch, base.sequence):
+        if bool(other.sequence) != bool(base.sequence):
+            continue
+        try:
+            shapes = [_shape_at(spec, other) for spec in specs]
+            wanted = [spec and replace(spec, shape=_shape_at(spec, other)) for spec in meta_of(node).specs]
+        except InputError:  # no whole number: of halves, where the other sequence is odd
+            continue
+        changes: dict[int, list[int]] = {}
+        for size, changed in chain.from_iterable(map(_pairs, specs, shapes)):
+            if size != changed and changed not in changes.setdefault(size, []):
+                changes[size].append(changed)
+        for call in _resized_calls(node, changes):
+            second = _traced(node, call, shapes, table)
+            if second is not None and _same_outputs(second, wanted) and label_dims(graph, second, base, other):
+                return
+
+
+def _pairs(spec: TensorSpec, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    return zip(spec.shape, shape, strict=True)
 
 
 def _shape_at(spec: TensorSpec, sizes: Sizes) -> tuple[int, ...]:
     return tuple(value_at(dim, sizes) for dim in spec.symbolic)
 
 
-def _resized_calls(node: fx.Node, changes: dict[int, int]) -> Iterator[Any]:
-    """The arguments with the first size, all sizes and no size among them changed: sizes may be equal by chance.
+def _resized_calls(node: fx.Node, changes: dict[int, list[int]]) -> Iterator[Any]:
+    """The arguments with some of the sizes among them changed: sizes may be equal by chance.
 
-    In lists of sizes, first the first of those that may have changed, then all.
+    The first, all and none; of lists of sizes, first the first of those that may have changed, then all. Then any
+    others, as far as they are few: a number of groups may be that of samples, and one of samples a length.
     """
-    sized = [at for at, value in enumerate(node.args) if _resized(value, changes) != value]
+    last = {size: new[-1] for size, new in changes.items()}
+    sized = [at for at, value in enumerate(node.args) if _resized(value, last) != value]
+    likely = (
+        [resized(arg, last) if at in chosen else arg for at, arg in enumerate(node.args)]
+        for resized in (_first_resized, _resized)
+        for chosen in (sized[:1], sized, [])
+    )
+    readings = [_readings(arg, changes, last) for arg in node.args]
+    others = map(list, product(*readings)) if math.prod(map(len, readings)) <= _MOST_READINGS else iter(())
     seen = []
-    for resized in (_first_resized, _resized):
-        for most in (1, len(sized), 0):
-            args = [resized(arg, changes) if at in sized[:most] else arg for at, arg in enumerate(node.args)]
-            if args not in seen:
-                seen.append(args)
-                yield tuple(args), node.kwargs
+    for args in chain(likely, others):
+        if args not in seen:
+            seen.append(args)
+            yield tuple(args), node.kwargs
+
+
+def _readings(value: Any, changes: dict[int, list[int]], last: dict[int, int]) -> list[Any]:
+    """What an argument may be at the other sizes."""
+    if type(value) is int:
+        return [value, *changes.get(value, [])]
+    resized = _resized(value, last)
+    return [value] if resized == value else [value, _first_resized(value, last), resized]
 
 
 def _first_resized(value: Any, changes: dict[int, int]) -> Any:

@@ -119,7 +119,7 @@ def fit_symbols(
     known = dims.sizes(shapes)
     graph.meta["symbols"] = None
     loops_over_sequence, loops_over_batch = _loops_over_sequence(graph, shapes, dims, retrace), False
-    for other in _other_sizes(known.batch, known.sequence):
+    for other in other_sizes(known.batch, known.sequence):
         if loops_over_sequence if other.sequence else loops_over_batch:
             continue
         second = _traced(retrace, dims.resized(shapes, other))
@@ -204,7 +204,7 @@ def _may_have_sequence(shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     return (len(shape) == 2 and not dtype.is_floating_point) or (len(shape) == 3 and dtype.is_floating_point)
 
 
-def _other_sizes(batch: int, sequence: int) -> list[Sizes]:
+def other_sizes(batch: int, sequence: int) -> list[Sizes]:
     """Sizes to try: batch up and sequence down, so that offsets of one cannot be taken for the other.
 
     No product of powers may stay what it was, as ``b * s`` does from 6 x 7 to 7 x 6: it would be taken for a constant;

@@ -202,6 +202,30 @@ def test_batch_is_told_from_channels_of_the_same_size(norm: nn.Module) -> None:
                 assert spec.dim_of(BATCH) is None, node.format_node()
 
 
+class Steps(nn.Module):
+    """Convolutions over steps that halve them, with as many groups of channels as there are samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strided, self.norms = nn.Conv1d(8, 8, 3, 2, 1), nn.ModuleList(nn.GroupNorm(4, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x``: [batch, steps, channels]."""
+        x = self.norms[0](x.transpose(1, 2)).sin()
+        return self.norms[1](self.strided(x)).square().mean()
+
+
+@pytest.mark.parametrize("sizes", [(4, 8), (4, 12), (4, 16)])
+def test_batch_is_told_from_groups_and_steps_of_the_same_size(sizes: tuple[int, int]) -> None:
+    """A backward of [4, 8, 8 / 2] in 4 groups takes the numbers 4, 8, 4 and 4; half of 7 steps is no number."""
+    graph = decomposed(Steps().double(), (torch.randn(*sizes, 8, dtype=torch.float64),))
+    whole = [node for node in graph.graph.nodes if node.target is aten.mul.Tensor and meta_of(node).spec.shape[2:]]
+    for node in whole:
+        if meta_of(node).spec.shape[:1] == (4,):
+            assert meta_of(node).spec.dims[:1] == (BATCH,), node.format_node()
+    assert len(whole) > 8
+
+
 def test_new_nodes_carry_the_facts_of_the_old() -> None:
     graph = Capture().run(Applied(F.huber_loss).double(), pair())
     old = {meta_of(n).phase: n.meta.get("seq_nr") for n in graph.graph.nodes if "huber" in str(n.target)}
