@@ -113,7 +113,8 @@ class LowerStages:
         """Cut the batch alone, which rests on the number of micro-batches and not on strategies."""
         keep_outputs = self.keep_outputs or signature(graph).forward_only
         solved = self.cache.setdefault(SplitMicrobatches, {})
-        split = SplitMicrobatches(self.num_microbatches, self.cluster.device, keep_outputs, solved)
+        verifies = self.control.verifies
+        split = SplitMicrobatches(self.num_microbatches, self.cluster.device, keep_outputs, solved, verifies)
         microbatched: Microbatched = STAGING.under(self.control).cut(split, graph, lambda parts: {"": parts.graph})
         return microbatched
 

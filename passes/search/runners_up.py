@@ -29,8 +29,9 @@ class RunnersUp:
     def run(self) -> tuple[Contender, ...]:
         """Plans known by name first, then the best other configuration of each pipeline degree.
 
-        Some of these were looked at in the search only as far as was needed to leave them out; as many as make up five
-        with the named ones are simulated now.
+        Some of these were looked at in the search only as far as was needed to leave them out. As many as make up five
+        with the named ones are simulated now, once each: what takes too much then stays as the search left it, as a
+        choice that fits may be there, and finding it takes several simulations.
         """
         record = self.simulator.record
         named = [
@@ -41,7 +42,7 @@ class RunnersUp:
         others = record.others(self.best.search.configuration)
         waiting = [key for key in others if record.seen[key].simulated_s is None and record.seen[key].fits]
         for key in sorted(waiting, key=lambda key: record.seen[key].step_s)[: max(MOST - len(named), 0)]:
-            self._simulated(record.searches[key])
+            self._looked_at(record.searches[key])
         known = {replace(contender, name="") for contender in named}
         return (*named, *(record.seen[key] for key in others if record.seen[key] not in known))
 
@@ -50,6 +51,16 @@ class RunnersUp:
         outcome = self._simulated(search)
         if outcome is not None and search.strategies(outcome.choice) != self.best.search.strategies(self.best.choice):
             yield replace(outcome.contender(self.limit), name=name)
+
+    def _looked_at(self, search: StageSearch) -> None:
+        """Put what a configuration takes on record, where what is best within the limit by estimates fits."""
+        trial = Trial.first(search, self.limit, max(self.slack.budgets(search, self.limit)))
+        if trial is None:
+            return
+        choice = trial.refined().choice
+        report = self.simulator.report(search, choice)
+        if report is not None and report.peak_memory_bytes <= self.limit:
+            self.simulator.of(search, choice, trial.budget, self.limit)
 
     def _simulated(self, search: StageSearch) -> Simulated | None:
         """What is best within the limit, as far as a few simulations tell; else what takes least."""

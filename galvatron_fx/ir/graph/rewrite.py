@@ -54,10 +54,11 @@ def copy_graph(source: fx.Graph) -> fx.Graph:
 
 
 def _with_arguments(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
+    # ``fx.Node`` enters a node anew in its graph's table of targets whatever is assigned, which takes longer than that.
     if args:
-        node.args = args
+        object.__setattr__(node, "args", args)
     if kwargs:
-        node.kwargs = dict(kwargs)
+        object.__setattr__(node, "kwargs", dict(kwargs))
     return node
 
 

@@ -102,7 +102,7 @@ class SplitMicrobatches:
     Rewrite: ``loss = sum(l(x)) / count(labels)`` -> ``loss_i = sum(l(x_i)) / hoisted_count``.
 
     ``keep_outputs``: also those of the model that are not numbers (with one micro-batch they always stay);
-    ``cache``: solutions of blocks, shared between runs.
+    ``cache``: solutions of blocks, shared between runs; ``verifies``: as of :class:`PassControl`.
 
     Raises PlanError where micro-batches do not divide the batch, where the model has no loss, and where an operator
     couples samples (batch statistics, contrastive losses), naming the node.
@@ -112,6 +112,7 @@ class SplitMicrobatches:
     device: Device
     keep_outputs: bool = True
     cache: dict[bool, SolvedBlocks] = field(default_factory=dict)
+    verifies: bool = True
 
     def run(self, graph: fx.GraphModule) -> Microbatched:
         """Return the micro-batch's graph; ``graph`` stays as it is."""
@@ -149,13 +150,14 @@ class SplitMicrobatches:
         merges = _merges(graph, sharding)
         free = input_only(microbatch)
         _share_equal_terms(microbatch, free, count)
-        verify_placed(microbatch, "scheduled", "SplitMicrobatches, all at once")
+        if self.verifies:
+            verify_placed(microbatch, "scheduled", "SplitMicrobatches, all at once")
         late = self._epilogue_nodes(microbatch, free)
         epilogue, epilogue_ports = _cut_epilogue(microbatch, late) if late else (None, ())
         moves = [n for n in microbatch.graph.nodes if _moves(n)]
         prologue, prologue_ports = _prologue(microbatch, moves)
         _hoist(microbatch, moves)
-        _verify_parts(microbatch, prologue, epilogue)
+        _lay_parts(microbatch, prologue, epilogue, self.verifies)
         microbatch.meta["symbols"] = replace(sizes, batch=sizes.batch // count)
         return Microbatched(microbatch, prologue, prologue_ports, merges, epilogue, epilogue_ports, count)
 
@@ -222,13 +224,16 @@ def _time_layout(graph: fx.GraphModule, sharding: AxisSharding, roles: Sequence[
     return Layout((column,), inputs, tuple((placement,) for placement in shared))
 
 
-def _verify_parts(graph: fx.GraphModule, prologue: fx.GraphModule, epilogue: fx.GraphModule | None) -> None:
-    """Check what the batch is cut into; the graph of one micro-batch has whole tensors from here on."""
+def _lay_parts(
+    graph: fx.GraphModule, prologue: fx.GraphModule, epilogue: fx.GraphModule | None, verifies: bool
+) -> None:
+    """Lay out what the batch is cut into, and check it; the graph of one micro-batch has whole tensors from here on."""
     parts = {"the micro-batch": graph, "the prologue": prologue, "the epilogue": epilogue}
     for name, part in parts.items():
         if part is not None:
             lay_part(part, graph)
-            verify_placed(part, "scheduled", f"SplitMicrobatches, {name}")
+            if verifies:
+                verify_placed(part, "scheduled", f"SplitMicrobatches, {name}")
     drop_layout(graph)
 
 

@@ -14,13 +14,15 @@ from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.ir.plan.prediction import MEMORY_KINDS, RECOMPUTE
 from galvatron_fx.ir.plan.progress import PRICING, REPORT, SEARCH, SIMULATION, Progress
-from galvatron_fx.ir.plan.search_report import SearchReport
+from galvatron_fx.ir.plan.search_report import Contender, SearchReport
 from galvatron_fx.ir.plan.strategy import Strategy
 from passes.analysis.blocks import fingerprints
 from passes.search import plan_search
 from passes.search.configurations import Pins
 from passes.search.plan_search import SearchOptions, search_plan
 from passes.search.record import Watch
+from passes.search.runners_up import RunnersUp
+from passes.search.solvers.stage_search import StageSearch
 from passes.search.trials import Trial
 from passes.simulation.choice import SimulateChoice
 from tests.helpers import captured
@@ -144,6 +146,27 @@ def test_plans_that_people_know_are_found_where_their_estimates_were_too_low(sta
     for contender in known.values():
         assert contender.peak_bytes is not None and contender.peak_bytes <= budget
         assert contender.lost_by(report.chosen) >= 0
+
+
+def test_a_runner_up_whose_estimate_was_too_low_stays_as_the_search_left_it(
+    stack: fx.GraphModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One simulation that does not fit says little: other choices of the same configuration may."""
+    left: list[Contender] = []
+
+    class Tight(RunnersUp):
+        """What is looked at without a name fits by estimates, and not by simulation."""
+
+        def _looked_at(self, search: StageSearch) -> None:
+            record, key = self.simulator.record, (search.configuration, search.costs.kinds)
+            before, simulations = record.seen[key], record.simulations
+            RunnersUp._looked_at(replace(self, limit=2e7), search)
+            assert (record.seen[key], record.simulations) == (before, simulations)
+            left.append(before)
+
+    monkeypatch.setattr(plan_search, "RunnersUp", Tight)
+    contenders = report_of(searched(stack, simulate_runners_up=True)).runners_up
+    assert left and all(contender.fits and contender in contenders for contender in left)
 
 
 def test_the_report_is_no_part_of_the_plan(stack: fx.GraphModule, free: Plan) -> None:
