@@ -70,6 +70,7 @@ def render(explained: Explained, model_name: str) -> str:
         cards=words.cards(explained),
         notes=explained.plan.notes,
         has_stages=has_stages,
+        has_schedule=explained.schedule is not None,
         pipeline_ranks=explained.plan.num_pipeline_ranks,
         rate_unit=explained.throughput.unit if explained.throughput is not None else "samples",
         axes=words.axes(explained),

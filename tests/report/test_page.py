@@ -134,7 +134,8 @@ def test_the_trace_is_in_the_page(written: tuple[Plan, str]) -> None:
         assert {span["args"]["stage"] for span in spans} == set(stages)
     else:
         assert "operators" in lanes and max(span["args"]["block"] for span in spans) == 5
-    assert "ui.perfetto.dev" in Page(text).words["timeline"]
+    what = "action" if plan.pipelining.num_microbatches > 1 else "operator and collective"
+    assert f"Every {what} of it: download the trace" in Page(text).words["timeline"]
 
 
 def test_alternatives(written: tuple[Plan, str]) -> None:

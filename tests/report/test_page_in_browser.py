@@ -61,7 +61,8 @@ window.addEventListener("load", () => {
     (e) => e.getBoundingClientRect().right > innerWidth && !e.closest(".scroll, pre"));
   const scrolled = Array.from(document.querySelectorAll(".scroll")).filter((e) => e.scrollWidth > e.clientWidth + 1);
   const found = { sections: Object.fromEntries(sections), touching, outside, wide: wide.length,
-    scrolled: scrolled.length, sideways: Math.max(0, document.documentElement.scrollWidth - innerWidth),
+    scrolled: scrolled.length, open: scrolled.filter((e) => !e.closest("details")).map((e) => e.closest("section").id),
+    sideways: Math.max(0, document.documentElement.scrollWidth - innerWidth),
     buttons: document.querySelectorAll("th button").length, read: looks() };
   document.title = "found " + JSON.stringify(found);
 });
@@ -109,13 +110,19 @@ def test_requests_would_be_seen(tmp_path: Path) -> None:
     assert "http://example.invalid/x.png" in requests(page, tmp_path / "net.json")
 
 
-def test_everything_is_drawn_and_nothing_overlaps(page: Path) -> None:
-    probed = page.with_name(f"probed-{page.name}")
+def probed(page: Path, *flags: str) -> dict[str, Any]:
+    """What PROBE finds in a window of that size."""
+    copy = page.with_name(f"probed-{page.name}")
     text = re.sub(r"<meta http-equiv=[^>]*>", "", page.read_text(encoding="utf-8"))
-    probed.write_text(text.replace("</body>", PROBE + "</body>"), encoding="utf-8")
-    dumped = re.search(r"<title>found (.*?)</title>", browse(probed, "--dump-dom").stdout, re.DOTALL)
+    copy.write_text(text.replace("</body>", PROBE + "</body>"), encoding="utf-8")
+    dumped = re.search(r"<title>found (.*?)</title>", browse(copy, *flags, "--dump-dom").stdout, re.DOTALL)
     assert dumped is not None
     found: dict[str, Any] = json.loads(html.unescape(dumped[1]))
+    return found
+
+
+def test_everything_is_drawn_and_nothing_overlaps(page: Path) -> None:
+    found = probed(page)
     assert len(found["sections"]) == 12 and min(found["sections"].values()) > 60
     assert (found["touching"], found["outside"]) == ([], [])
     assert (found["wide"], found["scrolled"], found["sideways"]) == (0, 0, 0)
@@ -125,3 +132,9 @@ def test_everything_is_drawn_and_nothing_overlaps(page: Path) -> None:
     working = r"\d+ us · (rank 0, (forward|weight gradients)|operators, compute): [\d.]+ us, from [\d.]+ us on"
     assert any(re.fullmatch(working, said) for said in lanes["read"]), lanes["read"]
     assert all(0.2 < seen["shown"] < 0.3 and seen["again"] for seen in (memory, lanes))
+
+
+def test_no_table_is_cut_off_on_a_narrow_screen(page: Path) -> None:
+    """But for those that are folded away; 500 pixels are the least that this browser has."""
+    found = probed(page, "--window-size=500,900")
+    assert (found["wide"], found["open"], found["sideways"]) == (0, [], 0)
