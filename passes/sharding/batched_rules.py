@@ -69,9 +69,18 @@ BATCHED = {**POOLS, **PADS, **MATRICES, **ELEMENTWISE}
 LINEAR = {*PADS, *(op for op in POOLS if "backward" in op.name() or "avg" in op.name())}
 
 
+# Solves, by which of their tensors has the right-hand sides: each is solved by itself, and sums give sums.
+SOLVES = {
+    aten.linalg_lu_solve.default: 2,
+    aten.linalg_solve_triangular.default: 1,
+    aten._linalg_solve_ex.default: 1,
+    aten._cholesky_solve_helper.default: 0,
+}
+
+
 @register_rule(*BATCHED)
 def _batched(call: OpCall, degree: int) -> list[OpRule]:
-    """Split any of the leading dims, where all tensors have them."""
+    """Split any of the leading dims, where all tensors have them, and right-hand sides of solves."""
     first = call.inputs[0].shape
     lead = first[: len(first) - BATCHED[call.target]]
     rules = []
@@ -80,7 +89,23 @@ def _batched(call: OpCall, degree: int) -> list[OpRule]:
             rules.append(OpRule(_placed(call.outputs, Shard(dim)), _placed(call.inputs, Shard(dim))))
     if call.target in LINEAR and len(call.outputs) == 1:
         rules.append(OpRule((PARTIAL,), (PARTIAL, *(REPLICATE,) * (len(call.inputs) - 1))))
-    return rules
+    return [*rules, *_solved(call)]
+
+
+def _solved(call: OpCall) -> list[OpRule]:
+    """Rules of the right-hand sides of a solve: columns, or rows where they stand left of the matrix."""
+    position = SOLVES.get(call.target)
+    if position is None:
+        return []
+    sides, solution = call.inputs[position].shape, call.outputs[0]
+    placements: list[Placement] = [PARTIAL]
+    if solution is not None and solution.shape == sides and len(sides) >= len(call.inputs[position - 1].shape):
+        placements.append(Shard(len(sides) - (1 if dict(call.kwargs).get("left", True) else 2)))
+    others = (REPLICATE,) * (len(call.outputs) - 1)
+    return [
+        OpRule((each, *others), tuple(each if at == position else REPLICATE for at in range(len(call.inputs))))
+        for each in placements
+    ]
 
 
 def _is_there(spec: TensorSpec | None) -> TypeGuard[TensorSpec]:

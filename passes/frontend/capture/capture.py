@@ -26,6 +26,7 @@ from passes.frontend.capture.effect_tokens import drop_tokens
 from passes.frontend.capture.fake_model import FlatModel, fake_weights, module_names, passing_through
 from passes.frontend.capture.find_repeats import Repeat, find_repeats
 from passes.frontend.capture.flat_inputs import ExampleInputs, FlatInputs
+from passes.frontend.capture.join_pieces import join_pieces
 from passes.frontend.capture.missing_gradients import check_gradients
 from passes.frontend.capture.module_state import as_buffers, quoted, refuse_new_weights
 from passes.frontend.capture.record_graph import merge_tied, record_graph
@@ -277,6 +278,7 @@ def _trace(flat: FlatModel, shapes: Sequence[tuple[int, ...]], repeats: tuple[Re
     refuse_sparse_values(graph)
     drop_tokens(graph)
     in_order(graph)
+    join_pieces(graph)
     record_graph(graph, flat)
     flat.changed_in_checkpoints |= rerun.changed
     refuse_late_changes(graph)

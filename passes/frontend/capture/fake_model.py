@@ -38,6 +38,7 @@ from passes.frontend.expert_loops.picked import OPERATOR
 from passes.frontend.masked_rows.mode import MaskedRows, counted_lengths
 from passes.frontend.masked_rows.selection import RowsUnknown
 from passes.frontend.routed_experts import routed_experts
+from passes.frontend.value_checks import ValueChecks
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -78,6 +79,7 @@ class FlatModel(nn.Module):
         self.masked_because: Exception | None = None
         self.copies_constants = False
         self.decided_by: dict[str, Any] = {}
+        self._checks = ValueChecks()
         self._buffers_now = dict(model.named_buffers(remove_duplicate=False))
         self.masked_lines: dict[str, None] = {}
 
@@ -107,7 +109,7 @@ class FlatModel(nn.Module):
         self._changes |= {change.path: change for change in changes}
         rebound = {c.path: c.after for c in changes if c.place.table == "_buffers" and c.keeps_spec}
         self.rebound = tuple(rebound)
-        self._outputs, outputs = flat_outputs(returned, lambda leaf: _cast(leaf, self._outputs_as))
+        self._outputs, outputs = flat_outputs(returned, lambda leaf: self._checks.told(_cast(leaf, self._outputs_as)))
         self.arguments, left = arguments.left() if self.forward_only else (None, {})
         self.left = tuple(left)
         return (*outputs, *(value.detach().clone() for value in (*rebound.values(), *left.values())))
@@ -143,7 +145,7 @@ class FlatModel(nn.Module):
 
     def _returned(self, arguments: Arguments) -> Any:
         args, kwargs = arguments.value
-        with routed_experts(), self._rows_of_masks():
+        with routed_experts(), self._rows_of_masks(), self._checks.kept():
             returned = self.module(*args, **kwargs)
             for leaf in flatten(returned)[0]:
                 if isinstance(leaf, (RowTensor, RowCount)):

@@ -1,0 +1,56 @@
+"""Checks of values inside of forward, while a model is traced: outputs of a step in which one failed are nan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes.frontend.replaced_functions import replaced
+
+__all__ = ["ValueChecks"]
+
+_assert: Any = torch._assert
+
+
+class ValueChecks:
+    """What torch's own functions for checks were given, as tensors.
+
+    A graph that runs on many ranks, and on GPUs without waiting for them, cannot stop where a check fails.
+    """
+
+    def __init__(self) -> None:
+        self.checked: list[Tensor] = []
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep what is checked inside, and do not look at its value."""
+        named = ("_check_tensor_all", self._all), ("_check_tensor_all_with", self._all_with)
+        asserts = ("_assert", self._either), ("_assert_async", self._all)
+        self.checked.clear()
+        with replaced([(torch, name, function) for name, function in (*named, *asserts)]):
+            yield
+
+    def told(self, output: Any) -> Any:
+        """An output, or nan in its place where a check failed."""
+        if not self.checked or not isinstance(output, Tensor) or not output.is_floating_point():
+            return output
+        if len(self.checked) > 1:
+            self.checked = [torch.stack(self.checked).all()]
+        return torch.where(self.checked[0], output, torch.nan)
+
+    def _all(self, cond: Tensor, message: Any = None) -> None:
+        self.checked.append((cond if cond.dtype == torch.bool else cond != 0).all())
+
+    def _all_with(self, error: type[Exception], cond: Tensor, message: Any = None) -> None:
+        self._all(cond)
+
+    def _either(self, condition: Any, message: Any) -> None:
+        """As ``torch._assert``, which is given tensors as well as what Python knows."""
+        if isinstance(condition, Tensor):
+            self._all(condition)
+        else:
+            _assert(condition, message)
