@@ -36,7 +36,7 @@ def _masked_scatter(input: Tensor, mask: Tensor, source: Tensor) -> Tensor:
     mask = mask.expand(shape)
     whole = _dims_alike(mask)
     width = math.prod(shape[len(shape) - whole :])
-    chosen = mask[(..., *(0,) * whole)].reshape(shape[0], -1)
+    chosen = mask.reshape(*shape[: len(shape) - whole], width)[..., 0].reshape(shape[0], -1)
     count = source.numel() // width
     if not count:
         return input.expand(shape).masked_fill(mask, torch.nan)

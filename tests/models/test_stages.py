@@ -145,6 +145,31 @@ def test_losses_with_weights_that_are_learned() -> None:
     assert_exact(got, one_device(model, inputs))
 
 
+class Constants(nn.Module):
+    """A constant that weighs losses of several layers, and one that is returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        losses = []
+        for layer in self.layers:
+            x = layer(x)
+            losses.append(x.square().mean())
+        weights = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=x.dtype)
+        return {"loss": (torch.stack(losses) * weights).sum(), "scale": torch.tensor([1.0, 2.0])}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_constants_are_made_where_they_are_used(count: int) -> None:
+    model, inputs = build(Constants), (torch.randn(4, 8, dtype=torch.float64),)
+    graph = captured(model, inputs)
+    strategies, half = [Strategy(("pipeline",))] * num_blocks(graph), num_blocks(graph) // 2
+    got = simulate_stages(graph, model, inputs, [2], strategies, [0, half], make_schedule("1f1b", 2, 2, count))
+    assert_exact(got, one_device(model, inputs))
+
+
 class Positioned(nn.Module):
     """What positions give, which all samples share: micro-batches add up terms of its gradients."""
 

@@ -58,10 +58,9 @@ class _Piece:
 def _piece(node: fx.Node) -> _Piece | None:
     """What ``node`` takes of another value, None where it does not."""
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-        return _part(node.args[0], int(node.args[1]))  # type: ignore[call-overload, arg-type]
+        return _part(node.args[0], int(node.args[1]))  # type: ignore[arg-type]
     if node.target is aten.select.int:
-        source, dim, place = node.args
-        return _selected(source, dim, place)
+        return _selected(*node.args)  # type: ignore[arg-type]
     if node.target is aten.slice.Tensor:
         source, dim, *places = _given(node.args, None, 0, None, None, 1)
         start, end, step = slice(*places).indices(_shape(source)[dim])

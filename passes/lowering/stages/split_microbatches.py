@@ -308,12 +308,14 @@ def _share_equal_terms(graph: fx.GraphModule, free: set[fx.Node], count: int) ->
 def _cut_epilogue(graph: fx.GraphModule, late: Sequence[fx.Node]) -> tuple[fx.GraphModule, tuple[OutputSpec, ...]]:
     """Take ``late`` out of ``graph``, which returns what they need as outputs of kind "piece" instead."""
     inside = set(late)
-    pieces = list(dict.fromkeys(n for node in late for n in input_nodes(node) if n not in inside))
+    taken = list(dict.fromkeys(n for node in late for n in input_nodes(node) if n not in inside))
+    pieces = [node for node in taken if node.op != "get_attr"]
+    constants = [node for node in taken if node.op == "get_attr"]
     new = fx.Graph()
     copies = {node: new.placeholder(node.name) for node in pieces}
     for node, copy in copies.items():
         copy.meta.update(node.meta)
-    for node in late:
+    for node in (*constants, *late):
         copies[node] = copy_node(new, node, lambda n: copies[n])
     results = [(port, node) for port, node in output_ports(graph) if node in inside]
     new.output(tuple(copies[node] for _, node in results if node is not None))

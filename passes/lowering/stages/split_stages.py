@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 
+import torch
 from torch import fx
 
 from galvatron_fx.ir.errors import PlanError
@@ -84,7 +85,7 @@ class SplitStages:
 
     def run(self, graph: fx.GraphModule) -> tuple[Stage, ...]:
         """Return the stages in order; ``graph`` stays as it is."""
-        graph = _reuse_slices(graph, self.first_blocks)
+        graph = _copied_constants(_reuse_slices(graph, self.first_blocks))
         cut = _Cut(graph, self.first_blocks, self.strategies, self.relayed(graph))
         return tuple(cut.stage(index) for index in range(len(self.first_blocks)))
 
@@ -149,6 +150,23 @@ def _reuse_slices(graph: fx.GraphModule, first_blocks: Sequence[int]) -> fx.Grap
     for name, twin in names.items():
         nodes[name].replace_all_uses_with(nodes[twin])
     eliminate_dead_code(result)
+    return result
+
+
+def _copied_constants(graph: fx.GraphModule) -> fx.GraphModule:
+    """Let a stage make the constants that the model returns: what it returns is made by an operator, or an input.
+
+    Rewrite: ``return constant`` -> ``copy = clone(constant); return copy``.
+    """
+    if not any(node is not None and node.op == "get_attr" for _, node in output_ports(graph)):
+        return graph
+    result = copied(graph)
+    output = result.graph.output_node()
+    for constant in [node for node in output.all_input_nodes if node.op == "get_attr"]:
+        with result.graph.inserting_before(output):
+            copy = result.graph.call_function(torch.ops.aten.clone.default, (constant,))
+        copy.meta = dict(constant.meta)
+        output.replace_input_with(constant, copy)
     return result
 
 
