@@ -28,10 +28,18 @@ _GATHER = "on all ranks call whole = galvatron_fx.gather(model), which gives the
 _WHOLE = f"reads whole weights, and each rank holds its shards: {_GATHER} whole.{{name}}(...)"
 _DRAWN = "would draw other weights on each rank: call it before compile, or load weights by model.load_state_dict"
 _RENEWED = f"starts what the program does not follow, as update_bn does: {_GATHER} use that"
+_REMATERIALIZED = "is too late, and the plan's to decide: give compile recompute=True, or a memory_budget"
+_CHECKPOINTING = (
+    "activation_checkpointing_enable",
+    "enable_gradient_checkpointing",
+    "gradient_checkpointing_enable",
+    "set_grad_checkpointing",
+)
 _REFUSED = {
     **dict.fromkeys(("push_to_hub", "save_pretrained"), _WHOLE),
     "generate": f"{_WHOLE}, or compile with forward_only=True, after which ranks generate together",
     **dict.fromkeys(("_init_weights", "init_weights", "initialize_weights", "reset_parameters"), _DRAWN),
+    **dict.fromkeys(_CHECKPOINTING, _REMATERIALIZED),
     "reset_running_stats": _RENEWED,
     "resize_token_embeddings": "changes the shapes of parameters: call it before compile",
 }

@@ -41,6 +41,9 @@ class Net(nn.Module):
             out = out * (how["scale"] if isinstance(how, dict) else how.scale)
         return {"loss": out.square().mean(), "logits": out}
 
+    def gradient_checkpointing_enable(self) -> None:
+        """As models of transformers have it."""
+
 
 def x() -> Tensor:
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -99,6 +102,10 @@ def reset(model: Any) -> None:
             module.reset_parameters()
 
 
+def checkpointed(model: Any) -> None:
+    model.gradient_checkpointing_enable()
+
+
 def hooked(model: Any) -> None:
     model.register_forward_hook(lambda *given: {**given[-1], "loss": given[-1]["loss"] * 2})
     model.forward_backward(x=x())
@@ -114,6 +121,7 @@ def hooked(model: Any) -> None:
     (new_parameter, "'extra' of a compiled model is added or deleted"),
     (deleted, "'up' of a compiled model is added or deleted"),
     (reset, r"up.reset_parameters\(\) of a compiled model would draw.*before compile"),
+    (checkpointed, r"gradient_checkpointing_enable\(\) of a compiled model is too late, .*recompute=True"),
     (hooked, "forward hook of the compiled model returns another output.*call the model and backward"),
 ])  # fmt: skip
 def test_what_the_program_would_not_see_is_refused(mesh: DeviceMesh, change: Callable[..., None], said: str) -> None:
