@@ -83,7 +83,8 @@ class Configurations:
     """All that pins, axes and batch allow for a model of ``blocks`` blocks and a batch of ``batch`` samples.
 
     ``has_loss``: whether the graph trains; what has no loss is cut into stages and micro-batches by pins alone, unless
-    it is ``forward_only``, where any is; ``coarse``: fewer schedules and numbers of micro-batches, for surveys.
+    it is ``forward_only``, where any is; ``coarse``: fewer schedules and numbers of micro-batches, for surveys;
+    ``with_weights``: how many of the blocks use parameters (None: all), of which every pipeline rank needs one.
     """
 
     cluster: Cluster
@@ -94,6 +95,7 @@ class Configurations:
     has_loss: bool = True
     coarse: bool = False
     forward_only: bool = False
+    with_weights: int | None = None
 
     def ladders(self) -> list[Ladder]:
         """Return them by pipeline axes. Raises PlanError, with the remedy, for pins that leave none."""
@@ -150,8 +152,12 @@ class Configurations:
                 continue
             for schedule in self._schedules(ranks):
                 stages = self._stages(schedule, ranks)
-                if stages <= between:
+                if stages <= between and ranks <= max(self._most_ranks, 1):
                     yield _Shape(axes, ranks, schedule, stages)
+
+    @property
+    def _most_ranks(self) -> int:
+        return self.blocks if self.with_weights is None else self.with_weights
 
     @property
     def _has_unlike_ends(self) -> bool:
@@ -232,6 +238,11 @@ class Configurations:
             return (
                 f"num_stages={pins.num_stages} for a model of {self.blocks} blocks, and every stage needs a block: use "
                 f"{most} (what the outermost axes of {self._mesh} can hold), or a model of more blocks"
+            )
+        if pins.num_stages is not None and self._most_ranks < min(pins.num_stages, self.blocks):
+            return (
+                f"num_stages={pins.num_stages} for a model of {self.blocks} blocks, of which {self._most_ranks} have "
+                f"parameters, and every pipeline rank needs some to train: use fewer stages"
             )
         if not self._may_pipeline:
             return f"{pins} needs stages: add '{PIPELINE}' to the roles, or give num_stages"

@@ -92,7 +92,15 @@ class OpenConfigurations:
         ports, blocks = signature(pricer.graph), len(pricer.block_fingerprints)
         has_loss = ports.loss is not None
         configurations = Configurations(
-            pricer.cluster, self.roles, self.pins, pricer.batch, blocks, has_loss, self.coarse, ports.forward_only
+            pricer.cluster,
+            self.roles,
+            self.pins,
+            pricer.batch,
+            blocks,
+            has_loss,
+            self.coarse,
+            ports.forward_only,
+            sum(pricer.has_weights),
         )
         ladders = configurations.ladders()
         self._ladders = {ladder.pipeline_axes: ladder for ladder in ladders}

@@ -19,7 +19,7 @@ from cost_models.optimizer import ADAM, OptimizerModel
 from galvatron_fx.ir.arrays import Bools, Floats, Ints
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.errors import PlanError
-from galvatron_fx.ir.graph.metadata import meta_of
+from galvatron_fx.ir.graph.metadata import meta_of, signature
 from galvatron_fx.ir.plan.strategy import PIPELINE, Boundary, Strategy, batch_ranks, batch_share, boundary
 from passes.analysis.blocks import fingerprints
 from passes.analysis.kept_sets import MOST_SETS, KeptSet
@@ -65,7 +65,8 @@ class CostTable:
     that are served as one, as the request says; ``kept[block][strategy]``: numbers of the values that are kept, of
     ``num_values[block]``, where a strategy recomputes others: one stands in ``strategies`` for each set of a block;
     ``on_host[block][strategy]``: what waits on the host, likewise; ``home[strategy]``: where parameters and states are,
-    as :mod:`passes.search.cost_table.offload_levels` has it; with ``on_disk``, states are on disk instead.
+    as :mod:`passes.search.cost_table.offload_levels` has it; with ``on_disk``, states are on disk instead;
+    ``has_weights[block]``: whether a rank of the block has anything for an optimizer, nothing where all have.
     """
 
     strategies: tuple[Strategy, ...]
@@ -89,6 +90,7 @@ class CostTable:
     on_host: tuple[tuple[OnHost, ...], ...] = ()
     home: tuple[int, ...] = ()
     on_disk: bool = False
+    has_weights: tuple[bool, ...] = ()
 
     @cached_property
     def time(self) -> Floats:
@@ -271,6 +273,14 @@ class Pricer:
         return self._of_parts[part]
 
     @cached_property
+    def has_weights(self) -> tuple[bool, ...]:
+        """Whether each block uses a parameter; true of all where nothing is trained."""
+        if signature(self.graph).forward_only:
+            return (True,) * len(self.block_fingerprints)
+        used = [bool(block.used) for block in self._facts]
+        return tuple(used[row] for row in self._row)
+
+    @cached_property
     def _facts(self) -> list[BlockFacts]:
         index = GraphIndex.of(self.graph)
         return [BlockFacts(index, i) for i in self._first.values()]
@@ -398,6 +408,7 @@ class Pricer:
             tuple(price.on_host for price in of_blocks),
             tuple(home.tolist()),
             request.offload.disk,
+            self.has_weights,
         )
 
 

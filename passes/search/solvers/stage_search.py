@@ -251,7 +251,7 @@ class StageSearch:
 
     def _together(self, ways: Iterable[Cuts], budget: float, best: StageChoice | None) -> StageChoice | None:
         """Of small instances the best choice of all, where one is better than ``best`` by more than rounding."""
-        for cuts in ways if self.is_small else ():
+        for cuts in filter(self._all_train, ways) if self.is_small else ():
             below_s = best.time_s * (1 - _SAME) if best is not None else np.inf
             picks = ExactPicks(self.times_at(cuts), cuts, self._waiting, budget).run(below_s)
             if picks is not None:
@@ -392,7 +392,11 @@ class StageSearch:
     # ---- one way to cut ----
 
     def _choice(self, cuts: Cuts, budget: float, below_s: float = np.inf) -> StageChoice | None:
-        """The fastest strategies; None where they do not fit, or where a rank is busy for ``below_s`` seconds."""
+        """The fastest strategies; None where they do not fit, where a rank is busy for ``below_s`` seconds or more, and
+        where one has no parameters.
+        """
+        if not self._all_train(cuts):
+            return None
         picks = [0] * len(self.costs.block_fingerprints)
         sections = list(enumerate(self._rank_sections(cuts)))
         for rank, section in sorted(sections, key=lambda pair: self._least_held(*pair), reverse=True):
@@ -405,6 +409,11 @@ class StageSearch:
             for block, pick in zip(section.blocks, section_picks, strict=True):
                 picks[block] = pick
         return self._timed(cuts, picks)
+
+    def _all_train(self, cuts: Cuts) -> bool:
+        """Whether every rank has parameters: torch's optimizers refuse to be given none."""
+        has = self.costs.has_weights
+        return not has or all(any(has[block] for block in section.blocks) for section in self._rank_sections(cuts))
 
     def _least_held(self, rank: int, section: Section) -> float:
         return float(section.held(self._costs_of(rank)).min(axis=1).sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -137,3 +138,12 @@ def test_a_compromise_beats_both_balances() -> None:
     assert found is not None and found.first_blocks == (0, 3)
     assert found.time_s == brute_force(search, 48.0)
     assert found.time_s < 0.9 * min(by_balance(search, 48.0))
+
+
+def test_every_rank_has_parameters() -> None:
+    """Torch's optimizers refuse to be given none: what balances time would leave the last rank without."""
+    prices = np.ones((7, 4, 1))
+    prices[:4, 3] = 9.0
+    costs = replace(chain_of(prices, [0.0] * 4, np.zeros((4, 1, 1))), has_weights=(True, True, True, False))
+    choices = [search_of(each, 2, "1f1b", 2).run(1e9) for each in (replace(costs, has_weights=()), costs)]
+    assert [choice and choice.first_blocks for choice in choices] == [(0, 3), (0, 2)]

@@ -18,15 +18,26 @@ WITHOUT_STAGES = ("data", "zero", "tensor")
 
 
 def configurations(
-    *, sizes: tuple[int, ...] = (2, 2, 2), roles: tuple[str, ...] = ROLES, batch: int = 16, blocks: int = 6, **pins: Any
+    *,
+    sizes: tuple[int, ...] = (2, 2, 2),
+    roles: tuple[str, ...] = ROLES,
+    batch: int = 16,
+    blocks: int = 6,
+    with_weights: int | None = None,
+    **pins: Any,
 ) -> list[Configuration]:
-    return listed(Configurations(Cluster(DEVICE, axes(sizes)), roles, Pins(**pins), batch, blocks))
+    cluster = Cluster(DEVICE, axes(sizes))
+    return listed(Configurations(cluster, roles, Pins(**pins), batch, blocks, with_weights=with_weights))
 
 
 @pytest.mark.parametrize(
     ("options", "match"),
     [
         ({"num_stages": 8}, "num_stages=8 for a model of 6 blocks, .* use at most 4 .* mesh of 2×2×2"),
+        (
+            {"num_stages": 4, "schedule": "1f1b", "with_weights": 3},
+            "6 blocks, of which 3 have parameters, and every pipeline rank needs",
+        ),
         ({"num_stages": 3}, "num_stages=3 cannot be formed .* mesh of 2×2×2; possible: 1, 2, 4$"),
         ({"num_stages": 2, "schedule": "zbv"}, "under schedule 'zbv'; possible: 4$"),
         ({"num_stages": 2, "sizes": (3, 2)}, "mesh of 3×2; possible: 1, 3, 6$"),
