@@ -8,6 +8,7 @@ concrete trace stays the truth: expressions serve prices, and other sizes where 
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -135,8 +136,9 @@ def fit_symbols(
 
 
 def _traced(retrace: Callable[[Shapes], fx.GraphModule], shapes: Shapes) -> fx.GraphModule | None:
+    """The trace at other sizes; what the model has to say of these is nothing to whoever gave others."""
     try:
-        with failures_unlogged():
+        with failures_unlogged(), warnings.catch_warnings(action="ignore"):
             return retrace(shapes)
     except GalvatronError:
         return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import sympy
 import torch
@@ -31,6 +33,17 @@ def flattened(batch: int, sequence: int) -> fx.GraphModule:
 
 def dims(graph: fx.GraphModule) -> dict[str, tuple[Dim, ...]]:
     return {node.name: meta_of(node).spec.dims for node in graph.graph.nodes if node.op != "output"}
+
+
+def test_other_sizes_are_tried_without_warnings() -> None:
+    """As torch's of a loss of targets of another length than outputs, where the model fixes these."""
+
+    def again(shapes: Shapes) -> fx.GraphModule:
+        warnings.warn("that is different to the input size", stacklevel=1)
+        return flattened(*shapes[0][:2])
+
+    with warnings.catch_warnings(action="error"):
+        assert fit_symbols(flattened(3, 8), [(3, 8, 4)], EMBEDDINGS, again) is not None
 
 
 def test_two_traces_give_expressions() -> None:

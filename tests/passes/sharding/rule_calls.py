@@ -100,7 +100,9 @@ def layer_norms() -> list[Call]:
     x, weight, bias = real(4, 8, 4), real(4), real(4)
     _, mean, rstd = aten.native_layer_norm.default(x.value, [4], weight.value, bias.value, 1e-5)
     saved = (In(mean), In(rstd), weight, bias, [True, True, True])
-    return [(aten.native_layer_norm_backward.default, (real(4, 8, 4), x, [4], *saved), {})]
+    frozen = (*saved[:3], None, [True, False, False])
+    backward, gradient = aten.native_layer_norm_backward.default, real(4, 8, 4)
+    return [(backward, (gradient, x, [4], *saved), {}), (backward, (gradient, x, [4], *frozen), {})]
 
 
 def softmaxes(dim: int, shift: float = 0.0) -> list[Call]:
