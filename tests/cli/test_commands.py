@@ -172,7 +172,12 @@ def test_constraints_pin_blocks(run: Run, tmp_path: Path) -> None:
     [
         ('{"nowhere": ["data", "data"]}', [], 3, "'nowhere': the model has no such module"),
         ('{"up": ["data", "date"]}', [], 3, "pins.json: constraint on module 'up': unknown role 'date'"),
-        ('{"up": ["data"]}', [], 3, "has 1 roles, and the mesh of 2×2 has 2 axes: give a role for each"),
+        (
+            '{"up": ["data"]}',
+            [],
+            3,
+            "has 1 roles, and the mesh of 2×2 has 2 axes of several ranks: give a role for each",
+        ),
         ('{"up": "data"}', [], 3, "give a list of roles"),
         ('{"up": {"roles": ["data", "data"], "again": true}}', [], 3, "unknown keys ['again']"),
         ('[["up"]]', [], 3, "pins.json: a JSON object was expected"),

@@ -86,7 +86,8 @@ def _check_count(name: str, value: Any, cluster: Cluster) -> None:
         sizes = "×".join(map(str, cluster.shape))
         raise PlanError(
             f"constraint {tuple(roles)} on module {name!r} has {len(roles)} roles, and the mesh of {sizes} has "
-            f"{len(cluster.shape)} axes: give a role for each"
+            f"{len(cluster.shape)} axes of several ranks: give a role for each, or roles by the names of axes, as "
+            f"{{{cluster.axis_names[0]!r}: {roles[0]!r}}}"
         )
 
 
