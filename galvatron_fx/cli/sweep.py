@@ -119,7 +119,7 @@ def run(given: argparse.Namespace) -> Result:
             host_memory=given.host_memory,
             storage=given.storage,
             fold_gradients=given.fold_gradients,
-            usd_per_hour=dict(given.price),
+            usd_per_hour=_prices(given),
             tokens=given.tokens,
             simulate=given.simulate,
             progress=progress.step,
@@ -158,11 +158,12 @@ def _clusters(given: argparse.Namespace) -> list[Cluster]:
 def _of_kind(kind: str, count: int) -> Cluster:
     """So many devices of a kind, the last node half empty where they do not fill it."""
     from galvatron_fx.ir.cluster.cluster import Cluster
-    from galvatron_fx.ir.cluster.presets import PRESETS
+    from galvatron_fx.ir.cluster.presets import preset_called
 
-    nodes, rest = divmod(count, PRESETS[kind].per_node) if kind in PRESETS else (0, 0)
-    if nodes and rest:
-        return Cluster.from_nodes([(kind, PRESETS[kind].per_node)] * nodes + [(kind, rest)])
+    preset = preset_called(kind)
+    nodes, rest = divmod(count, preset.per_node) if preset is not None else (0, 0)
+    if preset is not None and nodes and rest:
+        return Cluster.from_nodes([(kind, preset.per_node)] * nodes + [(kind, rest)])
     return Cluster.preset(f"{count}x{kind}")
 
 
@@ -181,6 +182,13 @@ def _captured(given: argparse.Namespace) -> dict[str, Captured]:
         subject = models.load(argparse.Namespace(**flags))
         captured[name] = Captured(subject.model, subject.inputs, mixed_precision=options.policy_of(given))
     return captured
+
+
+def _prices(given: argparse.Namespace) -> dict[str, float]:
+    from galvatron_fx.ir.cluster.presets import preset_called
+
+    presets = {name: preset_called(name) for name, _ in given.price}
+    return {preset.device.name if (preset := presets[name]) else name: price for name, price in given.price}
 
 
 def _price(text: str) -> tuple[str, float]:

@@ -8,15 +8,17 @@ import pytest
 
 from galvatron_fx.cli.main import main
 
-MODEL = ["sweep", "--model", "tests.cli.tiny:build", "--roles", "data", "--kinds", "A100-80GB"]
+MODEL = ["sweep", "--model", "tests.cli.tiny:build", "--roles", "data", "--kinds", "H100"]
 
 
 def test_throughput_is_written_by_devices_which_may_leave_a_node_half_empty(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rates = tmp_path / "rates.csv"
-    assert main([*MODEL, "--devices", "1-2,12", "--by-devices", str(rates)]) == 0
+    priced = ["--price", "H100=2", "--tokens", "1e9"]
+    assert main([*MODEL, "--devices", "1-2,12", "--by-devices", str(rates), *priced]) == 0
     printed = capsys.readouterr().out
+    assert "on H100-80GB" in printed and "$/Mtoken" in printed
     assert "     12 " in printed and f"throughput by devices written to {rates}" in printed
     rows = [row.split(",") for row in rates.read_text().splitlines()[1:]]
     assert [row[5] for row in rows] == [str(devices) for devices in range(1, 13)]

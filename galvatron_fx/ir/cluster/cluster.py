@@ -26,7 +26,7 @@ from galvatron_fx.ir.cluster.curves import CollectiveCurve
 from galvatron_fx.ir.cluster.device import Device, checked_number
 from galvatron_fx.ir.cluster.nodes import Link, Matrix, Node, Nodes, primes, weakest
 from galvatron_fx.ir.cluster.overlap import Overlap
-from galvatron_fx.ir.cluster.presets import CPU_PRESET, PRESETS, Preset, cpu_preset, cuda_preset
+from galvatron_fx.ir.cluster.presets import CPU_PRESET, PRESETS, Preset, cpu_preset, cuda_preset, preset_called
 from galvatron_fx.ir.cluster.provenance import Origin
 from galvatron_fx.ir.errors import ClusterError
 from galvatron_fx.ir.plan.arguments import check_arguments, shown
@@ -190,14 +190,17 @@ class Cluster:
     def preset(cls, text: str) -> Cluster:
         """Return ``"<count>x<device>"``, such as ``"64xA100-80GB"``: nodes of 8, linked as in their usual machines.
 
+        The memory may be left out of a device that has one size of it (``"8xH100"``).
+
         Raises ClusterError for an unknown device, and for a count above 8 that is not a multiple of 8.
         """
         if not isinstance(text, str):
             raise ClusterError(f"the name of a preset is {shown(text)}: give a text such as '8xA100-80GB'")
         match = re.fullmatch(r"([1-9]\d{0,6})x(.+)", text, re.ASCII)
-        if match is None or match[2] not in PRESETS:
+        preset = preset_called(match[2]) if match is not None else None
+        if match is None or preset is None:
             raise ClusterError(f"'{text[:80]}' is no preset; write a count, 'x', and one of {', '.join(PRESETS)}")
-        count, preset = int(match[1]), PRESETS[match[2]]
+        count = int(match[1])
         nodes, rest = divmod(count, preset.per_node)
         if nodes and rest:
             raise ClusterError(
@@ -360,11 +363,12 @@ def _node(given: tuple[str | Device, int] | Node) -> Node:
         raise ClusterError(f"a node is {shown(given)}; give a device and a count, such as ('A100-80GB', 8)")
     device, count = given
     if isinstance(device, str):
-        if device not in PRESETS:
+        preset = preset_called(device)
+        if preset is None:
             raise ClusterError(
                 f"'{device[:80]}' is no preset of a device; give a Device, or one of {', '.join(PRESETS)}"
             )
-        device = PRESETS[device].device
+        device = preset.device
     return Node(device, count)
 
 

@@ -12,7 +12,7 @@ from galvatron_fx.ir.cluster.device import Device
 from galvatron_fx.ir.cluster.overlap import Overlap, Skew
 from galvatron_fx.ir.errors import ClusterError
 
-__all__ = ["CPU_PRESET", "PRESETS", "Preset", "cpu_preset", "cuda_preset"]
+__all__ = ["CPU_PRESET", "PRESETS", "Preset", "cpu_preset", "cuda_preset", "preset_called"]
 
 
 # Kernels and NCCL share a GPU's multiprocessors and memory: both take about 1.3 times as long (Miao et al. 2022,
@@ -190,6 +190,12 @@ def cpu_preset(ranks: int) -> Preset:
     skew = _SHARED_CORES if ranks > (os.cpu_count() or 1) else Skew()
     device = replace(_CPU, memory_bytes=max(1, _machine_bytes() // ranks))
     return replace(CPU_PRESET, device=device, overlap=replace(_CPU_OVERLAP, skew=skew))
+
+
+def preset_called(name: str) -> Preset | None:
+    """The preset of that name, or of that device where it has one size of memory ("H100"); None where there is none."""
+    alike = [preset for known, preset in PRESETS.items() if name in (known, known.rpartition("-")[0])]
+    return alike[0] if len(alike) == 1 else None
 
 
 def cuda_preset() -> Preset:

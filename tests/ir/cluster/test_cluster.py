@@ -88,8 +88,14 @@ def test_a_node_half_empty_is_refused(text) -> None:
         Cluster.preset(text)
 
 
+def test_memory_may_be_left_out_of_a_device_that_has_one_size_of_it() -> None:
+    assert Cluster.preset("16xRTX-4090") == Cluster.preset("16xRTX-4090-24GB")
+    assert Cluster.from_nodes([("H100", 8)]) == Cluster.from_nodes([("H100-80GB", 8)])
+
+
 @pytest.mark.parametrize(
-    "text", ["", "A100-80GB", "0xA100-80GB", "-8xA100-80GB", "8xV100", "8 x A100-80GB", "٨xA100-80GB"]
+    "text",
+    ["", "A100-80GB", "8xA100", "8xRTX", "0xA100-80GB", "-8xA100-80GB", "8xV100", "8 x A100-80GB", "٨xA100-80GB"],
 )
 def test_an_unknown_preset_is_refused(text) -> None:
     with pytest.raises(ClusterError, match="is no preset; write a count, 'x', and one of A100-80GB"):
