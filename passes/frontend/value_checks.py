@@ -17,13 +17,15 @@ _assert: Any = torch._assert
 
 
 class ValueChecks:
-    """What torch's own functions for checks were given, as tensors.
+    """What torch's own functions for checks were given, as tensors; ``failures``: numbers of elements that are not as
+    the trace took them to be.
 
     A graph that runs on many ranks, and on GPUs without waiting for them, cannot stop where a check fails.
     """
 
     def __init__(self) -> None:
         self.checked: list[Tensor] = []
+        self.failures: list[Tensor] = []
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -31,16 +33,21 @@ class ValueChecks:
         named = ("_check_tensor_all", self._all), ("_check_tensor_all_with", self._all_with)
         asserts = ("_assert", self._either), ("_assert_async", self._all)
         self.checked.clear()
+        self.failures.clear()
         with replaced([(torch, name, function) for name, function in (*named, *asserts)]):
             yield
 
     def told(self, output: Any) -> Any:
-        """An output, or nan in its place where a check failed."""
-        if not self.checked or not isinstance(output, Tensor) or not output.is_floating_point():
+        """An output, or nan in its place where a check failed; gradients do not wait for the count of failures."""
+        if not isinstance(output, Tensor) or not output.is_floating_point():
             return output
         if len(self.checked) > 1:
-            self.checked = [torch.stack(self.checked).all()]
-        return torch.where(self.checked[0], output, torch.nan)
+            self.checked[:] = [torch.stack(self.checked).all()]
+        if len(self.failures) > 1:
+            self.failures[:] = [torch.stack(self.failures).sum()]
+        if self.failures:
+            output = output + torch.where(self.failures[0] == 0, 0.0, torch.nan).to(output.dtype)
+        return torch.where(self.checked[0], output, torch.nan) if self.checked else output
 
     def _all(self, cond: Tensor, message: Any = None) -> None:
         self.checked.append((cond if cond.dtype == torch.bool else cond != 0).all())

@@ -51,7 +51,7 @@ def asserts(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def branches(layer: nn.Module, x: Tensor) -> Tensor:
-    if torch.isnan(x).any():  # here
+    if (x > 1).any():  # here
         return layer(-x).sum()
     return layer(x).sum()
 

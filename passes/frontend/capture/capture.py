@@ -108,6 +108,7 @@ class Capture:
                     refuse_changed_reads(flat.decided_by, trace.whole)
                     check_gradients(trace.whole, flat)
                     _tell_of_masked_rows(flat)
+                    _tell_of_finite_values(flat)
                     return trace
             except StateWritten as attributes:
                 held = (*held, *attributes.names)
@@ -236,6 +237,16 @@ def _tell_of_masked_rows(flat: FlatModel) -> None:
             f"as if it chose all. A loop over experts does so for each of them: to compute each token once, sort rows "
             f"by expert and multiply them in groups (torch.nn.functional.grouped_mm). Code that asks whether any were "
             f"chosen goes on as if some were: where none are, sums and means over them are zero",
+            stacklevel=2,
+        )
+
+
+def _tell_of_finite_values(flat: FlatModel) -> None:
+    if flat.finite.lines:
+        warnings.warn(
+            f"whether values are finite, which code asks at {', '.join(list(flat.finite.lines)[:3])}, decides nothing "
+            f"in the compiled model: it goes on as if they are, and outputs of a step in which some are not are nan. "
+            f"To replace those in any case, use torch.nan_to_num or clamp without asking",
             stacklevel=2,
         )
 

@@ -35,6 +35,7 @@ from passes.frontend.capture.trace_errors import PickedRows, explained
 from passes.frontend.chosen_rows.choice import RowCount, RowTensor
 from passes.frontend.expert_loops.loops import ExpertLoops
 from passes.frontend.expert_loops.picked import OPERATOR
+from passes.frontend.finite_values import FiniteValues
 from passes.frontend.masked_rows.mode import MaskedRows, counted_lengths
 from passes.frontend.masked_rows.selection import RowsUnknown
 from passes.frontend.routed_experts import routed_experts
@@ -80,6 +81,7 @@ class FlatModel(nn.Module):
         self.copies_constants = False
         self.decided_by: dict[str, Any] = {}
         self._checks = ValueChecks()
+        self.finite = FiniteValues(self._checks.failures)
         self._buffers_now = dict(model.named_buffers(remove_duplicate=False))
         self.masked_lines: dict[str, None] = {}
 
@@ -145,7 +147,7 @@ class FlatModel(nn.Module):
 
     def _returned(self, arguments: Arguments) -> Any:
         args, kwargs = arguments.value
-        with routed_experts(), self._rows_of_masks(), self._checks.kept():
+        with routed_experts(), self._rows_of_masks(), self._checks.kept(), self.finite.assumed():
             returned = self.module(*args, **kwargs)
             for leaf in flatten(returned)[0]:
                 if isinstance(leaf, (RowTensor, RowCount)):
