@@ -9,11 +9,13 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from tests.runtime.launch import launched
+from tests.runtime.launch import launched, started
 
 ROOT = Path(__file__).resolve().parents[2]
+FORKED = Path(__file__).with_name("forked.py")
 TIMEOUT_S = 300
 MODEL = [
     "--model", "llama", "--set", "hidden_size=32", "--set", "intermediate_size=64", "--set", "num_hidden_layers=1",
@@ -24,7 +26,7 @@ MODEL = [
 
 def on_forks(ranks: int, example: str, arguments: Sequence[str]) -> str:
     """Run an example without torchrun, and return what it printed. Raises AssertionError where a rank fails."""
-    log = launched(Path(__file__).with_name("forked.py"), str(ranks), str(ROOT / "examples" / example), *arguments)
+    log = launched(FORKED, str(ranks), "0", str(ROOT / "examples" / example), *arguments)
     assert log.endswith("all ended well\n"), log[-6000:]
     return log
 
@@ -54,10 +56,47 @@ class Run:
 
 
 @dataclass
-class Launch(Run):
-    """One under torchrun."""
+class OnForks:
+    """A process of :func:`tests.runtime.launch.started`, as subprocess has them."""
 
-    process: subprocess.Popen[bytes]
+    process: BaseProcess
+
+    @property
+    def pid(self) -> int:
+        """That of the agent."""
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+        return self.process.exitcode
+
+    def wait(self, timeout_s: float) -> int:
+        """The exit code, at its end."""
+        self.process.join(timeout_s)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired("forked.py", timeout_s)
+        return code
+
+    def terminate(self) -> None:
+        """The agent passes it on to its ranks."""
+        self.process.terminate()
+
+
+@dataclass
+class Launch(Run):
+    """One under torchrun, or under its agent on forks."""
+
+    process: subprocess.Popen[bytes] | OnForks
+
+    @classmethod
+    def on_forks(cls, folder: Path, arguments: list[str], ranks: int, restarts: int = 0) -> Launch:
+        """As :meth:`of`, by torchrun's agent, whose ranks are forks and import nothing."""
+        log = folder / "log"
+        folder.mkdir(parents=True, exist_ok=True)
+        log.touch()
+        every = [str(ROOT / "examples/train.py"), *arguments, *Run(folder).places]
+        return cls(folder, OnForks(started(FORKED, str(ranks), str(restarts), *every, log=log)))
 
     @classmethod
     def of(cls, folder: Path, arguments: list[str], ranks: int, restarts: int = 0) -> Launch:
@@ -107,5 +146,8 @@ class Launch(Run):
 
     def ranks(self) -> list[int]:
         """Process ids of the ranks that run now, in the order of their start."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        threads = Path(f"/proc/{self.process.pid}/task").iterdir()
+        children = [pid for thread in threads for pid in (thread / "children").read_text().split()]
+        if isinstance(self.process, OnForks):
+            return sorted(map(int, children))
         return sorted(int(pid) for pid in children if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes())

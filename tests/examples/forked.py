@@ -1,36 +1,35 @@
-"""Runs an example on forks of this process, which has imported what takes seconds: what torchrun does else.
+"""Runs an example by the agent of torchrun, on forks of this process, which has imported what takes seconds.
 
-forked.py RANKS SCRIPT ARGUMENTS...
+forked.py RANKS RESTARTS SCRIPT ARGUMENTS...
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import runpy
-import socket
 import sys
-from collections.abc import Sequence
+
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 
 def main() -> None:
-    """Ends with an error where a rank fails."""
-    ranks, script, *arguments = sys.argv[1:]
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-    fork = multiprocessing.get_context("fork")
-    started = [fork.Process(target=_rank, args=(rank, ranks, port, script, arguments)) for rank in range(int(ranks))]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join()
-    codes = [process.exitcode for process in started]
-    print(f"exit codes {codes}" if any(codes) else "all ended well")
+    """Ends with an error where a rank fails once more than it may be started again."""
+    ranks, restarts, *command = sys.argv[1:]
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # which restarts need
+    agent = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=int(ranks),
+        max_restarts=int(restarts),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        start_method="fork",
+    )
+    elastic_launch(agent, _rank)(*command)
+    print("all ended well")
 
 
-def _rank(rank: int, ranks: str, port: int, script: str, arguments: Sequence[str]) -> None:
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in places.items()})
+def _rank(script: str, *arguments: str) -> None:
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(script))
     runpy.run_path(script, run_name="__main__")

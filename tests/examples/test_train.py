@@ -1,4 +1,4 @@
-"""The example trainer: killed, restarted by torchrun, and on the loss curve of the run that nobody killed."""
+"""The example trainer: killed, restarted by torchrun's agent, and on the loss curve of the run that nobody killed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_killed_rank_restarts_the_job_from_the_last_checkpoint_on_the_same_los
     weights = ["--save-weights", str(tmp_path / "weights"), "--profile", str(tmp_path / "trace")]
     whole = Run(tmp_path / "whole")
     on_forks(2, "train.py", arguments + weights + whole.places)
-    killed = Launch.of(tmp_path / "killed", arguments, ranks=2, restarts=1)
+    killed = Launch.on_forks(tmp_path / "killed", arguments, ranks=2, restarts=1)
     committed = killed.kill_after(step=10, rank=1)
     resumed = killed.restarted()
     killed.finish()

@@ -17,6 +17,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,15 @@ _SERVER.set_forkserver_preload(["tests.runtime.warm"])
 def launched(script: Path, *arguments: str) -> str:
     """Run ``script``, which forks ranks, in a process of its own, and return what they print."""
     with tempfile.NamedTemporaryFile("r") as log:
-        process = _SERVER.Process(target=_run_script, args=(script, arguments, log.name))
-        process.start()
-        process.join()
+        started(script, *arguments, log=Path(log.name)).join()
         return log.read()
+
+
+def started(script: Path, *arguments: str, log: Path) -> BaseProcess:
+    """Start ``script`` in a process of its own, whose output goes to the end of the file ``log``."""
+    process = _SERVER.Process(target=_run_script, args=(script, arguments, str(log)))
+    process.start()
+    return process
 
 
 def _run_script(script: Path, arguments: Sequence[str], log: str) -> None:
