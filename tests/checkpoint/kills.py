@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from tests.runtime.beside_plain import full
 STEPS = 6
 _BEREFT = 3
 """Exit code of a rank whose peer is gone."""
-_ROLES = (("zero",), ("tensor",), ("data",), ("pipeline",))
+SETTINGS = [Setting((2,), roles) for roles in (("zero",), ("tensor",), ("data",), ("pipeline",))]
 _MOST_EVENTS = (150, 20)
 """About how often rank 0, and rank 1, touches the folder."""
 _LONGEST_S = 0.6
@@ -68,7 +68,7 @@ class Trial:
         dice = random.Random(self.seed)
         victim = dice.randrange(2)
         return {
-            "settings": [Setting((2,), dice.choice(_ROLES), dice.random() < 0.5) for _ in range(2)],
+            "settings": [replace(dice.choice(SETTINGS), asynchronous=dice.random() < 0.5) for _ in range(2)],
             "victim": victim,
             # Half of the kills fall on a call that touches the folder, so that every phase of saving is met.
             "at_event": dice.randrange(1, _MOST_EVENTS[victim]) if dice.random() < 0.5 else None,

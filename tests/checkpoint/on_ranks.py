@@ -14,30 +14,32 @@ from pathlib import Path
 
 import torch
 
-import galvatron_fx
 from tests.checkpoint import error_ranks, kills, resume_ranks, weights_ranks
+from tests.checkpoint.resume_ranks import ALONE, DATA_ZERO, MORE_STAGES, STAGES, TENSOR, Setting
 from tests.models import zoo
 from tests.runtime.shared_captures import share_captures
+from tests.runtime.shared_lowerings import compile_before_the_fork
 
 CASES = resume_ranks.CASES | weights_ranks.CASES | error_ranks.CASES | kills.CASES
 
 
-def trained_models() -> Iterator[zoo.Case]:
-    """What the cases train."""
-    for layers in (1, 2):
-        yield zoo.gpt2(layers)
-        yield zoo.llama(layers)
-    yield weights_ranks.half(partial(zoo.llama, layers=2))
-    yield resume_ranks.with_dropout()
-    yield kills.tower()
+def compiled_models() -> Iterator[tuple[zoo.Case, tuple[Setting, ...]]]:
+    """What the cases compile, and under which settings, each as often as one rank does."""
+    yield zoo.gpt2(layers=2), (DATA_ZERO, TENSOR, STAGES, MORE_STAGES)
+    yield zoo.llama(layers=1), (MORE_STAGES, ALONE)
+    yield zoo.llama(layers=2), (TENSOR,)
+    yield weights_ranks.half(partial(zoo.llama, layers=2)), (MORE_STAGES,)
+    yield resume_ranks.with_dropout(), (TENSOR, TENSOR)
+    yield kills.tower(), tuple(kills.SETTINGS)
 
 
 def main(folder: Path, names: list[str]) -> None:
     """Run the cases called ``names``, or all."""
     torch.set_num_threads(1)
     share_captures()
-    for model, inputs in trained_models():  # the ranks have the graphs then, and what capture imports
-        galvatron_fx.capture(model, inputs)
+    for (model, inputs), settings in compiled_models():  # the ranks have the programs then, and what these import
+        for setting in settings:
+            compile_before_the_fork(setting.mesh, [(model, inputs, [setting.plan()])])
     for name, work in CASES.items():
         if names and name not in names:
             continue

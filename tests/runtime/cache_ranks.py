@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from galvatron_fx.errors import InputError
 from galvatron_fx.runtime.absent_cache import AbsentCache
 from tests.runtime.cached_models import Kept, decoder, greedy, llama, prompts, whole
 from tests.runtime.launch import Check, fork_checks
+from tests.runtime.shared_lowerings import Compiled, compile_before_the_fork
 
 STAGES = Plan.uniform((2,), ("pipeline",), pipelining=Pipelining(2, 1, "gpipe"))
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
@@ -179,11 +180,20 @@ CHECKS: dict[str, Check] = {
 }
 
 
-def prepare() -> None:
-    """Capture what decoding begins with."""
+def compiled() -> Iterator[Compiled]:
+    """What the checks compile."""
     for check in CHECKS.values():
         if isinstance(check, Decodes):
-            galvatron_fx.capture(check.model, check.first_call, forward_only=True)
+            yield check.model, check.first_call, [plan_of(check.role)]
+    model, start = decoder(), torch.tensor(0)
+    yield model, (prompts(4, 5), Kept(3, 4, 4, 9, 4)), [plan_of("tensor")]
+    yield model, (prompts(3, 4), kept(3), start), [plan_of("tensor"), plan_of("data")]
+    yield model, (prompts(4, 4), kept(4), start), [plan_of("data"), plan_of("tensor")]
+
+
+def prepare() -> None:
+    """Capture and lower for both ranks."""
+    compile_before_the_fork((2,), compiled(), forward_only=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from galvatron_fx.errors import InputError
 from tests.runtime.cache_ranks import plan_of, static
 from tests.runtime.cached_models import llama, prompts, whole
 from tests.runtime.launch import Check, fork_checks
+from tests.runtime.shared_lowerings import Compiled, compile_before_the_fork
 
 LEFT_PADDED = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1], [0, 0, 0, 1, 1]])
 OPTIONS = {"attention_mask": LEFT_PADDED, "max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None}
@@ -26,8 +28,12 @@ def first_call(model: Any) -> dict[str, Any]:
     return {"input_ids": prompts(4, 5), "past_key_values": static(model, 4)}
 
 
-def compiled_llama(mesh: DeviceMesh, plan: Plan, seed: int = 0) -> tuple[Any, Any]:
-    model: Any = llama(seed=seed)
+def llama_of(role: str, seed: int = 0) -> Any:
+    return llama(seed, layers=2 if role == "pipeline" else 1)
+
+
+def compiled_llama(mesh: DeviceMesh, role: str, seed: int = 0) -> tuple[Any, Any]:
+    model, plan = llama_of(role, seed), plan_of(role)
     return model, galvatron_fx.compile(model, mesh, first_call(model), plan=plan, forward_only=True)
 
 
@@ -35,7 +41,7 @@ def generates(role: str) -> Check:
     """Greedy and sampled tokens of prompts of unequal lengths are those of one device, from one seed."""
 
     def check(mesh: DeviceMesh) -> None:
-        model, compiled = compiled_llama(mesh, plan_of(role))
+        model, compiled = compiled_llama(mesh, role)
         ids = prompts(4, 5)
         for options in ({}, {"do_sample": True, "top_k": 8, "temperature": 1.3}):
             tokens = []
@@ -81,7 +87,7 @@ def speculated(draft: Any, target: Any, caches: list[Any], prompt: Tensor, count
 def draft_and_target(mesh: DeviceMesh) -> None:
     """Two compiled models on one mesh, under unlike plans: the tokens are those that the target decodes alone."""
     (draft, compiled_draft), (target, compiled_target) = (
-        compiled_llama(mesh, plan_of(role), seed) for role, seed in (("tensor", 1), ("tensor_sequence", 0))
+        compiled_llama(mesh, role, seed) for role, seed in (("tensor", 1), ("tensor_sequence", 0))
     )
     prompt = prompts(1, 5)
     alone = target.generate(prompt, max_new_tokens=7, pad_token_id=0, eos_token_id=None)[0].tolist()
@@ -91,7 +97,7 @@ def draft_and_target(mesh: DeviceMesh) -> None:
 
 def refusals(mesh: DeviceMesh) -> None:
     """What ranks cannot do to parts of a cache is refused; so are unlike random numbers."""
-    model, compiled = compiled_llama(mesh, plan_of("tensor"))
+    model, compiled = compiled_llama(mesh, "tensor")
     ids = prompts(4, 5)
     with pytest.raises(InputError, match=r"by beam search may move .*gather\(model\), then who"):
         compiled.generate(ids, num_beams=2)
@@ -102,6 +108,7 @@ def refusals(mesh: DeviceMesh) -> None:
     with pytest.raises(InputError, match=r"other random numbers on each rank: call torch.manual_seed\(seed\) with the"):
         compiled.generate(ids, do_sample=True)
     parts = Plan.uniform((2,), ("pipeline",), pipelining=Pipelining(2, 2, "gpipe"))
+    model = llama_of("pipeline")
     compiled = galvatron_fx.compile(model, mesh, {"input_ids": ids}, plan=parts, forward_only=True)
     with pytest.raises(InputError, match=r"2 micro-batches go through stages, and generate\(\) takes whole batches"):
         compiled.generate(ids, use_cache=False, max_new_tokens=1)
@@ -120,7 +127,18 @@ CHECKS: dict[str, Check] = {
     "refusals": refusals,
 }
 
+
+def compiled() -> Iterator[Compiled]:
+    """What the checks compile."""
+    for role in ("tensor", "tensor", "tensor", "tensor_sequence", "pipeline"):
+        model = llama_of(role)
+        yield model, first_call(model), [plan_of(role)]
+
+
+def prepare() -> None:
+    """Capture and lower for both ranks."""
+    compile_before_the_fork((2,), compiled(), forward_only=True)
+
+
 if __name__ == "__main__":
-    fork_checks(
-        (2,), CHECKS, sys.argv[1:], lambda: galvatron_fx.capture(llama(), first_call(llama()), forward_only=True)
-    )
+    fork_checks((2,), CHECKS, sys.argv[1:], prepare)

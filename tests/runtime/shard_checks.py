@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,9 +19,12 @@ import galvatron_fx
 from galvatron_fx import Plan
 from galvatron_fx.errors import InputError
 from tests.runtime.beside_plain import same
+from tests.runtime.shared_lowerings import Compiled
 
 Write = Callable[[Tensor], object]
 ROWS = torch.tensor([7, 0])
+ZERO_TENSOR = Plan.uniform((2, 2), ("zero", "tensor"))
+DATA_ZERO = Plan.uniform((2, 2), ("data", "zero"))
 
 
 def _assign(weight: Tensor, place: object, value: object) -> None:
@@ -84,8 +87,7 @@ class Layer(nn.Module):
 def compiled_beside(mesh: DeviceMesh) -> tuple[Any, Layer, Tensor]:
     torch.manual_seed(3)
     model, x = Layer(), torch.randn(4, 12, dtype=torch.float64)
-    plan = Plan.uniform((2, 2), ("zero", "tensor"))
-    return galvatron_fx.compile(copy.deepcopy(model), mesh, (x,), plan=plan), model, x
+    return galvatron_fx.compile(copy.deepcopy(model), mesh, (x,), plan=ZERO_TENSOR), model, x
 
 
 def writes_into_shards(mesh: DeviceMesh) -> None:
@@ -157,21 +159,31 @@ class Shifted(nn.Module):
         return (self.weight * x - middle).square().mean()
 
 
+def many() -> Tensor:
+    return torch.linspace(-1, 1, 96, dtype=torch.float64).view(8, 12)
+
+
+def compiled() -> Iterator[Compiled]:
+    """What the checks compile."""
+    yield Layer(), (many()[:4],), [ZERO_TENSOR] * 3
+    yield WithMean(12, 12, dtype=torch.float64), many(), [DATA_ZERO]
+    yield Shifted(), (many(), many()), [DATA_ZERO] * 2
+
+
 def outputs_are_inputs(mesh: DeviceMesh) -> None:
     """What one compiled model returns in shards another takes, at compile and in steps, whole or not."""
-    first, x = WithMean(12, 12, dtype=torch.float64), torch.linspace(-1, 1, 96, dtype=torch.float64).view(8, 12)
-    plan = Plan.uniform((2, 2), ("data", "zero"))
-    compiled = galvatron_fx.compile(first, mesh, x, plan=plan)
+    first, x = WithMean(12, 12, dtype=torch.float64), many()
+    compiled = galvatron_fx.compile(first, mesh, x, plan=DATA_ZERO)
     with torch.no_grad():
         (_, given), whole = compiled(x), compiled(x)[1].full_tensor()
     assert isinstance(given, DTensor)
     losses = []
     for example in (given, whole):
-        second = galvatron_fx.compile(Shifted(), mesh, (x, example), plan=plan)
+        second = galvatron_fx.compile(Shifted(), mesh, (x, example), plan=DATA_ZERO)
         losses += [second.forward_backward(x, middle) for middle in (given, whole)]
     expected = Shifted()(x, whole)
     for loss in losses:
         same(loss, expected, "loss")
-    local = galvatron_fx.compile(Shifted(), mesh, (x, whole), plan=plan, batch="local")
+    local = galvatron_fx.compile(Shifted(), mesh, (x, whole), plan=DATA_ZERO, batch="local")
     with pytest.raises(InputError, match=r"input 1 is a DTensor, of the rows of all ranks, and with batch='local'"):
         local(x, given)

@@ -22,18 +22,18 @@ Compiled = tuple[nn.Module, Any, Sequence[Plan]]
 """A model, a batch, and the plans by which each rank compiles it, as often as it does."""
 
 _lower = compiling.lower
-_lowered: defaultdict[tuple[Any, ...], list[Lowered | LoweredStages]] = defaultdict(list)
+_lowered: defaultdict[tuple[Any, ...], list[tuple[Lowered | LoweredStages, dict[Any, Any]]]] = defaultdict(list)
 
 
-def compile_before_the_fork(sizes: Sequence[int], compiled: Iterable[Compiled]) -> None:
+def compile_before_the_fork(sizes: Sequence[int], compiled: Iterable[Compiled], forward_only: bool = False) -> None:
     """Capture and lower what ranks compile by :func:`galvatron_fx.compile` on a CPU mesh of ``sizes``, each model as it
     is when it comes: one may come twice, switched otherwise.
     """
     cluster = described(tuple(sizes))
     for model, inputs, plans in compiled:
-        graph = galvatron_fx.capture(model, inputs)
+        graph = galvatron_fx.capture(model, inputs, forward_only=forward_only)
         for plan in plans:
-            lower_before_the_fork(graph, plan, cluster)
+            lower_before_the_fork(graph, plan.with_forward_only(forward_only), cluster)
 
 
 def lower_before_the_fork(graph: fx.GraphModule, plan: Plan, cluster: Cluster) -> None:
@@ -42,7 +42,8 @@ def lower_before_the_fork(graph: fx.GraphModule, plan: Plan, cluster: Cluster) -
     ``cluster``: that of the compilation, which ``tests.ir.cluster.test_cluster.described`` has before there are ranks.
     """
     compiling.lower = _lower_or_take
-    _lowered[_key(graph, plan, cluster)].append(_lower(graph, plan, cluster))
+    cache: dict[Any, Any] = {}
+    _lowered[_key(graph, plan, cluster)].append((_lower(graph, plan, cluster, cache), cache))
 
 
 def _lower_or_take(
@@ -57,7 +58,10 @@ def _lower_or_take(
     key = _key(graph, plan, cluster)
     as_then = training and not fixed and (control is None or control == PassControl())
     if as_then and _lowered[key]:
-        return _lowered[key].pop()  # the module changes it as its own
+        lowered, solved = _lowered[key].pop()  # the module changes it as its own
+        if cache is not None:
+            cache.update(solved)
+        return lowered
     return _lower(graph, plan, cluster, cache, fixed, control, training)
 
 

@@ -20,7 +20,7 @@ from tests.models import zoo
 from tests.runtime.beside_plain import full, same, same_parameters
 from tests.runtime.launch import Check, fork_checks
 
-SECONDS = 2.0
+SECONDS = 1.0
 
 
 class Normed(nn.Module):
@@ -41,7 +41,7 @@ def state(model: nn.Module) -> list[Any]:
 
 
 def the_fastest_trains_as_the_model_does(mesh: DeviceMesh) -> None:
-    model, inputs = zoo.llama(layers=3)
+    model, inputs = zoo.llama(layers=2)
     plain, before = copy.deepcopy(model), state(model)
     compiled = galvatron_fx.compile(model, mesh, inputs, tune_seconds=SECONDS)
     assert all(map(_equal, before, state(model)))
@@ -55,8 +55,8 @@ def the_fastest_trains_as_the_model_does(mesh: DeviceMesh) -> None:
     expected = plain(**inputs).loss
     expected.backward()
     same(compiled.forward_backward(**inputs).loss, expected, "loss")
-    for name, parameter in plain.named_parameters():
-        same(compiled.get_parameter(name).grad, parameter.grad, name)  # type: ignore[arg-type]
+    for name, parameter in compiled.named_parameters():  # of this rank's stage, where those of stages are fastest
+        same(parameter.grad, plain.get_parameter(name).grad, name)  # type: ignore[arg-type]
 
 
 def rows_of_ranks_and_a_search_by_the_clock(mesh: DeviceMesh) -> None:
@@ -121,7 +121,7 @@ CHECKS: list[Check] = [
 
 
 def capture_models() -> None:
-    for model, inputs in (zoo.llama(layers=1), zoo.llama(layers=3), zoo.bert(layers=2)):
+    for model, inputs in (zoo.llama(layers=1), zoo.llama(layers=2), zoo.bert(layers=2)):
         galvatron_fx.capture(model, inputs)
 
 
