@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ class FiniteValues:
             yield
 
     def _answering(self, name: str) -> Any:
+        @wraps(_METHODS[name])
         def answer(asked: Tensor) -> Any:
             known = _answer(asked)
             if known is None or asked.dim():
@@ -70,6 +72,7 @@ def _answer(x: Tensor) -> _Answer | None:
 def _asking(name: str) -> Any:
     is_finite = name == "isfinite"
 
+    @wraps(_FUNCTIONS[name])
     def ask(x: Tensor) -> Tensor:
         made: Tensor = _FUNCTIONS[name](x)
         setattr(made, _MARK, _Answer(is_finite, _METHODS["__invert__"](made) if is_finite else made))
@@ -81,6 +84,7 @@ def _asking(name: str) -> Any:
 def _reducing(name: str) -> Any:
     """All are finite, and none is anything else."""
 
+    @wraps(_METHODS[name])
     def reduce(x: Tensor, *args: Any, **options: Any) -> Tensor:
         made: Tensor = _METHODS[name](x, *args, **options)
         answer = _answer(x)
@@ -91,6 +95,7 @@ def _reducing(name: str) -> Any:
     return reduce
 
 
+@wraps(_METHODS["__invert__"])  # modes are given what stands in for a method, and go by its name
 def _inverted(x: Tensor) -> Tensor:
     made: Tensor = _METHODS["__invert__"](x)
     answer = _answer(x)

@@ -156,6 +156,8 @@ def _one_more(leaf: Any) -> Any:
         return torch.empty(shape, dtype=leaf.data_rows.dtype, device="meta")
     if isinstance(leaf, Tensor):
         return torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta")
+    if isinstance(leaf, torch.device):  # as in labels.to(logits.device)
+        return torch.device("meta")
     return (leaf.choice.rows + 1) * leaf.elements if isinstance(leaf, RowCount) else leaf
 
 

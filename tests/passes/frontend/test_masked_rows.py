@@ -70,7 +70,7 @@ def writes(y: Tensor, x: Tensor, mask: Tensor) -> Tensor:
 
 
 def losses(y: Tensor, x: Tensor, mask: Tensor) -> Tensor:
-    classes = (x[mask][:, 0] * 2).long()
+    classes = (x[mask][:, 0] * 2).long().to(y.device)
     weight = torch.arange(1.0, WIDTH + 1, dtype=y.dtype)
     loss = F.cross_entropy(y[mask], classes, label_smoothing=0.1) + F.mse_loss(y[mask], x[mask])
     loss = loss + F.nll_loss(y[mask].log_softmax(-1), classes, weight=weight, reduction="sum")
