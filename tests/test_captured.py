@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import galvatron_fx
@@ -20,6 +20,24 @@ from passes.frontend.pipeline import FRONTEND, Frontend
 from tests.models import zoo
 
 CLUSTER = Cluster.preset("2xA100-80GB")
+
+
+class Words(nn.Module):
+    """A layer over words, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix, self.head = nn.Embedding(zoo.VOCABULARY, 16), nn.Linear(16, 16), nn.Linear(16, 64)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        x = x + torch.tanh(self.mix(x))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def words() -> zoo.Case:
+    """The layer and a batch."""
+    return zoo.build(Words), zoo.tokens()
 
 
 @pytest.mark.parametrize(
@@ -41,23 +59,25 @@ def test_plans_are_those_of_a_capture_there(name: str, options: Any, sizes: list
 
 
 def test_mixed_precision_is_that_of_the_capture() -> None:
-    model, inputs = zoo.llama(layers=1)
+    model, inputs = words()
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
-    plan = galvatron_fx.plan(Captured(model, inputs, mixed_precision=policy), CLUSTER, batch=8, recompute=False)
-    there = galvatron_fx.plan(model, CLUSTER, zoo.tokens(8), mixed_precision=policy, recompute=False)
+    few: Any = {"roles": ("data", "zero"), "recompute": False}
+    plan = galvatron_fx.plan(Captured(model, inputs, mixed_precision=policy), CLUSTER, batch=8, **few)
+    there = galvatron_fx.plan(model, CLUSTER, zoo.tokens(8), mixed_precision=policy, **few)
     assert plan.to_json() == there.to_json()
     assert plan.mixed_precision == policy
 
 
 def test_inputs_may_say_the_sizes() -> None:
-    model, inputs = zoo.llama(layers=1)
+    model, inputs = words()
     captured = Captured(model, inputs)
-    by_inputs = galvatron_fx.plan(captured, CLUSTER, zoo.tokens(8, 24), recompute=False)
-    assert by_inputs.to_json() == galvatron_fx.plan(captured, CLUSTER, batch=8, sequence=24, recompute=False).to_json()
+    few: Any = {"roles": ("data",), "recompute": False}
+    by_inputs = galvatron_fx.plan(captured, CLUSTER, zoo.tokens(8, 24), **few)
+    assert by_inputs.to_json() == galvatron_fx.plan(captured, CLUSTER, batch=8, sequence=24, **few).to_json()
 
 
 def test_what_belongs_to_the_capture_is_refused_beside_it() -> None:
-    model, inputs = zoo.llama(layers=1)
+    model, inputs = words()
     captured = Captured(model, inputs)
     with pytest.raises(InputError, match=r"passes is given beside a captured model: give it to Captured"):
         galvatron_fx.plan(captured, CLUSTER, passes={})
@@ -73,7 +93,7 @@ PLAN = Plan.uniform((2,), ("zero",))
 
 
 def test_what_explains_a_plan_takes_it_too(tmp_path: Path) -> None:
-    model, inputs = zoo.llama(layers=1)
+    model, inputs = words()
     captured, there = Captured(model, inputs), zoo.tokens(8, 24)
     assert str(estimate(captured, CLUSTER, None, PLAN, batch=8, sequence=24)) == str(
         estimate(model, CLUSTER, there, PLAN)
@@ -88,7 +108,7 @@ def test_what_explains_a_plan_takes_it_too(tmp_path: Path) -> None:
 
 def test_its_own_passes_are_shown_beside_those_that_explain() -> None:
     seen: list[str] = []
-    model, inputs = zoo.llama(layers=1)
+    model, inputs = words()
     captured = Captured(model, inputs, on_pass=lambda name, graph: seen.append(name))
     text = galvatron_fx.explain(captured, CLUSTER, plan=PLAN)
     assert seen == [*FRONTEND.names, "AnnotateCosts"]
@@ -98,7 +118,7 @@ def test_its_own_passes_are_shown_beside_those_that_explain() -> None:
 
 
 def test_what_needs_the_model_refuses_it() -> None:
-    captured = Captured(*zoo.llama(layers=1))
+    captured = Captured(*words())
     mesh: Any = None
     with pytest.raises(InputError, match=r"no weights to train: give the model it was made of, and plan=galvatron_fx"):
         galvatron_fx.compile(captured, mesh)  # type: ignore[arg-type]
@@ -109,7 +129,7 @@ def test_what_needs_the_model_refuses_it() -> None:
 
 
 def test_passes_of_the_front_end_belong_to_the_capture(tmp_path: Path) -> None:
-    captured = Captured(*zoo.llama(layers=1))
+    captured = Captured(*words())
     remedy = r"passes\['Decompose'\] runs when a model is captured: give it to Captured"
     with pytest.raises(InputError, match=remedy):
         galvatron_fx.explain(captured, CLUSTER, plan=PLAN, passes={"Decompose": []})
@@ -130,7 +150,7 @@ def test_passes_run_before_what_is_estimated(tmp_path: Path) -> None:
             seen.append(graph)
             return graph
 
-    model, inputs = zoo.llama(layers=1)
+    model, inputs = words()
     estimate(model, CLUSTER, inputs, PLAN, passes={"Decompose": Look()})
     write_page(tmp_path / "page.html", model, CLUSTER, inputs, plan=PLAN, passes={"Decompose": Look()})
     assert len(seen) == 2
@@ -142,8 +162,8 @@ def test_a_search_for_the_batch_captures_once(monkeypatch: pytest.MonkeyPatch) -
     traced = []
     trace = Frontend.trace
     monkeypatch.setattr(Frontend, "trace", lambda *args: traced.append(args) or trace(*args))
-    model, _ = zoo.llama(layers=1)
-    options: Any = {"roles": ("data", "zero"), "recompute": False}
+    model, _ = words()
+    options: Any = {"roles": ("data",), "recompute": False}
     batch, plan = galvatron_fx.plan_batch(model, CLUSTER, lambda size: zoo.tokens(size, 16), batches=[8, 16], **options)
     assert len(traced) == 1
     captured = Captured(model, zoo.tokens(8, 16))

@@ -41,7 +41,8 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     with pytest.MonkeyPatch.context() as patch:
         told: list[str] = []
         patch.setattr("builtins.print", lambda text, **_: told.append(text))
-        assert main(["plan", *ARGUMENTS, *CLUSTER, "--num-microbatches", "2", "--json", "--out", str(path)]) == 0
+        roles = ("--roles", "data,zero,tensor,pipeline", "--num-microbatches", "2")
+        assert main(["plan", *ARGUMENTS, *CLUSTER, *roles, "--json", "--out", str(path)]) == 0
     return path, json.loads(told[-1])
 
 
@@ -137,7 +138,7 @@ def test_the_batch_is_searched(run: Run) -> None:
 
 
 def test_the_batch_of_a_configuration_is_searched(run: Run) -> None:
-    arguments = [*ARGUMENTS[:-4], *ARGUMENTS[-2:], *CLUSTER, "--no-pipeline", "--search-batch", "4"]
+    arguments = [*ARGUMENTS[:-4], *ARGUMENTS[-2:], *CLUSTER, "--no-pipeline", "--roles", "data", "--search-batch", "4"]
     code, text, _ = run("plan", *arguments, "--json")
     assert code == 0 and json.loads(text)["model"]["batch"] == {"input_ids": "4×32", "labels": "4×32"}
 
@@ -145,7 +146,7 @@ def test_the_batch_of_a_configuration_is_searched(run: Run) -> None:
 @pytest.mark.parametrize(
     "model, options, code, message",
     [
-        ("build", ["--memory-budget", "20kB", "--search-batch", "16,8"], 4, "20 kB"),
+        ("build", ["--roles", "data,zero", "--memory-budget", "20kB", "--search-batch", "16,8"], 4, "20 kB"),
         ("build_alone", ["--search-batch", "4"], 5, "return a pair"),
         ("build_of_none", ["--search-batch", "4"], 5, "called with a batch of 4 failed with TypeError"),
     ],

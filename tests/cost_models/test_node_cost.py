@@ -47,14 +47,14 @@ def check(graph: fx.GraphModule, sizes: Sizes | None) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "bert", "vit"])
 def test_formulas_are_the_numbers_of_the_graph(name: str) -> None:
-    graph = captured(*getattr(zoo, name)())
+    graph = captured(*getattr(zoo, name)(layers=1))
     for node in graph.graph.nodes:
         assert node.op != "call_function" or meta_of(node).cost is not None
     check(graph, graph.meta["symbols"])
 
 
 def test_lowered_nodes_cost_what_their_local_shapes_do() -> None:
-    graph = captured(*zoo.llama())
+    graph = captured(*zoo.llama(layers=2))
     strategies = uniform(graph, "zero", "tensor_sequence", recompute=True)
     lowered = Lower(strategies, cluster_for((2, 2), strategies)).run(graph)
     for part in (lowered.joint, lowered.halves.forward, lowered.halves.backward):
@@ -67,7 +67,7 @@ def test_lowered_nodes_cost_what_their_local_shapes_do() -> None:
 
 
 def test_a_plan_on_one_device_keeps_the_numbers_of_the_formulas() -> None:
-    graph = captured(*zoo.gpt2())
+    graph = captured(*zoo.gpt2(layers=1))
     strategies = uniform(graph, "data")
     check(Lower(strategies, cluster_for((1,), strategies)).run(graph).joint, None)
 

@@ -162,7 +162,7 @@ def _classifier(dropout: float = 0.0) -> zoo.Case:
 
 
 def _odd_batch(make: Callable[..., zoo.Case], batch: int, sequence: int, **changes: Any) -> zoo.Case:
-    model, inputs = make(layers=2, **changes)
+    model, inputs = make(layers=1, **changes)
     size = model.config.vocab_size
     odd = zoo.masked_tokens if "attention_mask" in inputs else zoo.tokens
     return model, odd(batch, sequence, size)
@@ -176,13 +176,12 @@ def _frozen_llama() -> zoo.Case:
 
 
 CASES: dict[str, Callable[[], zoo.Case]] = {
-    "gpt2: 3 heads, 67 words": lambda: zoo.gpt2(layers=2, n_head=3, n_embd=33, vocab_size=67),
-    "gpt2: 3 sequences of 15": lambda: _odd_batch(zoo.gpt2, 3, 15),
+    "gpt2: 3 heads, 67 words": lambda: zoo.gpt2(layers=1, n_head=3, n_embd=33, vocab_size=67),
     "gpt2: 1 sequence of 7": lambda: _odd_batch(zoo.gpt2, 1, 7, n_head=3, n_embd=30, vocab_size=67),
     "llama: 6 heads over 3": lambda: zoo.llama(
-        layers=2, num_attention_heads=6, num_key_value_heads=3, hidden_size=36, intermediate_size=50, vocab_size=67
+        layers=1, num_attention_heads=6, num_key_value_heads=3, hidden_size=36, intermediate_size=50, vocab_size=67
     ),
-    "llama: 1 key head": lambda: zoo.llama(layers=2, num_key_value_heads=1, tie_word_embeddings=True),
+    "llama: 1 key head": lambda: zoo.llama(layers=1, num_key_value_heads=1, tie_word_embeddings=True),
     "llama: frozen": _frozen_llama,
     "bert: 5 sequences of 13": lambda: _odd_batch(zoo.bert, 5, 13, vocab_size=61),
     "untidy": untidy,
@@ -257,7 +256,7 @@ def test_frozen_and_unused_parameters_get_no_gradient() -> None:
 
 
 DROPOUT: dict[str, Callable[[], zoo.Case]] = {
-    "gpt2": lambda: zoo.gpt2(layers=2, resid_pdrop=0.2, embd_pdrop=0.1, attn_pdrop=0.1),
+    "gpt2": lambda: zoo.gpt2(layers=1, resid_pdrop=0.2, embd_pdrop=0.1, attn_pdrop=0.1),
     "torch encoder": lambda: _classifier(0.2),
 }
 

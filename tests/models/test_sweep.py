@@ -23,7 +23,7 @@ CLUSTER = Cluster.preset("4xA100-80GB")
 # sum in float32 depends in its last bits on how it is split.
 TOLERANCE = {"gemma2": 1e-5, "llama4": 1e-6}
 
-TRIED = ("albert", "bart", "clip", "convnext", "deberta-v2", "falcon", "gemma2", "llama4", "mamba", "whisper")
+TRIED = ("clip", "convnext", "deberta-v2", "gemma2", "llama4", "mamba", "whisper")
 
 
 @pytest.mark.parametrize("name", TRIED)

@@ -52,7 +52,7 @@ def test_products_are_kept_and_what_is_made_of_them_is_not() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_fewer_bytes_wait_and_only_cheap_operators_run_again(name: str) -> None:
-    graph, plan, cluster = captured(*zoo.MODELS[name]()), Plan.uniform((2,), ("tensor",)), slow_products((2,))
+    graph, plan, cluster = captured(*zoo.MODELS[name](layers=2)), Plan.uniform((2,), ("tensor",)), slow_products((2,))
     eager, fused = (lower(graph, plan, cluster, control=PassControl(fuses=fuses)) for fuses in (False, True))
     assert isinstance(eager, Lowered) and isinstance(fused, Lowered)
     calls = [[n for n in each.halves.backward.graph.nodes if n.op == "call_function"] for each in (eager, fused)]

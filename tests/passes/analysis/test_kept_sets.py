@@ -80,7 +80,7 @@ def test_a_diamond() -> None:
 def priced(recompute: str | bool, selective: bool) -> CostTable:
     """A table of a small model on two devices."""
     cluster = Cluster.preset("2xA100-80GB")
-    pricer = Pricer(captured(*zoo.llama()), cluster, {})
+    pricer = Pricer(captured(*zoo.llama(layers=2)), cluster, {})
     tables = candidates(cluster, ("zero", "tensor"), recompute, selective=selective)
     (costs,) = pricer.cost_tables([CostTableRequest(tables, 1, (), selective)])
     assert isinstance(costs, CostTable)

@@ -251,7 +251,7 @@ def test_a_model_in_half_precision_reduces_in_single() -> None:
 @cache
 def prepared(name: str, wide: bool) -> tuple[nn.Module, Any, fx.GraphModule, dict[str, Tensor]]:
     """A model in float64 that computes in float32, or the other way round."""
-    model, given = zoo.MODELS[name]()
+    model, given = zoo.MODELS[name](layers=2)
     model, policy = (model.float(), WIDE) if wide else (model, NARROW)
     return model, given, captured(model, given, policy), one_device(model, given, policy)
 

@@ -19,15 +19,18 @@ from tests.models.architectures import ARCHITECTURES
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
-@pytest.mark.parametrize("name", zoo.MODELS)
+SMALLEST: dict[str, dict[str, Any]] = {name: {"layers": 1} for name in zoo.MODELS} | {"swin": {"depths": [2, 1]}}
+
+
+@pytest.mark.parametrize("name", SMALLEST)
 def test_whole_models(name: str) -> None:
-    model, inputs = zoo.MODELS[name]()
+    model, inputs = zoo.MODELS[name](**SMALLEST[name])
     for half in bound_halves(model.float(), _floats(inputs), Strategy(("tensor",), recompute=True), None):
         assert not differences(half)
 
 
 def test_mixed_precision_takes_flash_attention() -> None:
-    model, inputs = zoo.llama()
+    model, inputs = zoo.llama(layers=1)
     halves = bound_halves(model.float(), inputs, Strategy(("zero",)), BF16)
     for half in halves:
         assert not differences(half)
@@ -57,7 +60,7 @@ def test_fewer_heads_of_keys_than_of_queries(policy: MixedPrecisionPolicy | None
 
 
 def test_dropout_draws_on_the_gpu() -> None:
-    model, inputs = zoo.gpt2(resid_pdrop=0.1, attn_pdrop=0.1)
+    model, inputs = zoo.gpt2(layers=1, resid_pdrop=0.1, attn_pdrop=0.1)
     halves = bound_halves(model.train().float(), inputs, Strategy(("data",)), None)
     assert any(node.target is random_uniform for node in halves[0].graph.nodes)
     for half in halves:

@@ -1,7 +1,10 @@
-"""More choice is never slower and never takes more memory: of roles, and of bytes."""
+"""More choice is never slower and never takes more memory: of roles, and of bytes. Plans are the same everywhere."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from itertools import pairwise, permutations
 
 import pytest
@@ -72,3 +75,25 @@ def test_the_cases_can_tell(steps: dict[tuple[tuple[str, ...], int], float]) -> 
     """Some fit and some do not, and spaces differ."""
     assert steps[("data",), BUDGETS[0]] < float("inf") == steps[("data",), BUDGETS[-1]]
     assert len({steps[space, BUDGETS[0]] for space in SPACES}) >= len(SPACES) // 2
+
+
+def planned() -> str:
+    """A plan in which each kind of layer is split otherwise, with the fingerprints of its blocks."""
+    machine = Machine("4xTITAN-RTX-24GB", 512)
+    options = SearchOptions(BUDGETS[1], ("data", "zero", "tensor"))
+    return search_plan(machine.graph, machine.cluster, options, pricer=machine.pricer).to_json()
+
+
+def test_plans_are_identical_in_every_process() -> None:
+    """There sets of text are in another order."""
+    script = "from tests.passes.search.test_spaces import planned; print(planned(), end='')"
+    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    there = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.getcwd()},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    ).stdout
+    assert there == planned()

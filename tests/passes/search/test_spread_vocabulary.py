@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +12,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import galvatron_fx
-from galvatron_fx import Cluster, Plan
+from galvatron_fx import Captured, Cluster, Plan
 from galvatron_fx.errors import BudgetError, PlanError
 from galvatron_fx.plan_fit import simulated
 from passes.search import spread_vocabulary
@@ -27,14 +28,19 @@ def gpt2(vocabulary: int) -> tuple[nn.Module, dict[str, Any]]:
         return GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False)), {"input_ids": ids, "labels": ids}
 
 
-def planned(*model: Any, **options: Any) -> Plan:
+@cache
+def captured_gpt2(vocabulary: int) -> Captured:
+    """Captured once for all tests."""
+    return Captured(*gpt2(vocabulary))
+
+
+def planned(captured: Captured, **options: Any) -> Plan:
     """The fastest of pipelines."""
-    given, *inputs = model
-    return galvatron_fx.plan(given, CLUSTER, *inputs, roles=("pipeline",), num_stages=2, num_microbatches=4, **options)
+    return galvatron_fx.plan(captured, CLUSTER, roles=("pipeline",), num_stages=2, num_microbatches=4, **options)
 
 
 def test_a_large_vocabulary_is_spread() -> None:
-    captured = galvatron_fx.Captured(*gpt2(2**15))
+    captured = captured_gpt2(2**15)
     plan = planned(captured)
     assert plan.pipelining.is_spread and plan.pipelining.first_blocks == (1, 3)
     simulation = simulated(captured.graph(), CLUSTER, plan)
@@ -47,7 +53,7 @@ def test_a_large_vocabulary_is_spread() -> None:
 
 
 def test_it_is_as_was_asked_for() -> None:
-    large, small = (galvatron_fx.Captured(*gpt2(vocabulary)) for vocabulary in (2**15, 64))
+    large, small = captured_gpt2(2**15), captured_gpt2(64)
     assert not planned(large, vocabulary="ends").pipelining.is_spread
     plan = planned(small, vocabulary="spread")
     assert plan.pipelining.is_spread and plan.report is not None
@@ -57,7 +63,7 @@ def test_it_is_as_was_asked_for() -> None:
 
 
 def test_what_cannot_be_spread_is_refused() -> None:
-    small = galvatron_fx.Captured(*gpt2(64))
+    small = captured_gpt2(64)
     with pytest.raises(PlanError, match=r"vocabulary is 'all': use 'ends' or 'spread', or None to search it"):
         planned(small, vocabulary="all")
     with pytest.raises(PlanError, match=r"schedule='search' searches tables .* leave out one of them"):
@@ -67,4 +73,4 @@ def test_what_cannot_be_spread_is_refused() -> None:
 @pytest.mark.parametrize("vocabulary", [64, 2**15 + 1])
 def test_small_ones_and_those_that_ranks_do_not_divide_are_left(vocabulary: int) -> None:
     with patch.object(spread_vocabulary, "_simulated", side_effect=AssertionError("nothing is simulated")):
-        assert not planned(*gpt2(vocabulary)).pipelining.is_spread
+        assert not planned(captured_gpt2(vocabulary)).pipelining.is_spread

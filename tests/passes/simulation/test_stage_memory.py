@@ -156,7 +156,7 @@ def lowered(graph: fx.GraphModule, parts: int, **options: bool) -> LoweredStages
 
 def test_no_task_takes_all_outputs_of_an_operator() -> None:
     """BERT's blocks end in layer norms, of whose three outputs recomputation needs one."""
-    for stage in lowered(captured(*zoo.bert()), parts=2, recompute=True).stages:
+    for stage in lowered(captured(*zoo.bert(layers=1)), parts=2, recompute=True).stages:
         for task in stage.tasks.values():
             taken = task.graph.graph.find_nodes(op="placeholder")
             assert not [node.name for node in taken if meta_of(node).multi_output]
@@ -164,7 +164,7 @@ def test_no_task_takes_all_outputs_of_an_operator() -> None:
 
 def test_what_is_held_beside_the_tasks() -> None:
     """Tied embeddings are on both ranks, the batch on all, and its slices for the micro-batches where they are used."""
-    model, inputs = zoo.gpt2()
+    model, inputs = zoo.gpt2(layers=2)
     held = PersistentMemory.of(lowered(captured(model, inputs), parts=2), make_schedule("1f1b", 2, 2, 2), ADAM)
     tied = "transformer.wte.weight"
     assert held.shared == {tied} and all(tied in tensors for tensors in held.tensors)
@@ -178,7 +178,7 @@ def test_what_is_held_beside_the_tasks() -> None:
 
 def test_a_rank_cuts_only_what_its_stages_take_out_of_the_batch() -> None:
     """The first takes tokens, the last labels: what is held for a step is what is predicted."""
-    model, inputs = zoo.gpt2()
+    model, inputs = zoo.gpt2(layers=2)
     split = lowered(captured(model, inputs), parts=2)
     held = PersistentMemory.of(split, make_schedule("1f1b", 2, 2, 2), ADAM)
     given = {str(i): tensor for i, tensor in enumerate(inputs.values())}

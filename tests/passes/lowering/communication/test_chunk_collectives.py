@@ -177,7 +177,7 @@ def test_chunks_are_yes_or_no() -> None:
 
 @cache
 def model_of(name: str) -> tuple[nn.Module, dict[str, Any], fx.GraphModule]:
-    model, inputs = zoo.MODELS[name]()
+    model, inputs = zoo.MODELS[name](layers=2)
     return model, inputs, captured(model, inputs)
 
 
