@@ -34,7 +34,7 @@ STAGES = Plan.uniform((2,), ("pipeline",), pipelining=Pipelining(2, 2, "1f1b"))
 
 def language_model() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     return LlamaForCausalLM(LlamaConfig(vocab_size=32, use_cache=False, **sizes)).double()
 
 

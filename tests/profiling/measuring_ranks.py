@@ -18,7 +18,7 @@ from galvatron_fx.ir.cluster.overlap import Overlap
 from galvatron_fx.ir.graph.op_call import call_key, op_call
 from galvatron_fx.ir.kernels.ring_attention import RING_KERNELS
 from galvatron_fx.ir.plan.plan import Plan
-from galvatron_fx.profiling import collectives, links, measure, measure_calls, stale, warn_if_stale
+from galvatron_fx.profiling import collectives, links, measure, measure_calls, overlap, skew, stale, warn_if_stale
 from galvatron_fx.profiling.kernels import Kernel
 from galvatron_fx.profiling.operators import all_kernels
 from galvatron_fx.profiling.table import describe_profile
@@ -136,6 +136,7 @@ if __name__ == "__main__":
     measure.all_kernels = few_kernels  # type: ignore[attr-defined]
     links._FILE_BYTES, links._TIMES = 2**22, 1  # type: ignore[misc]
     collectives._SIZES = collectives._SIZES[:3]  # type: ignore[misc]
+    overlap._ROUNDS, overlap._SHARING_ROUNDS, skew._ROUNDS = 5, 3, 2  # type: ignore[misc]
     import galvatron_fx.api
     import galvatron_fx.ir.cluster.curves
 

@@ -19,6 +19,7 @@ from passes.analysis.blocks import num_blocks
 from tests.models import zoo
 from tests.runtime.beside_plain import same, same_parameters
 from tests.runtime.launch import Check, fork_checks
+from tests.runtime.shared_lowerings import compile_before_the_fork
 
 BATCH = 8
 # By the number of ranks and the name of the check: model, mesh, roles, the number of micro-batches, rows of each rank.
@@ -82,20 +83,30 @@ def trains_alike(model: nn.Module, inputs: dict[str, Tensor], plan: Plan, rows: 
         same(compiled(**own_rows(local)).loss, plain(**whole).loss, "loss of evaluation")
 
 
-def planned(model: str, mesh: tuple[int, ...], roles: tuple[str, ...], parts: int, rows: int, _: DeviceMesh) -> None:
+def plan_of(mesh: tuple[int, ...], roles: tuple[str, ...], parts: int) -> Plan:
     """One of PLANS."""
     stages = mesh[0] if "pipeline" in roles else 1
     pipelining = Pipelining(stages, parts, "zb_h1" if parts == 4 else "1f1b") if parts > 1 else Pipelining()
-    trains_alike(*MODELS[model](layers=1), Plan.uniform(mesh, roles, pipelining=pipelining), rows)
+    return Plan.uniform(mesh, roles, pipelining=pipelining)
 
 
-def unlike_blocks(first: str, second: str, _: DeviceMesh) -> None:
-    """Where the first block does not split the batch, its inputs are fetched; where the last does not, labels are."""
+def planned(model: str, mesh: tuple[int, ...], roles: tuple[str, ...], parts: int, rows: int, _: DeviceMesh) -> None:
+    trains_alike(*MODELS[model](layers=1), plan_of(mesh, roles, parts), rows)
+
+
+UNLIKE = {"the_first_block_is_whole": ("tensor", "data"), "the_last_blocks_are_whole": ("zero", "tensor")}
+
+
+def unlike_plan(first: str, second: str) -> Plan:
+    """Of two ranks, for LLaMA."""
     model, inputs = zoo.llama(layers=1)
-    size = dist.get_world_size()
     blocks = num_blocks(galvatron_fx.capture(model, batch(inputs, 0)))
-    strategies = [Strategy((first,))] + [Strategy((second,))] * (blocks - 1)
-    trains_alike(model, inputs, Plan.from_roles((size,), strategies), BATCH // size)
+    return Plan.from_roles((2,), [Strategy((first,))] + [Strategy((second,))] * (blocks - 1))
+
+
+def unlike_blocks(roles: tuple[str, str], _: DeviceMesh) -> None:
+    """Where the first block does not split the batch, its inputs are fetched; where the last does not, labels are."""
+    trains_alike(*zoo.llama(layers=1), unlike_plan(*roles), BATCH // 2)
 
 
 def refusals(mesh: DeviceMesh) -> None:
@@ -202,8 +213,7 @@ def loss_inside(mesh: DeviceMesh) -> None:
 OTHERS: dict[str, Check] = {
     "loss_outside": loss_outside,
     "loss_inside": loss_inside,
-    "the_first_block_is_whole": partial(unlike_blocks, "tensor", "data"),
-    "the_last_blocks_are_whole": partial(unlike_blocks, "zero", "tensor"),
+    **{name: partial(unlike_blocks, roles) for name, roles in UNLIKE.items()},
     "refusals": refusals,
 }
 
@@ -214,18 +224,24 @@ def checks_of(ranks: int) -> dict[str, Check]:
     return plans | (OTHERS if ranks == 2 else {})
 
 
-def capture_models() -> None:
-    """For training and for evaluation."""
-    for make in MODELS.values():
-        model, inputs = make(layers=1)
-        for training in (True, False):
-            galvatron_fx.capture(model.train(training), batch(inputs, 0))
+def prepare(ranks: int) -> None:
+    """Lower for training, and capture for evaluation."""
+    for name, mesh, roles, parts, _ in PLANS[ranks].values():
+        model, inputs = MODELS[name](layers=1)
+        compile_before_the_fork(mesh, [(model, batch(inputs, 0), [plan_of(mesh, roles, parts)])])
+    if ranks == 2:
+        for make in MODELS.values():
+            model, inputs = make(layers=1)
+            galvatron_fx.capture(model.eval(), batch(inputs, 0))
+        plans = [*(unlike_plan(*roles) for roles in UNLIKE.values()), *[Plan.uniform((2,), ("data",))] * 2]
+        model, inputs = zoo.llama(layers=1)
+        compile_before_the_fork((2,), [(model, batch(inputs, 0), plans)])
 
 
 def main() -> None:
     """Run the checks of every number of ranks, or those named."""
     for ranks in PLANS:
-        fork_checks((ranks,), checks_of(ranks), sys.argv[1:], capture_models)
+        fork_checks((ranks,), checks_of(ranks), sys.argv[1:], partial(prepare, ranks))
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ from tests.models.language import language
 from tests.models.random_plans import Combination, draw, prepared, random_table
 from tests.runtime.beside_plain import full, same, train
 from tests.runtime.launch import Check, assert_held, fork_checks, launched
-from tests.runtime.shared_lowerings import lower_before_the_fork
+from tests.runtime.shared_lowerings import compile_before_the_fork, lower_before_the_fork
 
 RANKS = 4
 REFUSAL_S = 60.0  # far from the minutes in which collectives give up
@@ -110,29 +110,36 @@ def table_by_hand(mesh: DeviceMesh) -> None:
     trains(random_stages(), mesh)
 
 
-def searched_table(mesh: DeviceMesh) -> None:
+@cache
+def searched_stages() -> Pipelining:
     """A table that was searched for stages of unlike times on ranks with little room, several micro-batches each."""
     forward, ones, none = (1.0, 4.0, 1.0, 2.0), (1.0,) * 4, (0.0,) * 3
     table = search_table(Stages((0, 1, 2, 3), forward, ones, forward, none, none, ones, ones, (3.0,) * 4), 4).schedule
     assert table.name == BY_HAND and table.splits_backward, "no named schedule is as fast"
-    trains(Pipelining.by_hand(table), mesh)
+    return Pipelining.by_hand(table)
+
+
+def searched_table(mesh: DeviceMesh) -> None:
+    trains(searched_stages(), mesh)
+
+
+SPREAD, ENDS = (
+    Plan.uniform(PRIMES, ROLES, pipelining=Pipelining(RANKS, 2, "zb_h1", vocabulary=vocabulary))
+    for vocabulary in ("spread", "ends")
+)
 
 
 def spread_vocabulary(mesh: DeviceMesh) -> None:
     """Embedding and head, tied, on all ranks: steps, evaluation, and a state that a plan of whole ends takes over."""
     model, inputs = language(RANKS, is_tied=True)
     cluster, graph = Cluster.from_mesh(mesh), galvatron_fx.capture(model, inputs)
-    spread, ends = (
-        Plan.uniform(PRIMES, ROLES, pipelining=Pipelining(RANKS, 2, "zb_h1", vocabulary=vocabulary))
-        for vocabulary in ("spread", "ends")
-    )
-    compiled, other = (compile_captured(copy.deepcopy(model), graph, mesh, plan, cluster) for plan in (spread, ends))
+    compiled, other = (compile_captured(copy.deepcopy(model), graph, mesh, plan, cluster) for plan in (SPREAD, ENDS))
     assert local_part(compiled.embed.weight).shape[0] == model.embed.weight.shape[0] // RANKS
     train(compiled, model, inputs, steps=2)
     with torch.no_grad():
         same(compiled(**inputs)["loss"], model(**inputs)["loss"], "loss of evaluation")
     report = compiled.measured_schedule()
-    assert report.schedule == spread.pipelining.table(RANKS)
+    assert report.schedule == SPREAD.pipelining.table(RANKS)
     with TemporaryDirectory() as own:
         folder = [own]
         dist.broadcast_object_list(folder)
@@ -263,8 +270,10 @@ def test_on_a_pipeline_of_four(output: str, check: str) -> None:
 def before_the_fork() -> None:
     """Capture, and lower what trains."""
     cluster = described((RANKS,))
-    for pipelining in (*(Pipelining(*of, name) for name, of in SCHEDULES.items()), random_stages()):
+    named = (Pipelining(*of, name) for name, of in SCHEDULES.items())
+    for pipelining in (*named, random_stages(), searched_stages()):
         lower_before_the_fork(*graph_and_plan(pipelining), cluster)
+    compile_before_the_fork((RANKS,), [(*language(RANKS, is_tied=True), [SPREAD, ENDS]), (*model_and_batch(1), [])])
     for seed in DRAWN:
         combination = draw(seed)
         graph = prepared(combination.name, combination.deep, combination.batch).graph

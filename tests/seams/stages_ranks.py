@@ -9,7 +9,6 @@ import copy
 import io
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from galvatron_fx.errors import InputError
 from galvatron_fx.ir.plan.pipelining import Pipelining
 from passes.analysis.blocks import num_blocks
 from tests.runtime.launch import Check, fork_checks
+from tests.runtime.shared_lowerings import compile_before_the_fork
 from tests.seams.adapter_checks import stages_switch_adapters
 
 FOLDER = Path(sys.argv[1] if __name__ == "__main__" else ".")
@@ -65,23 +65,27 @@ def batch() -> dict[str, Tensor]:
     return {name: torch.randn(4, width, generator=generator).double() for name, width in (("x", 6), ("y", 4))}
 
 
-def pair(mesh: DeviceMesh, role: str) -> tuple[DistributedGraphModule, Layers]:
-    """A compiled model beside the plain one; under "mixed", neighbours are unlike, and parameters of every second block
-    are on the host, as all of stages are; what enters the others waits there for backward.
+def plan_of(role: str) -> Plan:
+    """Under "mixed", neighbours are unlike, and parameters of every second block are on the host, as all of stages are;
+    what enters the others waits there for backward.
     """
-    torch.manual_seed(0)
-    plain, away = Layers().double(), {"offload_states": True, "offload_parameters": True}
+    away = {"offload_states": True, "offload_parameters": True}
     if role == "pipeline":
-        plan = Plan.uniform((2,), ("pipeline",), **away, pipelining=Pipelining(2, 2, "1f1b"))
-    elif role == "mixed":
-        blocks = num_blocks(galvatron_fx.capture(plain, batch()))
-        strategies = [
-            Strategy((ROLES[i % 3],), **(away if i % 2 == 0 else {"offload_entering": True})) for i in range(blocks)
-        ]
-        plan = Plan.from_roles((2,), strategies)
-    else:
-        plan = Plan.uniform((2,), (role,))
-    return galvatron_fx.compile(copy.deepcopy(plain), mesh, batch(), plan=plan), plain
+        return Plan.uniform((2,), ("pipeline",), **away, pipelining=Pipelining(2, 2, "1f1b"))
+    if role != "mixed":
+        return Plan.uniform((2,), (role,))
+    blocks = num_blocks(galvatron_fx.capture(Layers().double(), batch()))
+    strategies = [
+        Strategy((ROLES[i % 3],), **(away if i % 2 == 0 else {"offload_entering": True})) for i in range(blocks)
+    ]
+    return Plan.from_roles((2,), strategies)
+
+
+def pair(mesh: DeviceMesh, role: str) -> tuple[DistributedGraphModule, Layers]:
+    """A compiled model beside the plain one."""
+    torch.manual_seed(0)
+    plain = Layers().double()
+    return galvatron_fx.compile(copy.deepcopy(plain), mesh, batch(), plan=plan_of(role)), plain
 
 
 def refused(call: Callable[[], Any], said: str) -> None:
@@ -457,9 +461,15 @@ CHECKS: dict[str, Check] = {
 }
 
 
+def prepare() -> None:
+    """Lower what the pairs compile."""
+    roles = ["pipeline"] * 13 + [*ROLES] * 3 + ["mixed"] * 2
+    compile_before_the_fork((2,), [(Layers().double(), batch(), [plan_of(role) for role in roles])])
+
+
 def main() -> None:
     """Run all checks, or those named after the folder."""
-    fork_checks((2,), CHECKS, sys.argv[2:], partial(galvatron_fx.capture, Layers().double(), batch()))
+    fork_checks((2,), CHECKS, sys.argv[2:], prepare)
 
 
 if __name__ == "__main__":

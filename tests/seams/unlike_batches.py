@@ -75,22 +75,25 @@ def unlike_partners(mesh: DeviceMesh) -> None:
         compiled.forward_backward(**own_rows(local))
 
 
-def local_batches(roles: tuple[str, ...], mesh: DeviceMesh) -> None:
-    """Steps on each rank's own rows, with unlike counts of labels, are those of one device on the joined batch."""
-    shape = (mesh.size(),) if len(roles) == 1 else (2, 2)
+def local_plan(roles: tuple[str, ...]) -> Plan:
+    """With micro-batches under some roles."""
     parts = 4 if "pipeline" in roles else 2 if "zero" in roles else 1
     pipelining = Pipelining(2 if "pipeline" in roles else 1, parts, "1f1b") if parts > 1 else Pipelining()
-    model, inputs = zoo.llama(layers=2 if "pipeline" in roles else 1)
+    return Plan.uniform((2,) * len(roles), roles, pipelining=pipelining)
+
+
+def local_batches(roles: tuple[str, ...], mesh: DeviceMesh) -> None:
+    """Steps on each rank's own rows, with unlike counts of labels, are those of one device on the joined batch."""
+    plan = local_plan(roles)
+    model, inputs = zoo.llama(layers=1)
     plain = copy.deepcopy(model)
     ranks, rank, rows = mesh.size(), dist.get_rank(), 4
 
     def every(seed: int, rows: int) -> list[dict[str, Tensor]]:
         return [text(inputs, ranks * seed + of, rows, counted=of + 3) for of in range(ranks)]
 
-    plan = Plan.uniform(shape, roles, pipelining=pipelining)
-    compiled = galvatron_fx.compile(
-        model, init_device_mesh("cpu", shape), every(0, rows)[rank], plan=plan, batch="local"
-    )
+    grid = init_device_mesh("cpu", plan.axis_sizes)
+    compiled = galvatron_fx.compile(model, grid, every(0, rows)[rank], plan=plan, batch="local")
     assert compiled.batch_rows == tuple(range(rank * rows, (rank + 1) * rows))
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (compiled, plain)]
     for step in range(2):
@@ -99,7 +102,7 @@ def local_batches(roles: tuple[str, ...], mesh: DeviceMesh) -> None:
         got, expected = compiled.forward_backward(**own), plain(**whole_batch)
         expected.loss.backward()
         same(got.loss, expected.loss, f"loss of step {step}")
-        if parts == 1:
+        if plan.pipelining.is_trivial:
             same(got.logits, expected.logits, f"logits of step {step}")  # of the global batch, in the order of ranks
         for optimizer in optimizers:
             optimizer.step()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-import galvatron_fx
+from galvatron_fx import Plan
 from tests.models import zoo
 from tests.runtime.launch import Check, fork_checks
+from tests.runtime.shared_lowerings import compile_before_the_fork
 from tests.seams.unlike_batches import (
     local_batches,
+    local_plan,
     local_refusals,
     local_without_inputs,
     other_rows,
@@ -32,6 +34,10 @@ from tests.seams.unlike_weights import (
     swapped_values,
 )
 
+LOCAL = {
+    2: [("data",), ("zero",), ("tensor",), ("sequence",), ("pipeline",)],
+    4: [("data", "tensor"), ("pipeline", "zero")],
+}
 WEIGHTS: dict[str, Check] = {
     **{f"another_seed_{role}": partial(another_seed, role) for role in ("data", "zero", "tensor")},
     "another_buffer": another_buffer,
@@ -49,31 +55,33 @@ BATCHES: dict[str, Check] = {
     **{f"other_rows_{role}": partial(other_rows, role) for role in ("data", "tensor")},
     "other_rows_later": other_rows_later,
     "other_rows_as_own": other_rows_as_own,
-    **{f"local_{role}": partial(local_batches, (role,)) for role in ("data", "zero", "tensor", "sequence", "pipeline")},
+    **{f"local_{roles[0]}": partial(local_batches, roles) for roles in LOCAL[2]},
     "local_without_inputs": local_without_inputs,
     "local_refusals": local_refusals,
 }
 ON_FOUR: dict[str, Check] = {
     "part_of_the_ranks": part_of_the_ranks,
     "unlike_partners": unlike_partners,
-    "local_data_tensor": partial(local_batches, ("data", "tensor")),
-    "local_pipeline_zero": partial(local_batches, ("pipeline", "zero")),
+    **{f"local_{'_'.join(roles)}": partial(local_batches, roles) for roles in LOCAL[4]},
 }
 CHECKS: dict[int, dict[str, Check]] = {2: WEIGHTS | BATCHES, 4: ON_FOUR}
 
 
-def capture_models(ranks: int) -> None:
-    """Those of all checks, for their batches."""
-    galvatron_fx.capture(model_of(), batch())
-    for layers in (1, 2):
-        model, inputs = zoo.llama(layers)
-        galvatron_fx.capture(model, text(inputs, 0, 4 * ranks, 3))
+def prepare(ranks: int) -> None:
+    """Capture and lower for all ranks."""
+    model, inputs = zoo.llama(layers=1)
+    for roles in LOCAL[ranks]:
+        plan = local_plan(roles)
+        compile_before_the_fork(plan.axis_sizes, [(model, text(inputs, 0, 4 * ranks, 3), [plan])])
+    counts = {"data": 7, "zero": 4, "tensor": 6} if ranks == 2 else {}
+    plans = [Plan.uniform((2,), (role,)) for role, count in counts.items() for _ in range(count)]
+    compile_before_the_fork((2,), [(model_of(), batch(), plans)])
 
 
 def main() -> None:
     """Run the checks of every number of ranks, or those named."""
     for ranks in CHECKS:
-        fork_checks((ranks,), CHECKS[ranks], sys.argv[1:], partial(capture_models, ranks))
+        fork_checks((ranks,), CHECKS[ranks], sys.argv[1:], partial(prepare, ranks))
 
 
 if __name__ == "__main__":
