@@ -21,6 +21,7 @@ from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.metadata import meta_of
 from galvatron_fx.ir.plan.pipelining import Pipelining
 from passes.lowering.lower_stages import LoweredStages
+from tests.runtime.shared_captures import captured_once  # noqa: F401 (a fixture)
 
 MESH = (2, 2)
 ZERO_TENSOR = Plan.uniform(MESH, ("zero", "tensor"))

@@ -16,6 +16,7 @@ import torch
 from galvatron_fx import Cluster, Pipelining, Plan, Strategy
 from galvatron_fx.cli.main import main
 from tests.cli.tiny import ARGUMENTS, CLUSTER
+from tests.runtime.shared_captures import captured_once  # noqa: F401 (a fixture)
 
 Run = Callable[..., tuple[int, str, str]]
 OWN = ["--model", "tests.cli.tiny:build", *CLUSTER]

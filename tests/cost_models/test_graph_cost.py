@@ -16,6 +16,7 @@ from galvatron_fx.ir.graph.symbols import BATCH, SEQUENCE
 from passes.sharding.shard_graph import ShardGraph
 from tests.helpers import DEVICE, axes, captured, uniform
 from tests.models import zoo
+from tests.runtime.shared_captures import captured_once  # noqa: F401 (a fixture)
 
 b, s = BATCH, SEQUENCE
 

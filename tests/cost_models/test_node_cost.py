@@ -18,6 +18,7 @@ from passes.lowering.lower_stages import LowerStages
 from passes.lowering.lower_step import Lower
 from tests.helpers import captured, cluster_for, uniform
 from tests.models import zoo
+from tests.runtime.shared_captures import captured_once  # noqa: F401 (a fixture)
 
 b, s = BATCH, SEQUENCE
 

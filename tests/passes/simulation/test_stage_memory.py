@@ -24,6 +24,7 @@ from passes.simulation.task_memory import StageMemory
 from tests.graphs import Builder
 from tests.helpers import DEVICE, axes, captured, uniform
 from tests.models import zoo
+from tests.runtime.shared_captures import captured_once  # noqa: F401 (a fixture)
 
 aten = torch.ops.aten
 X, E, Y, V, W = 4 * 8 * 8, 4 * 6 * 8, 4 * 2 * 8, 8 * 6 * 8, 6 * 2 * 8  # bytes of x, exp(x v), its product with w, v, w
