@@ -12,7 +12,7 @@ from passes.search.open_configurations import OpenConfigurations
 from passes.search.solvers.stage_search import StageSearch
 from passes.search.trials import MemorySlack, Trial
 
-MOST = 5  # runners-up that are simulated
+MOST = 4  # runners-up that are simulated
 _TRIES = 3  # of choices that promise to fit
 
 
@@ -29,7 +29,7 @@ class RunnersUp:
     def run(self) -> tuple[Contender, ...]:
         """Plans known by name first, then the best other configuration of each pipeline degree.
 
-        Some of these were looked at in the search only as far as was needed to leave them out. As many as make up five
+        Some of these were looked at in the search only as far as was needed to leave them out. As many as make up four
         with the named ones are simulated now, once each: what takes too much then stays as the search left it, as a
         choice that fits may be there, and finding it takes several simulations.
         """
