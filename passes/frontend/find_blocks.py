@@ -239,21 +239,24 @@ def _place_backward(graph: fx.GraphModule) -> None:
     for node in graph.graph.nodes:
         if node.op == "call_function" and meta_of(node).phase == "forward":
             block_of[node.meta.get("seq_nr")] = meta_of(node).block
+    unknown: dict[fx.Node, None] = {}
     for node in graph.graph.nodes:
         if node.op != "call_function" or meta_of(node).phase != "backward":
             continue
         number = node.meta.get("seq_nr")
-        sources = [meta_of(n).block for n in input_nodes(node) if n.op == "call_function"]
+        sources = [n for n in input_nodes(node) if n.op == "call_function" and n not in unknown]
         accumulates = str(node.target).startswith("aten.add.Tensor") and not meta_of(node).module
-        if is_getitem(node):
+        if is_getitem(node) and node.args[0] not in unknown:
             block = meta_of(node.args[0]).block
         elif number in block_of and not accumulates:
             block = block_of[number]
+        elif not sources:
+            unknown[node] = None
+            continue
         else:
-            backward = [
-                meta_of(n).block
-                for n in input_nodes(node)
-                if n.op == "call_function" and meta_of(n).phase == "backward"
-            ]
-            block = min(backward or sources or [0])
+            backward = [n for n in sources if meta_of(n).phase == "backward"]
+            block = min(meta_of(n).block for n in backward or sources)
         set_meta(node, meta_of(node).having(block=block))
+    for node in reversed(unknown):  # made of nothing, as zeros: where they are used first
+        users = [meta_of(user).block for user in node.users if user.op == "call_function"]
+        set_meta(node, meta_of(node).having(block=max(users, default=0)))

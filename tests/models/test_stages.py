@@ -170,6 +170,28 @@ def test_constants_are_made_where_they_are_used(count: int) -> None:
     assert_exact(got, one_device(model, inputs))
 
 
+class Ranked(nn.Module):
+    """Torch clamps these losses in place, and the zeros of the gradient are made of nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        order = torch.tensor([1.0, -1.0]).repeat(len(x) // 2)
+        return nn.functional.margin_ranking_loss(x[:, 0], x[:, 1], order)
+
+
+def test_gradients_begin_in_the_last_stage() -> None:
+    model, inputs = build(Ranked), (torch.randn(4, 8, dtype=torch.float64),)
+    graph = captured(model, inputs)
+    strategies, half = [Strategy(("pipeline",))] * num_blocks(graph), num_blocks(graph) // 2
+    got = simulate_stages(graph, model, inputs, [2], strategies, [0, half], make_schedule("1f1b", 2, 2, 2))
+    assert_exact(got, one_device(model, inputs))
+
+
 class Positioned(nn.Module):
     """What positions give, which all samples share: micro-batches add up terms of its gradients."""
 
