@@ -65,6 +65,8 @@ class CleanGraph:
                 node.target = _AT_ONCE[node.target]
             elif node.target in _FILLED_LIKE:
                 _fill_alone(node)
+            elif node.target is aten._efficientzerotensor.default:
+                node.target, node.args = aten.full.default, (node.args[0], 0)
             elif node.target is aten.repeat.default:
                 _view_copies(node)
         eliminate_dead_code(graph)

@@ -84,7 +84,7 @@ class CallRecorder(TorchDispatchMode):
             number = self._numbers[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
             self.made.append(-1)
-            self.storage.append(tensor.untyped_storage()._cdata)
+            self.storage.append(_storage(tensor))
             self.born.setdefault(self.storage[-1], -1)
         return number
 
@@ -207,3 +207,11 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     values = [args[at] if at < len(args) else kwargs.get(name) for at, name in _written_arguments(func)]
     return [tensor for value in values for tensor in _tensors(value)]
+
+
+def _storage(tensor: Tensor) -> int:
+    """What says whose memory a tensor is in; the tensor itself where it has none, inside of torch.func's transforms."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:
+        return id(tensor)

@@ -117,3 +117,10 @@ def test_conjugates_are_values() -> None:
     graph = CleanGraph().run(build.finish(("output", "0", pairs)))
     value = torch.randn(2, 3, dtype=torch.complex128)
     torch.testing.assert_close(graph(value)[0], torch.view_as_real(value.conj().resolve_conj()), rtol=0, atol=0)
+
+
+def test_zeros_of_forward_derivatives_are_numbers() -> None:
+    def write(build: Builder, x: fx.Node) -> fx.Node:
+        return build.call(aten.mul.Tensor, x, build.call(aten._efficientzerotensor.default, [4]))
+
+    assert left(write) == ["aten.full.default", "aten.mul.Tensor"]

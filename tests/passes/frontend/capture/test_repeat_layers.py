@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -380,3 +381,29 @@ def test_an_error_leaves_no_tags_behind() -> None:
     with compiling(), pytest.raises(ZeroDivisionError) as raised, module_names(model, {}):
         model(torch.ones(2))
     assert "custom" not in fx_traceback.current_meta, f"tags are left while {raised} is held"
+
+
+class Adapted(nn.Module):
+    """Layers whose weights take a step for each sample, as those of meta-learning do: tensors without memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights: dict[str, Any] = dict(self.layers.named_parameters())
+
+        def loss(weights: dict[str, Any], x: Tensor) -> Tensor:
+            out: Tensor = torch.func.functional_call(self.layers, weights, (x,))
+            return out.square().mean()
+
+        def adapted(x: Tensor) -> Tensor:
+            steps = torch.func.grad(loss)(weights, x)
+            return loss({name: weights[name] - steps[name] for name in weights}, x)
+
+        return torch.func.vmap(adapted)(x).mean()
+
+
+def test_transforms_of_functions_are_looked_through() -> None:
+    with warnings.catch_warnings(action="error"):
+        assert capture.Capture().run(zoo.build(Adapted), (torch.randn(4, 5, 4, dtype=torch.float64),))
