@@ -159,10 +159,11 @@ def assert_exact(
 def relative_errors(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
     """The largest difference of every value, relative to its largest element.
 
-    Some gradients are zero but for rounding (an attention key's bias moves no softmax), so a value counts as at least a
-    millionth of the largest gradient.
+    Some gradients are zero but for rounding (an attention key's bias moves no softmax), or all are (the loss of means
+    of what an instance norm returns), so a value counts as at least a millionth of the largest gradient or loss.
     """
-    largest = max((float(v.abs().max()) for n, v in expected.items() if n.startswith("grad")), default=1.0)
+    said = (float(v.abs().max()) for n, v in expected.items() if n.startswith("grad") or not v.dim())
+    largest = max(said, default=1.0)
     scales = {name: max(float(value.abs().max()), 1e-6 * largest) or 1.0 for name, value in expected.items()}
     return {name: float((got[name] - value).abs().max()) / scales[name] for name, value in expected.items()}
 
