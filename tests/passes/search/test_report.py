@@ -159,8 +159,9 @@ def test_a_runner_up_whose_estimate_was_too_low_stays_as_the_search_left_it(
 
         def _looked_at(self, search: StageSearch) -> None:
             record, key = self.simulator.record, (search.configuration, search.costs.kinds)
-            before, simulations = record.seen[key], record.simulations
+            before, simulations, reports = record.seen[key], record.simulations, len(self.simulator._reports)
             RunnersUp._looked_at(replace(self, limit=2e7), search)
+            assert len(self.simulator._reports) > reports, "it fits by estimates, and so is simulated"
             assert (record.seen[key], record.simulations) == (before, simulations)
             left.append(before)
 
