@@ -28,6 +28,7 @@ from passes.lowering.apply_plan import (
     lower,
     warn_uneven_batch,
     warn_uneven_vocabulary,
+    warn_untrained_ranks,
     warn_without_experts,
     warn_without_sequence,
 )
@@ -120,6 +121,7 @@ class PlanningSession:
         """Refuse a plan that fits neither model, mesh nor budget. Raises PlanError and BudgetError."""
         check_plan(plan, graph, self.cluster)
         warn_uneven_batch(plan, graph)
+        warn_untrained_ranks(plan, graph)
         if self.given is not None:
             warn_without_sequence(plan, graph)
             warn_without_experts(plan, graph)

@@ -114,7 +114,7 @@ def _row(point: SweepPoint, priced: bool) -> list[str]:
     money = [
         shown(point.usd_per_mtoken, ".3g"),
         shown(point.days, ",.3g" if (point.days or 0) < 1000 else ",.0f"),
-        shown(None if point.usd is None else point.usd / 1000, ",.0f"),
+        shown(None if point.usd is None else point.usd / 1000, ",.0f" if (point.usd or 0) >= 1e5 else ",.3g"),
     ]
     return [
         f"{point.devices:,}",

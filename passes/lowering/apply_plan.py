@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import lcm, prod
@@ -46,6 +47,7 @@ __all__ = [
     "strategies_on",
     "warn_uneven_batch",
     "warn_uneven_vocabulary",
+    "warn_untrained_ranks",
     "warn_without_experts",
     "warn_without_sequence",
     "with_spread_ends",
@@ -152,6 +154,27 @@ def warn_uneven_vocabulary(plan: Plan, graph: fx.GraphModule) -> None:
                 stacklevel=3,
             )
             return
+
+
+def warn_untrained_ranks(plan: Plan, graph: fx.GraphModule) -> None:
+    """Tell of pipeline ranks whose parameters are all frozen: torch's optimizers refuse an empty list there."""
+    if plan.pipelining.num_stages == 1 or signature(graph).forward_only:
+        return
+    cuts, schedule = plan.pipelining.cuts(num_blocks(graph)), plan.pipelining.table(plan.num_pipeline_ranks)
+    held: dict[int, list[bool]] = {}
+    for port, node in ports(graph):
+        if port.kind == "param":
+            blocks = [meta_of(user).block for user in node.users if user.op == "call_function"]
+            for rank in {rank for block in blocks for rank in schedule.ranks_of(bisect(cuts, block) - 1)}:
+                held.setdefault(rank, []).append(port.requires_grad)
+    frozen = sorted(rank for rank, trains in held.items() if not any(trains))
+    if frozen:
+        warnings.warn(
+            f"all parameters of pipeline rank {', '.join(map(str, frozen))} are frozen: an optimizer that is given "
+            f"those that train finds none there, and torch refuses an empty list. Give it all of model.parameters() "
+            f"(those without gradients stay as they are), or let stages begin at other blocks",
+            stacklevel=4,
+        )
 
 
 def warn_uneven_batch(plan: Plan, graph: fx.GraphModule) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import silu
 
 import galvatron_fx
-from galvatron_fx import Captured, Cluster, Plan, Strategy
+from galvatron_fx import Captured, Cluster, Pipelining, Plan, Strategy
 from galvatron_fx.errors import BudgetError, CaptureError, InputError, PlanError
 from passes.analysis.blocks import num_blocks
 from passes.lowering.apply_plan import check_plan
@@ -337,3 +337,26 @@ def test_a_wrong_batch_leaves_the_model_as_it_was() -> None:
         galvatron_fx.capture(model, {"image": torch.randn(4, 2, 8, 8), "label": torch.zeros(4, dtype=torch.long)})
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+
+
+class FrozenTower(nn.Module):
+    """Four equal layers, of which the last alone trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(4))
+        self.layers[:3].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def test_pipeline_ranks_without_a_parameter_that_trains_are_told(recwarn: pytest.WarningsRecorder) -> None:
+    model, x = FrozenTower(), (torch.ones(4, 6),)
+    galvatron_fx.explain(model, CLUSTER, x, plan=Plan.uniform((2,), ("data",)))
+    assert not [warning for warning in recwarn if "frozen" in str(warning.message)]
+    plan = Plan.uniform((2,), ("pipeline",), pipelining=Pipelining(2, 2))
+    with pytest.warns(UserWarning, match="of pipeline rank 0 are frozen.*Give it all of model.parameters"):
+        galvatron_fx.explain(model, CLUSTER, x, plan=plan)
