@@ -28,6 +28,7 @@ from galvatron_fx.runtime.caches import CallCaches
 from galvatron_fx.runtime.call_key import call_key, described
 from galvatron_fx.runtime.call_style import CallStyle
 from galvatron_fx.runtime.compiled import AnyProgram, Compiled
+from galvatron_fx.runtime.decided_inputs import require_decided
 from galvatron_fx.runtime.detached import TRAIN_REMEDY, detached_output, forward_only_outputs
 from galvatron_fx.runtime.dtensor_views import lie_like, local_part, shown, write_whole
 from galvatron_fx.runtime.folding import FoldedUpdates, folding, refuse_folded
@@ -342,6 +343,7 @@ class DistributedGraphModule(WithExperts):
         decided_by = self._programs[key].signature.decided_by
         if decided_by:
             self._deciding.require_kept(decided_by, dict(self.named_buffers(remove_duplicate=False)))
+        require_decided(self._programs[key].signature.decided_inputs, flat, row_positions)
         return self._programs[key], flat, row_positions
 
     def _compare(self, key: Any, given: FlatInputs, row_positions: Collection[int]) -> None:

@@ -81,6 +81,10 @@ def drawn(m: Any) -> float:
     return 2.0 if torch.bernoulli(m.sizes / 4)[0] else 1.0
 
 
+def drawn_by_its_own(m: Any) -> float:
+    return 2.0 if torch.bernoulli(m.sizes / 4, generator=torch.Generator())[0] else 1.0
+
+
 def changed_before(m: Any) -> float:
     m.sizes.add_(1)
     return m.sizes[0].item()
@@ -90,6 +94,7 @@ def changed_before(m: Any) -> float:
     "model, message",
     [
         (Codes(is_ready=False), r"buffer 'ready' \(\[False\]\), and changes it.*run the model once before compile"),
+        (Codes(drawn_by_its_own), "turns the value of a tensor"),
         (Codes(drawn), "turns the value of a tensor"),
         (Codes(changed_before), "turns the value of a tensor"),
         (Codes(lambda m: m.average[0].item()), r"turns the value of a tensor"),

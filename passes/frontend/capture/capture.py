@@ -20,13 +20,13 @@ from galvatron_fx.ir.graph.symbols import InputDims
 from galvatron_fx.ir.torch_compat.tracing import export_joint, failures_unlogged, new_fake_mode
 from passes.frontend.capture.attribute_writes import refuse_view
 from passes.frontend.capture.batch_dims import BatchDim, fit_sizes
-from passes.frontend.capture.buffer_reads import refuse_changed_reads
 from passes.frontend.capture.compare_layers import UnlikeUnits
 from passes.frontend.capture.effect_tokens import drop_tokens
 from passes.frontend.capture.fake_model import FlatModel, fake_weights, module_names, passing_through
 from passes.frontend.capture.find_repeats import Repeat, find_repeats
 from passes.frontend.capture.flat_inputs import ExampleInputs, FlatInputs
 from passes.frontend.capture.join_pieces import join_pieces
+from passes.frontend.capture.known_reads import InputReads, refuse_changed_reads
 from passes.frontend.capture.missing_gradients import check_gradients
 from passes.frontend.capture.module_state import as_buffers, quoted, refuse_new_weights
 from passes.frontend.capture.record_graph import merge_tied, record_graph
@@ -94,6 +94,18 @@ class Capture:
             return self._run(model, inputs)
 
     def _run(self, model: nn.Module, inputs: FlatInputs) -> Trace:
+        """Trace, and where that fails as forward asks for values of small integer inputs, with these values."""
+        reads = InputReads()
+        first: GalvatronError | None = None
+        while True:
+            try:
+                return self._with_values(model, inputs, reads)
+            except GalvatronError as error:
+                first = first or error
+                if not reads.allow_refused():
+                    raise first from None
+
+    def _with_values(self, model: nn.Module, inputs: FlatInputs, reads: InputReads) -> Trace:
         held: tuple[str, ...] = ()
         masked_because: Exception | None = None
         copies_constants = False
@@ -102,6 +114,7 @@ class Capture:
                 with as_buffers(model, held):
                     flat = FlatModel(model, inputs, self.policy, self.forward_only)
                     flat.masked_because, flat.copies_constants = masked_because, copies_constants
+                    flat.input_reads = reads
                     trace = self._once(flat, held)
                     _check_state(flat)
                     _check_views(flat, trace.whole)
@@ -109,6 +122,7 @@ class Capture:
                     check_gradients(trace.whole, flat)
                     _tell_of_masked_rows(flat)
                     _tell_of_finite_values(flat)
+                    _tell_of_read_inputs(reads)
                     return trace
             except StateWritten as attributes:
                 held = (*held, *attributes.names)
@@ -247,6 +261,17 @@ def _tell_of_finite_values(flat: FlatModel) -> None:
             f"whether values are finite, which code asks at {', '.join(list(flat.finite.lines)[:3])}, decides nothing "
             f"in the compiled model: it goes on as if they are, and outputs of a step in which some are not are nan. "
             f"To replace those in any case, use torch.nan_to_num or clamp without asking",
+            stacklevel=2,
+        )
+
+
+def _tell_of_read_inputs(reads: InputReads) -> None:
+    if reads.values:
+        warnings.warn(
+            f"forward turns values of {quoted(list(reads.values))} into Python numbers at "
+            f"{', '.join(list(reads.lines)[:3])}: the program is for these values, those of the example inputs, and "
+            f"each call is refused in which they are others. Batches of one size (images resized or padded alike) have "
+            f"the same",
             stacklevel=2,
         )
 

@@ -22,10 +22,10 @@ from galvatron_fx.ir.torch_compat.tracing import (
 )
 from passes.frontend.capture.aliases import Aliases, View
 from passes.frontend.capture.attribute_writes import AttributeWrites
-from passes.frontend.capture.buffer_reads import BufferReads
 from passes.frontend.capture.flat_inputs import FlatInputs, flatten
 from passes.frontend.capture.flat_outputs import FlatOutputs, flat_outputs
 from passes.frontend.capture.held_objects import Arguments, ArgumentsLeft
+from passes.frontend.capture.known_reads import InputReads, KnownReads
 from passes.frontend.capture.module_state import Change, ModuleState
 from passes.frontend.capture.outside_state import OutsideState
 from passes.frontend.capture.raw_contents import copied_containers
@@ -80,6 +80,7 @@ class FlatModel(nn.Module):
         self.masked_because: Exception | None = None
         self.copies_constants = False
         self.decided_by: dict[str, Any] = {}
+        self.input_reads = InputReads()
         self._checks = ValueChecks()
         self.finite = FiniteValues(self._checks.failures)
         self._buffers_now = dict(model.named_buffers(remove_duplicate=False))
@@ -124,7 +125,7 @@ class FlatModel(nn.Module):
             try:
                 traced = dict(self.module.named_buffers(remove_duplicate=False))
                 with (
-                    BufferReads(traced, self._buffers_now, self.decided_by),
+                    KnownReads(traced, self._buffers_now, self.decided_by, self.input_reads) as self._known,
                     AttributeWrites(state.constants, self._aliases.views, self.copies_constants) as writes,
                 ):
                     yield state
@@ -141,6 +142,8 @@ class FlatModel(nn.Module):
         given = [_cast(tensor, self._inputs_as) for tensor in tensors]
         pairs = zip(self.inputs.input_names, tensors, given, strict=True)
         self._copies = [(name, copy, copy._version) for name, tensor, copy in pairs if copy is not tensor]
+        for name, tensor, example in zip(self.inputs.input_names, given, self.inputs.tensors, strict=True):
+            self._known.add_input(name, tensor, example)
         args, kwargs = copied_containers(self.inputs.call(given), _on_cpu)
         names = {id(tensor): name for tensor, name in zip(given, self.inputs.input_names, strict=True)}
         return Arguments(args, kwargs, names)

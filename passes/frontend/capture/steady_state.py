@@ -59,7 +59,7 @@ def steady_state(flat: FlatModel) -> Steady:
     """
     model, mode = flat.module, new_fake_mode()
     steps = _Steps(model, flat.inputs, flat.policy)
-    steps.masked_because = flat.masked_because
+    steps.masked_because, steps.input_reads = flat.masked_because, flat.input_reads
     with traceable_functions(), fake_weights(model, mode, flat.policy):
         try:
             graph = export_joint(steps, steps.fake_arguments(flat.inputs.shapes, mode), mode)

@@ -1,4 +1,4 @@
-"""Let forward decide by values of buffers while it is traced, and remember which: no step may change these."""
+"""Let forward decide by values of buffers and inputs while it is traced, and remember which: these may not change."""
 
 from __future__ import annotations
 
@@ -8,23 +8,62 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from galvatron_fx.ir.errors import CaptureError
 from galvatron_fx.ir.graph.metadata import output_ports
 from galvatron_fx.ir.torch_compat.tensors import pytree
-from galvatron_fx.ir.torch_compat.tracing import TRACED, DataDependentOutputException, no_modes
+from galvatron_fx.ir.torch_compat.tracing import (
+    TRACED,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    no_modes,
+)
 from galvatron_fx.ir.traced_values import traced_value
+from passes.frontend.capture.trace_errors import calling_frame, described_frame
 from passes.frontend.replaced_functions import replaced
 
-__all__ = ["BufferReads", "refuse_changed_reads"]
+__all__ = ["InputReads", "KnownReads", "refuse_changed_reads"]
 
 _MOST_ELEMENTS = 4096  # of a buffer whose values are remembered
+_MOST_OF_INPUT = 1024  # of an input: sizes of images and the like, and hardly a batch of token ids
+_MAKERS = (torch.arange, torch.eye, torch.full, torch.linspace, torch.ones, torch.tensor, torch.zeros)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+class InputReads:
+    """Integer inputs by whose values forward decides; ``allowed``: names of those of which it may.
+
+    ``values``: of those that it read, as lists of numbers; ``lines``: where it did; ``refused``: names of inputs whose
+    values it asked for and may not have.
+    """
+
+    def __init__(self) -> None:
+        self.allowed: frozenset[str] = frozenset()
+        self.values: dict[str, Any] = {}
+        self.lines: dict[str, None] = {}
+        self.refused: dict[str, None] = {}
+
+    def allow_refused(self) -> bool:
+        """Allow what was refused; False where that is nothing new."""
+        new = self.refused.keys() - self.allowed
+        self.allowed |= new
+        self.values.clear()
+        self.lines.clear()
+        self.refused.clear()
+        return bool(new)
+
+    @staticmethod
+    def may_read(given: Tensor) -> bool:
+        """Whether an example input is one of which forward may be traced by its values."""
+        has_values = given.device.type != "meta" and not isinstance(given, DTensor)
+        return given.dtype in _INTEGERS and given.numel() <= _MOST_OF_INPUT and has_values
 
 
 @dataclass(frozen=True)
 class _Known:
-    """A traced tensor that is one of buffers, or by what it is made of them alone; ``names``: of the buffers."""
+    """A traced tensor that is a buffer or an input, or is made of such alone; ``names``: of these."""
 
     tensor: Tensor
     traced: Tensor
@@ -38,21 +77,34 @@ class _Known:
         return self.tensor._version == self.version and traced_value(self.tensor) is self.traced
 
 
-class BufferReads(TorchFunctionMode):
+class KnownReads(TorchFunctionMode):
     """In its scope ``if buffer:``, ``buffer.item()`` and the like give the value that the buffer has, where forward has
-    not changed it before; also of what is computed of such buffers alone.
+    not changed it before; also of what is computed of such buffers alone. So do integer inputs of which ``inputs``
+    allows it, and tensors as long as their values say (``x.repeat_interleave(sizes)``) are constants.
 
-    ``traced``: the buffers as they are traced, by name, ``values``: as they are; ``reads``: takes what was read, as
-    lists of numbers. Raises CaptureError for buffers on the meta device.
+    ``traced``: the buffers as they are traced, by name, ``values``: as they are; ``reads``: takes what was read of
+    buffers, as lists of numbers, and ``inputs`` what was read of inputs. Raises CaptureError for buffers on the meta
+    device.
     """
 
-    def __init__(self, traced: Mapping[str, Tensor], values: Mapping[str, Tensor], reads: dict[str, Any]) -> None:
+    def __init__(
+        self, traced: Mapping[str, Tensor], values: Mapping[str, Tensor], reads: dict[str, Any], inputs: InputReads
+    ) -> None:
         super().__init__()
-        self._values, self._reads = values, reads
+        self._values, self._reads, self._inputs = dict(values), reads, inputs
         self._known: dict[int, _Known] = {}
+        self._input_names: dict[str, str] = {}
         for name, tensor in traced.items():
             if name in values and values[name].numel() <= _MOST_ELEMENTS:
                 self._know(tensor, (name,))
+
+    def add_input(self, name: str, traced: Tensor, given: Tensor) -> None:
+        """Know an input by the values of the example, where it is traced at the shape of that."""
+        if traced.shape == given.shape and InputReads.may_read(given) and id(traced) not in self._known:
+            key = f"input {name}"  # no buffer is called so
+            self._input_names[key] = name
+            self._values[key] = given
+            self._know(traced, (key,))
 
     def __enter__(self) -> Any:
         self._lists = replaced([(kind, "tolist", self._lister(kind.tolist)) for kind in TRACED])  # no mode sees it
@@ -66,12 +118,18 @@ class BufferReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         sources = self._sources((args, kwargs))
-        if not sources:
+        if sources is None or (not sources and func not in _MAKERS):
             return func(*args, **kwargs)
         try:
             result = func(*args, **kwargs)
         except DataDependentOutputException as error:
             return self._read(func, args, kwargs, sources, error)
+        except DynamicOutputShapeException as error:
+            inputs = self._of_inputs(sources)
+            # Rows that a mask chooses are kept otherwise: nothing is asked for them.
+            if not inputs or ("repeat_interleave" not in str(error) and not inputs <= self._inputs.allowed):
+                raise
+            result = self._constants(self._read(func, args, kwargs, sources, error))
         names = tuple(dict.fromkeys(name for source in sources for name in source.names))
         if isinstance(result, (tuple, list)):
             for at, part in enumerate(result):
@@ -86,14 +144,16 @@ class BufferReads(TorchFunctionMode):
     def _know(self, tensor: Tensor, names: tuple[str, ...], made_by: tuple[Any, Any, Any] | None = None) -> None:
         self._known[id(tensor)] = _Known(tensor, traced_value(tensor), tensor._version, names, made_by)
 
-    def _sources(self, given: Any) -> list[_Known]:
-        """What a call is given, if it is all known."""
+    def _sources(self, given: Any) -> list[_Known] | None:
+        """The tensors that a call is given, if all are known; else, and where it is told how to draw, None."""
         sources = []
         for leaf in pytree.tree_leaves(given):
+            if isinstance(leaf, torch.Generator):
+                return None
             if isinstance(leaf, Tensor):
                 source = self._known.get(id(leaf))
                 if source is None or not source.is_unchanged:
-                    return []
+                    return None
                 sources.append(source)
         return sources
 
@@ -110,8 +170,13 @@ class BufferReads(TorchFunctionMode):
         return listed
 
     def _read(self, func: Any, args: Any, kwargs: Any, sources: list[_Known], error: Exception) -> Any:
-        """What a call makes of the values that the buffers have; what draws random numbers is no such value."""
+        """What a call makes of the values that buffers and inputs have; what draws random numbers is no such value."""
         names = dict.fromkeys(name for source in sources for name in source.names)
+        inputs = self._of_inputs(sources)
+        refused = inputs - self._inputs.allowed
+        if refused:
+            self._inputs.refused |= dict.fromkeys(sorted(refused))
+            raise error
         for name in names:
             if self._values[name].device.type == "meta":
                 raise CaptureError(
@@ -124,8 +189,22 @@ class BufferReads(TorchFunctionMode):
             if not torch.equal(before, torch.get_rng_state()):
                 torch.set_rng_state(before)
                 raise error
-            self._reads |= {name: self._values[name].tolist() for name in names}
+            read = {name: self._values[name].tolist() for name in names}
+        self._reads |= {name: value for name, value in read.items() if name not in self._input_names}
+        if inputs:
+            self._inputs.values |= {self._input_names[key]: read[key] for key in names if key in self._input_names}
+            self._inputs.lines[described_frame(calling_frame())] = None
         return result
+
+    def _of_inputs(self, sources: list[_Known]) -> set[str]:
+        """The inputs among what a call is given, by name."""
+        keys = {name for source in sources for name in source.names}
+        return {self._input_names[key] for key in keys if key in self._input_names}
+
+    @staticmethod
+    def _constants(result: Any) -> Any:
+        """Tensors of values that are known, as constants of the trace."""
+        return pytree.tree_map_only(Tensor, lambda real: torch.tensor(real.tolist(), dtype=real.dtype), result)
 
     def _real(self, given: Any) -> Any:
         return pytree.tree_map_only(Tensor, self._value, given)
@@ -133,7 +212,7 @@ class BufferReads(TorchFunctionMode):
     def _value(self, tensor: Tensor) -> Any:
         known = self._known[id(tensor)]
         if known.made_by is None:
-            return self._values[known.names[0]]
+            return self._values[known.names[0]].detach().cpu()
         func, args, kwargs = known.made_by
         return func(*self._real(args), **self._real(kwargs))
 

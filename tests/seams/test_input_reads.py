@@ -1,0 +1,122 @@
+"""Sizes of images, as values of an input: Python numbers of the program, which is for them alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import galvatron_fx
+from galvatron_fx import Plan
+from galvatron_fx.errors import CaptureError, GalvatronError, InputError
+from galvatron_fx.runtime.decided_inputs import require_decided
+from passes.frontend.capture.flat_inputs import FlatInputs
+from tests.ir.cluster.test_cluster import described
+
+WIDTH = 8
+
+
+class Images(nn.Module):
+    """Patches of all images in one run, of each as many as its sizes say, and words that attend to their image."""
+
+    def __init__(self, read: Callable[[Tensor], list[int]]) -> None:
+        super().__init__()
+        self.read = read
+        self.patch, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.places = nn.Embedding(16, WIDTH)
+
+    def forward(self, words: Tensor, patches: Tensor, sizes: Tensor) -> Tensor:
+        lengths = self.read(sizes)
+        places = torch.cat([torch.arange(length) for length in lengths])
+        of_image = torch.arange(len(lengths)).repeat_interleave(sizes.prod(1))
+        h = self.patch(patches) + self.places(places)
+        h = h + self.places(of_image)
+        images = torch.stack([part.tanh().mean(0) for part in h.split(lengths)])
+        return self.out(words + images[:, None]).square().mean()
+
+
+READS: dict[str, Callable[[Tensor], list[int]]] = {
+    "list": lambda sizes: sizes.prod(-1).tolist(),
+    "rows": lambda sizes: [int(height) * int(width) for height, width in sizes],
+    "steps": lambda sizes: (torch.cumsum(sizes.prod(-1), 0).diff(prepend=torch.zeros(1, dtype=torch.long))).tolist(),
+}
+
+
+def inputs(sizes: Any = ((1, 2), (2, 2), (3, 1), (1, 3))) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    table = torch.tensor(sizes)
+    rows = int(table.prod(1).sum())
+    return {
+        "words": torch.randn(len(table), 5, WIDTH, generator=generator, dtype=torch.float64),
+        "patches": torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64),
+        "sizes": table,
+    }
+
+
+def model(read: str = "list") -> Images:
+    torch.manual_seed(0)
+    return Images(READS[read]).double()
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("role", ["data", "sequence"])
+def test_values_of_sizes_are_numbers(read: str, role: str) -> None:
+    with pytest.warns(UserWarning, match="turns values of 'sizes' into Python numbers at .*, line"):
+        report = galvatron_fx.check(model(read), 2, inputs(), Plan.uniform((2,), (role,)), steps=2)
+    report.raise_if_different()
+
+
+def test_micro_batches_are_refused() -> None:
+    """Sizes are those of the whole batch."""
+    with pytest.raises(GalvatronError, match="micro-batch"):
+        galvatron_fx.plan(model(), described((2,)), inputs(), num_microbatches=2)
+
+
+def test_other_sizes_are_refused(mesh: DeviceMesh) -> None:
+    compiled = galvatron_fx.compile(model(), mesh, inputs(), plan=Plan.uniform((1,), ("data",)))
+    compiled.forward_backward(**inputs())
+    other = ((2, 1), (2, 2), (1, 3), (3, 1))  # as many patches
+    with pytest.raises(InputError, match=r"input 'sizes' is \[\[2, 1\].*which were \[\[1, 2\].*compile again"):
+        compiled.forward_backward(**inputs(other))
+    with pytest.raises(InputError, match="input 'sizes'"), torch.no_grad():
+        compiled(**inputs(other))
+    larger = inputs(((2, 2), (2, 2), (3, 1), (1, 3)))
+    loss = compiled.forward_backward(**larger)  # of other shapes: another program
+    torch.testing.assert_close(loss, model()(**larger), rtol=1e-10, atol=0)
+
+
+def test_own_rows_are_refused() -> None:
+    flat = FlatInputs.of(inputs())
+    position = flat.input_names.index("sizes")
+    with pytest.raises(InputError, match="takes those of all rows: pass the global batch"):
+        require_decided({"sizes": inputs()["sizes"].tolist()}, flat, [position])
+
+
+class Lengths(nn.Module):
+    """Asks for values of what it is given in ways that are no sizes."""
+
+    def __init__(self, of: Callable[[Tensor], float]) -> None:
+        super().__init__()
+        self.layer, self.of = nn.Linear(WIDTH, WIDTH), of
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return self.layer(x).square().mean() * self.of(ids)
+
+
+@pytest.mark.parametrize(
+    "of, ids",
+    [
+        (lambda ids: ids.float().add(torch.rand(1)).sum().item(), torch.ones(4, dtype=torch.long)),  # random
+        (lambda ids: float(ids.add_(1).sum()), torch.ones(4, dtype=torch.long)),  # written before
+        (lambda ids: float(ids.sum()), torch.ones(4)),  # no integers
+        (lambda ids: float(ids.sum()), torch.ones(4, 500, dtype=torch.long)),  # too many
+        (lambda ids: float(ids.sum()), torch.ones(4, dtype=torch.long, device="meta")),
+    ],
+)
+def test_other_values_are_refused(of: Callable[[Tensor], float], ids: Tensor) -> None:
+    with pytest.raises(CaptureError, match="turns the value of a tensor into a Python number"):
+        galvatron_fx.capture(Lengths(of), (torch.randn(4, WIDTH, generator=torch.Generator()), ids))
