@@ -132,7 +132,7 @@ def run_case(case: Case, layers: int, lower: bool) -> dict[str, Any]:
     row: dict[str, Any] = {"import": _IMPORT_S, "capture": clock.read()}
     try:
         plan = search_plan(graph, cluster, SearchOptions(cluster.device.memory_bytes, ROLES))
-        row |= {"search": clock.read(), "plan": str(plan)}
+        row |= {"search": clock.read(), "plan": f"{plan}\n\n{plan.report}"}
     except BudgetError as error:
         row |= {"search": clock.read(), "plan": f"BudgetError: {error}"}
         plan = None
@@ -210,7 +210,7 @@ def main() -> None:
     """Run the cases one by one and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--plans", action="store_true", help="print the plans as well")
+    parser.add_argument("--plans", action="store_true", help="print the plans and their reports as well")
     parser.add_argument("--limit", type=int, default=300, help="seconds of the processor that a case may take")
     parser.add_argument("--no-depth", action="store_true", help="leave out the chain and the two depths")
     parser.add_argument("--one", choices=list(CASES), help=argparse.SUPPRESS)

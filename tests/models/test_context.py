@@ -17,6 +17,8 @@ from galvatron_fx import Plan
 from galvatron_fx.errors import PlanError
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.metadata import meta_of
+from galvatron_fx.ir.kernels import ring_attention
+from galvatron_fx.ir.kernels.cpu_attention import attention_on_cpu
 from galvatron_fx.ir.plan.schedule import make_schedule
 from galvatron_fx.ir.plan.strategy import Strategy
 from passes.analysis.blocks import num_blocks, num_values
@@ -185,6 +187,22 @@ def test_what_is_kept_of_attention_is_not_computed_again(roles: tuple[str, ...])
     assert any(meta_of(node).again for node in lowered if node.op == "call_function")
     assert not any(meta_of(node).again for node in lowered if node.target is c.ring_step)
     assert_exact(simulate(graph, model, inputs, (2, 2), strategies, {}), expected)
+
+
+@pytest.mark.parametrize("rank, rows", [(0, (4, 8)), (3, (8, 4))])
+def test_a_causal_step_is_one_product(rank: int, rows: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All queries see the front half of what comes from before, and the back half all of what comes from behind."""
+    query, key, value = torch.randn(3, 1, 2, 8, 4, dtype=torch.float64).unbind()
+    out, sums = ring_attention.ring_step(query, key, value, None, None, None, 0, False, True, None, rank, 4)
+    calls: list[tuple[int, int]] = []
+
+    def counted(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        calls.append((query.shape[2], key.shape[2]))
+        return attention_on_cpu(query, key, *args, **kwargs)
+
+    monkeypatch.setattr(ring_attention, "attention_on_cpu", counted)
+    ring_attention.ring_step(query, key, value, out, sums, None, 1, False, True, None, rank, 4)
+    assert calls == [rows]
 
 
 def test_heads_that_were_exchanged_travel_once() -> None:

@@ -1,10 +1,9 @@
 """Attention to keys and values that come around a ring of ranks: what one rank computes at each step.
 
 Each rank of n holds queries, keys and values of its own chunks r and 2n - 1 - r of the sequence (zigzag). At step i it
-has the keys and values of rank j = r - i (modulo n). Under a causal mask it attends at step 0 causally to its own; at
-every other step to exactly two chunks: the back half of its queries sees the front half of the keys, whoever they
-are of, and, as j comes before r or behind it, the front half of its queries sees the same keys, or the back half of its
-queries the back half of the keys. So all ranks do equal work.
+has the keys and values of rank j = r - i (modulo n). Under a causal mask it attends at step 0 causally to its own. At
+every other step, where j comes before r, all of its queries see the front half of the keys; where j comes behind, the
+back half of its queries sees all keys. Both are one product of equal work, so all ranks do equal work.
 
 Parts are merged by the logarithms of the rows' sums (Liu, Zaharia & Abbeel 2023, Ring Attention with Blockwise
 Transformers), in float32 at least. Rows that see no key have a sum of -inf until the last step, and 0 after it, as in
@@ -84,9 +83,9 @@ def _ring_step(
     if not is_causal:
         _merge(out, sums, *_attend(query, key, value, False, _columns(mask, ranks, source), scale))
     else:
-        for queries, keys in _chunk_pairs(query.shape[2], source < rank):
-            attended = _attend(query[:, :, queries], key[:, :, keys], value[:, :, keys], False, None, scale)
-            _merge(out[:, :, queries], sums[:, :, queries], *attended)
+        queries, keys = _seen(query.shape[2], source < rank)
+        attended = _attend(query[:, :, queries], key[:, :, keys], value[:, :, keys], False, None, scale)
+        _merge(out[:, :, queries], sums[:, :, queries], *attended)
     if is_last:
         sums.masked_fill_(sums == -math.inf, 0.0)
         return out.to(query.dtype), sums if common is None else sums.add_(common.squeeze(-1))
@@ -115,20 +114,24 @@ def _ring_step_backward(
         parts = _attend_backward(grad, query, key, value, out, sums, is_causal, columns, scale)
         own, to_key, to_value = (part.to(wide) for part in parts)
         return (own if to_query is None else to_query + own), to_key, to_value
+    queries, keys = _seen(query.shape[2], source < rank)
+    grads, rows, outs, totals = (x[:, :, queries] for x in (grad, query, out, sums))
+    parts = _attend_backward(grads, rows, key[:, :, keys], value[:, :, keys], outs, totals, False, None, scale)
     total = torch.zeros_like(query, dtype=wide) if to_query is None else to_query.clone()
-    to_key, to_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
-    for queries, keys in _chunk_pairs(query.shape[2], source < rank):
-        grads, rows, outs, totals = (x[:, :, queries] for x in (grad, query, out, sums))
-        parts = _attend_backward(grads, rows, key[:, :, keys], value[:, :, keys], outs, totals, False, None, scale)
-        for whole, chunk, part in zip((total, to_key, to_value), (queries, keys, keys), parts, strict=True):
-            whole[:, :, chunk] += part
+    total[:, :, queries] += parts[0]
+    to_key, to_value = (_in_zeros(part.to(wide), keys, key.shape[2]) for part in parts[1:])
     return total, to_key, to_value
 
 
-def _chunk_pairs(length: int, is_earlier: bool) -> tuple[tuple[slice, slice], tuple[slice, slice]]:
-    """Which halves of the queries see which halves of keys that come from an earlier rank, or a later one."""
-    front, back = slice(0, length // 2), slice(length // 2, length)
-    return (back, front), ((front, front) if is_earlier else (back, back))
+def _seen(length: int, is_earlier: bool) -> tuple[slice, slice]:
+    """Which queries see which of the keys that come from an earlier rank, or a later one."""
+    whole = slice(0, length)
+    return (whole, slice(0, length // 2)) if is_earlier else (slice(length // 2, length), whole)
+
+
+def _in_zeros(part: Tensor, rows: slice, length: int) -> Tensor:
+    """Gradients [batch, heads, sequence, ..] of so many rows, of which ``rows`` have some."""
+    return part if part.shape[2] == length else torch.nn.functional.pad(part, (0, 0, rows.start, length - rows.stop))
 
 
 def _without_common(mask: Tensor, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -59,11 +59,14 @@ def least_period(work: Work) -> Repetend | None:
     so many nodes of branch and bound.
     """
     program = _Program(work)
-    rate, least = program.fastest()
-    if rate is None:
+    fastest, most = program.fastest()
+    if fastest is None:
         return None
-    starts = program.soonest(rate)
-    return None if starts is None else Repetend(program.busiest_s / rate, tuple(starts), program.busiest_s / least)
+    rate = float(fastest[0])
+    soonest = program.soonest(rate)
+    # Where none of that rate is found again, the first is as fast.
+    starts = (fastest if soonest is None else soonest)[1 : 1 + len(work.operations)]
+    return Repetend(program.busiest_s / rate, tuple(map(float, starts)), program.busiest_s / most)
 
 
 @dataclass(frozen=True)
@@ -132,12 +135,12 @@ class _Program:
     def _columns(self) -> int:
         return 1 + len(self.work.operations) + len(self.pairs)
 
-    def fastest(self) -> tuple[float | None, float]:
-        """The highest rate found, and one that none exceeds."""
+    def fastest(self) -> tuple[Floats | None, float]:
+        """The columns of the highest rate found, and a rate that none exceeds."""
         costs = np.zeros(self._columns)
         costs[0] = -1.0
         result = self._solve(costs, self._one_at_a_time)
-        return (None if result.x is None else float(result.x[0])), min(1.0, -float(result.mip_dual_bound or -1.0))
+        return result.x, min(1.0, -float(result.mip_dual_bound or -1.0))
 
     @cached_property
     def _one_at_a_time(self) -> float:
@@ -145,12 +148,12 @@ class _Program:
         travels_s = sum(travel for operation in self.work.operations for _, travel in operation.after)
         return 1.0 / (sum(self.seconds) + travels_s / self.busiest_s)
 
-    def soonest(self, rate: float) -> list[float] | None:
-        """Starts at that rate whose last is earliest."""
+    def soonest(self, rate: float) -> Floats | None:
+        """The columns at that rate whose starts are earliest; None where none is found within the limit."""
         costs = np.zeros(self._columns)
         costs[1 : 1 + len(self.work.operations)] = 1.0
-        result = self._solve(costs, rate * (1 - _SAME))
-        return None if result.x is None else [float(u) for u in result.x[1 : 1 + len(self.work.operations)]]
+        columns: Floats | None = self._solve(costs, rate * (1 - _SAME)).x
+        return columns
 
     def _solve(self, costs: Floats, least_rate: float) -> Any:
         count, integral = len(self.work.operations), np.ones(self._columns)

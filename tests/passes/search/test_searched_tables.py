@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from benchmarks.search.tessel_shapes import SHAPES, gain
 from cost_models.schedule_time import simulate_schedule
 from galvatron_fx.ir.errors import InputError, PlanError
 from galvatron_fx.ir.plan.pipelining import BY_HAND
@@ -83,6 +84,14 @@ def test_periods() -> None:
     assert least_period(equal_stages(3, 1.0).work(False)).period_s == pytest.approx(9.0, rel=1e-3)  # type: ignore[union-attr]
 
 
+def test_a_period_without_earlier_starts_keeps_those_it_was_found_with() -> None:
+    """Tessel's chain between two blocks on all ranks: at the rate found, no starts are found again within the limit."""
+    work = SHAPES["NN"].work
+    pattern = least_period(work)
+    assert pattern is not None and pattern.least_s == pytest.approx(8.0) and pattern.period_s < 11.0
+    assert work.fits(pattern.orders(work, 9))
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_patterns_keep_to_memory_and_to_their_period(seed: int) -> None:
     """The longer the batch, the closer the mean time of a micro-batch is to the period; nothing is left half done."""
@@ -99,6 +108,13 @@ def test_patterns_keep_to_memory_and_to_their_period(seed: int) -> None:
         assert work.fits(long)
         assert (step_s(work, long) - step_s(work, short)) / 20 <= pattern.period_s * (1 + 1e-3)
         assert pattern.period_s >= max(work.loads_s) * (1 - 1e-6)
+
+
+def test_orders_of_tessel() -> None:
+    """1F1B is the best order of a chain; with a block on all ranks in front, 1F1B+ waits for a quarter of its time."""
+    chain, shared = (gain(SHAPES[name], 16) for name in ("V", "M"))
+    assert chain.baseline_s == chain.step_s == 76.0 and chain.baseline_period_s == 4.0
+    assert (shared.baseline_period_s, shared.period_s) == (8.0, pytest.approx(6.0))
 
 
 def test_rules_get_no_rank_stuck() -> None:
