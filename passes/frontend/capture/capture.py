@@ -271,7 +271,7 @@ def _tell_of_read_inputs(reads: InputReads) -> None:
             f"forward turns values of {quoted(list(reads.values))} into Python numbers at "
             f"{', '.join(list(reads.lines)[:3])}: the program is for these values, those of the example inputs, and "
             f"each call is refused in which they are others. Batches of one size (images resized or padded alike) have "
-            f"the same",
+            f"the same; where each batch has others, let forward compute with tensors (torch.where, masks) instead",
             stacklevel=2,
         )
 
