@@ -160,7 +160,10 @@ def warn_untrained_ranks(plan: Plan, graph: fx.GraphModule) -> None:
     """Tell of pipeline ranks whose parameters are all frozen: torch's optimizers refuse an empty list there."""
     if plan.pipelining.num_stages == 1 or signature(graph).forward_only:
         return
-    cuts, schedule = plan.pipelining.cuts(num_blocks(graph)), plan.pipelining.table(plan.num_pipeline_ranks)
+    try:
+        cuts, schedule = plan.pipelining.cuts(num_blocks(graph)), plan.pipelining.table(plan.num_pipeline_ranks)
+    except PlanError:  # lowering refuses it, after ranks have compared their plans
+        return
     held: dict[int, list[bool]] = {}
     for port, node in ports(graph):
         if port.kind == "param":
