@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Collection, Mapping
-from reprlib import repr
 from typing import Any
 
 from galvatron_fx.ir.errors import InputError
@@ -28,9 +28,10 @@ def require_decided(decided: Mapping[str, Any], inputs: FlatInputs, own_rows: Co
             )
         values = tensor.tolist()
         if values != decided[name]:
+            given, traced = reprlib.repr(values), reprlib.repr(decided[name])
             raise InputError(
-                f"input '{name}' is {repr(values)}, and forward turned its values into Python numbers when it was "
-                f"compiled, which were {repr(decided[name])}: give batches of the same sizes (images resized or padded "
-                f"alike), let forward compute with tensors (torch.where, masks) in place of numbers, or compile again "
-                f"with these as example inputs"
+                f"input '{name}' is {given}, and forward turned its values into Python numbers when it was compiled, "
+                f"which were {traced}: give batches of the same sizes (images resized or padded alike), let forward "
+                f"compute with tensors (torch.where, masks) in place of numbers, or compile again with these as "
+                f"example inputs"
             )

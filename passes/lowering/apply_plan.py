@@ -157,25 +157,24 @@ def warn_uneven_vocabulary(plan: Plan, graph: fx.GraphModule) -> None:
 
 
 def warn_untrained_ranks(plan: Plan, graph: fx.GraphModule) -> None:
-    """Tell of pipeline ranks whose parameters are all frozen: torch's optimizers refuse an empty list there."""
+    """Tell of pipeline ranks without a parameter that trains: torch's optimizers refuse an empty list there."""
     if plan.pipelining.num_stages == 1 or signature(graph).forward_only:
         return
     try:
         cuts, schedule = plan.pipelining.cuts(num_blocks(graph)), plan.pipelining.table(plan.num_pipeline_ranks)
     except PlanError:  # lowering refuses it, after ranks have compared their plans
         return
-    held: dict[int, list[bool]] = {}
+    train: set[int] = set()
     for port, node in ports(graph):
-        if port.kind == "param":
-            blocks = [meta_of(user).block for user in node.users if user.op == "call_function"]
-            for rank in {rank for block in blocks for rank in schedule.ranks_of(bisect(cuts, block) - 1)}:
-                held.setdefault(rank, []).append(port.requires_grad)
-    frozen = sorted(rank for rank, trains in held.items() if not any(trains))
-    if frozen:
+        if port.kind == "param" and port.requires_grad:
+            blocks = {max(meta_of(user).block, 0) for user in node.users if user.op == "call_function"}
+            train.update(rank for block in blocks for rank in schedule.ranks_of(bisect(cuts, block) - 1))
+    idle = sorted(set(range(schedule.num_ranks)) - train)
+    if train and idle:
         warnings.warn(
-            f"all parameters of pipeline rank {', '.join(map(str, frozen))} are frozen: an optimizer that is given "
-            f"those that train finds none there, and torch refuses an empty list. Give it all of model.parameters() "
-            f"(those without gradients stay as they are), or let stages begin at other blocks",
+            f"no parameter of pipeline rank {', '.join(map(str, idle))} trains: an optimizer that is given those that "
+            f"do finds none there, and torch refuses an empty list. Give it all of model.parameters() (frozen ones "
+            f"stay as they are), or let stages begin at other blocks, where a rank has no parameter at all",
             stacklevel=4,
         )
 

@@ -42,6 +42,7 @@ class Images(nn.Module):
 READS: dict[str, Callable[[Tensor], list[int]]] = {
     "list": lambda sizes: sizes.prod(-1).tolist(),
     "rows": lambda sizes: [int(height) * int(width) for height, width in sizes],
+    "none": lambda sizes: [*sizes.prod(-1).tolist(), *sizes.repeat_interleave(sizes[:, 0] // 9, 0)[:, 0].tolist()],
     "steps": lambda sizes: (torch.cumsum(sizes.prod(-1), 0).diff(prepend=torch.zeros(1, dtype=torch.long))).tolist(),
 }
 

@@ -204,7 +204,12 @@ class KnownReads(TorchFunctionMode):
     @staticmethod
     def _constants(result: Any) -> Any:
         """Tensors of values that are known, as constants of the trace."""
-        return pytree.tree_map_only(Tensor, lambda real: torch.tensor(real.tolist(), dtype=real.dtype), result)
+
+        def constant(real: Tensor) -> Tensor:
+            full = real.numel() > 0  # else a list says nothing of all dims
+            return torch.tensor(real.tolist(), dtype=real.dtype) if full else torch.zeros(real.shape, dtype=real.dtype)
+
+        return pytree.tree_map_only(Tensor, constant, result)
 
     def _real(self, given: Any) -> Any:
         return pytree.tree_map_only(Tensor, self._value, given)
