@@ -10,6 +10,7 @@ from math import gcd, inf, prod
 
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.errors import ClusterError, PlanError
+from galvatron_fx.ir.graph.symbols import ONE_BATCH
 from galvatron_fx.ir.plan.pipelining import ENDS, SPREAD_ENDS
 from galvatron_fx.ir.plan.schedule import FORWARD_ONLY_SCHEDULE, SCHEDULES, SEARCH, legal
 from galvatron_fx.ir.plan.strategy import PIPELINE
@@ -84,7 +85,8 @@ class Configurations:
 
     ``has_loss``: whether the graph trains; what has no loss is cut into stages and micro-batches by pins alone, unless
     it is ``forward_only``, where any is; ``coarse``: fewer schedules and numbers of micro-batches, for surveys;
-    ``with_weights``: how many of the blocks use parameters (None: all), of which every pipeline rank needs one.
+    ``with_weights``: how many of the blocks use parameters (None: all), of which every pipeline rank needs one;
+    ``varies``: whether there may be another number of samples than the example's.
     """
 
     cluster: Cluster
@@ -96,6 +98,7 @@ class Configurations:
     coarse: bool = False
     forward_only: bool = False
     with_weights: int | None = None
+    varies: bool = True
 
     def ladders(self) -> list[Ladder]:
         """Return them by pipeline axes. Raises PlanError, with the remedy, for pins that leave none."""
@@ -217,6 +220,8 @@ class Configurations:
         if pins.schedule is not None and pins.schedule not in (*SCHEDULES, SEARCH):
             raise PlanError(f"unknown schedule {pins.schedule!r}: use one of {', '.join((*SCHEDULES, SEARCH))}")
         count = pins.num_microbatches
+        if not self.varies and count not in (None, 1):
+            raise PlanError(ONE_BATCH)
         if count is not None and self.batch % count:
             divisors = _divisors(self.batch)
             near = [d for d in divisors if d < count][-1:] + [d for d in divisors if d > count][:1]

@@ -101,6 +101,7 @@ class OpenConfigurations:
             self.coarse,
             ports.forward_only,
             sum(pricer.has_weights),
+            pricer.graph.meta.get("symbols") is not None,
         )
         ladders = configurations.ladders()
         self._ladders = {ladder.pipeline_axes: ladder for ladder in ladders}

@@ -63,6 +63,7 @@ READS: dict[str, Callable[[Any], Any]] = {
     "parts": lambda m: max(m.sizes.unbind()) * 1.0,
     "equal": lambda m: 2.0 if torch.equal(m.sizes, m.sizes.clone()) and (m.sizes > 1).all() else 1.0,
     "range": lambda m: sum(range(m.sizes[1])),
+    "sizes": lambda m: nn.functional.pad(m.average.detach(), (m.sizes[0], -m.sizes[0] // 1)).square(),
 }
 
 

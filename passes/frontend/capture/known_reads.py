@@ -118,7 +118,9 @@ class KnownReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         sources = self._sources((args, kwargs))
-        if sources is None or (not sources and func not in _MAKERS):
+        if sources is None:
+            return self._with_numbers(func, args, kwargs)
+        if not sources and func not in _MAKERS:
             return func(*args, **kwargs)
         try:
             result = func(*args, **kwargs)
@@ -136,6 +138,26 @@ class KnownReads(TorchFunctionMode):
                 self._note(part, names, (_item(func, at), args, kwargs))
         self._note(result, names, (func, args, kwargs))
         return result
+
+    def _with_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call with unknown tensors, too: where known ones are its sizes (``pad(x, (0, n))``), with their values."""
+        try:
+            return func(*args, **kwargs)
+        except DataDependentOutputException as error:
+            failure = error
+        read = []
+
+        def number(tensor: Tensor) -> Any:
+            sources = self._sources(tensor) if tensor.dim() == 0 else None
+            if not sources:
+                return tensor
+            read.append(self._read(Tensor.item, (tensor,), {}, sources, failure))
+            return read[-1]
+
+        numbers, named = pytree.tree_map_only(Tensor, number, (args, kwargs))
+        if not read:
+            raise failure
+        return func(*numbers, **named)
 
     def _note(self, result: Any, names: tuple[str, ...], made_by: tuple[Any, Any, Any]) -> None:
         if isinstance(result, Tensor) and id(result) not in self._known:

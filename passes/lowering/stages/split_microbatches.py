@@ -26,7 +26,7 @@ from galvatron_fx.ir.graph.metadata import (
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement
 from galvatron_fx.ir.graph.rewrite import copied, copy_node, eliminate_dead_code
-from galvatron_fx.ir.graph.symbols import BATCH
+from galvatron_fx.ir.graph.symbols import BATCH, ONE_BATCH
 from galvatron_fx.ir.kernels.experts import route
 from galvatron_fx.ir.plan.plan import prime_factors
 from galvatron_fx.ir.torch_compat.graphs import graph_module
@@ -120,10 +120,12 @@ class SplitMicrobatches:
         if count == 1:
             return _one_microbatch(graph)
         sizes = graph.meta.get("symbols")
-        if sizes is None or sizes.batch % count:
-            batch = sizes.batch if sizes else "unknown size"
+        if sizes is None:
+            raise PlanError(ONE_BATCH)
+        if sizes.batch % count:
             raise PlanError(
-                f"{count} micro-batches do not divide a batch of {batch}: use a divisor of the batch, or another batch"
+                f"{count} micro-batches do not divide a batch of {sizes.batch}: use a divisor of the batch, or another "
+                f"batch"
             )
         _require_losses(graph, count)
         _refuse_caches(graph, count)

@@ -20,6 +20,7 @@ from galvatron_fx.ir.arrays import Bools, Floats, Ints
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.errors import PlanError
 from galvatron_fx.ir.graph.metadata import meta_of, signature
+from galvatron_fx.ir.graph.symbols import ONE_BATCH
 from galvatron_fx.ir.plan.strategy import PIPELINE, Boundary, Strategy, batch_ranks, batch_share, boundary
 from passes.analysis.blocks import fingerprints
 from passes.analysis.kept_sets import MOST_SETS, KeptSet
@@ -368,6 +369,8 @@ class Pricer:
         num_values: Sequence[int],
     ) -> CostTable:
         if not usable:
+            if self.graph.meta.get("symbols") is None:
+                raise PlanError(ONE_BATCH)
             raise PlanError(
                 f"a batch of {self.batch} in {request.num_microbatches} micro-batches gives some ranks no sample"
             )

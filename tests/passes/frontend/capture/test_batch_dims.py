@@ -13,10 +13,11 @@ from torch import Tensor, fx, nn
 
 import galvatron_fx
 from galvatron_fx import Plan
-from galvatron_fx.errors import InputError
+from galvatron_fx.errors import InputError, PlanError
 from galvatron_fx.ir.graph.metadata import Dim, meta_of, ports
 from galvatron_fx.ir.graph.symbols import BATCH, SEQUENCE
 from passes.frontend.pipeline import Frontend
+from tests.ir.cluster.test_cluster import described
 
 b, s = BATCH, SEQUENCE
 LENGTH, STEPS, SAMPLES, WIDTH = 6, 3, 4, 8
@@ -46,6 +47,17 @@ class Recurrent(nn.Module):
         for step in x:
             state = self.cell(step, state)
         return F.cross_entropy(self.head(state), labels)
+
+
+class OneByOne(nn.Module):
+    """A loop over samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.layer(sample).tanh() for sample in x]).square().mean()
 
 
 class Neighbours(nn.Module):
@@ -139,3 +151,9 @@ def test_samples_that_attend_to_each_other_are_told_of() -> None:
 def test_dims_that_are_none_are_refused(batch_dim: Any, said: str) -> None:
     with pytest.raises(InputError, match=re.escape(said)):
         galvatron_fx.capture(*CASES["attention"][:2], batch_dim=batch_dim)
+
+
+@pytest.mark.parametrize("options", [{"roles": ("zero",)}, {"num_microbatches": 2}])
+def test_samples_one_by_one_are_not_split(options: Any) -> None:
+    with pytest.raises(PlanError, match=r"no other number of them .*loops over samples"):
+        galvatron_fx.plan(OneByOne(), described((2,)), (torch.randn(SAMPLES, WIDTH),), **options)
