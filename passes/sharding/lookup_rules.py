@@ -20,6 +20,12 @@ def _gather(call: OpCall, degree: int) -> list[OpRule]:
     return [*torch_rules(call, degree), OpRule((PARTIAL,), (PARTIAL, REPLICATE))]
 
 
+@register_rule(aten.scatter.src)
+def _written(call: OpCall, degree: int) -> list[OpRule]:
+    """target, (dim), places, values: as torch says; of the terms of sums each by itself."""
+    return [*torch_rules(call, degree), OpRule((PARTIAL,), (PARTIAL, REPLICATE, PARTIAL))]
+
+
 @register_rule(aten.index_add.default)
 def _index_add(call: OpCall, degree: int) -> list[OpRule]:
     """target, (dim), places [n], values: split the other dims, or add up at one's own places; linear."""

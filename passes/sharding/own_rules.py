@@ -117,6 +117,12 @@ def _fill(call: OpCall, degree: int) -> list[OpRule]:
     return [*rules, OpRule((REPLICATE,), (PARTIAL,)), *_zero_terms(call)]
 
 
+@register_rule(aten.new_zeros.default)
+def _new_zeros(call: OpCall, degree: int) -> list[OpRule]:
+    """As torch says; and zeros are terms of a sum as well."""
+    return [*torch_rules(call, degree), *(OpRule((PARTIAL,), (source,)) for source in (REPLICATE, PARTIAL))]
+
+
 @register_rule(aten.tril.default, aten.triu.default)
 def _triangle(call: OpCall, degree: int) -> list[OpRule]:
     """[..., rows, columns]: split what comes before the matrices; of a sum, each term has its triangle."""
@@ -174,9 +180,11 @@ def _where(call: OpCall, degree: int) -> list[OpRule]:
 
 @register_rule(aten.polar.default, aten.complex.default)
 def _complex(call: OpCall, degree: int) -> list[OpRule]:
-    """Two tensors, element by element."""
-    same = call.inputs[0].shape == call.inputs[1].shape
-    return [OpRule((Shard(dim),), (Shard(dim),) * 2) for dim in range(len(call.output.shape))] if same else []
+    """Two tensors, element by element; parts of a complex number, unlike its length and angle, may be terms."""
+    if call.inputs[0].shape != call.inputs[1].shape:
+        return []
+    terms = [OpRule((PARTIAL,), (PARTIAL,) * 2)] if call.target is aten.complex.default else []
+    return [*terms, *(OpRule((Shard(dim),), (Shard(dim),) * 2) for dim in range(len(call.output.shape)))]
 
 
 @register_rule(operator.getitem)

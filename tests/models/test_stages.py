@@ -203,7 +203,9 @@ class Positioned(nn.Module):
         places = torch.arange(8.0, dtype=x.dtype).view(4, 2)
         hidden = self.norm(nn.functional.silu(self.first(places))).tanh().relu()
         hidden = nn.functional.hardsigmoid(self.last(nn.functional.gelu(hidden).T.unsqueeze(0)))
-        return (x + hidden.squeeze(0).T.softmax(-1).sigmoid()).square().mean()
+        shared = hidden.squeeze(0).T.softmax(-1).sigmoid()
+        waves = torch.fft.ifft2(shared.to(torch.complex128)).real
+        return (x + shared + shared.topk(8).values + waves).square().mean()
 
 
 def test_what_samples_share_is_no_coupling() -> None:

@@ -38,9 +38,12 @@ _UNTRACEABLE = {
         "makes a nested tensor, whose rows are as long as values say",
         "pad all rows to one length, and leave out what is too long by a mask",
     ),
-    "Sparse CSR": (
-        "uses a sparse tensor, which a trace cannot follow",
-        "keep a dense one, or its entries, and add them up by index_add",
+    **dict.fromkeys(
+        ("Sparse CSR", "SparseCoo"),
+        (
+            "uses a sparse tensor, which a trace cannot follow",
+            "keep a dense one, or its entries, and add them up by index_add",
+        ),
     ),
     "unsupported format string": (
         "prints the value of a tensor",

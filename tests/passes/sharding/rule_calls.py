@@ -307,6 +307,8 @@ CALLS: list[Call] = [
     (aten.eye.default, (8,), {"dtype": f64}),
     (aten.full_like.default, (real(4, 8), 2.5), {}),
     (aten.zeros_like.default, (real(4, 8),), {}),
+    (aten.new_zeros.default, (real(4, 8), [8, 4]), {}),
+    (aten.scatter.src, (real(4, 8), 1, In(torch.arange(4).expand(4, 4).contiguous()), real(4, 4)), {}),
     (aten.ones_like.default, (real(4, 8),), {}),
     (aten.tril.default, (real(4, 8, 8),), {}),
     (aten.triu.default, (real(4, 4, 8, 8), 1), {}),
@@ -415,7 +417,6 @@ TORCH_CALLS: list[Call] = [
     (aten.index.Tensor, (real(4, 8), [None, whole(8, 4)]), {}),
     (aten.index_put.default, (real(4, 8), [whole(2, 4, 8, boolean=True)], real()), {}),
     (aten.index_select.default, (real(4, 8), 0, whole(4, 4)), {}),
-    (aten.scatter.src, (real(4, 8), 1, In(torch.arange(4).expand(4, 4).contiguous()), real(4, 4)), {}),
     *(
         (backward.default, (real(4, 4, 4, 4), [4, 4], [4, 4, 2, 2], *more), {})
         for backward, more in (
