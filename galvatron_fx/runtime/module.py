@@ -343,7 +343,7 @@ class DistributedGraphModule(WithExperts):
         decided_by = self._programs[key].signature.decided_by
         if decided_by:
             self._deciding.require_kept(decided_by, dict(self.named_buffers(remove_duplicate=False)))
-        require_decided(self._programs[key].signature.decided_inputs, flat, row_positions)
+        require_decided(self._programs[key].signature.decisions, flat, row_positions)
         return self._programs[key], flat, row_positions
 
     def _compare(self, key: Any, given: FlatInputs, row_positions: Collection[int]) -> None:

@@ -15,6 +15,7 @@ from galvatron_fx.ir.graph.op_call import input_nodes
 aten = torch.ops.aten
 
 MOST_ELEMENTS = 2**25
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
 @dataclass
@@ -82,7 +83,9 @@ class Constants:
         args, kwargs = fx.map_arg(
             (node.args, node.kwargs), lambda source: _compact(values[source]) if pointwise else values[source]
         )
-        result: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
+        # What repeats has other strides than in the trace.
+        target: Any = aten.reshape.default if node.target in _VIEWS else node.target
+        result: Tensor = target(*args, **kwargs)
         return result
 
 

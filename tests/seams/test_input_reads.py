@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import galvatron_fx
 from galvatron_fx import Plan
 from galvatron_fx.errors import CaptureError, GalvatronError, InputError
+from galvatron_fx.ir.graph.decisions import Computation, Decision, Given, Step
 from galvatron_fx.runtime.decided_inputs import require_decided
 from passes.frontend.capture.flat_inputs import FlatInputs
 from tests.ir.cluster.test_cluster import described
@@ -80,10 +81,12 @@ def test_micro_batches_are_refused() -> None:
 def test_other_sizes_are_refused(mesh: DeviceMesh) -> None:
     compiled = galvatron_fx.compile(model(), mesh, inputs(), plan=Plan.uniform((1,), ("data",)))
     compiled.forward_backward(**inputs())
-    other = ((2, 1), (2, 2), (1, 3), (3, 1))  # as many patches
-    with pytest.raises(InputError, match=r"input 'sizes' is \[\[2, 1\].*which were \[\[1, 2\].*compile again"):
+    turned = inputs(((2, 1), (2, 2), (1, 3), (3, 1)))  # of which forward makes the same numbers
+    torch.testing.assert_close(compiled.forward_backward(**turned), model()(**turned), rtol=1e-10, atol=0)
+    other = ((2, 2), (2, 1), (1, 3), (3, 1))  # as many patches
+    with pytest.raises(InputError, match=r"by input 'sizes' .* in <lambda>.*is \[4, 2,.*was \[2, 4,.*compile again"):
         compiled.forward_backward(**inputs(other))
-    with pytest.raises(InputError, match="input 'sizes'"), torch.no_grad():
+    with pytest.raises(InputError, match="by input 'sizes'"), torch.no_grad():
         compiled(**inputs(other))
     larger = inputs(((2, 2), (2, 2), (3, 1), (1, 3)))
     loss = compiled.forward_backward(**larger)  # of other shapes: another program
@@ -92,9 +95,10 @@ def test_other_sizes_are_refused(mesh: DeviceMesh) -> None:
 
 def test_own_rows_are_refused() -> None:
     flat = FlatInputs.of(inputs())
-    position = flat.input_names.index("sizes")
+    decision = Decision(Computation((Step(Tensor.sum, (Given("sizes"),), {}),)), 15, "number", "line 1")
+    require_decided([decision], flat, [])
     with pytest.raises(InputError, match="takes those of all rows: pass the global batch"):
-        require_decided({"sizes": inputs()["sizes"].tolist()}, flat, [position])
+        require_decided([decision], flat, [flat.input_names.index("sizes")])
 
 
 class Lengths(nn.Module):
@@ -108,13 +112,32 @@ class Lengths(nn.Module):
         return self.layer(x).square().mean() * self.of(ids)
 
 
+def written(ids: Tensor) -> float:
+    """What is read was written in place, through a view, and beside what was read before."""
+    mask, table = ids > 1, torch.zeros(4, dtype=torch.long)
+    table[1] = 3
+    row = mask[0]
+    row |= ~mask.any()
+    copy = ids.clone()
+    copy[1:] += table[1:]
+    return float(mask.sum() + copy.add_(2).sum() + ids.sum())
+
+
+def test_values_that_were_written_are_numbers() -> None:
+    ids = torch.ones(4, dtype=torch.long)
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
+    assert written(ids) == 20
+    report = galvatron_fx.check(Lengths(written), 2, (x, ids), Plan.uniform((2,), ("data",)))
+    report.raise_if_different()
+
+
 @pytest.mark.parametrize(
     "of, ids",
     [
         (lambda ids: ids.float().add(torch.rand(1)).sum().item(), torch.ones(4, dtype=torch.long)),  # random
-        (lambda ids: float(ids.add_(1).sum()), torch.ones(4, dtype=torch.long)),  # written before
-        (lambda ids: float(ids.sum()), torch.ones(4)),  # no integers
-        (lambda ids: float(ids.sum()), torch.ones(4, 500, dtype=torch.long)),  # too many
+        (lambda ids: float(ids.sum()), torch.ones(4)),  # another one in every batch
+        (lambda ids: float(ids.mul_(torch.rand(4)).sum()), torch.ones(4)),  # written by what is drawn
+        (lambda ids: float(sum(ids.flatten().tolist())), torch.ones(4, 500, dtype=torch.long)),  # too many
         (lambda ids: float(ids.sum()), torch.ones(4, dtype=torch.long, device="meta")),
     ],
 )

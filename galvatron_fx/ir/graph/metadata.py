@@ -11,6 +11,7 @@ import sympy
 import torch
 from torch import fx
 
+from galvatron_fx.ir.graph.decisions import Decision
 from galvatron_fx.ir.graph.placement import ValuePlacement
 
 _KEY = "galvatron"
@@ -253,8 +254,8 @@ class Signature:
     ``forward_only``: whether the graph was captured to be run without backward: nothing in it needs gradients;
     ``arguments``: what a call leaves of its arguments where it puts something else into them
     (:class:`passes.frontend.capture.held_objects.ArgumentsLeft`), else None; ``decided_by``: buffers by whose values
-    forward decided, as lists of numbers, by name: no step changes them, and nobody else may; ``decided_inputs``: the
-    same of inputs, which have these values in every call.
+    forward decided, as lists of numbers, by name: no step changes them, and nobody else may; ``decisions``:
+    what forward decided by values of inputs, as every call has to.
     """
 
     inputs: tuple[InputSpec, ...]
@@ -272,7 +273,7 @@ class Signature:
     forward_only: bool = False
     arguments: Any = None
     decided_by: Mapping[str, Any] = field(default_factory=dict)
-    decided_inputs: Mapping[str, Any] = field(default_factory=dict)
+    decisions: tuple[Decision, ...] = ()
 
     @property
     def beside_loss(self) -> frozenset[int]:

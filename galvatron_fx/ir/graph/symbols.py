@@ -32,8 +32,9 @@ _MONOMIALS = ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2), (2, 0))
 _OFFSETS = (0, 1, -1)
 ONE_BATCH = (
     "the model could be traced with as many samples as the example inputs have, and with no other number of them (it "
-    "loops over samples, or has their number as a constant), so they are not split: compute on all samples at once, "
-    "name their dim by batch_dim= where it is not the first, or use one micro-batch and roles tensor and sequence"
+    "loops over samples, has their number as a constant, or decides by values of inputs), so they are not split: "
+    "compute on all samples at once, name their dim by batch_dim= where it is not the first, or use one micro-batch "
+    "and roles tensor and sequence"
 )
 """Why a program whose batch has no symbol has no plans that split it, and what to do."""
 

@@ -25,8 +25,9 @@ from passes.frontend.capture.effect_tokens import drop_tokens
 from passes.frontend.capture.fake_model import FlatModel, fake_weights, module_names, passing_through
 from passes.frontend.capture.find_repeats import Repeat, find_repeats
 from passes.frontend.capture.flat_inputs import ExampleInputs, FlatInputs
+from passes.frontend.capture.input_reads import InputReads
 from passes.frontend.capture.join_pieces import join_pieces
-from passes.frontend.capture.known_reads import InputReads, refuse_changed_reads
+from passes.frontend.capture.known_reads import refuse_changed_reads
 from passes.frontend.capture.missing_gradients import check_gradients
 from passes.frontend.capture.module_state import as_buffers, quoted, refuse_new_weights
 from passes.frontend.capture.record_graph import merge_tied, record_graph
@@ -94,7 +95,7 @@ class Capture:
             return self._run(model, inputs)
 
     def _run(self, model: nn.Module, inputs: FlatInputs) -> Trace:
-        """Trace, and where that fails as forward asks for values of small integer inputs, with these values."""
+        """Trace, and where that fails as forward asks for values of inputs, with those of the example."""
         reads = InputReads()
         first: GalvatronError | None = None
         while True:
@@ -266,14 +267,20 @@ def _tell_of_finite_values(flat: FlatModel) -> None:
 
 
 def _tell_of_read_inputs(reads: InputReads) -> None:
-    if reads.values:
-        warnings.warn(
-            f"forward turns values of {quoted(list(reads.values))} into Python numbers at "
-            f"{', '.join(list(reads.lines)[:3])}: the program is for these values, those of the example inputs, and "
-            f"each call is refused in which they are others. Batches of one size (images resized or padded alike) have "
-            f"the same; where each batch has others, let forward compute with tensors (torch.where, masks) instead",
-            stacklevel=2,
-        )
+    for kind, does, instead in (
+        ("number", "turns values of {} into Python numbers", "let forward compute with tensors (torch.where, masks)"),
+        ("rows", "takes as many rows as a mask of {} chooses", "keep all rows and leave some out of the loss"),
+    ):
+        decisions = [decision for decision in reads.decisions if decision.kind == kind]
+        if decisions:
+            names = sorted(frozenset[str]().union(*(decision.computation.inputs for decision in decisions)))
+            lines = dict.fromkeys(decision.line for decision in decisions)
+            warnings.warn(
+                f"forward {does.format(quoted(names))} at {', '.join(list(lines)[:3])}: the program is for those of "
+                f"the example inputs, and each call is refused in which they are others. Batches that are made alike "
+                f"(resized, padded, as many rows of each sample) have the same; where each batch has others, {instead}",
+                stacklevel=2,
+            )
 
 
 def _check_views(flat: FlatModel, graph: fx.GraphModule) -> None:

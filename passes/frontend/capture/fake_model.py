@@ -22,10 +22,12 @@ from galvatron_fx.ir.torch_compat.tracing import (
 )
 from passes.frontend.capture.aliases import Aliases, View
 from passes.frontend.capture.attribute_writes import AttributeWrites
+from passes.frontend.capture.counted_rows import CountedRows
 from passes.frontend.capture.flat_inputs import FlatInputs, flatten
 from passes.frontend.capture.flat_outputs import FlatOutputs, flat_outputs
 from passes.frontend.capture.held_objects import Arguments, ArgumentsLeft
-from passes.frontend.capture.known_reads import InputReads, KnownReads
+from passes.frontend.capture.input_reads import InputReads
+from passes.frontend.capture.known_reads import KnownReads
 from passes.frontend.capture.module_state import Change, ModuleState
 from passes.frontend.capture.outside_state import OutsideState
 from passes.frontend.capture.raw_contents import copied_containers
@@ -38,6 +40,7 @@ from passes.frontend.expert_loops.picked import OPERATOR
 from passes.frontend.finite_values import FiniteValues
 from passes.frontend.masked_rows.mode import MaskedRows, counted_lengths
 from passes.frontend.masked_rows.selection import RowsUnknown
+from passes.frontend.masked_writes import MaskedWrites
 from passes.frontend.routed_experts import routed_experts
 from passes.frontend.value_checks import ValueChecks
 
@@ -142,7 +145,9 @@ class FlatModel(nn.Module):
         given = [_cast(tensor, self._inputs_as) for tensor in tensors]
         pairs = zip(self.inputs.input_names, tensors, given, strict=True)
         self._copies = [(name, copy, copy._version) for name, tensor, copy in pairs if copy is not tensor]
-        for name, tensor, example in zip(self.inputs.input_names, given, self.inputs.tensors, strict=True):
+        examples = self.inputs.tensors
+        self.input_reads.start(all(t.shape == e.shape for t, e in zip(given, examples, strict=True)))
+        for name, tensor, example in zip(self.inputs.input_names, given, examples, strict=True):
             self._known.add_input(name, tensor, example)
         args, kwargs = copied_containers(self.inputs.call(given), _on_cpu)
         names = {id(tensor): name for tensor, name in zip(given, self.inputs.input_names, strict=True)}
@@ -150,7 +155,7 @@ class FlatModel(nn.Module):
 
     def _returned(self, arguments: Arguments) -> Any:
         args, kwargs = arguments.value
-        with routed_experts(), self._rows_of_masks(), self._checks.kept(), self.finite.assumed():
+        with routed_experts(), MaskedWrites(), self._rows_of_masks(), self._checks.kept(), self.finite.assumed():
             returned = self.module(*args, **kwargs)
             for leaf in flatten(returned)[0]:
                 if isinstance(leaf, (RowTensor, RowCount)):
@@ -187,15 +192,24 @@ class FlatModel(nn.Module):
                     raise
                 raise MasksNeeded(PickedRows(OPERATOR, loops.asked_at)) from error
             return
-        with counted_lengths(), MaskedRows() as masked:
+        with counted_lengths(), MaskedRows() as masked, CountedRows(self._known, self.input_reads):
             try:
                 yield
             except (RowsUnknown, TypeError) as error:
                 if isinstance(error, TypeError) and RowCount.__name__ not in str(error):
                     raise
+                self._ask_for_counts(masked, error)
                 why = f"gives a number of rows to what takes none: {error}" if isinstance(error, TypeError) else error
                 raise explained(self.masked_because, self.module, f"; with all rows kept, it {why}") from None
         self.masked_lines |= masked.lines
+
+    def _ask_for_counts(self, masked: MaskedRows, error: Exception) -> None:
+        """Note at which lines it helps to know how many rows a mask chooses, where inputs say so."""
+        choice = error.choice if isinstance(error, RowsUnknown) else None
+        with torch._C.DisableTorchFunction():  # the modes of this trace have failed
+            for selection in (choice,) if choice is not None else masked.selections:
+                if self._known.knows_mask(selection.source):
+                    self.input_reads.uncounted[selection.line] = None
 
     def fake_arguments(self, shapes: Sequence[tuple[int, ...]], mode: FakeTensorMode) -> list[torch.Tensor]:
         """Inputs of the given shapes without memory."""

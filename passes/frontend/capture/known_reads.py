@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from galvatron_fx.ir.errors import CaptureError
+from galvatron_fx.ir.graph.decisions import Computation, Decision, Given, Made, Step, plain
 from galvatron_fx.ir.graph.metadata import output_ports
 from galvatron_fx.ir.torch_compat.tensors import pytree
 from galvatron_fx.ir.torch_compat.tracing import (
@@ -21,70 +21,56 @@ from galvatron_fx.ir.torch_compat.tracing import (
     no_modes,
 )
 from galvatron_fx.ir.traced_values import traced_value
+from passes.frontend.capture.input_reads import InputReads, at_sizes, has_values
 from passes.frontend.capture.trace_errors import calling_frame, described_frame
+from passes.frontend.chosen_rows.functions import base_name, is_in_place
 from passes.frontend.replaced_functions import replaced
 
-__all__ = ["InputReads", "KnownReads", "refuse_changed_reads"]
+__all__ = ["KnownReads", "refuse_changed_reads"]
 
-_MOST_ELEMENTS = 4096  # of a buffer whose values are remembered
-_MOST_OF_INPUT = 1024  # of an input: sizes of images and the like, and hardly a batch of token ids
+_MOST_OF_BUFFER = 4096  # elements, whose values are remembered
+_MOST_ELEMENTS = 2**16  # of a tensor that is as long as values of inputs say
+_MOST_NUMBERS = 1024  # that are read of inputs: sizes of images and the like, and hardly a batch of token ids
+_READS = ("bool", "complex", "contains", "equal", "float", "format", "index", "int", "item", "tolist")
 _MAKERS = (torch.arange, torch.eye, torch.full, torch.linspace, torch.ones, torch.tensor, torch.zeros)
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-
-class InputReads:
-    """Integer inputs by whose values forward decides; ``allowed``: names of those of which it may.
-
-    ``values``: of those that it read, as lists of numbers; ``lines``: where it did; ``refused``: names of inputs whose
-    values it asked for and may not have.
-    """
-
-    def __init__(self) -> None:
-        self.allowed: frozenset[str] = frozenset()
-        self.values: dict[str, Any] = {}
-        self.lines: dict[str, None] = {}
-        self.refused: dict[str, None] = {}
-
-    def allow_refused(self) -> bool:
-        """Allow what was refused; False where that is nothing new."""
-        new = self.refused.keys() - self.allowed
-        self.allowed |= new
-        self.values.clear()
-        self.lines.clear()
-        self.refused.clear()
-        return bool(new)
-
-    @staticmethod
-    def may_read(given: Tensor) -> bool:
-        """Whether an example input is one of which forward may be traced by its values."""
-        has_values = given.device.type != "meta" and not isinstance(given, DTensor)
-        return given.dtype in _INTEGERS and given.numel() <= _MOST_OF_INPUT and has_values
 
 
 @dataclass(frozen=True)
 class _Known:
-    """A traced tensor that is a buffer or an input, or is made of such alone; ``names``: of these."""
+    """A traced tensor that is a buffer or an input, or is made of such alone; ``names``: of these.
+
+    ``place``: the call that made it, and which part of that it is; None for buffers and inputs themselves.
+    """
 
     tensor: Tensor
     traced: Tensor
     version: int
     names: tuple[str, ...]
-    made_by: tuple[Any, Any, Any] | None = None
+    place: Made | None = None
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether nothing was written into it since."""
+        """Whether nothing that is not known was written into it since."""
         return self.tensor._version == self.version and traced_value(self.tensor) is self.traced
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call on known tensors alone; ``names``: of the buffers and inputs that these are made of."""
+
+    step: Step
+    names: frozenset[str]
 
 
 class KnownReads(TorchFunctionMode):
     """In its scope ``if buffer:``, ``buffer.item()`` and the like give the value that the buffer has, where forward has
-    not changed it before; also of what is computed of such buffers alone. So do integer inputs of which ``inputs``
-    allows it, and tensors as long as their values say (``x.repeat_interleave(sizes)``) are constants.
+    not changed it before; also of what is computed of such buffers alone. So do inputs of which ``inputs`` allows it,
+    and tensors as long as their values say (``x.repeat_interleave(sizes)``) are constants. A floating-point number of
+    an input stays unknown: it is another one in every batch.
 
     ``traced``: the buffers as they are traced, by name, ``values``: as they are; ``reads``: takes what was read of
-    buffers, as lists of numbers, and ``inputs`` what was read of inputs. Raises CaptureError for buffers on the meta
-    device.
+    buffers, as lists of numbers, and ``inputs`` what was decided by inputs. Raises CaptureError for buffers on the
+    meta device.
     """
 
     def __init__(
@@ -93,18 +79,24 @@ class KnownReads(TorchFunctionMode):
         super().__init__()
         self._values, self._reads, self._inputs = dict(values), reads, inputs
         self._known: dict[int, _Known] = {}
+        self._calls: list[_Call] = []
         self._input_names: dict[str, str] = {}
+        self._is_example = True
         for name, tensor in traced.items():
-            if name in values and values[name].numel() <= _MOST_ELEMENTS:
+            if name in values and values[name].numel() <= _MOST_OF_BUFFER:
                 self._know(tensor, (name,))
 
     def add_input(self, name: str, traced: Tensor, given: Tensor) -> None:
-        """Know an input by the values of the example, where it is traced at the shape of that."""
-        if traced.shape == given.shape and InputReads.may_read(given) and id(traced) not in self._known:
-            key = f"input {name}"  # no buffer is called so
-            self._input_names[key] = name
-            self._values[key] = given
-            self._know(traced, (key,))
+        """Know an input by the values of the example, which it repeats where it is traced at other sizes."""
+        is_cast = traced.dtype != given.dtype  # to a narrower one, in which it has other values
+        if not has_values(given) or is_cast or traced.dim() != given.dim() or id(traced) in self._known:
+            return
+        key = f"input {name}"  # no buffer is called so
+        self._is_example = self._is_example and traced.shape == given.shape
+        self._input_names[key] = name
+        with torch._C.DisableTorchFunction(), no_modes():
+            self._values[key] = at_sizes(given, traced.shape)
+        self._know(traced, (key,))
 
     def __enter__(self) -> Any:
         self._lists = replaced([(kind, "tolist", self._lister(kind.tolist)) for kind in TRACED])  # no mode sees it
@@ -119,52 +111,56 @@ class KnownReads(TorchFunctionMode):
         kwargs = kwargs or {}
         sources = self._sources((args, kwargs))
         if sources is None:
-            return self._with_numbers(func, args, kwargs)
+            return self._mixed(func, args, kwargs)
         if not sources and func not in _MAKERS:
             return func(*args, **kwargs)
+        writes = is_in_place(func)
+        known = [each for each in self._known.values() if each.is_unchanged] if writes else []
         try:
             result = func(*args, **kwargs)
         except DataDependentOutputException as error:
-            return self._read(func, args, kwargs, sources, error)
+            if base_name(func) in _READS:
+                return self._read(func, args, kwargs, sources, error)
+            result = self._with_numbers(func, args, kwargs, error)
         except DynamicOutputShapeException as error:
-            inputs = self._of_inputs(sources)
             # Rows that a mask chooses are kept otherwise: nothing is asked for them.
-            if not inputs or ("repeat_interleave" not in str(error) and not inputs <= self._inputs.allowed):
+            if "nonzero" in str(error) or "masked_select" in str(error):
                 raise
             result = self._constants(self._read(func, args, kwargs, sources, error))
         names = tuple(dict.fromkeys(name for source in sources for name in source.names))
-        if isinstance(result, (tuple, list)):
-            for at, part in enumerate(result):
-                self._note(part, names, (_item(func, at), args, kwargs))
-        self._note(result, names, (func, args, kwargs))
+        given = pytree.tree_map(lambda leaf: leaf, (tuple(args), dict(kwargs)))  # lists may grow later
+        self._calls.append(_Call(Step(func, given[0], given[1], writes), frozenset(names)))
+        for each in known:
+            if not each.is_unchanged and self._input_names.keys() >= set(each.names):  # buffers may not change
+                self._know(each.tensor, tuple(dict.fromkeys((*each.names, *names))), each.place)
+        parts = enumerate(result) if isinstance(result, (tuple, list)) else [(None, result)]
+        for part, tensor in parts:
+            if isinstance(tensor, Tensor) and id(tensor) not in self._known:
+                self._know(tensor, names, Made(len(self._calls) - 1, part))
         return result
 
-    def _with_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call with unknown tensors, too: where known ones are its sizes (``pad(x, (0, n))``), with their values."""
+    def _mixed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call on what is known and what is not: tensors that it takes for numbers (sizes) are among the known."""
         try:
             return func(*args, **kwargs)
         except DataDependentOutputException as error:
-            failure = error
-        read = []
+            return self._with_numbers(func, args, kwargs, error)
 
-        def number(tensor: Tensor) -> Any:
-            sources = self._sources(tensor) if tensor.dim() == 0 else None
-            if not sources:
-                return tensor
-            read.append(self._read(Tensor.item, (tensor,), {}, sources, failure))
-            return read[-1]
+    def _with_numbers(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
+        """A call with numbers in the place of known tensors that it may take for such."""
+        numbers = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if self._is_number(leaf)]
+        if not numbers:
+            raise error
+        read = {id(n): self._read(Tensor.item, (n,), {}, [self._known[id(n)]], error) for n in numbers}
+        args, kwargs = pytree.tree_map(lambda leaf: read.get(id(leaf), leaf), (tuple(args), kwargs))
+        return func(*args, **kwargs)
 
-        numbers, named = pytree.tree_map_only(Tensor, number, (args, kwargs))
-        if not read:
-            raise failure
-        return func(*numbers, **named)
+    def _is_number(self, leaf: Any) -> bool:
+        is_scalar = isinstance(leaf, Tensor) and leaf.dim() == 0 and not leaf.is_floating_point()
+        return is_scalar and self._sources(leaf) is not None
 
-    def _note(self, result: Any, names: tuple[str, ...], made_by: tuple[Any, Any, Any]) -> None:
-        if isinstance(result, Tensor) and id(result) not in self._known:
-            self._know(result, names, made_by)
-
-    def _know(self, tensor: Tensor, names: tuple[str, ...], made_by: tuple[Any, Any, Any] | None = None) -> None:
-        self._known[id(tensor)] = _Known(tensor, traced_value(tensor), tensor._version, names, made_by)
+    def _know(self, tensor: Tensor, names: tuple[str, ...], place: Made | None = None) -> None:
+        self._known[id(tensor)] = _Known(tensor, traced_value(tensor), tensor._version, names, place)
 
     def _sources(self, given: Any) -> list[_Known] | None:
         """The tensors that a call is given, if all are known; else, and where it is told how to draw, None."""
@@ -196,6 +192,8 @@ class KnownReads(TorchFunctionMode):
         names = dict.fromkeys(name for source in sources for name in source.names)
         inputs = self._of_inputs(sources)
         refused = inputs - self._inputs.allowed
+        if inputs and not self._is_example:
+            raise error
         if refused:
             self._inputs.refused |= dict.fromkeys(sorted(refused))
             raise error
@@ -205,18 +203,54 @@ class KnownReads(TorchFunctionMode):
                     f"forward decides by the value of buffer '{name}', which has none on the meta device: make the "
                     f"model with its weights, or decide by a Python value"
                 )
-        with torch._C.DisableTorchFunction(), no_modes():
-            before = torch.get_rng_state()
-            result = func(*self._real(args), **self._real(kwargs))
-            if not torch.equal(before, torch.get_rng_state()):
-                torch.set_rng_state(before)
-                raise error
-            read = {name: self._values[name].tolist() for name in names}
-        self._reads |= {name: value for name, value in read.items() if name not in self._input_names}
+        computation = self._computation(func, args, kwargs)
+        result = self._computed(computation)
+        if result is None or (inputs and not self._may_decide(result, names)):
+            raise error
+        self._reads |= {name: self._values[name].tolist() for name in names if name not in self._input_names}
         if inputs:
-            self._inputs.values |= {self._input_names[key]: read[key] for key in names if key in self._input_names}
-            self._inputs.lines[described_frame(calling_frame())] = None
+            line = described_frame(calling_frame())
+            self._inputs.decisions.append(Decision(computation, plain(result), "number", line))
         return result
+
+    def _may_decide(self, result: Any, names: Collection[str]) -> bool:
+        """Whether a value that was read may be one of the program: that of floating-point inputs changes."""
+        leaves = pytree.tree_leaves(plain(result))
+        has_floats = self._of_floats(names) and any(isinstance(leaf, float) for leaf in leaves)
+        most = _MOST_ELEMENTS if isinstance(result, Tensor) else _MOST_NUMBERS
+        return len(leaves) <= most and not has_floats
+
+    def _of_floats(self, names: Collection[str]) -> bool:
+        return any(self._values[name].is_floating_point() for name in names)
+
+    # ---- masks of inputs ----
+
+    def knows_mask(self, mask: Tensor) -> bool:
+        """Whether a mask is made of inputs and constants alone."""
+        sources = self._sources(mask)
+        return sources is not None and all(self._input_names.keys() >= set(source.names) for source in sources)
+
+    def value(self, function: Any, mask: Tensor) -> Any:
+        """What ``function`` makes of the values of a mask that is known, or None of one that is drawn."""
+        return plain(self._computed(self._computation(function, (mask,), {})))
+
+    def decide_rows(self, function: Any, mask: Tensor, rows: Any) -> None:
+        """Trace rows that a mask chooses by what ``function`` says of it; ``rows``: how it chooses, at any sizes, or
+        None where that is not known.
+
+        A mask of floating-point inputs may come out otherwise on the device, by rounding: it is checked there, too.
+        """
+        self._inputs.follow(rows, self._is_example)
+        if self._is_example:
+            computation = self._computation(function, (mask,), {})
+            line = described_frame(calling_frame())
+            if computation.inputs:
+                self._inputs.decisions.append(Decision(computation, plain(self._computed(computation)), "rows", line))
+        if self._of_floats({name for source in self._sources(mask) or () for name in source.names}):
+            value = torch.tensor(self.value(function, mask))
+            torch._check_tensor_all(torch.stack(pytree.tree_leaves(function(mask))) == value)
+
+    # ---- values ----
 
     def _of_inputs(self, sources: list[_Known]) -> set[str]:
         """The inputs among what a call is given, by name."""
@@ -233,19 +267,51 @@ class KnownReads(TorchFunctionMode):
 
         return pytree.tree_map_only(Tensor, constant, result)
 
-    def _real(self, given: Any) -> Any:
-        return pytree.tree_map_only(Tensor, self._value, given)
+    def _computation(self, func: Any, args: Any, kwargs: Any) -> Computation:
+        """The calls that make what ``func`` is given, those that write into what has the same names, and it itself."""
+        names = {name for source in self._sources((args, kwargs)) or () for name in source.names}
+        writes = [at for at, call in enumerate(self._calls) if call.step.writes]
+        pending = [at for at in writes if not self._calls[at].names or self._calls[at].names & names]
+        pending += self._made((args, kwargs))
+        wanted: set[int] = set()
+        while pending:
+            at = pending.pop()
+            if at not in wanted:
+                wanted.add(at)
+                step = self._calls[at].step
+                pending += self._made((step.args, step.kwargs))
+        number = {at: position for position, at in enumerate(sorted(wanted))}
+        constants: dict[str, Tensor] = {}
 
-    def _value(self, tensor: Tensor) -> Any:
-        known = self._known[id(tensor)]
-        if known.made_by is None:
-            return self._values[known.names[0]].detach().cpu()
-        func, args, kwargs = known.made_by
-        return func(*self._real(args), **self._real(kwargs))
+        def place(tensor: Tensor) -> Any:
+            known = self._known[id(tensor)]
+            if known.place is not None:
+                return Made(number[known.place.step], known.place.part)
+            name = known.names[0]
+            if name in self._input_names:
+                return Given(self._input_names[name])
+            with torch._C.DisableTorchFunction(), no_modes():
+                return constants.setdefault(name, self._values[name].detach().cpu())
 
+        steps = (*(self._calls[at].step for at in number), Step(func, tuple(args), dict(kwargs)))
+        placed = (pytree.tree_map_only(Tensor, place, (step.args, dict(step.kwargs))) for step in steps)
+        return Computation(tuple(replace(step, args=a, kwargs=k) for step, (a, k) in zip(steps, placed, strict=True)))
 
-def _item(func: Any, at: int) -> Any:
-    return lambda *args, **kwargs: func(*args, **kwargs)[at]
+    def _made(self, given: Any) -> list[int]:
+        """The calls that made the tensors among what a call is given."""
+        places = (self._known[id(leaf)].place for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor))
+        return [place.step for place in places if place is not None]
+
+    def _computed(self, computation: Computation) -> Any:
+        """Its value of the example; None where it draws random numbers."""
+        inputs = {name: self._values[key] for key, name in self._input_names.items()}
+        with torch._C.DisableTorchFunction(), no_modes():
+            before = torch.get_rng_state()
+            result = computation.of(inputs)
+            if torch.equal(before, torch.get_rng_state()):
+                return result
+            torch.set_rng_state(before)
+            return None
 
 
 def refuse_changed_reads(reads: Mapping[str, Any], graph: fx.GraphModule) -> None:

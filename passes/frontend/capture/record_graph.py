@@ -66,7 +66,7 @@ def record_graph(graph: fx.GraphModule, flat: FlatModel) -> None:
             forward_only=flat.forward_only,
             arguments=flat.arguments,
             decided_by=dict(flat.decided_by),
-            decided_inputs=dict(flat.input_reads.values),
+            decisions=tuple(flat.input_reads.decisions),
         ),
     )
     output.args = (tuple(node for _, node in pairs),)

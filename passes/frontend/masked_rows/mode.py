@@ -21,9 +21,10 @@ from passes.frontend.chosen_rows.same_masks import SameMasks
 from passes.frontend.masked_rows.compute import class_loss, clean, computed
 from passes.frontend.masked_rows.functions import touches
 from passes.frontend.masked_rows.selection import Rows, RowsUnknown, Selection
+from passes.frontend.masked_writes import writes_rows
 from passes.frontend.replaced_functions import replaced
 
-__all__ = ["MaskedRows", "counted_lengths"]
+__all__ = ["MaskedRows", "counted_lengths", "user_line"]
 
 _len = len
 _LOSSES = ("cross_entropy", "nll_loss")
@@ -69,8 +70,13 @@ class MaskedRows(TorchFunctionMode):
             self._same.note(made, name, leaves)
             return made
         handler = self._handlers.get(name)
-        handled = handler(func, name, args, kwargs) if handler is not None else NotImplemented
-        return computed(func, name, args, kwargs) if handled is NotImplemented else handled
+        try:
+            handled = handler(func, name, args, kwargs) if handler is not None else NotImplemented
+            return computed(func, name, args, kwargs) if handled is NotImplemented else handled
+        except RowsUnknown as unknown:
+            choices = (leaf.choice for leaf in leaves if isinstance(leaf, (Rows, RowCount)))
+            unknown.choice = unknown.choice or next((c for c in choices if isinstance(c, Selection)), None)
+            raise
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
         super().__exit__(kind, value, trace)
@@ -83,14 +89,20 @@ class MaskedRows(TorchFunctionMode):
             raise RowsUnknown("takes the number of rows that a mask chooses for one that is known")
         self._taken.clear()
 
+    @property
+    def selections(self) -> list[Selection]:
+        """All that masks chose."""
+        return list(self._selections.values())
+
     # ---- what chooses rows ------------------------------------------------------------------------------------------
 
     def _selection(self, mask: Tensor) -> Selection:
         """The selection of a mask; the same for masks that are the same."""
         key = self._same.key(mask)
         if key not in self._selections:
-            self._selections[key] = Selection(mask if mask.dtype == torch.bool else mask != 0, self._taken)
-            self.lines.setdefault(_user_line())
+            line = user_line()
+            self._selections[key] = Selection(mask if mask.dtype == torch.bool else mask != 0, self._taken, mask, line)
+            self.lines.setdefault(line)
         return self._selections[key]
 
     def _nonzero(self, mask: Tensor, as_tuple: bool) -> Any:
@@ -147,7 +159,7 @@ class MaskedRows(TorchFunctionMode):
         if isinstance(x, Rows):
             raise RowsUnknown("writes into a part of rows that a mask chose")
         entries = index if isinstance(index, tuple) else (index,)
-        if _is_own(entries[0]) and not isinstance(value, Rows):
+        if _is_own(entries[0]) and not isinstance(value, Rows) and not _is_masked(name, args):
             return func(*args, **kwargs)
         return self._written(x, entries, value)
 
@@ -167,6 +179,8 @@ class MaskedRows(TorchFunctionMode):
         """``x[entries] = value`` in place."""
         if _is_own(entries[0]) and len(entries) == 1:
             chosen, axes = self._selection(entries[0]), tuple(range(entries[0].dim()))
+            if not isinstance(value, Rows) and writes_rows(x, entries[0], value):
+                raise RowsUnknown("writes rows of another kind to the places of a mask", chosen)
         else:
             places = _places(entries, x)
             if places is None or places[2]:
@@ -226,12 +240,14 @@ def _is_own(entry: Any) -> bool:
 
 
 def _is_masked(name: str, args: Sequence[Any]) -> bool:
-    """Whether a call on plain tensors chooses rows by a mask."""
+    """Whether a call on plain tensors chooses rows by a mask, or writes some to its places."""
     if name == "masked_select":
         return True
-    if name != "getitem":
+    if name not in ("getitem", "setitem", "index_put"):
         return False
-    entries = args[1] if isinstance(args[1], tuple) else (args[1],)
+    entries = args[1] if isinstance(args[1], (tuple, list)) else (args[1],)
+    if name != "getitem":
+        return len(entries) == 1 and _is_own(entries[0]) and writes_rows(args[0], entries[0], args[2])
     return any(_is_own(entry) for entry in entries) and not isinstance(args[0], Rows)
 
 
@@ -269,6 +285,7 @@ def _by_copy(chosen: Selection, axes: tuple[int, ...], value: Tensor) -> list[tu
     return list(zip(masks.unbind(), values.unbind(), strict=True))
 
 
-def _user_line() -> str:
+def user_line() -> str:
+    """The line of the user's code that runs now, as "file:line"."""
     frame = user_frame(traceback.extract_stack())
     return f"{frame.filename}:{frame.lineno}"

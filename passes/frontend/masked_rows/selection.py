@@ -15,18 +15,24 @@ __all__ = ["Rows", "RowsUnknown", "Selection"]
 
 
 class RowsUnknown(Exception):
-    """Raised where what a model does with chosen rows cannot be said with all of them."""
+    """Raised where what a model does with chosen rows cannot be said with all of them; ``choice``: which, if known."""
+
+    def __init__(self, what: str, choice: Selection | None = None) -> None:
+        super().__init__(what)
+        self.choice = choice
 
 
 class Selection(Choice):
     """The places where ``mask`` is true, as rows of a list of all places, the longest dim of the mask outermost: the
     order of rows does not matter to what is done with each, and batches are split along the outermost dim.
 
-    ``mask[R]``: flat, in that order; ``taken``: numbers of rows that were taken for sizes, by whom is not known yet.
+    ``mask[R]``: flat, in that order; ``taken``: numbers of rows that were taken for sizes, by whom is not known yet;
+    ``source``: the mask as code has it, and ``line``, where it chose rows first.
     """
 
-    def __init__(self, mask: Tensor, taken: list[RowCount]) -> None:
+    def __init__(self, mask: Tensor, taken: list[RowCount], source: Tensor, line: str) -> None:
         self.taken = taken
+        self.source, self.line = source, line
         self.sizes = tuple(mask.shape)
         self.order = tuple(sorted(range(mask.dim()), key=lambda dim: -self.sizes[dim]))
         self.mask = mask.permute(self.order).reshape(-1).clone()  # code may write into its mask later
@@ -40,7 +46,7 @@ class Selection(Choice):
 
     def refuse(self, what: str = "") -> NoReturn:
         """Raise RowsUnknown."""
-        raise RowsUnknown(what)
+        raise RowsUnknown(what, self)
 
     def ask_for_rows(self) -> None:
         """Let means be zero where there are none, as code computes none then."""
@@ -84,7 +90,8 @@ class Selection(Choice):
     def parted(self, parts: int) -> Selection:
         """The selection of ``parts`` rows for each row of this one."""
         if parts not in self._parts:
-            self._parts[parts] = Selection(self.mask.unsqueeze(1).expand(-1, parts).reshape(-1), self.taken)
+            mask = self.mask.unsqueeze(1).expand(-1, parts).reshape(-1)
+            self._parts[parts] = Selection(mask, self.taken, self.source, self.line)
         return self._parts[parts]
 
 

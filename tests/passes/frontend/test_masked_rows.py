@@ -22,14 +22,15 @@ BATCH = 8
 
 
 class Uses(nn.Module):
-    """A loss that some code makes of y [batch, width], x [batch, width] and a mask [batch] of x."""
+    """A loss that some code makes of y [batch, width], x [batch, width] and a mask [batch] of x, or of y."""
 
-    def __init__(self, code: Callable[[Tensor, Tensor, Tensor], Any]) -> None:
+    def __init__(self, code: Callable[[Tensor, Tensor, Tensor], Any], is_hidden: bool = False) -> None:
         super().__init__()
-        self.linear, self.code = nn.Linear(WIDTH, WIDTH, dtype=torch.float64), code
+        self.linear, self.code, self.is_hidden = nn.Linear(WIDTH, WIDTH, dtype=torch.float64), code, is_hidden
 
     def forward(self, x: Tensor) -> Any:
-        return self.code(self.linear(x), x, x[:, 0] > 0)
+        y = self.linear(x)
+        return self.code(y, x, (y if self.is_hidden else x)[:, 0] > 0)
 
 
 def rows() -> Tensor:
@@ -154,7 +155,7 @@ REFUSED = {
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_depends_on_other_rows_is_refused(words: str) -> None:
     with pytest.raises(CaptureError, match="with all rows kept, it .*" + re.escape(words)):
-        galvatron_fx.capture(Uses(REFUSED[words]), (rows(),))
+        galvatron_fx.capture(Uses(REFUSED[words], is_hidden=True), (rows(),))
 
 
 def test_a_warning_says_where_masks_choose_rows() -> None:

@@ -1,0 +1,104 @@
+"""What forward decided by values of its inputs, and how that is computed of the inputs of another call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from galvatron_fx.ir.torch_compat.tensors import pytree
+
+__all__ = ["Computation", "Decision", "Given", "Made", "Step", "plain"]
+
+
+@dataclass(frozen=True)
+class Given:
+    """An input, in the place of a tensor among the arguments of a step."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Made:
+    """What an earlier step made, or a ``part`` of that, in such a place."""
+
+    step: int
+    part: int | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of a function of torch; its tensors are :class:`Given`, :class:`Made`, or constants.
+
+    ``writes``: whether it changes the first of them.
+    """
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    writes: bool = False
+
+
+@dataclass(frozen=True)
+class Computation:
+    """Calls in order; the last gives the value. They are the user's own, on the host, and may write in place."""
+
+    steps: tuple[Step, ...]
+
+    @property
+    def inputs(self) -> frozenset[str]:
+        """Names of the inputs that it takes."""
+        leaves = (leaf for step in self.steps for leaf in pytree.tree_leaves((step.args, step.kwargs), _is_place))
+        return frozenset(leaf.name for leaf in leaves if isinstance(leaf, Given))
+
+    def of(self, inputs: Mapping[str, Tensor]) -> Any:
+        """What it makes of ``inputs``, which stay as they are."""
+        made: list[Any] = []
+        given = {name: inputs[name].detach().cpu() for name in self.inputs}
+        writes = any(step.writes for step in self.steps)
+        copies: dict[int, Tensor] = {}
+
+        def own(tensor: Tensor) -> Tensor:
+            return copies.setdefault(id(tensor), tensor.clone()) if writes else tensor
+
+        def filled(leaf: Any) -> Any:
+            if isinstance(leaf, Given):
+                return own(given[leaf.name])
+            if isinstance(leaf, Made):
+                return made[leaf.step] if leaf.part is None else made[leaf.step][leaf.part]
+            return own(leaf) if isinstance(leaf, Tensor) else leaf
+
+        with torch.no_grad():
+            for step in self.steps:
+                args, kwargs = pytree.tree_map(filled, (step.args, step.kwargs), is_leaf=_is_place)
+                made.append(step.function(*args, **kwargs))
+        return made[-1]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A value that forward computed of inputs, as lists of numbers, and by which it was traced: it is one of the
+    program, as a Python number (``"number"``), or says how many rows a mask chooses (``"rows"``). ``line``: where.
+    """
+
+    computation: Computation
+    value: Any
+    kind: Literal["number", "rows"]
+    line: str
+
+    def value_of(self, inputs: Mapping[str, Tensor]) -> Any:
+        """The value of the inputs of another call."""
+        return plain(self.computation.of(inputs))
+
+
+def plain(value: Any) -> Any:
+    """A value with lists of numbers in the place of its tensors."""
+    whole = pytree.tree_map_only(Tensor, lambda tensor: tensor.tolist(), value)
+    return list(whole) if isinstance(whole, tuple) else whole
+
+
+def _is_place(leaf: Any) -> bool:
+    return isinstance(leaf, (Given, Made))

@@ -1,0 +1,75 @@
+"""By which values of inputs a trace may decide, and what it decided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from galvatron_fx.ir.errors import CaptureError
+from galvatron_fx.ir.graph.decisions import Decision
+
+__all__ = ["InputReads", "at_sizes", "has_values"]
+
+
+class InputReads:
+    """What forward decides by values of inputs. A trace is refused where it asks for more than it may, and tried again
+    with that allowed.
+
+    ``allowed``: names of inputs whose values may be numbers; ``counted``: lines, as "file:line", where a mask of inputs
+    may choose as many rows as that of the example does; ``refused`` and ``uncounted``: what was asked for beside these.
+    ``decisions``: those of the last trace at the sizes of the example.
+    """
+
+    def __init__(self) -> None:
+        self.allowed: frozenset[str] = frozenset()
+        self.counted: frozenset[str] = frozenset()
+        self.refused: dict[str, None] = {}
+        self.uncounted: dict[str, None] = {}
+        self.decisions: list[Decision] = []
+        self._rows: list[Any] = []
+        self._at = 0
+
+    def allow_refused(self) -> bool:
+        """Allow what was refused; False where that is nothing new."""
+        new = self.refused.keys() - self.allowed or self.uncounted.keys() - self.counted
+        self.allowed |= self.refused.keys()
+        self.counted |= self.uncounted.keys()
+        self.refused.clear()
+        self.uncounted.clear()
+        return bool(new)
+
+    def start(self, is_example: bool) -> None:
+        """Begin a run of forward, at the sizes of the example or at others."""
+        self._at = 0
+        if is_example:
+            self.decisions.clear()
+            self._rows.clear()
+
+    def follow(self, rows: Any, is_example: bool) -> None:
+        """Note how a mask chooses ``rows`` of the example; raise CaptureError where it does so otherwise at other
+        sizes.
+        """
+        if is_example:
+            self._rows.append(rows)
+            return
+        if rows is None or self._at >= len(self._rows) or self._rows[self._at] != rows:
+            raise CaptureError("how many rows a mask of inputs chooses is known of the whole batch alone")
+        self._at += 1
+
+
+def has_values(given: Tensor) -> bool:
+    """Whether an example input has values that every rank sees."""
+    return given.device.type != "meta" and not isinstance(given, DTensor)
+
+
+def at_sizes(given: Tensor, shape: Sequence[int]) -> Tensor:
+    """An input with the rows of ``given`` over and over, or some of them, along dims that have another size."""
+    for dim, size in enumerate(shape):
+        if size != given.shape[dim]:
+            repeats = [1] * given.dim()
+            repeats[dim] = -(-size // max(given.shape[dim], 1))
+            given = given.repeat(repeats).narrow(dim, 0, size)
+    return given
