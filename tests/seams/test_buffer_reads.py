@@ -63,6 +63,8 @@ READS: dict[str, Callable[[Any], Any]] = {
     "parts": lambda m: max(m.sizes.unbind()) * 1.0,
     "equal": lambda m: 2.0 if torch.equal(m.sizes, m.sizes.clone()) and (m.sizes > 1).all() else 1.0,
     "range": lambda m: sum(range(m.sizes[1])),
+    "slice": lambda m: m.layer.weight[: m.sizes[0]].square().sum(),
+    "made of": lambda m: torch.tensor([m.sizes[0], m.sizes[1] + 1]).prod(),
     "sizes": lambda m: nn.functional.pad(m.average.detach(), (m.sizes[0], -m.sizes[0] // 1)).square(),
 }
 

@@ -114,6 +114,9 @@ class KnownReads(TorchFunctionMode):
             return self._mixed(func, args, kwargs)
         if not sources and func not in _MAKERS:
             return func(*args, **kwargs)
+        if func is torch.tensor and sources and not isinstance(args[0] if args else kwargs["data"], Tensor):
+            # Made of the numbers that tensors in a list hold, which torch takes from memory.
+            return self._constants(self._read(func, args, kwargs, sources, _reads_values()))
         writes = is_in_place(func)
         known = [each for each in self._known.values() if each.is_unchanged] if writes else []
         try:
@@ -147,12 +150,20 @@ class KnownReads(TorchFunctionMode):
             return self._with_numbers(func, args, kwargs, error)
 
     def _with_numbers(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
-        """A call with numbers in the place of known tensors that it may take for such."""
-        numbers = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if self._is_number(leaf)]
-        if not numbers:
+        """A call with numbers in the place of known tensors that it may take for such, bounds of slices too."""
+        read = []
+
+        def number(leaf: Any) -> Any:
+            if isinstance(leaf, slice):
+                return slice(number(leaf.start), number(leaf.stop), number(leaf.step))
+            if not self._is_number(leaf):
+                return leaf
+            read.append(self._read(Tensor.item, (leaf,), {}, [self._known[id(leaf)]], error))
+            return read[-1]
+
+        args, kwargs = pytree.tree_map(number, (tuple(args), kwargs))
+        if not read:
             raise error
-        read = {id(n): self._read(Tensor.item, (n,), {}, [self._known[id(n)]], error) for n in numbers}
-        args, kwargs = pytree.tree_map(lambda leaf: read.get(id(leaf), leaf), (tuple(args), kwargs))
         return func(*args, **kwargs)
 
     def _is_number(self, leaf: Any) -> bool:
@@ -312,6 +323,10 @@ class KnownReads(TorchFunctionMode):
                 return result
             torch.set_rng_state(before)
             return None
+
+
+def _reads_values() -> DataDependentOutputException:
+    return DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
 
 
 def refuse_changed_reads(reads: Mapping[str, Any], graph: fx.GraphModule) -> None:
