@@ -78,6 +78,36 @@ def test_micro_batches_are_refused() -> None:
         galvatron_fx.plan(model(), described((2,)), inputs(), num_microbatches=2)
 
 
+class Bounded(nn.Module):
+    """Looks at its labels, as models with CTC losses do, takes as many steps as the longest sample has, and divides by
+    a number of the batch.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 9)
+
+    def forward(self, x: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
+        if labels.max() >= 9:
+            raise ValueError("no such class")
+        longest = int(lengths.max())
+        h = self.out(self.layer(x)[:, :longest].tanh()).log_softmax(-1).transpose(0, 1)
+        mask = labels > 0
+        targets = labels.masked_select(mask)
+        return torch.nn.functional.ctc_loss(h, targets, lengths, mask.sum(-1), reduction="sum") / int(lengths.sum())
+
+
+def test_numbers_are_those_of_the_whole_batch_in_micro_batches() -> None:
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    x = torch.randn(4, 20, WIDTH, generator=generator, dtype=torch.float64)
+    labels = torch.randint(1, 9, (4, 7), generator=generator) * torch.tensor([1, 1, 0, 1, 0, 1, 0])
+    batch = x, labels * (torch.arange(4) != 2)[:, None], torch.tensor([17, 12, 9, 14])
+    plan = galvatron_fx.plan(Bounded().double(), described((2,)), batch, roles=("data",), num_microbatches=2)
+    for each in (plan, Plan.uniform((2,), ("data",))):
+        galvatron_fx.check(Bounded().double(), 2, batch, each, steps=2).raise_if_different()
+
+
 def test_other_sizes_are_refused(mesh: DeviceMesh) -> None:
     compiled = galvatron_fx.compile(model(), mesh, inputs(), plan=Plan.uniform((1,), ("data",)))
     compiled.forward_backward(**inputs())

@@ -29,7 +29,7 @@ class InputReads:
         self.refused: dict[str, None] = {}
         self.uncounted: dict[str, None] = {}
         self.decisions: list[Decision] = []
-        self._rows: list[Any] = []
+        self._answers: list[tuple[str, Any]] = []
         self._at = 0
 
     def allow_refused(self) -> bool:
@@ -46,18 +46,21 @@ class InputReads:
         self._at = 0
         if is_example:
             self.decisions.clear()
-            self._rows.clear()
+            self._answers.clear()
 
-    def follow(self, rows: Any, is_example: bool) -> None:
-        """Note how a mask chooses ``rows`` of the example; raise CaptureError where it does so otherwise at other
-        sizes.
+    def note(self, line: str, answer: Any) -> None:
+        """Note an answer of the example at a line: a number, or how a mask chooses rows at any sizes (None: not so)."""
+        self._answers.append((line, answer))
+
+    def again(self, line: str) -> Any:
+        """The same answer at other sizes: the program has it as a constant. Raises CaptureError where forward asks
+        otherwise there.
         """
-        if is_example:
-            self._rows.append(rows)
-            return
-        if rows is None or self._at >= len(self._rows) or self._rows[self._at] != rows:
-            raise CaptureError("how many rows a mask of inputs chooses is known of the whole batch alone")
         self._at += 1
+        noted = self._answers[self._at - 1 : self._at]
+        if not noted or noted[0][0] != line or noted[0][1] is None:
+            raise CaptureError(f"what forward decides by values of inputs is known of the whole batch alone: {line}")
+        return noted[0][1]
 
 
 def has_values(given: Tensor) -> bool:

@@ -203,11 +203,12 @@ class KnownReads(TorchFunctionMode):
         names = dict.fromkeys(name for source in sources for name in source.names)
         inputs = self._of_inputs(sources)
         refused = inputs - self._inputs.allowed
-        if inputs and not self._is_example:
-            raise error
         if refused:
             self._inputs.refused |= dict.fromkeys(sorted(refused))
             raise error
+        line = described_frame(calling_frame())
+        if inputs and not self._is_example:
+            return self._inputs.again(line)
         for name in names:
             if self._values[name].device.type == "meta":
                 raise CaptureError(
@@ -220,7 +221,7 @@ class KnownReads(TorchFunctionMode):
             raise error
         self._reads |= {name: self._values[name].tolist() for name in names if name not in self._input_names}
         if inputs:
-            line = described_frame(calling_frame())
+            self._inputs.note(line, result)
             self._inputs.decisions.append(Decision(computation, plain(result), "number", line))
         return result
 
@@ -251,10 +252,12 @@ class KnownReads(TorchFunctionMode):
 
         A mask of floating-point inputs may come out otherwise on the device, by rounding: it is checked there, too.
         """
-        self._inputs.follow(rows, self._is_example)
+        line = described_frame(calling_frame())
+        if not self._is_example and self._inputs.again(line) != rows:
+            raise CaptureError(f"a mask chooses rows otherwise at other sizes: {line}")
         if self._is_example:
+            self._inputs.note(line, rows)
             computation = self._computation(function, (mask,), {})
-            line = described_frame(calling_frame())
             if computation.inputs:
                 self._inputs.decisions.append(Decision(computation, plain(self._computed(computation)), "rows", line))
         if self._of_floats({name for source in self._sources(mask) or () for name in source.names}):

@@ -54,6 +54,7 @@ class MaskedRows(TorchFunctionMode):
             "masked_select": self._masked_select,
             **dict.fromkeys(_ADDING, self._add_rows),
             **dict.fromkeys(_LOSSES, class_loss),
+            "ctc_loss": self._ctc_loss,
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -217,6 +218,16 @@ class MaskedRows(TorchFunctionMode):
         placed = chosen.placed(kept)
         added = x + (placed.sum(others) if others else placed).to(x.dtype)
         return x.copy_(added) if is_in_place(func) else added
+
+    def _ctc_loss(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Targets that a mask chooses of [samples, longest target] go to the front of their samples, as padded ones."""
+        if len(args) < 4 or not isinstance(args[1], Rows) or len(args[1].choice.sizes) != 2 or args[1].dim() != 1:
+            return NotImplemented
+        probabilities, targets, input_lengths, target_lengths, *rest = args
+        mask, whole = targets.choice.placed(targets.choice.mask), targets.choice.placed(targets.data_rows)
+        order = mask.byte().sort(dim=-1, descending=True, stable=True).indices
+        torch._check_tensor_all(torch.as_tensor(target_lengths) == mask.sum(-1), "each sample has the targets of a row")
+        return func(probabilities, whole.gather(1, order), input_lengths, target_lengths, *rest, **kwargs)
 
 
 @contextlib.contextmanager
