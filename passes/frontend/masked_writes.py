@@ -13,7 +13,7 @@ from passes.frontend.capture.trace_errors import PickedRows, user_frame
 from passes.frontend.chosen_rows.choice import RowTensor
 from passes.frontend.chosen_rows.functions import base_name, is_in_place, is_mask
 
-__all__ = ["MaskedWrites", "writes_rows"]
+__all__ = ["MaskedWrites", "only_mask", "writes_rows"]
 
 _OPERATOR = "aten.nonzero.default"  # torch's backward looks for the places that were written
 
@@ -31,7 +31,7 @@ class MaskedWrites(TorchFunctionMode):
             return func(*args, **kwargs)
         x, places, value = args[:3]
         accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
-        mask = _only_mask(places)
+        mask = only_mask(places)
         if mask is None or accumulates or isinstance(x, RowTensor) or not _is_learned(value):
             return func(*args, **kwargs)
         if writes_rows(x, mask, value):
@@ -50,11 +50,11 @@ def writes_rows(x: Tensor, mask: Tensor, value: Any) -> bool:
     return _is_learned(value) and value.dim() > rest and any(size > 1 for size in value.shape[: value.dim() - rest])
 
 
-def _only_mask(places: Any) -> Tensor | None:
-    """The mask of all rows that is the only index."""
-    entries = places if isinstance(places, (tuple, list)) else (places,)
-    mask = entries[0] if len(entries) == 1 else None
-    return mask if is_mask(mask) and not isinstance(mask, RowTensor) else None
+def only_mask(places: Any) -> Tensor | None:
+    """The mask of all rows that is the only index, but for whole dims behind it."""
+    mask, *rest = places if isinstance(places, (tuple, list)) else (places,)
+    is_whole = all(entry is Ellipsis or (isinstance(entry, slice) and entry == slice(None)) for entry in rest)
+    return mask if is_whole and is_mask(mask) and not isinstance(mask, RowTensor) else None
 
 
 def _is_learned(value: Any) -> bool:

@@ -27,7 +27,7 @@ def visible(h: Tensor, mask: Tensor) -> Tensor:
 def filled(h: Tensor, mask: Tensor) -> Tensor:
     """What is computed of some rows goes back to their places."""
     whole = torch.zeros_like(h)
-    whole[mask] = visible(h, mask).cumsum(1).flatten(0, 1)
+    whole[mask, :] = visible(h, mask).cumsum(1).flatten(0, 1)
     return whole
 
 
@@ -121,7 +121,7 @@ class Token(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         h = self.layer(x)
-        h[mask] = self.token.to(h.dtype)
+        h[mask, :] = self.token.to(h.dtype)
         return self.layer(h.index_put((mask[:, 1],), self.token.mean())).square().mean()
 
 

@@ -97,14 +97,12 @@ class Capture:
     def _run(self, model: nn.Module, inputs: FlatInputs) -> Trace:
         """Trace, and where that fails as forward asks for values of inputs, with those of the example."""
         reads = InputReads()
-        first: GalvatronError | None = None
         while True:
             try:
                 return self._with_values(model, inputs, reads)
-            except GalvatronError as error:
-                first = first or error
+            except GalvatronError:
                 if not reads.allow_refused():
-                    raise first from None
+                    raise
 
     def _with_values(self, model: nn.Module, inputs: FlatInputs, reads: InputReads) -> Trace:
         held: tuple[str, ...] = ()

@@ -15,6 +15,7 @@ from passes.frontend.capture.known_reads import KnownReads
 from passes.frontend.chosen_rows.choice import RowTensor
 from passes.frontend.chosen_rows.functions import base_name, is_in_place, is_mask
 from passes.frontend.masked_rows.mode import user_line
+from passes.frontend.masked_writes import only_mask
 
 __all__ = ["CountedRows"]
 
@@ -76,7 +77,7 @@ class CountedRows(TorchFunctionMode):
         if name != "getitem" and not (isinstance(value, Tensor) and value.dim()):
             return func(*args, **kwargs)  # the same for all rows: that needs no count
         chosen = self._chosen(mask)
-        if len(entries) == 1 and tuple(x.shape[: mask.dim()]) == tuple(mask.shape):
+        if only_mask(entries) is mask and tuple(x.shape[: mask.dim()]) == tuple(mask.shape):
             if name == "getitem":
                 return chosen.of(x)
             accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate", False)

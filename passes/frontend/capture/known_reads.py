@@ -65,8 +65,8 @@ class _Call:
 class KnownReads(TorchFunctionMode):
     """In its scope ``if buffer:``, ``buffer.item()`` and the like give the value that the buffer has, where forward has
     not changed it before; also of what is computed of such buffers alone. So do inputs of which ``inputs`` allows it,
-    and tensors as long as their values say (``x.repeat_interleave(sizes)``) are constants. A floating-point number of
-    an input stays unknown: it is another one in every batch.
+    and tensors as long as their values say (``x.repeat_interleave(sizes)``) are constants. Of inputs of
+    floating-point numbers, which are others in every batch, code may know counts alone.
 
     ``traced``: the buffers as they are traced, by name, ``values``: as they are; ``reads``: takes what was read of
     buffers, as lists of numbers, and ``inputs`` what was decided by inputs. Raises CaptureError for buffers on the
@@ -217,7 +217,7 @@ class KnownReads(TorchFunctionMode):
                 )
         computation = self._computation(func, args, kwargs)
         result = self._computed(computation)
-        if result is None or (inputs and not self._may_decide(result, names)):
+        if result is None or (inputs and not self._may_decide(result, (args, kwargs), names)):
             raise error
         self._reads |= {name: self._values[name].tolist() for name in names if name not in self._input_names}
         if inputs:
@@ -225,12 +225,13 @@ class KnownReads(TorchFunctionMode):
             self._inputs.decisions.append(Decision(computation, plain(result), "number", line))
         return result
 
-    def _may_decide(self, result: Any, names: Collection[str]) -> bool:
-        """Whether a value that was read may be one of the program: that of floating-point inputs changes."""
-        leaves = pytree.tree_leaves(plain(result))
-        has_floats = self._of_floats(names) and any(isinstance(leaf, float) for leaf in leaves)
+    def _may_decide(self, result: Any, read: Any, names: Collection[str]) -> bool:
+        """Whether what was made of tensors may be a value of the program: of floating-point inputs, counts alone."""
+        dtypes = {leaf.dtype for leaf in pytree.tree_leaves(read) if isinstance(leaf, Tensor)}
+        if self._of_floats(names) and any(dtype == torch.bool or dtype.is_floating_point for dtype in dtypes):
+            return False
         most = _MOST_ELEMENTS if isinstance(result, Tensor) else _MOST_NUMBERS
-        return len(leaves) <= most and not has_floats
+        return len(pytree.tree_leaves(plain(result))) <= most
 
     def _of_floats(self, names: Collection[str]) -> bool:
         return any(self._values[name].is_floating_point() for name in names)

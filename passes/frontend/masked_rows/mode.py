@@ -21,7 +21,7 @@ from passes.frontend.chosen_rows.same_masks import SameMasks
 from passes.frontend.masked_rows.compute import class_loss, clean, computed
 from passes.frontend.masked_rows.functions import touches
 from passes.frontend.masked_rows.selection import Rows, RowsUnknown, Selection
-from passes.frontend.masked_writes import writes_rows
+from passes.frontend.masked_writes import only_mask, writes_rows
 from passes.frontend.replaced_functions import replaced
 
 __all__ = ["MaskedRows", "counted_lengths", "user_line"]
@@ -178,7 +178,7 @@ class MaskedRows(TorchFunctionMode):
 
     def _written(self, x: Tensor, entries: tuple[Any, ...], value: Any) -> Tensor:
         """``x[entries] = value`` in place."""
-        if _is_own(entries[0]) and len(entries) == 1:
+        if only_mask(entries) is not None:
             chosen, axes = self._selection(entries[0]), tuple(range(entries[0].dim()))
             if not isinstance(value, Rows) and writes_rows(x, entries[0], value):
                 raise RowsUnknown("writes rows of another kind to the places of a mask", chosen)
@@ -256,9 +256,10 @@ def _is_masked(name: str, args: Sequence[Any]) -> bool:
         return True
     if name not in ("getitem", "setitem", "index_put"):
         return False
-    entries = args[1] if isinstance(args[1], (tuple, list)) else (args[1],)
     if name != "getitem":
-        return len(entries) == 1 and _is_own(entries[0]) and writes_rows(args[0], entries[0], args[2])
+        mask = only_mask(args[1])
+        return mask is not None and writes_rows(args[0], mask, args[2])
+    entries = args[1] if isinstance(args[1], tuple) else (args[1],)
     return any(_is_own(entry) for entry in entries) and not isinstance(args[0], Rows)
 
 
