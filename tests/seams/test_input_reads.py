@@ -14,6 +14,7 @@ import galvatron_fx
 from galvatron_fx import Plan
 from galvatron_fx.errors import CaptureError, GalvatronError, InputError
 from galvatron_fx.ir.graph.decisions import Computation, Decision, Given, Step
+from galvatron_fx.ir.graph.metadata import signature
 from galvatron_fx.runtime.decided_inputs import require_decided
 from passes.frontend.capture.flat_inputs import FlatInputs
 from tests.ir.cluster.test_cluster import described
@@ -106,6 +107,26 @@ def test_numbers_are_those_of_the_whole_batch_in_micro_batches() -> None:
     plan = galvatron_fx.plan(Bounded().double(), described((2,)), batch, roles=("data",), num_microbatches=2)
     for each in (plan, Plan.uniform((2,), ("data",))):
         galvatron_fx.check(Bounded().double(), 2, batch, each, steps=2).raise_if_different()
+
+
+def test_graphs_of_other_inputs_decide_by_these() -> None:
+    x, labels = torch.randn(4, 20, WIDTH, dtype=torch.float64), torch.ones(4, 7).long()
+    captured = galvatron_fx.Captured(Bounded().double(), (x, labels, torch.tensor([17, 12, 9, 14])))
+    for lengths, expected in ([15, 12, 9, 14], [False, 15, 50]), ([19, 3], [False, 19, 22]):
+        batch = x[: len(lengths)], labels[: len(lengths)], torch.tensor(lengths)
+        assert [decision.value for decision in signature(captured.graph_of(batch)).decisions] == expected
+
+
+def test_numbers_of_other_batch_sizes_are_their_own(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    original = Bounded().double()
+    first = torch.randn(4, 20, WIDTH, dtype=torch.float64), torch.ones(4, 7).long(), torch.tensor([17, 12, 9, 14])
+    compiled = galvatron_fx.compile(original, mesh, first, plan=Plan.uniform((1,), ("data",)))
+    compiled.forward_backward(*first)
+    fewer = first[0][:2], first[1][:2], torch.tensor([15, 19])
+    torch.testing.assert_close(compiled.forward_backward(*fewer), original(*fewer), rtol=1e-10, atol=0)
+    with pytest.raises(InputError, match="by input '2' forward decides otherwise"):
+        compiled.forward_backward(*first[:2], torch.tensor([17, 12, 9, 13]))
 
 
 def test_other_sizes_are_refused(mesh: DeviceMesh) -> None:

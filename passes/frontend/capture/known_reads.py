@@ -124,7 +124,8 @@ class KnownReads(TorchFunctionMode):
         except DataDependentOutputException as error:
             if base_name(func) in _READS:
                 return self._read(func, args, kwargs, sources, error)
-            result = self._with_numbers(func, args, kwargs, error)
+            args, kwargs = self._with_numbers(args, kwargs, error)
+            result = func(*args, **kwargs)
         except DynamicOutputShapeException as error:
             # Rows that a mask chooses are kept otherwise: nothing is asked for them.
             if "nonzero" in str(error) or "masked_select" in str(error):
@@ -147,10 +148,11 @@ class KnownReads(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except DataDependentOutputException as error:
-            return self._with_numbers(func, args, kwargs, error)
+            args, kwargs = self._with_numbers(args, kwargs, error)
+            return func(*args, **kwargs)
 
-    def _with_numbers(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
-        """A call with numbers in the place of known tensors that it may take for such, bounds of slices too."""
+    def _with_numbers(self, args: Any, kwargs: Any, error: Exception) -> tuple[Any, Any]:
+        """Arguments with numbers in the place of known tensors that are taken for such, bounds of slices too."""
         read = []
 
         def number(leaf: Any) -> Any:
@@ -164,7 +166,7 @@ class KnownReads(TorchFunctionMode):
         args, kwargs = pytree.tree_map(number, (tuple(args), kwargs))
         if not read:
             raise error
-        return func(*args, **kwargs)
+        return args, kwargs
 
     def _is_number(self, leaf: Any) -> bool:
         is_scalar = isinstance(leaf, Tensor) and leaf.dim() == 0 and not leaf.is_floating_point()

@@ -10,12 +10,14 @@ import torch
 from torch import fx
 
 from galvatron_fx.ir.errors import GalvatronError
+from galvatron_fx.ir.graph.metadata import signature
 from galvatron_fx.ir.graph.rewrite import copied
 from galvatron_fx.ir.graph.symbols import InputDims, SecondTrace, Shapes, Sizes
 from passes.frontend.capture.cleanup import CleanGraph
 from passes.frontend.capture.compare_layers import UnlikeUnits
 from passes.frontend.capture.find_repeats import Repeat
 from passes.frontend.capture.flat_inputs import FlatInputs
+from passes.frontend.capture.input_reads import has_values
 from passes.frontend.capture.repeat_layers import RepeatLayers
 from passes.frontend.capture.resize import Resize, refuse_difference
 from passes.frontend.capture.size_expressions import OtherSizes, SizeExpressions, describe_sizes
@@ -66,6 +68,7 @@ class Trace:
         """
         sizes = self._sizes_of(inputs)
         self._check_inputs(inputs, sizes)
+        self._check_decisions(inputs)
         if inputs.shapes == self.inputs.shapes:
             return self._whole(copied(self.graph))
         asked = self._known(sizes)
@@ -100,6 +103,14 @@ class Trace:
                 f"the inputs {_shapes(inputs)} are not those of the trace, {_shapes(self.inputs)}, at another batch "
                 f"and sequence"
             )
+
+    def _check_decisions(self, inputs: FlatInputs) -> None:
+        """See that forward decides by values of the inputs as it did in the trace, where they have values."""
+        named = zip(inputs.input_names, inputs.tensors, strict=True)
+        given = {name: tensor for name, tensor in named if has_values(tensor)}
+        for decision in signature(self.graph).decisions:
+            if decision.computation.inputs <= given.keys() and decision.value_of(given) != decision.value:
+                raise OtherSizes(f"forward decides otherwise by values of inputs: {decision.line}")
 
     def _known(self, sizes: Sizes) -> Sizes:
         """The sizes as the expressions speak of them."""
