@@ -22,7 +22,8 @@ class MaskedWrites(TorchFunctionMode):
     """Writes ``x[mask] = value`` as ``x = where(mask, value, x)`` where the value needs a gradient and is the same at
     all places of the mask, as a learned mask token is.
 
-    Raises PickedRows for a value that has a row for each place: how many there are depends on the mask.
+    Raises PickedRows for a value that has a row for each place: how many there are depends on the mask; and IndexError,
+    as torch does when it runs, for a mask of another shape.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -34,6 +35,8 @@ class MaskedWrites(TorchFunctionMode):
         mask = only_mask(places)
         if mask is None or accumulates or isinstance(x, RowTensor) or not _is_learned(value):
             return func(*args, **kwargs)
+        if x.shape[: mask.dim()] != mask.shape:
+            raise IndexError(f"the shape of the mask {list(mask.shape)} is not that of the tensor {list(x.shape)}")
         if writes_rows(x, mask, value):
             raise PickedRows(_OPERATOR, user_frame(traceback.extract_stack()))
         rest = x.dim() - mask.dim()

@@ -112,6 +112,16 @@ def test_masks_of_hidden_states_are_refused() -> None:
         galvatron_fx.capture(Masked(chosen), batch("each"))
 
 
+@pytest.mark.parametrize("columns", [1, 3])
+@pytest.mark.parametrize("use", ["visible", "filled", "of two columns"])
+def test_masks_of_another_shape_are_refused_as_torch_does(use: str, columns: int) -> None:
+    x, mask = batch("each")
+    with pytest.raises(IndexError, match="shape of the mask"):
+        masked(use)(x, mask[:, :columns])
+    with pytest.raises((InputError, CaptureError)):
+        galvatron_fx.capture(masked(use), (x, mask[:, :columns]))
+
+
 class Token(nn.Module):
     """A learned token at the places of a mask, as speech and image models train by."""
 
@@ -142,3 +152,11 @@ def test_masks_of_numbers_are_checked_in_the_program() -> None:
     with pytest.warns(UserWarning, match="takes as many rows"):
         graph = galvatron_fx.capture(Masked(padded).double(), (batch("all")[0], x))
     FileCheck().check("sum").check("eq").check("where").run(graph.code)
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_tokens_for_masks_of_another_shape_are_refused_as_torch_does(columns: int) -> None:
+    """A mask of size 1 is not broadcast."""
+    x, mask = batch("some")
+    with pytest.raises(InputError, match=r"shape of the mask \[4, .\] is not that of the tensor"):
+        galvatron_fx.capture(Token((WIDTH,)).double(), (x, mask[:, :columns]))

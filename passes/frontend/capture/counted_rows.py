@@ -76,15 +76,18 @@ class CountedRows(TorchFunctionMode):
         value: Any = args[2] if len(args) > 2 else None
         if name != "getitem" and not (isinstance(value, Tensor) and value.dim()):
             return func(*args, **kwargs)  # the same for all rows: that needs no count
+        at = next(position for position, entry in enumerate(entries) if entry is mask)
+        is_behind_slices = all(isinstance(entry, slice) for entry in entries[:at])
+        if not is_behind_slices or x.shape[at : at + mask.dim()] != mask.shape:
+            return func(*args, **kwargs)
         chosen = self._chosen(mask)
-        if only_mask(entries) is mask and tuple(x.shape[: mask.dim()]) == tuple(mask.shape):
+        if only_mask(entries) is mask:
             if name == "getitem":
                 return chosen.of(x)
             accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
             if not accumulates:
                 written = chosen.written(x, value)
                 return x.copy_(written) if is_in_place(func) or name == "setitem" else written
-        at = next(position for position, entry in enumerate(entries) if entry is mask)
         places = (*entries[:at], *chosen.places(), *entries[at + 1 :])
         return func(x, places, *args[2:], **kwargs)
 
