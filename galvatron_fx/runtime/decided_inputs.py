@@ -1,55 +1,47 @@
-"""Inputs by whose values the program was made: each call decides as it did."""
+"""Inputs by whose values forward decides: of a call, whether it is as a program was made for."""
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Collection, Sequence
 
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.decisions import Decision
 from passes.frontend.capture.flat_inputs import FlatInputs
 
-__all__ = ["require_decided"]
+__all__ = ["ValuesOfCall", "require_whole"]
 
 
-def require_decided(decisions: Sequence[Decision], inputs: FlatInputs, own_rows: Collection[int]) -> None:
-    """Raise InputError, naming them and the line, for inputs of which forward would decide otherwise than traced.
-
-    ``own_rows``: positions of inputs of which this rank has but its own rows, which tell nothing of the others. Waits
-    for the device where such an input lies on one.
+class ValuesOfCall:
+    """What forward would decide by values of the inputs of a call. Each input is read when it is asked for, which waits
+    for the device where it lies on one.
     """
-    if not decisions:
-        return
+
+    def __init__(self, inputs: FlatInputs) -> None:
+        self._inputs = dict(zip(inputs.input_names, inputs.tensors, strict=True))
+        self._read: dict[str, Tensor] = {}
+
+    def are_as(self, decisions: Sequence[Decision]) -> bool:
+        """Whether forward decides by them as it did when it was traced."""
+        for name in _names(decisions) - self._read.keys():
+            tensor = self._inputs[name]
+            self._read[name] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+        return all(decision.value_of(self._read) == decision.value for decision in decisions)
+
+
+def require_whole(decisions: Sequence[Decision], inputs: FlatInputs, own_rows: Collection[int]) -> None:
+    """Raise InputError where forward decides by an input of which this rank has but its own rows (``own_rows``:
+    positions of such), which tell nothing of the others.
+    """
     of_own = {inputs.input_names[position] for position in own_rows}
-    wanted = frozenset[str]().union(*(decision.computation.inputs for decision in decisions))
-    for name in sorted(wanted & of_own):
+    for name in sorted(_names(decisions) & of_own):
         raise InputError(
             f"forward decides by values of input '{name}', which takes those of all rows: pass the global batch, the "
             f"same on every rank, without own_rows and batch='local'"
         )
-    given = {
-        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
-        for name, tensor in zip(inputs.input_names, inputs.tensors, strict=True)
-        if name in wanted
-    }
-    for decision in decisions:
-        value = decision.value_of(given)
-        if value != decision.value:
-            raise InputError(_refusal(decision, reprlib.repr(value)))
 
 
-def _refusal(decision: Decision, value: str) -> str:
-    names = ", ".join(f"'{name}'" for name in sorted(decision.computation.inputs))
-    traced = reprlib.repr(decision.value)
-    if decision.kind == "rows":
-        what, remedy = "the mask chooses rows otherwise", "give batches whose masks choose as many rows of each sample"
-        numbers = f"its counts are {value}, and were {traced} when the model was compiled"
-    else:
-        what, remedy = "forward decides otherwise", "give batches of the same sizes (images resized or padded alike)"
-        numbers = f"the value is {value}, and was {traced} when the model was compiled"
-    return (
-        f"by input {names} {what} at {decision.line}: {numbers}: {remedy}, let forward compute with tensors "
-        f"(torch.where, masks) in place of numbers, or compile again with these as example inputs"
-    )
+def _names(decisions: Sequence[Decision]) -> frozenset[str]:
+    return frozenset[str]().union(*(decision.computation.inputs for decision in decisions))

@@ -28,7 +28,7 @@ from galvatron_fx.runtime.caches import CallCaches
 from galvatron_fx.runtime.call_key import call_key, described
 from galvatron_fx.runtime.call_style import CallStyle
 from galvatron_fx.runtime.compiled import AnyProgram, Compiled
-from galvatron_fx.runtime.decided_inputs import require_decided
+from galvatron_fx.runtime.decided_inputs import require_whole
 from galvatron_fx.runtime.detached import TRAIN_REMEDY, detached_output, forward_only_outputs
 from galvatron_fx.runtime.dtensor_views import lie_like, local_part, shown, write_whole
 from galvatron_fx.runtime.folding import FoldedUpdates, folding, refuse_folded
@@ -44,6 +44,7 @@ from galvatron_fx.runtime.on_mesh import CompiledFor
 from galvatron_fx.runtime.one_at_a_time import OneAtATime, refuse_autocast, without_autocast
 from galvatron_fx.runtime.own_outputs import own_outputs
 from galvatron_fx.runtime.program import Call
+from galvatron_fx.runtime.programs import Known
 from galvatron_fx.runtime.stage_tensors import mark_of_stage
 from galvatron_fx.runtime.total_norm import total_norm
 from galvatron_fx.runtime.untraced import untraced
@@ -331,33 +332,40 @@ class DistributedGraphModule(WithExperts):
         # Averages of weights freeze what they copied: without backward, stages need not know what is frozen.
         flags = self._trained_flags() if trains or self._stages is None else self._flags
         key = call_key(flat, trains and not self.plan.forward_only), self._tree.modes, flags
+        with self._watch.collectives():
+            known = self._programs.of_call(key, flat, row_positions)
         try:
-            self._compare(key, given, row_positions)
+            self._compare(key, known, given, row_positions)
         finally:  # after the others were told: they do not see these flags, and would wait
-            if key not in self._programs:
+            if known is None:
                 self._refuse_flags_of_stages(flags)
-        if key not in self._programs:
-            self._tree.train_parameters(dict(zip(self._held, flags, strict=True)))
-            captured = flat if trains else flat.detached()
-            self._programs[key] = together(lambda: self._compile_inputs(self._tree.twin, captured), self._members)
-        decided_by = self._programs[key].signature.decided_by
+        program = self._new_program(key, flat if trains else flat.detached()) if known is None else known.program
+        decided_by = program.signature.decided_by
         if decided_by:
             self._deciding.require_kept(decided_by, dict(self.named_buffers(remove_duplicate=False)))
-        require_decided(self._programs[key].signature.decisions, flat, row_positions)
-        return self._programs[key], flat, row_positions
+        require_whole(program.signature.decisions, flat, row_positions)
+        return program, flat, row_positions
 
-    def _compare(self, key: Any, given: FlatInputs, row_positions: Collection[int]) -> None:
+    def _new_program(self, key: Any, inputs: FlatInputs) -> AnyProgram:
+        _, _, flags = key
+        self._tree.train_parameters(dict(zip(self._held, flags, strict=True)))
+        program = together(lambda: self._compile_inputs(self._tree.twin, inputs), self._members)
+        self._programs.add(key, program)
+        return program
+
+    def _compare(self, key: Any, known: Known | None, given: FlatInputs, row_positions: Collection[int]) -> None:
         """Tell the other ranks what this one brings to the step, and compare it now and then, and where it is new."""
         _, modes, flags = key
-        description_key = key, bool(row_positions)
+        description_key = key, bool(row_positions), known and known.decided_as
         if description_key not in self._descriptions:
             trained = "" if flags == self._flags else f", {sum(flags)} parameters still trained ({mark(flags)})"
             rows = ", rows of its own" if row_positions else ""
-            self._descriptions[description_key] = f"{described(given)}{rows}, in {modes}{trained}"
+            decided = f", values by which program {known.number} decides" if known and known.decided_as else ""
+            self._descriptions[description_key] = f"{described(given)}{rows}{decided}, in {modes}{trained}"
         with self._watch.collectives():
             self._watch.begin(self._descriptions[description_key])
             is_due = self._comparison.is_due()
-            if is_due or key not in self._programs:
+            if is_due or known is None:
                 self._watch.require_equal_batches()
             if is_due:
                 self._comparison.require_equal(given, row_positions, self._rows.own)

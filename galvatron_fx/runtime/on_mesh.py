@@ -21,6 +21,7 @@ from galvatron_fx.runtime.like_original import LikeOriginal
 from galvatron_fx.runtime.lost_ranks import StepWatch
 from galvatron_fx.runtime.members import Members
 from galvatron_fx.runtime.module_tree import ModuleTree, module_at
+from galvatron_fx.runtime.programs import Programs
 from galvatron_fx.runtime.same_batch import BatchComparison
 from galvatron_fx.runtime.same_copies import CopyComparison
 from galvatron_fx.runtime.stage_tensors import mark_of_stage
@@ -89,7 +90,8 @@ class OnMesh(LikeOriginal):
         self._rows = BatchRows(self.mesh, members, compiled.program.read, names, compiled.is_local)
         self._comparison = BatchComparison(compiled.compare_batches, device, compiled.is_local, members)
         self._copies = CopyComparison(device, members)
-        self._programs = {(made_for.call, made_for.modes, self._flags): compiled.program}
+        self._programs = Programs()
+        self._programs.add((made_for.call, made_for.modes, self._flags), compiled.program)
         self._pass_runs = compiled.pass_runs
         self._axes_of_dim = compiled.axes_of_dim
         self._orders = compiled.program.counts.orders
@@ -102,7 +104,7 @@ class OnMesh(LikeOriginal):
         self._held = {}
         self._flags = ()
         self._memory = MemoryOfParameters({})
-        self._programs = {}
+        self._programs = Programs()
         self._resting = reason
 
     def _settle(self, mesh: DeviceMesh, plan: Plan, members: Members) -> None:

@@ -61,7 +61,7 @@ class WithExperts(OnMesh):
             self._forget_loads()
 
     def _forget_loads(self) -> None:
-        for program in self._programs.values():
+        for program in self._programs:
             program.counts.forget()
 
     def require_own_order(self, what: str) -> None:

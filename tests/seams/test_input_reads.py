@@ -15,7 +15,7 @@ from galvatron_fx import Plan
 from galvatron_fx.errors import CaptureError, GalvatronError, InputError
 from galvatron_fx.ir.graph.decisions import Computation, Decision, Given, Step
 from galvatron_fx.ir.graph.metadata import signature
-from galvatron_fx.runtime.decided_inputs import require_decided
+from galvatron_fx.runtime.decided_inputs import require_whole
 from passes.frontend.capture.flat_inputs import FlatInputs
 from tests.ir.cluster.test_cluster import described
 
@@ -117,39 +117,49 @@ def test_graphs_of_other_inputs_decide_by_these() -> None:
         assert [decision.value for decision in signature(captured.graph_of(batch)).decisions] == expected
 
 
-def test_numbers_of_other_batch_sizes_are_their_own(mesh: DeviceMesh) -> None:
+def test_numbers_of_other_batches_are_their_own(mesh: DeviceMesh) -> None:
     torch.manual_seed(0)
     original = Bounded().double()
     first = torch.randn(4, 20, WIDTH, dtype=torch.float64), torch.ones(4, 7).long(), torch.tensor([17, 12, 9, 14])
     compiled = galvatron_fx.compile(original, mesh, first, plan=Plan.uniform((1,), ("data",)))
-    compiled.forward_backward(*first)
     fewer = first[0][:2], first[1][:2], torch.tensor([15, 19])
-    torch.testing.assert_close(compiled.forward_backward(*fewer), original(*fewer), rtol=1e-10, atol=0)
-    with pytest.raises(InputError, match="by input '2' forward decides otherwise"):
-        compiled.forward_backward(*first[:2], torch.tensor([17, 12, 9, 13]))
+    others = [(*first[:2], torch.tensor(lengths)) for lengths in ([17, 12, 9, 13], [20, 12, 9, 10])]
+    for batch in (first, fewer, *others, first):
+        torch.testing.assert_close(compiled.forward_backward(*batch), original(*batch), rtol=1e-10, atol=0)
 
 
-def test_other_sizes_are_refused(mesh: DeviceMesh) -> None:
+def test_each_way_to_decide_has_one_program(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = galvatron_fx.compile(model(), mesh, inputs(), plan=Plan.uniform((1,), ("data",)))
-    compiled.forward_backward(**inputs())
-    turned = inputs(((2, 1), (2, 2), (1, 3), (3, 1)))  # of which forward makes the same numbers
-    torch.testing.assert_close(compiled.forward_backward(**turned), model()(**turned), rtol=1e-10, atol=0)
-    other = ((2, 2), (2, 1), (1, 3), (3, 1))  # as many patches
-    with pytest.raises(InputError, match=r"by input 'sizes' .* in <lambda>.*is \[4, 2,.*was \[2, 4,.*compile again"):
-        compiled.forward_backward(**inputs(other))
-    with pytest.raises(InputError, match="by input 'sizes'"), torch.no_grad():
-        compiled(**inputs(other))
-    larger = inputs(((2, 2), (2, 2), (3, 1), (1, 3)))
-    loss = compiled.forward_backward(**larger)  # of other shapes: another program
-    torch.testing.assert_close(loss, model()(**larger), rtol=1e-10, atol=0)
+    made: list[FlatInputs] = []
+    compile_inputs = compiled._compile_inputs
+    monkeypatch.setattr(compiled, "_compile_inputs", lambda twin, flat: made.append(flat) or compile_inputs(twin, flat))
+
+    def programs_after(*sizes: Any) -> int:
+        for each in sizes:
+            batch = inputs(each)
+            torch.testing.assert_close(compiled.forward_backward(**batch), model()(**batch), rtol=1e-10, atol=0)
+        return len(made)
+
+    first, turned = ((1, 2), (2, 2), (3, 1), (1, 3)), ((2, 1), (2, 2), (1, 3), (3, 1))
+    other, last = ((2, 2), (2, 1), (1, 3), (3, 1)), ((3, 1), (1, 3), (2, 2), (2, 1))  # as many patches
+    assert programs_after(first, turned) == 0  # forward makes the same numbers of both
+    assert programs_after(other, first, other) == 1
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(**inputs(other)), model()(**inputs(other)), rtol=1e-10, atol=0)
+    with pytest.warns(UserWarning, match=r"in <lambda>.*, and 3 programs were made for batches of the same shapes"):
+        monkeypatch.setattr("galvatron_fx.runtime.programs._TOLD", (3,))
+        assert programs_after(last) == 2  # evaluation takes the same
+    monkeypatch.setattr("galvatron_fx.runtime.programs._MOST", 3)
+    assert programs_after(((1, 1), (1, 2), (2, 2), (1, 5)), last, other) == 3
+    assert programs_after(first) == 4  # which was not called for longest
 
 
 def test_own_rows_are_refused() -> None:
     flat = FlatInputs.of(inputs())
     decision = Decision(Computation((Step(Tensor.sum, (Given("sizes"),), {}),)), 15, "number", "line 1")
-    require_decided([decision], flat, [])
+    require_whole([decision], flat, [])
     with pytest.raises(InputError, match="takes those of all rows: pass the global batch"):
-        require_decided([decision], flat, [flat.input_names.index("sizes")])
+        require_whole([decision], flat, [flat.input_names.index("sizes")])
 
 
 class Lengths(nn.Module):

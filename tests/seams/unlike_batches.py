@@ -14,6 +14,7 @@ from galvatron_fx import Pipelining, Plan, own_rows
 from galvatron_fx.errors import InputError, PlanError
 from tests.models import zoo
 from tests.runtime.beside_plain import same, same_parameters
+from tests.seams import test_input_reads
 from tests.seams.unlike_model import ROWS, batch, model_of, refused, uniform
 
 
@@ -61,6 +62,25 @@ def other_rows_as_own(mesh: DeviceMesh) -> None:
         else:
             with refused(InputError, "'labels' than rank 0 in call 1"):
                 compiled.forward_backward(**own_rows(local))
+
+
+def other_values_decide(mesh: DeviceMesh) -> None:
+    """All ranks come with values by which forward decides otherwise, which makes another program; or one of them."""
+    plain = test_input_reads.model()
+    plan = uniform("tensor", mesh)
+    compiled = galvatron_fx.compile(copy.deepcopy(plain), mesh, test_input_reads.inputs(), plan=plan)
+    first, other = test_input_reads.inputs(), test_input_reads.inputs(((2, 2), (2, 1), (1, 3), (3, 1)))
+    for each in (other, first):
+        loss = compiled.forward_backward(**each)
+        expected = plain(**each)
+        expected.backward()
+        same(loss, expected.detach(), "loss")
+    for name, parameter in plain.named_parameters():
+        same(compiled.get_parameter(name).grad, parameter.grad, f"gradient of {name}")
+    unlike = test_input_reads.inputs(((3, 1), (1, 3), (2, 2), (2, 1))) if dist.get_rank() == 1 else other
+    with refused(InputError, r"ranks \[1\] bring another batch .*, and .*sizes .*values by which program 2 decides"):
+        compiled.forward_backward(**unlike)
+    same(compiled.forward_backward(**other), plain(**other).detach(), "loss behind a refusal")
 
 
 def unlike_partners(mesh: DeviceMesh) -> None:

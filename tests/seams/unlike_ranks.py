@@ -17,6 +17,7 @@ from tests.seams.unlike_batches import (
     other_rows,
     other_rows_as_own,
     other_rows_later,
+    other_values_decide,
     text,
     unlike_partners,
 )
@@ -55,6 +56,7 @@ BATCHES: dict[str, Check] = {
     **{f"other_rows_{role}": partial(other_rows, role) for role in ("data", "tensor")},
     "other_rows_later": other_rows_later,
     "other_rows_as_own": other_rows_as_own,
+    "other_values_decide": other_values_decide,
     **{f"local_{roles[0]}": partial(local_batches, roles) for roles in LOCAL[2]},
     "local_without_inputs": local_without_inputs,
     "local_refusals": local_refusals,

@@ -275,8 +275,9 @@ def _tell_of_read_inputs(reads: InputReads) -> None:
             lines = dict.fromkeys(decision.line for decision in decisions)
             warnings.warn(
                 f"forward {does.format(quoted(names))} at {', '.join(list(lines)[:3])}: the program is for those of "
-                f"the example inputs, and each call is refused in which they are others. Batches that are made alike "
-                f"(resized, padded, as many rows of each sample) have the same; where each batch has others, {instead}",
+                f"the example inputs, and for a batch in which they are others it is traced and lowered anew. Batches "
+                f"that are made alike (resized, padded, as many rows of each sample) have the same; where each batch "
+                f"has others, {instead}",
                 stacklevel=2,
             )
 
