@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+from tests.fuzz.deciding import decided
 from tests.fuzz.losses import finish
 from tests.fuzz.mixing import IMAGES, TOKENS
 from tests.fuzz.operators import ANYWHERE, norm
@@ -21,7 +22,7 @@ def draw_program(seed: int, *, small: bool | None = None) -> Program:
     model = Writer(random, "Model")
     inputs = Inputs(random)
     functions: list[Function] = []
-    x = stem(model, inputs)
+    x = decided(model, inputs, stem(model, inputs), seed)
     x = _some(model, x, random.choice((0, 1, 1, 2) if small else (0, 0, 1)))
     for _ in range(0 if small else random.choice((0, 1, 1, 1, 1, 1, 1, 2))):
         layer = _layer(random, f"Layer{len(functions)}", x)
