@@ -59,6 +59,7 @@ from galvatron_fx.tuning.tune import MOST_PLANS, tune
 from passes.analysis.blocks import graph_fingerprint
 from passes.frontend.capture.capture import FlatInputs
 from passes.frontend.capture.module_state import ModuleState, as_buffers
+from passes.frontend.pipeline import Frontend
 from passes.lowering.apply_plan import check_plan, lower
 from passes.lowering.lower_stages import LoweredStages
 from passes.lowering.lower_step import Lowered
@@ -348,10 +349,11 @@ def _copies(binder: Binder | StageBinder) -> StageCopies | None:
 
 @dataclass(frozen=True)
 class Builder:
-    """Compiles graphs of one model under one plan; ``lowered``: that of the first batch."""
+    """Compiles graphs of one model under one plan; ``graph``: that of the first batch, and ``lowered``."""
 
     options: CompileOptions
     plan: Plan
+    graph: fx.GraphModule
     lowered: Lowered | LoweredStages
     cache: dict[Any, Any]
 
@@ -360,7 +362,7 @@ class Builder:
         """Lower ``graph``."""
         session = options.session
         cache: dict[Any, Any] = {}
-        return cls(options, plan, lower(graph, plan, session.cluster, cache, {}, options.control, True), cache)
+        return cls(options, plan, graph, lower(graph, plan, session.cluster, cache, {}, options.control, True), cache)
 
     def binder(self, kernels: Kernels, members: Members) -> Binder | StageBinder | None:
         """What binds the lowered graph, and further graphs of the model, to this rank, if it is one of ``members``."""
@@ -372,12 +374,22 @@ class Builder:
     def program(self, binder: Binder | StageBinder, twin: nn.Module, inputs: FlatInputs) -> Program | StagedProgram:
         """A model without weights, for other inputs or as it is switched, on the parameters as they lie."""
         session, placements = self.options.session, binder.placements()
-        graph = session.frontend.run(twin, inputs)
+        frontend = self._frontend_for(inputs)
+        graph = frontend.run(twin, inputs)
         if not self.plan.pipelining.is_trivial and _starts_from_samples(graph):
-            graph = replace(session.frontend, forward_only=True).run(twin, inputs)  # what no backward is scheduled for
+            graph = replace(frontend, forward_only=True).run(twin, inputs)  # what no backward is scheduled for
         fixed = {**placements, **placements_of_caches(inputs, binder.mesh)}
         lowered = lower(graph, self.plan, session.cluster, self.cache, fixed, self.options.control, twin.training)
         return binder.bind(lowered)
+
+    def _frontend_for(self, inputs: FlatInputs) -> Frontend:
+        """Knows of the first capture what forward has to decide by, and for inputs of its shapes, whether these can be
+        others.
+        """
+        first = signature(self.graph)
+        is_alike = [spec.shape for spec in first.input_specs] == inputs.shapes
+        symbolic = not is_alike or self.graph.meta.get("symbols") is not None
+        return replace(self.options.session.frontend, may_read=first.may_read, symbolic=symbolic)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes.frontend.capture.trace_errors import user_frame
+from passes.frontend.capture.trace_errors import calling_frame
 from passes.frontend.replaced_functions import replaced
 
 __all__ = ["FiniteValues"]
@@ -56,7 +55,7 @@ class FiniteValues:
             known = _answer(asked)
             if known is None or asked.dim():
                 return _METHODS[name](asked)
-            frame = user_frame(traceback.extract_stack())
+            frame = calling_frame()
             self.lines.setdefault(f"{frame.filename}:{frame.lineno}")
             self.failures.append(known.others.sum())
             return known.says

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import traceback
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from passes.frontend.capture.trace_errors import PickedRows, user_frame
+from passes.frontend.capture.trace_errors import PickedRows, calling_frame
 from passes.frontend.chosen_rows.choice import RowTensor
 from passes.frontend.chosen_rows.functions import base_name, is_in_place, is_mask
 
@@ -38,7 +37,7 @@ class MaskedWrites(TorchFunctionMode):
         if x.shape[: mask.dim()] != mask.shape:
             raise IndexError(f"the shape of the mask {list(mask.shape)} is not that of the tensor {list(x.shape)}")
         if writes_rows(x, mask, value):
-            raise PickedRows(_OPERATOR, user_frame(traceback.extract_stack()))
+            raise PickedRows(_OPERATOR, calling_frame())
         rest = x.dim() - mask.dim()
         value = value.to(x.dtype)
         if value.dim() > rest:

@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from galvatron_fx.ir.errors import CaptureError, InputError
 from galvatron_fx.ir.gc_tuning import fewer_collections
+from galvatron_fx.ir.graph.decisions import NOTHING_READ, MayRead
 from galvatron_fx.ir.graph.pass_pipeline import GraphPass, PassControl, PassPipeline
 from galvatron_fx.ir.torch_compat.tracing import on_cpu
 from passes.frontend.annotate_costs import AnnotateCosts
@@ -56,13 +57,16 @@ class Frontend:
 
     ``control``: who sees the graph after each pass, and what else runs; ``policy``: of mixed precision; None computes
     in the dtypes of the parameters; ``batch_dim``: which dim of the inputs is the batch, found where None;
-    ``forward_only``: graphs without backward.
+    ``forward_only``: graphs without backward; ``may_read``,
+    ``symbolic``: as of :class:`passes.frontend.capture.capture.Capture`.
     """
 
     control: PassControl = field(default_factory=PassControl)
     policy: MixedPrecisionPolicy | None = None
     batch_dim: BatchDim = None
     forward_only: bool = False
+    may_read: MayRead = NOTHING_READ
+    symbolic: bool = True
 
     def run(self, model: nn.Module, example_inputs: ExampleInputs) -> fx.GraphModule:
         """Return the blocked joint graph. Raises what :class:`passes.frontend.capture.capture.Capture` raises."""
@@ -83,7 +87,13 @@ class Frontend:
 
     @property
     def _capture(self) -> Capture:
-        return Capture(policy=self.policy, batch_dim=self.batch_dim, forward_only=self.forward_only)
+        return Capture(
+            symbolic=self.symbolic,
+            policy=self.policy,
+            batch_dim=self.batch_dim,
+            forward_only=self.forward_only,
+            may_read=self.may_read,
+        )
 
     @fewer_collections()
     def _finished(self, capture: Callable[[], fx.GraphModule]) -> fx.GraphModule:

@@ -16,6 +16,7 @@ from galvatron_fx.errors import CaptureError, GalvatronError, InputError
 from galvatron_fx.ir.graph.decisions import Computation, Decision, Given, Step
 from galvatron_fx.ir.graph.metadata import signature
 from galvatron_fx.runtime.decided_inputs import require_whole
+from passes.frontend.capture import capture
 from passes.frontend.capture.flat_inputs import FlatInputs
 from tests.ir.cluster.test_cluster import described
 
@@ -128,9 +129,25 @@ def test_numbers_of_other_batches_are_their_own(mesh: DeviceMesh) -> None:
         torch.testing.assert_close(compiled.forward_backward(*batch), original(*batch), rtol=1e-10, atol=0)
 
 
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The shapes of all traces from here on."""
+    shapes: list[Any] = []
+    trace = capture._trace
+    monkeypatch.setattr(capture, "_trace", lambda *args: shapes.append(args[1]) or trace(*args))
+    return shapes
+
+
+def test_a_model_that_is_refused_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = traces(monkeypatch)
+    with pytest.raises(CaptureError, match="turns the value of a tensor into a Python number"):
+        galvatron_fx.capture(Lengths(lambda ids: float(ids.sum())), (torch.randn(4, WIDTH), torch.ones(4)))
+    assert len(traced) == 2  # once more with values of the input allowed, which are no counts
+
+
 def test_each_way_to_decide_has_one_program(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = galvatron_fx.compile(model(), mesh, inputs(), plan=Plan.uniform((1,), ("data",)))
     made: list[FlatInputs] = []
+    traced = traces(monkeypatch)
     compile_inputs = compiled._compile_inputs
     monkeypatch.setattr(compiled, "_compile_inputs", lambda twin, flat: made.append(flat) or compile_inputs(twin, flat))
 
@@ -144,6 +161,7 @@ def test_each_way_to_decide_has_one_program(mesh: DeviceMesh, monkeypatch: pytes
     other, last = ((2, 2), (2, 1), (1, 3), (3, 1)), ((3, 1), (1, 3), (2, 2), (2, 1))  # as many patches
     assert programs_after(first, turned) == 0  # forward makes the same numbers of both
     assert programs_after(other, first, other) == 1
+    assert len(traced) == 1  # what it may decide by, and that it is for these sizes alone, is known
     with torch.no_grad():
         torch.testing.assert_close(compiled(**inputs(other)), model()(**inputs(other)), rtol=1e-10, atol=0)
     with pytest.warns(UserWarning, match=r"in <lambda>.*, and 3 programs were made for batches of the same shapes"):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from galvatron_fx.ir.torch_compat.tensors import pytree
 
-__all__ = ["Computation", "Decision", "Given", "Made", "Step", "plain"]
+__all__ = ["NOTHING_READ", "Computation", "Decision", "Given", "Made", "MayRead", "Step", "plain"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,19 @@ class Computation:
                 args, kwargs = pytree.tree_map(filled, (step.args, step.kwargs), is_leaf=_is_place)
                 made.append(step.function(*args, **kwargs))
         return made[-1]
+
+
+@dataclass(frozen=True)
+class MayRead:
+    """What a trace may decide by: values of ``inputs``, by name, and of masks that choose rows at ``lines``, each as
+    "file:line".
+    """
+
+    inputs: frozenset[str] = frozenset()
+    lines: frozenset[str] = frozenset()
+
+
+NOTHING_READ = MayRead()
 
 
 @dataclass(frozen=True)

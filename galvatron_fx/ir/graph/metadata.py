@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import fx
 
-from galvatron_fx.ir.graph.decisions import Decision
+from galvatron_fx.ir.graph.decisions import NOTHING_READ, Decision, MayRead
 from galvatron_fx.ir.graph.placement import ValuePlacement
 
 _KEY = "galvatron"
@@ -255,7 +255,7 @@ class Signature:
     ``arguments``: what a call leaves of its arguments where it puts something else into them
     (:class:`passes.frontend.capture.held_objects.ArgumentsLeft`), else None; ``decided_by``: buffers by whose values
     forward decided, as lists of numbers, by name: no step changes them, and nobody else may; ``decisions``:
-    what forward decided by values of inputs, as every call has to.
+    what forward decided by values of inputs, as every call has to; ``may_read``: what it was allowed to decide by.
     """
 
     inputs: tuple[InputSpec, ...]
@@ -274,6 +274,7 @@ class Signature:
     arguments: Any = None
     decided_by: Mapping[str, Any] = field(default_factory=dict)
     decisions: tuple[Decision, ...] = ()
+    may_read: MayRead = NOTHING_READ
 
     @property
     def beside_loss(self) -> frozenset[int]:

@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from galvatron_fx.ir.errors import CaptureError, GalvatronError, InputError
+from galvatron_fx.ir.graph.decisions import NOTHING_READ, MayRead
 from galvatron_fx.ir.graph.metadata import (
     output_ports,
     signature,
@@ -61,7 +62,9 @@ class Capture:
     is to compute in, as if they had been cast before its forward;
     :class:`passes.frontend.mixed_precision.MixedPrecision` writes the casts of parameters down. ``batch_dim``: which
     dim of the inputs is the batch (:mod:`passes.frontend.capture.batch_dims`). ``forward_only``: no backward: the graph
-    is that of the model under ``torch.no_grad()``, without tangents and gradients.
+    is that of the model under ``torch.no_grad()``, without tangents and gradients. ``may_read``: what an earlier
+    capture of the model was allowed to decide by (:class:`galvatron_fx.ir.graph.metadata.Signature`): this one need not
+    find out that it has to.
 
     If the model returns scalars that need gradients (its losses), they alone are differentiable, and the other outputs
     (logits, hidden states) are returned detached; a model without such a scalar keeps every floating output
@@ -73,6 +76,7 @@ class Capture:
     policy: MixedPrecisionPolicy | None = None
     batch_dim: BatchDim = None
     forward_only: bool = False
+    may_read: MayRead = NOTHING_READ
 
     def run(self, model: nn.Module, example_inputs: ExampleInputs) -> fx.GraphModule:
         """Capture ``model`` on ``example_inputs`` (a dict of keyword arguments, a tuple or one tensor; the global
@@ -96,7 +100,7 @@ class Capture:
 
     def _run(self, model: nn.Module, inputs: FlatInputs) -> Trace:
         """Trace, and where that fails as forward asks for values of inputs, with those of the example."""
-        reads = InputReads()
+        reads = InputReads(self.may_read)
         while True:
             try:
                 return self._with_values(model, inputs, reads)
@@ -131,26 +135,29 @@ class Capture:
                 copies_constants = True
 
     def _once(self, flat: FlatModel, held: Sequence[str]) -> Trace:
-        if not self.share_layers:
-            return self._captured(flat, (), held)
-        try:
-            return self._with_shared_layers(flat, held)
-        except TraceAgain:
-            raise
-        except Exception as error:
-            # Whatever it is. If the model is at fault, the whole trace raises too, and says so; if it does not, the
-            # fault is ours, and costs time alone.
-            trace = self._captured(flat, (), held)
+        unshared: Exception | None = None
+        if self.share_layers:
+            try:
+                repeats = find_repeats(flat)
+                if repeats:
+                    return self._with_shared_layers(flat, repeats, held)
+            except TraceAgain:
+                raise
+            except Exception as error:
+                # Whatever it is. If the model is at fault, the whole trace raises too, and says so; if it does not, the
+                # fault is ours, and costs time alone.
+                unshared = error
+        trace = self._captured(flat, (), held)
+        if unshared is not None:
             warnings.warn(
                 f"equal layers of {type(flat.module).__name__} were traced one by one, which takes longer: tracing "
-                f"them once failed with {type(error).__name__}: {error}",
+                f"them once failed with {type(unshared).__name__}: {unshared}",
                 stacklevel=2,
             )
-            return trace
+        return trace
 
-    def _with_shared_layers(self, flat: FlatModel, held: Sequence[str]) -> Trace:
+    def _with_shared_layers(self, flat: FlatModel, repeats: tuple[Repeat, ...], held: Sequence[str]) -> Trace:
         """Trace each stack of equal layers once; again with shorter stacks where the traced layers turn out unlike."""
-        repeats = find_repeats(flat)
         while True:
             try:
                 trace = self._captured(flat, repeats, held)

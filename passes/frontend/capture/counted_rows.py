@@ -56,9 +56,10 @@ class CountedRows(TorchFunctionMode):
     def _counts(self, mask: Any) -> bool:
         """Whether rows of a mask are counted where code uses it."""
         is_plain = isinstance(mask, Tensor) and not isinstance(mask, RowTensor) and mask.numel() > 0 and mask.dim() > 0
-        if not is_plain or not self._reads.counted or not self._known.knows_mask(mask):
+        lines = self._reads.may_read.lines
+        if not is_plain or not lines or not self._known.knows_mask(mask):
             return False
-        return user_line() in self._reads.counted and self._known.value(_row_counts, mask) is not None  # not drawn
+        return user_line() in lines and self._known.value(_row_counts, mask) is not None  # not drawn
 
     def _chosen(self, mask: Tensor) -> _Chosen:
         least, most, total = self._known.value(_row_counts, mask)

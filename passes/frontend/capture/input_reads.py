@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from galvatron_fx.ir.errors import CaptureError
-from galvatron_fx.ir.graph.decisions import Decision
+from galvatron_fx.ir.graph.decisions import NOTHING_READ, Decision, MayRead
 
 __all__ = ["InputReads", "at_sizes", "has_values"]
 
@@ -18,14 +18,13 @@ class InputReads:
     """What forward decides by values of inputs. A trace is refused where it asks for more than it may, and tried again
     with that allowed.
 
-    ``allowed``: names of inputs whose values may be numbers; ``counted``: lines, as "file:line", where a mask of inputs
-    may choose as many rows as that of the example does; ``refused`` and ``uncounted``: what was asked for beside these.
-    ``decisions``: those of the last trace at the sizes of the example.
+    ``may_read``: inputs whose values may be numbers, and lines where a mask of inputs may choose as many rows as that
+    of the example does; ``refused`` and ``uncounted``: what was asked for beside these. ``decisions``: those of the
+    last trace at the sizes of the example.
     """
 
-    def __init__(self) -> None:
-        self.allowed: frozenset[str] = frozenset()
-        self.counted: frozenset[str] = frozenset()
+    def __init__(self, may_read: MayRead = NOTHING_READ) -> None:
+        self.may_read = may_read
         self.refused: dict[str, None] = {}
         self.uncounted: dict[str, None] = {}
         self.decisions: list[Decision] = []
@@ -34,12 +33,11 @@ class InputReads:
 
     def allow_refused(self) -> bool:
         """Allow what was refused; False where that is nothing new."""
-        new = self.refused.keys() - self.allowed or self.uncounted.keys() - self.counted
-        self.allowed |= self.refused.keys()
-        self.counted |= self.uncounted.keys()
+        before = self.may_read
+        self.may_read = MayRead(before.inputs | self.refused.keys(), before.lines | self.uncounted.keys())
         self.refused.clear()
         self.uncounted.clear()
-        return bool(new)
+        return self.may_read != before
 
     def start(self, is_example: bool) -> None:
         """Begin a run of forward, at the sizes of the example or at others."""

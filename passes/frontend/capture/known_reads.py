@@ -204,7 +204,7 @@ class KnownReads(TorchFunctionMode):
         """What a call makes of the values that buffers and inputs have; what draws random numbers is no such value."""
         names = dict.fromkeys(name for source in sources for name in source.names)
         inputs = self._of_inputs(sources)
-        refused = inputs - self._inputs.allowed
+        refused = inputs - self._inputs.may_read.inputs
         if refused:
             self._inputs.refused |= dict.fromkeys(sorted(refused))
             raise error

@@ -67,6 +67,7 @@ def record_graph(graph: fx.GraphModule, flat: FlatModel) -> None:
             arguments=flat.arguments,
             decided_by=dict(flat.decided_by),
             decisions=tuple(flat.input_reads.decisions),
+            may_read=flat.input_reads.may_read,
         ),
     )
     output.args = (tuple(node for _, node in pairs),)

@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import lru_cache
 from traceback import FrameSummary
 
 import torch
@@ -140,25 +141,25 @@ def _first_line(error: Exception) -> str:
 
 def user_frame(frames: Sequence[FrameSummary]) -> FrameSummary:
     """The innermost frame that is neither torch's nor ours."""
-    users = [frame for frame in frames if not os.path.abspath(frame.filename).startswith(_FOLDERS)]
+    users = [frame for frame in frames if is_users(frame.filename)]
     return users[-1] if users else frames[-1]
 
 
+@lru_cache(maxsize=4096)
+def is_users(filename: str) -> bool:
+    """Whether code in a file is neither torch's nor ours."""
+    return not os.path.abspath(filename).startswith(_FOLDERS)
+
+
 def calling_frame() -> FrameSummary:
-    """The same of the code that runs now."""
-    stack = [
-        FrameSummary(
-            frame.f_code.co_filename,
-            line,
-            frame.f_code.co_name,
-            end_lineno=places[1],
-            colno=places[2],
-            end_colno=places[3],
-        )
-        for frame, line in traceback.walk_stack(sys._getframe())
-        for places in [list(frame.f_code.co_positions())[frame.f_lasti // 2]]
-    ]
-    return user_frame(stack[::-1])
+    """The innermost such frame of the code that runs now."""
+    stack = [frame for frame, _ in traceback.walk_stack(sys._getframe().f_back)]
+    frame = next((frame for frame in stack if is_users(frame.f_code.co_filename)), stack[0])
+    code = frame.f_code
+    _, end_line, column, end_column = list(code.co_positions())[frame.f_lasti // 2]
+    return FrameSummary(
+        code.co_filename, frame.f_lineno, code.co_name, end_lineno=end_line, colno=column, end_colno=end_column
+    )
 
 
 def described_frame(frame: FrameSummary) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import math
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from galvatron_fx.ir.torch_compat.tensors import pytree
-from passes.frontend.capture.trace_errors import user_frame
+from passes.frontend.capture.trace_errors import calling_frame
 from passes.frontend.chosen_rows.choice import RowCount
 from passes.frontend.chosen_rows.functions import base_name, is_in_place, is_mask
 from passes.frontend.chosen_rows.same_masks import SameMasks
@@ -299,5 +298,5 @@ def _by_copy(chosen: Selection, axes: tuple[int, ...], value: Tensor) -> list[tu
 
 def user_line() -> str:
     """The line of the user's code that runs now, as "file:line"."""
-    frame = user_frame(traceback.extract_stack())
+    frame = calling_frame()
     return f"{frame.filename}:{frame.lineno}"
