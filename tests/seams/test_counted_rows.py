@@ -43,11 +43,24 @@ def places(h: Tensor, mask: Tensor) -> Tensor:
     return torch.stack([h[rows, columns], h.flatten(0, 1)[flat], h[both[:, 0], both[:, 1]]]).softmax(0)
 
 
+def written_since(h: Tensor, mask: Tensor) -> Tensor:
+    """What was chosen stays as it was, and so does what was written."""
+    h = h.clone()
+    chosen = h[mask]
+    whole = torch.ones_like(h).index_put((mask,), chosen)
+    h[mask, :] = chosen * 2
+    h.mul_(3)
+    kept = chosen.tanh().cumsum(0)
+    chosen.mul_(5)
+    return torch.cat([kept, h[mask], chosen, whole[mask]])
+
+
 USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "visible": visible,
     "filled": filled,
     "put": put,
     "places": places,
+    "written since": written_since,
     "selected": lambda h, mask: h.masked_select(mask.unsqueeze(-1)).reshape(-1, WIDTH).cumsum(0),
     "of two columns": lambda h, mask: h[mask, :2].cumsum(0).repeat(1, 2),
     "behind": lambda h, mask: h[:, mask[0]].softmax(1),
@@ -77,9 +90,15 @@ def batch(kind: str, seed: int = 1, rows: int = 4) -> tuple[Tensor, Tensor]:
     return x, order < torch.tensor(counts)[:, None]
 
 
+WITH_OTHERS = ("put", "places", "written since")
+
+
 @pytest.mark.parametrize(
     "use, kind",
-    [*((use, "each") for use in USES), *((use, kind) for use in ("put", "places") for kind in ("all", "some"))],
+    [
+        *((use, "each") for use in USES),
+        *((use, kind) for use in WITH_OTHERS for kind in ("all", "some")),
+    ],
 )
 def test_rows_are_as_many_as_in_the_example(use: str, kind: str) -> None:
     with pytest.warns(UserWarning, match="takes as many rows as a mask of '1' chooses at .*test_counted_rows"):

@@ -111,19 +111,20 @@ class _Chosen:
         return self._rows.byte().sort(dim=-1, descending=True, stable=True).indices[..., : self.count]
 
     def of(self, x: Tensor) -> Tensor:
-        """``x[mask]``."""
+        """``x[mask]``, a copy: code may write into either afterwards."""
         dims = self.mask.dim()
         if self.kind == "all":
-            return x.flatten(0, dims - 1)
+            return x.flatten(0, dims - 1).clone()
         if self.kind == "some":
             return x.flatten(0, dims - 1).index_select(0, self._order())
-        return x.gather(dims - 1, self._spread(x)).flatten(0, dims - 1)
+        # Autograd keeps what it gathers from, and refuses backward if that was written into since.
+        return x.clone().gather(dims - 1, self._spread(x)).flatten(0, dims - 1)
 
     def written(self, x: Tensor, value: Tensor) -> Tensor:
         """``x`` after ``x[mask] = value``."""
         dims = self.mask.dim()
         rest = x.shape[dims:]
-        value = value.to(x.dtype).expand(self._total, *rest)
+        value = value.to(x.dtype).expand(self._total, *rest).clone()  # it may be written into afterwards
         if self.kind == "all":
             return value.reshape(x.shape)
         if self.kind == "some":
