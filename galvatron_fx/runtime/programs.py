@@ -37,6 +37,9 @@ class Programs:
         self._by_key: dict[Any, dict[int, AnyProgram]] = {}
         self._made: dict[Any, int] = {}
 
+    def __len__(self) -> int:
+        return sum(map(len, self._by_key.values()))
+
     def __iter__(self) -> Iterator[AnyProgram]:
         return (program for programs in self._by_key.values() for program in programs.values())
 
