@@ -365,7 +365,8 @@ class DistributedGraphModule(WithExperts):
         with self._watch.collectives():
             self._watch.begin(self._descriptions[description_key])
             is_due = self._comparison.is_due()
-            if is_due or known is None:
+            # Ranks that agreed so far can part only where one of them takes another program than before.
+            if is_due or known is None or known.is_another:
                 self._watch.require_equal_batches()
             if is_due:
                 self._comparison.require_equal(given, row_positions, self._rows.own)

@@ -17,10 +17,13 @@ _TOLD = (4, 16, _MOST)
 
 
 class Known(NamedTuple):
-    """A program, and its number among those of its kind of call, which is the same on every rank."""
+    """A program, its number among those of its kind of call, which is the same on every rank, and whether the last such
+    call took another one.
+    """
 
     number: int
     program: AnyProgram
+    is_another: bool
 
     @property
     def decided_as(self) -> int | None:
@@ -53,8 +56,9 @@ class Programs:
         values = ValuesOfCall(inputs)
         for number, program in reversed(programs.items()):
             if own_rows or values.are_as(program.signature.decisions):
+                is_another = number != next(reversed(programs))
                 programs[number] = programs.pop(number)  # the last one is the next to be asked
-                return Known(number, program)
+                return Known(number, program, is_another)
         return None
 
     def add(self, key: Any, program: AnyProgram) -> None:

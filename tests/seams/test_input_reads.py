@@ -148,6 +148,8 @@ def test_each_way_to_decide_has_one_program(mesh: DeviceMesh, monkeypatch: pytes
     compiled = galvatron_fx.compile(model(), mesh, inputs(), plan=Plan.uniform((1,), ("data",)))
     made: list[FlatInputs] = []
     traced = traces(monkeypatch)
+    compared: list[None] = []
+    monkeypatch.setattr(compiled._watch, "require_equal_batches", lambda: compared.append(None))
     compile_inputs = compiled._compile_inputs
     monkeypatch.setattr(compiled, "_compile_inputs", lambda twin, flat: made.append(flat) or compile_inputs(twin, flat))
 
@@ -160,7 +162,9 @@ def test_each_way_to_decide_has_one_program(mesh: DeviceMesh, monkeypatch: pytes
     first, turned = ((1, 2), (2, 2), (3, 1), (1, 3)), ((2, 1), (2, 2), (1, 3), (3, 1))
     other, last = ((2, 2), (2, 1), (1, 3), (3, 1)), ((3, 1), (1, 3), (2, 2), (2, 1))  # as many patches
     assert programs_after(first, turned) == 0  # forward makes the same numbers of both
+    assert not compared
     assert programs_after(other, first, other) == 1
+    assert len(compared) == 3  # ranks ask each other wherever one takes another program than before
     assert len(traced) == 1  # what it may decide by, and that it is for these sizes alone, is known
     with torch.no_grad():
         torch.testing.assert_close(compiled(**inputs(other)), model()(**inputs(other)), rtol=1e-10, atol=0)
