@@ -4,9 +4,10 @@ STAMP := $(VENV)/.installed
 TORCH := torch==2.13.0
 # What is imported is compiled once and kept, whatever the environment says; to compile all that is installed takes longer.
 INSTALL := -m pip install --disable-pip-version-check -q --no-compile
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: venv test demo demo-pipeline lint clean
+.PHONY: venv test test-all demo demo-pipeline lint clean
 
 venv: $(STAMP)
 
@@ -17,8 +18,12 @@ $(STAMP): pyproject.toml
 	$(BIN)/python $(INSTALL) -e ".[test,train]"
 	touch $@
 
+# The first leaves out what is slow and samples tests of many parameters (see tests/conftest.py), so that it ends in time on any machine.
 test: venv
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) --sample
+
+test-all: venv
+	$(PYTEST)
 
 demo: venv
 	$(BIN)/python -m benchmarks.demo.demo

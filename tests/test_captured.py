@@ -40,6 +40,7 @@ def words() -> zoo.Case:
     return zoo.build(Words), zoo.tokens()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "options", "sizes"),
     [
@@ -92,6 +93,7 @@ def test_what_belongs_to_the_capture_is_refused_beside_it() -> None:
 PLAN = Plan.uniform((2,), ("zero",))
 
 
+@pytest.mark.slow
 def test_what_explains_a_plan_takes_it_too(tmp_path: Path) -> None:
     model, inputs = words()
     captured, there = Captured(model, inputs), zoo.tokens(8, 24)

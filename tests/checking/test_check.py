@@ -108,6 +108,7 @@ def test_right_programs_are_equal(plan: Plan) -> None:
     assert row(found, "parameter", "embed.weight").relative < 1e-12
 
 
+@pytest.mark.slow
 def test_a_plan_is_searched_for_a_cluster_and_for_a_number_of_ranks() -> None:
     for ranks in (Cluster.preset("2xA100-80GB"), 3):
         assert galvatron_fx.check(tagger(), ranks, batch(6), steps=1).ok
@@ -185,6 +186,7 @@ def test_a_model_without_weights_is_initialised() -> None:
         galvatron_fx.check(model, 2, {name: value.to("meta") for name, value in batch().items()})
 
 
+@pytest.mark.slow
 def test_lower_precision_is_held_against_the_error_of_eager() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for precision in (None, policy):

@@ -36,6 +36,7 @@ def test_valid_files_are_read(kind: str, tmp_path: Path, watch: Watch) -> None:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", BY_HAND)
 @pytest.mark.parametrize("kind", READERS)
 def test_made_to_do_harm(kind: str, what: str, tmp_path: Path, watch: Watch) -> None:

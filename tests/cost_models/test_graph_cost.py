@@ -45,6 +45,7 @@ def test_a_llama_costs_what_the_textbook_says() -> None:
     assert f"P = {products:,} in matrix products" in str(cost)
 
 
+@pytest.mark.slow
 def test_a_formula_is_that_of_every_size() -> None:
     model, inputs = zoo.bert(layers=1)
     cost = galvatron_fx.graph_cost(captured(model, inputs))

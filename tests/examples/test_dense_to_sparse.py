@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.examples.elastic import on_forks
+
+pytestmark = pytest.mark.slow
 
 SMALL = ["--steps", "4:2,1:2", "--layers", "1", "--hidden-size", "16", "--batch-size", "4", "--sequence-length", "8"]
 

@@ -19,6 +19,7 @@ CLUSTER = replace(
 )
 
 
+@pytest.mark.slow
 def test_blocks_whose_weights_are_split_get_the_role() -> None:
     model, inputs = zoo.llama(layers=2)
     constraints = tp_constraints(model)

@@ -133,6 +133,7 @@ ROLES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name, roles", ROLES, ids=str)
 def test_exact(name: str, roles: tuple[str, ...]) -> None:
     model, inputs, graph, expected = case(name)

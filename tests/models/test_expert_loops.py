@@ -171,6 +171,7 @@ class Slices(Lists):
 LOOPS = (Looped, Halves, Lists, Slices, Hits, Masked, Dropped, Beyond)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("experts", LOOPS)
 def test_loops_are_exact(experts: Callable[[], nn.Module]) -> None:
     model, inputs = written(experts)
@@ -311,6 +312,7 @@ def raises_to_their_number(self: nn.Module, x: Tensor, ids: Tensor, weights: Ten
     out.index_add_(0, token, x[token].abs() ** token.numel())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:rows that a mask chooses")
 @pytest.mark.parametrize(
     "body", [raises_to_their_number, takes_a_mean, changes_tokens, puts_copies_into_one_place], ids=lambda b: b.__name__

@@ -50,6 +50,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family, roles, recompute, capacity", PAIRS, ids=str)
 def test_experts_are_exact(family: str, roles: tuple[str, ...], recompute: bool, capacity: float) -> None:
     model, inputs, graph, expected = case(family)
@@ -134,6 +135,7 @@ FOLDED = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["mixtral", "deepseek"])
 @pytest.mark.parametrize("attention, experts", FOLDED, ids=["recomputed experts", "recomputed attention"])
 def test_folded_plans_are_exact(family: str, attention: Strategy, experts: Strategy) -> None:
@@ -157,6 +159,7 @@ MORE_AXES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family, attention, experts", MORE_AXES, ids=["in rounds", "beside tensor", "three axes"])
 def test_axes_of_experts_that_attention_tells_apart(family: str, attention: Strategy, experts: Strategy) -> None:
     """All of them split the experts: rows are exchanged along one after the other."""
@@ -195,6 +198,7 @@ def test_attention_and_experts_are_blocks_of_their_own() -> None:
         assert [str(node.target) for node in across] == ["aten.add.Tensor"], family
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["qwen3", "deepseek", "gpt_oss"])
 def test_no_work_is_done_twice(family: str) -> None:
     """The ranks together compute what one device computes, by flops of products."""

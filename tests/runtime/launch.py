@@ -15,12 +15,13 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -73,6 +74,18 @@ def assert_held(output: str, check: str) -> None:
     if f"ok {check}\n" not in output:
         start = output.find(f"FAILED {check}\n")
         raise AssertionError(output[start : start + 4000] if start >= 0 else f"{check} never ended:\n{output[-4000:]}")
+
+
+def parameters(checks: Iterable[str], slow: Collection[str]) -> list[Any]:
+    """``checks`` to parametrize a test named ``check`` by, those in ``slow`` with this mark."""
+    return [pytest.param(check, marks=pytest.mark.slow if check in slow else ()) for check in checks]
+
+
+def collected(request: pytest.FixtureRequest) -> list[str]:
+    """The checks among these that are asked for, in the file of ``request``."""
+    own = (item for item in request.session.items if item.path == request.path)
+    of_items = (item.callspec.params for item in own if isinstance(item, pytest.Function) and hasattr(item, "callspec"))
+    return [params["check"] for params in of_items if "check" in params]
 
 
 def fork_ranks(sizes: Sequence[int], work: Check, prepare: Callable[[], object], timeout_s: float = LAUNCH_S) -> None:

@@ -66,6 +66,7 @@ def trained(model: galvatron_fx.DistributedGraphModule, make: Make) -> tuple[nn.
     return model, optimizer
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize("make", [
     lambda p: AdamW(p, lr=0.1),

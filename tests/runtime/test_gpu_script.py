@@ -12,6 +12,8 @@ from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.cluster.presets import CPU_PRESET
 from tests.runtime.launch import launched
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks/accuracy/gpu.py"
 
 

@@ -40,6 +40,7 @@ def test_no_pages_are_asked_for_again() -> None:
     assert kept and before > 20 * 2**26 / 4096 and after < before / 100
 
 
+@pytest.mark.slow
 def test_settings_of_the_environment_win() -> None:
     kept, _, after = run(MALLOC_MMAP_THRESHOLD_="131072")
     assert not kept and after > 20 * 2**26 / 4096

@@ -72,6 +72,7 @@ def same(there: tuple[nn.Module, Optimizer], here: tuple[nn.Module, Optimizer]) 
     assert ours.keys() == expected.keys() and all(torch.equal(ours[name], expected[name]) for name in expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("make", [
     lambda p: AdamW(p, lr=0.1),
     lambda p: Adam(p, lr=0.1, weight_decay=0.1, amsgrad=True, maximize=True),

@@ -68,6 +68,7 @@ def same(models: list[nn.Module]) -> None:
                 torch.testing.assert_close(got.full_tensor(), value, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("make", [
     lambda p: AdamW(p, lr=0.1),
     lambda p: Adam(p, lr=0.1, weight_decay=0.1, amsgrad=True, maximize=True),

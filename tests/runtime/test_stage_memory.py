@@ -15,6 +15,8 @@ from tests.ir.cluster.test_cluster import described
 from tests.runtime.launch import fork_ranks, launched
 from tests.runtime.shared_lowerings import lower_before_the_fork
 
+pytestmark = pytest.mark.slow
+
 RANKS = 4
 # Communication threads let go of their tensors a moment after they are waited for.
 TOLERANCE = 0.03

@@ -14,18 +14,24 @@ import galvatron_fx
 from galvatron_fx import Plan
 from tests.models import zoo
 from tests.runtime.beside_plain import full
-from tests.runtime.launch import assert_held, launched
+from tests.runtime.launch import assert_held, collected, launched, parameters
 from tests.runtime.train_ranks import CHECKS, on_meta
+
+SLOW = (
+    "chunks_beside_products", "experts", "further_rounds", "gathers_ahead", "other_batch_shapes",
+    "ranks_in_another_order", "stages", "uniform_plans", "writes_into_shards",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def folder_and_output(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def folder_and_output(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Of the one launch."""
     folder = tmp_path_factory.mktemp("ranks")
-    return folder, launched(Path(__file__).with_name("train_ranks.py"), str(folder))
+    checks = {*collected(request), "meta_device"}
+    return folder, launched(Path(__file__).with_name("train_ranks.py"), str(folder), *checks)
 
 
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("check", parameters(CHECKS, SLOW))
 def test_on_four_processes(folder_and_output: tuple[Path, str], check: str) -> None:
     assert_held(folder_and_output[1], check)
 

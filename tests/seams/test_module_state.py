@@ -265,6 +265,7 @@ def compiled(model: nn.Module, roles: tuple[str, ...], sizes: tuple[int, ...]) -
     return result
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.filterwarnings("ignore:forward stores")
 def test_state_is_that_of_eager(name: str) -> None:

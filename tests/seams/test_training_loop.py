@@ -194,6 +194,7 @@ def asked_for(model: nn.Module) -> None:
         parameter.grad = gradient
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("use", [
     backward_twice, each_loss_alone, accumulate, zeros_stay, change_what_backward_does_not_read,
     gradient_of_a_scaled_loss, penalty_on_weights, asked_for,

@@ -43,6 +43,7 @@ def result(captured: CapturedRequests) -> Serving:
     )
 
 
+@pytest.mark.slow
 def test_every_layout_and_policy_is_ranked(result: Serving) -> None:
     assert len(result.points) == 6 * (2 + 2) * 2 and all(point.fits for point in result.points)
     assert {(p.replicas, p.stages, p.tensor) for p in result.points} == {
@@ -118,6 +119,7 @@ def test_wrong_options_are_refused(captured: CapturedRequests) -> None:
         )
 
 
+@pytest.mark.slow
 def test_the_command_serves_transformers_and_functions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, out, plan = tmp_path / "trace.csv", tmp_path / "serving.csv", tmp_path / "plan.json"
     path.write_text("arrival_s,prompt,output\n" + "0.001,40,9\n" * 5, encoding="utf-8")

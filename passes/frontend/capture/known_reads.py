@@ -190,13 +190,8 @@ class KnownReads(TorchFunctionMode):
 
     def _lister(self, tolist: Any) -> Any:
         def listed(tensor: Tensor) -> Any:
-            try:
-                return tolist(tensor)
-            except DataDependentOutputException as error:
-                sources = self._sources(tensor)
-                if not sources:
-                    raise
-                return self._read(Tensor.tolist, (tensor,), {}, sources, error)
+            sources = self._sources(tensor)  # torch would ask for one number after another
+            return self._read(Tensor.tolist, (tensor,), {}, sources, _reads_values()) if sources else tolist(tensor)
 
         return listed
 

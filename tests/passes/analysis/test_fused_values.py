@@ -50,6 +50,7 @@ def test_products_are_kept_and_what_is_made_of_them_is_not() -> None:
     assert kept_operators(graph, 0) == ["mm.default"] * 3
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_fewer_bytes_wait_and_only_cheap_operators_run_again(name: str) -> None:
     graph, plan, cluster = captured(*zoo.MODELS[name](layers=2)), Plan.uniform((2,), ("tensor",)), slow_products((2,))
@@ -64,6 +65,7 @@ def test_fewer_bytes_wait_and_only_cheap_operators_run_again(name: str) -> None:
     assert waiting[1] < 0.85 * waiting[0]
 
 
+@pytest.mark.slow
 def test_steps_are_those_of_one_device() -> None:
     """Beside blocks that recompute all, under roles of all kinds, what waits on the host included."""
     model, inputs = zoo.llama()

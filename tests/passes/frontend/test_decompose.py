@@ -135,6 +135,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_and_activations_stay_exact(name: str) -> None:
     model, inputs = Applied(LOSSES[name]).double(), pair()
@@ -151,6 +152,7 @@ def images(size: int = 6) -> tuple[Tensor, Tensor]:
     return torch.randn(4, 3, size, size, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "norm",
     [

@@ -45,6 +45,7 @@ PLACES: dict[str, Callable[[Any], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", PLACES)
 def test_exact_wherever_a_mask_is_kept(name: str) -> None:
     report = galvatron_fx.check(

@@ -268,6 +268,7 @@ SETTINGS: dict[str, tuple[Sequence[int], Strategy]] = {
 TOLERANCES = {False: (1e-6, 1e-4), True: (1e-12, 2e-7)}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("wide", [False, True], ids=["narrow", "wide"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_equals_one_device(setting: str, wide: bool) -> None:
@@ -286,6 +287,7 @@ STAGES: dict[str, tuple[Sequence[int], Strategy, str, int, int]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("wide", [False, True], ids=["narrow", "wide"])
 @pytest.mark.parametrize("setting", STAGES)
 def test_stages_and_microbatches_equal_one_device(setting: str, wide: bool) -> None:
@@ -325,6 +327,7 @@ def test_frozen_parameters_are_computed_with_and_get_no_gradient() -> None:
 # ---- plans ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_searched_plans_are_faster_smaller_and_say_so() -> None:
     with torch.device("meta"):
         model, given = zoo.llama(layers=2)

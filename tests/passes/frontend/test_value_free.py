@@ -89,6 +89,7 @@ class Looking(nn.Module):
         return self.loss(h, y).loss + self.loss(h[0], y[0]).loss + self.variance(h[:, 0], x[:, 0], h[:, 1].exp())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("error:equal layers")
 @pytest.mark.parametrize("role", ["data", "tensor"])
 def test_modules_that_look_at_values_are_exact(role: str) -> None:

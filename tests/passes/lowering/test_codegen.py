@@ -120,6 +120,7 @@ def cases(n: int) -> list[Case]:
     return listed
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("transposed", [False, True], ids=["contiguous", "transposed"])
 @pytest.mark.parametrize("target", [*c.COLLECTIVES, *c.RANK_LOCAL], ids=lambda target: target.__name__)
 def test_equals_the_simulator(ranks: Ranks, target: Any, transposed: bool) -> None:
@@ -139,6 +140,7 @@ def test_equals_the_simulator(ranks: Ranks, target: Any, transposed: bool) -> No
                 torch.testing.assert_close(have, want, rtol=0, atol=0, msg=f"{target.__name__}{args} on axis {axis}")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("conjugate", [False, True], ids=["plain", "conjugate"])
 @pytest.mark.parametrize("target", c.COLLECTIVES, ids=lambda target: target.__name__)
 def test_complex_numbers_are_moved_as_pairs(ranks: Ranks, target: Any, conjugate: bool) -> None:

@@ -22,6 +22,7 @@ BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 SMALLEST: dict[str, dict[str, Any]] = {name: {"layers": 1} for name in zoo.MODELS} | {"swin": {"depths": [2, 1]}}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", SMALLEST)
 def test_whole_models(name: str) -> None:
     model, inputs = zoo.MODELS[name](**SMALLEST[name])
@@ -71,6 +72,7 @@ def _floats(inputs: dict[str, Any]) -> dict[str, Any]:
     return {name: x.float() if x.is_floating_point() else x for name, x in inputs.items()}
 
 
+@pytest.mark.slow
 def test_statistics_of_layer_norms_that_are_computed_again() -> None:
     model, inputs = ARCHITECTURES["bart"]()
     strategy = Strategy(("zero", "tensor_sequence"), recompute=True)

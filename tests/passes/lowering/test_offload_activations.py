@@ -188,6 +188,7 @@ def mixtral() -> Case:
     return mixture("mixtral", num_hidden_layers=2), tokens()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("case", "roles"),
     [(lambda: llama(2), ("zero", "tensor")), (lambda: llama(2), ("context", "data")), (mixtral, ("expert", "zero"))],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 import galvatron_fx
 from galvatron_fx.ir.cluster.cluster import Cluster
 from tests.passes.search.small_models import every_search
@@ -10,6 +12,7 @@ from tests.report.explained_models import Stack, inputs
 BUDGET = 2.0**40
 
 
+@pytest.mark.slow
 def test_a_uniform_choice_has_the_main_roles_in_all_blocks() -> None:
     """And is, by estimates, no faster than what was found among all."""
     mixed = 0

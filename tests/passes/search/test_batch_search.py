@@ -54,6 +54,7 @@ def by_hand(model: nn.Module, batches: list[int]) -> dict[int, float]:
     return rates
 
 
+@pytest.mark.slow
 def test_equals_trying_all_by_hand(stack: nn.Module) -> None:
     batches = [8, 2048, 3072, 2**20]
     rates = by_hand(stack, batches)
@@ -121,6 +122,7 @@ def test_comes_as_close_as_it_looks(monkeypatch: pytest.MonkeyPatch, most: int, 
     assert len(seen) <= 40
 
 
+@pytest.mark.slow
 def test_fewer_samples_than_devices_where_more_do_not_fit(stack: nn.Module) -> None:
     options = {"roles": ("tensor",), "recompute": False, "memory_budget": 20_000_000}
     batch, plan = galvatron_fx.plan_batch(

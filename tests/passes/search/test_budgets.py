@@ -64,6 +64,7 @@ def leanest_bytes() -> int:
     return caught.value.least_bytes
 
 
+@pytest.mark.slow
 def test_less_memory_is_never_faster(leanest_bytes: int) -> None:
     plans = [search(None)]
     most = plans[0].peak_memory_bytes
@@ -103,6 +104,7 @@ def test_gathers_are_late_where_nothing_else_fits() -> None:
     assert not any(block.strategy.gather_late for block in ahead.blocks)
 
 
+@pytest.mark.slow
 def test_what_every_plan_holds_is_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters, gradients and Adam's two states, split evenly; where these do not fit, nothing is searched."""
     model, inputs = small_llama()

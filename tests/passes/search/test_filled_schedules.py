@@ -53,6 +53,7 @@ def graph() -> fx.GraphModule:
     return captured(Stack(), (torch.ones(64, 32),))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("role", ["data", "zero"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_holds_as_much(name: str, role: str, graph: fx.GraphModule) -> None:

@@ -74,6 +74,7 @@ def test_no_plan_is_slower(graph: fx.GraphModule) -> None:
         assert here.report.ranks[0].host_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"recompute": False, "offload": ("activations",)}, {"offload": ("activations",)}])
 def test_more_memory_is_never_slower(graph: fx.GraphModule, options: dict[str, Any]) -> None:
     """From the least that fits to what keeps all."""
@@ -161,6 +162,7 @@ def test_parameters_live_on_the_host(heavy: fx.GraphModule, folds: bool) -> None
     assert "recompute, parameters and" in str(plans[0])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_parameters_live_on_the_host_under_microbatches(heavy: fx.GraphModule, num_stages: int) -> None:
     """And under stages; sums of gradients are there, too. Time and both peaks are those of the lowered program. More

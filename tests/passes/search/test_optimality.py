@@ -39,6 +39,7 @@ def time_s(found: object) -> float:
     return float(getattr(found, "time_s", np.inf))
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(cases())
 def test_equals_brute_force_and_keeps_to_bounds(case: Case) -> None:
@@ -77,6 +78,7 @@ def test_many_steps_are_single_steps(search: StageSearch, data: st.DataObject) -
 # ---- a real model ----
 
 
+@pytest.mark.slow
 def test_a_real_model_on_eight_devices() -> None:
     """The best plan of all pipeline degrees, schedules, micro-batches, cuts, strategies and recomputation."""
     found = list(every_search(2, ("zero", "tensor", "pipeline")))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -40,6 +41,7 @@ class Unlike(nn.Module):
         return self.head(self.layers(x)).square().mean()
 
 
+@pytest.mark.slow
 def test_a_plan_takes_the_table_that_gains() -> None:
     """It is whole as JSON, trains as one device does, and says what the table gains."""
     model = Unlike(512, 4096, 256, 256, 512, 512).double()

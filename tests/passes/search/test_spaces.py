@@ -58,6 +58,7 @@ def steps(request: pytest.FixtureRequest) -> dict[tuple[tuple[str, ...], int], f
     return {(space, budget): machine.step_s(space, budget) for space in SPACES for budget in BUDGETS}
 
 
+@pytest.mark.sampled(2)
 def test_more_roles_are_never_slower(steps: dict[tuple[tuple[str, ...], int], float]) -> None:
     for few, more in permutations(SPACES, 2):
         if set(few) < set(more):
@@ -84,6 +85,7 @@ def planned() -> str:
     return search_plan(machine.graph, machine.cluster, options, pricer=machine.pricer).to_json()
 
 
+@pytest.mark.slow
 def test_plans_are_identical_in_every_process() -> None:
     """There sets of text are in another order."""
     script = "from tests.passes.search.test_spaces import planned; print(planned(), end='')"

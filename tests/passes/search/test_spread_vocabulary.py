@@ -39,6 +39,7 @@ def planned(captured: Captured, **options: Any) -> Plan:
     return galvatron_fx.plan(captured, CLUSTER, roles=("pipeline",), num_stages=2, num_microbatches=4, **options)
 
 
+@pytest.mark.slow
 def test_a_large_vocabulary_is_spread() -> None:
     captured = captured_gpt2(2**15)
     plan = planned(captured)
@@ -52,6 +53,7 @@ def test_a_large_vocabulary_is_spread() -> None:
     assert "spread" in str(plan.report)
 
 
+@pytest.mark.slow
 def test_it_is_as_was_asked_for() -> None:
     large, small = captured_gpt2(2**15), captured_gpt2(64)
     assert not planned(large, vocabulary="ends").pipelining.is_spread
@@ -70,6 +72,7 @@ def test_what_cannot_be_spread_is_refused() -> None:
         planned(small, vocabulary="spread", schedule="search")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("vocabulary", [64, 2**15 + 1])
 def test_small_ones_and_those_that_ranks_do_not_divide_are_left(vocabulary: int) -> None:
     with patch.object(spread_vocabulary, "_simulated", side_effect=AssertionError("nothing is simulated")):

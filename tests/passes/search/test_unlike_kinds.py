@@ -43,6 +43,7 @@ def captured():
     return galvatron_fx.Captured(Model(), {"x": torch.zeros(16, 64, 512, device="meta")})
 
 
+@pytest.mark.slow
 def test_cuts_follow_speed(captured):
     device = PRESETS[FAST].device
     cluster = flat([(device, 1), (device.slower(2, "half"), 1), (device.slower(2, "half"), 1)])
@@ -67,6 +68,7 @@ def test_cuts_follow_speed(captured):
     assert plan.step_time_s < 0.9 * even
 
 
+@pytest.mark.slow
 def test_no_rank_takes_more_than_its_device_has(captured):
     device = PRESETS[FAST].device
     small = replace(device, name="small", memory_bytes=60 * 10**6)

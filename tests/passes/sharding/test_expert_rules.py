@@ -79,6 +79,7 @@ EXCHANGING = ("exchanging_route", "exchanging_dispatch", "exchanging_combine")
 AMONG_MORE = tuple(f"among_more_{what}" for what in ("places", "rounds", "orders", "packed", "unpacked"))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("body, roles", PAIRS, ids=str)
 def test_experts_are_exact_whatever_they_do(body: str, roles: tuple[str, ...]) -> None:
     x = torch.randn(4, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

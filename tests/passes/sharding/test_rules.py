@@ -135,6 +135,7 @@ def name(call: Call) -> str:
     return str(getattr(call[0], "__name__", call[0]))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("call", [*CALLS, *TORCH_CALLS], ids=name)
 def test_every_rule_gives_the_same(call: Call) -> None:
     found = rules_of(call)

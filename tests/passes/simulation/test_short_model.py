@@ -152,6 +152,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("cluster", [LATE, SHARED], ids=["late", "shared cores"])
 @pytest.mark.parametrize("name", CASES)
 def test_as_the_whole_model(

@@ -107,6 +107,7 @@ def test_the_graph_tells(case: str) -> None:
         assert input_dims(Frontend().run(model, inputs)) == expected
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", ["attention", "a loop, labels without a sequence"])
 def test_it_trains_as_one_device_does(case: str) -> None:
     model, inputs, _ = CASES[case]

@@ -64,6 +64,7 @@ def test_the_graph_is_that_of_a_capture_there(function: Callable[[Tensor], Tenso
     refuse_difference(at(traced(function), *sizes), Capture().run(Body(function), inputs))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [("llama", (6, 24)), ("gpt2", (2, 8))],

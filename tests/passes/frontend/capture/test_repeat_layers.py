@@ -69,6 +69,7 @@ def leaves_out(model: nn.Module, inputs: Any) -> int:
     return sum(len(repeat.cut) for repeat in find_repeats(FlatModel(model, FlatInputs.of(inputs))))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("make", "left_out"),
     [

@@ -45,6 +45,7 @@ def estimated_and_simulated(graph: fx.GraphModule, cluster: Cluster, roles: tupl
     return float((table.forward + table.backward + table.once).sum()), report.step_time_s
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("roles", [
     ("sequence", "sequence", "tensor_sequence"), ("context", "sequence", "sequence"),
     ("context", "context", "sequence"),
