@@ -16,7 +16,7 @@ from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.errors import InputError, PlanError
 from galvatron_fx.ir.graph.metadata import InputSpec, meta_of, ports, signature
 from galvatron_fx.ir.graph.pass_pipeline import PassControl
-from galvatron_fx.ir.graph.symbols import BATCH
+from galvatron_fx.ir.graph.symbols import BATCH, Sizes
 from galvatron_fx.ir.kernels.select import Kernels
 from galvatron_fx.ir.plan.arguments import check_arguments
 from galvatron_fx.ir.plan.plan import Plan
@@ -388,7 +388,8 @@ class Builder:
         """
         first = signature(self.graph)
         is_alike = [spec.shape for spec in first.input_specs] == inputs.shapes
-        symbolic = not is_alike or self.graph.meta.get("symbols") is not None
+        sizes: Sizes | None = self.graph.meta.get("symbols")
+        symbolic = not is_alike or (sizes is not None and not sizes.is_fixed)
         return replace(self.options.session.frontend, may_read=first.may_read, symbolic=symbolic)
 
 

@@ -24,6 +24,7 @@ from passes.frontend.expert_masks import ProveMasks
 from passes.frontend.find_blocks import FindBlocks
 from passes.frontend.find_experts import FindExperts
 from passes.frontend.fold_causal_masks import FoldCausalMasks
+from passes.frontend.follow_batch import FollowBatch
 from passes.frontend.functional_random import FunctionalRandom
 from passes.frontend.locate_batch import LocateBatch
 from passes.frontend.mixed_precision import MixedPrecision
@@ -40,6 +41,7 @@ PASSES: tuple[tuple[GraphPass, str], ...] = (
     (FindExperts(), "captured"),
     (BatchedIndexing(), "captured"),
     (Decompose(), "captured"),
+    (FollowBatch(), "captured"),
     (LocateBatch(), "captured"),
     (FindBlocks(), "blocked"),
     (MixedPrecision(), "blocked"),

@@ -28,10 +28,10 @@ def padded(graph: fx.GraphModule, rows: int, control: PassControl | None = None)
     Raises CoupledSamplesError where the samples depend on each other, so that it cannot be padded.
     """
     sizes = graph.meta.get("symbols")
-    if sizes is None:
-        raise CoupledSamplesError("the model runs at one batch size alone")
-    if rows == sizes.batch:
+    if sizes is not None and rows == sizes.batch:
         return graph
+    if sizes is None or sizes.is_fixed:
+        raise CoupledSamplesError("the model runs at one batch size alone")
     return PADDING.under(control or PassControl())(PadBatch(rows), graph)
 
 

@@ -43,10 +43,14 @@ _SHORT = 4  # a sequence that is traced soon where a program may loop over it
 
 @dataclass(frozen=True)
 class Sizes:
-    """Batch and sequence size of a trace; ``sequence`` is 0 where the model has no sequence that can vary."""
+    """Batch and sequence size of a trace; ``sequence`` is 0 where the model has no sequence that can vary.
+
+    ``is_fixed``: the program is one of this batch alone, so that it is not made for others.
+    """
 
     batch: int
     sequence: int
+    is_fixed: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,8 @@ class InputDims:
 
     def sizes(self, shapes: Shapes) -> Sizes:
         """Batch and sequence of inputs; 0 for what they have not."""
-        return Sizes(*(_commonest(_sizes_at(shapes, dims)) for dims in (self.batch, self.sequence)))
+        batch, sequence = (_commonest(_sizes_at(shapes, dims)) for dims in (self.batch, self.sequence))
+        return Sizes(batch, sequence)
 
     def resized(self, shapes: Shapes, other: Sizes) -> Shapes:
         """Shapes of inputs at other sizes: the batch changes, and the sequence unless ``other.sequence`` is 0."""
@@ -122,8 +127,8 @@ def fit_symbols(
     ``shapes``: of the inputs, of which ``dims`` say where they have batch and sequence. Where the model cannot be
     traced at another sequence size (convolutions over images, fixed windows), only the batch varies; where it cannot be
     at another batch size either, shapes stay concrete, there is no second trace, and the graph says so in
-    ``graph.meta["symbols"]``, the :class:`Sizes` of the trace or None. Where the program is longer or shorter with a
-    size (a loop over steps), no more of its sizes are tried.
+    ``graph.meta["symbols"]``, the :class:`Sizes` of the trace or None (then FollowBatch may find the batch yet). Where
+    the program is longer or shorter with a size (a loop over steps), no more of its sizes are tried.
     """
     known = dims.sizes(shapes)
     graph.meta["symbols"] = None

@@ -14,6 +14,7 @@ from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.metadata import meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.symbols import BATCH, InputDims, SecondTrace, Shapes, annotate, fit_symbols
+from passes.analysis.sample_work import is_mostly_of_samples
 from passes.frontend.capture.flat_inputs import FlatInputs
 
 __all__ = ["BatchDim", "fit_sizes"]
@@ -36,7 +37,8 @@ def fit_sizes(
     """Give every node's spec its symbolic ``dims``: where the inputs have batch and sequence, and the second trace.
 
     Unless the user says which dim is the batch, it is the first; or the second, where the program depends on the first
-    size (a loop over steps) or attends along it, and neither on the second: models that take [sequence, batch, ...].
+    size (a loop over steps) or attends along it, and neither on the second, and does most of its work for each index of
+    that: models that take [sequence, batch, ...].
     ``caches``: positions of inputs that say nothing of it, as they have a batch where the others tell its size.
     Warns where samples attend to each other whichever dim is taken. Raises InputError for a dim that is none.
     """
@@ -49,7 +51,7 @@ def fit_sizes(
     behind = InputDims.of(shapes, dtypes, (1,) * len(shapes), caches)
     if any(dim == 1 for dim in behind.batch):
         other = fit_symbols(graph, shapes, behind, retrace)
-        if other is not None and not _attends_along_batch(graph):
+        if other is not None and not _attends_along_batch(graph) and is_mostly_of_samples(graph, _has_batch):
             return behind, other
     graph.meta["symbols"] = sizes
     if second is not None:
@@ -81,6 +83,10 @@ def _wanted(inputs: FlatInputs, batch_dim: int | Mapping[str, int]) -> tuple[int
         shapes = ", ".join(str(list(shape)) for shape in inputs.shapes)
         raise InputError(f"batch_dim is {batch_dim}, and the inputs have the shapes {shapes}: give one of their dims")
     return tuple(wanted)
+
+
+def _has_batch(node: fx.Node) -> bool:
+    return any(spec is not None and spec.dim_of(BATCH) is not None for spec in meta_of(node).specs)
 
 
 def _attends_along_batch(graph: fx.GraphModule) -> bool:

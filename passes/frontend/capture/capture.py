@@ -178,6 +178,7 @@ class Capture:
             dims, second = fit_sizes(graph, inputs, trace, self.batch_dim, caches)
         else:
             dims, second = InputDims.of(inputs.shapes, inputs.dtypes, caches=caches), None
+        graph.meta["input_dims"] = dims
         if self.policy is not None:
             parameters = dict(flat.module.named_parameters(remove_duplicate=False))
             dtypes = {name: p.dtype for name, p in parameters.items() if p.is_floating_point()}
