@@ -40,7 +40,7 @@ def words() -> zoo.Case:
     return zoo.build(Words), zoo.tokens()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options", "sizes"),
     [

@@ -93,6 +93,7 @@ def row(found: CheckReport, kind: str, name: str) -> Any:
 # ---- silent on what is right ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", [ZERO_TENSOR, STAGED], ids=["zero tensor", "stages"])
 def test_right_programs_are_equal(plan: Plan) -> None:
     found = report(plan, steps=2)
@@ -145,6 +146,7 @@ def test_sparse_gradients_of_eager_are_compared() -> None:
     assert row(found, "gradient", "0.weight")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", [ZERO_TENSOR, STAGED], ids=["zero tensor", "stages"])
 def test_eager_gets_the_same_draws(plan: Plan) -> None:
     model = tagger(plan, dropout=0.4)

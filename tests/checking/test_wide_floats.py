@@ -28,6 +28,7 @@ def test_grouped_products_equal_torchs_own(shapes: tuple[tuple[int, ...], tuple[
     torch.testing.assert_close(wide.float(), grouped_mm(left, right, offs=ends))
 
 
+@pytest.mark.slow
 def test_a_check_holds_routed_experts_as_shipped_against_eager() -> None:
     """They are traced by another operator than the one that eager runs."""
     torch.manual_seed(0)

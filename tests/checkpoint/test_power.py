@@ -31,6 +31,7 @@ def test_no_power_loss_loses_what_was_promised_and_every_fsync_is_needed(tmp_pat
     assert needless(events, lambda fewer: run.check(fewer, tmp_path, set(seen))) == []
 
 
+@pytest.mark.slow
 def test_nor_does_one_while_runs_begin_again_anywhere(tmp_path: Path) -> None:
     run = drawn(1, tmp_path / "run")
     assert run.check(run.recorder.events, tmp_path, set()) > 30

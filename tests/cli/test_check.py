@@ -65,6 +65,7 @@ def test_a_plan_for_another_mesh_is_refused(capsys: pytest.CaptureFixture[str], 
     assert str(path) in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_inference(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path, small = str(tmp_path / "plan.json"), [*ARGUMENTS, *CLUSTER, "--set", "num_hidden_layers=1"]
     assert main(["plan", *small, "--no-pipeline", "--forward-only", "--out", path]) == 0

@@ -25,6 +25,7 @@ gfx.explain(*build()[:1], gfx.Cluster.preset("2xA100-80GB"), build()[1], plan=gf
 _PASSES = ["Capture", "FindBlocks", "AnnotateCosts", "ShardGraph", "Rematerialize"]
 
 
+@pytest.mark.slow
 def test_torch_trace_and_torch_logs(tmp_path: Path) -> None:
     env = {**os.environ, "TORCH_TRACE": str(tmp_path), "TORCH_LOGS": "+galvatron_fx", "PYTHONPATH": os.getcwd()}
     done = subprocess.run([sys.executable, "-c", _SCRIPT], env=env, capture_output=True, text=True, check=True)

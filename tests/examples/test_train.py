@@ -10,6 +10,8 @@ import pytest
 
 from tests.examples.elastic import MODEL, ROOT, Launch, Run, on_forks
 
+pytestmark = pytest.mark.slow
+
 STEPS = 30
 
 

@@ -60,7 +60,7 @@ class Page(HTMLParser):
         return [found[attribute] or "" for _, found in self.tags if attribute in found]
 
 
-@pytest.fixture(scope="module", params=["one stage", "two stages", "searched"])
+@pytest.fixture(scope="module", params=["one stage", "two stages", pytest.param("searched", marks=pytest.mark.slow)])
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, str]:
     """A plan and its page."""
     path = tmp_path_factory.mktemp("page") / "page.html"

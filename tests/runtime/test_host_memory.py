@@ -34,6 +34,7 @@ def run(**settings: str) -> tuple[bool, int, int]:
     return kept == "True", int(before), int(after)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("CS_GNU_LIBC_VERSION" not in os.confstr_names, reason="needs glibc")
 def test_no_pages_are_asked_for_again() -> None:
     kept, before, after = run()

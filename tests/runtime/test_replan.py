@@ -9,6 +9,8 @@ import pytest
 from tests.runtime.launch import assert_held, launched
 from tests.runtime.replan_ranks import CHECKS
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> str:

@@ -224,6 +224,7 @@ class Lists(nn.Module):
         return (self.head(self.bags(ids, offsets, weights)) ** 2).mean()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("weighted", "options"),
     [

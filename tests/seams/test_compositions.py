@@ -15,6 +15,8 @@ import pytest
 from tests.runtime.launch import launched
 from tests.seams.compositions import draw
 
+pytestmark = pytest.mark.slow
+
 COUNT = 4
 
 

@@ -93,6 +93,7 @@ def batch(kind: str, seed: int = 1, rows: int = 4) -> tuple[Tensor, Tensor]:
 WITH_OTHERS = ("put", "places", "written since")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "use, kind",
     [

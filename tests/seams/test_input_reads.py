@@ -66,6 +66,7 @@ def model(read: str = "list") -> Images:
     return Images(READS[read]).double()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("role", ["data", "sequence"])
 def test_values_of_sizes_are_numbers(read: str, role: str) -> None:

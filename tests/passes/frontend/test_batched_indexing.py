@@ -205,6 +205,7 @@ def test_a_model_that_looks_up_rows_is_exact(last_token: Any, roles: tuple[str, 
     assert_exact(got, one_device(model, inputs))
 
 
+@pytest.mark.slow
 def test_backward_is_in_the_block_of_forward() -> None:
     """Also what is made of nothing, or it would have to travel against a pipeline."""
     model, inputs = ARCHITECTURES["llama classifier"]()

@@ -168,7 +168,7 @@ def model_of(name: str, **changes: Any) -> nn.Module:
     return model(config(**{**SIZES, "use_cache": False, **changes})).double()  # type: ignore[no-any-return]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_transformers_masks_fold_and_the_model_stays_exact(name: str) -> None:
     model, inputs = model_of(name), tokens()

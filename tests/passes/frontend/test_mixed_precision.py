@@ -195,6 +195,7 @@ def test_a_policy_that_casts_nothing_changes_nothing() -> None:
         assert graph_fingerprint(graph) == graph_fingerprint(plain)
 
 
+@pytest.mark.slow
 def test_equal_layers_are_traced_once() -> None:
     model, given = zoo.llama(layers=6)
     short, whole = (

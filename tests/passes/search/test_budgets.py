@@ -80,6 +80,7 @@ def test_less_memory_is_never_faster(leanest_bytes: int) -> None:
     assert any(set(block.strategy.roles) - {"data"} for block in tightest)
 
 
+@pytest.mark.slow
 def test_more_micro_batches_are_tried_where_one_takes_too_much() -> None:
     """Though estimates say that it fits: logits take more than these know."""
     config = GPT2Config(
@@ -94,6 +95,7 @@ def test_more_micro_batches_are_tried_where_one_takes_too_much() -> None:
     assert more <= less
 
 
+@pytest.mark.slow
 def test_gathers_are_late_where_nothing_else_fits() -> None:
     """A block ahead is a block more in memory: what fits without is found, and is as slow as it has to be."""
     roles = ("data", "zero")

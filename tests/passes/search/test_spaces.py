@@ -58,7 +58,7 @@ def steps(request: pytest.FixtureRequest) -> dict[tuple[tuple[str, ...], int], f
     return {(space, budget): machine.step_s(space, budget) for space in SPACES for budget in BUDGETS}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 def test_more_roles_are_never_slower(steps: dict[tuple[tuple[str, ...], int], float]) -> None:
     for few, more in permutations(SPACES, 2):
         if set(few) < set(more):

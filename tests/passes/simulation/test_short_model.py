@@ -32,6 +32,8 @@ from passes.simulation.stages import StagesReport
 from tests.helpers import captured
 from tests.passes.search.small_chains import chain_of
 
+pytestmark = pytest.mark.slow
+
 CLUSTER = Cluster.preset("4xA100-80GB")
 # Who receives waits for the sender, beside all that takes time without a wait.
 LATE = replace(CLUSTER, overlap=replace(CLUSTER.overlap, skew=Skew(2e-3)))

@@ -64,7 +64,7 @@ def test_the_graph_is_that_of_a_capture_there(function: Callable[[Tensor], Tenso
     refuse_difference(at(traced(function), *sizes), Capture().run(Body(function), inputs))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [("llama", (6, 24)), ("gpt2", (2, 8))],
@@ -164,6 +164,7 @@ def test_batches_are_held_against_a_trace_further_away() -> None:
     at(trace, 64, 32)
 
 
+@pytest.mark.slow
 def test_sizes_of_the_inputs_are_changed() -> None:
     captured = Captured(*zoo.bert())
     with warnings.catch_warnings():

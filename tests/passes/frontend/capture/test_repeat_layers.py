@@ -330,6 +330,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_layers_that_may_only_look_equal(name: str) -> None:
     make, left_out = CASES[name]
