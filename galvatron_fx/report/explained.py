@@ -11,7 +11,9 @@ from cost_models.graph_cost import throughput
 from cost_models.optimizer import optimizer_model
 from cost_models.schedule_time import ScheduleReport
 from galvatron_fx.ir.cluster.cluster import Cluster
+from galvatron_fx.ir.graph.decisions import Decision
 from galvatron_fx.ir.graph.layout import MergedAxis
+from galvatron_fx.ir.graph.metadata import signature
 from galvatron_fx.ir.plan.plan import BlockPlan, Plan
 from galvatron_fx.ir.plan.prediction import RankUse
 from galvatron_fx.ir.plan.strategy import ROLES
@@ -45,7 +47,8 @@ class Explained:
     the captured step, 0 where unknown; ``ranks``: of each pipeline rank what takes time and memory; ``memory``: the
     same over time; ``schedule``: when its actions run, None for one stage and one micro-batch, which has
     ``operators`` instead; ``throughput``: what a step trains; ``modules``: what takes computing time; ``what_ifs``: of
-    other devices, memory and batches.
+    other devices, memory and batches; ``decisions``: by values of inputs, of which the graph is made; ``is_fixed``:
+    whether it is one of this batch alone.
     """
 
     plan: Plan
@@ -67,6 +70,8 @@ class Explained:
     what_ifs: tuple[WhatIf, ...]
     pipelines: tuple[Alternative, ...]
     uniform: tuple[Alternative, ...]
+    decisions: tuple[Decision, ...]
+    is_fixed: bool
 
     @property
     def chosen(self) -> Alternative:
@@ -152,6 +157,8 @@ class _Explaining:
             what_ifs=tuple(what_ifs(self.captured, self.plan, self.cluster, self.roles, self.resized)),
             pipelines=tuple(other_pipelines(self.plan)),
             uniform=tuple(uniform_plans(self.plan, self.cluster, step, self._simulated)),
+            decisions=signature(self.graph).decisions,
+            is_fixed=self.sizes is not None and self.sizes.is_fixed,
         )
 
     def _step(self, plan: Plan) -> StepReport | StagesReport:

@@ -68,7 +68,7 @@ def render(explained: Explained, model_name: str) -> str:
         lead=words.lead(explained),
         sections=_sections(explained),
         cards=words.cards(explained),
-        notes=explained.plan.notes,
+        notes=[*words.decided(explained), *explained.plan.notes],
         has_stages=has_stages,
         has_schedule=explained.schedule is not None,
         pipeline_ranks=explained.plan.num_pipeline_ranks,

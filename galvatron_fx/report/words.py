@@ -8,12 +8,16 @@ from itertools import groupby
 from math import isfinite, prod
 
 from galvatron_fx.ir.cluster.cluster_table import describe_devices
+from galvatron_fx.ir.graph.decisions import Decision
 from galvatron_fx.ir.plan.prediction import IDLE, TRANSFER, busiest
 from galvatron_fx.ir.plan.units import format_bytes, format_seconds
 from galvatron_fx.report.alternatives import OTHER
 from galvatron_fx.report.explained import Explained
+from passes.frontend.capture.module_state import quoted
 
 __all__ = ["Card"]
+
+_LONGEST_VALUES = 60  # characters
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,29 @@ class Card:
     name: str
     value: str
     more: str = ""
+
+
+def decided(explained: Explained) -> list[str]:
+    """By what values of its inputs forward decided: a sentence for each line of code."""
+    lines: dict[str, list[Decision]] = {}
+    for decision in explained.decisions:
+        lines.setdefault(decision.line, []).append(decision)
+    sentences = []
+    for line, decisions in lines.items():
+        names = sorted(frozenset[str]().union(*(decision.computation.inputs for decision in decisions)))
+        values = ", ".join(str(decision.value) for decision in decisions)
+        shown = values if len(values) <= _LONGEST_VALUES else f"{values[:_LONGEST_VALUES]}..."
+        what = "values" if decisions[0].kind == "number" else "rows that a mask chooses"
+        sentences.append(
+            f"Forward decides by {what} of {quoted(names)}, {shown}: {line}. A batch of which they are others is "
+            f"another program, which this page does not tell of."
+        )
+    if explained.is_fixed:
+        sentences.append(
+            "The program is one of this batch alone: ranks share the work in which operators keep samples apart, and "
+            "all do the rest."
+        )
+    return sentences
 
 
 def lead(explained: Explained) -> str:

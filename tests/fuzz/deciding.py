@@ -17,7 +17,9 @@ def decided(w: Writer, inputs: Inputs, x: Value, seed: int) -> Value:
     random = Random(f"decided {seed}")
     if random.random() >= _SHARE:
         return x
-    kinds = (_number, _branch) if len(x.shape) != 3 else (_number, _branch, _slice, _rows, _rows)
+    kinds = [_number, _branch] if len(x.shape) != 3 else [_number, _branch, _slice, _rows, _rows]
+    if x.shape[0] == inputs.batch:
+        kinds.append(_steps)
     return random.choice(kinds)(w, inputs, x, random)
 
 
@@ -36,6 +38,14 @@ def _number(w: Writer, inputs: Inputs, x: Value, random: Random) -> Value:
 def _branch(w: Writer, inputs: Inputs, x: Value, random: Random) -> Value:
     _counts(w, inputs, random)
     return w.emit(f"torch.tanh({x}) if (counts > {random.choice((1, 2))}).all() else 2 * {x}", x.shape)
+
+
+def _steps(w: Writer, inputs: Inputs, x: Value, random: Random) -> Value:
+    """As many steps as samples, so that the program is of one batch alone."""
+    _counts(w, inputs, random)
+    ones = ", 1" * (len(x.shape) - 1)
+    steps = f"torch.stack([row * {random.choice((1, 2))} / 3 for row in counts])"
+    return w.emit(f"{x} + {steps}.to({x}.dtype).reshape(-1{ones})", x.shape)
 
 
 def _slice(w: Writer, inputs: Inputs, x: Value, random: Random) -> Value:

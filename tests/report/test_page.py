@@ -16,6 +16,7 @@ import galvatron_fx
 from galvatron_fx.errors import PlanError
 from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.report.page import write_page
+from tests.passes.frontend.test_follow_batch import Words, batch
 from tests.report.explained_models import CLUSTER, HOSTILE, Stack, inputs, one_stage, two_stages
 
 _VOID = {"meta", "img", "br", "link", "wbr"}
@@ -70,6 +71,16 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     assert given is None or plan == given
     assert [file.name for file in path.parent.iterdir()] == ["page.html"]
     return plan, path.read_text(encoding="utf-8")
+
+
+def test_values_that_decide_are_told(tmp_path: Path) -> None:
+    ids, patches, sizes = batch()
+    given = {"ids": ids, "patches": patches.float(), "sizes": sizes}
+    with pytest.warns(UserWarning, match="turns values of 'sizes' into Python numbers"):
+        write_page(tmp_path / "page.html", Words(), CLUSTER, given, plan=one_stage())
+    said = Page((tmp_path / "page.html").read_text(encoding="utf-8")).words["glance"]
+    assert re.search(r"Forward decides by values of 'sizes', \[2, 1, 3, 1\]: File .*patches.split", said)
+    assert "The program is one of this batch alone" in said
 
 
 def test_every_section_is_there_and_every_link_leads_somewhere(written: tuple[Plan, str]) -> None:
