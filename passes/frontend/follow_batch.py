@@ -41,11 +41,11 @@ class FollowBatch:
         dims: InputDims | None = graph.meta.get("input_dims")
         if graph.meta.get("symbols") is not None or dims is None:
             return graph
-        inputs = [node for port, node in ports(graph) if port.kind == "input"]
+        inputs, tangents = ([n for port, n in ports(graph) if port.kind == kind] for kind in ("input", "tangent"))
         batch = dims.sizes([tuple(meta_of(node).spec.shape) for node in inputs]).batch
         if batch > 1:
             found = {(node, 0): Shard(dim) for node, dim in zip(inputs, dims.batch, strict=True) if dim is not None}
-            _follow(graph, found, batch)
+            _Following(batch, frozenset(tangents), found).run(graph)
             if is_mostly_of_samples(graph, lambda node: _value(node) in found):
                 graph.meta["symbols"] = Sizes(batch, 0, is_fixed=True)
                 for node in graph.graph.nodes:
@@ -54,66 +54,70 @@ class FollowBatch:
         return graph
 
 
-def _follow(graph: fx.GraphModule, found: dict[_Value, Shard], batch: int) -> None:
-    """Add the other values with samples to ``found``."""
-    calls = [node for node in graph.graph.nodes if node.op == "call_function" and not is_getitem(node)]
-    for _ in range(_MOST_ROUNDS):
-        before = len(found)
-        for node in calls:
-            _forward(node, found, batch)
-        for node in reversed(calls):
-            _backward(node, found, batch)
-        if len(found) == before:
-            return
+@dataclass(frozen=True)
+class _Following:
+    """Adds the other values with samples to ``found``; of placeholders, ``tangents`` alone may have any."""
 
+    batch: int
+    tangents: frozenset[fx.Node]
+    found: dict[_Value, Shard]
 
-def _forward(node: fx.Node, found: dict[_Value, Shard], batch: int) -> None:
-    """Where the outputs have the samples that inputs have, and the inputs that these meet."""
-    known = [found.get(_value(source)) for source in input_nodes(node)]
-    if any(known):
-        rules = [
-            rule
-            for rule in _rules(op_call(node), [shard for shard in known if shard is not None], batch)
-            if all(shard in (None, placed) for shard, placed in zip(known, rule.inputs, strict=True))
-        ]
-        if rules:
-            _note(node, max(rules, key=_keeps_samples), found)
-
-
-def _backward(node: fx.Node, found: dict[_Value, Shard], batch: int) -> None:
-    """Where the inputs have the samples that the output has, if none is known to have them."""
-    wanted = found.get((node, 0))
-    if wanted is not None and not any(_value(source) in found for source in input_nodes(node)):
-        for rule in _rules(op_call(node), [wanted], batch):
-            if rule.outputs[0] == wanted and any(isinstance(placed, Shard) for placed in rule.inputs):
-                _note(node, rule, found)
+    def run(self, graph: fx.GraphModule) -> None:
+        calls = [node for node in graph.graph.nodes if node.op == "call_function" and not is_getitem(node)]
+        for _ in range(_MOST_ROUNDS):
+            before = len(self.found)
+            for node in calls:
+                self._forward(node)
+            for node in reversed(calls):
+                self._backward(node)
+            if len(self.found) == before:
                 return
+
+    def _forward(self, node: fx.Node) -> None:
+        """Where the outputs have the samples that inputs have, and the inputs that these meet."""
+        known = [self.found.get(_value(source)) for source in input_nodes(node)]
+        if any(known):
+            rules = [
+                rule
+                for rule in self._rules(op_call(node), [shard for shard in known if shard is not None])
+                if all(shard in (None, placed) for shard, placed in zip(known, rule.inputs, strict=True))
+            ]
+            if rules:
+                self._note(node, max(rules, key=_keeps_samples))
+
+    def _backward(self, node: fx.Node) -> None:
+        """Where the inputs have the samples that the output has, if none is known to have them."""
+        wanted = self.found.get((node, 0))
+        if wanted is not None and not any(_value(source) in self.found for source in input_nodes(node)):
+            for rule in self._rules(op_call(node), [wanted]):
+                if rule.outputs[0] == wanted and any(isinstance(placed, Shard) for placed in rule.inputs):
+                    self._note(node, rule)
+                    return
+
+    def _rules(self, call: OpCall, shards: Sequence[Shard]) -> Iterator[OpRule]:
+        """The ways to run an operator with a sample on each of as many ranks."""
+        offered: list[Placement] = [*shards]
+        rules = [*op_rules(call, self.batch)]
+        if call.target in VIEWS:
+            rules += view_rules(call, offered, self.batch)
+        else:
+            rules += [instance for rule in rules for instance in strided(rule, call, offered, self.batch)]
+        for rule in dict.fromkeys(rules):
+            fitting = all(spec is None or fits(p, spec.shape, self.batch) for p, spec in rule.placed(call))
+            if fitting and not rule.routes:
+                yield rule
+
+    def _note(self, node: fx.Node, rule: OpRule) -> None:
+        sources = zip(input_nodes(node), rule.inputs, strict=True)
+        taken = [(_value(n), placed) for n, placed in sources if n.op == "call_function" or n in self.tangents]
+        made = [((node, at), placed) for at, placed in enumerate(rule.outputs)]
+        for value, placed in [*made, *taken]:
+            if isinstance(placed, Shard):
+                self.found.setdefault(value, placed)
 
 
 def _keeps_samples(rule: OpRule) -> bool:
     return any(isinstance(placed, Shard) for placed in rule.outputs)
-
-
-def _rules(call: OpCall, shards: Sequence[Shard], batch: int) -> Iterator[OpRule]:
-    """The ways to run an operator with a sample on each of ``batch`` ranks."""
-    offered: list[Placement] = [*shards]
-    rules = [*op_rules(call, batch)]
-    if call.target in VIEWS:
-        rules += view_rules(call, offered, batch)
-    else:
-        rules += [instance for rule in rules for instance in strided(rule, call, offered, batch)]
-    for rule in dict.fromkeys(rules):
-        if not rule.routes and all(spec is None or fits(p, spec.shape, batch) for p, spec in rule.placed(call)):
-            yield rule
-
-
-def _note(node: fx.Node, rule: OpRule, found: dict[_Value, Shard]) -> None:
-    """Parameters and constants that graphs are given have no samples, whatever meets them."""
-    calls = [(source, placed) for source, placed in zip(input_nodes(node), rule.inputs, strict=True)]
-    made = [(_value(source), placed) for source, placed in calls if source.op == "call_function"]
-    for value, placed in [*(((node, at), placed) for at, placed in enumerate(rule.outputs)), *made]:
-        if isinstance(placed, Shard):
-            found.setdefault(value, placed)
 
 
 def _value(node: fx.Node) -> _Value:

@@ -13,7 +13,7 @@ import galvatron_fx
 from cost_models.node_cost import cost_at, shown_cost
 from cost_models.ops import is_matmul
 from galvatron_fx import Cluster, Plan
-from galvatron_fx.ir.graph.metadata import meta_of
+from galvatron_fx.ir.graph.metadata import meta_of, ports
 from galvatron_fx.ir.graph.symbols import BATCH, Sizes
 from galvatron_fx.ir.plan.pipelining import Pipelining
 from galvatron_fx.ir.plan.strategy import Strategy
@@ -44,7 +44,7 @@ class Words(nn.Module):
         self.places = nn.Embedding(LENGTH, WIDTH)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
 
-    def forward(self, ids: Tensor, patches: Tensor, sizes: Tensor) -> Tensor:
+    def hidden(self, ids: Tensor, patches: Tensor, sizes: Tensor) -> Tensor:
         pictures = [attended(self.see(part)) for part in patches.split(sizes.tolist())]
         hidden = self.words(ids).masked_scatter((ids == 0)[..., None], torch.cat(pictures))
         places = torch.zeros_like(ids)
@@ -54,7 +54,17 @@ class Words(nn.Module):
         for layer in self.layers:
             weights = (hidden @ hidden.transpose(1, 2)).softmax(-1)
             hidden = hidden + layer(weights @ hidden).tanh()
-        return hidden.square().mean()
+        return hidden
+
+    def forward(self, ids: Tensor, patches: Tensor, sizes: Tensor) -> Tensor:
+        return self.hidden(ids, patches, sizes).square().mean()
+
+
+class Hidden(Words):
+    """Leaves the loss to others."""
+
+    def forward(self, ids: Tensor, patches: Tensor, sizes: Tensor) -> Tensor:
+        return self.hidden(ids, patches, sizes)
 
 
 class Cropped(Words):
@@ -110,6 +120,7 @@ def x_of(*shape: int) -> tuple[Tensor]:
 
 MODELS = {
     "words": (Words, batch()),
+    "hidden": (Hidden, batch()),
     "cropped": (Cropped, padded()),
     "fixed": (Fixed, x_of(4, LENGTH, WIDTH)),
 }
@@ -153,6 +164,11 @@ def test_samples_are_told_apart_where_they_are_alike() -> None:
         if node.target is torch.ops.aten.embedding.default and meta_of(node).module == "places"
     )
     assert meta_of(places).spec.dims == (BATCH, LENGTH, WIDTH)
+
+
+def test_gradients_of_outputs_have_the_samples_of_these() -> None:
+    (tangent,) = (node for port, node in ports(prepared("hidden")[2]) if port.kind == "tangent")
+    assert meta_of(tangent).spec.dims == (BATCH, LENGTH, WIDTH)
 
 
 def test_samples_behind_positions() -> None:
