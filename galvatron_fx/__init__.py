@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from galvatron_fx.profiling import measure_cluster
     from galvatron_fx.replanning.replan import Replanned, replan
     from galvatron_fx.runtime.batch_rows import own_rows
+    from galvatron_fx.runtime.gathered_batch import gather_batch
     from galvatron_fx.runtime.module import DistributedGraphModule
     from galvatron_fx.runtime.whole_updates import update_whole
     from galvatron_fx.serving.points import ServingPoint
@@ -65,6 +66,7 @@ __all__ = [
     "errors",
     "explain",
     "gather",
+    "gather_batch",
     "graph_cost",
     "load_weights",
     "measure_cluster",
@@ -100,6 +102,7 @@ _HOMES = {
     "compile": "galvatron_fx.api",
     "explain": "galvatron_fx.explaining",
     "gather": "galvatron_fx.weights",
+    "gather_batch": "galvatron_fx.runtime.gathered_batch",
     "graph_cost": "cost_models.graph_cost",
     "load_weights": "galvatron_fx.weights",
     "measure_cluster": "galvatron_fx.profiling",

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
-from galvatron_fx.ir.errors import InputError, PlanError
+from galvatron_fx.ir.errors import CaptureError, GalvatronError, InputError, PlanError
 from galvatron_fx.ir.graph.metadata import InputSpec, meta_of, ports, signature
 from galvatron_fx.ir.graph.pass_pipeline import PassControl
 from galvatron_fx.ir.graph.symbols import BATCH, Sizes
@@ -35,6 +35,7 @@ from galvatron_fx.runtime.binding import Binder, StageBinder
 from galvatron_fx.runtime.caches import placements_of_caches
 from galvatron_fx.runtime.call_key import described_tensors
 from galvatron_fx.runtime.compiled import Compiled, StageCopies
+from galvatron_fx.runtime.decided_inputs import GATHER
 from galvatron_fx.runtime.disk_states import Storage
 from galvatron_fx.runtime.gloo_shutdown import end_after_gloo
 from galvatron_fx.runtime.host_parameters import mark_on_host
@@ -173,7 +174,14 @@ def _agreed_plans(
             raise PlanError(
                 f"the cluster has {session.cluster.num_devices} devices, the mesh {mesh.size()}: describe its machine"
             )
-        return session.capture(model, whole)
+        try:
+            return session.capture(model, whole)
+        except CaptureError as error:
+            if options.is_local and _is_captured(session, model, inputs):
+                raise CaptureError(
+                    f"{error}\nWith batch='local' no rank has the values of all samples: {GATHER}"
+                ) from None
+            raise
 
     def describe(graph: fx.GraphModule) -> Facts:
         return {"model": graph_fingerprint(graph), "constant tensor": describe_constants(graph)}
@@ -188,6 +196,15 @@ def _agreed_plans(
 
     is_timed = session.settings.search_seconds is not None
     return agreed(capture, choose, check, describe, lambda: _described(model, inputs, options), is_timed)
+
+
+def _is_captured(session: PlanningSession, model: nn.Module, inputs: FlatInputs) -> bool:
+    """Whether a model can be captured on inputs that have values."""
+    try:
+        session.capture(model, inputs)
+    except GalvatronError:
+        return False
+    return True
 
 
 def _described(model: nn.Module, inputs: FlatInputs, options: CompileOptions) -> Facts:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from galvatron_fx import _version
 from galvatron_fx.ir.errors import InputError, PlanError
 from galvatron_fx.ir.plan.plan import Plan
+from galvatron_fx.runtime.decided_inputs import GATHER
 from galvatron_fx.runtime.members import Members
 
 __all__ = ["agreed", "from_first_rank", "require_all_ranks", "together"]
@@ -146,6 +147,15 @@ def _libraries() -> dict[str, str]:
     }
 
 
+def _remedy(what: str, facts: Facts) -> str:
+    if what == "batch" and facts.get("batch=") == "local":
+        return (
+            f"with batch='local' they bring tensors of the same shapes: pad samples to one length; where they have "
+            f"unlike numbers of rows, as packed images, {GATHER}"
+        )
+    return "give all ranks the same libraries, model, inputs, options and plan file"
+
+
 def _compare(facts: Facts, error: Exception | None, members: Members) -> None:
     """Raise unless every rank has come as far with equal facts; ``error``: why this rank has not."""
     sums = {what: hashlib.sha256(repr(value).encode()).digest() for what, value in facts.items()}
@@ -162,7 +172,7 @@ def _compare(facts: Facts, error: Exception | None, members: Members) -> None:
             theirs, first = _first_unlike(values[others[0]], values[0])
             raise PlanError(
                 f"ranks {members.named(others)} hold another {what} than rank {members.ranks[0]} ({theirs}, and "
-                f"{first}): give all ranks the same libraries, model, inputs, options and plan file"
+                f"{first}): {_remedy(what, facts)}"
             )
 
 

@@ -11,7 +11,13 @@ from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.decisions import Decision
 from passes.frontend.capture.flat_inputs import FlatInputs
 
-__all__ = ["ValuesOfCall", "require_whole"]
+__all__ = ["GATHER", "ValuesOfCall", "require_whole"]
+
+GATHER = (
+    "pass the global batch, the same on every rank, to compile (without batch='local') and to each call; "
+    "galvatron_fx.gather_batch(batch, mesh) makes it of what each rank's loader gives"
+)
+"""What to do where each rank has rows of its own."""
 
 
 class ValuesOfCall:
@@ -37,10 +43,7 @@ def require_whole(decisions: Sequence[Decision], inputs: FlatInputs, own_rows: C
     """
     of_own = {inputs.input_names[position] for position in own_rows}
     for name in sorted(_names(decisions) & of_own):
-        raise InputError(
-            f"forward decides by values of input '{name}', which takes those of all rows: pass the global batch, the "
-            f"same on every rank, without own_rows and batch='local'"
-        )
+        raise InputError(f"forward decides by values of input '{name}', which takes those of all rows: {GATHER}")
 
 
 def _names(decisions: Sequence[Decision]) -> frozenset[str]:

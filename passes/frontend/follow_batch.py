@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import Dim, TensorSpec, meta_of, ports, set_meta
+from galvatron_fx.ir.graph.metadata import Dim, TensorSpec, meta_of, ports, set_meta, signature
 from galvatron_fx.ir.graph.op_call import OpCall, input_nodes, is_getitem, op_call
 from galvatron_fx.ir.graph.placement import Placement, Shard, fits
 from galvatron_fx.ir.graph.symbols import BATCH, InputDims, Sizes
@@ -41,10 +41,10 @@ class FollowBatch:
         dims: InputDims | None = graph.meta.get("input_dims")
         if graph.meta.get("symbols") is not None or dims is None:
             return graph
-        inputs, tangents = ([n for port, n in ports(graph) if port.kind == kind] for kind in ("input", "tangent"))
-        batch = dims.sizes([tuple(meta_of(node).spec.shape) for node in inputs]).batch
+        batch = dims.sizes([spec.shape for spec in signature(graph).input_specs]).batch
         if batch > 1:
-            found = {(node, 0): Shard(dim) for node, dim in zip(inputs, dims.batch, strict=True) if dim is not None}
+            tangents = [node for port, node in ports(graph) if port.kind == "tangent"]
+            found = {(node, 0): Shard(dim) for node, dim in _inputs(graph, dims) if dim is not None}
             _Following(batch, frozenset(tangents), found).run(graph)
             if is_mostly_of_samples(graph, lambda node: _value(node) in found):
                 graph.meta["symbols"] = Sizes(batch, 0, is_fixed=True)
@@ -52,6 +52,14 @@ class FollowBatch:
                     if node.op != "output":
                         _set_dims(node, found, batch)
         return graph
+
+
+def _inputs(graph: fx.GraphModule, dims: InputDims) -> Iterator[tuple[fx.Node, int | None]]:
+    """The inputs, caches among them, and where they have the batch."""
+    names = list(signature(graph).input_spec.input_names)
+    for port, node in ports(graph):
+        if port.kind in ("input", "cache"):
+            yield node, dims.batch[int(port.name) if port.kind == "input" else names.index(port.name)]
 
 
 @dataclass(frozen=True)

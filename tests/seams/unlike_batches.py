@@ -11,8 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import galvatron_fx
 from galvatron_fx import Pipelining, Plan, own_rows
-from galvatron_fx.errors import InputError, PlanError
+from galvatron_fx.errors import CaptureError, InputError, PlanError
 from tests.models import zoo
+from tests.passes.frontend.test_follow_batch import Words
+from tests.passes.frontend.test_follow_batch import batch as pictures
 from tests.runtime.beside_plain import same, same_parameters
 from tests.seams import test_input_reads
 from tests.seams.unlike_model import ROWS, batch, model_of, refused, uniform
@@ -81,6 +83,43 @@ def other_values_decide(mesh: DeviceMesh) -> None:
     with refused(InputError, r"ranks \[1\] bring another batch .*, and .*sizes .*values by which program 2 decides"):
         compiled.forward_backward(**unlike)
     same(compiled.forward_backward(**other), plain(**other).detach(), "loss behind a refusal")
+
+
+def batches_put_together(mesh: DeviceMesh) -> None:
+    """Each rank's loader gives pictures of its own sizes to a model that decides by them."""
+    torch.manual_seed(0)
+    rank, plain = dist.get_rank(), Words().double()
+    ids, patches, sizes = pictures()
+    firsts = int(sizes[:1].sum())
+    own = {"ids": ids[:1], "patches": patches[:firsts], "sizes": sizes[:1]}
+    if rank:
+        own = {"ids": ids[1:], "patches": patches[firsts:], "sizes": sizes[1:]}
+    with refused(CaptureError, "With batch='local' no rank has the values of all samples: .*gather_batch"):
+        galvatron_fx.compile(plain, mesh, {"ids": ids[:2], "patches": patches[:3], "sizes": sizes[:2]}, batch="local")
+    whole = galvatron_fx.gather_batch(own, mesh)
+    for name, expected in (("ids", ids), ("patches", patches), ("sizes", sizes)):
+        same(whole[name], expected, name)
+    compiled = galvatron_fx.compile(copy.deepcopy(plain), mesh, whole, plan=uniform("zero", mesh))
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (compiled, plain)]
+    for _ in range(2):
+        expected = plain(**whole)
+        expected.backward()
+        same(compiled.forward_backward(**galvatron_fx.gather_batch(own, mesh)), expected.detach(), "loss")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    same_parameters(compiled, plain, "parameters")
+    second = galvatron_fx.gather_batch({"x": ids[None, rank : rank + 1], "n": 2}, mesh, dims={"x": 1})
+    same(second["x"], ids[None, : mesh.size()], "rows behind")
+    for unlike, dims, match in (
+        ({**own, "ids": ids[:, rank:]}, {}, "rank 1 brings 'ids' as .rows, 5. of torch.int64, and rank 0 as .rows, 6."),
+        ({**own, "n": rank}, {}, "rank 1 brings 'n' as 1, and rank 0 as 0"),
+        (own, {"id": 1} if rank else {}, "rank 1: dims names 'id', which is not in the batch: there are ids"),
+        ({**own, "x": patches.clone().requires_grad_(bool(rank))}, {}, "rank 1: 'x' needs a gradient"),
+        ({"n": 1}, {}, "rank 0: gather_batch got no tensor with rows"),
+    ):
+        with refused(InputError, match):
+            galvatron_fx.gather_batch(unlike, mesh, dims)
 
 
 def unlike_partners(mesh: DeviceMesh) -> None:

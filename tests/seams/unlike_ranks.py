@@ -10,6 +10,7 @@ from tests.models import zoo
 from tests.runtime.launch import Check, fork_checks
 from tests.runtime.shared_lowerings import compile_before_the_fork
 from tests.seams.unlike_batches import (
+    batches_put_together,
     local_batches,
     local_plan,
     local_refusals,
@@ -57,6 +58,7 @@ BATCHES: dict[str, Check] = {
     "other_rows_later": other_rows_later,
     "other_rows_as_own": other_rows_as_own,
     "other_values_decide": other_values_decide,
+    "batches_put_together": batches_put_together,
     **{f"local_{roles[0]}": partial(local_batches, roles) for roles in LOCAL[2]},
     "local_without_inputs": local_without_inputs,
     "local_refusals": local_refusals,

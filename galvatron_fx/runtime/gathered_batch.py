@@ -1,0 +1,124 @@
+"""One batch of what the loader of each rank gives, for models that look at the values of all samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from galvatron_fx.ir.errors import InputError
+from galvatron_fx.ir.plan.arguments import shown
+from galvatron_fx.ir.torch_compat.tensors import pytree
+from galvatron_fx.runtime.checksums import as_bytes
+from galvatron_fx.runtime.members import Members
+from passes.frontend.capture.flat_inputs import flatten
+
+__all__ = ["gather_batch"]
+
+Nested = TypeVar("Nested")
+
+
+def gather_batch(batch: Nested, mesh: DeviceMesh, dims: Mapping[str, int] | None = None) -> Nested:
+    """Put the batches of all ranks of ``mesh`` together, one rank after the other, on each of them.
+
+    ``batch``: a dict of arguments or anything nested. Its tensors ``[rows, ...]`` are put together along their first
+    dim, those named in ``dims`` along that one; ranks may bring unlike numbers of rows, as of patches of images that
+    are packed. All else has to be the same on all ranks. Returns the same nest. Every rank calls it.
+
+    It is for models that decide by values of their inputs, and so need those of all samples, at compile and at each
+    call::
+
+        model = galvatron_fx.compile(model, mesh, galvatron_fx.gather_batch(batch, mesh))
+        loss = model.forward_backward(**galvatron_fx.gather_batch(batch, mesh)).loss
+
+    Raises InputError, on all ranks, where tensors differ in more than their rows, or values that are no tensors differ;
+    and for tensors that need gradients and names in ``dims`` that are none.
+    """
+    given: Any = dict(batch) if isinstance(batch, Mapping) else batch  # also of what tokenizers give
+    leaves, tree = flatten(given)
+    names = [pytree.keystr(path).strip("[]'") for path, _ in pytree.tree_flatten_with_path(given)[0]]
+    along = [(dims or {}).get(name, 0) for name in names]
+    members = _members(mesh)
+    said = members.all((_problem(names, leaves, along, dims or {}), list(map(_described, leaves, along))))
+    _require_alike(names, said, members)
+    for at, (leaf, dim) in enumerate(zip(leaves, along, strict=True)):
+        if isinstance(leaf, Tensor) and leaf.dim() and members.size > 1:
+            counts = [described[at][1] for _, described in said]
+            leaves[at] = _gathered(leaf, dim, counts, mesh.device_type, members)
+    whole: Nested = pytree.tree_unflatten(leaves, tree)
+    return whole
+
+
+@cache
+def _members(mesh: DeviceMesh) -> Members:
+    return Members.of(mesh)
+
+
+def _problem(names: Sequence[str], leaves: Sequence[Any], along: Sequence[int], dims: Mapping[str, int]) -> str:
+    """What is wrong with the batch of this rank, for all ranks to hear of."""
+    tensors = [(name, leaf, dim) for name, leaf, dim in zip(names, leaves, along, strict=True) if _has_dims(leaf)]
+    if not tensors:
+        return "gather_batch got no tensor with rows: give a dict of the arguments of the model"
+    unknown = sorted(dims.keys() - set(names))
+    if unknown:
+        return f"dims names '{unknown[0]}', which is not in the batch: there are {', '.join(names)}"
+    for name, tensor, dim in tensors:
+        if tensor.requires_grad:
+            return f"'{name}' needs a gradient, which gather_batch does not hand on: compute it inside of the model"
+        if not -tensor.dim() <= dim < tensor.dim():
+            return f"dims says that '{name}' has its rows in dim {dim}, and its shape is {tuple(tensor.shape)}"
+    return ""
+
+
+def _has_dims(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0
+
+
+def _described(leaf: Any, dim: int) -> tuple[str, int]:
+    """What has to be the same on all ranks, and the number of rows."""
+    if not isinstance(leaf, Tensor):
+        return shown(leaf), 0
+    if not leaf.dim():
+        return f"{leaf.item()} of {leaf.dtype}", 0
+    shape = [str(size) for size in leaf.shape]
+    rows = leaf.shape[dim] if -leaf.dim() <= dim < leaf.dim() else 0
+    shape[dim if rows else 0] = "rows"
+    return f"[{', '.join(shape)}] of {leaf.dtype}", rows
+
+
+def _require_alike(
+    names: Sequence[str], said: Sequence[tuple[str, Sequence[tuple[str, int]]]], members: Members
+) -> None:
+    """Raise InputError, on all ranks, for what is wrong on one, and for what ranks bring otherwise than the first."""
+    for index, (problem, _) in enumerate(said):
+        if problem:
+            raise InputError(f"rank {members.ranks[index]}: {problem}")
+    first = said[0][1]
+    for index, (_, described) in enumerate(said):
+        rank = members.ranks[index]
+        if len(described) != len(first):
+            raise InputError(f"rank {rank} brings {len(described)} values, and rank {members.ranks[0]} {len(first)}")
+        for name, (what, _), (other, _) in zip(names, described, first, strict=False):
+            if what != other:
+                raise InputError(
+                    f"rank {rank} brings '{name}' as {what}, and rank {members.ranks[0]} as {other}: tensors may "
+                    f"differ in their rows alone (pad samples to one length; dims= says where rows are not first), "
+                    f"and all else is the same on all ranks"
+                )
+
+
+def _gathered(own: Tensor, dim: int, counts: list[int], device_type: str, members: Members) -> Tensor:
+    """The tensors of all ranks along ``dim``, of which each has so many rows."""
+    rows = own.movedim(dim, 0).to(device_type)
+    padded = rows.new_zeros(max(counts), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    every = [torch.empty_like(padded) for _ in counts]
+    if padded.numel():
+        dist.all_gather([as_bytes(each) for each in every], as_bytes(padded), group=members.group)
+    whole = torch.cat([each[:count] for each, count in zip(every, counts, strict=True)])
+    return whole.movedim(0, dim).contiguous().to(own.device)
