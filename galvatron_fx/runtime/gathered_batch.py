@@ -44,11 +44,11 @@ def gather_batch(batch: Nested, mesh: DeviceMesh, dims: Mapping[str, int] | None
     names = [pytree.keystr(path).strip("[]'") for path, _ in pytree.tree_flatten_with_path(given)[0]]
     along = [(dims or {}).get(name, 0) for name in names]
     members = _members(mesh)
-    said = members.all((_problem(names, leaves, along, dims or {}), list(map(_described, leaves, along))))
-    _require_alike(names, said, members)
+    said = members.all((_problem(names, leaves, along, dims or {}), names, list(map(_described, leaves, along))))
+    _require_alike(said, members)
     for at, (leaf, dim) in enumerate(zip(leaves, along, strict=True)):
         if isinstance(leaf, Tensor) and leaf.dim() and members.size > 1:
-            counts = [described[at][1] for _, described in said]
+            counts = [described[at][1] for _, _, described in said]
             leaves[at] = _gathered(leaf, dim, counts, mesh.device_type, members)
     whole: Nested = pytree.tree_unflatten(leaves, tree)
     return whole
@@ -85,30 +85,27 @@ def _described(leaf: Any, dim: int) -> tuple[str, int]:
         return shown(leaf), 0
     if not leaf.dim():
         return f"{leaf.item()} of {leaf.dtype}", 0
+    at = dim if -leaf.dim() <= dim < leaf.dim() else 0
     shape = [str(size) for size in leaf.shape]
-    rows = leaf.shape[dim] if -leaf.dim() <= dim < leaf.dim() else 0
-    shape[dim if rows else 0] = "rows"
-    return f"[{', '.join(shape)}] of {leaf.dtype}", rows
+    shape[at] = "rows"
+    return f"[{', '.join(shape)}] of {leaf.dtype}", leaf.shape[at]
 
 
-def _require_alike(
-    names: Sequence[str], said: Sequence[tuple[str, Sequence[tuple[str, int]]]], members: Members
-) -> None:
+def _require_alike(said: Sequence[tuple[str, Sequence[str], Sequence[tuple[str, int]]]], members: Members) -> None:
     """Raise InputError, on all ranks, for what is wrong on one, and for what ranks bring otherwise than the first."""
-    for index, (problem, _) in enumerate(said):
+    for index, (problem, _, _) in enumerate(said):
         if problem:
             raise InputError(f"rank {members.ranks[index]}: {problem}")
-    first = said[0][1]
-    for index, (_, described) in enumerate(said):
-        rank = members.ranks[index]
-        if len(described) != len(first):
-            raise InputError(f"rank {rank} brings {len(described)} values, and rank {members.ranks[0]} {len(first)}")
-        for name, (what, _), (other, _) in zip(names, described, first, strict=False):
+    least, (_, first_names, first) = members.ranks[0], said[0]
+    for rank, (_, names, described) in zip(members.ranks, said, strict=True):
+        if names != first_names:
+            raise InputError(f"rank {rank} brings {', '.join(names)}, and rank {least} {', '.join(first_names)}")
+        for name, (what, _), (other, _) in zip(names, described, first, strict=True):
             if what != other:
                 raise InputError(
-                    f"rank {rank} brings '{name}' as {what}, and rank {members.ranks[0]} as {other}: tensors may "
-                    f"differ in their rows alone (pad samples to one length; dims= says where rows are not first), "
-                    f"and all else is the same on all ranks"
+                    f"rank {rank} brings '{name}' as {what}, and rank {least} as {other}: tensors may differ in their "
+                    f"rows alone (pad samples to one length; dims= says where rows are not first), and all else is the "
+                    f"same on all ranks"
                 )
 
 

@@ -116,6 +116,7 @@ def batches_put_together(mesh: DeviceMesh) -> None:
         ({**own, "n": rank}, {}, "rank 1 brings 'n' as 1, and rank 0 as 0"),
         (own, {"id": 1} if rank else {}, "rank 1: dims names 'id', which is not in the batch: there are ids"),
         ({**own, "x": patches.clone().requires_grad_(bool(rank))}, {}, "rank 1: 'x' needs a gradient"),
+        ({**own, "y" if rank else "x": ids}, {}, "rank 1 brings ids, patches, sizes, y, and rank 0 ids, .*, x"),
         ({"n": 1}, {}, "rank 0: gather_batch got no tensor with rows"),
     ):
         with refused(InputError, match):

@@ -7,6 +7,8 @@ from functools import partial
 
 from galvatron_fx import Plan
 from tests.models import zoo
+from tests.passes.frontend.test_follow_batch import Words
+from tests.passes.frontend.test_follow_batch import batch as pictures
 from tests.runtime.launch import Check, fork_checks
 from tests.runtime.shared_lowerings import compile_before_the_fork
 from tests.seams.unlike_batches import (
@@ -80,6 +82,9 @@ def prepare(ranks: int) -> None:
     counts = {"data": 7, "zero": 4, "tensor": 6} if ranks == 2 else {}
     plans = [Plan.uniform((2,), (role,)) for role, count in counts.items() for _ in range(count)]
     compile_before_the_fork((2,), [(model_of(), batch(), plans)])
+    if ranks == 2:
+        given = dict(zip(("ids", "patches", "sizes"), pictures(), strict=True))
+        compile_before_the_fork((2,), [(Words().double(), given, [Plan.uniform((2,), ("zero",))])])
 
 
 def main() -> None:
