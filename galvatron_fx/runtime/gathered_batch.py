@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -12,11 +11,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from galvatron_fx.ir.errors import InputError
-from galvatron_fx.ir.plan.arguments import shown
 from galvatron_fx.ir.torch_compat.tensors import pytree
 from galvatron_fx.runtime.checksums import as_bytes
 from galvatron_fx.runtime.members import Members
 from passes.frontend.capture.flat_inputs import flatten
+from passes.frontend.capture.plain_inputs import words_of
 
 __all__ = ["gather_batch"]
 
@@ -37,13 +36,19 @@ def gather_batch(batch: Nested, mesh: DeviceMesh, dims: Mapping[str, int] | None
         loss = model.forward_backward(**galvatron_fx.gather_batch(batch, mesh)).loss
 
     Raises InputError, on all ranks, where tensors differ in more than their rows, or values that are no tensors differ;
-    and for tensors that need gradients and names in ``dims`` that are none.
+    for tensors that need gradients, arrays that are no tensors and names in ``dims`` that are none; and for a mesh of
+    some ranks alone.
     """
+    members = Members.every()
+    if mesh.size() != members.size:
+        raise InputError(
+            f"gather_batch puts batches of all {members.size} ranks together, and the mesh has {mesh.size()}: give a "
+            f"mesh of all ranks, or the same global batch to each rank of this one"
+        )
     given: Any = dict(batch) if isinstance(batch, Mapping) else batch  # also of what tokenizers give
     leaves, tree = flatten(given)
     names = [pytree.keystr(path).strip("[]'") for path, _ in pytree.tree_flatten_with_path(given)[0]]
     along = [(dims or {}).get(name, 0) for name in names]
-    members = _members(mesh)
     said = members.all((_problem(names, leaves, along, dims or {}), names, list(map(_described, leaves, along))))
     _require_alike(said, members)
     for at, (leaf, dim) in enumerate(zip(leaves, along, strict=True)):
@@ -54,11 +59,6 @@ def gather_batch(batch: Nested, mesh: DeviceMesh, dims: Mapping[str, int] | None
     return whole
 
 
-@cache
-def _members(mesh: DeviceMesh) -> Members:
-    return Members.of(mesh)
-
-
 def _problem(names: Sequence[str], leaves: Sequence[Any], along: Sequence[int], dims: Mapping[str, int]) -> str:
     """What is wrong with the batch of this rank, for all ranks to hear of."""
     tensors = [(name, leaf, dim) for name, leaf, dim in zip(names, leaves, along, strict=True) if _has_dims(leaf)]
@@ -67,6 +67,9 @@ def _problem(names: Sequence[str], leaves: Sequence[Any], along: Sequence[int], 
     unknown = sorted(dims.keys() - set(names))
     if unknown:
         return f"dims names '{unknown[0]}', which is not in the batch: there are {', '.join(names)}"
+    for name, leaf in zip(names, leaves, strict=True):
+        if not isinstance(leaf, Tensor) and getattr(leaf, "ndim", False):
+            return f"'{name}' is a {type(leaf).__name__}: give a tensor, torch.as_tensor(...)"
     for name, tensor, dim in tensors:
         if tensor.requires_grad:
             return f"'{name}' needs a gradient, which gather_batch does not hand on: compute it inside of the model"
@@ -82,7 +85,7 @@ def _has_dims(leaf: Any) -> bool:
 def _described(leaf: Any, dim: int) -> tuple[str, int]:
     """What has to be the same on all ranks, and the number of rows."""
     if not isinstance(leaf, Tensor):
-        return shown(leaf), 0
+        return words_of(leaf), 0
     if not leaf.dim():
         return f"{leaf.item()} of {leaf.dtype}", 0
     at = dim if -leaf.dim() <= dim < leaf.dim() else 0

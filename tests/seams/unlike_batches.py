@@ -117,10 +117,14 @@ def batches_put_together(mesh: DeviceMesh) -> None:
         (own, {"id": 1} if rank else {}, "rank 1: dims names 'id', which is not in the batch: there are ids"),
         ({**own, "x": patches.clone().requires_grad_(bool(rank))}, {}, "rank 1: 'x' needs a gradient"),
         ({**own, "y" if rank else "x": ids}, {}, "rank 1 brings ids, patches, sizes, y, and rank 0 ids, .*, x"),
+        ({**own, "n": "a" * 100 + str(rank)}, {}, "rank 1 brings 'n' as 'a*1', and rank 0 as 'a*0'"),
+        ({**own, "n": ids.numpy()}, {}, "rank 0: 'n' is a ndarray: give a tensor"),
         ({"n": 1}, {}, "rank 0: gather_batch got no tensor with rows"),
     ):
         with refused(InputError, match):
             galvatron_fx.gather_batch(unlike, mesh, dims)
+    with refused(InputError, "of all 2 ranks together, and the mesh has 1"):
+        galvatron_fx.gather_batch(own, DeviceMesh("cpu", [0], _init_backend=False, _rank=0))
 
 
 def unlike_partners(mesh: DeviceMesh) -> None:

@@ -75,6 +75,22 @@ class Cropped(Words):
         return super().forward(ids, torch.cat(whole), sizes)
 
 
+class Untidy(Words):
+    """Has a tied head, frozen weights, one that nobody uses, and labels that are left out."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+        self.unused, self.head = nn.Linear(3, 3), nn.Linear(WIDTH, 9, bias=False)
+        self.head.weight = self.words.weight
+        for frozen in (self.see.weight, self.layers[1].bias):
+            frozen.requires_grad_(False)  # type: ignore[operator, union-attr]
+
+    def forward(self, ids: Tensor, patches: Tensor, sizes: Tensor) -> Tensor:
+        labels = ids.masked_fill(ids == 0, -100)
+        logits = self.head(self.hidden(ids, patches, sizes))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
 class Fixed(nn.Module):
     """Has its batch as a number, and the samples behind the positions."""
 
@@ -100,7 +116,7 @@ class Alone(nn.Module):
 
 def batch(samples: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(0)
-    sizes = torch.tensor([2, 1, 3, 1, 2, 1])[:samples]
+    sizes = torch.tensor([2, 1, 3, 1, 2, 1, 1, 3])[:samples]
     ids = torch.randint(1, 9, (samples, LENGTH), generator=draw)
     for row, size in zip(ids, sizes.tolist(), strict=True):
         row[1 : 1 + size] = 0
@@ -203,6 +219,16 @@ def test_neighbours_that_are_unlike_are_exact() -> None:
     strategies = [Strategy(tables[at % 3], at % 2 == 0) for at in range(len(uniform(graph, "data", "data")))]
     got = simulate(graph, model, inputs, (2, 2), strategies, {})
     assert_exact(got, one_device(model, inputs), "unlike neighbours")
+
+
+@pytest.mark.parametrize(("samples", "sizes"), [(8, (2, 2, 2)), (5, (2, 2, 2)), (6, (3, 2, 2))], ids=str)
+def test_untidy_models_are_exact_on_many_ranks(samples: int, sizes: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model, inputs = Untidy().double(), batch(samples)
+    graph = captured(model, inputs)
+    tables = [("zero", "tensor", "data"), ("tensor", "data", "zero"), ("data", "zero", "tensor")]
+    strategies = [Strategy(tables[at % 3], at % 2 == 0) for at in range(len(uniform(graph, "data", "data", "data")))]
+    assert_exact(simulate(graph, model, inputs, sizes, strategies, {}), one_device(model, inputs), f"{samples}")
 
 
 @pytest.mark.parametrize("sizes", [(2,), (2, 2)], ids=str)
