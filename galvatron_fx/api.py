@@ -27,6 +27,7 @@ from galvatron_fx.planning_session import PlanningSession
 from galvatron_fx.profiling.machine import warn_if_stale
 from galvatron_fx.runtime.agreement import from_first_rank, require_all_ranks
 from galvatron_fx.runtime.backends import new_backend
+from galvatron_fx.runtime.batch_rows import Batch
 from galvatron_fx.runtime.lazy import LazyDistributedGraphModule
 from galvatron_fx.runtime.module import DistributedGraphModule
 from galvatron_fx.search_settings import Constraints, SearchSettings
@@ -180,7 +181,7 @@ def compile(
     backend: str = "eager",
     kernels: str | None = None,
     seed: int = 0,
-    batch: str = "global",
+    batch: Batch = "global",
     compare_batches: int = 100,
     tune_seconds: float | None = None,
     progress: Observer | None = None,
@@ -197,7 +198,8 @@ def compile(
     to be held against it; with ``search_seconds`` rank 0 searches for all. ``seed``: of dropout, and of the initial
     weights of a model on the meta device. ``batch``: "global", or "local" where every rank brings as many rows of its
     own (as with DistributedSampler), in ``example_inputs`` and later: the global batch is that of all ranks, one after
-    the other. ``compare_batches``: ranks compare checksums of what has to be equal in their batches in the first three
+    the other; "gather" is the same of any numbers of rows, and puts all of them together on every rank, for models
+    that decide by values of the whole batch (see :func:`gather_batch`). ``compare_batches``: ranks compare checksums of what has to be equal in their batches in the first three
     calls and in every so many-th (0: never). ``backend``: "eager" runs the graphs as they are, "inductor" compiles what
     each distinct layer block does, once, at the first step (see docs/backends.md). ``kernels``: "auto" gives products
     of float32 on CPUs to oneDNN where it is clearly faster, "torch" leaves them to torch (default: what the

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, fx, nn
@@ -28,15 +28,16 @@ from galvatron_fx.pass_insertion import describe_passes, require_all_ran
 from galvatron_fx.planning_session import PlanningSession
 from galvatron_fx.profiling.kernel_choice import fastest_kernels, kernel_choice
 from galvatron_fx.profiling.ranks import Ranks
-from galvatron_fx.runtime.agreement import Facts, agreed
+from galvatron_fx.runtime.agreement import Facts, agreed, require_equal
 from galvatron_fx.runtime.backends import Backend, new_backend
-from galvatron_fx.runtime.batch_rows import global_inputs
+from galvatron_fx.runtime.batch_rows import Batch, global_inputs
 from galvatron_fx.runtime.binding import Binder, StageBinder
 from galvatron_fx.runtime.caches import placements_of_caches
 from galvatron_fx.runtime.call_key import described_tensors
 from galvatron_fx.runtime.compiled import Compiled, StageCopies
 from galvatron_fx.runtime.decided_inputs import GATHER
 from galvatron_fx.runtime.disk_states import Storage
+from galvatron_fx.runtime.gathered_batch import gathered_inputs
 from galvatron_fx.runtime.gloo_shutdown import end_after_gloo
 from galvatron_fx.runtime.host_parameters import mark_on_host
 from galvatron_fx.runtime.host_states import keep_on_host
@@ -72,7 +73,7 @@ __all__ = ["Bound", "Builder", "CompileOptions", "Recipe", "compile_captured", "
 class CompileOptions:
     """The options of :func:`galvatron_fx.compile`, those of planning in ``session``.
 
-    Raises InputError for a ``batch`` that is neither "global" nor "local", for ``compare_batches`` that is no count,
+    Raises InputError for a ``batch`` of another name, for ``compare_batches`` that is no count,
     and for other ``kernels`` than "auto" and "torch"; PlanError for ``tune_seconds`` beside a given plan.
     """
 
@@ -80,7 +81,7 @@ class CompileOptions:
     session: PlanningSession
     backend: Backend
     seed: int = 0
-    batch: str = "global"
+    batch: Batch = "global"
     compare_batches: int = 100
     kernels: str | None = None
     tune_seconds: float | None = None
@@ -90,8 +91,8 @@ class CompileOptions:
         check_arguments(tune_seconds=self.tune_seconds)
         if self.tune_seconds is not None and self.session.given is not None:
             raise PlanError("tune_seconds is given beside plan=, which leaves nothing to choose: leave out one of them")
-        if self.batch not in ("global", "local"):
-            raise InputError(f"batch is {self.batch!r}: use 'global' or 'local'")
+        if self.batch not in get_args(Batch):
+            raise InputError(f"batch is {self.batch!r}: use one of {', '.join(get_args(Batch))}")
         if not isinstance(self.compare_batches, int) or self.compare_batches < 0:
             raise InputError(f"compare_batches is {self.compare_batches!r}: give a number of calls, or 0 for never")
 
@@ -110,15 +111,25 @@ def compile_model(model: nn.Module, inputs: FlatInputs, options: CompileOptions)
     """Compile ``model`` for a first batch, as this rank brings it."""
     refuse_autocast(options.mesh.device_type, options.session.policy)
     check_hooks(model)
-    inputs = whole_inputs(inputs, options.is_local, has_caches=bool(options.session.settings.forward_only))
+    inputs = whole_inputs(inputs, options.batch, has_caches=bool(options.session.settings.forward_only))
     with without_autocast(options.mesh.device_type):
-        whole = global_inputs(inputs) if options.is_local else inputs
-        plans, graph = _agreed_plans(model, inputs, whole, options)
-        if options.is_local:
-            _refuse_rows_elsewhere(graph)
+        whole = _global_batch(inputs, options)
+        plans, graph = _agreed_plans(model, inputs if options.is_local else whole, whole, options)
+        if options.batch != "global":
+            _refuse_rows_elsewhere(graph, options.batch)
         assembly = _Assembly(model, Recipe(whole, graph, options, Members.every()))
         plan = plans[0] if options.tune_seconds is None else _tuned(plans, assembly, inputs, options.tune_seconds)
         return assembly.module(plan)
+
+
+def _global_batch(inputs: FlatInputs, options: CompileOptions) -> FlatInputs:
+    """The global batch, of what this rank brings."""
+    if options.is_local:
+        return global_inputs(inputs)
+    if options.batch == "gather":
+        require_equal({"batch=": options.batch})  # or other ranks would take what is gathered for something else
+        return gathered_inputs(inputs, options.mesh)
+    return inputs
 
 
 def _tuned(plans: tuple[Plan, ...], assembly: _Assembly, inputs: FlatInputs, seconds: float) -> Plan:
@@ -130,15 +141,16 @@ def _tuned(plans: tuple[Plan, ...], assembly: _Assembly, inputs: FlatInputs, sec
     return tune(plans, assembly.module, steps, seconds, session.watch)
 
 
-def _refuse_rows_elsewhere(graph: fx.GraphModule) -> None:
+def _refuse_rows_elsewhere(graph: fx.GraphModule, batch: Batch) -> None:
     """Raise InputError where the batch is not the first dim of an input: rows of ranks are put together there."""
     for port, node in ports(graph):
         dim = meta_of(node).spec.dim_of(BATCH) if port.kind == "input" else None
         if dim:
             name = signature(graph).input_spec.tensor_names[int(port.name)].strip("[]'")
             raise InputError(
-                f"batch='local' puts the ranks' inputs together along their first dim, and the batch of {name} is dim "
-                f"{dim}: give the global batch (batch='global'), or inputs that have the batch first"
+                f"batch='{batch}' puts the ranks' inputs together along their first dim, and the batch of {name} is "
+                f"dim {dim}: give the global batch (batch='global'), which galvatron_fx.gather_batch makes along other "
+                f"dims, or inputs that have the batch first"
             )
 
 
@@ -211,11 +223,11 @@ def _described(model: nn.Module, inputs: FlatInputs, options: CompileOptions) ->
     """What has to be equal on all ranks before anything is traced."""
     session, mesh = options.session, options.mesh
     return {
+        "batch=": options.batch,
         "batch": described_tensors(inputs),
         "mixed precision": describe_policy(session.policy),
         **{name: repr(value) for name, value in vars(session.settings).items()},
         "seed": str(options.seed),
-        "batch=": options.batch,
         "batch_dim": repr(session.batch_dim),
         "compare_batches": str(options.compare_batches),
         "kernels": kernel_choice(options.kernels),
@@ -271,7 +283,7 @@ class Recipe:
             _persistence(skeleton),
             options.seed,
             late,
-            options.is_local,
+            options.batch,
             options.compare_batches,
             _copies(binder),
             options.session.control.runs,

@@ -98,7 +98,7 @@ class Accelerator(accelerate.Accelerator):
             self._refuse_alone()
         loader = self.prepare_data_loader(loaders[0])
         total = getattr(loader, "total_batch_size", None)
-        example = first_batch(loader, total // self.num_processes if total else None)
+        example = first_batch(loader, total // self.num_processes if total else None, self._options)
         options = policy_named(self.mixed_precision, self._options)
         return compiled_for_ranks(models[0], example, self.device.type, options)
 

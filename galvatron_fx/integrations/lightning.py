@@ -100,7 +100,7 @@ class GalvatronStrategy(DDPStrategy):
         trainer, module = self.lightning_module.trainer, self.lightning_module
         trainer.fit_loop.setup_data()
         loader = trainer.train_dataloader
-        batch = first_batch(loader, getattr(loader, "batch_size", None))
+        batch = first_batch(loader, getattr(loader, "batch_size", None), self._options)
 
         takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)  # as Lightning does
         example = call_of(self._module, lambda: module.training_step(batch, *(0,) * takes_index))

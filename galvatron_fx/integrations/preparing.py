@@ -46,15 +46,22 @@ def compiled_for_ranks(
 ) -> DistributedGraphModule:
     """Compile ``model`` for batches of which every rank brings its own rows, as loaders of these tools give them.
 
-    ``example``: such rows; ``options``: of :func:`galvatron_fx.compile`, ``mesh`` included. Without gradient mode the
-    outputs with a batch are those of the rank's own rows, too. Raises InputError for a model that returns no loss,
-    where one is needed.
+    ``example``: such rows; ``options``: of :func:`galvatron_fx.compile`, ``mesh`` included, of which ``batch`` may be
+    "gather". Without gradient mode the outputs with a batch are those of the rank's own rows, too. Raises InputError
+    for a model that returns no loss, where one is needed, as it is for "gather".
     """
-    given = dict(options)
-    if "batch" in given or "example_inputs" in given:
-        raise InputError("batch= and example_inputs= are what the loader says: leave them out of galvatron={...}")
+    given = {"batch": "local", **options}
+    if given["batch"] == "global" or "example_inputs" in given:
+        raise InputError(
+            "example_inputs= and the global batch are what the loader says: leave them out of galvatron={...}"
+        )
+    if given["batch"] == "gather" and not needs_loss:
+        raise InputError(
+            "batch='gather' and a compute_loss that may make its loss of outputs, which are of the rows of all "
+            "processes: where it takes outputs.loss alone, say so by galvatron={'takes_loss': True, ...}"
+        )
     mesh = given.pop("mesh", None) or init_device_mesh(device_type, (dist.get_world_size(),))
-    compiled = compile(model, mesh, example, batch="local", **given)
+    compiled = compile(model, mesh, example, **given)
     if needs_loss and not compiled.has_loss:
         raise InputError(
             "the model returns no loss, and one that is computed outside would be that of this rank's rows alone: "
@@ -103,8 +110,10 @@ class _CalledError(Exception):
     """The module was called: with the arguments of this."""
 
 
-def first_batch(loader: Any, rows: int | None) -> Any:
+def first_batch(loader: Any, rows: int | None, options: Mapping[str, Any]) -> Any:
     """A batch such as ``loader`` gives, of ``rows`` samples (None: as many as it gives).
+
+    ``options``: of ``compile``; where batches of ranks may be unlike, each takes other samples, as when it trains.
 
     Random number generators are left as they were.
     """
@@ -113,7 +122,8 @@ def first_batch(loader: Any, rows: int | None) -> Any:
         if rows is None:
             return next(iter(loader))
         if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-            return loader.collate_fn([dataset[index % len(dataset)] for index in range(rows)])
+            start = rows * dist.get_rank() if options.get("batch") == "gather" else 0
+            return loader.collate_fn([dataset[index % len(dataset)] for index in range(start, start + rows)])
         return loader.collate_fn(list(islice(iter(dataset), rows)))
 
 

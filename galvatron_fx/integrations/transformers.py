@@ -94,7 +94,7 @@ class GalvatronMixin:
         require_even_batches(loader)
         if isinstance(trainer.model, DistributedGraphModule):
             return
-        example = trainer._prepare_inputs(first_batch(loader, rows))
+        example = trainer._prepare_inputs(first_batch(loader, rows, self._options))
         count = trainer._get_num_items_in_batch([example], trainer.args.device)
         inputs_of = self._call_of_compute_loss if self._makes_loss else self._model_inputs
         example = inputs_of(example, count)

@@ -171,10 +171,10 @@ def _movable(model: Any) -> DistributedGraphModule:
     model.require_own_order("put on another mesh")
     if model._resting:
         return model
-    if model._rows.is_local:
+    if model._rows.batch != "global":
         raise InputError(
-            "batch='local': the global batch would be another one on other ranks. Compile with the global batch, of "
-            "which each rank may bring its rows (galvatron_fx.own_rows)"
+            f"batch='{model._rows.batch}': the global batch would be another one on other ranks. Compile with the "
+            f"global batch, of which each rank may bring its rows (galvatron_fx.own_rows)"
         )
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:

@@ -17,7 +17,7 @@ from galvatron_fx.ir.plan.plan import Plan
 from galvatron_fx.runtime.decided_inputs import GATHER
 from galvatron_fx.runtime.members import Members
 
-__all__ = ["agreed", "from_first_rank", "require_all_ranks", "together"]
+__all__ = ["agreed", "from_first_rank", "require_all_ranks", "require_equal", "together"]
 
 T = TypeVar("T")
 Plans = tuple[Plan, ...]
@@ -48,7 +48,7 @@ def agreed(
         for plan in plans:
             check(prepared, plan)
         return plans, prepared
-    _compare({**_libraries(), **call()}, None, members)
+    _compare({**call(), **_libraries()}, None, members)
     error: Exception | None = None
     outcome: tuple[Plans, T] | None = None
     facts: Facts = {}
@@ -71,6 +71,11 @@ def agreed(
     _compare(facts, error, members)
     assert outcome is not None
     return outcome
+
+
+def require_equal(facts: Facts) -> None:
+    """Raise PlanError, on every rank of the job that calls it, unless all have equal ``facts``."""
+    _compare(facts, None, Members.every())
 
 
 def from_first_rank(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,9 +21,11 @@ from galvatron_fx.runtime.untraced import untraced
 from passes.frontend.capture.flat_inputs import FlatInputs, flatten
 from passes.lowering.batch_rows import RowsRead
 
-__all__ = ["BatchRows", "global_inputs", "own_rows", "unmarked"]
+__all__ = ["Batch", "BatchRows", "global_inputs", "own_rows", "unmarked"]
 
 Nested = TypeVar("Nested")
+Batch = Literal["global", "local", "gather"]
+"""What each rank brings: all rows; as many of its own as the others; or those, however many, for all to have."""
 
 
 class _OwnRows:
@@ -68,16 +70,21 @@ class BatchRows:
     """The rows of the global batch that each rank computes or brings, and how a step's inputs are made of them.
 
     ``mesh``: the lowering mesh (of one stage); ``members``: the ranks of the whole; ``read``: of the program compiled
-    for the example inputs; ``names``: of these inputs; ``is_local``: whether every rank always brings rows of its own,
-    the batch being those of all ranks, one rank after the other.
+    for the example inputs; ``names``: of these inputs; ``batch``: what every rank always brings. Of rows of its own,
+    the batch is those of all ranks, one rank after the other.
     """
 
     mesh: DeviceMesh
     members: Members
     read: RowsRead
     names: tuple[str, ...]
-    is_local: bool = False
+    batch: Batch = "global"
     _exchanges: dict[tuple[RowsRead, int], RowExchange] = field(default_factory=dict, repr=False)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether each rank holds but its own rows, where a program does not read others."""
+        return self.batch == "local"
 
     @cached_property
     def size(self) -> int:
@@ -93,7 +100,7 @@ class BatchRows:
 
     def brought(self, inputs: FlatInputs) -> tuple[int, ...]:
         """Where the rows that this rank brings lie in the global batch; ``inputs``: as each rank brings its own."""
-        return self._local(inputs.tensor_names, inputs.tensors, ())[0]
+        return self._local(inputs.tensor_names, inputs.tensors)[0]
 
     def spread(self, inputs: FlatInputs, marked: Collection[int]) -> tuple[FlatInputs, list[int]]:
         """Inputs of the global batch's shapes, own rows in their places and zeros in the others, and which these are.
@@ -103,8 +110,12 @@ class BatchRows:
         """
         tensors = inputs.tensors
         names = inputs.tensor_names
+        if marked and self.batch != "global":
+            raise InputError(
+                f"own_rows: the module takes each rank's own batch already (batch='{self.batch}'): pass it as it is"
+            )
         if self.is_local:
-            rows, spread = self._local(names, tensors, marked)
+            rows, spread = self._local(names, tensors)
             size = len(rows) * self.members.size
         else:
             rows, size = self.own, self.size
@@ -150,14 +161,8 @@ class BatchRows:
         brought_by, read_by = zip(*self.members.all((brought, read.taken(position, self._place))), strict=True)
         return RowExchange.build(brought_by, read_by, index)
 
-    def _local(
-        self, names: Sequence[str], tensors: Sequence[Tensor], marked: Collection[int]
-    ) -> tuple[tuple[int, ...], list[int]]:
+    def _local(self, names: Sequence[str], tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], list[int]]:
         """The rows that this rank brings to this batch, and the positions of the inputs that have them."""
-        if marked:
-            raise InputError(
-                "own_rows: the module takes each rank's own batch already (batch='local'): pass it as it is"
-            )
         known = {name: size == self.size for name, size in zip(self.names, self.read.sizes, strict=True)}
         named = list(zip(names, tensors, strict=True))
         firsts = {name: tensor.shape[0] if tensor.dim() else 0 for name, tensor in named if known.get(name)}

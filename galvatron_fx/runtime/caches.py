@@ -17,6 +17,7 @@ from galvatron_fx.ir.graph.metadata import InputSpec, OutputSpec
 from galvatron_fx.ir.graph.placement import REPLICATE, Placement, Shard, to_dtensor
 from galvatron_fx.ir.plan.strategy import cache_key
 from galvatron_fx.runtime.absent_cache import AbsentCache
+from galvatron_fx.runtime.batch_rows import Batch
 from galvatron_fx.runtime.compiled import AnyProgram
 from galvatron_fx.runtime.dtensor_views import local_part
 from passes.frontend.capture.flat_inputs import FlatInputs
@@ -30,7 +31,7 @@ class CallCaches:
     """The caches among the arguments of one call of ``program``.
 
     ``given``: the arguments, by position and by name, as the program takes them; ``flat``: the tensors in them;
-    ``mesh``: the lowering mesh; ``is_local``: whether each rank brings its own rows of the batch. A cache that the
+    ``mesh``: the lowering mesh; ``batch``: which rows each rank brings. A cache that the
     program splits is a DTensor afterwards, in the place of the whole tensor that a first call may bring. InputError
     says where an argument is that tensor itself, or two are one tensor.
     """
@@ -41,12 +42,12 @@ class CallCaches:
         given: tuple[Any, dict[str, Any]],
         flat: FlatInputs,
         mesh: DeviceMesh,
-        is_local: bool,
+        batch: Batch,
     ) -> None:
         self._program, self._given, self._mesh = program, given, mesh
         ports = [port for port in program.signature.inputs if port.kind == "cache"]
-        if is_local:
-            _refuse_local(program)
+        if batch != "global":
+            _refuse_own_rows(program, batch)
         self._inputs = dict(zip(flat.input_names, flat.tensors, strict=True))
         self._held = {port.name: self._of_rank(port, self._inputs[port.name]) for port in ports}
         self._moved = {
@@ -144,11 +145,11 @@ class CallCaches:
                     )
 
 
-def _refuse_local(program: AnyProgram) -> None:
+def _refuse_own_rows(program: AnyProgram, batch: Batch) -> None:
     caches = [port.name for port in program.signature.outputs if port.kind == "cache"]
     if caches:
         raise InputError(
-            f"batch='local' puts the ranks' inputs together, and forward changes the cache '{caches[0]}', of which "
+            f"batch='{batch}' puts the ranks' inputs together, and forward changes the cache '{caches[0]}', of which "
             f"each rank would keep its part: give the global batch (batch='global')"
         )
 

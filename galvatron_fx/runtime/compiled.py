@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from galvatron_fx.ir.cluster.cluster import Axis
 from galvatron_fx.ir.graph.pass_pipeline import PassRun
 from galvatron_fx.ir.plan.plan import Plan
+from galvatron_fx.runtime.batch_rows import Batch
 from galvatron_fx.runtime.members import Members
 from galvatron_fx.runtime.original import LateChanges
 from galvatron_fx.runtime.program import Program
@@ -39,8 +40,8 @@ class Compiled:
     ``compile_inputs``: makes the program of a model without weights for other inputs; ``skeleton``: such a model, as
     the original is; ``tensors``: parameters and buffers of this rank by original name;
     ``persistent``: whether each buffer belongs to the state dict; ``seed``: of dropout;
-    ``late``: who notices what is done to the original from now on; ``is_local``: whether each rank brings its own rows
-    of the batch; ``compare_batches``: how often ranks compare theirs; ``copies``: None without stages; ``pass_runs``:
+    ``late``: who notices what is done to the original from now on; ``batch``: which rows each rank brings;
+    ``compare_batches``: how often ranks compare theirs; ``copies``: None without stages; ``pass_runs``:
     of all passes so far; ``axes_of_dim``: of the cluster, for each dim of ``mesh``; ``recipe``: what
     :func:`galvatron_fx.replan` makes it anew of.
     """
@@ -56,7 +57,7 @@ class Compiled:
     persistent: Mapping[str, bool]
     seed: int
     late: LateChanges
-    is_local: bool
+    batch: Batch
     compare_batches: int
     copies: StageCopies | None
     pass_runs: Sequence[PassRun]

@@ -14,8 +14,8 @@ from passes.frontend.capture.flat_inputs import FlatInputs
 __all__ = ["GATHER", "ValuesOfCall", "require_whole"]
 
 GATHER = (
-    "pass the global batch, the same on every rank, to compile (without batch='local') and to each call; "
-    "galvatron_fx.gather_batch(batch, mesh) makes it of what each rank's loader gives"
+    "compile(..., batch='gather') puts together what each rank brings (in Trainer and the like "
+    "galvatron={'batch': 'gather'}); or pass the global batch, the same on every rank, to compile and to each call"
 )
 """What to do where each rank has rows of its own."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,10 +15,10 @@ from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.torch_compat.tensors import pytree
 from galvatron_fx.runtime.checksums import as_bytes
 from galvatron_fx.runtime.members import Members
-from passes.frontend.capture.flat_inputs import flatten
+from passes.frontend.capture.flat_inputs import FlatInputs, flatten
 from passes.frontend.capture.plain_inputs import words_of
 
-__all__ = ["gather_batch"]
+__all__ = ["gather_batch", "gathered_inputs"]
 
 Nested = TypeVar("Nested")
 
@@ -30,7 +31,7 @@ def gather_batch(batch: Nested, mesh: DeviceMesh, dims: Mapping[str, int] | None
     are packed. All else has to be the same on all ranks. Returns the same nest. Every rank calls it.
 
     It is for models that decide by values of their inputs, and so need those of all samples, at compile and at each
-    call::
+    call; ``compile(..., batch="gather")`` does it by itself, along first dims::
 
         model = galvatron_fx.compile(model, mesh, galvatron_fx.gather_batch(batch, mesh))
         loss = model.forward_backward(**galvatron_fx.gather_batch(batch, mesh)).loss
@@ -39,31 +40,41 @@ def gather_batch(batch: Nested, mesh: DeviceMesh, dims: Mapping[str, int] | None
     for tensors that need gradients, arrays that are no tensors and names in ``dims`` that are none; and for a mesh of
     some ranks alone.
     """
+    given: Any = dict(batch) if isinstance(batch, Mapping) else batch  # also of what tokenizers give
+    leaves, tree = flatten(given)
+    names = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(given)[0]]
+    whole: Nested = pytree.tree_unflatten(_put_together(names, leaves, dims or {}, mesh), tree)
+    return whole
+
+
+def gathered_inputs(inputs: FlatInputs, mesh: DeviceMesh) -> FlatInputs:
+    """The inputs that all ranks of ``mesh`` bring, put together as :func:`gather_batch` does; raises as that."""
+    return replace(inputs, leaves=tuple(_put_together(inputs.names, list(inputs.leaves), {}, mesh)))
+
+
+def _put_together(paths: Sequence[str], leaves: list[Any], dims: Mapping[str, int], mesh: DeviceMesh) -> list[Any]:
     members = Members.every()
     if mesh.size() != members.size:
         raise InputError(
-            f"gather_batch puts batches of all {members.size} ranks together, and the mesh has {mesh.size()}: give a "
-            f"mesh of all ranks, or the same global batch to each rank of this one"
+            f"batches of all {members.size} ranks are put together, and the mesh has {mesh.size()}: give a mesh of all "
+            f"ranks, or the same global batch to each rank of this one"
         )
-    given: Any = dict(batch) if isinstance(batch, Mapping) else batch  # also of what tokenizers give
-    leaves, tree = flatten(given)
-    names = [pytree.keystr(path).strip("[]'") for path, _ in pytree.tree_flatten_with_path(given)[0]]
-    along = [(dims or {}).get(name, 0) for name in names]
-    said = members.all((_problem(names, leaves, along, dims or {}), names, list(map(_described, leaves, along))))
+    names = [path.strip("[]'") for path in paths]
+    along = [dims.get(name, 0) for name in names]
+    said = members.all((_problem(names, leaves, along, dims), names, list(map(_described, leaves, along))))
     _require_alike(said, members)
     for at, (leaf, dim) in enumerate(zip(leaves, along, strict=True)):
         if isinstance(leaf, Tensor) and leaf.dim() and members.size > 1:
             counts = [described[at][1] for _, _, described in said]
             leaves[at] = _gathered(leaf, dim, counts, mesh.device_type, members)
-    whole: Nested = pytree.tree_unflatten(leaves, tree)
-    return whole
+    return leaves
 
 
 def _problem(names: Sequence[str], leaves: Sequence[Any], along: Sequence[int], dims: Mapping[str, int]) -> str:
     """What is wrong with the batch of this rank, for all ranks to hear of."""
     tensors = [(name, leaf, dim) for name, leaf, dim in zip(names, leaves, along, strict=True) if _has_dims(leaf)]
     if not tensors:
-        return "gather_batch got no tensor with rows: give a dict of the arguments of the model"
+        return "there is no tensor with rows to put together: give a dict of the arguments of the model"
     unknown = sorted(dims.keys() - set(names))
     if unknown:
         return f"dims names '{unknown[0]}', which is not in the batch: there are {', '.join(names)}"
@@ -72,7 +83,7 @@ def _problem(names: Sequence[str], leaves: Sequence[Any], along: Sequence[int], 
             return f"'{name}' is a {type(leaf).__name__}: give a tensor, torch.as_tensor(...)"
     for name, tensor, dim in tensors:
         if tensor.requires_grad:
-            return f"'{name}' needs a gradient, which gather_batch does not hand on: compute it inside of the model"
+            return f"'{name}' needs a gradient, which is not handed to other ranks: compute it inside of the model"
         if not -tensor.dim() <= dim < tensor.dim():
             return f"dims says that '{name}' has its rows in dim {dim}, and its shape is {tuple(tensor.shape)}"
     return ""

@@ -32,6 +32,7 @@ from galvatron_fx.runtime.decided_inputs import require_whole
 from galvatron_fx.runtime.detached import TRAIN_REMEDY, detached_output, forward_only_outputs
 from galvatron_fx.runtime.dtensor_views import lie_like, local_part, shown, write_whole
 from galvatron_fx.runtime.folding import FoldedUpdates, folding, refuse_folded
+from galvatron_fx.runtime.gathered_batch import gathered_inputs
 from galvatron_fx.runtime.generation import generate
 from galvatron_fx.runtime.gradients import accumulate
 from galvatron_fx.runtime.hooks import has_hooks, refuse_backward_hooks
@@ -61,7 +62,7 @@ class DistributedGraphModule(WithExperts):
     dict. Parameters are DTensors under the original names, so optimizers, ``clip_grad_norm_``, schedulers,
     ``state_dict`` and ``torch.distributed.checkpoint`` work as with any module. Inputs are the global batch, the same
     on every rank, this rank's rows of it, marked by :func:`galvatron_fx.own_rows`, or each rank's own batch
-    (``batch="local"``).
+    (``batch="local"``, ``batch="gather"``).
     Outputs come as the model returns them: scalars and whole tensors as tensors, sharded ones as DTensors
     (``.full_tensor()`` gathers them). Beside a loss, the others are detached: a gradient that arrives at one raises
     InputError.
@@ -168,7 +169,7 @@ class DistributedGraphModule(WithExperts):
         with self._alone():
             program, flat, row_positions = self._program(args, kwargs, trains=torch.is_grad_enabled())
             if self.plan.forward_only or not torch.is_grad_enabled():
-                caches = CallCaches(program, self._style.of(args, kwargs), flat, self.mesh, self._rows.is_local)
+                caches = CallCaches(program, self._style.of(args, kwargs), flat, self.mesh, self._rows.batch)
                 with torch.no_grad(), self._watch.collectives():
                     self._rows.complete(flat, row_positions, program.read)
                     results = program.evaluate(self._values(flat, caches))
@@ -278,7 +279,7 @@ class DistributedGraphModule(WithExperts):
         return self._rows.own
 
     def rows_of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-        """The rows of the global batch that this rank brings to a call with these arguments (``batch="local"``)."""
+        """The rows of the global batch that this rank brings to a call with these arguments, as many as the others."""
         self._require_member()
         return self._rows.brought(unmarked(*self._style.of(args, kwargs))[0])
 
@@ -326,7 +327,9 @@ class DistributedGraphModule(WithExperts):
         self._late.warn()
         given, marked = unmarked(*self._style.of(args, kwargs))
         with self._watch.collectives():
-            given = whole_inputs(given, self._rows.is_local, has_caches=self.plan.forward_only)
+            given = whole_inputs(given, self._rows.batch, has_caches=self.plan.forward_only)
+            if self._rows.batch == "gather" and not marked:
+                given = gathered_inputs(given, self.mesh)
         self._memory.require_kept(self._held)
         flat, row_positions = self._rows.spread(given, marked)
         # Averages of weights freeze what they copied: without backward, stages need not know what is frozen.
@@ -455,8 +458,16 @@ class DistributedGraphModule(WithExperts):
 
     def _own_outputs(self, program: AnyProgram, outputs: Any) -> Any:
         """Outputs of the rows that this rank brought, where the loss is computed of them."""
-        own = self._rows.is_local and not program.signature.scalars
-        return own_outputs(outputs, program.signature, self._members) if own else outputs
+        if program.signature.scalars or self._rows.batch == "global":
+            return outputs
+        if self._rows.is_local:
+            return own_outputs(outputs, program.signature, self._members)
+        if torch.is_grad_enabled() and not self.plan.forward_only:
+            raise InputError(
+                "batch='gather' and a loss outside of the model, which would take outputs of the rows of all ranks: "
+                "give the loss to galvatron_fx.with_loss(model, loss)"
+            )
+        return outputs
 
     def _outputs(
         self,

@@ -87,8 +87,8 @@ class OnMesh(LikeOriginal):
         self._flags = tuple(trains and made_for.trained.get(name, True) for name in self._held)
         device, members = self.mesh.device_type, self._members
         names = compiled.inputs.tensor_names
-        self._rows = BatchRows(self.mesh, members, compiled.program.read, names, compiled.is_local)
-        self._comparison = BatchComparison(compiled.compare_batches, device, compiled.is_local, members)
+        self._rows = BatchRows(self.mesh, members, compiled.program.read, names, compiled.batch)
+        self._comparison = BatchComparison(compiled.compare_batches, device, self._rows.is_local, members)
         self._copies = CopyComparison(device, members)
         self._programs = Programs()
         self._programs.add((made_for.call, made_for.modes, self._flags), compiled.program)

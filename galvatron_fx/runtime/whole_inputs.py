@@ -9,15 +9,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from galvatron_fx.ir.errors import InputError
+from galvatron_fx.runtime.batch_rows import Batch
 from passes.frontend.capture.flat_inputs import FlatInputs
 
 __all__ = ["whole_inputs"]
 
 
-def whole_inputs(inputs: FlatInputs, is_local: bool, has_caches: bool = False) -> FlatInputs:
+def whole_inputs(inputs: FlatInputs, batch: Batch, has_caches: bool = False) -> FlatInputs:
     """The same with whole tensors in the place of DTensors; every rank calls it.
 
-    ``is_local``: whether each rank brings rows of its own: then InputError names a DTensor, which has those of all;
+    ``batch``: where each rank brings rows of its own, InputError names a DTensor, which has those of all;
     ``has_caches``: of a forward-only program, whose caches, inside of other arguments, stay as they are.
     """
     tensor_names = iter(inputs.input_names)
@@ -27,9 +28,9 @@ def whole_inputs(inputs: FlatInputs, is_local: bool, has_caches: bool = False) -
         is_inside = "[" in name or "." in name
         if not isinstance(leaf, DTensor) or (has_caches and is_inside):
             return leaf
-        if is_local:
+        if batch != "global":
             raise InputError(
-                f"input {name} is a DTensor, of the rows of all ranks, and with batch='local' each rank brings its "
+                f"input {name} is a DTensor, of the rows of all ranks, and with batch='{batch}' each rank brings its "
                 f"own: pass the rows of its full_tensor() that batch_rows of the module lists"
             )
         return leaf.full_tensor()

@@ -25,6 +25,8 @@ from galvatron_fx.errors import InputError, PlanError
 from galvatron_fx.integrations.accelerate import Accelerator
 from galvatron_fx.integrations.even_lengths import even_lengths
 from galvatron_fx.integrations.transformers import GalvatronMixin, Trainer
+from tests.passes.frontend.test_follow_batch import Words
+from tests.passes.frontend.test_follow_batch import batch as pictures
 from tests.runtime.launch import Check
 
 FOLDER = Path(".")  # the script that runs the checks says it
@@ -260,6 +262,66 @@ def trainer_smooths_labels_of_padded_rows(mesh: DeviceMesh) -> None:
         same(parameter, plain.get_parameter(name))
 
 
+class Seen(Words):
+    """Returns what a Trainer takes; its pictures differ in their sizes, which are read."""
+
+    def forward(self, ids: Tensor, patches: Tensor, sizes: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        hidden = self.hidden(ids, patches, sizes)
+        return {"loss": hidden.square().mean(), "hidden": hidden}
+
+
+class Pictures(Dataset[dict[str, Tensor]]):
+    """Rows of words with a picture each."""
+
+    ids, patches, sizes = pictures(8)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        last = int(self.sizes[: index + 1].sum())
+        size = self.sizes[index]
+        return {"ids": self.ids[index], "patches": self.patches[last - int(size) : last], "sizes": size}
+
+
+def packed(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """As collators of vision and language models: patches of all pictures one after another."""
+    return {
+        "ids": torch.stack([row["ids"] for row in rows]),
+        "patches": torch.cat([row["patches"] for row in rows]),
+        "sizes": torch.stack([row["sizes"] for row in rows]),
+    }
+
+
+def seen() -> Seen:
+    torch.manual_seed(0)
+    return Seen(layers=1).double()
+
+
+def trainer_gathers_pictures(mesh: DeviceMesh) -> None:
+    """Each rank brings pictures of other sizes, by which forward decides."""
+    rows, plain, losses = Pictures(), seen(), []
+    plan = Plan.uniform((2,), ("zero",))
+    arguments = trainer(plan, FOLDER / "seen", save_strategy="no", lr_scheduler_type="constant").args
+    arguments.gradient_accumulation_steps = 1
+    one = Trainer(seen(), arguments, packed, rows, galvatron={"plan": plan, "batch": "gather"})
+    one.train()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=RATE, weight_decay=0.0)
+    halves = [packed([rows[at] for at in range(first, first + 4)]) for first in (0, 4)]
+    for half in halves:
+        loss = plain(**half)["loss"]
+        loss.backward()
+        losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(logged(one, "loss"), losses, rtol=1e-6, atol=0)  # Trainer logs in float32
+    for name, parameter in one.model.named_parameters():
+        same(parameter, plain.get_parameter(name))
+    with torch.no_grad():
+        same(one.predict(rows).predictions[-1], torch.cat([plain(**half)["hidden"] for half in halves]))
+
+
 def trainer_computes_in_bfloat16(mesh: DeviceMesh) -> None:
     """Evaluated before it is trained, by another optimizer."""
     losses, _ = on_one_device()
@@ -349,6 +411,7 @@ CHECKS: dict[str, Check] = {
         accelerate_trains,
         accelerate_refuses,
         trainer_smooths_labels_of_padded_rows,
+        trainer_gathers_pictures,
         trainer_computes_in_bfloat16,
     )
 }

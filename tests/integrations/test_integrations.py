@@ -13,7 +13,8 @@ CHECKS = (
     "trainer_trains_and_resumes", "trainer_refuses", "trainer_takes_a_loss_of_outputs",
     "trainer_takes_loss_and_outputs",
     "accelerate_trains", "accelerate_refuses", "lightning_fits_and_goes_on",
-    "lightning_refuses", "trainer_smooths_labels_of_padded_rows", "trainer_computes_in_bfloat16",
+    "lightning_refuses", "trainer_smooths_labels_of_padded_rows", "trainer_gathers_pictures",
+    "trainer_computes_in_bfloat16",
 )  # fmt: skip
 
 

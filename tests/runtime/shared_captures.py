@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from galvatron_fx.ir.graph.metadata import signature
+from galvatron_fx.runtime.decided_inputs import ValuesOfCall
 from passes.frontend.capture.capture import ExampleInputs, FlatInputs
 from passes.frontend.pipeline import Frontend
 
@@ -41,7 +43,8 @@ def _run(frontend: Frontend, model: nn.Module, example_inputs: ExampleInputs) ->
     key = _key(frontend, model, FlatInputs.of(example_inputs))
     if key is None:
         return _capture(frontend, model, example_inputs)
-    if key not in _graphs:
+    known = _graphs.get(key)
+    if known is None or not ValuesOfCall(FlatInputs.of(example_inputs)).are_as(signature(known).decisions):
         _graphs[key] = _capture(frontend, model, example_inputs)
     return _graphs[key]
 

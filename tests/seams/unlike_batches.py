@@ -13,7 +13,7 @@ import galvatron_fx
 from galvatron_fx import Pipelining, Plan, own_rows
 from galvatron_fx.errors import CaptureError, InputError, PlanError
 from tests.models import zoo
-from tests.passes.frontend.test_follow_batch import Words
+from tests.passes.frontend.test_follow_batch import Hidden, Words
 from tests.passes.frontend.test_follow_batch import batch as pictures
 from tests.runtime.beside_plain import same, same_parameters
 from tests.seams import test_input_reads
@@ -94,17 +94,17 @@ def batches_put_together(mesh: DeviceMesh) -> None:
     own = {"ids": ids[:1], "patches": patches[:firsts], "sizes": sizes[:1]}
     if rank:
         own = {"ids": ids[1:], "patches": patches[firsts:], "sizes": sizes[1:]}
-    with refused(CaptureError, "With batch='local' no rank has the values of all samples: .*gather_batch"):
+    with refused(CaptureError, "With batch='local' no rank has the values of all samples: .*galvatron={'batch': 'gather'}"):
         galvatron_fx.compile(plain, mesh, {"ids": ids[:2], "patches": patches[:3], "sizes": sizes[:2]}, batch="local")
     whole = galvatron_fx.gather_batch(own, mesh)
     for name, expected in (("ids", ids), ("patches", patches), ("sizes", sizes)):
         same(whole[name], expected, name)
-    compiled = galvatron_fx.compile(copy.deepcopy(plain), mesh, whole, plan=uniform("zero", mesh))
+    compiled = galvatron_fx.compile(copy.deepcopy(plain), mesh, own, plan=uniform("zero", mesh), batch="gather")
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (compiled, plain)]
     for _ in range(2):
         expected = plain(**whole)
         expected.backward()
-        same(compiled.forward_backward(**galvatron_fx.gather_batch(own, mesh)), expected.detach(), "loss")
+        same(compiled.forward_backward(**own), expected.detach(), "loss")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -119,12 +119,18 @@ def batches_put_together(mesh: DeviceMesh) -> None:
         ({**own, "y" if rank else "x": ids}, {}, "rank 1 brings ids, patches, sizes, y, and rank 0 ids, .*, x"),
         ({**own, "n": "a" * 100 + str(rank)}, {}, "rank 1 brings 'n' as 'a*1', and rank 0 as 'a*0'"),
         ({**own, "n": ids.numpy()}, {}, "rank 0: 'n' is a ndarray: give a tensor"),
-        ({"n": 1}, {}, "rank 0: gather_batch got no tensor with rows"),
+        ({"n": 1}, {}, "rank 0: there is no tensor with rows to put together"),
     ):
         with refused(InputError, match):
             galvatron_fx.gather_batch(unlike, mesh, dims)
-    with refused(InputError, "of all 2 ranks together, and the mesh has 1"):
+    with refused(InputError, "of all 2 ranks are put together, and the mesh has 1"):
         galvatron_fx.gather_batch(own, DeviceMesh("cpu", [0], _init_backend=False, _rank=0))
+    with refused(PlanError, r"ranks \[1\] hold another batch= than rank 0 \((local, and gather|gather, and local)\)"):
+        galvatron_fx.compile(plain, mesh, own, batch="local" if rank else "gather")
+    with refused(InputError, r"takes each rank's own batch already \(batch='gather'\)"):
+        compiled.forward_backward(**own_rows(own))
+    with refused(InputError, "batch='gather' and a loss outside of the model"):
+        galvatron_fx.compile(Hidden().double(), mesh, own, plan=uniform("data", mesh), batch="gather")(**own)
 
 
 def unlike_partners(mesh: DeviceMesh) -> None:
