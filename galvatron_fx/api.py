@@ -199,12 +199,13 @@ def compile(
     weights of a model on the meta device. ``batch``: "global", or "local" where every rank brings as many rows of its
     own (as with DistributedSampler), in ``example_inputs`` and later: the global batch is that of all ranks, one after
     the other; "gather" is the same of any numbers of rows, and puts all of them together on every rank, for models
-    that decide by values of the whole batch (see :func:`gather_batch`). ``compare_batches``: ranks compare checksums of what has to be equal in their batches in the first three
-    calls and in every so many-th (0: never). ``backend``: "eager" runs the graphs as they are, "inductor" compiles what
-    each distinct layer block does, once, at the first step (see docs/backends.md). ``kernels``: "auto" gives products
-    of float32 on CPUs to oneDNN where it is clearly faster, "torch" leaves them to torch (default: what the
-    environment variable GALVATRON_FX_KERNELS says, else "auto"). ``tune_seconds``: how long the best plans are run, in
-    turns, on the batch and copies of the weights, before the fastest is taken (``plan.report`` says what all took).
+    that decide by values of the whole batch (see :func:`gather_batch`). ``compare_batches``: ranks compare checksums of
+    what has to be equal in their batches in the first three calls and in every so many-th (0: never). ``backend``:
+    "eager" runs the graphs as they are, "inductor" compiles what each distinct layer block does, once, at the first
+    step (see docs/backends.md). ``kernels``: "auto" gives products of float32 on CPUs to oneDNN where it is clearly
+    faster, "torch" leaves them to torch (default: what the environment variable GALVATRON_FX_KERNELS says, else
+    "auto"). ``tune_seconds``: how long the best plans are run, in turns, on the batch and copies of the weights, before
+    the fastest is taken (``plan.report`` says what all took).
     ``forward_only``: see :func:`plan`; None beside a plan that was searched: as that says.
 
     Every rank calls it alike; they compare their libraries, options, batches, models and plans before anything runs.

@@ -94,7 +94,7 @@ def batches_put_together(mesh: DeviceMesh) -> None:
     own = {"ids": ids[:1], "patches": patches[:firsts], "sizes": sizes[:1]}
     if rank:
         own = {"ids": ids[1:], "patches": patches[firsts:], "sizes": sizes[1:]}
-    with refused(CaptureError, "With batch='local' no rank has the values of all samples: .*galvatron={'batch': 'gather'}"):
+    with refused(CaptureError, "no rank has the values of all samples: .*galvatron={'batch': 'gather'}"):
         galvatron_fx.compile(plain, mesh, {"ids": ids[:2], "patches": patches[:3], "sizes": sizes[:2]}, batch="local")
     whole = galvatron_fx.gather_batch(own, mesh)
     for name, expected in (("ids", ids), ("patches", patches), ("sizes", sizes)):
@@ -217,7 +217,7 @@ def local_refusals(mesh: DeviceMesh) -> None:
         galvatron_fx.compile(model_of(), mesh, batch(rows=5 if odd else 4), plan=plan, batch="local")
     with refused(PlanError, r"another batch= than rank 0 \(local, and global\)"):
         galvatron_fx.compile(model_of(), mesh, batch(), plan=plan, batch="local" if odd else "global")
-    with refused(InputError, "batch is 'own': use 'global' or 'local'"):
+    with refused(InputError, "batch is 'own': use one of global, local, gather"):
         galvatron_fx.compile(model_of(), mesh, batch(), plan=plan, batch="own")
     compiled = galvatron_fx.compile(model_of(), mesh, by_rank(0), plan=plan, batch="local")
     with refused(InputError, r"ranks \[1\] bring another batch than rank 0 in call 1 .*x \(5, 6\) float64"):
