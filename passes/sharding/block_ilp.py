@@ -20,9 +20,10 @@ from passes.sharding.rules import OpRule, has_rule
 
 # Price of what a role should not do, but must where an operator has no rule that suits it.
 _UNWANTED_S = 1.0
-# Times a reduction in front of a view of a gradient: behind it, it takes as long, and other axes may take their share
-# first.
-_EARLY = 1 + 1e-6
+# Times a reduction in front of a view of a gradient, or of its reduction over another axis: behind these, it takes as
+# long, and other axes may take their share first. Of equal prices the solver takes any, in equal blocks another one; by
+# less than this it tells no prices apart where other operators take far longer.
+_EARLY = 1 + 1e-4
 
 # Per choice: a rule for an operator, a placement for an input, None for a sink.
 Decision = OpRule | Placement | None
@@ -191,7 +192,7 @@ class BlockProblem:
     def _changes(self, node: fx.Node, value: _Value, wanted: list[Placement]) -> _Changes:
         """Seconds of each change that has a meaning, read once for all values that are alike."""
         parameter, late = node in self.parameter_side, node in self.decided.values.unreduced
-        early = node in self.decided.values.viewed_gradients
+        early = node in self.decided.values.unfinished_gradients
         alike = value.spec, tuple(value.candidates), tuple(wanted), parameter, late, early
         if alike not in self.changes:
             self.changes[alike] = self._priced_changes(value, wanted, parameter, late, early)

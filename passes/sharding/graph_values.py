@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import fx
 
+from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.metadata import OutputSpec, meta_of, output_ports, ports, signature
 from galvatron_fx.ir.graph.op_call import OpCall, input_nodes, op_call, without_index
 from galvatron_fx.ir.graph.precision import computed_in, policy_of
@@ -124,15 +125,22 @@ class GraphValues:
         return crossing_terms(self.graph)
 
     @cached_property
-    def viewed_gradients(self) -> set[fx.Node]:
-        """What gradients are only another view of."""
+    def unfinished_gradients(self) -> set[fx.Node]:
+        """What gradients are only another view of, or the sum of over the ranks of axes that are lowered already."""
         gradients = [node for port, node in self.outputs if port.kind == "grad" and node is not None]
-        return {value for node in gradients for value in through_views(node)[1:]}
+        return {value for node in gradients for value in _unfinished(node)}
 
     @cached_property
     def sums(self) -> set[fx.Node]:
         """Backward values that each part of a batch adds its terms to."""
         return sums_over_batch(self.graph)
+
+
+def _unfinished(gradient: fx.Node) -> list[fx.Node]:
+    values = through_views(gradient)
+    while values[-1].target is c.all_reduce:
+        values += through_views(input_nodes(values[-1])[0])
+    return values[1:]
 
 
 @lru_cache(maxsize=1 << 16)

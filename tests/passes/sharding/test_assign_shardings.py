@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import expecttest
@@ -14,10 +15,12 @@ from torch.testing import FileCheck
 
 from galvatron_fx.api import capture
 from galvatron_fx.ir.cluster.cluster import Axis
-from galvatron_fx.ir.graph.metadata import meta_of, ports
+from galvatron_fx.ir.graph.collectives import all_reduce
+from galvatron_fx.ir.graph.metadata import meta_of, output_ports, ports
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Placement, Shard
 from passes.analysis.blocks import num_blocks
+from passes.analysis.storages import is_view
 from passes.sharding.assign_shardings import AssignShardings
 from passes.sharding.insert_collectives import AxisSharding, InsertCollectives
 from passes.sharding.prices import Prices
@@ -288,6 +291,33 @@ def test_equal_blocks_are_solved_once() -> None:
         assigned(graph, "data", cache=cache)
         assert len(cache) > len(before), "another role is another problem"
     assert solved[0] == solved[1] < 6
+
+
+class Scaled(nn.Module):
+    """A perceptron of what is scaled: the gradient of the scale is a view of a sum over rows."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale, self.perceptron = nn.Parameter(torch.ones(width)), Perceptron(width, 2 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.perceptron(x * self.scale)
+
+
+@pytest.mark.parametrize("width", [512, 4096])
+@pytest.mark.parametrize("roles", [("data", "tensor_sequence"), ("sequence", "data")])
+def test_equal_prices_let_gradients_be_reduced_last(width: int, roles: tuple[str, str]) -> None:
+    """Behind views, and behind their reductions over other axes; also where other operators take far longer."""
+    with torch.device("meta"):
+        graph = graph_of(Scaled(width), torch.empty(16, width // 2, width))
+    for axis, role in enumerate(roles):
+        graph = InsertCollectives(replace(assigned(graph, role), axis=axis)).run(graph)
+    (gradient,) = (node for port, node in output_ports(graph) if port.name == "scale" and port.kind == "grad")
+    assert gradient is not None
+    chain = [gradient, *input_nodes(gradient), *input_nodes(input_nodes(gradient)[0])]
+    assert [node.target for node in chain[:2]] == [all_reduce] * 2
+    assert [node.args[-1] for node in chain[:2]] == [1, 0]
+    assert is_view(chain[2])
 
 
 def test_only_some_blocks() -> None:
