@@ -39,10 +39,13 @@ def _attention(call: OpCall, degree: int) -> list[OpRule]:
 
 @register_rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
 def _attention_backward(call: OpCall, degree: int) -> list[OpRule]:
-    """As forward; splitting the query leaves terms of the gradients of key and value on every rank."""
+    """As forward; splitting the query leaves terms of the gradients of key and value on every rank, and so do terms of
+    the gradient of the output, in which all three are linear.
+    """
     causal = argument(call, 7, "is_causal", False)
     mask = call.inputs[6].shape if len(call.inputs) > 6 else None
-    rules = [_in_a_ring(call, 1, RING_BACKWARD)]
+    of_terms = OpRule((PARTIAL,) * 3, (PARTIAL, *[REPLICATE] * (len(call.inputs) - 1)))
+    rules = [_in_a_ring(call, 1, RING_BACKWARD), of_terms]
     for dim in (0, 1) if causal else (0, 1, 2):
         q, kv = Shard(dim), (Shard(dim) if dim < 2 else REPLICATE)
         inputs: list[Placement] = [q, q, kv, kv, q, q]
