@@ -257,6 +257,7 @@ def test_a_buffer_that_forward_lets_need_gradients_is_no_parameter() -> None:
     galvatron_fx.check(Commitment(), 2, (torch.randn(6, 5),), Plan.uniform((2,), ("data",))).raise_if_different()
 
 
+@pytest.mark.slow
 def test_the_model_stays_as_it_is() -> None:
     model = tagger(dropout=0.2)
     model(**batch())["loss"].backward()
@@ -346,6 +347,7 @@ def test_a_dropped_collective_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(caught.value, GalvatronError)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("exact", [True, False], ids=["float64", "as it is"])
 @pytest.mark.parametrize("plan", [ZERO_TENSOR, STAGED], ids=["zero tensor", "stages"])
 def test_a_wrong_scale_is_seen(monkeypatch: pytest.MonkeyPatch, plan: Plan, exact: bool) -> None:

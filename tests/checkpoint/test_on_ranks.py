@@ -7,15 +7,18 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.on_ranks import CASES
-from tests.runtime.launch import launched
+from tests.runtime.launch import collected, launched, parameters
+
+SLOW = ("half_precision_in_one_file_to_stages", "weights_in_files_to_tensor")
 
 
 @pytest.fixture(scope="module")
-def output(tmp_path_factory: pytest.TempPathFactory) -> str:
+def output(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """What the one launch prints."""
-    return launched(Path(__file__).with_name("on_ranks.py"), str(tmp_path_factory.mktemp("ranks")))
+    folder = str(tmp_path_factory.mktemp("ranks"))
+    return launched(Path(__file__).with_name("on_ranks.py"), folder, *collected(request))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_on_processes(output: str, case: str) -> None:
-    assert f"ok {case}\n" in output, output[-6000:]
+@pytest.mark.parametrize("check", parameters(CASES, SLOW))
+def test_on_processes(output: str, check: str) -> None:
+    assert f"ok {check}\n" in output, output[-6000:]

@@ -47,6 +47,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     return path, json.loads(told[-1])
 
 
+@pytest.mark.slow
 def test_plan_as_json(planned: tuple[Path, dict[str, Any]]) -> None:
     path, found = planned
     assert json.loads(Plan.load(path).to_json()) == found["plan"]
@@ -138,12 +139,14 @@ def test_the_batch_is_searched(run: Run) -> None:
     assert code == 0 and "batch    x 8×32" in text and "searched the batch: " in text
 
 
+@pytest.mark.slow
 def test_the_batch_of_a_configuration_is_searched(run: Run) -> None:
     arguments = [*ARGUMENTS[:-4], *ARGUMENTS[-2:], *CLUSTER, "--no-pipeline", "--roles", "data", "--search-batch", "4"]
     code, text, _ = run("plan", *arguments, "--json")
     assert code == 0 and json.loads(text)["model"]["batch"] == {"input_ids": "4×32", "labels": "4×32"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "model, options, code, message",
     [

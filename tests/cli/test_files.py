@@ -58,6 +58,7 @@ def test_a_large_plan_is_refused_soon() -> None:
     assert time.process_time() - began < 3  # 10 s with jsonschema alone
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", READERS)
 def test_damaged(kind: str, tmp_path: Path, watch: Watch) -> None:
     @settings(max_examples=100, suppress_health_check=list(HealthCheck))

@@ -32,6 +32,7 @@ class Line(nn.Module):
         return self.line(x).square().mean()
 
 
+@pytest.mark.slow
 def test_a_llama_costs_what_the_textbook_says() -> None:
     """6 flops a parameter of products and token; 7 b h s^2 a layer, causal attention counting half: 2 forth, 5 back."""
     layers = 2

@@ -133,7 +133,7 @@ ROLES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name, roles", ROLES, ids=str)
 def test_exact(name: str, roles: tuple[str, ...]) -> None:
     model, inputs, graph, expected = case(name)

@@ -84,7 +84,7 @@ def strategies(tables: Tables, options: dict[str, Any], count: int) -> list[Stra
     ]  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("name", "setting"), [(n, s) for n, settings in CHOSEN.items() for s in settings])
 def test_loss_and_gradients(name: str, setting: str) -> None:
     model, inputs, graph, expected, solved = prepared(name)
@@ -94,7 +94,7 @@ def test_loss_and_gradients(name: str, setting: str) -> None:
     assert_exact(got, expected, f"{name} on {prod(sizes)} ranks, {setting}")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("setting", ["4 zero x tensor_sequence, again", "8 neighbours, some again"])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_parameters_after_three_steps(name: str, setting: str) -> None:

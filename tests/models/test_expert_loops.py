@@ -171,7 +171,7 @@ class Slices(Lists):
 LOOPS = (Looped, Halves, Lists, Slices, Hits, Masked, Dropped, Beyond)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("experts", LOOPS)
 def test_loops_are_exact(experts: Callable[[], nn.Module]) -> None:
     model, inputs = written(experts)
@@ -182,6 +182,7 @@ def test_loops_are_exact(experts: Callable[[], nn.Module]) -> None:
         assert_exact(simulate(graph, model, inputs, (2, 2), uniform(graph, *roles), {}), expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("experts", [Looped, Halves, Hits])
 def test_ranks_hold_parts_of_experts(experts: Callable[[], nn.Module]) -> None:
     """Some experts of one parameter, or a part of each that is a parameter of its own, be it a bias."""
@@ -202,6 +203,7 @@ HASHES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("of", HASHES)
 def test_tokens_that_are_hashed_to_experts_are_exact(of: str) -> None:
     class Hashed(Experts):
@@ -312,7 +314,7 @@ def raises_to_their_number(self: nn.Module, x: Tensor, ids: Tensor, weights: Ten
     out.index_add_(0, token, x[token].abs() ** token.numel())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:rows that a mask chooses")
 @pytest.mark.parametrize(
     "body", [raises_to_their_number, takes_a_mean, changes_tokens, puts_copies_into_one_place], ids=lambda b: b.__name__

@@ -50,7 +50,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("family, roles, recompute, capacity", PAIRS, ids=str)
 def test_experts_are_exact(family: str, roles: tuple[str, ...], recompute: bool, capacity: float) -> None:
     model, inputs, graph, expected = case(family)
@@ -63,6 +63,7 @@ def routers(model: nn.Module) -> list[torch.Tensor]:
     return [p for name, p in model.named_parameters() if re.search(r"\.(gate|router)\.weight$", name)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_routers_without_an_order(family: str) -> None:
     """All tokens go to the same experts: others, and ranks, have none."""
@@ -74,6 +75,7 @@ def test_routers_without_an_order(family: str) -> None:
     assert_exact(simulate(graph, model, inputs, (2, 2), strategies, {}), one_device(model, inputs))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_stages_and_microbatches_are_exact(family: str) -> None:
     """Not of a router in float32, whose products round otherwise for fewer tokens."""
@@ -109,6 +111,7 @@ def test_a_loss_that_balances_experts_allows_no_microbatches() -> None:
         LowerStages(strategies, (0, 2), 2, cluster_for((2, 2), strategies)).run(graph)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["gpt_oss", "olmoe", "deepseek"])
 def test_neighbours_are_unlike(family: str) -> None:
     """Experts exchanged in some blocks only, over one axis or both: experts are gathered or cut between them."""
@@ -198,7 +201,7 @@ def test_attention_and_experts_are_blocks_of_their_own() -> None:
         assert [str(node.target) for node in across] == ["aten.add.Tensor"], family
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", ["qwen3", "deepseek", "gpt_oss"])
 def test_no_work_is_done_twice(family: str) -> None:
     """The ranks together compute what one device computes, by flops of products."""

@@ -103,7 +103,7 @@ def graph_inputs(vertices: int, edges: int, hub: bool = False) -> dict[str, Tens
     return {"x": x, "edges": pairs, "labels": labels}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("layers, roles, sizes", [
     ((Convolution, Attention), ("graph",), (24, 80, False)),
     ((Convolution, Largest), ("graph", "graph"), (24, 80, True)),

@@ -57,6 +57,7 @@ def weight_dims(graph: fx.GraphModule) -> dict[str, int]:
     }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layer", [1, 2])
 def test_tensor_is_megatron(graph: fx.GraphModule, layer: int) -> None:
     lowered = sharded(graph, "tensor")

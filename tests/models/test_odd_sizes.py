@@ -218,7 +218,7 @@ def prepared(name: str) -> Prepared:
     return model, inputs, captured(model, inputs), one_device(model, inputs), {}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(27)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", CASES)
 def test_exact(name: str, plan: str) -> None:

@@ -245,6 +245,7 @@ def test_control_flow_by_values_names_the_line(model: type[nn.Module], line: str
     assert f"line {_line_of(line)}" in message
 
 
+@pytest.mark.slow
 def test_budget_that_nothing_fits() -> None:
     """The error has the least budget found and its plan; with that budget the search succeeds."""
     captured = Captured(*zoo.gpt2(layers=1))

@@ -50,7 +50,7 @@ def case(key_heads: int, is_masked: bool) -> tuple[nn.Module, dict[str, Any], fx
     return model, inputs, captured(model, inputs), one_device(model, inputs)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("key_heads, is_masked, ways, roles", [
     (1, False, 2, ("tensor",)), (1, True, 4, ("sequence", "sequence")), (2, False, 4, ("tensor", "tensor")),
     (2, True, 4, ("sequence", "sequence")), (2, False, 4, ("tensor_sequence", "tensor_sequence")),

@@ -82,7 +82,7 @@ PLANS: dict[str, list[Strategy]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", ["tied", "recurrent"])
 def test_loss_and_gradients(name: str, plan: str) -> None:

@@ -51,7 +51,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_step_equals_one_device(name: str) -> None:
     setting = SETTINGS[name]

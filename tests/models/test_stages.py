@@ -49,7 +49,7 @@ SEEDS = (51, 74, 75, 83, 96, 108, 173, 176, 1, 3, 30, 46, 49, 52, 53, 57, 66, 80
 PAIRS = [(name, case) for i, name in enumerate(MODELS) for j, case in enumerate(CASES) if (i + j) % 2 == 0]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(("name", "case"), PAIRS)
 def test_loss_and_gradients(name: str, case: str) -> None:
     given = prepared(name, False, BATCH)
@@ -65,7 +65,7 @@ def test_loss_and_gradients(name: str, case: str) -> None:
     assert_exact(got, given.expected, f"{name}, {case}")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("seed", sorted(SEEDS))
 def test_random_plan_is_exact(seed: int) -> None:
     """A fixed sample; benchmarks/correctness/random_stages.py runs any number of them."""
@@ -73,6 +73,7 @@ def test_random_plan_is_exact(seed: int) -> None:
     assert outcome.kind == "exact", f"{outcome.kind}: {outcome.combination}\n{outcome.error}"
 
 
+@pytest.mark.slow
 def test_sample_covers_what_it_should() -> None:
     drawn = [draw(seed) for seed in sorted(SEEDS)]
     strategies = [strategy for combination in drawn for strategy in combination.strategies]

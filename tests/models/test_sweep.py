@@ -26,7 +26,7 @@ TOLERANCE = {"gemma2": 1e-5, "llama4": 1e-6}
 TRIED = ("clip", "convnext", "deberta-v2", "gemma2", "llama4", "mamba", "whisper")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", TRIED)
 def test_architecture(name: str) -> None:
     model, inputs = ARCHITECTURES[name]()

@@ -123,7 +123,7 @@ WHOLE = [("data", "tensor"), ("zero", "sequence")]
 CASES = [(Sorted, SPLIT), (Gathered, SPLIT), (Masked, WHOLE), (Capacity, WHOLE)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("experts", "plans"), CASES, ids=[experts.__name__ for experts, _ in CASES])
 def test_written_experts_are_exact(experts: Callable[[], nn.Module], plans: list[tuple[str, ...]]) -> None:
     model, inputs = written(experts)

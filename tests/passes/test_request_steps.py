@@ -43,6 +43,7 @@ def test_coefficients_serve_other_sizes_as_well(steps: RequestSteps) -> None:
     assert again.held_bytes(0, steps.num_blocks, ("cache",)).tolist() == [0, 0, 0, LAYERS * 2 * HIDDEN // 2 * 4, 0]
 
 
+@pytest.mark.slow
 def test_flops_are_those_of_the_model(steps: RequestSteps) -> None:
     counts, load = steps.stage_matrix((0,))[0], Load.of([(99, 1)] * 10)
     flops = sum(

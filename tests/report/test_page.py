@@ -73,6 +73,7 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return plan, path.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_values_that_decide_are_told(tmp_path: Path) -> None:
     ids, patches, sizes = batch()
     given = {"ids": ids, "patches": patches.float(), "sizes": sizes}
@@ -83,6 +84,7 @@ def test_values_that_decide_are_told(tmp_path: Path) -> None:
     assert "The program is one of this batch alone" in said
 
 
+@pytest.mark.sampled(2)
 def test_every_section_is_there_and_every_link_leads_somewhere(written: tuple[Plan, str]) -> None:
     page = Page(written[1])
     ids = page.values("id")

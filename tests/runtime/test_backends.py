@@ -94,6 +94,7 @@ def test_inductor_equals_eager_and_compiles_equal_layers_once(mesh: DeviceMesh) 
     assert made[0] == made[1]
 
 
+@pytest.mark.slow
 def test_inductor_adds_up_gradients_of_microbatches(mesh: DeviceMesh) -> None:
     """The first micro-batch has no sums to add to, so backward is compiled for both; forward is, around dropout."""
     _, made = train(mesh, parts=2, layers=1)

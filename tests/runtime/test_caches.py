@@ -17,7 +17,7 @@ from galvatron_fx.ir.graph.metadata import meta_of, ports, signature
 from galvatron_fx.ir.graph.symbols import BATCH
 from tests.runtime.cache_ranks import CHECKS, kept
 from tests.runtime.cached_models import VOCABULARY, Decoder, Kept, decoder, prompts
-from tests.runtime.launch import assert_held, launched
+from tests.runtime.launch import assert_held, collected, launched, parameters
 
 CLUSTER = Cluster.preset("4xA100-80GB")
 
@@ -59,6 +59,7 @@ def test_an_object_is_left_as_it_was() -> None:
     assert {name for name, tensor in named.items() if tensor.is_meta} == {name for name in named if "layers" in name}
 
 
+@pytest.mark.slow
 def test_a_plan_counts_caches_and_has_one_microbatch() -> None:
     short, long = (
         galvatron_fx.plan(
@@ -72,6 +73,7 @@ def test_a_plan_counts_caches_and_has_one_microbatch() -> None:
         galvatron_fx.plan(decoder(), CLUSTER, given(), forward_only=True, num_stages=2, num_microbatches=2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "plan",
     [Plan.uniform((2, 2), ("data", "tensor")), Plan.uniform((8,), ("tensor",))],
@@ -108,10 +110,10 @@ def test_training_takes_no_cache() -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> str:
-    return launched(Path(__file__).with_name("cache_ranks.py"))
+def ranks(request: pytest.FixtureRequest) -> str:
+    return launched(Path(__file__).with_name("cache_ranks.py"), *collected(request))
 
 
-@pytest.mark.parametrize("check", list(CHECKS))
+@pytest.mark.parametrize("check", parameters(CHECKS, ["own_cache", "refusals"]))
 def test_on_real_ranks(ranks: str, check: str) -> None:
     assert_held(ranks, check)

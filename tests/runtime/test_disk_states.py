@@ -62,6 +62,7 @@ def same(one: nn.Module, other: nn.Module) -> None:
         assert torch.equal(ours.full_tensor(), expected.full_tensor())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "make", [lambda p: AdamW(p, lr=0.1), lambda p: SGD(p, lr=0.1, momentum=0.9), lambda p: Adafactor(p, lr=0.1)]
 )

@@ -107,6 +107,7 @@ def test_stages_follow_gpipe_and_keep_their_outputs() -> None:
     assert report.ok and {row.name for row in report.rows if row.kind == "output"} == {"0", "1]['second", "1]['best"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "plan",
     [

@@ -92,7 +92,7 @@ def same(one: tuple[list[Tensor], list[Any]], other: tuple[list[Tensor], list[An
         assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(ours, expected, strict=True))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("make", "options"),
     [

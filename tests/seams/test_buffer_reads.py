@@ -69,7 +69,7 @@ READS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("of", READS)
 def test_values_of_buffers_decide(of: str) -> None:
     torch.manual_seed(0)

@@ -126,7 +126,7 @@ def in_roles_and_microbatches(model: nn.Module, inputs: Any, tolerance: float = 
         assert_exact(got, expected, f"{count} micro-batches", tolerance)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", EXACT)
 def test_exact(name: str) -> None:
     torch.manual_seed(0)
@@ -196,6 +196,7 @@ class Bags(nn.Module):
         return (self.head(self.bags(ids, per_sample_weights=weights)) ** 2).mean()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("weighted", "options"),
     [

@@ -33,7 +33,7 @@ from tests.seams.one_rank import (
 )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("before, after", [
     (nn.Module.eval, nn.Module.eval),
     (nn.Module.train, nn.Module.eval),

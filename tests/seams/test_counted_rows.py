@@ -93,7 +93,7 @@ def batch(kind: str, seed: int = 1, rows: int = 4) -> tuple[Tensor, Tensor]:
 WITH_OTHERS = ("put", "places", "written since")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "use, kind",
     [
@@ -114,6 +114,7 @@ def test_rows_of_equal_counts_are_split() -> None:
     galvatron_fx.check(masked("filled"), 2, batch("each"), plan).raise_if_different()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["each", "some"])
 def test_each_call_is_compared(kind: str, mesh: DeviceMesh) -> None:
     compiled = galvatron_fx.compile(masked("put"), mesh, batch(kind), plan=Plan.uniform((1,), ("data",)))

@@ -70,6 +70,7 @@ def test_neighbours_with_unlike_strategies() -> None:
     assert_exact(simulate(graph, model, inputs, (2, 2), strategies, {}), expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", [
     Plan.uniform((2,), ("zero",), pipelining=Pipelining(1, 3)),
     Plan.uniform((2, 2), ("pipeline", "data"), pipelining=Pipelining(2, 2)),

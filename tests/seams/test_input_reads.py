@@ -215,6 +215,7 @@ def test_values_that_were_written_are_numbers() -> None:
     report.raise_if_different()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "of, ids",
     [

@@ -290,6 +290,7 @@ def grown(array: np.ndarray) -> None:
     array[1500] = 3.0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how, change", [
     (Scaled(2.0), lambda how: setattr(how, "scale", 3.0)),
     (types.SimpleNamespace(scale=2.0), lambda how: setattr(how, "scale", 3.0)),

@@ -214,6 +214,7 @@ def test_torch_compile_of_a_loop_leaves_the_model_as_it_is(mesh: DeviceMesh, pla
     assert len(traced) == 3  # before, between and behind what the model does
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "wrap"), [
     ("DistributedDataParallel", DistributedDataParallel),
     ("FullyShardedDataParallel", lambda model: FullyShardedDataParallel(model, device_id=torch.device("cuda", 0))),

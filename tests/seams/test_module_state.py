@@ -265,7 +265,7 @@ def compiled(model: nn.Module, roles: tuple[str, ...], sizes: tuple[int, ...]) -
     return result
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.filterwarnings("ignore:forward stores")
 def test_state_is_that_of_eager(name: str) -> None:
@@ -472,6 +472,7 @@ class Everything(AllBuffers):
         return self.momentum.middle(super().middle(h) @ self.mask - self.ema)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:forward stores")
 @pytest.mark.parametrize("whole_step", [True, False])
 def test_a_compiled_model_carries_state(mesh: DeviceMesh, whole_step: bool) -> None:

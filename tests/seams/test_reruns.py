@@ -109,6 +109,7 @@ WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:None of the inputs")
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_those_of_eager(way: str) -> None:

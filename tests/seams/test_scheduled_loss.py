@@ -63,7 +63,7 @@ def hooked(model: nn.Module) -> None:
     model(**batch())["loss"].backward()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("use", [
     any_function_of_the_loss, losses_of_two_calls, divided_in_place, one_that_is_dropped, hooked, accumulate,
     asked_for, backward_twice, change_what_backward_does_not_read, gradient_of_a_scaled_loss,

@@ -229,6 +229,7 @@ def second_derivative(model: DistributedGraphModule, loss: Tensor) -> None:
     torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("use, said", [
     (step_first, "parameter 'down.weight' was changed in place between forward and backward"),
     (change_a_weight, "parameter 'down.weight' was changed in place between forward and backward"),

@@ -77,6 +77,7 @@ ONE_TENSOR = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ONE_TENSOR)
 def test_is_one_tensor(name: str, mesh: DeviceMesh) -> None:
     plain, compiled = Reaching(*ONE_TENSOR[name]), Reaching(*ONE_TENSOR[name])

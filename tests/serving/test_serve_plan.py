@@ -66,6 +66,7 @@ def test_every_layout_and_policy_is_ranked(result: Serving) -> None:
     )
 
 
+@pytest.mark.slow
 def test_files_say_the_same_and_a_plan_fits_a_replica(result: Serving, tmp_path: Path) -> None:
     result.save(tmp_path / "serving.json")
     rows = json.loads((tmp_path / "serving.json").read_text(encoding="utf-8"))

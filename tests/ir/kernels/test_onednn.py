@@ -101,6 +101,7 @@ return [mm_1]""",
         )
 
 
+@pytest.mark.slow
 def test_inductor_calls_it_on_views() -> None:
     def gradients(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
         return ops.onednn_mm(dy * 2, w), ops.onednn_mm(dy.t(), x)

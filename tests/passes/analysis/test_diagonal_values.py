@@ -121,6 +121,7 @@ OTHERS: dict[str, Mask] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MASKS)
 def test_what_is_followed_is_what_torch_computes(name: str) -> None:
     known, expected = followed(MASKS[name]), MASKS[name]()
@@ -161,6 +162,7 @@ CHANGES: list[Callable[[Tensor], Tensor]] = [
 ]
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(st.integers(2, 6), st.integers(2, 6), st.integers(-2, 2), st.lists(st.sampled_from(CHANGES), max_size=5))
 def test_any_mask_of_these_changes(

@@ -135,7 +135,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_and_activations_stay_exact(name: str) -> None:
     model, inputs = Applied(LOSSES[name]).double(), pair()
@@ -152,7 +152,7 @@ def images(size: int = 6) -> tuple[Tensor, Tensor]:
     return torch.randn(4, 3, size, size, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "norm",
     [
@@ -217,6 +217,7 @@ class Steps(nn.Module):
         return self.norms[1](self.strided(x)).square().mean()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sizes", [(4, 8), (4, 12), (4, 16)])
 def test_batch_is_told_from_groups_and_steps_of_the_same_size(sizes: tuple[int, int]) -> None:
     """A backward of [4, 8, 8 / 2] in 4 groups takes the numbers 4, 8, 4 and 4; half of 7 steps is no number."""

@@ -201,6 +201,7 @@ def test_nothing_is_said_where_samples_are_gone_through() -> None:
     assert not any(meta_of(node).spec.dims for node in graph.graph.nodes if node.op == "placeholder")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "sizes, roles",
     [((2,), ("data",)), ((2,), ("zero",)), ((2, 2), ("zero", "data")), ((2, 2), ("tensor", "zero")), ((3,), ("data",))],
@@ -221,6 +222,7 @@ def test_neighbours_that_are_unlike_are_exact() -> None:
     assert_exact(got, one_device(model, inputs), "unlike neighbours")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("samples", "sizes"), [(8, (2, 2, 2)), (5, (2, 2, 2)), (6, (3, 2, 2))], ids=str)
 def test_untidy_models_are_exact_on_many_ranks(samples: int, sizes: tuple[int, ...]) -> None:
     torch.manual_seed(0)
@@ -239,6 +241,7 @@ def test_ranks_share_the_work_that_has_samples(sizes: tuple[int, ...]) -> None:
     assert prod(sizes) * flops(lowered.joint) == flops(graph)
 
 
+@pytest.mark.slow
 def test_it_is_planned_with_roles_that_split_the_batch() -> None:
     model, inputs, _ = prepared("words")
     plan = galvatron_fx.plan(model, Cluster.preset("2xA100-80GB"), inputs, roles=("data",))

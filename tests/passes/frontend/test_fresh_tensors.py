@@ -45,7 +45,7 @@ PLACES: dict[str, Callable[[Any], Tensor]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", PLACES)
 def test_exact_wherever_a_mask_is_kept(name: str) -> None:
     report = galvatron_fx.check(
@@ -98,6 +98,7 @@ RESULTS: dict[str, Callable[[Any], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", RESULTS)
 def test_results_of_constants_may_be_written_into(name: str) -> None:
     inputs, plan = (torch.randn(4, WIDTH),), Plan.uniform((2,), ("tensor",))

@@ -227,6 +227,7 @@ DISTRIBUTIONS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_distribution(name: str) -> None:
     function, mean, deviation, least, greatest = DISTRIBUTIONS[name]
@@ -290,6 +291,7 @@ def test_equal_layers_have_equal_fingerprints(stack: Traced) -> None:
     assert max(found.count(print_) for print_ in found) >= 2
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("sizes", "roles", "recompute"),
     [

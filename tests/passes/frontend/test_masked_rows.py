@@ -109,7 +109,7 @@ def none_chosen(y: Tensor, x: Tensor, mask: Tensor) -> Tensor:
 EXACT = [reductions, rows_by_themselves, writes, losses, places_of_elements, no_number, changed_by_weights, none_chosen]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("code", EXACT, ids=lambda code: code.__name__)
 def test_what_is_done_with_chosen_rows_is_exact(code: Any) -> None:
     found = galvatron_fx.check(Uses(code), (2, 2), (rows(),), Plan.uniform((2, 2), ("data", "tensor")))

@@ -83,7 +83,7 @@ def batch() -> dict[str, Tensor]:
     return {"ids": ids, "image": values(4, 3, 6)}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("roles", [("data", "data"), ("data", "tensor"), ("zero", "sequence")])
 def test_images_among_words_are_exact(roles: tuple[str, ...]) -> None:
     model = zoo.build(SeesAndReads)

@@ -269,7 +269,7 @@ SETTINGS: dict[str, tuple[Sequence[int], Strategy]] = {
 TOLERANCES = {False: (1e-6, 1e-4), True: (1e-12, 2e-7)}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("wide", [False, True], ids=["narrow", "wide"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_equals_one_device(setting: str, wide: bool) -> None:

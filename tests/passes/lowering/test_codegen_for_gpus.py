@@ -22,7 +22,7 @@ BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 SMALLEST: dict[str, dict[str, Any]] = {name: {"layers": 1} for name in zoo.MODELS} | {"swin": {"depths": [2, 1]}}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", SMALLEST)
 def test_whole_models(name: str) -> None:
     model, inputs = zoo.MODELS[name](**SMALLEST[name])

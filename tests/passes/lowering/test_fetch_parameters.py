@@ -104,7 +104,7 @@ def test_nothing_changes_of_parameters_on_the_device() -> None:
     assert not any(port.on_host for port in signature(graph).inputs)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("case", "roles", "options"),
     [

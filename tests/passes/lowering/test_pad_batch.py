@@ -105,7 +105,7 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[int, ...], tuple[str, ...], int]
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_padded_batches_train_as_one_device_does(name: str) -> None:
     make, sizes, roles, parts = CASES[name]

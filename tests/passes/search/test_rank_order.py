@@ -55,7 +55,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("counts", "pipeline_axes", "sizes"), CASES)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_up_to_eight_ranks_no_order_is_faster(counts, pipeline_axes, sizes, seed):

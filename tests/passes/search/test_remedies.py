@@ -21,7 +21,7 @@ ONE, TWO = Cluster.preset("1xA100-80GB"), Cluster.preset("2xA100-80GB")
 PINNED: dict[str, Any] = {"num_stages": 1, "num_microbatches": 1}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("rows", "cluster", "options", "budget", "fitting"),
     [

@@ -87,7 +87,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, torch.Ten
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", CASES)
 def test_plan_is_as_saved(name: str) -> None:
     make, batch, cluster, options = CASES[name]

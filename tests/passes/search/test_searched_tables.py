@@ -66,7 +66,7 @@ def test_equals_trying_every_order_of_any_graph(seed: int) -> None:
     assert result.step_s == pytest.approx(brute_force_work_s(work, count), rel=ROUNDING)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("seed", range(6))
 def test_never_slower_than_a_named_schedule(seed: int) -> None:
     stages, count = random_pipeline(Random(seed + 100), (2, 3))

@@ -66,6 +66,7 @@ def test_more_roles_are_never_slower(steps: dict[tuple[tuple[str, ...], int], fl
                 assert steps[more, budget] <= steps[few, budget] * MARGIN, (few, more, budget)
 
 
+@pytest.mark.slow
 def test_more_memory_is_never_slower(steps: dict[tuple[tuple[str, ...], int], float]) -> None:
     for space in SPACES:
         for more, less in pairwise(BUDGETS):

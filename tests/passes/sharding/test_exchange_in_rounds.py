@@ -64,7 +64,7 @@ def further(graph: fx.GraphModule) -> list[FurtherRounds]:
     return [node.target for node in graph.graph.nodes if isinstance(node.target, FurtherRounds)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("routing", BIASES)
 def test_no_token_is_lost(routing: str) -> None:
     model, x = mixture(routing), tokens()

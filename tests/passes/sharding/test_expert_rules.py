@@ -79,7 +79,7 @@ EXCHANGING = ("exchanging_route", "exchanging_dispatch", "exchanging_combine")
 AMONG_MORE = tuple(f"among_more_{what}" for what in ("places", "rounds", "orders", "packed", "unpacked"))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("body, roles", PAIRS, ids=str)
 def test_experts_are_exact_whatever_they_do(body: str, roles: tuple[str, ...]) -> None:
     x = torch.randn(4, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -104,6 +104,7 @@ def test_all_tokens_to_one_expert_and_ranks_without_order(crowded: bool) -> None
         assert_exact(simulate(graph, model, (x,), (2, 2), uniform(graph, *roles), {}), expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "experts, batch, degree, exchanged",
     [(4, 4, 2, True), (3, 4, 2, False), (6, 6, 3, True), (4, 3, 2, True), (6, 4, 3, False)],

@@ -29,7 +29,7 @@ PLANS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("routing", BIASES)
 def test_shadows_are_exact(routing: str) -> None:
     model, x = mixture(routing), tokens()

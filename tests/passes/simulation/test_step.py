@@ -338,7 +338,7 @@ def fake_groups() -> Iterator[dict[int, BoundAxis]]:
         _unregister_process_group(group.group_name)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("offloads", [False, True])
 @pytest.mark.parametrize("options", [{}, {"recompute": True}, {"keep_gathered": True}], ids=str)
 @pytest.mark.parametrize(

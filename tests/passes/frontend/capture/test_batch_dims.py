@@ -99,6 +99,7 @@ CASES: dict[str, tuple[nn.Module, tuple[Tensor, ...], list[tuple[Dim, ...]]]] = 
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_the_graph_tells(case: str) -> None:
     model, inputs, expected = CASES[case]

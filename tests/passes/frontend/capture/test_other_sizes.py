@@ -55,6 +55,7 @@ def windows(x: Tensor) -> Tensor:
     return x.reshape(x.shape[0] * (x.shape[1] // 4), 4, WIDTH).amax(1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("function", "sizes"),
     [*((attention, sizes) for sizes in ((8, 32), (2, 8), (3, 100), (64, 4))), (windows, (6, 20))],
@@ -105,6 +106,7 @@ def written_length(x: Tensor) -> Tensor:
     return x * torch.tensor([float(x.shape[1])])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("function", "sizes", "reason"),
     [

@@ -69,7 +69,7 @@ def leaves_out(model: nn.Module, inputs: Any) -> int:
     return sum(len(repeat.cut) for repeat in find_repeats(FlatModel(model, FlatInputs.of(inputs))))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "left_out"),
     [
@@ -330,7 +330,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", CASES)
 def test_layers_that_may_only_look_equal(name: str) -> None:
     make, left_out = CASES[name]

@@ -49,7 +49,7 @@ def complex_pairs(w: Tensor, batched: Tensor) -> Tensor:
     return torch.linalg.slogdet(pairs.mT)[1].mean() + torch.linalg.solve(pairs.mT, pairs).abs().mean() + w.sum()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("code", [determinants, solutions, complex_pairs])
 @pytest.mark.parametrize("role", ["zero", "data", "tensor"])
 def test_exact_for_matrices_by_rows_and_by_columns(code: Code, role: str) -> None:

@@ -194,7 +194,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_exact(name: str, case: str) -> None:
