@@ -181,7 +181,8 @@ def test_own_rows_are_refused() -> None:
     flat = FlatInputs.of(inputs())
     decision = Decision(Computation((Step(Tensor.sum, (Given("sizes"),), {}),)), 15, "number", "line 1")
     require_whole([decision], flat, [])
-    with pytest.raises(InputError, match="takes those of all rows: pass the global batch"):
+    remedies = r"takes those of all rows: compile\(\.\.\., batch='gather'\) .*or pass the global batch"
+    with pytest.raises(InputError, match=remedies):
         require_whole([decision], flat, [flat.input_names.index("sizes")])
 
 
