@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from passes.frontend.capture.trace_errors import PickedRows, calling_frame
 from passes.frontend.chosen_rows.choice import RowTensor
 from passes.frontend.chosen_rows.functions import base_name, is_in_place, is_mask
 
-__all__ = ["MaskedWrites", "only_mask", "writes_rows"]
+__all__ = ["MaskedWrites", "is_learned", "only_mask", "rows_at_places", "writes_rows"]
 
 _OPERATOR = "aten.nonzero.default"  # torch's backward looks for the places that were written
 
@@ -21,9 +22,14 @@ class MaskedWrites(TorchFunctionMode):
     """Writes ``x[mask] = value`` as ``x = where(mask, value, x)`` where the value needs a gradient and is the same at
     all places of the mask, as a learned mask token is.
 
-    Raises PickedRows for a value that has a row for each place: how many there are depends on the mask; and IndexError,
+    Of masks of inputs (``is_of_inputs``), a value that has a row for each place is looked up by how many places come
+    before. Raises PickedRows for other masks with such a value: how many there are depends on the mask; and IndexError,
     as torch does when it runs, for a mask of another shape.
     """
+
+    def __init__(self, is_of_inputs: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self._is_of_inputs = is_of_inputs
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -32,24 +38,39 @@ class MaskedWrites(TorchFunctionMode):
         x, places, value = args[:3]
         accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
         mask = only_mask(places)
-        if mask is None or accumulates or isinstance(x, RowTensor) or not _is_learned(value):
+        if mask is None or accumulates or isinstance(x, RowTensor):
+            return func(*args, **kwargs)
+        has_rows = writes_rows(x, mask, value)
+        if not is_learned(value) and not (has_rows and self._is_of_inputs(mask)):
             return func(*args, **kwargs)
         if x.shape[: mask.dim()] != mask.shape:
             raise IndexError(f"the shape of the mask {list(mask.shape)} is not that of the tensor {list(x.shape)}")
-        if writes_rows(x, mask, value):
+        if has_rows and not self._is_of_inputs(mask):
             raise PickedRows(_OPERATOR, calling_frame())
         rest = x.dim() - mask.dim()
         value = value.to(x.dtype)
-        if value.dim() > rest:
-            value = value.reshape(value.shape[value.dim() - rest :])
-        written = torch.where(mask.reshape(*mask.shape, *(1 for _ in range(rest))), value, x)
+        if has_rows:
+            written = rows_at_places(x, mask, value.reshape(value.shape[value.dim() - rest - 1 :]))
+        else:
+            value = value.reshape(value.shape[max(value.dim() - rest, 0) :])
+            written = torch.where(mask.reshape(*mask.shape, *(1 for _ in range(rest))), value, x)
         return x.copy_(written) if is_in_place(func) else written
 
 
 def writes_rows(x: Tensor, mask: Tensor, value: Any) -> bool:
-    """Whether ``x[mask] = value`` has a row for each place of the mask, of what needs a gradient."""
+    """Whether ``x[mask] = value`` has a row for each place of the mask."""
     rest = x.dim() - mask.dim()
-    return _is_learned(value) and value.dim() > rest and any(size > 1 for size in value.shape[: value.dim() - rest])
+    return _is_plain(value) and value.dim() > rest and any(size > 1 for size in value.shape[: value.dim() - rest])
+
+
+def rows_at_places(x: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
+    """``x`` with ``rows`` at the places that ``mask``, of its first dims, chooses: one for each, in order. Where it
+    chooses another number of them, which torch raises for, outputs are nan.
+    """
+    rest = x.shape[mask.dim() :]
+    torch._check_tensor_all(mask.sum() == len(rows), "a mask chooses as many places as there are rows")
+    wide = mask.reshape(*mask.shape, *(1 for _ in rest)).expand(x.shape)
+    return x.masked_scatter(wide, rows.expand(len(rows), *rest))
 
 
 def only_mask(places: Any) -> Tensor | None:
@@ -59,6 +80,10 @@ def only_mask(places: Any) -> Tensor | None:
     return mask if is_whole and is_mask(mask) and not isinstance(mask, RowTensor) else None
 
 
-def _is_learned(value: Any) -> bool:
-    plain = isinstance(value, Tensor) and not isinstance(value, RowTensor)
-    return plain and value.requires_grad and torch.is_grad_enabled()
+def _is_plain(value: Any) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and not isinstance(value, RowTensor)
+
+
+def is_learned(value: Any) -> TypeGuard[Tensor]:
+    """Whether a plain tensor gets a gradient."""
+    return _is_plain(value) and value.requires_grad and torch.is_grad_enabled()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from galvatron_fx.ir.errors import InputError
+from passes.frontend.capture.trace_errors import calling_frame, described_frame
 from passes.frontend.replaced_functions import replaced
 
 __all__ = ["ValueChecks"]
@@ -28,8 +30,11 @@ class ValueChecks:
         self.failures: list[Tensor] = []
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Keep what is checked inside, and do not look at its value."""
+    def kept(self, refuted: Callable[[Tensor], bool]) -> Iterator[None]:
+        """Keep what is checked inside, and do not look at its value, but where example inputs say that it is false
+        (``refuted``).
+        """
+        self._refuted = refuted
         named = ("_check_tensor_all", self._all), ("_check_tensor_all_with", self._all_with)
         asserts = ("_assert", self._either), ("_assert_async", self._all)
         self.checked.clear()
@@ -50,14 +55,20 @@ class ValueChecks:
         return torch.where(self.checked[0], output, torch.nan) if self.checked else output
 
     def _all(self, cond: Tensor, message: Any = None) -> None:
+        if self._refuted(cond):
+            told = message() if callable(message) else message
+            raise InputError(
+                f"a check of values in forward fails for the example inputs, at {described_frame(calling_frame())}"
+                f"{f': {told}' if told else ''}"
+            )
         self.checked.append((cond if cond.dtype == torch.bool else cond != 0).all())
 
     def _all_with(self, error: type[Exception], cond: Tensor, message: Any = None) -> None:
-        self._all(cond)
+        self._all(cond, message)
 
     def _either(self, condition: Any, message: Any) -> None:
         """As ``torch._assert``, which is given tensors as well as what Python knows."""
         if isinstance(condition, Tensor):
-            self._all(condition)
+            self._all(condition, message)
         else:
             _assert(condition, message)

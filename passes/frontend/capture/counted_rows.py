@@ -25,12 +25,14 @@ class CountedRows(TorchFunctionMode):
     allows it. Each call is held against the counts.
 
     Where the mask chooses equally many of each of its rows, the places in each are found and looked up by themselves,
-    so that a batch of rows can be split; where it chooses all, nothing is looked up.
+    so that a batch of rows can be split; where it chooses all, nothing is looked up. Rows that are written to the
+    places of such a mask are so at any line.
     """
 
     def __init__(self, known: KnownReads, reads: InputReads) -> None:
         super().__init__()
         self._known, self._reads = known, reads
+        self._counted: dict[tuple[int, int], tuple[Tensor, _Chosen]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -49,7 +51,7 @@ class CountedRows(TorchFunctionMode):
         if name in ("getitem", "setitem", "index_put") and not isinstance(args[0], RowTensor):
             entries = args[1] if isinstance(args[1], (tuple, list)) else (args[1],)
             masks = [entry for entry in entries if is_mask(entry)]
-            if len(masks) == 1 and self._counts(masks[0]):
+            if len(masks) == 1 and (self._counts(masks[0]) or (name != "getitem" and _key(masks[0]) in self._counted)):
                 return self._indexed(func, name, args, kwargs, tuple(entries), masks[0])
         return func(*args, **kwargs)
 
@@ -62,6 +64,11 @@ class CountedRows(TorchFunctionMode):
         return user_line() in lines and self._known.value(_row_counts, mask) is not None  # not drawn
 
     def _chosen(self, mask: Tensor) -> _Chosen:
+        if _key(mask) not in self._counted:
+            self._counted[_key(mask)] = mask, self._newly_chosen(mask)
+        return self._counted[_key(mask)][1]
+
+    def _newly_chosen(self, mask: Tensor) -> _Chosen:
         least, most, total = self._known.value(_row_counts, mask)
         if total == mask.numel():
             self._known.decide_rows(_chooses_all, mask, "all")
@@ -151,6 +158,10 @@ class _Chosen:
         """The order, over the dims of ``x`` behind those of the mask."""
         order, rest = self._order(), x.shape[self.mask.dim() :]
         return order.reshape(*order.shape, *(1 for _ in rest)).expand(*order.shape, *rest)
+
+
+def _key(mask: Tensor) -> tuple[int, int]:
+    return id(mask), mask._version
 
 
 # ---- what is held against the mask of each call ---------------------------------------------------------------------

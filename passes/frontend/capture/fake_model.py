@@ -155,7 +155,8 @@ class FlatModel(nn.Module):
 
     def _returned(self, arguments: Arguments) -> Any:
         args, kwargs = arguments.value
-        with routed_experts(), MaskedWrites(), self._rows_of_masks(), self._checks.kept(), self.finite.assumed():
+        writes, checks = MaskedWrites(self._known.knows_mask), self._checks.kept(self._known.refutes)
+        with routed_experts(), writes, self._rows_of_masks(), checks, self.finite.assumed():
             returned = self.module(*args, **kwargs)
             for leaf in flatten(returned)[0]:
                 if isinstance(leaf, (RowTensor, RowCount)):
@@ -192,7 +193,8 @@ class FlatModel(nn.Module):
                     raise
                 raise MasksNeeded(PickedRows(OPERATOR, loops.asked_at)) from error
             return
-        with counted_lengths(), MaskedRows() as masked, CountedRows(self._known, self.input_reads):
+        keeps_all, counts = MaskedRows(self._known.knows_mask), CountedRows(self._known, self.input_reads)
+        with counted_lengths(), keeps_all as masked, counts:
             try:
                 yield
             except (RowsUnknown, TypeError) as error:

@@ -233,6 +233,10 @@ class KnownReads(TorchFunctionMode):
     def _of_floats(self, names: Collection[str]) -> bool:
         return any(self._values[name].is_floating_point() for name in names)
 
+    def refutes(self, check: Tensor) -> bool:
+        """Whether a check of what is known is false of the example inputs."""
+        return self._is_example and self.knows_mask(check) and self.value(torch.all, check) is False
+
     # ---- masks of inputs ----
 
     def knows_mask(self, mask: Tensor) -> bool:

@@ -13,10 +13,17 @@ from galvatron_fx.ir.torch_compat.tensors import pytree
 from galvatron_fx.ir.torch_compat.tracing import no_modes
 from passes.frontend.chosen_rows.choice import RowCount, sizes_of
 from passes.frontend.chosen_rows.functions import OF_DATA, SIZES, base_name, is_in_place
-from passes.frontend.masked_rows.functions import ORDERED, is_for_each_row, makes_rows, reduced_dims, takes_sizes
+from passes.frontend.masked_rows.functions import (
+    ORDERED,
+    is_for_each_row,
+    makes_rows,
+    reduced_dims,
+    takes_rows,
+    takes_sizes,
+)
 from passes.frontend.masked_rows.selection import Rows, RowsUnknown, Selection
 
-__all__ = ["class_loss", "clean", "computed"]
+__all__ = ["class_loss", "clean", "computed", "has_own_rows"]
 
 _SAME = ("view", "reshape", "flatten", "squeeze", "clone", "contiguous", "long", "detach")  # keep the numbers of rows
 
@@ -24,6 +31,8 @@ _SAME = ("view", "reshape", "flatten", "squeeze", "clone", "contiguous", "long",
 def class_loss(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """A loss of classes leaves out targets that it is told to ignore: those of the rows that were not chosen."""
     logits, target = args[0], args[1] if len(args) > 1 else kwargs["target"]
+    if isinstance(logits, Rows) and not logits.row_dim:
+        target = _in_order(target, logits, ndim=1)
     if not isinstance(logits, Rows) or not isinstance(target, Rows) or target.is_floating_point():
         raise RowsUnknown(f"computes a {name} of rows that a mask chose with targets of other rows")
     _the_selection((logits, target))
@@ -57,6 +66,8 @@ def computed(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if name == "gather" and not isinstance(args[0], Rows):
         raise RowsUnknown("gathers from other rows, by their order, what rows that a mask chose say")
     first = rows[0]
+    if takes_rows(name) and not first.row_dim:
+        args, kwargs = pytree.tree_map(lambda leaf: _in_order(leaf, first, first.dim()), (args, kwargs))
     mixed = reduced_dims(name, args, kwargs, first.dim())
     if mixed is not None and any(row.row_dim in mixed for row in rows):
         return _reduced(func, name, args, kwargs, first)
@@ -69,6 +80,17 @@ def computed(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if isinstance(made, Rows) and name in _SAME and made.numel() == chosen.rows:
         made.axis = first.axis
     return made
+
+
+def has_own_rows(value: Any, ndim: int) -> bool:
+    """Whether a value of ``ndim`` dims has rows that are for the places a mask chooses, and come from elsewhere."""
+    return isinstance(value, Tensor) and not isinstance(value, Rows) and value.dim() == ndim and value.shape[0] != 1
+
+
+def _in_order(leaf: Any, rows: Rows, ndim: int) -> Any:
+    if not rows.choice.is_of_inputs or not has_own_rows(leaf, ndim):
+        return leaf
+    return Rows(rows.choice.in_order(leaf), rows.choice)
 
 
 def _on_all_rows(func: Any, args: Any, kwargs: Any, chosen: Selection) -> Any:

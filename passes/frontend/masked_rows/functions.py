@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["ORDERED", "is_for_each_row", "makes_rows", "reduced_dims", "takes_sizes", "touches"]
+__all__ = ["ORDERED", "is_for_each_row", "makes_rows", "reduced_dims", "takes_rows", "takes_sizes", "touches"]
 
 # Where the dim along which values are mixed stands among the arguments, and what it is if it is left out.
 _DIMS: dict[str, tuple[int, int | None]] = {
@@ -52,6 +52,13 @@ def is_pointwise(name: str) -> bool:
     packet = getattr(torch.ops.aten, name, None)
     overloads = packet.overloads() if packet is not None else ()
     return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in overloads)
+
+
+def takes_rows(name: str) -> bool:
+    """Whether the tensors that a function of that name is given lie row by row beside each other, if they have as many
+    dims.
+    """
+    return name in ("cat", "concat", "stack", "where", "masked_fill") or name.endswith("_loss") or is_pointwise(name)
 
 
 def is_for_each_row(name: str, dim: int) -> bool:

@@ -17,10 +17,10 @@ from passes.frontend.capture.trace_errors import calling_frame
 from passes.frontend.chosen_rows.choice import RowCount
 from passes.frontend.chosen_rows.functions import base_name, is_in_place, is_mask
 from passes.frontend.chosen_rows.same_masks import SameMasks
-from passes.frontend.masked_rows.compute import class_loss, clean, computed
+from passes.frontend.masked_rows.compute import class_loss, clean, computed, has_own_rows
 from passes.frontend.masked_rows.functions import touches
 from passes.frontend.masked_rows.selection import Rows, RowsUnknown, Selection
-from passes.frontend.masked_writes import only_mask, writes_rows
+from passes.frontend.masked_writes import is_learned, only_mask, writes_rows
 from passes.frontend.replaced_functions import replaced
 
 __all__ = ["MaskedRows", "counted_lengths", "user_line"]
@@ -36,11 +36,12 @@ class MaskedRows(TorchFunctionMode):
     rows that the mask chooses: sums, means, losses and writes leave the others out, in backward too.
 
     ``lines``: where a mask chose rows, as "file:line". Raises RowsUnknown for what is not known to compute each row by
-    itself.
+    itself. ``is_of_inputs`` tells of a mask whether it is made of inputs alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_of_inputs: Callable[[Tensor], bool]) -> None:
         super().__init__()
+        self._is_of_inputs = is_of_inputs
         self.lines: dict[str, None] = {}
         self._selections: dict[tuple[Any, ...], Selection] = {}
         self._same = SameMasks()
@@ -101,7 +102,8 @@ class MaskedRows(TorchFunctionMode):
         key = self._same.key(mask)
         if key not in self._selections:
             line = user_line()
-            self._selections[key] = Selection(mask if mask.dtype == torch.bool else mask != 0, self._taken, mask, line)
+            is_true = mask if mask.dtype == torch.bool else mask != 0
+            self._selections[key] = Selection(is_true, self._taken, mask, line, self._is_of_inputs(mask))
             self.lines.setdefault(line)
         return self._selections[key]
 
@@ -179,8 +181,6 @@ class MaskedRows(TorchFunctionMode):
         """``x[entries] = value`` in place."""
         if only_mask(entries) is not None:
             chosen, axes = self._selection(entries[0]), tuple(range(entries[0].dim()))
-            if not isinstance(value, Rows) and writes_rows(x, entries[0], value):
-                raise RowsUnknown("writes rows of another kind to the places of a mask", chosen)
         else:
             places = _places(entries, x)
             if places is None or places[2]:
@@ -191,6 +191,8 @@ class MaskedRows(TorchFunctionMode):
             if value.choice is not chosen or value.row_dim:
                 raise RowsUnknown("writes rows that one mask chose to the places of another")
             value = value.data_rows.to(x.dtype)
+        elif has_own_rows(value, 1 + len(rest)):
+            value = chosen.in_order(value.to(x.dtype))
         else:  # the same for all, or no shape that is known
             value = torch.as_tensor(value, dtype=x.dtype, device=x.device).expand(1, *rest)
         value = value.expand(chosen.rows, *rest)
@@ -257,7 +259,7 @@ def _is_masked(name: str, args: Sequence[Any]) -> bool:
         return False
     if name != "getitem":
         mask = only_mask(args[1])
-        return mask is not None and writes_rows(args[0], mask, args[2])
+        return mask is not None and is_learned(args[2]) and writes_rows(args[0], mask, args[2])
     entries = args[1] if isinstance(args[1], tuple) else (args[1],)
     return any(_is_own(entry) for entry in entries) and not isinstance(args[0], Rows)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from passes.frontend.chosen_rows.choice import Choice, RowCount, RowTensor
+from passes.frontend.masked_writes import rows_at_places
 
 __all__ = ["Rows", "RowsUnknown", "Selection"]
 
@@ -23,18 +24,21 @@ class RowsUnknown(Exception):
 
 
 class Selection(Choice):
-    """The places where ``mask`` is true, as rows of a list of all places, the longest dim of the mask outermost: the
-    order of rows does not matter to what is done with each, and batches are split along the outermost dim.
+    """The places where ``mask`` is true, as rows of a list of all places. Of masks of inputs they lie in its own order;
+    of others the longest dim of the mask is outermost (an expert's has that of its tokens last): the order of rows does
+    not matter to what is done with each, and batches are split along the outermost dim.
 
     ``mask[R]``: flat, in that order; ``taken``: numbers of rows that were taken for sizes, by whom is not known yet;
-    ``source``: the mask as code has it, and ``line``, where it chose rows first.
+    ``source``: the mask as code has it, and ``line``, where it chose rows first; ``is_of_inputs``: whether it is made
+    of inputs alone, and these are its places: then their own order is known.
     """
 
-    def __init__(self, mask: Tensor, taken: list[RowCount], source: Tensor, line: str) -> None:
+    def __init__(self, mask: Tensor, taken: list[RowCount], source: Tensor, line: str, is_of_inputs: bool) -> None:
         self.taken = taken
-        self.source, self.line = source, line
+        self.source, self.line, self.is_of_inputs = source, line, is_of_inputs
         self.sizes = tuple(mask.shape)
-        self.order = tuple(sorted(range(mask.dim()), key=lambda dim: -self.sizes[dim]))
+        dims = range(mask.dim())
+        self.order = tuple(dims if is_of_inputs else sorted(dims, key=lambda dim: -self.sizes[dim]))
         self.mask = mask.permute(self.order).reshape(-1).clone()  # code may write into its mask later
         self.may_be_empty = False
         self._parts: dict[int, Selection] = {}
@@ -87,11 +91,18 @@ class Selection(Choice):
         mask = self.mask.reshape(-1, *(1 for _ in range(data.dim() - dim - 1)))
         return torch.where(mask, data, fill)
 
+    def in_order(self, rows: Tensor) -> Tensor:
+        """``rows``, one for each place that the mask chooses, in the mask's own order -> one for each place."""
+        if not self.is_of_inputs:
+            self.refuse("computes with rows that a mask chose and with other rows")
+        nothing = rows.new_zeros(*self.sizes, *rows.shape[1:])
+        return self.listed(rows_at_places(nothing, self.placed(self.mask), rows), range(len(self.sizes)))
+
     def parted(self, parts: int) -> Selection:
         """The selection of ``parts`` rows for each row of this one."""
         if parts not in self._parts:
             mask = self.mask.unsqueeze(1).expand(-1, parts).reshape(-1)
-            self._parts[parts] = Selection(mask, self.taken, self.source, self.line)
+            self._parts[parts] = Selection(mask, self.taken, self.source, self.line, is_of_inputs=False)
         return self._parts[parts]
 
 
