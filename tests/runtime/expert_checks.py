@@ -29,6 +29,7 @@ from tests.models.test_expert_loops import Hits
 from tests.models.test_written_experts import written
 from tests.passes.sharding.test_expert_rules import Mixture
 from tests.runtime.beside_plain import MESH, compiled_by, one_step, same, same_parameters, saved_and_loaded, train
+from tests.runtime.launch import runs
 from tests.runtime.shared_lowerings import Compiled
 
 mixtral = partial(mixture, "mixtral")
@@ -55,10 +56,13 @@ def samples(count: int = 8) -> Tensor:
 def compiled() -> Iterator[Compiled]:
     """What the checks below compile."""
     plans = [Plan.uniform(MESH, roles) for roles in (("expert", "tensor"), SAVED, LOADED)]
-    yield mixtral(), zoo.tokens(), plans
+    if runs("experts"):
+        yield mixtral(), zoo.tokens(), plans
     yield Mixture(nn.functional.silu, 8), (samples(),), (MOVED, DENSE, SHADOWED)
-    yield *written(Hits), (LISTED,)
-    yield Mixture(nn.functional.silu), (samples(16),), (ROUNDS, ROUNDS)
+    if runs("listed_experts_move"):
+        yield *written(Hits), (LISTED,)
+    if runs("further_rounds"):
+        yield Mixture(nn.functional.silu), (samples(16),), (ROUNDS, ROUNDS)
     yield Mixture(nn.functional.silu), (samples(),), (*COUNTED, COUNTED[-1])
 
 

@@ -110,6 +110,12 @@ def fork_checks(
     fork_ranks(sizes, partial(run_checks, checks, only), prepare)
 
 
+def runs(*checks: str) -> bool:
+    """In a script that is given a folder and the checks to run: whether one of ``checks`` is among these."""
+    asked = sys.argv[2:]
+    return not asked or any(check in asked for check in checks)
+
+
 def run_checks(checks: Mapping[str, Check], only: Sequence[str], mesh: DeviceMesh) -> None:
     """On a rank: run all checks, or those named. All ranks learn of a failure on any; rank 0 prints for each check
     ``ok <check>``, or ``FAILED <check>`` and the first error.

@@ -18,9 +18,10 @@ from tests.runtime.launch import assert_held, collected, launched, parameters
 from tests.runtime.train_ranks import CHECKS, on_meta
 
 SLOW = (
-    "checkpoints_of_another_order", "chunks_beside_products", "experts", "experts_have_shadows", "further_rounds",
-    "gathers_ahead", "listed_experts_move", "losses_of_shards", "other_batch_shapes", "outputs_are_inputs",
-    "rank_0_searches_for_all", "ranks_in_another_order", "stages", "uniform_plans", "writes_into_shards",
+    "checkpoint_to_another_plan", "checkpoints_of_another_order", "chunks_beside_products", "experts",
+    "experts_have_shadows", "further_rounds", "gathers_ahead", "listed_experts_move", "losses_of_shards",
+    "other_batch_shapes", "outputs_are_inputs", "rank_0_searches_for_all", "ranks_in_another_order", "stages",
+    "uniform_plans", "writes_into_shards",
 )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ from tests.models import zoo
 from tests.models.test_odd_sizes import Convolutions, untidy
 from tests.runtime import expert_checks, order_checks, shard_checks
 from tests.runtime.beside_plain import MESH, compiled_by, full, same, saved_and_loaded, train
-from tests.runtime.launch import Check, fork_checks
+from tests.runtime.launch import Check, fork_checks, runs
 from tests.runtime.shared_lowerings import Compiled, compile_before_the_fork, lower_before_the_fork
 
 FOLDER = Path(sys.argv[1] if __name__ == "__main__" else ".")
@@ -404,7 +404,7 @@ def compiled_models() -> Iterator[Compiled]:
     yield *untidy(), (*[zero_tensor] * 6, *FOLDING[0], *FOLDING[1])
     llama = zoo.llama(layers=1)[0]
     yield llama, zoo.tokens(), (zero_tensor,)
-    for batch, sequence in OTHER_SHAPES:
+    for batch, sequence in OTHER_SHAPES if runs("other_batch_shapes") else ():
         yield llama, zoo.tokens(batch, sequence), ()
     yield *on_meta(), DRAWN
     model, inputs = zoo.llama(layers=2)
@@ -421,17 +421,16 @@ def compiled_models() -> Iterator[Compiled]:
 
 def before_the_fork() -> None:
     """Capture what is trained, and lower the plans."""
-    compile_before_the_fork(
-        MESH, chain(compiled_models(), *(checks.compiled() for checks in (order_checks, expert_checks, shard_checks)))
-    )
+    others = [module for module in (order_checks, expert_checks, shard_checks) if runs(*vars(module))]
+    compile_before_the_fork(MESH, chain(compiled_models(), *(module.compiled() for module in others)))
     cluster = described(MESH)
-    for schedule, (name, *_) in STAGED.items():
+    for schedule, (name, *_) in STAGED.items() if runs("stages") else ():
         lower_before_the_fork(captured(name)[2], staged(schedule), cluster)
-    for plan in UNIFORM:
+    for plan in UNIFORM if runs("uniform_plans") else ():
         lower_before_the_fork(captured("llama")[2], plan, cluster)
-    for plan in GATHERING:
+    for plan in GATHERING if runs("gathers_ahead") else ():
         lower_before_the_fork(captured("llama")[2], plan, overlapping(cluster))
-    for plan in CHUNKED:
+    for plan in CHUNKED if runs("chunks_beside_products") else ():
         lower_before_the_fork(captured("llama")[2], plan, slow_products(MESH))
 
 

@@ -73,6 +73,7 @@ def test_more_memory_is_never_slower(steps: dict[tuple[tuple[str, ...], int], fl
             assert steps[space, more] <= steps[space, less] * MARGIN, (space, more, less)
 
 
+@pytest.mark.slow
 def test_the_cases_can_tell(steps: dict[tuple[tuple[str, ...], int], float]) -> None:
     """Some fit and some do not, and spaces differ."""
     assert steps[("data",), BUDGETS[0]] < float("inf") == steps[("data",), BUDGETS[-1]]
