@@ -28,6 +28,7 @@ from tests.runtime.launch import launched
 HERE = Origin("2026-03-31", "EPYC", "cpu", "2.13.0", 1, 4)
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_the_same_cluster() -> None:
     output = launched(Path(__file__).with_name("measuring_ranks.py"))
     assert output.endswith("ok\n"), output[-5000:]

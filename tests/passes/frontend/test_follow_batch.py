@@ -222,7 +222,7 @@ def test_neighbours_that_are_unlike_are_exact() -> None:
     assert_exact(got, one_device(model, inputs), "unlike neighbours")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("samples", "sizes"), [(8, (2, 2, 2)), (5, (2, 2, 2)), (6, (3, 2, 2))], ids=str)
 def test_untidy_models_are_exact_on_many_ranks(samples: int, sizes: tuple[int, ...]) -> None:
     torch.manual_seed(0)
@@ -248,6 +248,7 @@ def test_it_is_planned_with_roles_that_split_the_batch() -> None:
     assert all(block.strategy.roles == ("data",) for block in plan.blocks)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "role", "stages"), [("words", "pipeline", 2), ("cropped", "data", 1)])
 def test_micro_batches_are_exact_where_samples_go_their_own_ways(name: str, role: str, stages: int) -> None:
     model, inputs, _ = prepared(name)

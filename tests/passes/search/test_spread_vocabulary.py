@@ -72,7 +72,7 @@ def test_what_cannot_be_spread_is_refused() -> None:
         planned(small, vocabulary="spread", schedule="search")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", [64, 2**15 + 1])
 def test_small_ones_and_those_that_ranks_do_not_divide_are_left(vocabulary: int) -> None:
     with patch.object(spread_vocabulary, "_simulated", side_effect=AssertionError("nothing is simulated")):
