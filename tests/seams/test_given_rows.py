@@ -13,7 +13,7 @@ import galvatron_fx
 from galvatron_fx import Plan
 from galvatron_fx.errors import CaptureError, InputError
 from galvatron_fx.ir.plan.pipelining import Pipelining
-from tests.helpers import simulate, uniform
+from tests.helpers import assert_exact, one_device, simulate, uniform
 
 pytestmark = pytest.mark.filterwarnings("ignore:rows that a mask chooses")
 WIDTH, LENGTH = 4, 6
@@ -65,12 +65,13 @@ def given(use: Callable[..., Tensor], is_hidden: bool = False) -> Given:
     return Given(use, is_hidden).double()
 
 
-def batch(rows: int = sum(CHOSEN)) -> tuple[Tensor, ...]:
+def batch(rows: int | None = None, chosen: tuple[int, ...] = CHOSEN) -> tuple[Tensor, ...]:
+    rows = sum(chosen) if rows is None else rows
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(len(CHOSEN), LENGTH, WIDTH, generator=generator, dtype=torch.float64)
-    order = torch.stack([torch.randperm(LENGTH, generator=generator) for _ in CHOSEN])
+    x = torch.randn(len(chosen), LENGTH, WIDTH, generator=generator, dtype=torch.float64)
+    order = torch.stack([torch.randperm(LENGTH, generator=generator) for _ in chosen])
     others = torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64)
-    return x, order < torch.tensor(CHOSEN)[:, None], others, torch.randint(0, WIDTH, (rows,), generator=generator)
+    return x, order < torch.tensor(chosen)[:, None], others, torch.randint(0, WIDTH, (rows,), generator=generator)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +84,22 @@ def batch(rows: int = sum(CHOSEN)) -> tuple[Tensor, ...]:
 )
 def test_each_place_looks_its_row_up(use: Callable[..., Tensor], plan: str) -> None:
     galvatron_fx.check(given(use), 2, batch(), PLANS[plan]).raise_if_different()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "roles"),
+    [((2, 0, 3, 1, LENGTH), ("zero",)), ((1, 2, 0, LENGTH, 3, 1, 2, 3), ("data", "sequence", "tensor"))],
+    ids=["a batch of 5", "8 ranks"],
+)
+def test_odd_counts_and_frozen_weights_are_exact_on_many_ranks(chosen: tuple[int, ...], roles: tuple[str, ...]) -> None:
+    """Samples with no place, and with all of theirs."""
+    inputs = dict(zip(("x", "mask", "rows", "labels"), batch(chosen=chosen), strict=True))
+    for use in (added, written, places, losses):
+        model = given(use)
+        model.before.weight.requires_grad_(False)
+        graph = galvatron_fx.capture(model, inputs)
+        got = simulate(graph, model, inputs, (2,) * len(roles), uniform(graph, *roles), {})
+        assert_exact(got, one_device(model, inputs), use.__name__)
 
 
 @pytest.mark.parametrize("use", [added, written], ids=lambda use: use.__name__)
