@@ -17,6 +17,7 @@ import torch
 from tests.checkpoint import error_ranks, kills, resume_ranks, weights_ranks
 from tests.checkpoint.resume_ranks import ALONE, DATA_ZERO, MORE_STAGES, STAGES, TENSOR, Setting
 from tests.models import zoo
+from tests.runtime.launch import runs
 from tests.runtime.shared_captures import share_captures
 from tests.runtime.shared_lowerings import compile_before_the_fork
 
@@ -26,10 +27,14 @@ CASES = resume_ranks.CASES | weights_ranks.CASES | error_ranks.CASES | kills.CAS
 def compiled_models() -> Iterator[tuple[zoo.Case, tuple[Setting, ...]]]:
     """What the cases compile, and under which settings, each as often as one rank does."""
     yield zoo.gpt2(layers=2), (DATA_ZERO, TENSOR, STAGES, MORE_STAGES)
-    yield zoo.llama(layers=1), (MORE_STAGES, ALONE)
-    yield zoo.llama(layers=2), (TENSOR,)
-    yield weights_ranks.half(partial(zoo.llama, layers=2)), (MORE_STAGES,)
-    yield resume_ranks.with_dropout(), (TENSOR, TENSOR)
+    if runs("llama_from_stages_to_one_rank"):
+        yield zoo.llama(layers=1), (MORE_STAGES, ALONE)
+    if runs("weights_in_files_to_tensor"):
+        yield zoo.llama(layers=2), (TENSOR,)
+    if runs("half_precision_in_one_file_to_stages"):
+        yield weights_ranks.half(partial(zoo.llama, layers=2)), (MORE_STAGES,)
+    if runs("dropout_goes_on"):
+        yield resume_ranks.with_dropout(), (TENSOR, TENSOR)
     yield kills.tower(), tuple(kills.SETTINGS)
 
 

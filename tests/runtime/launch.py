@@ -106,13 +106,14 @@ def fork_ranks(sizes: Sequence[int], work: Check, prepare: Callable[[], object],
 def fork_checks(
     sizes: Sequence[int], checks: Mapping[str, Check], only: Sequence[str], prepare: Callable[[], object]
 ) -> None:
-    """In a script: :func:`run_checks` on forks of this process (see :func:`fork_ranks`)."""
-    fork_ranks(sizes, partial(run_checks, checks, only), prepare)
+    """In a script: :func:`run_checks` on forks of this process (see :func:`fork_ranks`), where any is asked for."""
+    if not only or any(name in checks for name in only):
+        fork_ranks(sizes, partial(run_checks, checks, only), prepare)
 
 
 def runs(*checks: str) -> bool:
-    """In a script that is given a folder and the checks to run: whether one of ``checks`` is among these."""
-    asked = sys.argv[2:]
+    """In a script that is given the checks to run, behind a folder or not: whether one of ``checks`` is among these."""
+    asked = [argument for argument in sys.argv[1:] if os.sep not in argument]
     return not asked or any(check in asked for check in checks)
 
 

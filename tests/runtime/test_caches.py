@@ -114,6 +114,6 @@ def ranks(request: pytest.FixtureRequest) -> str:
     return launched(Path(__file__).with_name("cache_ranks.py"), *collected(request))
 
 
-@pytest.mark.parametrize("check", parameters(CHECKS, ["own_cache", "refusals"]))
+@pytest.mark.parametrize("check", parameters(CHECKS, ["lazy", "lists", "own_cache", "padded", "refusals"]))
 def test_on_real_ranks(ranks: str, check: str) -> None:
     assert_held(ranks, check)

@@ -44,7 +44,7 @@ from tests.models import zoo
 from tests.models.language import language
 from tests.models.random_plans import Combination, draw, prepared, random_table
 from tests.runtime.beside_plain import full, same, train
-from tests.runtime.launch import Check, assert_held, fork_checks, launched
+from tests.runtime.launch import Check, assert_held, collected, fork_checks, launched, parameters, runs
 from tests.runtime.shared_lowerings import compile_before_the_fork, lower_before_the_fork
 
 RANKS = 4
@@ -63,6 +63,7 @@ SCHEDULES = {
     "zbv": (8, 4),
     "dualpipev": (8, 8),
 }
+SLOW = ("interleaved_1f1b", "random_plans", "zb_h1")
 
 
 @cache
@@ -257,12 +258,12 @@ CHECKS = _checks()
 
 
 @pytest.fixture(scope="module")
-def output() -> str:
+def output(request: pytest.FixtureRequest) -> str:
     """What the one launch printed."""
-    return launched(Path(__file__))
+    return launched(Path(__file__), *collected(request))
 
 
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("check", parameters(CHECKS, SLOW))
 def test_on_a_pipeline_of_four(output: str, check: str) -> None:
     assert_held(output, check)
 
@@ -270,11 +271,11 @@ def test_on_a_pipeline_of_four(output: str, check: str) -> None:
 def before_the_fork() -> None:
     """Capture, and lower what trains."""
     cluster = described((RANKS,))
-    named = (Pipelining(*of, name) for name, of in SCHEDULES.items())
+    named = (Pipelining(*of, name) for name, of in SCHEDULES.items() if runs(name))
     for pipelining in (*named, random_stages(), searched_stages()):
         lower_before_the_fork(*graph_and_plan(pipelining), cluster)
     compile_before_the_fork((RANKS,), [(*language(RANKS, is_tied=True), [SPREAD, ENDS]), (*model_and_batch(1), [])])
-    for seed in DRAWN:
+    for seed in DRAWN if runs("random_plans") else ():
         combination = draw(seed)
         graph = prepared(combination.name, combination.deep, combination.batch).graph
         lower_before_the_fork(graph, drawn_plan(combination, graph), described(combination.sizes))

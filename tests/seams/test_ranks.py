@@ -6,16 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.launch import assert_held, launched
+from tests.runtime.launch import assert_held, collected, launched, parameters
 from tests.seams.unlike_ranks import CHECKS
+
+SLOW = (
+    "another_seed_tensor", "another_seed_zero", "lazily_and_again", "local_data_tensor", "local_sequence",
+    "local_tensor", "other_rows_tensor",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def output() -> str:
+def output(request: pytest.FixtureRequest) -> str:
     """What the one launch printed, of all numbers of processes."""
-    return launched(Path(__file__).with_name("unlike_ranks.py"))
+    return launched(Path(__file__).with_name("unlike_ranks.py"), *collected(request))
 
 
-@pytest.mark.parametrize("ranks, check", [(ranks, check) for ranks in CHECKS for check in CHECKS[ranks]])
-def test_on_processes(output: str, ranks: int, check: str) -> None:
+@pytest.mark.parametrize("check", parameters([check for checks in CHECKS.values() for check in checks], SLOW))
+def test_on_processes(output: str, check: str) -> None:
     assert_held(output, check)
