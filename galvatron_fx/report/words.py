@@ -18,6 +18,11 @@ from passes.frontend.capture.module_state import quoted
 __all__ = ["Card"]
 
 _LONGEST_VALUES = 60  # characters
+_DECIDED_BY = {
+    "number": "values",
+    "rows": "rows that a mask chooses",
+    "each": "the least and the most rows that a mask chooses of a sample",
+}
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ def decided(explained: Explained) -> list[str]:
         names = sorted(frozenset[str]().union(*(decision.computation.inputs for decision in decisions)))
         values = ", ".join(str(decision.value) for decision in decisions)
         shown = values if len(values) <= _LONGEST_VALUES else f"{values[:_LONGEST_VALUES]}..."
-        what = "values" if decisions[0].kind == "number" else "rows that a mask chooses"
+        what = _DECIDED_BY[decisions[0].kind]
         sentences.append(
             f"Forward decides by {what} of {quoted(names)}, {shown}: {line}. A batch of which they are others is "
             f"another program, which this page does not tell of."

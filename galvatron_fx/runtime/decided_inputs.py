@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.graph.decisions import Decision
 from passes.frontend.capture.flat_inputs import FlatInputs
+from passes.frontend.capture.module_state import quoted
 
 __all__ = ["GATHER", "ValuesOfCall", "require_whole"]
 
@@ -34,16 +35,24 @@ class ValuesOfCall:
         for name in _names(decisions) - self._read.keys():
             tensor = self._inputs[name]
             self._read[name] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
-        return all(decision.value_of(self._read) == decision.value for decision in decisions)
+        return all(decision.is_as_of(self._read) for decision in decisions)
 
 
 def require_whole(decisions: Sequence[Decision], inputs: FlatInputs, own_rows: Collection[int]) -> None:
     """Raise InputError where forward decides by an input of which this rank has but its own rows (``own_rows``:
-    positions of such), which tell nothing of the others.
+    positions of such), which tell nothing of the others; and where these are not as each sample has to be.
     """
     of_own = {inputs.input_names[position] for position in own_rows}
-    for name in sorted(_names(decisions) & of_own):
+    of_all = [decision for decision in decisions if decision.kind != "each"]
+    for name in sorted(_names(of_all) & of_own):
         raise InputError(f"forward decides by values of input '{name}', which takes those of all rows: {GATHER}")
+    for decision in decisions if of_own else ():
+        if decision.kind == "each" and not ValuesOfCall(inputs).are_as([decision]):
+            raise InputError(
+                f"the program is for samples of each of which a mask of {quoted(sorted(decision.computation.inputs))} "
+                f"chooses {decision.value[0]} places, and a rank's own rows have others: {decision.line}. Give all "
+                f"samples as many, or pass the global batch, the same on every rank, for which it is made anew"
+            )
 
 
 def _names(decisions: Sequence[Decision]) -> frozenset[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,20 +16,37 @@ from passes.frontend.replaced_functions import replaced
 
 __all__ = ["dense_scatters"]
 
+ChoosesOfEach = Callable[[Tensor, float], bool]
+"""Whether a mask ``[samples, places]`` is known to choose so many places of each sample."""
+
 _scatter: Any = Tensor.masked_scatter
 
 
-def dense_scatters() -> contextlib.AbstractContextManager[None]:
+def _unknown(mask: Tensor, count: float) -> bool:
+    return False
+
+
+def dense_scatters(chooses_of_each: ChoosesOfEach = _unknown) -> contextlib.AbstractContextManager[None]:
     """Look elements up by how many places come before, where torch's own gradient has a shape that depends on values.
 
     What the mask says alike of a whole row (features of images in the place of embedded tokens) is looked up in rows.
-    Where the source has too few, which torch raises for, places are nan.
+    Where the source has too few, which torch raises for, places are nan. Where the mask chooses of each sample its
+    share of the rows, they are looked up sample by sample, so that a batch can be cut.
     """
-    methods = [(Tensor, "masked_scatter", _masked_scatter), (Tensor, "masked_scatter_", _masked_scatter_)]
-    return replaced([(torch, "masked_scatter", _masked_scatter), *methods])
+    scatter = partial(_masked_scatter, chooses_of_each)
+
+    def method(input: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+        return scatter(input, mask, source)
+
+    def in_place(input: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+        return input.copy_(scatter(input, mask, source))
+
+    return replaced(
+        [(torch, "masked_scatter", method), (Tensor, "masked_scatter", method), (Tensor, "masked_scatter_", in_place)]
+    )
 
 
-def _masked_scatter(input: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+def _masked_scatter(chooses_of_each: ChoosesOfEach, input: Tensor, mask: Tensor, source: Tensor) -> Tensor:
     """As ``torch.masked_scatter``."""
     shape = torch.broadcast_shapes(input.shape, mask.shape)
     if not shape or 0 in shape or mask.dtype != torch.bool or source.dtype != input.dtype:
@@ -36,25 +55,27 @@ def _masked_scatter(input: Tensor, mask: Tensor, source: Tensor) -> Tensor:
     mask = mask.expand(shape)
     whole = _dims_alike(mask)
     width = math.prod(shape[len(shape) - whole :])
-    chosen = mask.reshape(*shape[: len(shape) - whole], width)[..., 0].reshape(shape[0], -1)
+    once = mask
+    for _ in range(whole):
+        once = once.select(-1, 0)
+    chosen = once.flatten(1) if once.dim() > 1 else once.unsqueeze(1)
     count = source.numel() // width
     if not count:
         return input.expand(shape).masked_fill(mask, torch.nan)
     before = chosen.cumsum(1)
-    samples = before[:, -1]
-    places = (samples.cumsum(0) - samples).unsqueeze(1) + before - 1
-    elements = source.reshape(-1)
-    rows = (elements if len(elements) == count * width else elements[: count * width]).view(count, width)
-    found = functional.embedding(places.clamp(0, count - 1), rows)
-    if input.is_floating_point():
-        found = torch.where((places < count).unsqueeze(-1), found, torch.nan)
+    if chooses_of_each(chosen, source.numel() / (width * shape[0])):
+        places = (before - 1).clamp(min=0).unsqueeze(-1)
+        found = source.reshape(shape[0], -1, width).gather(1, places.expand(-1, -1, width))
+    else:
+        samples = before[:, -1]
+        places = (samples.cumsum(0) - samples).unsqueeze(1) + before - 1
+        elements = source.reshape(-1)
+        rows = (elements if len(elements) == count * width else elements[: count * width]).view(count, width)
+        found = functional.embedding(places.clamp(0, count - 1), rows)
+        if input.is_floating_point():
+            found = torch.where((places < count).unsqueeze(-1), found, torch.nan)
     scattered = torch.where(chosen.unsqueeze(-1), found, input.expand(shape).reshape(found.shape))
     return scattered.reshape(shape)
-
-
-def _masked_scatter_(input: Tensor, mask: Tensor, source: Tensor) -> Tensor:
-    """The same in place."""
-    return input.copy_(_masked_scatter(input, mask, source))
 
 
 def _dims_alike(mask: Tensor) -> int:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from passes.frontend.dense_lookups import dense_lookups
 from passes.frontend.fresh_tensors import fresh_tensors
-from passes.frontend.masked_scatter import dense_scatters
 from passes.frontend.value_free import value_free
 from passes.frontend.value_free_modules import value_free_modules
 
@@ -15,5 +14,5 @@ from passes.frontend.value_free_modules import value_free_modules
 @contextlib.contextmanager
 def traceable_functions() -> Iterator[None]:
     """Functions without what a trace cannot follow: lookups, checks and shapes by values, and constants' likenesses."""
-    with dense_lookups(), dense_scatters(), value_free(), value_free_modules(), fresh_tensors():
+    with dense_lookups(), value_free(), value_free_modules(), fresh_tensors():
         yield

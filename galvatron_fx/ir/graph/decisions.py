@@ -94,17 +94,21 @@ NOTHING_READ = MayRead()
 @dataclass(frozen=True)
 class Decision:
     """A value that forward computed of inputs, as lists of numbers, and by which it was traced: it is one of the
-    program, as a Python number (``"number"``), or says how many rows a mask chooses (``"rows"``). ``line``: where.
+    program, as a Python number (``"number"``), or says how many rows a mask chooses (``"rows"``), or how many of each
+    sample (``"each"``), which any rows of the batch tell. ``line``: where.
     """
 
     computation: Computation
     value: Any
-    kind: Literal["number", "rows"]
+    kind: Literal["number", "rows", "each"]
     line: str
 
-    def value_of(self, inputs: Mapping[str, Tensor]) -> Any:
-        """The value of the inputs of another call."""
-        return plain(self.computation.of(inputs))
+    def is_as_of(self, inputs: Mapping[str, Tensor]) -> bool:
+        """Whether it is decided so of the inputs of another call, of whichever sizes; not where these do not fit."""
+        try:
+            return bool(plain(self.computation.of(inputs)) == self.value)
+        except RuntimeError:  # as torch says of sizes
+            return False
 
 
 def plain(value: Any) -> Any:

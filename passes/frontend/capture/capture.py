@@ -36,7 +36,7 @@ from passes.frontend.capture.reruns import refuse_late_changes, refuse_replays, 
 from passes.frontend.capture.sparse_tensors import refuse_sparse_values, refuse_sparse_weights
 from passes.frontend.capture.steady_state import steady_state
 from passes.frontend.capture.trace import Trace
-from passes.frontend.capture.trace_again import ConstantsCopied, MasksNeeded, StateWritten, TraceAgain
+from passes.frontend.capture.trace_again import ConstantsCopied, MasksNeeded, RowsOfAll, StateWritten, TraceAgain
 from passes.frontend.capture.trace_errors import explained, writes_into_constants
 from passes.frontend.capture.traced_layouts import in_order
 from passes.frontend.traceable_functions import traceable_functions
@@ -133,6 +133,8 @@ class Capture:
                 masked_because = needed.because
             except ConstantsCopied:
                 copies_constants = True
+            except RowsOfAll:
+                reads.may_tell_samples_apart = False
 
     def _once(self, flat: FlatModel, held: Sequence[str]) -> Trace:
         unshared: Exception | None = None
@@ -205,6 +207,8 @@ def _trace_again(
             return _trace(flat, shapes, repeats)
         except StateWritten as attributes:
             raise CaptureError(f"forward writes into {attributes} at the shapes {list(shapes)}") from None
+        except RowsOfAll as rows:
+            raise CaptureError(f"at the shapes {list(shapes)}, {rows}") from None
 
 
 def _refuse_rounded_updates(

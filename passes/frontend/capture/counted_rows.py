@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from passes.frontend.capture.input_reads import InputReads
-from passes.frontend.capture.known_reads import KnownReads
+from passes.frontend.capture.known_reads import KnownReads, least_and_most
 from passes.frontend.chosen_rows.choice import RowTensor
 from passes.frontend.chosen_rows.functions import base_name, is_in_place, is_mask
 from passes.frontend.masked_rows.mode import user_line
@@ -74,7 +74,7 @@ class CountedRows(TorchFunctionMode):
             self._known.decide_rows(_chooses_all, mask, "all")
             return _Chosen(mask, total, "all")
         if least == most:
-            self._known.decide_rows(_least_and_most, mask, (least, mask.shape[-1]))
+            self._known.decide_rows(least_and_most, mask, (least, mask.shape[-1]))
             return _Chosen(mask, least, "each")
         self._known.decide_rows(_total, mask, None)
         return _Chosen(mask, total, "some")
@@ -170,11 +170,6 @@ def _key(mask: Tensor) -> tuple[int, int]:
 def _row_counts(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     counts = mask.sum(-1)
     return counts.min(), counts.max(), counts.sum()
-
-
-def _least_and_most(mask: Tensor) -> tuple[Tensor, Tensor]:
-    counts = mask.sum(-1)
-    return counts.min(), counts.max()
 
 
 def _total(mask: Tensor) -> Tensor:

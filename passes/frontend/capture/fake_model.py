@@ -40,6 +40,7 @@ from passes.frontend.expert_loops.picked import OPERATOR
 from passes.frontend.finite_values import FiniteValues
 from passes.frontend.masked_rows.mode import MaskedRows, counted_lengths
 from passes.frontend.masked_rows.selection import RowsUnknown
+from passes.frontend.masked_scatter import dense_scatters
 from passes.frontend.masked_writes import MaskedWrites
 from passes.frontend.routed_experts import routed_experts
 from passes.frontend.value_checks import ValueChecks
@@ -156,7 +157,8 @@ class FlatModel(nn.Module):
     def _returned(self, arguments: Arguments) -> Any:
         args, kwargs = arguments.value
         writes, checks = MaskedWrites(self._known.knows_mask), self._checks.kept(self._known.refutes)
-        with routed_experts(), writes, self._rows_of_masks(), checks, self.finite.assumed():
+        scatters = dense_scatters(self._known.chooses_of_each)
+        with routed_experts(), scatters, writes, self._rows_of_masks(), checks, self.finite.assumed():
             returned = self.module(*args, **kwargs)
             for leaf in flatten(returned)[0]:
                 if isinstance(leaf, (RowTensor, RowCount)):

@@ -19,14 +19,16 @@ class InputReads:
     with that allowed.
 
     ``may_read``: inputs whose values may be numbers, and lines where a mask of inputs may choose as many rows as that
-    of the example does; ``refused`` and ``uncounted``: what was asked for beside these. ``decisions``: those of the
-    last trace at the sizes of the example.
+    of the example does; ``refused`` and ``uncounted``: what was asked for beside these; ``may_tell_samples_apart``:
+    whether it may be decided by how many places a mask chooses of each sample. ``decisions``: those of the last trace
+    at the sizes of the example.
     """
 
     def __init__(self, may_read: MayRead = NOTHING_READ) -> None:
         self.may_read = may_read
         self.refused: dict[str, None] = {}
         self.uncounted: dict[str, None] = {}
+        self.may_tell_samples_apart = True
         self.decisions: list[Decision] = []
         self._answers: list[tuple[str, Any]] = []
         self._at = 0

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from galvatron_fx.ir.errors import CaptureError
-from galvatron_fx.ir.graph.decisions import Computation, Decision, Given, Made, Step, plain
+from galvatron_fx.ir.graph.decisions import NOTHING_READ, Computation, Decision, Given, Made, Step, plain
 from galvatron_fx.ir.graph.metadata import output_ports
 from galvatron_fx.ir.torch_compat.tensors import pytree
 from galvatron_fx.ir.torch_compat.tracing import (
@@ -22,6 +22,7 @@ from galvatron_fx.ir.torch_compat.tracing import (
 )
 from galvatron_fx.ir.traced_values import traced_value
 from passes.frontend.capture.input_reads import InputReads, at_sizes, has_values
+from passes.frontend.capture.trace_again import RowsOfAll
 from passes.frontend.capture.trace_errors import calling_frame, described_frame
 from passes.frontend.chosen_rows.functions import base_name, is_in_place
 from passes.frontend.replaced_functions import replaced
@@ -109,6 +110,8 @@ class KnownReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if base_name(func) == "expand_as":
+            func, args = Tensor.expand, (args[0], args[1].shape)
         sources = self._sources((args, kwargs))
         if sources is None:
             return self._mixed(func, args, kwargs)
@@ -117,6 +120,8 @@ class KnownReads(TorchFunctionMode):
         if func is torch.tensor and sources and not isinstance(args[0] if args else kwargs["data"], Tensor):
             # Made of the numbers that tensors in a list hold, which torch takes from memory.
             return self._constants(self._read(func, args, kwargs, sources, _reads_values()))
+        if base_name(func) == "expand":
+            args = self._at_any_batch(args)
         writes = is_in_place(func)
         known = [each for each in self._known.values() if each.is_unchanged] if writes else []
         try:
@@ -262,9 +267,34 @@ class KnownReads(TorchFunctionMode):
             computation = self._computation(function, (mask,), {})
             if computation.inputs:
                 self._inputs.decisions.append(Decision(computation, plain(self._computed(computation)), "rows", line))
-        if self._of_floats({name for source in self._sources(mask) or () for name in source.names}):
+        if self._is_of_floats(mask):
             value = torch.tensor(self.value(function, mask))
             torch._check_tensor_all(torch.stack(pytree.tree_leaves(function(mask))) == value)
+
+    def _is_of_floats(self, mask: Tensor) -> bool:
+        return self._of_floats({name for source in self._sources(mask) or () for name in source.names})
+
+    def chooses_of_each(self, mask: Tensor, count: float) -> bool:
+        """Whether a mask of inputs ``[samples, places]`` chooses ``count`` places of each sample, which is held against
+        those of every call; False where inputs decide other things as well: then samples are not told apart.
+        """
+        if not self._inputs.may_tell_samples_apart or self._inputs.may_read != NOTHING_READ:
+            return False
+        if not self.knows_mask(mask) or self._is_of_floats(mask):
+            return False
+        line = described_frame(calling_frame())
+        if not self._is_example:
+            noted = self._inputs.again(line)
+            if noted not in (False, count):
+                raise RowsOfAll(f"a mask chooses {count:g} places of a sample in place of {noted:g}: {line}")
+            return noted is not False
+        computation = self._computation(least_and_most, (mask,), {})
+        counts = plain(self._computed(computation))
+        is_known = bool(computation.inputs) and counts == [count, count]
+        self._inputs.note(line, is_known and count)
+        if is_known:
+            self._inputs.decisions.append(Decision(computation, counts, "each", line))
+        return is_known
 
     # ---- values ----
 
@@ -272,6 +302,17 @@ class KnownReads(TorchFunctionMode):
         """The inputs among what a call is given, by name."""
         keys = {name for source in sources for name in source.names}
         return {self._input_names[key] for key in keys if key in self._input_names}
+
+    @staticmethod
+    def _at_any_batch(args: Any) -> Any:
+        """Arguments of ``expand`` that keep the dims that stay as they are, whichever size they have."""
+        tensor, *rest = args
+        sizes = rest[0] if rest and isinstance(rest[0], (tuple, list)) else rest
+        if not sizes or any(isinstance(size, Tensor) for size in sizes):
+            return args
+        new = len(sizes) - tensor.dim()
+        pairs = zip(sizes[new:], tensor.shape, strict=True)
+        return tensor, (*sizes[:new], *(-1 if size == now else size for size, now in pairs))
 
     @staticmethod
     def _constants(result: Any) -> Any:
@@ -328,6 +369,12 @@ class KnownReads(TorchFunctionMode):
                 return result
             torch.set_rng_state(before)
             return None
+
+
+def least_and_most(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The least and the most places that a mask chooses of a row."""
+    counts = mask.sum(-1)
+    return counts.min(), counts.max()
 
 
 def _reads_values() -> DataDependentOutputException:

@@ -109,7 +109,7 @@ class Trace:
         named = zip(inputs.input_names, inputs.tensors, strict=True)
         given = {name: tensor for name, tensor in named if has_values(tensor)}
         for decision in signature(self.graph).decisions:
-            if decision.computation.inputs <= given.keys() and decision.value_of(given) != decision.value:
+            if decision.computation.inputs <= given.keys() and not decision.is_as_of(given):
                 raise OtherSizes(f"forward decides otherwise by values of inputs: {decision.line}")
 
     def _known(self, sizes: Sizes) -> Sizes:

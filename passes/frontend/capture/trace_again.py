@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["ConstantsCopied", "MasksNeeded", "StateWritten", "TraceAgain"]
+__all__ = ["ConstantsCopied", "MasksNeeded", "RowsOfAll", "StateWritten", "TraceAgain"]
 
 
 class TraceAgain(Exception):
@@ -25,6 +25,12 @@ class MasksNeeded(TraceAgain):
     def __init__(self, because: Exception) -> None:
         super().__init__(str(because))
         self.because = because
+
+
+class RowsOfAll(TraceAgain):
+    """Raised where a mask chooses a number of places of each sample that is another one for other numbers of samples:
+    the rows at these places are not those of samples.
+    """
 
 
 class ConstantsCopied(TraceAgain):

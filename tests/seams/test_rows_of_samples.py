@@ -1,0 +1,83 @@
+"""Rows for the places of a mask that chooses as many of each sample: samples look up their own, and can be cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import galvatron_fx
+from galvatron_fx import Pipelining, Plan
+from galvatron_fx.errors import InputError
+from galvatron_fx.ir.graph.metadata import signature
+from galvatron_fx.runtime.decided_inputs import require_whole
+from passes.frontend.capture.capture import Capture
+from passes.frontend.capture.flat_inputs import FlatInputs
+from tests.models import zoo
+from tests.passes.frontend.test_masked_scatter import IMAGE, SeesAndReads, batch, values
+
+
+def even_batch(samples: int = 4) -> dict[str, Tensor]:
+    """Images of three parts, three in each sample, in other places of each."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(6, 16, (samples, 8), generator=generator)
+    places = torch.rand(samples, 8, generator=generator).argsort(1)[:, :3]
+    return {"ids": ids.scatter(1, places, IMAGE), "image": values(samples, 3, 6)}
+
+
+def decisions(inputs: dict[str, Tensor], model: type[nn.Module] = SeesAndReads) -> list[tuple[str, Any]]:
+    graph = Capture().run(zoo.build(model), inputs)
+    assert graph.meta["symbols"].batch == len(inputs["ids"])
+    return [(decision.kind, decision.value) for decision in signature(graph).decisions]
+
+
+class OfAll(SeesAndReads):
+    """Two images of each sample, one behind the other along their own first dim."""
+
+    def forward(self, ids: Tensor, image: Tensor) -> dict[str, Tensor]:
+        mask = (ids == IMAGE).unsqueeze(-1).expand_as(self.words(ids))
+        return {"loss": self.words(ids).masked_scatter(mask, self.sees(image)).square().mean()}
+
+
+def test_samples_are_told_apart_where_each_has_its_share() -> None:
+    assert decisions(even_batch()) == [("each", [3, 3])]
+    assert decisions(batch()) == []
+    ids = even_batch()["ids"]
+    meta = {"ids": ids.to("meta"), "image": values(4, 3, 6).to("meta")}  # as where ranks bring rows of their own
+    assert decisions(meta) == []
+
+
+def test_rows_that_do_not_grow_with_the_batch_are_those_of_all() -> None:
+    inputs = {"ids": even_batch()["ids"], "image": values(12, 6)}
+    assert decisions(inputs, OfAll) == []
+
+
+@pytest.mark.parametrize("samples, ranks, plan", [
+    (4, 2, Plan.uniform((2,), ("pipeline",), pipelining=Pipelining(2, 2))),
+    (8, 4, Plan.uniform((2, 2), ("zero", "tensor"), pipelining=Pipelining(1, 4))),
+    (5, 2, Plan.uniform((2,), ("data",))),
+], ids=["stages", "micro-batches", "odd"])  # fmt: skip
+def test_micro_batches_take_their_own_parts(samples: int, ranks: int, plan: Plan) -> None:
+    galvatron_fx.check(zoo.build(SeesAndReads), ranks, even_batch(samples), plan).raise_if_different()
+
+
+def test_a_batch_of_other_counts_is_another_program(mesh: DeviceMesh) -> None:
+    plain = zoo.build(SeesAndReads)
+    compiled = galvatron_fx.compile(zoo.build(SeesAndReads), mesh, even_batch(), plan=Plan.uniform((1,), ("data",)))
+    for inputs, programs in ((even_batch(), 1), (batch(), 2), (even_batch(), 2), (batch(), 2)):
+        torch.testing.assert_close(compiled(**inputs)["x"], plain(**inputs)["x"], rtol=1e-10, atol=1e-12)
+        assert len(compiled._programs) == programs
+
+
+def test_own_rows_have_to_be_as_the_program_has_them() -> None:
+    known = signature(Capture().run(zoo.build(SeesAndReads), even_batch())).decisions
+
+    def own(inputs: dict[str, Tensor]) -> FlatInputs:
+        return FlatInputs.of({name: tensor[:2] for name, tensor in inputs.items()})
+
+    require_whole(known, own(even_batch()), own_rows=[0, 1])
+    with pytest.raises(InputError, match=r"of each of which a mask of 'ids' chooses 3 places, and .*scatter"):
+        require_whole(known, own(batch()), own_rows=[0, 1])
