@@ -20,6 +20,7 @@ from galvatron_fx.ir.plan.progress import CAPTURE, LOWERING, Observer
 from galvatron_fx.plain_model import plain_model
 from galvatron_fx.plan_fit import check_budget
 from galvatron_fx.search_settings import SearchSettings
+from passes.analysis.blocks import graph_fingerprint
 from passes.frontend.capture.batch_dims import BatchDim
 from passes.frontend.capture.capture import ExampleInputs, FlatInputs
 from passes.frontend.pipeline import Frontend
@@ -95,7 +96,11 @@ class PlanningSession:
         with self.watch.phase(CAPTURE):
             if not isinstance(model, Captured):
                 refuse_sizes(batch=batch, sequence=sequence)
-                return self.frontend.run(plain_model(model), FlatInputs.of(inputs))  # type: ignore[arg-type]
+                flat = FlatInputs.of(inputs)  # type: ignore[arg-type]
+                graph = self.frontend.run(plain_model(model), flat)
+                if self._was_given_for_any_values(graph):
+                    graph = replace(self.frontend, tells_samples_apart=False).run(plain_model(model), flat)
+                return graph
             if inputs is None:
                 return model.graph(batch, sequence)
             if batch is not None or sequence is not None:
@@ -103,6 +108,13 @@ class PlanningSession:
                     "batch and sequence say the sizes of the captured inputs: give no example_inputs beside them"
                 )
             return model.graph_of(inputs)
+
+    def _was_given_for_any_values(self, graph: fx.GraphModule) -> bool:
+        """Whether the given plan is of another graph than this one, which tells samples apart by values of inputs:
+        those that the plan was searched for had none, as on the meta device.
+        """
+        tells_apart = any(decision.kind == "each" for decision in signature(graph).decisions)
+        return tells_apart and self.given is not None and not self.given.is_of(graph_fingerprint(graph))
 
     def choose(self, graph: fx.GraphModule) -> Plan:
         """The given plan, or the best there is. Raises BudgetError, PlanError and TimeLimitError."""

@@ -60,7 +60,7 @@ class Frontend:
     ``control``: who sees the graph after each pass, and what else runs; ``policy``: of mixed precision; None computes
     in the dtypes of the parameters; ``batch_dim``: which dim of the inputs is the batch, found where None;
     ``forward_only``: graphs without backward; ``may_read``,
-    ``symbolic``: as of :class:`passes.frontend.capture.capture.Capture`.
+    ``tells_samples_apart``, ``symbolic``: as of :class:`passes.frontend.capture.capture.Capture`.
     """
 
     control: PassControl = field(default_factory=PassControl)
@@ -68,6 +68,7 @@ class Frontend:
     batch_dim: BatchDim = None
     forward_only: bool = False
     may_read: MayRead = NOTHING_READ
+    tells_samples_apart: bool = True
     symbolic: bool = True
 
     def run(self, model: nn.Module, example_inputs: ExampleInputs) -> fx.GraphModule:
@@ -95,6 +96,7 @@ class Frontend:
             batch_dim=self.batch_dim,
             forward_only=self.forward_only,
             may_read=self.may_read,
+            tells_samples_apart=self.tells_samples_apart,
         )
 
     @fewer_collections()

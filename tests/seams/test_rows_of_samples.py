@@ -10,12 +10,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import galvatron_fx
-from galvatron_fx import Pipelining, Plan
-from galvatron_fx.errors import InputError
+from galvatron_fx import Cluster, Pipelining, Plan
+from galvatron_fx.errors import InputError, PlanError
+from galvatron_fx.ir.graph.collectives import all_gather
 from galvatron_fx.ir.graph.metadata import signature
 from galvatron_fx.runtime.decided_inputs import require_whole
 from passes.frontend.capture.capture import Capture
 from passes.frontend.capture.flat_inputs import FlatInputs
+from passes.frontend.pipeline import Frontend
+from passes.lowering.lower_step import Lower
+from tests.helpers import cluster_for, uniform
 from tests.models import zoo
 from tests.passes.frontend.test_masked_scatter import IMAGE, SeesAndReads, batch, values
 
@@ -81,3 +85,26 @@ def test_own_rows_have_to_be_as_the_program_has_them() -> None:
     require_whole(known, own(even_batch()), own_rows=[0, 1])
     with pytest.raises(InputError, match=r"of each of which a mask of 'ids' chooses 3 places, and .*scatter"):
         require_whole(known, own(batch()), own_rows=[0, 1])
+
+
+def test_a_plan_that_was_searched_without_values_holds(mesh: DeviceMesh) -> None:
+    meta = {name: tensor.to("meta") for name, tensor in even_batch().items()}
+    model = zoo.build(SeesAndReads)
+    plan = galvatron_fx.plan(model, Cluster.from_mesh(mesh), meta)
+    compiled = galvatron_fx.compile(zoo.build(SeesAndReads), mesh, even_batch(), plan=plan)
+    for inputs in (even_batch(), batch()):
+        torch.testing.assert_close(compiled(**inputs)["x"], model(**inputs)["x"], rtol=1e-10, atol=1e-12)
+    assert len(compiled._programs) == 1
+
+
+def test_batches_of_other_counts_are_refused_in_micro_batches() -> None:
+    plan = Plan.uniform((2,), ("data",), pipelining=Pipelining(1, 2))
+    with pytest.raises(PlanError, match=r"masked_scatter looks rows up sample by sample .* batch='gather'"):
+        galvatron_fx.check(zoo.build(SeesAndReads), 2, batch(), plan)
+
+
+def test_no_rank_takes_rows_of_others() -> None:
+    graph = Frontend().run(zoo.build(SeesAndReads), even_batch())
+    strategies = uniform(graph, "data")
+    lowered = Lower(strategies, cluster_for((2,), strategies), {}).run(graph)
+    assert not lowered.joint.graph.find_nodes(op="call_function", target=all_gather)

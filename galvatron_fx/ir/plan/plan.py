@@ -36,6 +36,11 @@ WILDCARD = "*"
 
 _MAX_AXIS_SIZE = 2**20
 
+_CHANGED = (
+    "the model, its inputs, or values of these by which forward decides changed since; search the plan again, on such "
+    "inputs as those that it is for"
+)
+
 
 @dataclass(frozen=True)
 class BlockPlan:
@@ -261,13 +266,17 @@ class Plan:
             if block.fingerprint not in ("", fingerprint):
                 raise PlanError(
                     f"block {index} ('{block.name}') of the plan has fingerprint {block.fingerprint} and that of the "
-                    f"model {fingerprint}: the model or its inputs changed since; search the plan again"
+                    f"model {fingerprint}: {_CHANGED}"
                 )
-        if self.graph_fingerprint not in ("", graph_fingerprint):
+        if not self.is_of(graph_fingerprint):
             raise PlanError(
                 f"the plan was made for graph {self.graph_fingerprint} and this is graph {graph_fingerprint}, though "
-                f"the blocks agree: the model or its inputs changed since; search the plan again"
+                f"the blocks agree: {_CHANGED}"
             )
+
+    def is_of(self, graph_fingerprint: str) -> bool:
+        """Whether it was made for a graph with this fingerprint, or for any."""
+        return self.graph_fingerprint in ("", graph_fingerprint)
 
     def with_precision(self, policy: MixedPrecisionPolicy | None) -> Plan:
         """Return a plan that is tied to no model, and says nothing of precision, with ``policy``; others unchanged."""

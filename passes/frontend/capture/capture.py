@@ -64,7 +64,8 @@ class Capture:
     dim of the inputs is the batch (:mod:`passes.frontend.capture.batch_dims`). ``forward_only``: no backward: the graph
     is that of the model under ``torch.no_grad()``, without tangents and gradients. ``may_read``: what an earlier
     capture of the model was allowed to decide by (:class:`galvatron_fx.ir.graph.metadata.Signature`): this one need not
-    find out that it has to.
+    find out that it has to. ``tells_samples_apart``: where a mask of inputs chooses as many rows of each sample, the
+    graph is for batches in which it does.
 
     If the model returns scalars that need gradients (its losses), they alone are differentiable, and the other outputs
     (logits, hidden states) are returned detached; a model without such a scalar keeps every floating output
@@ -77,6 +78,7 @@ class Capture:
     batch_dim: BatchDim = None
     forward_only: bool = False
     may_read: MayRead = NOTHING_READ
+    tells_samples_apart: bool = True
 
     def run(self, model: nn.Module, example_inputs: ExampleInputs) -> fx.GraphModule:
         """Capture ``model`` on ``example_inputs`` (a dict of keyword arguments, a tuple or one tensor; the global
@@ -100,7 +102,7 @@ class Capture:
 
     def _run(self, model: nn.Module, inputs: FlatInputs) -> Trace:
         """Trace, and where that fails as forward asks for values of inputs, with those of the example."""
-        reads = InputReads(self.may_read)
+        reads = InputReads(self.may_read, self.tells_samples_apart)
         while True:
             try:
                 return self._with_values(model, inputs, reads)

@@ -24,11 +24,10 @@ class InputReads:
     at the sizes of the example.
     """
 
-    def __init__(self, may_read: MayRead = NOTHING_READ) -> None:
-        self.may_read = may_read
+    def __init__(self, may_read: MayRead = NOTHING_READ, may_tell_samples_apart: bool = True) -> None:
+        self.may_read, self.may_tell_samples_apart = may_read, may_tell_samples_apart
         self.refused: dict[str, None] = {}
         self.uncounted: dict[str, None] = {}
-        self.may_tell_samples_apart = True
         self.decisions: list[Decision] = []
         self._answers: list[tuple[str, Any]] = []
         self._at = 0

@@ -120,8 +120,6 @@ class KnownReads(TorchFunctionMode):
         if func is torch.tensor and sources and not isinstance(args[0] if args else kwargs["data"], Tensor):
             # Made of the numbers that tensors in a list hold, which torch takes from memory.
             return self._constants(self._read(func, args, kwargs, sources, _reads_values()))
-        if base_name(func) == "expand":
-            args = self._at_any_batch(args)
         writes = is_in_place(func)
         known = [each for each in self._known.values() if each.is_unchanged] if writes else []
         try:
@@ -137,7 +135,8 @@ class KnownReads(TorchFunctionMode):
                 raise
             result = self._constants(self._read(func, args, kwargs, sources, error))
         names = tuple(dict.fromkeys(name for source in sources for name in source.names))
-        given = pytree.tree_map(lambda leaf: leaf, (tuple(args), dict(kwargs)))  # lists may grow later
+        noted = self._at_any_batch(args) if base_name(func) == "expand" else args
+        given = pytree.tree_map(lambda leaf: leaf, (tuple(noted), dict(kwargs)))  # lists may grow later
         self._calls.append(_Call(Step(func, given[0], given[1], writes), frozenset(names)))
         for each in known:
             if not each.is_unchanged and self._input_names.keys() >= set(each.names):  # buffers may not change

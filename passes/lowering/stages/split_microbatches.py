@@ -45,6 +45,10 @@ _BALANCING = (
     " (a loss that balances experts multiplies two means over the batch: train without it, in transformers by "
     "output_router_logits=False, or balance by a bias of the router)"
 )
+_LOOKED_UP = (
+    " (masked_scatter looks rows up sample by sample where its mask, of inputs whose values all ranks have, chooses as "
+    "many places of each sample: give batches that are so, and with rows of each rank batch='gather')"
+)
 
 
 @dataclass(frozen=True)
@@ -185,12 +189,20 @@ class SplitMicrobatches:
         return PlanError(
             f"'{source.name}' ({source.target}) in {where} couples the samples of a batch, so the batch cannot be cut "
             f"into {self.num_microbatches} micro-batches with the same result: use num_microbatches=1, or a model "
-            f"whose samples do not depend on each other{_BALANCING if _has_experts(node.graph) else ''}"
+            f"whose samples do not depend on each other{_LOOKED_UP if _looks_samples_up(node.graph) else ''}"
+            f"{_BALANCING if _has_experts(node.graph) else ''}"
         )
 
 
 def _has_experts(graph: fx.Graph) -> bool:
     return bool(graph.find_nodes(op="call_function", target=route))
+
+
+def _looks_samples_up(graph: fx.Graph) -> bool:
+    """Whether rows that samples make are looked up, whichever sample asks."""
+    lookups = graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default)
+    tables = (input_nodes(node)[0] for node in lookups)
+    return any(table.op == "call_function" and meta_of(table).spec.dim_of(BATCH) is not None for table in tables)
 
 
 def _require_losses(graph: fx.GraphModule, count: int) -> None:
