@@ -346,7 +346,7 @@ class DistributedGraphModule(WithExperts):
         decided_by = program.signature.decided_by
         if decided_by:
             self._deciding.require_kept(decided_by, dict(self.named_buffers(remove_duplicate=False)))
-        require_whole(program.signature.decisions, flat, row_positions)
+        require_whole(program.signature.decisions, given, row_positions)
         return program, flat, row_positions
 
     def _new_program(self, key: Any, inputs: FlatInputs) -> AnyProgram:

@@ -7,6 +7,7 @@ import sys
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,9 +18,11 @@ from galvatron_fx import Pipelining, Plan, Strategy, own_rows
 from galvatron_fx.errors import InputError
 from passes.analysis.blocks import num_blocks
 from tests.models import zoo
+from tests.passes.frontend.test_masked_scatter import SeesAndReads
 from tests.runtime.beside_plain import same, same_parameters
 from tests.runtime.launch import Check, fork_checks, runs
 from tests.runtime.shared_lowerings import compile_before_the_fork
+from tests.seams.test_rows_of_samples import even_batch
 
 BATCH = 8
 # By the number of ranks and the name of the check: model, mesh, roles, the number of micro-batches, rows of each rank.
@@ -210,10 +213,24 @@ def loss_inside(mesh: DeviceMesh) -> None:
         )
 
 
+def samples_look_up_their_own(mesh: DeviceMesh) -> None:
+    """Own rows tell whether each of their samples is as the program has it."""
+    model, inputs = zoo.build(SeesAndReads), even_batch()
+    compiled = galvatron_fx.compile(copy.deepcopy(model), mesh, inputs, plan=Plan.uniform((2,), ("data",)))
+
+    def own(whole: dict[str, Tensor]) -> dict[str, Tensor]:
+        return own_rows({name: tensor[list(compiled.batch_rows)] for name, tensor in whole.items()})
+
+    same(compiled.forward_backward(**own(inputs))["loss"], model(**inputs)["loss"], "loss of own rows")
+    with pytest.raises(InputError, match="a mask of 'ids' chooses 3 places, and a rank's own rows have others"):
+        compiled.forward_backward(**own({**inputs, "ids": torch.full_like(inputs["ids"], 7)}))
+
+
 OTHERS: dict[str, Check] = {
     "loss_outside": loss_outside,
     "loss_inside": loss_inside,
     **{name: partial(unlike_blocks, roles) for name, roles in UNLIKE.items()},
+    "samples_look_up_their_own": samples_look_up_their_own,
     "refusals": refusals,
 }
 
