@@ -135,7 +135,7 @@ def test_plan_with_another_number_of_blocks() -> None:
 def test_plan_after_the_inputs_changed() -> None:
     plan = galvatron_fx.plan(Regression(), CLUSTER, REGRESSION)
     other = {"x": torch.randn(8, 6), "y": torch.randn(8, 3)}
-    with pytest.raises(PlanError, match="the model or its inputs changed"):
+    with pytest.raises(PlanError, match="the model, its inputs, or values of these by which forward decides changed"):
         galvatron_fx.explain(Regression(), CLUSTER, other, plan=plan)
 
 
