@@ -116,7 +116,8 @@ def plan(
     ``search_seconds``: when to take the best plan found so far, at the next configuration (its ``notes`` say so);
     ``optimizer``: whose states and update count (one of :data:`galvatron_fx.ir.plan.optimizers.OPTIMIZERS`);
     ``expert_imbalance``: rows that the busiest rank's experts are expected to have, over the mean, which prices role
-    ``expert`` and is its room (:class:`galvatron_fx.ir.plan.strategy.Strategy`, ``capacity``);
+    ``expert`` and is its room (:class:`galvatron_fx.ir.plan.strategy.Strategy`, ``capacity``), for which
+    ``model.expert_loads().room`` of a step is enough;
     ``offload``: what may be in the host's memory where that pays: ``"activations"``, which wait there for backward,
     ``"states"`` of the optimizer, which come to the device for its step, ``"parameters"`` with their states, which come
     for each block that uses them;

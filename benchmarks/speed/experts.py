@@ -2,8 +2,9 @@
 that do not split them.
 
 A Mixtral whose experts are most of its work is trained on ranks of this machine: as transformers makes it parallel, and
-under plans of ours; steps are taken in turns in one run. Prints median step times, their ratio to the best that is not
-the search's plan, and what was predicted of each plan.
+under plans of ours; steps are taken in turns in one run. ``search, room`` has room for the rows of experts that a step
+of the plan ``expert`` counted. Prints median step times, their ratio to the best that is not ours with experts, the
+further rounds of all layers in the last step, and what is predicted of each plan at the loads of that step.
 """
 
 from __future__ import annotations
@@ -47,14 +48,15 @@ def main() -> None:
         found = json.loads((Path(folder) / "found.json").read_text(encoding="utf-8"))
     console.print(f"{found['plan']}\n")
     measured, predicted = found["measured"], found["predicted"]
-    best = min(seconds for name, seconds in measured.items() if name not in ("search", "expert"))
-    table = Table("contender", "step", "of the best without ours", "predicted", "over measured")
+    best = min(seconds for name, seconds in measured.items() if not name.startswith(("search", "expert")))
+    table = Table("contender", "step", "of the best without ours", "further rounds", "predicted", "over measured")
     for name, seconds in measured.items():
         told = predicted.get(name)
         told_of = ("", "") if told is None else (format_seconds(told), f"{told / seconds:.2f}")
-        table.add_row(name, format_seconds(seconds), f"{seconds / best:.2f}", *told_of)
+        rounds = str(found["rounds"].get(name, ""))
+        table.add_row(name, format_seconds(seconds), f"{seconds / best:.2f}", rounds, *told_of)
     for name, why in found["failed"].items():
-        table.add_row(name, "failed", "", "", "")
+        table.add_row(name, "failed", "", "", "", "")
         console.print(f"{name} failed: {why}")
     console.print(table)
 

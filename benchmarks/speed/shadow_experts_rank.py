@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -21,15 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers.integrations.moe  # noqa: F401  (registers operators)
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import galvatron_fx as gfx
 from benchmarks.common.contender import WARM_UP, Contender
-from cost_models.ops import is_matmul
-from galvatron_fx.ir.graph.further_rounds import FurtherRounds
-from galvatron_fx.ir.graph.metadata import has_meta, meta_of, set_meta
+from benchmarks.common.measured_loads import as_measured
 from galvatron_fx.ir.kernels.experts import combine, dispatch, route
 from galvatron_fx.ir.plan.strategy import CAPACITY
 from galvatron_fx.profiling import measure_cluster
@@ -117,28 +115,6 @@ class Loads:
         return cls(mean(loads.imbalance(ranks) for loads in steps), rounds, max(loads.room for loads in steps))
 
 
-def as_measured(lowered: Lowered, loads: Loads, rows: float) -> Lowered:
-    """A program whose prices count on a busiest rank and on further rounds as they were measured; ``rows``: of a rank
-    in the mean.
-    """
-    rounds = round(loads.rounds)
-    busiest = loads.imbalance * rows / (1 + rounds)
-    for half in (lowered.halves.forward, lowered.halves.backward):
-        for node in half.graph.nodes:
-            if isinstance(node.target, FurtherRounds):
-                node.target = replace(node.target, expected=rounds)
-                _fill(node.target.body, busiest)
-        _fill(half, busiest)
-    return lowered
-
-
-def _fill(graph: fx.GraphModule, busiest: float) -> None:
-    for node in graph.graph.nodes:
-        if node.op == "call_function" and has_meta(node) and is_matmul(node.target):
-            room = meta_of(node.args[0]).spec.shape[0]
-            set_meta(node, meta_of(node).having(filled=min(1.0, busiest / room)))
-
-
 def _step(model: gfx.DistributedGraphModule, steps: Iterator[Batch]) -> object:
     return model.forward_backward(**next(steps))
 
@@ -168,14 +144,15 @@ def main() -> None:
         model = gfx.compile(Mixture(*sizes), mesh, batches[0], plan=plan, cluster=cluster, compare_batches=0)
         optimizer = torch.optim.AdamW(model.parameters())
         contender = contenders[name] = Contender(partial(_step, model, cycle(batches)), optimizer)
-        loads = Loads.of(_loads_of_trace(model, contender, len(batches)), ranks)
+        steps = _loads_of_trace(model, contender, len(batches))
         if shadows or moves:
             model.rebalance_experts(optimizer, dry_run=False, moves=moves)
-            loads = Loads.of(_loads_of_trace(model, contender, len(batches)), ranks)
+            steps = _loads_of_trace(model, contender, len(batches))
+        loads = Loads.of(steps, ranks)
         room = max(room, loads.room)
         lowered = lower(graph, plan, cluster)
         assert isinstance(lowered, Lowered)
-        report = SimulateStep(cluster).run(as_measured(lowered, loads, rows))
+        report = SimulateStep(cluster).run(as_measured(lowered, steps, ranks, rows))
         found[name] = {
             "imbalance": loads.imbalance, "rounds": loads.rounds, "capacity": capacity,
             "simulated_s": report.step_time_s, "memory_bytes": report.peak_memory_bytes,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from math import ceil
 
 import torch
 from torch import Tensor, fx
@@ -22,6 +24,8 @@ from galvatron_fx.runtime.expert_order import ExpertOrder, ExpertOrders
 from galvatron_fx.runtime.members import Members
 
 __all__ = ["CountsKeeper", "ExpertLoads", "KeptCounts", "LayerLoads", "with_experts"]
+
+_TOLD_AT = 8  # steps
 
 Place = tuple[int, int]  # block, and number of the mixture in it
 _Experts = tuple[int, ...]
@@ -190,6 +194,7 @@ class KeptCounts:
     orders: ExpertOrders = field(default_factory=ExpertOrders)
     members: Members = field(default_factory=Members.every)
     layers: dict[Place, CountsKeeper] = field(default_factory=dict)
+    _steps: int = 0
     _seen: Counter[int] = field(default_factory=Counter)
 
     def keep(self, graph: fx.GraphModule, axes: Sequence[BoundAxis]) -> None:
@@ -211,6 +216,24 @@ class KeptCounts:
             with graph.graph.inserting_after(max(values)):
                 write_call(graph.graph, layer, tuple(values))
         graph.recompile()
+
+    def end_step(self) -> None:
+        """Hear that a step was trained; of one of the first, warn where most layers had no room for all rows."""
+        self._steps += 1
+        if self._steps != _TOLD_AT:
+            return
+        exchanging = [layer for layer in self.layers.values() if layer.exchanged is not None and layer.kept]
+        crowded = [layer for layer in exchanging if layer.further_rounds()]
+        if 2 * len(crowded) > len(exchanging):
+            room = max(layer.room() for layer in crowded)
+            warnings.warn(
+                f"experts have no room for all rows that ranks send each other, so {len(crowded)} of "
+                f"{len(exchanging)} layers exchange and compute in further rounds ('{crowded[0].name}'), each of which "
+                f"takes about as long as the first: compile or plan with expert_imbalance={ceil(20 * room) / 20:.2f}, "
+                f"which is room for step {self._steps} and takes memory; or deal experts by their rows, "
+                f"model.rebalance_experts(optimizer). model.expert_loads() tells of each layer",
+                stacklevel=2,
+            )
 
     def forget(self) -> None:
         """Drop what was counted while experts were held in another order."""

@@ -135,6 +135,7 @@ class DistributedGraphModule(WithExperts):
             with torch.no_grad(), self._watch.collectives(), folding(self._folded, program.folded, self._held):
                 self._rows.complete(flat, row_positions, program.read)
                 results, gradients = program.train(self._values(flat))
+                program.counts.end_step()
                 self._update_state(results)
                 self._accumulate(gradients, program.folded)
                 self._hand_back(program, flat, gradients)
@@ -186,6 +187,7 @@ class DistributedGraphModule(WithExperts):
                     self._rows.complete(flat, row_positions, program.read)
                 call = Call(self._values(flat), self._versions(flat), self._update_state, self._alone)
                 results = program.differentiable(call, *tensors)
+                program.counts.end_step()
         return self._own_outputs(program, self._outputs(program, results, program.undifferentiated))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

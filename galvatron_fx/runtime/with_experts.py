@@ -19,7 +19,7 @@ class WithExperts(OnMesh):
         """Return how many rows every expert had in the last :meth:`forward_backward`, and how many further rounds of
         exchange ran; every rank calls it, and waits for its device.
 
-        ``plan(..., expert_imbalance=loads.imbalance(ranks))`` plans for what was measured. A model without experts that
+        ``plan(..., expert_imbalance=loads.room)`` has room for what was measured. A model without experts that
         tokens choose has no layers with loads. Raises InputError before the first step.
         """
         return (self._trained or self._compiled()).counts.loads()
