@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from passes.frontend.replaced_functions import replaced
 
-__all__ = ["dense_scatters"]
+__all__ = ["by_sample", "dense_scatters"]
 
 ChoosesOfEach = Callable[[Tensor, float], bool]
 """Whether a mask ``[samples, places]`` is known to choose so many places of each sample."""
@@ -53,12 +53,8 @@ def _masked_scatter(chooses_of_each: ChoosesOfEach, input: Tensor, mask: Tensor,
         written: Tensor = _scatter(input, mask, source)
         return written
     mask = mask.expand(shape)
-    whole = _dims_alike(mask)
+    chosen, whole = by_sample(mask)
     width = math.prod(shape[len(shape) - whole :])
-    once = mask
-    for _ in range(whole):
-        once = once.select(-1, 0)
-    chosen = once.flatten(1) if once.dim() > 1 else once.unsqueeze(1)
     count = source.numel() // width
     if not count:
         return input.expand(shape).masked_fill(mask, torch.nan)
@@ -76,6 +72,14 @@ def _masked_scatter(chooses_of_each: ChoosesOfEach, input: Tensor, mask: Tensor,
             found = torch.where((places < count).unsqueeze(-1), found, torch.nan)
     scattered = torch.where(chosen.unsqueeze(-1), found, input.expand(shape).reshape(found.shape))
     return scattered.reshape(shape)
+
+
+def by_sample(mask: Tensor) -> tuple[Tensor, int]:
+    """A mask as ``[samples, places]``, without the last dims along which all is alike, and how many these are."""
+    whole = _dims_alike(mask)
+    for _ in range(whole):
+        mask = mask.select(-1, 0)
+    return mask.flatten(1) if mask.dim() > 1 else mask.unsqueeze(1), whole
 
 
 def _dims_alike(mask: Tensor) -> int:

@@ -38,6 +38,22 @@ def decisions(inputs: dict[str, Tensor], model: type[nn.Module] = SeesAndReads) 
     return [(decision.kind, decision.value) for decision in signature(graph).decisions]
 
 
+class Counts(SeesAndReads):
+    """Holds the number of its places against that of its parts, as newer models of transformers do, and reads them."""
+
+    def forward(self, ids: Tensor, image: Tensor) -> dict[str, Tensor]:
+        words, parts = self.words(ids), self.sees(image)
+        mask = (ids == IMAGE).unsqueeze(-1).expand_as(words)
+        if words[mask].numel() != parts.numel():
+            raise ValueError("as many places as parts, please")
+        x = words.masked_scatter(mask, parts)
+        for layer in self.layers:
+            x = layer(x)
+        seen = x[mask].reshape(len(ids), -1)
+        whole = x[(ids[:, :1] >= 0).unsqueeze(-1).expand_as(x)]  # a mask that says the same of all of a sample
+        return {"loss": x.square().mean() + seen.sin().mean() + whole.cos().mean(), "seen": seen}
+
+
 class OfAll(SeesAndReads):
     """Two images of each sample, one behind the other along their own first dim."""
 
@@ -52,6 +68,13 @@ def test_samples_are_told_apart_where_each_has_its_share() -> None:
     ids = even_batch()["ids"]
     meta = {"ids": ids.to("meta"), "image": values(4, 3, 6).to("meta")}  # as where ranks bring rows of their own
     assert decisions(meta) == []
+
+
+def test_rows_that_are_taken_are_those_of_samples() -> None:
+    kinds = [kind for kind, _ in decisions(even_batch(), Counts)]
+    assert set(kinds) == {"each"}
+    plan = Plan.uniform((2,), ("pipeline",), pipelining=Pipelining(2, 2))
+    galvatron_fx.check(zoo.build(Counts), 2, even_batch(), plan).raise_if_different()
 
 
 def test_rows_that_do_not_grow_with_the_batch_are_those_of_all() -> None:

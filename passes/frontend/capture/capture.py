@@ -279,11 +279,16 @@ def _tell_of_finite_values(flat: FlatModel) -> None:
 
 
 def _tell_of_read_inputs(reads: InputReads) -> None:
-    for kind, does, instead in (
-        ("number", "turns values of {} into Python numbers", "let forward compute with tensors (torch.where, masks)"),
-        ("rows", "takes as many rows as a mask of {} chooses", "keep all rows and leave some out of the loss"),
+    counted = ("rows", "each") if reads.may_read.lines else ()  # else rows are looked up whichever a mask chooses
+    for kinds, does, instead in (
+        (
+            ("number",),
+            "turns values of {} into Python numbers",
+            "let forward compute with tensors (torch.where, masks)",
+        ),
+        (counted, "takes as many rows as a mask of {} chooses", "keep all rows and leave some out of the loss"),
     ):
-        decisions = [decision for decision in reads.decisions if decision.kind == kind]
+        decisions = [decision for decision in reads.decisions if decision.kind in kinds]
         if decisions:
             names = sorted(frozenset[str]().union(*(decision.computation.inputs for decision in decisions)))
             lines = dict.fromkeys(decision.line for decision in decisions)

@@ -15,6 +15,7 @@ from passes.frontend.capture.known_reads import KnownReads, least_and_most
 from passes.frontend.chosen_rows.choice import RowTensor
 from passes.frontend.chosen_rows.functions import base_name, is_in_place, is_mask
 from passes.frontend.masked_rows.mode import user_line
+from passes.frontend.masked_scatter import by_sample
 from passes.frontend.masked_writes import only_mask
 
 __all__ = ["CountedRows"]
@@ -47,7 +48,7 @@ class CountedRows(TorchFunctionMode):
             x, mask = args if len(args) == 2 else (args[0], kwargs["mask"])
             if not isinstance(x, RowTensor) and self._counts(mask):
                 shape = torch.broadcast_shapes(x.shape, mask.shape)
-                return self._chosen(mask.expand(shape)).of(x.expand(shape))
+                return self._taken(x.expand(shape), mask.expand(shape))
         if name in ("getitem", "setitem", "index_put") and not isinstance(args[0], RowTensor):
             entries = args[1] if isinstance(args[1], (tuple, list)) else (args[1],)
             masks = [entry for entry in entries if is_mask(entry)]
@@ -67,6 +68,16 @@ class CountedRows(TorchFunctionMode):
         if _key(mask) not in self._counted:
             self._counted[_key(mask)] = mask, self._newly_chosen(mask)
         return self._counted[_key(mask)][1]
+
+    def _taken(self, x: Tensor, mask: Tensor) -> Tensor:
+        """``x[mask]``; sample by sample where a mask of several dims chooses as many places of each."""
+        if mask.dim() > 2:
+            chosen, whole = by_sample(mask)
+            count = self._known.count_of_each(chosen)
+            if count is not None:
+                rows = x.flatten(1, mask.dim() - whole - 1) if mask.dim() > whole + 1 else x.unsqueeze(1)
+                return _Chosen(chosen, count, "each").of(rows).flatten(0, whole)
+        return self._chosen(mask).of(x)
 
     def _newly_chosen(self, mask: Tensor) -> _Chosen:
         least, most, total = self._known.value(_row_counts, mask)
@@ -88,10 +99,10 @@ class CountedRows(TorchFunctionMode):
         is_behind_slices = all(isinstance(entry, slice) for entry in entries[:at])
         if not is_behind_slices or x.shape[at : at + mask.dim()] != mask.shape:
             return func(*args, **kwargs)
+        if only_mask(entries) is mask and name == "getitem":
+            return self._taken(x, mask)
         chosen = self._chosen(mask)
         if only_mask(entries) is mask:
-            if name == "getitem":
-                return chosen.of(x)
             accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
             if not accumulates:
                 written = chosen.written(x, value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from galvatron_fx.ir.errors import CaptureError
-from galvatron_fx.ir.graph.decisions import NOTHING_READ, Computation, Decision, Given, Made, Step, plain
+from galvatron_fx.ir.graph.decisions import Computation, Decision, Given, Made, Step, plain
 from galvatron_fx.ir.graph.metadata import output_ports
 from galvatron_fx.ir.torch_compat.tensors import pytree
 from galvatron_fx.ir.torch_compat.tracing import (
@@ -33,6 +33,7 @@ _MOST_OF_BUFFER = 4096  # elements, whose values are remembered
 _MOST_ELEMENTS = 2**16  # of a tensor that is as long as values of inputs say
 _MOST_NUMBERS = 1024  # that are read of inputs: sizes of images and the like, and hardly a batch of token ids
 _READS = ("bool", "complex", "contains", "equal", "float", "format", "index", "int", "item", "tolist")
+_NOT_EACH = -1  # in the place of a number of rows
 _MAKERS = (torch.arange, torch.eye, torch.full, torch.linspace, torch.ones, torch.tensor, torch.zeros)
 
 
@@ -277,23 +278,33 @@ class KnownReads(TorchFunctionMode):
         """Whether a mask of inputs ``[samples, places]`` chooses ``count`` places of each sample, which is held against
         those of every call; False where inputs decide other things as well: then samples are not told apart.
         """
-        if not self._inputs.may_tell_samples_apart or self._inputs.may_read != NOTHING_READ:
-            return False
+        noted = self._count_of_each(mask, lambda found: found == count)
+        if noted not in (None, count):
+            raise RowsOfAll(f"a mask chooses {count:g} places of a sample in place of {noted:g}")
+        return noted is not None
+
+    def count_of_each(self, mask: Tensor) -> int | None:
+        """How many places a mask of inputs ``[samples, places]`` chooses of each sample, likewise; None where it
+        chooses more of one than of another, and where samples are not told apart.
+        """
+        return self._count_of_each(mask, lambda found: True)
+
+    def _count_of_each(self, mask: Tensor, suits: Callable[[int], bool]) -> int | None:
+        if not self._inputs.may_tell_samples_apart or self._inputs.may_read.inputs:
+            return None
         if not self.knows_mask(mask) or self._is_of_floats(mask):
-            return False
+            return None
         line = described_frame(calling_frame())
         if not self._is_example:
-            noted = self._inputs.again(line)
-            if noted not in (False, count):
-                raise RowsOfAll(f"a mask chooses {count:g} places of a sample in place of {noted:g}: {line}")
-            return noted is not False
+            noted: int = self._inputs.again(line)
+            return noted if noted >= 0 else None
         computation = self._computation(least_and_most, (mask,), {})
         counts = plain(self._computed(computation))
-        is_known = bool(computation.inputs) and counts == [count, count]
-        self._inputs.note(line, is_known and count)
+        is_known = bool(computation.inputs) and counts is not None and counts[0] == counts[1] and suits(counts[0])
+        self._inputs.note(line, counts[0] if is_known else _NOT_EACH)
         if is_known:
             self._inputs.decisions.append(Decision(computation, counts, "each", line))
-        return is_known
+        return counts[0] if is_known else None
 
     # ---- values ----
 
