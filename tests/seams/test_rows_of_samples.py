@@ -99,6 +99,23 @@ def test_a_batch_of_other_counts_is_another_program(mesh: DeviceMesh) -> None:
         assert len(compiled._programs) == programs
 
 
+class AsTheLargest(SeesAndReads):
+    """Its places are those of the largest token: which that is, one sample does not tell."""
+
+    def forward(self, ids: Tensor, image: Tensor) -> dict[str, Tensor]:
+        mask = (ids == ids.max()).unsqueeze(-1)
+        return {"loss": self.words(ids).masked_scatter(mask, self.sees(image)).square().mean()}
+
+
+def test_own_rows_are_refused_where_they_do_not_tell_of_their_samples() -> None:
+    inputs = even_batch()
+    inputs["ids"] = torch.where(inputs["ids"] == IMAGE, 15, inputs["ids"].clamp(max=14))
+    known = signature(Capture().run(zoo.build(AsTheLargest), inputs)).decisions
+    assert [(decision.kind, decision.value) for decision in known] == [("rows", [3, 3])]
+    with pytest.raises(InputError, match="forward decides by values of input 'ids', which takes those of all rows"):
+        require_whole(known, FlatInputs.of({name: tensor[:2] for name, tensor in inputs.items()}), own_rows=[0, 1])
+
+
 def test_own_rows_have_to_be_as_the_program_has_them() -> None:
     known = signature(Capture().run(zoo.build(SeesAndReads), even_batch())).decisions
 

@@ -54,6 +54,13 @@ class Computation:
         leaves = (leaf for step in self.steps for leaf in pytree.tree_leaves((step.args, step.kwargs), _is_place))
         return frozenset(leaf.name for leaf in leaves if isinstance(leaf, Given))
 
+    @property
+    def is_by_sample(self) -> bool:
+        """Whether all calls but the last are known to do the same for each sample, whichever others there are: what the
+        last one is given of some rows of the inputs is then those rows of what it is given of all.
+        """
+        return len(self.inputs) == 1 and all(map(_is_by_sample, self.steps[:-1]))
+
     def of(self, inputs: Mapping[str, Tensor]) -> Any:
         """What it makes of ``inputs``, which stay as they are."""
         made: list[Any] = []
@@ -115,6 +122,26 @@ def plain(value: Any) -> Any:
     """A value with lists of numbers in the place of its tensors."""
     whole = pytree.tree_map_only(Tensor, lambda tensor: tensor.tolist(), value)
     return list(whole) if isinstance(whole, tuple) else whole
+
+
+_BY_ELEMENT = {
+    "and", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "bool", "clone", "contiguous", "detach", "eq", "ge",
+    "gt", "invert", "le", "logical_and", "logical_not", "logical_or", "logical_xor", "lt", "ne", "or", "to", "xor",
+}  # fmt: skip
+
+
+def _is_by_sample(step: Step) -> bool:
+    """Whether a call keeps samples where they are, in the first dim, and apart."""
+    name, args = getattr(step.function, "__name__", "").strip("_"), step.args
+    if step.writes or step.kwargs or any(isinstance(arg, Tensor) and arg.dim() for arg in args):
+        return False
+    if name in ("unsqueeze", "flatten"):
+        return len(args) == 2 and args[1] in ((-1, 1, 2) if name == "unsqueeze" else (1,))
+    if name == "select":
+        return len(args) == 3 and args[1] == -1
+    if name == "expand":
+        return bool(args[1][0] == -1)
+    return name in _BY_ELEMENT
 
 
 def _is_place(leaf: Any) -> bool:

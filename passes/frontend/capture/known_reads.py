@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
@@ -303,7 +303,8 @@ class KnownReads(TorchFunctionMode):
         is_known = bool(computation.inputs) and counts is not None and counts[0] == counts[1] and suits(counts[0])
         self._inputs.note(line, counts[0] if is_known else _NOT_EACH)
         if is_known:
-            self._inputs.decisions.append(Decision(computation, counts, "each", line))
+            kind: Literal["each", "rows"] = "each" if computation.is_by_sample else "rows"
+            self._inputs.decisions.append(Decision(computation, counts, kind, line))
         return counts[0] if is_known else None
 
     # ---- values ----
