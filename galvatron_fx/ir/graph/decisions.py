@@ -125,8 +125,9 @@ def plain(value: Any) -> Any:
 
 
 _BY_ELEMENT = {
-    "and", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "bool", "clone", "contiguous", "detach", "eq", "ge",
-    "gt", "invert", "le", "logical_and", "logical_not", "logical_or", "logical_xor", "lt", "ne", "or", "to", "xor",
+    "and", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "bool", "clone", "contiguous", "detach", "eq",
+    "ge", "gt", "invert", "le", "logical_and", "logical_not", "logical_or", "logical_xor", "lt", "ne", "or", "to",
+    "xor",
 }  # fmt: skip
 
 
