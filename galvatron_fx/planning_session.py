@@ -110,11 +110,11 @@ class PlanningSession:
             return model.graph_of(inputs)
 
     def _was_given_for_any_values(self, graph: fx.GraphModule) -> bool:
-        """Whether the given plan is of another graph than this one, which tells samples apart by values of inputs:
-        those that the plan was searched for had none, as on the meta device.
+        """Whether the given plan is of another graph than this one, which may tell samples apart by values of inputs:
+        those that the plan was searched for may have had none, as on the meta device.
         """
-        tells_apart = any(decision.kind == "each" for decision in signature(graph).decisions)
-        return tells_apart and self.given is not None and not self.given.is_of(graph_fingerprint(graph))
+        decides = bool(signature(graph).decisions)
+        return decides and self.given is not None and not self.given.is_of(graph_fingerprint(graph))
 
     def choose(self, graph: fx.GraphModule) -> Plan:
         """The given plan, or the best there is. Raises BudgetError, PlanError and TimeLimitError."""

@@ -107,9 +107,14 @@ class AsTheLargest(SeesAndReads):
         return {"loss": self.words(ids).masked_scatter(mask, self.sees(image)).square().mean()}
 
 
+def of_the_largest() -> dict[str, Tensor]:
+    """The same batch, with places of the token that is an image's and the largest."""
+    ids = even_batch()["ids"]
+    return {**even_batch(), "ids": torch.where(ids == IMAGE, IMAGE, ids % IMAGE)}
+
+
 def test_own_rows_are_refused_where_they_do_not_tell_of_their_samples() -> None:
-    inputs = even_batch()
-    inputs["ids"] = torch.where(inputs["ids"] == IMAGE, 15, inputs["ids"].clamp(max=14))
+    inputs = of_the_largest()
     known = signature(Capture().run(zoo.build(AsTheLargest), inputs)).decisions
     assert [(decision.kind, decision.value) for decision in known] == [("rows", [3, 3])]
     with pytest.raises(InputError, match="forward decides by values of input 'ids', which takes those of all rows"):
@@ -127,13 +132,15 @@ def test_own_rows_have_to_be_as_the_program_has_them() -> None:
         require_whole(known, own(batch()), own_rows=[0, 1])
 
 
-def test_a_plan_that_was_searched_without_values_holds(mesh: DeviceMesh) -> None:
-    meta = {name: tensor.to("meta") for name, tensor in even_batch().items()}
-    model = zoo.build(SeesAndReads)
+@pytest.mark.parametrize("kind", [SeesAndReads, AsTheLargest])
+def test_a_plan_that_was_searched_without_values_holds(mesh: DeviceMesh, kind: type[nn.Module]) -> None:
+    meta = {name: tensor.to("meta") for name, tensor in of_the_largest().items()}
+    model = zoo.build(kind)
     plan = galvatron_fx.plan(model, Cluster.from_mesh(mesh), meta)
-    compiled = galvatron_fx.compile(zoo.build(SeesAndReads), mesh, even_batch(), plan=plan)
-    for inputs in (even_batch(), batch()):
-        torch.testing.assert_close(compiled(**inputs)["x"], model(**inputs)["x"], rtol=1e-10, atol=1e-12)
+    compiled = galvatron_fx.compile(zoo.build(kind), mesh, of_the_largest(), plan=plan)
+    other = {**of_the_largest(), "ids": of_the_largest()["ids"].roll(1)}  # as many of all, and not of each
+    for inputs in (of_the_largest(), other):
+        torch.testing.assert_close(compiled(**inputs)["loss"], model(**inputs)["loss"], rtol=1e-10, atol=1e-12)
     assert len(compiled._programs) == 1
 
 
