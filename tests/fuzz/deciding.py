@@ -17,7 +17,9 @@ def decided(w: Writer, inputs: Inputs, x: Value, seed: int) -> Value:
     random = Random(f"decided {seed}")
     if random.random() >= _SHARE:
         return x
-    kinds = [_number, _branch] if len(x.shape) != 3 else [_number, _branch, _slice, _rows, _rows]
+    kinds = (
+        [_number, _branch] if len(x.shape) != 3 else [_number, _branch, _slice, _rows, _rows, _scattered, _scattered]
+    )
     if x.shape[0] == inputs.batch:
         kinds.append(_steps)
     return random.choice(kinds)(w, inputs, x, random)
@@ -61,3 +63,15 @@ def _rows(w: Writer, inputs: Inputs, x: Value, random: Random) -> Value:
     inputs.made["order"] = made
     w.argument("order", (batch, length), "int")
     return w.emit(f"{x}[order < {kept}].reshape({batch.text}, -1, {width.text})", sizes(batch, kept, width))
+
+
+def _scattered(w: Writer, inputs: Inputs, x: Value, random: Random) -> Value:
+    """Rows of each sample at places of a mask, which chooses as many of each, or as many of all."""
+    batch, length, _ = x.shape
+    kept = random.randint(1, length.value)
+    of_all = f"torch.randperm({batch.value * length.value}).reshape({batch.value}, {length.value}) // {batch.value}"
+    of_each = f"torch.stack([torch.randperm({length.value}) for _ in range({batch.value})])"
+    inputs.made["order"] = random.choice((of_all, of_each, of_each))
+    w.argument("order", (batch, length), "int")
+    mask = random.choice(("(order < {}).unsqueeze(-1)", "(order < {}).unsqueeze(-1).expand_as({})")).format(kept, x)
+    return w.emit(f"{x}.masked_scatter({mask}, torch.tanh({x}[:, {length.value - kept}:]))", x.shape)
