@@ -128,7 +128,7 @@ def _global_batch(inputs: FlatInputs, options: CompileOptions) -> FlatInputs:
         return global_inputs(inputs)
     if options.batch == "gather":
         require_equal({"batch=": options.batch})  # or other ranks would take what is gathered for something else
-        return gathered_inputs(inputs, options.mesh)
+        return gathered_inputs(inputs, options.mesh.device_type, options.mesh.size())
     return inputs
 
 

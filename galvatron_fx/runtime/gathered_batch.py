@@ -43,20 +43,23 @@ def gather_batch(batch: Nested, mesh: DeviceMesh, dims: Mapping[str, int] | None
     given: Any = dict(batch) if isinstance(batch, Mapping) else batch  # also of what tokenizers give
     leaves, tree = flatten(given)
     names = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(given)[0]]
-    whole: Nested = pytree.tree_unflatten(_put_together(names, leaves, dims or {}, mesh), tree)
+    together = _put_together(names, leaves, dims or {}, mesh.device_type, mesh.size())
+    whole: Nested = pytree.tree_unflatten(together, tree)
     return whole
 
 
-def gathered_inputs(inputs: FlatInputs, mesh: DeviceMesh) -> FlatInputs:
-    """The inputs that all ranks of ``mesh`` bring, put together as :func:`gather_batch` does; raises as that."""
-    return replace(inputs, leaves=tuple(_put_together(inputs.names, list(inputs.leaves), {}, mesh)))
+def gathered_inputs(inputs: FlatInputs, device_type: str, ranks: int) -> FlatInputs:
+    """The inputs that all ``ranks`` of a mesh bring, put together as :func:`gather_batch` does; raises as that."""
+    return replace(inputs, leaves=tuple(_put_together(inputs.names, list(inputs.leaves), {}, device_type, ranks)))
 
 
-def _put_together(paths: Sequence[str], leaves: list[Any], dims: Mapping[str, int], mesh: DeviceMesh) -> list[Any]:
+def _put_together(
+    paths: Sequence[str], leaves: list[Any], dims: Mapping[str, int], device_type: str, ranks: int
+) -> list[Any]:
     members = Members.every()
-    if mesh.size() != members.size:
+    if ranks != members.size:
         raise InputError(
-            f"batches of all {members.size} ranks are put together, and the mesh has {mesh.size()}: give a mesh of all "
+            f"batches of all {members.size} ranks are put together, and the mesh has {ranks}: give a mesh of all "
             f"ranks, or the same global batch to each rank of this one"
         )
     names = [path.strip("[]'") for path in paths]
@@ -66,7 +69,7 @@ def _put_together(paths: Sequence[str], leaves: list[Any], dims: Mapping[str, in
     for at, (leaf, dim) in enumerate(zip(leaves, along, strict=True)):
         if isinstance(leaf, Tensor) and leaf.dim() and members.size > 1:
             counts = [described[at][1] for _, _, described in said]
-            leaves[at] = _gathered(leaf, dim, counts, mesh.device_type, members)
+            leaves[at] = _gathered(leaf, dim, counts, device_type, members)
     return leaves
 
 

@@ -331,7 +331,7 @@ class DistributedGraphModule(WithExperts):
         with self._watch.collectives():
             given = whole_inputs(given, self._rows.batch, has_caches=self.plan.forward_only)
             if self._rows.batch == "gather" and not marked:
-                given = gathered_inputs(given, self.mesh)
+                given = gathered_inputs(given, self.mesh.device_type, self._members.size)
         self._memory.require_kept(self._held)
         flat, row_positions = self._rows.spread(given, marked)
         # Averages of weights freeze what they copied: without backward, stages need not know what is frozen.

@@ -226,11 +226,25 @@ def samples_look_up_their_own(mesh: DeviceMesh) -> None:
         compiled.forward_backward(**own({**inputs, "ids": torch.full_like(inputs["ids"], 7)}))
 
 
+def rows_are_put_together_for_stages(mesh: DeviceMesh) -> None:
+    """Ranks of unlike stages bring unlike numbers of rows, which samples look their own pictures up for."""
+    model, inputs = zoo.build(SeesAndReads), even_batch(BATCH)
+    own = {name: tensor[slice(3) if mesh.get_rank() == 0 else slice(3, None)] for name, tensor in inputs.items()}
+    plan = Plan.uniform((2,), ("pipeline",), pipelining=Pipelining(2, 2))
+    compiled = galvatron_fx.compile(copy.deepcopy(model), mesh, own, plan=plan, batch="gather")
+    expected = model(**inputs)["loss"]
+    expected.backward()
+    same(compiled.forward_backward(**own)["loss"], expected, "loss")
+    for name, parameter in compiled.named_parameters():
+        same(parameter.grad, model.get_parameter(name).grad, name)
+
+
 OTHERS: dict[str, Check] = {
     "loss_outside": loss_outside,
     "loss_inside": loss_inside,
     **{name: partial(unlike_blocks, roles) for name, roles in UNLIKE.items()},
     "samples_look_up_their_own": samples_look_up_their_own,
+    "rows_are_put_together_for_stages": rows_are_put_together_for_stages,
     "refusals": refusals,
 }
 
