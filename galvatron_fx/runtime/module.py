@@ -20,8 +20,7 @@ from galvatron_fx.ir.graph.pass_pipeline import run_table
 from galvatron_fx.ir.graph.printer import memory_note, readable
 from galvatron_fx.ir.plan.arguments import check_arguments
 from galvatron_fx.ir.plan.strategy import original_name
-from galvatron_fx.ir.torch_compat.tensors import pytree, scale_all
-from galvatron_fx.runtime.absent_output import AbsentOutput
+from galvatron_fx.ir.torch_compat.tensors import scale_all
 from galvatron_fx.runtime.agreement import together
 from galvatron_fx.runtime.batch_rows import unmarked
 from galvatron_fx.runtime.caches import CallCaches
@@ -41,6 +40,7 @@ from galvatron_fx.runtime.late_changes import MemoryOfParameters, refuse_changed
 from galvatron_fx.runtime.local_updates import mark_for_local_updates
 from galvatron_fx.runtime.modes import mark
 from galvatron_fx.runtime.module_tree import ModuleTree
+from galvatron_fx.runtime.nested_outputs import nested
 from galvatron_fx.runtime.on_mesh import CompiledFor
 from galvatron_fx.runtime.one_at_a_time import OneAtATime, refuse_autocast, without_autocast
 from galvatron_fx.runtime.own_outputs import own_outputs
@@ -52,7 +52,6 @@ from galvatron_fx.runtime.untraced import untraced
 from galvatron_fx.runtime.whole_inputs import whole_inputs
 from galvatron_fx.runtime.with_experts import WithExperts
 from passes.frontend.capture.capture import FlatInputs
-from passes.frontend.capture.held_objects import ArgumentAt
 
 
 class DistributedGraphModule(WithExperts):
@@ -493,14 +492,4 @@ class DistributedGraphModule(WithExperts):
         for position in detached:
             if values.get(position) is not None:
                 values[position] = detached_output(values[position], names[position])
-        spec, plain = program.signature.output_spec
-        leaves: list[Any] = []
-        position = 0
-        for is_tensor, value in plain:
-            if is_tensor:
-                value = values[position] if position in values else AbsentOutput(names[position])
-                position += 1
-            elif isinstance(value, ArgumentAt) and caches is not None:
-                value = caches.argument(value)
-            leaves.append(value)
-        return pytree.tree_unflatten(leaves, spec)
+        return nested(program.signature, values, caches)

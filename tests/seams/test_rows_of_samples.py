@@ -10,16 +10,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import galvatron_fx
-from galvatron_fx import Cluster, Pipelining, Plan
+from galvatron_fx import Cluster, Pipelining, Plan, Strategy
 from galvatron_fx.errors import InputError, PlanError
 from galvatron_fx.ir.graph.collectives import all_gather
+from galvatron_fx.ir.graph.decisions import Computation, Given, Made, Step
 from galvatron_fx.ir.graph.metadata import signature
 from galvatron_fx.runtime.decided_inputs import require_whole
 from passes.frontend.capture.capture import Capture
 from passes.frontend.capture.flat_inputs import FlatInputs
 from passes.frontend.pipeline import Frontend
 from passes.lowering.lower_step import Lower
-from tests.helpers import cluster_for, uniform
+from tests.helpers import assert_exact, cluster_for, one_device, simulate, uniform
 from tests.models import zoo
 from tests.passes.frontend.test_masked_scatter import IMAGE, SeesAndReads, batch, values
 
@@ -155,3 +156,29 @@ def test_no_rank_takes_rows_of_others() -> None:
     strategies = uniform(graph, "data")
     lowered = Lower(strategies, cluster_for((2,), strategies), {}).run(graph)
     assert not lowered.joint.graph.find_nodes(op="call_function", target=all_gather)
+
+
+def test_calls_that_may_mix_samples_are_told() -> None:
+    ids, last = Given("ids"), Step(torch.any, (Made(0),), {})
+    equal, wider = Step(torch.eq, (ids, IMAGE), {}), Step(torch.unsqueeze, (Made(0), 1), {})
+    assert Computation((equal, Step(torch.logical_or, (Made(0), ids), {}), last)).is_by_sample
+    assert Computation((equal, wider, last)).is_by_sample
+    for mixes in (
+        Step(torch.logical_or, (Made(0), Made(1)), {}),  # [b, s] and [b, 1, s]
+        Step(torch.eq, (Made(0), torch.ones(4)), {}),
+        Step(torch.flip, (Made(0), (0,)), {}),
+        Step(torch.expand_copy, (Made(0), (4, -1)), {}),
+    ):
+        assert not Computation((equal, wider, mixes, last)).is_by_sample
+    assert not Computation((Step(torch.eq, (ids, Given("other")), {}), last)).is_by_sample
+
+
+@pytest.mark.parametrize("samples", [5, 8])
+def test_unlike_neighbours_frozen_and_unused_weights_are_exact_on_eight_ranks(samples: int) -> None:
+    model, inputs = zoo.build(Counts), even_batch(samples)
+    model.words.weight.requires_grad_(False)
+    model.unused = nn.Parameter(torch.ones(3).double())
+    graph = Frontend().run(model, inputs)
+    tables = ("zero", "tensor", "data"), ("tensor", "data", "zero"), ("data", "sequence", "zero")
+    strategies = [Strategy(tables[at % 3], at % 2 == 0) for at in range(len(uniform(graph, "data", "data", "data")))]
+    assert_exact(simulate(graph, model, inputs, (2, 2, 2), strategies, {}), one_device(model, inputs), f"{samples}")

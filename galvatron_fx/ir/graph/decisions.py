@@ -59,7 +59,14 @@ class Computation:
         """Whether all calls but the last are known to do the same for each sample, whichever others there are: what the
         last one is given of some rows of the inputs is then those rows of what it is given of all.
         """
-        return len(self.inputs) == 1 and all(map(_is_by_sample, self.steps[:-1]))
+        is_reshaped = False
+        for step in self.steps[:-1]:
+            # Values of other shapes may meet so that a sample of one lies beside another place of the other.
+            meets_another = is_reshaped and sum(map(_is_place, step.args)) > 1
+            if meets_another or not _is_by_sample(step):
+                return False
+            is_reshaped = is_reshaped or _name(step) not in _BY_ELEMENT
+        return len(self.inputs) == 1
 
     def of(self, inputs: Mapping[str, Tensor]) -> Any:
         """What it makes of ``inputs``, which stay as they are."""
@@ -131,9 +138,13 @@ _BY_ELEMENT = {
 }  # fmt: skip
 
 
+def _name(step: Step) -> str:
+    return getattr(step.function, "__name__", "").strip("_")
+
+
 def _is_by_sample(step: Step) -> bool:
     """Whether a call keeps samples where they are, in the first dim, and apart."""
-    name, args = getattr(step.function, "__name__", "").strip("_"), step.args
+    name, args = _name(step), step.args
     if step.writes or step.kwargs or any(isinstance(arg, Tensor) and arg.dim() for arg in args):
         return False
     if name in ("unsqueeze", "flatten"):
