@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -194,6 +194,85 @@ def test_ranks_hold_parts_of_experts(experts: Callable[[], nn.Module]) -> None:
     placed = {port.name: placements for (port, _), placements in inputs_placed if port.kind == "param"}
     of_experts = {name: value for name, value in placed.items() if name.startswith("experts.") and "router" not in name}
     assert of_experts and set(of_experts.values()) == {(Shard(0),)}
+
+
+WAYS = {
+    "item": lambda hits: (hit.item() for hit in hits),
+    "int": lambda hits: (int(hit) for hit in hits),
+    "tolist of each": lambda hits: (hit.tolist()[0] for hit in hits),
+    "tolist of rows": lambda hits: (hit[0] for hit in hits.tolist()),
+    "tolist": lambda hits: hits.squeeze(-1).cpu().tolist(),
+    "flat": lambda hits: hits.flatten(),
+    "items of a view": lambda hits: (hit.item() for hit in hits.view(-1)),
+}
+
+
+def over_hits(body: Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]) -> type[Modules]:
+    """``body(module, hits, masks, x, weights, out)`` does what a layer does; the last expert has no token."""
+
+    class Over(Modules):
+        def forward(self, h: Tensor) -> Tensor:
+            x = h.reshape(-1, WIDTH)
+            weights, ids = self.choose(x)
+            masks = F.one_hot(ids, EXPERTS + 1).permute(2, 1, 0)
+            hits = torch.greater(masks.sum(dim=(-1, -2)), 0).nonzero()
+            return body(self, hits, masks, x, weights, torch.zeros_like(x)).reshape(h.shape)
+
+    return Over
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_hits_may_be_numbers(way: Callable[[Tensor], Iterable[int]]) -> None:
+    """However a loop over those experts that have tokens asks which they are; one expert passes its tokens on."""
+
+    def body(module: nn.Module, hits: Tensor, masks: Tensor, x: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+        for expert in way(hits):
+            copy, token = torch.where(masks[expert])
+            rows = module.experts[expert](x[token]) if expert < EXPERTS - 1 else x[token]
+            out.index_add_(0, token, rows * weights[token, copy, None])
+        return out
+
+    model, inputs = written(over_hits(body))
+    graph, expected = captured(model, inputs), one_device(model, inputs)
+    assert any(node.target is route for node in graph.graph.nodes)
+    assert_exact(simulate(graph, model, inputs, (2, 2), uniform(graph, "data", "expert"), {}), expected)
+
+
+def counts_kept_numbers(
+    module: nn.Module, hits: Tensor, masks: Tensor, x: Tensor, weights: Tensor, out: Tensor
+) -> Tensor:
+    total = x.new_zeros(())
+    for expert in [hit.item() for hit in hits]:
+        copy, token = torch.where(masks[expert])
+        out.index_add_(0, token, module.experts[expert](x[token]) * weights[token, copy, None])
+        total = total + 1.0
+    return out + total
+
+
+def counts_kept_lists(
+    module: nn.Module, hits: Tensor, masks: Tensor, x: Tensor, weights: Tensor, out: Tensor
+) -> Tensor:
+    return counts_kept_numbers(module, list(hits.flatten()), masks, x, weights, out)
+
+
+def sums_weights_of_hits(
+    module: nn.Module, hits: Tensor, masks: Tensor, x: Tensor, weights: Tensor, out: Tensor
+) -> Tensor:
+    total = 0
+    for hit in hits.flatten():
+        copy, token = torch.where(masks[hit])
+        out.index_add_(0, token, module.experts[hit](x[token]) * weights[token, copy, None])
+        total = total + module.experts[hit][0].weight.square().sum()
+    return out + total
+
+
+@pytest.mark.parametrize(
+    "body", [counts_kept_numbers, counts_kept_lists, sums_weights_of_hits], ids=lambda body: body.__name__
+)
+def test_what_only_hits_do_is_refused(body: Callable[..., Tensor]) -> None:
+    """Each expert is looked at, and one without tokens would not have done this."""
+    with pytest.raises(CaptureError, match=r"(?s)no one graph of it.*multiply them in groups"):
+        Frontend().run(*written(over_hits(body)))
 
 
 HASHES = {

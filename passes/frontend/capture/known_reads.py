@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any, Literal
 
 import torch
@@ -194,6 +195,7 @@ class KnownReads(TorchFunctionMode):
         return sources
 
     def _lister(self, tolist: Any) -> Any:
+        @wraps(tolist)  # modes go by its name
         def listed(tensor: Tensor) -> Any:
             sources = self._sources(tensor)  # torch would ask for one number after another
             return self._read(Tensor.tolist, (tensor,), {}, sources, _reads_values()) if sources else tolist(tensor)

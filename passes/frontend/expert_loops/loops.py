@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from functools import wraps
 from traceback import FrameSummary
 from typing import Any
 
@@ -29,8 +30,9 @@ _ASKS = (torch.where, torch.nonzero, Tensor.nonzero)
 _GET, _SET = Tensor.__getitem__, Tensor.__setitem__
 _FACTS = (*OF_DATA, *SIZES, "stride", "hash", "untyped_storage")
 _SAME_SIZE = ("reshape", "view", "squeeze", "flatten")
+_COPIES = ("cpu", "detach", "contiguous", "clone")
 _COMPARES = ("eq", "ne", "lt", "le", "gt", "ge")
-_NUMBERS = (Tensor.__index__, Tensor.__int__, Tensor.item, Tensor.__format__)
+_NUMBERS = ("index", "int", "item", "format")  # by name, as something may stand in for a method
 
 
 class ExpertLoops(TorchFunctionMode):
@@ -49,6 +51,8 @@ class ExpertLoops(TorchFunctionMode):
         self._sinks: list[Sink] = []
         self._tables: list[Tensor] = []
         self._hit: Hit | None = None
+        self._are_looked_at = False  # whether a loop over hits asked for rows of one of them
+        self._of_hits: dict[int, tuple[Tensor, Hit]] = {}  # what a pass made of weights, which it may use alone
         self._of_weights = {id(weight): weight for weight in weights}  # and what is made of them alone
 
     def __enter__(self) -> Any:
@@ -67,6 +71,10 @@ class ExpertLoops(TorchFunctionMode):
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         name = base_name(func)
+        for tensor in tensors if self._of_hits else ():
+            made_in = self._of_hits.get(id(tensor), (tensor, self._hit))[1]
+            if made_in is not None and made_in is not self._hit:
+                made_in.mask.refuse()  # a pass without hits would not have made it
         if any(isinstance(tensor, Hit) for tensor in tensors):
             return self._of_hit(func, name, args, kwargs)
         part = sliced(*args) if func is _GET and not isinstance(args[0], RowTensor) else None
@@ -109,6 +117,8 @@ class ExpertLoops(TorchFunctionMode):
     def _noted(self, result: Any, tensors: Sequence[Tensor]) -> Any:
         if isinstance(result, Tensor) and all(map(self._is_weight, tensors)):
             self._of_weights[id(result)] = result
+            if self._hit is not None:
+                self._of_hits[id(result)] = result, self._hit
         return result
 
     def _is_weight(self, tensor: Tensor) -> bool:
@@ -131,6 +141,7 @@ class ExpertLoops(TorchFunctionMode):
 
     def _mask(self, tensor: Tensor) -> Any:
         key = self._same.key(tensor)
+        self._are_looked_at |= self._hit is not None
         if key not in self._masks:
             is_set = tensor if tensor.dtype == torch.bool else tensor != 0
             self._masks[key] = Mask(key, is_set, calling_frame(), self._hit)
@@ -144,7 +155,9 @@ class ExpertLoops(TorchFunctionMode):
         if self._hit is None or hit.mask is not self._hit.mask or hit.place != self._hit.place:
             hit.mask.refuse()  # kept beyond its pass
         if args[0] is hit:
-            if func in _NUMBERS:
+            if name == "tolist":
+                return hit.as_list()
+            if name in _NUMBERS:
                 return format(hit.place, *args[1:]) if name == "format" else hit.place
             if (func is _GET and args[1] == 0) or name in ("squeeze", "getitem"):
                 return Hit.of(hit.mask, hit.place, 0)
@@ -163,13 +176,16 @@ class ExpertLoops(TorchFunctionMode):
             return self._noted(_GET(args[0], pytree.tree_map(_as_place, args[1])), [args[0]])
         hit.mask.refuse()
 
-    def _passes(self, mask: Mask) -> Iterator[Hit]:
+    def _passes(self, mask: Mask, dims: int) -> Iterator[Hit]:
+        self._are_looked_at = False
         for place in range(mask.rows):
-            self._hit = Hit.of(mask, place, 1)
+            self._hit = Hit.of(mask, place, dims)
             try:
                 yield self._hit
             finally:
                 self._hit = None
+        if not self._are_looked_at:
+            mask.refuse()  # numbers were kept, and what is done by them later would not be known to be of hits
 
     # ---- functions of picked rows ----
 
@@ -182,9 +198,12 @@ class ExpertLoops(TorchFunctionMode):
             if name in ("cat", "concat"):
                 return self._joined(*args, **kwargs)
             return self._called(func, name, args, kwargs)
-        if name in ("iter", "unbind") and isinstance(picked.how, Place) and picked.dim() == 2:
-            return self._passes(mask)
+        if name in ("iter", "unbind", "tolist") and isinstance(picked.how, Place) and len(mask.shape) == 1:
+            passes = self._passes(mask, picked.dim() - 1)
+            return (hit.as_list() for hit in passes) if name == "tolist" else passes
         if isinstance(picked.how, Place) and args[0] is picked:
+            if name in _COPIES:
+                return picked
             if name in (*_SAME_SIZE, "getitem") and picked.dim() == 2:
                 return _place(mask, 0)
             mask.refuse()
@@ -206,7 +225,7 @@ class ExpertLoops(TorchFunctionMode):
         return called(func, name, args, kwargs)
 
     def _lister(self, tolist: Any) -> Any:
-        return lambda tensor: self._listed(tolist, tensor)
+        return wraps(tolist)(lambda tensor: self._listed(tolist, tensor))  # modes go by its name
 
     def _listed(self, tolist: Any, tensor: Tensor) -> Any:
         """The numbers in a tensor, as those of rows in groups where no trace knows them."""

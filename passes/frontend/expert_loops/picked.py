@@ -126,3 +126,7 @@ class Hit(RowTensor):
     def mask(self) -> Mask:
         """What it is a place of."""
         return self.choice
+
+    def as_list(self) -> int | list[int]:
+        """What ``tolist()`` gives."""
+        return [self.place] if Tensor.dim(self) else self.place
