@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 
 import sympy
 import torch
@@ -38,6 +39,8 @@ ONE_BATCH = (
 )
 """Why a program whose batch has no symbol has no plans that split it, and what to do."""
 
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+_MANY = 27720  # samples, of which many numbers divide
 _SHORT = 4  # a sequence that is traced soon where a program may loop over it
 
 
@@ -142,10 +145,43 @@ def fit_symbols(
         base = Sizes(known.batch, known.sequence if other.sequence else 0)
         if annotate(graph, second, base, other):
             graph.meta["symbols"] = base
-            return SecondTrace(other, second)
+            return _telling(graph, base, SecondTrace(other, second), shapes, dims, retrace)
         loops_over_sequence |= len(second.graph.nodes) < len(graph.graph.nodes)  # it is traced at fewer steps
         loops_over_batch |= not other.sequence and len(second.graph.nodes) > len(graph.graph.nodes)
     return None
+
+
+def _telling(
+    graph: fx.GraphModule,
+    base: Sizes,
+    found: SecondTrace,
+    shapes: Shapes,
+    dims: InputDims,
+    retrace: Callable[[Shapes], fx.GraphModule],
+) -> SecondTrace:
+    """``found``, or a trace of more samples where a product of sizes is in it what it was, as of 4 samples with 5
+    places each and 5 samples with 4: then one that is viewed otherwise seems to have no samples.
+    """
+    if _views_agree(graph, base):
+        return found
+    for more in (1, 2):
+        larger = replace(found.sizes, batch=found.sizes.batch + more)
+        second = _traced(retrace, dims.resized(shapes, larger)) if _tells(base, larger) else None
+        if second is not None and annotate(graph, second, base, larger) and _views_agree(graph, base):
+            return SecondTrace(larger, second)
+    annotate(graph, found.graph, base, found.sizes)
+    return found
+
+
+def _views_agree(graph: fx.GraphModule, base: Sizes) -> bool:
+    """Whether what is viewed otherwise has as many elements as before, also where there are more samples."""
+    more = replace(base, batch=_MANY)
+    views = [node for node in graph.graph.nodes if node.target in _VIEWS]
+    return all(_elements(node, more) == _elements(node.args[0], more) for node in views)  # type: ignore[arg-type]
+
+
+def _elements(node: fx.Node, sizes: Sizes) -> int:
+    return prod(dim if isinstance(dim, int) else _value_at(dim, sizes) or 0 for dim in meta_of(node).spec.dims)
 
 
 def _traced(retrace: Callable[[Shapes], fx.GraphModule], shapes: Shapes) -> fx.GraphModule | None:

@@ -46,6 +46,28 @@ def test_other_sizes_are_tried_without_warnings() -> None:
         assert fit_symbols(flattened(3, 8), [(3, 8, 4)], EMBEDDINGS, again) is not None
 
 
+def test_products_that_stay_what_they_were_are_told_by_more_samples() -> None:
+    """The first trace beside 4 samples of 12 is of 5 samples of 11: 4 * (12 - 7) places, and 5 * (11 - 7)."""
+
+    def shortened(batch: int, sequence: int) -> fx.GraphModule:
+        build = Builder()
+        x = build.input("x", (batch, sequence, 4))
+        part = build.call(aten.slice.Tensor, x, 1, 0, sequence - 7)
+        return build.finish(("output", "0", build.call(aten.view.default, part, [batch * (sequence - 7), 4])))
+
+    traced: list[Shapes] = []
+
+    def again(shapes: Shapes) -> fx.GraphModule:
+        traced.append(shapes)
+        return shortened(*shapes[0][:2])
+
+    graph = shortened(4, 12)
+    second = fit_symbols(graph, [(4, 12, 4)], EMBEDDINGS, again)
+    assert traced == [[(5, 11, 4)], [(6, 11, 4)]]
+    assert second is not None and second.sizes == Sizes(6, 11)
+    assert dims(graph)["view"] == (b * (s - 7), 4)
+
+
 def test_two_traces_give_expressions() -> None:
     graph = flattened(3, 8)
     fit_symbols(graph, [(3, 8, 4)], EMBEDDINGS, lambda shapes: flattened(*shapes[0][:2]))
