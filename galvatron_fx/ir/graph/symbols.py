@@ -177,7 +177,7 @@ def _views_agree(graph: fx.GraphModule, base: Sizes) -> bool:
     """Whether what is viewed otherwise has as many elements as before, also where there are more samples."""
     more = replace(base, batch=_MANY)
     views = [node for node in graph.graph.nodes if node.target in _VIEWS]
-    return all(_elements(node, more) == _elements(node.args[0], more) for node in views)  # type: ignore[arg-type]
+    return all(_elements(node, more) == _elements(node.args[0], more) for node in views)
 
 
 def _elements(node: fx.Node, sizes: Sizes) -> int:

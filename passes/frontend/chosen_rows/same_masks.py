@@ -7,13 +7,20 @@ from typing import Any
 
 from torch import Tensor
 
+from galvatron_fx.ir.torch_compat.tensors import pytree
+
 __all__ = ["SameMasks"]
 
-_COMPARING = ("eq", "ne", "gt", "ge", "lt", "le", "bitwise_not", "logical_not")
+_COMPARING = (
+    *("eq", "ne", "gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal", "isnan", "isfinite"),
+    *("bitwise_not", "bitwise_and", "bitwise_or", "logical_not", "logical_and", "logical_or"),
+)
+_COPYING = ("bool", "long", "int", "to", "type", "reshape", "flatten", "contiguous", "clone", "detach")
 
 
 class SameMasks:
-    """Equal views of one tensor, and the same comparison of the same tensors, as long as nothing was written into them.
+    """Equal views of one tensor, and the same comparison or copy of the same tensors, as long as nothing was written
+    into them.
 
     It keeps the tensors that it knows, so that their ids stay theirs.
     """
@@ -23,11 +30,12 @@ class SameMasks:
         self._equal: dict[int, Tensor] = {}
         self._kept: list[Any] = []
 
-    def note(self, made: Any, name: str, given: Sequence[Any]) -> None:
-        """Remember what a function of that name made of ``given``, if it compares."""
-        if name not in _COMPARING or not isinstance(made, Tensor):
+    def note(self, made: Any, name: str, args: Any, kwargs: Any) -> None:
+        """Remember what a function of that name made of its arguments, if it compares or copies."""
+        if not isinstance(made, Tensor) or made.is_floating_point() or name not in (*_COMPARING, *_COPYING):
             return
-        call = name, *((id(leaf), leaf._version) if isinstance(leaf, Tensor) else leaf for leaf in given)
+        given = pytree.tree_leaves((args, kwargs))
+        call = name, len(args), *kwargs, *(self.key(leaf) if isinstance(leaf, Tensor) else leaf for leaf in given)
         first, _ = self._comparisons.setdefault(call, (made, given))
         self._equal[id(made)] = first
         self._kept.append((made, given))
@@ -38,4 +46,4 @@ class SameMasks:
         first = self._equal.get(id(whole), whole)
         whole = whole if whole._version or first._version else first
         self._kept.append(whole)
-        return id(whole), whole._version, tuple(mask.shape), mask.stride(), mask.storage_offset()
+        return id(whole), whole._version, mask.dtype, tuple(mask.shape), mask.stride(), mask.storage_offset()

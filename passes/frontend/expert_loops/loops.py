@@ -111,7 +111,7 @@ class ExpertLoops(TorchFunctionMode):
         ):
             return self._gathered(args[0], self._mask(args[1]), tuple(range(args[1].dim())), 0, 0)
         result = func(*args, **kwargs)
-        self._same.note(result, name, pytree.tree_leaves((args, kwargs)))
+        self._same.note(result, name, args, kwargs)
         return self._noted(result, tensors)
 
     def _noted(self, result: Any, tensors: Sequence[Tensor]) -> Any:

@@ -68,7 +68,7 @@ class MaskedRows(TorchFunctionMode):
         self._refuse_taken(leaves)
         if not any(isinstance(leaf, (Rows, RowCount)) for leaf in leaves) and not _is_masked(name, args):
             made = func(*args, **kwargs)
-            self._same.note(made, name, leaves)
+            self._same.note(made, name, args, kwargs)
             return made
         handler = self._handlers.get(name)
         try:

@@ -106,7 +106,24 @@ def none_chosen(y: Tensor, x: Tensor, mask: Tensor) -> Tensor:
     return total + y[found].sum() / max(len(found), 1) + y.sum() * len(found) + len(found)
 
 
+def masks_made_again(y: Tensor, x: Tensor, mask: Tensor) -> Tensor:
+    """By the same code, of copies of what is computed."""
+    found = (y * 3).long()
+    one = y.reshape(-1)[(found > 0).reshape(-1)] * x.reshape(-1)[(found > 0).reshape(-1)]
+    shifted = y[:, 1:].flatten()[found[:, 1:].flatten().ne(0)] * x[:, 1:].flatten()[found[:, 1:].flatten().ne(0)]
+    both = y[(y > 0) & (x > 1)] * x[(y > 0) & (x > 1)]
+    return one.mean() + shifted.sum() + both.sum() + (y[found.bool()] * x[found.bool()]).sum()
+
+
 EXACT = [reductions, rows_by_themselves, writes, losses, places_of_elements, no_number, changed_by_weights, none_chosen]
+EXACT.append(masks_made_again)
+
+
+def rows_of_a_mask_that_changed(y: Tensor, x: Tensor, mask: Tensor) -> Tensor:
+    found = (y * 3).long()
+    before = y[found.flatten(start_dim=1).bool()]
+    found += 1
+    return (before * x[found.flatten(start_dim=1).bool()]).sum()
 
 
 @pytest.mark.sampled(6)
@@ -145,6 +162,7 @@ REFUSED = {
     "unbind over rows": lambda y, x, mask: sum(row.sum() for row in y[mask]),
     "returns rows that a mask chose": lambda y, x, mask: (y.sum(), y[mask]),
     "returns rows that a mask chose, or their number": lambda y, x, mask: (y.sum(), len(y[mask])),
+    "with rows that several masks chose": rows_of_a_mask_that_changed,
     "rows that several masks chose": lambda y, x, mask: (y[mask] * y[~mask]).sum(),
     "mul with rows that a mask chose and others": lambda y, x, mask: (y[mask] * y).sum(),
     "writes rows that one mask chose to the places of another": lambda y, x, mask: y.clone().index_copy_(
