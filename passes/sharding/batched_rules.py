@@ -160,26 +160,27 @@ def _grid_sampler_backward(call: OpCall, degree: int) -> list[OpRule]:
 def _distances(call: OpCall, degree: int) -> list[OpRule]:
     """a [..., P, M], b [..., R, M] -> [..., P, R]: split the batch, the points of a, or those of b."""
     rows = len(call.output.shape) - 2
-    batch = [OpRule((Shard(dim),), (Shard(dim),) * 2) for dim in range(rows)] if _same_batch(call) else []
     of_a = OpRule((Shard(rows),), (_points(call, 0), REPLICATE))
-    return [*batch, of_a, OpRule((Shard(rows + 1),), (REPLICATE, _points(call, 1)))]
+    return [*_of_batch(call, rows), of_a, OpRule((Shard(rows + 1),), (REPLICATE, _points(call, 1)))]
 
 
 @register_rule(aten._cdist_backward.default)
 def _distances_backward(call: OpCall, degree: int) -> list[OpRule]:
     """gradient [..., P, R], a, b, (p), distances [..., P, R] -> [..., P, M]: a sum over the points of b; linear."""
     rows = len(call.output.shape) - 2
-    if len({len(spec.shape) for spec in (*call.inputs, call.output)}) > 1:
-        return []
-    batch = [OpRule((Shard(dim),), (Shard(dim),) * 4) for dim in range(rows)] if _same_batch(call) else []
-    of_a = OpRule((Shard(rows),), (Shard(rows), Shard(rows), REPLICATE, Shard(rows)))
-    of_b = OpRule((PARTIAL,), (Shard(rows + 1), REPLICATE, Shard(rows), Shard(rows + 1)))
-    return [*batch, of_a, of_b, OpRule((PARTIAL,), (PARTIAL, REPLICATE, REPLICATE, REPLICATE))]
+    of_a = OpRule((Shard(rows),), (Shard(rows), _points(call, 1), REPLICATE, Shard(rows)))
+    of_b = OpRule((PARTIAL,), (Shard(rows + 1), REPLICATE, _points(call, 2), Shard(rows + 1)))
+    return [*_of_batch(call, rows), of_a, of_b, OpRule((PARTIAL,), (PARTIAL, REPLICATE, REPLICATE, REPLICATE))]
 
 
-def _same_batch(call: OpCall) -> bool:
-    """Whether all tensors have the dims in front of the last two, and none is repeated along them."""
-    return len({spec.shape[:-2] for spec in (*call.inputs, call.output)}) == 1
+def _of_batch(call: OpCall, dims: int) -> list[OpRule]:
+    """Split one of the first ``dims`` of the output: whole are the inputs that are repeated along it."""
+
+    def of_input(spec: TensorSpec, dim: int) -> Placement:
+        at = dim + len(spec.shape) - len(call.output.shape)
+        return Shard(at) if at >= 0 and spec.shape[at] == call.output.shape[dim] else REPLICATE
+
+    return [OpRule((Shard(dim),), tuple(of_input(spec, dim) for spec in call.inputs)) for dim in range(dims)]
 
 
 def _points(call: OpCall, position: int) -> Shard:

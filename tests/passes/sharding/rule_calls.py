@@ -228,12 +228,15 @@ def repeated_pools() -> list[Call]:
 def distances() -> list[Call]:
     """Between points, of equal batches and of a batch and one table."""
     a, b = real(4, 4, 8), real(4, 8, 8)
-    between = In(aten._cdist_forward.default(a.value, b.value, 2.0, None))
+    gradient, calls = real(4, 4, 8), []
+    for table in (b, real(1, 8, 8), real(8, 8)):
+        between = In(aten._cdist_forward.default(a.value, table.value, 2.0, None))
+        calls.append((aten._cdist_forward.default, (a, table, 2.0, None), {}))
+        calls.append((aten._cdist_backward.default, (gradient, a, table, 2.0, between), {}))
     return [
-        (aten._cdist_forward.default, (a, b, 2.0, None), {}),
-        (aten._cdist_forward.default, (a, real(1, 8, 8), 1.0, None), {}),
+        *calls,
+        (aten._cdist_forward.default, (real(1, 4, 8), b, 1.0, None), {}),
         (aten._cdist_forward.default, (real(4, 8), real(8, 8), 2.0, None), {}),
-        (aten._cdist_backward.default, (real(4, 4, 8), a, b, 2.0, between), {}),
         (aten.searchsorted.Tensor, (In(torch.arange(8)), whole(8, 4, 8)), {"right": True}),
     ]
 
