@@ -19,6 +19,7 @@ from galvatron_fx.ir.graph.metadata import (
     set_meta,
     set_signature,
 )
+from galvatron_fx.ir.torch_compat.tensors import pytree
 
 Shape = tuple[int, ...]
 
@@ -62,7 +63,10 @@ class Builder:
     def call(self, target: Callable[..., Any], *args: Any, dims: tuple[Dim, ...] = (), **kwargs: Any) -> fx.Node:
         """An operator; ``dims`` are the symbolic sizes of its one output."""
         meta_args, meta_kwargs = fx.map_arg((args, kwargs), _meta)
-        result = target(*meta_args, **meta_kwargs)
+        try:
+            result = target(*meta_args, **meta_kwargs)
+        except NotImplementedError:  # it knows no tensors without values
+            result = target(*pytree.tree_map(_ones, meta_args), **meta_kwargs)
         several = isinstance(result, (tuple, list))
         specs = [_spec(value, dims) for value in (result if several else [result])]
         return self.write(target, *args, specs=specs, multi_output=several, **kwargs)
@@ -89,6 +93,10 @@ class Builder:
         names = tuple(port.name for port in self._ports if port.kind == "input")
         set_signature(graph, Signature(tuple(self._ports), ports, names, loss))
         return graph
+
+
+def _ones(value: Any) -> Any:
+    return torch.ones_like(value, device="cpu") if isinstance(value, Tensor) else value
 
 
 def _meta(node: fx.Node) -> Any:

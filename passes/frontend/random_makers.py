@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,8 @@ aten = torch.ops.aten
 
 # Bits of the significand: a uniform number is cut to these before it is cast, as rounding could make it 1.
 _MANTISSA = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+_TRIES = 10  # of a gamma number
+_LEAST = 1e-290  # has a logarithm
 _SMALLEST = 2.0**-54  # below the smallest step of the uniform numbers: keeps the logarithm of an exponential finite
 
 
@@ -91,10 +94,32 @@ def _exponential(draw: Draw, node: fx.Node) -> tuple[fx.Node, ...]:
     return (_scaled(draw, draw.cast(_times(draw), draw.spec.dtype), 1.0 / float(argument(node, "lambd")), 0.0),)
 
 
+def _cauchy(draw: Draw, node: fx.Node) -> tuple[fx.Node, ...]:
+    """The tangent of an even angle."""
+    angle = draw.op(aten.mul.Tensor, draw.op(aten.add.Tensor, draw.uniform(), -0.5), math.pi)
+    drawn = draw.cast(draw.op(aten.tan.default, angle), draw.spec.dtype)
+    return (_scaled(draw, drawn, float(argument(node, "sigma")), float(argument(node, "median"))),)
+
+
+def _geometric(draw: Draw, node: fx.Node) -> tuple[fx.Node, ...]:
+    """Tries until the first success, as exponential times in whole steps."""
+    steps = draw.op(aten.div.Tensor, _times(draw), -math.log1p(-float(argument(node, "p"))))
+    return (draw.cast(draw.op(aten.ceil.default, steps), draw.spec.dtype),)
+
+
 def _randint(draw: Draw, node: fx.Node) -> tuple[fx.Node, ...]:
-    """low + floor(uniform * (high - low))."""
     bounded = node.target in (aten.randint.low, aten.randint_like.low_dtype)
-    low, high = (int(argument(node, "low")) if bounded else 0), int(argument(node, "high"))
+    return _whole_numbers(draw, int(argument(node, "low")) if bounded else 0, int(argument(node, "high")))
+
+
+def _random(draw: Draw, node: fx.Node) -> tuple[fx.Node, ...]:
+    return _whole_numbers(
+        draw, 0 if node.target is aten.random.to else int(argument(node, "from")), int(argument(node, "to"))
+    )
+
+
+def _whole_numbers(draw: Draw, low: int, high: int) -> tuple[fx.Node, ...]:
+    """low + floor(uniform * (high - low))."""
     whole = draw.op(aten.floor.default, draw.op(aten.mul.Tensor, draw.uniform(), float(high - low)))
     return (_scaled(draw, draw.cast(whole, draw.spec.dtype), 1.0, low),)
 
@@ -129,6 +154,48 @@ def _rates(draw: Draw, weights: fx.Node) -> fx.Node:
     return draw.op(aten.div.Tensor, weights, _times(draw))
 
 
+def _standard_gamma(draw: Draw, node: fx.Node) -> tuple[fx.Node, ...]:
+    return (draw.cast(_gamma(draw, node.args[0]), draw.spec.dtype),)
+
+
+def _dirichlet(draw: Draw, node: fx.Node) -> tuple[fx.Node, ...]:
+    """Numbers of gamma distributions, over their sum along the last dim."""
+    parts, spec = draw.op(aten.clamp_min.default, _gamma(draw, node.args[0]), _LEAST), draw.spec
+    summed = draw.of_shape(TensorSpec((*spec.shape[:-1], 1), torch.float64, spec.dims and (*spec.dims[:-1], 1)))
+    total = summed.op(aten.sum.dim_IntList, parts, [-1], True)
+    return (draw.cast(draw.op(aten.div.Tensor, parts, total), spec.dtype),)
+
+
+def _gamma(draw: Draw, concentration: Any) -> fx.Node:
+    """Numbers of gamma distributions, float64: of some tries the first that is accepted (Marsaglia & Tsang 2000, A
+    simple method for generating gamma variables). At least 19 of 20 are.
+    """
+    spec = draw.spec
+    wide = draw.cast(concentration, torch.float64)
+    is_small = draw.op(
+        aten.lt.Scalar, wide, 1.0, dtype=torch.bool
+    )  # then one of a greater concentration, times a power
+    scale = draw.op(aten.add.Tensor, draw.op(aten.add.Tensor, wide, draw.cast(is_small, torch.float64)), -1 / 3)
+    spread = draw.op(aten.rsqrt.default, draw.op(aten.mul.Tensor, scale, 9.0))
+    tries = draw.of_shape(TensorSpec((_TRIES, *spec.shape), torch.float64, spec.dims and (_TRIES, *spec.dims)))
+    normal = tries.normal()
+    cube = tries.op(
+        aten.pow.Tensor_Scalar, tries.op(aten.add.Tensor, tries.op(aten.mul.Tensor, normal, spread), 1.0), 3
+    )
+    cube = tries.op(aten.clamp_min.default, cube, _LEAST)  # which is never accepted
+    logarithm = tries.op(aten.sub.Tensor, tries.op(aten.log.default, cube), cube)
+    bound = tries.op(aten.mul.Tensor, tries.op(aten.add.Tensor, logarithm, 1.0), scale)
+    bound = tries.op(aten.add.Tensor, bound, tries.op(aten.mul.Tensor, tries.op(aten.mul.Tensor, normal, normal), 0.5))
+    below = tries.op(aten.neg.default, _times(tries))  # the logarithm of a uniform number
+    accepted = tries.cast(tries.op(aten.lt.Tensor, below, bound, dtype=torch.bool), torch.int64)
+    one = draw.of_shape(TensorSpec((1, *spec.shape), torch.float64, spec.dims and (1, *spec.dims)))
+    first = one.op(aten.argmax.default, accepted, 0, True, dtype=torch.int64)
+    chosen = draw.op(aten.squeeze.dim, one.op(aten.gather.default, cube, 0, first), 0)
+    power = draw.op(aten.exp.default, draw.op(aten.neg.default, draw.op(aten.div.Tensor, _times(draw), wide)))
+    factor = draw.op(aten.where.self, is_small, power, draw.op(aten.full_like.default, power, 1.0))
+    return draw.op(aten.mul.Tensor, draw.op(aten.mul.Tensor, chosen, scale), factor)
+
+
 def _rrelu(draw: Draw, node: fx.Node) -> tuple[fx.Node, ...]:
     """Slopes uniform in [lower, upper) where the input is not positive; in evaluation, the mean slope."""
     lower, upper = float(argument(node, "lower")), float(argument(node, "upper"))
@@ -155,6 +222,11 @@ MAKERS: dict[Any, Callable[[Draw, fx.Node], tuple[fx.Node, ...]]] = {
     aten.exponential.default: _exponential,
     **dict.fromkeys((aten.randint.default, aten.randint.low), _randint),
     **dict.fromkeys((aten.randint_like.default, aten.randint_like.low_dtype), _randint),
+    **dict.fromkeys((getattr(aten.random, "from"), aten.random.to), _random),
+    aten.cauchy.default: _cauchy,
+    aten.geometric.default: _geometric,
+    aten._standard_gamma.default: _standard_gamma,
+    aten._sample_dirichlet.default: _dirichlet,
     aten.randperm.default: _randperm,
     aten.multinomial.default: _multinomial,
     aten.rrelu_with_noise_functional.default: _rrelu,

@@ -187,6 +187,12 @@ def _points(call: OpCall, position: int) -> Shard:
     return Shard(len(call.inputs[position].shape) - 2)
 
 
+@register_rule(aten._standard_gamma_grad.default, aten._dirichlet_grad.default)
+def _gradients_of_draws(call: OpCall, degree: int) -> list[OpRule]:
+    """By what a random number changes with what it was drawn by; each element by itself: split any dim."""
+    return _of_batch(call, len(call.output.shape))
+
+
 _CTC = (Shard(1), Shard(0), Shard(0), Shard(0))
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.distributions import Beta, Dirichlet
 from torch.fx.graph import CodeGen
 from torch.testing import FileCheck
 
@@ -218,6 +219,15 @@ DISTRIBUTIONS = {
     "normal of two tensors": (lambda x: torch.normal(x, 2 * x), 1.0, 2.0, -11.0, 13.0),
     "log_normal": (lambda x: x * torch.empty_like(x).log_normal_(0, 0.25), 1.0317, 0.2620, 0.2, 4.0),
     "exponential": (lambda x: x * torch.empty_like(x).exponential_(2.0), 0.5, 0.5, 0.0, 10.0),
+    "geometric": (lambda x: x * torch.empty_like(x).geometric_(0.25), 4.0, math.sqrt(12), 1.0, 80.0),
+    "random_ between": (lambda x: x * torch.empty_like(x).random_(2, 5), 3.0, math.sqrt(2 / 3), 2.0, 4.0),
+    "random_ below": (lambda x: x * torch.zeros(x.shape).long().random_(3), 1.0, math.sqrt(2 / 3), 0.0, 2.0),
+    "cauchy": (lambda x: x * (torch.empty_like(x).cauchy_(0.0, 2.0) > 2), 0.25, math.sqrt(3) / 4, 0.0, 1.0),
+    "gamma": (lambda x: x * torch._standard_gamma(3 * x), 3.0, math.sqrt(3), 0.0, 30.0),
+    "gamma of a small concentration": (lambda x: x * torch._standard_gamma(x / 4), 0.25, 0.5, 0.0, 20.0),
+    "beta": (lambda x: x * Beta(2 * x, x).rsample(), 2 / 3, math.sqrt(1 / 18), 0.0, 1.0),
+    "beta of small concentrations": (lambda x: x * Beta(0.4 * x, 0.4 * x).rsample(), 0.5, math.sqrt(1 / 7.2), 0.0, 1.0),
+    "dirichlet": (lambda x: x * Dirichlet(x).rsample() * 8, 1.0, math.sqrt(7 / 9), 0.0, 8.0),
     "randint": (lambda x: x * torch.randint(2, 5, x.shape), 3.0, math.sqrt(2 / 3), 2.0, 4.0),
     "randint_like": (lambda x: x * torch.randint_like(x, 3), 1.0, math.sqrt(2 / 3), 0.0, 2.0),
     "randperm": (lambda x: x * torch.randperm(x.numel()).view(x.shape) / x.numel(), 0.5, math.sqrt(1 / 12), 0.0, 1.0),

@@ -241,6 +241,17 @@ def distances() -> list[Call]:
     ]
 
 
+def gradients_of_draws() -> list[Call]:
+    """Of gamma and Dirichlet numbers."""
+    concentration, drawn = In(real(4, 8).value.exp()), In(real(4, 8).value.softmax(-1))
+    total = In(concentration.value.sum(-1, keepdim=True).expand(4, 8).contiguous())
+    return [
+        (aten._standard_gamma_grad.default, (concentration, drawn), {}),
+        (aten._standard_gamma_grad.default, (In(concentration.value[0]), drawn), {}),
+        (aten._dirichlet_grad.default, (drawn, concentration, total), {}),
+    ]
+
+
 def samplers() -> list[Call]:
     """Images read at places between their pixels."""
     image, grid = real(4, 4, 4, 4), In(real(4, 4, 4, 2).value.tanh())
@@ -277,6 +288,7 @@ CALLS: list[Call] = [
     *matrices(),
     *repeated_pools(),
     *distances(),
+    *gradients_of_draws(),
     *samplers(),
     *transforms(),
     (gather_experts, ([real(4, 8) for _ in range(4)],), {}),
