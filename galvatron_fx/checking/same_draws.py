@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from galvatron_fx.ir.graph.metadata import (
     InputSpec,
@@ -18,6 +18,7 @@ from galvatron_fx.ir.graph.metadata import (
     set_signature,
 )
 from galvatron_fx.ir.graph.random_ops import random_uniform
+from galvatron_fx.ir.torch_compat.graphs import graph_module
 from galvatron_fx.ir.torch_compat.tracing import TorchDispatchMode
 from passes.frontend.functional_random import FunctionalRandom, draws_numbers
 
@@ -33,6 +34,10 @@ _FUNCTIONAL = {
     aten.normal_.default: aten.normal_functional.default,
     aten.log_normal_.default: aten.log_normal.default,
     aten.exponential_.default: aten.exponential.default,
+    aten.cauchy_.default: aten.cauchy.default,
+    aten.geometric_.default: aten.geometric.default,
+    getattr(aten.random_, "from"): getattr(aten.random, "from"),
+    aten.random_.to: aten.random.to,
 }
 
 
@@ -87,7 +92,7 @@ class SameDraws(TorchDispatchMode):
         for placeholder, tensor in zip(given, tensors, strict=True):
             set_meta(placeholder, NodeMeta((TensorSpec(tuple(tensor.shape), tensor.dtype),)))
         graph.output(tuple(outputs))
-        module = fx.GraphModule({}, graph)
+        module = graph_module(nn.Module(), graph)
         inputs = tuple(InputSpec("input", str(i)) for i in range(len(tensors)))
         set_signature(module, Signature(inputs, (), (), None))
         FunctionalRandom().run(module)

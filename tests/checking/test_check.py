@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributions import Beta, Dirichlet, Gamma
 
 import galvatron_fx
 from galvatron_fx import CheckReport, Cluster, Plan
@@ -158,6 +159,28 @@ def test_numbers_that_the_check_draws_are_none_of_the_models() -> None:
     """Outputs without a loss are weighted by random numbers; a rate of a half is an argument that torch leaves out."""
     model = nn.Sequential(nn.Conv1d(3, 8, 3), nn.Dropout1d(0.5), nn.Conv1d(8, 4, 3))
     found = galvatron_fx.check(model, 2, (torch.randn(4, 3, 9),), Plan.uniform((2,), ("data",)))
+    assert found.ok and not found.notes, str(found)
+
+
+class Drawing(nn.Module):
+    """Mixes samples by a number of a beta distribution, and codes that it draws with others that it draws whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.steps = nn.Linear(6, 8), nn.Embedding(9, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        share = Beta(x.new_tensor(0.4), x.new_tensor(0.4)).sample()
+        mixed = self.linear(share * x + (1 - share) * x[torch.randperm(len(x))])
+        step = self.steps(torch.empty(len(x), dtype=torch.int64).random_(0, 9))
+        noise = torch.empty_like(mixed).cauchy_().tanh() + torch.empty_like(mixed).geometric_(0.3)
+        code = Gamma(F.softplus(mixed), F.softplus(step) + 1).rsample() + Dirichlet(mixed.exp()).rsample()
+        return (code + step * noise).square().mean()
+
+
+@pytest.mark.parametrize("roles", [("data", "tensor"), ("zero", "data")], ids=" ".join)
+def test_distributions_draw_alike(roles: tuple[str, ...]) -> None:
+    found = galvatron_fx.check(Drawing(), (2, 2), (torch.randn(4, 6),), Plan.uniform((2, 2), roles))
     assert found.ok and not found.notes, str(found)
 
 
