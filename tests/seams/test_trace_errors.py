@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import galvatron_fx
+from galvatron_fx import Plan
 from galvatron_fx.errors import CaptureError, InputError
 
 LOG: list[float] = []
@@ -156,6 +157,39 @@ def test_an_assertion_behind_is_compiling_is_passed() -> None:
         return layer(x).sum()
 
     assert galvatron_fx.capture(Model(body), {"x": torch.randn(4, 6)}) is not None
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_values_that_are_made_only_where_nothing_compiles_are_made(keeps: bool) -> None:
+    """As of transformers' Switch and LongT5, which are told in a trace that they are compiled, and lack a mask then."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.calls = nn.Linear(6, 3), 0
+
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            self.calls += keeps  # then it is traced in several steps, too
+            if mask is None and not torch.compiler.is_compiling():
+                mask = torch.ones(x.shape[:1])
+            return (self.layer(x) * mask[:, None]).square().sum()
+
+    found = galvatron_fx.check(Masked(), 2, {"x": torch.randn(4, 6)}, Plan.uniform((2,), ("data",)))
+    assert found.ok, str(found)
+
+
+def test_what_fails_compiled_and_not_is_told_of_both() -> None:
+    def body(layer: nn.Module, x: Tensor) -> Tensor:
+        mask = None
+        if not torch.compiler.is_compiling():
+            assert (layer(x) < 100).all()
+            mask = x
+        return (layer(x) * mask[:, :3]).sum()
+
+    with pytest.raises(CaptureError, match="asserts something") as caught:
+        galvatron_fx.capture(Model(body), {"x": torch.randn(4, 6)})
+    (note,) = caught.value.__notes__
+    assert note.startswith("Where torch.compiler.is_compiling() says yes: ") and "'NoneType'" in note
 
 
 def test_operators_of_control_flow_are_refused() -> None:

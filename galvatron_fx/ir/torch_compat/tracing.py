@@ -53,6 +53,7 @@ __all__ = [
     "module_of",
     "new_fake_mode",
     "no_modes",
+    "not_compiling",
     "on_cpu",
     "trace_decomposed",
     "unit_of",
@@ -106,6 +107,16 @@ def compiling() -> Iterator[None]:
             torch_transformer._detect_is_causal_mask,
             Distribution._validate_args,
         ) = before
+
+
+@contextlib.contextmanager
+def not_compiling() -> Iterator[None]:
+    """Make ``torch.compiler.is_compiling()`` false inside of :func:`compiling`."""
+    before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, False
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def composites_in_python() -> contextlib.AbstractContextManager[Any]:

@@ -36,7 +36,14 @@ from passes.frontend.capture.reruns import refuse_late_changes, refuse_replays, 
 from passes.frontend.capture.sparse_tensors import refuse_sparse_values, refuse_sparse_weights
 from passes.frontend.capture.steady_state import steady_state
 from passes.frontend.capture.trace import Trace
-from passes.frontend.capture.trace_again import ConstantsCopied, MasksNeeded, RowsOfAll, StateWritten, TraceAgain
+from passes.frontend.capture.trace_again import (
+    ConstantsCopied,
+    MasksNeeded,
+    NotAsCompiled,
+    RowsOfAll,
+    StateWritten,
+    TraceAgain,
+)
 from passes.frontend.capture.trace_errors import explained, writes_into_constants
 from passes.frontend.capture.traced_layouts import in_order
 from passes.frontend.traceable_functions import traceable_functions
@@ -114,12 +121,13 @@ class Capture:
         held: tuple[str, ...] = ()
         masked_because: Exception | None = None
         copies_constants = False
+        as_compiled: GalvatronError | None = None
         while True:
             try:
                 with as_buffers(model, held):
                     flat = FlatModel(model, inputs, self.policy, self.forward_only)
                     flat.masked_because, flat.copies_constants = masked_because, copies_constants
-                    flat.input_reads = reads
+                    flat.input_reads, flat.is_told_eager = reads, as_compiled is not None
                     trace = self._once(flat, held)
                     _check_state(flat)
                     _check_views(flat, trace.whole)
@@ -135,6 +143,12 @@ class Capture:
                 masked_because = needed.because
             except ConstantsCopied:
                 copies_constants = True
+            except NotAsCompiled as failed:
+                as_compiled = failed.error
+            except GalvatronError as error:
+                if as_compiled is not None and str(error) != str(as_compiled):
+                    error.add_note(f"Where torch.compiler.is_compiling() says yes: {as_compiled}")
+                raise
             except RowsOfAll:
                 reads.may_tell_samples_apart = False
 
@@ -335,6 +349,9 @@ def _trace(flat: FlatModel, shapes: Sequence[tuple[int, ...]], repeats: tuple[Re
         except Exception as error:
             if writes_into_constants(error) and not flat.copies_constants:
                 raise ConstantsCopied from error
+            lacks_a_value = isinstance(error, (AttributeError, TypeError)) and shapes == flat.inputs.shapes
+            if lacks_a_value and not flat.is_told_eager:
+                raise NotAsCompiled(explained(error, model)) from error
             raise explained(error, model) from None  # torch's hundred lines more are its context
     refuse_sparse_values(graph)
     drop_tokens(graph)

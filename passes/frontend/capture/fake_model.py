@@ -19,6 +19,7 @@ from galvatron_fx.ir.torch_compat.tracing import (
     FakeTensorMode,
     annotate_module,
     leave_modules,
+    not_compiling,
 )
 from passes.frontend.capture.aliases import Aliases, View
 from passes.frontend.capture.attribute_writes import AttributeWrites
@@ -83,6 +84,7 @@ class FlatModel(nn.Module):
         self.viewed: list[View] = []
         self.masked_because: Exception | None = None
         self.copies_constants = False
+        self.is_told_eager = False
         self.decided_by: dict[str, Any] = {}
         self.input_reads = InputReads()
         self._checks = ValueChecks()
@@ -158,7 +160,8 @@ class FlatModel(nn.Module):
         args, kwargs = arguments.value
         writes, checks = MaskedWrites(self._known.knows_mask), self._checks.kept(self._known.refutes)
         scatters = dense_scatters(self._known.chooses_of_each)
-        with routed_experts(), scatters, writes, self._rows_of_masks(), checks, self.finite.assumed():
+        told = not_compiling() if self.is_told_eager else contextlib.nullcontext()
+        with routed_experts(), scatters, writes, self._rows_of_masks(), checks, self.finite.assumed(), told:
             returned = self.module(*args, **kwargs)
             for leaf in flatten(returned)[0]:
                 if isinstance(leaf, (RowTensor, RowCount)):

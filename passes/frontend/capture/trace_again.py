@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["ConstantsCopied", "MasksNeeded", "RowsOfAll", "StateWritten", "TraceAgain"]
+from galvatron_fx.ir.errors import GalvatronError
+
+__all__ = ["ConstantsCopied", "MasksNeeded", "NotAsCompiled", "RowsOfAll", "StateWritten", "TraceAgain"]
 
 
 class TraceAgain(Exception):
@@ -35,3 +37,13 @@ class RowsOfAll(TraceAgain):
 
 class ConstantsCopied(TraceAgain):
     """Raised where a forward writes into what it has made of constants, which the trace has to take for variables."""
+
+
+class NotAsCompiled(TraceAgain):
+    """Raised where a forward fails for a value that it lacks, which it may make where it is told that it is not
+    compiled; ``error``: what to say where that does not help.
+    """
+
+    def __init__(self, error: GalvatronError) -> None:
+        super().__init__(str(error))
+        self.error = error
