@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 _ABSENT = object()
+_STAND_IN = "_galvatron_fx_stand_in_of_"
 
 
 @contextlib.contextmanager
@@ -23,3 +26,24 @@ def replaced(places: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
                 delattr(owner, name)
             else:
                 setattr(owner, name, function)
+
+
+@contextlib.contextmanager
+def with_code_of(function: FunctionType, stand_in: Callable[..., Any]) -> Iterator[None]:
+    """Let ``function`` do what ``stand_in`` does, whoever holds it under whatever name; it is given what does as before
+    first.
+    """
+    code, defaults, name = function.__code__, function.__defaults__, f"{_STAND_IN}{function.__name__}"
+    original = FunctionType(code, function.__globals__, function.__name__, defaults)
+    before = function.__globals__.get(name)
+    function.__globals__[name] = partial(stand_in, original)
+    function.__code__ = _calling.__code__.replace(co_names=(name,))
+    try:
+        yield
+    finally:
+        function.__code__ = code
+        function.__globals__[name] = before
+
+
+def _calling(*args: Any, **kwargs: Any) -> Any:
+    return _stand_in(*args, **kwargs)  # type: ignore[name-defined]  # noqa: F821  (a name in the function's module)

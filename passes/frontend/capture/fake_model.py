@@ -43,6 +43,7 @@ from passes.frontend.masked_rows.mode import MaskedRows, counted_lengths
 from passes.frontend.masked_rows.selection import RowsUnknown
 from passes.frontend.masked_scatter import dense_scatters
 from passes.frontend.masked_writes import MaskedWrites
+from passes.frontend.packed_sequences import packed_sequences
 from passes.frontend.routed_experts import routed_experts
 from passes.frontend.value_checks import ValueChecks
 
@@ -161,7 +162,8 @@ class FlatModel(nn.Module):
         writes, checks = MaskedWrites(self._known.knows_mask), self._checks.kept(self._known.refutes)
         scatters = dense_scatters(self._known.chooses_of_each)
         told = not_compiling() if self.is_told_eager else contextlib.nullcontext()
-        with routed_experts(), scatters, writes, self._rows_of_masks(), checks, self.finite.assumed(), told:
+        packed = packed_sequences()
+        with routed_experts(), packed, scatters, writes, self._rows_of_masks(), checks, self.finite.assumed(), told:
             returned = self.module(*args, **kwargs)
             for leaf in flatten(returned)[0]:
                 if isinstance(leaf, (RowTensor, RowCount)):
