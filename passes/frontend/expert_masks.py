@@ -15,7 +15,7 @@ from galvatron_fx.ir.kernels.experts import dispatch, group_of
 from passes.frontend.capture.value_reads import remedy_for_picks
 from passes.frontend.id_values import INTEGERS, Values, choices, values_of_constants, values_of_ids
 
-__all__ = ["ProveMasks"]
+__all__ = ["ProveMasks", "refuse_shared_rows"]
 
 aten = torch.ops.aten
 
@@ -42,7 +42,15 @@ class ProveMasks:
         return graph
 
 
-def _prove(graph: fx.GraphModule, node: fx.Node) -> None:
+def refuse_shared_rows(graph: fx.GraphModule) -> None:
+    """Raise CaptureError where masks of a loop may pick a row twice; ``graph``: a trace, which stays as it is."""
+    for node in graph.graph.nodes:
+        if node.target is group_of:
+            _proof(graph, node)
+
+
+def _proof(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.Node | None, list[Values]]:
+    """Ids that the masks follow from, None where they are constants, and values by which they are apart."""
     roots: list[fx.Node | None] = [*_roots(graph, node)] or [None]
     tried_roots = ((root, _tried(node, root)) for root in roots)
     proofs = ((root, tried) for root, tried in tried_roots if all(_are_apart(node, values) for values in tried))
@@ -52,6 +60,11 @@ def _prove(graph: fx.GraphModule, node: fx.Node) -> None:
             f"rows are picked by masks that do not give each to one expert, so there is no one graph of it:\n"
             f"  {node.args[3]}\n{remedy_for_picks()}"
         )
+    return root, tried
+
+
+def _prove(graph: fx.GraphModule, node: fx.Node) -> None:
+    root, tried = _proof(graph, node)
     draws = [draw for values in tried for draw in zip(values[node], values.get(root, ()), strict=False)]  # type: ignore[arg-type]
     if not draws or not all(valid.all() and torch.equal(ids, chosen.reshape(-1)) for (ids, valid), chosen in draws):
         return

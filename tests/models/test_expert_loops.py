@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -196,6 +198,84 @@ def test_ranks_hold_parts_of_experts(experts: Callable[[], nn.Module]) -> None:
     assert of_experts and set(of_experts.values()) == {(Shard(0),)}
 
 
+def reads_before(seen: Tensor, out: Tensor, token: Tensor, rows: Tensor) -> None:
+    seen.index_add_(0, token, out[token])
+    out.index_add_(0, token, rows)
+
+
+def reads_behind(seen: Tensor, out: Tensor, token: Tensor, rows: Tensor) -> None:
+    out.index_add_(0, token, rows)
+    seen.index_add_(0, token, out[token])
+
+
+def adds_to_what_is_read(seen: Tensor, out: Tensor, token: Tensor, rows: Tensor) -> None:
+    out.index_add_(0, token, rows + out[token].sin())
+
+
+@pytest.mark.filterwarnings("ignore:rows that a mask chooses")
+@pytest.mark.parametrize("body", [reads_before, reads_behind, adds_to_what_is_read], ids=lambda body: body.__name__)
+def test_what_one_pass_writes_another_reads(body: Callable[[Tensor, Tensor, Tensor, Tensor], None]) -> None:
+    """Each token has several experts, of which the later ones find what the earlier ones added."""
+
+    class Reading(Modules):
+        def forward(self, h: Tensor) -> Tensor:
+            x = h.reshape(-1, WIDTH)
+            weights, ids = self.choose(x)
+            out, seen = torch.zeros_like(x), torch.zeros_like(x)
+            for expert in range(EXPERTS):
+                token, copy = torch.where(ids == expert)
+                body(seen, out, token, self.experts[expert](x[token]) * weights[token, copy, None])
+            return (out + 2 * seen).reshape(h.shape)
+
+    model, inputs = written(Reading)
+    graph, expected = captured(model, inputs), one_device(model, inputs)
+    assert_exact(simulate(graph, model, inputs, (2,), uniform(graph, "data"), {}), expected)
+
+
+ASKS: dict[str, Callable[[Tensor], Any]] = {
+    "any": lambda mask: mask.any(),
+    "not any": lambda mask: operator.not_(operator.not_(torch.any(mask))),
+    "item of any": lambda mask: mask.any().item(),
+    "sum": lambda mask: mask.sum() > 0,
+    "no sum": lambda mask: operator.not_(mask.sum() == 0),
+    "item of a sum": lambda mask: mask.sum().item() != 0,
+    "count": lambda mask: torch.count_nonzero(mask) >= 1,
+}
+
+
+@pytest.mark.parametrize("asks", ASKS.values(), ids=ASKS)
+def test_loops_may_ask_whether_an_expert_has_tokens(asks: Callable[[Tensor], Any]) -> None:
+    """By a mask of all dims of tokens, of which rows are put back; weights are picked by the mask and a column."""
+
+    class Asking(Modules):
+        def forward(self, h: Tensor) -> Tensor:
+            weights, ids = self.choose(h)
+            all_weights = torch.zeros(*h.shape[:-1], EXPERTS, dtype=h.dtype).scatter(-1, ids, weights)
+            out, x = torch.zeros_like(h), h.view(-1, WIDTH)
+            for expert, layer in enumerate(self.experts):
+                mask = (ids == expert).any(dim=-1)
+                flat = mask.view(-1)
+                if asks(flat):
+                    out[mask] += layer(x[flat]) * all_weights.view(-1, EXPERTS)[flat, expert].unsqueeze(1)
+            return out
+
+    model, inputs = written(Asking)
+    graph, expected = captured(model, inputs), one_device(model, inputs)
+    assert any(node.target is route for node in graph.graph.nodes)
+    for roles in (("data", "expert"), ("zero", "tensor")):
+        assert_exact(simulate(graph, model, inputs, (2, 2), uniform(graph, *roles), {}), expected)
+
+
+def test_what_is_asked_of_masks_that_take_no_rows_is_refused() -> None:
+    class Asking(Modules):
+        def forward(self, h: Tensor) -> Tensor:
+            out = self.experts[0](h)
+            return out * 2 if (out > 0).any() else out
+
+    with pytest.raises(CaptureError, match=r"value of a tensor(?s:.*)if \(out > 0\).any\(\)"):
+        Frontend().run(*written(Asking))
+
+
 WAYS = {
     "item": lambda hits: (hit.item() for hit in hits),
     "int": lambda hits: (int(hit) for hit in hits),
@@ -383,9 +463,13 @@ def puts_copies_into_one_place(
     out[token] = x[token]
 
 
-REFUSED = (
-    picks_twice, picks_by_weights, counts_rows, does_more_where_hit, passes_over,
-)  # fmt: skip
+def puts_by_weights(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, expert: int, out: Tensor) -> None:
+    mask = self.router(x)[:, expert] > 0
+    if mask.any():
+        out[mask] += x[mask] @ self.up[expert] @ self.down[expert]
+
+
+REFUSED = (counts_rows, does_more_where_hit, passes_over)
 
 
 def raises_to_their_number(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, expert: int, out: Tensor) -> None:
@@ -396,7 +480,12 @@ def raises_to_their_number(self: nn.Module, x: Tensor, ids: Tensor, weights: Ten
 @pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:rows that a mask chooses")
 @pytest.mark.parametrize(
-    "body", [raises_to_their_number, takes_a_mean, changes_tokens, puts_copies_into_one_place], ids=lambda b: b.__name__
+    "body",
+    [
+        *(raises_to_their_number, takes_a_mean, changes_tokens, puts_copies_into_one_place),
+        *(picks_twice, picks_by_weights, puts_by_weights),
+    ],
+    ids=lambda body: body.__name__,
 )
 def test_other_loops_compute_all_rows(body: Callable[..., None]) -> None:
     model, inputs = written(looping(body))

@@ -40,12 +40,14 @@ from passes.frontend.capture.trace_again import (
     ConstantsCopied,
     MasksNeeded,
     NotAsCompiled,
+    RowsNotTaken,
     RowsOfAll,
     StateWritten,
     TraceAgain,
 )
 from passes.frontend.capture.trace_errors import explained, writes_into_constants
 from passes.frontend.capture.traced_layouts import in_order
+from passes.frontend.expert_masks import refuse_shared_rows
 from passes.frontend.traceable_functions import traceable_functions
 
 if TYPE_CHECKING:
@@ -122,13 +124,17 @@ class Capture:
         masked_because: Exception | None = None
         copies_constants = False
         as_compiled: GalvatronError | None = None
+        answers_asks = True
         while True:
             try:
                 with as_buffers(model, held):
                     flat = FlatModel(model, inputs, self.policy, self.forward_only)
                     flat.masked_because, flat.copies_constants = masked_because, copies_constants
                     flat.input_reads, flat.is_told_eager = reads, as_compiled is not None
+                    flat.answers_asks = answers_asks
                     trace = self._once(flat, held)
+                    if masked_because is None:
+                        _require_rows_apart(trace)
                     _check_state(flat)
                     _check_views(flat, trace.whole)
                     refuse_changed_reads(flat.decided_by, trace.whole)
@@ -143,6 +149,8 @@ class Capture:
                 masked_because = needed.because
             except ConstantsCopied:
                 copies_constants = True
+            except RowsNotTaken:
+                answers_asks = False
             except NotAsCompiled as failed:
                 as_compiled = failed.error
             except GalvatronError as error:
@@ -203,6 +211,14 @@ class Capture:
             _refuse_rounded_updates(graph, parameters, self.policy)
             set_precision(graph, Precision(self.policy, dtypes))
         return Trace(inputs, dims, repeats, graph, second, lambda shapes: _trace_again(flat, shapes, repeats, held))
+
+
+def _require_rows_apart(trace: Trace) -> None:
+    """Raise MasksNeeded where experts of a loop may share rows, which cannot be put in their order then."""
+    try:
+        refuse_shared_rows(trace.graph)
+    except CaptureError as error:
+        raise MasksNeeded(error) from error
 
 
 def _has_caches(graph: fx.GraphModule) -> bool:

@@ -86,6 +86,7 @@ class FlatModel(nn.Module):
         self.masked_because: Exception | None = None
         self.copies_constants = False
         self.is_told_eager = False
+        self.answers_asks = True
         self.decided_by: dict[str, Any] = {}
         self.input_reads = InputReads()
         self._checks = ValueChecks()
@@ -189,7 +190,7 @@ class FlatModel(nn.Module):
         Raises MasksNeeded where it cannot, and, of one that cannot either way, what says so.
         """
         if self.masked_because is None:
-            loops = ExpertLoops(self.module.parameters())
+            loops = ExpertLoops(self.module.parameters(), self._may_ask)
             try:
                 with loops:
                     yield
@@ -200,7 +201,8 @@ class FlatModel(nn.Module):
                     raise
                 raise MasksNeeded(PickedRows(OPERATOR, loops.asked_at)) from error
             return
-        keeps_all, counts = MaskedRows(self._known.knows_mask), CountedRows(self._known, self.input_reads)
+        keeps_all = MaskedRows(self._known.knows_mask, self._may_ask)
+        counts = CountedRows(self._known, self.input_reads)
         with counted_lengths(), keeps_all as masked, counts:
             try:
                 yield
@@ -211,6 +213,10 @@ class FlatModel(nn.Module):
                 why = f"gives a number of rows to what takes none: {error}" if isinstance(error, TypeError) else error
                 raise explained(self.masked_because, self.module, f"; with all rows kept, it {why}") from None
         self.masked_lines |= masked.lines
+
+    def _may_ask(self, mask: torch.Tensor) -> bool:
+        """Whether code that asks if a mask chooses rows goes on as if it does; of masks of inputs it decides."""
+        return self.answers_asks and not self._known.knows_mask(mask)
 
     def _ask_for_counts(self, masked: MaskedRows, error: Exception) -> None:
         """Note at which lines it helps to know how many rows a mask chooses, where inputs say so."""

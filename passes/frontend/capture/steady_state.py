@@ -60,7 +60,7 @@ def steady_state(flat: FlatModel) -> Steady:
     model, mode = flat.module, new_fake_mode()
     steps = _Steps(model, flat.inputs, flat.policy)
     steps.masked_because, steps.input_reads = flat.masked_because, flat.input_reads
-    steps.is_told_eager = flat.is_told_eager
+    steps.is_told_eager, steps.answers_asks = flat.is_told_eager, flat.answers_asks
     with traceable_functions(), fake_weights(model, mode, flat.policy):
         try:
             graph = export_joint(steps, steps.fake_arguments(flat.inputs.shapes, mode), mode)

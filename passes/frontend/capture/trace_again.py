@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from galvatron_fx.ir.errors import GalvatronError
 
-__all__ = ["ConstantsCopied", "MasksNeeded", "NotAsCompiled", "RowsOfAll", "StateWritten", "TraceAgain"]
+__all__ = ["ConstantsCopied", "MasksNeeded", "NotAsCompiled", "RowsNotTaken", "RowsOfAll", "StateWritten", "TraceAgain"]
 
 
 class TraceAgain(Exception):
@@ -47,3 +47,7 @@ class NotAsCompiled(TraceAgain):
     def __init__(self, error: GalvatronError) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+class RowsNotTaken(TraceAgain):
+    """Raised where a forward asked whether a mask chooses rows, and took none by it: it decides something else."""

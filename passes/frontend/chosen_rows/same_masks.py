@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -47,3 +47,10 @@ class SameMasks:
         whole = whole if whole._version or first._version else first
         self._kept.append(whole)
         return id(whole), whole._version, mask.dtype, tuple(mask.shape), mask.stride(), mask.storage_offset()
+
+    def flat(self, mask: Tensor, known: Container[Any]) -> Tensor | None:
+        """A mask of several dims as one of all its places in a row, if that is ``known`` by its key."""
+        if mask.dim() < 2 or not mask.is_contiguous():
+            return None
+        flat = mask.view(-1)
+        return flat if self.key(flat) in known else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from traceback import FrameSummary
 from typing import Any
@@ -14,13 +14,15 @@ from torch.overrides import TorchFunctionMode
 
 from galvatron_fx.ir.torch_compat.tensors import pytree
 from galvatron_fx.ir.torch_compat.tracing import TRACED, DataDependentOutputException
+from passes.frontend.capture.trace_again import RowsNotTaken
 from passes.frontend.capture.trace_errors import calling_frame
-from passes.frontend.chosen_rows.choice import RowTensor, sizes_of
+from passes.frontend.chosen_rows.asks import Asks
+from passes.frontend.chosen_rows.choice import RowCount, RowTensor, sizes_of
 from passes.frontend.chosen_rows.functions import OF_DATA, SIZES, base_name, is_in_place, is_mask
 from passes.frontend.chosen_rows.same_masks import SameMasks
 from passes.frontend.expert_loops.groups import Group, counted, groups_of, parts_of, sliced
 from passes.frontend.expert_loops.merged import Sink, join, merge
-from passes.frontend.expert_loops.picked import Call, Gather, Hit, Mask, Picked, Place
+from passes.frontend.expert_loops.picked import Call, Gather, Hit, Mask, Picked, Place, tables_of
 from passes.frontend.expert_loops.row_calls import called
 from passes.frontend.replaced_functions import replaced
 
@@ -43,12 +45,17 @@ class ExpertLoops(TorchFunctionMode):
     no one graph of the model that computes each row once.
     """
 
-    def __init__(self, weights: Iterable[Tensor] = ()) -> None:
+    def __init__(self, weights: Iterable[Tensor], may_ask: Callable[[Tensor], bool]) -> None:
         super().__init__()
+        self._may_ask, self._asks = may_ask, Asks()
+        self._asked: dict[Any, Mask] = {}
         self.asked_at: FrameSummary | None = None
         self._masks: dict[Any, Any] = {}
         self._same = SameMasks()
         self._sinks: list[Sink] = []
+        self._written: set[Any] = set()  # memory that sinks write, and that what they write is made of
+        self._read: set[Any] = set()
+        self._views: dict[int, tuple[Tensor, Tensor]] = {}
         self._tables: list[Tensor] = []
         self._hit: Hit | None = None
         self._are_looked_at = False  # whether a loop over hits asked for rows of one of them
@@ -65,6 +72,8 @@ class ExpertLoops(TorchFunctionMode):
         self._lists.__exit__(None, None, None)
         if kind is None:
             self._flush()
+            if self._asked:
+                raise RowsNotTaken
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -89,6 +98,9 @@ class ExpertLoops(TorchFunctionMode):
             return self._of_picked(func, name, args, kwargs)
         if not tensors:
             return func(*args, **kwargs)
+        asked = self._asks.of(args[0]) if args and name in ("bool", "item") else None
+        if asked is not None and self._may_ask(asked[0]):
+            return self._answered(*asked)
         if name in _FACTS or func.__name__ == "__get__":
             return self._noted(func(*args, **kwargs), tensors)
         return self._of_others(func, name, args, kwargs, tensors)
@@ -96,22 +108,21 @@ class ExpertLoops(TorchFunctionMode):
     # ---- functions of tensors ----
 
     def _of_others(self, func: Any, name: str, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
-        self._before(func, name, args, tensors)
+        masked = self._masked(*args) if func is _GET else None
+        if masked is None or not any(sink.out is masked[0] for sink in self._sinks):  # else it is what it adds to
+            self._before(func, name, args, tensors)
         if func in _ASKS and len(args) == 1 and _is_set(args[0]):
             mask, dims = self._mask(args[0]), args[0].dim()
             if func is torch.where or kwargs.get("as_tuple"):
                 return tuple(_place(mask, dim) for dim in range(dims))
             if dims == 1:
                 return Picked.of(mask, Place(0), (mask.rows, 1), torch.int64)
-        if (
-            func is _GET
-            and is_mask(args[1])
-            and not isinstance(args[1], Picked)
-            and args[1].shape == args[0].shape[: args[1].dim()]
-        ):
-            return self._gathered(args[0], self._mask(args[1]), tuple(range(args[1].dim())), 0, 0)
+        if masked is not None:
+            table, mask = masked
+            return self._gathered(table, self._mask(mask), tuple(range(mask.dim())), 0, 0)
         result = func(*args, **kwargs)
         self._same.note(result, name, args, kwargs)
+        self._asks.note(result, name, args, kwargs)
         return self._noted(result, tensors)
 
     def _noted(self, result: Any, tensors: Sequence[Tensor]) -> Any:
@@ -139,8 +150,16 @@ class ExpertLoops(TorchFunctionMode):
     def _forget(self) -> None:
         self._tables, self._masks, self._same = [], {}, SameMasks()
 
+    def _answered(self, mask: Tensor, says: bool | None) -> Any:
+        """What code is told that asks of the rows that a mask chooses, which it has to take then."""
+        choice = self._mask(mask)
+        self._asked[choice.key] = choice
+        return RowCount(choice) if says is None else says
+
     def _mask(self, tensor: Tensor) -> Any:
         key = self._same.key(tensor)
+        for taken in (key, self._same.key(self._asks.whole(tensor))):
+            self._asked.pop(taken, None)
         self._are_looked_at |= self._hit is not None
         if key not in self._masks:
             is_set = tensor if tensor.dtype == torch.bool else tensor != 0
@@ -248,6 +267,24 @@ class ExpertLoops(TorchFunctionMode):
         self._tables.append(args[0])
         return parts_of(args[0], groups, kwargs.get("dim", args[2] if len(args) > 2 else 0))
 
+    def _masked(self, table: Tensor, index: Any) -> tuple[Tensor, Tensor] | None:
+        """Of ``table[mask]``, or ``table[mask, column]``, what has rows at the places of the mask, and the mask."""
+        mask, *rest = index if isinstance(index, tuple) else (index,)
+        if not is_mask(mask) or isinstance(mask, Picked) or mask.shape != table.shape[: mask.dim()]:
+            return None
+        if not all(isinstance(each, (int, slice)) for each in rest):
+            return None
+        return self._flat(_GET(table, (*(slice(None),) * mask.dim(), *rest)) if rest else table, mask)
+
+    def _flat(self, table: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Both as they are, or with the dims of the mask in one, where rows are picked by such a mask already."""
+        flat = self._same.flat(mask, self._masks) if table.is_contiguous() else None
+        if flat is None:
+            return table, mask
+        if id(table) not in self._views:
+            self._views[id(table)] = table, table.view(-1, *table.shape[mask.dim() :])
+        return self._views[id(table)][1], flat
+
     def _gathered(self, table: Tensor, mask: Mask, dims: tuple[int, ...], leading: int, trailing: int) -> Picked:
         if tuple(table.shape[: len(dims)]) != tuple(mask.shape[dim] for dim in dims):
             mask.refuse()
@@ -276,6 +313,7 @@ class ExpertLoops(TorchFunctionMode):
         if not isinstance(value, Picked):
             index.mask.refuse()
         mask = value.mask
+        out, index = self._flat(out, index) if is_mask(index) and not isinstance(index, Picked) else (out, index)
         if isinstance(index, Picked) and isinstance(index.how, Place) and index.mask is mask:
             dim = index.how.dim
         elif is_mask(index) and not isinstance(index, Picked) and index.dim() == 1 and self._mask(index) is mask:
@@ -295,16 +333,18 @@ class ExpertLoops(TorchFunctionMode):
         sink.value.is_used = True
         of_out = [other for other in self._sinks if other.out is sink.out]
         goes_on = bool(of_out) and of_out[-1].goes_with(sink)
-        read = [table for table in self._tables if table is not sink.out]
-        if (of_out and not goes_on) or _shares(sink.out, read):
+        if (of_out and not goes_on) or (not of_out and _shares(sink.out, [other.out for other in self._sinks])):
             sink.mask.refuse()
-        if not of_out and _shares(sink.out, [other.out for other in self._sinks]):
-            sink.mask.refuse()
+        self._written.add(_storage(sink.out))
+        self._read.update(map(_storage, tables_of(sink.value)))
+        if self._written & self._read:
+            sink.mask.refuse()  # all of a loop is read before it is written: what one pass wrote, another may not read
         self._sinks.append(sink)
 
     def _flush(self) -> None:
         """Do all that was written down."""
         sinks, self._sinks = self._sinks, []
+        self._written, self._read = set(), set()
         self._forget()
         outs = {id(sink.out): sink.out for sink in sinks}
         for key in outs:

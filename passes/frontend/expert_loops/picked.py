@@ -9,10 +9,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from galvatron_fx.ir.torch_compat.tensors import pytree
 from passes.frontend.capture.trace_errors import PickedRows
 from passes.frontend.chosen_rows.choice import Choice, RowTensor
 
-__all__ = ["OPERATOR", "Call", "Gather", "Hit", "Mask", "Part", "Picked", "Place"]
+__all__ = ["OPERATOR", "Call", "Gather", "Hit", "Mask", "Part", "Picked", "Place", "tables_of"]
 
 _META = torch.device("meta")
 OPERATOR = "aten.nonzero.default"  # what torch calls it all by
@@ -106,6 +107,25 @@ class Picked(RowTensor):
     def mask(self) -> Any:
         """What picks them: a Mask, or a Group."""
         return self.choice
+
+
+def tables_of(value: Picked) -> list[Tensor]:
+    """The tensors that a value's rows are of, and others that it is computed with."""
+    tables: list[Tensor] = []
+    seen: set[int] = set()
+    pending: list[Any] = [value]
+    while pending:
+        leaf = pending.pop()
+        if not isinstance(leaf, Tensor) or id(leaf) in seen:
+            continue
+        seen.add(id(leaf))
+        if not isinstance(leaf, Picked):
+            tables.append(leaf)
+        elif isinstance(leaf.how, Call):
+            pending += pytree.tree_leaves((leaf.how.args, leaf.how.kwargs))
+        elif isinstance(leaf.how, (Gather, Part)):
+            tables.append(leaf.how.table)
+    return tables
 
 
 class Hit(RowTensor):

@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from galvatron_fx.ir.torch_compat.tensors import pytree
+from passes.frontend.capture.trace_again import RowsNotTaken
 from passes.frontend.capture.trace_errors import calling_frame
+from passes.frontend.chosen_rows.asks import Asks
 from passes.frontend.chosen_rows.choice import RowCount
 from passes.frontend.chosen_rows.functions import base_name, is_in_place, is_mask
 from passes.frontend.chosen_rows.same_masks import SameMasks
@@ -39,8 +41,10 @@ class MaskedRows(TorchFunctionMode):
     itself. ``is_of_inputs`` tells of a mask whether it is made of inputs alone.
     """
 
-    def __init__(self, is_of_inputs: Callable[[Tensor], bool]) -> None:
+    def __init__(self, is_of_inputs: Callable[[Tensor], bool], may_ask: Callable[[Tensor], bool]) -> None:
         super().__init__()
+        self._may_ask, self._asks = may_ask, Asks()
+        self._asked: dict[tuple[Any, ...], Selection] = {}
         self._is_of_inputs = is_of_inputs
         self.lines: dict[str, None] = {}
         self._selections: dict[tuple[Any, ...], Selection] = {}
@@ -64,11 +68,15 @@ class MaskedRows(TorchFunctionMode):
         finds = name in ("nonzero", "argwhere") or (name == "where" and len(args) + len(kwargs) == 1)
         if finds and isinstance(mask, Tensor) and not isinstance(mask, Rows) and mask.dim():
             return self._nonzero(mask, as_tuple=name == "where" or kwargs.get("as_tuple", False))
+        asked = self._asks.of(args[0]) if args and name in ("bool", "item") else None
+        if asked is not None and self._may_ask(asked[0]):
+            return self._answered(*asked)
         leaves = pytree.tree_leaves((args, kwargs))
         self._refuse_taken(leaves)
         if not any(isinstance(leaf, (Rows, RowCount)) for leaf in leaves) and not _is_masked(name, args):
             made = func(*args, **kwargs)
             self._same.note(made, name, args, kwargs)
+            self._asks.note(made, name, args, kwargs)
             return made
         handler = self._handlers.get(name)
         try:
@@ -83,6 +91,8 @@ class MaskedRows(TorchFunctionMode):
         super().__exit__(kind, value, trace)
         if kind is None:
             self._refuse_taken(())
+            if self._asked:
+                raise RowsNotTaken
 
     def _refuse_taken(self, given: Sequence[Any]) -> None:
         """See that what took numbers of rows for sizes is torch, in the call of which they are arguments."""
@@ -100,12 +110,23 @@ class MaskedRows(TorchFunctionMode):
     def _selection(self, mask: Tensor) -> Selection:
         """The selection of a mask; the same for masks that are the same."""
         key = self._same.key(mask)
+        for taken in (key, self._same.key(self._asks.whole(mask))):
+            self._asked.pop(taken, None)
         if key not in self._selections:
             line = user_line()
             is_true = mask if mask.dtype == torch.bool else mask != 0
             self._selections[key] = Selection(is_true, self._taken, mask, line, self._is_of_inputs(mask))
             self.lines.setdefault(line)
         return self._selections[key]
+
+    def _answered(self, mask: Tensor, says: bool | None) -> Any:
+        """What code is told that asks of the rows that a mask chooses, which it has to take then."""
+        chosen = self._selection(mask)
+        self._asked[self._same.key(mask)] = chosen
+        if says is None:
+            return RowCount(chosen)
+        chosen.ask_for_rows()
+        return says
 
     def _nonzero(self, mask: Tensor, as_tuple: bool) -> Any:
         chosen = self._selection(mask)
@@ -122,12 +143,18 @@ class MaskedRows(TorchFunctionMode):
 
     def _gathered(self, x: Tensor, mask: Tensor, rest: tuple[Any, ...], before: int = 0) -> Rows:
         """``x[mask, *rest]``, or that of the dims behind the first ``before``."""
+        x, mask = (x, mask) if before else self._flat(x, mask)
         chosen = self._selection(mask)
         x = x.permute(*range(before, before + mask.dim()), *range(before), *range(before + mask.dim(), x.dim()))
         if x.shape[: mask.dim()] != mask.shape:
             raise RowsUnknown(f"indexes a tensor of {tuple(x.shape)} by a mask of {tuple(mask.shape)}")
         data = chosen.listed(x, range(mask.dim())).movedim(0, before)
         return clean(data[(*(slice(None),) * (before + 1), *rest)] if rest else data, chosen, before)
+
+    def _flat(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Both as they are, or with the dims of the mask in one, where rows are chosen by such a mask already."""
+        flat = self._same.flat(mask, self._selections) if x.is_contiguous() else None
+        return (x, mask) if flat is None else (x.view(-1, *x.shape[mask.dim() :]), flat)
 
     def _getitem(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         x, index = args
@@ -180,6 +207,10 @@ class MaskedRows(TorchFunctionMode):
     def _written(self, x: Tensor, entries: tuple[Any, ...], value: Any) -> Tensor:
         """``x[entries] = value`` in place."""
         if only_mask(entries) is not None:
+            target, mask = self._flat(x, entries[0])
+            if mask is not entries[0]:
+                self._written(target, (mask,), value)
+                return x
             chosen, axes = self._selection(entries[0]), tuple(range(entries[0].dim()))
         else:
             places = _places(entries, x)
