@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import wraps
 from types import FunctionType
 from typing import Any
@@ -86,7 +86,7 @@ class _Masks:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        self._known: dict[Hashable, tuple[Any, Tensor]] = {}
 
     def pack(
         self,
@@ -98,9 +98,10 @@ class _Masks:
     ) -> _Packed:
         """As ``pack_padded_sequence``."""
         steps = input.transpose(0, 1) if batch_first else input
-        if not isinstance(lengths, Tensor):
-            steps = steps[: max(lengths)]
-        key = id(lengths), getattr(lengths, "_version", 0), len(steps)
+        if isinstance(lengths, Tensor):
+            key: Hashable = id(lengths), lengths._version, len(steps)
+        else:
+            steps, key = steps[: max(lengths)], tuple(map(int, lengths))
         if key not in self._known:
             self._known[key] = lengths, _mask_of(lengths, steps)
         return _Packed(steps, torch.as_tensor(lengths, dtype=torch.int64), self._known[key][1])

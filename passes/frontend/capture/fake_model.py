@@ -34,7 +34,8 @@ from passes.frontend.capture.outside_state import OutsideState
 from passes.frontend.capture.raw_contents import copied_containers
 from passes.frontend.capture.reruns import keep_weights
 from passes.frontend.capture.trace_again import MasksNeeded
-from passes.frontend.capture.trace_errors import PickedRows, explained
+from passes.frontend.capture.trace_errors import PickedRows, calling_frame, explained
+from passes.frontend.capture.value_reads import does_nothing_else
 from passes.frontend.chosen_rows.choice import RowCount, RowTensor
 from passes.frontend.expert_loops.loops import ExpertLoops
 from passes.frontend.expert_loops.picked import OPERATOR
@@ -216,7 +217,7 @@ class FlatModel(nn.Module):
 
     def _may_ask(self, mask: torch.Tensor) -> bool:
         """Whether code that asks if a mask chooses rows goes on as if it does; of masks of inputs it decides."""
-        return self.answers_asks and not self._known.knows_mask(mask)
+        return self.answers_asks and not self._known.knows_mask(mask) and does_nothing_else(calling_frame())
 
     def _ask_for_counts(self, masked: MaskedRows, error: Exception) -> None:
         """Note at which lines it helps to know how many rows a mask chooses, where inputs say so."""

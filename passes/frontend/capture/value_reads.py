@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from traceback import FrameSummary
 
 __all__ = ["remedy_for_picks", "remedy_for_read", "remedy_for_shape"]
@@ -61,6 +61,41 @@ def remedy_for_read(frame: FrameSummary) -> tuple[str, str]:
     if any(_calls(node, _LISTS) for node in inside):
         return "turns the values of a tensor into Python numbers", _COUNTS
     return "turns the value of a tensor into a Python number", _NUMBER
+
+
+def does_nothing_else(frame: FrameSummary) -> bool:
+    """Whether code that asks at ``frame`` if there are rows has nothing to do where there are none, as far as can be
+    seen: no else, nothing behind a return, and no counting where there are some.
+    """
+    inside = list(_enclosing(frame))
+    asking = [node for node in inside if isinstance(node, (ast.If, ast.IfExp)) and _decides(node, inside)]
+    for node in asking:
+        if isinstance(node, ast.IfExp) or node.orelse or isinstance(node.body[-1], ast.Return):
+            return False
+        guarded = _behind(node, inside) if isinstance(node.body[-1], (ast.Continue, ast.Break)) else node.body
+        if any(_counts(inner) for statement in guarded for inner in ast.walk(statement)):
+            return False
+    return bool(asking)
+
+
+def _behind(node: ast.stmt, inside: Sequence[ast.AST]) -> list[ast.stmt]:
+    """What follows a statement in the block that it stands in."""
+    blocks = [getattr(outer, name, []) for outer in inside for name in ("body", "orelse")]
+    block = next((block for block in blocks if isinstance(block, list) and node in block), [node])
+    return block[block.index(node) + 1 :]
+
+
+def _counts(node: ast.AST) -> bool:
+    """Whether it adds a number of Python's to what has a name."""
+    if isinstance(node, ast.AugAssign):
+        return isinstance(node.target, (ast.Name, ast.Attribute)) and isinstance(node.value, ast.Constant)
+    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.BinOp):
+        return False
+    sides = node.value.left, node.value.right
+    added = [side for side in sides if not isinstance(side, ast.Constant)]
+    return len(added) == 1 and ast.dump(added[0]) in {
+        ast.dump(target).replace("Store()", "Load()") for target in node.targets
+    }
 
 
 def remedy_for_shape(operator: str, frame: FrameSummary) -> tuple[str, str]:
