@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from traceback import FrameSummary
+from typing import Any
 
-__all__ = ["remedy_for_picks", "remedy_for_read", "remedy_for_shape"]
+__all__ = ["does_nothing_else", "remedy_for_picks", "remedy_for_read", "remedy_for_shape"]
 
 _LOG_IT = "return the tensor as one more output and print or log it after the step"
 _BRANCH = (
@@ -64,38 +65,80 @@ def remedy_for_read(frame: FrameSummary) -> tuple[str, str]:
 
 
 def does_nothing_else(frame: FrameSummary) -> bool:
-    """Whether code that asks at ``frame`` if there are rows has nothing to do where there are none, as far as can be
-    seen: no else, nothing behind a return, and no counting where there are some.
+    """Whether code that asks at ``frame`` if a mask chooses rows does nothing where it does not, and else what changes
+    nothing without rows, as can be seen: it writes at their places alone, and what it computes is read nowhere else.
     """
     inside = list(_enclosing(frame))
     asking = [node for node in inside if isinstance(node, (ast.If, ast.IfExp)) and _decides(node, inside)]
-    for node in asking:
-        if isinstance(node, ast.IfExp) or node.orelse or isinstance(node.body[-1], ast.Return):
-            return False
-        guarded = _behind(node, inside) if isinstance(node.body[-1], (ast.Continue, ast.Break)) else node.body
-        if any(_counts(inner) for statement in guarded for inner in ast.walk(statement)):
-            return False
-    return bool(asking)
+    functions = [node for node in inside if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    if len(asking) != 1 or not functions:
+        return False
+    (node,) = asking
+    if isinstance(node, ast.IfExp) or node.orelse:
+        return False
+    passes_over = len(node.body) == 1 and isinstance(node.body[0], ast.Continue)
+    guarded = _behind(node, inside) if passes_over else node.body
+    return _writes_at_rows(guarded, node.test, functions[-1])
 
 
 def _behind(node: ast.stmt, inside: Sequence[ast.AST]) -> list[ast.stmt]:
     """What follows a statement in the block that it stands in."""
-    blocks = [getattr(outer, name, []) for outer in inside for name in ("body", "orelse")]
-    block = next((block for block in blocks if isinstance(block, list) and node in block), [node])
+    blocks: list[Any] = [getattr(outer, name, []) for outer in inside for name in ("body", "orelse")]
+    block: list[ast.stmt] = next((block for block in blocks if isinstance(block, list) and node in block), [node])
     return block[block.index(node) + 1 :]
 
 
-def _counts(node: ast.AST) -> bool:
-    """Whether it adds a number of Python's to what has a name."""
-    if isinstance(node, ast.AugAssign):
-        return isinstance(node.target, (ast.Name, ast.Attribute)) and isinstance(node.value, ast.Constant)
-    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.BinOp):
+def _writes_at_rows(guarded: Sequence[ast.stmt], test: ast.AST, function: ast.AST) -> bool:
+    """Whether statements write at places that the names in ``test`` tell of, or names that nothing else reads."""
+    everywhere, own = list(ast.walk(function)), {node for each in guarded for node in ast.walk(each)}
+    read_elsewhere = {node.id for node in everywhere if isinstance(node, ast.Name) and node not in own and _reads(node)}
+    loops = (node.target for node in everywhere if isinstance(node, (ast.For, ast.comprehension)))
+    no_rows = {"self", "torch", *(name for target in loops for name in _names(target))}
+    rows = _names(test)
+    if rows - {"torch"} <= no_rows:  # a loop over masks
+        no_rows -= rows - {"torch", "self"}
+    made_of = [node.value for node in everywhere if isinstance(node, ast.Assign) and _names(*node.targets) & rows]
+    rows |= _names(*made_of)
+
+    def is_at_rows(index: ast.AST) -> bool:
+        return bool(_names(index) & (rows - no_rows)) and not _names(index) & (no_rows - {"torch"})
+
+    for statement in guarded:
+        targets = _targets(statement)
+        if isinstance(statement, ast.Assign) and not any(isinstance(target, _PLACES_OF) for target in targets):
+            if _names(*targets) & read_elsewhere:
+                return False
+            rows |= _names(*targets)
+        elif targets and all(isinstance(target, ast.Subscript) and is_at_rows(target.slice) for target in targets):
+            continue
+        elif not _adds_rows(statement, is_at_rows):
+            return False
+    return True
+
+
+_PLACES_OF = (ast.Subscript, ast.Attribute)
+
+
+def _targets(statement: ast.stmt) -> list[ast.expr]:
+    if isinstance(statement, ast.AugAssign):
+        return [statement.target]
+    return list(statement.targets) if isinstance(statement, ast.Assign) else []
+
+
+def _adds_rows(statement: ast.stmt, is_at_rows: Callable[[ast.AST], bool]) -> bool:
+    """``out.index_add_(0, rows, more)`` and its kin."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    if not isinstance(call, ast.Call) or not _calls(call, ("index_add_", "index_copy_", "scatter_add_")):
         return False
-    sides = node.value.left, node.value.right
-    added = [side for side in sides if not isinstance(side, ast.Constant)]
-    return len(added) == 1 and ast.dump(added[0]) in {
-        ast.dump(target).replace("Store()", "Load()") for target in node.targets
-    }
+    return len(call.args) > 1 and is_at_rows(call.args[1])
+
+
+def _reads(node: ast.Name) -> bool:
+    return isinstance(node.ctx, ast.Load)
+
+
+def _names(*nodes: ast.AST) -> set[str]:
+    return {inner.id for node in nodes for inner in ast.walk(node) if isinstance(inner, ast.Name)}
 
 
 def remedy_for_shape(operator: str, frame: FrameSummary) -> tuple[str, str]:
