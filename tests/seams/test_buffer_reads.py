@@ -98,8 +98,8 @@ def changed_before(m: Any) -> float:
     "model, message",
     [
         (Codes(is_ready=False), r"buffer 'ready' \(\[False\]\), and changes it.*run the model once before compile"),
-        (Codes(drawn_by_its_own), "turns the value of a tensor"),
-        (Codes(drawn), "turns the value of a tensor"),
+        (Codes(drawn_by_its_own), "decides by the value of a tensor"),
+        (Codes(drawn), "decides by the value of a tensor"),
         (Codes(changed_before), "turns the value of a tensor"),
         (Codes(lambda m: m.average[0].item()), r"turns the value of a tensor"),
         (Codes(lambda m: m.layer.bias[0].item()), "turns the value of a tensor"),

@@ -296,6 +296,14 @@ def _tell_of_masked_rows(flat: FlatModel) -> None:
             f"chosen goes on as if some were: where none are, sums and means over them are zero",
             stacklevel=2,
         )
+    if flat.asked_lines:
+        warnings.warn(
+            f"code asks at {', '.join(list(flat.asked_lines)[:3])} whether a mask chooses rows, and may do what is not "
+            f"known where it chooses none: the compiled model goes on as if it chooses some, and outputs of a step in "
+            f"which it does not are nan. Let what is done there add or write what is computed of those rows alone "
+            f"(loss = loss + x[mask].sum()), or leave the question out",
+            stacklevel=2,
+        )
 
 
 def _tell_of_finite_values(flat: FlatModel) -> None:

@@ -34,8 +34,7 @@ from passes.frontend.capture.outside_state import OutsideState
 from passes.frontend.capture.raw_contents import copied_containers
 from passes.frontend.capture.reruns import keep_weights
 from passes.frontend.capture.trace_again import MasksNeeded
-from passes.frontend.capture.trace_errors import PickedRows, calling_frame, explained
-from passes.frontend.capture.value_reads import does_nothing_else
+from passes.frontend.capture.trace_errors import PickedRows, explained
 from passes.frontend.chosen_rows.choice import RowCount, RowTensor
 from passes.frontend.expert_loops.loops import ExpertLoops
 from passes.frontend.expert_loops.picked import OPERATOR
@@ -94,6 +93,7 @@ class FlatModel(nn.Module):
         self.finite = FiniteValues(self._checks.failures)
         self._buffers_now = dict(model.named_buffers(remove_duplicate=False))
         self.masked_lines: dict[str, None] = {}
+        self.asked_lines: dict[str, None] = {}
 
     @property
     def outputs(self) -> FlatOutputs:
@@ -202,7 +202,7 @@ class FlatModel(nn.Module):
                     raise
                 raise MasksNeeded(PickedRows(OPERATOR, loops.asked_at)) from error
             return
-        keeps_all = MaskedRows(self._known.knows_mask, self._may_ask)
+        keeps_all = MaskedRows(self._known.knows_mask, self._may_ask, self._checks.failures)
         counts = CountedRows(self._known, self.input_reads)
         with counted_lengths(), keeps_all as masked, counts:
             try:
@@ -214,10 +214,11 @@ class FlatModel(nn.Module):
                 why = f"gives a number of rows to what takes none: {error}" if isinstance(error, TypeError) else error
                 raise explained(self.masked_because, self.module, f"; with all rows kept, it {why}") from None
         self.masked_lines |= masked.lines
+        self.asked_lines |= masked.asked_lines
 
     def _may_ask(self, mask: torch.Tensor) -> bool:
-        """Whether code that asks if a mask chooses rows goes on as if it does; of masks of inputs it decides."""
-        return self.answers_asks and not self._known.knows_mask(mask) and does_nothing_else(calling_frame())
+        """Whether code that asks if a mask chooses rows may go on as if it does; of masks of inputs it decides."""
+        return self.answers_asks and not self._known.knows_mask(mask)
 
     def _ask_for_counts(self, masked: MaskedRows, error: Exception) -> None:
         """Note at which lines it helps to know how many rows a mask chooses, where inputs say so."""

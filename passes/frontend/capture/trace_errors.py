@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Sequence
 from functools import lru_cache
 from traceback import FrameSummary
+from types import FrameType
 
 import torch
 from torch import nn
@@ -151,10 +152,19 @@ def is_users(filename: str) -> bool:
     return not os.path.abspath(filename).startswith(_FOLDERS)
 
 
-def calling_frame() -> FrameSummary:
+def running_frame() -> FrameType:
     """The innermost such frame of the code that runs now."""
     stack = [frame for frame, _ in traceback.walk_stack(sys._getframe().f_back)]
-    frame = next((frame for frame in stack if is_users(frame.f_code.co_filename)), stack[0])
+    return next((frame for frame in stack if is_users(frame.f_code.co_filename)), stack[0])
+
+
+def calling_frame() -> FrameSummary:
+    """The innermost such frame of the code that runs now, and what it runs."""
+    return summary_of(running_frame())
+
+
+def summary_of(frame: FrameType) -> FrameSummary:
+    """What a frame runs now."""
     code = frame.f_code
     _, end_line, column, end_column = list(code.co_positions())[frame.f_lasti // 2]
     return FrameSummary(

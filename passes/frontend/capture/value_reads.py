@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from traceback import FrameSummary
-from typing import Any
 
-__all__ = ["does_nothing_else", "remedy_for_picks", "remedy_for_read", "remedy_for_shape"]
+__all__ = ["calls", "decides", "enclosing", "remedy_for_picks", "remedy_for_read", "remedy_for_shape"]
 
 _LOG_IT = "return the tensor as one more output and print or log it after the step"
 _BRANCH = (
@@ -50,101 +49,24 @@ _LOOPS = (ast.While, ast.For, ast.comprehension)
 
 def remedy_for_read(frame: FrameSummary) -> tuple[str, str]:
     """What the line of ``frame`` does with the value of a tensor, and what to do instead."""
-    inside = list(_enclosing(frame))
+    inside = list(enclosing(frame))
     if any(isinstance(node, ast.Assert) for node in inside):
         return "asserts something of the value of a tensor", _ASSERT
-    if any(isinstance(node, ast.FormattedValue) or _calls(node, _PRINTS) for node in inside):
+    if any(isinstance(node, ast.FormattedValue) or calls(node, _PRINTS) for node in inside):
         return "reads the value of a tensor to print or keep it", _LOG_IT
-    if any(isinstance(node, _LOOPS) and _decides(node, inside) for node in inside):
+    if any(isinstance(node, _LOOPS) and decides(node, inside) for node in inside):
         return "loops by the value of a tensor", _LOOP
-    if any(isinstance(node, (ast.If, ast.IfExp, ast.BoolOp)) and _decides(node, inside) for node in inside):
+    if any(isinstance(node, (ast.If, ast.IfExp, ast.BoolOp)) and decides(node, inside) for node in inside):
         return "decides by the value of a tensor", _BRANCH
-    if any(_calls(node, _LISTS) for node in inside):
+    if any(calls(node, _LISTS) for node in inside):
         return "turns the values of a tensor into Python numbers", _COUNTS
     return "turns the value of a tensor into a Python number", _NUMBER
-
-
-def does_nothing_else(frame: FrameSummary) -> bool:
-    """Whether code that asks at ``frame`` if a mask chooses rows does nothing where it does not, and else what changes
-    nothing without rows, as can be seen: it writes at their places alone, and what it computes is read nowhere else.
-    """
-    inside = list(_enclosing(frame))
-    asking = [node for node in inside if isinstance(node, (ast.If, ast.IfExp)) and _decides(node, inside)]
-    functions = [node for node in inside if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    if len(asking) != 1 or not functions:
-        return False
-    (node,) = asking
-    if isinstance(node, ast.IfExp) or node.orelse:
-        return False
-    passes_over = len(node.body) == 1 and isinstance(node.body[0], ast.Continue)
-    guarded = _behind(node, inside) if passes_over else node.body
-    return _writes_at_rows(guarded, node.test, functions[-1])
-
-
-def _behind(node: ast.stmt, inside: Sequence[ast.AST]) -> list[ast.stmt]:
-    """What follows a statement in the block that it stands in."""
-    blocks: list[Any] = [getattr(outer, name, []) for outer in inside for name in ("body", "orelse")]
-    block: list[ast.stmt] = next((block for block in blocks if isinstance(block, list) and node in block), [node])
-    return block[block.index(node) + 1 :]
-
-
-def _writes_at_rows(guarded: Sequence[ast.stmt], test: ast.AST, function: ast.AST) -> bool:
-    """Whether statements write at places that the names in ``test`` tell of, or names that nothing else reads."""
-    everywhere, own = list(ast.walk(function)), {node for each in guarded for node in ast.walk(each)}
-    read_elsewhere = {node.id for node in everywhere if isinstance(node, ast.Name) and node not in own and _reads(node)}
-    loops = (node.target for node in everywhere if isinstance(node, (ast.For, ast.comprehension)))
-    no_rows = {"self", "torch", *(name for target in loops for name in _names(target))}
-    rows = _names(test)
-    if rows - {"torch"} <= no_rows:  # a loop over masks
-        no_rows -= rows - {"torch", "self"}
-    made_of = [node.value for node in everywhere if isinstance(node, ast.Assign) and _names(*node.targets) & rows]
-    rows |= _names(*made_of)
-
-    def is_at_rows(index: ast.AST) -> bool:
-        return bool(_names(index) & (rows - no_rows)) and not _names(index) & (no_rows - {"torch"})
-
-    for statement in guarded:
-        targets = _targets(statement)
-        if isinstance(statement, ast.Assign) and not any(isinstance(target, _PLACES_OF) for target in targets):
-            if _names(*targets) & read_elsewhere:
-                return False
-            rows |= _names(*targets)
-        elif targets and all(isinstance(target, ast.Subscript) and is_at_rows(target.slice) for target in targets):
-            continue
-        elif not _adds_rows(statement, is_at_rows):
-            return False
-    return True
-
-
-_PLACES_OF = (ast.Subscript, ast.Attribute)
-
-
-def _targets(statement: ast.stmt) -> list[ast.expr]:
-    if isinstance(statement, ast.AugAssign):
-        return [statement.target]
-    return list(statement.targets) if isinstance(statement, ast.Assign) else []
-
-
-def _adds_rows(statement: ast.stmt, is_at_rows: Callable[[ast.AST], bool]) -> bool:
-    """``out.index_add_(0, rows, more)`` and its kin."""
-    call = statement.value if isinstance(statement, ast.Expr) else None
-    if not isinstance(call, ast.Call) or not _calls(call, ("index_add_", "index_copy_", "scatter_add_")):
-        return False
-    return len(call.args) > 1 and is_at_rows(call.args[1])
-
-
-def _reads(node: ast.Name) -> bool:
-    return isinstance(node.ctx, ast.Load)
-
-
-def _names(*nodes: ast.AST) -> set[str]:
-    return {inner.id for node in nodes for inner in ast.walk(node) if isinstance(inner, ast.Name)}
 
 
 def remedy_for_shape(operator: str, frame: FrameSummary) -> tuple[str, str]:
     """Why the result of an operator has no fixed shape at the line of ``frame``, and what to do instead."""
     what = f"makes a tensor whose shape depends on values ({operator})"
-    indexed = any(isinstance(node, ast.Subscript) for node in _enclosing(frame))
+    indexed = any(isinstance(node, ast.Subscript) for node in enclosing(frame))
     if "nonzero" in operator and indexed:
         return "indexes by a mask, which makes a tensor whose shape depends on values", _MASK
     return what, next((remedy for name, remedy in _SHAPES.items() if name in operator), _ANY_SHAPE)
@@ -155,39 +77,42 @@ def remedy_for_picks() -> str:
     return _PLACES
 
 
-def _enclosing(frame: FrameSummary) -> Iterator[ast.AST]:
-    """The pieces of code around the place where ``frame`` is, outermost first; none where there is no source."""
+def enclosing(frame: FrameSummary) -> Iterator[ast.AST]:
+    """The pieces of code around what ``frame`` runs, and that, outermost first; none where there is no source."""
     line, column = frame.lineno, getattr(frame, "colno", None)
     if line is None or column is None:
         return
+    end = (frame.end_lineno, frame.end_colno) if frame.end_lineno and frame.end_colno else (line, column)
     try:
         pending: list[ast.AST] = [ast.parse("".join(linecache.getlines(frame.filename)))]
     except (SyntaxError, ValueError):  # code that was changed since, or never was a file
         return
     while pending:
-        inside = [child for child in ast.iter_child_nodes(pending.pop()) if _holds(child, line, column)]
+        inside = [child for child in ast.iter_child_nodes(pending.pop()) if _holds(child, line, column, *end)]
         yield from inside
         pending += inside
 
 
-def _holds(node: ast.AST, line: int, column: int) -> bool:
+def _holds(node: ast.AST, line: int, column: int, end_line: int, end_column: int) -> bool:
     if isinstance(node, ast.comprehension):
-        return any(_holds(part, line, column) for part in (node.iter, *node.ifs))
+        return any(_holds(part, line, column, end_line, end_column) for part in (node.iter, *node.ifs))
     first, last = getattr(node, "lineno", None), getattr(node, "end_lineno", None)
     if first is None or last is None:
         return False
     ends: tuple[int, int] = last, node.end_col_offset  # type: ignore[attr-defined]
-    return (first, node.col_offset) <= (line, column) < ends  # type: ignore[attr-defined]
+    begins = (first, node.col_offset)  # type: ignore[attr-defined]
+    return begins <= (line, column) < ends and (end_line, end_column) <= ends
 
 
-def _calls(node: ast.AST, names: tuple[str, ...]) -> bool:
+def calls(node: ast.AST, names: tuple[str, ...]) -> bool:
+    """Whether it is a call of a function or method by one of the names."""
     if not isinstance(node, ast.Call):
         return False
     called = node.func
     return (called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")) in names
 
 
-def _decides(node: ast.AST, inside: list[ast.AST]) -> bool:
+def decides(node: ast.AST, inside: list[ast.AST]) -> bool:
     """Whether the place lies in what ``node`` decides by, and not in what it does then."""
     if isinstance(node, (ast.If, ast.IfExp, ast.While)):
         return node.test in inside or inside[-1] is node  # the truth of a call is asked by the statement

@@ -26,8 +26,9 @@ class Choice(ABC):
     def refuse(self, what: str = "") -> NoReturn:
         """Raise that code does ``what`` with chosen rows, of which no graph is known."""
 
-    def ask_for_rows(self) -> None:  # noqa: B027  (most need not know)
-        """Note that code asks whether there are any rows."""
+    @abstractmethod
+    def ask_for_rows(self) -> None:
+        """See that code that asks whether there are any rows may go on as if there are."""
 
     def size(self, count: RowCount) -> int:
         """What stands for their number where it makes a size."""
@@ -39,24 +40,31 @@ class Choice(ABC):
 
 
 class RowCount:
-    """The number of rows that a mask chooses, or of ``elements`` times as many.
+    """The number of rows that a mask chooses, or of ``elements`` times as many, or ``least`` where that is more.
 
     Code may ask whether there are any, as what is done with no rows changes nothing, give it to functions of torch as a
     size, and compute with it and tensors. It is no int: Python's functions compute with these unseen.
     """
 
-    def __init__(self, choice: Choice, elements: int = 1) -> None:
-        self.choice, self.elements = choice, elements
+    def __init__(self, choice: Choice, elements: int = 1, least: int = 0) -> None:
+        self.choice, self.elements, self.least = choice, elements, least
 
     def number(self, divides: bool = False) -> Tensor:
         """The number itself, in a tensor."""
-        return self.choice.number(divides) * self.elements
+        number = self.choice.number(divides and not self.least) * self.elements
+        return number.clamp_min(self.least) if self.least else number
+
+    def at_least(self, least: int) -> RowCount:
+        """``max(self, least)``."""
+        return RowCount(self.choice, self.elements, max(self.least, least))
 
     def __index__(self) -> int:
+        if self.least:
+            self._unknown()
         return self.choice.size(self)
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, RowCount) and other.choice is self.choice and other.elements == self.elements:
+        if isinstance(other, RowCount) and vars(other) == vars(self):
             return True
         return not self._is_some(other, 0)
 
@@ -80,7 +88,8 @@ class RowCount:
     def _is_some(self, other: object, bound: int) -> bool:
         if type(other) is not int or other != bound:
             self._unknown()
-        self.choice.ask_for_rows()
+        if not self.least:
+            self.choice.ask_for_rows()
         return True
 
     def __mul__(self, other: Any) -> Tensor:

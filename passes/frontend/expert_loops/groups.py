@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from passes.frontend.capture.trace_errors import PickedRows
-from passes.frontend.chosen_rows.choice import Choice, RowCount
-from passes.frontend.expert_loops.picked import Part, Picked
+from passes.frontend.chosen_rows.choice import RowCount
+from passes.frontend.expert_loops.picked import LoopChoice, Part, Picked
 
 __all__ = ["Group", "counted", "groups_of", "joined_ends", "parts_of", "sliced"]
 
 
 @dataclass(eq=False)
-class Group(Choice):
+class Group(LoopChoice):
     """Group ``place`` of those that ``counts`` [groups] counts, which were asked for at ``frame``."""
 
     counts: Tensor

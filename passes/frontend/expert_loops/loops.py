@@ -20,6 +20,7 @@ from passes.frontend.chosen_rows.asks import Asks
 from passes.frontend.chosen_rows.choice import RowCount, RowTensor, sizes_of
 from passes.frontend.chosen_rows.functions import OF_DATA, SIZES, base_name, is_in_place, is_mask
 from passes.frontend.chosen_rows.same_masks import SameMasks
+from passes.frontend.chosen_rows.without_rows import Span, none_needed
 from passes.frontend.expert_loops.groups import Group, counted, groups_of, parts_of, sliced
 from passes.frontend.expert_loops.merged import Sink, join, merge
 from passes.frontend.expert_loops.picked import Call, Gather, Hit, Mask, Picked, Place, tables_of
@@ -99,8 +100,9 @@ class ExpertLoops(TorchFunctionMode):
         if not tensors:
             return func(*args, **kwargs)
         asked = self._asks.of(args[0]) if args and name in ("bool", "item") else None
-        if asked is not None and self._may_ask(asked[0]):
-            return self._answered(*asked)
+        needed = none_needed() if asked is not None and self._may_ask(asked[0]) else None
+        if asked is not None and needed is not None:
+            return self._answered(*asked, needed)
         if name in _FACTS or func.__name__ == "__get__":
             return self._noted(func(*args, **kwargs), tensors)
         return self._of_others(func, name, args, kwargs, tensors)
@@ -150,9 +152,11 @@ class ExpertLoops(TorchFunctionMode):
     def _forget(self) -> None:
         self._tables, self._masks, self._same = [], {}, SameMasks()
 
-    def _answered(self, mask: Tensor, says: bool | None) -> Any:
+    def _answered(self, mask: Tensor, says: bool | None, needed: tuple[Span, ...]) -> Any:
         """What code is told that asks of the rows that a mask chooses, which it has to take then."""
         choice = self._mask(mask)
+        if needed:
+            choice.refuse()
         self._asked[choice.key] = choice
         return RowCount(choice) if says is None else says
 

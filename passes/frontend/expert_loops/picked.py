@@ -12,15 +12,25 @@ from torch import Tensor
 from galvatron_fx.ir.torch_compat.tensors import pytree
 from passes.frontend.capture.trace_errors import PickedRows
 from passes.frontend.chosen_rows.choice import Choice, RowTensor
+from passes.frontend.chosen_rows.without_rows import none_needed
 
-__all__ = ["OPERATOR", "Call", "Gather", "Hit", "Mask", "Part", "Picked", "Place", "tables_of"]
+__all__ = ["OPERATOR", "Call", "Gather", "Hit", "LoopChoice", "Mask", "Part", "Picked", "Place", "tables_of"]
 
 _META = torch.device("meta")
 OPERATOR = "aten.nonzero.default"  # what torch calls it all by
 
 
+class LoopChoice(Choice):
+    """What a loop over experts computes with, of which a pass that finds no rows may only be left out."""
+
+    def ask_for_rows(self) -> None:
+        """See that nothing else hangs on whether there are rows."""
+        if none_needed() != ():
+            self.refuse()
+
+
 @dataclass(eq=False)
-class Mask(Choice):
+class Mask(LoopChoice):
     """Where rows are picked: ``tensor`` of booleans, equal where ``key`` is; ``frame``: the model's line that asked;
     ``hit``: in the pass of a loop over places of another mask, those and which of them.
     """

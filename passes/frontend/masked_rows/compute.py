@@ -44,7 +44,10 @@ def class_loss(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     made: Tensor = func(logits.data_rows, labels, *args[2:], **kwargs)
     if made.dim():  # no reduction
         return Rows(made, target.choice)
-    return torch.where(target.choice.mask.any(), made, 0) if target.choice.may_be_empty else made
+    chosen = target.choice
+    if not chosen.root.may_be_empty:
+        return made
+    return chosen.questions.is_zero(torch.where(chosen.mask.any(), made, 0), chosen)
 
 
 def computed(func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -142,12 +145,14 @@ def _reduced(func: Any, name: str, args: Any, kwargs: Any, rows: Rows) -> Any:
     if name not in ("sum", "mean") or not args or args[0] is not rows:
         raise RowsUnknown(f"computes {name} over rows that a mask chose")
     kept = rows.choice.kept(rows.data_rows, rows.row_dim).to(kwargs.get("dtype"))
+    chosen = rows.choice
     if name == "sum":
-        return func(kept, *args[1:], **kwargs)
+        return chosen.questions.is_zero(func(kept, *args[1:], **kwargs), chosen)
     dims = reduced_dims(name, args, kwargs, rows.dim()) or ()
     others = math.prod(rows.shape[dim] for dim in dims if dim != rows.row_dim)
     keepdim = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
-    return kept.sum(dims, keepdim=keepdim) / (rows.choice.number(divides=True) * others)
+    mean = kept.sum(dims, keepdim=keepdim) / (chosen.number(divides=True) * others)
+    return chosen.questions.is_zero(mean, chosen) if chosen.root.may_be_empty else mean
 
 
 def _counted(func: Any, name: str, args: Any, kwargs: Any, chosen: Selection) -> Any:

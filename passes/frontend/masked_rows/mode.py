@@ -19,15 +19,17 @@ from passes.frontend.chosen_rows.asks import Asks
 from passes.frontend.chosen_rows.choice import RowCount
 from passes.frontend.chosen_rows.functions import base_name, is_in_place, is_mask
 from passes.frontend.chosen_rows.same_masks import SameMasks
+from passes.frontend.chosen_rows.without_rows import Span, none_needed
 from passes.frontend.masked_rows.compute import class_loss, clean, computed, has_own_rows
 from passes.frontend.masked_rows.functions import touches
+from passes.frontend.masked_rows.questions import RowQuestions
 from passes.frontend.masked_rows.selection import Rows, RowsUnknown, Selection
 from passes.frontend.masked_writes import is_learned, only_mask, writes_rows
 from passes.frontend.replaced_functions import replaced
 
 __all__ = ["MaskedRows", "counted_lengths", "user_line"]
 
-_len = len
+_len, _max = len, max
 _LOSSES = ("cross_entropy", "nll_loss")
 _ADDING = ("index_add", "scatter_add")
 _MOST_COPIES = 16  # rows of one place that may be chosen, where a write keeps the last
@@ -41,15 +43,16 @@ class MaskedRows(TorchFunctionMode):
     itself. ``is_of_inputs`` tells of a mask whether it is made of inputs alone.
     """
 
-    def __init__(self, is_of_inputs: Callable[[Tensor], bool], may_ask: Callable[[Tensor], bool]) -> None:
+    def __init__(
+        self, is_of_inputs: Callable[[Tensor], bool], may_ask: Callable[[Tensor], bool], failures: list[Tensor]
+    ) -> None:
         super().__init__()
-        self._may_ask, self._asks = may_ask, Asks()
+        self._may_ask, self._asks, self._questions = may_ask, Asks(), RowQuestions(failures)
         self._asked: dict[tuple[Any, ...], Selection] = {}
         self._is_of_inputs = is_of_inputs
         self.lines: dict[str, None] = {}
         self._selections: dict[tuple[Any, ...], Selection] = {}
         self._same = SameMasks()
-        self._taken: list[RowCount] = []
         self._handlers: dict[str, Callable[..., Any]] = {
             "getitem": self._getitem,
             "setitem": self._setitem,
@@ -61,16 +64,27 @@ class MaskedRows(TorchFunctionMode):
             "ctc_loss": self._ctc_loss,
         }
 
+    @property
+    def asked_lines(self) -> dict[str, None]:
+        """Where code asks whether there are rows, and may do more than what is known where there are none."""
+        return self._questions.lines
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = base_name(func)
+        made = self._made(func, name, args, kwargs)
+        self._questions.note(made, func, name, args, kwargs)
+        return made
+
+    def _made(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         mask = args[0] if args else kwargs.get("condition", kwargs.get("input"))
         finds = name in ("nonzero", "argwhere") or (name == "where" and len(args) + len(kwargs) == 1)
         if finds and isinstance(mask, Tensor) and not isinstance(mask, Rows) and mask.dim():
             return self._nonzero(mask, as_tuple=name == "where" or kwargs.get("as_tuple", False))
         asked = self._asks.of(args[0]) if args and name in ("bool", "item") else None
-        if asked is not None and self._may_ask(asked[0]):
-            return self._answered(*asked)
+        spans = none_needed() if asked is not None and self._may_ask(asked[0]) else None
+        if asked is not None and spans is not None:
+            return self._answered(*asked, spans)
         leaves = pytree.tree_leaves((args, kwargs))
         self._refuse_taken(leaves)
         if not any(isinstance(leaf, (Rows, RowCount)) for leaf in leaves) and not _is_masked(name, args):
@@ -93,12 +107,13 @@ class MaskedRows(TorchFunctionMode):
             self._refuse_taken(())
             if self._asked:
                 raise RowsNotTaken
+            self._questions.finish()
 
     def _refuse_taken(self, given: Sequence[Any]) -> None:
         """See that what took numbers of rows for sizes is torch, in the call of which they are arguments."""
-        if any(all(count is not leaf for leaf in given) for count in self._taken):
+        if any(all(count is not leaf for leaf in given) for count in self._questions.taken):
             raise RowsUnknown("takes the number of rows that a mask chooses for one that is known")
-        self._taken.clear()
+        self._questions.taken.clear()
 
     @property
     def selections(self) -> list[Selection]:
@@ -115,18 +130,17 @@ class MaskedRows(TorchFunctionMode):
         if key not in self._selections:
             line = user_line()
             is_true = mask if mask.dtype == torch.bool else mask != 0
-            self._selections[key] = Selection(is_true, self._taken, mask, line, self._is_of_inputs(mask))
+            self._selections[key] = Selection(is_true, self._questions, mask, line, self._is_of_inputs(mask))
             self.lines.setdefault(line)
         return self._selections[key]
 
-    def _answered(self, mask: Tensor, says: bool | None) -> Any:
+    def _answered(self, mask: Tensor, says: bool | None, spans: tuple[Span, ...]) -> Any:
         """What code is told that asks of the rows that a mask chooses, which it has to take then."""
         chosen = self._selection(mask)
         self._asked[self._same.key(mask)] = chosen
-        if says is None:
-            return RowCount(chosen)
-        chosen.ask_for_rows()
-        return says
+        chosen.may_be_empty = True
+        self._questions.need(spans, chosen)
+        return RowCount(chosen) if says is None else says
 
     def _nonzero(self, mask: Tensor, as_tuple: bool) -> Any:
         chosen = self._selection(mask)
@@ -264,12 +278,19 @@ class MaskedRows(TorchFunctionMode):
 
 @contextlib.contextmanager
 def counted_lengths() -> Iterator[None]:
-    """Let ``len`` of chosen rows be a number that is known as theirs, where Python's own makes a plain one of any."""
+    """Let ``len`` of chosen rows be a number that is known as theirs, and ``max`` of it and a number, too: Python's own
+    makes a plain one of any.
+    """
 
     def length(of: Any) -> int:
         return of.shape[0] if isinstance(of, Rows) and of.dim() else _len(of)
 
-    with replaced([(builtins, "len", length)]):
+    def most(*given: Any, **options: Any) -> Any:
+        counts = [each for each in given if isinstance(each, RowCount)]
+        least = [each for each in given if type(each) is int and each > 0]
+        return counts[0].at_least(least[0]) if _len(counts) == _len(least) == 1 else _max(*given, **options)
+
+    with replaced([(builtins, "len", length), (builtins, "max", most)]):
         yield
 
 

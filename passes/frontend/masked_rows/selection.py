@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from passes.frontend.chosen_rows.choice import Choice, RowCount, RowTensor
+from passes.frontend.masked_rows.questions import RowQuestions
 from passes.frontend.masked_writes import rows_at_places
 
 __all__ = ["Rows", "RowsUnknown", "Selection"]
@@ -28,13 +29,13 @@ class Selection(Choice):
     of others the longest dim of the mask is outermost (an expert's has that of its tokens last): the order of rows does
     not matter to what is done with each, and batches are split along the outermost dim.
 
-    ``mask[R]``: flat, in that order; ``taken``: numbers of rows that were taken for sizes, by whom is not known yet;
-    ``source``: the mask as code has it, and ``line``, where it chose rows first; ``is_of_inputs``: whether it is made
-    of inputs alone, and these are its places: then their own order is known.
+    ``mask[R]``: flat, in that order; ``source``: the mask as code has it, and ``line``, where it chose rows first;
+    ``is_of_inputs``: whether it is made of inputs alone, and these are its places: then their own order is known;
+    ``root``: the selection of which this one has several rows for each, or itself.
     """
 
-    def __init__(self, mask: Tensor, taken: list[RowCount], source: Tensor, line: str, is_of_inputs: bool) -> None:
-        self.taken = taken
+    def __init__(self, mask: Tensor, questions: RowQuestions, source: Tensor, line: str, is_of_inputs: bool) -> None:
+        self.questions, self.root = questions, self
         self.source, self.line, self.is_of_inputs = source, line, is_of_inputs
         self.sizes = tuple(mask.shape)
         dims = range(mask.dim())
@@ -54,17 +55,18 @@ class Selection(Choice):
 
     def ask_for_rows(self) -> None:
         """Let means be zero where there are none, as code computes none then."""
-        self.may_be_empty = True
+        self.root.may_be_empty = True
+        self.questions.ask(self)
 
     def size(self, count: RowCount) -> int:
         """All rows, as all are kept."""
-        self.taken.append(count)
+        self.questions.taken.append(count)
         return self.rows * count.elements
 
     def number(self, divides: bool) -> Tensor:
         """How many rows are chosen."""
         count = self.mask.sum()
-        return count.clamp_min(1) if divides and self.may_be_empty else count
+        return count.clamp_min(1) if divides and self.root.may_be_empty else count
 
     def listed(self, x: Tensor, axes: Sequence[int]) -> Tensor:
         """``x`` with a leading dim for each of ``axes`` of the mask -> one row for each place of the mask."""
@@ -102,7 +104,8 @@ class Selection(Choice):
         """The selection of ``parts`` rows for each row of this one."""
         if parts not in self._parts:
             mask = self.mask.unsqueeze(1).expand(-1, parts).reshape(-1)
-            self._parts[parts] = Selection(mask, self.taken, self.source, self.line, is_of_inputs=False)
+            part = Selection(mask, self.questions, self.source, self.line, is_of_inputs=False)
+            self._parts[parts], part.root = part, self.root
         return self._parts[parts]
 
 
