@@ -53,10 +53,10 @@ def tokens(batch: int, sequence: int) -> Inputs:
     return {"input_ids": ids, "labels": ids}
 
 
-def images(batch: int) -> Inputs:
+def images(batch: int, name: str = "x") -> Inputs:
     """Images, [batch, 3, 224, 224], and their classes, [batch]."""
     labels = torch.zeros(batch, dtype=torch.int64, device="meta")
-    return {"x": torch.zeros(batch, 3, 224, 224, device="meta"), "labels": labels}
+    return {name: torch.zeros(batch, 3, 224, 224, device="meta"), "labels": labels}
 
 
 def noisy_images(batch: int) -> Inputs:
@@ -104,6 +104,7 @@ CASES = {
     "lstm, 64 steps": Case(models.Recurrent, 2, _A100, lambda: tokens(64, 64), 5, _F32),
     "rwkv, 128 steps": Case(models.rwkv, 2, _A100, lambda: tokens(64, 128), 5, _F32),
     "mamba, 16 steps": Case(models.mamba, 2, _A100, lambda: tokens(64, 16), 5, _F32),
+    "resnet-50": Case(models.resnet_50, 4, _A100, lambda: images(256, "pixel_values"), 10, _F32),
     "guided unet": Case(irregular_models.GuidedUNet, 3, _A100, lambda: noisy_images(64), 10, _F32),
     "maxvit": Case(irregular_models.MaxViT, 5, _A100, lambda: images(256), 10, _F32),
     "triangle attention": Case(irregular_models.PairStack, 2, _A100, lambda: residue_pairs(16, 128), 10, _F32),

@@ -1,4 +1,4 @@
-"""Models that `plan_speed` plans, by their number of layers: decoders of any depth, and loops over time."""
+"""Models that `plan_speed` plans, by their number of layers: decoders of any depth, a ResNet, and loops over time."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from transformers import (
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    ResNetConfig,
+    ResNetForImageClassification,
     RwkvConfig,
     RwkvForCausalLM,
 )
@@ -63,6 +65,15 @@ def gpt3_175b(layers: int) -> nn.Module:
 def deepseek_v3(layers: int) -> nn.Module:
     """DeepSeek-V3 (DeepSeek-AI 2024, section 4.2), whose first three layers are dense."""
     return DeepseekV3ForCausalLM(DeepseekV3Config(num_hidden_layers=layers, use_cache=False))
+
+
+# ---- convolutions ----
+
+
+def resnet_50(stages: int) -> nn.Module:
+    """ResNet-50 (He et al. 2016, table 1), or its first stages."""
+    widths, depths = (256, 512, 1024, 2048)[:stages], (3, 4, 6, 3)[:stages]
+    return ResNetForImageClassification(ResNetConfig(hidden_sizes=list(widths), depths=list(depths), num_labels=1000))
 
 
 # ---- loops over time ----

@@ -15,7 +15,8 @@ from galvatron_fx.ir.graph.op_call import OpCall, input_nodes, is_getitem
 from galvatron_fx.ir.graph.placement import REPLICATE, Partial, Placement, Shard, shown_as
 from passes.sharding.allowed_rules import AllowedRules
 from passes.sharding.axis_decisions import AxisDecisions
-from passes.sharding.rule_ilp import Choice, Item, Problem, solve
+from passes.sharding.rule_problem import Choice, Item, Problem
+from passes.sharding.rule_solver import solve
 from passes.sharding.rules import OpRule, has_rule
 
 # Price of what a role should not do, but must where an operator has no rule that suits it.

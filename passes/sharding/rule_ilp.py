@@ -1,6 +1,7 @@
-"""The exact search inside a block: one rule per operator on one mesh axis, at the least total time.
+"""The exact search inside a block as an integer linear program, solved by HiGHS through scipy: for blocks of which more
+hangs together than :mod:`passes.sharding.rule_elimination` can write down.
 
-An integer linear program, solved by HiGHS through scipy. For every operator ``v`` and rule ``r`` a binary
+For every operator ``v`` and rule ``r`` a binary
 ``x[v,r]``; for
 every use ``e`` of a value ``u`` by an operator ``v``, ``g[e,q,p]`` says that ``u`` is produced in placement ``q``
 and taken in
@@ -20,7 +21,7 @@ integers: with ``f`` alone, one block of Swin took 35 s instead of 0.2 s.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,50 +29,13 @@ from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, linprog, mi
 from scipy.sparse import coo_matrix, csr_matrix
 
 from galvatron_fx.ir.arrays import Bools, Floats
-from galvatron_fx.ir.errors import ShardingError
 from galvatron_fx.ir.graph.placement import Placement
-
-Value = int  # index into Problem.values
+from passes.sharding.rule_problem import Problem, Solution, Value
 
 _FRACTION = 1e-6  # how far a number that is taken to be integral may be from it
 _GAP = 2e-3  # by how much the least time of a block is above that of its relaxation, mostly
 _WIDER = 4.0  # times that gap, where it was too small
 _UNKNOWN = 4  # scipy's status of a program of which HiGHS knows neither the best solution nor that there is none
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One rule of one item: the placements it takes and makes, and its own time in seconds."""
-
-    inputs: tuple[Placement, ...]
-    outputs: tuple[Placement, ...]
-    time_s: float
-
-
-@dataclass(frozen=True)
-class Item:
-    """An operator, an input (no ``inputs``) or a sink (no ``outputs``) with its choices."""
-
-    name: str
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
-    choices: tuple[Choice, ...]
-
-
-@dataclass
-class Problem:
-    """Items in order, and for every value the time of each change of placement (absent: impossible)."""
-
-    items: list[Item] = field(default_factory=list)
-    change_s: dict[Value, dict[tuple[Placement, Placement], float]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Solution:
-    """The index of the choice of every item, and the least time in seconds."""
-
-    choices: tuple[int, ...]
-    time_s: float
 
 
 class _Program:
@@ -139,7 +103,9 @@ class _Model:
         return _surely(lambda presolve: self.solved(np.zeros(len(self.costs)), {"presolve": presolve}))
 
     def reduced_costs(self) -> tuple[float, Floats]:
-        """The least cost of the relaxation, and how much more it is for each unit of a column that is zero there."""
+        """The least cost of the relaxation, and how much more it is for each unit of a column that is zero there;
+        infinite, and nothing, where it has no solution.
+        """
         equal = self.lower == self.upper
         result = _surely(
             lambda presolve: linprog(
@@ -153,6 +119,8 @@ class _Model:
                 options={"presolve": presolve},
             )
         )
+        if result.x is None:
+            return np.inf, np.zeros(len(self.costs))
         return float(result.fun), np.asarray(result.lower.marginals)
 
 
@@ -162,20 +130,46 @@ def _surely(solved: Callable[[bool], OptimizeResult]) -> OptimizeResult:
     return solved(True) if result.status == _UNKNOWN else result
 
 
-def solve(problem: Problem) -> Solution:
+def relaxed(problem: Problem) -> Solution | None:
+    """The best corner of the linear relaxation, which mostly is integral: then it is what the integer program finds, in
+    a third of the time (for Swin in a sixth). None where it is not. Raises ShardingError where no assignment exists.
+    """
+    program = _IntegerProgram(problem)
+    result = program.model.relaxed()
+    is_solution = result.x is None or program.is_integral(result.x)
+    return program.solution(result) if is_solution else None
+
+
+def solve_program(problem: Problem) -> Solution:
     """Solve to optimality. Raises ShardingError naming the block's items where no assignment exists."""
-    program = _Program()
-    scale = _scale(problem)
-    picks = [[program.variable(c.time_s * scale, True) for c in item.choices] for item in problem.items]
-    for row in picks:
-        program.constrain([(column, 1.0) for column in row], 1.0, 1.0)
-    makers = _producers(problem, picks)
-    uses = _uses(problem, picks)
-    for value, takers in uses.items():
-        _connect(program, problem.change_s.get(value, {}), makers[value], takers, scale)
-    solution = _run(program, problem)
-    chosen = tuple(int(np.argmax(solution[row])) for row in picks)
-    return Solution(chosen, float(np.dot(program.costs, solution)) / scale)
+    program = _IntegerProgram(problem)
+    return program.solution(_integral(program.model))
+
+
+class _IntegerProgram:
+    """The program of a problem, whose times are brought near one."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self._scale = problem, _scale(problem)
+        program = _Program()
+        self._picks = [[program.variable(c.time_s * self._scale, True) for c in item.choices] for item in problem.items]
+        for row in self._picks:
+            program.constrain([(column, 1.0) for column in row], 1.0, 1.0)
+        makers = _producers(problem, self._picks)
+        for value, takers in _uses(problem, self._picks).items():
+            _connect(program, problem.change_s.get(value, {}), makers[value], takers, self._scale)
+        self.model = program.model()
+
+    def is_integral(self, columns: Floats) -> bool:
+        """Whether what is chosen is chosen whole."""
+        return bool(np.abs(columns - columns.round())[self.model.integral > 0].max(initial=0.0) <= _FRACTION)
+
+    def solution(self, result: OptimizeResult) -> Solution:
+        """The choices that HiGHS found."""
+        if result.x is None:
+            raise self.problem.has_none()
+        chosen = tuple(int(np.argmax(result.x[row])) for row in self._picks)
+        return Solution(chosen, float(np.dot(self.model.costs, result.x)) / self._scale)
 
 
 def _scale(problem: Problem) -> float:
@@ -237,19 +231,6 @@ def _connect(
             program.constrain([*arriving, *((column, -1.0) for column in columns)], 0.0, 0.0)
         for produced, flows in leaving.items():
             program.constrain([*flows, *((maker, -1.0) for maker in makers[produced])], 0.0, 0.0)
-
-
-def _run(program: _Program, problem: Problem) -> Floats:
-    """The linear relaxation first: mostly its best corner is integral, and then it is what the integer program finds,
-    in a third of the time (for Swin in a sixth)."""
-    model = program.model()
-    result = model.relaxed()
-    if result.x is not None and np.abs(result.x - result.x.round())[model.integral > 0].max(initial=0.0) > _FRACTION:
-        result = _integral(model)
-    if result.x is None:
-        names = ", ".join(item.name for item in problem.items[:8])
-        raise ShardingError(f"no assignment of sharding rules fits the block of {names}, ...: {result.message}")
-    return np.asarray(result.x)
 
 
 def _integral(model: _Model) -> OptimizeResult:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
 
@@ -14,9 +14,6 @@ from passes.frontend.chosen_rows.choice import RowCount, RowTensor
 from passes.frontend.chosen_rows.functions import is_in_place
 from passes.frontend.chosen_rows.without_rows import Span, loops_by, none_needed
 
-if TYPE_CHECKING:
-    from passes.frontend.masked_rows.selection import Selection
-
 __all__ = ["RowQuestions"]
 
 _OF_ANY = ("mul", "multiply")
@@ -26,6 +23,19 @@ _OF_FIRST = (
 )
 _SUMS = ("add", "sub", "subtract", "rsub")
 _JOINS = ("stack", "cat")
+
+
+class Rooted(Protocol):
+    """A mask's choice: ``mask[R]`` says which rows, and ``root`` is the choice that it repeats, or itself."""
+
+    mask: Tensor
+
+    @property
+    def root(self) -> Rooted:
+        """The choice that it repeats."""
+
+    def refuse(self, what: str = "") -> NoReturn:
+        """Raise that code does ``what``."""
 
 
 class RowQuestions:
@@ -40,11 +50,11 @@ class RowQuestions:
         self.taken: list[RowCount] = []
         self.lines: dict[str, None] = {}
         self._failures = failures
-        self._zeros: dict[int, tuple[Tensor, Selection]] = {}
-        self._needed: dict[tuple[Any, ...], tuple[Span, Selection, Callable[[], None]]] = {}
-        self._doubted: dict[int, Selection] = {}
+        self._zeros: dict[int, tuple[Tensor, Rooted]] = {}
+        self._needed: dict[tuple[Any, ...], tuple[Span, Rooted, Callable[[], None]]] = {}
+        self._doubted: dict[int, Rooted] = {}
 
-    def ask(self, choice: Selection) -> None:
+    def ask(self, choice: Rooted) -> None:
         """Note that the code that runs asks whether there are rows that it took before."""
         frame = calling_frame()
         if loops_by(frame):
@@ -59,7 +69,7 @@ class RowQuestions:
             doubt()
         self._need(spans or (), choice, doubt)
 
-    def need(self, spans: tuple[Span, ...], choice: Selection) -> None:
+    def need(self, spans: tuple[Span, ...], choice: Rooted) -> None:
         """Note what has to be zero where there are no rows, for code that has not taken them: else it is not told."""
 
         def refuse() -> None:
@@ -67,7 +77,7 @@ class RowQuestions:
 
         self._need(spans, choice, refuse)
 
-    def _need(self, spans: tuple[Span, ...], choice: Selection, otherwise: Callable[[], None]) -> None:
+    def _need(self, spans: tuple[Span, ...], choice: Rooted, otherwise: Callable[[], None]) -> None:
         for span in spans:
             if span.place in self._needed and self._needed[span.place][1] is not choice.root:
                 self._settle(span.place)
@@ -78,7 +88,7 @@ class RowQuestions:
         if place in self._needed:
             self._needed.pop(place)[2]()
 
-    def is_zero(self, made: Tensor, choice: Selection) -> Tensor:
+    def is_zero(self, made: Tensor, choice: Rooted) -> Tensor:
         """Note that a sum over rows is zero where there are none."""
         self._zeros[id(made)] = made, choice.root
         return made
@@ -114,10 +124,10 @@ class RowQuestions:
         for choice in self._doubted.values():
             self._failures.append(choice.mask.any().logical_not().sum())
 
-    def _choice(self, value: Any) -> Selection | None:
+    def _choice(self, value: Any) -> Rooted | None:
         return self._zeros[id(value)][1] if id(value) in self._zeros else None
 
-    def _zero_by(self, name: str, args: Any, kwargs: Any) -> Selection | None:
+    def _zero_by(self, name: str, args: Any, kwargs: Any) -> Rooted | None:
         """The mask without whose rows the result of a function is zero."""
         given = [self._choice(leaf) for leaf in pytree.tree_leaves(args)]
         if not any(given):

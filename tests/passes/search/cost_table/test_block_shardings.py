@@ -13,7 +13,8 @@ from galvatron_fx.ir.graph.placement import REPLICATE, Placement, Shard
 from galvatron_fx.ir.plan.strategy import RoleGroup
 from passes.search.cost_table import block_shardings as solutions
 from passes.search.cost_table.block_shardings import Solutions
-from passes.sharding.rule_ilp import Choice, Item, Problem, solve
+from passes.sharding.rule_problem import Choice, Item, Problem
+from passes.sharding.rule_solver import solve
 from tests.graphs import Builder
 
 CLUSTER = Cluster.preset("4xA100-80GB")

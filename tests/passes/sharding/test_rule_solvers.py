@@ -1,8 +1,9 @@
-"""The integer program of a block equals brute force over all choices, and says so where there is none."""
+"""Elimination and the integer program of a block equal brute force over all choices, and say so where there is none."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,9 +13,14 @@ from scipy.optimize import OptimizeResult
 
 from galvatron_fx.errors import ShardingError
 from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Placement, Shard
-from passes.sharding import rule_ilp
-from passes.sharding.rule_ilp import Choice, Item, Problem, solve
+from passes.sharding import rule_ilp, rule_solver
+from passes.sharding.rule_elimination import Elimination
+from passes.sharding.rule_ilp import solve_program
+from passes.sharding.rule_problem import Choice, Item, Problem, Solution
+from passes.sharding.rule_solver import solve
 
+Solver = Callable[[Problem], Solution]
+SOLVERS = (solve, solve_program, lambda problem: Elimination(problem, 2**30).solution())
 PLACEMENTS: tuple[Placement, ...] = (REPLICATE, Shard(0), PARTIAL)
 
 
@@ -83,13 +89,60 @@ def test_equals_brute_force(problem: Problem, unit_s: float) -> None:
         {value: {pair: t * unit_s for pair, t in table.items()} for value, table in problem.change_s.items()},
     )
     expected = brute_force(problem)
-    if expected is None:
-        with pytest.raises(ShardingError, match="no assignment of sharding rules fits the block of item 0"):
-            solve(problem)
-        return
-    found = solve(problem)
-    assert found.time_s == pytest.approx(expected, rel=1e-5, abs=1e-5 * unit_s)
-    assert price(problem, found.choices) == pytest.approx(expected, rel=1e-5, abs=1e-5 * unit_s)
+    for solver in SOLVERS:
+        if expected is None:
+            with pytest.raises(ShardingError, match="no assignment of sharding rules fits the block of item 0"):
+                solver(problem)
+            continue
+        found = solver(problem)
+        assert found.time_s == pytest.approx(expected, rel=1e-5, abs=1e-5 * unit_s)
+        assert price(problem, found.choices) == pytest.approx(expected, rel=1e-5, abs=1e-5 * unit_s)
+
+
+def source(*placements: Placement) -> Item:
+    return Item("x", (), (0,), tuple(Choice((), (p,), 0.0) for p in placements))
+
+
+def taker(name: str, *choices: tuple[Placement, float]) -> Item:
+    return Item(name, (0,), (), tuple(Choice((p,), (), time_s) for p, time_s in choices))
+
+
+@pytest.mark.parametrize("solve", SOLVERS)
+def test_a_change_that_two_uses_share_is_paid_once(solve: Solver) -> None:
+    """Splitting twice saves 3 + 3 and costs one change of 5; alone, neither use would be worth it."""
+    items = [source(REPLICATE), *(taker(name, (REPLICATE, 4.0), (Shard(0), 1.0)) for name in "ab")]
+    change = {0: {(REPLICATE, Shard(0)): 5.0}}
+    assert solve(Problem(items, change)).time_s == pytest.approx(7.0)
+    assert solve(Problem(items, change)).choices == (0, 1, 1)
+    assert solve(Problem(items[:2], change)).choices == (0, 0)
+
+
+@pytest.mark.parametrize("solve", SOLVERS)
+def test_equal_problems_have_equal_solutions(solve: Solver) -> None:
+    items = [source(*PLACEMENTS), *(taker(str(i), *((p, 1.0) for p in PLACEMENTS)) for i in range(5))]
+    change = {0: dict.fromkeys(itertools.permutations(PLACEMENTS, 2), 1.0)}
+    found = {solve(Problem(items, change)).choices for _ in range(5)}
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("solve", SOLVERS)
+def test_costs_far_apart(solve: Solver) -> None:
+    """A price of a second for what should not be, among microseconds, drowns no difference between these."""
+    items = [source(REPLICATE, Shard(0)), taker("a", (REPLICATE, 3e-6), (Shard(0), 1e-6), (PARTIAL, 1.0))]
+    assert solve(Problem(items, {0: {}})).choices == (1, 1)
+
+
+@pytest.mark.parametrize("solve", SOLVERS)
+def test_an_item_without_choices_is_refused(solve: Solver) -> None:
+    with pytest.raises(ShardingError, match=r"fits the block of x, nothing, \.\.\."):
+        solve(Problem([source(REPLICATE), Item("nothing", (0,), (), ())], {}))
+
+
+def test_equal_times_take_the_first_choice_however_they_are_summed() -> None:
+    """0.1 + 0.2 is more than 0.3 in floats, and less than nothing of a time."""
+    items = [source(REPLICATE, Shard(0)), taker("a", (REPLICATE, 0.1), (Shard(0), 0.3))]
+    items.append(taker("b", (REPLICATE, 0.2), (Shard(0), 0.0)))
+    assert solve(Problem(items, {0: {}})).choices == (0, 0, 0)
 
 
 def test_programs_of_which_highs_knows_nothing_without_presolve(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,44 +155,37 @@ def test_programs_of_which_highs_knows_nothing_without_presolve(monkeypatch: pyt
     milp = rule_ilp.milp
     monkeypatch.setattr(rule_ilp, "milp", unsure)
     problem = Problem([source(REPLICATE, Shard(0)), taker("a", (REPLICATE, 4.0), (Shard(0), 1.0))])
-    assert solve(problem).choices == (1, 1)
+    assert rule_ilp.relaxed(problem) == Solution((1, 1), 1.0)
 
 
-def source(*placements: Placement) -> Item:
-    return Item("x", (), (0,), tuple(Choice((), (p,), 0.0) for p in placements))
+@pytest.mark.parametrize("few, most, used", [(9, 99, "eliminated"), (0, 99, "relaxed"), (9, 1, "relaxed")])
+def test_what_hangs_together_decides_how_a_block_is_solved(
+    few: float, most: float, used: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    items = [source(REPLICATE, Shard(0)), *(taker(name, (REPLICATE, 4.0), (Shard(0), 1.0)) for name in "ab")]
+    problem = Problem(items, {0: {(REPLICATE, Shard(0)): 5.0}})
+    called: list[str] = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: called.append(name) or function(*args)
+
+    monkeypatch.setattr(rule_solver, "_FEW", few)
+    monkeypatch.setattr(rule_solver, "_MOST", most)
+    monkeypatch.setattr(rule_solver, "relaxed", noted("relaxed", rule_solver.relaxed))
+    monkeypatch.setattr(Elimination, "solution", noted("eliminated", Elimination.solution))
+    assert solve(problem).choices == (1, 1, 1)
+    assert called == [used]
 
 
-def taker(name: str, *choices: tuple[Placement, float]) -> Item:
-    return Item(name, (0,), (), tuple(Choice((p,), (), time_s) for p, time_s in choices))
-
-
-def test_a_change_that_two_uses_share_is_paid_once() -> None:
-    """Splitting twice saves 3 + 3 and costs one change of 5; alone, neither use would be worth it."""
-    items = [source(REPLICATE), *(taker(name, (REPLICATE, 4.0), (Shard(0), 1.0)) for name in "ab")]
-    change = {0: {(REPLICATE, Shard(0)): 5.0}}
-    assert solve(Problem(items, change)).time_s == pytest.approx(7.0)
-    assert solve(Problem(items, change)).choices == (0, 1, 1)
-    assert solve(Problem(items[:2], change)).choices == (0, 0)
-
-
-def test_equal_problems_have_equal_solutions() -> None:
-    items = [source(*PLACEMENTS), *(taker(str(i), *((p, 1.0) for p in PLACEMENTS)) for i in range(5))]
-    change = {0: dict.fromkeys(itertools.permutations(PLACEMENTS, 2), 1.0)}
-    found = {solve(Problem(items, change)).choices for _ in range(5)}
-    assert len(found) == 1
-
-
-def test_costs_far_apart() -> None:
-    """A price of a second for what should not be, among microseconds, drowns no difference between these."""
-    items = [source(REPLICATE, Shard(0)), taker("a", (REPLICATE, 3e-6), (Shard(0), 1e-6), (PARTIAL, 1.0))]
-    assert solve(Problem(items, {0: {}})).choices == (1, 1)
-
-
-def test_an_item_without_choices_is_refused() -> None:
-    with pytest.raises(ShardingError, match=r"fits the block of x, nothing, \.\.\.: .*nfeasible"):
-        solve(Problem([source(REPLICATE), Item("nothing", (0,), (), ())], {}))
-
-
-def test_the_error_names_the_items_that_cannot_meet() -> None:
-    with pytest.raises(ShardingError, match="the block of x, loss"):
-        solve(Problem([source(Shard(0)), taker("loss", (PARTIAL, 0.0))], {0: {}}))
+@pytest.mark.parametrize("most, used", [(99, "eliminated"), (1, "program")])
+def test_fractions_are_no_solution(most: float, used: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    items = [source(REPLICATE, Shard(0)), taker("a", (REPLICATE, 4.0), (Shard(0), 1.0))]
+    called: list[str] = []
+    monkeypatch.setattr(rule_solver, "_FEW", 0)
+    monkeypatch.setattr(rule_solver, "_MOST", most)
+    monkeypatch.setattr(rule_solver, "relaxed", lambda problem: None)
+    program, eliminated = rule_solver.solve_program, Elimination.solution
+    monkeypatch.setattr(rule_solver, "solve_program", lambda p: called.append("program") or program(p))
+    monkeypatch.setattr(Elimination, "solution", lambda e: called.append("eliminated") or eliminated(e))
+    assert solve(Problem(items, {})).choices == (1, 1)
+    assert called == [used]
