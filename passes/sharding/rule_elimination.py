@@ -70,6 +70,12 @@ class _Network:
         for value, takers in uses.items():
             self._connect(problem.change_s.get(value, {}), makers[value], takers)
         self.sizes = [len(seconds) for seconds in self.own]
+        self.tables = [self._of_choices(scope, seconds) for scope, seconds in self.tables]
+
+    def _of_choices(self, scope: Scope, seconds: Floats) -> Table:
+        """A table without variables that have one choice: hundreds may meet in one, and numpy's arrays have 64 axes."""
+        kept = tuple(variable for variable in scope if self.sizes[variable] > 1)
+        return kept, seconds.reshape([self.sizes[variable] for variable in kept])
 
     def _connect(
         self, changes: dict[tuple[Placement, Placement], float], maker: tuple[int, int], takers: list[tuple[int, int]]
@@ -193,8 +199,10 @@ def _eliminated(network: _Network, order: Sequence[int]) -> list[int] | None:
     """The best choice of each variable, of equal ones the first; None where there is none."""
     place = {variable: at for at, variable in enumerate(order)}
     own, tables = network.in_ticks()
+    if any(not scope and seconds == inf for scope, seconds in tables):
+        return None
     waiting: list[list[Table]] = [[((variable,), seconds)] for variable, seconds in enumerate(own)]
-    for scope, seconds in tables:
+    for scope, seconds in (table for table in tables if table[0]):
         axes = sorted(range(len(scope)), key=lambda axis: -place[scope[axis]])
         ordered = tuple(scope[axis] for axis in axes)
         waiting[ordered[-1]].append((ordered, seconds.transpose(axes)))

@@ -158,6 +158,17 @@ def test_programs_of_which_highs_knows_nothing_without_presolve(monkeypatch: pyt
     assert rule_ilp.relaxed(problem) == Solution((1, 1), 1.0)
 
 
+def test_items_of_one_choice_are_no_axes_of_tables() -> None:
+    """A UNet's block had 67 of them around one operator, and numpy's arrays have 64 axes."""
+    count = 70
+    both = REPLICATE, Shard(0)
+    taking = tuple(Choice((p,) * count, (), time_s) for p, time_s in zip(both, (1.0, 2.0), strict=True))
+    sources = [Item(f"x{n}", (), (n, count + n), (Choice((), (REPLICATE, REPLICATE), 0.0),)) for n in range(count)]
+    sinks = [Item(f"y{n}", (count + n,), (), tuple(Choice((p,), (), 1.0) for p in both)) for n in range(count)]
+    problem = Problem([Item("all", tuple(range(count)), (), taking), *sources, *sinks], {})
+    assert Elimination(problem, 2**10).solution() == Solution((0,) * (2 * count + 1), 1.0 + count)
+
+
 @pytest.mark.parametrize("few, most, used", [(9, 99, "eliminated"), (0, 99, "relaxed"), (9, 1, "relaxed")])
 def test_what_hangs_together_decides_how_a_block_is_solved(
     few: float, most: float, used: str, monkeypatch: pytest.MonkeyPatch
