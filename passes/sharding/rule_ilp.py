@@ -130,27 +130,13 @@ def _surely(solved: Callable[[bool], OptimizeResult]) -> OptimizeResult:
     return solved(True) if result.status == _UNKNOWN else result
 
 
-def relaxed(problem: Problem) -> Solution | None:
-    """The best corner of the linear relaxation, which mostly is integral: then it is what the integer program finds, in
-    a third of the time (for Swin in a sixth). None where it is not. Raises ShardingError where no assignment exists.
+class IntegerProgram:
+    """The program of a problem, whose times are brought near one. Its methods raise ShardingError, naming the block's
+    items, where no assignment exists.
     """
-    program = _IntegerProgram(problem)
-    result = program.model.relaxed()
-    is_solution = result.x is None or program.is_integral(result.x)
-    return program.solution(result) if is_solution else None
-
-
-def solve_program(problem: Problem) -> Solution:
-    """Solve to optimality. Raises ShardingError naming the block's items where no assignment exists."""
-    program = _IntegerProgram(problem)
-    return program.solution(_integral(program.model))
-
-
-class _IntegerProgram:
-    """The program of a problem, whose times are brought near one."""
 
     def __init__(self, problem: Problem) -> None:
-        self.problem, self._scale = problem, _scale(problem)
+        self._problem, self._scale = problem, _scale(problem)
         program = _Program()
         self._picks = [[program.variable(c.time_s * self._scale, True) for c in item.choices] for item in problem.items]
         for row in self._picks:
@@ -158,18 +144,29 @@ class _IntegerProgram:
         makers = _producers(problem, self._picks)
         for value, takers in _uses(problem, self._picks).items():
             _connect(program, problem.change_s.get(value, {}), makers[value], takers, self._scale)
-        self.model = program.model()
+        self._model = program.model()
 
-    def is_integral(self, columns: Floats) -> bool:
-        """Whether what is chosen is chosen whole."""
-        return bool(np.abs(columns - columns.round())[self.model.integral > 0].max(initial=0.0) <= _FRACTION)
+    def relaxed(self) -> Solution | None:
+        """The best corner of the linear relaxation, which mostly is integral: then it is what :meth:`solved` finds, in
+        a third of the time (for Swin in a sixth). None where it is not.
+        """
+        result = self._model.relaxed()
+        columns = result.x
+        if columns is not None:
+            fractions = np.abs(columns - columns.round())[self._model.integral > 0]
+            if fractions.max(initial=0.0) > _FRACTION:
+                return None
+        return self._solution(result)
 
-    def solution(self, result: OptimizeResult) -> Solution:
-        """The choices that HiGHS found."""
+    def solved(self) -> Solution:
+        """The best solution."""
+        return self._solution(_integral(self._model))
+
+    def _solution(self, result: OptimizeResult) -> Solution:
         if result.x is None:
-            raise self.problem.has_none()
+            raise self._problem.has_none()
         chosen = tuple(int(np.argmax(result.x[row])) for row in self._picks)
-        return Solution(chosen, float(np.dot(self.model.costs, result.x)) / self._scale)
+        return Solution(chosen, float(np.dot(self._model.costs, result.x)) / self._scale)
 
 
 def _scale(problem: Problem) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf
 
 from passes.sharding.rule_elimination import Elimination
-from passes.sharding.rule_ilp import relaxed, solve_program
+from passes.sharding.rule_ilp import IntegerProgram
 from passes.sharding.rule_problem import Problem, Solution
 
 __all__ = ["solve"]
@@ -19,7 +19,8 @@ def solve(problem: Problem) -> Solution:
     elimination = Elimination(problem, _MOST)
     if elimination.numbers <= _FEW * len(problem.items):
         return elimination.solution()
-    found = relaxed(problem)
+    program = IntegerProgram(problem)
+    found = program.relaxed()
     if found is not None:
         return found
-    return elimination.solution() if elimination.numbers < inf else solve_program(problem)
+    return elimination.solution() if elimination.numbers < inf else program.solved()

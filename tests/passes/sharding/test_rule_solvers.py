@@ -15,12 +15,16 @@ from galvatron_fx.errors import ShardingError
 from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Placement, Shard
 from passes.sharding import rule_ilp, rule_solver
 from passes.sharding.rule_elimination import Elimination
-from passes.sharding.rule_ilp import solve_program
+from passes.sharding.rule_ilp import IntegerProgram
 from passes.sharding.rule_problem import Choice, Item, Problem, Solution
 from passes.sharding.rule_solver import solve
 
 Solver = Callable[[Problem], Solution]
-SOLVERS = (solve, solve_program, lambda problem: Elimination(problem, 2**30).solution())
+SOLVERS: tuple[Solver, ...] = (
+    solve,
+    lambda problem: Elimination(problem, 2**30).solution(),
+    lambda problem: IntegerProgram(problem).solved(),
+)
 PLACEMENTS: tuple[Placement, ...] = (REPLICATE, Shard(0), PARTIAL)
 
 
@@ -155,7 +159,7 @@ def test_programs_of_which_highs_knows_nothing_without_presolve(monkeypatch: pyt
     milp = rule_ilp.milp
     monkeypatch.setattr(rule_ilp, "milp", unsure)
     problem = Problem([source(REPLICATE, Shard(0)), taker("a", (REPLICATE, 4.0), (Shard(0), 1.0))])
-    assert rule_ilp.relaxed(problem) == Solution((1, 1), 1.0)
+    assert IntegerProgram(problem).relaxed() == Solution((1, 1), 1.0)
 
 
 def test_items_of_one_choice_are_no_axes_of_tables() -> None:
@@ -182,7 +186,7 @@ def test_what_hangs_together_decides_how_a_block_is_solved(
 
     monkeypatch.setattr(rule_solver, "_FEW", few)
     monkeypatch.setattr(rule_solver, "_MOST", most)
-    monkeypatch.setattr(rule_solver, "relaxed", noted("relaxed", rule_solver.relaxed))
+    monkeypatch.setattr(IntegerProgram, "relaxed", noted("relaxed", IntegerProgram.relaxed))
     monkeypatch.setattr(Elimination, "solution", noted("eliminated", Elimination.solution))
     assert solve(problem).choices == (1, 1, 1)
     assert called == [used]
@@ -190,13 +194,19 @@ def test_what_hangs_together_decides_how_a_block_is_solved(
 
 @pytest.mark.parametrize("most, used", [(99, "eliminated"), (1, "program")])
 def test_fractions_are_no_solution(most: float, used: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    items = [source(REPLICATE, Shard(0)), taker("a", (REPLICATE, 4.0), (Shard(0), 1.0))]
+    """Of three items that each want another placement than the one before, two can have it."""
+    a, b = REPLICATE, Shard(0)
+    ring = [Item(f"x{n}", ((n - 1) % 3,), (n,), (Choice((b,), (a,), 1.0), Choice((a,), (b,), 1.0))) for n in range(3)]
+    problem = Problem(ring, {n: {(a, b): 4.0, (b, a): 4.0} for n in range(3)})
     called: list[str] = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: called.append(name) or function(*args)
+
     monkeypatch.setattr(rule_solver, "_FEW", 0)
     monkeypatch.setattr(rule_solver, "_MOST", most)
-    monkeypatch.setattr(rule_solver, "relaxed", lambda problem: None)
-    program, eliminated = rule_solver.solve_program, Elimination.solution
-    monkeypatch.setattr(rule_solver, "solve_program", lambda p: called.append("program") or program(p))
-    monkeypatch.setattr(Elimination, "solution", lambda e: called.append("eliminated") or eliminated(e))
-    assert solve(Problem(items, {})).choices == (1, 1)
+    monkeypatch.setattr(IntegerProgram, "solved", noted("program", IntegerProgram.solved))
+    monkeypatch.setattr(Elimination, "solution", noted("eliminated", Elimination.solution))
+    assert IntegerProgram(problem).relaxed() is None
+    assert solve(problem).time_s == pytest.approx(brute_force(problem))
     assert called == [used]
