@@ -45,7 +45,7 @@ class Elimination:
         if not all(item.choices for item in problem.items):
             raise problem.has_none()
         self._problem, self._network = problem, _Network(problem)
-        self._order, self.numbers = _order(self._network, log2(most))
+        self._order, self.numbers = ([], inf) if self._network.is_cut else _order(self._network, log2(most))
 
     def solution(self) -> Solution:
         """The best choices, of equal ones the first. Raises ShardingError where no assignment exists."""
@@ -56,12 +56,15 @@ class Elimination:
 
 
 class _Network:
-    """Variables with ``sizes[V]`` choices of ``own[V][choice]`` seconds, and tables of seconds over several of them."""
+    """Variables with ``sizes[V]`` choices of ``own[V][choice]`` seconds, and tables of seconds over several of them;
+    ``is_cut``: some value may be in so many placements at once that it has no table.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self.items = problem.items
         self.own: list[Floats] = [np.array([c.time_s for c in item.choices]) for item in problem.items]
         self.tables: list[Table] = []
+        self.is_cut = False
         makers = {value: (at, n) for at, item in enumerate(problem.items) for n, value in enumerate(item.outputs)}
         uses: dict[Value, list[tuple[int, int]]] = {}
         for at, item in enumerate(problem.items):
@@ -86,6 +89,10 @@ class _Network:
         scope = (maker[0], *(at for at, _ in takers))
         if len(set(scope)) == len(scope) <= _MOST_TOGETHER and prod(map(len, (made, *taken))) <= _SMALL:
             self.tables.append((scope, _shared_changes(made, taken, changes)))
+            return
+        wanted = {placement for each in taken for placement in each}
+        if len(set(made)) * 2 ** len(wanted) > _SMALL:
+            self.is_cut = True
             return
         states = list(_states(made, [placement for each in taken for placement in each], changes))
         value = len(self.own)

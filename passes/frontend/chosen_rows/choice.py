@@ -38,6 +38,10 @@ class Choice(ABC):
         """How many rows are chosen; ``divides``: at least one where code asked whether there are any."""
         self.refuse(_UNKNOWN)
 
+    def divisor(self, number: Tensor) -> Tensor:
+        """A number of rows that something is divided by."""
+        return number
+
 
 class RowCount:
     """The number of rows that a mask chooses, or of ``elements`` times as many, or ``least`` where that is more.
@@ -52,7 +56,8 @@ class RowCount:
     def number(self, divides: bool = False) -> Tensor:
         """The number itself, in a tensor."""
         number = self.choice.number(divides and not self.least) * self.elements
-        return number.clamp_min(self.least) if self.least else number
+        number = number.clamp_min(self.least) if self.least else number
+        return self.choice.divisor(number) if divides else number
 
     def at_least(self, least: int) -> RowCount:
         """``max(self, least)``."""

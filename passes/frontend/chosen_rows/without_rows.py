@@ -30,10 +30,12 @@ class Span:
     term: int | None
 
 
-def none_needed() -> tuple[Span, ...] | None:
+def none_needed(keeps_rows: bool = False) -> tuple[Span, ...] | None:
     """What has to be zero where a mask chooses no rows, so that the code that asks now if it does may go on as if it
     does, as all else that hangs on it writes at the rows' places or computes what is read nowhere else; None where
     more hangs on it.
+
+    ``keeps_rows``: what is computed of rows is known to be rows, as many: then code may put it together with others.
     """
     running = running_frame()
     frame = summary_of(running)
@@ -42,7 +44,8 @@ def none_needed() -> tuple[Span, ...] | None:
     functions = [node for node in inside if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     if len(asking) != 1 or not functions:
         return None
-    needed = _Asking(asking[0], functions[-1], inside, running.f_locals).needed()
+    values = running.f_locals if keeps_rows else None
+    needed = _Asking(asking[0], functions[-1], inside, values).needed()
     return None if needed is None else tuple(_span(frame.filename, node, term) for node, term in needed)
 
 
@@ -54,11 +57,11 @@ def loops_by(frame: FrameSummary) -> bool:
 
 class _Asking:
     """An ``if`` of a function that asks whether there are rows. Statements and values need not know which way it goes:
-    what has to be zero counts only where it was computed.
+    what has to be zero counts only where it was computed. ``values``: of names, where rows are kept as rows.
     """
 
     def __init__(
-        self, node: ast.If | ast.IfExp, function: ast.AST, inside: Sequence[ast.AST], values: Mapping[str, Any]
+        self, node: ast.If | ast.IfExp, function: ast.AST, inside: Sequence[ast.AST], values: Mapping[str, Any] | None
     ) -> None:
         self.node, self.function, self.inside, self.values = node, function, inside, values
         self.everywhere = list(ast.walk(function))
@@ -77,8 +80,8 @@ class _Asking:
         """What has to be zero; None where that is not enough."""
         node = self.node
         if isinstance(node, ast.IfExp):
-            names = [each.id for each in (node.body, node.orelse) if _is_name(each)]
-            if any(isinstance(self.values.get(name), RowTensor) for name in names):
+            named = [self.values.get(each.id) for each in (node.body, node.orelse) if self.values and _is_name(each)]
+            if any(isinstance(value, RowTensor) for value in named):
                 return []  # layer(rows) if there are any else rows
             return _the_other(node.body, node.orelse)
         if node.orelse:
@@ -167,12 +170,10 @@ class _Asking:
 
     def _appends_rows(self, statement: ast.stmt, elsewhere: Sequence[ast.Name]) -> bool:
         """``parts.append(rows)``, of a list that is put together again."""
-        call = statement.value if isinstance(statement, ast.Expr) else None
-        if (
-            not isinstance(call, ast.Call)
-            or not calls(call, ("append",))
-            or not _names(*call.args) & {*self.rows, *self.ends}
-        ):
+        call = statement.value if isinstance(statement, ast.Expr) and self.values is not None else None
+        if not isinstance(call, ast.Call) or not calls(call, ("append",)):
+            return False
+        if not _names(*call.args) & {*self.rows, *self.ends}:
             return False
         joined = {node for call in self.everywhere if calls(call, _JOINS) for node in ast.walk(call)}
         tests = (each.test for each in self.everywhere if isinstance(each, (ast.If, ast.IfExp)))

@@ -100,7 +100,7 @@ class ExpertLoops(TorchFunctionMode):
         if not tensors:
             return func(*args, **kwargs)
         asked = self._asks.of(args[0]) if args and name in ("bool", "item") else None
-        needed = none_needed() if asked is not None and self._may_ask(asked[0]) else None
+        needed = none_needed(keeps_rows=True) if asked is not None and self._may_ask(asked[0]) else None
         if asked is not None and needed is not None:
             return self._answered(*asked, needed)
         if name in _FACTS or func.__name__ == "__get__":

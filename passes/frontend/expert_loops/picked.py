@@ -25,7 +25,7 @@ class LoopChoice(Choice):
 
     def ask_for_rows(self) -> None:
         """See that nothing else hangs on whether there are rows."""
-        if none_needed() != ():
+        if none_needed(keeps_rows=True) != ():
             self.refuse()
 
 

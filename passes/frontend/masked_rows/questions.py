@@ -18,9 +18,10 @@ __all__ = ["RowQuestions"]
 
 _OF_ANY = ("mul", "multiply")
 _OF_FIRST = (
-    *("div", "divide", "neg", "abs", "square", "sum", "mean", "to", "float", "double", "clone", "contiguous"),
+    *("neg", "abs", "square", "sum", "mean", "to", "float", "double", "clone", "contiguous"),
     *("view", "reshape", "flatten", "squeeze", "unsqueeze", "expand"),
 )
+_QUOTIENTS = ("div", "divide")
 _SUMS = ("add", "sub", "subtract", "rsub")
 _JOINS = ("stack", "cat")
 
@@ -51,6 +52,7 @@ class RowQuestions:
         self.lines: dict[str, None] = {}
         self._failures = failures
         self._zeros: dict[int, tuple[Tensor, Rooted]] = {}
+        self._divisors: dict[int, Tensor] = {}
         self._needed: dict[tuple[Any, ...], tuple[Span, Rooted, Callable[[], None]]] = {}
         self._doubted: dict[int, Rooted] = {}
 
@@ -93,6 +95,11 @@ class RowQuestions:
         self._zeros[id(made)] = made, choice.root
         return made
 
+    def is_divisor(self, number: Tensor) -> Tensor:
+        """Note that a number of rows is one where there are none."""
+        self._divisors[id(number)] = number
+        return number
+
     def note(self, made: Any, func: Any, name: str, args: Any, kwargs: Any) -> None:
         """See whether what a function made is zero without rows, and whether it has to be."""
         if self._zeros and isinstance(made, Tensor) and not isinstance(made, RowTensor):
@@ -127,6 +134,10 @@ class RowQuestions:
     def _choice(self, value: Any) -> Rooted | None:
         return self._zeros[id(value)][1] if id(value) in self._zeros else None
 
+    def _divides(self, divisor: Any) -> bool:
+        """Whether a divisor is no zero without rows: no number of them that code counted itself."""
+        return not isinstance(divisor, Tensor) or divisor.requires_grad or id(divisor) in self._divisors
+
     def _zero_by(self, name: str, args: Any, kwargs: Any) -> Rooted | None:
         """The mask without whose rows the result of a function is zero."""
         given = [self._choice(leaf) for leaf in pytree.tree_leaves(args)]
@@ -134,7 +145,7 @@ class RowQuestions:
             return None
         if name in _OF_ANY:
             return next(choice for choice in given if choice is not None)
-        if name in _OF_FIRST:
+        if name in _OF_FIRST or (name in _QUOTIENTS and self._divides(args[1])):
             return given[0]
         leaves = pytree.tree_leaves(args)
         terms = [leaf for leaf in leaves if isinstance(leaf, Tensor) or (name in _SUMS and leaf)]

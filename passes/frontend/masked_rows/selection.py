@@ -68,6 +68,10 @@ class Selection(Choice):
         count = self.mask.sum()
         return count.clamp_min(1) if divides and self.root.may_be_empty else count
 
+    def divisor(self, number: Tensor) -> Tensor:
+        """Note that a number of rows is none that is zero where code asked for them."""
+        return self.questions.is_divisor(number) if self.root.may_be_empty else number
+
     def listed(self, x: Tensor, axes: Sequence[int]) -> Tensor:
         """``x`` with a leading dim for each of ``axes`` of the mask -> one row for each place of the mask."""
         taken = [axes.index(axis) for axis in self.order if axis in axes]

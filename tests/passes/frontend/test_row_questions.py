@@ -24,7 +24,7 @@ def adds_losses(y: Tensor, x: Tensor, mask: Tensor) -> Tensor:
     found = torch.where(mask)[0]
     if len(found) > 0 and found.numel():
         loss = loss + 0.5 * F.cross_entropy(y[found], x[found, 1].long()) - y[found].flatten().mean()
-        loss += torch.stack([y[found].mean() * 2, y[found].sum() / x.sum()]).mean()
+        loss += torch.stack([y[found].mean() * 2, y[found].sum() / len(found)]).mean()
         loss -= sum([y[found].mean(), y[found].square().mean()])
     return loss
 
@@ -119,6 +119,13 @@ def subtracts_from_one(y: Tensor, x: Tensor, mask: Tensor) -> Tensor:
     return y.mean() + (1 - y[found].mean() if found.numel() > 0 else 0)
 
 
+def divides_by_its_own_count(y: Tensor, x: Tensor, mask: Tensor) -> Tensor:
+    loss = y.mean()
+    if len(y[mask]) > 0:
+        loss = loss + y[mask].sum() / mask.sum()
+    return loss
+
+
 def another_value(y: Tensor, x: Tensor, mask: Tensor) -> Tensor:
     found = torch.where(mask)[0]
     return y[found].sum() if found.numel() > 0 else y.sum()
@@ -152,12 +159,22 @@ def means_of_several(y: Tensor, x: Tensor, mask: Tensor) -> Tensor:
     return torch.stack(losses).mean()
 
 
+def joins_means(y: Tensor, x: Tensor, mask: Tensor) -> Tensor:
+    means = [y.mean(0, keepdim=True)]
+    for _ in range(2):
+        found = torch.where(mask)[0]
+        if len(found) == 0:
+            continue
+        means.append(y[found].mean(0, keepdim=True))
+    return torch.cat(means).mean()
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "code",
     [
         *(subtracts_a_mean, counts, adds_one, another_value, asserts, remembers, scales_in_place),
-        *(means_of_several, changes_what_vanished, subtracts_from_one),
+        *(means_of_several, changes_what_vanished, subtracts_from_one, divides_by_its_own_count, joins_means),
     ],
     ids=lambda code: code.__name__,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -171,6 +172,15 @@ def test_items_of_one_choice_are_no_axes_of_tables() -> None:
     sinks = [Item(f"y{n}", (count + n,), (), tuple(Choice((p,), (), 1.0) for p in both)) for n in range(count)]
     problem = Problem([Item("all", tuple(range(count)), (), taking), *sources, *sinks], {})
     assert Elimination(problem, 2**10).solution() == Solution((0,) * (2 * count + 1), 1.0 + count)
+
+
+def test_values_in_many_placements_are_left_to_the_integer_program() -> None:
+    """A value that may be in 20 placements at once would have a variable of a million choices."""
+    placements = [Shard(dim) for dim in range(20)]
+    takers = [taker(f"a{dim}", (REPLICATE, 2.0), (placements[dim], 1.0)) for dim in range(20)]
+    problem = Problem([source(REPLICATE), *takers], {0: {(REPLICATE, placement): 5.0 for placement in placements}})
+    assert Elimination(problem, 2**30).numbers == math.inf
+    assert solve(problem) == Solution((0,) * 21, 40.0)
 
 
 @pytest.mark.parametrize("few, most, used", [(9, 99, "eliminated"), (0, 99, "relaxed"), (9, 1, "relaxed")])
