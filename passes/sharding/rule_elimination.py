@@ -17,8 +17,9 @@ from itertools import combinations
 from math import inf, log2, prod
 
 import numpy as np
+from numpy.typing import NDArray
 
-from galvatron_fx.ir.arrays import Floats, Ints
+from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.graph.placement import Placement
 from passes.sharding.rule_problem import Problem, Solution, Value
 
@@ -34,6 +35,7 @@ Scope = tuple[int, ...]
 """The variables that a table is over, those that are eliminated last in front."""
 
 Table = tuple[Scope, Floats]
+Choices = NDArray[np.unsignedinteger]
 
 
 class Elimination:
@@ -213,12 +215,13 @@ def _eliminated(network: _Network, order: Sequence[int]) -> list[int] | None:
         axes = sorted(range(len(scope)), key=lambda axis: -place[scope[axis]])
         ordered = tuple(scope[axis] for axis in axes)
         waiting[ordered[-1]].append((ordered, seconds.transpose(axes)))
-    decided: list[tuple[int, Scope, Ints]] = []
+    decided: list[tuple[int, Scope, Choices]] = []
     for variable in order:
         scope, total = _joined(waiting[variable], place, network.sizes)
         waiting[variable] = []
         rest, best = scope[:-1], total.min(axis=-1)
-        decided.append((variable, rest, total.argmin(axis=-1)))
+        narrow = np.min_scalar_type(network.sizes[variable])  # all of these are held to the end
+        decided.append((variable, rest, total.argmin(axis=-1).astype(narrow)))
         if rest:
             waiting[rest[-1]].append((rest, best))
         elif not np.isfinite(best):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import inf
-
 from passes.sharding.rule_elimination import Elimination
 from passes.sharding.rule_ilp import IntegerProgram
 from passes.sharding.rule_problem import Problem, Solution
@@ -12,6 +10,7 @@ __all__ = ["solve"]
 
 _FEW = 2**14  # numbers for each item: they take less time than a linear program
 _MOST = 2**23  # of a table: 64 MB
+_MOST_TOGETHER = 2**28  # of all tables: some 3 s, and 128 MB that are held
 
 
 def solve(problem: Problem) -> Solution:
@@ -23,4 +22,4 @@ def solve(problem: Problem) -> Solution:
     found = program.relaxed()
     if found is not None:
         return found
-    return elimination.solution() if elimination.numbers < inf else program.solved()
+    return elimination.solution() if elimination.numbers <= _MOST_TOGETHER else program.solved()
