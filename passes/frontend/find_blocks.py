@@ -234,11 +234,14 @@ def _irregular_cuts(forward: list[fx.Node], crossing: np.ndarray, start: int, en
 
 
 def _place_backward(graph: fx.GraphModule) -> None:
-    """Backward nodes belong to the block of the forward node with the same autograd sequence number."""
+    """Backward nodes belong to the block of the forward node with the same autograd sequence number.
+
+    That is the first one: what needs no gradient, such as views of frozen parameters, has the number of what is before.
+    """
     block_of: dict[Any, int] = {}
     for node in graph.graph.nodes:
         if node.op == "call_function" and meta_of(node).phase == "forward":
-            block_of[node.meta.get("seq_nr")] = meta_of(node).block
+            block_of.setdefault(node.meta.get("seq_nr"), meta_of(node).block)
     unknown: dict[fx.Node, None] = {}
     for node in graph.graph.nodes:
         if node.op != "call_function" or meta_of(node).phase != "backward":

@@ -84,11 +84,25 @@ class OpenConfigurations:
     rungs: list[Rung] = field(default_factory=list)
     refusals: dict[tuple[int, int], PlanError] = field(default_factory=dict)
     _ladders: dict[int, Ladder] = field(default_factory=dict)
+    _has_weights: tuple[bool, ...] = ()
     _parts: dict[CostTableRequest, Parts | PlanError] = field(default_factory=dict)
 
     def open_first(self) -> None:
-        """Price the lowest rung of every ladder. Raises PlanError for pins and options that leave none."""
-        pricer = self.pricer
+        """Price the lowest rung of every ladder. Raises PlanError for pins and options that leave none.
+
+        Every pipeline rank needs a parameter that trains, as optimizers are given these; if that leaves nothing, any.
+        """
+        trained, weights = self.pricer.has_trained, self.pricer.has_weights
+        try:
+            self._open_first(trained)
+        except PlanError:
+            if trained == weights:
+                raise
+        if not self.searches and trained != weights:
+            self._open_first(weights)
+
+    def _open_first(self, has_weights: tuple[bool, ...]) -> None:
+        pricer, self._has_weights = self.pricer, has_weights
         ports, blocks = signature(pricer.graph), len(pricer.block_fingerprints)
         has_loss = ports.loss is not None
         configurations = Configurations(
@@ -100,7 +114,7 @@ class OpenConfigurations:
             has_loss,
             self.coarse,
             ports.forward_only,
-            sum(pricer.has_weights),
+            sum(has_weights),
             pricer.graph.meta.get("symbols") is not None,
         )
         ladders = configurations.ladders()
@@ -162,14 +176,15 @@ class OpenConfigurations:
         """The search of a configuration; None where the devices of its ranks leave no strategy."""
         cluster = self.pricer.cluster
         if len(set(cluster.parts(setting.pipeline_axes))) == 1:
-            return StageSearch(costs, setting, cluster)
+            return StageSearch(replace(costs, has_weights=self._has_weights), setting, cluster)
         if request not in self._parts:
             self._parts[request] = tables_of_parts(self.pricer, request, setting.pipeline_axes, self.budget_bytes)
         parts = self._parts[request]
         if isinstance(parts, PlanError):
             self.refusals[setting.key] = parts
             return None
-        return StageSearch(parts.least, setting, cluster, parts=parts)
+        least = replace(parts.least, has_weights=self._has_weights)
+        return StageSearch(least, setting, cluster, parts=parts)
 
     def _requests(self, pipeline_axes: int, num_microbatches: int) -> list[CostTableRequest]:
         cluster = self.pricer.cluster

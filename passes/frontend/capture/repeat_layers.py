@@ -112,16 +112,24 @@ class _Writer:
         position, name = place_of(record.module, self._plan.repeat.kept[0])
         unit = self._plan.repeat.left_out[copy - 1]
         set_meta(new, record.having(module=unit[position].name + name if position >= 0 else record.module))
-        kind, number = self._plan.numbers[node]
-        new.meta["seq_nr"] = number if kind == OUTSIDE else self._numbers[copy + _SHIFT[kind]][number]
+        new.meta["seq_nr"] = self._number(node, copy)
         self._nodes[copy][node] = new
+
+    def _number(self, node: fx.Node, copy: int) -> Any:
+        """The autograd number of the copy of ``node``."""
+        kind, number = self._plan.numbers[node]
+        return number if kind == OUTSIDE else self._numbers[copy + _SHIFT[kind]][number]
 
     def _from(self, kind: str, source: fx.Node, copy: int) -> fx.Node:
         return source if kind == OUTSIDE else self._nodes[copy + _SHIFT[kind]][source]
 
     def _relink(self, node: fx.Node, copy: int, place: fx.Node) -> None:
-        """Let ``place`` of a traced unit take from the copy beside it what it took from the other traced unit."""
+        """Let ``place`` of a traced unit take from the copy beside it what it took from the other traced unit, an
+        autograd number too: operators on frozen parameters have that of the operator before.
+        """
         across = BEHIND if copy == 0 else BEFORE
+        if self._plan.numbers[node][0] == across:
+            place.meta["seq_nr"] = self._number(node, copy)
         pairs = zip(self._plan.sources[node], input_nodes(place), strict=True)
         new = [self._from(kind, source, copy) if kind == across else was for (kind, source), was in pairs]
         if new != input_nodes(place):

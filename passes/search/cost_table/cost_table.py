@@ -67,7 +67,7 @@ class CostTable:
     ``num_values[block]``, where a strategy recomputes others: one stands in ``strategies`` for each set of a block;
     ``on_host[block][strategy]``: what waits on the host, likewise; ``home[strategy]``: where parameters and states are,
     as :mod:`passes.search.cost_table.offload_levels` has it; with ``on_disk``, states are on disk instead;
-    ``has_weights[block]``: whether a rank of the block has anything for an optimizer, nothing where all have.
+    ``has_weights[block]``: whether a rank of the block has anything for an optimizer, empty where all have.
     """
 
     strategies: tuple[Strategy, ...]
@@ -276,10 +276,16 @@ class Pricer:
     @cached_property
     def has_weights(self) -> tuple[bool, ...]:
         """Whether each block uses a parameter; true of all where nothing is trained."""
-        if signature(self.graph).forward_only:
-            return (True,) * len(self.block_fingerprints)
-        used = [bool(block.used) for block in self._facts]
-        return tuple(used[row] for row in self._row)
+        return self._has([block.used for block in self._facts])
+
+    @cached_property
+    def has_trained(self) -> tuple[bool, ...]:
+        """Whether each block uses a parameter that trains; true of all where nothing is trained."""
+        return self._has([block.used & block.graph.trained for block in self._facts])
+
+    def _has(self, weights: Sequence[frozenset[fx.Node]]) -> tuple[bool, ...]:
+        trains = not signature(self.graph).forward_only
+        return tuple(bool(weights[row]) or not trains for row in self._row)
 
     @cached_property
     def _facts(self) -> list[BlockFacts]:
@@ -411,7 +417,6 @@ class Pricer:
             tuple(price.on_host for price in of_blocks),
             tuple(home.tolist()),
             request.offload.disk,
-            self.has_weights,
         )
 
 

@@ -135,3 +135,22 @@ def test_what_has_no_loss_stays_whole() -> None:
     """Whoever computes the loss outside the model needs outputs of the whole batch."""
     plan = search_plan(captured(Logits(), (torch.ones(16, 32),)), FOUR, SearchOptions(2**40, ROLES))
     assert plan.pipelining.num_stages == plan.pipelining.num_microbatches == 1
+
+
+def ranks_opened(graph: fx.GraphModule, **pins: int) -> set[int]:
+    opened = OpenConfigurations(Pricer(graph, FOUR, {}), ("data", "pipeline"), False, Pins(**pins))
+    opened.open_first()
+    return {search.num_ranks for search in opened.searches}
+
+
+def test_every_pipeline_rank_has_what_trains(stack: fx.GraphModule) -> None:
+    """Optimizers are given the parameters that train, and torch refuses an empty list: a frozen tower with one head is
+    not cut, unless stages are pinned.
+    """
+    model = Stack()
+    model.layers[:4].requires_grad_(False)
+    frozen = captured(model, (torch.ones(64, 256),))
+    pricer = Pricer(frozen, FOUR, {})
+    assert sum(pricer.has_trained) == 1 < sum(pricer.has_weights)
+    assert ranks_opened(stack) == {1, 2, 4} and ranks_opened(frozen) == {1}
+    assert ranks_opened(frozen, num_stages=2) == {2}

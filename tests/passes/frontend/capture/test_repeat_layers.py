@@ -276,6 +276,13 @@ def _frozen() -> nn.Module:
     return model
 
 
+def _all_frozen_but(trained: int) -> nn.Module:
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(12)]
+    for at, layer in enumerate(layers):
+        layer.requires_grad_(at == trained)
+    return nn.Sequential(*layers)
+
+
 def _tied() -> nn.Module:
     model = Stack(*(Layer() for _ in range(8)))
     for layer in model.layers:
@@ -317,6 +324,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "constants by index": (lambda: Stack(*(Constant(scale=1.0 + i) for i in range(8))), 0),
     "another dropout": (lambda: Stack(*(Layer(dropout=0.1 if i == 6 else 0.2) for i in range(8))), 3),
     "frozen layer": (_frozen, 0),
+    "all frozen but the first": (lambda: _all_frozen_but(0), 8),
+    "all frozen but the third": (lambda: _all_frozen_but(2), 6),
     "one layer many times": (lambda: Stack(*[Layer()] * 8), 0),
     "tied weights": (_tied, 0),
     "two tied biases": (_two_tied, 0),
