@@ -259,6 +259,7 @@ _FLOPS_PER_INPUT = {
     **dict.fromkeys(("native_layer_norm", "native_group_norm", "native_batch_norm"), 7),
     **dict.fromkeys(("_native_batch_norm_legit", "_native_batch_norm_legit_functional"), 7),
     **dict.fromkeys(("native_layer_norm_backward", "native_group_norm_backward", "native_batch_norm_backward"), 13),
+    "_native_batch_norm_legit_no_training": 2,
     "_fused_rms_norm": 4,
     "_fused_rms_norm_backward": 9,
 }

@@ -24,6 +24,8 @@ _LONGEST_LAYER = 2000  # operators: a longer one is a loop over time, whose step
 _LEAST_LOOP_SHARE = 0.5  # of such a layer's operators are in its loop
 _LEAST_STEPS = 8
 _IRREGULAR_LENGTH = 40  # operators of a block where no layer says how long one is
+_LONG_LAYER = 300  # operators: a longer one, such as a module of many convolutions, is several blocks
+_LONGEST_PIECE = 200  # operators, where it can be cut so: the time to find rules grows faster than a block
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,8 @@ class FindBlocks:
     A stack of equal layers shows as a repeat in the sequence of forward operators (names play no part), of layers of a
     few operators only where these are most of the model. Each repeat is cut where the fewest bytes of activations
     cross. The steps of a loop over time in a very long layer are blocks of their own, and so are experts, from the
-    residual in front of the router on. What lies before, between and after the stacks becomes blocks too, split where a
-    single activation crosses. Backward nodes join the block of the forward node they differentiate.
+    residual in front of the router on. What lies before, between and after the stacks becomes blocks too, split where
+    the least crosses, as long layers are. Backward nodes join the block of the forward node they differentiate.
 
     Rewrite: facts with ``block=-1`` -> facts with ``block=0 .. n-1`` in forward order; the graph is unchanged.
     """
@@ -106,7 +108,7 @@ def _cuts(forward: list[fx.Node], inputs: set[fx.Node], crossing: np.ndarray) ->
     labels = _labels(forward, set())
     cuts: list[int] = []
     stacks = [stack for stack in _stacks(labels, 0, len(labels), _LEAST_PERIOD) if _is_layers(forward, *stack)]
-    typical = max((period for _, _, period in stacks), default=_IRREGULAR_LENGTH)
+    typical = min(max((period for _, _, period in stacks), default=_IRREGULAR_LENGTH), _LONGEST_PIECE // 2)
     is_plain = not stacks
     if is_plain:
         plain = _stacks(_labels(forward, inputs), 0, len(labels), _LEAST_PLAIN_PERIOD)
@@ -115,12 +117,20 @@ def _cuts(forward: list[fx.Node], inputs: set[fx.Node], crossing: np.ndarray) ->
     for start, end, period in stacks:
         first, count = _align(crossing, start, end, period, np.max if is_plain else np.mean)
         cuts += _irregular_cuts(forward, crossing, edge, first, typical)
-        steps = [0, *_step_cuts(labels, crossing, first, period)]
-        cuts += [first + k * period + step for k in range(count) for step in steps]
+        inner = _inner_cuts(forward, labels, crossing, first, period)
+        cuts += [first + k * period + offset for k in range(count) for offset in (0, *inner)]
         cuts.append(first + count * period)
         edge = first + count * period
     cuts += _irregular_cuts(forward, crossing, edge, len(forward), typical)
     return sorted({cut for cut in cuts if 0 < cut < len(forward)})
+
+
+def _inner_cuts(forward: list[fx.Node], labels: np.ndarray, crossing: np.ndarray, first: int, period: int) -> list[int]:
+    """Where blocks begin inside the layer at ``first``, counted from there: the steps of a loop, or pieces."""
+    steps = _step_cuts(labels, crossing, first, period)
+    if steps or period <= _LONG_LAYER:
+        return steps
+    return [cut - first for cut in _irregular_cuts(forward, crossing, first, first + period, _LONGEST_PIECE // 2)]
 
 
 def _step_cuts(labels: np.ndarray, crossing: np.ndarray, first: int, period: int) -> list[int]:

@@ -317,6 +317,19 @@ def _convolution_backward(call: OpCall, degree: int) -> list[OpRule]:
     return [*rules, linear_in_gradient(call)]
 
 
+@register_rule(aten._native_batch_norm_legit_no_training.default)
+def _frozen_batch_norm(call: OpCall, degree: int) -> list[OpRule]:
+    """input [batch, channels, ...], what channels have each -> output alike, and two that are empty (on some devices of
+    channels, too): by known statistics, so any dim can be split. Torch's rule splits channels alone.
+    """
+    saved, rules = call.outputs[1], list[OpRule]()
+    for dim in range(len(call.inputs[0].shape)):
+        channels: Placement = Shard(0) if dim == 1 else REPLICATE
+        kept = channels if saved is not None and saved.numel else REPLICATE
+        rules.append(OpRule((Shard(dim), kept, kept), (Shard(dim), *[channels] * (len(call.inputs) - 1))))
+    return rules
+
+
 @register_rule(aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)
 def _average_pool_backward(call: OpCall, degree: int) -> list[OpRule]:
     """gradient [(batch), channels, ...], input alike: split what is not pooled; linear in the gradient."""

@@ -184,9 +184,10 @@ def test_group_norm_equals_one_device() -> None:
     assert_exact(simulate(graph, model, inputs, (1,), uniform(graph, "data"), {}), one_device(model, inputs))
 
 
-def test_batch_norm_keeps_activations_split() -> None:
-    """Only statistics of the size of the channels are combined; no activation is gathered."""
-    model = Images(nn.BatchNorm2d(4)).double()
+@pytest.mark.parametrize("trains", [True, False])
+def test_batch_norm_keeps_activations_split(trains: bool) -> None:
+    """Only statistics of the size of the channels are combined, and known ones not; no activation is gathered."""
+    model = Images(nn.BatchNorm2d(4).train(trains)).double()
     graph = FindBlocks().run(decomposed(model, images(size=256)))
     local = ShardGraph(uniform(graph, "data"), axes((2,)), DEVICE).run(graph)
     FileCheck().check("all_reduce").check_not("all_gather").run(local.code)

@@ -311,3 +311,31 @@ def test_steps_of_a_loop_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_blocks(FindBlocks().run(graph)) == 5
     monkeypatch.setattr("passes.frontend.find_blocks._LONGEST_LAYER", 40)
     assert [length for length in runs(FindBlocks().run(graph)) if length > 1] == [8, 8, 8]
+
+
+class Module(nn.Module):
+    """Layers of many kinds, which together repeat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = (torch.relu, torch.tanh, torch.sigmoid, torch.sin, torch.exp, torch.cos)
+        self.layers = nn.ModuleList(Layer(kind) for kind in kinds)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_pieces_of_a_long_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer of many operators is cut where the least crosses, each alike: its pieces are equal to theirs."""
+    graph = Capture(symbolic=False).run(Around(*(Module() for _ in range(3))), (IDS,))
+    assert runs(FindBlocks().run(graph)) == [1, 3, 1]
+    monkeypatch.setattr("passes.frontend.find_blocks._LONG_LAYER", 30)
+    monkeypatch.setattr("passes.frontend.find_blocks._LONGEST_PIECE", 20)
+    prints = fingerprints(FindBlocks().run(graph))
+    pieces = prints[1:-1]
+    third = len(pieces) // 3
+    assert third > 2 and len(set(pieces[:third])) == third and pieces == pieces[:third] * 3
+    ends = [{name.split(".")[3] for name in names if name.startswith("layers.0.layers")} for names in modules(graph)]
+    assert sum(map(len, ends)) == 6, "no inner layer is in two blocks"

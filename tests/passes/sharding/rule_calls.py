@@ -105,6 +105,12 @@ def layer_norms() -> list[Call]:
     return [(backward, (gradient, x, [4], *saved), {}), (backward, (gradient, x, [4], *frozen), {})]
 
 
+def frozen_batch_norms() -> list[Call]:
+    target, x, y, of_channels = aten._native_batch_norm_legit_no_training.default, real(4, 8, 4), real(4, 8), real(8)
+    known = (real(8), In(real(8).value.square()), 0.1, 1e-5)
+    return [(target, (x, of_channels, real(8), *known), {}), (target, (y, None, None, *known), {})]
+
+
 def softmaxes(dim: int, shift: float = 0.0) -> list[Call]:
     """``shift`` moves all scores so far that their exponentials overflow."""
     x, gradient = In(real(4, 8).value + shift), real(4, 8)
@@ -284,6 +290,7 @@ CALLS: list[Call] = [
     ),
     (aten.native_dropout_backward.default, (real(4, 8), whole(2, 4, 8, boolean=True), 2.0), {}),
     *layer_norms(),
+    *frozen_batch_norms(),
     (aten.threshold_backward.default, (real(4, 8), real(4, 8), 0), {}),
     *matrices(),
     *repeated_pools(),

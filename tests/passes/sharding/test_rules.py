@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from galvatron_fx.errors import ShardingError
 from galvatron_fx.ir.graph import collectives as c
-from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
+from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import op_call
 from galvatron_fx.ir.graph.placement import PARTIAL, REPLICATE, Partial, Placement, Shard
 from galvatron_fx.runtime.lockstep import Simulator
@@ -66,9 +66,15 @@ def one_operator(call: Call) -> tuple[fx.GraphModule, fx.Node, list[Tensor]]:
     node = build.call(target, *arguments, **keywords)
     outputs: list[fx.Node | None] = [node]
     if meta_of(node).multi_output:
-        specs = meta_of(node).specs
+        known = target(*mapped(args, _value), **{key: mapped(value, _value) for key, value in kwargs.items()})
+        specs = tuple(TensorSpec(tuple(x.shape), x.dtype) if x is not None else None for x in known)
+        set_meta(node, meta_of(node).having(specs=specs))  # some have other shapes on a device of their own, as meta is
         outputs = [build.call(operator.getitem, node, i) if spec else None for i, spec in enumerate(specs)]
     return build.finish(*(("output", str(i), out) for i, out in enumerate(outputs))), node, values
+
+
+def _value(tensor: In) -> Tensor:
+    return tensor.value
 
 
 def placed(value: Tensor, placement: Placement, degree: int) -> list[Tensor]:
