@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from galvatron_fx.errors import CaptureError
@@ -44,6 +45,35 @@ def test_loops_may_ask_whether_an_expert_has_tokens(asks: Callable[[Tensor], Ten
     model, inputs = written(Asking)
     graph, expected = captured(model, inputs), one_device(model, inputs)
     assert any(node.target is route for node in graph.graph.nodes)
+    for roles in (("data", "expert"), ("zero", "tensor")):
+        assert_exact(simulate(graph, model, inputs, (2, 2), uniform(graph, *roles), {}), expected)
+
+
+class PassingOn(Modules):
+    """The last expert passes rows on as they are (LongCat's, which compute nothing)."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        x = h.reshape(-1, WIDTH)
+        weights, ids = self.choose(x)
+        out, masks = torch.zeros_like(x), F.one_hot(ids, EXPERTS).permute(2, 1, 0)
+        for hit in torch.greater(masks.sum(dim=(-1, -2)), 0).nonzero():
+            expert = int(hit.item())
+            copy, token = torch.where(masks[expert].squeeze(0))
+            if token.numel() == 0:
+                continue
+            rows = x[token]
+            if expert == EXPERTS - 1:
+                rows = rows * 2
+            else:
+                gate, up = self.experts[expert][0](rows).chunk(2, dim=-1)
+                rows = self.experts[expert][2](up * gate.sigmoid())
+            out.index_add_(0, token, rows * weights[token, copy, None])
+        return out.reshape(h.shape)
+
+
+def test_passes_of_a_loop_may_go_two_ways_behind_the_question() -> None:
+    model, inputs = written(PassingOn)
+    graph, expected = captured(model, inputs), one_device(model, inputs)
     for roles in (("data", "expert"), ("zero", "tensor")):
         assert_exact(simulate(graph, model, inputs, (2, 2), uniform(graph, *roles), {}), expected)
 

@@ -121,7 +121,10 @@ class _Asking:
         elsewhere = [node for node in self.everywhere if _is_name(node) and node not in inner and _reads(node)]
         needed: _Needed = []
         for statement in statements:
-            terms = self._terms(statement, {node.id for node in elsewhere})
+            if isinstance(statement, (ast.If, ast.With)):  # whichever way it goes
+                terms = self._done([*statement.body, *getattr(statement, "orelse", ())], own)
+            else:
+                terms = self._terms(statement, {node.id for node in elsewhere})
             if terms is None and not self._appends_rows(statement, elsewhere):
                 return None
             needed += terms or []

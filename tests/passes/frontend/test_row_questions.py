@@ -72,7 +72,9 @@ def at_least_one(y: Tensor, x: Tensor, mask: Tensor) -> Tensor:
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
-    "code", [adds_losses, adds_to_none, returns_zero, either, asks_before, at_least_one], ids=lambda code: code.__name__
+    "code",
+    [adds_losses, adds_to_none, returns_zero, either, asks_before, at_least_one],
+    ids=lambda code: code.__name__,
 )
 @pytest.mark.filterwarnings("error:code asks")
 def test_what_vanishes_without_rows_is_exact(code: Code) -> None:
@@ -93,6 +95,17 @@ def subtracts_a_mean(y: Tensor, x: Tensor, mask: Tensor) -> Tensor:
     if len(found):
         loss = loss + y[found].mean() - y.mean()
     return loss
+
+
+def counts_in_one_of_two(y: Tensor, x: Tensor, mask: Tensor) -> Tensor:
+    terms, found = 1, torch.where(mask)[0]
+    if len(found) > 0:
+        loss = y[found].sum()
+        if x.shape[1] > 1:
+            terms = terms + 1
+            loss = loss * 2
+        y = y + loss
+    return y.sum() / terms
 
 
 def counts(y: Tensor, x: Tensor, mask: Tensor) -> Tensor:
@@ -173,7 +186,7 @@ def joins_means(y: Tensor, x: Tensor, mask: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "code",
     [
-        *(subtracts_a_mean, counts, adds_one, another_value, asserts, remembers, scales_in_place),
+        *(subtracts_a_mean, counts, counts_in_one_of_two, adds_one, another_value, asserts, remembers, scales_in_place),
         *(means_of_several, changes_what_vanished, subtracts_from_one, divides_by_its_own_count, joins_means),
     ],
     ids=lambda code: code.__name__,
