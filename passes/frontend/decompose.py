@@ -48,9 +48,11 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 def _masked_write(target: Tensor, masks: Sequence[Tensor], value: Tensor, accumulate: bool = False) -> Tensor:
-    """``target[mask] = value`` for one mask over the leading dims and one value."""
+    """``target[mask] = value`` for one mask over the leading dims and a value that is the same at all its places."""
     (mask,) = masks
-    return torch.where(mask.reshape(*mask.shape, *[1] * (target.dim() - mask.dim())), value.reshape(()), target)
+    rest = target.dim() - mask.dim()
+    value = value.reshape(value.shape[max(value.dim() - rest, 0) :])
+    return torch.where(mask.reshape(*mask.shape, *[1] * rest), value, target)
 
 
 def _complex(pairs: Tensor) -> Tensor:
@@ -137,10 +139,13 @@ def _always(node: fx.Node) -> bool:
 def _writes_by_mask(node: fx.Node) -> bool:
     if node.target is not aten.index_put.default or (len(node.args) > 3 and node.args[3]):
         return False
-    places, value = node.args[1], node.args[2]
+    target, places, value = node.args[:3]
     specs = [meta_of(place).spec for place in places if isinstance(place, fx.Node)]  # type: ignore[union-attr]
-    masked = len(specs) == len(places) == 1 and specs[0].dtype is torch.bool  # type: ignore[arg-type]
-    return masked and meta_of(value).spec.numel == 1  # type: ignore[arg-type]
+    if not (len(specs) == len(places) == 1 and specs[0].dtype is torch.bool):  # type: ignore[arg-type]
+        return False
+    rest = len(meta_of(target).spec.shape) - len(specs[0].shape)  # type: ignore[arg-type]
+    shape = meta_of(value).spec.shape  # type: ignore[arg-type]
+    return all(size == 1 for size in shape[: max(len(shape) - rest, 0)])
 
 
 def _plain_views(graph: fx.GraphModule) -> None:

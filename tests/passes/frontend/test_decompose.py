@@ -125,6 +125,9 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         x.flatten(0, 1), (t[..., 0].flatten() * 8).long(), x.new_tensor(WEIGHTS[:8]), ignore_index=3
     ),
     "written by a mask": lambda x, t: (x * t).index_put((t[..., 0] > 0.5,), x.new_tensor(2.0)).square().sum(),
+    "a row written by a mask": lambda x, t: (
+        (x * t).index_put((t[..., 0] > 0.5,), torch.arange(x.shape[-1]).to(x)[None]).square().sum()
+    ),
     "repeated": lambda x, t: (x.repeat(2, 3, 1, 2) * t.repeat(2, 3, 1, 2).flip(0)).square().sum(),
     "likelihood": lambda x, t: -torch.distributions.Normal(x, t + 0.1).log_prob(t).mean(),
     "of three": lambda x, t: F.bilinear(x, t, WEIGHT_OF_THREE.to(x)).square().mean(),
