@@ -150,6 +150,13 @@ def test_losses_and_activations_stay_exact(name: str) -> None:
         assert_exact(simulate(graph, model, inputs, (2,), uniform(graph, role), {}), expected, f"{name} {role}")
 
 
+@pytest.mark.parametrize("name", ["written by a mask", "a row written by a mask"])
+def test_writes_by_a_mask_are_elementwise(name: str) -> None:
+    """Places that a mask chooses are looked up in no batch: samples stay apart."""
+    graph = decomposed(Applied(LOSSES[name]).double(), pair())
+    assert not any(node.target is torch.ops.aten.index_put.default for node in graph.graph.nodes)
+
+
 def images(size: int = 6) -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
     return torch.randn(4, 3, size, size, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
