@@ -315,7 +315,8 @@ class _Comparison:
         if change is not None and isinstance(change.after, InnerState) and is_generator(change.after.value):
             return CaptureError(
                 f"what forward computes depends on random numbers that it draws from {quoted(paths)}: tracing would "
-                f"freeze them. Draw them from torch (torch.rand), or pass them to forward as an input"
+                f"freeze them. Draw them from torch (torch.rand), pass them to forward as an input, or turn off what "
+                f"draws them (config.apply_spec_augment = False of speech models)"
             )
         is_shown = change is not None and not isinstance(change.after, (Tensor, InnerState))
         values = f" ({_text(change)})" if change is not None and is_shown else ""

@@ -11,7 +11,8 @@ __all__ = ["calls", "decides", "enclosing", "remedy_for_picks", "remedy_for_read
 
 _LOG_IT = "return the tensor as one more output and print or log it after the step"
 _BRANCH = (
-    "compute both sides and choose by torch.where, decide by a Python value or a shape, or decide outside of forward"
+    "compute both sides and choose by torch.where, decide by a Python value or a shape, or decide outside of forward; "
+    "where a random number decides, as of layers that are dropped, set its probability to 0 (config.layerdrop = 0)"
 )
 _LOOP = "loop a fixed number of times and stop by torch.where, or move the loop out of forward"
 _ASSERT = (
