@@ -26,6 +26,8 @@ _LEAST_STEPS = 8
 _IRREGULAR_LENGTH = 40  # operators of a block where no layer says how long one is
 _LONG_LAYER = 300  # operators: a longer one, such as a module of many convolutions, is several blocks
 _LONGEST_PIECE = 200  # operators, where it can be cut so: the time to find rules grows faster than a block
+_WIDER = 4.0  # times the narrowest place behind the last cut: a place for no cut, where a narrower one lies ahead
+_AHEAD = 10  # times a piece: how far
 
 
 @dataclass(frozen=True)
@@ -235,12 +237,23 @@ def _irregular_cuts(forward: list[fx.Node], crossing: np.ndarray, start: int, en
     cuts: list[int] = []
     edge = start
     while end - edge >= 2 * least_length:
-        window = crossing[edge + least_length : min(edge + 2 * least_length, end - least_length + 1)]
+        ahead = crossing[edge + least_length : min(edge + _AHEAD * least_length, end - least_length + 1)]
+        skipped = _skipped(crossing[edge : edge + least_length], ahead, least_length)
+        window = ahead[skipped : skipped + least_length]
         if not np.isfinite(window).any():
             break
-        edge = edge + least_length + int(np.argmin(window))
+        edge += least_length + skipped + int(np.argmin(window))
         cuts.append(edge)
     return cuts
+
+
+def _skipped(before: np.ndarray, ahead: np.ndarray, length: int) -> int:
+    """How many places ``ahead`` are much wider than the narrowest one ``before``, none if all are or fewer than
+    ``length``: what crosses inside of chunks of linear attention would be put together again at each cut.
+    """
+    least = before[before > 0].min(initial=np.inf)
+    first = int(np.argmax(ahead <= _WIDER * least)) if np.isfinite(least) else 0
+    return first if first >= length else 0
 
 
 def _place_backward(graph: fx.GraphModule) -> None:

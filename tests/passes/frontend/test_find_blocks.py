@@ -339,3 +339,30 @@ def test_pieces_of_a_long_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert third > 2 and len(set(pieces[:third])) == third and pieces == pieces[:third] * 3
     ends = [{name.split(".")[3] for name in names if name.startswith("layers.0.layers")} for names in modules(graph)]
     assert sum(map(len, ends)) == 6, "no inner layer is in two blocks"
+
+
+class WideInside(nn.Module):
+    """A part that computes with many times the elements that come in and go out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 128), nn.Linear(128, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        for _ in range(15):
+            h = torch.tanh(h) + torch.sin(h)
+        return x + self.down(h)
+
+
+def test_no_piece_ends_where_much_crosses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of linear attention are many times what enters and leaves: all of them would be put together at a cut."""
+    monkeypatch.setattr("passes.frontend.find_blocks._LONG_LAYER", 30)
+    monkeypatch.setattr("passes.frontend.find_blocks._LONGEST_PIECE", 20)
+    unlike = (torch.relu, torch.tanh, torch.sigmoid, torch.exp)
+    layers = [nn.Sequential(Layer(kind), WideInside(), Layer(kind)) for kind in unlike]
+    found = modules(blocked(Around(*layers)))
+    for at in range(len(layers)):
+        wide = f"layers.{at}.1"
+        assert [any(wide in name for name in names) for names in found].count(True) == 1
+    assert len(found) > 2 * len(layers)
