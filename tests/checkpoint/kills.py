@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from galvatron_fx.checkpoint import Checkpointer, manifest
 from galvatron_fx.checkpoint.steps import Steps
-from galvatron_fx.errors import CheckpointError
+from galvatron_fx.errors import CheckpointError, LostRankError
 from tests.checkpoint.forked import run_ranks
 from tests.checkpoint.resume_ranks import Expected, Setting, compiled_run
 from tests.models import zoo
@@ -33,6 +33,7 @@ SETTINGS = [Setting((2,), roles) for roles in (("zero",), ("tensor",), ("data",)
 _MOST_EVENTS = (150, 20)
 """About how often rank 0, and rank 1, touches the folder."""
 _LONGEST_S = 0.6
+_NOTICED_S = 20  # a rank killed before groups are joined is missed by the time limit alone
 _ON_FILES = ("open", "os.mkdir", "os.rename", "os.listdir", "os.scandir", "shutil.rmtree", "os.remove", "os.rmdir")
 
 
@@ -81,7 +82,8 @@ class Trial:
         first, second = self._draw["settings"]
         checkpoints, log = folder / "checkpoints", folder / "log"
         log.mkdir(parents=True)
-        codes = run_ranks(2, partial(self._until_bereft, first, checkpoints, log, expected), timeout_s=60)
+        until_bereft = partial(self._until_bereft, first, checkpoints, log, expected)
+        codes = run_ranks(2, until_bereft, timeout_s=60, collective_s=_NOTICED_S)
         assert set(codes) <= {0, _BEREFT, -signal.SIGKILL}, f"seed {self.seed}: exit codes {codes}"
         steps = Steps(checkpoints)
         for step in steps.all():
@@ -97,6 +99,8 @@ class Trial:
     def _until_bereft(self, setting: Setting, folder: Path, log: Path, expected: Expected) -> None:
         try:
             self._train(setting, folder, log, expected)
+        except LostRankError:
+            os._exit(_BEREFT)
         except (RuntimeError, CheckpointError) as error:
             if "peer" not in str(error):
                 raise
