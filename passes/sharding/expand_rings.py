@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -162,7 +162,7 @@ _STEPS: dict[Any, Callable[..., list[fx.Node]]] = {
 
 def _wide(spec: TensorSpec) -> TensorSpec:
     """A sum of parts of ``spec``."""
-    return TensorSpec(spec.shape, torch.promote_types(spec.dtype, torch.float32))
+    return replace(spec, dtype=torch.promote_types(spec.dtype, torch.float32))
 
 
 def _rotated(e: Emitter, x: fx.Node) -> fx.Node:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,8 +45,9 @@ aten = torch.ops.aten
 
 
 def _like(node: fx.Node, dtype: torch.dtype | None = None) -> TensorSpec:
+    """The shape of a value, symbols included: other axes that split its rows may come later."""
     spec = meta_of(node).spec
-    return TensorSpec(spec.shape, dtype or spec.dtype)
+    return replace(spec, dtype=dtype or spec.dtype)
 
 
 def _owned_rows(e: Emitter, index: fx.Node, size: int) -> tuple[fx.Node, fx.Node]:
@@ -64,10 +66,7 @@ def _where(e: Emitter, mask: fx.Node, value: fx.Node) -> fx.Node:
 
 
 def _unsqueezed(e: Emitter, node: fx.Node, dim: int) -> fx.Node:
-    spec = meta_of(node).spec
-    shape = list(spec.shape)
-    shape.insert(dim if dim >= 0 else len(shape), 1)
-    return e.emit(aten.unsqueeze.default, (node, dim), TensorSpec(tuple(shape), spec.dtype))
+    return e.emit(aten.unsqueeze.default, (node, dim), meta_of(node).spec.unsqueezed(dim))
 
 
 def vocabulary_embedding(
@@ -114,8 +113,8 @@ def vocabulary_log_softmax(
     (scores,) = inputs
     out = outputs[0]
     assert out is not None
-    dim = node.args[1]
-    one = _reduced_spec(out, dim)
+    dim: Any = node.args[1]
+    one = out.resized(dim, 1)
     largest = e.reduced(e.emit(aten.amax.default, (scores, [dim], True), one), "max")
     centred = e.emit(aten.sub.Tensor, (scores, largest), out)
     exponentials = e.emit(aten.exp.default, (centred,), out)
@@ -130,18 +129,12 @@ def vocabulary_log_softmax_backward(
     gradient, scores = inputs
     out = outputs[0]
     assert out is not None
-    dim = node.args[2]
-    one = _reduced_spec(out, dim)
+    dim: Any = node.args[2]
+    one = out.resized(dim, 1)
     total = e.reduced(e.emit(aten.sum.dim_IntList, (gradient, [dim], True), one))
     probabilities = e.emit(aten.exp.default, (scores,), out)
     shares = e.emit(aten.mul.Tensor, (probabilities, total), out)
     return [e.emit(aten.sub.Tensor, (gradient, shares), out)]
-
-
-def _reduced_spec(spec: TensorSpec, dim: Any) -> TensorSpec:
-    shape = list(spec.shape)
-    shape[int(dim)] = 1
-    return TensorSpec(tuple(shape), spec.dtype)
 
 
 def _counted(e: Emitter, node: fx.Node, targets: fx.Node) -> tuple[fx.Node, int]:
@@ -179,7 +172,7 @@ def gathered_nll_loss(
     rows, dtype = meta_of(scores).spec.shape[0], meta_of(scores).spec.dtype
     whole, ignore = rows * e.degree, node.args[4]
     index = e.emit(aten.clamp.default, (targets, 0), _like(targets))
-    picked = e.emit(aten.gather.default, (scores, 1, _unsqueezed(e, index, -1)), TensorSpec((rows, 1), dtype))
+    picked = e.emit(aten.gather.default, (scores, 1, _unsqueezed(e, index, -1)), _like(targets, dtype).unsqueezed(-1))
     left_out = e.emit(aten.eq.Scalar, (targets, ignore), _like(targets, torch.bool))
     zero = e.emit(aten.zeros_like.default, (targets,), _like(targets))
     marks = e.emit(aten.masked_fill.Scalar, (zero, left_out, ignore), _like(targets))
@@ -205,14 +198,13 @@ def vocabulary_nll_loss(
     """
     scores, targets = inputs
     spec = meta_of(scores).spec
-    rows, size = spec.shape
+    row = _like(targets, spec.dtype)
     counted, _ = _counted(e, node, targets)
-    index, owned = _owned_rows(e, targets, size)
+    index, owned = _owned_rows(e, targets, spec.shape[1])
     mine = e.emit(aten.logical_and.default, (owned, counted), _like(targets, torch.bool))
-    column = TensorSpec((rows, 1), spec.dtype)
-    picked = e.emit(aten.gather.default, (scores, 1, _unsqueezed(e, index, -1)), column)
-    flat = e.emit(aten.squeeze.dim, (picked, 1), TensorSpec((rows,), spec.dtype))
-    losses = e.emit(aten.neg.default, (_where(e, mine, flat),), TensorSpec((rows,), spec.dtype))
+    picked = e.emit(aten.gather.default, (scores, 1, _unsqueezed(e, index, -1)), row.unsqueezed(-1))
+    flat = e.emit(aten.squeeze.dim, (picked, 1), row)
+    losses = e.emit(aten.neg.default, (_where(e, mine, flat),), row)
     if node.args[3] == 0:
         options = {"dtype": spec.dtype, "device": torch.device("cpu")}
         return [losses, e.emit(aten.zeros.default, ([],), TensorSpec((), spec.dtype), **options)]
@@ -236,7 +228,7 @@ def vocabulary_nll_loss_backward(
     scale = gradient
     if node.args[4] == 1:
         scale = e.emit(aten.div.Tensor, (gradient, total), _like(gradient))
-    row = TensorSpec((rows,), spec.dtype)
+    row = _like(targets, spec.dtype)
     if not meta_of(scale).spec.shape:
         scale = e.emit(aten.expand.default, (scale, [rows]), row)
     negative = e.emit(aten.neg.default, (_where(e, mine, scale),), row)

@@ -169,7 +169,10 @@ def merge_axes(strategies: Sequence[Strategy], axes: Sequence[Axis]) -> tuple[Me
     return tuple(sorted(columns, key=_lowering_rank))
 
 
-def _lowering_rank(column: MergedAxis) -> tuple[int, tuple[int, ...]]:
-    """Ranks exchange tokens that all roles which split tokens have split."""
+def _lowering_rank(column: MergedAxis) -> tuple[bool, int, tuple[int, ...]]:
+    """Ranks exchange tokens that all roles which split tokens have split. What splits the batch in all blocks comes
+    before what does in most: rows that this gathers for the others are then the innermost of their dim.
+    """
     role = next((role for role in EXPERT_ROLES if role in column.roles), column.main_role)
-    return (*LOWERING_ORDER, PIPELINE).index(role), column.axes
+    is_mixed = not set(column.roles) <= {"data", "zero"}
+    return is_mixed, (*LOWERING_ORDER, PIPELINE).index(role), column.axes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -66,12 +67,11 @@ def _head(e: Emitter, keys: fx.Node) -> fx.Node:
 
 
 def _picked(e: Emitter, x: fx.Node, head: fx.Node) -> fx.Node:
-    batch, _, *rest = meta_of(x).spec.shape
-    return e.emit(aten.index_select.default, (x, 1, head), TensorSpec((batch, 1, *rest), meta_of(x).spec.dtype))
+    return e.emit(aten.index_select.default, (x, 1, head), meta_of(x).spec.resized(1, 1))
 
 
 def _placed(e: Emitter, x: fx.Node, like: fx.Node, head: fx.Node) -> fx.Node:
     """The gradient of one head among zeros for the others."""
-    spec = TensorSpec(meta_of(like).spec.shape, meta_of(x).spec.dtype)
+    spec = replace(meta_of(like).spec, dtype=meta_of(x).spec.dtype)
     zeros = e.emit(aten.zeros_like.default, (like,), spec)
     return e.emit(aten.index_add.default, (zeros, 1, head, x), spec)

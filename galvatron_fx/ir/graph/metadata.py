@@ -60,6 +60,22 @@ class TensorSpec:
         """The symbolic shape where it is known, else the concrete one."""
         return self.dims or self.shape
 
+    def resized(self, dim: int, size: int) -> TensorSpec:
+        """The same with another size of ``dim``."""
+        at = dim % len(self.shape)
+        return self._spliced(at, at + 1, size)
+
+    def unsqueezed(self, dim: int) -> TensorSpec:
+        """The same with one more dim, of size 1."""
+        at = dim % (len(self.shape) + 1)
+        return self._spliced(at, at, 1)
+
+    def _spliced(self, start: int, end: int, size: int) -> TensorSpec:
+        shape = (*self.shape[:start], size, *self.shape[end:])
+        dims = self.dims and (*self.dims[:start], size, *self.dims[end:])
+        runs = self.batch_split_factors and (*self.batch_split_factors[:start], 1, *self.batch_split_factors[end:])
+        return TensorSpec(shape, self.dtype, dims, runs)
+
     def batch_split_factor(self, dim: int) -> int:
         """The entry of ``batch_split_factors`` for ``dim``."""
         return self.batch_split_factors[dim] if self.batch_split_factors else 1

@@ -361,11 +361,13 @@ class Pricer:
         return cost_tables
 
     def _usable(self, request: CostTableRequest) -> tuple[Strategy, ...]:
-        """The strategies that find enough samples in a micro-batch: those that split it evenly, else any."""
+        """The strategies that find enough samples in a micro-batch: those that split it evenly, else those that no even
+        split of the batch as a whole, for which decisions are made, would be taken for one of theirs.
+        """
         batch = self.batch // request.num_microbatches
         ranks = {strategy: batch_ranks(strategy, self.cluster.shape) for strategy in request.strategies}
         even = tuple(s for s in request.strategies if batch % ranks[s] == 0)
-        return even or tuple(s for s in request.strategies if ranks[s] <= batch)
+        return even or tuple(s for s in request.strategies if ranks[s] <= batch and self.batch % ranks[s])
 
     def _chain(
         self,
@@ -378,7 +380,8 @@ class Pricer:
             if self.graph.meta.get("symbols") is None:
                 raise PlanError(ONE_BATCH)
             raise PlanError(
-                f"a batch of {self.batch} in {request.num_microbatches} micro-batches gives some ranks no sample"
+                f"a batch of {self.batch} in {request.num_microbatches} micro-batches gives some ranks no sample, or "
+                f"fewer than others"
             )
 
         def rows(name: str) -> Floats:

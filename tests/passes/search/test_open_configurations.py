@@ -9,10 +9,10 @@ from torch import Tensor, fx, nn
 from galvatron_fx.errors import PlanError
 from galvatron_fx.ir.cluster.cluster import Cluster
 from galvatron_fx.ir.plan.plan import Plan
-from galvatron_fx.ir.plan.strategy import ROLES
+from galvatron_fx.ir.plan.strategy import ROLES, Strategy
 from passes.search.candidates import candidates
 from passes.search.configurations import Configurations, Pins
-from passes.search.cost_table.cost_table import Pricer
+from passes.search.cost_table.cost_table import CostTable, CostTableRequest, Pricer
 from passes.search.open_configurations import OpenConfigurations
 from passes.search.plan_search import SearchOptions, search_plan
 from tests.helpers import captured
@@ -81,6 +81,15 @@ def test_numbers_beside_the_best_are_priced_once() -> None:
     searches = opened.open_beside(best)
     assert {search.configuration.num_microbatches for search in searches} == {3, 6}
     assert opened.open_beside(best) == []
+
+
+def test_microbatches_that_ranks_do_not_share_evenly_have_no_prices() -> None:
+    """Four ranks share 12 samples, and 4 of a micro-batch, but not 6: how they share the 12 says nothing there."""
+    pricer = Pricer(captured(Stack(), (torch.ones(12, 256),)), FOUR, {})
+    requests = [CostTableRequest((Strategy(("data",) * len(FOUR.axes)),), count) for count in (1, 2, 3)]
+    whole, halves, thirds = pricer.cost_tables(requests)
+    assert isinstance(whole, CostTable) and isinstance(thirds, CostTable)
+    assert "in 2 micro-batches gives some ranks no sample, or fewer than others" in str(halves)
 
 
 def test_small_batches_have_plans() -> None:
