@@ -16,7 +16,7 @@ from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.graph.metadata import signature
 from galvatron_fx.ir.graph.pass_pipeline import PassControl
 from galvatron_fx.ir.graph.rewrite import copied
-from galvatron_fx.ir.plan.prediction import HOST, MemoryUse
+from galvatron_fx.ir.plan.prediction import MemoryUse
 from galvatron_fx.ir.plan.schedule import Schedule
 from galvatron_fx.ir.plan.strategy import Strategy
 from passes.analysis.blocks import wiring
@@ -28,16 +28,17 @@ from passes.simulation.events import GraphEvents
 from passes.simulation.short_model import Apart, ShortModel
 from passes.simulation.stages import MeasuredTasks, SimulateStages, StagesReport
 from passes.simulation.step import SimulateStep, StepReport
+from passes.simulation.whole_memory import whole_memory
 
 Row = Mapping[Any, float]
-"""Seconds or bytes of a stage or rank, by what they are of."""
+"""Seconds of a stage, by what they are of."""
 
 
 class Measured(NamedTuple):
     """Seconds of every stage as if nothing ran at once, bytes of every rank, and the events of every stage's graphs."""
 
     seconds: Sequence[Row]
-    memory: Sequence[Row]
+    memory: Sequence[MemoryUse]
     events: Sequence[Mapping[str, GraphEvents]]
 
 
@@ -45,7 +46,7 @@ class Whole(NamedTuple):
     """The same of the whole model, its events in one list a graph."""
 
     seconds: list[dict[Any, float]]
-    memory: list[dict[Any, float]]
+    memory: list[MemoryUse]
     events: list[Mapping[str, Sequence[Event]]]
 
 
@@ -55,7 +56,7 @@ class Reusable(NamedTuple):
     """
 
     lowered: LoweredStages | Lowered
-    memory: Sequence[Row]
+    memory: Sequence[MemoryUse]
     tasks: MeasuredTasks
 
 
@@ -142,12 +143,12 @@ class SimulateChoice:
             assert isinstance(lowered, Lowered), "a model without stages is lowered without them"
             step = self._simulator.parts(lowered)
             seconds: dict[Any, float] = {**step.alone, _PARAMETER_BYTES: step.parameter_bytes}
-            return Measured([seconds], [_row(step.memory)], [step.events])
+            return Measured([seconds], [step.memory], [step.events])
 
         whole = _whole(short, self._once(measure, strategies), [[0]])
         (seconds,), (memory,), (events,) = whole
         parameter_bytes = round(seconds.pop(_PARAMETER_BYTES))
-        return self._simulator.report(seconds, events.values(), _memory(memory), parameter_bytes)
+        return self._simulator.report(seconds, events.values(), memory, parameter_bytes)
 
     def _stages(self, short: ShortModel, strategies: Sequence[Strategy], staging: Staging) -> StagesReport:
         schedule = staging.schedule
@@ -158,7 +159,7 @@ class SimulateChoice:
         def lowered_with_bytes(model: ShortModel, kept: Sequence[Strategy]) -> Reusable:
             few, tasks = self._few_stages(model, kept, schedule.num_microbatches)
             lowered = few.standing_for(model.stage_of)
-            memory = [_row(use) for use in simulate(staging.filled, tasks).memory(lowered)]
+            memory = simulate(staging.filled, tasks).memory(lowered)
             return Reusable(lowered, memory, tasks)
 
         def measure(model: ShortModel, kept: Sequence[Strategy]) -> Measured:
@@ -172,8 +173,7 @@ class SimulateChoice:
         ranks = [schedule.stages_of(rank) for rank in range(schedule.num_ranks)]
         once = self._once(measure, strategies, schedule, staging.filled, tuple(staging.axes))
         whole = _whole(short, once, ranks)
-        memory = [_memory(row) for row in whole.memory]
-        return simulate(schedule, MeasuredTasks()).report(whole.seconds, whole.events, memory)
+        return simulate(schedule, MeasuredTasks()).report(whole.seconds, whole.events, whole.memory)
 
     def _few_stages(
         self, model: ShortModel, kept: Sequence[Strategy], num_microbatches: int
@@ -239,7 +239,7 @@ def _whole(short: ShortModel, measure: Callable[[ShortModel], Measured], ranks: 
     longer = {apart: measure(short.longer(apart)) for apart in short.apart(ranks)}
     return Whole(
         _extrapolated(short, base.seconds, {apart: result.seconds for apart, result in longer.items()}, stages),
-        _extrapolated(short, base.memory, {apart: result.memory for apart, result in longer.items()}, ranks),
+        whole_memory(short, base.memory, {apart: result.memory for apart, result in longer.items()}, ranks),
         [_unrolled(short, stage, base, longer) for (stage,) in stages],
     )
 
@@ -265,15 +265,3 @@ def _extrapolated(
 
     total = short.extrapolate(table(base), {apart: table(amounts) for apart, amounts in longer.items()}, rows)
     return [dict(zip(keys, row, strict=True)) for row in total.tolist()]
-
-
-def _row(memory: MemoryUse) -> Row:
-    moments = {"step": memory.step, "update": memory.update, "host": {HOST: memory.host_bytes}}
-    return {(moment, kind): size for moment, held in moments.items() for kind, size in held.items()}
-
-
-def _memory(row: Row) -> MemoryUse:
-    held: dict[str, dict[str, int]] = {"step": {}, "update": {}, "host": {}}
-    for (moment, kind), size in row.items():
-        held[moment][kind] = round(size)
-    return MemoryUse(held["step"], held["update"], held["host"][HOST])

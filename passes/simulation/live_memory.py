@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
@@ -33,6 +33,7 @@ from galvatron_fx.ir.plan.prediction import (
     PARAMETERS_ON_HOST,
     TRANSIENTS,
     MemoryUse,
+    Moment,
     Storage,
     by_kind,
 )
@@ -64,21 +65,34 @@ class UpdateBytes:
     groups: Callable[[Iterable[str]], list[list[str]]]
 
 
+@dataclass
+class _Peak:
+    """The most bytes at a moment: those of what is ``alive``, and ``beside``; and the most on the host."""
+
+    size_bytes: int = 0
+    alive: Sequence[Storage] = ()
+    beside: Mapping[str, int] = field(default_factory=dict)
+    host_bytes: int = 0
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        return {kind: size + self.beside.get(kind, 0) for kind, size in by_kind(self.alive).items()}
+
+
 class LiveMemory:
-    """Counts the bytes of storages as long as anyone holds them: by kind, now and when they were most.
+    """Counts the bytes of storages as long as anyone holds them: by kind, now and when they were most, at each
+    ``moment``, which is for the caller to tell.
 
     A storage may turn out later to be of another kind: what is counted says so then, also of the moment of the most.
-    The host's memory is counted apart: it is most at another moment.
+    The host's memory is counted apart: it is most at another time.
     """
 
     def __init__(self) -> None:
+        self.moment = Moment("")
         self._holders: Counter[Storage] = Counter()
         self._bytes = 0
-        self._most_bytes = 0
-        self._at_most: list[Storage] = []
-        self._beside: Mapping[str, int] = {}
+        self._peaks: dict[Moment, _Peak] = {}
         self.host_bytes = 0
-        self.most_host_bytes = 0
 
     @property
     def now(self) -> dict[str, int]:
@@ -88,13 +102,18 @@ class LiveMemory:
     @property
     def most(self) -> dict[str, int]:
         """Bytes when most was alive."""
-        return {kind: size + self._beside.get(kind, 0) for kind, size in by_kind(self._at_most).items()}
+        return max(self._peaks.values(), key=lambda peak: peak.size_bytes, default=_Peak()).by_kind
+
+    @property
+    def moments(self) -> dict[Moment, dict[str, int]]:
+        """Bytes when most was alive at each moment, and the most on the host by then."""
+        return {moment: {**peak.by_kind, HOST: peak.host_bytes} for moment, peak in self._peaks.items()}
 
     def begin(self) -> list[Storage]:
         """Return what is alive, and look for the most that is from here on."""
-        self._at_most, self._most_bytes, self._beside = list(self._holders), self._bytes, {}
-        self.most_host_bytes = self.host_bytes
-        return self._at_most
+        alive = list(self._holders)
+        self._peaks = {self.moment: _Peak(self._bytes, alive, {}, self.host_bytes)}
+        return alive
 
     def hold(self, storages: Iterable[Storage]) -> None:
         """Count one holder more of each."""
@@ -113,10 +132,13 @@ class LiveMemory:
 
     def passing(self, more: Mapping[str, int], more_on_host: int = 0) -> None:
         """Note that so much more (or less) of each kind, and on the host, is alive for a moment than what is held."""
-        self.most_host_bytes = max(self.most_host_bytes, self.host_bytes + more_on_host)
+        peak = self._peaks.get(self.moment)
+        if peak is None:
+            peak = self._peaks[self.moment] = _Peak()
+        peak.host_bytes = max(peak.host_bytes, self.host_bytes + more_on_host)
         total = self._bytes + sum(more.values())
-        if total > self._most_bytes:
-            self._at_most, self._most_bytes, self._beside = list(self._holders), total, more
+        if total > peak.size_bytes:
+            peak.size_bytes, peak.alive, peak.beside = total, list(self._holders), more
 
     def _came(self, storage: Storage) -> None:
         self._count(storage, storage.size_bytes)
@@ -156,15 +178,17 @@ class GraphMemory(LiveMemory):
         inputs = [StridedTensor.empty(meta_of(node).spec) for node in _placeholders(halves.forward)]
         for value, port in zip(inputs, halves.input_ports, strict=True):
             self.hold_values(value, kind_of_port(port))
+        self.moment = Moment("forward")
         results = self.run(halves.forward, inputs, owned=set())
         self.label(results, ACTIVATIONS)
         saved, produced = results[count:], set(map(id, results[:count]))
         tangents = [StridedTensor.empty(meta_of(node).spec) for node in _placeholders(halves.backward)[len(saved) :]]
+        self.moment = Moment("backward")
         self.hold_values([*tangents, *(value for value in saved if id(value) in produced)])
         borrowed = {i for i, source in enumerate(halves.saved_inputs) if source is not None}
         owned = set(range(len(saved) + len(tangents))) - borrowed
         self.label(self.run(halves.backward, [*saved, *tangents], owned), GRADIENTS)
-        return MemoryUse(self.most, self.now, self.most_host_bytes)
+        return MemoryUse.of(self.moments, self.now)
 
     def hold_values(self, value: Any, kind: str = TRANSIENTS) -> None:
         """Count one holder more of each tensor's storage, which is of ``kind`` if it is new."""
@@ -208,6 +232,8 @@ class GraphMemory(LiveMemory):
         for node in bound.nodes:
             if node.op == "placeholder":
                 continue
+            if has_meta(node):
+                self.moment = Moment(self.moment.part, max(meta_of(node).block, 0))
             if node.op == "output":
                 if folds:
                     self.drop(self._states)

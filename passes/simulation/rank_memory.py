@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from galvatron_fx.ir.plan.prediction import ACTIVATIONS, GRADIENTS, ON_HOST, TRANSIENTS, Storage
+from galvatron_fx.ir.plan.prediction import ACTIVATIONS, GRADIENTS, HOST, ON_HOST, TRANSIENTS, Moment, Storage
 from galvatron_fx.ir.plan.strategy import original_name
 from galvatron_fx.ir.plan.transfers import Row
 from passes.lowering.stages.split_stages import Stage
@@ -22,12 +22,14 @@ Values = dict[str, Storage]
 class StageReplay:
     """Does to live memory what :class:`galvatron_fx.runtime.stage_runner.StageRunner` does to tensors.
 
-    ``stage`` and its ``memory``; values of the step, sums, results and what lives of each micro-batch are held.
+    ``stage`` and its ``memory``; ``place``: among the stages of the rank; values of the step, sums, results and what
+    lives of each micro-batch are held.
     """
 
     stage: Stage
     memory: StageMemory
     live: LiveMemory
+    place: int = 0
     step_values: Values = field(default_factory=dict)
     sums: Values = field(default_factory=dict)
     results: list[Storage] = field(default_factory=list)
@@ -86,8 +88,12 @@ class StageReplay:
         task = self.stage.tasks[name]
         if task.is_empty:
             return {}
-        effect = self.memory.tasks[name, any(term in self.sums for term in task.sums)]
-        self.live.passing(effect.peak, effect.host_peak)
+        is_added = any(term in self.sums for term in task.sums)
+        effect = self.memory.tasks[name, is_added]
+        for block, peak in effect.peaks.items():
+            self.live.moment = Moment((self.place, name, is_added), block)
+            self.live.passing({kind: size for kind, size in peak.items() if kind != HOST}, peak[HOST])
+        self.live.moment = Moment((self.place, name))
         fresh = [Storage(size, kind) for size, kind in effect.fresh]
         named = {**self.step_values, **values, **{f"sum {term}": total for term, total in self.sums.items()}}
         outputs = [fresh[key] if isinstance(key, int) else named.get(key, OUTSIDE) for key in effect.outputs]
@@ -140,6 +146,7 @@ class RankReplay:
 
     def finish(self, shared: frozenset[str]) -> None:
         """Make the gradients, and add up those of parameters that several ranks hold copies of (``shared``)."""
+        self.live.moment = Moment("finish")
         gradients: dict[str, Storage] = {}
         for stage in self.stages.values():
             for name, value in stage.finish().items():
@@ -162,6 +169,7 @@ class RankReplay:
 
     def _act(self, index: int, kind: str, part: int) -> None:
         stage = self.stages[index]
+        self.live.moment = Moment((stage.place, kind))
         if kind.startswith("RECV"):
             ahead = kind.endswith("F")
             names = stage.stage.receives if ahead else stage.stage.receives_back

@@ -2,10 +2,11 @@
 
 Lowering and simulating take as long as the graph is; what a plan costs follows from few of its blocks. In every stage
 a segment (a period of blocks that repeats in structure and strategy: one block, or attention and experts in turns) is
-cut to its first and last period, and stages that differ in the lengths of their segments only have one stand-in. The
-model is simulated so, and once more for each kind of segment with one period more: seconds and bytes grow evenly with
-every period. How much of them overlaps does not, so that is simulated for the whole model, on events that repeat those
-of the period more.
+cut to its first two periods and its last, and stages that differ in the lengths of their segments only have one
+stand-in. The model is simulated so, and once more for each kind of segment with one period more: seconds and bytes grow
+evenly with every period. How much of them overlaps does not, so that is simulated for the whole model, on events that
+repeat those of the period more; and so it is with the most bytes of all moments
+(:mod:`passes.simulation.whole_memory`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +24,7 @@ from galvatron_fx.ir.periods import periodic_runs
 from galvatron_fx.ir.plan.strategy import Boundary, Strategy, boundary
 from passes.simulation.events import BlockEvents, GraphEvents
 
-_KEPT = 2  # periods of a segment: what is between two equal ones is like what is between all others
+_KEPT = 3  # periods of a segment: the first and the last may take otherwise than all between them
 
 Label = tuple[str, Strategy]
 """What equal blocks have in common: fingerprint and strategy."""
@@ -59,6 +61,17 @@ class Segment:
         return self.kept * self.period
 
 
+class Place(NamedTuple):
+    """Where a kept block is, by numbers: its stage among the kept, its segment, the turn of its period (from the start,
+    or, below zero, from the end), and itself in the period.
+    """
+
+    stage: int
+    segment: int
+    turn: int
+    block: int
+
+
 @dataclass(frozen=True)
 class ShortModel:
     """The segments of the kept stages, and for every stage of the whole model its own segments and its stand-in."""
@@ -88,6 +101,17 @@ class ShortModel:
         """The first block of every kept stage, as the short model numbers them."""
         lengths = [sum(segment.kept_blocks for segment in stage) for stage in self.kept]
         return tuple(int(n) for n in np.cumsum([0, *lengths[:-1]]))
+
+    @property
+    def places(self) -> list[list[Place]]:
+        """Those of the kept blocks: a block in the middle is as far from the start as from the end."""
+        return [
+            [Place(stage, number, turn, block) for turn in _turns(turn, segment.kept)]
+            for stage, segments in enumerate(self.kept)
+            for number, segment in enumerate(segments)
+            for turn in range(segment.kept)
+            for block in range(segment.period)
+        ]
 
     @property
     def labels(self) -> list[Labels]:
@@ -202,6 +226,11 @@ def _segments(labels: Sequence[Label], first: int, end: int) -> tuple[Segment, .
         Segment(tuple(labels[first + run.first :][: run.period]), first + run.first, run.count, min(run.count, _KEPT))
         for run in periodic_runs(labels[first:end])
     )
+
+
+def _turns(turn: int, of: int) -> list[int]:
+    """How far a period is from the start and, below zero, from the end: whichever is less, both in the middle."""
+    return [turn] * (2 * turn < of) + [turn - of] * (1 < of <= 2 * turn + 1)
 
 
 def _stand_ins(whole: Sequence[tuple[Segment, ...]]) -> tuple[list[int], tuple[int, ...]]:

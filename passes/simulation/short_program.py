@@ -16,7 +16,7 @@ from passes.simulation.short_model import Label, Segment, ShortModel
 
 __all__ = ["KeptBlock", "Repeat", "ShortProgram"]
 
-_MORE = 2  # periods of a run beside its first and its last
+_MORE = 1  # periods of a run beside those that simulations keep
 
 
 @dataclass(frozen=True)

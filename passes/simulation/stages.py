@@ -14,7 +14,7 @@ from cost_models.shared_cores import simulate_sharing, slowdown_of
 from cost_models.streams import Event
 from galvatron_fx.ir.cluster.cluster import Axis, Cluster
 from galvatron_fx.ir.graph.metadata import TensorSpec, ports
-from galvatron_fx.ir.plan.prediction import BATCH, IDLE, TRANSFER, TRANSIENTS, Cause, MemoryUse, RankUse
+from galvatron_fx.ir.plan.prediction import BATCH, HOST, IDLE, TRANSFER, TRANSIENTS, Cause, MemoryUse, RankUse
 from galvatron_fx.ir.plan.schedule import SPREAD, Schedule
 from galvatron_fx.ir.plan.strategy import stood_for_name
 from galvatron_fx.ir.plan.transfers import with_transfers
@@ -236,10 +236,10 @@ class SimulateStages:
         held = PersistentMemory.of(lowered, self.schedule, self.optimizer)
         uses = []
         for rank, replay in enumerate(self.replays(lowered, held, RankReplay)):
-            live, always, hoisted = replay.live, held.always(rank), {BATCH: held.hoisted_bytes(rank)}
-            update = held.update(rank)
-            most, now = _added(live.most, always, hoisted), _added(live.now, always, {TRANSIENTS: update.most_bytes})
-            uses.append(MemoryUse(most, now, live.most_host_bytes + held.on_host(rank)))
+            always, behind = held.always(rank), {TRANSIENTS: held.update(rank).most_bytes}
+            meanwhile = {**always, HOST: held.on_host(rank)}, {BATCH: held.hoisted_bytes(rank)}
+            moments = {moment: _added(alive, *meanwhile) for moment, alive in replay.live.moments.items()}
+            uses.append(MemoryUse.of(moments, _added(replay.live.now, always, behind)))
         return uses
 
     def replays(self, lowered: LoweredStages, held: PersistentMemory, kind: type[Replay]) -> list[Replay]:
@@ -253,7 +253,8 @@ class SimulateStages:
         replays = []
         for rank, order in enumerate(with_transfers(self.schedule)):
             live = LiveMemory()
-            stages = {i: StageReplay(lowered.stages[i], memory[i], live) for i in self.schedule.stages_of(rank)}
+            numbers = self.schedule.stages_of(rank)
+            stages = {i: StageReplay(lowered.stages[i], memory[i], live, at) for at, i in enumerate(numbers)}
             replay = kind(stages, live)
             replay.run(order)
             replay.finish(held.shared)

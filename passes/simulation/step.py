@@ -20,6 +20,7 @@ from galvatron_fx.ir.graph.metadata import InputSpec, OpCost, meta_of
 from galvatron_fx.ir.graph.placement import Shard
 from galvatron_fx.ir.plan.prediction import (
     COMPUTE,
+    HOST,
     LOCAL_CAUSES,
     RECOMPUTE,
     STATE_COPIES,
@@ -184,8 +185,10 @@ def _with_states(memory: MemoryUse, update: OptimizerStep, most_bytes: int) -> M
     itself behind them.
     """
     states, most = {STATES: update.device_bytes}, memory.update.get(TRANSIENTS, 0) + most_bytes
-    on_host = memory.host_bytes + update.host_bytes
-    return MemoryUse({**memory.step, **states}, {**memory.update, TRANSIENTS: most, **states}, on_host)
+    moments = {
+        moment: {**held, **states, HOST: held[HOST] + update.host_bytes} for moment, held in memory.moments.items()
+    }
+    return MemoryUse.of(moments, {**memory.update, TRANSIENTS: most, **states})
 
 
 def shard_of(port: InputSpec, node: fx.Node, degrees: Sequence[int]) -> ParameterShard:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import fx
 from galvatron_fx.ir.graph.bound_ops import plus
 from galvatron_fx.ir.graph.host_copies import HOST_COPIES
 from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
-from galvatron_fx.ir.plan.prediction import ACTIVATIONS, GATHERED, GRADIENTS, MEMORY_KINDS, TRANSIENTS, Storage, by_kind
+from galvatron_fx.ir.plan.prediction import ACTIVATIONS, GATHERED, GRADIENTS, HOST, TRANSIENTS, Moment, by_kind
 from passes.analysis.strided_values import Buffer, StridedTensor
 from passes.lowering.stages.split_stages import Stage
 from passes.lowering.stages.stage_tasks import Task
@@ -24,17 +24,16 @@ from passes.simulation.live_memory import GraphMemory, kind_of_port
 class TaskMemory:
     """What one run of a task does.
 
-    ``peak``: by kind, the most beside what was alive before it, less what dies until then; ``fresh``: bytes and kind of
-    every storage that it makes and that outlives it; ``outputs``: for each output, then each sum, its storage: one of
-    the fresh by number, or that of an input or sum by name; ``strided``: outputs that are not contiguous;
-    ``host_peak``: the most on the host beside what was there before.
+    ``peaks``: for each block by kind, the most beside what was alive before it, less what dies until then, and the most
+    on the host (:data:`HOST`) beside what was there; ``fresh``: bytes and kind of every storage that it makes and that
+    outlives it; ``outputs``: for each output, then each sum, its storage: one of the fresh by number, or that of an
+    input or sum by name; ``strided``: outputs that are not contiguous.
     """
 
-    peak: Mapping[str, int]
+    peaks: Mapping[int | None, Mapping[str, int]]
     fresh: tuple[tuple[int, str], ...]
     outputs: tuple[int | str, ...]
     strided: frozenset[str]
-    host_peak: int = 0
 
 
 @dataclass(frozen=True)
@@ -149,19 +148,19 @@ class _Measurement:
         owned = {i for i, n in enumerate(named) if n in task.dies or i >= len(task.inputs)}
         added = any(term in self.sums for term in task.sums)
         count = len(task.outputs)
-        before, on_host = self.memory.begin(), self.memory.host_bytes
+        self.memory.moment = Moment(name)
+        before = {**by_kind(self.memory.begin()), HOST: self.memory.host_bytes}
         outputs = self.memory.run(task.graph, list(named.values()), owned)
         self.memory.label(outputs[:count], _MADE_BY.get(name, TRANSIENTS))
         self.memory.label(outputs[count:], GRADIENTS)
-        host_peak = self.memory.most_host_bytes - on_host
-        self.found[name, added] = replace(self._effect(task, named, outputs, before), host_peak=host_peak)
+        self.found[name, added] = self._effect(task, named, outputs, before)
         for dead in task.dies:
             del values[dead]
         values |= dict(zip(task.outputs, outputs[:count], strict=True))
         self.sums |= dict(zip(task.sums, outputs[count:], strict=True))
 
     def _effect(
-        self, task: Task, named: Mapping[str, Any], values: Sequence[Any], before: Sequence[Storage]
+        self, task: Task, named: Mapping[str, Any], values: Sequence[Any], before: Mapping[str, int]
     ) -> TaskMemory:
         """What a run made, by storage."""
         known = {value.buffer: name for name, value in named.items() if value is not None}
@@ -175,9 +174,11 @@ class _Measurement:
                 outputs.append(list(fresh).index(key) if key in fresh else len(fresh))
                 fresh[key] = key.size_bytes, self.memory.kind_of(value)
         strided = {name for name, value in zip(task.outputs, values, strict=False) if not value.is_contiguous}
-        most, less = self.memory.most, by_kind(before)
-        peak = {kind: most[kind] - less[kind] for kind in MEMORY_KINDS}
-        return TaskMemory(peak, tuple(fresh.values()), tuple(outputs), frozenset(strided))
+        peaks = {
+            moment.block: {kind: size - before[kind] for kind, size in held.items()}
+            for moment, held in self.memory.moments.items()
+        }
+        return TaskMemory(peaks, tuple(fresh.values()), tuple(outputs), frozenset(strided))
 
 
 def _of_sums(graph: fx.Graph) -> set[fx.Node]:

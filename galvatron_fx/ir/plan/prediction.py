@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ __all__ = [
     "UPDATE",
     "Cause",
     "MemoryUse",
+    "Moment",
     "RankUse",
     "Storage",
     "busiest",
@@ -77,16 +78,32 @@ class Storage:
     kind: str = TRANSIENTS
 
 
+class Moment(NamedTuple):
+    """A part of a step, such as a task of a stage, and whose block's operators it is looked at; None for all others."""
+
+    part: Hashable
+    block: int | None = None
+
+
 @dataclass(frozen=True)
 class MemoryUse:
     """Bytes on one rank, by kind: when most is alive in the step, and while the optimizer updates behind it.
 
-    ``host_bytes``: the most that waits in the host's memory.
+    ``host_bytes``: the most that waits in the host's memory; ``moments``: when most is alive at each, and the most on
+    the host (:data:`HOST`) by then, of which ``step`` and ``host_bytes`` are the largest.
     """
 
     step: Mapping[str, int]
     update: Mapping[str, int]
     host_bytes: int = 0
+    moments: Mapping[Moment, Mapping[str, int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, moments: Mapping[Moment, Mapping[str, int]], update: Mapping[str, int]) -> MemoryUse:
+        """With the largest of ``moments``."""
+        on_device = [{kind: held[kind] for kind in MEMORY_KINDS} for held in moments.values()]
+        step = max(on_device, key=lambda held: sum(held.values()))
+        return cls(step, update, max(held[HOST] for held in moments.values()), moments)
 
     @property
     def at_peak(self) -> Mapping[str, int]:
