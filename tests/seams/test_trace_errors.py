@@ -67,6 +67,12 @@ def compares(layer: nn.Module, x: Tensor) -> Tensor:
     return layer(x).sum()
 
 
+def drops_at_random(layer: nn.Module, x: Tensor) -> Tensor:
+    if torch.rand([]) < 0.5:  # here
+        return x.sum()
+    return layer(x).sum()
+
+
 def loops_while(layer: nn.Module, x: Tensor) -> Tensor:
     while x.norm() > 1:  # here
         x = x / 2
@@ -119,6 +125,7 @@ def leaves_torch(layer: nn.Module, x: Tensor) -> Tensor:
         (branches, "decides by the value", "choose by torch.where"),
         (branches_in_a_line, "decides by the value", "choose by torch.where"),
         (compares, "decides by the value", "choose by torch.where"),
+        (drops_at_random, "decides by the value", "set its probability to 0"),
         (loops_while, "loops by the value", "a fixed number of times"),
         (loops_so_often, "loops by the value", "a fixed number of times"),
         (indexes_by_a_mask, "indexes by a mask", "torch.where(mask, x, 0)"),
@@ -146,6 +153,30 @@ def test_each_has_its_own_remedy(
     assert len("".join(traceback.format_exception(caught.value)).splitlines()) < 25
     assert caught.value.__context__ is not None, "what torch says is kept"
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_draw_behind_a_probability_of_zero_is_passed() -> None:
+    """The remedy given for layers that are dropped works; it is given where something is drawn."""
+
+    def body(layer: nn.Module, x: Tensor) -> Tensor:
+        p = 0.0
+        return x.sum() if p > 0 and torch.rand([]) < p else layer(x).sum()
+
+    assert galvatron_fx.capture(Model(body), {"x": torch.randn(4, 6)}) is not None
+    with pytest.raises(CaptureError, match=r"choose by torch\.where") as caught:
+        galvatron_fx.capture(Model(branches), {"x": torch.randn(4, 6)})
+    assert "random" not in str(caught.value)
+
+
+def test_masks_of_bytes_are_taken_as_torch_takes_them() -> None:
+    """As torchcrf makes them."""
+
+    def body(layer: nn.Module, x: Tensor) -> Tensor:
+        mask = torch.arange(len(x)).remainder(2).byte()[:, None]
+        return (torch.where(mask, layer(x), x[:, :3]) + layer(x).where(mask, 2 * x[:, 3:])).square().sum()
+
+    report = galvatron_fx.check(Model(body), 2, {"x": torch.randn(4, 6)}, Plan.uniform((2,), ("data",)))
+    assert report.ok, report
 
 
 def test_an_assertion_behind_is_compiling_is_passed() -> None:

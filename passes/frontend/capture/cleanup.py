@@ -48,6 +48,7 @@ class CleanGraph:
     ``y = t(x); z = t(y); w = mul(z, 2)`` -> ``w = mul(x, 2)``, so that gradients lie as their weights do;
     ``y = new_zeros(x, size)`` -> ``y = full(size, 0)``, which neither keeps ``x`` nor asks how it is sharded;
     ``y = _conj(x)`` -> ``y = _conj_physical(x)``, as an alias that resolves it is dropped, too;
+    ``y = _conj(1j); z = mul(x, y)`` -> ``z = mul(x, -1j)``;
     ``y = repeat(x, [3, 1])`` -> ``y = reshape(expand(reshape(x)))``, whose rules split what is repeated.
     """
 
@@ -61,8 +62,10 @@ class CleanGraph:
                 node.replace_all_uses_with(source[0] if isinstance(source, (list, tuple)) else source)
             elif _undoes(node):
                 node.replace_all_uses_with(node.args[0].args[0])
-            elif node.target in _AT_ONCE:
+            elif node.target in _AT_ONCE and isinstance(node.args[0], fx.Node):
                 node.target = _AT_ONCE[node.target]
+            elif node.target in _AT_ONCE:  # of a number, as backward has it of products with one
+                _put_number(node, node.args[0].conjugate() if node.target is aten._conj.default else -node.args[0])
             elif node.target in _FILLED_LIKE:
                 _fill_alone(node)
             elif node.target is aten._efficientzerotensor.default:
@@ -80,6 +83,12 @@ def _drop_empty(node: fx.Node) -> None:
     kept = [source for source in operands if meta_of(source).spec.shape != (0,)]  # type: ignore[union-attr, arg-type]
     if any(meta_of(source).spec.dtype == meta_of(node).spec.dtype for source in kept):  # type: ignore[arg-type]
         node.args = (kept, *dim)
+
+
+def _put_number(node: fx.Node, number: complex) -> None:
+    """Give whoever takes a node the number that it is."""
+    for user in list(node.users):
+        user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda n: number if n is node else n)
 
 
 def _fill_alone(node: fx.Node) -> None:

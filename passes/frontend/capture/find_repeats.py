@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from galvatron_fx.ir.torch_compat.tracing import compiling, new_fake_mode
+from passes.frontend.byte_masks import byte_masks
 from passes.frontend.capture.call_signatures import Description, calls_of, describe, program, state_of
 from passes.frontend.capture.fake_model import FlatModel, PassThrough, fake_weights, passing_through
 from passes.frontend.capture.record_calls import CallRecorder, Leaf, RecordedCall
@@ -68,8 +69,8 @@ def find_repeats(flat: FlatModel) -> tuple[Repeat, ...]:
 
     def recorded(cut: Mapping[nn.Module, PassThrough]) -> CallRecorder:
         recorder = CallRecorder(model, keys)
-        free = value_free(), value_free_modules()
-        with compiling(), free[0], free[1], mode, passing_through(cut), reruns(model), recorder.recording():
+        free = value_free(), value_free_modules(), byte_masks()
+        with compiling(), free[0], free[1], free[2], mode, passing_through(cut), reruns(model), recorder.recording():
             flat(*args)
         return recorder
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from galvatron_fx.ir.errors import CaptureError, GalvatronError
-from galvatron_fx.ir.torch_compat.tracing import FakeTensor, export_joint, new_fake_mode
+from galvatron_fx.ir.torch_compat.tracing import TRACED, FakeTensor, export_joint, new_fake_mode
 from passes.frontend.capture.fake_model import ROOT, FlatModel, fake_weights
 from passes.frontend.capture.flat_inputs import flatten
 from passes.frontend.capture.inner_state import InnerState, is_generator
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 _FAR = 10**6  # added to what counts: what depends on it shows then
+_ONLY_THE_FIRST = ". Where only the first forward differs (it makes a cache, say), run the model once before compile"
 _MOST_ELEMENTS = 2**20  # of constants that are compared by value
 _ALIASES = (aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh_copy.default)
 # What takes a shape, and no value, from a tensor.
@@ -304,9 +305,9 @@ class _Comparison:
             raise CaptureError(
                 f"forward reads {quoted(read)} as the forward before left it, and the first finds something else "
                 f"there: register a buffer that has its shape from the start (register_buffer(name, "
-                f"torch.zeros(...), persistent=False)), or pass it as an input and return it"
+                f"torch.zeros(...), persistent=False)), or pass it as an input and return it{_ONLY_THE_FIRST}"
             )
-        plain = [path for path, c in changes.items() if not isinstance(c.after, Tensor)]
+        plain = [path for path, c in changes.items() if not isinstance(c.after, Tensor) and not _is_of_trace(path)]
         raise self._frozen([c.path for c in self._steps.moving] or plain or list(changes))
 
     def _frozen(self, paths: Sequence[str]) -> CaptureError:
@@ -323,8 +324,13 @@ class _Comparison:
         return CaptureError(
             f"what forward computes depends on {quoted(paths)}, which forward itself changes{values}: tracing would "
             f"freeze it. Keep it in a buffer (register_buffer(name, torch.tensor(...)) in __init__, changed by "
-            f"tensor operators), or pass it to forward as an input"
+            f"tensor operators), or pass it to forward as an input{_ONLY_THE_FIRST}"
         )
+
+
+def _is_of_trace(path: str) -> bool:
+    """Whether a library noted there what traced tensors are: it has an entry for each class of them."""
+    return any(f"[{kind!r}]" in path for kind in TRACED if kind is not Tensor)
 
 
 def _text(change: Change) -> str:
@@ -341,14 +347,21 @@ def _plain_outputs(graph: fx.GraphModule) -> list[fx.Node]:
 
 
 def _copied(node: fx.Node) -> fx.Node | None:
-    """What a node copies, or shows under another name; None for others."""
-    if node.target in _ALIASES:
+    """What a node copies, or shows under another name or as a whole; None for others."""
+    if node.target in _ALIASES or (node.target is aten.slice.Tensor and _is_whole(node)):
         return node.args[0]  # type: ignore[return-value]
     if node.target is aten.copy.default:
         value, source = node.meta["val"], node.args[1]
         alike = isinstance(source, fx.Node) and _is_like(source.meta["val"], (None, value))
         return source if alike else None  # type: ignore[return-value]
     return None
+
+
+def _is_whole(part: fx.Node) -> bool:
+    """Whether a slice has all of what it is taken from, in order."""
+    source, step = part.args[0], part.args[4] if len(part.args) > 4 else 1
+    is_all = isinstance(source, fx.Node) and step == 1 and source.meta["val"].shape == part.meta["val"].shape
+    return bool(is_all)
 
 
 def _source(node: fx.Node) -> fx.Node:

@@ -11,8 +11,11 @@ __all__ = ["calls", "decides", "enclosing", "remedy_for_picks", "remedy_for_read
 
 _LOG_IT = "return the tensor as one more output and print or log it after the step"
 _BRANCH = (
-    "compute both sides and choose by torch.where, decide by a Python value or a shape, or decide outside of forward; "
-    "where a random number decides, as of layers that are dropped, set its probability to 0 (config.layerdrop = 0)"
+    "compute both sides and choose by torch.where, decide by a Python value or a shape, or decide outside of forward"
+)
+_DRAW = (
+    "; where a random number decides, as of layers that are dropped, set its probability to 0 (config.layerdrop = 0) "
+    "and draw none then (`if p > 0 and torch.rand([]) < p`)"
 )
 _LOOP = "loop a fixed number of times and stop by torch.where, or move the loop out of forward"
 _ASSERT = (
@@ -58,10 +61,10 @@ def remedy_for_read(frame: FrameSummary) -> tuple[str, str]:
     if any(isinstance(node, _LOOPS) and decides(node, inside) for node in inside):
         return "loops by the value of a tensor", _LOOP
     if any(isinstance(node, (ast.If, ast.IfExp, ast.BoolOp)) and decides(node, inside) for node in inside):
-        return "decides by the value of a tensor", _BRANCH
+        return "decides by the value of a tensor", _BRANCH + _DRAW * _draws(inside)
     if any(calls(node, _LISTS) for node in inside):
         return "turns the values of a tensor into Python numbers", _COUNTS
-    return "turns the value of a tensor into a Python number", _NUMBER
+    return "turns the value of a tensor into a Python number", _NUMBER + _DRAW * _draws(inside)
 
 
 def remedy_for_shape(operator: str, frame: FrameSummary) -> tuple[str, str]:
@@ -103,6 +106,13 @@ def _holds(node: ast.AST, line: int, column: int, end_line: int, end_column: int
     ends: tuple[int, int] = last, node.end_col_offset  # type: ignore[attr-defined]
     begins = (first, node.col_offset)  # type: ignore[attr-defined]
     return begins <= (line, column) < ends and (end_line, end_column) <= ends
+
+
+def _draws(inside: list[ast.AST]) -> bool:
+    """Whether the function around it names something random."""
+    around = next((node for node in reversed(inside) if isinstance(node, ast.FunctionDef)), None)
+    named = ast.walk(around) if around is not None else ()
+    return any("rand" in str(getattr(node, "attr", getattr(node, "id", ""))) for node in named)
 
 
 def calls(node: ast.AST, names: tuple[str, ...]) -> bool:

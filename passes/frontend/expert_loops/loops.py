@@ -315,7 +315,7 @@ class ExpertLoops(TorchFunctionMode):
 
     def _put(self, out: Tensor, index: Any, value: Any) -> None:
         if not isinstance(value, Picked):
-            index.mask.refuse()
+            next(leaf for leaf in pytree.tree_leaves(index) if isinstance(leaf, Picked)).mask.refuse()
         mask = value.mask
         out, index = self._flat(out, index) if is_mask(index) and not isinstance(index, Picked) else (out, index)
         if isinstance(index, Picked) and isinstance(index.how, Place) and index.mask is mask:

@@ -181,11 +181,9 @@ class MaskedRows(TorchFunctionMode):
             if column is not None:
                 made.axis, made.columns = column % x.shape[1], False
             return made
-        before = next((at for at, entry in enumerate(entries) if not _is_whole(entry)), 0)
-        if _is_own(entries[before]):
-            if any(isinstance(entry, Tensor) for entry in entries[before + 1 :]):
-                raise RowsUnknown("indexes by a mask and another tensor")
-            return self._gathered(x, entries[before], entries[before + 1 :], before)
+        at = next((at for at, entry in enumerate(entries) if _is_own(entry)), None)
+        if at is not None:
+            return self._masked(x, _spelled_out(entries[:at], x.dim() - _dims(entries[at:])), *entries[at:])
         leading = next((at for at, entry in enumerate(entries) if entry is not None), 0)
         places = _places(entries[leading:], x)
         if places is not None:
@@ -194,6 +192,13 @@ class MaskedRows(TorchFunctionMode):
             data = data[(slice(None), *rest)] if rest else data
             return clean(data[(None,) * leading], chosen, leading)
         return computed(func, name, args, kwargs)
+
+    def _masked(self, x: Tensor, ahead: tuple[Any, ...], mask: Tensor, *rest: Any) -> Rows:
+        """``x[*ahead, mask, *rest]``."""
+        if any(isinstance(entry, (Tensor, RowCount)) for entry in (*ahead, *rest)):
+            raise RowsUnknown("indexes by a mask and another tensor")
+        taken = x if all(map(_is_whole, ahead)) else x[ahead]
+        return self._gathered(taken, mask, rest, sum(not isinstance(entry, int) for entry in ahead))
 
     # ---- what writes rows -------------------------------------------------------------------------------------------
 
@@ -296,6 +301,18 @@ def counted_lengths() -> Iterator[None]:
 
 def _is_whole(entry: Any) -> bool:
     return isinstance(entry, slice) and entry == slice(None)
+
+
+def _dims(entries: Sequence[Any]) -> int:
+    """How many dims of a tensor they index."""
+    sizes = (entry.dim() if is_mask(entry) else int(entry is not None) for entry in entries if entry is not Ellipsis)
+    return sum(sizes)
+
+
+def _spelled_out(entries: tuple[Any, ...], dims: int) -> tuple[Any, ...]:
+    """An index of so many dims, with a slice for each that an ellipsis stands for."""
+    at = next((at for at, entry in enumerate(entries) if entry is Ellipsis), None)
+    return entries if at is None else (*entries[:at], *(slice(None),) * (dims - _dims(entries)), *entries[at + 1 :])
 
 
 def _is_own(entry: Any) -> bool:

@@ -85,6 +85,20 @@ def places_of_elements(y: Tensor, x: Tensor, mask: Tensor) -> Tensor:
     return one + y.masked_select(x > 0).square().sum() + y[:, x[0] > 0].square().sum()
 
 
+def places_behind_other_indices(y: Tensor, x: Tensor, mask: Tensor) -> Tensor:
+    table, columns = y[:, None] * torch.arange(1.0, 4.0)[:, None], x[0] > 0
+    one = table[..., columns].square().sum() + table[:, 1, columns].sin().sum() + table[0, 1:, columns].cos().sum()
+    return one + (table[..., columns] * table[:, :, columns]).sum() + y[..., x > 0].square().sum()
+
+
+def writes_at_pairs(y: Tensor, x: Tensor, mask: Tensor) -> Tensor:
+    """As miners of pairs have it."""
+    alike = torch.zeros_like(y)
+    first, second = torch.where(x > 0.5)
+    alike[first, second] = 1
+    return (alike * y).sum()
+
+
 def no_number(y: Tensor, x: Tensor, mask: Tensor) -> Tensor:
     """Rows that are not chosen have logarithms that are no numbers, and gradients neither."""
     p = torch.relu(y)
@@ -116,7 +130,7 @@ def masks_made_again(y: Tensor, x: Tensor, mask: Tensor) -> Tensor:
 
 
 EXACT = [reductions, rows_by_themselves, writes, losses, places_of_elements, no_number, changed_by_weights, none_chosen]
-EXACT.append(masks_made_again)
+EXACT += [masks_made_again, places_behind_other_indices, writes_at_pairs]
 
 
 def rows_of_a_mask_that_changed(y: Tensor, x: Tensor, mask: Tensor) -> Tensor:
@@ -140,6 +154,7 @@ REFUSED = {
     "cumsum over rows": lambda y, x, mask: y[mask].cumsum(0).sum(),
     "calls flip with rows": lambda y, x, mask: (y[mask].flip(0) * y[mask]).sum(),
     "calls batch_norm with rows": lambda y, x, mask: F.batch_norm(y[mask], None, None, training=True).sum(),
+    "indexes by a mask and another tensor": lambda y, x, mask: y[torch.arange(BATCH), (x[0] > 0).flip(0)].sum(),
     "indexes rows that a mask chose": lambda y, x, mask: y[mask][0].sum(),
     "decides by, the number of rows": lambda y, x, mask: y[mask][: min(len(y[mask]), 2)].sum(),
     "takes the number of rows that a mask chooses for one that is known": lambda y, x, mask: y[: len(y[mask])].sum(),

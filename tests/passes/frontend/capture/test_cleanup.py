@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from galvatron_fx.ir.graph.metadata import meta_of
+from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
 from galvatron_fx.ir.graph.symbols import BATCH, SEQUENCE
 from passes.frontend.capture.cleanup import CleanGraph
 from tests.graphs import Builder
@@ -117,6 +117,16 @@ def test_conjugates_are_values() -> None:
     graph = CleanGraph().run(build.finish(("output", "0", pairs)))
     value = torch.randn(2, 3, dtype=torch.complex128)
     torch.testing.assert_close(graph(value)[0], torch.view_as_real(value.conj().resolve_conj()), rtol=0, atol=0)
+
+
+def test_conjugates_of_numbers_are_numbers() -> None:
+    build = Builder()
+    x = build.input("x", (2, 3), dtype=torch.complex128)
+    number = build.write(aten._conj.default, 1j, specs=[TensorSpec((), torch.complex128)])
+    graph = CleanGraph().run(build.finish(("output", "0", build.call(aten.mul.Tensor, x, number))))
+    assert [node.target for node in graph.graph.nodes if node.op == "call_function"] == [aten.mul.Tensor]
+    value = torch.randn(2, 3, dtype=torch.complex128)
+    torch.testing.assert_close(graph(value)[0], value * -1j, rtol=0, atol=0)
 
 
 def test_zeros_of_forward_derivatives_are_numbers() -> None:
