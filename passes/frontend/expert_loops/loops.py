@@ -115,7 +115,7 @@ class ExpertLoops(TorchFunctionMode):
             self._before(func, name, args, tensors)
         if func in _ASKS and len(args) == 1 and _is_set(args[0]):
             mask, dims = self._mask(args[0]), args[0].dim()
-            if func is torch.where or kwargs.get("as_tuple"):
+            if name == "where" or kwargs.get("as_tuple"):
                 return tuple(_place(mask, dim) for dim in range(dims))
             if dims == 1:
                 return Picked.of(mask, Place(0), (mask.rows, 1), torch.int64)
