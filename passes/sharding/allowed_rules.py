@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,6 +22,7 @@ from passes.sharding import (  # noqa: F401  (register rules)
     own_rules,
     random_rules,
 )
+from passes.sharding.fused_rules import JOINS, fused_rules, is_of_features
 from passes.sharding.own_rules import VIEWS, view_rules
 from passes.sharding.roles import RoleRules
 from passes.sharding.rules import MOVES, OpRule, op_rules, strided
@@ -55,13 +56,27 @@ class AllowedRules:
         if call.target in VIEWS:
             base += view_rules(call, offered, self.degree)
         else:
-            base += [instance for rule in base for instance in strided(rule, call, offered, self.degree)]
+            base += [
+                *(instance for rule in base for instance in strided(rule, call, offered, self.degree)),
+                *(rule for rule in self._in_runs(base, call) if rule not in base),
+            ]
+        if call.target in JOINS and self.role.runs:
+            base += fused_rules(call, offered)
         allowed = [rule for rule in dict.fromkeys(base) if self._allowed(rule, call) and _can_be_had(rule, offers)]
         if any(rule.routes for rule in allowed):
             # Rows as routed cannot be moved: where something on their way has no rule for them, all stay whole.
             return tuple(allowed)
         splitting = [rule for rule in allowed if self._splits(rule, call)]
         return tuple(splitting if any(rule.splits_work for rule in splitting) else allowed)
+
+    def _in_runs(self, base: Sequence[OpRule], call: OpCall) -> Iterator[OpRule]:
+        """Rules by which each run of the features is split, though no input comes in so: weights can be had so."""
+        runs = [Shard(0, count) for count in self.role.runs]
+        for rule in (each for plain in base for each in strided(plain, call, runs, self.degree)):
+            if all(
+                not isinstance(p, Shard) or spec is None or is_of_features(spec, p.dim) for p, spec in rule.placed(call)
+            ):
+                yield rule
 
     def _allowed(self, rule: OpRule, call: OpCall) -> bool:
         if rule.exchanges:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -15,6 +15,7 @@ from galvatron_fx.ir.graph.op_call import OpCall, input_nodes, is_getitem
 from galvatron_fx.ir.graph.placement import REPLICATE, Partial, Placement, Shard, shown_as
 from passes.sharding.allowed_rules import AllowedRules
 from passes.sharding.axis_decisions import AxisDecisions
+from passes.sharding.fused_rules import feature_runs
 from passes.sharding.rule_problem import Choice, Item, Problem
 from passes.sharding.rule_solver import solve
 from passes.sharding.rules import OpRule, has_rule
@@ -49,6 +50,8 @@ class BlockProblem:
         self.index = index
         self.nodes = nodes
         self.role = decided.role(index)
+        if self.role.role in ("tensor", "tensor_sequence"):
+            self.role = replace(self.role, runs=feature_runs(nodes))
         self.degree = decided.degree
         self.prices = decided.prices
         narrowest = 0 if decided.narrow_terms else decided.values.parameter_itemsize

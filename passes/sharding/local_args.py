@@ -74,6 +74,10 @@ def localize_args(target: Any, args: tuple[Any, ...], outputs: tuple[TensorSpec 
         args = _replaced(args, 9, _groups_backward(args[0], args[1], args[2], outputs, args[7]))
     if target is aten.convolution_backward.default and outputs[2] is not None:
         args = _replaced(args, 3, list(outputs[2].shape))
+    if target in (aten.split.Tensor, aten.split_with_sizes.default) and out is not None:
+        dim = args[2] if len(args) > 2 else 0
+        sizes = [out.shape[dim] if spec is None else spec.shape[dim] for spec in outputs]
+        args = _replaced(args, 1, sizes[0] if target is aten.split.Tensor else sizes)
     if target is aten.native_group_norm.default and out is not None:
         args = _replaced(args, 3, out.shape[0])
     if target is aten.native_group_norm_backward.default and out is not None:

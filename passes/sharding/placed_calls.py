@@ -22,6 +22,7 @@ from galvatron_fx.ir.graph.placement import (
 )
 from galvatron_fx.ir.graph.verifier import Local, PlacedCall, verify
 from passes.sharding import attention_rules, batched_rules, collective_rules, expert_rules, own_rules, random_rules  # noqa: F401  (register rules)  # noqa: F401  (likewise)
+from passes.sharding.fused_rules import JOINS, fused_rules
 from passes.sharding.local_args import localize_args
 from passes.sharding.own_rules import VIEWS
 from passes.sharding.rules import OpRule, op_rules, strided
@@ -87,6 +88,8 @@ def _has_rule(call: OpCall, rule: OpRule, degree: int) -> bool:
         if not _fits(rule, call, degree):
             return False
     if rule in op_rules(call, degree):
+        return True
+    if call.target in JOINS and rule in fused_rules(call, (*rule.inputs, *rule.outputs)):
         return True
     if call.target in VIEWS:
         return _views(rule.inputs[0], rule.outputs[0], call, degree)

@@ -27,12 +27,13 @@ class RoleRules:
     """The limits that ``role`` puts on an axis of ``degree`` ranks; ``batch`` is the batch size left on each rank.
 
     An axis that holds stages is lowered where other blocks are spread over its ranks: to a block of one rank all is
-    whole, as if each rank computed it.
+    whole, as if each rank computed it. ``runs``: in how many equal runs features may be split one by one.
     """
 
     role: str
     degree: int
     batch: int
+    runs: tuple[int, ...] = ()
 
     def splits_batch(self, spec: TensorSpec, placement: Shard) -> bool:
         """Whether the shard cuts the batch, and not what lies outside or inside of it in the same dim."""
@@ -50,7 +51,7 @@ class RoleRules:
         if self.role in EXPERT_ROLES and self._is_of_experts(spec):
             return placement in self.parameter_choices(spec, listed)
         symbols = getattr(spec.symbolic[placement.dim], "free_symbols", ())
-        if placement.split_factor > 1 and not symbols:
+        if placement.split_factor > 1 and not symbols and placement.split_factor not in self.runs:
             return False
         if self.role == GRAPH:
             return not placement.mirrored and (BATCH not in symbols or self.splits_batch(spec, placement))
@@ -170,6 +171,8 @@ class RoleRules:
         """
         if self.role in _WHOLE_WEIGHTS:
             return not isinstance(want, Shard)
+        if isinstance(have, Shard) and isinstance(want, Shard) and want.split_factor in self.runs:
+            return have.dim == want.dim
         return not (isinstance(have, Shard) and len(spec.shape) >= 2)
 
     def sums_gradients(self) -> bool:
