@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,9 +10,8 @@ import numpy as np
 from torch import fx
 
 from cost_models.optimizer import ADAM, OptimizerModel
-from galvatron_fx.ir.arrays import Floats
 from galvatron_fx.ir.cluster.cluster import Cluster
-from galvatron_fx.ir.plan.prediction import BATCH, MEMORY_KINDS, TRANSIENTS
+from galvatron_fx.ir.plan.prediction import BATCH, TRANSIENTS, MemoryUse
 from galvatron_fx.ir.plan.schedule import KINDS, Action
 from galvatron_fx.ir.plan.strategy import Strategy
 from passes.lowering.lower_stages import LowerStages
@@ -21,31 +20,37 @@ from passes.simulation.drop_blocks import DropBlocks
 from passes.simulation.persistent_memory import PersistentMemory
 from passes.simulation.rank_memory import RankReplay
 from passes.simulation.short_model import ShortModel
-from passes.simulation.stages import SimulateStages, StagesReport
+from passes.simulation.stages import SimulateStages, StagesReport, with_bytes
 from passes.simulation.step_timeline import MemoryTimeline, kinds_array
+from passes.simulation.whole_memory import whole_memory
 
 __all__ = ["StageTimelines"]
 
 
 @dataclass
 class _Watched(RankReplay):
-    """Also keeps what is alive before the first action, and of each action the most during it and what is left behind
+    """Also keeps what is alive before the first action, and of each action what is alive at its moments and left behind
     it; what arrives between two actions counts for the later one.
     """
 
     actions: list[Action] = field(default_factory=list)
-    moments: list[Mapping[str, int]] = field(default_factory=list)
+    uses: list[MemoryUse] = field(default_factory=list)
 
     def _act(self, index: int, kind: str, part: int) -> None:
-        if not self.moments:
-            self._note(self.live.most)
+        if not self.uses:
+            self._note()
         super()._act(index, kind, part)
         if kind in KINDS:
             self.actions.append(Action(kind, index, part))
-            self._note(self.live.most, self.live.now)
+            self._note()
 
-    def _note(self, *moments: Mapping[str, int]) -> None:
-        self.moments += map(dict, moments)
+    def finish(self, shared: frozenset[str]) -> None:
+        super().finish(shared)
+        self._note()
+
+    def _note(self) -> None:
+        self.live.passing({})  # what is alive now is a moment, too
+        self.uses.append(MemoryUse.of(self.live.moments, self.live.now))
         self.live.begin()
 
 
@@ -72,7 +77,7 @@ class StageTimelines:
         simulate = SimulateStages(self.cluster, staging.schedule, staging.axes, self.optimizer)
         actions: list[list[Action]] = []
 
-        def measure(model: ShortModel) -> Floats:
+        def measure(model: ShortModel) -> list[list[MemoryUse]]:
             kept = [strategies[block] for block in model.keep]
             parts = staging.schedule.num_microbatches
             lower = LowerStages(kept, model.first_blocks, parts, self.cluster, self.cache, keep_outputs=False)
@@ -82,42 +87,45 @@ class StageTimelines:
             held = PersistentMemory.of(lowered, staging.schedule, self.optimizer)
             replays = simulate.replays(lowered, held, _Watched)
             actions[:] = [replay.actions for replay in replays]
-            return _table(replays, held)
+            return [_with_held(replay.uses, held, rank) for rank, replay in enumerate(replays)]
 
         short = ShortModel.of(self.block_fingerprints, strategies, first_blocks)
         base = measure(short)
         ranks = [staging.schedule.stages_of(rank) for rank in range(staging.schedule.num_ranks)]
         longer = {apart: measure(short.longer(apart)) for apart in short.apart(ranks)}
-        table = short.extrapolate(base, longer, ranks)
         return tuple(
-            _timeline(rank, rank_actions, row, step)
-            for rank, (rank_actions, row) in enumerate(zip(actions, table, strict=True))
+            _timeline(
+                rank,
+                rank_actions,
+                [
+                    whole_memory(short, [use], {apart: [uses[rank][at]] for apart, uses in longer.items()}, [stages])[0]
+                    for at, use in enumerate(base[rank])
+                ],
+                step,
+            )
+            for rank, (rank_actions, stages) in enumerate(zip(actions, ranks, strict=True))
         )
 
 
-def _table(replays: Sequence[_Watched], held: PersistentMemory) -> Floats:
-    """``[rank, amount]``: the ranks' moments, finishing and updating among them, kind by kind; zeros where a rank has
-    fewer actions than others.
-    """
-    rows = []
-    for rank, replay in enumerate(replays):
-        always = kinds_array(held.always(rank))
-        hoisted = kinds_array({BATCH: held.hoisted_bytes(rank)})
-        step = [kinds_array(moment) + always + hoisted for moment in (*replay.moments, replay.live.most)]
-        update = {TRANSIENTS: held.update(rank).most_bytes}
-        rows.append(np.concatenate([*step, kinds_array(replay.live.now) + always + kinds_array(update)]))
-    table = np.zeros((len(rows), max(map(len, rows))))
-    for row, amounts in zip(table, rows, strict=True):
-        row[: len(amounts)] = amounts
-    return table
+def _with_held(uses: Sequence[MemoryUse], held: PersistentMemory, rank: int) -> list[MemoryUse]:
+    """The same with what a rank holds beside its tasks, and behind the last of them what the update takes."""
+    always, hoisted = held.always(rank), {BATCH: held.hoisted_bytes(rank)}
+    behind = [hoisted] * (len(uses) - 1) + [{TRANSIENTS: held.update(rank).most_bytes}]
+    return [
+        MemoryUse.of(
+            {moment: with_bytes(alive, always, hoisted) for moment, alive in use.moments.items()},
+            with_bytes(use.update, always, more),
+        )
+        for use, more in zip(uses, behind, strict=True)
+    ]
 
 
-def _timeline(rank: int, actions: Sequence[Action], amounts: Floats, step: StagesReport) -> MemoryTimeline:
+def _timeline(rank: int, actions: Sequence[Action], uses: Sequence[MemoryUse], step: StagesReport) -> MemoryTimeline:
     spans = {span.action: span for span in step.spans.spans}
     start_s, finish_s, update_s = (step.once_s(rank, task) for task in ("start", "finish", "update"))
     starts = [0.0]
     for action in actions:
         starts += [start_s + spans[action].start_s, start_s + spans[action].end_s]
     starts += [step.step_time_s - finish_s - update_s, step.step_time_s - update_s]
-    size_bytes = amounts[: len(starts) * len(MEMORY_KINDS)].reshape(len(starts), len(MEMORY_KINDS))
-    return MemoryTimeline(np.maximum.accumulate(starts), size_bytes, step.step_time_s)
+    levels = [uses[0].step, *(level for use in uses[1:] for level in (use.step, use.update))]
+    return MemoryTimeline(np.maximum.accumulate(starts), np.array(list(map(kinds_array, levels))), step.step_time_s)

@@ -238,8 +238,8 @@ class SimulateStages:
         for rank, replay in enumerate(self.replays(lowered, held, RankReplay)):
             always, behind = held.always(rank), {TRANSIENTS: held.update(rank).most_bytes}
             meanwhile = {**always, HOST: held.on_host(rank)}, {BATCH: held.hoisted_bytes(rank)}
-            moments = {moment: _added(alive, *meanwhile) for moment, alive in replay.live.moments.items()}
-            uses.append(MemoryUse.of(moments, _added(replay.live.now, always, behind)))
+            moments = {moment: with_bytes(alive, *meanwhile) for moment, alive in replay.live.moments.items()}
+            uses.append(MemoryUse.of(moments, with_bytes(replay.live.now, always, behind)))
         return uses
 
     def replays(self, lowered: LoweredStages, held: PersistentMemory, kind: type[Replay]) -> list[Replay]:
@@ -315,7 +315,8 @@ def _task_s(times: StageTimes, task: str) -> float:
     return sum(spent for (name, _), spent in times.items() if name == task)
 
 
-def _added(held: Mapping[str, int], *more: Mapping[str, int]) -> dict[str, int]:
+def with_bytes(held: Mapping[str, int], *more: Mapping[str, int]) -> dict[str, int]:
+    """What is held with ``more`` of the same kinds."""
     return {kind: size + sum(other.get(kind, 0) for other in more) for kind, size in held.items()}
 
 

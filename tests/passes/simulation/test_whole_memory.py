@@ -17,6 +17,11 @@ from passes.analysis.blocks import fingerprints, num_blocks
 from passes.simulation import choice
 from passes.simulation.choice import SimulateChoice, Staging
 from passes.simulation.short_model import Place, ShortModel
+from passes.simulation.short_program import ShortProgram
+from passes.simulation.stage_timelines import StageTimelines
+from passes.simulation.stages import StagesReport
+from passes.simulation.step import SimulateStep, StepReport
+from passes.simulation.step_timeline import StepTimeline
 from tests.helpers import captured
 from tests.models.language import Language
 from tests.passes.simulation.test_short_model import WholeModel
@@ -58,6 +63,27 @@ def test_most_of_all_moments(
     expected = _uses(graph, strategies, stages, parts)
     for mine, whole in zip(found, expected, strict=True):
         assert (mine.step, mine.update, mine.host_bytes) == (whole.step, whole.update, whole.host_bytes)
+
+
+@pytest.mark.parametrize("strategy", [AGAIN_HALF, replace(AGAIN_HALF, recompute=False)], ids=str)
+def test_timelines_of_stages_reach_the_peak(strategy: Strategy, graph: fx.GraphModule) -> None:
+    strategies, cuts, schedule = [strategy] * num_blocks(graph), (0, LAYERS // 2), make_schedule("1f1b", 2, 2, 2)
+    staging = Staging(schedule, schedule, PAIR.axes)
+    step = SimulateChoice(graph, PAIR, fingerprints(graph)).run(strategies, cuts, staging)
+    assert isinstance(step, StagesReport)
+    timelines = StageTimelines(graph, PAIR, fingerprints(graph)).run(strategies, cuts, staging, step)
+    assert tuple(timeline.peak_bytes for timeline in timelines) == step.peak_bytes
+    assert all(timeline.size_bytes.min() >= 0 for timeline in timelines)
+
+
+@pytest.mark.parametrize("strategy", [AGAIN, replace(AGAIN, recompute=False)], ids=str)
+def test_timelines_of_one_stage_reach_the_peak(strategy: Strategy, graph: fx.GraphModule) -> None:
+    strategies, marks = [strategy] * num_blocks(graph), fingerprints(graph)
+    step = SimulateChoice(graph, PAIR, marks).run(strategies, (0,), None)
+    assert isinstance(step, StepReport)
+    timeline = StepTimeline.of(ShortProgram.of(graph, PAIR, marks, strategies, (0,), None), SimulateStep(PAIR), step)
+    assert timeline.memory.peak_bytes == step.peak_memory_bytes
+    assert timeline.memory.size_bytes.min() >= 0
 
 
 def test_a_block_in_the_middle_has_two_places() -> None:
