@@ -361,8 +361,8 @@ class Pricer:
         return cost_tables
 
     def _usable(self, request: CostTableRequest) -> tuple[Strategy, ...]:
-        """The strategies that find enough samples in a micro-batch: those that split it evenly, else those that no even
-        split of the batch as a whole, for which decisions are made, would be taken for one of theirs.
+        """The strategies that split a micro-batch evenly; else those that find samples, and split the batch, for which
+        decisions are made, as unevenly.
         """
         batch = self.batch // request.num_microbatches
         ranks = {strategy: batch_ranks(strategy, self.cluster.shape) for strategy in request.strategies}
@@ -379,10 +379,8 @@ class Pricer:
         if not usable:
             if self.graph.meta.get("symbols") is None:
                 raise PlanError(ONE_BATCH)
-            raise PlanError(
-                f"a batch of {self.batch} in {request.num_microbatches} micro-batches gives some ranks no sample, or "
-                f"fewer than others"
-            )
+            parts = f"a batch of {self.batch} in {request.num_microbatches} micro-batches"
+            raise PlanError(f"{parts} gives some ranks no sample, or fewer than others")
 
         def rows(name: str) -> Floats:
             return np.array([getattr(price, name) for price in prices])[self._row]
