@@ -28,6 +28,7 @@ from galvatron_fx.integrations.preparing import (
     policy_named,
     refuse_other_splits,
     refuse_uneven_batches,
+    require_all_processes,
     require_even_batches,
     save_again,
 )
@@ -96,6 +97,7 @@ class Accelerator(accelerate.Accelerator):
     def _compiled(self, models: list[nn.Module], loaders: list[Any]) -> DistributedGraphModule:
         if len(models) > 1 or not loaders:
             self._refuse_alone()
+        require_all_processes(self.num_processes, "on a host without GPUs, build Accelerator(cpu=True, ...)")
         loader = self.prepare_data_loader(loaders[0])
         total = getattr(loader, "total_batch_size", None)
         example = first_batch(loader, total // self.num_processes if total else None, self._options)

@@ -36,6 +36,7 @@ __all__ = [
     "policy_named",
     "refuse_other_splits",
     "refuse_uneven_batches",
+    "require_all_processes",
     "require_even_batches",
     "save_again",
 ]
@@ -69,6 +70,17 @@ def compiled_for_ranks(
         )
     compiled.register_forward_hook(_own_outputs, with_kwargs=True)
     return compiled
+
+
+def require_all_processes(num_processes: int, remedy: str) -> None:
+    """Raise InputError where a tool counts fewer processes than the group has, as on a host without GPUs: its loaders
+    would give all of these the same rows, and its losses and steps would be those of one.
+    """
+    if dist.is_initialized() and dist.get_world_size() != num_processes:
+        raise InputError(
+            f"{dist.get_world_size()} processes are in the group, and {num_processes} by what splits the rows between "
+            f"them, so that several would have the same: {remedy}"
+        )
 
 
 def _own_outputs(model: DistributedGraphModule, args: Any, kwargs: Any, outputs: Any) -> Any:

@@ -25,6 +25,7 @@ from galvatron_fx.integrations.preparing import (
     first_batch,
     policy_named,
     refuse_other_splits,
+    require_all_processes,
     require_even_batches,
     save_again,
 )
@@ -94,6 +95,7 @@ class GalvatronMixin:
         require_even_batches(loader)
         if isinstance(trainer.model, DistributedGraphModule):
             return
+        require_all_processes(trainer.args.world_size, "on a host without GPUs, give TrainingArguments(use_cpu=True)")
         example = trainer._prepare_inputs(first_batch(loader, rows, self._options))
         count = trainer._get_num_items_in_batch([example], trainer.args.device)
         inputs_of = self._call_of_compute_loss if self._makes_loss else self._model_inputs
